@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
+from examples.lm_eval_runs import lm_eval_command, metric_of  # noqa: E402
 from megatron_ladder.command_line import parse_command_line  # noqa: E402
 from megatron_ladder.data.chat import Conversation, ConversationEncoder, read_messages  # noqa: E402
 from megatron_ladder.data.chat_template import ChatTemplateError, Message  # noqa: E402
@@ -52,7 +53,7 @@ class EvaluateOptions:
     held_out: Path
     """Conversations as JSON lines."""
     output: Path
-    """Folder for table.md, and for the input and output of the other programs."""
+    """Folder for table.md and table.json, and for the input and output of the other programs."""
     chat_keys: tuple[str, ...] = ("messages",)
     """Keys of a conversation, as for preprocess_data.py."""
     conversations: int = 200
@@ -62,7 +63,8 @@ class EvaluateOptions:
     tp: int = 1
     """Number of tensor-parallel processes."""
     lm_eval_tasks: tuple[str, ...] = ()
-    """More tasks of lm-eval, which downloads them, each with a metric (arc_challenge:acc_norm); default: acc."""
+    """More tasks of lm-eval, which downloads them, each with a metric (arc_challenge:acc_norm), and a filter of its
+    answers if there are several (gsm8k:exact_match:strict-match); default: acc."""
     no_lm_eval: bool = False
     """Do not use lm-eval even if it is installed."""
 
@@ -179,13 +181,11 @@ def run_lm_eval(name: str, model: Path, options: EvaluateOptions) -> dict[str, f
 
     results = options.output / f"lm_eval_{name}"
     named = [word.partition(":") for word in options.lm_eval_tasks]
-    metrics = {TASK: "acc"} | {task: metric or "acc" for task, _, metric in named}
+    metrics = {TASK: "acc"} | {task: metric.replace(":", ",") or "acc" for task, _, metric in named}
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     command = [
-        sys.executable, "-m", "lm_eval", "--model", "hf",
-        "--model_args", f"pretrained={model},trust_remote_code=True,dtype=auto", "--tasks", ",".join(metrics),
-        "--include_path", str(options.output), "--device", device, "--batch_size", "8",
-        "--output_path", str(results),
+        *lm_eval_command(model, batch_size="8"), "--tasks", ",".join(metrics), "--include_path", str(options.output),
+        "--device", device, "--output_path", str(results),
     ]  # fmt: skip
     run(command, subprocess.DEVNULL)
     newest = max(results.rglob("results*.json"), key=lambda path: path.stat().st_mtime)
@@ -193,20 +193,17 @@ def run_lm_eval(name: str, model: Path, options: EvaluateOptions) -> dict[str, f
 
 
 def named_metrics(results: Mapping[str, Mapping[str, Any]], metrics: Mapping[str, str]) -> dict[str, float]:
-    """Return the metric of each task (task -> metric) as "task metric", whatever filter lm-eval applied to its answers.
+    """Return the metric of each task (task -> metric) as "task metric".
 
     Raises:
-        UserError: lm-eval did not compute a metric.
+        UserError: lm-eval did not compute a metric, or with several filters.
     """
     found, errors = {}, []
     for task, metric in metrics.items():
-        values = {name.partition(",")[0]: value for name, value in results.get(task, {}).items()}
-        if metric in values:
-            found[f"{task} {metric}"] = values[metric]
-        else:
-            known = [name for name, value in values.items() if isinstance(value, float) and "stderr" not in name]
-            computed = ", ".join(known) or "nothing"
-            errors.append(f"--lm-eval-tasks {task}:{metric}: lm-eval computed {computed}: name one of them")
+        try:
+            found[f"{task} {metric}"] = metric_of(results, task, metric)
+        except ValueError as error:
+            errors.append(f"--lm-eval-tasks {task}:{metric.replace(',', ':')}: {error}")
     raise_user_errors(errors)
     return found
 
@@ -258,6 +255,7 @@ def main(argv: Sequence[str]) -> None:
     count = sum(int(one.tokens.loss_mask[1:].sum()) for one in held_out)
     text = f"{len(held_out)} held-out conversations, {count:,} tokens of the assistant\n\n{table(rows)}"
     (options.output / "table.md").write_text(text, encoding="utf-8")
+    (options.output / "table.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     print(text, end="")
     if not with_lm_eval:
         print('\nFor more columns, install lm-eval with pip install "lm-eval[hf]" and run the same command again.')

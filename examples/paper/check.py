@@ -3,8 +3,9 @@
     python examples/paper/check.py
     python examples/paper/check.py --cluster h200 -- --hosts "a b" --gpus-per-host 4 --tp 4
 
-For every size and wiring, this program gets the command from train.sh (with the flags after --), parses it as the
-trainer does, counts the parameters of the model on the meta device, and estimates memory and time with the planner.
+For every size and wiring, this program gets the command from train.sh (with the flags after --, and --tp 2 if the
+wiring needs tensor parallelism), parses it as the trainer does, counts the parameters of the model, and estimates
+memory and time with the planner.
 """
 
 import shlex
@@ -15,14 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-import torch
-
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.append(str(REPOSITORY))
 
 from examples.paper.runs import RECIPE, SIZES, WIRINGS  # noqa: E402
-from megatron_ladder.blueprint.model import ModelConfig  # noqa: E402
-from megatron_ladder.comm.mesh import ProcessMesh  # noqa: E402
+from megatron_ladder.blueprint.tensors import parameter_count  # noqa: E402
 from megatron_ladder.command_line import parse_command_line  # noqa: E402
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run  # noqa: E402
 from megatron_ladder.engine.deepspeed_json import deepspeed_json  # noqa: E402
@@ -30,7 +28,6 @@ from megatron_ladder.errors import UserError, raise_user_errors, run_program  # 
 from megatron_ladder.lab.cost.hardware import CLUSTERS, UNCALIBRATED_RANGE, Cluster  # noqa: E402
 from megatron_ladder.lab.cost.memory import RESERVED_BYTES, Layout, worst_memory  # noqa: E402
 from megatron_ladder.lab.cost.training import LayerTime, step_time  # noqa: E402
-from megatron_ladder.model.language_model import LanguageModel  # noqa: E402
 
 SCRIPT = REPOSITORY / "examples" / "paper" / "train.sh"
 COLUMNS = (
@@ -95,12 +92,6 @@ def read_command(words: Sequence[str], processes: int) -> RunConfig:
     return run
 
 
-def count_parameters(model: ModelConfig) -> int:
-    """Count the parameters of the module; a tied matrix counts once."""
-    module = LanguageModel(model, ProcessMesh.single(), dtype=torch.bfloat16, device=torch.device("meta"))
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
 def estimate(run: RunConfig, cluster: Cluster) -> Estimate:
     """Estimate memory and time of a run."""
     parallel, training = run.parallel, run.training
@@ -135,8 +126,8 @@ def row(size: str, wiring: str, run: RunConfig, planned: Estimate) -> list[str]:
         size,
         wiring,
         "yes" if wiring in SIZES[size].in_the_paper else "",
-        f"{count_parameters(replace(run.model, tie_embeddings=True)):,}",
-        f"{count_parameters(replace(run.model, tie_embeddings=False)):,}",
+        f"{parameter_count(replace(run.model, tie_embeddings=True)).total:,}",
+        f"{parameter_count(replace(run.model, tie_embeddings=False)).total:,}",
         f"{layout.tensor} x {layout.pipeline} x {layout.data}",
         f"{layout.micro_batch} x {run.accumulation_steps}",
         f"{planned.memory_bytes / 1e9:.1f}",
@@ -166,7 +157,8 @@ def check(options: CheckOptions, flags: Sequence[str]) -> Iterator[str]:
     for size in SIZES:
         for wiring in WIRINGS:
             try:
-                processes, words = dry_run(size, wiring, flags)
+                # Flags of the command line come later and replace these.
+                processes, words = dry_run(size, wiring, ["--tp", str(WIRINGS[wiring].fewest_ranks), *flags])
                 run = read_command(words, processes)
             except UserError as error:
                 yield from (f"{size} {wiring}: {message}" for message in error.messages)

@@ -9,7 +9,7 @@ github.com/IBM/dolomite-engine (commit d0ee186). These files leave some settings
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -20,6 +20,7 @@ from megatron_ladder.blueprint.model import ModelConfig  # noqa: E402
 from megatron_ladder.command_line import parse_command_line  # noqa: E402
 from megatron_ladder.errors import raise_user_errors, run_program  # noqa: E402
 from megatron_ladder.lab.bench.sizes import SIZES as SHAPES  # noqa: E402
+from megatron_ladder.lab.wirings import NAMED_WIRINGS, NamedWiring  # noqa: E402
 
 PUBLISHED, DEFAULT, OURS = "authors' files", "their program's default", "ours"
 MOST_AT_ONCE = 8
@@ -42,8 +43,11 @@ SIZES: Mapping[str, Size] = {
     "1.5b": Size(SHAPES["paper-1.5b"], 4, ("ladder",)),
     "3.5b": Size(SHAPES["paper-3.5b"], 2, ("standard", "parallel", "ladder")),
     "4.5b": Size(SHAPES["paper-4.5b"], 2, ("ladder",)),
+    "3.5b-tp8": Size(SHAPES["paper-3.5b-tp8"], 2, ()),
+    "4.5b-tp8": Size(SHAPES["paper-4.5b-tp8"], 2, ()),
 }
-"""1.5b and 4.5b are the ladders of 52 layers."""
+"""1.5b and 4.5b are the ladders of 52 layers. -tp8: 32 heads of 72 instead of 36 of 64, as in the authors' inference
+program, because 8 tensor-parallel GPUs cannot share 36 heads; the authors trained with 36."""
 
 TINY = Size(
     replace(
@@ -54,16 +58,15 @@ TINY = Size(
     (),
 )  # fmt: skip
 """A toy model to try the scripts; its tokens are bytes."""
+ALL_SIZES: Mapping[str, Size] = {**SIZES, "tiny": TINY}
 
-WIRINGS: Mapping[str, tuple[str, ...]] = {
-    "standard": ("--residual-mode", "standard"),
-    "parallel": ("--residual-mode", "parallel"),
-    "ladder": ("--residual-mode", "ladder"),
-    "ladder-parallel": ("--residual-mode", "ladder-parallel"),
-    "staleness-2": ("--residual-mode", "ladder", "--residual-staleness", "2"),
-    "hybrid": ("--residual-mode", "ladder", "--ladder-layers", "{half}"),
-}
-"""The three wirings of the paper, and three more."""
+WIRINGS: Mapping[str, NamedWiring] = {
+    name: NAMED_WIRINGS[name]
+    for name in (
+        "standard", "parallel", "ladder", "ladder-parallel", "staleness-2", "hybrid", "desync-2x", "desync-4x",
+    )
+}  # fmt: skip
+"""The three wirings that the authors trained from scratch, and five more."""
 
 
 class Setting(NamedTuple):
@@ -122,13 +125,13 @@ def training_flags(size: Size, wiring: str, tensor_parallel: int) -> list[str]:
         "--num-key-value-heads", str(shape.num_key_value_heads),
         "--vocab-size", str(shape.vocab_size),
     ]  # fmt: skip
-    words += [word.format(half=shape.num_layers // 2) for word in WIRINGS[wiring]]
+    words += WIRINGS[wiring].flags(shape.num_layers)
     for setting in RECIPE:
         value = setting.tiny if size is TINY and setting.tiny is not None else setting.value
         words += [setting.flag, value] if value else [setting.flag]
     words += ["--tensor-model-parallel-size", str(tensor_parallel)]
     words += ["--micro-batch-size", str(min(MOST_AT_ONCE, size.micro_batch * tensor_parallel))]
-    if tensor_parallel > 1:
+    if tensor_parallel > 1 and WIRINGS[wiring].shares_stream:
         words.append("--sequence-parallel")
     return words
 
@@ -138,12 +141,27 @@ class RunsOptions:
     """Run."""
 
     wiring: str
-    """standard, parallel, ladder, ladder-parallel, staleness-2 (ladder two sub-blocks late) or hybrid (the upper half
-    ladder)."""
+    """standard, parallel, ladder, ladder-parallel, staleness-2 (ladder two sub-blocks late), hybrid (the upper half
+    ladder), or desync-2x and desync-4x (one stream per GPU, summed after every second or fourth sub-block)."""
     size: str = "1.2b"
-    """1.2b, 1.5b (1.2b with 52 layers), 3.5b, 4.5b (3.5b with 52 layers), or tiny."""
+    """1.2b, 1.5b (1.2b with 52 layers), 3.5b, 4.5b (3.5b with 52 layers), 3.5b-tp8 and 4.5b-tp8 (32 heads instead of
+    36), or tiny."""
     tp: int = 1
-    """Tensor-parallel GPUs of a model."""
+    """Tensor-parallel GPUs of a model. desync-2x and desync-4x need 2 or more; the number is part of the model."""
+
+
+def tensor_parallel_problems(size: str, wiring: str, tensor_parallel: int) -> Iterator[str]:
+    """Yield one line for each reason that a model cannot run on so many tensor-parallel GPUs."""
+    heads, fewest = ALL_SIZES[size].shape.num_attention_heads, WIRINGS[wiring].fewest_ranks
+    if tensor_parallel < fewest:
+        yield (
+            f"--tp {tensor_parallel}: expected {fewest} or more with --wiring {wiring}, which has one stream per GPU: "
+            "choose --tp once, because the number is part of the model and cannot change later"
+        )
+    if heads % tensor_parallel:
+        other = f"{size}-tp{tensor_parallel}"
+        fix = f"use --size {other}" if other in SIZES else "use another --tp"
+        yield f"--tp {tensor_parallel}: --size {size} has {heads} heads, which are not divisible by it: {fix}"
 
 
 def main(argv: Sequence[str]) -> None:
@@ -152,16 +170,15 @@ def main(argv: Sequence[str]) -> None:
     (options,) = parse_command_line(
         [RunsOptions], argv, program="runs.py", description="Flags of pretrain_ladder.py for a run of the paper."
     )
-    sizes = {**SIZES, "tiny": TINY}
     errors = [
         f"--{name} {value}: expected one of {', '.join(known)}"
-        for name, value, known in (("size", options.size, sizes), ("wiring", options.wiring, WIRINGS))
+        for name, value, known in (("size", options.size, ALL_SIZES), ("wiring", options.wiring, WIRINGS))
         if value not in known
     ]
     if options.tp < 1:
         errors.append(f"--tp {options.tp}: expected 1 or more")
-    raise_user_errors(errors)
-    print(*training_flags(sizes[options.size], options.wiring, options.tp), sep="\n")
+    raise_user_errors(errors or tensor_parallel_problems(options.size, options.wiring, options.tp))
+    print(*training_flags(ALL_SIZES[options.size], options.wiring, options.tp), sep="\n")
 
 
 def entry_point() -> NoReturn:

@@ -8,7 +8,7 @@ gpus_per_host=8
 # StarCoder's tokenizer: the folder with tokenizer.json and tokenizer_config.json of huggingface.co/bigcode/starcoder.
 tokenizer=(--tokenizer-type HuggingFaceTokenizer --tokenizer-model /shared/starcoder)
 
-# Training texts: streamed hf:// names, or Parquet or JSON files. 350 billion tokens, of which a run reads 105.
+# Training texts: streamed hf:// names, or Parquet or JSON files. 350 billion tokens, of which a run reads 105 (the paper says 100).
 training_texts=(hf://HuggingFaceFW/fineweb-edu:sample-350BT)
 
 # Held-out texts, which must not occur above: the first documents of a crawl that is newer than the sample.

@@ -8,10 +8,12 @@
 #     bash examples/paper/train.sh ... --dry-run                      prints the command
 #     bash examples/paper/train.sh --tiny FOLDER --wiring ladder      a toy run: two processes on this machine, no GPU
 #
-# Sizes: 1.2b, 1.5b, 3.5b, 4.5b. Wirings: standard, parallel, ladder, ladder-parallel, staleness-2, hybrid. Started
-# again, a run resumes from its last checkpoint. Further flags: --tp N (tensor-parallel GPUs, default 1), --run FOLDER
-# (default: a subfolder of `runs` in settings.sh), --max-restarts N (restart automatically after a failure), --hosts
-# "A B", --gpus-per-host N, --master-port N. Flags after -- go to pretrain_ladder.py and override the recipe.
+# Sizes: 1.2b, 1.5b, 3.5b, 4.5b, and 3.5b-tp8 and 4.5b-tp8 with 32 heads instead of 36. Wirings: standard, parallel,
+# ladder, ladder-parallel, staleness-2, hybrid, desync-2x, desync-4x. Started again, a run resumes from its last
+# checkpoint. Further flags: --tp N (tensor-parallel GPUs, default 1; the desync wirings need 2 or more, and N is part of
+# their model), --run FOLDER (default: a subfolder of `runs` in settings.sh), --max-restarts N (restart automatically
+# after a failure), --hosts "A B", --gpus-per-host N, --master-port N. Flags after -- go to pretrain_ladder.py and
+# override the recipe.
 set -euo pipefail
 
 beginning=$PWD

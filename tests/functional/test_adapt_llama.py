@@ -157,13 +157,17 @@ def test_metrics_of_lm_eval_are_chosen_by_name() -> None:
     results = {
         "a": {"alias": "a", "acc,none": 0.5, "acc_stderr,none": 0.1, "acc_norm,none": 0.6},
         "g": {"exact_match,strict-match": 0.7},
+        "two": {"exact_match,strict-match": 0.7, "exact_match_stderr,strict-match": 0.1, "exact_match,loose": 0.8},
     }
     assert named_metrics(results, {"a": "acc_norm", "g": "exact_match"}) == {"a acc_norm": 0.6, "g exact_match": 0.7}
+    assert named_metrics(results, {"two": "exact_match,loose"}) == {"two exact_match,loose": 0.8}
     with pytest.raises(UserError) as failure:
-        named_metrics(results, {"a": "mc1", "b": "acc"})
+        named_metrics(results, {"a": "mc1", "b": "acc", "two": "exact_match"})
     assert str(failure.value).splitlines() == [
         "--lm-eval-tasks a:mc1: lm-eval computed acc, acc_norm: name one of them",
         "--lm-eval-tasks b:acc: lm-eval computed nothing: name one of them",
+        "--lm-eval-tasks two:exact_match: lm-eval computed exact_match,strict-match, exact_match,loose: "
+        "name one of them",
     ]
 
 
@@ -173,6 +177,44 @@ def test_other_ladder_layers(words: str, layers: str, tmp_path: Path) -> None:
     flags = ["--dry-run", "--source", source, "--run", tmp_path / "run", "--python", sys.executable]
     done = run_command(["bash", SCRIPT, *flags, "--ladder-layers", words], timeout=120)
     assert f"wiring: ladder in layers {layers}" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_sweep_compares_quality_and_speed(tmp_path: Path) -> None:
+    config = {
+        "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "vocab_size": 128256,
+    }  # fmt: skip
+    for layers in (16, 32):
+        for name, content in (
+            ("healed/config.json", config),
+            (
+                "evaluation/table.json",
+                {
+                    "source": {"perplexity": 6.0, "arc acc": 0.5},
+                    "unhealed": {"perplexity": 6.0 + layers},
+                    "healed": {"perplexity": 6.0 + layers / 64, "arc acc": 0.4},
+                },
+            ),
+        ):
+            path = tmp_path / str(layers) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(content))
+    sweep = ["python3", SCRIPT.parent / "sweep.py", "--runs", tmp_path, "--layers", "32", "16", "--link", "no-p2p"]
+    done = run_command(sweep, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (tmp_path / "sweep.md").read_text()
+    cells = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert cells[0] == ["ladder layers", "not healed", "perplexity", "arc acc", "speed-up", "range"]
+    assert [row[:4] for row in cells[2:]] == [
+        ["0", "", "6.000", "0.500"], ["16", "22.000", "6.250", "0.400"], ["32", "38.000", "6.500", "0.400"]
+    ]  # fmt: skip
+    half, whole = (float(row[4]) for row in cells[3:])
+    assert 1.1 < half < whole < 1.7
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    missing = run_command([*sweep[:-2], "24"], timeout=60)
+    assert missing.returncode == 2 and "24/evaluation/table.json: cannot be read" in missing.stderr
+    wrong = run_command(["bash", SCRIPT.parent / "sweep.sh", tmp_path, "--layers", "8 x"], timeout=30)
+    assert wrong.returncode == 2 and "--layers: x: expected numbers of ladder layers" in wrong.stderr
 
 
 def perplexities(text: str) -> dict[str, float]:

@@ -4,26 +4,34 @@ import json
 import re
 import shlex
 import subprocess
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from examples.paper.check import (
     CheckOptions,
     check,
-    count_parameters,
     dry_run,
     estimate,
     read_command,
     recipe_table,
 )
-from examples.paper.runs import SIZES, WIRINGS, training_flags
+from examples.paper.runs import SIZES, WIRINGS, tensor_parallel_problems, training_flags
+from examples.paper.speed_report import report
 from examples.paper.take_documents import documents
+from megatron_ladder.blueprint.tensors import parameter_count
+from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.errors import UserError
+from megatron_ladder.lab.bench.options import RequestsOptions, parse_options
+from megatron_ladder.lab.bench.paper import published_speed
+from megatron_ladder.lab.bench.results import RequestRow
 from megatron_ladder.lab.cost.hardware import CLUSTERS
+from megatron_ladder.model.language_model import LanguageModel
 from tests.helpers.commands import REPOSITORY_ROOT, clean_environment, run_command
 from tests.helpers.patience import patient
+from tests.unit.lab.bench.made_up import request_row
 
 EXAMPLE = REPOSITORY_ROOT / "examples" / "paper"
 SCRIPT = EXAMPLE / "train.sh"
@@ -35,6 +43,8 @@ PUBLISHED = {
     "1.5b": (52, 1536, 4096, 1.548, 1.623),
     "3.5b": (40, 2304, 9216, 3.511, 3.624),
     "4.5b": (52, 2304, 9216, 4.530, 4.643),
+    "3.5b-tp8": (40, 2304, 9216, 3.511, 3.624),
+    "4.5b-tp8": (52, 2304, 9216, 4.530, 4.643),
 }
 
 
@@ -46,15 +56,20 @@ def test_sizes_are_the_published_ones(size: str) -> None:
         # Per layer: four matrices of attention, three of the MLP, the norms. Then the embedding and the last norm.
         by_hand = layers * (4 * hidden**2 + 3 * hidden * mlp + norms * hidden) + matrix + hidden
         model = read_command([*training_flags(SIZES[size], wiring, 1), *PATHS], 64).model
-        assert model.tie_embeddings and count_parameters(model) == by_hand
-        assert count_parameters(replace(model, tie_embeddings=False)) == by_hand + matrix
+        module = LanguageModel(model, ProcessMesh.single(), dtype=torch.bfloat16, device=torch.device("meta"))
+        assert sum(parameter.numel() for parameter in module.parameters()) == by_hand
+        assert model.tie_embeddings and parameter_count(model).total == by_hand
+        assert parameter_count(replace(model, tie_embeddings=False)).total == by_hand + matrix
         assert (round(by_hand / 1e9, 3), round((by_hand + matrix) / 1e9, 3)) == (tied, untied)
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("wiring", WIRINGS)
 def test_every_run_is_valid_and_fits(size: str, wiring: str) -> None:
-    for tensor_parallel in (1, 2, 4):
+    for tensor_parallel in (1, 2, 4, 8):
+        if list(tensor_parallel_problems(size, wiring, tensor_parallel)):
+            assert (tensor_parallel == 1 and "desync" in wiring) or (tensor_parallel == 8 and size in ("3.5b", "4.5b"))
+            continue
         run = read_command([*training_flags(SIZES[size], wiring, tensor_parallel), *PATHS], 64)
         assert (run.data_parallel_size, run.global_batch_size, run.training.seq_length) == (
             64 // tensor_parallel, 2048, 2048
@@ -64,15 +79,19 @@ def test_every_run_is_valid_and_fits(size: str, wiring: str) -> None:
     optimizer = run.optimizer
     assert (optimizer.lr, optimizer.lr_warmup_iters, optimizer.lr_decay_style) == (3e-4, 2000, "cosine")
     assert (optimizer.adam_beta1, optimizer.adam_beta2, optimizer.adam_eps) == (0.9, 0.95, 1e-10)
-    assert (optimizer.weight_decay, run.model.init_method_std, run.model.head_dim) == (0.1, 0.02, 64)
+    head_dim = 72 if "tp8" in size else 64
+    assert (optimizer.weight_decay, run.model.init_method_std, run.model.head_dim) == (0.1, 0.02, head_dim)
     layers = run.model.num_layers
     wired = run.model.wired_layers
     expected = {
         "standard": [0] * layers, "parallel": [0] * layers, "ladder": [1] * layers, "ladder-parallel": [1] * layers,
         "staleness-2": [2] * layers, "hybrid": [0] * (layers // 2) + [1] * (layers // 2),
+        "desync-2x": [0] * layers, "desync-4x": [0] * layers,
     }  # fmt: skip
     width = 1 if "parallel" in wiring else 2
     assert [[sub_block.staleness for sub_block in layer] for layer in wired] == [[s] * width for s in expected[wiring]]
+    sums = sum(sub_block.leaves_shared for layer in wired for sub_block in layer)
+    assert sums == width * layers // {"desync-2x": 2, "desync-4x": 4}.get(wiring, 1)
 
 
 def test_a_hybrid_lies_between_its_halves() -> None:
@@ -102,9 +121,12 @@ def test_the_script_launches_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--size", "2b", "--wiring", "late"], "--size 2b: expected one of 1.2b, 1.5b, 3.5b, 4.5b, tiny"),
+        (["--size", "2b", "--wiring", "late"], "--size 2b: expected one of 1.2b, 1.5b, 3.5b, 4.5b, 3.5b-tp8"),
         (["--size", "2b", "--wiring", "late"], "--wiring late: expected one of standard, parallel, ladder"),
         ([], "--wiring is required"),
+        (["--wiring", "desync-2x"], "--tp 1: expected 2 or more with --wiring desync-2x, which has one stream per GPU"),
+        (["--wiring", "ladder", "--size", "4.5b", "--tp", "8"], "not divisible by it: use --size 4.5b-tp8"),
+        (["--wiring", "ladder", "--tp", "5"], "--tp 5: --size 1.2b has 24 heads, which are not divisible by it: use"),
         (["--wiring"], "--wiring: a value is missing"),
         (["--wiring", "ladder", "--node-rank", "8"], "--node-rank 8: expected 0 to 7"),
     ],
@@ -112,6 +134,19 @@ def test_the_script_launches_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_errors_name_the_flag(words: list[str], message: str) -> None:
     done = run_command(["bash", SCRIPT, "--dry-run", *words], timeout=30)
     assert done.returncode == 2 and message in done.stderr
+
+
+def test_a_check_prints_a_row_for_each_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", clean_environment()["PATH"])
+    monkeypatch.setattr("examples.paper.check.SIZES", {"3.5b-tp8": SIZES["3.5b-tp8"]})
+    monkeypatch.setattr("examples.paper.check.WIRINGS", {name: WIRINGS[name] for name in ("ladder", "desync-4x")})
+    assert list(check(CheckOptions(), [])) == []
+    ladder, desync = (line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:4])
+    assert (ladder[1], ladder[5], desync[1], desync[5]) == ("ladder", "1 x 1 x 64", "desync-4x", "2 x 1 x 32")
+    # Of four sub-blocks, three read streams that differ between the two ranks, and each rank has its own norm there.
+    assert int(desync[3].replace(",", "")) - int(ladder[3].replace(",", "")) == 60 * 2304
 
 
 def test_a_slurm_job_starts_every_node(tmp_path: Path) -> None:
@@ -144,6 +179,78 @@ def test_a_slurm_job_starts_every_node(tmp_path: Path) -> None:
     assert len(lines) == 4
     for path in [*EXAMPLE.glob("*.sh"), EXAMPLE / "train.sbatch"]:
         subprocess.run(["bash", "-n", path], check=True)
+
+
+SPEED = EXAMPLE / "speed.sh"
+
+
+def speed_commands(*flags: str) -> list[list[str]]:
+    """Return the words of the commands that speed.sh would run."""
+    done = run_command(["bash", SPEED, "results", "--dry-run", *flags], timeout=30)
+    assert done.returncode == 0, done.stderr
+    return [shlex.split(line) for line in done.stdout.splitlines()]
+
+
+def test_every_published_speed_has_a_command() -> None:
+    found = {}
+    for words in [*speed_commands(), *speed_commands("--hosts", "a b")]:
+        begin = words.index("serve")
+        options = parse_options(words[begin:])
+        assert isinstance(options, RequestsOptions) and options.cuda_graph and options.own_interconnect
+        for batch in options.batch:
+            for wiring in ("standard", "ladder"):
+                setting = (options.p2p, options.tp, batch, options.prompt, options.generate)
+                found[options.sizes[0], wiring, options.p2p, batch] = published_speed(
+                    options.sizes[0], wiring, *setting
+                )
+        if options.tp == 16:
+            assert words[0] == "deepspeed" and words[words.index("--master_addr") + 1] == "a"
+    # 70B at four batch sizes, six sizes at batch 4, and two equal speeds for each of two models.
+    figures = [one for speed in found.values() for one in (speed.tokens_per_second, speed.speed_up) if one is not None]
+    assert len(figures) == 2 * 4 * 2 + 2 * 6 + 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        ([], "a folder for the results is missing"),
+        (["a", "--only", "llama-8b huge"], "--only huge: expected some of paper-1.2b"),
+        (["a", "--hosts", "x"], "--hosts x: expected two names"),
+        (["a", "b"], "b: expected one folder, found"),
+    ],
+)
+def test_mistakes_in_the_command_of_speeds(flags: list[str], error: str) -> None:
+    done = run_command(["bash", SPEED, *flags, "--dry-run"], timeout=30)
+    assert done.returncode == 2 and f"error: {error}" in done.stderr
+
+
+def test_the_report_of_speeds(tmp_path: Path) -> None:
+    def write(name: str, rows: list[RequestRow]) -> None:
+        (tmp_path / f"{name}.json").write_text(json.dumps([asdict(row) for row in rows]))
+
+    ladder = request_row("ladder", 1.5, batch=4, predicted_range=(1.2, 1.45), spread=0.02)
+    write("llama-70b-p2p-on", [request_row("standard", 1.0, batch=4), ladder])
+    write("llama-8b-p2p-off", [request_row("ladder", 1.3, batch=4, predicted_range=(1.2, 1.45))])
+    text = report(tmp_path)
+    assert "| llama-70b | on | 4 | standard | 100.0 | 258.6 | 1.000 |  | 1.00 to 1.00 |" in text
+    assert "| llama-70b | on | 4 | ladder | 100.0 |  | 1.500 | 1.28 | 1.20 to 1.45 |" in text
+    assert "| llama-8b | off | 4 | ladder | 100.0 |  | 1.300 | 1.4 | 1.20 to 1.45 |" in text
+    assert "1 of 2 speed-ups are in the range" in text and "| llama-70b | on | 4 | **1.50** |" in text
+    assert "![llama-70b, P2P on](llama-70b-p2p-on.png)" in text and "Toy" in text
+    # The deeper ladders were published with P2P alone.
+    assert text.count("\n* ") == 2 * 9 - 2 - 2 and "* llama-405b, P2P on" in text
+    (tmp_path / "llama-8b-p2p-on.json").write_text("[{}]")
+    with pytest.raises(UserError, match=r"llama-8b-p2p-on.json: not written by tools/benchmark.py serve"):
+        report(tmp_path)
+
+
+@pytest.mark.slow
+def test_all_speeds_of_toy_shapes(tmp_path: Path) -> None:
+    command = ["bash", SPEED, tmp_path, "--tiny", "--rounds", "4", "--only", "llama-8b paper-1.5b"]
+    done = run_command(command, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Toy" in (tmp_path / "report.md").read_text() and (tmp_path / "llama-8b-p2p-off.png").exists()
+    assert run_command(command, timeout=60).stdout.count("already measured") == 3
 
 
 def test_the_readme_contains_the_recipe() -> None:

@@ -1,0 +1,218 @@
+"""The paper's evaluations: tasks, published rows, resumption, and the table, with a module in place of lm-eval."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.lm_eval_runs import lm_eval_command
+from examples.paper.evaluations import ADAPTATION, PUBLISHED, TASKS, average, main
+from megatron_ladder.errors import UserError
+from tests.helpers.commands import REPOSITORY_ROOT, run_command
+
+SCRIPT = REPOSITORY_ROOT / "examples" / "paper" / "evaluate.sh"
+AVERAGES = {
+    "from-scratch": {
+        "1.2b-standard": 59.98, "1.2b-parallel": 58.75, "1.2b-ladder": 58.92, "1.5b-ladder": 60.33,
+        "3.5b-standard": 64.11, "3.5b-parallel": 63.03, "3.5b-ladder": 62.91, "4.5b-ladder": 64.21,
+    },
+    "adaptation": {"source": 56.11, "16-unhealed": 41.65, "16-healed": 57.61, "20-healed": 53.86},
+}  # fmt: skip
+"""As published."""
+LM_EVAL = """# Writes results in the format of lm-eval 0.4, and its own arguments to a file.
+import json, os, pathlib, sys
+
+words = sys.argv[1:]
+with open("{log}", "a") as log:
+    log.write(json.dumps([*words, os.environ.get("HF_ALLOW_CODE_EVAL")]) + "\\n")
+task, output = (words[words.index(flag) + 1] for flag in ("--tasks", "--output_path"))
+numbers = json.loads(pathlib.Path("{numbers}").read_text())
+if task not in numbers:
+    sys.exit(3)
+folder = pathlib.Path(output) / "model__name"
+folder.mkdir(parents=True)
+values = {{"alias": task, **numbers[task]}}
+(folder / "results_2026-01-01T00-00-00.000000.json").write_text(json.dumps({{"results": {{task: values}}}}))
+"""
+SCRATCH_NUMBERS: dict[str, dict[str, Any]] = {
+    **{
+        task: {"acc,none": value, "acc_stderr,none": 0.01, "acc_norm,none": 0.9, "acc_norm_stderr,none": 0.01}
+        for task, value in zip(
+            ("arc_challenge", "arc_easy", "hellaswag", "piqa", "sciq", "winogrande"),
+            (0.3, 0.6, 0.4, 0.7, 0.8, 0.5), strict=True,
+        )  # fmt: skip
+    },
+    "wikitext": {"word_perplexity,none": 18.5, "word_perplexity_stderr,none": "N/A", "byte_perplexity,none": 1.7},
+}
+
+
+class FakeLmEval:
+    """A module lm_eval with given results, and the arguments of its calls."""
+
+    def __init__(self, folder: Path, numbers: dict[str, dict[str, Any]]) -> None:
+        self._log, self._numbers, self.bin = folder / "calls", folder / "numbers.json", folder / "bin"
+        self.bin.mkdir(parents=True)
+        (self.bin / "lm_eval.py").write_text(LM_EVAL.format(log=self._log, numbers=self._numbers))
+        self.set(numbers)
+
+    def set(self, numbers: dict[str, dict[str, Any]]) -> None:
+        self._numbers.write_text(json.dumps(numbers))
+
+    def calls(self) -> list[list[str | None]]:
+        lines = self._log.read_text().splitlines() if self._log.exists() else []
+        self._log.unlink(missing_ok=True)
+        return [json.loads(line) for line in lines]
+
+
+@pytest.fixture
+def lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeLmEval:
+    fake = FakeLmEval(tmp_path / "fake", SCRATCH_NUMBERS)
+    monkeypatch.syspath_prepend(fake.bin)
+    monkeypatch.setenv("PYTHONPATH", str(fake.bin))
+    return fake
+
+
+def rows_of(markdown: str) -> dict[str, list[str]]:
+    lines = [line[1:-1].split("|") for line in markdown.splitlines() if line.startswith("|")]
+    return {name.strip(): [cell.strip() for cell in cells] for name, *cells in lines}
+
+
+def run_here(tmp_path: Path, table: str, *words: str, name: str = "1.2b-ladder") -> str:
+    (tmp_path / "model").mkdir(exist_ok=True)
+    flags = ["--table", table, "--models", f"{name}={tmp_path / 'model'}", "--output", str(tmp_path / "out")]
+    main([*flags, *words])
+    return (tmp_path / "out" / "table.md").read_text()
+
+
+@pytest.mark.parametrize("table", AVERAGES)
+def test_published_rows_have_the_published_averages(table: str) -> None:
+    assert PUBLISHED[table].keys() == AVERAGES[table].keys()
+    for model, values in PUBLISHED[table].items():
+        assert average(TASKS[table], values) == pytest.approx(AVERAGES[table][model], abs=0.0051)
+
+
+def test_the_table_has_our_row_above_the_published_one(tmp_path: Path, lm_eval: FakeLmEval) -> None:
+    text = run_here(tmp_path, "from-scratch")
+    names = [line.split(" | ")[0].strip("| ") for line in text.splitlines() if line.startswith("|")]
+    assert names[2:4] == ["1.2b-ladder", "1.2b-ladder, published"]
+    rows = rows_of(text)
+    assert rows["1.2b-ladder"] == ["30.00", "60.00", "40.00", "70.00", "80.00", "50.00", "18.50", "55.00"]
+    assert rows["1.2b-ladder, published"] == [
+        "31.31", "67.76", "41.18", "71.49", "86.60", "55.17", "18.42", "58.92",
+    ]  # fmt: skip
+    assert rows["HellaSwag"][:2] == ["hellaswag", "0"] and rows["HellaSwag"][3] == "acc"
+    calls = lm_eval.calls()
+    assert [call[call.index("--tasks") + 1] for call in calls] == list(SCRATCH_NUMBERS)
+    assert all(call[call.index("--num_fewshot") + 1] == "0" and call[-1] is None for call in calls)
+
+
+def test_finished_tasks_are_skipped_and_settings_kept_apart(tmp_path: Path, lm_eval: FakeLmEval) -> None:
+    lm_eval.set({task: values for task, values in SCRATCH_NUMBERS.items() if task != "piqa"})
+    with pytest.raises(UserError, match="1.2b-ladder PIQA: lm_eval exited with code 3 and left no result"):
+        run_here(tmp_path, "from-scratch")
+    assert len(lm_eval.calls()) == 4
+    lm_eval.set(SCRATCH_NUMBERS)
+    run_here(tmp_path, "from-scratch")
+    assert [call[call.index("--tasks") + 1] for call in lm_eval.calls()] == ["piqa", "sciq", "winogrande", "wikitext"]
+    run_here(tmp_path, "from-scratch")
+    assert lm_eval.calls() == []
+    text = run_here(tmp_path, "from-scratch", "--limit", "8", "--tasks", "piqa", "--chat-template")
+    (call,) = lm_eval.calls()
+    assert call[call.index("--limit") + 1] == "8" and "--apply_chat_template" in call
+    assert "Only 8 samples of each task: not an estimate." in text and "with the chat template" in text
+    assert rows_of(text)["1.2b-ladder"] == ["", "", "", "70.00", "", "", "", ""]
+
+
+def test_metrics_shots_and_needs_of_the_adaptation(tmp_path: Path, lm_eval: FakeLmEval) -> None:
+    numbers = {task.lm_eval: {f"{task.metric},none": 0.5} for task in ADAPTATION}
+    numbers["gsm8k_cot"] = {"exact_match,strict-match": 0.1, "exact_match,flexible-extract": 0.6}
+    numbers["arc_challenge"] = {"acc,none": 0.1, "acc_norm,none": 0.7}
+    numbers["humaneval_plus"] = {"pass@1,create_test": 0.4}
+    lm_eval.set(numbers)
+    text = run_here(tmp_path, "adaptation", name="16-healed")
+    shots = {call[call.index("--tasks") + 1]: call[call.index("--num_fewshot") + 1] for call in lm_eval.calls()}
+    assert shots == {
+        "mmlu": "5", "arc_challenge": "25", "openbookqa": "0", "hellaswag": "10", "truthfulqa_mc1": "0",
+        "gsm8k_cot": "8", "ifeval": "0",
+    }  # fmt: skip
+    assert rows_of(text)["16-healed"] == ["50.00", "70.00", "50.00", "50.00", "50.00", "60.00", "", "50.00", "", ""]
+    assert "HumanEval+ needs `--run-code`" in text and "AlpacaEval 2 needs AlpacaEval and an OpenAI API key" in text
+    assert rows_of(run_here(tmp_path, "adaptation", "--run-code", name="16-healed"))["16-healed"][6] == "40.00"
+    (call,) = lm_eval.calls()
+    assert call[-1] == "1" and "--confirm_run_unsafe_code" in call
+
+
+def test_errors_of_the_program_name_the_flag(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as failure:
+        main(["--table", "scratch", "--models", "a=", f"b={tmp_path / 'none'}", "--output", str(tmp_path)])
+    assert [line.partition(": ")[0] for line in str(failure.value).splitlines()] == [
+        "--table scratch", "--models a=", f"--models b={tmp_path / 'none'}",
+    ]  # fmt: skip
+    with pytest.raises(UserError, match="--tasks mmlu: expected some of arc_challenge, arc_easy"):
+        main(["--table", "from-scratch", "--models", f"a={tmp_path}", "--output", str(tmp_path), "--tasks", "mmlu"])
+
+
+def test_training_checkpoints_are_read_by_our_own_model_class(tmp_path: Path) -> None:
+    assert lm_eval_command(tmp_path)[2:5] == ["lm_eval", "--model", "hf"]
+    (tmp_path / "latest").write_text("iter_0000012")
+    assert lm_eval_command(tmp_path, 2)[2:] == [
+        "megatron_ladder.lm_eval", "--model", "megatron_ladder", "--model_args", f"model={tmp_path},tp=2",
+        "--batch_size", "16",
+    ]  # fmt: skip
+
+
+def checkpoints(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "latest").write_text("iter_0025000\n")
+    return folder
+
+
+def test_the_script_exports_and_evaluates_the_newest_checkpoint(tmp_path: Path) -> None:
+    run = checkpoints(tmp_path / "runs" / "a b")
+    words = ["bash", SCRIPT, "--size", "1.2b", "--run", run, "--dry-run"]
+    done = run_command([*words, "--wiring", "ladder", "--", "--tasks", "piqa"], timeout=60)
+    assert done.returncode == 0, done.stderr
+    export, evaluate = map(shlex.split, done.stdout.splitlines())
+    folder = run / "evaluation" / "iter_0025000"
+    assert export[:6] == ["python3", "tools/convert_checkpoint.py", "export", "--load", str(run), "--hf"]
+    assert export[6] == str(folder / "exported")
+    assert f"pretrained={folder / 'exported'},trust_remote_code=True,dtype=auto" in evaluate
+    assert evaluate[-1] == str(folder / "lm_eval" / "1.2b-ladder" / "piqa_0-shot")
+    done = run_command([*words, "--wiring", "desync-2x", "--tp", "4", "--", "--tasks", "piqa"], timeout=60)
+    (evaluate,) = map(shlex.split, done.stdout.splitlines())
+    assert f"model={run},tp=4" in evaluate
+
+
+def test_the_script_evaluates_an_adaptation(tmp_path: Path) -> None:
+    adapted = checkpoints(tmp_path / "adapted" / "checkpoints").parent
+    (adapted / "healed").mkdir()
+    (adapted / "healed" / "config.json").write_text(json.dumps({"ladder_layers": list(range(16, 32))}))
+    words = ["bash", SCRIPT, "--adapted", adapted, "--source", tmp_path / "source", "--dry-run"]
+    done = run_command([*words, "--", "--tasks", "mmlu"], timeout=60)
+    assert done.returncode == 0, done.stderr
+    export, *evaluations = map(shlex.split, done.stdout.splitlines())
+    assert export[4:7] == [str(adapted / "imported"), "--hf", str(adapted / "unhealed")]
+    folder = adapted / "evaluation" / "paper-iter_0025000" / "lm_eval"
+    assert [words[-1] for words in evaluations] == [
+        str(folder / name / "mmlu_5-shot") for name in ("source", "16-unhealed", "16-healed")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--size 1.2b", "--size and --wiring are required"),
+        ("--size 1.2b --wiring ladder --run none", "--size 1.2b --wiring ladder: no checkpoint in"),
+        ("--adapted none", "--adapted: no checkpoint in"),
+        ("--adapted none --size 1.2b", "--adapted none: remove --size, --wiring and --run"),
+        ("--size 1.2b --wiring ladder --source none", "--source none: has no meaning without --adapted"),
+        ("--size 1.2b --wiring desync-4x --run {run}", "--tp 1: --wiring desync-4x has one stream per process"),
+        ("--tasks piqa", "--tasks: unknown flag: see --help; flags of evaluations.py go after --"),
+    ],
+)
+def test_errors_of_the_script_name_the_flag(words: str, message: str, tmp_path: Path) -> None:
+    run = checkpoints(tmp_path / "run")
+    done = run_command(["bash", SCRIPT, *words.format(run=run).split()], timeout=60)
+    assert done.returncode == 2 and message in done.stderr
