@@ -4,7 +4,7 @@
 #     bash tests/run.sh                     linter, type checker, and all tests except the slow ones
 #     bash tests/run.sh --quick             in a minute: linter, most unit tests, two wirings at TP=2, one training
 #     bash tests/run.sh --slow              all tests
-#     bash tests/run.sh --ci                as without flags, on a machine of any speed: tests that have not begun after 35
+#     bash tests/run.sh --ci                as without flags, on a machine of any speed: tests that have not begun after 55
 #                                           minutes are reported as skipped, and time limits, which end what hangs, are
 #                                           longer
 #     bash tests/run.sh tests/unit -k norm  any arguments of pytest
@@ -16,7 +16,7 @@ begin=$(date +%s)
 prepare_environment test
 
 scratch=$(mktemp -d)
-[ "$*" != --ci ] || set -- --patience 15 --until $((begin + 35 * 60))
+[ "$*" != --ci ] || set -- --patience 15 --until $((begin + 55 * 60))
 lanes=()
 trap 'for lane in "${lanes[@]}"; do kill "$lane" 2>/dev/null || true; done; rm -rf "$scratch"' EXIT
 
@@ -62,9 +62,9 @@ wait_for_lanes() {
 
 run_unit_lane() {
     local status=0
+    run_pytest unit tests/unit tests/docs "$@" || status=1
     check_style || status=1
     check_types || status=1
-    run_pytest unit tests/unit tests/docs "$@" || status=1
     return "$status"
 }
 
@@ -82,11 +82,11 @@ TIMED=(tests/distributed/test_link.py tests/distributed/test_benchmark.py)
 status=0
 case "$*" in
 "" | --slow | --patience*)
+    run_pytest timed "${TIMED[@]}" "$@" || status=1
     in_background unit run_unit_lane "$@"
     in_background commands run_command_lane "$@"
     run_pytest pool tests/distributed "${TIMED[@]/#/--ignore=}" "$@" || status=1
     wait_for_lanes || status=1
-    run_pytest timed "${TIMED[@]}" "$@" || status=1
     ;;
 --quick)
     in_background style check_style
