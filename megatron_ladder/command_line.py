@@ -100,6 +100,18 @@ def parse_command_line(
     return configs
 
 
+def flag_words(flags: Mapping[str, Any]) -> list[str]:
+    """Return keyword arguments as a command line; None leaves a flag out."""
+    words = []
+    for name, value in flags.items():
+        if isinstance(value, bool):
+            words.append(flag_name(name if value else f"no_{name}"))
+        elif value is not None:
+            values = value if isinstance(value, list | tuple) else [value]
+            words += [f"{flag_name(name)}={one}" for one in values]
+    return words
+
+
 def _add_version(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--version", action="version", version=f"megatron_ladder {__version__}", help="show the version and exit"

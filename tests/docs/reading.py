@@ -86,7 +86,9 @@ def _read_script(words: Sequence[str]) -> list[str]:
     if words[0] == "tests/run.sh":
         return [f"{word}: no such path" for word in words[1:] if "/" in word and not (ROOT / word).exists()]
     source = path.read_text(encoding="utf-8")
-    flags = [word.partition("=")[0] for word in words[1:] if word.startswith("--") and len(word) > 2]
+    # A script passes on what follows --.
+    own = words[1 : words.index("--")] if "--" in words else words[1:]
+    flags = [word.partition("=")[0] for word in own if word.startswith("--")]
     return [f"{words[0]} has no flag {flag}" for flag in flags if not _mentions(source, flag)]
 
 

@@ -19,11 +19,13 @@ OTHERS = {
     "--shm-size", "--flag",
     # vLLM's.
     "--enforce-eager", "--pipeline-parallel-size", "--quantization", "--tensor-parallel-size", "--trust-remote-code",
+    # lm-eval's.
+    "--apply_chat_template", "--batch_size", "--gen_kwargs", "--model_args",
 }  # fmt: skip
 """Flags of other programs that the pages mention, and a placeholder for any flag."""
 SCRIPTS = (
     "examples/multi_node.sh", "examples/adapt_llama/adapt.sh", "examples/paper/train.sh", "examples/paper/check.py",
-    "tests/chaos/run.py", "vllm_plugin/benchmark.py",
+    "examples/paper/evaluate.sh", "examples/paper/evaluations.py", "tests/chaos/run.py", "vllm_plugin/benchmark.py",
 )  # fmt: skip
 """Scripts whose flags are not declared by a dataclass."""
 CALL = re.compile(r"^(python|deepspeed|torchrun|bash|sbatch|pip|tools/\w+\.py|pretrain_ladder\.py)\s")

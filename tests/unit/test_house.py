@@ -41,6 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "convert": MODEL | {"data", "checkpoint"},
     "generate": MODEL | {"data", "checkpoint", "convert"},
 }
+MAY_IMPORT["lm_eval"] = MODEL | {"data", "generate"}
 MAY_IMPORT["api"] = set(MAY_IMPORT)
 MAY_IMPORT["lab"] = set(MAY_IMPORT)
 MAY_IMPORT["cli"] = set(MAY_IMPORT)

@@ -61,7 +61,7 @@ def test_help_version_and_wrong_flags_need_only_the_standard_library() -> None:
 @pytest.mark.parametrize(
     ("program", "words", "expected"),
     [
-        ("benchmark", ["decod"], "decod: expected one of decode, prefill, train first"),
+        ("benchmark", ["decod"], "decod: expected one of decode, prefill, train, serve first"),
         ("benchmark", ["decod", "--tp", "1"], "--tp 1: expected 2 or more"),
         ("study", ["runn"], "runn: expected one of run, adapt, report first; did you mean run?"),
         ("convert_checkpoint", ["inspect"], "inspect: expected one directory"),
