@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, resolve_model, tensor_parallel_errors
+from megatron_ladder.blueprint.wiring import WIRINGS
 from megatron_ladder.command_line import is_flag, parse_command_line
+from megatron_ladder.config.annealing import TOGETHER, lateness_at, read_order
 from megatron_ladder.config.data import CheckpointConfig, DataConfig
 from megatron_ladder.config.file import NOT_IN_FILES, FileFlags, flag_values, read_config_file
 from megatron_ladder.config.megatron_flags import take_megatron_flags
@@ -138,6 +140,15 @@ class RunConfig(_Sections):
         layers = self.training.recompute_num_layers
         return self.model.num_layers if layers is None else layers
 
+    def lateness(self, iteration: int) -> dict[int, float]:
+        """Return the lateness of every late layer in a step, from 0 to 1; empty without --anneal-staleness."""
+        training, layers = self.training, self.model.ladder_layers
+        if training.anneal_staleness is None:
+            return {}
+        order = training.convert_schedule
+        groups = [layers] if order == TOGETHER else [(int(layer),) for layer in order.split(",")]
+        return lateness_at(iteration, training.anneal_staleness, training.anneal_schedule, groups)
+
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-compatible values, which are recorded in checkpoints and TensorBoard."""
         sections = {name: to_plain(getattr(self, name)) for name in _SECTION_TYPES}
@@ -217,6 +228,7 @@ def _resolve(flags: RunFlags, vocab_size: int, world_size: int, errors: list[str
         if name in flags.given and model.rope_scaling != "llama3" and getattr(model, name) != getattr(ModelFlags, name)
     ]
     errors += _training_errors(training, flags.optimizer, model)
+    training = _read_annealing(training, flags.model, model, errors)
     errors += _layout_errors(flags, model)
     errors += _engine_errors(training, flags.optimizer, parallel)
     errors += _profile_errors(flags.profile, training.train_iters, world_size, flags.logging)
@@ -244,7 +256,7 @@ def _resolve(flags: RunFlags, vocab_size: int, world_size: int, errors: list[str
             f"--pipeline-model-parallel-size {stages})"
         )
     return RunConfig(
-        **{name: getattr(flags, name) for name in _SECTION_TYPES} | {"model": model},
+        **{name: getattr(flags, name) for name in _SECTION_TYPES} | {"model": model, "training": training},
         world_size=world_size,
         data_parallel_size=data_parallel,
         global_batch_size=global_batch_size,
@@ -282,6 +294,36 @@ def _training_errors(training: TrainingConfig, optimizer: OptimizerConfig, model
         )
     if training.recompute_num_layers is not None and training.recompute_num_layers > model.num_layers > 0:
         yield f"--recompute-num-layers {training.recompute_num_layers} is above --num-layers {model.num_layers}"
+
+
+def _read_annealing(
+    training: TrainingConfig, flags: ModelFlags, model: ModelConfig, errors: list[str]
+) -> TrainingConfig:
+    """Return --convert-schedule with the order of a file written out; `errors` receives errors of the annealing."""
+    iters = training.anneal_staleness
+    if iters is None:
+        return training
+    if not model.ladder_layers:
+        if "--ladder-layers" in faulty_flags(errors):
+            return training
+        late = " or ".join(name for name, wiring in WIRINGS.items() if wiring.late)
+        which = "" if flags.ladder_layers is None else f" and --ladder-layers {flags.ladder_layers}"
+        errors.append(
+            f"--anneal-staleness {iters} has no meaning with --residual-mode {flags.residual_mode}{which}, where no "
+            f"layer reads the stream late: give --residual-mode {late} with late layers, or leave it out"
+        )
+        return training
+    if iters > training.train_iters:
+        errors.append(
+            f"--anneal-staleness {iters} is above --train-iters {training.train_iters}, so that the model would end "
+            "between two wirings: lower it, or train longer"
+        )
+    found, order = ErrorCollector(), training.convert_schedule
+    if order != TOGETHER:
+        with found.collect():
+            order = ",".join(map(str, read_order(order, model)))
+        errors += found.messages
+    return replace(training, convert_schedule=order)
 
 
 def _layout_errors(flags: RunFlags, model: ModelConfig) -> Iterator[str]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from megatron_ladder.config.annealing import TOGETHER, AnnealSchedule
 from megatron_ladder.flags import flag
 
 
@@ -58,6 +59,16 @@ class TrainingConfig:
     installed, unless --norm-implementation apex is given. Without a value: true."""
     deterministic_mode: bool = False
     """Use only deterministic CUDA kernels."""
+    anneal_staleness: int | None = flag(None, minimum=1, excludes=("--pipeline-model-parallel-size", "--dry-run"))
+    """Steps over which the late sub-blocks of a model that was trained as a standard model become late: the first step
+    computes the standard model, and from step N + 1 on the model has its wiring. During these steps no all-reduce
+    overlaps with computation, and outputs cannot cross a pipeline cut unreduced."""
+    anneal_schedule: AnnealSchedule = flag("linear", requires="--anneal-staleness")
+    """How the lateness rises from 0 to 1 over the steps of a layer."""
+    convert_schedule: str = flag(TOGETHER, requires="--anneal-staleness")
+    """Order in which layers become late. together: all over all steps of --anneal-staleness. Layers such as 11,3,7: one
+    after another, each in an equal part of the steps. @FILE: the list of layers of the key order in a JSON file. The
+    order must contain all late layers; other layers are skipped."""
 
 
 @dataclass(frozen=True)

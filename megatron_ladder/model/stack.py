@@ -13,10 +13,14 @@ A stack is a range of layers. Its state, the stream and the outputs still missin
 one tensor [1 + pending, s, b, h], so that a pipeline can cut a model of any wiring at any layer. The missing
 outputs cross the cut unreduced: the next range starts their reduce, which runs under its first sub-block.
 
+While a model anneals (`config/annealing.py`), a sub-block of lateness a reads r + (1 - a) sum(pending). It needs every
+output, so the stack waits for each reduce at once and leaves backward to autograd.
+
 With sequence parallelism a rank's stream holds its own positions, a reduce is a reduce-scatter, and an all-gather
 precedes each sub-block (`comm/stream.py`); the state is [1 + pending x t, s/t, b, h] with t ranks.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -67,13 +71,17 @@ class _TransformerLayer(nn.Module):
             self.norms[kind.value] = RMSNorm(build, tensors.norm)
             self.bodies[kind.value] = _BODIES[kind](build, layer, tensors)
 
-    def sub_blocks(self, mesh: ProcessMesh, recompute: bool, name: str, span: Span) -> list[SubBlock]:
+    def sub_blocks(
+        self, mesh: ProcessMesh, recompute: bool, name: str, span: Span, lateness: float
+    ) -> list[SubBlock]:
         steps = []
         for kind, staleness, *_ in self.wired:
             norm, body = self.norms[kind.value], self.bodies[kind.value]
             assert isinstance(norm, RMSNorm)
             steps.append(
-                SubBlock(norm, body, staleness, mesh.tensor, mesh.stream, recompute, f"{name}.{kind.value}", span)
+                SubBlock(
+                    norm, body, staleness, mesh.tensor, mesh.stream, recompute, f"{name}.{kind.value}", span, lateness
+                )
             )
         return steps
 
@@ -85,6 +93,7 @@ class TransformerStack(nn.Module):
         pending_in: number of outputs that are missing from the stream when it enters.
         pending_out: number of outputs that are missing when it leaves.
         partial_sums: gradients whose sum over the ranks may wait for the last of several backward passes.
+        lateness: how far late layers have been annealed, from 0 to 1, by number; 1 for layers without an entry.
     """
 
     def __init__(self, build: BuildContext, layers: range, options: StackOptions) -> None:
@@ -107,24 +116,26 @@ class TransformerStack(nn.Module):
         self.pending_in = pending_before(wired, layers.start)
         self.pending_out = pending_before(wired, layers.stop)
         self.partial_sums = PartialSums(mesh.tensor)
+        self.lateness: Mapping[int, float] = {}
         self.layers = nn.ModuleDict({str(layer): _TransformerLayer(build, layer) for layer in layers})
 
     def forward(self, state: Tensor, context: SequenceContext) -> Tensor:
         """Map the state with `pending_in` missing outputs to the state with `pending_out` missing outputs."""
         steps = self.sub_blocks()
-        if self.side_queue is None and self.layout.shards > 1 and self.options.tp_overlap:
+        overlap = self.options.tp_overlap and all(step.lateness == 1 for step in steps)
+        if self.side_queue is None and self.layout.shards > 1 and overlap:
             # Not earlier: ZeRO-3 builds the stack on another device.
             self.side_queue = create_side_queue(state.device)
         if self.desync:
             return walk_desync(state[0], steps, self.synchronised, context).unsqueeze(0)
-        mirrored = self.options.tp_overlap and self.options.mirrored_backward
+        mirrored = overlap and self.options.mirrored_backward
         if mirrored and self.mesh.tensor.size > 1 and torch.is_grad_enabled():
             pending = self.pending_in, self.pending_out
             return walk_mirrored(
                 state, ForwardRecord(steps, context, self.layout, pending, self.partial_sums, self.side_queue)
             )
-        launch = self.layout.start_write if self.options.tp_overlap else self._write_blocking
-        return walk(state, AutogradPass(steps, context), self.pending_out, self.layout, launch, self.side_queue)
+        launch, side_queue = (self.layout.start_write, self.side_queue) if overlap else (self._write_blocking, None)
+        return walk(state, AutogradPass(steps, context), self.pending_out, self.layout, launch, side_queue)
 
     def sub_blocks(self) -> list[SubBlock]:
         """Return the steps of all layers of this range."""
@@ -132,7 +143,8 @@ class TransformerStack(nn.Module):
         for index, (number, layer) in enumerate(self.layers.items()):
             assert isinstance(layer, _TransformerLayer)
             recompute = index < self.options.recompute_layers
-            steps += layer.sub_blocks(self.mesh, recompute, f"layers.{number}", self.options.span)
+            lateness = self.lateness.get(int(number), 1.0)
+            steps += layer.sub_blocks(self.mesh, recompute, f"layers.{number}", self.options.span, lateness)
         return steps
 
     def _write_blocking(self, partial: Tensor) -> InFlight:

@@ -91,6 +91,8 @@ class SubBlock(NamedTuple):
     name: str = ""
     """The name in a profile: `layers.3.attention`."""
     span: Span = no_span
+    lateness: float = 1.0
+    """Below 1, the sub-block also reads the missing outputs, multiplied by `1 - lateness`."""
 
     def named(self, activity: str) -> AbstractContextManager[object]:
         """Name the computation inside for a profiler: `layers.3.attention forward`."""
@@ -181,7 +183,8 @@ def walk(
     Args:
         state: the stream, and the outputs that are missing from it.
         pending_out: outputs that may be missing from the stream that leaves.
-        launch: starts to sum a partial sum over the ranks.
+        launch: starts to sum a partial sum over the ranks. If any sub-block has a lateness below 1, it must wait for
+            the sum, because that sub-block reads outputs before they are added to the stream.
         side_queue: runs the read of the next sub-block (wait, add, norm, gather) under the current one where the
             wiring allows it; None reads when the sub-block starts.
 
@@ -202,10 +205,18 @@ def walk(
 
     def read(index: int, missing: int) -> Reading:
         nonlocal stream
+        step = steps[index]
+        if step.lateness < 1:
+            stream = _drain(stream, pending, missing)
+            with step.named("norm forward"):
+                read_stream = stream
+                for in_flight in pending:
+                    read_stream = torch.add(read_stream, in_flight.wait(), alpha=1 - step.lateness)
+                return forward.read(index, read_stream, None)[1]
         stream = _drain(stream, pending, missing + 1)
         # The norm can add the newest output that it does not miss on its way.
         output = pending.popleft().wait() if len(pending) > missing else None
-        with steps[index].named("norm forward"):
+        with step.named("norm forward"):
             stream, reading = forward.read(index, stream, output)
         return reading
 

@@ -17,6 +17,7 @@ import torch
 from megatron_ladder import __version__
 from megatron_ladder.blueprint.tensors import ModelFlops, padded_vocab_size, parameter_count
 from megatron_ladder.comm.agreement import Peers
+from megatron_ladder.config.annealing import TOGETHER
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.engine.build import partition
 from megatron_ladder.errors import BadNumbersError, LostPeerError, exit_code_of
@@ -67,6 +68,7 @@ def banner(trainer: Trainer) -> str:
         "FLOPs": f"{flops.training * run.global_batch_size:.3e} a step; with recomputation "
         f"{flops.training_on_hardware(run.recompute_layers) * run.global_batch_size:.3e} on the hardware",
         "overlap": _overlap(run),
+        **({} if run.training.anneal_staleness is None else {"annealing": _annealing(run)}),
         "recompute": f"{run.recompute_layers} layers" if run.recompute_layers else "none",
         "norm": trainer.implementations["norm"],
         "optimizer": f"AdamW by {trainer.implementations['optimizer']}",
@@ -97,6 +99,12 @@ def _overlap(run: RunConfig) -> str:
         return f"ladder layers' {reduces} run under the next {under}, forward and backward"
     reduces = "reduce-scatters" if run.parallel.sequence_parallel else "all-reduces"
     return f"{reduces} of input gradients run under the gradients of weights"
+
+
+def _annealing(run: RunConfig) -> str:
+    iters, order = run.training.anneal_staleness, run.training.convert_schedule
+    which = "all late layers together" if order == TOGETHER else f"layers {order} one after another"
+    return f"ends after step {iters}, {which}, {run.training.anneal_schedule}; until then, nothing overlaps"
 
 
 class RunLog:
@@ -137,15 +145,19 @@ class RunLog:
         hours, minutes = divmod(minutes, 60)
         eta = f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
         z_loss = f"| z loss {last.z_loss:.4g} " if self._run.training.z_loss_coeff else ""
+        latenesses = self._run.lateness(iteration).values()
+        anneals = any(lateness < 1 for lateness in latenesses)
+        annealing = {"lateness": sum(latenesses) / len(latenesses)} if anneals else {}
         print_rank_0(
             f"iteration {iteration:>{len(str(total))}}/{total} | lm loss {loss:.4f} {z_loss}"
             f"| learning rate {last.learning_rate:.3e} | grad norm {last.gradient_norm:.3f} "
+            f"{''.join(f'| {name} {value:.3f} ' for name, value in annealing.items())}"
             f"| {tokens_per_second:,.0f} tokens/s | {_engineering(flops)}FLOP/s | {step_seconds:.3f} s/step "
             f"| ETA {eta}",
             self._rank,
         )
         self._record.write(
-            "progress", iteration=iteration, steps=steps, seconds=round(seconds, 6), loss=loss,
+            "progress", iteration=iteration, steps=steps, seconds=round(seconds, 6), loss=loss, **annealing,
             tokens_per_second=round(tokens_per_second, 1),
         )  # fmt: skip
         if self._device.type == "cuda":
@@ -161,6 +173,7 @@ class RunLog:
             "speed/model TFLOP per second": flops / 1e12,
             "speed/seconds per step": step_seconds,
             "memory/peak GB": peak_memory / 1e9,
+            **{f"train/{name}": value for name, value in annealing.items()},
         }
         self._log_metrics(iteration, values)
 

@@ -52,6 +52,7 @@ def train_step(
     weights from before the step, if an fp16 gradient is not finite and the loss scale cannot be lowered.
     """
     engine, state, mesh = trainer.engine, trainer.engine.state, trainer.mesh
+    trainer.model.stack.lateness = trainer.run.lateness(iteration)
     learning_rate = trainer.schedule.at(iteration)
     state.set_learning_rate(learning_rate)
     scale = _count_targets(trainer, micro_batches).clamp(min=1.0).reciprocal()
@@ -88,6 +89,8 @@ def train_step(
     if state.overflowed():
         lowered = state.loss_scale
         finding = Finding("overflow", True, f"overflow in fp16; loss scale {lowered:g}", {"loss_scale": lowered})
+    # An evaluation reads as the next step does, so that after the last step of the annealing it reads late.
+    trainer.model.stack.lateness = trainer.run.lateness(iteration + 1)
     return StepResult(loss_sum, norm, learning_rate, loss, z_loss, finding, extra_sums)
 
 

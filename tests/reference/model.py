@@ -51,11 +51,13 @@ class ReferenceConfig:
     """Sub-blocks between two sums of the ranks' streams; 0 without desync."""
     desync_tp: int | None = None
     """Number of ranks with separate streams."""
+    freshness: tuple[float, ...] = ()
+    """For each layer, the weight of the complete stream in what its sub-blocks read; 0 by default."""
 
     @classmethod
     def like(cls, config: Any) -> "ReferenceConfig":
         """Copy the fields of another object with attributes of these names."""
-        return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
+        return cls(**{field.name: getattr(config, field.name) for field in fields(cls) if field.name != "freshness"})
 
     @property
     def one_norm(self) -> bool:
@@ -160,7 +162,8 @@ def _last_stream(weights: Weights, config: ReferenceConfig, stream: Tensor, sigh
     for layer in range(config.num_layers):
         for place, sub_block in enumerate(_sub_blocks(weights, f"layers.{layer}", config, sight)):
             read = max(read, len(streams) - 1 - config.staleness(layer, place))
-            streams.append(streams[-1] + sub_block(streams[read]))
+            fresh = config.freshness[layer] if config.freshness else 0.0
+            streams.append(streams[-1] + sub_block(fresh * streams[-1] + (1 - fresh) * streams[read]))
     return streams[-1]
 
 
