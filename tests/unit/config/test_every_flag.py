@@ -40,6 +40,7 @@ NEEDS = {
         "--streaming-key k", "--streaming-shuffle-buffer 5", "--streaming-shards 2", "--streaming-skip-bad-lines 1",
     ),
     "--residual-mode ladder": ("--ladder-layers 2", "--residual-staleness 2"),
+    "--anneal-staleness 9 --residual-mode ladder": ("--anneal-schedule cosine",),
     "--residual-mode desync --tensor-model-parallel-size 2": ("--desync-interval 4",),
     "--rope-scaling llama3 --rope-scaling-factor 8": (
         "--rope-low-freq-factor 2", "--rope-high-freq-factor 8", "--rope-original-max-position-embeddings 64",
@@ -60,6 +61,7 @@ CONFLICTS = (
     ("--no-pipeline-parallel", "--pipeline-model-parallel-size 2"),
     ("--dry-run", "--offload-optimizer cpu"),
     ("--dry-run", "--optimizer muon"),
+    ("--anneal-staleness 9 --residual-mode ladder", "--pipeline-model-parallel-size 2"),
 )
 IGNORED = {"deepspeed", "local_rank"}
 """Flags that launchers add, and that are documented as ignored."""
