@@ -60,9 +60,9 @@ class TrainingConfig:
     deterministic_mode: bool = False
     """Use only deterministic CUDA kernels."""
     anneal_staleness: int | None = flag(None, minimum=1, excludes=("--pipeline-model-parallel-size", "--dry-run"))
-    """Steps over which the late sub-blocks of a model that was trained as a standard model become late: the first step
-    computes the standard model, and from step N + 1 on the model has its wiring. During these steps no all-reduce
-    overlaps with computation, and outputs cannot cross a pipeline cut unreduced."""
+    """Steps over which the late sub-blocks of a model that was trained as a standard model become late. The first step
+    computes the standard model; from step N + 1 on, the model has its wiring. Until then no all-reduce overlaps with
+    computation. Not with pipeline stages, because each sub-block needs outputs that cross cuts unreduced."""
     anneal_schedule: AnnealSchedule = flag("linear", requires="--anneal-staleness")
     """How the lateness rises from 0 to 1 over the steps of a layer."""
     convert_schedule: str = flag(TOGETHER, requires="--anneal-staleness")
