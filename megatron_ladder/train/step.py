@@ -86,11 +86,11 @@ def train_step(
         engine.skip_step()
     else:
         engine.step()
+    # An evaluation reads as the next step does, so that after the last step of the annealing it reads late.
+    trainer.model.stack.lateness = trainer.run.lateness(iteration + 1)
     if state.overflowed():
         lowered = state.loss_scale
         finding = Finding("overflow", True, f"overflow in fp16; loss scale {lowered:g}", {"loss_scale": lowered})
-    # An evaluation reads as the next step does, so that after the last step of the annealing it reads late.
-    trainer.model.stack.lateness = trainer.run.lateness(iteration + 1)
     return StepResult(loss_sum, norm, learning_rate, loss, z_loss, finding, extra_sums)
 
 

@@ -59,10 +59,10 @@ def train(load: Path, save: Path, tokenizer: Tokenizer | None, finetune: bool, i
         checkpoint=CheckpointConfig(load=load, save=save, finetune=finetune),
         loads_only_weights=finetune, logging=SimpleNamespace(skip_train=False), optimizer=OptimizerConfig(lr=1.0),
         training=SimpleNamespace(train_iters=9), model=SimpleNamespace(to_dict=lambda: opened.manifest["model"]),
-        to_dict=dict,
+        to_dict=dict, lateness=lambda iteration: {},
     )  # fmt: skip
     trainer: Any = SimpleNamespace(
-        run=run, mesh=SimpleNamespace(world=CommGroup.alone()),
+        run=run, mesh=SimpleNamespace(world=CommGroup.alone()), model=SimpleNamespace(stack=SimpleNamespace()),
         engine=SimpleNamespace(state=tiny_training.TinyState(1)),
         guard=SimpleNamespace(set_state=lambda stored: None, state=dict),
     )  # fmt: skip
