@@ -49,7 +49,7 @@ def of_torch(x: Tensor, weight: Tensor, targets: Targets, soft_cap: float | None
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 def test_loss_and_gradients_are_torchs(dtype: torch.dtype, tolerance: float, soft_cap: float | None) -> None:
     head, x, targets = problem(1000, dtype, soft_cap)
-    loss, _ = head(x, targets)
+    (loss,) = head(x, targets)
     (0.25 * loss).backward()
     expected, *gradients = of_torch(x, head.weight, targets, soft_cap)
     # The logits of bf16 are rounded, those of the reference are not.
@@ -64,7 +64,7 @@ def test_gradients_of_chunks_are_summed_in_float32() -> None:
     head.weight.data.zero_()
     # The first of 8 chunks adds 256, each of the others 0.5, of which a sum in bf16 would lose all.
     x.data.view(1024, WIDTH)[:128], x.data.view(1024, WIDTH)[128:] = 2.0, 1 / 256
-    loss, _ = head(x, Targets(torch.zeros(512, 2, dtype=torch.int64), torch.ones(512, 2)))
+    (loss,) = head(x, Targets(torch.zeros(512, 2, dtype=torch.int64), torch.ones(512, 2)))
     loss.backward()
     assert head.weight.grad is not None
     assert torch.equal(head.weight.grad[0], torch.full((WIDTH,), -259.5).bfloat16())
@@ -72,7 +72,7 @@ def test_gradients_of_chunks_are_summed_in_float32() -> None:
 
 def test_a_second_backward_of_one_graph_is_an_error() -> None:
     head, x, targets = problem(64, torch.float32)
-    loss, _ = head(x, targets)
+    (loss,) = head(x, targets)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
