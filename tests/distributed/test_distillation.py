@@ -11,6 +11,16 @@ from megatron_ladder.blueprint.tensors import TensorSpec
 from megatron_ladder.parallel.vocabulary import SoftTargets, Targets, VocabParallelHead
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import mesh_of
+from tests.helpers.steps import RECIPE, check_outcome, plain_steps, train
+from tests.helpers.training import TeacherInMemory, run_of
+from tests.reference import (
+    LossAndGradients,
+    ReferenceConfig,
+    Weights,
+    make_weights,
+    reference_logits,
+    reference_loss,
+)
 
 
 class Model(NamedTuple):
@@ -95,3 +105,61 @@ def test_loss_and_gradients_equal_autograd_in_float64(
         torch.testing.assert_close(gradient, student.hidden_states.grad, rtol=1e-10, atol=1e-12)
     of_words = torch.cat([words for *_, words in results])
     torch.testing.assert_close(of_words, student.matrix.grad, rtol=1e-10, atol=1e-12)
+
+
+TEACHERS = {
+    "narrow": "--num-layers 2 --hidden-size 24 --ffn-hidden-size 40 --num-key-value-heads 1 --logit-soft-cap 4",
+    "ladder": "--residual-mode ladder --tie-embeddings --norm-epsilon 1e-3",
+    "desync": "--residual-mode desync --desync-interval 4 --tensor-model-parallel-size 2",
+}
+WEIGHT, TEMPERATURE = 0.7, 2.0
+
+
+def teacher_of(kind: str) -> TeacherInMemory:
+    config = run_of([*RECIPE, *TEACHERS[kind].split()], 2).model
+    return TeacherInMemory(config, make_weights(ReferenceConfig.like(config), seed=7, dtype=torch.float32))
+
+
+def distilled(teacher: TeacherInMemory) -> LossAndGradients:
+    """Return a function as `reference_gradients`, of the cross entropy and the distillation loss."""
+
+    def gradients_of(
+        weights: Weights, config: ReferenceConfig, tokens: Tensor, labels: Tensor, mask: Tensor, total: float
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        leaves = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
+        loss = reference_loss(leaves, config, tokens, labels, mask, total)
+        z = reference_logits(leaves, config, tokens)
+        u = reference_logits(teacher.weights, ReferenceConfig.like(teacher.config), tokens)
+        p, log_q = (u / TEMPERATURE).softmax(-1), (z / TEMPERATURE).log_softmax(-1)
+        distance = TEMPERATURE**2 * (F.kl_div(log_q, p, reduction="none").sum(-1) * mask).sum() / total
+        gradients = torch.autograd.grad((1 - WEIGHT) * loss + WEIGHT * distance, list(leaves.values()))
+        return torch.stack((loss, distance)).detach(), dict(zip(leaves, gradients, strict=True))
+
+    return gradients_of
+
+
+@pytest.mark.parametrize(
+    ("tensor_parallel", "data_parallel", "teacher", "words"),
+    [
+        (1, 1, "narrow", "--zero-stage 0"),
+        (1, 2, "ladder", "--zero-stage 2 --recompute-granularity full"),
+        (1, 2, "narrow", "--zero-stage 3"),
+        (1, 4, "narrow", "--zero-stage 1 --offload-optimizer cpu"),
+        (2, 1, "desync", "--zero-stage 1 --sequence-parallel"),
+        (2, 1, "narrow", "--zero-stage 0 --sequence-parallel --recompute-granularity full"),
+        (2, 2, "narrow", "--zero-stage 1 --logit-soft-cap 20"),
+        (2, 2, "ladder", "--zero-stage 2 --sequence-parallel"),
+        (2, 2, "desync", "--zero-stage 3 --recompute-granularity full"),
+    ],
+)
+def test_steps_equal_a_plain_model(
+    gloo_pools: GlooPools, tensor_parallel: int, data_parallel: int, teacher: str, words: str
+) -> None:
+    argv = [
+        *RECIPE, *words.split(), "--tensor-model-parallel-size", str(tensor_parallel), "--global-batch-size", "8",
+        "--residual-mode", "ladder", "--ladder-layers", "2", "--distill-from", "teacher",
+        "--distill-weight", str(WEIGHT), "--distill-temperature", str(TEMPERATURE),
+    ]  # fmt: skip
+    world, taught_by = tensor_parallel * data_parallel, teacher_of(teacher)
+    weights, batches, expected, final = plain_steps(argv, world, distilled(taught_by))
+    check_outcome(gloo_pools(world).run(train, argv, weights, batches, taught_by), expected, final)
