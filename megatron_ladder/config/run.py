@@ -307,8 +307,8 @@ def _layout_errors(flags: RunFlags, model: ModelConfig) -> Iterator[str]:
         if parallel.pipeline_model_parallel_size > 1:
             yield (
                 f"--distill-from {training.distill_from} with --pipeline-model-parallel-size "
-                f"{parallel.pipeline_model_parallel_size} is not supported: the whole teacher would be on the last "
-                "stage, which the others would wait for: use more tensor-parallel ranks instead of stages"
+                f"{parallel.pipeline_model_parallel_size} is not supported: the teacher would run on the last stage "
+                "alone, and all other stages would wait for it: use tensor-parallel ranks instead of stages"
             )
         if parallel.dry_run:
             yield (

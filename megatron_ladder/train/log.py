@@ -20,6 +20,7 @@ from megatron_ladder.comm.agreement import Peers
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.engine.build import partition
 from megatron_ladder.errors import BadNumbersError, LostPeerError, exit_code_of
+from megatron_ladder.model.language_model import Distillation
 from megatron_ladder.train.record import EVALUATES, RunRecord
 from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import StepResult
@@ -57,6 +58,7 @@ def banner(trainer: Trainer) -> str:
         "model": f"{model.num_layers} layers, hidden {model.hidden_size}, ffn {model.ffn_hidden_size}, "
         f"{model.num_attention_heads} heads ({model.num_key_value_heads} key-value) of {model.head_dim}",
         "wiring": wiring,
+        **({} if trainer.model.distillation is None else {"teacher": _teacher(trainer.model.distillation)}),
         "parameters": f"{parameter_count(model).total:,}",
         "vocabulary": f"{model.vocab_size:,} words, padded to {vocab_size:,}",
         "precision": precision,
@@ -73,6 +75,14 @@ def banner(trainer: Trainer) -> str:
     }
     width = max(map(len, rows))
     return "\n".join([f"megatron_ladder {__version__}", *(f"  {name:<{width}}  {rows[name]}" for name in rows)])
+
+
+def _teacher(distillation: Distillation) -> str:
+    model = distillation.teacher.config
+    return (
+        f"{model.num_layers} layers, hidden {model.hidden_size}, {model.residual_mode}: weight "
+        f"{distillation.weight:g}, temperature {distillation.temperature:g}"
+    )
 
 
 def _stages(run: RunConfig) -> str:
