@@ -40,7 +40,7 @@ class SoftTargets:
     """A teacher's distributions of the target tokens.
 
     Attributes:
-        hidden_states: the teacher's stream after its final norm, [s, b, h of the teacher], or this rank's positions.
+        hidden_states: the teacher's stream after its final norm, [s, b, h], or this rank's positions.
         head: the teacher's output head, with as many words as the student's.
         weight: weight W of the distillation loss; that of the cross entropy is 1 - W.
         temperature: divides the logits of teacher and student.
@@ -162,7 +162,7 @@ class _Chunk:
         self, logits: Tensor, labels: Tensor, words: _Words, teacher_logits: Tensor | None = None,
         temperature: float = 1.0,
     ) -> None:  # fmt: skip
-        """`teacher_logits`, of the same words, are compared with the others at a temperature."""
+        """`teacher_logits`, of the same words, are compared with the others at a temperature, and overwritten."""
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         local = labels - words.start
         elsewhere = (local < 0) | (local >= words.valid)
@@ -207,10 +207,11 @@ class _Distance:
     """The softmaxes q of a student and p of a teacher over this rank's words, and KL(p || q), over some tokens."""
 
     def __init__(self, logits: Tensor, teacher_logits: Tensor, temperature: float, rank: int) -> None:
+        """Compare logits [n, padded V / t] of this rank; overwrites those of the teacher."""
         self._temperature, self._rank = temperature, rank
         self._student, _, student_sum = self._softmax(logits)
         self._teacher, teacher_maximum, teacher_sum = self._softmax(teacher_logits)
-        difference = (self._teacher * (teacher_logits - logits)).sum(-1) / temperature
+        difference = teacher_logits.sub_(logits).mul_(self._teacher).sum(-1).div_(temperature)
         self.numbers = (student_sum, teacher_maximum, teacher_sum, difference)
         """This rank's part of the arguments of `finish`, except for the first."""
         self.divergence = difference

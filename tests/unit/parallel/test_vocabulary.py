@@ -1,5 +1,6 @@
 """The chunked loss of one rank: values and gradients against torch's, and the memory that it takes."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from megatron_ladder.blueprint.tensors import TensorSpec
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.parallel.vocabulary import Targets, VocabParallelHead
+from megatron_ladder.parallel.vocabulary import SoftTargets, Targets, VocabParallelHead
 from tests.helpers.live_bytes import LiveBytes
 
 VOCAB, WIDTH = 1000, 16
@@ -94,3 +95,17 @@ def test_the_loss_takes_two_bytes_per_logit(dtype: torch.dtype, soft_cap: float 
     assert memory.peak - gradients <= 2 * logits
     # One chunk's logits and softmax were counted.
     assert memory.peak >= (4 + dtype.itemsize) / 8 * logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_distillation_takes_four_bytes_per_logit(dtype: torch.dtype) -> None:
+    """The logits of both models in fp32 would take eight."""
+    tokens = 4096
+    head, x, targets = problem(tokens, dtype, 3.0)
+    teacher, hidden_states, _ = problem(tokens, dtype)
+    soft = SoftTargets(hidden_states.detach(), teacher, 0.5, 2.0)
+    with LiveBytes() as memory:
+        head(x, replace(targets, soft=soft))[0].backward()
+    logits = tokens * head.weight.shape[0]
+    gradients = x.nbytes + head.weight.numel() * (4 if dtype == torch.float32 else 6)
+    assert memory.peak - gradients <= 4 * logits
