@@ -299,7 +299,7 @@ def _find_eod(data: DataConfig, sources: Sources, tokenizer: Tokenizer | None) -
 
 
 class _Look:
-    """Finds for all ranks, when rank 0 calls it, checkpoints and the input of --streaming, and creates --save."""
+    """Finds for all ranks, when rank 0 calls it, checkpoints, teacher and input of --streaming; creates --save."""
 
     def __init__(self, flags: RunFlags, streams: bool) -> None:
         self._flags, self._streams = flags, streams
