@@ -1,6 +1,6 @@
 """An independent model and optimizer in plain arithmetic, which tests compare the package with."""
 
-from tests.reference.adamw import MicroBatch, reference_training
+from tests.reference.adamw import LossAndGradients, MicroBatch, reference_training
 from tests.reference.model import (
     ReferenceConfig,
     Sight,
@@ -15,6 +15,7 @@ from tests.reference.model import (
 )
 
 __all__ = [
+    "LossAndGradients",
     "MicroBatch",
     "ReferenceConfig",
     "Sight",

@@ -1,7 +1,7 @@
 """Training of the reference model: AdamW with clipping by the global norm, in independent arithmetic."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +10,8 @@ from tests.reference.model import ReferenceConfig, Sight, Weights, reference_gra
 
 MicroBatch = tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Sight]
 """Token ids, labels and loss mask, each [b, s]; and optionally the visible tokens."""
+LossAndGradients = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
+"""A function with the arguments of `reference_gradients`; its loss may be several losses, [k]."""
 
 
 def reference_training(
@@ -22,7 +24,8 @@ def reference_training(
     weight_decay: float,
     clip: float,
     no_decay: Callable[[str], bool],
-) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+    gradients_of: LossAndGradients = reference_gradients,
+) -> tuple[list[tuple[float, ...]], dict[str, Tensor]]:
     """Train over `batches`, one optimizer step for each.
 
     AdamW is algorithm 2 of Loshchilov and Hutter (arXiv 1711.05101), with weight decay multiplied by the
@@ -34,16 +37,17 @@ def reference_training(
         learning_rate: of an iteration, counted from 1.
         clip: maximum of the gradient's global norm; 0 disables clipping.
         no_decay: whether the weight of this name is exempt from weight decay.
+        gradients_of: returns the losses to report, and the gradients to follow.
 
     Returns:
-        Loss and gradient norm (before clipping) of each step, and the final weights.
+        Loss, gradient norm (before clipping) and further losses of each step, and the final weights.
     """
     current = {name: weight.detach().clone() for name, weight in weights.items()}
     first_moment = {name: torch.zeros_like(weight) for name, weight in current.items()}
     second_moment = {name: torch.zeros_like(weight) for name, weight in current.items()}
     history = []
     for iteration, batch in enumerate(batches, start=1):
-        loss, gradients = _accumulate(current, config, batch)
+        losses, gradients = _accumulate(current, config, batch, gradients_of)
         norm = math.sqrt(sum(float((gradient.double() ** 2).sum()) for gradient in gradients.values()))
         scale = clip / norm if 0 < clip < norm else 1.0
         rate = learning_rate(iteration)
@@ -56,19 +60,19 @@ def reference_training(
             decay = 0.0 if no_decay(name) else weight_decay
             weight = current[name] * (1 - rate * decay)
             current[name] = weight - rate * mean / (mean_square.sqrt() + eps)
-        history.append((loss, norm))
+        history.append((losses[0], norm, *losses[1:]))
     return history, current
 
 
 def _accumulate(
-    weights: Weights, config: ReferenceConfig, batch: Sequence[MicroBatch]
-) -> tuple[float, dict[str, Tensor]]:
+    weights: Weights, config: ReferenceConfig, batch: Sequence[MicroBatch], gradients_of: LossAndGradients
+) -> tuple[list[float], dict[str, Tensor]]:
     total_tokens = sum(float(loss_mask.sum()) for _, _, loss_mask, *_ in batch)
-    total_loss = 0.0
+    total_losses = torch.zeros(1, dtype=torch.float64)
     total = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     for tokens, labels, loss_mask, *sight in batch:
-        loss, gradients = reference_gradients(weights, config, tokens, labels, loss_mask, total_tokens, *sight)
-        total_loss += float(loss)
+        losses, gradients = gradients_of(weights, config, tokens, labels, loss_mask, total_tokens, *sight)
+        total_losses = total_losses + losses.double()
         for name, gradient in gradients.items():
             total[name] += gradient
-    return total_loss, total
+    return total_losses.tolist(), total
