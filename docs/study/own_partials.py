@@ -1,7 +1,7 @@
 """Study: may a rank read its own partial outputs at once, while the sums of the other ranks' are in flight?
 
-    python docs/study/own_partials.py --output-dir DIR                 all stages; hours on two cores
-    python docs/study/own_partials.py --output-dir DIR --stages rewire
+    python docs/study/own_partials.py --results FILE                 all stages; three hours on two cores
+    python docs/study/own_partials.py --results FILE --stages report
 
 With s sub-blocks in flight, sub-block i of a late-reading model reads r, the stream without the last s outputs. With
 own partials, lane k reads r plus its own parts y_j^k of those outputs:
@@ -12,10 +12,11 @@ The model is a plain one, on one process that computes all lanes, so autograd gi
 with the package.
 
 Stages: `train` trains standard models of two sizes at 20 tokens per parameter, with the learning rate tuned over the
-whole run at the smaller one. `rewire` reads their weights with other wirings, without further training. `scratch`
-trains every wiring at the smaller size, tuned in the same way. `report` prints the tables of what exists. The text is
-Python's standard library, as bytes. Each trial leaves a file in DIR, and a trial whose file exists is skipped, so the
-same command continues after an interruption.
+whole run at the smaller one. Each of them is then evaluated with the other wirings, without further training. `scratch`
+trains every wiring at the smaller size, tuned in the same way. `report` prints the tables of what exists.
+
+The text is Python's standard library, as bytes. FILE receives the result of each trial, and a trial with a result is
+skipped, so the same command continues after an interruption.
 """
 
 import argparse
@@ -27,18 +28,20 @@ import statistics
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-VOCABULARY, POSITIONS, ROWS, LAYERS, HEADS = 256, 256, 16, 12, 8
+VOCABULARY, POSITIONS, ROWS, LAYERS, HEADS = 256, 128, 32, 12, 8
 TOKENS_PER_PARAMETER = 20
 HELD_OUT_BATCHES = 32
 SIZES = {"small": (32, 88), "large": (48, 128)}
@@ -47,9 +50,11 @@ RATES = (4e-3, 8e-3, 1.6e-2, 3.2e-2)
 """Learning rates at the small size; the large one has the best of them times the ratio of the hidden sizes."""
 SEEDS = (1, 2, 3)
 LANES, STALENESS = (2, 4, 8), (1, 2, 4)
-STAGES = ("train", "rewire", "scratch", "report")
+STAGES = ("train", "scratch", "report")
 
 Weights = dict[str, Tensor]
+Result = dict[str, Any]
+"""The held-out loss of a trial, and for standard models the `rewired` losses."""
 
 
 @dataclass(frozen=True)
@@ -177,11 +182,9 @@ def loss_of(weights: Weights, rows: Tensor, wiring: Wiring) -> Tensor:
     return F.cross_entropy(logits(weights, rows[:, :-1], wiring).flatten(0, 1), rows[:, 1:].flatten())
 
 
-@torch.no_grad()
-def held_out_loss(weights: Weights, wiring: Wiring) -> float:
-    """Return the loss of the held-out text."""
-    rows = (batch(texts()[1], f"held out {number}") for number in range(HELD_OUT_BATCHES))
-    return statistics.fmean(loss_of(weights, each, wiring).item() for each in rows)
+def held_out_rows() -> Iterator[Tensor]:
+    """Iterate over the batches of the held-out text."""
+    return (batch(texts()[1], f"held out {number}") for number in range(HELD_OUT_BATCHES))
 
 
 def steps_of(weights: Weights) -> int:
@@ -190,8 +193,8 @@ def steps_of(weights: Weights) -> int:
     return round(TOKENS_PER_PARAMETER * parameters / (ROWS * POSITIONS))
 
 
-def train(trial: Trial, folder: Path) -> None:
-    """Train one model, and write its weights and its held-out loss."""
+def train(trial: Trial) -> Result:
+    """Train one model, and measure its held-out loss."""
     weights = {name: weight.requires_grad_() for name, weight in init_weights(trial.size, trial.seed).items()}
     steps = steps_of(weights)
     matrices = [weight for weight in weights.values() if weight.dim() > 1]
@@ -212,61 +215,72 @@ def train(trial: Trial, folder: Path) -> None:
         optimizer.zero_grad()
         if step % 50 == 0:
             left = (time.monotonic() - begun) / (step + 1) * (steps - step - 1) / 60
-            print(f"{trial.name}: step {step}/{steps}, loss {loss.item():.3f}, {left:.0f} min left", flush=True)
+            print(f"{trial.name}: step {step}/{steps}, loss {loss.item():.3f}, {left:.0f} min left", file=sys.stderr)
     trained = {name: weight.detach() for name, weight in weights.items()}
-    torch.save(trained, folder / f"{trial.name}.pt")
-    write(folder / f"{trial.name}.json", {"loss": held_out_loss(trained, trial.wiring), "steps": steps})
+    if trial.wiring != Wiring():
+        return {"loss": held_out_loss(trained, trial.wiring), "steps": steps}
+    return {"steps": steps, **rewire(trained)}
 
 
 @torch.no_grad()
-def rewire(trial: Trial, folder: Path) -> None:
-    """Write the increase of a standard model's loss, and the share of most likely bytes that stay, for every wiring."""
-    weights = torch.load(folder / f"{trial.name}.pt", weights_only=True)
-    rows = [batch(texts()[1], f"held out {number}") for number in range(HELD_OUT_BATCHES)]
+def held_out_loss(weights: Weights, wiring: Wiring) -> float:
+    """Return the loss of the held-out text."""
+    return statistics.fmean(loss_of(weights, rows, wiring).item() for rows in held_out_rows())
+
+
+@torch.no_grad()
+def rewire(weights: Weights) -> Result:
+    """Measure a standard model's loss, and its increase and the share of unchanged likeliest bytes with each wiring."""
+    rows = list(held_out_rows())
     expected = [logits(weights, each[:, :-1], Wiring()) for each in rows]
 
     def cross_entropy(found: Sequence[Tensor]) -> float:
         pairs = zip(found, rows, strict=True)
         return statistics.fmean(F.cross_entropy(one.flatten(0, 1), each[:, 1:].flatten()).item() for one, each in pairs)
 
-    result = {}
+    loss, rewired = cross_entropy(expected), {}
     for wiring in (Wiring(stale, lanes) for stale in STALENESS for lanes in (1, *LANES)):
         found = [logits(weights, each[:, :-1], wiring) for each in rows]
         pairs = zip(found, expected, strict=True)
         same = [(one.argmax(-1) == other.argmax(-1)).float().mean().item() for one, other in pairs]
-        increase = cross_entropy(found) - cross_entropy(expected)
-        result[wiring.name] = {"increase": increase, "unchanged": statistics.fmean(same)}
-    write(folder / f"rewired-{trial.name}.json", result)
+        rewired[wiring.name] = {"increase": cross_entropy(found) - loss, "unchanged": statistics.fmean(same)}
+    return {"loss": loss, "rewired": rewired}
 
 
-def write(path: Path, content: Mapping[str, object]) -> None:
-    """Write a result, whole or not at all."""
-    path.with_suffix(".new").write_text(json.dumps(content, indent=1) + "\n")
-    path.with_suffix(".new").replace(path)
+class Results:
+    """The results of all trials, in one JSON file."""
 
+    def __init__(self, path: Path) -> None:
+        """Read the file, if it exists."""
+        self._path, self._lock = path, threading.Lock()
+        self._found: dict[str, Result] = json.loads(path.read_text()) if path.exists() else {}
 
-def final_loss(trial: Trial, folder: Path) -> float | None:
-    """Return the held-out loss of a trial, or None if it has not ended."""
-    path = folder / f"{trial.name}.json"
-    return float(json.loads(path.read_text())["loss"]) if path.exists() else None
+    def of(self, trial: Trial) -> Result | None:
+        """Return the result of a trial, or None if it has not ended."""
+        return self._found.get(trial.name)
 
+    def add(self, trial: Trial, result: Result) -> None:
+        """Write a result; the file is replaced whole."""
+        with self._lock:
+            self._found[trial.name] = result
+            content = json.dumps(dict(sorted(self._found.items())), indent=1) + "\n"
+            self._path.with_suffix(".new").write_text(content)
+            self._path.with_suffix(".new").replace(self._path)
 
-def best_rate(folder: Path, wiring: Wiring) -> float:
-    """Return the rate with the lowest loss of the first seed at the small size, among those that have ended."""
-    losses = {rate: final_loss(Trial("small", wiring, rate, SEEDS[0]), folder) for rate in RATES}
-    return min(RATES, key=lambda rate: math.inf if (loss := losses[rate]) is None else loss)
+    def best_rate(self, wiring: Wiring) -> float:
+        """Return the rate with the lowest loss of the first seed at the small size, among those that have ended."""
+        found = {rate: self.of(Trial("small", wiring, rate, SEEDS[0])) for rate in RATES}
+        return min(RATES, key=lambda rate: math.inf if (result := found[rate]) is None else result["loss"])
 
+    def at_best_rate(self, wiring: Wiring) -> list[Trial]:
+        """Return the trials at the small size whose rate was chosen."""
+        return [Trial("small", wiring, self.best_rate(wiring), seed) for seed in SEEDS]
 
-def seeds_at_best_rate(folder: Path, wiring: Wiring) -> list[Trial]:
-    """Return the trials at the small size whose rate was chosen."""
-    return [Trial("small", wiring, best_rate(folder, wiring), seed) for seed in SEEDS]
-
-
-def base_trials(folder: Path) -> list[Trial]:
-    """Return the standard models of both sizes that are rewired."""
-    small = seeds_at_best_rate(folder, Wiring())
-    scale = SIZES["small"][0] / SIZES["large"][0]
-    return [*small, *(Trial("large", Wiring(), round(small[0].rate * scale, 6), seed) for seed in SEEDS)]
+    def base_trials(self) -> list[Trial]:
+        """Return the standard models of both sizes that are rewired."""
+        small = self.at_best_rate(Wiring())
+        scale = SIZES["small"][0] / SIZES["large"][0]
+        return [*small, *(Trial("large", Wiring(), round(small[0].rate * scale, 6), seed) for seed in SEEDS)]
 
 
 def scratch_wirings() -> Iterator[Wiring]:
@@ -276,27 +290,26 @@ def scratch_wirings() -> Iterator[Wiring]:
         yield from (Wiring(stale, lanes) for lanes in (1, 4, 8))
 
 
-def run_trials(trials: Sequence[Trial], folder: Path, jobs: int) -> None:
+def run_trials(trials: Sequence[Trial], results: Results, jobs: int) -> None:
     """Train what is missing, in processes with one thread each."""
-    missing = [trial for trial in trials if final_loss(trial, folder) is None]
 
     def run(trial: Trial) -> None:
         wiring = trial.wiring
         words = [trial.size, wiring.staleness, wiring.lanes, trial.rate, trial.seed]
-        command = [sys.executable, __file__, "--output-dir", str(folder), "--trial", *map(str, words)]
-        subprocess.run(command, check=True)
+        command = [sys.executable, __file__, "--trial", *map(str, words)]
+        results.add(trial, json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout))
 
     with ThreadPoolExecutor(jobs) as processes:
-        list(processes.map(run, missing))
+        list(processes.map(run, (trial for trial in trials if results.of(trial) is None)))
 
 
-def report(folder: Path) -> None:
+def report(results: Results) -> None:
     """Print the tables of everything that has been measured."""
-    print("| model | wiring | seeds | increase of the loss | range | most likely byte unchanged |")
+    print("| model | wiring | seeds | increase of the loss | range | likeliest byte unchanged |")
     print("|---|---|---|---|---|---|")
     for size in SIZES:
-        paths = [folder / f"rewired-{trial.name}.json" for trial in base_trials(folder) if trial.size == size]
-        found = [json.loads(path.read_text()) for path in paths if path.exists()]
+        ended = [results.of(trial) for trial in results.base_trials() if trial.size == size]
+        found = [result["rewired"] for result in ended if result is not None]
         for name in found[0] if found else ():
             increases = [each[name]["increase"] for each in found]
             unchanged = statistics.fmean(each[name]["unchanged"] for each in found)
@@ -305,41 +318,37 @@ def report(folder: Path) -> None:
     print("\n| model | wiring | rate | seed | loss |\n|---|---|---|---|---|")
     for wiring in scratch_wirings():
         trials = [Trial("small", wiring, rate, seed) for rate in RATES for seed in SEEDS]
-        for trial in dict.fromkeys([*trials, *(base_trials(folder) if wiring == Wiring() else ())]):
-            loss = final_loss(trial, folder)
-            if loss is not None:
-                print(f"| {trial.size} | {wiring.name} | {trial.rate:g} | {trial.seed} | {loss:.4f} |")
+        for trial in dict.fromkeys([*trials, *(results.base_trials() if wiring == Wiring() else ())]):
+            if (result := results.of(trial)) is not None:
+                print(f"| {trial.size} | {wiring.name} | {trial.rate:g} | {trial.seed} | {result['loss']:.4f} |")
 
 
 def main() -> None:
     """Run the stages, or one trial of them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--output-dir", type=Path, required=True, help="folder for models and results")
+    parser.add_argument("--results", type=Path, help="JSON file of results, which is continued")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
     parser.add_argument("--jobs", type=int, default=2, help="training runs at a time, with one thread each")
     parser.add_argument("--trial", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    folder: Path = options.output_dir
-    folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     if options.trial is not None:
         size, staleness, lanes, rate, seed = options.trial
-        train(Trial(size, Wiring(int(staleness), int(lanes)), float(rate), int(seed)), folder)
+        print(json.dumps(train(Trial(size, Wiring(int(staleness), int(lanes)), float(rate), int(seed)))))
         return
+    if options.results is None:
+        parser.error("--results: pass a file")
+    results = Results(options.results)
     if "train" in options.stages:
-        run_trials([Trial("small", Wiring(), rate, SEEDS[0]) for rate in RATES], folder, options.jobs)
-        run_trials(base_trials(folder), folder, options.jobs)
-    if "rewire" in options.stages:
-        for trial in base_trials(folder):
-            if final_loss(trial, folder) is not None:
-                rewire(trial, folder)
+        run_trials([Trial("small", Wiring(), rate, SEEDS[0]) for rate in RATES], results, options.jobs)
+        run_trials(results.base_trials(), results, options.jobs)
     if "scratch" in options.stages:
         wirings = list(scratch_wirings())
         first_seed = [Trial("small", wiring, rate, SEEDS[0]) for wiring in wirings for rate in RATES]
-        run_trials(first_seed, folder, options.jobs)
-        run_trials([trial for wiring in wirings for trial in seeds_at_best_rate(folder, wiring)], folder, options.jobs)
+        run_trials(first_seed, results, options.jobs)
+        run_trials([trial for wiring in wirings for trial in results.at_best_rate(wiring)], results, options.jobs)
     if "report" in options.stages:
-        report(folder)
+        report(results)
 
 
 if __name__ == "__main__":

@@ -190,7 +190,8 @@ def from_rank_0(
         store.wait(["found"], timeout)
         messages, found = json.loads(zlib.decompress(store.get("found")))
     except dist.DistError as error:
-        raise LostPeerError(f"rank 0 sent no findings about --load, --save and --streaming: {error}", [0]) from error
+        flags = "--load, --save, --distill-from and --streaming"
+        raise LostPeerError(f"rank 0 sent no findings about {flags}: {error}", [0]) from error
     raise_user_errors(messages)
     return found
 

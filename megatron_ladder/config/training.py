@@ -43,6 +43,16 @@ class TrainingConfig:
     z_loss_coeff: float = flag(0.0, minimum=0)
     """Coefficient of the z-loss, the squared log of the softmax's normaliser at each target token, which keeps logits
     from drifting; PaLM uses 1e-4. It is reported separately: losses do not contain it."""
+    distill_from: Path | None = None
+    """Checkpoint, directory of checkpoints, or Hugging Face directory of a teacher, whose distribution of the next
+    token the model learns. The teacher has the same vocabulary, any sizes, and any wiring. It is frozen, in the
+    precision of the run. Not with --pipeline-model-parallel-size and --dry-run."""
+    distill_weight: float = flag(0.9, minimum=0, maximum=1, requires="--distill-from")
+    """Weight W of the distillation loss; the cross entropy has 1 - W. Hinton et al. (arXiv 1503.02531) found a
+    considerably lower weight of the labels best. 1 learns from the teacher alone, as Minitron (arXiv 2407.14679)."""
+    distill_temperature: float = flag(1.0, above=0, requires="--distill-from")
+    """Temperature T that divides the logits of both models. The distillation loss of a token is T^2 KL(teacher ||
+    student), reported separately: other losses do not contain it. Language models usually use 1."""
     seed: int = 1234
     """Random seed of the initial weights and of the order of samples."""
     recompute_granularity: Literal["full", "selective"] | None = None

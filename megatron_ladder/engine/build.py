@@ -5,6 +5,7 @@ import os
 import sys
 import warnings
 from datetime import timedelta
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +23,7 @@ from megatron_ladder.engine.muon import MuonWithAdamW
 from megatron_ladder.engine.optimizer import build_optimizer, parameter_groups
 from megatron_ladder.engine.sharded import ShardedOptimizer
 from megatron_ladder.errors import UserError
-from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.language_model import Distillation, LanguageModel
 from megatron_ladder.model.operations import Operations, select_operations
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.parallel.layout import ParallelModule, initialize
@@ -85,9 +86,14 @@ def partition(run: RunConfig) -> list[range]:
     return balanced_partition(count.layers, count.embedding, head, stages)
 
 
+def compute_dtype(run: RunConfig) -> torch.dtype:
+    """Return the precision in which a run computes."""
+    return torch.bfloat16 if run.training.bf16 else torch.float16 if run.training.fp16 else torch.float32
+
+
 def build_model(
     run: RunConfig, mesh: ProcessMesh, device: torch.device, span: Span = no_span,
-    operations: Operations | None = None,
+    operations: Operations | None = None, distillation: Distillation | None = None,
 ) -> tuple[LanguageModel, str]:  # fmt: skip
     """Return this rank's initial model, fp32 (ZeRO-3: partitioned, in the run's precision), and its kind of norm.
 
@@ -99,20 +105,17 @@ def build_model(
     layers = partition(run)[mesh.pipeline.rank]
     recompute_layers = min(max(run.recompute_layers - layers.start, 0), len(layers))
     options = StackOptions(run.parallel.tp_overlap, recompute_layers, operations, span=span)
+    build = partial(
+        LanguageModel, run.model, mesh, options, layers=layers, z_loss_coeff=training.z_loss_coeff,
+        distillation=distillation,
+    )  # fmt: skip
     if run.parallel.zero_stage != "3":
         seed = None if device.type == "meta" else training.seed
-        model = LanguageModel(
-            run.model, mesh, options, layers=layers, device=device, seed=seed, z_loss_coeff=training.z_loss_coeff
-        )
-        return model, description
+        return build(device=device, seed=seed), description
 
     import deepspeed
 
-    meta = torch.device("meta")
-    model = LanguageModel(
-        run.model, mesh, options, layers=layers, device=meta, z_loss_coeff=training.z_loss_coeff
-    )
-    dtype = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else torch.float32
+    model, dtype = build(device=torch.device("meta")), compute_dtype(run)
     # One module after another, so that no rank ever holds more than its partition and one module.
     for module in model.modules():
         if isinstance(module, ParallelModule):

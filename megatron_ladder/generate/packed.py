@@ -4,19 +4,15 @@ Decoding a token takes about the time to read all weights. In the usual layout o
 rows reads the weight at half of the memory's rate, or less. oneDNN can reorder a weight once, into blocks of a few
 output columns that its product reads from end to end. The product is as exact as the usual one, and also faster for
 many rows. A packed weight is an opaque tensor, of which only the shape, the dtype and `to_dense` are known.
-
-Packed weights are moved to large pages. Linux uses pages of 4 KiB by default; a processor looks up the address of each
-page, and its prefetcher stops at the end of one.
 """
 
-import ctypes
-import sys
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_ladder.generate.large_pages import move_to_large_pages
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.operations import Operations
@@ -24,11 +20,6 @@ from megatron_ladder.parallel.layout import ParallelModule
 
 _ROWS = 32
 """Rows of the products that oneDNN chooses the layout for. This layout is the fastest one for fewer rows, too."""
-
-_LARGE_PAGE = 2 << 20
-"""Bytes, on x86-64, and on ARM with small pages of 4 KiB."""
-_MADV_COLLAPSE = 25
-"""Linux 6.1 and newer. Python's `mmap` module does not define this constant."""
 
 
 def load_packed(model: LanguageModel, fill: Callable[[nn.Module], None]) -> None:
@@ -58,7 +49,7 @@ def load_packed(model: LanguageModel, fill: Callable[[nn.Module], None]) -> None
         fill(module)
         if module in packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(module.get_parameter("weight").detach(), _ROWS)
-            _move_to_large_pages(torch.ops.mkldnn.data_ptr(weight), torch.ops.mkldnn._nbytes(weight))
+            move_to_large_pages(torch.ops.mkldnn.data_ptr(weight), torch.ops.mkldnn._nbytes(weight))
             module.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
 
 
@@ -71,16 +62,6 @@ def _can_pack(dtype: torch.dtype) -> bool:
     if dtype == torch.float16:
         return torch.ops.mkldnn._is_mkldnn_fp16_supported()
     return dtype == torch.float32
-
-
-def _move_to_large_pages(address: int, size: int) -> None:
-    """Let the large pages that lie within these bytes replace the small ones, if the system has large pages."""
-    if sys.platform != "linux":
-        return
-    begin, end = -(-address // _LARGE_PAGE) * _LARGE_PAGE, (address + size) // _LARGE_PAGE * _LARGE_PAGE
-    if begin < end:
-        # Older kernels return an error and leave the memory as it is.
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_COLLAPSE)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -33,14 +33,15 @@ from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import BadNumbersError
+from megatron_ladder.generate.attention import CachedRows, FilledColumns, attend_in_fp32, counts_filled_columns
 from megatron_ladder.generate.graph import StepGraph, captured_decode
+from megatron_ladder.generate.large_pages import zeros_in_large_pages
 from megatron_ladder.generate.requests import FinishReason, Generation, GenerationRequest, NewToken, Timings
 from megatron_ladder.generate.sampling import GREEDY, NO_TOKEN, Sampler, to_device
 from megatron_ladder.generate.scoring import Alternatives, score_text
 from megatron_ladder.generate.structured import TokenMatcher
 from megatron_ladder.generate.text import IncrementalDecoder, StopFinder
 from megatron_ladder.model.language_model import LanguageModel
-from megatron_ladder.model.operations import Operations
 from megatron_ladder.model.rotary import RotaryTable, rotary_table
 from megatron_ladder.model.sub_block import SequenceContext
 
@@ -48,8 +49,6 @@ PADDING = 0
 """The token after shorter prompts and in free slots; no result depends on its value."""
 _PROMPT_WIDTHS = 128
 """Prompts on a GPU are padded to a multiple of this."""
-_LARGEST_FLASH_HEAD, _FIRST_FLASH_DEVICE = 256, (8, 0)
-"""Limits of FlashAttention: the head's size, and the compute capability."""
 BAD_NUMBERS_CAUSE = "the weights are damaged, or too large for --dtype"
 
 
@@ -60,10 +59,11 @@ class _StaticCache:
         self, config: ModelConfig, ranks: int, slots: int, positions: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         kv_heads = config.num_key_value_heads * key_value_replicas(config, ranks) // ranks
-        shape = (slots, kv_heads, positions, config.head_dim)
+        shape = (config.num_layers, 2, slots, kv_heads, positions, config.head_dim)
         # Zeros, because masked values are multiplied by 0, and 0 times NaN is NaN.
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-        self.values = [torch.zeros_like(keys) for keys in self.keys]
+        on_cpu = device.type == "cpu"
+        stored = zeros_in_large_pages(shape, dtype) if on_cpu else torch.zeros(shape, dtype=dtype, device=device)
+        self.keys, self.values = ([layer[part] for layer in stored] for part in range(2))
         # All columns of all heads one after another, and the first row of each head of each sample among them.
         self.key_rows = [keys.flatten(0, 2) for keys in self.keys]
         self.value_rows = [values.flatten(0, 2) for values in self.values]
@@ -105,48 +105,6 @@ class _TokenColumns(NamedTuple):
             rows.index_copy_(0, self.rows, new.flatten(0, 2).to(rows.dtype))
         stored_keys, stored_values = self.cache.keys[layer][: len(keys)], self.cache.values[layer][: len(values)]
         return stored_keys.narrow(2, 0, self.extent), stored_values.narrow(2, 0, self.extent)
-
-
-class _FilledColumns(NamedTuple):
-    """Attention of one query per sample to the filled columns of a cache, by a kernel that reads no others.
-
-    Neither the shapes nor the values on the host change from token to token, so the call can be captured.
-    """
-
-    cache: _StaticCache
-    filled: Tensor
-    """[b kv_heads/t] int32, the number of filled columns."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """See `Operations.attend`; k and v are all columns of the cache, and there is no mask."""
-        # Imported here because it loads torch's compiler, which takes seconds.
-        from torch.nn.attention.varlen import varlen_attn
-
-        kv_heads, positions, head_dim = k.shape[1:]
-        ends = len(self.filled) + 1
-        attended = varlen_attn(
-            q.reshape(-1, q.shape[1] // kv_heads, head_dim), k.reshape(-1, 1, head_dim), v.reshape(-1, 1, head_dim),
-            self.cache.query_starts[:ends], self.cache.key_starts[:ends], 1, positions, enable_gqa=True,
-            seqused_k=self.filled,
-        )  # fmt: skip
-        assert isinstance(attended, Tensor)
-        return attended.view(q.shape)
-
-
-def _attend_in_fp32(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """See `Operations.attend`. torch's attention on CPUs takes several times as long in bf16 and fp16."""
-    return Operations.attend(q.float(), k.float(), v.float(), mask).to(q.dtype)
-
-
-def _counts_filled_columns(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
-    """Return whether torch has the kernel of `_FilledColumns` for this device."""
-    fits = dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= _LARGEST_FLASH_HEAD
-    return (
-        fits
-        and device.type == "cuda"
-        and torch.backends.cuda.is_flash_attention_available()
-        and torch.cuda.get_device_capability(device) >= _FIRST_FLASH_DEVICE
-    )
 
 
 def prompt_width(longest: int, positions: int, device: torch.device) -> int:
@@ -216,10 +174,10 @@ class SlotBatch:
         self._group = group
         self.samples: list[_ActiveSample | None] = [None] * slots
         in_fp32 = self._device.type == "cpu" and model.compute_dtype in (torch.bfloat16, torch.float16)
-        self._attend = _attend_in_fp32 if in_fp32 else None
+        self._attend = attend_in_fp32 if in_fp32 else None
         cache_dtype = torch.float32 if in_fp32 else model.compute_dtype
         self._cache = _StaticCache(model.config, group.size, slots, positions, cache_dtype, self._device)
-        self._counts_filled = _counts_filled_columns(model.compute_dtype, model.config.head_dim, self._device)
+        self._counts_filled = counts_filled_columns(model.compute_dtype, model.config.head_dim, self._device)
         all_positions = torch.arange(positions, device=self._device).unsqueeze(1)
         self._rotary = rotary_table(model.config, all_positions, model.compute_dtype)
         self._sampler = Sampler(slots, model.config.vocab_size, model.head.start, group, self._device)
@@ -308,14 +266,21 @@ class SlotBatch:
 
     def _one_token(self, tokens: Tensor, columns: Tensor, extent: int, masked: bool) -> Tensor:
         """Ids [b, 1] for columns [b] -> logits. Attention gets `extent` columns; `masked` hides later ones."""
-        mask, attend = None, self._attend
-        first_rows = self._cache.first_rows[: len(columns)]
-        if self._counts_filled:
-            extent = self._positions
-            filled = (columns + 1).to(torch.int32).unsqueeze(1).expand_as(first_rows).flatten()
-            attend = _FilledColumns(self._cache, filled).attend
-        elif masked:
+        cache = self._cache
+        first_rows = cache.first_rows[: len(columns)]
+        mask, attend = None, None
+        if masked and not self._counts_filled:
             mask = (torch.arange(extent, device=self._device) <= columns.unsqueeze(1))[:, None, None, :]
+        if self._counts_filled:
+            filled = (columns + 1).to(torch.int32).unsqueeze(1).expand_as(first_rows).flatten()
+            ends = len(filled) + 1
+            attend = FilledColumns(cache.query_starts[:ends], cache.key_starts[:ends], filled).attend
+        elif self._device.type == "cpu":
+            heads = self._model.config.num_attention_heads // self._group.size
+            attend = CachedRows.of(first_rows, extent, heads).attend
+        if attend is not None:
+            # It selects the columns.
+            extent = self._positions
         turns = RotaryTable(self._rotary.cos[columns].transpose(0, 1), self._rotary.sin[columns].transpose(0, 1))
         rows = (first_rows + columns.unsqueeze(1)).flatten()
         context = SequenceContext(turns, _TokenColumns(self._cache, rows, extent), mask, attend=attend)

@@ -4,7 +4,7 @@ Layouts: token ids and labels [b, s]; hidden_states [s, b, h]; state [1 + pendin
 logits_shard_v [s, b, padded V / t].
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -21,6 +21,7 @@ from megatron_ladder.model.stack import StackOptions, TransformerStack
 from megatron_ladder.model.sub_block import SequenceContext
 from megatron_ladder.parallel.layout import initialize
 from megatron_ladder.parallel.vocabulary import (
+    SoftTargets,
     Targets,
     VocabParallelEmbedding,
     VocabParallelHead,
@@ -55,10 +56,11 @@ class LanguageModel(nn.Module):
         device: torch.device | None = None,
         seed: int | None = None,
         z_loss_coeff: float = 0.0,
+        distillation: "Distillation | None" = None,
     ) -> None:
         """Build all layers, or those of a pipeline stage. Without a seed, weights stay uninitialised.
 
-        The initial weights of a seed do not depend on the layout.
+        The initial weights of a seed do not depend on the layout. A teacher never becomes a part of this module.
         """
         super().__init__()
         device = device or torch.device("cpu")
@@ -66,8 +68,11 @@ class LanguageModel(nn.Module):
         build = BuildContext(config, mesh, options.operations, dtype, device)
         self.config = config
         self.group = mesh.tensor
+        self.distillation = distillation
+        self.extra_losses = ("z loss",) * bool(z_loss_coeff) + ("distillation loss",) * (distillation is not None)
+        """Names of the losses that `loss` has the gradient of, but does not contain."""
         self._z_loss_coeff = z_loss_coeff
-        self._z_loss_sum = torch.zeros((), dtype=torch.float64)
+        self._extra_loss_sums = torch.zeros(len(self.extra_losses), dtype=torch.float64)
         self.compute_dtype = dtype
         self.is_first, self.is_last = layers.start == 0, layers.stop == config.num_layers
         self.copies_embedding = config.tie_embeddings and self.is_last and not self.is_first
@@ -120,8 +125,14 @@ class LanguageModel(nn.Module):
         Return a scalar in fp32 (fp64 for an fp64 model), equal on every tensor-parallel rank. The caller divides by the
         number of tokens of the whole global batch.
         """
+        soft = None
+        if self.distillation is not None and torch.is_grad_enabled():
+            # First, while the student keeps nothing for backward yet.
+            soft = self.distillation.soft_targets(tokens, positions, document_bounds)
         hidden_states = self.hidden_states(tokens, self.training_context(tokens, positions, document_bounds))
-        return self.predictions(hidden_states, labels) if predicts else self.loss(hidden_states, labels, loss_mask)
+        if predicts:
+            return self.predictions(hidden_states, labels)
+        return self.loss(hidden_states, labels, loss_mask, soft)
 
     def stage(self, entering: Tensor, positions: Tensor | None = None, document_bounds: Tensor | None = None) -> Tensor:
         """Run a pipeline stage: token ids [b, s] on the first stage, a state on the others -> a state.
@@ -137,17 +148,21 @@ class LanguageModel(nn.Module):
         leaving: Tensor = self.stack(state, self._context(length, state.device, positions, document_bounds))
         return leaving
 
-    def loss(self, hidden_states: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> Tensor:
+    def loss(
+        self, hidden_states: Tensor, labels: Tensor, loss_mask: Tensor | None = None, soft: SoftTargets | None = None
+    ) -> Tensor:
         """The stream after the last layer [s, b, h] -> the loss as `forward` returns it.
 
-        In training it also has the gradient of the z-loss, but not its value, so that losses with and without it are
-        comparable; see `take_z_loss`.
+        In training it also has the gradient of the extra losses, but not their values, so that losses with and without
+        them are comparable; see `take_extra_losses`. `soft` are the targets of the distillation.
         """
         weights = None if loss_mask is None else loss_mask.t()
-        loss, z_loss = self._loss(hidden_states, Targets(labels.t(), weights, self._z_loss_coeff))
-        if self._z_loss_coeff and torch.is_grad_enabled():
-            self._z_loss_sum = self._z_loss_sum.to(z_loss.device) + z_loss.detach()
-        return loss
+        if not torch.is_grad_enabled():
+            return self._loss(hidden_states, Targets(labels.t(), weights))[0]
+        losses = self._loss(hidden_states, Targets(labels.t(), weights, self._z_loss_coeff, soft=soft))
+        if self.extra_losses:
+            self._extra_loss_sums = self._extra_loss_sums.to(losses.device) + losses[1:].detach()
+        return losses[0]
 
     def predictions(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
         """The stream after the last layer [s, b, h] -> the loss of each label, and the token with the largest logit.
@@ -163,9 +178,9 @@ class LanguageModel(nn.Module):
         )
         return found
 
-    def take_z_loss(self) -> Tensor:
-        """Return the z-loss of all target tokens since the last call, a scalar in fp64, and forget it."""
-        taken, self._z_loss_sum = self._z_loss_sum, torch.zeros_like(self._z_loss_sum)
+    def take_extra_losses(self) -> Tensor:
+        """Return each of the `extra_losses`, summed over all target tokens since the last call, fp64; forget them."""
+        taken, self._extra_loss_sums = self._extra_loss_sums, torch.zeros_like(self._extra_loss_sums)
         return taken
 
     def training_context(
@@ -181,6 +196,30 @@ class LanguageModel(nn.Module):
         table = rotary_table(self.config, positions, self.compute_dtype)
         documents = None if document_bounds is None else DocumentBounds.of(document_bounds, device)
         return SequenceContext(table, documents=documents)
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """A frozen teacher, from whose distributions a model learns.
+
+    Attributes:
+        teacher: a whole model with as many words as the student, on the same tensor-parallel ranks.
+        weight: weight of the distillation loss, 0 to 1; that of the cross entropy is 1 - weight.
+        temperature: divides the logits of teacher and student.
+    """
+
+    teacher: LanguageModel
+    weight: float
+    temperature: float
+
+    @torch.no_grad()
+    def soft_targets(
+        self, tokens: Tensor, positions: Tensor | None = None, document_bounds: Tensor | None = None
+    ) -> SoftTargets:
+        """Run the teacher over a micro-batch, with the arguments of `LanguageModel.forward`."""
+        context = self.teacher.training_context(tokens, positions, document_bounds)
+        normed = self.teacher.final_norm(self.teacher.hidden_states(tokens, context))
+        return SoftTargets(normed, self.teacher.head, self.weight, self.temperature)
 
 
 def _build_vocab_matrix(matrix_type: type[_Matrix], tensor: TensorSpec, build: BuildContext) -> _Matrix:

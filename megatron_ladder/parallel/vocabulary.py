@@ -10,6 +10,13 @@ The loss processes a chunk of tokens at a time, so the logits of a micro-batch n
 multiplies with the head, gathers three numbers per token and rank, and adds to the gradients of input and weight.
 Backward only multiplies these with the gradient of the loss, a scalar. The gather of a chunk overlaps with the gradient
 products of the previous one. Recomputing the logits in backward would cost a third more products.
+
+Distillation (Hinton et al., arXiv 1503.02531) computes each chunk's logits u of a teacher as well. With the softmaxes
+p of u / T and q of z / T, temperature T and weight W, the loss of a token becomes
+
+    (1 - W) loss + W T^2 KL(p || q),    KL(p || q) = sum p (u - z) / T - log sum exp(u / T) + log sum exp(z / T)
+
+whose second part has the gradient W T (q - p) for z. The sums over the words need four more numbers in the gather.
 """
 
 from dataclasses import dataclass
@@ -29,6 +36,23 @@ from megatron_ladder.parallel.linear import LinearFunction, linear
 
 
 @dataclass(frozen=True)
+class SoftTargets:
+    """A teacher's distributions of the target tokens.
+
+    Attributes:
+        hidden_states: the teacher's stream after its final norm, [s, b, h], or this rank's positions.
+        head: the teacher's output head, with as many words as the student's.
+        weight: weight W of the distillation loss; that of the cross entropy is 1 - W.
+        temperature: divides the logits of teacher and student.
+    """
+
+    hidden_states: Tensor
+    head: "VocabParallelMatrix"
+    weight: float
+    temperature: float
+
+
+@dataclass(frozen=True)
 class Targets:
     """The labels of a micro-batch, ids of the whole vocabulary, and what their losses are summed with.
 
@@ -37,12 +61,14 @@ class Targets:
         weights: [s, b] float, weight of each loss; None counts all.
         z_loss_coeff: coefficient of the squared log normaliser.
         predicts: ask for the losses of all tokens and the predicted words instead of a sum.
+        soft: the teacher's distributions in a distillation.
     """
 
     labels: Tensor
     weights: Tensor | None = None
     z_loss_coeff: float = 0.0
     predicts: bool = False
+    soft: SoftTargets | None = None
 
 
 class VocabParallelMatrix(ParallelModule):
@@ -75,14 +101,14 @@ class VocabParallelMatrix(ParallelModule):
         return logits if self.soft_cap is None else torch.tanh(logits / self.soft_cap) * self.soft_cap
 
     def loss(self, hidden_states: Tensor, targets: Targets) -> Tensor:
-        """Return the loss and the z-loss of the stream, weighted sums over the tokens: [2], equal on every rank.
+        """Return the cross entropy of the stream and the extra losses of the targets: [1 + n], equal on every rank.
 
-        The loss has the gradient of both, so that losses with and without a z-loss are comparable. Sums are in fp32
-        (fp64 for fp64 logits). If `targets.predicts`, return instead [2, s, b] fp64, without gradients: the loss of
-        each label, and the word with the largest logit.
+        The extra losses are the z-loss, if it has a coefficient, and the distillation loss T^2 KL(p || q), if there is
+        a teacher. All are weighted sums over the tokens, in fp32 (fp64 for fp64 logits). The cross entropy has the
+        gradient of the whole loss, so that runs with and without extra losses are comparable. If `targets.predicts`,
+        return instead [2, s, b] fp64, without gradients: the loss of each label, and the word with the largest logit.
         """
-        x, labels = self.layout.enter(hidden_states), targets.labels
-        words = _Words(self.start, self.valid, self.group, self.soft_cap)
+        x, labels, words = self.layout.enter(hidden_states), targets.labels, _Words.of(self)
         if targets.predicts:
             return _predictions(x.flatten(0, 1), self.weight, labels.flatten(), words).view(2, *labels.shape)
         wanted = (x.requires_grad, self.weight.requires_grad) if torch.is_grad_enabled() else (False, False)
@@ -116,6 +142,10 @@ class _Words(NamedTuple):
     group: CommGroup
     soft_cap: float | None
 
+    @staticmethod
+    def of(matrix: VocabParallelMatrix) -> "_Words":
+        return _Words(matrix.start, matrix.valid, matrix.group, matrix.soft_cap)
+
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """[n, h] -> [n, padded V / t]; padding columns are the lowest number."""
         logits = x @ weight.t()
@@ -128,7 +158,11 @@ class _Words(NamedTuple):
 class _Chunk:
     """The softmax of some tokens over this rank's words, and the gather of all ranks' maximum, sum and target logit."""
 
-    def __init__(self, logits: Tensor, labels: Tensor, words: _Words) -> None:
+    def __init__(
+        self, logits: Tensor, labels: Tensor, words: _Words, teacher_logits: Tensor | None = None,
+        temperature: float = 1.0,
+    ) -> None:  # fmt: skip
+        """`teacher_logits`, of the same words, are compared with the others at a temperature, and overwritten."""
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         local = labels - words.start
         elsewhere = (local < 0) | (local >= words.valid)
@@ -138,7 +172,11 @@ class _Chunk:
         # The largest probability is exp(0) / sum.
         self._sum = self.softmax.amax(-1).reciprocal_()
         target = wide.gather(-1, self._target).squeeze(-1).masked_fill_(elsewhere, 0.0)
-        own = torch.stack((self._maximum, self._sum, target)).unsqueeze(0)
+        self.distance: _Distance | None = None
+        if teacher_logits is not None:
+            self.distance = _Distance(wide, teacher_logits.to(wide.dtype), temperature, words.group.rank)
+        soft = () if self.distance is None else self.distance.numbers
+        own = torch.stack((self._maximum, self._sum, target, *soft)).unsqueeze(0)
         self._gathered = InFlight(*words.group.start_all_gather(own))
         self._slope: Tensor | None = None
         if words.soft_cap is not None:
@@ -147,18 +185,65 @@ class _Chunk:
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Return the loss and the log normaliser, log sum exp, of each token; `softmax` is now over all words."""
-        maxima, sums, targets = self._gathered.wait().unbind(1)
+        maxima, sums, targets, *soft = self._gathered.wait().unbind(1)
+        if self.distance is not None:
+            self.distance.finish(maxima, *soft)
         maximum = maxima.amax(0)
         total = (sums * (maxima - maximum).exp_()).sum(0)
         self.softmax.mul_((self._sum * (self._maximum - maximum).exp_() / total).unsqueeze(-1))
         log_total = total.log_()
         return log_total - (targets.sum(0) - maximum), log_total + maximum
 
-    def gradient(self, weights: Tensor, of_softmax: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the logits' gradient for a gradient of each loss, and that of loss and log normaliser together."""
+    def gradient(self, weights: Tensor, of_softmax: Tensor, of_distance: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return the logits' gradient for a gradient of each loss, of loss and log normaliser together, and of KL."""
         result = self.softmax.mul_(of_softmax.unsqueeze(-1))
         result.scatter_add_(-1, self._target, weights.masked_fill(self._elsewhere, 0.0).neg_().unsqueeze(-1))
+        if self.distance is not None and of_distance is not None:
+            result.add_(self.distance.gradient(of_distance))
         return (result if self._slope is None else result.mul_(self._slope)).to(dtype)
+
+
+class _Distance:
+    """The softmaxes q of a student and p of a teacher over this rank's words, and KL(p || q), over some tokens."""
+
+    def __init__(self, logits: Tensor, teacher_logits: Tensor, temperature: float, rank: int) -> None:
+        """Compare logits [n, padded V / t] of this rank; overwrites those of the teacher."""
+        self._temperature, self._rank = temperature, rank
+        self._student, _, student_sum = self._softmax(logits)
+        self._teacher, teacher_maximum, teacher_sum = self._softmax(teacher_logits)
+        difference = teacher_logits.sub_(logits).mul_(self._teacher).sum(-1).div_(temperature)
+        self.numbers = (student_sum, teacher_maximum, teacher_sum, difference)
+        """This rank's part of the arguments of `finish`, except for the first."""
+        self.divergence = difference
+        """KL(p || q) of each token, [n], once `finish` was called."""
+
+    def _softmax(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the softmax over this rank's words, the maximal logit, and the sum of exp((logit - maximum) / T)."""
+        maximum = logits.amax(-1)
+        # Subtracted first: padding divided by a temperature below 1 would be infinite.
+        softmax = (logits - maximum.unsqueeze(-1)).div_(self._temperature).softmax(-1)
+        return softmax, maximum, softmax.amax(-1).reciprocal_()
+
+    def finish(
+        self, maxima: Tensor, sums: Tensor, teacher_maxima: Tensor, teacher_sums: Tensor, differences: Tensor
+    ) -> None:
+        """Receive the numbers of all ranks, [t, n] each; the softmaxes are then over all words."""
+        shares, normalizer = self._shares(maxima, sums)
+        teacher_shares, teacher_normalizer = self._shares(teacher_maxima, teacher_sums)
+        self._student.mul_(shares[self._rank].unsqueeze(-1))
+        self._teacher.mul_(teacher_shares[self._rank].unsqueeze(-1))
+        self.divergence = (teacher_shares * differences).sum(0) - teacher_normalizer + normalizer
+
+    def _shares(self, maxima: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the probability of each rank's words, [t, n], and the log normaliser, [n]."""
+        maximum = maxima.amax(0)
+        masses = sums * ((maxima - maximum) / self._temperature).exp()
+        total = masses.sum(0)
+        return masses / total, total.log() + maximum / self._temperature
+
+    def gradient(self, weights: Tensor) -> Tensor:
+        """Return the gradient of the student's logits for a gradient of each divergence; call it once."""
+        return self._student.sub_(self._teacher).mul_((weights / self._temperature).unsqueeze(-1))
 
 
 def _chunks(tokens: int) -> list[slice]:
@@ -186,6 +271,14 @@ class _ChunkedLoss(Function):
         weights = torch.ones_like(losses) if targets.weights is None else targets.weights.to(wide).contiguous()
         for_input = torch.empty_like(inputs) if wanted[0] else None
         for_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
+        soft = targets.soft
+        divergences = None if soft is None else torch.empty_like(losses)
+        teacher_inputs = None if soft is None else soft.head.layout.enter(soft.hidden_states).flatten(0, 1)
+
+        def teacher_logits(rows: slice) -> Tensor | None:
+            if soft is None or teacher_inputs is None:
+                return None
+            return _Words.of(soft.head).logits(teacher_inputs[rows], soft.head.weight)
 
         def multiply(gradient: Tensor, rows: slice) -> None:
             if for_input is not None:
@@ -193,25 +286,29 @@ class _ChunkedLoss(Function):
             if for_weight is not None:
                 _add_product(for_weight, gradient.t(), inputs[rows])
 
+        temperature = 1.0 if soft is None else soft.temperature
         ready: tuple[Tensor, slice] | None = None
         for rows in _chunks(inputs.shape[0]):
-            chunk = _Chunk(words.logits(inputs[rows], weight), labels[rows], words)
+            chunk = _Chunk(words.logits(inputs[rows], weight), labels[rows], words, teacher_logits(rows), temperature)
             if ready is not None:
                 multiply(*ready)
             loss, normalizer = chunk.finish()
             losses.view(-1)[rows], normalizers.view(-1)[rows] = loss, normalizer
+            if divergences is not None and chunk.distance is not None:
+                divergences.view(-1)[rows] = chunk.distance.divergence
             if any(wanted):
-                own = weights.view(-1)[rows]
-                of_softmax = own * (1 + 2 * targets.z_loss_coeff * normalizer) if targets.z_loss_coeff else own
-                ready = chunk.gradient(own, of_softmax, x.dtype), rows
+                ready = chunk.gradient(*_slopes(targets, weights.view(-1)[rows], normalizer), x.dtype), rows
             del chunk
         if ready is not None:
             multiply(*ready)
         ctx.shape, ctx.dtype = x.shape, weight.dtype
         ctx.save_for_backward(for_input, for_weight)
-        return torch.stack(
-            ((losses * weights).sum(), targets.z_loss_coeff * (normalizers.square() * weights).sum())
-        )
+        found = [(losses * weights).sum()]
+        if targets.z_loss_coeff:
+            found.append(targets.z_loss_coeff * (normalizers.square() * weights).sum())
+        if divergences is not None:
+            found.append(temperature**2 * (divergences * weights).sum())
+        return torch.stack(found)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
@@ -222,6 +319,17 @@ class _ChunkedLoss(Function):
         if for_weight is not None:
             for_weight = for_weight.mul_(gradient[0]).to(ctx.dtype)
         return for_input, for_weight, None, None, None
+
+
+def _slopes(targets: Targets, weights: Tensor, normalizers: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the arguments of `_Chunk.gradient` for tokens with these weights and log normalisers, [n] each."""
+    soft, share = targets.soft, 1.0
+    of_loss, of_distance = weights, None
+    if soft is not None:
+        share = 1 - soft.weight
+        of_loss, of_distance = share * weights, soft.weight * soft.temperature**2 * weights
+    of_softmax = weights * (share + 2 * targets.z_loss_coeff * normalizers) if targets.z_loss_coeff else of_loss
+    return of_loss, of_softmax, of_distance
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

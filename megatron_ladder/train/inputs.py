@@ -33,6 +33,7 @@ from megatron_ladder.engine.optimizer import find_fused_adam
 from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
 from megatron_ladder.flags import flag_name
 from megatron_ladder.model.operations import require_compiler, select_operations
+from megatron_ladder.train.distillation import StoredTeacher, find_teacher, open_teacher, teacher_errors
 from megatron_ladder.train.resume import (
     check_same_data,
     complete_flags,
@@ -65,6 +66,8 @@ class RunInputs:
     values: dict[str, Any] = field(default_factory=dict)
     """The values of all flags, by key of a configuration file."""
     sample_prompts: tuple[SamplePrompt, ...] = ()
+    teacher: StoredTeacher | None = None
+    """The model of --distill-from, if the run trains."""
 
 
 def read_dry_run(argv: Sequence[str]) -> RunConfig:
@@ -117,6 +120,11 @@ def read_inputs(argv: Sequence[str], place: RankInfo, ask: Ask = lambda minutes,
     if checkpoint is not None:
         found.add(*model_differences(run, checkpoint, vocab_size is not None))
         run = resumed_run(run, checkpoint, found)
+    teacher = None
+    with found.collect("--distill-from"):
+        teacher = open_teacher(findings["teacher"])
+    if teacher is not None:
+        found.add(*teacher_errors(run, teacher, vocab_size is not None))
     sources, stream, eod_id = None, None, None
     with found.collect():
         if run.training.seq_length > 0:
@@ -149,7 +157,7 @@ def read_inputs(argv: Sequence[str], place: RankInfo, ask: Ask = lambda minutes,
     errors.raise_if_any()
     assert sources is not None
     values = flags.describe(run, None if checkpoint is None else checkpoint.directory)
-    return RunInputs(run, deepspeed, tokenizer, sources, checkpoint, eod_id, stream, values, prompts)
+    return RunInputs(run, deepspeed, tokenizer, sources, checkpoint, eod_id, stream, values, prompts, teacher)
 
 
 def describe_data(sources: Sources, tokenizer: Tokenizer | None, stream: StreamPlan | None = None) -> dict[str, Any]:
@@ -291,7 +299,7 @@ def _find_eod(data: DataConfig, sources: Sources, tokenizer: Tokenizer | None) -
 
 
 class _Look:
-    """Finds for all ranks, when rank 0 calls it, checkpoints and the input of --streaming, and creates --save."""
+    """Finds for all ranks, when rank 0 calls it, checkpoints, teacher and input of --streaming; creates --save."""
 
     def __init__(self, flags: RunFlags, streams: bool) -> None:
         self._flags, self._streams = flags, streams
@@ -308,7 +316,8 @@ class _Look:
             # Now, so that no other rank has to. Every host reports why it cannot write there.
             with suppress(OSError):
                 save.mkdir(parents=True, exist_ok=True)
-        return {"directories": directories, "input": record, "input_errors": errors.messages}
+        teacher = find_teacher(self._flags)
+        return {"directories": directories, "teacher": teacher, "input": record, "input_errors": errors.messages}
 
 
 def _open_stream(

@@ -21,6 +21,7 @@ from megatron_ladder.config.annealing import TOGETHER
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.engine.build import partition
 from megatron_ladder.errors import BadNumbersError, LostPeerError, exit_code_of
+from megatron_ladder.model.language_model import Distillation
 from megatron_ladder.train.record import EVALUATES, RunRecord
 from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import StepResult
@@ -58,6 +59,7 @@ def banner(trainer: Trainer) -> str:
         "model": f"{model.num_layers} layers, hidden {model.hidden_size}, ffn {model.ffn_hidden_size}, "
         f"{model.num_attention_heads} heads ({model.num_key_value_heads} key-value) of {model.head_dim}",
         "wiring": wiring,
+        **({} if trainer.model.distillation is None else {"teacher": _teacher(trainer.model.distillation)}),
         "parameters": f"{parameter_count(model).total:,}",
         "vocabulary": f"{model.vocab_size:,} words, padded to {vocab_size:,}",
         "precision": precision,
@@ -75,6 +77,14 @@ def banner(trainer: Trainer) -> str:
     }
     width = max(map(len, rows))
     return "\n".join([f"megatron_ladder {__version__}", *(f"  {name:<{width}}  {rows[name]}" for name in rows)])
+
+
+def _teacher(distillation: Distillation) -> str:
+    model = distillation.teacher.config
+    return (
+        f"{model.num_layers} layers, hidden {model.hidden_size}, {model.residual_mode}: weight "
+        f"{distillation.weight:g}, temperature {distillation.temperature:g}"
+    )
 
 
 def _stages(run: RunConfig) -> str:
@@ -144,12 +154,12 @@ class RunLog:
         minutes, left = divmod(round((total - iteration) * step_seconds), 60)
         hours, minutes = divmod(minutes, 60)
         eta = f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
-        z_loss = f"| z loss {last.z_loss:.4g} " if self._run.training.z_loss_coeff else ""
+        extra_losses = "".join(f"| {name} {value:.4g} " for name, value in last.extra_losses.items())
         latenesses = self._run.lateness(iteration).values()
         anneals = any(lateness < 1 for lateness in latenesses)
         annealing = {"lateness": sum(latenesses) / len(latenesses)} if anneals else {}
         print_rank_0(
-            f"iteration {iteration:>{len(str(total))}}/{total} | lm loss {loss:.4f} {z_loss}"
+            f"iteration {iteration:>{len(str(total))}}/{total} | lm loss {loss:.4f} {extra_losses}"
             f"| learning rate {last.learning_rate:.3e} | grad norm {last.gradient_norm:.3f} "
             f"{''.join(f'| {name} {value:.3f} ' for name, value in annealing.items())}"
             f"| {tokens_per_second:,.0f} tokens/s | {_engineering(flops)}FLOP/s | {step_seconds:.3f} s/step "
@@ -159,6 +169,7 @@ class RunLog:
         self._record.write(
             "progress", iteration=iteration, steps=steps, seconds=round(seconds, 6), loss=loss, **annealing,
             tokens_per_second=round(tokens_per_second, 1),
+            **{name.replace(" ", "_"): value for name, value in last.extra_losses.items()},
         )  # fmt: skip
         if self._device.type == "cuda":
             peak_memory = torch.cuda.max_memory_allocated(self._device)
@@ -166,7 +177,7 @@ class RunLog:
             peak_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         values = {
             "train/lm loss": loss,
-            **({"train/z loss": last.z_loss} if z_loss else {}),
+            **{f"train/{name}": value for name, value in last.extra_losses.items()},
             "train/learning rate": last.learning_rate,
             "train/grad norm": last.gradient_norm,
             "speed/tokens per second": tokens_per_second,

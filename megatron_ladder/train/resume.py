@@ -62,9 +62,9 @@ def look_into_directories(flags: RunFlags) -> DirectoryFindings:
     """Look for the checkpoint that --load names, and for obstacles in --save."""
     checkpoint, load_errors, save_errors = None, ErrorCollector(), ErrorCollector()
     load, save = flags.checkpoint.load, flags.checkpoint.save
-    with load_errors.collect(), _reporting(f"--load {load}"):
+    with load_errors.collect(), reporting_os_errors(f"--load {load}"):
         checkpoint = _find_loaded(flags)
-    with save_errors.collect(), _reporting(f"--save {save}"):
+    with save_errors.collect(), reporting_os_errors(f"--save {save}"):
         for path in () if save is None else (save / name for name in (*REPLACED_FILES, RECORD_NAME, CONFIG_NAME)):
             if path.exists() and not path.is_file():
                 save_errors.add(f"--save {save}: {path.name} is not a file: remove it, or give another directory")
@@ -79,7 +79,7 @@ def look_into_directories(flags: RunFlags) -> DirectoryFindings:
 
 
 @contextmanager
-def _reporting(argument: str) -> Iterator[None]:
+def reporting_os_errors(argument: str) -> Iterator[None]:
     """Convert an OSError to a UserError about an argument."""
     try:
         yield

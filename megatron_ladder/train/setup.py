@@ -29,6 +29,7 @@ from megatron_ladder.errors import UserError
 from megatron_ladder.flags import flag_name
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.operations import select_operations
+from megatron_ladder.train.distillation import build_distillation
 from megatron_ladder.train.guards import Guard
 from megatron_ladder.train.inputs import RunInputs, describe_data
 from megatron_ladder.train.profile import named_for_profiler
@@ -64,7 +65,8 @@ class Trainer:
 def build_trainer(inputs: RunInputs, place: RankInfo, peers: Peers) -> Trainer:
     """Join the other processes and build this rank's part; every rank must call it. `peers` receives all ranks' hosts.
 
-    Raises UserError if another rank has other settings, another --save or an error, or DeepSpeed rejects its settings.
+    Raises UserError if another rank has other settings, another --save or an error, the teacher's weights cannot be
+    read, or DeepSpeed rejects its settings.
     """
     run = inputs.run
     if run.training.deterministic_mode:
@@ -77,7 +79,9 @@ def build_trainer(inputs: RunInputs, place: RankInfo, peers: Peers) -> Trainer:
     mesh, span = named_for_profiler(run, build_mesh(run))
     if run.checkpoint.save is not None:
         _check_shared(run.checkpoint.save, mesh.world)
-    model, norm = build_model(run, mesh, device, span)
+    teacher = inputs.teacher
+    distillation = None if teacher is None else build_distillation(run, teacher, mesh, device)
+    model, norm = build_model(run, mesh, device, span, distillation=distillation)
     engine, adamw = build_engine(run, model, inputs.deepspeed, mesh, device)
     return Trainer(
         run, mesh, device, model, engine, build_schedule(run), {"norm": norm, "optimizer": adamw}, peers, inputs.eod_id,
@@ -120,6 +124,8 @@ def _shared_settings(inputs: RunInputs, place: RankInfo) -> dict[str, Any]:
         sources = json.dumps(inputs.stream.sources, sort_keys=True).encode()
         data["stream"] = inputs.stream.cut() | {"sources_sha256": hashlib.sha256(sources).hexdigest()}
     settings |= {f"data: {name}": value for name, value in data.items()}
+    if inputs.teacher is not None:
+        settings |= _flattened(inputs.teacher.config.to_dict(), "--distill-from: ")
     training, device = run.training, place.device()
     _, norm = select_operations(training.norm_implementation, training.compile_sub_blocks, device)
     return settings | {

@@ -5,7 +5,7 @@ depends neither on the micro-batch size nor on the number of ranks that share th
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,8 +28,8 @@ class StepResult(NamedTuple):
     learning_rate: float
     loss: float
     """The loss of the global batch, the same on every rank."""
-    z_loss: float = 0.0
-    """The z-loss of the global batch, which `loss` does not contain, the same on every rank."""
+    extra_losses: Mapping[str, float]
+    """Losses of the global batch by name that `loss` does not contain, the same on every rank."""
     finding: Finding | None = None
     extra_sums: Sequence[float] = ()
 
@@ -56,16 +56,18 @@ def train_step(
     learning_rate = trainer.schedule.at(iteration)
     state.set_learning_rate(learning_rate)
     scale = _count_targets(trainer, micro_batches).clamp(min=1.0).reciprocal()
-    trainer.model.take_z_loss()
+    trainer.model.take_extra_losses()
     loss_sum = engine.forward_backward(micro_batches, scale)
     # DeepSpeed multiplies the loss, and so the gradients, by the loss scale until its step.
     pieces, loss_scale = state.gradient_pieces(), state.loss_scale
     numbers = torch.tensor(extra_numbers(), dtype=torch.float64).to(trainer.device, non_blocking=True)
-    z_loss_sum = trainer.model.take_z_loss().to(trainer.device, non_blocking=True) * scale
-    packed = torch.cat([loss_sum.detach().double().reshape(1), numbers, z_loss_sum.reshape(1)])
-    scaled_norm, (losses, *extra_sums, z_losses) = gradient_norm(pieces, mesh.world, trainer.device, packed)
-    # Every tensor-parallel rank contributed the same loss.
-    norm, loss, z_loss = scaled_norm / loss_scale, losses / mesh.tensor.size, z_losses / mesh.tensor.size
+    extra_losses = trainer.model.take_extra_losses().to(trainer.device, non_blocking=True) * scale
+    packed = torch.cat([loss_sum.detach().double().reshape(1), extra_losses, numbers])
+    scaled_norm, sums = gradient_norm(pieces, mesh.world, trainer.device, packed)
+    count = 1 + len(extra_losses)
+    # Every tensor-parallel rank contributed the same losses.
+    loss, *others = (summed / mesh.tensor.size for summed in sums[:count])
+    norm, named_losses = scaled_norm / loss_scale, dict(zip(trainer.model.extra_losses, others, strict=True))
     if math.isfinite(norm):
         clip_gradients(pieces, norm, trainer.run.optimizer.clip_grad)
     text = f"iteration {iteration}: the gradient's norm is {norm}, the loss {loss:g}"
@@ -91,7 +93,7 @@ def train_step(
     if state.overflowed():
         lowered = state.loss_scale
         finding = Finding("overflow", True, f"overflow in fp16; loss scale {lowered:g}", {"loss_scale": lowered})
-    return StepResult(loss_sum, norm, learning_rate, loss, z_loss, finding, extra_sums)
+    return StepResult(loss_sum, norm, learning_rate, loss, named_losses, finding, sums[count:])
 
 
 def _count_targets(trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> Tensor:

@@ -60,7 +60,7 @@ def step_and_evaluate(
     micro_batches = own_batches(trainer, batches[0])
     validation = evaluate(trainer, iter([micro_batches]), 1)
     result = train_step(trainer, micro_batches, 1)
-    return validation, result.loss, result.z_loss, result.gradient_norm
+    return validation, result.loss, result.extra_losses["z loss"], result.gradient_norm
 
 
 @pytest.mark.parametrize(

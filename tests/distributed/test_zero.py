@@ -312,8 +312,8 @@ def train_with_late_copies(
     hosts: set[int] = set()
     copy, build = Tensor.copy_, build_trainer_here
 
-    def build_here(*arguments: Any) -> Trainer:
-        trainer = build(*arguments)
+    def build_here(*arguments: Any, **options: Any) -> Trainer:
+        trainer = build(*arguments, **options)
         gradients = (span.flat_master.grad for span in trainer.engine.state.spans())
         hosts.update(gradient.untyped_storage().data_ptr() for gradient in gradients if gradient is not None)
         return trainer

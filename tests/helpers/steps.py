@@ -12,6 +12,7 @@ from megatron_ladder.train.step import train_step
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import Pieces, assert_pieces
 from tests.helpers.training import (
+    TeacherInMemory,
     build_trainer_here,
     load_trainer,
     own_batches,
@@ -19,9 +20,18 @@ from tests.helpers.training import (
     save_trainer,
     weight_pieces,
 )
-from tests.reference import ReferenceConfig, Weights, make_weights, reference_training
+from tests.reference import (
+    LossAndGradients,
+    ReferenceConfig,
+    Weights,
+    make_weights,
+    reference_gradients,
+    reference_training,
+)
 
 Batch = tuple[Tensor, Tensor, Tensor]
+History = list[tuple[float, ...]]
+"""Loss, gradient norm and extra losses of every step."""
 STEPS = 3
 RECIPE = f"--train-iters {STEPS} --lr 1e-2 --clip-grad 0.5 --weight-decay 0.1 --micro-batch-size 2".split()
 
@@ -44,22 +54,24 @@ def loss_of(trainer: Trainer, share: Tensor) -> float:
     return trainer.mesh.pipeline.all_reduce(trainer.mesh.data.all_reduce(share.clone())).item()
 
 
-def train(argv: list[str], weights: Weights, batches: list[list[Batch]]) -> tuple[list[tuple[float, float]], Pieces]:
-    """On each rank: loss and gradient norm of every step, and the final weights."""
-    trainer = build_trainer_here(argv, weights)
+def train(
+    argv: list[str], weights: Weights, batches: list[list[Batch]], teacher: TeacherInMemory | None = None
+) -> tuple[History, Pieces]:
+    """On each rank: what happens in every step, and the final weights."""
+    trainer = build_trainer_here(argv, weights, teacher=teacher)
     history = []
     for iteration, batch in enumerate(batches, start=1):
         result = train_step(trainer, own_batches(trainer, batch), iteration)
-        history.append((loss_of(trainer, result.loss_sum), result.gradient_norm))
+        history.append((loss_of(trainer, result.loss_sum), result.gradient_norm, *result.extra_losses.values()))
     return history, weight_pieces(trainer)
 
 
 def plain_steps(
-    argv: list[str], world: int
-) -> tuple[Weights, list[list[Batch]], list[tuple[float, float]], dict[str, Tensor]]:
+    argv: list[str], world: int, gradients_of: LossAndGradients = reference_gradients
+) -> tuple[Weights, list[list[Batch]], History, dict[str, Tensor]]:
     """Return initial weights, batches, and what a plain model in one process makes of them.
 
-    That is loss and gradient norm of every step, and the final weights.
+    That is what happens in every step, and the final weights.
     """
     run = run_of(argv, world)
     config = ReferenceConfig.like(run.model)
@@ -67,7 +79,7 @@ def plain_steps(
     batches = steps_of_batches(STEPS, 4)
     expected, final = reference_training(
         weights, config, batches, build_schedule(run).at, (0.9, 0.95), 1e-8, 0.1, 0.5,
-        no_decay=lambda name: name.endswith(("norm.weight", ".bias")),
+        no_decay=lambda name: name.endswith(("norm.weight", ".bias")), gradients_of=gradients_of,
     )  # fmt: skip
     return weights, batches, expected, final
 
@@ -79,11 +91,10 @@ def check_steps(gloo_pools: GlooPools, argv: list[str], world: int) -> None:
 
 
 def check_outcome(
-    results: list[tuple[list[tuple[float, float]], Pieces]], expected: list[tuple[float, float]],
-    final: dict[str, Tensor], slack: float = 1.0,
-) -> None:  # fmt: skip
+    results: list[tuple[History, Pieces]], expected: History, final: dict[str, Tensor], slack: float = 1.0
+) -> None:
     """Compare what `train` returned on all ranks with `plain_steps`; `slack` multiplies the tolerances."""
-    assert any(norm > 0.5 for _, norm in expected), "nothing was clipped, so clipping is not tested"
+    assert any(norm > 0.5 for _, norm, *_ in expected), "nothing was clipped, so clipping is not tested"
     for history, _ in results:
         for found, wanted in zip(history, expected, strict=True):
             assert found == pytest.approx(wanted, rel=slack * 1e-5)

@@ -3,13 +3,13 @@
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from megatron_ladder.blueprint.model import key_value_replicas
+from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.checkpoint.loading import load_newest
 from megatron_ladder.checkpoint.saving import SaveOptions, TrainingSave
 from megatron_ladder.comm.group import CommGroup
@@ -20,11 +20,26 @@ from megatron_ladder.engine.build import build_engine, build_model, start_deepsp
 from megatron_ladder.engine.deepspeed_json import deepspeed_json
 from megatron_ladder.engine.optimizer import build_schedule
 from megatron_ladder.parallel.layout import parameter_sections
+from megatron_ladder.train.distillation import StoredTeacher, build_distillation
 from megatron_ladder.train.profile import named_for_profiler
 from megatron_ladder.train.setup import Trainer
 from tests.helpers.sharded import Pieces, mesh_of
 
 CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class TeacherInMemory:
+    """A teacher with unsharded weights, which it provides as a directory would."""
+
+    config: ModelConfig
+    weights: Mapping[str, Tensor]
+
+    def read_weight(self, name: str, offset: Sequence[int], extent: Sequence[int], out: Tensor) -> None:
+        box = tuple(slice(start, start + length) for start, length in zip(offset, extent, strict=True))
+        out.copy_(self.weights[name][box])
+
+
 SIZES = (
     "--num-layers 3 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --num-key-value-heads 2 "
     "--seq-length 12 --vocab-size 101 --init-method-std 0.3 --lr-warmup-iters 2 --min-lr 1e-4"
@@ -57,6 +72,7 @@ def build_trainer_here(
     weights: Mapping[str, Tensor] | None = None,
     wrap_data: Callable[[CommGroup], CommGroup] = lambda group: group,
     wrap_tensor: Callable[[CommGroup], CommGroup] = lambda group: group,
+    teacher: TeacherInMemory | None = None,
 ) -> Trainer:
     """On each rank: return a trainer, with these unsharded weights if they are given, and its data-parallel and
     tensor-parallel groups replaced by what `wrap_data` and `wrap_tensor` return for them."""
@@ -69,7 +85,10 @@ def build_trainer_here(
     mesh = replace(mesh, tensor=wrap_tensor(mesh.tensor), data=wrap_data(mesh.data))
     mesh = replace(mesh, sequence_parallel=run.parallel.sequence_parallel)
     mesh, span = named_for_profiler(run, mesh)
-    model, norm = build_model(run, mesh, device, span)
+    distillation = None
+    if teacher is not None:
+        distillation = build_distillation(run, StoredTeacher(Path(), teacher.config, teacher), mesh, device)
+    model, norm = build_model(run, mesh, device, span, distillation=distillation)
     if weights is not None:
         with gathered(model.parameters(), written=True), torch.no_grad():
             for parameter, sections in parameter_sections(model):

@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": PARALLEL,
     "checkpoint": PARALLEL,
     "engine": MODEL | {"checkpoint"},
-    "train": MODEL | {"engine", "data", "checkpoint"},
+    "train": MODEL | {"engine", "data", "checkpoint", "convert"},
     "convert": MODEL | {"data", "checkpoint"},
     "generate": MODEL | {"data", "checkpoint", "convert"},
 }

@@ -29,6 +29,7 @@ NEEDS = {
         "--loss-scale 4", "--initial-loss-scale 4", "--min-loss-scale 2", "--loss-scale-window 5", "--hysteresis 3",
     ),
     "--lr-decay-style WSD": ("--lr-wsd-decay-iters 5", "--lr-wsd-decay-style linear"),
+    "--distill-from d": ("--distill-weight 0.5", "--distill-temperature 2"),
     "--optimizer muon": (
         "--muon-momentum 0.9", "--no-muon-nesterov", "--muon-ns-steps 3", "--muon-scale-mode original",
     ),

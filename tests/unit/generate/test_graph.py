@@ -27,7 +27,7 @@ from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.graph import CudaStepGraph, captured_decode
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import GREEDY, SamplingParameters
-from megatron_ladder.generate.slots import _counts_filled_columns, prompt_width
+from megatron_ladder.generate.slots import prompt_width
 from tests.unit.generate.tiny_model import (
     MODELS,
     PROMPTS,
@@ -249,7 +249,7 @@ def test_attention_to_filled_columns_gives_the_same_tokens(
         return attend_to_sequences(*arguments, **options)
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", counted)
-    monkeypatch.setattr(slots, "_counts_filled_columns", lambda *arguments: True)
+    monkeypatch.setattr(slots, "counts_filled_columns", lambda *arguments: True)
     for module in (slots, engine_module):
         monkeypatch.setattr(module, "prompt_width", lambda longest, positions, device: min(16, positions))
     engine = tiny_engine(config, weights)
@@ -267,26 +267,6 @@ def test_few_prompt_widths_reach_a_gpu() -> None:
     assert set(widths.values()) == {128, 256, 384, 512, 640, 768, 896, 1000}
     assert all(longest <= width < longest + 128 for longest, width in widths.items())
     assert prompt_width(77, 1000, cpu) == 77
-
-
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "capability", "counts"),
-    [
-        (torch.bfloat16, 128, (9, 0), True),
-        (torch.float16, 64, (8, 0), True),
-        (torch.float32, 128, (9, 0), False),
-        (torch.bfloat16, 320, (9, 0), False),
-        (torch.bfloat16, 100, (9, 0), False),
-        (torch.float16, 64, (7, 5), False),
-    ],
-)
-def test_only_devices_with_the_kernel_count_filled_columns(
-    dtype: torch.dtype, head_dim: int, capability: tuple[int, int], counts: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    assert _counts_filled_columns(dtype, head_dim, torch.device("cuda")) == counts
-    assert not _counts_filled_columns(dtype, head_dim, torch.device("cpu"))
 
 
 class Calls:

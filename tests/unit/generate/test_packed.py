@@ -1,16 +1,11 @@
 """Weights in oneDNN's layout."""
 
-import platform
-from pathlib import Path
-
 import pytest
 import torch
 
-from megatron_ladder.generate.packed import _LARGE_PAGE, PACKED_OPERATIONS, _can_pack, _move_to_large_pages
+from megatron_ladder.generate.packed import PACKED_OPERATIONS, _can_pack
 from tests.unit.generate.tiny_model import reference_of, tiny_config, tiny_model
 
-LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-KERNEL = tuple(map(int, platform.release().split("-")[0].split(".")[:2]))
 DTYPES = [
     pytest.param(dtype, marks=pytest.mark.skipif(not _can_pack(dtype), reason="oneDNN has no such product here"))
     for dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -47,26 +42,3 @@ def test_without_products_of_a_dtype_its_weights_stay(
     for (name, weight), (_, expected) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
         assert weight.is_mkldnn == (supported and ("proj.weight" in name or name == "lm_head.weight")), name
         assert torch.equal(weight.to_dense() if weight.is_mkldnn else weight, expected), name
-
-
-def large_pages_at(address: int) -> int:
-    """Return the kilobytes of large pages in the memory area that contains the address."""
-    for area in Path("/proc/self/smaps").read_text().split("VmFlags:"):
-        lines = [line.split() for line in area.splitlines()]
-        bounds = next((line[0].split("-") for line in lines if line and "-" in line[0]), None)
-        if bounds and int(bounds[0], 16) <= address < int(bounds[1], 16):
-            return next(int(line[1]) for line in lines if line and line[0] == "AnonHugePages:")
-    raise AssertionError(f"no memory at {address:x}")
-
-
-@pytest.mark.skipif(
-    KERNEL < (6, 1) or not LARGE_PAGES.exists() or "[never]" in LARGE_PAGES.read_text(), reason="Linux without them"
-)
-def test_packed_weights_move_to_large_pages() -> None:
-    weight = torch.randn(4 * _LARGE_PAGE // 1024, 256)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 32)
-    address = torch.ops.mkldnn.data_ptr(packed)
-    before = large_pages_at(address + _LARGE_PAGE)
-    _move_to_large_pages(address, torch.ops.mkldnn._nbytes(packed))
-    assert large_pages_at(address + _LARGE_PAGE) >= before + 3 * _LARGE_PAGE // 1024
-    assert torch.equal(packed.to_dense(), weight)

@@ -1,5 +1,6 @@
 """The chunked loss of one rank: values and gradients against torch's, and the memory that it takes."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from megatron_ladder.blueprint.tensors import TensorSpec
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.parallel.vocabulary import Targets, VocabParallelHead
+from megatron_ladder.parallel.vocabulary import SoftTargets, Targets, VocabParallelHead
 from tests.helpers.live_bytes import LiveBytes
 
 VOCAB, WIDTH = 1000, 16
@@ -49,7 +50,7 @@ def of_torch(x: Tensor, weight: Tensor, targets: Targets, soft_cap: float | None
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 def test_loss_and_gradients_are_torchs(dtype: torch.dtype, tolerance: float, soft_cap: float | None) -> None:
     head, x, targets = problem(1000, dtype, soft_cap)
-    loss, _ = head(x, targets)
+    (loss,) = head(x, targets)
     (0.25 * loss).backward()
     expected, *gradients = of_torch(x, head.weight, targets, soft_cap)
     # The logits of bf16 are rounded, those of the reference are not.
@@ -64,7 +65,7 @@ def test_gradients_of_chunks_are_summed_in_float32() -> None:
     head.weight.data.zero_()
     # The first of 8 chunks adds 256, each of the others 0.5, of which a sum in bf16 would lose all.
     x.data.view(1024, WIDTH)[:128], x.data.view(1024, WIDTH)[128:] = 2.0, 1 / 256
-    loss, _ = head(x, Targets(torch.zeros(512, 2, dtype=torch.int64), torch.ones(512, 2)))
+    (loss,) = head(x, Targets(torch.zeros(512, 2, dtype=torch.int64), torch.ones(512, 2)))
     loss.backward()
     assert head.weight.grad is not None
     assert torch.equal(head.weight.grad[0], torch.full((WIDTH,), -259.5).bfloat16())
@@ -72,7 +73,7 @@ def test_gradients_of_chunks_are_summed_in_float32() -> None:
 
 def test_a_second_backward_of_one_graph_is_an_error() -> None:
     head, x, targets = problem(64, torch.float32)
-    loss, _ = head(x, targets)
+    (loss,) = head(x, targets)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -94,3 +95,17 @@ def test_the_loss_takes_two_bytes_per_logit(dtype: torch.dtype, soft_cap: float 
     assert memory.peak - gradients <= 2 * logits
     # One chunk's logits and softmax were counted.
     assert memory.peak >= (4 + dtype.itemsize) / 8 * logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_distillation_takes_four_bytes_per_logit(dtype: torch.dtype) -> None:
+    """The logits of both models in fp32 would take eight."""
+    tokens = 4096
+    head, x, targets = problem(tokens, dtype, 3.0)
+    teacher, hidden_states, _ = problem(tokens, dtype)
+    soft = SoftTargets(hidden_states.detach(), teacher, 0.5, 2.0)
+    with LiveBytes() as memory:
+        head(x, replace(targets, soft=soft))[0].backward()
+    logits = tokens * head.weight.shape[0]
+    gradients = x.nbytes + head.weight.numel() * (4 if dtype == torch.float32 else 6)
+    assert memory.peak - gradients <= 4 * logits

@@ -1,0 +1,129 @@
+"""The teacher of --distill-from: found and checked before a process group exists, then built on every rank."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypedDict
+
+import torch
+
+from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas, tensor_parallel_errors
+from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.checkpoint.loading import WeightSource, load_weights
+from megatron_ladder.comm.agreement import raise_on_all_ranks
+from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.config.run import RunConfig, RunFlags
+from megatron_ladder.convert.hf_directory import CONFIG_NAME, open_hf_directory
+from megatron_ladder.engine.build import compute_dtype
+from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
+from megatron_ladder.files import hub_hint
+from megatron_ladder.model.language_model import Distillation, LanguageModel
+from megatron_ladder.model.operations import select_operations
+from megatron_ladder.model.stack import StackOptions
+from megatron_ladder.train.resume import reporting_os_errors
+
+
+class TeacherFindings(TypedDict):
+    """What rank 0 finds in --distill-from for all ranks; JSON-able."""
+
+    directory: str | None
+    """The checkpoint or Hugging Face directory; None without a teacher."""
+    warnings: Sequence[str]
+    errors: Sequence[str]
+
+
+@dataclass(frozen=True)
+class StoredTeacher:
+    """A model on disk whose weights have not been read."""
+
+    directory: Path
+    config: ModelConfig
+    weights: WeightSource
+    checkpoint: Checkpoint | None = None
+    """The source of the weights, unless it is a Hugging Face directory, whose files have no checksums."""
+
+
+def find_teacher(flags: RunFlags) -> TeacherFindings:
+    """Look for the model of --distill-from; a run that does not train needs none."""
+    path, errors = flags.training.distill_from, ErrorCollector()
+    if path is None or flags.logging.skip_train:
+        return {"directory": None, "warnings": (), "errors": ()}
+    directory, warnings = path, tuple[str, ...]()
+    with errors.collect("--distill-from"), reporting_os_errors(f"--distill-from {path}"):
+        if not path.is_dir():
+            raise UserError(f"{path}: no such directory{hub_hint(path)}")
+        if not (path / CONFIG_NAME).exists():
+            checkpoint = Checkpoint.open(path)
+            directory, warnings = checkpoint.directory, checkpoint.warnings
+    return {"directory": str(directory), "warnings": warnings, "errors": errors.messages}
+
+
+def open_teacher(findings: TeacherFindings) -> StoredTeacher | None:
+    """Open the model that rank 0 found, if any; raise UserError if rank 0 found errors, or it cannot be read."""
+    raise_user_errors(findings["errors"])
+    if findings["directory"] is None:
+        return None
+    directory = Path(findings["directory"])
+    if (directory / CONFIG_NAME).exists():
+        opened = open_hf_directory(directory)
+        return StoredTeacher(directory, opened.model, opened)
+    checkpoint = Checkpoint.open_unchecked(directory)
+    checkpoint.warnings = tuple(findings["warnings"])
+    return StoredTeacher(checkpoint.directory, checkpoint.model(), checkpoint, checkpoint)
+
+
+def teacher_errors(run: RunConfig, teacher: StoredTeacher, vocabulary_is_known: bool) -> Iterator[str]:
+    """Yield one line for each reason why a model cannot teach that of a run.
+
+    `vocabulary_is_known` is False if the size of the run's vocabulary is only a placeholder.
+    """
+    config, named, save = teacher.config, f"--distill-from {teacher.directory}", run.checkpoint.save
+    if vocabulary_is_known and config.vocab_size != run.model.vocab_size:
+        yield (
+            f"{named}: the teacher has a vocabulary of {config.vocab_size} ids, and the model one of "
+            f"{run.model.vocab_size}: both must use one tokenizer; if they do, give --vocab-size {config.vocab_size}"
+        )
+    for error in tensor_parallel_errors(config, run.parallel.tensor_model_parallel_size):
+        yield f"{named}: the teacher cannot be sharded like the model: {error}"
+    if run.training.seq_length > config.max_position_embeddings:
+        yield (
+            f"{named}: the teacher has {config.max_position_embeddings} positions: use a --seq-length of at most "
+            f"{config.max_position_embeddings}, not {run.training.seq_length}"
+        )
+    if save is not None and save.resolve() in (teacher.directory.resolve(), teacher.directory.resolve().parent):
+        yield (
+            f"{named}: is in --save {save}, where this run adds and removes checkpoints: give another --save, or a "
+            "copy of the teacher"
+        )
+
+
+def build_distillation(
+    run: RunConfig, teacher: StoredTeacher, mesh: ProcessMesh, device: torch.device
+) -> Distillation:
+    """Build this rank's part of the teacher, and read and verify its weights; all ranks must call this.
+
+    Raises UserError on every rank if any rank cannot read its weights, or finds a damaged file.
+    """
+    training, config = run.training, teacher.config
+    operations, _ = select_operations(training.norm_implementation, training.compile_sub_blocks, device)
+    replicas = key_value_replicas(config, mesh.tensor.size)
+    first = mesh.tensor.rank // replicas * replicas
+    frozen_mesh = replace(
+        mesh,
+        # Only gradients are summed over this group, so it has no communicator.
+        kv_replica=CommGroup(mesh.tensor.ranks[first : first + replicas], mesh.tensor.rank - first, None),
+        sequence_parallel=mesh.sequence_parallel and config.wiring.stream == "shared",
+    )
+    options = StackOptions(run.parallel.tp_overlap, operations=operations)
+    model = LanguageModel(config, frozen_mesh, options, dtype=compute_dtype(run), device=device).requires_grad_(False)
+    errors, checkpoint = ErrorCollector(), teacher.checkpoint
+    with errors.collect("--distill-from"):
+        load_weights(model, teacher.weights)
+        if checkpoint is not None:
+            checkpoint.verify(None, mesh.world.rank, mesh.world.size, only_weights=True)
+    raise_on_all_ranks(mesh.world, errors.messages)
+    if checkpoint is not None and mesh.world.rank == 0:
+        for warning in checkpoint.warnings:
+            print(f"*** --distill-from {warning} ***", flush=True)
+    return Distillation(model, training.distill_weight, training.distill_temperature)
