@@ -7,9 +7,10 @@
 #     bash examples/adapt_llama/adapt.sh ... --dry-run         prints the commands, and checks the headers of the source
 #     bash examples/adapt_llama/adapt.sh ... -- FLAGS          further flags override those for pretrain_ladder.py
 #
-# Other flags: --ladder-layers 16 or 20 (the upper ones) or a list such as 4-31, --run FOLDER, --tokens N, --chat-keys
-# "KEYS", --gpus N, --tp N, --lm-eval-tasks "TASKS" (with a metric: arc_challenge:acc_norm), and --python PATH to use an
-# interpreter with the required packages instead of this script's environment (.venv). --conversations may be repeated.
+# Other flags: --ladder-layers 16 or 20 (the upper ones), a list such as 4-31, or best:16@FILE with a file of
+# tools/convert_checkpoint.py sensitivity; --run FOLDER, --tokens N, --chat-keys "KEYS", --gpus N, --tp N, --lm-eval-tasks
+# "TASKS" (with a metric: arc_challenge:acc_norm), and --python PATH to use an interpreter with the required packages
+# instead of this script's environment (.venv). --conversations may be repeated.
 # Run again, the script skips finished stages, and training resumes from its last checkpoint.
 # examples/adapt_llama/README.md describes the results.
 set -euo pipefail
@@ -125,6 +126,9 @@ if "$tiny"; then
 else
     source_model=$(absolute "$source_model")
     "$dry_run" || held_out=$(absolute "$held_out")
+fi
+if [[ $ladder_layers = best:*@* && -e ${ladder_layers#*@} ]]; then
+    ladder_layers=${ladder_layers%%@*}@$(absolute "${ladder_layers#*@}")
 fi
 for index in "${!conversations[@]}"; do
     [ ! -e "${conversations[$index]}" ] || conversations[index]=$(absolute "${conversations[$index]}")

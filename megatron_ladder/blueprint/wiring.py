@@ -156,6 +156,8 @@ else:
     ResidualMode = Literal[RESIDUAL_MODES]
 DESYNC_INTERVALS = (2, 4)
 """Values of `--desync-interval`."""
+LATE_MODES = tuple(name for name, wiring in WIRINGS.items() if wiring.late)
+"""Wirings in which some sub-blocks read late."""
 SHARED_STREAM_MODES = tuple(name for name, wiring in WIRINGS.items() if wiring.stream == "shared")
 """Wirings by the rule. One process computes the same with them as several."""
 

@@ -1,12 +1,24 @@
-"""Converts checkpoints between Hugging Face and training, in any layout; needs no GPU and no torch."""
+"""Converts checkpoints between Hugging Face and training, in any layout; needs no GPU and no torch.
+
+Its subcommand `sensitivity`, which runs a model, needs torch.
+"""
 
 import functools
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ladder.cli.programs import Command
+from megatron_ladder.comm.ranks import run_ranks
 from megatron_ladder.convert.measures import Measures
-from megatron_ladder.convert.options import INSPECT, VERBS, ExportOptions, ImportOptions, parse_options
+from megatron_ladder.convert.options import (
+    INSPECT,
+    VERBS,
+    ExportOptions,
+    ImportOptions,
+    SensitivityOptions,
+    parse_options,
+)
 from megatron_ladder.errors import run_program
 
 COMMANDS = (
@@ -18,6 +30,15 @@ COMMANDS = (
 def main(argv: Sequence[str]) -> None:
     """Read the command line and run its subcommand."""
     options = parse_options(argv)
+    if isinstance(options, SensitivityOptions):
+        ranks = options.tensor_model_parallel_size or 1
+        if ranks > 1 and "WORLD_SIZE" not in os.environ:
+            run_ranks(__name__, argv, ranks)
+            return
+        from megatron_ladder.lab.sensitivity import measure_sensitivity
+
+        measure_sensitivity(options)
+        return
     from megatron_ladder.convert.carry_out import carry_out
     from megatron_ladder.convert.conversions import plan_export, plan_import, plan_reshape
     from megatron_ladder.convert.inspection import inspect_directory

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron_ladder.blueprint.wiring import ResidualMode
+from megatron_ladder.blueprint.wiring import LATE_MODES, ResidualMode
 from megatron_ladder.command_line import parse_command_line, take_subcommand
 from megatron_ladder.errors import UserError
 from megatron_ladder.flags import flag
@@ -36,8 +36,9 @@ class CheckpointOptions(ConversionOptions):
     residual_mode: ResidualMode | None = None
     """Wiring of the model. Default: the wiring of the source."""
     ladder_layers: str | None = None
-    """Layers that read the residual stream late: all, none, N (the upper N), 16-31, 3,7,9-12 or [16]. Implies
-    --residual-mode ladder if that is not given."""
+    """Layers that read the residual stream late: all, none, N (the upper N), 16-31, 3,7,9-12, [16], or best:16@FILE,
+    the cheapest 16 in a file of `convert_checkpoint.py sensitivity`. Implies --residual-mode ladder, or that of FILE,
+    if no mode is given."""
     residual_staleness: int | None = flag(None, minimum=1)
     """Number of sub-blocks by which they read it late. Default: 1."""
 
@@ -73,11 +74,43 @@ class ReshapeOptions(CheckpointOptions):
     """A directory of checkpoints, whose current one is read, or one checkpoint."""
 
 
-Options = ImportOptions | ExportOptions | ReshapeOptions
+@dataclass(frozen=True, kw_only=True)
+class SensitivityOptions:
+    """Sensitivity. Forward passes over the same tokens, each with other layers that read late."""
+
+    load: Path
+    """A directory of checkpoints, whose current one is read, one checkpoint, or a Hugging Face directory."""
+    data: Path
+    """Prefix of the token file (.bin, .idx), as for --data-path of pretrain_ladder.py. Use text like that of the
+    training."""
+    output: Path = flag(output="file")
+    """JSON file to write, for --ladder-layers best:N@FILE. A report (.md) and a picture (.png) are written next to
+    it."""
+    tokens: int = flag(65_536, minimum=1)
+    """Tokens to measure with, in rows that are spread evenly over the token file."""
+    seq_length: int | None = flag(None, minimum=1)
+    """Tokens of a row; by default 2048, or the model's positions if they are fewer."""
+    batch_size: int = flag(8, minimum=1)
+    """Rows per forward pass."""
+    residual_mode: str | None = flag(None, choices=LATE_MODES)
+    """Wiring of the late layers; by default ladder, or ladder-parallel for models with one norm per layer."""
+    residual_staleness: int = flag(1, minimum=1)
+    """Number of sub-blocks by which they read late."""
+    greedy_layers: int | None = flag(None, minimum=1)
+    """Layers to choose one after another, each time the one that costs least together with the chosen ones; all by
+    default. For L layers that takes L (L + 1) / 2 passes."""
+    tensor_model_parallel_size: int | None = flag(None, aliases=("--tp",), minimum=1)
+    """Number of processes that share the model, which are started on this machine; under a launcher, their number."""
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """Data type of the computation. Default: fp32 on a CPU and bf16 on a GPU."""
+
+
+Options = ImportOptions | ExportOptions | ReshapeOptions | SensitivityOptions
 VERBS: dict[str, tuple[type, str]] = {
     "import": (ImportOptions, "Converts a Hugging Face directory to a training checkpoint."),
     "export": (ExportOptions, "Converts a training checkpoint to a Hugging Face directory."),
     "reshape": (ReshapeOptions, "Writes a training checkpoint with other files or another wiring."),
+    "sensitivity": (SensitivityOptions, "Measures which layers cost the least when they read late; needs torch."),
 }
 _PROGRAM = "convert_checkpoint.py"
 _DESCRIPTION = "Converts checkpoints between Hugging Face and training, in any layout; needs no GPU."
@@ -105,7 +138,7 @@ def parse_options(argv: Sequence[str]) -> Options | Path:
             shard_bytes(options.max_shard_size)
         except ValueError as error:
             raise UserError(f"--max-shard-size {options.max_shard_size}: {error}") from None
-    assert isinstance(options, ImportOptions | ExportOptions | ReshapeOptions)
+    assert isinstance(options, Options)
     return options
 
 

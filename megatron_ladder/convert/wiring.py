@@ -6,6 +6,7 @@ from itertools import groupby
 from megatron_ladder.blueprint.model import ModelConfig, model_errors, parse_layers
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES, WIRINGS
 from megatron_ladder.convert.options import CheckpointOptions
+from megatron_ladder.convert.sensitivity import BEST, cheapest_layers
 from megatron_ladder.errors import raise_user_errors
 
 
@@ -33,6 +34,9 @@ def rewired(model: ModelConfig, options: CheckpointOptions) -> tuple[ModelConfig
         UserError: the wiring needs other weights than the model has, or its flags contradict each other.
     """
     mode, layers, staleness = options.residual_mode, options.ladder_layers, options.residual_staleness
+    if layers is not None and layers.startswith(BEST):
+        chosen, mode, staleness = cheapest_layers(layers, model, mode, staleness)
+        layers = ",".join(map(str, chosen)) or "none"
     if mode is None and layers is None and staleness is None:
         return model, []
     if mode is None:

@@ -61,20 +61,26 @@ class StoredModel:
     """Compares this rank's share of the files with their recorded checksums, if there are any; raises UserError."""
 
 
-def open_model(directory: Path, tokenizer_type: str | None, tokenizer_model: Path | None) -> StoredModel:
+def open_model(
+    directory: Path, tokenizer_type: str | None, tokenizer_model: Path | None, flag: str = "--model"
+) -> StoredModel:
     """Open a training checkpoint, the latest one in a directory of checkpoints, or a Hugging Face directory.
+
+    `flag` names the directory in errors.
 
     Raises UserError if the directory is incomplete, or its tokenizer cannot be read or has more ids than the model.
     """
     given = None
     if tokenizer_type is not None and tokenizer_model is not None:
         given = load_tokenizer(tokenizer_type, tokenizer_model)
-    open_directory = _open_hf if (directory / CONFIG_NAME).exists() else _open_checkpoint
     try:
-        stored = open_directory(directory, given)
+        if (directory / CONFIG_NAME).exists():
+            stored = _open_hf(directory, given)
+        else:
+            stored = _open_checkpoint(directory, given, flag)
     except UserError as error:
         first, *more = error.messages
-        raise UserError(first if first.startswith("--") else f"--model {first}", *more) from None
+        raise UserError(first if first.startswith("--") else f"{flag} {first}", *more) from None
     tokenizer, config = stored.tokenizer, stored.config
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         name = tokenizer.files[0] if tokenizer.files else tokenizer.kind
@@ -85,7 +91,7 @@ def open_model(directory: Path, tokenizer_type: str | None, tokenizer_model: Pat
     return stored
 
 
-def _open_checkpoint(directory: Path, tokenizer: Tokenizer | None) -> StoredModel:
+def _open_checkpoint(directory: Path, tokenizer: Tokenizer | None, flag: str) -> StoredModel:
     checkpoint = Checkpoint.open(directory)
     directory = checkpoint.directory
     if tokenizer is None and (directory / DESCRIPTION_FILE).is_file():
@@ -98,8 +104,10 @@ def _open_checkpoint(directory: Path, tokenizer: Tokenizer | None) -> StoredMode
         try:
             checkpoint.verify(None, rank, ranks, only_weights=True)
         except UserError as error:
-            fix = "use another checkpoint or copy, or pass --no-verify to load the file nevertheless"
-            raise UserError(*(f"--model {message}; {fix}" for message in error.messages)) from None
+            fix = "use another checkpoint or copy"
+            if flag == "--model":
+                fix += ", or pass --no-verify to load the file nevertheless"
+            raise UserError(*(f"{flag} {message}; {fix}" for message in error.messages)) from None
 
     return StoredModel(directory, checkpoint.model(), tokenizer, eos_ids, (), fill, tuple(checkpoint.warnings), verify)
 

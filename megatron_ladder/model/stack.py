@@ -20,7 +20,7 @@ With sequence parallelism a rank's stream holds its own positions, a reduce is a
 precedes each sub-block (`comm/stream.py`); the state is [1 + pending x t, s/t, b, h] with t ranks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from megatron_ladder.blueprint.model import key_value_replicas
 from megatron_ladder.blueprint.tensors import layer_tensors
-from megatron_ladder.blueprint.wiring import SubBlockKind, pending_before
+from megatron_ladder.blueprint.wiring import SubBlockKind, WiredSubBlock, pending_before
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.side_queue import SideQueue, create_side_queue
@@ -63,7 +63,7 @@ class StackOptions:
 class _TransformerLayer(nn.Module):
     def __init__(self, build: BuildContext, layer: int) -> None:
         super().__init__()
-        self.wired = build.config.wired_layers[layer]
+        self.wired: Sequence[WiredSubBlock] = build.config.wired_layers[layer]
         self.norms = nn.ModuleDict()
         self.bodies = nn.ModuleDict()
         for tensors in layer_tensors(build.config)[layer]:
@@ -106,6 +106,7 @@ class TransformerStack(nn.Module):
             heads = f"{config.num_key_value_heads} key and value heads on {mesh.tensor.size} tensor-parallel ranks"
             raise ValueError(f"{heads} have kv_replicas={replicas}, and the mesh has {mesh.kv_replica.size}")
         wired = config.wired_layers
+        self._range = layers
         self.options = options
         self.mesh = mesh
         self.layout = mesh.stream
@@ -113,11 +114,18 @@ class TransformerStack(nn.Module):
         self.desync = config.wiring.stream == "per rank"
         sub_blocks = [sub_block for layer in layers for sub_block in wired[layer]]
         self.synchronised = [sub_blocks[0].reads_shared, *(sub_block.leaves_shared for sub_block in sub_blocks)]
-        self.pending_in = pending_before(wired, layers.start)
-        self.pending_out = pending_before(wired, layers.stop)
         self.partial_sums = PartialSums(mesh.tensor)
         self.lateness: Mapping[int, float] = {}
         self.layers = nn.ModuleDict({str(layer): _TransformerLayer(build, layer) for layer in layers})
+        self.rewire(wired)
+
+    def rewire(self, wired_layers: Sequence[Sequence[WiredSubBlock]]) -> None:
+        """Change how late the sub-blocks read; `wired_layers` are those of all layers of the model."""
+        self.pending_in = pending_before(wired_layers, self._range.start)
+        self.pending_out = pending_before(wired_layers, self._range.stop)
+        for number, layer in self.layers.items():
+            assert isinstance(layer, _TransformerLayer)
+            layer.wired = wired_layers[int(number)]
 
     def forward(self, state: Tensor, context: SequenceContext) -> Tensor:
         """Map the state with `pending_in` missing outputs to the state with `pending_out` missing outputs."""

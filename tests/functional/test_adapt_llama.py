@@ -18,6 +18,7 @@ from examples.adapt_llama.evaluate import HeldOut, named_metrics, perplexity, ta
 from megatron_ladder.blueprint.model import ModelFlags
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
 from megatron_ladder.convert.hf_directory import open_hf_directory
+from megatron_ladder.convert.sensitivity import Price, Sensitivity, write_sensitivity
 from megatron_ladder.data.chat import Conversation
 from megatron_ladder.errors import UserError
 from tests.helpers.commands import REPOSITORY_ROOT, run_command
@@ -171,11 +172,17 @@ def test_metrics_of_lm_eval_are_chosen_by_name() -> None:
     ]
 
 
-@pytest.mark.parametrize(("words", "layers"), [("20", "12-31 of 32"), ("4-7,31", "4-7,31 of 32")])
+@pytest.mark.parametrize(
+    ("words", "layers"), [("20", "12-31 of 32"), ("4-7,31", "4-7,31 of 32"), ("best:3@price.json", "0-1,31 of 32")]
+)
 def test_other_ladder_layers(words: str, layers: str, tmp_path: Path) -> None:
-    source = headers_alone(tmp_path / "Llama-3.1-8B-Instruct")
+    """A relative path is one of the directory in which the script is called."""
+    source, price = headers_alone(tmp_path / "Llama-3.1-8B-Instruct"), Price(0.1, 0.01)
+    order = (31, 1, 0, *range(2, 31))
+    measured = Sensitivity(str(source), 32, "ladder", 1, "data", 99, 2.0, (price,) * 32, order, 1, (price,), (price,))
+    write_sensitivity(tmp_path / "price.json", measured)
     flags = ["--dry-run", "--source", source, "--run", tmp_path / "run", "--python", sys.executable]
-    done = run_command(["bash", SCRIPT, *flags, "--ladder-layers", words], timeout=120)
+    done = run_command(["bash", SCRIPT, *flags, "--ladder-layers", words], timeout=120, cwd=tmp_path)
     assert f"wiring: ladder in layers {layers}" in done.stdout, done.stdout + done.stderr
 
 

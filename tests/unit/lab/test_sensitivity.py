@@ -1,0 +1,178 @@
+"""`convert_checkpoint.py sensitivity`, compared with a loop over the plain model."""
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.convert.options import SensitivityOptions
+from megatron_ladder.data.indexed import IndexedDatasetWriter
+from megatron_ladder.errors import UserError
+from megatron_ladder.lab.sensitivity import _read_rows
+from tests.reference import make_weights, reference_logits
+from tests.unit.convert.saved_models import convert
+from tests.unit.generate.tiny_model import reference_of, tiny_config, write_checkpoint
+
+LENGTH, ROWS, LAYERS = 8, 5, 4
+CASES: dict[str, tuple[dict[str, Any], list[object], dict[str, Any]]] = {
+    "ladder": ({}, [], {"residual_mode": "ladder", "residual_staleness": 1}),
+    "staleness 2": ({}, ["--residual-staleness", 2], {"residual_mode": "ladder", "residual_staleness": 2}),
+    "a late model": (
+        {"residual_mode": "ladder-attention", "ladder_layers": (1, 2)},
+        [],
+        {"residual_mode": "ladder-attention", "residual_staleness": 1},
+    ),
+    "one norm": ({"residual_mode": "parallel"}, [], {"residual_mode": "ladder-parallel", "residual_staleness": 1}),
+}
+"""Changes of the model, flags, and the wiring that is measured."""
+
+
+def write_tokens(prefix: Path, count: int, vocab_size: int = 67) -> list[int]:
+    tokens = np.random.default_rng(5).integers(0, vocab_size, count).astype("<u2")
+    with IndexedDatasetWriter(prefix, tokens.dtype) as writer:
+        writer.add_document(tokens[: count // 2])
+        writer.add_document(tokens[count // 2 :])
+        writer.publish()
+    found: list[int] = tokens.tolist()
+    return found
+
+
+def measure(folder: Path, changes: dict[str, Any], *words: object) -> tuple[dict[str, Any], list[int]]:
+    """Run the command on a model with these changes; return the content of its file, and the tokens of the data."""
+    config = tiny_config(num_layers=LAYERS, **changes)
+    write_checkpoint(folder / "run", config, reference_of(config)[0])
+    tokens = write_tokens(folder / "data", 100)
+    output = folder / "out.json"
+    sizes = ("--tokens", LENGTH * ROWS + 3, "--seq-length", LENGTH, "--batch-size", 2)
+    convert("sensitivity", "--load", folder / "run", "--data", folder / "data", "--output", output, *sizes, *words)
+    return json.loads(output.read_text()), tokens
+
+
+def losses_of(
+    changes: dict[str, Any], wiring: dict[str, Any], tokens: Sequence[int], late: Iterable[int]
+) -> list[float]:
+    """Return the loss of each row, from the plain model in fp64; rows begin at 0, 22, 45, 68, 91."""
+    reference = reference_of(tiny_config(num_layers=LAYERS, **changes))[1]
+    changed = replace(reference, **wiring, ladder_layers=tuple(sorted(late)))
+    weights = make_weights(reference, 3, torch.float64)
+    rows = [torch.tensor(tokens[begin : begin + LENGTH + 1]) for begin in (0, 22, 45, 68, 91)]
+    return [F.cross_entropy(reference_logits(weights, changed, row[None, :-1])[0], row[1:]).item() for row in rows]
+
+
+def price(losses: Sequence[float], base: Sequence[float]) -> list[float]:
+    differences = [loss - before for loss, before in zip(losses, base, strict=True)]
+    return [statistics.fmean(differences), statistics.stdev(differences) / len(differences) ** 0.5]
+
+
+def check(found: dict[str, Any], changes: dict[str, Any], wiring: dict[str, Any], tokens: Sequence[int]) -> None:
+    def losses(late: Iterable[int]) -> list[float]:
+        return losses_of(changes, wiring, tokens, late)
+
+    base, order = losses(()), list[int]()
+    while len(order) < LAYERS:
+        others = [layer for layer in range(LAYERS) if layer not in order]
+        order.append(min(others, key=lambda layer: statistics.fmean(losses([*order, layer]))))
+    assert found["loss"] == pytest.approx(statistics.fmean(base), abs=1e-5)
+    assert found["tokens"] == LENGTH * ROWS and found["order"] == order
+    assert {name: found[name] for name in wiring} == wiring
+    expected = {
+        "layers": [price(losses([layer]), base) for layer in range(LAYERS)],
+        "cheapest": [price(losses(order[:count]), base) for count in range(1, LAYERS + 1)],
+        "upper": [price(losses(range(LAYERS - count, LAYERS)), base) for count in range(1, LAYERS + 1)],
+    }
+    for name, prices in expected.items():
+        np.testing.assert_allclose(found[name], prices, atol=1e-5)
+    # Otherwise the order would say nothing.
+    assert len({round(increase, 4) for increase, _ in expected["layers"]}) == LAYERS
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_prices_and_order_are_those_of_a_plain_loop(name: str, tmp_path: Path) -> None:
+    changes, words, wiring = CASES[name]
+    found, tokens = measure(tmp_path, changes, *words)
+    check(found, changes, wiring, tokens)
+    report = (tmp_path / "out.md").read_text()
+    assert f"| 1 | {found['order'][0]} | {found['cheapest'][0][0]:+.4f} ± {found['cheapest'][0][1]:.4f} |" in report
+    assert (tmp_path / "out.png").stat().st_size > 10_000
+
+
+def test_two_ranks_equal_a_plain_loop(tmp_path: Path) -> None:
+    found, tokens = measure(tmp_path, {}, "--tp", 2)
+    check(found, *CASES["ladder"][::2], tokens)
+
+
+def test_fewer_greedy_layers_leave_the_others_in_the_order_of_their_last_measurement(tmp_path: Path) -> None:
+    found, tokens = measure(tmp_path, {}, "--greedy-layers", 2)
+    changes, _, wiring = CASES["ladder"]
+    first, second, *others = found["order"]
+    last = [statistics.fmean(losses_of(changes, wiring, tokens, [first, layer])) for layer in (second, *others)]
+    assert last == sorted(last) and found["greedy_layers"] == len(found["cheapest"]) == len(found["upper"]) == 2
+
+
+def test_a_model_is_rewired_with_its_cheapest_layers(tmp_path: Path) -> None:
+    found, _ = measure(tmp_path, {}, "--residual-staleness", 2)
+    words = ("reshape", "--load", tmp_path / "run", "--save", tmp_path / "hybrid")
+    convert(*words, "--ladder-layers", f"best:3@{tmp_path / 'out.json'}")
+    model = Checkpoint.open(tmp_path / "hybrid").model()
+    assert (model.residual_mode, model.residual_staleness) == ("ladder", 2)
+    assert model.ladder_layers == tuple(sorted(found["order"][:3]))
+
+
+@pytest.mark.parametrize(
+    ("layers", "words", "message"),
+    [
+        ("best:2", [], "expected best:N@FILE"),
+        ("best:5@{file}", [], "the model has only 4 layers"),
+        ("best:2@{file}", ["--residual-staleness", 2], "--residual-staleness 1, not 2"),
+        ("best:2@{file}", ["--residual-mode", "ladder-attention"], "--residual-mode ladder, not ladder-attention"),
+        ("best:2@{file}.md", [], "No such file"),
+        ("best:2@{other}", [], "not a file of convert_checkpoint.py sensitivity"),
+        ("best:2@{shorter}", [], "layers 3, not 4"),
+    ],
+)
+def test_files_that_do_not_belong_to_the_request_are_errors(
+    layers: str, words: list[object], message: str, tmp_path: Path
+) -> None:
+    found, _ = measure(tmp_path, {}, "--greedy-layers", 1)
+    file, other, shorter = tmp_path / "out.json", tmp_path / "other.json", tmp_path / "shorter.json"
+    other.write_text('{"order": [1, 0]}')
+    shorter.write_text(json.dumps({**found, "num_layers": 3, "order": [2, 0, 1]}))
+    text = layers.format(file=file, other=other, shorter=shorter)
+    with pytest.raises(UserError) as caught:
+        convert("reshape", "--load", tmp_path / "run", "--save", tmp_path / "new", "--ladder-layers", text, *words)
+    assert len(caught.value.messages) == 1 and message in caught.value.messages[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seq_length": 97}, "only 96 positions"),
+        ({"seq_length": 60}, "two rows"),
+        ({"tokens": 15}, "two rows"),
+        ({"data": Path("large")}, "contains id 6"),
+    ],
+)
+def test_data_that_cannot_be_measured_is_an_error(
+    changes: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_tokens(tmp_path / "data", 100)
+    write_tokens(tmp_path / "large", 100, 70)
+    given = {"load": tmp_path, "data": Path("data"), "output": tmp_path / "out", "seq_length": LENGTH} | changes
+    with pytest.raises(UserError, match=message):
+        _read_rows(SensitivityOptions(**given), tiny_config())
+
+
+def test_errors_name_the_flag(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "data", 100)
+    words = ("--load", tmp_path / "none", "--data", tmp_path / "data", "--output", tmp_path / "out.json")
+    with pytest.raises(UserError, match="^--load "):
+        convert("sensitivity", *words)
