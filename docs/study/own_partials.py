@@ -28,17 +28,16 @@ import statistics
 import subprocess
 import sys
 import sysconfig
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
+from results import Result, Results
 from torch import Tensor
 
 VOCABULARY, POSITIONS, ROWS, LAYERS, HEADS = 256, 128, 32, 12, 8
@@ -53,8 +52,6 @@ LANES, STALENESS = (2, 4, 8), (1, 2, 4)
 STAGES = ("train", "scratch", "report")
 
 Weights = dict[str, Tensor]
-Result = dict[str, Any]
-"""The held-out loss of a trial, and for standard models the `rewired` losses."""
 
 
 @dataclass(frozen=True)
@@ -247,40 +244,22 @@ def rewire(weights: Weights) -> Result:
     return {"loss": loss, "rewired": rewired}
 
 
-class Results:
-    """The results of all trials, in one JSON file."""
+def best_rate(results: Results, wiring: Wiring) -> float:
+    """Return the rate with the lowest loss of the first seed at the small size, among those that have ended."""
+    found = {rate: results.of(Trial("small", wiring, rate, SEEDS[0]).name) for rate in RATES}
+    return min(RATES, key=lambda rate: math.inf if (result := found[rate]) is None else result["loss"])
 
-    def __init__(self, path: Path) -> None:
-        """Read the file, if it exists."""
-        self._path, self._lock = path, threading.Lock()
-        self._found: dict[str, Result] = json.loads(path.read_text()) if path.exists() else {}
 
-    def of(self, trial: Trial) -> Result | None:
-        """Return the result of a trial, or None if it has not ended."""
-        return self._found.get(trial.name)
+def at_best_rate(results: Results, wiring: Wiring) -> list[Trial]:
+    """Return the trials at the small size whose rate was chosen."""
+    return [Trial("small", wiring, best_rate(results, wiring), seed) for seed in SEEDS]
 
-    def add(self, trial: Trial, result: Result) -> None:
-        """Write a result; the file is replaced whole."""
-        with self._lock:
-            self._found[trial.name] = result
-            content = json.dumps(dict(sorted(self._found.items())), indent=1) + "\n"
-            self._path.with_suffix(".new").write_text(content)
-            self._path.with_suffix(".new").replace(self._path)
 
-    def best_rate(self, wiring: Wiring) -> float:
-        """Return the rate with the lowest loss of the first seed at the small size, among those that have ended."""
-        found = {rate: self.of(Trial("small", wiring, rate, SEEDS[0])) for rate in RATES}
-        return min(RATES, key=lambda rate: math.inf if (result := found[rate]) is None else result["loss"])
-
-    def at_best_rate(self, wiring: Wiring) -> list[Trial]:
-        """Return the trials at the small size whose rate was chosen."""
-        return [Trial("small", wiring, self.best_rate(wiring), seed) for seed in SEEDS]
-
-    def base_trials(self) -> list[Trial]:
-        """Return the standard models of both sizes that are rewired."""
-        small = self.at_best_rate(Wiring())
-        scale = SIZES["small"][0] / SIZES["large"][0]
-        return [*small, *(Trial("large", Wiring(), round(small[0].rate * scale, 6), seed) for seed in SEEDS)]
+def base_trials(results: Results) -> list[Trial]:
+    """Return the standard models of both sizes that are rewired."""
+    small = at_best_rate(results, Wiring())
+    scale = SIZES["small"][0] / SIZES["large"][0]
+    return [*small, *(Trial("large", Wiring(), round(small[0].rate * scale, 6), seed) for seed in SEEDS)]
 
 
 def scratch_wirings() -> Iterator[Wiring]:
@@ -297,10 +276,10 @@ def run_trials(trials: Sequence[Trial], results: Results, jobs: int) -> None:
         wiring = trial.wiring
         words = [trial.size, wiring.staleness, wiring.lanes, trial.rate, trial.seed]
         command = [sys.executable, __file__, "--trial", *map(str, words)]
-        results.add(trial, json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout))
+        results.add(trial.name, json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout))
 
     with ThreadPoolExecutor(jobs) as processes:
-        list(processes.map(run, (trial for trial in trials if results.of(trial) is None)))
+        list(processes.map(run, (trial for trial in trials if results.of(trial.name) is None)))
 
 
 def report(results: Results) -> None:
@@ -308,7 +287,7 @@ def report(results: Results) -> None:
     print("| model | wiring | seeds | increase of the loss | range | likeliest byte unchanged |")
     print("|---|---|---|---|---|---|")
     for size in SIZES:
-        ended = [results.of(trial) for trial in results.base_trials() if trial.size == size]
+        ended = [results.of(trial.name) for trial in base_trials(results) if trial.size == size]
         found = [result["rewired"] for result in ended if result is not None]
         for name in found[0] if found else ():
             increases = [each[name]["increase"] for each in found]
@@ -318,8 +297,8 @@ def report(results: Results) -> None:
     print("\n| model | wiring | rate | seed | loss |\n|---|---|---|---|---|")
     for wiring in scratch_wirings():
         trials = [Trial("small", wiring, rate, seed) for rate in RATES for seed in SEEDS]
-        for trial in dict.fromkeys([*trials, *(results.base_trials() if wiring == Wiring() else ())]):
-            if (result := results.of(trial)) is not None:
+        for trial in dict.fromkeys([*trials, *(base_trials(results) if wiring == Wiring() else ())]):
+            if (result := results.of(trial.name)) is not None:
                 print(f"| {trial.size} | {wiring.name} | {trial.rate:g} | {trial.seed} | {result['loss']:.4f} |")
 
 
@@ -341,12 +320,12 @@ def main() -> None:
     results = Results(options.results)
     if "train" in options.stages:
         run_trials([Trial("small", Wiring(), rate, SEEDS[0]) for rate in RATES], results, options.jobs)
-        run_trials(results.base_trials(), results, options.jobs)
+        run_trials(base_trials(results), results, options.jobs)
     if "scratch" in options.stages:
         wirings = list(scratch_wirings())
         first_seed = [Trial("small", wiring, rate, SEEDS[0]) for wiring in wirings for rate in RATES]
         run_trials(first_seed, results, options.jobs)
-        run_trials([trial for wiring in wirings for trial in results.at_best_rate(wiring)], results, options.jobs)
+        run_trials([trial for wiring in wirings for trial in at_best_rate(results, wiring)], results, options.jobs)
     if "report" in options.stages:
         report(results)
 

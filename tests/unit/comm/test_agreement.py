@@ -1,5 +1,6 @@
 """The checks at start-up, with ranks as threads around one store."""
 
+import os
 import re
 import signal
 import subprocess
@@ -154,6 +155,8 @@ def test_a_board_in_a_stopped_process_blocks_nobody() -> None:
         beat = peers.last_beats([2])
         assert re.fullmatch(r"rank 2: \d\d:\d\d:\d\d UTC after iteration 7", beat)
         server.send_signal(signal.SIGSTOP)
+        # The signal arrives later, and the server would answer until then.
+        os.waitpid(server.pid, os.WUNTRACED)
         began = time.monotonic()
         assert peers.silent([0, 1, 2]) == [0] and peers.last_beats([2]) == ""
         peers.say_waiting(1, False)
