@@ -35,6 +35,8 @@ LAYERS, HALF, HEADS, VOCABULARY, LENGTH, BATCH = 12, 6, 4, 512, 128, 32
 SIZES = {"small": (32, 96), "large": (48, 128)}
 """Hidden size and width of the MLP."""
 TOKENS_PER_PARAMETER = 20
+MEASURED_TOKENS = 16_384
+"""Tokens of each measurement of the sensitivity."""
 RATES = (8e-3, 1.6e-2, 3.2e-2)
 """Learning rates at the small size; the large one has the best of them times the ratio of the hidden sizes."""
 SHARES = (0.1, 0.3, 1.0)
@@ -161,6 +163,7 @@ class Study:
             self._run(
                 f"{model.name}-sensitivity", tool, "sensitivity", "--load", standard, "--data",
                 self._data / "train_text_document", "--output", price, "--batch-size", BATCH, "--seq-length", LENGTH,
+                "--tokens", MEASURED_TOKENS,
             )  # fmt: skip
             self.results.add(f"{model.name}-sensitivity", json.loads(price.read_text()))
         for selection in SELECTIONS:
