@@ -138,6 +138,11 @@ def parse_options(argv: Sequence[str]) -> Options | Path:
             shard_bytes(options.max_shard_size)
         except ValueError as error:
             raise UserError(f"--max-shard-size {options.max_shard_size}: {error}") from None
+    if isinstance(options, SensitivityOptions) and options.output.suffix in (".md", ".png"):
+        raise UserError(
+            f"--output {options.output}: the report and the picture next to it have this suffix, and one would replace "
+            f"it: give {options.output.with_suffix('.json')}"
+        )
     assert isinstance(options, Options)
     return options
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.wiring import LATE_MODES
 from megatron_ladder.errors import UserError, raise_user_errors
 from megatron_ladder.files import write_atomically
 
@@ -72,6 +73,10 @@ def _read_sensitivity(path: Path) -> Sensitivity:
         found = Sensitivity(**read | {"order": tuple(read["order"])})
         if sorted(found.order) != list(range(found.num_layers)):
             raise ValueError(f"order {found.order} does not contain each of {found.num_layers} layers once")
+        if found.residual_mode not in LATE_MODES:
+            raise ValueError(f"residual_mode {found.residual_mode!r} is not among {', '.join(LATE_MODES)}")
+        if type(found.residual_staleness) is not int or found.residual_staleness < 1:
+            raise ValueError(f"residual_staleness {found.residual_staleness!r} is not a positive integer")
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}: give the --output of convert_checkpoint.py sensitivity") from None
     except (ValueError, KeyError, TypeError) as error:

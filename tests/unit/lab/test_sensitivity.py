@@ -136,6 +136,8 @@ def test_a_model_is_rewired_with_its_cheapest_layers(tmp_path: Path) -> None:
         ("best:2@{file}.md", [], "No such file"),
         ("best:2@{other}", [], "not a file of convert_checkpoint.py sensitivity"),
         ("best:2@{shorter}", [], "layers 3, not 4"),
+        ("best:2@{unknown}", [], "residual_mode 'nonsense'"),
+        ("best:2@{text}", [], "residual_staleness '1'"),
     ],
 )
 def test_files_that_do_not_belong_to_the_request_are_errors(
@@ -145,9 +147,12 @@ def test_files_that_do_not_belong_to_the_request_are_errors(
     file, other, shorter = tmp_path / "out.json", tmp_path / "other.json", tmp_path / "shorter.json"
     other.write_text('{"order": [1, 0]}')
     shorter.write_text(json.dumps({**found, "num_layers": 3, "order": [2, 0, 1]}))
-    text = layers.format(file=file, other=other, shorter=shorter)
+    unknown, text = tmp_path / "unknown.json", tmp_path / "text.json"
+    unknown.write_text(json.dumps({**found, "residual_mode": "nonsense"}))
+    text.write_text(json.dumps({**found, "residual_staleness": "1"}))
+    value = layers.format(file=file, other=other, shorter=shorter, unknown=unknown, text=text)
     with pytest.raises(UserError) as caught:
-        convert("reshape", "--load", tmp_path / "run", "--save", tmp_path / "new", "--ladder-layers", text, *words)
+        convert("reshape", "--load", tmp_path / "run", "--save", tmp_path / "new", "--ladder-layers", value, *words)
     assert len(caught.value.messages) == 1 and message in caught.value.messages[0]
 
 
@@ -175,4 +180,11 @@ def test_errors_name_the_flag(tmp_path: Path) -> None:
     write_tokens(tmp_path / "data", 100)
     words = ("--load", tmp_path / "none", "--data", tmp_path / "data", "--output", tmp_path / "out.json")
     with pytest.raises(UserError, match="^--load "):
+        convert("sensitivity", *words)
+
+
+@pytest.mark.parametrize("suffix", [".md", ".png"])
+def test_the_report_and_the_picture_must_not_replace_the_file(suffix: str, tmp_path: Path) -> None:
+    words = ("--load", tmp_path, "--data", tmp_path / "data", "--output", tmp_path / f"out{suffix}")
+    with pytest.raises(UserError, match="^--output .*give .*out.json"):
         convert("sensitivity", *words)
