@@ -1,13 +1,17 @@
-"""Study: what heals a trained standard model fastest after half of its layers became ladder layers?
+"""Study: what heals a trained standard model fastest after some of its layers became ladder layers?
 
-    python docs/study/conversion.py --output-dir DIR --results FILE                           three hours on two cores
-    python docs/study/conversion.py --output-dir DIR --results FILE --sizes small --seeds 1   forty minutes
+    python docs/study/conversion.py --output-dir DIR --results FILE                           an hour on two cores
+    python docs/study/conversion.py --output-dir DIR --results FILE --sizes small --seeds 1   a quarter of an hour
+    python docs/study/conversion.py --output-dir DIR --results FILE --times                   step times, a minute
 
 Trains standard models of two sizes on Python's standard library, at 20 tokens per parameter, with the learning rate
-tuned over the whole run at the smaller size. Measures the sensitivity of their layers, and turns the upper or the
-cheapest half into ladder layers. Each of these models is healed for 3 and 10 % of the training by plain training,
-distillation from the standard model, annealed staleness, or both, and compared with the standard model that is trained
-for as long. The share of the learning rate that healing begins with is tuned for each method.
+tuned over the whole run at the smaller size. Measures the sensitivity of their layers, and turns the upper half, the
+cheapest half, or all of them into ladder layers. Each of these models is healed for 1, 3 and 10 % of the training by
+plain training, distillation from the standard model, annealed staleness, or both, and compared with the standard model
+that is trained for as long.
+
+The share of the learning rate that healing begins with is tuned once for each method: on the first model of the smaller
+size, with the upper half converted and 10 % of healing, by the validation loss that is reported as well.
 
 DIR receives checkpoints and logs, and FILE the result of each trial. A trial with a result is skipped, so the same
 command continues after an interruption. At the end, the tables are printed, and FILE gets a picture next to it.
@@ -30,22 +34,26 @@ from pathlib import Path
 
 from results import Result, Results
 
+from megatron_ladder.lab.study.statistics import Paired, first_reaching
+
 REPOSITORY = Path(__file__).resolve().parents[2]
-LAYERS, HALF, HEADS, VOCABULARY, LENGTH, BATCH = 12, 6, 4, 512, 128, 32
+LAYERS, HALF, HEADS, VOCABULARY, LENGTH, BATCH = 12, 6, 2, 512, 128, 32
 SIZES = {"small": (32, 96), "large": (48, 128)}
 """Hidden size and width of the MLP."""
 TOKENS_PER_PARAMETER = 20
-MEASURED_TOKENS = 16_384
+MEASURED_TOKENS = 65_536
 """Tokens of each measurement of the sensitivity."""
 RATES = (8e-3, 1.6e-2, 3.2e-2)
 """Learning rates at the small size; the large one has the best of them times the ratio of the hidden sizes."""
-SHARES = (0.1, 0.3, 1.0)
+SHARES = (0.1, 0.3, 0.9)
 """Learning rates of healing, as shares of that of the training."""
+MOST_FURTHER_VALUES = 3
 SEEDS = (1, 2, 3)
-SELECTIONS, METHODS, PERCENTS = ("upper", "cheapest"), ("plain", "distill", "anneal", "both"), (3, 10)
-CONTROL = "control"
+CONTROL, UPPER, CHEAPEST, ALL = "control", "upper", "cheapest", "all"
+SELECTIONS, METHODS, PERCENTS = (UPPER, CHEAPEST, ALL), ("plain", "distill", "anneal", "both"), (1, 3, 10)
 HEALING_SEED = 1000
 """Added to the seed of a healing run, which sees the data in another order. It also draws the validation samples."""
+TIMED_STEPS, TIMED_ROUNDS = 30, 5
 
 
 @dataclass(frozen=True)
@@ -87,6 +95,46 @@ class Healing:
         return round(self.model.steps * self.percent / 100)
 
 
+@dataclass(frozen=True)
+class Search:
+    """The best of a few values, and of further ones while the best is at the edge."""
+
+    losses: dict[float, float]
+    """Of the values that were tried, in ascending order."""
+    missing: tuple[float, ...]
+    """Values to try next; none at the end."""
+
+    @property
+    def best(self) -> float | None:
+        """The value with the lowest loss; None before the end."""
+        return None if self.missing else min(self.losses, key=lambda value: self.losses[value])
+
+    @property
+    def at_edge(self) -> bool:
+        """Whether the best value is the lowest or highest that was tried."""
+        return self.best in (min(self.losses), max(self.losses))
+
+
+def search(results: Results, grid: Sequence[float], name: Callable[[float], str]) -> Search:
+    """Return the state of a search, from the results of the trials with these names."""
+
+    def ended(values: Sequence[float]) -> dict[float, float]:
+        found = {value: results.of(name(value)) for value in values}
+        return {value: result["loss"] for value, result in found.items() if result is not None}
+
+    values, ratio = sorted(grid), grid[1] / grid[0]
+    for _ in range(MOST_FURTHER_VALUES):
+        losses = ended(values)
+        if len(losses) < len(values):
+            break
+        lowest = min(values, key=lambda value: losses[value])
+        if lowest not in (values[0], values[-1]):
+            break
+        values = sorted([*values, float(f"{lowest * ratio if lowest == values[-1] else lowest / ratio:.3g}")])
+    losses = ended(values)
+    return Search(losses, tuple(value for value in values if value not in losses))
+
+
 class Study:
     """The trials, their commands and their results."""
 
@@ -98,7 +146,7 @@ class Study:
         self._run("data", "tools/prepare_corpus.py", "--output-dir", self._data, "--vocab-size", VOCABULARY)
 
     def train(self, models: Sequence[Model]) -> None:
-        """Train the models without a result, and those without a checkpoint that a healing run needs."""
+        """Train the models without a result."""
         self._all(self._train, [model for model in models if self.results.of(model.name) is None])
 
     def heal(self, runs: Sequence[Healing]) -> None:
@@ -106,6 +154,15 @@ class Study:
         missing = [run for run in runs if self.results.of(run.name) is None]
         self._all(self._convert, list(dict.fromkeys(run.model for run in missing)))
         self._all(self._heal, missing)
+
+    def time(self, model: Model) -> None:
+        """Time the steps of every method in turn, one process at a time."""
+        self._convert(model)
+        rounds = {method: list[float]() for method in METHODS}
+        for number, method in itertools.product(range(TIMED_ROUNDS), METHODS):
+            run = Healing(model, UPPER, method, 100, 0.1)
+            rounds[method].append(self._healed(f"timed-{number}-{method}", run, TIMED_STEPS)["step_seconds"])
+        self.results.add(times_name(model), rounds)
 
     def _all(self, work: Callable[..., None], items: Sequence[object]) -> None:
         with ThreadPoolExecutor(self._jobs) as threads:
@@ -129,36 +186,37 @@ class Study:
             subprocess.run(command, check=True, cwd=REPOSITORY, env=environment, stdout=output, stderr=output)
 
     def _trained(self, name: str, save: Path, size: str, steps: int, rate: float, seed: int, *words: object) -> Result:
-        """Run the trainer from scratch, and return the validation loss of the finished model."""
+        """Run the trainer; return the validation loss of the finished model, and the median seconds of a step."""
         shutil.rmtree(save, ignore_errors=True)
         hidden, inner = SIZES[size]
-        corpus = self._data / "train_text_document"
         shape = ("--num-layers", LAYERS, "--hidden-size", hidden, "--ffn-hidden-size", inner)
+        length = max(steps, 1)
         self._run(
             name, "pretrain_ladder.py", *shape, "--num-attention-heads", HEADS, "--seq-length", LENGTH,
-            "--micro-batch-size", BATCH, "--global-batch-size", BATCH, "--zero-stage", 0, "--data-path", corpus,
-            "--split", "96,4,0", "--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model",
-            self._data / "tokenizer.model", "--train-iters", max(steps, 1), "--lr", f"{rate:g}", "--min-lr",
-            f"{0.1 * rate:g}", "--lr-warmup-iters", max(steps, 1) // 20, "--weight-decay", 0.1, "--adam-beta2", 0.95,
-            "--seed", seed, "--eval-interval", max(steps, 1), "--eval-iters", 40, "--save-interval", max(steps, 1),
-            "--log-interval", max(steps // 20, 1), "--save", save, *words,
+            "--micro-batch-size", BATCH, "--global-batch-size", BATCH, "--zero-stage", 0, "--train-data-path",
+            self._data / "train_text_document", "--valid-data-path", self._data / "valid_text_document",
+            "--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", self._data / "tokenizer.model",
+            "--train-iters", length, "--lr", f"{rate:g}", "--min-lr", f"{0.1 * rate:g}", "--lr-warmup-iters",
+            length // 20, "--weight-decay", 0.1, "--adam-beta2", 0.95, "--seed", seed, "--eval-interval", length,
+            "--eval-iters", 40, "--save-interval", length, "--log-interval", max(length // 20, 1), "--save", save,
+            *words,
         )  # fmt: skip
         events = [json.loads(line) for line in (save / "run.jsonl").read_text().splitlines()]
         losses = [event["loss"] for event in events if event["event"] == "evaluation"]
-        progress = [event for event in events if event["event"] == "progress"]
-        done = sum(event["steps"] for event in progress)
-        return {"loss": losses[-1], "step_seconds": sum(event["seconds"] for event in progress) / done if done else 0.0}
+        seconds = [event["seconds"] / event["steps"] for event in events if event["event"] == "progress"]
+        return {"loss": losses[-1], "step_seconds": statistics.median(seconds) if seconds else 0.0}
 
     def _train(self, model: Model) -> None:
         save = self._path(model, "standard")
-        self.results.add(model.name, self._trained(model.name, save, model.size, model.steps, model.rate, model.seed))
+        result = self._trained(model.name, save, model.size, model.steps, model.rate, model.seed)
+        self.results.add(model.name, {"loss": result["loss"]})
 
     def _convert(self, model: Model) -> None:
-        """Measure the sensitivity of a standard model, and convert its halves."""
+        """Measure the sensitivity of a standard model, and convert it."""
         standard, price = self._path(model, "standard"), self._path(model, "price.json")
         if not (standard / "latest").exists():
             self._train(model)
-        tool, layers = "tools/convert_checkpoint.py", {"upper": str(HALF), "cheapest": f"best:{HALF}@{price}"}
+        tool = "tools/convert_checkpoint.py"
         if not price.exists():
             self._run(
                 f"{model.name}-sensitivity", tool, "sensitivity", "--load", standard, "--data",
@@ -166,18 +224,22 @@ class Study:
                 "--tokens", MEASURED_TOKENS,
             )  # fmt: skip
             self.results.add(f"{model.name}-sensitivity", json.loads(price.read_text()))
-        for selection in SELECTIONS:
+        layers = {UPPER: str(HALF), CHEAPEST: f"best:{HALF}@{price}", ALL: str(LAYERS)}
+        for selection, chosen in layers.items():
             if not (self._path(model, selection) / "latest").exists():
-                save = ("--save", self._path(model, selection), "--ladder-layers", layers[selection])
+                save = ("--save", self._path(model, selection), "--ladder-layers", chosen)
                 self._run(f"{model.name}-{selection}", tool, "reshape", "--load", standard, *save)
 
     def _heal(self, run: Healing) -> None:
+        self.results.add(run.name, {"loss": self._healed(run.name, run, run.steps)["loss"]})
+
+    def _healed(self, name: str, run: Healing, steps: int) -> Result:
         model, standard = run.model, self._path(run.model, "standard")
         source, words = standard, list[object]()
         if run.selection != CONTROL:
             source = self._path(model, run.selection)
             order = json.loads(self._path(model, "price.json").read_text())["order"]
-            chosen = order[:HALF] if run.selection == "cheapest" else range(LAYERS - HALF, LAYERS)
+            chosen = {UPPER: range(LAYERS - HALF, LAYERS), CHEAPEST: order[:HALF], ALL: range(LAYERS)}[run.selection]
             words += ["--residual-mode", "ladder", "--ladder-layers", ",".join(map(str, sorted(chosen)))]
         words += ["--load", source, "--finetune"]
         if run.percent == 0:
@@ -185,98 +247,148 @@ class Study:
         elif run.method in ("distill", "both"):
             words += ["--distill-from", standard]
         if run.percent > 0 and run.method in ("anneal", "both"):
-            words += ["--anneal-staleness", math.ceil(run.steps / 2)]
-        save, rate = self._folder / run.name, run.share * model.rate
-        result = self._trained(run.name, save, model.size, run.steps, rate, model.seed + HEALING_SEED, *words)
+            words += ["--anneal-staleness", math.ceil(steps / 2)]
+        save, rate = self._folder / name, run.share * model.rate
+        result = self._trained(name, save, model.size, steps, rate, model.seed + HEALING_SEED, *words)
         shutil.rmtree(save)
-        self.results.add(run.name, result)
+        return result
 
 
-def best(results: Results, names: Sequence[str]) -> int:
-    """Return the index of the trial with the lowest loss, among those that have ended."""
-    found = [results.of(name) for name in names]
-    return min(range(len(names)), key=lambda index: math.inf if (one := found[index]) is None else one["loss"])
+def times_name(model: Model) -> str:
+    """Return the name of the step times in the results."""
+    return f"{model.name}-times"
+
+
+def best_rate(results: Results) -> Search:
+    """Return the state of the search for the learning rate of the small size."""
+    return search(results, RATES, lambda rate: Model("small", SEEDS[0], rate).name)
 
 
 def models(results: Results, sizes: Sequence[str], seeds: Sequence[int]) -> Iterator[Model]:
-    """Iterate over the standard models with their learning rates."""
-    rate = RATES[best(results, [Model("small", SEEDS[0], rate).name for rate in RATES])]
-    scale = {size: SIZES["small"][0] / SIZES[size][0] for size in SIZES}
-    yield from (Model(size, seed, float(f"{rate * scale[size]:.4g}")) for size in sizes for seed in seeds)
+    """Iterate over the standard models with their learning rates; none before the rate is known."""
+    rate = best_rate(results).best
+    for size in sizes if rate is not None else ():
+        scaled = float(f"{rate * SIZES['small'][0] / SIZES[size][0]:.4g}")
+        yield from (Model(size, seed, scaled) for seed in seeds)
 
 
-def tuning(results: Results) -> dict[str, list[Healing]]:
-    """Return the healing runs that choose the share of each method: all shares, on the first small model."""
+def shares(results: Results) -> dict[str, Search]:
+    """Return the state of the search for the share of each method, on the first small model; empty without it."""
+    methods = {method: (UPPER, method) for method in METHODS} | {CONTROL: (CONTROL, "plain")}
+    found = {}
+    for model in models(results, ["small"], SEEDS[:1]):
+        for name, how in methods.items():
+            runs = functools.partial(Healing, model, *how, PERCENTS[-1])
+            found[name] = search(results, SHARES, lambda share, runs=runs: runs(share).name)  # type: ignore[misc]
+    return found
+
+
+def tuning_runs(results: Results) -> list[Healing]:
+    """Return the healing runs that the search for the shares needs next."""
+    methods = {method: (UPPER, method) for method in METHODS} | {CONTROL: (CONTROL, "plain")}
     (first,) = models(results, ["small"], SEEDS[:1])
-    methods = {method: ("upper", method) for method in METHODS} | {CONTROL: (CONTROL, "plain")}
-    return {name: [Healing(first, *how, PERCENTS[-1], share) for share in SHARES] for name, how in methods.items()}
+    missing = [(methods[name], share) for name, state in shares(results).items() for share in state.missing]
+    return [Healing(first, *how, PERCENTS[-1], share) for how, share in missing]
 
 
 def healings(results: Results, model: Model) -> Iterator[Healing]:
-    """Iterate over the runs of a model, with the best share of each method."""
-    tuned = tuning(results)
-    share = {name: SHARES[best(results, [run.name for run in runs])] for name, runs in tuned.items()}
-    for percent in PERCENTS:
-        yield Healing(model, CONTROL, "plain", percent, share[CONTROL])
-        for selection, method in itertools.product(SELECTIONS, METHODS):
-            yield Healing(model, selection, method, percent, share[method])
+    """Iterate over the runs of a model, with the best share of each method; none before it is known."""
+    best = {name: state.best for name, state in shares(results).items()}
+    for percent, (name, share) in itertools.product(PERCENTS, best.items()):
+        if share is None:
+            continue
+        if name == CONTROL:
+            yield Healing(model, CONTROL, "plain", percent, share)
+        else:
+            yield from (Healing(model, selection, name, percent, share) for selection in SELECTIONS)
     for selection in (CONTROL, *SELECTIONS):
         yield Healing(model, selection, "plain", 0, 1.0)
 
 
-def summary(values: Sequence[float]) -> str:
-    """Return mean and standard deviation."""
-    spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):+.4f}{spread}"
-
-
-def differences(results: Results, some: Sequence[Model], selection: str, method: str, percent: int) -> list[float]:
+def differences(
+    results: Results, some: Sequence[Model], selection: str, method: str, percent: int
+) -> dict[Model, float]:
     """Return the losses of the models that have ended, less those of their controls."""
-    found = []
+    found = {}
     for model in some:
         ended = {(run.selection, run.method, run.percent): results.of(run.name) for run in healings(results, model)}
-        healed, control = ended[selection, method, percent], ended[CONTROL, "plain", percent]
+        healed, control = ended.get((selection, method, percent)), ended.get((CONTROL, "plain", percent))
         if healed is not None and control is not None:
-            found.append(healed["loss"] - control["loss"])
+            found[model] = healed["loss"] - control["loss"]
     return found
+
+
+def interval(values: Sequence[float]) -> str:
+    """Return the mean with its 95 % interval."""
+    pairs = Paired(values)
+    return f"{pairs.mean:+.4f} ± {pairs.half_width:.4f}" if pairs.pairs > 1 else f"{pairs.mean:+.4f}"
+
+
+def table(heads: Sequence[str], rows: Iterator[Sequence[str]]) -> None:
+    """Print a table, unless it is empty."""
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    if lines:
+        print("", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *lines, sep="\n")
 
 
 def report(results: Results, some: Sequence[Model], picture: Path) -> None:
     """Print the tables of everything that has been measured, and draw them."""
-    print("\n| model | rate | steps | loss |\n|---|---|---|---|")
-    for model in dict.fromkeys([*(Model("small", SEEDS[0], rate) for rate in RATES), *some]):
-        if (result := results.of(model.name)) is not None:
-            print(f"| {model.size}, seed {model.seed} | {model.rate:g} | {model.steps} | {result['loss']:.4f} |")
-    heads = ["method", *(f"share {share:g}" for share in SHARES)]
-    print(f"\n| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
-    for name, runs in tuning(results).items():
-        ended = [results.of(run.name) for run in runs]
-        print(f"| {name} | " + " | ".join("–" if one is None else f"{one['loss']:.4f}" for one in ended) + " |")
-    print("\n| size | layers | method | length | models | less the control | step, relative to plain |")
-    print("|---|---|---|---|---|---|---|")
-    for size in dict.fromkeys(model.size for model in some):
+    table(["model", "rate", "steps", "loss"], model_rows(results, some))
+    table(["method", "loss at each share of the rate", "best share"], share_rows(results))
+    heads = ["method", *(f"{percent} % of the tokens" if percent else "not healed" for percent in (0, *PERCENTS))]
+    for size, selection in itertools.product(dict.fromkeys(model.size for model in some), SELECTIONS):
         own = [model for model in some if model.size == size]
-        cases = [(0, selection, "plain") for selection in SELECTIONS]
-        cases += list(itertools.product(PERCENTS, SELECTIONS, METHODS))
-        for percent, selection, method in cases:
-            if found := differences(results, own, selection, method, percent):
-                length = f"{percent} %" if percent else "not healed"
-                times = step_ratios(results, own, selection, method, percent)
-                ratio = f"{statistics.median(times):.2f}" if times else "–"
-                named = method if percent else "–"
-                print(f"| {size} | {selection} | {named} | {length} | {len(found)} | {summary(found)} | {ratio} |")
+        print(f"\n{size} model, {selection} layers: loss less the control's, mean and 95 % interval over the seeds")
+        table(heads, difference_rows(results, own, selection))
+    table(["model", "method", "tokens, of plain healing of 10 %", "time, of the same"], saving_rows(results, some))
     draw(results, some, picture)
 
 
-def step_ratios(results: Results, some: Sequence[Model], selection: str, method: str, percent: int) -> list[float]:
-    """Return the time of a step of a method relative to that of plain training, for each model that has ended."""
-    ratios = []
-    for model in some if percent else ():
-        runs = {(run.selection, run.method, run.percent): run for run in healings(results, model)}
-        one, plain = (results.of(runs[selection, each, percent].name) for each in (method, "plain"))
-        if one is not None and plain is not None:
-            ratios.append(one["step_seconds"] / plain["step_seconds"])
-    return ratios
+def model_rows(results: Results, some: Sequence[Model]) -> Iterator[Sequence[str]]:
+    """Iterate over the standard models, and the losses of the search for their rate."""
+    tuned = [Model("small", SEEDS[0], rate) for rate in best_rate(results).losses]
+    for model in dict.fromkeys([*tuned, *some]):
+        if (result := results.of(model.name)) is not None:
+            yield f"{model.size}, seed {model.seed}", f"{model.rate:g}", str(model.steps), f"{result['loss']:.4f}"
+
+
+def share_rows(results: Results) -> Iterator[Sequence[str]]:
+    """Iterate over the searches for the share of each method."""
+    for name, state in shares(results).items():
+        losses = ", ".join(f"{value:g}: {state.losses[value]:.4f}" for value in sorted(state.losses))
+        best = "not known yet" if state.best is None else f"{state.best:g}" + ", at the edge" * state.at_edge
+        yield name, losses, best
+
+
+def difference_rows(results: Results, own: Sequence[Model], selection: str) -> Iterator[Sequence[str]]:
+    """Iterate over the methods."""
+    for method in METHODS:
+        found = [differences(results, own, selection, method, percent) for percent in PERCENTS]
+        if any(found):
+            zero = differences(results, own, selection, "plain", 0)
+            yield method, *(interval([*each.values()]) if each else "–" for each in (zero, *found))
+
+
+def saving_rows(results: Results, some: Sequence[Model]) -> Iterator[Sequence[str]]:
+    """Iterate over the tokens that a method needs to be as close to the control as plain healing of the upper half."""
+    for size in dict.fromkeys(model.size for model in some):
+        own = [model for model in some if model.size == size]
+        aim = differences(results, own, UPPER, "plain", PERCENTS[-1])
+        for selection, method in itertools.product((UPPER, CHEAPEST), METHODS):
+            curve = [(percent, differences(results, own, selection, method, percent)) for percent in PERCENTS]
+            if not aim or any(each.keys() != aim.keys() for _, each in curve):
+                continue
+            means = [(math.log(percent), statistics.fmean(each.values())) for percent, each in curve]
+            reached = first_reaching(means, statistics.fmean(aim.values()))
+            named, share = f"{method}, {selection} layers", math.exp(reached) / PERCENTS[-1] if reached else None
+            if share is None:
+                under = means[0][1] <= statistics.fmean(aim.values())
+                yield size, named, f"at most {PERCENTS[0] / PERCENTS[-1]:.2f}" if under else "not reached", "–"
+                continue
+            times = results.of(times_name(next(models(results, ["small"], SEEDS[:1]))))
+            ratios = [one / plain for one, plain in zip(times[method], times["plain"], strict=True)] if times else []
+            cost = f"{share * statistics.median(ratios):.2f}" if ratios else "–"
+            yield size, named, f"{share:.2f}", cost
 
 
 def draw(results: Results, some: Sequence[Model], picture: Path) -> None:
@@ -284,24 +396,24 @@ def draw(results: Results, some: Sequence[Model], picture: Path) -> None:
     from matplotlib.figure import Figure
 
     sizes = list(dict.fromkeys(model.size for model in some))
-    figure = Figure(figsize=(5.5 * len(sizes), 4.2), layout="constrained")
-    for axes, size in zip(figure.subplots(1, len(sizes), squeeze=False)[0], sizes, strict=True):
-        own = [model for model in some if model.size == size]
-        for selection, (colour, method) in itertools.product(SELECTIONS, enumerate(METHODS)):
+    figure = Figure(figsize=(5.0 * len(SELECTIONS), 3.6 * len(sizes)), layout="constrained")
+    grid = figure.subplots(len(sizes), len(SELECTIONS), squeeze=False, sharey="row")
+    for (row, size), (column, selection) in itertools.product(enumerate(sizes), enumerate(SELECTIONS)):
+        axes, own = grid[row][column], [model for model in some if model.size == size]
+        for number, method in enumerate(METHODS):
             points = [(percent, differences(results, own, selection, method, percent)) for percent in PERCENTS]
-            drawn = [(percent, found) for percent, found in points if found]
-            if drawn:
-                axes.errorbar(
-                    [percent for percent, _ in drawn], [statistics.fmean(found) for _, found in drawn],
-                    yerr=[statistics.stdev(found) if len(found) > 1 else 0.0 for _, found in drawn], marker="o",
-                    capsize=3, color=f"C{colour}", linestyle="-" if selection == "upper" else "--",
-                    label=f"{method}, {selection} layers",
-                )  # fmt: skip
+            drawn = [(percent, Paired([*found.values()])) for percent, found in points if found]
+            # Beside each other, so that the intervals can be told apart.
+            x = [percent * 1.04 ** (number - 1.5) for percent, _ in drawn]
+            errors = [pairs.half_width if pairs.pairs > 1 else 0.0 for _, pairs in drawn]
+            axes.errorbar(x, [pairs.mean for _, pairs in drawn], yerr=errors, marker="o", capsize=3, label=method)
         axes.axhline(0.0, color="black", linewidth=0.8)
-        axes.set_title(f"{size} model")
-        axes.set_xlabel("healing, % of the training tokens")
-        axes.set_ylabel("loss less the control's, nats per token")
-        axes.legend(fontsize="small")
+        axes.set_title(f"{size} model, {selection} layers" if selection != ALL else f"{size} model, all layers")
+        axes.set_xscale("log", subs=[])
+        axes.set_xticks(PERCENTS, [f"{percent} %" for percent in PERCENTS])
+        axes.set_xlabel("tokens of healing, of those of the training")
+        axes.set_ylabel("loss less the control's, nats per token" if column == 0 else "")
+    figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=len(METHODS))
     figure.savefig(picture, dpi=120)
 
 
@@ -313,18 +425,24 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=[*SIZES])
     parser.add_argument("--seeds", nargs="+", type=int, choices=SEEDS, default=SEEDS)
     parser.add_argument("--jobs", type=int, default=2, help="training runs at a time, with one thread each")
+    parser.add_argument("--times", action="store_true", help="only measure step times, with nothing else running")
     parser.add_argument("--report", action="store_true", help="only report")
     options = parser.parse_args()
     results = Results(options.results)
-    chosen = functools.partial(models, results, options.sizes, options.seeds)
     if not options.report:
         study = Study(options.output_dir.resolve(), results, options.jobs)
         study.prepare_data()
-        study.train([Model("small", SEEDS[0], rate) for rate in RATES])
-        study.heal([run for runs in tuning(results).values() for run in runs])
-        study.train(list(chosen()))
-        study.heal([run for model in chosen() for run in healings(results, model)])
-    report(results, list(chosen()), options.results.with_suffix(".png"))
+        while missing := best_rate(results).missing:
+            study.train([Model("small", SEEDS[0], rate) for rate in missing])
+        if options.times:
+            study.time(next(models(results, ["small"], SEEDS[:1])))
+            return
+        while runs := tuning_runs(results):
+            study.heal(runs)
+        for size in options.sizes:
+            study.train(list(models(results, [size], options.seeds)))
+            study.heal([run for model in models(results, [size], options.seeds) for run in healings(results, model)])
+    report(results, list(models(results, options.sizes, options.seeds)), options.results.with_suffix(".png"))
 
 
 if __name__ == "__main__":
