@@ -56,6 +56,10 @@ class ModelTraits:
     """Wiring of the layers."""
     residual_staleness: int = flag(1, minimum=1)
     """How many sub-blocks late a ladder layer reads the stream, and so how many all-reduces are in flight."""
+    lanes: int = flag(0, aliases=("--own-partials",), minimum=0)
+    """Divide the heads and neurons into this many lanes, a multiple of the tensor-parallel size. A lane reads its own
+    part of the outputs that are in flight (own partials). The model depends on their number. 0: nothing in flight is
+    read. 1 is the same as not reading late."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,17 +133,18 @@ class ModelConfig(ModelTraits):
 
     def canonical(self) -> "ModelConfig":
         """Return the model itself, or if none of its layers reads late, the same computation in its plain wiring."""
-        if not self.wiring.late or self.ladder_layers:
+        # A single lane has all of what is in flight.
+        if not self.wiring.late or (self.ladder_layers and self.lanes != 1):
             return self
         plain = [
             name
             for name, other in WIRINGS.items()
             if not other.late and (other.sub_blocks, other.stream) == (self.wiring.sub_blocks, self.wiring.stream)
         ]
-        return replace(self, residual_mode=plain[0], residual_staleness=1)
+        return replace(self, residual_mode=plain[0], ladder_layers=(), residual_staleness=1, lanes=0)
 
     def in_wiring(
-        self, mode: ResidualMode, *, staleness: int = 1, desync_interval: int = 0, ranks: int = 1
+        self, mode: ResidualMode, *, staleness: int = 1, lanes: int = 0, desync_interval: int = 0, ranks: int = 1
     ) -> "ModelConfig":
         """Return the same model with all layers in another wiring; `ranks` is part of a desync model."""
         wiring = WIRINGS[mode]
@@ -147,6 +152,7 @@ class ModelConfig(ModelTraits):
             self,
             residual_mode=mode,
             residual_staleness=staleness,
+            lanes=lanes,
             ladder_layers=tuple(range(self.num_layers)) if wiring.late else (),
             desync_interval=desync_interval,
             desync_tp=ranks if wiring.stream == "per rank" else None,
@@ -262,7 +268,7 @@ def resolve_model(
             "change one of them, or give --head-dim"
         )
     wiring = WIRINGS[flags.residual_mode]
-    for name in ("ladder_layers", "residual_staleness", "desync_interval"):
+    for name in ("ladder_layers", "residual_staleness", "lanes", "desync_interval"):
         if name not in wiring.takes and getattr(flags, name) != getattr(ModelFlags, name):
             taking = " or ".join(mode for mode, other in WIRINGS.items() if name in other.takes)
             errors.append(
@@ -329,29 +335,53 @@ def model_errors(config: ModelConfig) -> list[str]:
                 f"--residual-mode desync with --tensor-model-parallel-size {config.desync_tp}: there is nothing to "
                 "desynchronise; use at least 2 ranks, or --residual-mode standard"
             )
+    if config.lanes:
+        errors += _division_errors(config, "lanes", config.lanes)
     return errors
 
 
 def tensor_parallel_errors(config: ModelConfig, tensor_parallel: int) -> list[str]:
     """Return one line for each size that cannot be sharded over this many tensor-parallel ranks."""
-    errors = []
-    for name in ("num_attention_heads", "ffn_hidden_size"):
-        if getattr(config, name) % tensor_parallel:
-            errors.append(
-                f"{flag_name(name)} {getattr(config, name)} is not divisible by "
-                f"--tensor-model-parallel-size {tensor_parallel}"
-            )
-    kv_heads = config.num_key_value_heads
-    # With as many of them as query heads, the error above is the cause.
-    if kv_heads != config.num_attention_heads and kv_heads % tensor_parallel and tensor_parallel % kv_heads:
+    errors = _division_errors(config, "tensor_model_parallel_size", tensor_parallel)
+    if config.lanes % tensor_parallel:
         errors.append(
-            f"--num-key-value-heads {kv_heads} and --tensor-model-parallel-size {tensor_parallel}: "
-            "one must divide the other (heads are sharded or replicated)"
+            f"--lanes {config.lanes} is not a multiple of --tensor-model-parallel-size {tensor_parallel}: a rank "
+            "computes one or several whole lanes"
         )
+    elif config.lanes > tensor_parallel:
+        replicated = {
+            "--add-attention-output-bias": config.add_attention_output_bias,
+            "--add-mlp-bias": config.add_mlp_bias,
+            "--qk-layernorm": config.qk_layernorm,
+            f"--num-key-value-heads {config.num_key_value_heads}": config.num_key_value_heads % config.lanes != 0,
+        }
+        errors += [
+            f"{name} with --lanes {config.lanes} on --tensor-model-parallel-size {tensor_parallel}: the lanes share "
+            f"these weights, so each needs a rank: use --tensor-model-parallel-size {config.lanes}"
+            for name, shared in replicated.items()
+            if shared
+        ]
     if config.desync_tp not in (None, tensor_parallel):
         errors.append(
             f"--tensor-model-parallel-size {tensor_parallel}: this desync model has per-rank norms for "
             f"{config.desync_tp} tensor-parallel ranks: use {config.desync_tp}"
+        )
+    return errors
+
+
+def _division_errors(config: ModelConfig, divisor: str, parts: int) -> list[str]:
+    """Return one line for each size that cannot be divided into this many parts."""
+    errors = [
+        f"{flag_name(name)} {getattr(config, name)} is not divisible by {flag_name(divisor)} {parts}"
+        for name in ("num_attention_heads", "ffn_hidden_size")
+        if getattr(config, name) % parts
+    ]
+    kv_heads = config.num_key_value_heads
+    # With as many of them as query heads, the error above is the cause.
+    if kv_heads != config.num_attention_heads and kv_heads % parts and parts % kv_heads:
+        errors.append(
+            f"--num-key-value-heads {kv_heads} and {flag_name(divisor)} {parts}: one must divide the other (heads are "
+            "sharded or replicated)"
         )
     return errors
 

@@ -68,7 +68,7 @@ class Wiring:
         """Fields of `ModelFlags` that only some wirings have, and this one does."""
         if self.stream == "per rank":
             return ("desync_interval",)
-        return ("ladder_layers", "residual_staleness") if self.late else ()
+        return ("ladder_layers", "residual_staleness", "lanes") if self.late else ()
 
     def layers(
         self, num_layers: int, ladder_layers: Sequence[int], staleness: int, interval: int

@@ -313,6 +313,11 @@ def _read_annealing(
             f"layer reads the stream late: give --residual-mode {late} with late layers, or leave it out"
         )
         return training
+    if model.lanes:
+        errors.append(
+            f"--anneal-staleness {iters} with --lanes {model.lanes} is not supported: a lane would read sums of all "
+            "lanes and its own part of them: leave one of them out"
+        )
     if iters > training.train_iters:
         errors.append(
             f"--anneal-staleness {iters} is above --train-iters {training.train_iters}, so that the model would end "
@@ -338,6 +343,11 @@ def _layout_errors(flags: RunFlags, model: ModelConfig) -> Iterator[str]:
             yield (
                 "--sequence-parallel shards one shared residual stream, but --residual-mode desync has one stream per "
                 "rank: leave one of them out"
+            )
+        if model.lanes:
+            yield (
+                f"--sequence-parallel shards one shared residual stream, but with --lanes {model.lanes} each lane "
+                "reads its own: leave one of them out"
             )
         tensor_parallel = max(1, parallel.tensor_model_parallel_size)
         if training.seq_length % tensor_parallel:

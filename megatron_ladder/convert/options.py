@@ -41,6 +41,8 @@ class CheckpointOptions(ConversionOptions):
     if no mode is given."""
     residual_staleness: int | None = flag(None, minimum=1)
     """Number of sub-blocks by which they read it late. Default: 1."""
+    lanes: int | None = flag(None, aliases=("--own-partials",), minimum=0)
+    """Number of lanes that read their own parts of the outputs in flight, as for pretrain_ladder.py. Default: 0."""
 
 
 @dataclass(frozen=True, kw_only=True)

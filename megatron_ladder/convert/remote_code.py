@@ -47,13 +47,13 @@ class _Keys:
         """Record an error."""
         self.errors.append(f"{self._source}: {key}: found {found!s:.500}, expected {expected}")
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
         """Return a size, or `default` if the key is missing or null, which is an error without a default."""
         value = self._config.get(key)
         value = default if value is None else value
-        if type(value) is int and 0 < value <= LARGEST_SIZE:
+        if type(value) is int and least <= value <= LARGEST_SIZE:
             return value
-        self.error(key, self._found(key), f"an integer from 1 to {LARGEST_SIZE}")
+        self.error(key, self._found(key), f"an integer from {least} to {LARGEST_SIZE}")
         return 1
 
     def number(self, key: str, default: float | None = None, holder: str | None = None) -> float:
@@ -273,6 +273,7 @@ def _own_keys(model: ModelConfig) -> dict[str, Any]:
         "final_logit_softcapping": model.logit_soft_cap,
         "residual_mode": model.residual_mode,
         "residual_staleness": model.residual_staleness,
+        "lanes": model.lanes,
         "ladder_layers": list(model.ladder_layers),
     }
 
@@ -377,7 +378,7 @@ def _biases(keys: _Keys, model_type: str) -> dict[str, bool]:
 
 
 def _wiring(keys: _Keys, model_type: str, num_layers: int) -> dict[str, Any]:
-    """Return `residual_mode`, `ladder_layers` and `residual_staleness`."""
+    """Return `residual_mode`, `ladder_layers`, `residual_staleness` and `lanes`."""
     layers = keys.layers("ladder_layers", num_layers)
     if model_type == AUTHORS_TYPE:
         return {"residual_mode": "ladder" if layers else "standard", "ladder_layers": layers}
@@ -392,4 +393,5 @@ def _wiring(keys: _Keys, model_type: str, num_layers: int) -> dict[str, Any]:
         "residual_mode": mode,
         "ladder_layers": layers,
         "residual_staleness": keys.integer("residual_staleness", 1),
+        "lanes": keys.integer("lanes", 0, least=0),
     }

@@ -22,6 +22,8 @@ def wiring_text(model: ModelConfig) -> str:
         text += " in all layers" if is_whole else f" in layers {listed} of {model.num_layers}"
         if model.residual_staleness != 1:
             text += f", {model.residual_staleness} sub-blocks late"
+        if model.lanes:
+            text += f", in {model.lanes} lanes with own partials"
     if model.wiring.stream == "per rank":
         text += f", interval {model.desync_interval}, of {model.desync_tp} tensor-parallel ranks"
     return text
@@ -34,10 +36,11 @@ def rewired(model: ModelConfig, options: CheckpointOptions) -> tuple[ModelConfig
         UserError: the wiring needs other weights than the model has, or its flags contradict each other.
     """
     mode, layers, staleness = options.residual_mode, options.ladder_layers, options.residual_staleness
+    lanes = options.lanes
     if layers is not None and layers.startswith(BEST):
         chosen, mode, staleness = cheapest_layers(layers, model, mode, staleness)
         layers = ",".join(map(str, chosen)) or "none"
-    if mode is None and layers is None and staleness is None:
+    if mode is None and layers is None and staleness is None and lanes is None:
         return model, []
     if mode is None:
         mode = model.residual_mode if model.wiring.late else "ladder"
@@ -46,7 +49,7 @@ def rewired(model: ModelConfig, options: CheckpointOptions) -> tuple[ModelConfig
     if old.stream == "per rank":
         errors.append(
             f"--residual-mode {mode}: the source is {old.name}, whose norms differ from rank to rank, so its wiring "
-            "cannot change: leave --residual-mode, --ladder-layers and --residual-staleness out"
+            "cannot change: leave --residual-mode, --ladder-layers, --residual-staleness and --lanes out"
         )
     elif new.stream == "per rank":
         errors.append(
@@ -60,7 +63,7 @@ def rewired(model: ModelConfig, options: CheckpointOptions) -> tuple[ModelConfig
             f"--residual-mode {mode}: every layer of the source has {has}, and this wiring needs {needs}: "
             f"give --residual-mode {' or '.join(possible)}, or leave it out"
         )
-    for flag, value in (("--ladder-layers", layers), ("--residual-staleness", staleness)):
+    for flag, value in (("--ladder-layers", layers), ("--residual-staleness", staleness), ("--lanes", lanes)):
         if value is not None and not new.late:
             errors.append(f"{flag} {value} has no meaning with --residual-mode {mode}: leave it out")
     late_layers: tuple[int, ...] = ()
@@ -71,7 +74,9 @@ def rewired(model: ModelConfig, options: CheckpointOptions) -> tuple[ModelConfig
         except ValueError as error:
             errors.append(f"--ladder-layers {layers}: {error}")
     raise_user_errors(errors)
-    changed = replace(model, residual_mode=mode, ladder_layers=late_layers, residual_staleness=staleness or 1)
+    changed = replace(
+        model, residual_mode=mode, ladder_layers=late_layers, residual_staleness=staleness or 1, lanes=lanes or 0
+    )
     raise_user_errors(model_errors(changed))
     changed = changed.canonical()
     if wiring_text(changed) == wiring_text(model):

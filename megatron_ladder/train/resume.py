@@ -36,7 +36,7 @@ _DEFINES_ORDER = ("seed", "seq_length")
 """Fields that a resumed run must not change, because they determine the order of samples."""
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads")
 """Flags without which no model is trained from scratch under --load."""
-_WIRING = ("ladder_layers", "residual_staleness", "desync_interval")
+_WIRING = ("ladder_layers", "residual_staleness", "lanes", "desync_interval")
 """Fields of the model whose meaning depends on --residual-mode."""
 _ALWAYS = (
     "lr", "lr_warmup_iters", "lr_decay_style", "weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps",
