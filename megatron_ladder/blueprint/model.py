@@ -386,6 +386,11 @@ def _division_errors(config: ModelConfig, divisor: str, parts: int) -> list[str]
     return errors
 
 
+def local_lanes(config: ModelConfig, tensor_parallel: int) -> int:
+    """Return how many lanes a tensor-parallel rank computes: 1 without own partials."""
+    return max(1, config.lanes // tensor_parallel)
+
+
 def key_value_replicas(config: ModelConfig, tensor_parallel: int) -> int:
     """Return how many ranks hold the same key and value heads: 1 with at least as many heads as ranks."""
     return max(1, tensor_parallel // config.num_key_value_heads)

@@ -6,7 +6,7 @@ machine, are tensor-parallel, the dimension that communicates most. The mesh is 
 Every group has a separate communicator; `nccl.py` describes the order of their collectives.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -44,6 +44,14 @@ class ProcessMesh:
         if self.sequence_parallel and self.tensor.size > 1:
             return ShardedStream(self.tensor)
         return ReplicatedStream(self.tensor)
+
+    def of_lane(self, lane: int, lanes: int) -> "ProcessMesh":
+        """Return the mesh for building lane `lane` of this rank, of `lanes` on all tensor-parallel ranks.
+
+        Its tensor-parallel group describes the lane's slices of tensors; it cannot communicate.
+        """
+        first = self.tensor.rank * (lanes // self.tensor.size)
+        return replace(self, tensor=CommGroup(range(lanes), first + lane, None))
 
     @staticmethod
     def single() -> "ProcessMesh":

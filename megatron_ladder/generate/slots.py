@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
+from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas, local_lanes
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import BadNumbersError
@@ -58,8 +58,10 @@ class _StaticCache:
     def __init__(
         self, config: ModelConfig, ranks: int, slots: int, positions: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        kv_heads = config.num_key_value_heads * key_value_replicas(config, ranks) // ranks
-        shape = (config.num_layers, 2, slots, kv_heads, positions, config.head_dim)
+        # Each lane of a rank is a layer of the cache, as `TransformerStack` numbers them.
+        lanes = local_lanes(config, ranks)
+        kv_heads = config.num_key_value_heads * key_value_replicas(config, ranks) // (ranks * lanes)
+        shape = (config.num_layers * lanes, 2, slots, kv_heads, positions, config.head_dim)
         # Zeros, because masked values are multiplied by 0, and 0 times NaN is NaN.
         on_cpu = device.type == "cpu"
         stored = zeros_in_large_pages(shape, dtype) if on_cpu else torch.zeros(shape, dtype=dtype, device=device)
@@ -276,7 +278,8 @@ class SlotBatch:
             ends = len(filled) + 1
             attend = FilledColumns(cache.query_starts[:ends], cache.key_starts[:ends], filled).attend
         elif self._device.type == "cpu":
-            heads = self._model.config.num_attention_heads // self._group.size
+            config = self._model.config
+            heads = config.num_attention_heads // (config.lanes or self._group.size)
             attend = CachedRows.of(first_rows, extent, heads).attend
         if attend is not None:
             # It selects the columns.

@@ -191,8 +191,8 @@ class ForwardRecord:
             midway(inner)
 
         runs_midway = self.side_queue is not None and self.side_queue.runs_midway
-        layout = None if self._crosses_unreduced(index) else self.layout
-        input_gradient = InputGradient(layout, self.partial_gradients, keeps_input)
+        sum_gradient = leave_unreduced if self._crosses_unreduced(index) else self.layout.start_write
+        input_gradient = InputGradient(sum_gradient, self.partial_gradients, keeps_input)
         with torch.enable_grad():
             normed = reached_by_backward(reading.whole.wait())
             output = self.steps[index].body(

@@ -39,7 +39,7 @@ def _output_projection(build: BuildContext, tensors: SubBlockTensors, branch: Br
         dtype=build.dtype,
         device=build.device,
         linear=build.operations.linear,
-        equal_gradients=tensors.wired.leaves_shared,
+        equal_gradients=tensors.wired.leaves_shared and not build.config.lanes,
     )
 
 
@@ -56,7 +56,7 @@ class _AttentionHeads(nn.Module):
         self.head_dim = config.head_dim
         self.q_norm, self.k_norm = None, None
         if branch.head_norms:
-            self.q_norm, self.k_norm = (RMSNorm(build, tensor, per_head=True) for tensor in branch.head_norms)
+            self.q_norm, self.k_norm = (RMSNorm(build, tensor, own_input=True) for tensor in branch.head_norms)
 
     def forward(
         self, projected: Tensor, context: SequenceContext, input_gradient: InputGradient | None = None

@@ -3,9 +3,9 @@
     y = x / sqrt(mean(x^2) + epsilon) * weight           (mean in fp32 at least)
 
 The weight [n] is the same on every tensor-parallel rank. Its gradient is complete on every rank if all ranks normalise
-the same tensor and the output enters a tensor-parallel region. If each rank normalises its own heads or positions, the
-gradient is summed over the ranks (`partial_over`). A norm that reads a per-rank residual stream has one weight per
-rank: the canonical weight is [ranks, n], and a rank holds its row, [1, n].
+the same tensor and the output enters a tensor-parallel region. If each rank normalises its own heads or positions, or
+the streams of its own lanes, the gradient is summed over the ranks (`partial_over`). A norm that reads a per-rank
+residual stream has one weight per rank: the canonical weight is [ranks, n], and a rank holds its row, [1, n].
 """
 
 import torch
@@ -23,13 +23,16 @@ class RMSNorm(ParallelModule):
 
     weight: nn.Parameter
 
-    def __init__(self, build: BuildContext, tensor: TensorSpec, *, per_head: bool = False) -> None:
-        """`tensor` is one weight or has a row per rank; with `per_head` each rank normalises its own heads."""
+    def __init__(self, build: BuildContext, tensor: TensorSpec, *, own_input: bool = False) -> None:
+        """`tensor` is one weight or has a row per rank.
+
+        With `own_input` each rank normalises its own heads, or its own stream with a weight that all ranks share.
+        """
         super().__init__()
         group = build.mesh.tensor
         self.operations = build.operations
         self.epsilon = build.config.norm_epsilon
-        self.partial_over = group if per_head or build.mesh.stream.shards > 1 else None
+        self.partial_over = group if own_input or build.mesh.stream.shards > 1 else None
         self.add_parameter("weight", [tensor], group, build.dtype, build.device)
 
     def weight_in_use(self, partial_gradients: PartialGradients | None = None) -> Tensor:

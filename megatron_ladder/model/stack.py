@@ -6,8 +6,9 @@
         pending.append(start_all_reduce(h_i(r)))            # in flight under the next s_i sub-blocks
     while pending:                 r = r + pending.pop_first().wait()
 
-With s = 0 everywhere this is the ordinary transformer; with s = 1 it is Ladder Residual. The only wiring outside the
-rule is desync, which has a separate walk (`desync.py`).
+With s = 0 everywhere this is the ordinary transformer; with s = 1 it is Ladder Residual. With own partials, h_i also
+reads this rank's parts of what is pending (`own_partials.py`). The only wiring outside the rule is desync, which has a
+separate walk (`desync.py`).
 
 A stack is a range of layers. Its state, the stream and the outputs still missing from it, enters and leaves as
 one tensor [1 + pending, s, b, h], so that a pipeline can cut a model of any wiring at any layer. The missing
@@ -21,12 +22,12 @@ precedes each sub-block (`comm/stream.py`); the state is [1 + pending x t, s/t, 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from megatron_ladder.blueprint.model import key_value_replicas
+from megatron_ladder.blueprint.model import key_value_replicas, local_lanes
 from megatron_ladder.blueprint.tensors import layer_tensors
 from megatron_ladder.blueprint.wiring import SubBlockKind, WiredSubBlock, pending_before
 from megatron_ladder.comm.inflight import InFlight
@@ -38,6 +39,7 @@ from megatron_ladder.model.bodies import MLP, Attention, AttentionMLP
 from megatron_ladder.model.desync import walk_desync
 from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.operations import BuildContext, Operations
+from megatron_ladder.model.own_partials import LaneRange, walk_lanes
 from megatron_ladder.model.sub_block import AutogradPass, SequenceContext, SubBlock, walk
 from megatron_ladder.parallel.partial_gradients import PartialSums
 
@@ -60,27 +62,37 @@ class StackOptions:
     """Names sub-blocks for a profiler."""
 
 
+def _body_name(kind: SubBlockKind, lane: int) -> str:
+    return f"{kind.value}_{lane}" if lane else kind.value
+
+
 class _TransformerLayer(nn.Module):
     def __init__(self, build: BuildContext, layer: int) -> None:
         super().__init__()
         self.wired: Sequence[WiredSubBlock] = build.config.wired_layers[layer]
         self.norms = nn.ModuleDict()
         self.bodies = nn.ModuleDict()
+        self._lanes = range(local_lanes(build.config, build.mesh.tensor.size))
         for tensors in layer_tensors(build.config)[layer]:
             kind = tensors.wired.kind
-            self.norms[kind.value] = RMSNorm(build, tensors.norm)
-            self.bodies[kind.value] = _BODIES[kind](build, layer, tensors)
+            self.norms[kind.value] = RMSNorm(build, tensors.norm, own_input=build.config.lanes > 0)
+            for lane in self._lanes:
+                lane_build = build
+                if len(self._lanes) > 1:
+                    lane_build = replace(build, mesh=build.mesh.of_lane(lane, build.config.lanes))
+                body = _BODIES[kind](lane_build, layer * len(self._lanes) + lane, tensors)
+                self.bodies[_body_name(kind, lane)] = body
 
     def sub_blocks(
         self, mesh: ProcessMesh, recompute: bool, name: str, span: Span, lateness: float
     ) -> list[SubBlock]:
         steps = []
         for kind, staleness, *_ in self.wired:
-            norm, body = self.norms[kind.value], self.bodies[kind.value]
+            norm, lanes = self.norms[kind.value], [self.bodies[_body_name(kind, lane)] for lane in self._lanes]
             assert isinstance(norm, RMSNorm)
             steps.append(
                 SubBlock(
-                    norm, body, staleness, mesh.tensor, mesh.stream, recompute, f"{name}.{kind.value}", span, lateness
+                    norm, lanes, staleness, mesh.tensor, mesh.stream, recompute, f"{name}.{kind.value}", span, lateness
                 )
             )
         return steps
@@ -111,6 +123,7 @@ class TransformerStack(nn.Module):
         self.mesh = mesh
         self.layout = mesh.stream
         self.side_queue: SideQueue | None = None
+        self._lanes = local_lanes(config, mesh.tensor.size) if config.lanes else 0
         self.desync = config.wiring.stream == "per rank"
         sub_blocks = [sub_block for layer in layers for sub_block in wired[layer]]
         self.synchronised = [sub_blocks[0].reads_shared, *(sub_block.leaves_shared for sub_block in sub_blocks)]
@@ -127,6 +140,11 @@ class TransformerStack(nn.Module):
             assert isinstance(layer, _TransformerLayer)
             layer.wired = wired_layers[int(number)]
 
+    @property
+    def slots_in(self) -> int:
+        """Number of slots of the state that enters: the stream, and the parts of the missing outputs."""
+        return 1 + self.pending_in * (self._lanes or self.layout.shards)
+
     def forward(self, state: Tensor, context: SequenceContext) -> Tensor:
         """Map the state with `pending_in` missing outputs to the state with `pending_out` missing outputs."""
         steps = self.sub_blocks()
@@ -136,6 +154,10 @@ class TransformerStack(nn.Module):
             self.side_queue = create_side_queue(state.device)
         if self.desync:
             return walk_desync(state[0], steps, self.synchronised, context).unsqueeze(0)
+        if self._lanes:
+            launch = self.layout.start_write if overlap else self._write_blocking
+            pending = self.pending_in, self.pending_out
+            return walk_lanes(state, LaneRange(steps, context, pending, launch, self.partial_sums))
         mirrored = overlap and self.options.mirrored_backward
         if mirrored and self.mesh.tensor.size > 1 and torch.is_grad_enabled():
             pending = self.pending_in, self.pending_out

@@ -79,7 +79,8 @@ class SubBlock(NamedTuple):
     """One step of the walk: `h(r) = body(norm(r))`, without the residual."""
 
     norm: RMSNorm
-    body: SubBlockBody
+    lanes: Sequence[SubBlockBody]
+    """The body; with own partials, one for each lane of this rank."""
     staleness: int
     """Number of earlier outputs that may be missing from the stream it reads."""
     group: CommGroup
@@ -97,6 +98,12 @@ class SubBlock(NamedTuple):
     def named(self, activity: str) -> AbstractContextManager[object]:
         """Name the computation inside for a profiler: `layers.3.attention forward`."""
         return self.span(f"{self.name} {activity}")
+
+    @property
+    def body(self) -> SubBlockBody:
+        """The body of all lanes."""
+        (body,) = self.lanes
+        return body
 
     @property
     def recomputes(self) -> bool:

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron_ladder.comm.inflight import InFlight
-from megatron_ladder.comm.stream import StreamLayout
+from megatron_ladder.comm.inflight import InFlight, Launch
 from megatron_ladder.parallel.partial_gradients import PartialGradients
 
 
@@ -20,29 +19,28 @@ class InputGradient:
     """Serves one backward pass of one sub-block; owned by the code that walks it.
 
     Attributes:
+        launch: starts to sum the parts of the ranks; may be replaced before backward.
         partial_gradients: collects those of replicated parameters inside the sub-block.
+        in_flight: the gradient, once backward has computed this rank's part of it.
         input_again: the layer's input, which the caller gathers again for backward; None until that gather starts.
     """
 
-    def __init__(
-        self, layout: StreamLayout | None, partial_gradients: PartialGradients, keeps_input: bool = True
-    ) -> None:
-        """Without a layout the caller sums the parts; without `keeps_input` it sets `input_again` before backward."""
-        self.layout = layout
+    def __init__(self, launch: Launch, partial_gradients: PartialGradients, keeps_input: bool = True) -> None:
+        """Without `keeps_input` the caller sets `input_again` before backward."""
+        self.launch = launch
         self.partial_gradients = partial_gradients
         self.keeps_input = keeps_input
         self.input_again: InFlight | None = None
-        self._in_flight: InFlight | None = None
+        self.in_flight: InFlight | None = None
 
     def start(self, output_gradient: Tensor, weight: Tensor) -> None:
         """Compute this rank's part of the input's gradient, [s, b, out/t] @ [out/t, in], and start the sum."""
-        partial = output_gradient @ weight
-        self._in_flight = InFlight(partial, None) if self.layout is None else self.layout.start_write(partial)
+        self.in_flight = self.launch(output_gradient @ weight)
 
     def wait(self) -> Tensor:
         """Return the gradient of the input: [s, b, in] summed, this rank's positions of it, or its part of the sum."""
-        assert self._in_flight is not None, "the column-parallel layer's backward has not run"
-        return self._in_flight.wait()
+        assert self.in_flight is not None, "the column-parallel layer's backward has not run"
+        return self.in_flight.wait()
 
 
 class _LinearWithInputGradient(Function):

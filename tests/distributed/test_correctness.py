@@ -155,6 +155,37 @@ def test_desync_features(gloo_pools: GlooPools, tensor_parallel: int, interval: 
     check(gloo_pools, tensor_parallel, config, StackOptions(recompute_layers=2), torch.float64)
 
 
+LANE_WIRINGS: dict[str, dict[str, Any]] = {
+    "ladder": WIRINGS["ladder"],
+    "hybrid": WIRINGS["hybrid"],
+    "ladder-attention": MORE_WIRINGS["ladder-attention"],
+    "staleness-2": MORE_WIRINGS["staleness-2"],
+    "staleness-4": {**WIRINGS["ladder"], "residual_staleness": 4},
+    "ladder-parallel-2": MORE_WIRINGS["ladder-parallel-2"],
+}
+
+
+@pytest.mark.parametrize(
+    ("lanes", "wiring", "overlap", "recompute"),
+    pairwise(
+        ([(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)], list(LANE_WIRINGS), [True, False], [0, 3]),
+        (lambda lanes: f"{lanes[0]}-lanes-on-{lanes[1]}", str, ["overlap", "blocking"], ["kept", "recomputed"]),
+    ),
+)
+def test_own_partials(
+    gloo_pools: GlooPools, lanes: tuple[int, int], wiring: str, overlap: bool, recompute: int
+) -> None:
+    config = small_model(lanes=lanes[0], num_key_value_heads=4, add_qkv_bias=True, **LANE_WIRINGS[wiring])
+    check(gloo_pools, lanes[1], config, StackOptions(overlap, recompute), torch.float64)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("lanes", [2, 4])
+def test_own_partials_features(gloo_pools: GlooPools, lanes: int, feature: str) -> None:
+    config = small_model(lanes=lanes, **MORE_WIRINGS["staleness-2"], **FEATURES[feature])
+    check(gloo_pools, lanes, config, StackOptions(recompute_layers=2), torch.float64)
+
+
 @pytest.mark.parametrize(
     ("tensor_parallel", "wiring", "feature"),
     list(itertools.product([1, 2, 4], ["ladder", "parallel"], FEATURES)),

@@ -93,10 +93,13 @@ def test_steps_equal_a_plain_model(gloo_pools: GlooPools, layout: Layout, flags:
         ((2, 2, 1), "--residual-mode ladder --recompute-granularity full --recompute-num-layers 2"),
         ((2, 2, 1), "--residual-mode ladder --no-tp-overlap"),
         ((2, 2, 1), "--residual-mode ladder --sequence-parallel --qk-layernorm"),
+        ((2, 4, 1), "--residual-mode ladder --residual-staleness 3 --lanes 2 --num-layers 5"),
+        ((2, 2, 2), "--residual-mode ladder-parallel --lanes 2 --num-key-value-heads 4 --recompute-granularity full"),
     ],
     ids=[
         "parallel", "ladder-parallel", "staleness-2", "ladder-attention", "passing-through", "ladder-before-standard",
         "desync-4", "desync-2", "tied", "tied-four-stages", "recomputed", "blocking", "sequence-parallel",
+        "lanes", "lanes-parallel",
     ],
 )  # fmt: skip
 def test_more_wirings_and_features_equal_a_plain_model(gloo_pools: GlooPools, layout: Layout, flags: str) -> None:

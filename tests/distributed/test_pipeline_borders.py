@@ -65,14 +65,15 @@ LAST_FORWARD = "L0 B0 L1 W0 B1 L2 W1 W2"
 LAST_BACKWARD = "L3 G1 G0 W3"
 
 
-def test_nothing_is_exposed_at_a_ladder_border(gloo_pools: GlooPools) -> None:
+@pytest.mark.parametrize("lanes", ["0", "2"])
+def test_nothing_is_exposed_at_a_ladder_border(gloo_pools: GlooPools, lanes: str) -> None:
     """Forward: the last stage reduces the last output of the first stage (B3) under its first sub-block (L0).
 
     Backward: the last stage sends the gradient of that sub-block's input unreduced (no launch between G1 and the end),
     and the first stage reduces it (L3) under its first backward.
     """
     argv = [*RECIPE, *"--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --residual-mode ladder".split()]
-    first, _, last, _ = gloo_pools(4).run(events_of_a_step, argv, 1)
+    first, _, last, _ = gloo_pools(4).run(events_of_a_step, [*argv, "--lanes", lanes], 1)
     assert first == f"{FIRST_FORWARD} {FIRST_BACKWARD} S"
     assert last == f"{LAST_FORWARD} {LAST_BACKWARD} S"
 
@@ -144,10 +145,13 @@ def chained_gradients(
         {"residual_mode": "ladder-parallel", "ladder_layers": (0, 1, 2, 3), "residual_staleness": 3},
         {"residual_mode": "ladder-attention", "ladder_layers": (1, 2, 3)},
         {"residual_mode": "desync", "desync_interval": 2, "desync_tp": 2},
+        {"residual_mode": "ladder", "ladder_layers": (1, 2, 3), "residual_staleness": 3, "lanes": 2},
+        {"residual_mode": "ladder-parallel", "ladder_layers": (0, 1, 2, 3), "residual_staleness": 3, "lanes": 2},
+        {"residual_mode": "ladder-attention", "ladder_layers": (0, 2), "lanes": 2},
     ],
     ids=[
         "standard", "ladder", "hybrid", "staleness-2", "staleness-3", "ladder-parallel-2", "ladder-parallel-3",
-        "ladder-attention", "desync",
+        "ladder-attention", "desync", "lanes-3", "lanes-parallel-3", "lanes-attention",
     ],
 )  # fmt: skip
 def test_gradients_of_chained_ranges(gloo_pools: GlooPools, wiring: dict[str, Any], recompute: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.model import ModelConfig, local_lanes
 from megatron_ladder.blueprint.wiring import pending_before
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.side_queue import SideQueue, _InlineQueue
@@ -23,6 +23,7 @@ from tests.helpers.sharded import mesh_of, small_model
 LADDER_PARALLEL = {"residual_mode": "ladder-parallel", "ladder_layers": (0, 1, 2)}
 LADDER_ATTENTION = {"residual_mode": "ladder-attention", "ladder_layers": (0, 1, 2)}
 STALENESS_2 = LADDER | {"residual_staleness": 2}
+OWN_PARTIALS = STALENESS_2 | {"lanes": 2}
 DESYNC_2 = {"residual_mode": "desync", "desync_interval": 2, "desync_tp": 2}
 DESYNC_4 = DESYNC_2 | {"desync_interval": 4}
 
@@ -52,10 +53,11 @@ def forward_events(config: ModelConfig, options: StackOptions, training: bool) -
         (LADDER_ATTENTION, "B0 L0 W0 B1 L1 B2 L2 W1 W2 B3 L3 B4 L4 W3 W4 B5 L5 W5"),
         (DESYNC_2, "B0 B1 L0 W0 B2 B3 L1 W1 B4 B5 L2 W2"),
         (DESYNC_4, "B0 B1 B2 B3 L0 W0 B4 B5 L1 W1"),
+        (OWN_PARTIALS, "B0 L0 B1 L1 B2 L2 W0 B3 L3 W1 B4 L4 W2 B5 L5 W3 W4 W5"),
     ],
     ids=[
         "standard", "ladder", "hybrid", "parallel", "ladder-parallel", "staleness-2", "ladder-attention", "desync-2",
-        "desync-4",
+        "desync-4", "lanes",
     ],
 )
 def test_forward_keeps_reduces_in_flight(
@@ -77,7 +79,7 @@ def backward_events(config: ModelConfig, options: StackOptions) -> str:
         step.norm.register_forward_pre_hook(lambda *_, number=number: group.events.append(f"B{number}"))
     group.events.clear()
     output.sum().backward()
-    partial_gradients = int(config.qk_layernorm)
+    partial_gradients = int(config.qk_layernorm or config.lanes > 0)
     assert group.blocking == partial_gradients, "a reduce was waited for at once"
     last = 2 * len(steps) - 1
     return " ".join(e if e[0] == "B" else f"{e[0]}{last - int(e[1:])}" for e in group.events)
@@ -99,10 +101,12 @@ RECOMPUTED_BACKWARD = "B5 L5 B4 L4 B3 W5 L3 B2 W4 L2 B1 W3 L1 B0 W2 L0 W1 W0"
         (LADDER_PARALLEL, 0, "L2 L1 W2 L0 W1 W0"),
         (STALENESS_2, 0, "L5 L4 L3 W5 L2 W4 L1 W3 L0 W2 W1 W0"),
         (LADDER_ATTENTION, 0, "L5 W5 L4 L3 W4 W3 L2 L1 W2 W1 L0 W0"),
+        (OWN_PARTIALS, 0, "L5 L4 L3 W5 L2 W4 L1 W3 L0 W2 W1 W0"),
+        (LADDER | {"lanes": 2}, 3, RECOMPUTED_BACKWARD),
     ],
     ids=[
         "ladder", "ladder-recomputed", "ladder-qk-norm", "hybrid", "standard", "parallel", "ladder-parallel",
-        "staleness-2", "ladder-attention",
+        "staleness-2", "ladder-attention", "lanes", "lanes-recomputed",
     ],
 )
 def test_backward_mirrors_the_forward_order(
@@ -371,7 +375,8 @@ def chained_ranges(config: ModelConfig, cut: int, sequence_parallel: bool = Fals
     whole = model.stack(whole_input, context)
     (whole * weight).sum().backward()
     crossing = parts[0](cut_input, context)
-    assert crossing.shape[0] == 1 + mesh.stream.shards * pending_before(config.wired_layers, cut)
+    parts_of_an_output = mesh.stream.shards * local_lanes(config, mesh.tensor.size)
+    assert crossing.shape[0] == 1 + pending_before(config.wired_layers, cut) * parts_of_an_output
     # The receiving process has a new leaf, whose gradient is sent back.
     received = crossing.detach().clone().requires_grad_()
     chained = parts[1](received, context)
@@ -385,8 +390,8 @@ def chained_ranges(config: ModelConfig, cut: int, sequence_parallel: bool = Fals
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(
     "wiring",
-    [{}, LADDER, HYBRID, PARALLEL, LADDER_PARALLEL, STALENESS_2, LADDER_ATTENTION],
-    ids=["standard", "ladder", "hybrid", "parallel", "ladder-parallel", "staleness-2", "ladder-attention"],
+    [{}, LADDER, HYBRID, PARALLEL, LADDER_PARALLEL, STALENESS_2, LADDER_ATTENTION, OWN_PARTIALS],
+    ids=["standard", "ladder", "hybrid", "parallel", "ladder-parallel", "staleness-2", "ladder-attention", "lanes"],
 )
 def test_chained_ranges_equal_the_whole(gloo_pools: GlooPools, wiring: dict[str, Any], world: int) -> None:
     config = small_model(num_layers=3, **wiring)

@@ -76,6 +76,10 @@ def test_the_cases_contain_all_pairs() -> None:
         pytest.param("--zero-stage 1 --residual-mode ladder --offload-optimizer cpu", marks=slow),
         "--zero-stage 2 --residual-mode ladder --offload-optimizer cpu",
         "--zero-stage 3 --residual-mode ladder --offload-optimizer cpu",
+        "--zero-stage 0 --residual-mode ladder --residual-staleness 2 --lanes 2 --qk-layernorm --add-mlp-bias",
+        "--zero-stage 1 --residual-mode ladder --residual-staleness 4 --lanes 4 --num-key-value-heads 4",
+        "--zero-stage 2 --residual-mode ladder --lanes 4 --num-key-value-heads 4 --recompute-granularity full",
+        "--zero-stage 3 --residual-mode ladder --residual-staleness 2 --lanes 4 --num-key-value-heads 4",
     ],
 )
 def test_other_wirings_and_an_offloaded_optimizer(gloo_pools: GlooPools, words: str) -> None:

@@ -128,6 +128,7 @@ def observe(argv: list[str]) -> Observed:
         "--residual-mode desync --desync-interval 4 --qk-layernorm",
         "--residual-mode desync --desync-interval 2 --recompute-granularity full",
         "--residual-mode ladder-parallel --recompute-granularity full --recompute-num-layers 1",
+        "--residual-mode ladder --lanes 2 --recompute-granularity full --recompute-num-layers 1 --qk-layernorm",
     ],
 )
 def test_every_weight_is_gathered_before_its_use(gloo_pools: GlooPools, tmp_path: Path, words: str) -> None:

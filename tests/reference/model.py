@@ -47,6 +47,8 @@ class ReferenceConfig:
     """Layers that read the stream late."""
     residual_staleness: int = 1
     """How many sub-blocks late."""
+    lanes: int = 0
+    """Number of lanes that read their own parts of the outputs in flight; 0 without own partials."""
     desync_interval: int = 0
     """Sub-blocks between two sums of the ranks' streams; 0 without desync."""
     desync_tp: int | None = None
@@ -156,7 +158,9 @@ def reference_logits(
 def _last_stream(weights: Weights, config: ReferenceConfig, stream: Tensor, sight: Sight | None) -> Tensor:
     """The stream after the last layer."""
     if config.residual_mode == "desync":
-        return _desync_stream(weights, config, stream, sight)
+        return desync_stream(config, stream, _sub_blocks_of_ranks(weights, config, sight))
+    if config.lanes:
+        return _lane_stream(weights, config, stream, sight)
     # x_i = x_{i-1} + h_i(x_{i-1-s}), with x_0 for what lies before it; what was read once is not unread.
     streams, read = [stream], 0
     for layer in range(config.num_layers):
@@ -167,7 +171,23 @@ def _last_stream(weights: Weights, config: ReferenceConfig, stream: Tensor, sigh
     return streams[-1]
 
 
-def _desync_stream(weights: Weights, config: ReferenceConfig, stream: Tensor, sight: Sight | None) -> Tensor:
+def _lane_stream(weights: Weights, config: ReferenceConfig, stream: Tensor, sight: Sight | None) -> Tensor:
+    """The stream after the last layer, where lane k reads x_i^k = r_read + the k-th parts of all later outputs."""
+    lanes = _sub_blocks_of_ranks(weights, replace(config, desync_tp=config.lanes), sight)
+    places = [(layer, place) for layer in range(config.num_layers) for place in range(2 - config.one_norm)]
+    streams, outputs, read = [stream], list[list[Tensor]](), 0
+    for index, where in enumerate(places):
+        read = max(read, index - config.staleness(*where))
+        inputs = [sum((output[lane] for output in outputs[read:]), streams[read]) for lane in range(config.lanes)]
+        outputs.append([sub_blocks[index](x) for sub_blocks, x in zip(lanes, inputs, strict=True)])
+        streams.append(sum(outputs[-1], streams[-1]))
+    return streams[-1]
+
+
+def _sub_blocks_of_ranks(
+    weights: Weights, config: ReferenceConfig, sight: Sight | None
+) -> list[list[Callable[[Tensor], Tensor]]]:
+    """Return the sub-blocks of all layers with the slices of each of `desync_tp` ranks."""
     ranks = config.desync_tp
     assert ranks is not None
     heads, kv_heads = config.num_attention_heads // ranks, max(1, config.num_key_value_heads // ranks)
@@ -177,7 +197,7 @@ def _desync_stream(weights: Weights, config: ReferenceConfig, stream: Tensor, si
         own = rank_weights(weights, config, rank)
         layers = [_sub_blocks(own, f"layers.{layer}", share, sight) for layer in range(config.num_layers)]
         sub_blocks.append([sub_block for layer in layers for sub_block in layer])
-    return desync_stream(config, stream, sub_blocks)
+    return sub_blocks
 
 
 def reference_loss(

@@ -88,8 +88,8 @@ def run_rank(run: RunConfig, deepspeed: dict[str, Any], rank: int) -> RankRecord
         engine, optimizer = build_engine(run, model, deepspeed, mesh, META)
         trainer = Trainer(run, mesh, META, model, engine, build_schedule(run), {"norm": norm, "optimizer": optimizer})
         if mesh.pipeline.size > 1:
-            shards, training = mesh.stream.shards, run.training
-            shape = [1 + model.stack.pending_in * shards, training.seq_length // shards, training.micro_batch_size]
+            positions, training = run.training.seq_length // mesh.stream.shards, run.training
+            shape = [model.stack.slots_in, positions, training.micro_batch_size]
             dtype = torch.bfloat16 if training.bf16 else torch.float32
             receive_states(engine.wrapped, [*shape, run.model.hidden_size], dtype)
         memory.leave_out(descriptions(engine.wrapped))

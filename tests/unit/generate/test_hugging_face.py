@@ -22,11 +22,12 @@ from megatron_ladder.generate.loading import StoredModel, load_model, open_model
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import GREEDY
 from megatron_ladder.model.language_model import LanguageModel
+from tests.helpers.sharded import fill_slices
 from tests.reference import greedy_continuation
 from tests.unit.convert.hf_models import write_hf
 from tests.unit.convert.saved_models import MODELS as KINDS
 from tests.unit.convert.saved_models import save_model
-from tests.unit.generate.tiny_model import MODELS, PROMPTS, fill, reference_of, tiny_config, write_checkpoint
+from tests.unit.generate.tiny_model import MODELS, PROMPTS, reference_of, tiny_config, write_checkpoint
 
 NEW_TOKENS = 10
 CPU = torch.device("cpu")
@@ -103,7 +104,7 @@ def test_the_paper_authors_format(tmp_path: Path, capsys: pytest.CaptureFixture[
     config = tiny_config(residual_mode="ladder", ladder_layers=(1, 2))
     weights, reference = reference_of(config)
     model = LanguageModel(config, ProcessMesh.single())
-    fill(model, weights)
+    fill_slices(model, weights)
     write_hf(model, tmp_path)
     found = hf_config(tiny_config(), dtype="float32") | {"model_type": "llamaLadder", "ladder_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(found))

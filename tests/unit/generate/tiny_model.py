@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.checkpoint.manifest import merge_manifest
@@ -19,7 +19,7 @@ from megatron_ladder.generate.packed import PACKED_OPERATIONS, load_packed
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.operations import Operations
 from megatron_ladder.model.stack import StackOptions
-from megatron_ladder.parallel.layout import parameter_sections
+from tests.helpers.sharded import fill_slices
 from tests.helpers.tokenizer_copies import copy_tokenizer
 from tests.reference import ReferenceConfig, make_weights
 
@@ -50,6 +50,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "add_attention_output_bias": True,
         "add_mlp_bias": True,
     },
+    "lanes": {
+        "residual_mode": "ladder",
+        "ladder_layers": (0, 1, 2),
+        "residual_staleness": 2,
+        "lanes": 4,
+        "num_key_value_heads": 4,
+    },
 }
 
 
@@ -63,15 +70,6 @@ def reference_of(config: ModelConfig, seed: int = 3) -> tuple[dict[str, Tensor],
     return make_weights(reference, seed), reference
 
 
-def fill(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy whole weights to a model of one rank; padding gets values that must not affect any result."""
-    with torch.no_grad():
-        for parameter, sections in parameter_sections(model):
-            parameter.fill_(1e3)
-            for section in sections:
-                section.view(parameter).copy_(weights[section.name])
-
-
 def tiny_model(
     config: ModelConfig, weights: Mapping[str, Tensor], packed: bool = False, dtype: torch.dtype = torch.float32,
     operations: Operations | None = None,
@@ -81,10 +79,10 @@ def tiny_model(
     if packed:
         options = StackOptions(operations=operations or PACKED_OPERATIONS)
         model = LanguageModel(config, mesh, options, dtype=dtype, device=torch.device("meta"))
-        load_packed(model, lambda part: fill(part, weights))
+        load_packed(model, lambda part: fill_slices(part, weights))
     else:
         model = LanguageModel(config, mesh, StackOptions(operations=operations or Operations()), dtype=dtype)
-        fill(model, weights)
+        fill_slices(model, weights)
     return model
 
 

@@ -54,7 +54,7 @@ class Products(TorchDispatchMode):
 def test_the_sum_starts_between_the_two_products() -> None:
     events: list[str] = []
     group = DoublingGroup(events)
-    input_gradient = InputGradient(ReplicatedStream(group), PartialGradients(PartialSums(group)))
+    input_gradient = InputGradient(ReplicatedStream(group).start_write, PartialGradients(PartialSums(group)))
     x, weight = torch.randn(3, 2, 4, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
     bias = torch.randn(5, dtype=torch.float64)
     own_x, own_weight, own_bias = (tensor.clone().requires_grad_() for tensor in (x, weight, bias))
@@ -73,7 +73,8 @@ def test_the_sum_starts_between_the_two_products() -> None:
 
 def test_input_that_is_not_kept_comes_from_the_walk() -> None:
     group = DoublingGroup([])
-    input_gradient = InputGradient(ReplicatedStream(group), PartialGradients(PartialSums(group)), keeps_input=False)
+    launch = ReplicatedStream(group).start_write
+    input_gradient = InputGradient(launch, PartialGradients(PartialSums(group)), keeps_input=False)
     x, weight = torch.randn(3, 2, 4), torch.randn(5, 4, requires_grad=True)
     output = linear_with_input_gradient(x, weight, None, input_gradient)
     again = x.clone()

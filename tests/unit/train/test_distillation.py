@@ -17,8 +17,9 @@ from megatron_ladder.model.language_model import Distillation, LanguageModel
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.train.distillation import build_distillation
 from megatron_ladder.train.inputs import RunInputs, read_inputs
+from tests.helpers.sharded import fill_slices
 from tests.unit.convert.hf_models import random_model, write_hf
-from tests.unit.generate.tiny_model import fill, reference_of, tiny_config, tiny_model, write_checkpoint
+from tests.unit.generate.tiny_model import reference_of, tiny_config, tiny_model, write_checkpoint
 
 SIZES = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 12 --vocab-size 67 --train-iters 5 --lr 1e-3 "
@@ -146,7 +147,7 @@ def student_and_teacher(weight: float) -> tuple[LanguageModel, LanguageModel]:
     config, mesh = tiny_config(residual_mode="ladder", ladder_layers=(1, 2), hidden_size=16), ProcessMesh.single()
     distillation = Distillation(teacher, weight, 2.0)
     student = LanguageModel(config, mesh, StackOptions(), dtype=torch.float64, distillation=distillation)
-    fill(student, reference_of(config, 4)[0])
+    fill_slices(student, reference_of(config, 4)[0])
     return student, teacher
 
 
