@@ -16,29 +16,38 @@ class NamedWiring:
     desync_interval: int = 0
     upper_half: bool = False
     """Whether only the upper half of the layers are ladder layers (a hybrid)."""
+    own_partials: bool = False
+    """Whether every rank is a lane that reads its own parts of the outputs in flight."""
 
     @property
     def shares_stream(self) -> bool:
         """Whether the tensor-parallel ranks share one stream."""
-        return WIRINGS[self.mode].stream == "shared"
+        return WIRINGS[self.mode].stream == "shared" and not self.own_partials
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether it has its own row in plans. Own partials take the time of the wiring without them."""
+        return not self.upper_half and not self.own_partials
 
     @property
     def fewest_ranks(self) -> int:
         """The fewest tensor-parallel ranks with which the wiring is defined."""
         return 1 if self.shares_stream else 2
 
-    def flags(self, num_layers: int) -> tuple[str, ...]:
-        """Return the flags of pretrain_ladder.py for a model with so many layers."""
+    def flags(self, num_layers: int, ranks: int) -> tuple[str, ...]:
+        """Return the flags of pretrain_ladder.py for a model with so many layers, on so many tensor-parallel ranks."""
         words = ["--residual-mode", self.mode]
         words += ["--residual-staleness", str(self.staleness)] if self.staleness != 1 else []
+        words += ["--lanes", str(ranks)] if self.own_partials else []
         words += ["--desync-interval", str(self.desync_interval)] if self.desync_interval else []
         words += ["--ladder-layers", str(num_layers // 2)] if self.upper_half else []
         return tuple(words)
 
     def of(self, model: ModelConfig, ranks: int) -> ModelConfig:
         """Return the model in this wiring, on so many tensor-parallel ranks."""
+        lanes = ranks if self.own_partials else 0
         wired = model.in_wiring(
-            self.mode, staleness=self.staleness, desync_interval=self.desync_interval, ranks=ranks
+            self.mode, staleness=self.staleness, lanes=lanes, desync_interval=self.desync_interval, ranks=ranks
         )
         if not self.upper_half:
             return wired
@@ -49,5 +58,9 @@ NAMED_WIRINGS: Mapping[str, NamedWiring] = {
     **{mode: NamedWiring(mode) for mode in SHARED_STREAM_MODES},
     "staleness-2": NamedWiring("ladder", staleness=2),
     "hybrid": NamedWiring("ladder", upper_half=True),
+    **{
+        f"own-partials-{staleness}": NamedWiring("ladder", staleness=staleness, own_partials=True)
+        for staleness in (1, 2, 4)
+    },
     **{f"desync-{interval}x": NamedWiring("desync", desync_interval=interval) for interval in DESYNC_INTERVALS},
 }

@@ -13,7 +13,7 @@ from megatron_ladder.lab.wirings import NAMED_WIRINGS
 MOST_NODES_OF_TENSOR = 2
 """Nodes that a tensor-parallel group spans at most."""
 MICRO_BATCHES = (1, 2, 4, 8)
-PLANNED_WIRINGS = tuple(name for name, wiring in NAMED_WIRINGS.items() if not wiring.upper_half)
+PLANNED_WIRINGS = tuple(name for name, wiring in NAMED_WIRINGS.items() if wiring.is_planned)
 """Without the hybrid, because the step time is that of identical layers."""
 SMALLEST_DIFFERENCE = 0.03
 """Relative difference below which two times tie."""

@@ -28,8 +28,9 @@ SHAPE_FIELDS = (
 )  # fmt: skip
 _STUDY_FIELDS = (
     "save", "load", "save_interval", "train_iters", "seed", "lr", "min_lr", "lr_warmup_iters", "eval_interval",
-    "log_interval", "residual_mode", "ladder_layers", "residual_staleness", "desync_interval", "tie_embeddings",
-    "seq_length", "micro_batch_size", "global_batch_size", "eval_iters", "exit_interval", *SHAPE_FIELDS,
+    "log_interval", "residual_mode", "ladder_layers", "residual_staleness", "lanes", "desync_interval",
+    "tie_embeddings", "seq_length", "micro_batch_size", "global_batch_size", "eval_iters", "exit_interval",
+    *SHAPE_FIELDS,
 )  # fmt: skip
 
 
@@ -101,15 +102,16 @@ def _trial_flags(request: Request, trial: Trial) -> list[str]:
         "save": save,
         "load": save,
     }
-    given = read_training_flags(request.training_flags, []).parallel.tensor_model_parallel_size
     wiring = NAMED_WIRINGS[trial.wiring]
+    given = read_training_flags(request.training_flags, []).parallel.tensor_model_parallel_size
+    ranks = max(given, wiring.fewest_ranks)
     return [
         *flag_words({name: getattr(shape, name) for name in SHAPE_FIELDS}),
         *["--tie-embeddings"] * shape.tie_embeddings,
-        *wiring.flags(shape.num_layers),
+        *wiring.flags(shape.num_layers, ranks),
         *flag_words(schedule),
         *request.data_flags,
-        *(["--tensor-model-parallel-size", str(wiring.fewest_ranks)] if given < wiring.fewest_ranks else []),
+        *(["--tensor-model-parallel-size", str(ranks)] if given < ranks else []),
         *common_flags(request),
     ]
 

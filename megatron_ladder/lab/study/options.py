@@ -27,11 +27,12 @@ class RunOptions:
     """Use smaller defaults, for a test of the whole program in about ten minutes on two cores. The results are not
     meaningful."""
     wirings: tuple[str, ...] = flag(DEFAULT_WIRINGS, choices=NAMED_WIRINGS)
-    """Wirings to compare. hybrid is ladder in the upper half of the layers; desync-2x and desync-4x run on two
-    tensor-parallel ranks, and so take two slots of --jobs."""
+    """Wirings to compare. hybrid is ladder in the upper half of the layers. own-partials-N is ladder of staleness N in
+    which every rank is a lane (--lanes); like desync-2x and desync-4x it runs on two tensor-parallel ranks, and so
+    takes two slots of --jobs."""
     timed_wirings: tuple[str, ...] = flag((), choices=(*NAMED_WIRINGS, NONE))
     """Wirings of --wirings that are also trained for the time that standard takes, or none; by default all except
-    hybrid, desync-2x and desync-4x, which the benchmark does not time."""
+    hybrid, own-partials-N, desync-2x and desync-4x, which the benchmark does not time."""
     sizes: tuple[str, ...] = flag(("8x160x448x2x2x2048",), details=f"Names: {', '.join(SIZES)}; numbers: {SHAPE}.")
     """Shapes of the model, by name or in numbers. The default corpus gets the vocabulary of the size."""
     seeds: tuple[int, ...] = flag((1, 2, 3), minimum=0)

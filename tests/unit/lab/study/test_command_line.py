@@ -122,9 +122,13 @@ def test_trials_differ_only_in_their_wiring() -> None:
         "ladder-parallel": ("ladder-parallel", (0, 1, 2, 3)), "staleness-2": ("ladder", (0, 1, 2, 3)),
         "ladder-attention": ("ladder-attention", (0, 1, 2, 3)), "hybrid": ("ladder", (2, 3)),
         "desync-2x": ("desync", ()), "desync-4x": ("desync", ()),
+        **{f"own-partials-{staleness}": ("ladder", (0, 1, 2, 3)) for staleness in (1, 2, 4)},
     }  # fmt: skip
-    assert [name for name, run in runs.items() if run.model.residual_staleness == 2] == ["staleness-2"]
-    assert [name for name, run in runs.items() if run.world_size == 2] == ["desync-2x", "desync-4x"]
+    late = {name: run.model.residual_staleness for name, run in runs.items() if run.model.residual_staleness > 1}
+    assert late == {"staleness-2": 2, "own-partials-2": 2, "own-partials-4": 4}
+    lanes = {f"own-partials-{staleness}" for staleness in (1, 2, 4)}
+    assert {name: run.model.lanes for name, run in runs.items() if run.model.lanes} == dict.fromkeys(lanes, 2)
+    assert {name for name, run in runs.items() if run.world_size == 2} == {"desync-2x", "desync-4x", *lanes}
     assert [runs[name].model.desync_interval for name in ("standard", "desync-2x", "desync-4x")] == [0, 2, 4]
     assert len({(run.optimizer, run.training, run.data) for run in runs.values()}) == 1
     assert {run.training.seed for run in runs.values()} == {3}

@@ -142,18 +142,19 @@ def test_a_study_is_read_as_it_was_written(tmp_path) -> None:  # type: ignore[no
 
 
 def test_wirings_have_the_flags_of_the_trainer() -> None:
-    assert NAMED_WIRINGS["standard"].flags(8) == ("--residual-mode", "standard")
-    hybrid = NAMED_WIRINGS["hybrid"].flags(8)
+    assert NAMED_WIRINGS["standard"].flags(8, 1) == ("--residual-mode", "standard")
+    hybrid = NAMED_WIRINGS["hybrid"].flags(8, 1)
     assert parse_layers(hybrid[hybrid.index("--ladder-layers") + 1], 8) == (4, 5, 6, 7)
     ranks = {name: wiring.fewest_ranks for name, wiring in NAMED_WIRINGS.items() if wiring.fewest_ranks > 1}
-    assert ranks == {"desync-2x": 2, "desync-4x": 2}
+    assert set(ranks.values()) == {2}
+    assert set(ranks) == {"own-partials-1", "own-partials-2", "own-partials-4", "desync-2x", "desync-4x"}
 
 
 @pytest.mark.parametrize("name", NAMED_WIRINGS)
 def test_a_model_in_a_wiring_is_the_one_of_its_flags(name: str) -> None:
     model = SIZES["small"]
     words = "--train-iters 2 --lr 1 --tensor-model-parallel-size 2".split()
-    words += [*model.to_words(), *NAMED_WIRINGS[name].flags(model.num_layers)]
+    words += [*model.to_words(), *NAMED_WIRINGS[name].flags(model.num_layers, 2)]
     errors: list[str] = []
     run = resolve_run(parse_run(words, errors), model.vocab_size, 2, errors)
     assert not errors and run.model == NAMED_WIRINGS[name].of(model, 2)
