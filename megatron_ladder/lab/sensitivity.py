@@ -60,6 +60,11 @@ def measure_sensitivity(options: SensitivityOptions) -> None:
 
 def _late_model(model: ModelConfig, options: SensitivityOptions) -> ModelConfig:
     """Return the model with all layers late. Raises UserError if the wiring needs other tensors."""
+    if model.lanes:
+        raise UserError(
+            f"--load {options.load}: a model of {model.lanes} lanes with own partials: measure the standard model that "
+            "it was made from"
+        )
     late = "ladder-parallel" if model.wiring.one_norm else "ladder"
     mode = options.residual_mode or (model.residual_mode if model.wiring.late else late)
     every = ReshapeOptions(

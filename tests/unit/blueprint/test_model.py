@@ -86,11 +86,49 @@ def test_desync_flags() -> None:
         assert message in found
 
 
+def test_lanes() -> None:
+    config, errors = resolve(residual_mode="ladder", lanes=4, ladder_layers="[3]")
+    assert (config.lanes, config.ladder_layers, errors) == (4, (3,), [])
+    assert ModelConfig.from_dict(config.to_dict(), "file") == config
+    assert [n for n in (1, 2, 3, 4, 6, 12) if not tensor_parallel_errors(config, n)] == [1, 2, 4]
+    found = tensor_parallel_errors(config, 3)
+    assert any("--lanes 4 is not a multiple of --tensor-model-parallel-size 3" in error for error in found)
+    # One lane misses nothing, and without late layers nothing is in flight.
+    standard = resolve()[0]
+    assert resolve(residual_mode="ladder", lanes=1)[0] == standard
+    assert resolve(residual_mode="ladder", lanes=4, residual_staleness=2, ladder_layers="none")[0] == standard
+    for changes, message in (
+        ({"lanes": -1}, "--lanes -1: expected 0 or more"),
+        ({"lanes": 5}, "--num-attention-heads 12 is not divisible by --lanes 5"),
+        ({"lanes": 4, "num_key_value_heads": 6}, "--num-key-value-heads 6 and --lanes 4: one must divide the other"),
+        ({"lanes": 4, "ffn_hidden_size": 6}, "--ffn-hidden-size 6 is not divisible by --lanes 4"),
+        ({"lanes": 4, "residual_mode": "parallel"}, "--lanes 4 has no meaning with --residual-mode parallel"),
+    ):
+        found = resolve(**({"residual_mode": "ladder"} | changes))[1]  # type: ignore[arg-type]
+        assert any(message in error for error in found), found
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"add_mlp_bias": True}, "--add-mlp-bias"),
+        ({"add_attention_output_bias": True}, "--add-attention-output-bias"),
+        ({"qk_layernorm": True}, "--qk-layernorm"),
+        ({"num_key_value_heads": 2}, "--num-key-value-heads 2"),
+    ],
+)
+def test_lanes_that_share_weights_need_a_rank_each(changes: dict[str, object], name: str) -> None:
+    config, errors = resolve(residual_mode="ladder", lanes=4, **changes)  # type: ignore[arg-type]
+    assert not errors and not tensor_parallel_errors(config, 4)
+    (found,) = tensor_parallel_errors(config, 2)
+    assert found.startswith(f"{name} with --lanes 4 on --tensor-model-parallel-size 2: ") and found.endswith("size 4")
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {},
-        {"residual_mode": "ladder", "ladder_layers": "[7]", "residual_staleness": 2},
+        {"residual_mode": "ladder", "ladder_layers": "[7]", "residual_staleness": 2, "lanes": 2},
         {"residual_mode": "ladder", "ladder_layers": "none"},
         {"residual_mode": "ladder-parallel", "tie_embeddings": True, "rope_scaling": "llama3"},
         {"residual_mode": "desync", "desync_interval": 4, "num_key_value_heads": 4, "norm_epsilon": 1e-6},

@@ -40,7 +40,7 @@ NEEDS = {
     "--streaming x": (
         "--streaming-key k", "--streaming-shuffle-buffer 5", "--streaming-shards 2", "--streaming-skip-bad-lines 1",
     ),
-    "--residual-mode ladder": ("--ladder-layers 2", "--residual-staleness 2"),
+    "--residual-mode ladder": ("--ladder-layers 2", "--residual-staleness 2", "--lanes 2"),
     "--anneal-staleness 9 --residual-mode ladder": ("--anneal-schedule cosine",),
     "--residual-mode desync --tensor-model-parallel-size 2": ("--desync-interval 4",),
     "--rope-scaling llama3 --rope-scaling-factor 8": (

@@ -16,7 +16,7 @@ from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.convert.options import SensitivityOptions
 from megatron_ladder.data.indexed import IndexedDatasetWriter
 from megatron_ladder.errors import UserError
-from megatron_ladder.lab.sensitivity import _read_rows
+from megatron_ladder.lab.sensitivity import _late_model, _read_rows
 from tests.reference import make_weights, reference_logits
 from tests.unit.convert.saved_models import convert
 from tests.unit.generate.tiny_model import reference_of, tiny_config, write_checkpoint
@@ -181,6 +181,13 @@ def test_errors_name_the_flag(tmp_path: Path) -> None:
     words = ("--load", tmp_path / "none", "--data", tmp_path / "data", "--output", tmp_path / "out.json")
     with pytest.raises(UserError, match="^--load "):
         convert("sensitivity", *words)
+
+
+def test_a_model_with_own_partials_is_rejected() -> None:
+    options = SensitivityOptions(load=Path("run"), data=Path("data"), output=Path("out.json"))
+    lanes = tiny_config(residual_mode="ladder", ladder_layers=(0, 1), lanes=2)
+    with pytest.raises(UserError, match="^--load run: a model of 2 lanes .*: measure the standard model"):
+        _late_model(lanes, options)
 
 
 @pytest.mark.parametrize("suffix", [".md", ".png"])
