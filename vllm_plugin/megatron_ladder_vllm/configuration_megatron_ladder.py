@@ -144,7 +144,7 @@ class MegatronLadderConfig(PreTrainedConfig):
         mode, per_rank = self.residual_mode, self.residual_mode in PER_RANK_MODES
         desync = f"desync_interval {self.desync_interval} and desync_tp {self.desync_tp}"
         if per_rank and (self.desync_interval < 1 or self.desync_tp is None or self.desync_tp < 2):
-            raise ValueError(f"residual_mode {mode!r} with {desync}: expected at least 1 and at least 2")
+            raise ValueError(f"residual_mode {mode!r} with {desync}: needs an interval of at least 1 and 2 ranks")
         if not per_rank and (self.desync_interval or self.desync_tp is not None):
             raise ValueError(f"{desync} have no meaning with residual_mode {mode!r}")
         if self.lanes < 0:
