@@ -161,8 +161,10 @@ LATE_MODES = tuple(name for name, wiring in WIRINGS.items() if wiring.late)
 SHARED_STREAM_MODES = tuple(name for name, wiring in WIRINGS.items() if wiring.stream == "shared")
 """Wirings by the rule. One process computes the same with them as several."""
 
+PER_RANK_MODES = tuple(name for name, wiring in WIRINGS.items() if wiring.stream == "per rank")
+"""The other wirings: the tensor-parallel size is part of the model."""
+
 SUB_BLOCK_TABLE = {
-    name: tuple((kind.value, kind in WIRINGS[name].late) for kind in WIRINGS[name].sub_blocks)
-    for name in SHARED_STREAM_MODES
+    name: tuple((kind.value, kind in wiring.late) for kind in wiring.sub_blocks) for name, wiring in WIRINGS.items()
 }
-"""Sub-blocks of each of them, and whether each reads late in ladder layers: for the exported Hugging Face module."""
+"""Sub-blocks of each wiring, and whether each reads late in ladder layers: for the exported Hugging Face module."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ladder.blueprint.model import LARGEST_SIZE, ModelConfig, model_errors
-from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES, SUB_BLOCK_TABLE, WIRINGS
+from megatron_ladder.blueprint.wiring import PER_RANK_MODES, RESIDUAL_MODES, SUB_BLOCK_TABLE, WIRINGS
 from megatron_ladder.errors import UserError, raise_user_errors
 
 OWN_TYPE = "megatron_ladder"
@@ -29,8 +29,8 @@ CLASSES = {
 AUTHORS_TYPE = "llamaLadder"
 """`model_type` of the paper's authors: Llama, with `ladder_layers`."""
 READABLE_TYPES = (*CLASSES, AUTHORS_TYPE)
-_TABLE_IMPORT = b"from megatron_ladder.blueprint.wiring import SUB_BLOCK_TABLE\n"
-"""Line of the configuration module that an exported directory replaces with the table."""
+_TABLE_IMPORT = b"from megatron_ladder.blueprint.wiring import PER_RANK_MODES, SUB_BLOCK_TABLE\n"
+"""Line of the configuration module that an exported directory replaces with these tables."""
 ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3"}
 """`rope_type` -> `--rope-scaling`."""
 
@@ -182,7 +182,8 @@ def module_files(model: ModelConfig) -> dict[str, bytes]:
     configuration = files[f"{CONFIGURATION}.py"]
     assert configuration.count(_TABLE_IMPORT) == 1
     rows = "".join(f"    {name!r}: {row!r},\n" for name, row in SUB_BLOCK_TABLE.items())
-    files[f"{CONFIGURATION}.py"] = configuration.replace(_TABLE_IMPORT, f"SUB_BLOCK_TABLE = {{\n{rows}}}\n".encode())
+    tables = f"PER_RANK_MODES = {PER_RANK_MODES!r}\nSUB_BLOCK_TABLE = {{\n{rows}}}\n"
+    files[f"{CONFIGURATION}.py"] = configuration.replace(_TABLE_IMPORT, tables.encode())
     return files
 
 
@@ -190,17 +191,20 @@ def hf_type(model: ModelConfig) -> str:
     """Return the `model_type` of the Hugging Face model that computes exactly what `model` does.
 
     Raises:
-        UserError: a desync model, whose streams and norms are per rank.
+        UserError: lanes, or ranks of desync, that read different streams share key and value heads.
     """
-    if model.wiring.stream == "per rank":
+    lanes = model.lanes or model.desync_tp
+    if lanes and model.num_key_value_heads % lanes:
+        name = f"--lanes {lanes}" if model.lanes else f"--residual-mode {model.residual_mode} of {lanes} ranks"
         raise UserError(
-            f"--residual-mode {model.residual_mode}: each of the {model.desync_tp} tensor-parallel ranks has its own "
-            "stream, which no Hugging Face model can express: generate from the checkpoint instead"
+            f"{name} with --num-key-value-heads {model.num_key_value_heads}: with a shared head, each lane computes "
+            "different keys and values from it, for which the cache of transformers has no space: generate from the "
+            "checkpoint instead"
         )
     divides = model.hidden_size % model.num_attention_heads == 0
     usual_heads = divides and model.head_dim == model.hidden_size // model.num_attention_heads
     q_bias, o_bias, mlp_bias = model.add_qkv_bias, model.add_attention_output_bias, model.add_mlp_bias
-    if model.ladder_layers or model.wiring.one_norm or model.logit_soft_cap is not None:
+    if model.ladder_layers or lanes or model.wiring.one_norm or model.logit_soft_cap is not None:
         return OWN_TYPE
     if model.qk_layernorm:
         return "qwen3" if q_bias == o_bias and not mlp_bias else OWN_TYPE
@@ -275,6 +279,8 @@ def _own_keys(model: ModelConfig) -> dict[str, Any]:
         "residual_staleness": model.residual_staleness,
         "lanes": model.lanes,
         "ladder_layers": list(model.ladder_layers),
+        "desync_interval": model.desync_interval,
+        "desync_tp": model.desync_tp,
     }
 
 
@@ -378,7 +384,7 @@ def _biases(keys: _Keys, model_type: str) -> dict[str, bool]:
 
 
 def _wiring(keys: _Keys, model_type: str, num_layers: int) -> dict[str, Any]:
-    """Return `residual_mode`, `ladder_layers`, `residual_staleness` and `lanes`."""
+    """Return the fields of the wiring."""
     layers = keys.layers("ladder_layers", num_layers)
     if model_type == AUTHORS_TYPE:
         return {"residual_mode": "ladder" if layers else "standard", "ladder_layers": layers}
@@ -386,12 +392,22 @@ def _wiring(keys: _Keys, model_type: str, num_layers: int) -> dict[str, Any]:
         if layers:
             keys.error("ladder_layers", list(layers), f"none in a {model_type} model, which has no ladder layers")
         return {}
-    mode = str(keys.expect("residual_mode", SHARED_STREAM_MODES))
+    mode = str(keys.expect("residual_mode", RESIDUAL_MODES))
     if layers and not WIRINGS[mode].late:
         keys.error("ladder_layers", list(layers), f"none with residual_mode {mode!r}")
+    lanes = keys.integer("lanes", 0, least=0)
+    if lanes and not WIRINGS[mode].late:
+        keys.error("lanes", lanes, f"0 with residual_mode {mode!r}")
+    desync: dict[str, int] = {}
+    for key in ("desync_interval", "desync_tp"):
+        if mode in PER_RANK_MODES:
+            desync[key] = keys.integer(key)
+        else:
+            keys.expect(key, (None, 0))
     return {
         "residual_mode": mode,
         "ladder_layers": layers,
         "residual_staleness": keys.integer("residual_staleness", 1),
-        "lanes": keys.integer("lanes", 0, least=0),
+        "lanes": lanes,
+        **desync,
     }

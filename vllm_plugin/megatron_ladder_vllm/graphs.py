@@ -9,15 +9,19 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 
 class FullGraphs(VerifyAndUpdateConfig):
-    """Selects full CUDA graphs for decode steps before vLLM applies its defaults."""
+    """Checks the wiring, and selects full CUDA graphs for decode steps before vLLM applies its defaults."""
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
         """Set the mode of CUDA graphs, unless the user did.
 
         Raises:
-            ValueError: the user requested piecewise graphs.
+            ValueError: the lanes or ranks of the model read different streams, or the user requested piecewise graphs.
         """
+        config = vllm_config.model_config.hf_config
+        if config.lane_count:
+            key = f"lanes {config.lanes}" if config.lanes else f"residual_mode {config.residual_mode!r}"
+            raise ValueError(f"{key}: the plugin cannot serve this wiring; use tools/generate.py")
         compilation = vllm_config.compilation_config
         if compilation.cudagraph_mode is None:
             compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY

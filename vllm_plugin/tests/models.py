@@ -73,7 +73,9 @@ def write_everything(folder: Path) -> None:
     references = {name: reference(folder / name) for name in (*changes, "llama", "merged")}
     (folder / "references.json").write_text(json.dumps(references))
     shutil.copytree(folder / "ladder", folder / "desync")
-    change_config(folder / "desync", residual_mode="desync", ladder_layers=[])
+    change_config(folder / "desync", residual_mode="desync", ladder_layers=[], desync_interval=2, desync_tp=2)
+    shutil.copytree(folder / "ladder", folder / "lanes")
+    change_config(folder / "lanes", lanes=2)
     for name in ("standard", "llama"):
         quantise(folder / name, folder / f"{name}-int8")
     shutil.copytree(folder / "ladder", folder / "served")

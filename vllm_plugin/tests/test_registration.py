@@ -51,9 +51,10 @@ def register_with_version(version: str) -> tuple[list[str], tuple[bool, bool]]:
     return messages, registered_types()
 
 
-def test_desync_is_rejected_by_name(models: Path, here: Any) -> None:
-    with pytest.raises(ValueError, match="residual_mode 'desync'"):
-        here(engine_config, models / "desync", None)
+@pytest.mark.parametrize(("name", "words"), [("desync", "residual_mode 'desync'"), ("lanes", "lanes 2")])
+def test_wirings_with_different_streams_are_rejected_by_name(name: str, words: str, models: Path, here: Any) -> None:
+    with pytest.raises(ValueError, match=f"{words}: the plugin cannot serve this wiring"):
+        here(engine_config, models / name, None)
 
 
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])
@@ -87,9 +88,12 @@ def engine_config(folder: Path, graphs: str | None) -> Any:
 
 
 def test_full_graphs_are_the_default(models: Path) -> None:
+    from megatron_ladder_vllm.configuration_megatron_ladder import MegatronLadderConfig
     from megatron_ladder_vllm.graphs import FullGraphs
     from vllm.config import CompilationConfig, CUDAGraphMode
 
     compilation = CompilationConfig()
-    FullGraphs.verify_and_update_config(SimpleNamespace(compilation_config=compilation))  # type: ignore[arg-type]
+    model = SimpleNamespace(hf_config=MegatronLadderConfig())
+    config: Any = SimpleNamespace(compilation_config=compilation, model_config=model)
+    FullGraphs.verify_and_update_config(config)
     assert compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY

@@ -6,8 +6,9 @@ from transformers import PreTrainedConfig
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
-# Wiring -> the sub-blocks of a layer, and whether each reads the residual stream late in ladder layers.
-from megatron_ladder.blueprint.wiring import SUB_BLOCK_TABLE
+# The wirings in which each tensor-parallel rank of the training has its own residual stream; and for each wiring, the
+# sub-blocks of a layer, and whether each reads the residual stream late in ladder layers.
+from megatron_ladder.blueprint.wiring import PER_RANK_MODES, SUB_BLOCK_TABLE
 
 
 class MegatronLadderConfig(PreTrainedConfig):
@@ -47,6 +48,9 @@ class MegatronLadderConfig(PreTrainedConfig):
         residual_mode: str = "ladder",
         ladder_layers: int | list[int] | None = None,
         residual_staleness: int = 1,
+        lanes: int = 0,
+        desync_interval: int = 0,
+        desync_tp: int | None = None,
         use_cache: bool = True,
         bos_token_id: int | None = None,
         eos_token_id: int | list[int] | None = None,
@@ -64,9 +68,13 @@ class MegatronLadderConfig(PreTrainedConfig):
             ladder_layers: layers that read the residual stream late: their indices, an integer N for the upper N,
                 or None for none.
             residual_staleness: how many sub-blocks late they read it.
+            lanes: number of groups of heads and neurons that read their own partial sums of the outputs that are
+                missing from a late stream; 0 for none.
+            desync_interval: sub-blocks between two sums of the ranks' streams (desync).
+            desync_tp: number of ranks with separate streams (desync).
 
         Raises:
-            ValueError: a wiring that one process cannot compute, or that does not match the number of layers.
+            ValueError: a wiring that one process cannot compute, or that does not match the sizes.
         """
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
@@ -90,6 +98,10 @@ class MegatronLadderConfig(PreTrainedConfig):
         self.residual_mode = residual_mode
         self.ladder_layers = self._late_layers(residual_mode, ladder_layers, residual_staleness)
         self.residual_staleness = residual_staleness
+        self.lanes = lanes
+        self.desync_interval = desync_interval
+        self.desync_tp = desync_tp
+        self._check_lanes()
         self.use_cache = use_cache
         self.bos_token_id = bos_token_id
         self.eos_token_id = eos_token_id
@@ -97,6 +109,9 @@ class MegatronLadderConfig(PreTrainedConfig):
         if qk_norm:
             # The same matrices plus the norms of queries and keys.
             self.base_model_tp_plan = Qwen3Config.base_model_tp_plan
+        if self.lane_count:
+            # A plan would shard the heads of one lane.
+            self.base_model_tp_plan = None
         super().__init__(**kwargs)
 
     def _late_layers(self, residual_mode: str, ladder_layers: int | list[int] | None, staleness: int) -> list[int]:
@@ -116,10 +131,62 @@ class MegatronLadderConfig(PreTrainedConfig):
             raise ValueError(f"ladder_layers {ladder_layers}: expected different layers of 0-{layers - 1}")
         return late
 
+    def _check_lanes(self) -> None:
+        """Raise ValueError if the wiring has no lanes, or if the heads and neurons cannot be divided into them."""
+        mode, per_rank = self.residual_mode, self.residual_mode in PER_RANK_MODES
+        desync = f"desync_interval {self.desync_interval} and desync_tp {self.desync_tp}"
+        if per_rank and (self.desync_interval < 1 or self.desync_tp is None or self.desync_tp < 2):
+            raise ValueError(f"residual_mode {mode!r} with {desync}: needs an interval of at least 1 and 2 ranks")
+        if not per_rank and (self.desync_interval or self.desync_tp is not None):
+            raise ValueError(f"{desync} have no meaning with residual_mode {mode!r}")
+        if self.lanes < 0:
+            raise ValueError(f"lanes {self.lanes} must be at least 0")
+        if self.lanes and not any(reads_late for _, reads_late in SUB_BLOCK_TABLE[mode]):
+            raise ValueError(f"lanes {self.lanes} has no meaning with residual_mode {mode!r}")
+        if not self.lane_count:
+            return
+        name = f"desync_tp {self.desync_tp}" if per_rank else f"lanes {self.lanes}"
+        for key in ("num_attention_heads", "intermediate_size"):
+            if getattr(self, key) % self.lane_count:
+                raise ValueError(f"{key} {getattr(self, key)} is not divisible by {name}")
+        if self.num_key_value_heads % self.lane_count:
+            raise ValueError(
+                f"num_key_value_heads {self.num_key_value_heads} is not divisible by {name}: with a shared head, each "
+                "lane would compute different keys and values from it, for which the cache has no space"
+            )
+
+    @property
+    def lane_count(self) -> int:
+        """The number of lanes, or of ranks of desync, that read different streams; 0 if there are none."""
+        return self.lanes or self.desync_tp or 0
+
     def sub_blocks(self, layer: int) -> list[tuple[str, int]]:
-        """Return the sub-blocks of a layer, each with how many sub-blocks late it reads the residual stream."""
+        """Return the sub-blocks of a layer, each with how many sub-blocks late it reads the residual stream.
+
+        In desync, the outputs since the last sum of the streams are missing: a rank has only its partial sums of them.
+        """
+        table = SUB_BLOCK_TABLE[self.residual_mode]
+        if self.residual_mode in PER_RANK_MODES:
+            first = len(table) * layer
+            return [(kind, (first + place) % self.desync_interval) for place, (kind, _) in enumerate(table)]
         staleness = self.residual_staleness if layer in self.ladder_layers else 0
-        return [(kind, staleness if late else 0) for kind, late in SUB_BLOCK_TABLE[self.residual_mode]]
+        return [(kind, staleness if late else 0) for kind, late in table]
+
+    def averaged(self, layer: int) -> list[bool]:
+        """Return for each sub-block whether the mean of its partial sums enters the stream instead of their sum.
+
+        In desync, this holds for the outputs that precede no sum of the ranks' streams.
+        """
+        width = len(SUB_BLOCK_TABLE[self.residual_mode])
+        following = range(width * layer + 1, width * (layer + 1) + 1)
+        if self.residual_mode not in PER_RANK_MODES:
+            return [False] * width
+        return [index % self.desync_interval != 0 and index < width * self.num_hidden_layers for index in following]
+
+    def norm_shape(self, staleness: int) -> int | tuple[int, int]:
+        """Return the shape of the norm of a sub-block: in desync, one row per rank if the streams differ."""
+        per_rank = self.residual_mode in PER_RANK_MODES and staleness > 0
+        return (self.lane_count, self.hidden_size) if per_rank else self.hidden_size
 
     def missing_before(self, layer: int) -> int:
         """Return how many outputs may be missing from the stream that enters a layer; none after the last layer."""

@@ -8,10 +8,21 @@ how late the sub-block reads it,
 so s = 0 is the ordinary transformer and s = 1 the ladder. A sub-block that reads less late than its predecessor sees
 every output in between, and no later sub-block can read an older stream. A layer therefore passes on the streams that
 the next layer may still read, newest first. Everything else is the Llama and Qwen3 of transformers.
+
+With T lanes (own partials), heads and neurons form T groups. With y_j^k the partial sum of output j over group k, lane
+k reads
+
+    x_{i-1-s} + sum over the missing outputs j of y_j^k
+
+and normalises it separately. A layer then also passes on the partial sums [b, s, T, h] of the missing outputs. This is
+desync as well, with its tensor-parallel ranks as lanes: the outputs since the last sum of the ranks' streams are
+missing, only the mean over the ranks of all but the last of them enters the summed stream, and norms that read
+different streams have one weight per rank.
 """
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import (
@@ -28,8 +39,47 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from .configuration_megatron_ladder import MegatronLadderConfig
 
 
+class _LaneProjection(nn.Linear):
+    """A projection of which lane k computes the k-th block of outputs from its own input."""
+
+    lanes = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Inputs of all lanes [b, s, lanes * in], or one input of all [b, s, in], -> [b, s, out]."""
+        if x.shape[-1] == self.in_features:
+            return super().forward(x)
+        inputs = x.unflatten(-1, (self.lanes, self.in_features))
+        output = torch.einsum("...ki,koi->...ko", inputs, self.weight.unflatten(0, (self.lanes, -1))).flatten(-2)
+        return output if self.bias is None else output + self.bias
+
+
+class _PartialSums(nn.Linear):
+    """A projection whose output is not summed over the lanes; the bias belongs to the first lane."""
+
+    lanes = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, s, in] -> [b, s, lanes, out]."""
+        inputs = x.unflatten(-1, (self.lanes, -1))
+        output = torch.einsum("...ki,oki->...ko", inputs, self.weight.unflatten(1, (self.lanes, -1)))
+        return output if self.bias is None else output + nn.functional.pad(self.bias[None], (0, 0, 0, self.lanes - 1))
+
+
+def _divide_into_lanes(module: nn.Module, lanes: int) -> None:
+    """Replace the projections of attention or of an MLP by those of several lanes."""
+    for name, linear in list(module.named_children()):
+        if isinstance(linear, nn.Linear):
+            kind = _PartialSums if name in ("o_proj", "down_proj") else _LaneProjection
+            divided = kind(linear.in_features, linear.out_features, bias=linear.bias is not None)
+            divided.lanes = lanes
+            setattr(module, name, divided)
+
+
 class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
-    """One layer: streams in, streams out, newest first. A single stream is a tensor, several are a tuple."""
+    """One layer: streams in, streams out, newest first. A single stream is a tensor, several are a tuple.
+
+    With lanes, the partial sums of the outputs that are missing from the oldest stream follow, newest first.
+    """
 
     def __init__(self, config: MegatronLadderConfig, layer_idx: int) -> None:
         super().__init__()
@@ -39,42 +89,61 @@ class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
             width = config.num_attention_heads * config.head_dim
             self.self_attn.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_output_bias)
         self.mlp = LlamaMLP(config)
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.sub_blocks = config.sub_blocks(layer_idx)
+        self.lanes = config.lane_count
+        if self.lanes:
+            _divide_into_lanes(self.self_attn, self.lanes)
+            _divide_into_lanes(self.mlp, self.lanes)
+        self.sub_blocks, self.averaged = config.sub_blocks(layer_idx), config.averaged(layer_idx)
+        shapes = [config.norm_shape(staleness) for _, staleness in self.sub_blocks]
+        self.input_layernorm = LlamaRMSNorm(shapes[0], eps=config.rms_norm_eps)
         if len(self.sub_blocks) > 1:
-            self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+            self.post_attention_layernorm = LlamaRMSNorm(shapes[1], eps=config.rms_norm_eps)
         self.layer_idx = layer_idx
         self.streams_in = 1 + config.missing_before(layer_idx)
         self.streams_out = 1 + config.missing_before(layer_idx + 1)
+        self.tensors_in = 2 * self.streams_in - 1 if self.lanes else self.streams_in
 
     def __call__(self, hidden_states: Tensor | tuple[Tensor, ...], **kwargs: Any) -> Any:
         # Recomputation supports gradients of positional tensors, but not of a tuple of tensors.
         streams = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
         return super().__call__(*streams, **kwargs)
 
-    def forward(self, *streams: Tensor, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
-        """Streams [b, s, h] -> streams [b, s, h]; `kwargs` are those of Llama's attention.
+    def forward(self, *state: Tensor, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
+        """Streams [b, s, h] and partial sums [b, s, lanes, h] -> the same; `kwargs` are those of Llama's attention.
 
         Raises:
-            ValueError: too few streams, as in a pipeline of another program that passes on only one tensor.
+            ValueError: too few tensors, as in a pipeline of another program that passes on only one.
         """
-        if len(streams) < self.streams_in:
+        if len(state) < self.tensors_in:
+            partial_sums = f" with {self.streams_in - 1} partial sums" if self.lanes else ""
             raise ValueError(
-                f"layer {self.layer_idx} needs the last {self.streams_in} residual streams and was given "
-                f"{len(streams)}: a ladder cannot be cut into pipeline stages here, use tensor parallelism"
+                f"layer {self.layer_idx} needs the last {self.streams_in} residual streams{partial_sums} and was given "
+                f"{len(state)}: a ladder cannot be cut into pipeline stages here, use tensor parallelism"
             )
-        for kind, staleness in self.sub_blocks:
+        streams, partials = state[: self.streams_in], state[self.streams_in :]
+        for (kind, staleness), averaged in zip(self.sub_blocks, self.averaged, strict=True):
             # The first sub-blocks of the model have no stream as old as they may read.
-            read = streams[min(staleness, len(streams) - 1)]
+            missing = min(staleness, len(streams) - 1)
+            norm = self.post_attention_layernorm if kind == "mlp" else self.input_layernorm
+            normed = self._normed(norm, streams[missing], partials[:missing])
             if kind == "mlp":
-                output = self.mlp(self.post_attention_layernorm(read))
+                output = self.mlp(normed)
             else:
-                normed = self.input_layernorm(read)
                 output, _ = self.self_attn(hidden_states=normed, **kwargs)
                 if kind == "attention_mlp":
                     output = output + self.mlp(normed)
+            if self.lanes:
+                partials = (output, *partials)
+                output = output.mean(-2) if averaged else output.sum(-2)
             streams = (streams[0] + output, *streams)
-        return streams[0] if self.streams_out == 1 else streams[: self.streams_out]
+        state = (*streams[: self.streams_out], *partials[: self.streams_out - 1])
+        return state[0] if len(state) == 1 else state
+
+    def _normed(self, norm: nn.Module, stream: Tensor, partials: tuple[Tensor, ...]) -> Tensor:
+        """Return the normed read: [b, s, h] if all lanes read the same, and [b, s, lanes * h] with partial sums."""
+        if not partials:
+            return norm(stream)
+        return norm(sum(partials, stream.unsqueeze(-2))).flatten(-2)
 
 
 class MegatronLadderPreTrainedModel(LlamaPreTrainedModel):

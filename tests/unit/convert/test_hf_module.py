@@ -345,7 +345,7 @@ def test_ladder_layers_in_the_notation_of_the_authors(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"residual_mode": "desync"}, "residual_mode 'desync'"),
+        ({"residual_mode": "other"}, "residual_mode 'other'"),
         ({"residual_staleness": 0}, "residual_staleness 0"),
         ({"ladder_layers": [6]}, "ladder_layers [6]"),
         ({"ladder_layers": [1, 1]}, "ladder_layers [1, 1]"),

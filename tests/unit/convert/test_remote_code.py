@@ -126,7 +126,7 @@ def test_configs_of_published_models() -> None:
         ({"model_type": "llamaLadder", "ladder_layers": [1, 1]}, "ladder_layers: found [1, 1]"),
         ({"model_type": "llamaLadder", "ladder_layers": True}, "ladder_layers: found True"),
         ({"model_type": "megatron_ladder"}, "residual_mode: found no such key, expected 'standard' or"),
-        ({"model_type": "megatron_ladder", "residual_mode": "desync"}, "residual_mode: found 'desync'"),
+        ({"model_type": "megatron_ladder", "residual_mode": "other"}, "residual_mode: found 'other'"),
         (
             {"model_type": "megatron_ladder", "residual_mode": "parallel", "ladder_layers": [1]},
             "ladder_layers: found [1], expected none with residual_mode 'parallel'",
@@ -147,13 +147,6 @@ def test_all_errors_are_reported_together() -> None:
     found = {error.split(": ")[1] for error in refusal.value.messages}
     sizes = {"hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size"}
     assert found == {"hidden_act", "max_position_embeddings"} | sizes
-
-
-def test_desync_has_no_hugging_face_form() -> None:
-    desync = tiny_config(residual_mode="desync", desync_interval=2, desync_tp=2)
-    for write in (lambda: hf_config(desync, dtype="float32"), lambda: module_files(desync)):
-        with pytest.raises(UserError, match="--residual-mode desync: each of the 2 tensor-parallel ranks"):
-            write()
 
 
 def test_torch_and_transformers_are_not_imported() -> None:

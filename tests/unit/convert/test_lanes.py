@@ -1,0 +1,374 @@
+"""Exported models whose lanes, or ranks of desync, read different streams, compared with their formulas in float64."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad, silu
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.convert.hf_module.configuration_megatron_ladder import MegatronLadderConfig
+from megatron_ladder.convert.hf_module.modeling_megatron_ladder import MegatronLadderForCausalLM
+from megatron_ladder.convert.remote_code import hf_config, hf_type, model_config_from_hf, module_files
+from megatron_ladder.errors import UserError
+from tests.reference import ReferenceConfig, make_weights, reference_logits
+from tests.unit.convert.hf_models import VOCAB, hf_name, tiny_config
+from tests.unit.convert.saved_models import assert_equal_bits, convert, small_config, tensors_of, write_cut_checkpoint
+
+ALL = tuple(range(6))
+BIASES = {"add_qkv_bias": True, "add_attention_output_bias": True, "add_mlp_bias": True}
+FOUR = {"lanes": 4, "num_key_value_heads": 4}
+
+
+def laned(mode: str, staleness: int, layers: tuple[int, ...] = ALL, **changes: Any) -> ModelConfig:
+    return tiny_config(
+        residual_mode=mode, ladder_layers=layers, residual_staleness=staleness, **({"lanes": 2} | changes)
+    )
+
+
+def desynced(interval: int, ranks: int, **changes: Any) -> ModelConfig:
+    return tiny_config(residual_mode="desync", desync_interval=interval, desync_tp=ranks, **changes)
+
+
+LANED = [
+    laned("ladder", 1),
+    laned("ladder", 1, **FOUR, **BIASES),
+    laned("ladder", 2, **FOUR, qk_layernorm=True, add_qkv_bias=True),
+    laned("ladder", 4, **BIASES, tie_embeddings=True),
+    laned("ladder", 4, **FOUR, head_dim=12, hidden_size=34),
+    laned("ladder", 1, (1, 2, 4), **BIASES),
+    laned("ladder", 4, (2, 3, 5), **FOUR, logit_soft_cap=0.5),
+    laned("ladder-parallel", 1, **BIASES),
+    laned("ladder-parallel", 2, **FOUR, qk_layernorm=True, **BIASES),
+    laned("ladder-parallel", 4, (1, 2, 3, 5), **FOUR),
+    laned("ladder-attention", 1, **FOUR, **BIASES),
+    laned("ladder-attention", 2, (0, 2, 3), **BIASES),
+    laned("ladder-attention", 4, **FOUR),
+]
+DESYNCED = [
+    desynced(2, 2),
+    desynced(4, 2, **BIASES, qk_layernorm=True),
+    desynced(2, 4, num_key_value_heads=4, add_attention_output_bias=True),
+    desynced(4, 4, num_key_value_heads=4, num_layers=5, tie_embeddings=True, **BIASES),
+]
+
+
+def text_of(config: ModelConfig) -> str:
+    lanes = f"{config.lanes}-lanes" if config.lanes else f"{config.desync_tp}-ranks-{config.desync_interval}"
+    return f"{config.residual_mode}-{lanes}-staleness-{config.residual_staleness}-{len(config.ladder_layers)}"
+
+
+def lane_logits(weights: dict[str, Tensor], config: ModelConfig, tokens: Tensor) -> Tensor:
+    """Logits [b, s, V] of a model with lanes, by its formula, one lane after another."""
+    d, lanes, length = config.head_dim, config.lanes, tokens.shape[1]
+    angles = torch.arange(length).double()[:, None] * 1e4 ** (-torch.arange(0, d, 2).double() / d)
+    turns = torch.polar(torch.ones_like(angles), angles)
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt() * weights[f"{name}.weight"]
+
+    def inputs(name: str, x: Tensor, lane: int) -> Tensor:
+        width = len(weights[f"{name}.weight"]) // lanes
+        rows = slice(lane * width, (lane + 1) * width)
+        y = x @ weights[f"{name}.weight"][rows].T
+        return y + weights[f"{name}.bias"][rows] if f"{name}.bias" in weights else y
+
+    def output(name: str, x: Tensor, lane: int) -> Tensor:
+        width = x.shape[-1]
+        y = x @ weights[f"{name}.weight"][:, lane * width : (lane + 1) * width].T
+        return y + weights[f"{name}.bias"] if lane == 0 and f"{name}.bias" in weights else y
+
+    def rotated(x: Tensor) -> Tensor:
+        turned = torch.complex(*x.chunk(2, dim=-1)) * turns
+        return torch.cat([turned.real, turned.imag], dim=-1)
+
+    def attention(name: str, x: Tensor, lane: int) -> Tensor:
+        q, k, v = (inputs(f"{name}.{kind}_proj", x, lane).unflatten(-1, (-1, d)).transpose(1, 2) for kind in "qkv")
+        if config.qk_layernorm:
+            q, k = norm(q, f"{name}.q_norm"), norm(k, f"{name}.k_norm")
+        k, v = (heads.repeat_interleave(q.shape[1] // heads.shape[1], 1) for heads in (k, v))
+        scores = rotated(q) @ rotated(k).transpose(-1, -2) / d**0.5
+        seen = torch.ones(length, length, dtype=torch.bool).tril()
+        mixed = scores.where(seen, -torch.inf).softmax(-1) @ v
+        return output(f"{name}.o_proj", mixed.transpose(1, 2).flatten(2), lane)
+
+    def mlp(name: str, x: Tensor, lane: int) -> Tensor:
+        gate, up = (inputs(f"{name}.{kind}_proj", x, lane) for kind in ("gate", "up"))
+        return output(f"{name}.down_proj", silu(gate) * up, lane)
+
+    def partial_sum(layer: int, kind: str, x: Tensor, lane: int) -> Tensor:
+        normed = norm(x, f"layers.{layer}.{'mlp' if kind == 'mlp' else 'attention'}_norm")
+        parts = [mlp(f"layers.{layer}.mlp", normed, lane)] if "mlp" in kind else []
+        return sum(parts, attention(f"layers.{layer}.attention", normed, lane) if "attention" in kind else 0)
+
+    kinds = ["attention+mlp"] if config.residual_mode == "ladder-parallel" else ["attention", "mlp"]
+    embedded, outputs, included = weights["embedding.weight"][tokens], [], 0
+    for layer in range(config.num_layers):
+        for kind in kinds:
+            late = layer in config.ladder_layers and (kind != "mlp" or config.residual_mode != "ladder-attention")
+            included = max(included, len(outputs) - (config.residual_staleness if late else 0))
+            shared = embedded + sum(sum(partials) for partials in outputs[:included])
+            reads = [shared + sum(partials[lane] for partials in outputs[included:]) for lane in range(lanes)]
+            outputs.append([partial_sum(layer, kind, read, lane) for lane, read in enumerate(reads)])
+    last = norm(embedded + sum(sum(partials) for partials in outputs), "final_norm")
+    logits = last @ weights["embedding.weight" if config.tie_embeddings else "lm_head.weight"].T
+    return logits if config.logit_soft_cap is None else config.logit_soft_cap * (logits / config.logit_soft_cap).tanh()
+
+
+def expected_logits(weights: dict[str, Tensor], config: ModelConfig, tokens: Tensor) -> Tensor:
+    if config.lanes:
+        return lane_logits(weights, config, tokens)
+    return reference_logits(weights, ReferenceConfig.like(config), tokens)
+
+
+class ExactRotary(nn.Module):
+    """Cosines and sines in float64; those of transformers are rounded to float32."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.d = d
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = position_ids.double()[..., None] * 1e4 ** (-torch.arange(0, self.d, 2).double() / self.d)
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos(), angles.sin()
+
+
+Build = Callable[[ModelConfig], tuple[MegatronLadderForCausalLM, dict[str, Tensor]]]
+
+
+@pytest.fixture
+def exact(monkeypatch: pytest.MonkeyPatch) -> Build:
+    """Return a function from a configuration to the module in float64 and its weights by canonical names."""
+
+    def norm(self: Any, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+    for norms in (LlamaRMSNorm, Qwen3RMSNorm):
+        monkeypatch.setattr(norms, "forward", norm)
+
+    def build(config: ModelConfig) -> tuple[MegatronLadderForCausalLM, dict[str, Tensor]]:
+        weights = make_weights(ReferenceConfig.like(config), 3, torch.float64)
+        module = MegatronLadderForCausalLM(MegatronLadderConfig(**hf_config(config, dtype="float64"))).double().eval()
+        tied = {"lm_head.weight": weights["embedding.weight"]} if config.tie_embeddings else {}
+        module.load_state_dict({hf_name(name): weight for name, weight in weights.items()} | tied)
+        module.model.rotary_emb = ExactRotary(config.head_dim)
+        return module, weights
+
+    return build
+
+
+def some_tokens(*shape: int) -> Tensor:
+    return torch.randint(1, VOCAB, shape, generator=torch.Generator().manual_seed(1))
+
+
+def gradients_of(module: MegatronLadderForCausalLM, tokens: Tensor) -> dict[str, Tensor]:
+    """The logits and the gradients of all weights by transformers' names."""
+    module.zero_grad()
+    logits = module(tokens).logits
+    cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    found = {name: weight.grad for name, weight in module.named_parameters()}
+    return {"logits": logits.detach(), **{name: gradient for name, gradient in found.items() if gradient is not None}}
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-11) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        error = (found[name] - value).abs().max() / value.abs().max()
+        assert error < tolerance, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("config", LANED + DESYNCED, ids=text_of)
+def test_logits_and_gradients_follow_the_formula(config: ModelConfig, exact: Build) -> None:
+    module, weights = exact(config)
+    tokens = some_tokens(2, 10)
+    leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
+    logits = expected_logits(leaves, config, tokens)
+    cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    gradients = {hf_name(name): leaf.grad for name, leaf in leaves.items()}
+    assert_close(gradients_of(module, tokens), {"logits": logits.detach(), **gradients})  # type: ignore[dict-item]
+    assert hf_type(config) == "megatron_ladder"
+
+
+@pytest.mark.parametrize("config", [LANED[2], LANED[6], LANED[8], LANED[11], DESYNCED[3]], ids=text_of)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputation_gives_the_same_gradients(config: ModelConfig, reentrant: bool, exact: Build) -> None:
+    module, _ = exact(config)
+    tokens = some_tokens(2, 10)
+    expected = gradients_of(module.train(), tokens)
+    module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    assert_close(gradients_of(module, tokens), expected, 1e-13)
+
+
+@pytest.mark.parametrize("config", [LANED[4], LANED[8], LANED[11], DESYNCED[1]], ids=text_of)
+def test_greedy_tokens_are_the_same_with_every_cache_and_padding(config: ModelConfig, exact: Build) -> None:
+    module, weights = exact(config)
+    prompts = [some_tokens(1, length) for length in (3, 9, 6)]
+    expected = []
+    for tokens in prompts:
+        for _ in range(6):
+            newest = expected_logits(weights, config, tokens)[:, -1:].argmax(-1)
+            tokens = torch.cat([tokens, newest], dim=1)
+        expected.append(tokens[:, -6:])
+    padded = torch.cat([pad(prompt, (9 - prompt.shape[1], 0)) for prompt in prompts])
+    for options in ({"cache_implementation": "dynamic"}, {"cache_implementation": "static"}, {"use_cache": False}):
+        options |= {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        alone = [module.generate(prompt, **options)[:, -6:] for prompt in prompts]
+        assert torch.equal(torch.cat(alone), torch.cat(expected)), options
+        together = module.generate(padded, attention_mask=(padded != 0).long(), **options)[:, -6:]
+        assert torch.equal(together, torch.cat(expected)), options
+
+
+@pytest.mark.parametrize("config", [LANED[2], DESYNCED[3]], ids=text_of)
+def test_hidden_states_are_complete_streams(config: ModelConfig, exact: Build) -> None:
+    """In desync, where the ranks' streams differ, they are the mean of these streams."""
+    module, weights = exact(config)
+    tokens = some_tokens(2, 10)
+    states = module(tokens, output_hidden_states=True).hidden_states
+    assert len(states) == config.num_layers + 1
+    assert all(state.shape == (2, 10, config.hidden_size) for state in states)
+    shorter = {name: weight for name, weight in weights.items() if not name.startswith("layers.")}
+    shorter |= {name: weight for name, weight in weights.items() if name.startswith(("layers.0.", "layers.1."))}
+    first_layers = replace(config, num_layers=2, ladder_layers=config.ladder_layers[:2])
+    complete = states[2] / (states[2].square().mean(-1, keepdim=True) + 1e-5).sqrt() * weights["final_norm.weight"]
+    head = weights["embedding.weight" if config.tie_embeddings else "lm_head.weight"]
+    assert_close({"logits": complete @ head.T}, {"logits": expected_logits(shorter, first_layers, tokens)})
+
+
+def test_a_model_without_lanes_has_the_projections_of_transformers() -> None:
+    config = hf_config(laned("ladder", 2, lanes=0), dtype="float32")
+    module = MegatronLadderForCausalLM(MegatronLadderConfig(**config))
+    layer = module.model.layers[3]
+    projections = [*layer.self_attn.children(), layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj]
+    assert {type(projection) for projection in projections} == {nn.Linear}
+    assert "layers.*.mlp.down_proj" in module.config.base_model_tp_plan
+    of_lanes = MegatronLadderConfig(**config | {"lanes": 2, "qk_norm": True})
+    assert of_lanes.base_model_tp_plan is None
+    assert not any("layers" in name for name in MegatronLadderForCausalLM(of_lanes).tp_plan)
+
+
+def test_pipelines_that_pass_one_tensor_are_rejected(exact: Build) -> None:
+    module, _ = exact(laned("ladder", 1))
+    stream = module.model.embed_tokens(some_tokens(1, 4))
+    rotary = module.model.rotary_emb(stream, torch.arange(4).unsqueeze(0))
+    state = module.model.layers[0](stream, position_embeddings=rotary, attention_mask=None)
+    assert [tuple(one.shape) for one in state] == [(1, 4, 32), (1, 4, 32), (1, 4, 2, 32)]
+    for passed in (state[0], state[:2]):
+        with pytest.raises(ValueError, match="layer 1 needs the last 2 residual streams with 1 partial sums and was"):
+            module.model.layers[1](passed, position_embeddings=rotary, attention_mask=None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lanes": -1}, "lanes -1 must be at least 0"),
+        ({"lanes": 3}, "num_attention_heads 32 is not divisible by lanes 3"),
+        ({"lanes": 32, "intermediate_size": 100}, "intermediate_size 100 is not divisible by lanes 32"),
+        ({"lanes": 8, "num_key_value_heads": 4}, "num_key_value_heads 4 is not divisible by lanes 8: with a shared"),
+        ({"lanes": 2, "residual_mode": "standard"}, "lanes 2 has no meaning with residual_mode 'standard'"),
+        ({"desync_tp": 2}, "desync_interval 0 and desync_tp 2 have no meaning with residual_mode 'ladder'"),
+        ({"residual_mode": "desync", "desync_tp": 2}, "'desync' with desync_interval 0 and desync_tp 2"),
+        ({"residual_mode": "desync", "desync_interval": 2, "desync_tp": 1}, "desync_interval 2 and desync_tp 1"),
+        ({"residual_mode": "desync", "desync_interval": 2, "desync_tp": 2, "lanes": 2}, "lanes 2 has no meaning"),
+        (
+            {"residual_mode": "desync", "desync_interval": 2, "desync_tp": 4, "num_key_value_heads": 2},
+            "num_key_value_heads 2 is not divisible by desync_tp 4",
+        ),
+    ],
+)
+def test_lanes_that_transformers_cannot_compute_are_rejected(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        MegatronLadderConfig(num_hidden_layers=4, **changes)
+    assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (laned("ladder", 1, lanes=4), "--lanes 4 with --num-key-value-heads 2: with a shared head"),
+        (desynced(2, 4), "--residual-mode desync of 4 ranks with --num-key-value-heads 2: with a shared head"),
+    ],
+)
+def test_shared_key_and_value_heads_have_no_hugging_face_form(config: ModelConfig, words: str) -> None:
+    for write in (lambda: hf_config(config, dtype="float32"), lambda: module_files(config)):
+        with pytest.raises(UserError) as refusal:
+            write()
+        assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"intermediate_size": 49}, "--ffn-hidden-size 49 is not divisible by --lanes 2"),
+        ({"lanes": -2}, "lanes: found -2, expected an integer from 0"),
+        ({"lanes": "2"}, "lanes: found '2', expected an integer from 0"),
+        ({"residual_mode": "parallel", "ladder_layers": []}, "lanes: found 2, expected 0 with residual_mode 'par"),
+        ({"desync_interval": 2}, "desync_interval: found 2, expected 0"),
+        ({"desync_tp": 2}, "desync_tp: found 2, expected 0"),
+        ({"residual_mode": "desync", "ladder_layers": [], "lanes": 0, "desync_tp": 2}, "desync_interval: found 0"),
+        ({"residual_mode": "desync", "ladder_layers": [], "lanes": 0, "desync_interval": 2}, "desync_tp: found None"),
+        (
+            {"residual_mode": "desync", "ladder_layers": [], "lanes": 0, "desync_interval": 3, "desync_tp": 2},
+            "--desync-interval 3 is not 2 or 4",
+        ),
+    ],
+)
+def test_unsupported_values_are_rejected(changes: dict[str, Any], words: str) -> None:
+    written = hf_config(laned("ladder", 1), dtype="float32")
+    with pytest.raises(UserError) as refusal:
+        model_config_from_hf(written | changes)
+    assert [words in message for message in refusal.value.messages] == [True]
+
+
+@pytest.mark.parametrize("config", LANED + DESYNCED, ids=text_of)
+def test_configurations_survive_a_round_trip(config: ModelConfig, tmp_path: Path) -> None:
+    written = json.loads(json.dumps(hf_config(config, dtype="float32")))
+    assert model_config_from_hf(written) == config
+    MegatronLadderConfig(**written).save_pretrained(tmp_path)
+    assert model_config_from_hf(json.loads((tmp_path / "config.json").read_text())) == config
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"residual_mode": "ladder", "ladder_layers": (1, 2), "residual_staleness": 2, "lanes": 2},
+        {"residual_mode": "desync", "desync_interval": 4, "desync_tp": 2, "add_mlp_bias": True},
+    ],
+    ids=["lanes", "desync"],
+)
+def test_exported_models_run_in_transformers_and_can_be_imported(changes: dict[str, Any], tmp_path: Path) -> None:
+    config = small_config(**changes)
+    weights = {name: weight.double() for name, weight in write_cut_checkpoint(tmp_path / "run", config, {}).items()}
+    convert("export", "--load", tmp_path / "run", "--hf", tmp_path / "hf", "--dtype", "fp32")
+    module, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", trust_remote_code=True, output_loading_info=True
+    )
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokens = some_tokens(2, 12)
+    with torch.no_grad():
+        assert_close({"logits": module(tokens).logits}, {"logits": expected_logits(weights, config, tokens)}, 1e-5)
+    module.save_pretrained(tmp_path / "saved")
+    assert AutoConfig.from_pretrained(tmp_path / "saved", trust_remote_code=True).lane_count == 2
+    layout = "--tensor-model-parallel-size", 2
+    convert("import", "--hf", tmp_path / "saved", "--save", tmp_path / "again", *layout)
+    assert Checkpoint.open(tmp_path / "again").model() == config
+    convert("export", "--load", tmp_path / "again", "--hf", tmp_path / "back")
+    assert_equal_bits(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "hf"))
+
+
+def test_verification_explains_why_it_compares_no_logits_of_desync(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = small_config(residual_mode="desync", desync_interval=2, desync_tp=2)
+    write_cut_checkpoint(tmp_path / "run", config, {})
+    convert("export", "--load", tmp_path / "run", "--hf", tmp_path / "hf", "--verify")
+    assert "logits were not compared: --tensor-model-parallel-size 1: this desync model" in capsys.readouterr().out
