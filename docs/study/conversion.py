@@ -6,9 +6,9 @@
 
 Trains standard models of two sizes on Python's standard library, at 20 tokens per parameter, with the learning rate
 tuned over the whole run at the smaller size. Measures the sensitivity of their layers, and turns the upper half, the
-cheapest half, or all of them into ladder layers. Each of these models is healed for 1, 3 and 10 % of the training by
-plain training, distillation from the standard model, annealed staleness, or both, and compared with the standard model
-that is trained for as long.
+cheapest half, or all of them into ladder layers. Each of these models is healed for 1, 3 and 10 % of the training (all
+layers: 10 %) by plain training, distillation from the standard model, annealed staleness, or both, and compared with
+the standard model that is trained for as long.
 
 The share of the learning rate that healing begins with is tuned once for each method: on the first model of the smaller
 size, with the upper half converted and 10 % of healing, by the validation loss that is reported as well.
@@ -18,15 +18,18 @@ command continues after an interruption. At the end, the tables are printed, and
 """
 
 import argparse
+import contextlib
 import functools
 import itertools
 import json
 import math
 import os
+import random
 import shutil
 import statistics
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -142,8 +145,19 @@ class Study:
         self._folder, self.results, self._jobs = folder, results, jobs
 
     def prepare_data(self) -> None:
-        """Write the token files."""
-        self._run("data", "tools/prepare_corpus.py", "--output-dir", self._data, "--vocab-size", VOCABULARY)
+        """Write the token files: one file of the library in twenty is held out for validation."""
+        tokenizer = self._data / "tokenizer.model"
+        if not tokenizer.exists():
+            self._run("tokenizer", "tools/prepare_corpus.py", "--output-dir", self._data, "--vocab-size", VOCABULARY)
+        files = library_files()
+        random.Random(0).shuffle(files)
+        for name, part in {"held_out": files[::20], "training": [f for i, f in enumerate(files) if i % 20]}.items():
+            if not (self._data / f"{name}_text_document.json").exists():
+                self._run(
+                    f"data-{name}", "tools/preprocess_data.py", "--output-prefix", self._data / name,
+                    "--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", tokenizer, "--append-eod",
+                    "--input", *part,
+                )  # fmt: skip
 
     def train(self, models: Sequence[Model]) -> None:
         """Train the models without a result."""
@@ -194,7 +208,7 @@ class Study:
         self._run(
             name, "pretrain_ladder.py", *shape, "--num-attention-heads", HEADS, "--seq-length", LENGTH,
             "--micro-batch-size", BATCH, "--global-batch-size", BATCH, "--zero-stage", 0, "--train-data-path",
-            self._data / "train_text_document", "--valid-data-path", self._data / "valid_text_document",
+            self._data / "training_text_document", "--valid-data-path", self._data / "held_out_text_document",
             "--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", self._data / "tokenizer.model",
             "--train-iters", length, "--lr", f"{rate:g}", "--min-lr", f"{0.1 * rate:g}", "--lr-warmup-iters",
             length // 20, "--weight-decay", 0.1, "--adam-beta2", 0.95, "--seed", seed, "--eval-interval", length,
@@ -220,7 +234,7 @@ class Study:
         if not price.exists():
             self._run(
                 f"{model.name}-sensitivity", tool, "sensitivity", "--load", standard, "--data",
-                self._data / "train_text_document", "--output", price, "--batch-size", BATCH, "--seq-length", LENGTH,
+                self._data / "training_text_document", "--output", price, "--batch-size", BATCH, "--seq-length", LENGTH,
                 "--tokens", MEASURED_TOKENS,
             )  # fmt: skip
             self.results.add(f"{model.name}-sensitivity", json.loads(price.read_text()))
@@ -252,6 +266,16 @@ class Study:
         result = self._trained(name, save, model.size, steps, rate, model.seed + HEALING_SEED, *words)
         shutil.rmtree(save)
         return result
+
+
+def library_files() -> list[Path]:
+    """Return the files of Python's standard library that are UTF-8."""
+    found = []
+    for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
+        with contextlib.suppress(UnicodeDecodeError):
+            if "site-packages" not in path.parts and path.read_bytes().decode():
+                found.append(path)
+    return found
 
 
 def times_name(model: Model) -> str:
@@ -299,8 +323,10 @@ def healings(results: Results, model: Model) -> Iterator[Healing]:
             continue
         if name == CONTROL:
             yield Healing(model, CONTROL, "plain", percent, share)
-        else:
-            yield from (Healing(model, selection, name, percent, share) for selection in SELECTIONS)
+            continue
+        yield from (Healing(model, selection, name, percent, share) for selection in (UPPER, CHEAPEST))
+        if percent == PERCENTS[-1]:
+            yield Healing(model, ALL, name, percent, share)
     for selection in (CONTROL, *SELECTIONS):
         yield Healing(model, selection, "plain", 0, 1.0)
 

@@ -1,6 +1,6 @@
 """Converts checkpoints between Hugging Face and training, in any layout; needs no GPU and no torch.
 
-Its subcommand `sensitivity`, which runs a model, needs torch.
+Its subcommands `arrange` and `sensitivity`, which run a model, need torch.
 """
 
 import functools
@@ -14,6 +14,7 @@ from megatron_ladder.convert.measures import Measures
 from megatron_ladder.convert.options import (
     INSPECT,
     VERBS,
+    ArrangeOptions,
     ExportOptions,
     ImportOptions,
     SensitivityOptions,
@@ -52,6 +53,10 @@ def main(argv: Sequence[str]) -> None:
         conversion = plan_import(options)
     elif isinstance(options, ExportOptions):
         conversion = plan_export(options)
+    elif isinstance(options, ArrangeOptions):
+        from megatron_ladder.lab.arrangement import arrange
+
+        conversion = plan_reshape(options, arrange(options))
     else:
         conversion = plan_reshape(options)
     carry_out(conversion, options, functools.partial(print, flush=True), measures)

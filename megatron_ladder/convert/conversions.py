@@ -4,7 +4,9 @@ Each function reads headers and manifests only, and returns a checked `Conversio
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megatron_ladder import __version__
@@ -24,7 +26,7 @@ from megatron_ladder.convert.hf_directory import (
 from megatron_ladder.convert.logits import compare_logits
 from megatron_ladder.convert.options import CheckpointOptions, ExportOptions, ImportOptions, ReshapeOptions, shard_bytes
 from megatron_ladder.convert.outputs import check_hf_target, check_save_target, hf_work, publish_hf, publish_save
-from megatron_ladder.convert.plan import CopiedTensor, CopyPlan, SourceTensor, TargetBox, make_plan
+from megatron_ladder.convert.plan import CopiedTensor, CopyPlan, Permutation, SourceTensor, TargetBox, make_plan
 from megatron_ladder.convert.remote_code import hf_config, hf_type, module_files
 from megatron_ladder.convert.tokenizer_files import (
     describe_tokenizer,
@@ -89,8 +91,10 @@ def plan_import(options: ImportOptions) -> Conversion:
     )  # fmt: skip
 
 
-def plan_reshape(options: ReshapeOptions) -> Conversion:
+def plan_reshape(options: ReshapeOptions, orders: Mapping[str, Permutation] = MappingProxyType({})) -> Conversion:
     """Plan a training checkpoint with other files or another wiring, optimizer state included.
+
+    `orders` are new orders of rows or columns, by the canonical name of a tensor; they also apply to its moments.
 
     Raises:
         UserError: the checkpoint is incomplete or does not allow the layout, or the target must not be written to.
@@ -100,7 +104,11 @@ def plan_reshape(options: ReshapeOptions) -> Conversion:
     replaced = check_save_target(options.save, iteration, options.overwrite)
     tensor_parallel, stages = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     model, notes = rewired(source.model, options)
-    plan = plan_checkpoint(source.tensors, model, tensor_parallel, stages)
+    tensors = {
+        kind: {name: replace(tensor, order=orders.get(name)) for name, tensor in named.items()}
+        for kind, named in source.tensors.items()
+    }
+    plan = plan_checkpoint(tensors, model, tensor_parallel, stages)
     header = {key: value for key, value in checkpoint.manifest.items() if key not in _DERIVED_KEYS}
     header["model"] = model.to_dict()
     if "model" in header.get("run", {}):

@@ -201,19 +201,39 @@ def _tensor_rows(tensor: CopiedTensor, reader: _Reader, wanted: Sequence[Box]) -
         if not any(intersection(box, rows) for box in wanted):
             continue
         array = buffer[:count]
-        for stored, shared in source.overlapping(rows):
-            row_bytes = raw.itemsize * math.prod(stored.box.extent[1:])
-            begin = (shared.offset[0] - stored.box.offset[0]) * row_bytes
-            part = array[shared.within(rows).slices()]
-            read = part if part.flags.c_contiguous else np.empty(part.shape, raw)
-            reader.read_box(stored, begin, _as_bytes(read))
-            if read is not part:
-                part[...] = read
+        if source.order is not None and source.order.dim == 0:
+            _read_ordered_rows(source, reader, source.order.source[first : first + count], array)
+        else:
+            _read_rows(source, reader, first, array)
+        if source.order is not None and source.order.dim == 1:
+            array = array[:, source.order.source]
         try:
             yield rows, _cast(array, source.dtype, tensor.dtype)
         except OverflowError as error:
             reason = f"{error} does not fit in {tensor.dtype}; choose another --dtype"
             raise UnusableNumberError(f"{source.name}: {reason}") from None
+
+
+def _read_rows(source: SourceTensor, reader: _Reader, first: int, out: RawArray) -> None:
+    """Fill `out` with the rows from `first` on."""
+    rows = Box((first, *(0 for _ in source.shape[1:])), out.shape)
+    for stored, shared in source.overlapping(rows):
+        row_bytes = out.itemsize * math.prod(stored.box.extent[1:])
+        begin = (shared.offset[0] - stored.box.offset[0]) * row_bytes
+        part = out[shared.within(rows).slices()]
+        read = part if part.flags.c_contiguous else np.empty(part.shape, out.dtype)
+        reader.read_box(stored, begin, _as_bytes(read))
+        if read is not part:
+            part[...] = read
+
+
+def _read_ordered_rows(source: SourceTensor, reader: _Reader, order: NDArray[np.int64], out: RawArray) -> None:
+    """Fill `out` with these rows; neighbours are read at once."""
+    ends = np.append(np.flatnonzero(np.diff(order) != 1) + 1, len(order))
+    begin = 0
+    for end in ends.tolist():
+        _read_rows(source, reader, int(order[begin]), out[begin:end])
+        begin = end
 
 
 def _as_bytes(array: RawArray) -> memoryview:

@@ -77,23 +77,36 @@ class ReshapeOptions(CheckpointOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SensitivityOptions:
-    """Sensitivity. Forward passes over the same tokens, each with other layers that read late."""
+class MeasuredOptions:
+    """Text to measure a model with."""
 
-    load: Path
-    """A directory of checkpoints, whose current one is read, one checkpoint, or a Hugging Face directory."""
     data: Path
     """Prefix of the token file (.bin, .idx), as for --data-path of pretrain_ladder.py. Use text like that of the
     training."""
-    output: Path = flag(output="file")
-    """JSON file to write, for --ladder-layers best:N@FILE. A report (.md) and a picture (.png) are written next to
-    it."""
     tokens: int = flag(65_536, minimum=1)
     """Tokens to measure with, in rows that are spread evenly over the token file."""
     seq_length: int | None = flag(None, minimum=1)
     """Tokens of a row; by default 2048, or the model's positions if they are fewer."""
     batch_size: int = flag(8, minimum=1)
     """Rows per forward pass."""
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """Data type of the computation. Default: fp32 on a CPU and bf16 on a GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrangeOptions(MeasuredOptions, ReshapeOptions):
+    """Arrange. A training checkpoint in lanes (--lanes), with heads and neurons in the order that suits these lanes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SensitivityOptions(MeasuredOptions):
+    """Sensitivity. Forward passes over the same tokens, each with other layers that read late."""
+
+    load: Path
+    """A directory of checkpoints, whose current one is read, one checkpoint, or a Hugging Face directory."""
+    output: Path = flag(output="file")
+    """JSON file to write, for --ladder-layers best:N@FILE. A report (.md) and a picture (.png) are written next to
+    it."""
     residual_mode: str | None = flag(None, choices=LATE_MODES)
     """Wiring of the late layers; by default ladder, or ladder-parallel for models with one norm per layer."""
     residual_staleness: int = flag(1, minimum=1)
@@ -103,15 +116,14 @@ class SensitivityOptions:
     default. For L layers that takes L (L + 1) / 2 passes."""
     tensor_model_parallel_size: int | None = flag(None, aliases=("--tp",), minimum=1)
     """Number of processes that share the model, which are started on this machine; under a launcher, their number."""
-    dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """Data type of the computation. Default: fp32 on a CPU and bf16 on a GPU."""
 
 
-Options = ImportOptions | ExportOptions | ReshapeOptions | SensitivityOptions
+Options = ImportOptions | ExportOptions | ReshapeOptions | ArrangeOptions | SensitivityOptions
 VERBS: dict[str, tuple[type, str]] = {
     "import": (ImportOptions, "Converts a Hugging Face directory to a training checkpoint."),
     "export": (ExportOptions, "Converts a training checkpoint to a Hugging Face directory."),
     "reshape": (ReshapeOptions, "Writes a training checkpoint with other files or another wiring."),
+    "arrange": (ArrangeOptions, "Chooses which heads and neurons share a lane with own partials; needs torch."),
     "sensitivity": (SensitivityOptions, "Measures which layers cost the least when they read late; needs torch."),
 }
 _PROGRAM = "convert_checkpoint.py"

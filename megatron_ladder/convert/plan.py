@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megatron_ladder.checkpoint.boxes import Box, intersection
 from megatron_ladder.checkpoint.tensor_file import BY_NAME, FileLayout
 from megatron_ladder.errors import UserError
@@ -28,14 +31,22 @@ class StoredBox(NamedTuple):
     mapped: memoryview | None = None
 
 
+class Permutation(NamedTuple):
+    """A new order of the rows (`dim` 0) or columns (1) of a tensor: row i of the result is row `source[i]`."""
+
+    dim: int
+    source: NDArray[np.int64]
+
+
 @dataclass(frozen=True)
 class SourceTensor:
-    """A whole tensor, its name in its directory, and the boxes that tile it."""
+    """A whole tensor, its name in its directory, and the boxes that tile it; it is copied in `order`."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     boxes: tuple[StoredBox, ...]
+    order: Permutation | None = None
 
     @property
     def whole(self) -> Box:
@@ -115,6 +126,9 @@ class CopyPlan:
         digest = hashlib.sha256()
         for file in self.files:
             digest.update(f"{file.name}\0".encode() + file.header())
+        for tensor in self.tensors:
+            if (order := tensor.source.order) is not None:
+                digest.update(f"{tensor.name}\0{order.dim}\0".encode() + order.source.tobytes())
         for path in self.source_files:
             state = path.stat()
             digest.update(f"{path}\0{state.st_size}\0{state.st_mtime_ns}\0".encode())

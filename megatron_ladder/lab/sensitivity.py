@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.comm.launch import naming_lost_peers, read_rank_info, stop_process_group
-from megatron_ladder.convert.options import ReshapeOptions, SensitivityOptions
+from megatron_ladder.convert.options import MeasuredOptions, ReshapeOptions, SensitivityOptions
 from megatron_ladder.convert.sensitivity import Price, Sensitivity, write_sensitivity
 from megatron_ladder.convert.wiring import rewired
 from megatron_ladder.data.indexed import IndexedDataset
@@ -45,7 +45,7 @@ def measure_sensitivity(options: SensitivityOptions) -> None:
     stored = open_model(options.load, None, None, flag="--load")
     check_hardware(place, model, stored.config)
     target = _late_model(stored.config, options)
-    rows = _read_rows(options, stored.config)
+    rows = read_rows(options, stored.config)
     with naming_lost_peers():
         with closing(build_engine(place, model, stored)) as engine:
             found = _measure(engine, target, rows, options)
@@ -74,7 +74,7 @@ def _late_model(model: ModelConfig, options: SensitivityOptions) -> ModelConfig:
     return rewired(model, every)[0]
 
 
-def _read_rows(options: SensitivityOptions, model: ModelConfig) -> Rows:
+def read_rows(options: MeasuredOptions, model: ModelConfig) -> Rows:
     """Read rows that are spread evenly over the token file. Raises UserError if it is too short or of another model."""
     length = options.seq_length or min(_LONGEST_ROW, model.max_position_embeddings)
     if length > model.max_position_embeddings:

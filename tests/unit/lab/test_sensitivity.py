@@ -16,7 +16,7 @@ from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.convert.options import SensitivityOptions
 from megatron_ladder.data.indexed import IndexedDatasetWriter
 from megatron_ladder.errors import UserError
-from megatron_ladder.lab.sensitivity import _late_model, _read_rows
+from megatron_ladder.lab.sensitivity import _late_model, read_rows
 from tests.reference import make_weights, reference_logits
 from tests.unit.convert.saved_models import convert
 from tests.unit.generate.tiny_model import reference_of, tiny_config, write_checkpoint
@@ -173,7 +173,7 @@ def test_data_that_cannot_be_measured_is_an_error(
     write_tokens(tmp_path / "large", 100, 70)
     given = {"load": tmp_path, "data": Path("data"), "output": tmp_path / "out", "seq_length": LENGTH} | changes
     with pytest.raises(UserError, match=message):
-        _read_rows(SensitivityOptions(**given), tiny_config())
+        read_rows(SensitivityOptions(**given), tiny_config())
 
 
 def test_errors_name_the_flag(tmp_path: Path) -> None:

@@ -1,0 +1,260 @@
+"""Chooses which heads and neurons share a lane: `convert_checkpoint.py arrange`.
+
+With own partials, lane k reads its own parts of the outputs in flight and misses the others'. A unit (a key-value head
+with its query heads, or a neuron) should therefore be in the lane of the units that it affects the most. With z_u the
+activations of unit u, O_u the columns of the output matrix that they are multiplied with, and W_v the rows of the input
+matrices of unit v, the effect of u on v in a sub-block whose norm has the weight g and divides by rms is
+
+    E |W_v diag(g) O_u z_u|^2 E[1 / rms^2] = tr(S_u M M^T) E[1 / rms^2]    S_u = E[z_u z_u^T],  M = O_u^T diag(g) W_v^T
+
+The lanes are chosen sub-block by sub-block such that the sum of the effects inside lanes grows, given the lanes of all
+other sub-blocks: an assignment problem, since every lane has equally many units. Effects of different units are added
+as if they were independent. The sum over the units of a lane is one [h, h] matrix.
+
+Exchanging units does not change what the model computes without own partials.
+"""
+
+import functools
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.tensors import Branch, layer_tensors
+from megatron_ladder.comm.launch import read_rank_info
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.convert.options import ArrangeOptions
+from megatron_ladder.convert.plan import Permutation
+from megatron_ladder.convert.wiring import rewired
+from megatron_ladder.errors import UserError
+from megatron_ladder.generate.loading import DTYPES, open_model
+from megatron_ladder.lab.sensitivity import read_rows
+from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.parallel.layout import parameter_sections
+from megatron_ladder.parallel.linear import RowParallelLinear
+from megatron_ladder.progress import ProgressBar
+
+_MOST_SWEEPS = 10
+_LEAST_GAIN = 0.002
+"""The sweeps end when one adds less than this share of all effects."""
+_UNITS_AT_ONCE = 1024
+"""Units of one assignment problem, whose time grows with the third power."""
+
+
+class _Units:
+    """The units of one branch of a sub-block."""
+
+    def __init__(self, branch: Branch, norm: Tensor, weights: Mapping[str, Tensor], lanes: int) -> None:
+        """`norm` is the weight of the norm [h]; `weights` are by canonical name."""
+        self.branch = branch
+        self.count = min(matrix.weight.heads or matrix.weight.shape[0] for matrix in branch.inputs)
+        self.lanes: NDArray[np.int64] = np.arange(self.count) * lanes // self.count
+        """The lane of each unit."""
+        self.moments = torch.zeros(())
+        """The sum of z z^T over all tokens, [units, columns of a unit, columns of a unit]."""
+        self.inverse_square = torch.zeros(())
+        """The sum of 1 / rms^2 over all tokens."""
+        self.norm = norm
+        self._weights = weights
+
+    def inputs(self, members: NDArray[np.bool_] | slice = slice(None)) -> Tensor:
+        """Return W diag(g) of some units, [units, rows of a unit, h]."""
+        matrices = (self._weights[matrix.weight.name] for matrix in self.branch.inputs)
+        rows = [matrix.unflatten(0, (self.count, -1))[members].float() for matrix in matrices]
+        return torch.cat(rows, dim=1) * self.norm.float()
+
+    def outputs(self, members: NDArray[np.bool_] | slice = slice(None)) -> Tensor:
+        """Return O^T of some units, [units, columns of a unit, h]."""
+        return self._weights[self.branch.output.weight.name].t().unflatten(0, (self.count, -1))[members].float()
+
+    def consumed(self, lane: int) -> Tensor:
+        """Return the sum over a lane's units of diag(g) W^T W diag(g) / rms^2, [h, h]."""
+        rows = self.inputs(self.lanes == lane).flatten(0, 1)
+        return rows.t() @ rows * self.inverse_square
+
+    def produced(self, lane: int) -> Tensor:
+        """Return the sum over a lane's units of O S O^T, [h, h]."""
+        members = self.lanes == lane
+        outputs = self.outputs(members)
+        return (self.moments[members] @ outputs).flatten(0, 1).t() @ outputs.flatten(0, 1)
+
+    def effects_on(self, consumed: Tensor) -> Tensor:
+        """Return the effect of each unit on the units of a `consumed` matrix, [units]."""
+        outputs = self.outputs()
+        return (outputs @ consumed @ outputs.transpose(1, 2) * self.moments).sum((1, 2))
+
+    def effects_of(self, produced: Tensor) -> Tensor:
+        """Return the effect on each unit of the units of a `produced` matrix, [units]."""
+        inputs = self.inputs()
+        return (inputs @ produced * inputs).sum((1, 2)) * self.inverse_square
+
+    def record_activations(self, _: object, args: tuple[Tensor, ...]) -> None:
+        """Add the moments of the input [s, b, width] of the output projection."""
+        z = args[0].float().flatten(0, 1).unflatten(1, (self.count, -1))
+        self.moments = self.moments + torch.einsum("nuv,nuw->uvw", z, z)
+
+    def record_read(self, _: object, args: tuple[Tensor, ...], result: Any) -> None:
+        """Add 1 / rms^2 of the input [s, b, h] of the norm, which returns it if it has added an output to it."""
+        stream = result[0] if isinstance(result, tuple) else args[0]
+        self.inverse_square = self.inverse_square + (1 / stream.float().pow(2).mean(-1)).sum()
+
+    def orders(self) -> Iterator[tuple[str, Permutation]]:
+        """Yield the new order of the rows or columns of each tensor, lane after lane."""
+        units = np.argsort(self.lanes, kind="stable")
+
+        def of(size: int) -> NDArray[np.int64]:
+            return np.arange(size).reshape(self.count, -1)[units].reshape(-1)
+
+        for matrix in self.branch.inputs:
+            for tensor in matrix.tensors:
+                yield tensor.name, Permutation(0, of(tensor.shape[0]))
+        output = self.branch.output.weight
+        yield output.name, Permutation(1, of(output.shape[1]))
+
+
+class _SubBlock:
+    def __init__(self, branches: Sequence[_Units]) -> None:
+        self.branches = branches
+        self.read_by: list[_SubBlock] = []
+        """Later sub-blocks that read while the output of this one is in flight."""
+        self.reads: list[_SubBlock] = []
+        """Earlier sub-blocks whose outputs are in flight when this one reads."""
+
+    def effects_on(self, lanes: int) -> list[Tensor]:
+        """Return the effects of each branch's units on later units, by the lane of those, [units, lanes]."""
+        later = [units for sub_block in self.read_by for units in sub_block.branches]
+        consumed = [self._sum(units.consumed(lane) for units in later) for lane in range(lanes)]
+        return [torch.stack([units.effects_on(matrix) for matrix in consumed], 1) for units in self.branches]
+
+    def effects_of(self, lanes: int) -> list[Tensor]:
+        """Return the effects of earlier units on each branch's units, by the lane of those, [units, lanes]."""
+        earlier = [units for sub_block in self.reads for units in sub_block.branches]
+        produced = [self._sum(units.produced(lane) for units in earlier) for lane in range(lanes)]
+        return [torch.stack([units.effects_of(matrix) for matrix in produced], 1) for units in self.branches]
+
+    def _sum(self, matrices: Iterable[Tensor]) -> Tensor:
+        """Return the sum of matrices [h, h], of which there may be none."""
+        norm = self.branches[0].norm
+        return functools.reduce(torch.add, matrices, norm.new_zeros(len(norm), len(norm), dtype=torch.float32))
+
+
+@torch.inference_mode()
+def arrange(options: ArrangeOptions) -> Mapping[str, Permutation]:
+    """Return the new order of the rows or columns of each tensor, by canonical name.
+
+    Raises:
+        UserError: the model or the data cannot be used, or the flags request no lanes.
+    """
+    stored = open_model(options.load, None, None, flag="--load")
+    target = _arranged_model(stored.config, options)
+    rows = torch.from_numpy(read_rows(options, stored.config)[:, :-1])
+    device = read_rank_info().device()
+    dtype = DTYPES[options.dtype or ("bf16" if device.type == "cuda" else "fp32")]
+    model = LanguageModel(stored.config, ProcessMesh.single(), dtype=dtype, device=device)
+    stored.fill(model)
+    sub_blocks = _measure(model, target, rows.to(device), options.batch_size)
+    before = _share_inside(sub_blocks, target.lanes)
+    after = _improve(sub_blocks, target.lanes, before)
+    print(f"effects of outputs in flight that are inside a lane: {before:.1%} before, {after:.1%} after", flush=True)
+    units = (units for sub_block in sub_blocks for units in sub_block.branches)
+    return dict(order for one in units for order in one.orders())
+
+
+def _arranged_model(model: ModelConfig, options: ArrangeOptions) -> ModelConfig:
+    """Return the model with lanes. Raises UserError if there is nothing to arrange."""
+    if model.lanes or model.wiring.stream == "per rank":
+        raise UserError(
+            f"--load {options.load}: the model depends on which heads and neurons share a rank, so they cannot be "
+            "exchanged: arrange the model that it was made from"
+        )
+    target = rewired(model, options)[0]
+    if not target.lanes:
+        raise UserError("--lanes: expected a number of at least 2, and late layers: only then do lanes matter")
+    if target.num_key_value_heads % target.lanes:
+        raise UserError(
+            f"--lanes {target.lanes}: the model has {target.num_key_value_heads} key-value heads, and lanes that share "
+            "one cannot be arranged: give a divisor of that number"
+        )
+    return target
+
+
+def _measure(model: LanguageModel, target: ModelConfig, rows: Tensor, batch_size: int) -> list[_SubBlock]:
+    """Run the model over rows of tokens; return its sub-blocks with everything that the choice depends on."""
+    weights = {
+        section.name: section.view(parameter)
+        for parameter, sections in parameter_sections(model)
+        for section in sections
+    }
+    described = [tensors for layer in layer_tensors(target) for tensors in layer]
+    outputs = {
+        module.sections["weight"][0].name: module for module in model.modules() if isinstance(module, RowParallelLinear)
+    }
+    found, hooks, in_flight = list[_SubBlock](), list[Any](), deque[_SubBlock]()
+    for step, tensors in zip(model.stack.sub_blocks(), described, strict=True):
+        sub_block = _SubBlock(
+            [_Units(branch, weights[tensors.norm.name], weights, target.lanes) for branch in tensors.branches]
+        )
+        for units in sub_block.branches:
+            output = outputs[units.branch.output.weight.name]
+            hooks.append(output.register_forward_pre_hook(units.record_activations))
+            hooks.append(step.norm.register_forward_hook(units.record_read))
+        while len(in_flight) > tensors.wired.staleness:
+            in_flight.popleft()
+        for earlier in in_flight:
+            earlier.read_by.append(sub_block)
+            sub_block.reads.append(earlier)
+        in_flight.append(sub_block)
+        found.append(sub_block)
+    with ProgressBar("measuring activations", len(rows), " rows") as bar:
+        for batch in rows.split(batch_size):
+            model.hidden_states(batch, model.training_context(batch))
+            bar.advance(len(batch))
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def _share_inside(sub_blocks: Sequence[_SubBlock], lanes: int) -> float:
+    """Return the share of all effects on later sub-blocks that is inside a lane."""
+    inside = total = 0.0
+    for sub_block in sub_blocks:
+        for units, effects in zip(sub_block.branches, sub_block.effects_on(lanes), strict=True):
+            inside += float(effects.gather(1, torch.from_numpy(units.lanes).to(effects.device).unsqueeze(1)).sum())
+            total += float(effects.sum())
+    return inside / total
+
+
+def _improve(sub_blocks: Sequence[_SubBlock], lanes: int, share: float) -> float:
+    """Move units to other lanes until the share inside lanes, which is returned, hardly grows."""
+    with ProgressBar("arranging", _MOST_SWEEPS * len(sub_blocks), " sub-blocks") as bar:
+        for _ in range(_MOST_SWEEPS):
+            for sub_block in sub_blocks:
+                effects = zip(sub_block.effects_on(lanes), sub_block.effects_of(lanes), strict=True)
+                for units, (on, of) in zip(sub_block.branches, effects, strict=True):
+                    units.lanes = _assign((on + of).cpu().numpy())
+                bar.advance(1)
+            before, share = share, _share_inside(sub_blocks, lanes)
+            if share - before < _LEAST_GAIN:
+                break
+    return share
+
+
+def _assign(gains: NDArray[np.float32]) -> NDArray[np.int64]:
+    """Return the lane of each unit that maximises the sum of `gains` [units, lanes]; every lane has as many units."""
+    # Imported here because scipy comes with the extra [lab].
+    from scipy.optimize import linear_sum_assignment
+
+    units, lanes = gains.shape
+    found = np.empty(units, np.int64)
+    problems = -(-units // _UNITS_AT_ONCE)
+    # Every problem has a multiple of `lanes` units, from everywhere in the branch.
+    for members in (np.arange(units).reshape(-1, lanes)[first::problems].reshape(-1) for first in range(problems)):
+        places = np.repeat(gains[members], len(members) // lanes, axis=1)
+        rows, columns = linear_sum_assignment(places, maximize=True)
+        found[members[rows]] = columns // (len(members) // lanes)
+    return found

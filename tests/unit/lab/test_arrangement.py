@@ -1,0 +1,192 @@
+"""`convert_checkpoint.py arrange`: which heads and neurons share a lane."""
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.convert.options import ArrangeOptions
+from megatron_ladder.errors import UserError
+from megatron_ladder.lab import arrangement
+from megatron_ladder.model.language_model import LanguageModel
+from tests.helpers.sharded import fill_slices
+from tests.reference import ReferenceConfig, make_weights, reference_logits
+from tests.unit.convert.saved_models import convert, small_config, write_cut_checkpoint
+from tests.unit.generate.tiny_model import tiny_config, write_checkpoint
+from tests.unit.lab.test_sensitivity import write_tokens
+
+TP = ("--tensor-model-parallel-size",)
+MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "two norms": ({"num_key_value_heads": 4, "add_qkv_bias": True, "qk_layernorm": True}, ["--lanes", "2", *TP, "2"]),
+    "grouped queries": (
+        {"num_attention_heads": 8, "head_dim": 4, "num_key_value_heads": 4, "add_mlp_bias": True},
+        ["--lanes", "4", *TP, "4", "--ladder-layers", "1,2", "--residual-staleness", "3"],
+    ),
+    "one norm": (
+        {"num_key_value_heads": 4, "residual_mode": "parallel"},
+        ["--residual-mode", "ladder-parallel", "--lanes", "4"],
+    ),
+    "of the attention only": ({"num_key_value_heads": 4}, ["--residual-mode", "ladder-attention", "--lanes", "4"]),
+}
+"""Changes of the model, and flags."""
+
+
+def read_all(load: Path, kind: str = "weight") -> tuple[ModelConfig, dict[str, Tensor]]:
+    """Return a checkpoint's model, and its tensors of a kind."""
+    checkpoint = Checkpoint.open(load)
+    found = {}
+    for name, stored in checkpoint.stored(kind).items():
+        found[name] = torch.empty(stored.global_shape)
+        checkpoint.read(name, kind, [0] * len(stored.global_shape), stored.global_shape, found[name])
+    return checkpoint.model(), found
+
+
+def arranged(folder: Path, config: ModelConfig, weights: Mapping[str, Tensor], *words: str) -> dict[str, Tensor]:
+    """Run the command on a model, and return the weights of its result."""
+    write_checkpoint(folder / "run", config, weights)
+    write_tokens(folder / "data", 200)
+    sizes = ("--tokens", 150, "--seq-length", 16, "--batch-size", 3)
+    convert("arrange", "--load", folder / "run", "--save", folder / "new", "--data", folder / "data", *sizes, *words)
+    model, found = read_all(folder / "new")
+    assert model.lanes == int(words[words.index("--lanes") + 1])
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_model_computes_the_same_without_own_partials(name: str, tmp_path: Path) -> None:
+    changes, words = MODELS[name]
+    config = tiny_config(**changes)
+    reference = ReferenceConfig.like(config)
+    weights = make_weights(reference, 3)
+    found = arranged(tmp_path, config, weights, *words)
+    assert any(not torch.equal(found[name], weights[name]) for name in weights)
+    tokens = torch.arange(24).view(2, 12) * 2
+    expected, others = (
+        reference_logits({name: one.double() for name, one in these.items()}, reference, tokens)
+        for these in (weights, found)
+    )
+    assert (expected - others).abs().max() < 1e-12
+
+
+def test_moments_follow_their_weights(tmp_path: Path) -> None:
+    """The checkpoint is cut at any element, and written for two ranks."""
+    config = small_config(num_key_value_heads=4)
+    weights = write_cut_checkpoint(tmp_path / "run", config, {})
+    write_tokens(tmp_path / "data", 200)
+    words = ("--load", tmp_path / "run", "--save", tmp_path / "new", "--data", tmp_path / "data", "--lanes", 2)
+    convert("arrange", *words, *TP, 2, "--seq-length", 16, "--verify")
+    found, first, second = (read_all(tmp_path / "new", kind)[1] for kind in ("weight", "exp_avg", "exp_avg_sq"))
+    assert any(not torch.equal(found[name], weights[name]) for name in weights)
+    for name, weight in found.items():
+        assert torch.equal(first[name], weight * 0.1) and torch.equal(second[name], weight.square()), name
+
+
+def planted_weights(config: ModelConfig, groups: int, seed: int) -> dict[str, Tensor]:
+    """Return weights whose units form groups that read and write separate parts of the stream, in random order."""
+    weights = make_weights(ReferenceConfig.like(config), seed)
+    generator = torch.Generator().manual_seed(seed)
+    part = torch.arange(config.hidden_size) * groups // config.hidden_size
+    for layer in range(config.num_layers):
+        for branch, units, inputs, output in (
+            ("attention", config.num_key_value_heads, ("q_proj", "k_proj", "v_proj"), "o_proj"),
+            ("mlp", config.ffn_hidden_size, ("gate_proj", "up_proj"), "down_proj"),
+        ):
+            group = torch.arange(units)[torch.randperm(units, generator=generator)] * groups // units
+            for name in (*inputs, output):
+                weight = weights[f"layers.{layer}.{branch}.{name}.weight"]
+                rows = weight.t() if name == output else weight
+                inside = group.repeat_interleave(len(rows) // units)[:, None] == part
+                rows.mul_(inside)
+    return weights
+
+
+def groups_of_lanes(rows: Tensor, lanes: int, groups: int) -> list[set[int]]:
+    """Return the groups whose parts of the stream each lane's rows [units x size, h] read or write."""
+    used = rows.unflatten(0, (lanes, -1)).abs().sum(1).unflatten(1, (groups, -1)).sum(-1)
+    return [{group for group in range(groups) if one[group] > 0} for one in used]
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_planted_groups_are_found(staleness: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny_config(num_key_value_heads=4, num_layers=2)
+    weights = planted_weights(config, 4, seed=5)
+    found = arranged(tmp_path, config, weights, "--lanes", "4", "--residual-staleness", str(staleness))
+    assert "100.0% after" in capsys.readouterr().out
+    lanes = [
+        groups_of_lanes(weight.t() if name.split(".")[-2] in ("o_proj", "down_proj") else weight, 4, 4)
+        for name, weight in found.items()
+        if "_proj" in name
+    ]
+    assert len({str(one) for one in lanes}) == 1 and sorted(map(sorted, lanes[0])) == [[0], [1], [2], [3]]
+
+
+@torch.inference_mode()
+def test_effects_are_those_of_the_formula(tmp_path: Path) -> None:
+    """Effects of each neuron of layer 0 on the attention of layer 1, from activations, one unit at a time."""
+    config = tiny_config(num_key_value_heads=4, num_layers=2)
+    weights = make_weights(ReferenceConfig.like(config), 3)
+    model = LanguageModel(config, ProcessMesh.single())
+    fill_slices(model, weights)
+    recorded: dict[str, Tensor] = {}
+    steps = model.stack.sub_blocks()
+    hooks = [
+        steps[1].body.down_proj.register_forward_pre_hook(  # type: ignore[attr-defined]
+            lambda _, args: recorded.__setitem__("neurons", args[0].flatten(0, 1))
+        ),
+        steps[2].norm.register_forward_hook(
+            lambda _, args, result: recorded.__setitem__("stream", result[0].flatten(0, 1))
+        ),
+    ]
+    rows = torch.arange(64).view(4, 16)
+    options = ArrangeOptions(load=tmp_path, save=tmp_path, data=tmp_path, lanes=2, residual_mode="ladder")
+    sub_blocks = arrangement._measure(model, arrangement._arranged_model(config, options), rows, 4)
+    for hook in hooks:
+        hook.remove()
+    g = weights["layers.1.attention_norm.weight"]
+    into = torch.cat([weights[f"layers.1.attention.{which}_proj.weight"] for which in "qkv"])
+    inverse = 1 / recorded["stream"].pow(2).mean(-1)
+    # Both attention's lanes together.
+    found = sub_blocks[1].effects_on(2)[0].sum(1)
+    for unit in (0, 7, 47):
+        written = recorded["neurons"][:, unit, None] * weights["layers.0.mlp.down_proj.weight"][:, unit]
+        read = (written * g) @ into.t()
+        expected = read.pow(2).sum() * inverse.sum()
+        torch.testing.assert_close(found[unit], expected, rtol=1e-4, atol=0)
+    # And from the other side: the sum over all neurons of the effects on the heads is the same.
+    torch.testing.assert_close(sub_blocks[2].effects_of(2)[0].sum(), found.sum(), rtol=1e-4, atol=0)
+
+
+def test_every_lane_has_as_many_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    gains = np.random.default_rng(0).random((8, 2), np.float32)
+    found = arrangement._assign(gains)
+    halves = (set(chosen) for chosen in itertools.combinations(range(8), 4))
+    best = max(sum(float(gains[unit, int(unit not in half)]) for unit in range(8)) for half in halves)
+    assert np.bincount(found).tolist() == [4, 4]
+    assert gains[np.arange(8), found].sum() == pytest.approx(best)
+    monkeypatch.setattr(arrangement, "_UNITS_AT_ONCE", 4)
+    assert np.bincount(arrangement._assign(np.random.default_rng(1).random((30, 3), np.float32))).tolist() == [10] * 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "message"),
+    [
+        ({}, {}, "--lanes: expected a number of at least 2"),
+        ({}, {"lanes": 1}, "--lanes: expected a number of at least 2"),
+        ({}, {"lanes": 2, "ladder_layers": "none"}, "--lanes: expected a number of at least 2"),
+        ({"num_key_value_heads": 2}, {"lanes": 4}, "--lanes 4: the model has 2 key-value heads"),
+        ({"residual_mode": "ladder", "ladder_layers": (0,), "lanes": 2}, {"lanes": 2}, "--load run: the model depends"),
+        ({"residual_mode": "desync", "desync_interval": 2, "desync_tp": 2}, {"lanes": 2}, "--load run: the model"),
+    ],
+)
+def test_errors_name_the_flag(changes: dict[str, Any], words: dict[str, Any], message: str) -> None:
+    options = ArrangeOptions(load=Path("run"), save=Path("new"), data=Path("data"), **words)
+    with pytest.raises(UserError, match=f"^{message}"):
+        arrangement._arranged_model(tiny_config(**changes), options)
