@@ -4,6 +4,7 @@ Its subcommands `arrange` and `sensitivity`, which run a model, need torch.
 """
 
 import functools
+import importlib.util
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,10 +18,11 @@ from megatron_ladder.convert.options import (
     ArrangeOptions,
     ExportOptions,
     ImportOptions,
+    MeasuredOptions,
     SensitivityOptions,
     parse_options,
 )
-from megatron_ladder.errors import run_program
+from megatron_ladder.errors import UserError, run_program
 
 COMMANDS = (
     *(Command((kind,), verb, text) for verb, (kind, text) in VERBS.items()),
@@ -31,6 +33,8 @@ COMMANDS = (
 def main(argv: Sequence[str]) -> None:
     """Read the command line and run its subcommand."""
     options = parse_options(argv)
+    if isinstance(options, MeasuredOptions) and importlib.util.find_spec("torch") is None:
+        raise UserError("arrange and sensitivity run the model: install torch")
     if isinstance(options, SensitivityOptions):
         ranks = options.tensor_model_parallel_size or 1
         if ranks > 1 and "WORLD_SIZE" not in os.environ:
@@ -56,6 +60,8 @@ def main(argv: Sequence[str]) -> None:
     elif isinstance(options, ArrangeOptions):
         from megatron_ladder.lab.arrangement import arrange
 
+        # Errors of the flags come before the measurement.
+        plan_reshape(options)
         conversion = plan_reshape(options, arrange(options))
     else:
         conversion = plan_reshape(options)
