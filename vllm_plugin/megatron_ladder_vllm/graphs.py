@@ -16,12 +16,24 @@ class FullGraphs(VerifyAndUpdateConfig):
         """Set the mode of CUDA graphs, unless the user did.
 
         Raises:
-            ValueError: the lanes or ranks of the model read different streams, or the user requested piecewise graphs.
+            ValueError: a desync model, ranks that are not the lanes of the model, or piecewise graphs.
         """
-        config = vllm_config.model_config.hf_config
-        if config.lane_count:
-            key = f"lanes {config.lanes}" if config.lanes else f"residual_mode {config.residual_mode!r}"
-            raise ValueError(f"{key}: the plugin cannot serve this wiring; use tools/generate.py")
+        config, parallel = vllm_config.model_config.hf_config, vllm_config.parallel_config
+        if config.lanes:
+            if parallel.tensor_parallel_size != config.lanes:
+                raise ValueError(
+                    f"--tensor-parallel-size {parallel.tensor_parallel_size}: the model has {config.lanes} lanes with "
+                    f"own partials, one for each rank: use {config.lanes}"
+                )
+            if parallel.pipeline_parallel_size > 1:
+                raise ValueError(
+                    f"--pipeline-parallel-size {parallel.pipeline_parallel_size}: vLLM cannot pass the parts of each "
+                    f"of the {config.lanes} lanes on to the next stage: use 1"
+                )
+        elif config.lane_count:
+            raise ValueError(
+                f"residual_mode {config.residual_mode!r}: the plugin cannot serve this wiring; use tools/generate.py"
+            )
         compilation = vllm_config.compilation_config
         if compilation.cudagraph_mode is None:
             compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY

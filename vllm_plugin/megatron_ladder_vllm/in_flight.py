@@ -166,6 +166,13 @@ class PendingOutputs:
             self._pending.append(Pending(buffer, partial))
             self._latest = buffer
 
+    def add_own_parts(self, stream: Tensor) -> Tensor:
+        """Return the sum of the stream and this rank's parts of all outputs."""
+        for output in self._pending:
+            assert output.partial is not None, "a sum from another stage has no parts"
+            stream = stream + output.partial
+        return stream
+
     def pop(self) -> Tensor:
         """Wait for the oldest output and remove it."""
         oldest = self._pending.pop(0)

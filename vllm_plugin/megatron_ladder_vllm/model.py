@@ -8,6 +8,8 @@ The one rule, with s_i the staleness of sub-block h_i:
         pending.append(start_all_reduce(h_i(norm_i(r))))    runs while the next s_i sub-blocks compute
     while pending:                 r = r + wait(pending.pop_first())
 
+With own partials, every rank is a lane, and h_i(norm_i(r + this rank's parts of the pending outputs)) is launched.
+
 Tensors are [tokens, width]; weights, heads and key-value caches are shards of the tensor-parallel ranks.
 """
 
@@ -116,8 +118,17 @@ class LadderMLP(nn.Module):
         return output
 
 
-def read_stream(norm: RMSNorm, stream: Tensor, pending: PendingOutputs, staleness: int) -> tuple[Tensor, Tensor]:
-    """Return the normed stream, from which at most `staleness` outputs are missing, and that stream."""
+def read_stream(
+    norm: RMSNorm, stream: Tensor, pending: PendingOutputs, staleness: int, reads_own_parts: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the normed stream, from which at most `staleness` outputs are missing, and that stream.
+
+    With `reads_own_parts`, this rank's parts of the missing outputs are normed with it.
+    """
+    if reads_own_parts and staleness > 0:
+        while len(pending) > staleness:
+            stream = stream + pending.pop()
+        return norm(pending.add_own_parts(stream)), stream
     while len(pending) > staleness + 1:
         stream = stream + pending.pop()
     if len(pending) <= staleness:
@@ -133,6 +144,7 @@ class LadderDecoderLayer(nn.Module):
         super().__init__()
         config = vllm_config.model_config.hf_config
         self.sub_blocks = config.sub_blocks(int(prefix.rsplit(".", 1)[1]))
+        self.reads_own_parts = config.lanes > 0
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = LadderAttention(config, vllm_config, f"{prefix}.self_attn")
         self.mlp = LadderMLP(config, vllm_config, f"{prefix}.mlp")
@@ -143,7 +155,7 @@ class LadderDecoderLayer(nn.Module):
         """Compute the sub-blocks, which change `pending`; return the stream [tokens, hidden_size]."""
         for kind, staleness in self.sub_blocks:
             norm = self.post_attention_layernorm if kind == "mlp" else self.input_layernorm
-            normed, stream = read_stream(norm, stream, pending, staleness)
+            normed, stream = read_stream(norm, stream, pending, staleness, self.reads_own_parts)
             if kind == "mlp":
                 partial = self.mlp(normed)
             else:
@@ -221,7 +233,7 @@ class MegatronLadderModel(nn.Module):
         for layer in islice(self.layers, self.start_layer, self.end_layer):
             stream = layer(positions, stream, pending)
         if get_pp_group().is_last_rank:
-            normed, _ = read_stream(self.norm, stream, pending, 0)
+            normed, _ = read_stream(self.norm, stream, pending, 0, reads_own_parts=False)
             return normed
         while len(pending) > len(self.sent):
             stream = stream + pending.pop()

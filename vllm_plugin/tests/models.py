@@ -25,6 +25,11 @@ WIRINGS: dict[str, dict[str, Any]] = {
     "ladder-parallel": {"residual_mode": "ladder-parallel", "ladder_layers": (0, 1, 2)},
     "ladder-attention": {"residual_mode": "ladder-attention", "ladder_layers": (0, 1, 2)},
 }
+LANES: dict[str, dict[str, Any]] = {
+    "lanes": {"residual_mode": "ladder", "ladder_layers": (0, 1, 2), "residual_staleness": 2, "lanes": 2},
+    "lanes-hybrid": {"residual_mode": "ladder", "ladder_layers": (1, 2), "lanes": 2, "add_qkv_bias": True},
+}
+"""They run on two ranks only."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "biases": {"add_qkv_bias": True, "add_attention_output_bias": True, "add_mlp_bias": True},
     "qk-norm": {"qk_layernorm": True},
@@ -55,16 +60,20 @@ def write_everything(folder: Path) -> None:
         "num_layers": LAYERS, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 96, "max_position_embeddings": 128,
     }  # fmt: skip
-    changes = WIRINGS | {name: WIRINGS["hybrid"] | changes for name, changes in VARIANTS.items()}
+    changes = WIRINGS | LANES | {name: WIRINGS["hybrid"] | changes for name, changes in VARIANTS.items()}
     for name in changes:
         # The weights of all wirings are the same, so a model with the wrong wiring gives wrong tokens.
-        model = random_model(tiny_config(**sizes | changes[name]))
+        # Lanes divide the same weights.
+        whole = {key: value for key, value in changes[name].items() if key != "lanes"}
+        model = random_model(tiny_config(**sizes | whole))
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():
                 if parameter_name.endswith("bias"):
                     # Biases near one, which suit norms, would always make the same token the most likely.
                     parameter.sub_(1.0)
         write_hf(model, folder / name)
+        if "lanes" in changes[name]:
+            change_config(folder / name, lanes=changes[name]["lanes"])
     # Without ladder layers the export is a plain Llama.
     (folder / "standard").rename(folder / "llama")
     shutil.copytree(folder / "ladder", folder / "standard")
@@ -74,8 +83,6 @@ def write_everything(folder: Path) -> None:
     (folder / "references.json").write_text(json.dumps(references))
     shutil.copytree(folder / "ladder", folder / "desync")
     change_config(folder / "desync", residual_mode="desync", ladder_layers=[], desync_interval=2, desync_tp=2)
-    shutil.copytree(folder / "ladder", folder / "lanes")
-    change_config(folder / "lanes", lanes=2)
     for name in ("standard", "llama"):
         quantise(folder / name, folder / f"{name}-int8")
     shutil.copytree(folder / "ladder", folder / "served")

@@ -51,10 +51,25 @@ def register_with_version(version: str) -> tuple[list[str], tuple[bool, bool]]:
     return messages, registered_types()
 
 
-@pytest.mark.parametrize(("name", "words"), [("desync", "residual_mode 'desync'"), ("lanes", "lanes 2")])
-def test_wirings_with_different_streams_are_rejected_by_name(name: str, words: str, models: Path, here: Any) -> None:
-    with pytest.raises(ValueError, match=f"{words}: the plugin cannot serve this wiring"):
-        here(engine_config, models / name, None)
+def test_desync_is_rejected_by_name(models: Path, here: Any) -> None:
+    with pytest.raises(ValueError, match="residual_mode 'desync': the plugin cannot serve this wiring"):
+        here(engine_config, models / "desync", None)
+
+
+def test_every_lane_needs_a_rank(models: Path, here: Any) -> None:
+    with pytest.raises(ValueError, match="--tensor-parallel-size 1: the model has 2 lanes .*: use 2"):
+        here(engine_config, models / "lanes", None)
+
+
+def test_lanes_cannot_be_staged() -> None:
+    from megatron_ladder_vllm.configuration_megatron_ladder import MegatronLadderConfig
+    from megatron_ladder_vllm.graphs import FullGraphs
+
+    model = SimpleNamespace(hf_config=MegatronLadderConfig(ladder_layers=2, lanes=2))
+    parallel = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=2)
+    config: Any = SimpleNamespace(model_config=model, parallel_config=parallel)
+    with pytest.raises(ValueError, match="--pipeline-parallel-size 2: .* 2 lanes .*: use 1"):
+        FullGraphs.verify_and_update_config(config)
 
 
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])
@@ -94,6 +109,6 @@ def test_full_graphs_are_the_default(models: Path) -> None:
 
     compilation = CompilationConfig()
     model = SimpleNamespace(hf_config=MegatronLadderConfig())
-    config: Any = SimpleNamespace(compilation_config=compilation, model_config=model)
+    config: Any = SimpleNamespace(compilation_config=compilation, model_config=model, parallel_config=None)
     FullGraphs.verify_and_update_config(config)
     assert compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_plugin.tests.models import VARIANTS, WIRINGS, make_prompts
+from vllm_plugin.tests.models import LANES, VARIANTS, WIRINGS, make_prompts
 
 EAGER, COMPILED = {"enforce_eager": True}, {"enforce_eager": False}
 # Every variant with both numbers of ranks, and in both modes.
@@ -16,7 +16,10 @@ _VARIANT_CASES = [
     for index, name in enumerate(VARIANTS)
     for rank_count, mode in zip((1, 2), (("eager", "compiled"), ("compiled", "eager"))[index % 2], strict=True)
 ]
-CASES = [*product(WIRINGS, product((1, 2), ("eager", "compiled"))), *_VARIANT_CASES]
+CASES = [
+    *product(WIRINGS, product((1, 2), ("eager", "compiled"))), *product(LANES, product((2,), ("eager", "compiled"))),
+    *_VARIANT_CASES,
+]  # fmt: skip
 
 
 def test_the_references_distinguish_the_models(references: Any) -> None:
@@ -58,7 +61,7 @@ def test_tokens_with_pipeline_stages(model: str, partition: str, models: Path, r
     assert ranks.run(engines.staged_tokens, models / model, partition) == [references[model]] * 2
 
 
-@pytest.mark.parametrize("model", [*WIRINGS, *VARIANTS])
+@pytest.mark.parametrize("model", [*WIRINGS, *LANES, *VARIANTS])
 def test_the_exported_module_chooses_the_same_tokens(model: str, models: Path, references: Any) -> None:
     module = exported(models / model)
     for prompt, tokens in zip(make_prompts(), references[model], strict=True):
