@@ -12,8 +12,10 @@ The model is a plain one, on one process that computes all lanes, so autograd gi
 with the package.
 
 Stages: `train` trains standard models of two sizes at 20 tokens per parameter, with the learning rate tuned over the
-whole run at the smaller one. Each of them is then evaluated with the other wirings, without further training. `scratch`
-trains every wiring at the smaller size, tuned in the same way. `report` prints the tables of what exists.
+whole run at the smaller one. Each of them is then evaluated with the other wirings, without further training. `arrange`
+trains the standard models of the smaller size again, and evaluates them with heads and neurons exchanged such that
+those which affect each other share a lane. `scratch` trains every wiring at the smaller size, tuned in the same way.
+`report` prints the tables of what exists.
 
 The text is Python's standard library, as bytes. FILE receives the result of each trial, and a trial with a result is
 skipped, so the same command continues after an interruption.
@@ -38,6 +40,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from results import Result, Results
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 VOCABULARY, POSITIONS, ROWS, LAYERS, HEADS = 256, 128, 32, 12, 8
@@ -49,7 +52,8 @@ RATES = (4e-3, 8e-3, 1.6e-2, 3.2e-2)
 """Learning rates at the small size; the large one has the best of them times the ratio of the hidden sizes."""
 SEEDS = (1, 2, 3)
 LANES, STALENESS = (2, 4, 8), (1, 2, 4)
-STAGES = ("train", "scratch", "report")
+CALIBRATION_BATCHES, SWEEPS = 4, 10
+STAGES = ("train", "arrange", "scratch", "report")
 
 Weights = dict[str, Tensor]
 
@@ -119,11 +123,11 @@ def rotate(x: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def outputs(weights: Weights, name: str, x: Tensor, lanes: int) -> Tensor:
-    """Compute a sub-block for streams [1 or lanes, rows, positions, hidden]; return each lane's part of its output."""
+def inner_activations(weights: Weights, name: str, x: Tensor, lanes: int) -> Tensor:
+    """Map streams [1 or lanes, rows, positions, hidden] to the input of each lane's part of the output matrix."""
     normed = F.rms_norm(x, x.shape[-1:], weights[f"{name}.norm"], 1e-5)
     # Lane k has the k-th range of the columns of the input matrices, and of the rows of the output matrix.
-    stacked, out = weights[f"{name}.in"], weights[f"{name}.out"]
+    stacked = weights[f"{name}.in"]
     parts, hidden, width = stacked.shape
     into = stacked.view(parts, hidden, lanes, width // lanes).permute(2, 1, 0, 3).reshape(lanes, hidden, -1)
     flat = normed.flatten(1, 2).expand(lanes, -1, -1)
@@ -131,10 +135,14 @@ def outputs(weights: Weights, name: str, x: Tensor, lanes: int) -> Tensor:
     if parts == 3:
         q, k, v = (each.unflatten(-1, (HEADS // lanes, -1)).transpose(-2, -3).flatten(0, 1) for each in found)
         mixed = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
-        inner = mixed.unflatten(0, (lanes, -1)).transpose(-2, -3).flatten(-2)
-    else:
-        inner = F.silu(found[0]) * found[1]
-    return torch.bmm(inner.flatten(1, 2), out.view(lanes, -1, hidden)).view(lanes, *x.shape[1:])
+        return mixed.unflatten(0, (lanes, -1)).transpose(-2, -3).flatten(-2)
+    return F.silu(found[0]) * found[1]
+
+
+def outputs(weights: Weights, name: str, x: Tensor, lanes: int) -> Tensor:
+    """Compute a sub-block for streams [1 or lanes, rows, positions, hidden]; return each lane's part of its output."""
+    inner, out = inner_activations(weights, name, x, lanes), weights[f"{name}.out"]
+    return torch.bmm(inner.flatten(1, 2), out.view(lanes, -1, x.shape[-1])).view(lanes, *x.shape[1:])
 
 
 def logits(weights: Weights, ids: Tensor, wiring: Wiring) -> Tensor:
@@ -190,8 +198,8 @@ def steps_of(weights: Weights) -> int:
     return round(TOKENS_PER_PARAMETER * parameters / (ROWS * POSITIONS))
 
 
-def train(trial: Trial) -> Result:
-    """Train one model, and measure its held-out loss."""
+def train(trial: Trial) -> Weights:
+    """Train one model."""
     weights = {name: weight.requires_grad_() for name, weight in init_weights(trial.size, trial.seed).items()}
     steps = steps_of(weights)
     matrices = [weight for weight in weights.values() if weight.dim() > 1]
@@ -213,10 +221,18 @@ def train(trial: Trial) -> Result:
         if step % 50 == 0:
             left = (time.monotonic() - begun) / (step + 1) * (steps - step - 1) / 60
             print(f"{trial.name}: step {step}/{steps}, loss {loss.item():.3f}, {left:.0f} min left", file=sys.stderr)
-    trained = {name: weight.detach() for name, weight in weights.items()}
+    return {name: weight.detach() for name, weight in weights.items()}
+
+
+def run_trial(trial: Trial, is_arranged: bool) -> Result:
+    """Train one model, and measure what its stage needs."""
+    trained = train(trial)
+    result: Result = {"steps": steps_of(trained)}
+    if is_arranged:
+        return result | {"loss": held_out_loss(trained, Wiring()), "arranged": rewire_arranged(trained)}
     if trial.wiring != Wiring():
-        return {"loss": held_out_loss(trained, trial.wiring), "steps": steps}
-    return {"steps": steps, **rewire(trained)}
+        return result | {"loss": held_out_loss(trained, trial.wiring)}
+    return result | rewire(trained)
 
 
 @torch.no_grad()
@@ -244,6 +260,82 @@ def rewire(weights: Weights) -> Result:
     return {"loss": loss, "rewired": rewired}
 
 
+Activations = list[tuple[Tensor, Tensor]]
+"""For each sub-block, the input of its output matrix [tokens, width], and 1 / rms of what it reads [tokens]."""
+
+
+def parts_of(weights: Weights, number: int) -> tuple[str, Tensor]:
+    """Return the name of a sub-block, and the columns of each of its units [units, columns]: a head or a neuron."""
+    name = f"{number // 2}.{('attention', 'mlp')[number % 2]}"
+    width = weights[f"{name}.in"].shape[2]
+    return name, torch.arange(width).view(width if number % 2 else HEADS, -1)
+
+
+def activations(weights: Weights, ids: Tensor) -> Activations:
+    """Run the standard model."""
+    found = []
+    stream = F.embedding(ids, weights["embedding"])
+    for number in range(2 * LAYERS):
+        name, _ = parts_of(weights, number)
+        inner = inner_activations(weights, name, stream.unsqueeze(0), 1)[0]
+        found.append((inner.flatten(0, 1), stream.pow(2).mean(-1).add(1e-5).rsqrt().flatten()))
+        stream = stream + inner @ weights[f"{name}.out"]
+    return found
+
+
+def effects(weights: Weights, recorded: Activations, producer: int, consumer: int) -> Tensor:
+    """Return the mean squared effect of each unit of a sub-block on each of a later one, [units, later units]."""
+    (name, units), (later_name, later_units) = parts_of(weights, producer), parts_of(weights, consumer)
+    inner = recorded[producer][0] * recorded[consumer][1].unsqueeze(-1)
+    matrices = (weights[f"{name}.out"] * weights[f"{later_name}.norm"]) @ weights[f"{later_name}.in"]
+    found = torch.zeros(len(units), len(later_units))
+    for unit, columns in enumerate(units):
+        moments = inner[:, columns].t() @ inner[:, columns] / len(inner)
+        for matrix in matrices[:, columns]:
+            found[unit] += (matrix * (moments @ matrix)).sum(0)[later_units].sum(1)
+    return found
+
+
+def arrange(weights: Weights, recorded: Activations, wiring: Wiring) -> Weights:
+    """Exchange units so that the effects of outputs in flight are in one lane as far as possible."""
+    count, lanes = 2 * LAYERS, wiring.lanes
+    pairs = {
+        (producer, consumer): effects(weights, recorded, producer, consumer)
+        for producer in range(count)
+        for consumer in range(producer + 1, min(count, producer + wiring.staleness + 1))
+    }
+    sizes = [len(parts_of(weights, number)[1]) for number in range(count)]
+    lane_of = [torch.arange(size) * lanes // size for size in sizes]
+    for _ in range(SWEEPS):
+        for number, size in enumerate(sizes):
+            gains = torch.zeros(size, lanes)
+            for (producer, consumer), found in pairs.items():
+                if number == producer:
+                    gains += found @ F.one_hot(lane_of[consumer], lanes).float()
+                if number == consumer:
+                    gains += found.t() @ F.one_hot(lane_of[producer], lanes).float()
+            places = gains.repeat_interleave(size // lanes, dim=1)
+            _, chosen = linear_sum_assignment(places.numpy(), maximize=True)
+            lane_of[number] = torch.from_numpy(chosen) // (size // lanes)
+    arranged = dict(weights)
+    for number, lane in enumerate(lane_of):
+        name, units = parts_of(weights, number)
+        columns = units[lane.argsort(stable=True)].flatten()
+        arranged |= {f"{name}.in": weights[f"{name}.in"][..., columns], f"{name}.out": weights[f"{name}.out"][columns]}
+    return arranged
+
+
+@torch.no_grad()
+def rewire_arranged(weights: Weights) -> Result:
+    """Measure the increase of a standard model's loss with own partials, with its units exchanged."""
+    ids = torch.cat([batch(texts()[0], f"calibration {number}") for number in range(CALIBRATION_BATCHES)])[:, :-1]
+    recorded, base = activations(weights, ids), held_out_loss(weights, Wiring())
+    return {
+        wiring.name: held_out_loss(arrange(weights, recorded, wiring), wiring) - base
+        for wiring in (Wiring(stale, lanes) for stale in STALENESS for lanes in LANES)
+    }
+
+
 def best_rate(results: Results, wiring: Wiring) -> float:
     """Return the rate with the lowest loss of the first seed at the small size, among those that have ended."""
     found = {rate: results.of(Trial("small", wiring, rate, SEEDS[0]).name) for rate in RATES}
@@ -269,17 +361,25 @@ def scratch_wirings() -> Iterator[Wiring]:
         yield from (Wiring(stale, lanes) for lanes in (1, 4, 8))
 
 
-def run_trials(trials: Sequence[Trial], results: Results, jobs: int) -> None:
+def arranged_name(trial: Trial) -> str:
+    """Return the name of a trial of the stage `arrange`."""
+    return f"{trial.name}-arranged"
+
+
+def run_trials(trials: Sequence[Trial], results: Results, jobs: int, is_arranged: bool = False) -> None:
     """Train what is missing, in processes with one thread each."""
 
     def run(trial: Trial) -> None:
+        name = arranged_name(trial) if is_arranged else trial.name
+        if results.of(name) is not None:
+            return
         wiring = trial.wiring
-        words = [trial.size, wiring.staleness, wiring.lanes, trial.rate, trial.seed]
+        words = [trial.size, wiring.staleness, wiring.lanes, trial.rate, trial.seed, int(is_arranged)]
         command = [sys.executable, __file__, "--trial", *map(str, words)]
-        results.add(trial.name, json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout))
+        results.add(name, json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout))
 
     with ThreadPoolExecutor(jobs) as processes:
-        list(processes.map(run, (trial for trial in trials if results.of(trial.name) is None)))
+        list(processes.map(run, trials))
 
 
 def report(results: Results) -> None:
@@ -294,6 +394,15 @@ def report(results: Results) -> None:
             unchanged = statistics.fmean(each[name]["unchanged"] for each in found)
             span = f"{min(increases):.4f} to {max(increases):.4f}"
             print(f"| {size} | {name} | {len(found)} | {statistics.fmean(increases):.4f} | {span} | {unchanged:.1%} |")
+    print("\n| wiring | seeds | increase of the loss | arranged | of the increase remain |\n|---|---|---|---|---|")
+    both = [(results.of(trial.name), results.of(arranged_name(trial))) for trial in at_best_rate(results, Wiring())]
+    pairs = [(plain["rewired"], arranged["arranged"]) for plain, arranged in both if plain and arranged]
+    for name in pairs[0][1] if pairs else ():
+        plain, arranged = ([one[name]["increase"] for one, _ in pairs], [other[name] for _, other in pairs])
+        means = statistics.fmean(plain), statistics.fmean(arranged)
+        shares = [after / before for before, after in zip(plain, arranged, strict=True)]
+        span = f"{min(shares):.0%} to {max(shares):.0%}"
+        print(f"| {name} | {len(pairs)} | {means[0]:.4f} | {means[1]:.4f} | {span} |")
     print("\n| model | wiring | rate | seed | loss |\n|---|---|---|---|---|")
     for wiring in scratch_wirings():
         trials = [Trial("small", wiring, rate, seed) for rate in RATES for seed in SEEDS]
@@ -308,12 +417,13 @@ def main() -> None:
     parser.add_argument("--results", type=Path, help="JSON file of results, which is continued")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
     parser.add_argument("--jobs", type=int, default=2, help="training runs at a time, with one thread each")
-    parser.add_argument("--trial", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--trial", nargs=6, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.trial is not None:
-        size, staleness, lanes, rate, seed = options.trial
-        print(json.dumps(train(Trial(size, Wiring(int(staleness), int(lanes)), float(rate), int(seed)))))
+        size, staleness, lanes, rate, seed, is_arranged = options.trial
+        trial = Trial(size, Wiring(int(staleness), int(lanes)), float(rate), int(seed))
+        print(json.dumps(run_trial(trial, is_arranged=is_arranged == "1")))
         return
     if options.results is None:
         parser.error("--results: pass a file")
@@ -321,6 +431,8 @@ def main() -> None:
     if "train" in options.stages:
         run_trials([Trial("small", Wiring(), rate, SEEDS[0]) for rate in RATES], results, options.jobs)
         run_trials(base_trials(results), results, options.jobs)
+    if "arrange" in options.stages:
+        run_trials(at_best_rate(results, Wiring()), results, options.jobs, is_arranged=True)
     if "scratch" in options.stages:
         wirings = list(scratch_wirings())
         first_seed = [Trial("small", wiring, rate, SEEDS[0]) for wiring in wirings for rate in RATES]
