@@ -296,23 +296,29 @@ def models(results: Results, sizes: Sequence[str], seeds: Sequence[int]) -> Iter
         yield from (Model(size, seed, scaled) for seed in seeds)
 
 
-def shares(results: Results) -> dict[str, Search]:
-    """Return the state of the search for the share of each method, on the first small model; empty without it."""
+def tuned_runs(results: Results) -> dict[str, Callable[[float], Healing]]:
+    """Return the healing run of each method with a share of the rate, on the first small model; empty without it."""
     methods = {method: (UPPER, method) for method in METHODS} | {CONTROL: (CONTROL, "plain")}
-    found = {}
-    for model in models(results, ["small"], SEEDS[:1]):
-        for name, how in methods.items():
-            runs = functools.partial(Healing, model, *how, PERCENTS[-1])
-            found[name] = search(results, SHARES, lambda share, runs=runs: runs(share).name)  # type: ignore[misc]
-    return found
+    return {
+        name: functools.partial(Healing, model, *how, PERCENTS[-1])
+        for model in models(results, ["small"], SEEDS[:1])
+        for name, how in methods.items()
+    }
+
+
+def shares(results: Results) -> dict[str, Search]:
+    """Return the state of the search for the share of each method."""
+
+    def state(run: Callable[[float], Healing]) -> Search:
+        return search(results, SHARES, lambda share: run(share).name)
+
+    return {name: state(run) for name, run in tuned_runs(results).items()}
 
 
 def tuning_runs(results: Results) -> list[Healing]:
     """Return the healing runs that the search for the shares needs next."""
-    methods = {method: (UPPER, method) for method in METHODS} | {CONTROL: (CONTROL, "plain")}
-    (first,) = models(results, ["small"], SEEDS[:1])
-    missing = [(methods[name], share) for name, state in shares(results).items() for share in state.missing]
-    return [Healing(first, *how, PERCENTS[-1], share) for how, share in missing]
+    runs = tuned_runs(results)
+    return [runs[name](share) for name, state in shares(results).items() for share in state.missing]
 
 
 def healings(results: Results, model: Model) -> Iterator[Healing]:
@@ -436,6 +442,7 @@ def draw(results: Results, some: Sequence[Model], picture: Path) -> None:
         axes.axhline(0.0, color="black", linewidth=0.8)
         axes.set_title(f"{size} model, {selection} layers" if selection != ALL else f"{size} model, all layers")
         axes.set_xscale("log", subs=[])
+        axes.set_xlim(PERCENTS[0] / 1.3, PERCENTS[-1] * 1.3)
         axes.set_xticks(PERCENTS, [f"{percent} %" for percent in PERCENTS])
         axes.set_xlabel("tokens of healing, of those of the training")
         axes.set_ylabel("loss less the control's, nats per token" if column == 0 else "")
