@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# The paper's adaptation: converts the upper half of a Llama to ladder layers, heals the model with a short training run,
-# and exports a Hugging Face directory. Edit the two places below, or pass flags:
+# Adapts a Llama: converts the half of its layers that costs least to ladder layers, heals the model with a short training
+# run, and exports a Hugging Face directory. Edit the two places below, or pass flags:
 #
 #     bash examples/adapt_llama/adapt.sh --tiny                a generated tiny Llama: minutes on two CPU cores
 #     bash examples/adapt_llama/adapt.sh --source DIR --conversations FILE --held-out FILE
 #     bash examples/adapt_llama/adapt.sh ... --dry-run         prints the commands, and checks the headers of the source
 #     bash examples/adapt_llama/adapt.sh ... -- FLAGS          further flags override those for pretrain_ladder.py
 #
-# Other flags: --ladder-layers 16 or 20 (the upper ones), a list such as 4-31, or best:16@FILE with a file of
-# tools/convert_checkpoint.py sensitivity; --run FOLDER, --tokens N, --chat-keys "KEYS", --gpus N, --tp N, --lm-eval-tasks
+# Other flags: --ladder-layers best:16 (measured first), 16 or 20 (the upper ones, as in the paper), a list such as 4-31,
+# or best:16@FILE with a file of tools/convert_checkpoint.py sensitivity; --run FOLDER, --tokens N, --chat-keys "KEYS", --gpus N, --tp N, --lm-eval-tasks
 # "TASKS" (with a metric: arc_challenge:acc_norm), and --python PATH to use an interpreter with the required packages
 # instead of this script's environment (.venv). --conversations may be repeated.
 # Run again, the script skips finished stages, and training resumes from its last checkpoint.
@@ -29,8 +29,9 @@ layout=(--tensor-model-parallel-size 4 --zero-stage 1 --micro-batch-size 2 --seq
 tp=4
 workers=16
 
-# The paper (arXiv 2501.06589): 16 of 32 layers, 3 billion tokens, learning rate 5e-6 after 200 steps of warm-up.
-ladder_layers=16
+# The paper (arXiv 2501.06589): 3 billion tokens, learning rate 5e-6 after 200 steps of warm-up. It converts the upper 16
+# of 32 layers, and we the 16 cheapest.
+ladder_layers=best:16
 tokens=3000000000
 lr=5e-6
 warmup=200
@@ -94,7 +95,7 @@ if "$tiny"; then
         processes=1 tp=1
     fi
     layout=(--tensor-model-parallel-size "$tp" --zero-stage 1 --micro-batch-size 4)
-    ladder_layers=4 tokens=$((120 * 16 * 128)) lr=1e-3 warmup=10 global_batch=16 seq_length=128
+    ladder_layers=best:4 tokens=$((120 * 16 * 128)) lr=1e-3 warmup=10 global_batch=16 seq_length=128
     intervals=(--save-interval 40 --keep-last-n-checkpoints 2 --eval-interval 40 --eval-iters 4 --log-interval 10)
 fi
 read -ra keys <<<"$chat_keys"
@@ -137,6 +138,10 @@ cd "$repository"
 
 # shellcheck disable=SC2034  # stages.sh reads it
 stages=$("$tiny" && echo 7 || echo 6)
+measured_layers=""
+if [[ $ladder_layers = best:* && $ladder_layers != *@* ]]; then
+    measured_layers=${ladder_layers#best:} ladder_layers+=@$run/sensitivity.json stages=$((stages + 1))
+fi
 source examples/stages.sh
 
 if "$dry_run"; then
@@ -204,12 +209,12 @@ evaluate() {
 if [ -n "$own_python" ]; then
     announce "Python environment: $own_python"
     python=$(command -v "$own_python") || fail "--python $own_python: program not found; pass the path of a Python interpreter"
-    if ! has deepspeed || ! has transformers; then
-        fail "--python $own_python: cannot import deepspeed or transformers; install '.[data,hf]', or omit --python"
+    if ! has deepspeed || ! has transformers || ! has matplotlib; then
+        fail "--python $own_python: a package is missing; install '.[data,hf,plot]', or omit --python"
     fi
 else
     announce "Python environment"
-    prepare_environment data,hf
+    prepare_environment data,hf,plot
     python=$ENVIRONMENT/bin/python
 fi
 [ "$gpus" -gt 0 ] || export DS_ACCELERATOR=cpu
@@ -221,16 +226,24 @@ if "$tiny"; then
         with_python examples/adapt_llama/tiny_llama.py --output "$run/tiny"
 fi
 
-importing=(--hf "$source_model" --save "$run/imported" --ladder-layers "$ladder_layers"
-    --tensor-model-parallel-size "$tp" --verify --overwrite)
-run_once import "$run/imported/latest" "Import: --ladder-layers $ladder_layers" \
-    with_python tools/convert_checkpoint.py import "${importing[@]}"
-if "$dry_run"; then
-    "$python" tools/convert_checkpoint.py import "${importing[@]}" --dry-run
-fi
-
 run_once tokens "$run/data/train_${keys[0]}_document.idx" "Conversations: tokens, and a mask of the assistant's tokens" \
     tokenize "${conversations[@]}"
+
+if [ -n "$measured_layers" ]; then
+    run_once sensitivity "$run/sensitivity.json" "Sensitivity: the $measured_layers layers that cost least" \
+        with_python tools/convert_checkpoint.py sensitivity --load "$source_model" --tp "$tp" \
+        --data "$run/data/train_${keys[0]}_document" --seq-length "$((seq_length < 2048 ? seq_length : 2048))" \
+        --greedy-layers "$measured_layers" --output "$run/sensitivity.json"
+fi
+
+importing=(--hf "$source_model" --save "$run/imported" --tensor-model-parallel-size "$tp" --verify --overwrite)
+run_once import "$run/imported/latest" "Import: --ladder-layers $ladder_layers" \
+    with_python tools/convert_checkpoint.py import "${importing[@]}" --ladder-layers "$ladder_layers"
+if "$dry_run"; then
+    # Without a measurement, the check uses as many of the upper layers.
+    "$python" tools/convert_checkpoint.py import "${importing[@]}" \
+        --ladder-layers "${measured_layers:-$ladder_layers}" --dry-run
+fi
 
 steps=$(((tokens + global_batch * seq_length - 1) / (global_batch * seq_length)))
 run_once heal "$run/checkpoints/latest" "Healing: $steps steps of $global_batch x $seq_length tokens" \

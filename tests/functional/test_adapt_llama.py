@@ -87,6 +87,9 @@ def test_the_command_lines_for_the_8b(tmp_path: Path) -> None:
     words = training_command(done.stdout)
     # The checkpoint that the conversion writes provides the model.
     assert "wiring: ladder in layers 16-31 of 32" in done.stdout
+    measuring = next(line for line in done.stdout.splitlines() if " sensitivity " in line)
+    assert "--greedy-layers 16 " in measuring and str(source) in measuring
+    assert f"--ladder-layers best:16@{tmp_path}/run/sensitivity.json" in done.stdout
     assert not parse_run(words, []).given & {field.name for field in fields(ModelFlags)}
     model = open_hf_directory(source).model
     run = resolved([*words, *model.to_words()])
@@ -245,9 +248,10 @@ def test_a_tiny_llama_is_adapted(tmp_path: Path) -> None:
     found = perplexities((tmp_path / "run" / "evaluation" / "table.md").read_text())
     assert found["source"] < found["unhealed"] and found["healed"] < found["unhealed"]
     config = json.loads((tmp_path / "run" / "healed" / "config.json").read_text())
-    assert (config["model_type"], config["ladder_layers"]) == ("megatron_ladder", [4, 5, 6, 7])
+    cheapest = json.loads((tmp_path / "run" / "sensitivity.json").read_text())["order"][:4]
+    assert (config["model_type"], config["ladder_layers"]) == ("megatron_ladder", sorted(cheapest))
     again = run_command(command, timeout=120, env=cache)
-    assert again.returncode == 0 and again.stdout.count("already done:") == 6, again.stdout + again.stderr
+    assert again.returncode == 0 and again.stdout.count("already done:") == 7, again.stdout + again.stderr
     (tmp_path / "run" / "done" / "began_with").write_text("another import")
     (tmp_path / "run" / "done" / "heal").unlink()
     other = run_command(command, timeout=120, env=cache)
