@@ -457,6 +457,8 @@ def main() -> None:
     parser.add_argument("--results", type=Path, required=True, help="JSON file of results, which is continued")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=[*SIZES])
     parser.add_argument("--seeds", nargs="+", type=int, choices=SEEDS, default=SEEDS)
+    parser.add_argument("--percents", nargs="+", type=int, choices=PERCENTS, default=PERCENTS, help="lengths to heal for")
+    parser.add_argument("--selections", nargs="+", choices=SELECTIONS, default=SELECTIONS, help="layers to convert")
     parser.add_argument("--jobs", type=int, default=2, help="training runs at a time, with one thread each")
     parser.add_argument("--times", action="store_true", help="only measure step times, with nothing else running")
     parser.add_argument("--report", action="store_true", help="only report")
@@ -474,7 +476,11 @@ def main() -> None:
             study.heal(runs)
         for size in options.sizes:
             study.train(list(models(results, [size], options.seeds)))
-            study.heal([run for model in models(results, [size], options.seeds) for run in healings(results, model)])
+            runs = (run for model in models(results, [size], options.seeds) for run in healings(results, model))
+            study.heal([
+                run for run in runs
+                if run.percent in (0, *options.percents) and run.selection in (CONTROL, *options.selections)
+            ])  # fmt: skip
     report(results, list(models(results, options.sizes, options.seeds)), options.results.with_suffix(".png"))
 
 
