@@ -457,7 +457,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, required=True, help="JSON file of results, which is continued")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=[*SIZES])
     parser.add_argument("--seeds", nargs="+", type=int, choices=SEEDS, default=SEEDS)
-    parser.add_argument("--percents", nargs="+", type=int, choices=PERCENTS, default=PERCENTS, help="lengths of healing")
+    parser.add_argument("--percents", nargs="+", type=int, choices=PERCENTS, default=PERCENTS, help="lengths to run")
     parser.add_argument("--selections", nargs="+", choices=SELECTIONS, default=SELECTIONS, help="layers to convert")
     parser.add_argument("--jobs", type=int, default=2, help="training runs at a time, with one thread each")
     parser.add_argument("--times", action="store_true", help="only measure step times, with nothing else running")
