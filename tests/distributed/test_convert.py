@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.loading import load_weights
@@ -36,6 +37,20 @@ def test_logits_of_two_ranks_match_transformers(gloo_pools: GlooPools, tmp_path:
     with torch.no_grad():
         expected = theirs(tokens).logits
     for found in gloo_pools(2).run(logits_here, str(tmp_path / "ours"), tokens):
+        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_process_of_transformers_computes_all_lanes(gloo_pools: GlooPools, tmp_path: Path, ranks: int) -> None:
+    save_model(tmp_path / "hf")
+    lanes = ("--lanes", 2, "--residual-staleness", 2, "--ladder-layers", "1-3")
+    convert("import", "--hf", tmp_path / "hf", "--save", tmp_path / "ours", *lanes)
+    convert("export", "--load", tmp_path / "ours", "--hf", tmp_path / "exported")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", trust_remote_code=True)
+    tokens = torch.randint(0, 301, (2, 40))
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+    for found in gloo_pools(ranks).run(logits_here, str(tmp_path / "ours"), tokens):
         assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
