@@ -109,8 +109,8 @@ class SensitivityOptions(MeasuredOptions):
     it."""
     residual_mode: str | None = flag(None, choices=LATE_MODES)
     """Wiring of the late layers; by default ladder, or ladder-parallel for models with one norm per layer."""
-    residual_staleness: int = flag(1, minimum=1)
-    """Number of sub-blocks by which they read late."""
+    residual_staleness: int | None = flag(None, minimum=1)
+    """Number of sub-blocks by which they read late; by default that of the model, or 1."""
     greedy_layers: int | None = flag(None, minimum=1)
     """Layers to choose one after another, each time the one that costs least together with the chosen ones; all by
     default. For L layers that takes L (L + 1) / 2 passes."""

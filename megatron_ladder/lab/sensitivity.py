@@ -69,7 +69,7 @@ def _late_model(model: ModelConfig, options: SensitivityOptions) -> ModelConfig:
     mode = options.residual_mode or (model.residual_mode if model.wiring.late else late)
     every = ReshapeOptions(
         load=options.load, save=options.output, residual_mode=mode, ladder_layers="all",
-        residual_staleness=options.residual_staleness,
+        residual_staleness=options.residual_staleness or model.residual_staleness,
     )  # fmt: skip
     return rewired(model, every)[0]
 

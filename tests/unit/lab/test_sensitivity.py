@@ -26,9 +26,9 @@ CASES: dict[str, tuple[dict[str, Any], list[object], dict[str, Any]]] = {
     "ladder": ({}, [], {"residual_mode": "ladder", "residual_staleness": 1}),
     "staleness 2": ({}, ["--residual-staleness", 2], {"residual_mode": "ladder", "residual_staleness": 2}),
     "a late model": (
-        {"residual_mode": "ladder-attention", "ladder_layers": (1, 2)},
+        {"residual_mode": "ladder-attention", "ladder_layers": (1, 2), "residual_staleness": 2},
         [],
-        {"residual_mode": "ladder-attention", "residual_staleness": 1},
+        {"residual_mode": "ladder-attention", "residual_staleness": 2},
     ),
     "one norm": ({"residual_mode": "parallel"}, [], {"residual_mode": "ladder-parallel", "residual_staleness": 1}),
 }
