@@ -8,9 +8,9 @@
 #     bash examples/adapt_llama/adapt.sh ... -- FLAGS          further flags override those for pretrain_ladder.py
 #
 # Other flags: --ladder-layers best:16 (measured first), 16 or 20 (the upper ones, as in the paper), a list such as 4-31,
-# or best:16@FILE with a file of tools/convert_checkpoint.py sensitivity; --run FOLDER, --tokens N, --chat-keys "KEYS", --gpus N, --tp N, --lm-eval-tasks
-# "TASKS" (with a metric: arc_challenge:acc_norm), and --python PATH to use an interpreter with the required packages
-# instead of this script's environment (.venv). --conversations may be repeated.
+# or best:16@FILE with a file of tools/convert_checkpoint.py sensitivity; --run FOLDER, --tokens N, --chat-keys "KEYS",
+# --gpus N, --tp N, --lm-eval-tasks "TASKS" (with a metric: arc_challenge:acc_norm), and --python PATH to use an
+# interpreter with the required packages instead of this script's environment (.venv). --conversations may be repeated.
 # Run again, the script skips finished stages, and training resumes from its last checkpoint.
 # examples/adapt_llama/README.md describes the results.
 set -euo pipefail

@@ -6,7 +6,7 @@
 #     bash examples/paper/evaluate.sh --adapted DIR --source DIR       what adapt.sh wrote (its --run), and its source
 #     bash examples/paper/evaluate.sh ... --dry-run                    prints the commands
 #
-# The newest checkpoint is exported for transformers; a desync run, which cannot be exported, is read as it is, on --tp N
+# The newest checkpoint is exported for transformers; a desync run is read as it is, on --tp N
 # processes as in training. Started again, the script skips finished tasks. Further flags: --run FOLDER (default: a
 # subfolder of `runs` in settings.sh). Flags after -- go to evaluations.py: --tasks, --limit N, --batch-size N,
 # --chat-template, and --run-code for HumanEval+. AlpacaEval 2 needs another program and an API key, and is not run.

@@ -58,8 +58,8 @@ class ModelTraits:
     """How many sub-blocks late a ladder layer reads the stream, and so how many all-reduces are in flight."""
     lanes: int = flag(0, aliases=("--own-partials",), minimum=0)
     """Divide the heads and neurons into this many lanes, a multiple of the tensor-parallel size. A lane reads its own
-    part of the outputs that are in flight (own partials). The model depends on their number. 0: nothing in flight is
-    read. 1 is the same as not reading late."""
+    part of the outputs that are in flight (own partials). The model depends on their number. 0 disables own partials; 1
+    is equivalent to the standard wiring."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,14 +126,19 @@ class ModelConfig(ModelTraits):
         return WIRINGS[self.residual_mode]
 
     @property
+    def shares_stream(self) -> bool:
+        """Whether all tensor-parallel ranks read the same stream: not with desync, nor with own partials."""
+        return self.wiring.stream == "shared" and not self.lanes
+
+    @property
     def wired_layers(self) -> list[tuple[WiredSubBlock, ...]]:
         """The sub-blocks of every layer."""
         layers, staleness = self.ladder_layers, self.residual_staleness
         return self.wiring.layers(self.num_layers, layers, staleness, self.desync_interval)
 
     def canonical(self) -> "ModelConfig":
-        """Return the model itself, or if none of its layers reads late, the same computation in its plain wiring."""
-        # A single lane has all of what is in flight.
+        """Return the model itself, or if its reads miss nothing, the same computation in its plain wiring."""
+        # A single lane reads every output in flight.
         if not self.wiring.late or (self.ladder_layers and self.lanes != 1):
             return self
         plain = [
@@ -292,6 +297,7 @@ def resolve_model(
     values.update(
         vocab_size=vocab_size,
         ladder_layers=layers if wiring.late else (),
+        lanes=flags.lanes if wiring.late else 0,
         desync_interval=flags.desync_interval if desync else 0,
         desync_tp=tensor_parallel if desync else None,
     )
@@ -335,38 +341,48 @@ def model_errors(config: ModelConfig) -> list[str]:
                 f"--residual-mode desync with --tensor-model-parallel-size {config.desync_tp}: there is nothing to "
                 "desynchronise; use at least 2 ranks, or --residual-mode standard"
             )
-    if config.lanes:
+    if config.lanes and config.residual_mode in WIRINGS and not config.wiring.late:
+        errors.append(f"--lanes {config.lanes} has no meaning with --residual-mode {config.residual_mode}")
+    elif config.lanes:
         errors += _division_errors(config, "lanes", config.lanes)
     return errors
 
 
 def tensor_parallel_errors(config: ModelConfig, tensor_parallel: int) -> list[str]:
-    """Return one line for each size that cannot be sharded over this many tensor-parallel ranks."""
+    """Return one line for each size that cannot be sharded over this many tensor-parallel ranks.
+
+    Files can be cut for them. To compute the model, they must also satisfy `lane_errors`.
+    """
     errors = _division_errors(config, "tensor_model_parallel_size", tensor_parallel)
     if config.lanes % tensor_parallel:
         errors.append(
             f"--lanes {config.lanes} is not a multiple of --tensor-model-parallel-size {tensor_parallel}: a rank "
             "computes one or several whole lanes"
         )
-    elif config.lanes > tensor_parallel:
-        replicated = {
-            "--add-attention-output-bias": config.add_attention_output_bias,
-            "--add-mlp-bias": config.add_mlp_bias,
-            "--qk-layernorm": config.qk_layernorm,
-            f"--num-key-value-heads {config.num_key_value_heads}": config.num_key_value_heads % config.lanes != 0,
-        }
-        errors += [
-            f"{name} with --lanes {config.lanes} on --tensor-model-parallel-size {tensor_parallel}: the lanes share "
-            f"these weights, so each needs a rank: use --tensor-model-parallel-size {config.lanes}"
-            for name, shared in replicated.items()
-            if shared
-        ]
     if config.desync_tp not in (None, tensor_parallel):
         errors.append(
             f"--tensor-model-parallel-size {tensor_parallel}: this desync model has per-rank norms for "
             f"{config.desync_tp} tensor-parallel ranks: use {config.desync_tp}"
         )
     return errors
+
+
+def lane_errors(config: ModelConfig, tensor_parallel: int) -> list[str]:
+    """Return one line for each weight for which a rank cannot compute several lanes, because they share it."""
+    if config.lanes <= tensor_parallel:
+        return []
+    shared = {
+        "--add-attention-output-bias": config.add_attention_output_bias,
+        "--add-mlp-bias": config.add_mlp_bias,
+        "--qk-layernorm": config.qk_layernorm,
+        f"--num-key-value-heads {config.num_key_value_heads}": config.num_key_value_heads % config.lanes != 0,
+    }
+    return [
+        f"{name} with --lanes {config.lanes} on --tensor-model-parallel-size {tensor_parallel}: the lanes share these "
+        f"weights, so each needs a rank: use --tensor-model-parallel-size {config.lanes}"
+        for name, is_shared in shared.items()
+        if is_shared
+    ]
 
 
 def _division_errors(config: ModelConfig, divisor: str, parts: int) -> list[str]:

@@ -61,8 +61,9 @@ def main(argv: Sequence[str]) -> None:
         from megatron_ladder.lab.arrangement import arrange
 
         # Errors of the flags come before the measurement.
-        plan_reshape(options)
-        conversion = plan_reshape(options, arrange(options))
+        conversion = plan_reshape(options)
+        if not options.dry_run:
+            conversion = plan_reshape(options, arrange(options))
     else:
         conversion = plan_reshape(options)
     carry_out(conversion, options, functools.partial(print, flush=True), measures)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, resolve_model, tensor_parallel_errors
+from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, lane_errors, resolve_model, tensor_parallel_errors
 from megatron_ladder.blueprint.wiring import WIRINGS
 from megatron_ladder.command_line import is_flag, parse_command_line
 from megatron_ladder.config.annealing import TOGETHER, lateness_at, read_order
@@ -244,7 +244,7 @@ def _resolve(flags: RunFlags, vocab_size: int, world_size: int, errors: list[str
             "launch a multiple of it, as in `deepspeed --num_gpus N`"
         )
     else:
-        errors += tensor_parallel_errors(model, tensor_parallel)
+        errors += [*tensor_parallel_errors(model, tensor_parallel), *lane_errors(model, tensor_parallel)]
         data_parallel = world_size // (tensor_parallel * stages)
     samples_at_once = max(training.micro_batch_size, 1) * data_parallel
     global_batch_size = samples_at_once if training.global_batch_size is None else training.global_batch_size
@@ -315,8 +315,8 @@ def _read_annealing(
         return training
     if model.lanes:
         errors.append(
-            f"--anneal-staleness {iters} with --lanes {model.lanes} is not supported: a lane would read sums of all "
-            "lanes and its own part of them: leave one of them out"
+            f"--anneal-staleness {iters} with --lanes {model.lanes} is not supported: the complete outputs that "
+            "annealing adds already contain the lane's own parts: leave one of them out"
         )
     if iters > training.train_iters:
         errors.append(
@@ -339,15 +339,11 @@ def _layout_errors(flags: RunFlags, model: ModelConfig) -> Iterator[str]:
             f"{model.max_position_embeddings}"
         )
     if parallel.sequence_parallel:
-        if model.wiring.stream == "per rank":
+        if not model.shares_stream:
+            other = f"--lanes {model.lanes}" if model.lanes else f"--residual-mode {model.residual_mode}"
             yield (
-                "--sequence-parallel shards one shared residual stream, but --residual-mode desync has one stream per "
-                "rank: leave one of them out"
-            )
-        if model.lanes:
-            yield (
-                f"--sequence-parallel shards one shared residual stream, but with --lanes {model.lanes} each lane "
-                "reads its own: leave one of them out"
+                f"--sequence-parallel shards one stream that all ranks read, but with {other} each rank reads another "
+                "one: leave one of them out"
             )
         tensor_parallel = max(1, parallel.tensor_model_parallel_size)
         if training.seq_length % tensor_parallel:

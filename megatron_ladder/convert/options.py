@@ -40,9 +40,10 @@ class CheckpointOptions(ConversionOptions):
     the cheapest 16 in a file of `convert_checkpoint.py sensitivity`. Implies --residual-mode ladder, or that of FILE,
     if no mode is given."""
     residual_staleness: int | None = flag(None, minimum=1)
-    """Number of sub-blocks by which they read it late. Default: 1."""
+    """Number of sub-blocks by which they read it late. Default: that of the source, or 1 if no layer of it does."""
     lanes: int | None = flag(None, aliases=("--own-partials",), minimum=0)
-    """Number of lanes that read their own parts of the outputs in flight, as for pretrain_ladder.py. Default: 0."""
+    """Number of lanes that read their own parts of the outputs in flight, as for pretrain_ladder.py; 0 for none.
+    Default: that of the source."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,7 @@ class ReshapeOptions(CheckpointOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredOptions:
-    """Text to measure a model with."""
+    """Options of commands that run a model over text."""
 
     data: Path
     """Prefix of the token file (.bin, .idx), as for --data-path of pretrain_ladder.py. Use text like that of the
@@ -123,7 +124,7 @@ VERBS: dict[str, tuple[type, str]] = {
     "import": (ImportOptions, "Converts a Hugging Face directory to a training checkpoint."),
     "export": (ExportOptions, "Converts a training checkpoint to a Hugging Face directory."),
     "reshape": (ReshapeOptions, "Writes a training checkpoint with other files or another wiring."),
-    "arrange": (ArrangeOptions, "Chooses which heads and neurons share a lane with own partials; needs torch."),
+    "arrange": (ArrangeOptions, "Chooses which heads and neurons share a lane with own partials; needs torch, scipy."),
     "sensitivity": (SensitivityOptions, "Measures which layers cost the least when they read late; needs torch."),
 }
 _PROGRAM = "convert_checkpoint.py"

@@ -36,7 +36,8 @@ def rewired(model: ModelConfig, options: CheckpointOptions) -> tuple[ModelConfig
         UserError: the wiring needs other weights than the model has, or its flags contradict each other.
     """
     mode, layers, staleness = options.residual_mode, options.ladder_layers, options.residual_staleness
-    lanes = options.lanes
+    # No lanes is what a model without late layers has.
+    lanes = options.lanes if options.lanes or model.lanes else None
     if layers is not None and layers.startswith(BEST):
         chosen, mode, staleness = cheapest_layers(layers, model, mode, staleness)
         layers = ",".join(map(str, chosen)) or "none"
@@ -67,13 +68,16 @@ def rewired(model: ModelConfig, options: CheckpointOptions) -> tuple[ModelConfig
         if value is not None and not new.late:
             errors.append(f"{flag} {value} has no meaning with --residual-mode {mode}: leave it out")
     late_layers: tuple[int, ...] = ()
+    keeps_mode = old.late and new is old
     if new.late and not errors:
-        keep = layers is None and old.late and options.residual_mode is None
+        keeps_layers = layers is None and keeps_mode and options.residual_mode is None
         try:
-            late_layers = model.ladder_layers if keep else parse_layers(layers or "all", model.num_layers)
+            late_layers = model.ladder_layers if keeps_layers else parse_layers(layers or "all", model.num_layers)
         except ValueError as error:
             errors.append(f"--ladder-layers {layers}: {error}")
     raise_user_errors(errors)
+    if keeps_mode:
+        staleness, lanes = staleness or model.residual_staleness, model.lanes if lanes is None else lanes
     changed = replace(
         model, residual_mode=mode, ladder_layers=late_layers, residual_staleness=staleness or 1, lanes=lanes or 0
     )

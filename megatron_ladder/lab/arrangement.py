@@ -1,9 +1,9 @@
 """Chooses which heads and neurons share a lane: `convert_checkpoint.py arrange`.
 
-With own partials, lane k reads its own parts of the outputs in flight and misses the others'. A unit (a key-value head
-with its query heads, or a neuron) should therefore be in the lane of the units that it affects the most. With z_u the
-activations of unit u, O_u the columns of the output matrix that they are multiplied with, and W_v the rows of the input
-matrices of unit v, the effect of u on v in a sub-block whose norm has the weight g and divides by rms is
+With own partials, lane k reads its own parts of the outputs in flight and misses the other lanes' parts. A unit (a
+key-value head with its query heads, or a neuron) should therefore be in the lane of the units that it affects the most.
+With z_u the activations of unit u, O_u the columns of the output matrix that they are multiplied with, and W_v the rows
+of the input matrices of unit v, the effect of u on v in a sub-block whose norm has the weight g and divides by rms is
 
     E |W_v diag(g) O_u z_u|^2 E[1 / rms^2] = tr(S_u M M^T) E[1 / rms^2]    S_u = E[z_u z_u^T],  M = O_u^T diag(g) W_v^T
 
@@ -15,6 +15,7 @@ Exchanging units does not change what the model computes without own partials.
 """
 
 import functools
+import importlib.util
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -39,6 +40,7 @@ from megatron_ladder.parallel.layout import parameter_sections
 from megatron_ladder.parallel.linear import RowParallelLinear
 from megatron_ladder.progress import ProgressBar
 
+_NOTHING_IN_FLIGHT = "--ladder-layers: nothing reads while an output is in flight: give other or more layers"
 _MOST_SWEEPS = 10
 _LEAST_GAIN = 0.002
 """The sweeps end when one adds less than this share of all effects."""
@@ -49,8 +51,10 @@ _UNITS_AT_ONCE = 1024
 class _Units:
     """The units of one branch of a sub-block."""
 
-    def __init__(self, branch: Branch, norm: Tensor, weights: Mapping[str, Tensor], lanes: int) -> None:
-        """`norm` is the weight of the norm [h]; `weights` are by canonical name."""
+    def __init__(
+        self, branch: Branch, norm: Tensor, epsilon: float, weights: Mapping[str, Tensor], lanes: int
+    ) -> None:
+        """`norm` is the weight of the norm [h], and `epsilon` what it adds to mean squares; `weights` are by name."""
         self.branch = branch
         self.count = min(matrix.weight.heads or matrix.weight.shape[0] for matrix in branch.inputs)
         self.lanes: NDArray[np.int64] = np.arange(self.count) * lanes // self.count
@@ -60,6 +64,7 @@ class _Units:
         self.inverse_square = torch.zeros(())
         """The sum of 1 / rms^2 over all tokens."""
         self.norm = norm
+        self.epsilon = epsilon
         self._weights = weights
 
     def inputs(self, members: NDArray[np.bool_] | slice = slice(None)) -> Tensor:
@@ -101,7 +106,7 @@ class _Units:
     def record_read(self, _: object, args: tuple[Tensor, ...], result: Any) -> None:
         """Add 1 / rms^2 of the input [s, b, h] of the norm, which returns it if it has added an output to it."""
         stream = result[0] if isinstance(result, tuple) else args[0]
-        self.inverse_square = self.inverse_square + (1 / stream.float().pow(2).mean(-1)).sum()
+        self.inverse_square = self.inverse_square + (1 / (stream.float().pow(2).mean(-1) + self.epsilon)).sum()
 
     def orders(self) -> Iterator[tuple[str, Permutation]]:
         """Yield the new order of the rows or columns of each tensor, lane after lane."""
@@ -150,6 +155,8 @@ def arrange(options: ArrangeOptions) -> Mapping[str, Permutation]:
     Raises:
         UserError: the model or the data cannot be used, or the flags request no lanes.
     """
+    if importlib.util.find_spec("scipy") is None:
+        raise UserError("arrange assigns units to lanes with scipy: pip install 'megatron-ladder[lab]'")
     stored = open_model(options.load, None, None, flag="--load")
     target = _arranged_model(stored.config, options)
     rows = torch.from_numpy(read_rows(options, stored.config)[:, :-1])
@@ -173,8 +180,11 @@ def _arranged_model(model: ModelConfig, options: ArrangeOptions) -> ModelConfig:
             "exchanged: arrange the model that it was made from"
         )
     target = rewired(model, options)[0]
+    if options.lanes is None or options.lanes < 2:
+        given = "" if options.lanes is None else f" {options.lanes}"
+        raise UserError(f"--lanes{given}: give the number of lanes to arrange, at least 2")
     if not target.lanes:
-        raise UserError("--lanes: expected a number of at least 2, and late layers: only then do lanes matter")
+        raise UserError(_NOTHING_IN_FLIGHT)
     if target.num_key_value_heads % target.lanes:
         raise UserError(
             f"--lanes {target.lanes}: the model has {target.num_key_value_heads} key-value heads, and lanes that share "
@@ -197,7 +207,10 @@ def _measure(model: LanguageModel, target: ModelConfig, rows: Tensor, batch_size
     found, hooks, in_flight = list[_SubBlock](), list[Any](), deque[_SubBlock]()
     for step, tensors in zip(model.stack.sub_blocks(), described, strict=True):
         sub_block = _SubBlock(
-            [_Units(branch, weights[tensors.norm.name], weights, target.lanes) for branch in tensors.branches]
+            [
+                _Units(branch, weights[tensors.norm.name], target.norm_epsilon, weights, target.lanes)
+                for branch in tensors.branches
+            ]
         )
         for units in sub_block.branches:
             output = outputs[units.branch.output.weight.name]
@@ -210,6 +223,8 @@ def _measure(model: LanguageModel, target: ModelConfig, rows: Tensor, batch_size
             sub_block.reads.append(earlier)
         in_flight.append(sub_block)
         found.append(sub_block)
+    if not any(sub_block.reads for sub_block in found):
+        raise UserError(_NOTHING_IN_FLIGHT)
     with ProgressBar("measuring activations", len(rows), " rows") as bar:
         for batch in rows.split(batch_size):
             model.hidden_states(batch, model.training_context(batch))
@@ -230,7 +245,7 @@ def _share_inside(sub_blocks: Sequence[_SubBlock], lanes: int) -> float:
 
 
 def _improve(sub_blocks: Sequence[_SubBlock], lanes: int, share: float) -> float:
-    """Move units to other lanes until the share inside lanes, which is returned, hardly grows."""
+    """Move units to other lanes until the gain of a sweep is small; return the share inside lanes."""
     with ProgressBar("arranging", _MOST_SWEEPS * len(sub_blocks), " sub-blocks") as bar:
         for _ in range(_MOST_SWEEPS):
             for sub_block in sub_blocks:

@@ -21,7 +21,7 @@ class NamedWiring:
 
     @property
     def shares_stream(self) -> bool:
-        """Whether the tensor-parallel ranks share one stream."""
+        """Whether all tensor-parallel ranks read the same stream."""
         return WIRINGS[self.mode].stream == "shared" and not self.own_partials
 
     @property

@@ -25,10 +25,10 @@ range has summed all reads with a_i >= the number of sub-blocks so far. The othe
 earlier reads, summed for each a_i in ascending order.
 """
 
+import functools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -60,13 +60,18 @@ class _Graph(NamedTuple):
 
 
 class LaneRange:
-    """One pass over a range of sub-blocks, and what its backward needs."""
+    """One pass over a range of sub-blocks, and the tensors for its backward."""
 
     def __init__(
         self, steps: Sequence[SubBlock], context: SequenceContext, pending: tuple[int, int], launch: Launch,
         sums: PartialSums,
     ) -> None:  # fmt: skip
-        """Prepare a pass with so many outputs pending before and after it; `launch` starts the sum over the ranks."""
+        """Prepare a pass.
+
+        Args:
+            pending: numbers of outputs that are missing from the stream when it enters and when it leaves.
+            launch: starts the sum over the ranks.
+        """
         self._steps = steps
         self._context = context
         self._launch = launch
@@ -99,7 +104,7 @@ class LaneRange:
     def backward(self, state_gradient: Tensor) -> Tensor:
         """Map the gradient of the state that left to that of the state that entered."""
         gradient = state_gradient[0]
-        # Reads to which an output of the range before was not added. That range sums them.
+        # Gradients of reads that precede the addition of an output of the previous range, which sums them.
         crossing = [_unreduced(tuple(torch.zeros_like(gradient) for _ in self._lanes)) for _ in range(self._pending_in)]
         pending = deque[tuple[int, _Parts]]()
         later_reads = enumerate(self._groups(state_gradient), start=self._reduced_here)
@@ -131,7 +136,7 @@ class LaneRange:
             yield state[first : first + len(self._lanes)].unbind(0)
 
     def _sum(self, own: tuple[Tensor, ...]) -> _Parts:
-        return _Parts(own, self._launch(own[0].clone() if len(own) == 1 else torch.stack(own).sum(0)))
+        return _Parts(own, self._launch(functools.reduce(torch.add, own) if len(own) > 1 else own[0].clone()))
 
     def _compute(self, index: int, stream: Tensor, pending: Iterable[_Parts], keeps_graphs: bool) -> tuple[Tensor, ...]:
         """Compute the parts of this rank's lanes."""
@@ -175,7 +180,9 @@ class LaneRange:
         own, handle = list[Tensor](), None
         for lane, graph in enumerate(graphs):
             starts_sum = is_reduced and lane == self._lanes[-1]
-            graph.input_gradient.launch = partial(self._end_read, graph.normed_edge, graph.stream, own, starts_sum)
+            graph.input_gradient.launch = functools.partial(
+                self._end_read, graph.normed_edge, graph.stream, own, starts_sum
+            )
             part_gradient = gradient
             for read in reads:
                 part_gradient = part_gradient + read.own[lane]

@@ -7,8 +7,8 @@
     while pending:                 r = r + pending.pop_first().wait()
 
 With s = 0 everywhere this is the ordinary transformer; with s = 1 it is Ladder Residual. With own partials, h_i also
-reads this rank's parts of what is pending (`own_partials.py`). The only wiring outside the rule is desync, which has a
-separate walk (`desync.py`).
+reads this rank's parts of what is pending (`own_partials.py`). Outside the rule is desync, which has a separate walk
+(`desync.py`).
 
 A stack is a range of layers. Its state, the stream and the outputs still missing from it, enters and leaves as
 one tensor [1 + pending, s, b, h], so that a pipeline can cut a model of any wiring at any layer. The missing

@@ -101,7 +101,7 @@ class SubBlock(NamedTuple):
 
     @property
     def body(self) -> SubBlockBody:
-        """The body of all lanes."""
+        """The only body; fails with several lanes."""
         (body,) = self.lanes
         return body
 

@@ -7,7 +7,7 @@ from typing import TypedDict
 
 import torch
 
-from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas, tensor_parallel_errors
+from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas, lane_errors, tensor_parallel_errors
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.loading import WeightSource, load_weights
 from megatron_ladder.comm.agreement import raise_on_all_ranks
@@ -84,7 +84,8 @@ def teacher_errors(run: RunConfig, teacher: StoredTeacher, vocabulary_is_known: 
             f"{named}: the teacher has a vocabulary of {config.vocab_size} ids, and the model one of "
             f"{run.model.vocab_size}: both must use one tokenizer; if they do, give --vocab-size {config.vocab_size}"
         )
-    for error in tensor_parallel_errors(config, run.parallel.tensor_model_parallel_size):
+    tensor_parallel = run.parallel.tensor_model_parallel_size
+    for error in (*tensor_parallel_errors(config, tensor_parallel), *lane_errors(config, tensor_parallel)):
         yield f"{named}: the teacher cannot be sharded like the model: {error}"
     if run.training.seq_length > config.max_position_embeddings:
         yield (
@@ -113,7 +114,7 @@ def build_distillation(
         mesh,
         # Only gradients are summed over this group, so it has no communicator.
         kv_replica=CommGroup(mesh.tensor.ranks[first : first + replicas], mesh.tensor.rank - first, None),
-        sequence_parallel=mesh.sequence_parallel and config.wiring.stream == "shared",
+        sequence_parallel=mesh.sequence_parallel and config.shares_stream,
     )
     options = StackOptions(run.parallel.tp_overlap, operations=operations)
     model = LanguageModel(config, frozen_mesh, options, dtype=compute_dtype(run), device=device).requires_grad_(False)

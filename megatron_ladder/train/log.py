@@ -45,7 +45,7 @@ def banner(trainer: Trainer) -> str:
     if model.wiring.late:
         which = "all layers" if len(layers) == model.num_layers else f"layers {list(layers)} of {model.num_layers}"
         wiring += f": {which} read the stream {model.residual_staleness} sub-block(s) late"
-        wiring += f", with their own parts of what is missing in {model.lanes} lanes" if model.lanes else ""
+        wiring += f", in {model.lanes} lanes with own partials" if model.lanes else ""
     if model.wiring.stream == "per rank":
         wiring += f": {model.desync_tp} streams, summed after every {model.desync_interval} sub-blocks"
     precision = "fp32"

@@ -111,6 +111,7 @@ TEACHERS = {
     "narrow": "--num-layers 2 --hidden-size 24 --ffn-hidden-size 40 --num-key-value-heads 1 --logit-soft-cap 4",
     "ladder": "--residual-mode ladder --tie-embeddings --norm-epsilon 1e-3",
     "desync": "--residual-mode desync --desync-interval 4 --tensor-model-parallel-size 2",
+    "lanes": "--residual-mode ladder --lanes 2",
 }
 WEIGHT, TEMPERATURE = 0.7, 2.0
 
@@ -150,6 +151,8 @@ def distilled(teacher: TeacherInMemory) -> LossAndGradients:
         (2, 2, "narrow", "--zero-stage 1 --logit-soft-cap 20"),
         (2, 2, "ladder", "--zero-stage 2 --sequence-parallel"),
         (2, 2, "desync", "--zero-stage 3 --recompute-granularity full"),
+        (2, 1, "lanes", "--zero-stage 0 --sequence-parallel"),
+        (1, 1, "lanes", "--zero-stage 1"),
     ],
 )
 def test_steps_equal_a_plain_model(

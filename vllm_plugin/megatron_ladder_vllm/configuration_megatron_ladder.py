@@ -147,8 +147,8 @@ class MegatronLadderConfig(PreTrainedConfig):
             raise ValueError(f"residual_mode {mode!r} with {desync}: needs an interval of at least 1 and 2 ranks")
         if not per_rank and (self.desync_interval or self.desync_tp is not None):
             raise ValueError(f"{desync} have no meaning with residual_mode {mode!r}")
-        if self.lanes < 0:
-            raise ValueError(f"lanes {self.lanes} must be at least 0")
+        if self.lanes < 0 or self.lanes == 1:
+            raise ValueError(f"lanes {self.lanes} must be 0 or at least 2")
         if self.lanes and not any(reads_late for _, reads_late in SUB_BLOCK_TABLE[mode]):
             raise ValueError(f"lanes {self.lanes} has no meaning with residual_mode {mode!r}")
         if not self.lane_count:

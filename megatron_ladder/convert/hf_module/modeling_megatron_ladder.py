@@ -133,6 +133,11 @@ class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
                 if kind == "attention_mlp":
                     output = output + self.mlp(normed)
             if self.lanes:
+                if output.dim() == normed.dim():
+                    raise ValueError(
+                        f"layer {self.layer_idx} returned no partial sums of its {self.lanes} lanes: its linear layers "
+                        "were replaced, as quantisation and adapters do, which this wiring does not support"
+                    )
                 partials = (output, *partials)
                 output = output.mean(-2) if averaged else output.sum(-2)
             streams = (streams[0] + output, *streams)

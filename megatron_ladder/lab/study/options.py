@@ -32,7 +32,7 @@ class RunOptions:
     takes two slots of --jobs."""
     timed_wirings: tuple[str, ...] = flag((), choices=(*NAMED_WIRINGS, NONE))
     """Wirings of --wirings that are also trained for the time that standard takes, or none; by default all except
-    hybrid, own-partials-N, desync-2x and desync-4x, which the benchmark does not time."""
+    hybrid, own-partials-N, desync-2x and desync-4x, which a study does not time."""
     sizes: tuple[str, ...] = flag(("8x160x448x2x2x2048",), details=f"Names: {', '.join(SIZES)}; numbers: {SHAPE}.")
     """Shapes of the model, by name or in numbers. The default corpus gets the vocabulary of the size."""
     seeds: tuple[int, ...] = flag((1, 2, 3), minimum=0)

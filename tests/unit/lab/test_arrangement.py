@@ -164,6 +164,30 @@ def test_effects_are_those_of_the_formula(tmp_path: Path) -> None:
     torch.testing.assert_close(sub_blocks[2].effects_of(2)[0].sum(), found.sum(), rtol=1e-4, atol=0)
 
 
+def test_a_row_of_zeros_in_the_embedding_is_no_obstacle(tmp_path: Path) -> None:
+    config = tiny_config(num_key_value_heads=4)
+    weights = make_weights(ReferenceConfig.like(config), 3)
+    weights["embedding.weight"][:40] = 0
+    arranged(tmp_path, config, weights, "--lanes", "2")
+
+
+def test_layers_that_read_nothing_in_flight_are_an_error(tmp_path: Path) -> None:
+    config = tiny_config(num_key_value_heads=4)
+    with pytest.raises(UserError, match="^--ladder-layers: nothing reads while an output is in flight"):
+        arranged(
+            tmp_path, config, make_weights(ReferenceConfig.like(config), 3), "--lanes", "2", "--residual-mode",
+            "ladder-attention", "--ladder-layers", "[0]",
+        )  # fmt: skip
+
+
+def test_a_dry_run_measures_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny_config(num_key_value_heads=4)
+    write_checkpoint(tmp_path / "run", config, make_weights(ReferenceConfig.like(config), 3))
+    words = ("--load", tmp_path / "run", "--save", tmp_path / "new", "--data", tmp_path / "none", "--lanes", 2)
+    convert("arrange", *words, "--dry-run")
+    assert "in 2 lanes with own partials" in capsys.readouterr().out and not (tmp_path / "new").exists()
+
+
 def test_every_lane_has_as_many_units(monkeypatch: pytest.MonkeyPatch) -> None:
     gains = np.random.default_rng(0).random((8, 2), np.float32)
     found = arrangement._assign(gains)
@@ -178,9 +202,9 @@ def test_every_lane_has_as_many_units(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("changes", "words", "message"),
     [
-        ({}, {}, "--lanes: expected a number of at least 2"),
-        ({}, {"lanes": 1}, "--lanes: expected a number of at least 2"),
-        ({}, {"lanes": 2, "ladder_layers": "none"}, "--lanes: expected a number of at least 2"),
+        ({}, {}, "--lanes: give the number of lanes to arrange, at least 2"),
+        ({}, {"lanes": 1}, "--lanes 1: give the number of lanes to arrange, at least 2"),
+        ({}, {"lanes": 2, "ladder_layers": "none"}, "--ladder-layers: nothing reads while an output is in flight"),
         ({"num_key_value_heads": 2}, {"lanes": 4}, "--lanes 4: the model has 2 key-value heads"),
         ({"residual_mode": "ladder", "ladder_layers": (0,), "lanes": 2}, {"lanes": 2}, "--load run: the model depends"),
         ({"residual_mode": "desync", "desync_interval": 2, "desync_tp": 2}, {"lanes": 2}, "--load run: the model"),
