@@ -125,8 +125,23 @@ JOURNEYS = [
 def test_a_checkpoint_survives_changes_of_stage_and_layout(
     gloo_pools: GlooPools, tmp_path: Path, journey: list[Stay]
 ) -> None:
-    """Weights and moments stay bitwise the same in every stage and layout, and back in the first."""
     recipe = [*RECIPE, "--global-batch-size", "8", "--residual-mode", "ladder", "--qk-layernorm", "--add-mlp-bias"]
+    check_journey(gloo_pools, tmp_path, recipe, journey)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_lanes_survive_changes_of_stage_and_layout(gloo_pools: GlooPools, tmp_path: Path, optimizer: str) -> None:
+    """A rank of the first layout computes one lane, and the ranks of the others two or all four."""
+    recipe = [*RECIPE, *"--global-batch-size 8 --residual-mode ladder --lanes 4 --num-key-value-heads 4".split()]
+    journey = [
+        Stay("--zero-stage 1 --tensor-model-parallel-size 4", 4), Stay("--zero-stage 0", 1),
+        Stay("--zero-stage 1 --tensor-model-parallel-size 2", 4),
+    ]  # fmt: skip
+    check_journey(gloo_pools, tmp_path, [*recipe, "--optimizer", optimizer], journey)
+
+
+def check_journey(gloo_pools: GlooPools, tmp_path: Path, recipe: list[str], journey: list[Stay]) -> None:
+    """Assert that weights and moments stay bitwise the same in every stage and layout, and back in the first."""
     load, first = None, {}
     for number, stay in enumerate([*journey, journey[0]]):
         save = str(tmp_path / str(number))
