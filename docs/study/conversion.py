@@ -408,14 +408,18 @@ def saving_rows(results: Results, some: Sequence[Model]) -> Iterator[Sequence[st
         aim = differences(results, own, UPPER, "plain", PERCENTS[-1])
         for selection, method in itertools.product((UPPER, CHEAPEST), METHODS):
             curve = [(percent, differences(results, own, selection, method, percent)) for percent in PERCENTS]
-            if not aim or any(each.keys() != aim.keys() for _, each in curve):
+            curve = [(percent, each) for percent, each in curve if each.keys() == aim.keys()]
+            if not aim or len(curve) < 2:
                 continue
             means = [(math.log(percent), statistics.fmean(each.values())) for percent, each in curve]
-            reached = first_reaching(means, statistics.fmean(aim.values()))
-            named, share = f"{method}, {selection} layers", math.exp(reached) / PERCENTS[-1] if reached else None
-            if share is None:
-                under = means[0][1] <= statistics.fmean(aim.values())
-                yield size, named, f"at most {PERCENTS[0] / PERCENTS[-1]:.2f}" if under else "not reached", "–"
+            named, wanted = f"{method}, {selection} layers", statistics.fmean(aim.values())
+            reached = first_reaching(means, wanted)
+            if reached is None:
+                yield size, named, "not reached", "–"
+                continue
+            share = math.exp(reached) / PERCENTS[-1]
+            if means[0][1] <= wanted:
+                yield size, named, f"at most {share:.2f}", "–"
                 continue
             times = results.of(times_name(next(models(results, ["small"], SEEDS[:1]))))
             ratios = [one / plain for one, plain in zip(times[method], times["plain"], strict=True)] if times else []
@@ -439,6 +443,7 @@ def draw(results: Results, some: Sequence[Model], picture: Path) -> None:
             x = [percent * 1.04 ** (number - 1.5) for percent, _ in drawn]
             errors = [pairs.half_width if pairs.pairs > 1 else 0.0 for _, pairs in drawn]
             axes.errorbar(x, [pairs.mean for _, pairs in drawn], yerr=errors, marker="o", capsize=3, label=method)
+        axes.set_visible(bool(axes.containers))
         axes.axhline(0.0, color="black", linewidth=0.8)
         axes.set_title(f"{size} model, {selection} layers" if selection != ALL else f"{size} model, all layers")
         axes.set_xscale("log", subs=[])

@@ -39,6 +39,7 @@ warmup=200
 global_batch=32
 seq_length=4096
 # Chosen by us: the rest of the recipe, and the intervals of saving and evaluation.
+measured_tokens=65536
 recipe=(--min-lr 0 --lr-decay-style cosine --weight-decay 0 --clip-grad 1 --adam-beta1 0.9 --adam-beta2 0.95
     --reset-position-ids --reset-attention-mask)
 intervals=(--save-interval 500 --keep-last-n-checkpoints 2 --eval-interval 500 --eval-iters 20 --log-interval 10)
@@ -95,6 +96,7 @@ if "$tiny"; then
         processes=1 tp=1
     fi
     layout=(--tensor-model-parallel-size "$tp" --zero-stage 1 --micro-batch-size 4)
+    measured_tokens=16384
     ladder_layers=best:4 tokens=$((120 * 16 * 128)) lr=1e-3 warmup=10 global_batch=16 seq_length=128
     intervals=(--save-interval 40 --keep-last-n-checkpoints 2 --eval-interval 40 --eval-iters 4 --log-interval 10)
 fi
@@ -233,7 +235,7 @@ if [ -n "$measured_layers" ]; then
     run_once sensitivity "$run/sensitivity.json" "Sensitivity: the $measured_layers layers that cost least" \
         with_python tools/convert_checkpoint.py sensitivity --load "$source_model" --tp "$tp" \
         --data "$run/data/train_${keys[0]}_document" --seq-length "$((seq_length < 2048 ? seq_length : 2048))" \
-        --greedy-layers "$measured_layers" --output "$run/sensitivity.json"
+        --tokens "$measured_tokens" --greedy-layers "$measured_layers" --output "$run/sensitivity.json"
 fi
 
 importing=(--hf "$source_model" --save "$run/imported" --tensor-model-parallel-size "$tp" --verify --overwrite)
