@@ -125,7 +125,7 @@ def training_flags(size: Size, wiring: str, tensor_parallel: int) -> list[str]:
         "--num-key-value-heads", str(shape.num_key_value_heads),
         "--vocab-size", str(shape.vocab_size),
     ]  # fmt: skip
-    words += WIRINGS[wiring].flags(shape.num_layers)
+    words += WIRINGS[wiring].flags(shape.num_layers, tensor_parallel)
     for setting in RECIPE:
         value = setting.tiny if size is TINY and setting.tiny is not None else setting.value
         words += [setting.flag, value] if value else [setting.flag]

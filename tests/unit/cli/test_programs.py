@@ -65,7 +65,7 @@ def test_help_version_and_wrong_flags_need_only_the_standard_library() -> None:
         ("benchmark", ["decod", "--tp", "1"], "--tp 1: expected 2 or more"),
         ("study", ["runn"], "runn: expected one of run, adapt, report first; did you mean run?"),
         ("convert_checkpoint", ["inspect"], "inspect: expected one directory"),
-        ("convert_checkpoint", [], "expected one of import, export, reshape, sensitivity, inspect first"),
+        ("convert_checkpoint", [], "expected one of import, export, reshape, arrange, sensitivity, inspect first"),
         ("plan", ["--cluster", "a100"], "--cluster a100: expected one of h100, h200"),
         ("benchmark", ["decode", "--wirings", "ladder,none"], "--wirings none: expected some of standard, "),
     ],
