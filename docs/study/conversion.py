@@ -103,7 +103,7 @@ class Search:
     """The best of a few values, and of further ones while the best is at the edge."""
 
     losses: dict[float, float]
-    """Of the values that were tried, in ascending order."""
+    """The loss of each value that was tried, in ascending order of the values."""
     missing: tuple[float, ...]
     """Values to try next; none at the end."""
 
@@ -439,7 +439,7 @@ def draw(results: Results, some: Sequence[Model], picture: Path) -> None:
         for number, method in enumerate(METHODS):
             points = [(percent, differences(results, own, selection, method, percent)) for percent in PERCENTS]
             drawn = [(percent, Paired([*found.values()])) for percent, found in points if found]
-            # Beside each other, so that the intervals can be told apart.
+            # Slightly apart, so that the intervals do not cover each other.
             x = [percent * 1.04 ** (number - 1.5) for percent, _ in drawn]
             errors = [pairs.half_width if pairs.pairs > 1 else 0.0 for _, pairs in drawn]
             axes.errorbar(x, [pairs.mean for _, pairs in drawn], yerr=errors, marker="o", capsize=3, label=method)
