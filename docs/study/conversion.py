@@ -35,7 +35,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from results import Result, Results
+from results import Result, Results, Search, search
 
 from megatron_ladder.lab.study.statistics import Paired, first_reaching
 
@@ -50,7 +50,6 @@ RATES = (8e-3, 1.6e-2, 3.2e-2)
 """Learning rates at the small size; the large one has the best of them times the ratio of the hidden sizes."""
 SHARES = (0.1, 0.3, 0.9)
 """Learning rates of healing, as shares of that of the training."""
-MOST_FURTHER_VALUES = 3
 SEEDS = (1, 2, 3)
 CONTROL, UPPER, CHEAPEST, ALL = "control", "upper", "cheapest", "all"
 SELECTIONS, METHODS, PERCENTS = (UPPER, CHEAPEST, ALL), ("plain", "distill", "anneal", "both"), (1, 3, 10)
@@ -96,46 +95,6 @@ class Healing:
     @property
     def steps(self) -> int:
         return round(self.model.steps * self.percent / 100)
-
-
-@dataclass(frozen=True)
-class Search:
-    """The best of a few values, and of further ones while the best is at the edge."""
-
-    losses: dict[float, float]
-    """The loss of each value that was tried, in ascending order of the values."""
-    missing: tuple[float, ...]
-    """Values to try next; none at the end."""
-
-    @property
-    def best(self) -> float | None:
-        """The value with the lowest loss; None before the end."""
-        return None if self.missing else min(self.losses, key=lambda value: self.losses[value])
-
-    @property
-    def at_edge(self) -> bool:
-        """Whether the best value is the lowest or highest that was tried."""
-        return self.best in (min(self.losses), max(self.losses))
-
-
-def search(results: Results, grid: Sequence[float], name: Callable[[float], str]) -> Search:
-    """Return the state of a search, from the results of the trials with these names."""
-
-    def ended(values: Sequence[float]) -> dict[float, float]:
-        found = {value: results.of(name(value)) for value in values}
-        return {value: result["loss"] for value, result in found.items() if result is not None}
-
-    values, ratio = sorted(grid), grid[1] / grid[0]
-    for _ in range(MOST_FURTHER_VALUES):
-        losses = ended(values)
-        if len(losses) < len(values):
-            break
-        lowest = min(values, key=lambda value: losses[value])
-        if lowest not in (values[0], values[-1]):
-            break
-        values = sorted([*values, float(f"{lowest * ratio if lowest == values[-1] else lowest / ratio:.3g}")])
-    losses = ended(values)
-    return Search(losses, tuple(value for value in values if value not in losses))
 
 
 class Study:

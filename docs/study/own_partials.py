@@ -39,7 +39,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from results import Result, Results
+from results import Result, Results, Search, search
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
@@ -48,8 +48,9 @@ TOKENS_PER_PARAMETER = 20
 HELD_OUT_BATCHES = 32
 SIZES = {"small": (32, 88), "large": (48, 128)}
 """Hidden size and width of the MLP."""
-RATES = (4e-3, 8e-3, 1.6e-2, 3.2e-2)
-"""Learning rates at the small size; the large one has the best of them times the ratio of the hidden sizes."""
+RATES = (8e-3, 1.6e-2, 3.2e-2)
+"""Learning rates at the small size, and further ones while the best is the lowest or highest. The large size has the
+best of standard times the ratio of the hidden sizes."""
 SEEDS = (1, 2, 3)
 LANES, STALENESS = (2, 4, 8), (1, 2, 4)
 CALIBRATION_BATCHES, SWEEPS = 4, 10
@@ -336,22 +337,30 @@ def rewire_arranged(weights: Weights) -> Result:
     }
 
 
-def best_rate(results: Results, wiring: Wiring) -> float:
-    """Return the rate with the lowest loss of the first seed at the small size, among those that have ended."""
-    found = {rate: results.of(Trial("small", wiring, rate, SEEDS[0]).name) for rate in RATES}
-    return min(RATES, key=lambda rate: math.inf if (result := found[rate]) is None else result["loss"])
+def rates(results: Results, wiring: Wiring) -> Search:
+    """Return the state of the search for the learning rate of a wiring, with the first seed at the small size."""
+    return search(results, RATES, lambda rate: Trial("small", wiring, rate, SEEDS[0]).name)
+
+
+def tune(wirings: Sequence[Wiring], results: Results, jobs: int) -> None:
+    """Train every wiring with the first seed until the search for its learning rate has ended."""
+    while missing := [
+        Trial("small", wiring, rate, SEEDS[0]) for wiring in wirings for rate in rates(results, wiring).missing
+    ]:
+        run_trials(missing, results, jobs)
 
 
 def at_best_rate(results: Results, wiring: Wiring) -> list[Trial]:
-    """Return the trials at the small size whose rate was chosen."""
-    return [Trial("small", wiring, best_rate(results, wiring), seed) for seed in SEEDS]
+    """Return the trials at the small size whose rate was chosen; none before that."""
+    best = rates(results, wiring).best
+    return [] if best is None else [Trial("small", wiring, best, seed) for seed in SEEDS]
 
 
 def base_trials(results: Results) -> list[Trial]:
     """Return the standard models of both sizes that are rewired."""
     small = at_best_rate(results, Wiring())
     scale = SIZES["small"][0] / SIZES["large"][0]
-    return [*small, *(Trial("large", Wiring(), round(small[0].rate * scale, 6), seed) for seed in SEEDS)]
+    return [*small, *(Trial("large", Wiring(), round(trial.rate * scale, 6), trial.seed) for trial in small)]
 
 
 def scratch_wirings() -> Iterator[Wiring]:
@@ -405,8 +414,9 @@ def report(results: Results) -> None:
         print(f"| {name} | {len(pairs)} | {means[0]:.4f} | {means[1]:.4f} | {span} |")
     print("\n| model | wiring | rate | seed | loss |\n|---|---|---|---|---|")
     for wiring in scratch_wirings():
-        trials = [Trial("small", wiring, rate, seed) for rate in RATES for seed in SEEDS]
-        for trial in dict.fromkeys([*trials, *(base_trials(results) if wiring == Wiring() else ())]):
+        tuning = [Trial("small", wiring, rate, SEEDS[0]) for rate in rates(results, wiring).losses]
+        large = [trial for trial in base_trials(results) if trial.size == "large" and trial.wiring == wiring]
+        for trial in dict.fromkeys([*tuning, *at_best_rate(results, wiring), *large]):
             if (result := results.of(trial.name)) is not None:
                 print(f"| {trial.size} | {wiring.name} | {trial.rate:g} | {trial.seed} | {result['loss']:.4f} |")
 
@@ -429,14 +439,13 @@ def main() -> None:
         parser.error("--results: pass a file")
     results = Results(options.results)
     if "train" in options.stages:
-        run_trials([Trial("small", Wiring(), rate, SEEDS[0]) for rate in RATES], results, options.jobs)
+        tune([Wiring()], results, options.jobs)
         run_trials(base_trials(results), results, options.jobs)
     if "arrange" in options.stages:
         run_trials(at_best_rate(results, Wiring()), results, options.jobs, is_arranged=True)
     if "scratch" in options.stages:
         wirings = list(scratch_wirings())
-        first_seed = [Trial("small", wiring, rate, SEEDS[0]) for wiring in wirings for rate in RATES]
-        run_trials(first_seed, results, options.jobs)
+        tune(wirings, results, options.jobs)
         run_trials([trial for wiring in wirings for trial in at_best_rate(results, wiring)], results, options.jobs)
     if "report" in options.stages:
         report(results)

@@ -1,11 +1,15 @@
-"""The results of a study's trials, in one JSON file that is continued after an interruption."""
+"""The results of a study's trials, in one JSON file that is continued after an interruption, and searches in them."""
 
 import json
 import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 Result = dict[str, Any]
+MOST_FURTHER_VALUES = 3
+"""Most values that a search tries beyond its grid."""
 
 
 class Results:
@@ -27,3 +31,43 @@ class Results:
             content = json.dumps(dict(sorted(self._found.items())), indent=1) + "\n"
             self._path.with_suffix(".new").write_text(content)
             self._path.with_suffix(".new").replace(self._path)
+
+
+@dataclass(frozen=True)
+class Search:
+    """The best of a few values, and of further ones while the best is at the edge."""
+
+    losses: dict[float, float]
+    """The loss of each value that was tried, in ascending order of the values."""
+    missing: tuple[float, ...]
+    """Values to try next; none at the end."""
+
+    @property
+    def best(self) -> float | None:
+        """The value with the lowest loss; None before the end."""
+        return None if self.missing else min(self.losses, key=lambda value: self.losses[value])
+
+    @property
+    def at_edge(self) -> bool:
+        """Whether the best value is the lowest or highest that was tried."""
+        return self.best in (min(self.losses), max(self.losses))
+
+
+def search(results: Results, grid: Sequence[float], name: Callable[[float], str]) -> Search:
+    """Return the state of a search, from the results of the trials with these names."""
+
+    def ended(values: Sequence[float]) -> dict[float, float]:
+        found = {value: results.of(name(value)) for value in values}
+        return {value: result["loss"] for value, result in found.items() if result is not None}
+
+    values, ratio = sorted(grid), grid[1] / grid[0]
+    for _ in range(MOST_FURTHER_VALUES):
+        losses = ended(values)
+        if len(losses) < len(values):
+            break
+        lowest = min(values, key=lambda value: losses[value])
+        if lowest not in (values[0], values[-1]):
+            break
+        values = sorted([*values, float(f"{lowest * ratio if lowest == values[-1] else lowest / ratio:.3g}")])
+    losses = ended(values)
+    return Search(losses, tuple(value for value in values if value not in losses))

@@ -63,7 +63,7 @@ def parse_options(argv: Sequence[str]) -> Request | ReportOptions:
     if not errors:
         # The trainer's checks, which need valid options.
         for size, wiring in itertools.product(options.sizes, options.wirings):
-            trial = Trial("tokens", wiring, size, 1, max(options.learning_rates), options.tuning_iterations)
+            trial = Trial("tokens", wiring, size, 1, max(options.learning_rates), options.iterations)
             resolve_trial(request, trial, errors)
     raise_user_errors(errors)
     return request

@@ -1,4 +1,4 @@
-"""The options of `tools/study.py`; the defaults are a study that takes three hours on two cores."""
+"""The options of `tools/study.py`; the defaults are a study that takes two hours on two cores."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,23 +33,23 @@ class RunOptions:
     timed_wirings: tuple[str, ...] = flag((), choices=(*NAMED_WIRINGS, NONE))
     """Wirings of --wirings that are also trained for the time that standard takes, or none; by default all except
     hybrid, own-partials-N, desync-2x and desync-4x, which a study does not time."""
-    sizes: tuple[str, ...] = flag(("8x160x448x2x2x2048",), details=f"Names: {', '.join(SIZES)}; numbers: {SHAPE}.")
+    sizes: tuple[str, ...] = flag(("12x32x96x2x2x512",), details=f"Names: {', '.join(SIZES)}; numbers: {SHAPE}.")
     """Shapes of the model, by name or in numbers. The default corpus gets the vocabulary of the size."""
     seeds: tuple[int, ...] = flag((1, 2, 3), minimum=0)
     """Seeds. Trials with the same seed share initial weights and order of data."""
-    iterations: int = flag(700, minimum=1)
+    iterations: int = flag(944, minimum=1)
     """Steps at equal tokens, and of standard at equal time."""
-    seq_length: int = flag(256, minimum=1)
+    seq_length: int = flag(128, minimum=1)
     """Tokens of a sample."""
-    micro_batch_size: int = flag(8, minimum=1)
+    micro_batch_size: int = flag(32, minimum=1)
     """Samples that a process computes at once; also the batch of a timed step."""
-    global_batch_size: int = flag(8, minimum=1)
+    global_batch_size: int = flag(32, minimum=1)
     """Samples of a step."""
-    learning_rates: tuple[float, ...] = flag((1e-3, 2e-3, 4e-3), above=0)
+    learning_rates: tuple[float, ...] = flag((8e-3, 1.6e-2, 3.2e-2), above=0)
     """Highest learning rates to try for every wiring, and up to three further ones if the best is at the edge. The rate
     with the lowest final validation loss is used; a single rate is used without a trial."""
-    tuning_iterations: int = flag(150, minimum=1)
-    """Steps of a trial that tries a learning rate."""
+    tuning_iterations: int | None = flag(None, minimum=1)
+    """Steps of a trial that tries a learning rate; --iterations if not given. A shorter run may favour another rate."""
     tuning_seed: int = flag(100, minimum=0)
     """Seed of those trials; it must not be one of --seeds."""
     warm_up_share: float = flag(0.1, minimum=0, below=1)
@@ -87,9 +87,10 @@ class SmallRunOptions(RunOptions):
     sizes: tuple[str, ...] = ("8x64x192x4x4x1024",)
     seeds: tuple[int, ...] = flag((1, 2), minimum=0)
     iterations: int = flag(60, minimum=1)
-    seq_length: int = flag(128, minimum=1)
+    micro_batch_size: int = flag(8, minimum=1)
+    global_batch_size: int = flag(8, minimum=1)
     learning_rates: tuple[float, ...] = flag((4e-3, 8e-3), above=0)
-    tuning_iterations: int = flag(20, minimum=1)
+    tuning_iterations: int | None = flag(20, minimum=1)
     evaluations: int = flag(3, minimum=1)
     eval_iters: int = flag(4, minimum=1)
     saves: int = flag(2, minimum=1)

@@ -95,9 +95,10 @@ def _describe(request: Request, data: str) -> Study:
     options = request.options
     shapes = {size: find_size(size) for size in options.sizes}
     first = Trial("tokens", options.wirings[0], options.sizes[0], 0, options.learning_rates[0], options.iterations)
-    same = "wirings seeds tuning_seed learning_rates iterations tuning_iterations seq_length link".split()
+    same = "wirings seeds tuning_seed learning_rates iterations seq_length link".split()
     return Study(
         **{name: getattr(options, name) for name in same},
+        tuning_iterations=options.tuning_iterations or options.iterations,
         timed_wirings=timed_wirings(options),
         sizes={size: {name: getattr(shapes[size], name) for name in commands.SHAPE_FIELDS} for size in shapes},
         tokens_per_step=commands.resolve_trial(request, first, []).tokens_per_step,

@@ -41,7 +41,7 @@ def test_small_has_other_defaults_and_the_same_flags() -> None:
     small = parse_options("run --small --output-dir out --seeds 7".split()).options
     full = parse_options("run --output-dir out".split()).options
     assert small.seeds == (7,) and small.wirings == full.wirings
-    assert small.iterations < full.iterations and small.micro_batch_size == full.micro_batch_size
+    assert small.iterations < full.iterations and small.seq_length == full.seq_length
 
 
 def test_standard_is_always_timed() -> None:
@@ -81,7 +81,7 @@ def test_the_report_alone() -> None:
         ("-- --train-iters 5", "--train-iters after --: a study sets this flag for each trial"),
         ("-- --no-such-flag 5", "--no-such-flag is not a flag of this program"),
         # Errors of the trainer.
-        ("--global-batch-size 9", "--global-batch-size 9 is not a multiple of --micro-batch-size 8"),
+        ("--global-batch-size 33", "--global-batch-size 33 is not a multiple of --micro-batch-size 32"),
         ("-- --tensor-model-parallel-size 3", "--num-attention-heads 4 is not divisible"),
     ],
 )
@@ -93,7 +93,7 @@ def test_errors_name_the_flag(words: str, error: str) -> None:
 def test_all_errors_are_reported_together_and_once() -> None:
     assert len(mistakes_of("--wirings standard a --sizes b --link c --jobs 0 -- --seed 1")) == 5
     # All wirings have it.
-    assert len(mistakes_of("--global-batch-size 9")) == 1
+    assert len(mistakes_of("--global-batch-size 33")) == 1
 
 
 @pytest.mark.parametrize("command", ["run", "adapt", "report"])
@@ -141,7 +141,7 @@ def test_a_schedule_has_the_length_of_its_trial() -> None:
     # Five evaluations for any number of steps, the last one of the finished model.
     assert resolved("ladder", "--evaluations 5", iterations=137).logging.eval_interval == 28
     assert (long.training.train_iters, long.optimizer.lr_decay_iters) == (200, None)
-    assert long.tokens_per_step == short.tokens_per_step == 8 * 256
+    assert long.tokens_per_step == short.tokens_per_step == 32 * 128
     assert (long.model.num_layers, long.model.ffn_hidden_size, long.model.num_key_value_heads) == (4, 64, 2)
 
 

@@ -121,6 +121,13 @@ def test_a_study_runs_once(stand: Stand) -> None:
     assert stand.started == []
 
 
+@pytest.mark.parametrize(("given", "steps"), [(4, "it4"), (None, "it10")])
+def test_rates_are_tuned_over_the_whole_run_by_default(stand: Stand, given: int | None, steps: str) -> None:
+    stand.options = replace(stand.options, tuning_iterations=given)
+    stand.run()
+    assert {name.split("-")[-1] for name in stand.started if name.startswith("tuning")} == {steps}
+
+
 def test_finished_trials_are_skipped(stand: Stand) -> None:
     stand.options = replace(stand.options, learning_rates=(2e-3,))
     stand.run()
