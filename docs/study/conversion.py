@@ -35,7 +35,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from results import Result, Results, Search, search
+from results import Result, Results, Search, interval, search
 
 from megatron_ladder.lab.study.statistics import Paired, first_reaching
 
@@ -307,12 +307,6 @@ def differences(
         if healed is not None and control is not None:
             found[model] = healed["loss"] - control["loss"]
     return found
-
-
-def interval(values: Sequence[float]) -> str:
-    """Return the mean with its 95 % interval."""
-    pairs = Paired(values)
-    return f"{pairs.mean:+.4f} ± {pairs.half_width:.4f}" if pairs.pairs > 1 else f"{pairs.mean:+.4f}"
 
 
 def table(heads: Sequence[str], rows: Iterator[Sequence[str]]) -> None:

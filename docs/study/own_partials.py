@@ -9,7 +9,7 @@ own partials, lane k reads r plus its own parts y_j^k of those outputs:
     x_i^k = r + sum over the last s outputs j of y_j^k          y_j = sum over k of y_j^k
 
 The model is a plain one, on one process that computes all lanes, so autograd gives the gradients. It shares no code
-with the package.
+with the package's models.
 
 Stages: `train` trains standard models of two sizes at 20 tokens per parameter, with the learning rate tuned over the
 whole run at the smaller one. Each of them is then evaluated with the other wirings, without further training. `arrange`
@@ -39,7 +39,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from results import Result, Results, Search, search
+from results import Result, Results, Search, interval, search
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
@@ -356,6 +356,12 @@ def at_best_rate(results: Results, wiring: Wiring) -> list[Trial]:
     return [] if best is None else [Trial("small", wiring, best, seed) for seed in SEEDS]
 
 
+def losses_by_seed(results: Results, wiring: Wiring) -> dict[int, float]:
+    """Return the losses of a wiring that was trained from scratch."""
+    found = {trial.seed: results.of(trial.name) for trial in at_best_rate(results, wiring)}
+    return {seed: result["loss"] for seed, result in found.items() if result is not None}
+
+
 def base_trials(results: Results) -> list[Trial]:
     """Return the standard models of both sizes that are rewired."""
     small = at_best_rate(results, Wiring())
@@ -419,6 +425,17 @@ def report(results: Results) -> None:
         for trial in dict.fromkeys([*tuning, *at_best_rate(results, wiring), *large]):
             if (result := results.of(trial.name)) is not None:
                 print(f"| {trial.size} | {wiring.name} | {trial.rate:g} | {trial.seed} | {result['loss']:.4f} |")
+    print("\n| wiring | rate | loss | less standard's | less ladder's, as many in flight |\n|---|---|---|---|---|")
+    standard = losses_by_seed(results, Wiring())
+    for wiring in scratch_wirings():
+        if losses := losses_by_seed(results, wiring):
+            ladder = losses_by_seed(results, Wiring(wiring.staleness))
+            less = (
+                interval([losses[seed] - others[seed] for seed in losses if seed in others])
+                for others in (standard, ladder)
+            )
+            rate, loss = rates(results, wiring).best, statistics.fmean(losses.values())
+            print(f"| {wiring.name} | {rate:g} | {loss:.4f} | {' | '.join(less)} |")
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The results of a study's trials, in one JSON file that is continued after an interruption, and searches in them."""
+"""Results of trials in one JSON file that is continued after an interruption, and searches and intervals of them."""
 
 import json
 import threading
@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from megatron_ladder.lab.study.statistics import Paired
 
 Result = dict[str, Any]
 MOST_FURTHER_VALUES = 3
@@ -71,3 +73,9 @@ def search(results: Results, grid: Sequence[float], name: Callable[[float], str]
         values = sorted([*values, float(f"{lowest * ratio if lowest == values[-1] else lowest / ratio:.3g}")])
     losses = ended(values)
     return Search(losses, tuple(value for value in values if value not in losses))
+
+
+def interval(values: Sequence[float]) -> str:
+    """Return the mean with its 95 % interval."""
+    pairs = Paired(values)
+    return f"{pairs.mean:+.4f} ± {pairs.half_width:.4f}" if pairs.pairs > 1 else f"{pairs.mean:+.4f}"
