@@ -4,6 +4,7 @@ The classes are for decode steps, with one query per sample: q [b, heads/t, 1, d
 `slots.py`) as k and v [b, kv_heads/t, positions, d]. An object of them serves all layers of a step.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,16 +12,36 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ladder.model.operations import Operations
+from megatron_ladder.model.rotary import RotaryTable
 
 _LARGEST_FLASH_HEAD, _FIRST_FLASH_DEVICE = 256, (8, 0)
 """Limits of FlashAttention: the head's size, and the compute capability."""
-_PRODUCTS_AT_ONCE = 1 << 17
-"""Numbers that `CachedRows` multiplies before it sums them; half a megabyte stays in the cache of a core."""
+_FEW_PRODUCTS = 1 << 17
+"""Numbers of cached keys times heads that share one, up to which torch's attention is faster than `CachedRows`."""
 
 
-def attend_in_fp32(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """See `Operations.attend`. torch's attention on CPUs takes several times as long in bf16 and fp16."""
-    return Operations.attend(q.float(), k.float(), v.float(), mask).to(q.dtype)
+def split_heads_in_fp32(
+    projected: Tensor, widths: Sequence[int], head_dim: int, table: RotaryTable,
+    norm_weights: tuple[Tensor, Tensor] | None, epsilon: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """See `Operations.split_heads`; the result is in fp32, in which attention on CPUs is several times as fast.
+
+    Queries and keys, which are next to each other, are rotated together, with few operations for the sake of one token.
+    """
+    heads = projected.to(torch.promote_types(projected.dtype, torch.float32)).unflatten(-1, (-1, head_dim))
+    queries, keys, values = (width // head_dim for width in widths)
+    q_k, v = heads.split((queries + keys, values), dim=-2)
+    if norm_weights is not None:
+        q, k = q_k.split((queries, keys), dim=-2)
+        pairs = zip((q, k), norm_weights, strict=True)
+        q_k = torch.cat([F.rms_norm(x, (head_dim,), weight.to(x.dtype), epsilon) for x, weight in pairs], dim=-2)
+    rotated = q_k * table.cos
+    first, second = q_k.chunk(2, dim=-1)
+    half = head_dim // 2
+    rotated[..., :half].addcmul_(second, table.sin[..., :half], value=-1)
+    rotated[..., half:].addcmul_(first, table.sin[..., half:])
+    turned = rotated.permute(1, 2, 0, 3)
+    return turned[:, :queries], turned[:, queries:], v.permute(1, 2, 0, 3)
 
 
 def counts_filled_columns(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
@@ -64,8 +85,8 @@ class FilledColumns(NamedTuple):
 class CachedRows(NamedTuple):
     """Attention to the first columns, by operations of torch that read the cache at the memory's rate on a CPU.
 
-    torch's attention multiplies a matrix of one row for each head, at a third of that rate. Here the scores of all
-    heads are one product and sum, and the output is a weighted sum of the cache's rows, as `embedding_bag` computes it.
+    torch's attention reads a long cache at half of that rate. Here the output is a weighted sum of the cache's rows, as
+    `embedding_bag` computes it.
     """
 
     rows: Tensor
@@ -78,24 +99,15 @@ class CachedRows(NamedTuple):
         return cls(rows.repeat_interleave(heads // first_rows.shape[1], dim=1).flatten(0, 1).int())
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """See `Operations.attend`; the cache has another dtype than q if that is not fast on CPUs."""
+        """See `Operations.attend`."""
         (samples, heads, _, head_dim), kv_heads, extent = q.shape, k.shape[1], self.rows.shape[1]
-        queries = (q.to(k.dtype) * head_dim**-0.5).reshape(samples, kv_heads, -1, head_dim)
-        scores = _scores(queries, k.narrow(2, 0, extent))
+        if q.numel() * extent <= _FEW_PRODUCTS:
+            return Operations.attend(q, k.narrow(2, 0, extent), v.narrow(2, 0, extent), mask)
+        queries = (q * head_dim**-0.5).reshape(samples, kv_heads, -1, head_dim)
+        # The other order of the factors is a slower product.
+        scores = (k.narrow(2, 0, extent) @ queries.transpose(-1, -2)).transpose(-1, -2)
         if mask is not None:
-            scores = scores.masked_fill_(~mask, float("-inf"))
-        weights = scores.softmax(-1).view(samples * heads, extent)
+            scores = scores.masked_fill(~mask, float("-inf"))
+        weights = scores.softmax(-1).reshape(samples * heads, extent)
         attended = F.embedding_bag(self.rows, v.flatten(0, 2), mode="sum", per_sample_weights=weights)
-        return attended.view(q.shape).to(q.dtype)
-
-
-def _scores(queries: Tensor, keys: Tensor) -> Tensor:
-    """Multiply queries [b, kv_heads/t, heads of one key, d] with keys [b, kv_heads/t, columns, d]."""
-    samples, kv_heads, shared_by, _ = queries.shape
-    if shared_by > 1:
-        return queries @ keys.transpose(-1, -2)
-    scores = queries.new_empty(samples, kv_heads, 1, keys.shape[2])
-    at_once = max(1, _PRODUCTS_AT_ONCE // keys[0].numel())
-    for part in (slice(begin, begin + at_once) for begin in range(0, samples, at_once)):
-        torch.sum(queries[part] * keys[part], -1, out=scores[part, :, 0])
-    return scores
+        return attended.view(q.shape)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_ladder.generate.attention import split_heads_in_fp32
 from megatron_ladder.generate.large_pages import move_to_large_pages
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.norm import RMSNorm
@@ -65,11 +66,12 @@ def _can_pack(dtype: torch.dtype) -> bool:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`x @ weight^T + bias` for x [..., in] and a weight [out, in], packed or not -> [..., out]."""
+    """`x @ weight^T + bias` for x [..., in] and a weight [out, in], packed or not -> [..., out], in its dtype."""
+    x = x.to(weight.dtype)
     if weight.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
 
 
-PACKED_OPERATIONS = Operations(linear=_linear)
-"""For models that `load_packed` loads."""
+PACKED_OPERATIONS = Operations(split_heads=split_heads_in_fp32, linear=_linear)
+"""For models that generate on a CPU."""

@@ -33,7 +33,7 @@ from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas, loc
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import BadNumbersError
-from megatron_ladder.generate.attention import CachedRows, FilledColumns, attend_in_fp32, counts_filled_columns
+from megatron_ladder.generate.attention import CachedRows, FilledColumns, counts_filled_columns
 from megatron_ladder.generate.graph import StepGraph, captured_decode
 from megatron_ladder.generate.large_pages import zeros_in_large_pages
 from megatron_ladder.generate.requests import FinishReason, Generation, GenerationRequest, NewToken, Timings
@@ -175,8 +175,8 @@ class SlotBatch:
         self._model, self._tokenizer, self._device = model, tokenizer, model.embedding.weight.device
         self._group = group
         self.samples: list[_ActiveSample | None] = [None] * slots
+        # As the keys and values of `PACKED_OPERATIONS`.
         in_fp32 = self._device.type == "cpu" and model.compute_dtype in (torch.bfloat16, torch.float16)
-        self._attend = attend_in_fp32 if in_fp32 else None
         cache_dtype = torch.float32 if in_fp32 else model.compute_dtype
         self._cache = _StaticCache(model.config, group.size, slots, positions, cache_dtype, self._device)
         self._counts_filled = counts_filled_columns(model.compute_dtype, model.config.head_dim, self._device)
@@ -225,7 +225,7 @@ class SlotBatch:
         tokens = torch.tensor([[*ids, *[PADDING] * (longest - len(ids))] for ids in prompts], device=self._device)
         turns = RotaryTable(self._rotary.cos[:longest], self._rotary.sin[:longest])
         columns = _PromptColumns(self._cache, torch.tensor(slots, device=self._device))
-        context = SequenceContext(turns, columns, attend=self._attend)
+        context = SequenceContext(turns, columns)
         hidden_states = self._model.hidden_states(tokens, context)
         last = torch.tensor([len(ids) - 1 for ids in prompts], device=self._device)
         newest = hidden_states[last, torch.arange(len(prompts), device=self._device)]

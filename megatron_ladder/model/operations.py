@@ -123,7 +123,7 @@ def with_norm(norm: NormFunction) -> Operations:
 
 
 def compile_operations(operations: Operations, backend: str = "inductor") -> Operations:
-    """Replace the norms, the splitting of heads and SwiGLU with torch.compile'd versions of torch's own.
+    """Compile the norms, the splitting of heads and SwiGLU with torch.compile.
 
     Each becomes one kernel forward and one backward, compiled once per shape for all layers. The addition before a norm
     is part of its kernel, except where `backward.py` keeps a separate graph of the norm. Matrix products stay as they
@@ -136,8 +136,8 @@ def compile_operations(operations: Operations, backend: str = "inductor") -> Ope
     compiled: Any = partial(torch.compile, backend=backend, options=options)
     return replace(
         operations,
-        norm=compiled(_rms_norm), add_norm=compiled(_add_norm), split_heads=compiled(_split_heads),
-        swiglu=compiled(_swiglu),
+        norm=compiled(operations.norm), add_norm=compiled(operations.add_norm),
+        split_heads=compiled(operations.split_heads), swiglu=compiled(operations.swiglu),
     )  # fmt: skip
 
 

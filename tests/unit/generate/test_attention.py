@@ -1,21 +1,23 @@
-"""Attention of decode steps, compared with torch's."""
+"""Attention in generation, compared with torch's and with the heads in training."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from megatron_ladder.generate import attention
-from megatron_ladder.generate.attention import CachedRows, counts_filled_columns
+from megatron_ladder.generate.attention import CachedRows, counts_filled_columns, split_heads_in_fp32
+from megatron_ladder.model.operations import Operations
+from megatron_ladder.model.rotary import RotaryTable
 
 
-@pytest.mark.parametrize("at_once", [1, 1000, 1 << 17])
+@pytest.mark.parametrize("few", [0, 1 << 17])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("kv_heads", [6, 2, 1])
 def test_cached_rows_attend_as_torch_does(
-    kv_heads: int, masked: bool, at_once: int, monkeypatch: pytest.MonkeyPatch
+    kv_heads: int, masked: bool, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three of four slots, seven of nine columns, and samples that have filled one, four and seven of them."""
-    monkeypatch.setattr(attention, "_PRODUCTS_AT_ONCE", at_once)
+    monkeypatch.setattr(attention, "_FEW_PRODUCTS", few)
     keys, values = torch.randn(2, 4, kv_heads, 9, 8, dtype=torch.float64)
     q = torch.randn(3, 1, 6, 8, dtype=torch.float64).transpose(1, 2)
     filled = torch.tensor([1, 4, 7] if masked else [7, 7, 7])
@@ -27,13 +29,19 @@ def test_cached_rows_attend_as_torch_does(
         torch.testing.assert_close(found[sample], F.scaled_dot_product_attention(q[sample], *own))
 
 
-def test_a_cache_of_another_dtype_keeps_the_dtype_of_the_queries() -> None:
-    keys, values = torch.randn(2, 2, 3, 5, 8)
-    q = torch.randn(2, 3, 1, 8).bfloat16()
-    found = CachedRows.of(torch.arange(0, 30, 5).view(2, 3), 5, 3).attend(q, keys, values, None)
-    expected = F.scaled_dot_product_attention(q.float(), keys, values)
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found, expected.bfloat16())
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_heads_are_split_as_in_training(dtype: torch.dtype, normed: bool) -> None:
+    """Four query heads and two key-value heads of width 6, for two positions of two samples."""
+    projected = torch.randn(2, 2, (4 + 2 + 2) * 6, dtype=dtype)
+    angles = torch.randn(2, 2, 1, 3, dtype=torch.promote_types(dtype, torch.float32)).repeat(1, 1, 1, 2)
+    table = RotaryTable(angles.cos(), angles.sin())
+    weights = tuple(torch.rand(2, 6, dtype=dtype)) if normed else None
+    found = split_heads_in_fp32(projected, (24, 12, 12), 6, table, weights, 1e-5)
+    assert {each.dtype for each in found} == {angles.dtype}
+    norm_weights = None if weights is None else tuple(weight.to(angles.dtype) for weight in weights)
+    expected = Operations.split_heads(projected.to(angles.dtype), (24, 12, 12), 6, table, norm_weights, 1e-5)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize(
