@@ -57,7 +57,7 @@ class _AdaptRun(StudyRun):
         size = next(iter(self.study.sizes))
         tuning = [trial for trial in tuning_trials(self.study) if (trial.wiring, trial.size) == (STANDARD, size)]
         rates = sorted(self.study.learning_rates)
-        self._make_plan(size, rates[len(rates) // 2], tuning)
+        self._make_plan(size, self.study.rate(size, STANDARD) or rates[len(rates) // 2], tuning)
         self._tune(tuning)
         if self.failures:
             return

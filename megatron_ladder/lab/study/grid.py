@@ -68,7 +68,7 @@ def choose_learning_rates(study: Study, losses: Mapping[Trial, float]) -> dict[s
     chosen = {}
     for model in study.models:
         tried = tried_rates(study, losses, *model)
-        if tried.keys() >= {*study.learning_rates} and math.isfinite(min(tried.values())):
+        if tried and tried.keys() >= {*study.learning_rates} and math.isfinite(min(tried.values())):
             chosen[rate_key(*model)] = min(tried, key=lambda rate: tried[rate])
     return chosen
 
@@ -101,8 +101,10 @@ def is_at_the_edge(rate: float | None, tried: Mapping[float, float]) -> bool:
 
 def expected_trials(study: Study) -> list[Trial]:
     """Return all trials, with estimates for those that are not decided yet, to count them and their cost."""
-    middle = sorted(study.learning_rates)[len(study.learning_rates) // 2]
-    decided = replace(study, chosen=study.chosen or {rate_key(*model): middle for model in study.models})
+    decided = study
+    if not study.chosen:
+        middle = sorted(study.learning_rates)[len(study.learning_rates) // 2]
+        decided = replace(study, chosen={rate_key(*model): middle for model in study.models})
     timed = [
         replace(trial, kind="time")
         for trial in token_trials(decided)

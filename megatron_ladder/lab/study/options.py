@@ -48,6 +48,9 @@ class RunOptions:
     learning_rates: tuple[float, ...] = flag((8e-3, 1.6e-2, 3.2e-2), above=0)
     """Highest learning rates to try for every wiring, and up to three further ones if the best is at the edge. The rate
     with the lowest final validation loss is used; a single rate is used without a trial."""
+    learning_rates_from: Path | None = None
+    """Folder of a finished study, usually of a smaller model: instead of trying --learning-rates, use its rate of each
+    wiring, times the ratio of its hidden size to that of the model."""
     tuning_iterations: int | None = flag(None, minimum=1)
     """Steps of a trial that tries a learning rate; --iterations if not given. A shorter run may favour another rate."""
     tuning_seed: int = flag(100, minimum=0)

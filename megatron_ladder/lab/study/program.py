@@ -17,7 +17,7 @@ from megatron_ladder.lab.bench.sizes import find_size
 from megatron_ladder.lab.study import commands, grid, outcome, schema
 from megatron_ladder.lab.study.command_line import timed_wirings
 from megatron_ladder.lab.study.commands import environment_of, folder_of
-from megatron_ladder.lab.study.options import OWN_LINK, Request
+from megatron_ladder.lab.study.options import OWN_LINK, Request, RunOptions
 from megatron_ladder.lab.study.report import write_report
 from megatron_ladder.lab.study.results import read_results
 from megatron_ladder.lab.study.scheduling import GridProgress, Job, run_jobs
@@ -95,9 +95,11 @@ def _describe(request: Request, data: str) -> Study:
     options = request.options
     shapes = {size: find_size(size) for size in options.sizes}
     first = Trial("tokens", options.wirings[0], options.sizes[0], 0, options.learning_rates[0], options.iterations)
-    same = "wirings seeds tuning_seed learning_rates iterations seq_length link".split()
+    same = "wirings seeds tuning_seed iterations seq_length link".split()
     return Study(
         **{name: getattr(options, name) for name in same},
+        learning_rates=options.learning_rates if options.learning_rates_from is None else (),
+        chosen={} if options.learning_rates_from is None else _transferred_rates(options, options.learning_rates_from),
         tuning_iterations=options.tuning_iterations or options.iterations,
         timed_wirings=timed_wirings(options),
         sizes={size: {name: getattr(shapes[size], name) for name in commands.SHAPE_FIELDS} for size in shapes},
@@ -108,6 +110,27 @@ def _describe(request: Request, data: str) -> Study:
         command=request.command,
         schedule={"warm_up": options.warm_up_share, "last": options.last_rate_share},
     )
+
+
+def _transferred_rates(options: RunOptions, source: Path) -> dict[str, float]:
+    """Return the learning rates of the first size of another study, times the ratio of the hidden sizes."""
+    other = schema.read_study(source)
+    if other is None:
+        raise UserError(f"--learning-rates-from {source}: not a study: expected the --output-dir of one")
+    size, shape = next(iter(other.sizes.items()))
+    rates = {wiring: other.rate(size, wiring) for wiring in options.wirings}
+    if missing := [wiring for wiring, rate in rates.items() if rate is None]:
+        raise UserError(
+            f"--learning-rates-from {source}: has chosen no rate for {', '.join(missing)}: add these --wirings to that "
+            "study, or leave them out"
+        )
+    ratios = {new: shape["hidden_size"] / find_size(new).hidden_size for new in options.sizes}
+    return {
+        rate_key(new, wiring): float(f"{rate * ratio:.4g}")
+        for new, ratio in ratios.items()
+        for wiring, rate in rates.items()
+        if rate is not None
+    }
 
 
 class StudyRun:

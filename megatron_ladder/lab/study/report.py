@@ -123,6 +123,9 @@ def _learning_rates(results: StudyResults, size: str) -> list[str]:
     study = results.study
     if len(study.learning_rates) == 1:
         return [f"{study.learning_rates[0]:g} for every wiring, without tuning."]
+    if not study.learning_rates:
+        caption = "Those of another study, times the ratio of the hidden sizes (`--learning-rates-from`)."
+        return [caption, tables.learning_rates_table(results, size)]
     caption = (
         f"Final validation loss of one run of {study.tuning_iterations:,} iterations (seed {study.tuning_seed}) per "
         "rate. (edge) marks a chosen rate that is the lowest or highest one tried."

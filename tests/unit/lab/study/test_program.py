@@ -128,6 +128,31 @@ def test_rates_are_tuned_over_the_whole_run_by_default(stand: Stand, given: int 
     assert {name.split("-")[-1] for name in stand.started if name.startswith("tuning")} == {steps}
 
 
+def test_rates_of_a_smaller_model_are_scaled_to_the_hidden_size(stand: Stand, tmp_path: Path) -> None:
+    stand.run()
+    small = read_study(stand.options.output_dir)
+    assert small is not None
+    narrow = {size: {**shape, "hidden_size": shape["hidden_size"] // 2} for size, shape in small.sizes.items()}
+    write_study(tmp_path, replace(small, sizes=narrow))
+    stand.options = replace(
+        stand.options, output_dir=tmp_path / "large", learning_rates_from=tmp_path, timed_wirings=("none",)
+    )
+    stand.run()
+    assert [name.split("-lr")[1] for name in stand.started] == ["0.001-it10"] * 4
+    with pytest.raises(UserError, match=r"study\.json: learning rates: was \[\]"):
+        stand.options = replace(stand.options, learning_rates_from=None)
+        stand.run()
+
+
+def test_rates_that_another_study_lacks_are_named(stand: Stand, tmp_path: Path) -> None:
+    stand.options = replace(stand.options, learning_rates_from=tmp_path)
+    with pytest.raises(UserError, match=f"--learning-rates-from {tmp_path}: not a study"):
+        stand.run()
+    write_study(tmp_path, study_of(chosen={f"{SIZE}/standard": 1e-3}, sizes={SIZE: {"hidden_size": 8}}))
+    with pytest.raises(UserError, match="has chosen no rate for ladder: add these --wirings to that study"):
+        stand.run()
+
+
 def test_finished_trials_are_skipped(stand: Stand) -> None:
     stand.options = replace(stand.options, learning_rates=(2e-3,))
     stand.run()
