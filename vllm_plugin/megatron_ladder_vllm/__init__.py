@@ -32,10 +32,10 @@ def register() -> None:
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     from megatron_ladder_vllm.configuration_megatron_ladder import MegatronLadderConfig
-    from megatron_ladder_vllm.graphs import FullGraphs
+    from megatron_ladder_vllm.deployment import DeploymentRules
 
     # transformers prefers a registered class to the code in the model's directory, so that code is never run.
     AutoConfig.register(MegatronLadderConfig.model_type, MegatronLadderConfig, exist_ok=True)
     # By name: importing the module would initialise CUDA before vLLM forks.
     ModelRegistry.register_model(_ARCHITECTURE, f"megatron_ladder_vllm.model:{_ARCHITECTURE}")
-    MODELS_CONFIG_MAP[_ARCHITECTURE] = FullGraphs
+    MODELS_CONFIG_MAP[_ARCHITECTURE] = DeploymentRules

@@ -63,13 +63,13 @@ def test_every_lane_needs_a_rank(models: Path, here: Any) -> None:
 
 def test_lanes_cannot_be_staged() -> None:
     from megatron_ladder_vllm.configuration_megatron_ladder import MegatronLadderConfig
-    from megatron_ladder_vllm.graphs import FullGraphs
+    from megatron_ladder_vllm.deployment import DeploymentRules
 
     model = SimpleNamespace(hf_config=MegatronLadderConfig(ladder_layers=2, lanes=2))
     parallel = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=2)
     config: Any = SimpleNamespace(model_config=model, parallel_config=parallel)
     with pytest.raises(ValueError, match="--pipeline-parallel-size 2: .* 2 lanes .*: use 1"):
-        FullGraphs.verify_and_update_config(config)
+        DeploymentRules.verify_and_update_config(config)
 
 
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])
@@ -104,11 +104,11 @@ def engine_config(folder: Path, graphs: str | None) -> Any:
 
 def test_full_graphs_are_the_default(models: Path) -> None:
     from megatron_ladder_vllm.configuration_megatron_ladder import MegatronLadderConfig
-    from megatron_ladder_vllm.graphs import FullGraphs
+    from megatron_ladder_vllm.deployment import DeploymentRules
     from vllm.config import CompilationConfig, CUDAGraphMode
 
     compilation = CompilationConfig()
     model = SimpleNamespace(hf_config=MegatronLadderConfig())
     config: Any = SimpleNamespace(compilation_config=compilation, model_config=model, parallel_config=None)
-    FullGraphs.verify_and_update_config(config)
+    DeploymentRules.verify_and_update_config(config)
     assert compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY

@@ -1,4 +1,4 @@
-"""CUDA graphs of a model whose all-reduces run on a side stream.
+"""How vLLM may run a model whose all-reduces run on a side stream: the ranks, and the CUDA graphs.
 
 A piecewise graph ends at each attention. A launch and its wait would be in different graphs, and CUDA rejects a capture
 that leaves a stream unjoined. So decode steps use full graphs, and steps with prompts use none.
@@ -8,8 +8,8 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 
-class FullGraphs(VerifyAndUpdateConfig):
-    """Checks the wiring, and selects full CUDA graphs for decode steps before vLLM applies its defaults."""
+class DeploymentRules(VerifyAndUpdateConfig):
+    """Checks the ranks of a wiring, and selects full CUDA graphs for decode steps before vLLM applies its defaults."""
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
