@@ -187,7 +187,9 @@ class Study:
     def _convert(self, model: Model) -> None:
         """Measure the sensitivity of a standard model, and convert it."""
         standard, price = self._path(model, "standard"), self._path(model, "price.json")
-        if not (standard / "latest").exists():
+        latest = standard / "latest"
+        # A run that was stopped has saved an earlier step.
+        if not latest.exists() or latest.read_text().strip() != f"iter_{model.steps:07d}":
             self._train(model)
         tool = "tools/convert_checkpoint.py"
         if not price.exists():
@@ -385,6 +387,8 @@ def draw(results: Results, some: Sequence[Model], picture: Path) -> None:
     from matplotlib.figure import Figure
 
     sizes = list(dict.fromkeys(model.size for model in some))
+    if not sizes:
+        return
     figure = Figure(figsize=(5.0 * len(SELECTIONS), 3.6 * len(sizes)), layout="constrained")
     grid = figure.subplots(len(sizes), len(SELECTIONS), squeeze=False, sharey="row")
     for (row, size), (column, selection) in itertools.product(enumerate(sizes), enumerate(SELECTIONS)):

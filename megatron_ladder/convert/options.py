@@ -40,10 +40,10 @@ class CheckpointOptions(ConversionOptions):
     the cheapest 16 in a file of `convert_checkpoint.py sensitivity`. Implies --residual-mode ladder, or that of FILE,
     if no mode is given."""
     residual_staleness: int | None = flag(None, minimum=1)
-    """Number of sub-blocks by which they read it late. Default: that of the source, or 1 if no layer of it does."""
+    """Number of sub-blocks by which they read it late. Default: that of the source if its mode stays the same, or 1."""
     lanes: int | None = flag(None, aliases=("--own-partials",), minimum=0)
     """Number of lanes that read their own parts of the outputs in flight, as for pretrain_ladder.py; 0 for none.
-    Default: that of the source."""
+    Default: that of the source if its mode stays the same, or 0."""
 
 
 @dataclass(frozen=True, kw_only=True)

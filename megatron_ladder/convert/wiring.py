@@ -64,7 +64,7 @@ def rewired(model: ModelConfig, options: CheckpointOptions) -> tuple[ModelConfig
             f"--residual-mode {mode}: every layer of the source has {has}, and this wiring needs {needs}: "
             f"give --residual-mode {' or '.join(possible)}, or leave it out"
         )
-    for flag, value in (("--ladder-layers", layers), ("--residual-staleness", staleness), ("--lanes", lanes)):
+    for flag, value in (("--ladder-layers", layers), ("--residual-staleness", staleness), ("--lanes", lanes or None)):
         if value is not None and not new.late:
             errors.append(f"{flag} {value} has no meaning with --residual-mode {mode}: leave it out")
     late_layers: tuple[int, ...] = ()

@@ -16,6 +16,7 @@ Exchanging units does not change what the model computes without own partials.
 
 import functools
 import importlib.util
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -32,8 +33,9 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.convert.options import ArrangeOptions
 from megatron_ladder.convert.plan import Permutation
 from megatron_ladder.convert.wiring import rewired
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import BadNumbersError, UserError
 from megatron_ladder.generate.loading import DTYPES, open_model
+from megatron_ladder.generate.slots import BAD_NUMBERS_CAUSE
 from megatron_ladder.lab.sensitivity import read_rows
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.parallel.layout import parameter_sections
@@ -241,6 +243,9 @@ def _share_inside(sub_blocks: Sequence[_SubBlock], lanes: int) -> float:
         for units, effects in zip(sub_block.branches, sub_block.effects_on(lanes), strict=True):
             inside += float(effects.gather(1, torch.from_numpy(units.lanes).to(effects.device).unsqueeze(1)).sum())
             total += float(effects.sum())
+    # NaN fails, too.
+    if not 0 < total < math.inf:
+        raise BadNumbersError(f"the activations are not finite, or all zero: {BAD_NUMBERS_CAUSE}")
     return inside / total
 
 

@@ -75,3 +75,5 @@ def test_nothing_is_presented_before_the_rates_are_known(study: Any, tmp_path: P
     results.add(study.Model("small", 1, study.RATES[0]).name, {"loss": 2.0})
     assert list(study.models(results, ["small"], (1,))) == []
     assert study.shares(results) == {}
+    study.report(results, [], tmp_path / "results.png")
+    assert not (tmp_path / "results.png").exists()

@@ -14,7 +14,7 @@ MOST_NODES_OF_TENSOR = 2
 """Nodes that a tensor-parallel group spans at most."""
 MICRO_BATCHES = (1, 2, 4, 8)
 PLANNED_WIRINGS = tuple(name for name, wiring in NAMED_WIRINGS.items() if wiring.is_planned)
-"""Without the hybrid, because the step time is that of identical layers."""
+"""Those that `NamedWiring.is_planned` allows: the step time is that of identical layers."""
 SMALLEST_DIFFERENCE = 0.03
 """Relative difference below which two times tie."""
 

@@ -88,7 +88,8 @@ def _run_errors(options: RunOptions) -> list[str]:
         errors.append(f"--timed-wirings {' '.join(invalid)}: expected {expected}")
     if STANDARD not in options.wirings:
         errors.append(f"--wirings {' '.join(options.wirings)}: add {STANDARD}, with which all others are compared")
-    if len(options.learning_rates) > 1 and options.tuning_seed in options.seeds:
+    is_tuned = options.learning_rates_from is None and len(options.learning_rates) > 1
+    if is_tuned and options.tuning_seed in options.seeds:
         errors.append(f"--tuning-seed {options.tuning_seed}: must not be one of --seeds")
     if is_emulated and (alpha is None or alpha[0] == 0):
         errors.append(f"--link {options.link}: expected a time such as 1.2c or 2ms, or {OWN_LINK}")

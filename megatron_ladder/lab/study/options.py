@@ -48,7 +48,7 @@ class RunOptions:
     learning_rates: tuple[float, ...] = flag((8e-3, 1.6e-2, 3.2e-2), above=0)
     """Highest learning rates to try for every wiring, and up to three further ones if the best is at the edge. The rate
     with the lowest final validation loss is used; a single rate is used without a trial."""
-    learning_rates_from: Path | None = None
+    learning_rates_from: Path | None = flag(None, excludes="--learning-rates")
     """Folder of a finished study, usually of a smaller model: instead of trying --learning-rates, use its rate of each
     wiring, times the ratio of its hidden size to that of the model."""
     tuning_iterations: int | None = flag(None, minimum=1)

@@ -176,7 +176,9 @@ def write_study(folder: Path, study: Study) -> None:
 
 def changed_fields(before: Study, now: Study) -> list[str]:
     """Return the fields that differ, without those on which no result depends."""
-    names = (one.name for one in fields(Study) if one.name not in _CHANGEABLE_FIELDS)
+    # Without rates to try, the chosen ones are a setting.
+    free = {*_CHANGEABLE_FIELDS} - ({"chosen"} if not before.learning_rates else set())
+    names = (one.name for one in fields(Study) if one.name not in free)
     return [name for name in names if getattr(before, name) != getattr(now, name)]
 
 

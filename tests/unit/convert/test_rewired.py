@@ -29,6 +29,7 @@ LANES = LATE | {"lanes": 2}
         (LANES, {"ladder_layers": "1"}, ("ladder", (2,), 2, 2)),
         (LANES, {"residual_mode": "ladder-attention"}, ("ladder-attention", (0, 1, 2), 1, 0)),
         (LANES, {"residual_mode": "standard"}, ("standard", (), 1, 0)),
+        (LANES, {"residual_mode": "standard", "lanes": 0}, ("standard", (), 1, 0)),
         (LANES, {"ladder_layers": "none"}, ("standard", (), 1, 0)),
     ],
 )

@@ -14,7 +14,7 @@ from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.convert.options import ArrangeOptions
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import BadNumbersError, UserError
 from megatron_ladder.lab import arrangement
 from megatron_ladder.model.language_model import LanguageModel
 from tests.helpers.sharded import fill_slices
@@ -169,6 +169,14 @@ def test_a_row_of_zeros_in_the_embedding_is_no_obstacle(tmp_path: Path) -> None:
     weights = make_weights(ReferenceConfig.like(config), 3)
     weights["embedding.weight"][:40] = 0
     arranged(tmp_path, config, weights, "--lanes", "2")
+
+
+def test_weights_that_are_not_finite_are_an_error(tmp_path: Path) -> None:
+    config = tiny_config(num_key_value_heads=4)
+    weights = make_weights(ReferenceConfig.like(config), 3)
+    next(weight for name, weight in weights.items() if "mlp" in name)[:] = float("nan")
+    with pytest.raises(BadNumbersError, match="the activations are not finite, or all zero"):
+        arranged(tmp_path, config, weights, "--lanes", "2")
 
 
 def test_layers_that_read_nothing_in_flight_are_an_error(tmp_path: Path) -> None:

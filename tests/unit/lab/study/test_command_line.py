@@ -64,6 +64,7 @@ def test_the_report_alone() -> None:
         ("--wirings standard gated", "--wirings gated: expected one of standard, ladder"),
         ("--wirings ladder parallel", "--wirings ladder parallel: add standard, with which all others are compared"),
         ("--timed-wirings standard hybrid", "--timed-wirings hybrid: expected some of --wirings that can be timed"),
+        ("--learning-rates-from out --learning-rates 1e-3", "--learning-rates-from"),
         ("--sizes 8x3", "--sizes 8x3: expected one of small"),
         ("--seeds 1 100", "--tuning-seed 100: must not be one of --seeds"),
         ("--seeds 1 1", "--seeds 1: is given twice"),

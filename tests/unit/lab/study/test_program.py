@@ -139,6 +139,9 @@ def test_rates_of_a_smaller_model_are_scaled_to_the_hidden_size(stand: Stand, tm
     )
     stand.run()
     assert [name.split("-lr")[1] for name in stand.started] == ["0.001-it10"] * 4
+    write_study(tmp_path, small)
+    with pytest.raises(UserError, match=r"study\.json: chosen: was .*0\.001.*, now .*0\.002"):
+        stand.run()
     with pytest.raises(UserError, match=r"study\.json: learning rates: was \[\]"):
         stand.options = replace(stand.options, learning_rates_from=None)
         stand.run()
