@@ -228,6 +228,14 @@ if "$tiny"; then
         with_python examples/adapt_llama/tiny_llama.py --output "$run/tiny"
 fi
 
+importing=(--hf "$source_model" --save "$run/imported" --tensor-model-parallel-size "$tp" --verify --overwrite)
+# Errors in the source and the layers are found before hours of work. Layers that are not measured yet are the upper ones.
+check_import() {
+    "$python" tools/convert_checkpoint.py import "${importing[@]}" --ladder-layers "${measured_layers:-$ladder_layers}" \
+        --dry-run
+}
+if "$dry_run"; then check_import; else check_import >/dev/null; fi
+
 run_once tokens "$run/data/train_${keys[0]}_document.idx" "Conversations: tokens, and a mask of the assistant's tokens" \
     tokenize "${conversations[@]}"
 
@@ -238,14 +246,8 @@ if [ -n "$measured_layers" ]; then
         --tokens "$measured_tokens" --greedy-layers "$measured_layers" --output "$run/sensitivity.json"
 fi
 
-importing=(--hf "$source_model" --save "$run/imported" --tensor-model-parallel-size "$tp" --verify --overwrite)
 run_once import "$run/imported/latest" "Import: --ladder-layers $ladder_layers" \
     with_python tools/convert_checkpoint.py import "${importing[@]}" --ladder-layers "$ladder_layers"
-if "$dry_run"; then
-    # Without a measurement, the check uses as many of the upper layers.
-    "$python" tools/convert_checkpoint.py import "${importing[@]}" \
-        --ladder-layers "${measured_layers:-$ladder_layers}" --dry-run
-fi
 
 steps=$(((tokens + global_batch * seq_length - 1) / (global_batch * seq_length)))
 run_once heal "$run/checkpoints/latest" "Healing: $steps steps of $global_batch x $seq_length tokens" \

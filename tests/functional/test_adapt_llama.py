@@ -189,6 +189,15 @@ def test_other_ladder_layers(words: str, layers: str, tmp_path: Path) -> None:
     assert f"wiring: ladder in layers {layers}" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.slow
+def test_layers_that_the_model_lacks_are_reported_before_any_work(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = ["--tiny", "--run", run, "--python", sys.executable, "--ladder-layers", "best:40"]
+    done = run_command(["bash", SCRIPT, *words], timeout=120)
+    assert done.returncode == 2 and "--ladder-layers 40" in done.stderr, done.stdout + done.stderr
+    assert not (run / "data").exists()
+
+
 def test_the_sweep_compares_quality_and_speed(tmp_path: Path) -> None:
     config = {
         "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
