@@ -99,15 +99,16 @@ class CachedRows(NamedTuple):
         return cls(rows.repeat_interleave(heads // first_rows.shape[1], dim=1).flatten(0, 1).int())
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """See `Operations.attend`."""
+        """See `Operations.attend`; the cache has another dtype than q if that is not fast on CPUs."""
         (samples, heads, _, head_dim), kv_heads, extent = q.shape, k.shape[1], self.rows.shape[1]
+        wide = q.to(k.dtype)
         if q.numel() * extent <= _FEW_PRODUCTS:
-            return Operations.attend(q, k.narrow(2, 0, extent), v.narrow(2, 0, extent), mask)
-        queries = (q * head_dim**-0.5).reshape(samples, kv_heads, -1, head_dim)
+            return Operations.attend(wide, k.narrow(2, 0, extent), v.narrow(2, 0, extent), mask).to(q.dtype)
+        queries = (wide * head_dim**-0.5).reshape(samples, kv_heads, -1, head_dim)
         # The other order of the factors is a slower product.
         scores = (k.narrow(2, 0, extent) @ queries.transpose(-1, -2)).transpose(-1, -2)
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
         weights = scores.softmax(-1).reshape(samples * heads, extent)
         attended = F.embedding_bag(self.rows, v.flatten(0, 2), mode="sum", per_sample_weights=weights)
-        return attended.view(q.shape)
+        return attended.view(q.shape).to(q.dtype)

@@ -175,7 +175,6 @@ class SlotBatch:
         self._model, self._tokenizer, self._device = model, tokenizer, model.embedding.weight.device
         self._group = group
         self.samples: list[_ActiveSample | None] = [None] * slots
-        # As the keys and values of `PACKED_OPERATIONS`.
         in_fp32 = self._device.type == "cpu" and model.compute_dtype in (torch.bfloat16, torch.float16)
         cache_dtype = torch.float32 if in_fp32 else model.compute_dtype
         self._cache = _StaticCache(model.config, group.size, slots, positions, cache_dtype, self._device)

@@ -29,6 +29,17 @@ def test_cached_rows_attend_as_torch_does(
         torch.testing.assert_close(found[sample], F.scaled_dot_product_attention(q[sample], *own))
 
 
+@pytest.mark.parametrize("few", [0, 1 << 17])
+def test_a_cache_of_another_dtype_keeps_the_dtype_of_the_queries(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_FEW_PRODUCTS", few)
+    keys, values = torch.randn(2, 2, 3, 5, 8)
+    q = torch.randn(2, 3, 1, 8).bfloat16()
+    found = CachedRows.of(torch.arange(0, 30, 5).view(2, 3), 5, 3).attend(q, keys, values, None)
+    expected = F.scaled_dot_product_attention(q.float(), keys, values)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected.bfloat16())
+
+
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_heads_are_split_as_in_training(dtype: torch.dtype, normed: bool) -> None:
