@@ -4,7 +4,6 @@ Its subcommands `arrange` and `sensitivity`, which run a model, need torch.
 """
 
 import functools
-import importlib.util
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,11 +17,10 @@ from megatron_ladder.convert.options import (
     ArrangeOptions,
     ExportOptions,
     ImportOptions,
-    MeasuredOptions,
     SensitivityOptions,
     parse_options,
 )
-from megatron_ladder.errors import UserError, run_program
+from megatron_ladder.errors import run_program
 
 COMMANDS = (
     *(Command((kind,), verb, text) for verb, (kind, text) in VERBS.items()),
@@ -33,8 +31,6 @@ COMMANDS = (
 def main(argv: Sequence[str]) -> None:
     """Read the command line and run its subcommand."""
     options = parse_options(argv)
-    if isinstance(options, MeasuredOptions) and importlib.util.find_spec("torch") is None:
-        raise UserError("arrange and sensitivity run the model: install torch")
     if isinstance(options, SensitivityOptions):
         ranks = options.tensor_model_parallel_size or 1
         if ranks > 1 and "WORLD_SIZE" not in os.environ:
@@ -52,7 +48,6 @@ def main(argv: Sequence[str]) -> None:
         for line in inspect_directory(options):
             print(line)
         return
-    measures = Measures()
     if isinstance(options, ImportOptions):
         conversion = plan_import(options)
     elif isinstance(options, ExportOptions):
@@ -61,12 +56,11 @@ def main(argv: Sequence[str]) -> None:
         from megatron_ladder.lab.arrangement import arrange
 
         # Errors of the flags come before the measurement.
-        conversion = plan_reshape(options)
-        if not options.dry_run:
-            conversion = plan_reshape(options, arrange(options))
+        plan_reshape(options)
+        conversion = plan_reshape(options, arrange(options))
     else:
         conversion = plan_reshape(options)
-    carry_out(conversion, options, functools.partial(print, flush=True), measures)
+    carry_out(conversion, options, functools.partial(print, flush=True), Measures())
 
 
 entry_point = functools.partial(run_program, main)

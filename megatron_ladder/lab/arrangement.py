@@ -152,7 +152,7 @@ class _SubBlock:
 
 @torch.inference_mode()
 def arrange(options: ArrangeOptions) -> Mapping[str, Permutation]:
-    """Return the new order of the rows or columns of each tensor, by canonical name.
+    """Return the new order of the rows or columns of each tensor, by canonical name; none in a dry run.
 
     Raises:
         UserError: the model or the data cannot be used, or the flags request no lanes.
@@ -162,6 +162,8 @@ def arrange(options: ArrangeOptions) -> Mapping[str, Permutation]:
     stored = open_model(options.load, None, None, flag="--load")
     target = _arranged_model(stored.config, options)
     rows = torch.from_numpy(read_rows(options, stored.config)[:, :-1])
+    if options.dry_run:
+        return {}
     device = read_rank_info().device()
     dtype = DTYPES[options.dtype or ("bf16" if device.type == "cuda" else "fp32")]
     model = LanguageModel(stored.config, ProcessMesh.single(), dtype=dtype, device=device)

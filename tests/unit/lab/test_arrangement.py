@@ -191,8 +191,13 @@ def test_layers_that_read_nothing_in_flight_are_an_error(tmp_path: Path) -> None
 def test_a_dry_run_measures_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tiny_config(num_key_value_heads=4)
     write_checkpoint(tmp_path / "run", config, make_weights(ReferenceConfig.like(config), 3))
-    words = ("--load", tmp_path / "run", "--save", tmp_path / "new", "--data", tmp_path / "none", "--lanes", 2)
-    convert("arrange", *words, "--dry-run")
+    write_tokens(tmp_path / "data", 200)
+    words = ("--load", tmp_path / "run", "--save", tmp_path / "new", "--tokens", 150, "--seq-length", 16, "--dry-run")
+    with pytest.raises(UserError, match="--lanes: give the number of lanes"):
+        convert("arrange", *words, "--data", tmp_path / "data")
+    with pytest.raises(UserError, match="none"):
+        convert("arrange", *words, "--data", tmp_path / "none", "--lanes", 2)
+    convert("arrange", *words, "--data", tmp_path / "data", "--lanes", 2)
     assert "in 2 lanes with own partials" in capsys.readouterr().out and not (tmp_path / "new").exists()
 
 
