@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_ladder.files import write_atomically
 from megatron_ladder.lab.study.statistics import Paired
 
 Result = dict[str, Any]
@@ -18,7 +19,8 @@ class Results:
     """Results by the names of trials."""
 
     def __init__(self, path: Path) -> None:
-        """Read the file, if it exists."""
+        """Read the file, if it exists; otherwise make its folder, which the first result would be too late for."""
+        path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._lock = path, threading.Lock()
         self._found: dict[str, Result] = json.loads(path.read_text()) if path.exists() else {}
 
@@ -31,8 +33,7 @@ class Results:
         with self._lock:
             self._found[name] = result
             content = json.dumps(dict(sorted(self._found.items())), indent=1) + "\n"
-            self._path.with_suffix(".new").write_text(content)
-            self._path.with_suffix(".new").replace(self._path)
+            write_atomically(self._path, content)
 
 
 @dataclass(frozen=True)

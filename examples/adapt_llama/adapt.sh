@@ -174,15 +174,21 @@ tokenize() {
     preprocess train "$@"
 }
 
+# origin: what the imported weights depend on.
+origin() {
+    cat "$run/done/import"
+    [ -z "$measured_layers" ] || cat "$run/sensitivity.json"
+}
+
 # heal FLAGS...: starts from the imported weights, or resumes from the newest checkpoint of a run that did.
 heal() {
     local begin=(--load "$run/imported" --finetune) newest
     if [ -e "$run/checkpoints/latest" ]; then
-        cmp -s "$run/done/import" "$run/done/began_with" || fail \
+        origin | cmp -s - "$run/done/began_with" || fail \
             "$run/checkpoints: this run started from another import than $run/imported; move it, or choose another --run"
         begin=(--load "$run/checkpoints")
     fi
-    cp "$run/done/import" "$run/done/began_with"
+    origin >"$run/done/began_with"
     launch "$@" "${begin[@]}"
     # A graceful shutdown saves and exits successfully before the last step.
     newest=$(cat "$run/checkpoints/latest")
