@@ -5,8 +5,9 @@
 
 Both programs read the same Llama of 134 million random parameters and continue the same prompts greedily on one thread
 of the same core. They take turns: one works while the other waits for its input. `generate` compares whole batches in
-the two processes; `serve` compares streams from the two HTTP servers, with the clients on another core. Each line of
-the result is a median over the rounds, with minimum and maximum.
+the two processes; `serve` compares streams from the two HTTP servers, with the clients on another core. The program
+that waits is suspended, because vLLM's worker looks for work in a loop that takes 15 % of the core. Each line of the
+result is a median over the rounds, with minimum and maximum.
 
 Run it with the environment of megatron_ladder. vLLM needs a separate environment, because the two pin other versions.
 """
@@ -27,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 Prompts = list[list[int]]
 Continue = Callable[[Prompts, int], Prompts]
@@ -138,7 +140,7 @@ def environment(core: int) -> dict[str, str]:
 
 
 class Worker:
-    """A process with one of the programs, which is idle between the calls."""
+    """A process with one of the programs, which is suspended between the calls."""
 
     def __init__(self, program: str, python: Path | str, model: Path, options: argparse.Namespace, dtype: str) -> None:
         """Start to load the model."""
@@ -146,10 +148,11 @@ class Worker:
         self.process = subprocess.Popen(
             command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=None if options.verbose else subprocess.DEVNULL,
-            env=environment(options.core) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+            env=environment(options.core) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, start_new_session=True,
             preexec_fn=lambda: os.sched_setaffinity(0, {options.core}),
         )  # fmt: skip
         self._read()
+        os.killpg(self.process.pid, signal.SIGSTOP)
 
     def _read(self) -> str:
         assert self.process.stdout is not None
@@ -161,8 +164,9 @@ class Worker:
     def generate(self, prompts: Prompts, count: int) -> tuple[float, Prompts]:
         """Return the seconds that the continuation took, and its tokens."""
         assert self.process.stdin is not None
-        print(json.dumps([prompts, count]), file=self.process.stdin, flush=True)
-        seconds, tokens = json.loads(self._read())
+        with resumed(self.process.pid):
+            print(json.dumps([prompts, count]), file=self.process.stdin, flush=True)
+            seconds, tokens = json.loads(self._read())
         return seconds, tokens
 
     def close(self) -> None:
@@ -207,8 +211,19 @@ def compare_generators(model: Path, options: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def running_server(command: Sequence[str], port: int, options: argparse.Namespace) -> Iterator[int]:
-    """Run an HTTP server until it is ready, and end it with all of its processes; yield its port."""
+def resumed(process_group: int) -> Iterator[None]:
+    """Let suspended processes run inside the block."""
+    os.killpg(process_group, signal.SIGCONT)
+    try:
+        yield
+    finally:
+        os.killpg(process_group, signal.SIGSTOP)
+
+
+@contextlib.contextmanager
+def running_server(command: Sequence[str], options: argparse.Namespace) -> Iterator["Server"]:
+    """Run an HTTP server, and suspend it when it is ready; end it with all of its processes."""
+    port = free_port()
     process = subprocess.Popen(
         [*command, "--port", str(port)], env=environment(options.core), start_new_session=True,
         stdout=subprocess.DEVNULL, stderr=None if options.verbose else subprocess.DEVNULL,
@@ -220,15 +235,24 @@ def running_server(command: Sequence[str], port: int, options: argparse.Namespac
             if process.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(f"{command}: the server did not start; use --verbose to see why")
             time.sleep(0.5)
-        yield port
+        os.killpg(process.pid, signal.SIGSTOP)
+        yield Server(process.pid, port)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
+            os.killpg(process.pid, signal.SIGCONT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(END_SECONDS)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+class Server(NamedTuple):
+    """A server that is suspended between the measurements."""
+
+    process_group: int
+    port: int
 
 
 def is_ready(port: int) -> bool:
@@ -268,24 +292,24 @@ def compare_servers(model: Path, options: argparse.Namespace) -> None:
     ours += f"--model-name model --max-concurrent {max(options.streams)}".split()
     for dtype in options.dtype:
         with contextlib.ExitStack() as stack:
-            ports = []
+            servers = []
             for command in ([*ours, "--dtype", dtype], [*vllm, "--dtype", VLLM_DTYPES[dtype]]):
-                ports.append(stack.enter_context(running_server(command, free_port(), options)))
+                servers.append(stack.enter_context(running_server(command, options)))
             generator = random.Random(0)
             for streams in options.streams:
                 rounds = []
                 for _ in range(options.rounds + 1):
                     prompts = draw_prompts(generator, streams * options.requests, options.prompt)
-                    ours_seconds, theirs_seconds = (read_all(port, prompts, streams, options.new) for port in ports)
+                    ours_seconds, theirs_seconds = (read_all(each, prompts, streams, options.new) for each in servers)
                     rounds.append((ours_seconds, theirs_seconds))
                 report(f"{dtype}, {streams} streams", streams * options.requests * options.new, rounds[1:])
 
 
-def read_all(port: int, prompts: Prompts, streams: int, count: int) -> float:
+def read_all(server: Server, prompts: Prompts, streams: int, count: int) -> float:
     """Return the seconds until all prompts are answered, so many at a time."""
-    with ThreadPoolExecutor(streams) as clients:
+    with resumed(server.process_group), ThreadPoolExecutor(streams) as clients:
         begun = time.perf_counter()
-        list(clients.map(lambda prompt: stream(port, prompt, count), prompts))
+        list(clients.map(lambda prompt: stream(server.port, prompt, count), prompts))
         return time.perf_counter() - begun
 
 
