@@ -349,9 +349,14 @@ def model_errors(config: ModelConfig) -> list[str]:
 
 
 def tensor_parallel_errors(config: ModelConfig, tensor_parallel: int) -> list[str]:
-    """Return one line for each size that cannot be sharded over this many tensor-parallel ranks.
+    """Return one line for each reason why this many tensor-parallel ranks cannot compute the model."""
+    return [*slicing_errors(config, tensor_parallel), *_lane_errors(config, tensor_parallel)]
 
-    Files can be cut for them. To compute the model, they must also satisfy `lane_errors`.
+
+def slicing_errors(config: ModelConfig, tensor_parallel: int) -> list[str]:
+    """Return one line for each size that prevents a checkpoint from being divided among this many ranks.
+
+    The ranks need not be able to compute the model: those that load the checkpoint can be more or fewer.
     """
     errors = _division_errors(config, "tensor_model_parallel_size", tensor_parallel)
     if config.lanes % tensor_parallel:
@@ -367,7 +372,7 @@ def tensor_parallel_errors(config: ModelConfig, tensor_parallel: int) -> list[st
     return errors
 
 
-def lane_errors(config: ModelConfig, tensor_parallel: int) -> list[str]:
+def _lane_errors(config: ModelConfig, tensor_parallel: int) -> list[str]:
     """Return one line for each weight for which a rank cannot compute several lanes, because they share it."""
     if config.lanes <= tensor_parallel:
         return []

@@ -48,7 +48,8 @@ class ProcessMesh:
     def of_lane(self, lane: int, lanes: int) -> "ProcessMesh":
         """Return the mesh for building lane `lane` of this rank, of `lanes` on all tensor-parallel ranks.
 
-        Its tensor-parallel group describes the lane's slices of tensors; it cannot communicate.
+        Its tensor-parallel group describes the lane's slices of tensors. It cannot communicate: it has no process
+        group.
         """
         first = self.tensor.rank * (lanes // self.tensor.size)
         return replace(self, tensor=CommGroup(range(lanes), first + lane, None))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, lane_errors, resolve_model, tensor_parallel_errors
+from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, resolve_model, tensor_parallel_errors
 from megatron_ladder.blueprint.wiring import WIRINGS
 from megatron_ladder.command_line import is_flag, parse_command_line
 from megatron_ladder.config.annealing import TOGETHER, lateness_at, read_order
@@ -244,7 +244,7 @@ def _resolve(flags: RunFlags, vocab_size: int, world_size: int, errors: list[str
             "launch a multiple of it, as in `deepspeed --num_gpus N`"
         )
     else:
-        errors += [*tensor_parallel_errors(model, tensor_parallel), *lane_errors(model, tensor_parallel)]
+        errors += tensor_parallel_errors(model, tensor_parallel)
         data_parallel = world_size // (tensor_parallel * stages)
     samples_at_once = max(training.micro_batch_size, 1) * data_parallel
     global_batch_size = samples_at_once if training.global_batch_size is None else training.global_batch_size

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from megatron_ladder.blueprint.model import ModelConfig, lane_errors, tensor_parallel_errors
+from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
 from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.convert.measures import size_text
@@ -70,7 +70,7 @@ def _obstacle(model: ModelConfig) -> str | None:
     missing = [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]
     if missing:
         return f"{' and '.join(missing)} are not installed"
-    if tensor_parallel_errors(model, 1) or lane_errors(model, 1):
+    if tensor_parallel_errors(model, 1):
         return "one process of the trainer cannot compute this model"
     needed = 2 * _FP32_BYTES * sum(tensor.numel for tensor in model_tensors(model))
     available = psutil.virtual_memory().available

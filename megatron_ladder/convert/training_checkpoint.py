@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
+from megatron_ladder.blueprint.model import ModelConfig, slicing_errors
 from megatron_ladder.blueprint.partition import uniform_partition
 from megatron_ladder.blueprint.tensors import TensorSpec, model_tensors
 from megatron_ladder.checkpoint.boxes import Box
@@ -140,7 +140,7 @@ def plan_checkpoint(
     Raises:
         UserError: the model cannot be cut for this layout.
     """
-    errors = tensor_parallel_errors(model, tensor_parallel)
+    errors = slicing_errors(model, tensor_parallel)
     if stages > model.num_layers:
         errors.append(f"--pipeline-model-parallel-size {stages}: the model has only {model.num_layers} layers")
     raise_user_errors(limited(errors))

@@ -15,7 +15,7 @@ import tokenizers
 import torch
 from torch import nn
 
-from megatron_ladder.blueprint.model import ModelConfig, lane_errors, tensor_parallel_errors
+from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.loading import load_weights
 from megatron_ladder.checkpoint.publish import MANIFEST_NAME
@@ -142,12 +142,8 @@ def _eos_ids(config: Mapping[str, Any], tokenizer: Tokenizer | None) -> frozense
 
 def check_tensor_parallel(config: ModelConfig, tensor_parallel: int) -> None:
     """Raise UserError, with the sizes that are possible, if so many ranks cannot share the model."""
-
-    def errors_of(ranks: int) -> list[str]:
-        return [*tensor_parallel_errors(config, ranks), *lane_errors(config, ranks)]
-
-    if errors := errors_of(tensor_parallel):
-        possible = [n for n in range(1, config.num_attention_heads + 1) if not errors_of(n)]
+    if errors := tensor_parallel_errors(config, tensor_parallel):
+        possible = [n for n in range(1, config.num_attention_heads + 1) if not tensor_parallel_errors(config, n)]
         sizes = ", ".join(map(str, possible))
         raise UserError(f"--tp {tensor_parallel} does not fit the model; use {sizes}: {'; '.join(errors)}")
 

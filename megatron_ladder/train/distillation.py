@@ -7,7 +7,7 @@ from typing import TypedDict
 
 import torch
 
-from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas, lane_errors, tensor_parallel_errors
+from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas, tensor_parallel_errors
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.loading import WeightSource, load_weights
 from megatron_ladder.comm.agreement import raise_on_all_ranks
@@ -85,7 +85,7 @@ def teacher_errors(run: RunConfig, teacher: StoredTeacher, vocabulary_is_known: 
             f"{run.model.vocab_size}: both must use one tokenizer; if they do, give --vocab-size {config.vocab_size}"
         )
     tensor_parallel = run.parallel.tensor_model_parallel_size
-    for error in (*tensor_parallel_errors(config, tensor_parallel), *lane_errors(config, tensor_parallel)):
+    for error in tensor_parallel_errors(config, tensor_parallel):
         yield f"{named}: the teacher cannot be sharded like the model: {error}"
     if run.training.seq_length > config.max_position_embeddings:
         yield (
