@@ -1,18 +1,18 @@
 """Results of trials in one JSON file that is continued after an interruption, and searches and intervals of them."""
 
 import json
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ladder.files import write_atomically
+from megatron_ladder.files import lock_file, write_atomically
+from megatron_ladder.lab.study.grid import MOST_FURTHER, is_at_the_edge, value_beyond
 from megatron_ladder.lab.study.statistics import Paired
 
 Result = dict[str, Any]
-MOST_FURTHER_VALUES = 3
-"""Most values that a search tries beyond its grid."""
 
 
 class Results:
@@ -22,18 +22,27 @@ class Results:
         """Read the file, if it exists; otherwise make its folder, which the first result would be too late for."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._lock = path, threading.Lock()
-        self._found: dict[str, Result] = json.loads(path.read_text()) if path.exists() else {}
+        self._found = self._read()
 
     def of(self, name: str) -> Result | None:
         """Return the result of a trial, or None if it has not ended."""
         return self._found.get(name)
 
     def add(self, name: str, result: Result) -> None:
-        """Write a result; the file is replaced whole."""
+        """Add a result to the file, which is replaced whole. Results that another process has added are kept."""
         with self._lock:
-            self._found[name] = result
-            content = json.dumps(dict(sorted(self._found.items())), indent=1) + "\n"
-            write_atomically(self._path, content)
+            folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                lock_file(folder, wait=True)
+                self._found = {**self._read(), name: result}
+                content = json.dumps(dict(sorted(self._found.items())), indent=1) + "\n"
+                write_atomically(self._path, content)
+            finally:
+                os.close(folder)
+
+    def _read(self) -> dict[str, Result]:
+        found: dict[str, Result] = json.loads(self._path.read_text()) if self._path.exists() else {}
+        return found
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,7 @@ class Search:
     @property
     def at_edge(self) -> bool:
         """Whether the best value is the lowest or highest that was tried."""
-        return self.best in (min(self.losses), max(self.losses))
+        return is_at_the_edge(self.best, self.losses)
 
 
 def search(results: Results, grid: Sequence[float], name: Callable[[float], str]) -> Search:
@@ -63,15 +72,12 @@ def search(results: Results, grid: Sequence[float], name: Callable[[float], str]
         found = {value: results.of(name(value)) for value in values}
         return {value: result["loss"] for value, result in found.items() if result is not None}
 
-    values, ratio = sorted(grid), grid[1] / grid[0]
-    for _ in range(MOST_FURTHER_VALUES):
+    values = sorted(grid)
+    for _ in range(MOST_FURTHER):
         losses = ended(values)
-        if len(losses) < len(values):
+        if len(losses) < len(values) or (further := value_beyond(losses)) is None:
             break
-        lowest = min(values, key=lambda value: losses[value])
-        if lowest not in (values[0], values[-1]):
-            break
-        values = sorted([*values, float(f"{lowest * ratio if lowest == values[-1] else lowest / ratio:.3g}")])
+        values = sorted([*values, further])
     losses = ended(values)
     return Search(losses, tuple(value for value in values if value not in losses))
 

@@ -16,6 +16,7 @@ from megatron_ladder.lab.study.schema import Study, Trial, rate_key
 from megatron_ladder.lab.study.wirings import STANDARD
 
 MOST_FURTHER = 3
+"""Most learning rates that are tried beyond the grid."""
 
 
 def tuning_trials(study: Study) -> list[Trial]:
@@ -76,22 +77,32 @@ def choose_learning_rates(study: Study, losses: Mapping[Trial, float]) -> dict[s
 def further_trials(study: Study, losses: Mapping[Trial, float]) -> list[Trial]:
     """Return the next tuning trial for each wiring whose best learning rate is the lowest or highest tried so far.
 
-    The rates continue as a geometric series. A wiring whose rate is chosen, or with `MOST_FURTHER` of them, gets none.
+    A wiring whose rate is chosen, or with `MOST_FURTHER` of them, gets none.
     """
     trials = []
     for model in study.models:
         tried = tried_rates(study, losses, *model)
-        rates = list(tried)
-        has_room = 1 < len(rates) < len(study.learning_rates) + MOST_FURTHER
+        has_room = len(tried) < len(study.learning_rates) + MOST_FURTHER
         if rate_key(*model) in study.chosen or not has_room or not tried.keys() >= {*study.learning_rates}:
             continue
-        best = min(rates, key=lambda rate: tried[rate])
-        neighbours = {rates[0]: rates[1], rates[-1]: rates[-2]}
-        if best in neighbours and math.isfinite(tried[best]):
-            # Rounded as in names and command lines.
-            rate = float(f"{best * best / neighbours[best]:g}")
+        if (rate := value_beyond(tried)) is not None:
             trials.append(_tuning_trial(study, *model, rate))
     return trials
+
+
+def value_beyond(losses: Mapping[float, float]) -> float | None:
+    """Return the next value of the geometric series beyond the best value; None if the best is between two others.
+
+    Args:
+        losses: the loss of each value that was tried.
+    """
+    values = sorted(losses)
+    best = min(values, key=lambda value: losses[value])
+    if not is_at_the_edge(best, losses) or not math.isfinite(losses[best]):
+        return None
+    neighbour = values[1] if best == values[0] else values[-2]
+    # Names and command lines of trials contain it.
+    return float(f"{best * best / neighbour:.3g}")
 
 
 def is_at_the_edge(rate: float | None, tried: Mapping[float, float]) -> bool:
