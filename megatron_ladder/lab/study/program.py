@@ -40,10 +40,11 @@ class _StudyStopped(Exception):
 def run_study(request: Request, kind: "type[StudyRun] | None" = None) -> None:
     """Run the missing trials of a study and write its report. Raises UserError, and SystemExit if trials fail."""
     options = request.options
+    chosen = _transferred_rates(options)
     options.output_dir.mkdir(parents=True, exist_ok=True)
     with SaveLock(options.output_dir, flag="--output-dir"), received_signals() as received:
         request, data = _prepare_data(request)
-        study = schema.load_or_create_study(options.output_dir, _describe(request, data))
+        study = schema.load_or_create_study(options.output_dir, _describe(request, data, chosen))
         run = (kind or StudyRun)(request, study, received)
         try:
             run.run()
@@ -91,7 +92,7 @@ def _describe_tokens(prefixes: Sequence[Path]) -> str:
     return "".join(f", {one.tokens:,} tokens in {prefix.name}" for prefix, one in found if one is not None)
 
 
-def _describe(request: Request, data: str) -> Study:
+def _describe(request: Request, data: str, chosen: dict[str, float]) -> Study:
     options = request.options
     shapes = {size: find_size(size) for size in options.sizes}
     first = Trial("tokens", options.wirings[0], options.sizes[0], 0, options.learning_rates[0], options.iterations)
@@ -99,7 +100,7 @@ def _describe(request: Request, data: str) -> Study:
     return Study(
         **{name: getattr(options, name) for name in same},
         learning_rates=options.learning_rates if options.learning_rates_from is None else (),
-        chosen={} if options.learning_rates_from is None else _transferred_rates(options, options.learning_rates_from),
+        chosen=chosen,
         tuning_iterations=options.tuning_iterations or options.iterations,
         timed_wirings=timed_wirings(options),
         sizes={size: {name: getattr(shapes[size], name) for name in commands.SHAPE_FIELDS} for size in shapes},
@@ -112,8 +113,11 @@ def _describe(request: Request, data: str) -> Study:
     )
 
 
-def _transferred_rates(options: RunOptions, source: Path) -> dict[str, float]:
-    """Return the learning rates of the first size of another study, times the ratio of the hidden sizes."""
+def _transferred_rates(options: RunOptions) -> dict[str, float]:
+    """Return the rates of the first size of `--learning-rates-from`, times the ratio of the hidden sizes, if given."""
+    source = options.learning_rates_from
+    if source is None:
+        return {}
     other = schema.read_study(source)
     if other is None:
         raise UserError(f"--learning-rates-from {source}: not a study: expected the --output-dir of one")

@@ -154,6 +154,7 @@ def test_rates_that_another_study_lacks_are_named(stand: Stand, tmp_path: Path) 
     write_study(tmp_path, study_of(chosen={f"{SIZE}/standard": 1e-3}, sizes={SIZE: {"hidden_size": 8}}))
     with pytest.raises(UserError, match="has chosen no rate for ladder: add these --wirings to that study"):
         stand.run()
+    assert not stand.options.output_dir.exists()
 
 
 def test_finished_trials_are_skipped(stand: Stand) -> None:
