@@ -217,9 +217,9 @@ evaluate() {
 if [ -n "$own_python" ]; then
     announce "Python environment: $own_python"
     python=$(command -v "$own_python") || fail "--python $own_python: program not found; pass the path of a Python interpreter"
-    if ! has deepspeed || ! has transformers || ! has matplotlib; then
-        fail "--python $own_python: a package is missing; install '.[data,hf,plot]', or omit --python"
-    fi
+    for package in deepspeed transformers matplotlib; do
+        has $package || fail "--python $own_python: $package is missing; install '.[data,hf,plot]', or omit --python"
+    done
 else
     announce "Python environment"
     prepare_environment data,hf,plot
