@@ -44,7 +44,10 @@ class ForcedTokens:
         return Chosen(next(self.tokens).tolist(), None)
 
 
-@pytest.mark.parametrize(("packed", "dtype", "tolerance"), [(False, torch.float64, 1e-11), (True, torch.float32, 1e-5)])
+@pytest.mark.parametrize(
+    ("packed", "dtype", "tolerance"),
+    [(False, torch.float64, 1e-11), (True, torch.float32, 1e-5), (True, torch.bfloat16, 2e-2)],
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_with_the_cache_equal_recomputation(
     name: str, packed: bool, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
@@ -52,9 +55,11 @@ def test_logits_with_the_cache_equal_recomputation(
     config = tiny_config(**MODELS[name])
     reference = reference_of(config)[1]
     weights = make_weights(reference, seed=11, dtype=torch.float64)
+    weights = {part: weight.to(dtype).double() for part, weight in weights.items()}
     model = tiny_model(config, weights, packed, dtype)
+    packs = packed and (dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
     for part, weight in model.named_parameters():
-        assert weight.is_mkldnn == (packed and ("proj.weight" in part or part == "lm_head.weight")), part
+        assert weight.is_mkldnn == (packs and ("proj.weight" in part or part == "lm_head.weight")), part
     forced = torch.randint(0, config.vocab_size, (NEW_TOKENS, len(PROMPTS)), generator=torch.Generator().manual_seed(1))
     sampler = ForcedTokens(forced)
     monkeypatch.setattr(slots_module, "Sampler", lambda *_: sampler)
