@@ -8,7 +8,8 @@ Trains standard models of two sizes on Python's standard library, at 20 tokens p
 tuned over the whole run at the smaller size. Measures the sensitivity of their layers, and turns the upper half, the
 cheapest half, or all of them into ladder layers. Each of these models is healed for 1, 3 and 10 % of the training (all
 layers: 10 %) by plain training, distillation from the standard model, annealed staleness, or both, and compared with
-the standard model that is trained for as long.
+the standard model that is trained for as long. The method `own` converts to ladder layers with own partials in two
+lanes, exchanges heads and neurons such that those which affect each other share a lane, and then trains plainly.
 
 The share of the learning rate that healing begins with is tuned once for each method: on the first model of the smaller
 size, with the upper half converted and 10 % of healing, by the validation loss that is reported as well.
@@ -52,7 +53,11 @@ SHARES = (0.1, 0.3, 0.9)
 """Learning rates of healing, as shares of that of the training."""
 SEEDS = (1, 2, 3)
 CONTROL, UPPER, CHEAPEST, ALL = "control", "upper", "cheapest", "all"
-SELECTIONS, METHODS, PERCENTS = (UPPER, CHEAPEST, ALL), ("plain", "distill", "anneal", "both"), (1, 3, 10)
+PLAIN, OWN = "plain", "own"
+SELECTIONS, METHODS, PERCENTS = (UPPER, CHEAPEST, ALL), (PLAIN, "distill", "anneal", "both", OWN), (1, 3, 10)
+TIMED_METHODS = tuple(method for method in METHODS if method != OWN)
+"""One process computes the lanes of several ranks one after another, which takes longer than on as many ranks."""
+LANES = 2
 HEALING_SEED = 1000
 """Added to the seed of a healing run, which sees the data in another order. It also draws the validation samples."""
 TIMED_STEPS, TIMED_ROUNDS = 30, 5
@@ -131,8 +136,8 @@ class Study:
     def time(self, model: Model) -> None:
         """Time the steps of every method in turn, one process at a time."""
         self._convert(model)
-        rounds = {method: list[float]() for method in METHODS}
-        for number, method in itertools.product(range(TIMED_ROUNDS), METHODS):
+        rounds = {method: list[float]() for method in TIMED_METHODS}
+        for number, method in itertools.product(range(TIMED_ROUNDS), TIMED_METHODS):
             run = Healing(model, UPPER, method, 100, 0.1)
             rounds[method].append(self._healed(f"timed-{number}-{method}", run, TIMED_STEPS)["step_seconds"])
         self.results.add(times_name(model), rounds)
@@ -192,18 +197,25 @@ class Study:
         if not latest.exists() or latest.read_text().strip() != f"iter_{model.steps:07d}":
             self._train(model)
         tool = "tools/convert_checkpoint.py"
+        measuring = (
+            "--data", self._data / "training_text_document", "--batch-size", BATCH, "--seq-length", LENGTH,
+            "--tokens", MEASURED_TOKENS,
+        )  # fmt: skip
         if not price.exists():
             self._run(
-                f"{model.name}-sensitivity", tool, "sensitivity", "--load", standard, "--data",
-                self._data / "training_text_document", "--output", price, "--batch-size", BATCH, "--seq-length", LENGTH,
-                "--tokens", MEASURED_TOKENS,
-            )  # fmt: skip
+                f"{model.name}-sensitivity", tool, "sensitivity", "--load", standard, "--output", price, *measuring
+            )
             self.results.add(f"{model.name}-sensitivity", json.loads(price.read_text()))
         layers = {UPPER: str(HALF), CHEAPEST: f"best:{HALF}@{price}", ALL: str(LAYERS)}
-        for selection, chosen in layers.items():
-            if not (self._path(model, selection) / "latest").exists():
-                save = ("--save", self._path(model, selection), "--ladder-layers", chosen)
-                self._run(f"{model.name}-{selection}", tool, "reshape", "--load", standard, *save)
+        ways = {PLAIN: ("reshape",), OWN: ("arrange", "--lanes", LANES, *measuring)}
+        for (selection, chosen), (method, way) in itertools.product(layers.items(), ways.items()):
+            target = self._converted(model, selection, method)
+            if not (target / "latest").exists():
+                save = ("--save", target, "--ladder-layers", chosen)
+                self._run(f"{model.name}-{target.name}", tool, *way, "--load", standard, *save)
+
+    def _converted(self, model: Model, selection: str, method: str) -> Path:
+        return self._path(model, f"{selection}-{OWN}" if method == OWN else selection)
 
     def _heal(self, run: Healing) -> None:
         self.results.add(run.name, {"loss": self._healed(run.name, run, run.steps)["loss"]})
@@ -212,10 +224,11 @@ class Study:
         model, standard = run.model, self._path(run.model, "standard")
         source, words = standard, list[object]()
         if run.selection != CONTROL:
-            source = self._path(model, run.selection)
+            source = self._converted(model, run.selection, run.method)
             order = json.loads(self._path(model, "price.json").read_text())["order"]
             chosen = {UPPER: range(LAYERS - HALF, LAYERS), CHEAPEST: order[:HALF], ALL: range(LAYERS)}[run.selection]
             words += ["--residual-mode", "ladder", "--ladder-layers", ",".join(map(str, sorted(chosen)))]
+            words += ["--lanes", LANES] if run.method == OWN else []
         words += ["--load", source, "--finetune"]
         if run.percent == 0:
             words.append("--skip-train")
@@ -259,7 +272,7 @@ def models(results: Results, sizes: Sequence[str], seeds: Sequence[int]) -> Iter
 
 def tuned_runs(results: Results) -> dict[str, Callable[[float], Healing]]:
     """Return the healing run of each method with a share of the rate, on the first small model; empty without it."""
-    methods = {method: (UPPER, method) for method in METHODS} | {CONTROL: (CONTROL, "plain")}
+    methods = {method: (UPPER, method) for method in METHODS} | {CONTROL: (CONTROL, PLAIN)}
     return {
         name: functools.partial(Healing, model, *how, PERCENTS[-1])
         for model in models(results, ["small"], SEEDS[:1])
@@ -289,13 +302,13 @@ def healings(results: Results, model: Model) -> Iterator[Healing]:
         if share is None:
             continue
         if name == CONTROL:
-            yield Healing(model, CONTROL, "plain", percent, share)
+            yield Healing(model, CONTROL, PLAIN, percent, share)
             continue
         yield from (Healing(model, selection, name, percent, share) for selection in (UPPER, CHEAPEST))
         if percent == PERCENTS[-1]:
             yield Healing(model, ALL, name, percent, share)
-    for selection in (CONTROL, *SELECTIONS):
-        yield Healing(model, selection, "plain", 0, 1.0)
+    yield Healing(model, CONTROL, PLAIN, 0, 1.0)
+    yield from (Healing(model, *how, 0, 1.0) for how in itertools.product(SELECTIONS, (PLAIN, OWN)))
 
 
 def differences(
@@ -305,7 +318,7 @@ def differences(
     found = {}
     for model in some:
         ended = {(run.selection, run.method, run.percent): results.of(run.name) for run in healings(results, model)}
-        healed, control = ended.get((selection, method, percent)), ended.get((CONTROL, "plain", percent))
+        healed, control = ended.get((selection, method, percent)), ended.get((CONTROL, PLAIN, percent))
         if healed is not None and control is not None:
             found[model] = healed["loss"] - control["loss"]
     return found
@@ -352,7 +365,7 @@ def difference_rows(results: Results, own: Sequence[Model], selection: str) -> I
     for method in METHODS:
         found = [differences(results, own, selection, method, percent) for percent in PERCENTS]
         if any(found):
-            zero = differences(results, own, selection, "plain", 0)
+            zero = differences(results, own, selection, OWN if method == OWN else PLAIN, 0)
             yield method, *(interval([*each.values()]) if each else "–" for each in (zero, *found))
 
 
@@ -360,7 +373,7 @@ def saving_rows(results: Results, some: Sequence[Model]) -> Iterator[Sequence[st
     """Iterate over the tokens that a method needs to be as close to the control as plain healing of the upper half."""
     for size in dict.fromkeys(model.size for model in some):
         own = [model for model in some if model.size == size]
-        aim = differences(results, own, UPPER, "plain", PERCENTS[-1])
+        aim = differences(results, own, UPPER, PLAIN, PERCENTS[-1])
         for selection, method in itertools.product((UPPER, CHEAPEST), METHODS):
             curve = [(percent, differences(results, own, selection, method, percent)) for percent in PERCENTS]
             curve = [(percent, each) for percent, each in curve if each.keys() == aim.keys()]
@@ -377,7 +390,8 @@ def saving_rows(results: Results, some: Sequence[Model]) -> Iterator[Sequence[st
                 yield size, named, f"at most {share:.2f}", "–"
                 continue
             times = results.of(times_name(next(models(results, ["small"], SEEDS[:1]))))
-            ratios = [one / plain for one, plain in zip(times[method], times["plain"], strict=True)] if times else []
+            timed = times is not None and method in times
+            ratios = [one / plain for one, plain in zip(times[method], times[PLAIN], strict=True)] if timed else []
             cost = f"{share * statistics.median(ratios):.2f}" if ratios else "–"
             yield size, named, f"{share:.2f}", cost
 
@@ -397,7 +411,7 @@ def draw(results: Results, some: Sequence[Model], picture: Path) -> None:
             points = [(percent, differences(results, own, selection, method, percent)) for percent in PERCENTS]
             drawn = [(percent, Paired([*found.values()])) for percent, found in points if found]
             # Slightly apart, so that the intervals do not cover each other.
-            x = [percent * 1.04 ** (number - 1.5) for percent, _ in drawn]
+            x = [percent * 1.04 ** (number - (len(METHODS) - 1) / 2) for percent, _ in drawn]
             errors = [pairs.half_width if pairs.pairs > 1 else 0.0 for _, pairs in drawn]
             axes.errorbar(x, [pairs.mean for _, pairs in drawn], yerr=errors, marker="o", capsize=3, label=method)
         axes.set_visible(bool(axes.containers))

@@ -54,6 +54,7 @@ def test_losses_are_compared_with_the_control_of_the_same_model(
 ) -> None:
     results = study.Results(tmp_path / "results.json")
     gap = {("upper", "plain"): 0.4, ("upper", "distill"): 0.1, ("cheapest", "plain"): 0.04, ("all", "plain"): 0.8}
+    gap["cheapest", "own"] = 0.02
     add_everything(study, results, gap)
     models = list(study.models(results, ["small"], (1, 2)))
     assert {model.rate for model in models} == {study.RATES[1]} and not study.tuning_runs(results)
@@ -63,6 +64,7 @@ def test_losses_are_compared_with_the_control_of_the_same_model(
     printed = capsys.readouterr().out
     # Two models: the half width is 12.7 standard errors.
     assert "| plain | +0.4600 ± 0.2541 | +0.4600 ± 0.2541 | +0.1533 ± 0.0847 | +0.0460 ± 0.0254 |" in printed
+    assert "| own | +0.0230 ± 0.0127 | +0.0230 ± 0.0127 | +0.0077 ± 0.0042 | +0.0023 ± 0.0013 |" in printed
     # A quarter of the gap takes a quarter of the tokens; what reaches the aim at once has no number.
     share = next(line for line in printed.splitlines() if line.startswith("| small | distill, upper")).split(" | ")[2]
     assert 0.2 < float(share) < 0.3
