@@ -11,8 +11,8 @@ layers: 10 %) by plain training, distillation from the standard model, annealed 
 the standard model that is trained for as long. The method `own` converts to ladder layers with own partials in two
 lanes, exchanges heads and neurons such that those which affect each other share a lane, and then trains plainly.
 
-The share of the learning rate that healing begins with is tuned once for each method: on the first model of the smaller
-size, with the upper half converted and 10 % of healing, by the validation loss that is reported as well.
+The share of the learning rate that healing begins with is tuned for each method and each length of healing: on the
+first model of the smaller size, with the upper half converted, by the validation loss that is reported as well.
 
 DIR receives checkpoints and logs, and FILE the result of each trial. A trial with a result is skipped, so the same
 command continues after an interruption. At the end, the tables are printed, and FILE gets a picture next to it.
@@ -270,35 +270,36 @@ def models(results: Results, sizes: Sequence[str], seeds: Sequence[int]) -> Iter
         yield from (Model(size, seed, scaled) for seed in seeds)
 
 
-def tuned_runs(results: Results) -> dict[str, Callable[[float], Healing]]:
-    """Return the healing run of each method with a share of the rate, on the first small model; empty without it."""
+def tuned_runs(results: Results) -> dict[tuple[str, int], Callable[[float], Healing]]:
+    """Map method and percent to the healing run with a share of the rate, on the first small model, if it exists."""
     methods = {method: (UPPER, method) for method in METHODS} | {CONTROL: (CONTROL, PLAIN)}
     return {
-        name: functools.partial(Healing, model, *how, PERCENTS[-1])
+        (name, percent): functools.partial(Healing, model, *how, percent)
         for model in models(results, ["small"], SEEDS[:1])
         for name, how in methods.items()
+        for percent in PERCENTS
     }
 
 
-def shares(results: Results) -> dict[str, Search]:
-    """Return the state of the search for the share of each method."""
+def shares(results: Results) -> dict[tuple[str, int], Search]:
+    """Return the state of the search for the share of each method and percent."""
 
     def state(run: Callable[[float], Healing]) -> Search:
         return search(results, SHARES, lambda share: run(share).name)
 
-    return {name: state(run) for name, run in tuned_runs(results).items()}
+    return {key: state(run) for key, run in tuned_runs(results).items()}
 
 
 def tuning_runs(results: Results) -> list[Healing]:
     """Return the healing runs that the search for the shares needs next."""
     runs = tuned_runs(results)
-    return [runs[name](share) for name, state in shares(results).items() for share in state.missing]
+    return [runs[key](share) for key, state in shares(results).items() for share in state.missing]
 
 
 def healings(results: Results, model: Model) -> Iterator[Healing]:
-    """Iterate over the runs of a model, with the best share of each method; none before it is known."""
-    best = {name: state.best for name, state in shares(results).items()}
-    for percent, (name, share) in itertools.product(PERCENTS, best.items()):
+    """Iterate over the runs of a model, with the best share of each method and percent; none before it is known."""
+    best = {key: state.best for key, state in shares(results).items()}
+    for (name, percent), share in best.items():
         if share is None:
             continue
         if name == CONTROL:
@@ -334,7 +335,7 @@ def table(heads: Sequence[str], rows: Iterator[Sequence[str]]) -> None:
 def report(results: Results, some: Sequence[Model], picture: Path) -> None:
     """Print the tables of everything that has been measured, and draw them."""
     table(["model", "rate", "steps", "loss"], model_rows(results, some))
-    table(["method", "loss at each share of the rate", "best share"], share_rows(results))
+    table(["method", "percent", "loss at each share of the rate", "best share"], share_rows(results))
     heads = ["method", *(f"{percent} % of the tokens" if percent else "not healed" for percent in (0, *PERCENTS))]
     for size, selection in itertools.product(dict.fromkeys(model.size for model in some), SELECTIONS):
         own = [model for model in some if model.size == size]
@@ -354,10 +355,10 @@ def model_rows(results: Results, some: Sequence[Model]) -> Iterator[Sequence[str
 
 def share_rows(results: Results) -> Iterator[Sequence[str]]:
     """Iterate over the searches for the share of each method."""
-    for name, state in shares(results).items():
+    for (name, percent), state in shares(results).items():
         losses = ", ".join(f"{value:g}: {state.losses[value]:.4f}" for value in sorted(state.losses))
         best = "not known yet" if state.best is None else f"{state.best:g}" + ", at the edge" * state.at_edge
-        yield name, losses, best
+        yield name, str(percent), losses, best
 
 
 def difference_rows(results: Results, own: Sequence[Model], selection: str) -> Iterator[Sequence[str]]:
