@@ -8,9 +8,10 @@
 #     bash examples/adapt_llama/adapt.sh ... -- FLAGS          further flags override those for pretrain_ladder.py
 #
 # Other flags: --ladder-layers best:16 (measured first), 16 or 20 (the upper ones, as in the paper), a list such as 4-31,
-# or best:16@FILE with a file of tools/convert_checkpoint.py sensitivity; --run FOLDER, --tokens N, --chat-keys "KEYS",
-# --gpus N, --tp N, --lm-eval-tasks "TASKS" (with a metric: arc_challenge:acc_norm), and --python PATH to use an
-# interpreter with the required packages instead of this script's environment (.venv). --conversations may be repeated.
+# or best:16@FILE with a file of tools/convert_checkpoint.py sensitivity; --lanes N (own partials, a multiple of --tp),
+# --run FOLDER, --tokens N, --chat-keys "KEYS", --gpus N, --tp N, --lm-eval-tasks "TASKS" (with a metric:
+# arc_challenge:acc_norm), and --python PATH to use an interpreter with the required packages instead of this script's
+# environment (.venv). --conversations may be repeated.
 # Run again, the script skips finished stages, and training resumes from its last checkpoint.
 # examples/adapt_llama/README.md describes the results.
 set -euo pipefail
@@ -47,6 +48,7 @@ intervals=(--save-interval 500 --keep-last-n-checkpoints 2 --eval-interval 500 -
 tiny=false
 dry_run=false
 own_python=""
+lanes=""
 given_layers=""
 given_tokens=""
 given_conversations=()
@@ -76,6 +78,7 @@ while [ $# -gt 0 ]; do
         --held-out) held_out=$2 ;;
         --chat-keys) chat_keys=$2 ;;
         --ladder-layers) given_layers=$2 ;;
+        --lanes) lanes=$2 ;;
         --run) run=$2 ;;
         --tokens) given_tokens=$2 ;;
         --gpus) processes=$2 ;;
@@ -100,6 +103,8 @@ if "$tiny"; then
     ladder_layers=best:4 tokens=$((120 * 16 * 128)) lr=1e-3 warmup=10 global_batch=16 seq_length=128
     intervals=(--save-interval 40 --keep-last-n-checkpoints 2 --eval-interval 40 --eval-iters 4 --log-interval 10)
 fi
+# Own partials exclude sequence parallelism.
+[ -z "$lanes" ] || read -ra layout <<<"${layout[*]/--sequence-parallel/}"
 read -ra keys <<<"$chat_keys"
 ladder_layers=${given_layers:-$ladder_layers}
 tokens=${given_tokens:-$tokens}
@@ -124,6 +129,7 @@ fi
 "$dry_run" || mkdir -p "$run/done"
 absolute() { (cd "$(dirname "$1")" && printf '%s/%s\n' "$(pwd -P)" "$(basename "$1")"); }
 run=$(absolute "$run")
+unhealed=$run/imported
 if "$tiny"; then
     source_model=$run/tiny/source conversations=("$run/tiny/train.jsonl") held_out=$run/tiny/held_out.jsonl
 else
@@ -143,6 +149,9 @@ stages=$("$tiny" && echo 7 || echo 6)
 measured_layers=""
 if [[ $ladder_layers = best:* && $ladder_layers != *@* ]]; then
     measured_layers=${ladder_layers#best:} ladder_layers+=@$run/sensitivity.json stages=$((stages + 1))
+fi
+if [ -n "$lanes" ]; then
+    unhealed=$run/arranged stages=$((stages + 1))
 fi
 source examples/stages.sh
 
@@ -174,18 +183,19 @@ tokenize() {
     preprocess train "$@"
 }
 
-# origin: what the imported weights depend on.
+# origin: what the unhealed weights depend on.
 origin() {
     cat "$run/done/import"
+    [ -z "$lanes" ] || cat "$run/done/arrange"
     [ -z "$measured_layers" ] || cat "$run/sensitivity.json"
 }
 
-# heal FLAGS...: starts from the imported weights, or resumes from the newest checkpoint of a run that did.
+# heal FLAGS...: starts from the unhealed weights, or resumes from the newest checkpoint of a run that did.
 heal() {
-    local begin=(--load "$run/imported" --finetune) newest
+    local begin=(--load "$unhealed" --finetune) newest
     if [ -e "$run/checkpoints/latest" ]; then
         origin | cmp -s - "$run/done/began_with" || fail \
-            "$run/checkpoints: this run started from another import than $run/imported; move it, or choose another --run"
+            "$run/checkpoints: this run started from other weights than $unhealed; move it, or choose another --run"
         begin=(--load "$run/checkpoints")
     fi
     origin >"$run/done/began_with"
@@ -203,15 +213,15 @@ export_hf() {
 }
 
 evaluate() {
-    local unhealed=$run/imported
+    local imported=$unhealed
     if has lm_eval; then
         # lm-eval opens only Hugging Face directories.
-        export_hf "$run/imported" "$run/unhealed"
-        unhealed=$run/unhealed
+        export_hf "$unhealed" "$run/unhealed"
+        imported=$run/unhealed
     fi
     "$python" examples/adapt_llama/evaluate.py --output "$run/evaluation" --held-out "$held_out" \
         --chat-keys "${keys[@]}" --tokenizer "$source_model" --seq-length "$seq_length" --tp "$tp" \
-        --models source="$source_model" unhealed="$unhealed" healed="$run/healed" "$@"
+        --models source="$source_model" unhealed="$imported" healed="$run/healed" "$@"
 }
 
 if [ -n "$own_python" ]; then
@@ -235,6 +245,7 @@ if "$tiny"; then
 fi
 
 importing=(--hf "$source_model" --save "$run/imported" --tensor-model-parallel-size "$tp" --verify --overwrite)
+[ -z "$lanes" ] || importing+=(--lanes "$lanes")
 # Errors in the source and the layers are found before hours of work. Layers that are not measured yet are the upper ones.
 check_import() {
     "$python" tools/convert_checkpoint.py import "${importing[@]}" --ladder-layers "${measured_layers:-$ladder_layers}" \
@@ -254,6 +265,13 @@ fi
 
 run_once import "$run/imported/latest" "Import: --ladder-layers $ladder_layers" \
     with_python tools/convert_checkpoint.py import "${importing[@]}" --ladder-layers "$ladder_layers"
+
+if [ -n "$lanes" ]; then
+    run_once arrange "$run/arranged/latest" "Arrangement: heads and neurons that affect each other share one of $lanes lanes" \
+        with_python tools/convert_checkpoint.py arrange --load "$run/imported" --save "$run/arranged" --overwrite \
+        --tensor-model-parallel-size "$tp" --data "$run/data/train_${keys[0]}_document" \
+        --seq-length "$((seq_length < 2048 ? seq_length : 2048))" --tokens "$measured_tokens"
+fi
 
 steps=$(((tokens + global_batch * seq_length - 1) / (global_batch * seq_length)))
 run_once heal "$run/checkpoints/latest" "Healing: $steps steps of $global_batch x $seq_length tokens" \

@@ -105,6 +105,20 @@ def test_the_command_lines_for_the_8b(tmp_path: Path) -> None:
     assert run.data.loss_on == "assistant" and run.training.seed == 7
 
 
+def test_the_command_lines_for_lanes(tmp_path: Path) -> None:
+    source = headers_alone(tmp_path / "Llama-3.1-8B-Instruct")
+    flags = ["--dry-run", "--source", source, "--run", tmp_path / "run", "--python", sys.executable, "--lanes"]
+    done = run_command(["bash", SCRIPT, *flags, "4"], timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "wiring: ladder in layers 16-31 of 32, in 4 lanes with own partials" in done.stdout
+    arranging = next(line for line in done.stdout.splitlines() if " arrange " in line)
+    assert f"--load {tmp_path}/run/imported --save {tmp_path}/run/arranged " in arranging
+    run = resolved([*training_command(done.stdout), *open_hf_directory(source).model.to_words()])
+    assert not run.parallel.sequence_parallel and run.training.micro_batch_size == 2
+    done = run_command(["bash", SCRIPT, *flags, "6"], timeout=120)
+    assert done.returncode == 2 and "--lanes 6" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -241,13 +255,15 @@ def perplexities(text: str) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_a_tiny_llama_is_adapted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lanes", [0, 2])
+def test_a_tiny_llama_is_adapted(lanes: int, tmp_path: Path) -> None:
     """Healing is interrupted and resumed.
 
     The imported hybrid is worse than its source, and the healed model is better than the hybrid. Finished stages are
-    skipped, and a run does not resume from another import.
+    skipped, and a run does not resume from other weights.
     """
     command = ["bash", SCRIPT, "--tiny", "--run", tmp_path / "run", "--python", sys.executable]
+    command += ["--lanes", str(lanes)] if lanes else []
     cache = {"HF_HOME": str(tmp_path / "hf")}
     stopped = run_command([*command, "--", "--exit-interval", "40"], timeout=1200, env=cache)
     assert stopped.returncode == 1 and "healing stopped at iter_0000040 of 120 steps" in stopped.stderr
@@ -259,9 +275,10 @@ def test_a_tiny_llama_is_adapted(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "run" / "healed" / "config.json").read_text())
     cheapest = json.loads((tmp_path / "run" / "sensitivity.json").read_text())["order"][:4]
     assert (config["model_type"], config["ladder_layers"]) == ("megatron_ladder", sorted(cheapest))
+    assert config["lanes"] == lanes
     again = run_command(command, timeout=120, env=cache)
-    assert again.returncode == 0 and again.stdout.count("already done:") == 7, again.stdout + again.stderr
+    assert again.returncode == 0 and again.stdout.count("already done:") == 7 + bool(lanes), again.stdout + again.stderr
     (tmp_path / "run" / "done" / "began_with").write_text("another import")
     (tmp_path / "run" / "done" / "heal").unlink()
     other = run_command(command, timeout=120, env=cache)
-    assert other.returncode == 2 and "started from another import" in other.stderr
+    assert other.returncode == 2 and "started from other weights" in other.stderr
