@@ -224,15 +224,16 @@ evaluate() {
         --models source="$source_model" unhealed="$imported" healed="$run/healed" "$@"
 }
 
+extras=data,hf,plot${lanes:+,lab}
 if [ -n "$own_python" ]; then
     announce "Python environment: $own_python"
     python=$(command -v "$own_python") || fail "--python $own_python: program not found; pass the path of a Python interpreter"
-    for package in deepspeed transformers matplotlib; do
-        has $package || fail "--python $own_python: $package is missing; install '.[data,hf,plot]', or omit --python"
+    for package in deepspeed transformers matplotlib ${lanes:+scipy}; do
+        has "$package" || fail "--python $own_python: $package is missing; install '.[$extras]', or omit --python"
     done
 else
     announce "Python environment"
-    prepare_environment data,hf,plot
+    prepare_environment "$extras"
     python=$ENVIRONMENT/bin/python
 fi
 [ "$gpus" -gt 0 ] || export DS_ACCELERATOR=cpu
