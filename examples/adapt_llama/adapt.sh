@@ -246,11 +246,10 @@ if "$tiny"; then
 fi
 
 importing=(--hf "$source_model" --save "$run/imported" --tensor-model-parallel-size "$tp" --verify --overwrite)
-[ -z "$lanes" ] || importing+=(--lanes "$lanes")
 # Errors in the source and the layers are found before hours of work. Layers that are not measured yet are the upper ones.
 check_import() {
     "$python" tools/convert_checkpoint.py import "${importing[@]}" --ladder-layers "${measured_layers:-$ladder_layers}" \
-        --dry-run
+        ${lanes:+--lanes "$lanes"} --dry-run
 }
 if "$dry_run"; then check_import; else check_import >/dev/null; fi
 
@@ -270,7 +269,7 @@ run_once import "$run/imported/latest" "Import: --ladder-layers $ladder_layers" 
 if [ -n "$lanes" ]; then
     run_once arrange "$run/arranged/latest" "Arrangement: heads and neurons that affect each other share one of $lanes lanes" \
         with_python tools/convert_checkpoint.py arrange --load "$run/imported" --save "$run/arranged" --overwrite \
-        --tensor-model-parallel-size "$tp" --data "$run/data/train_${keys[0]}_document" \
+        --lanes "$lanes" --tensor-model-parallel-size "$tp" --data "$run/data/train_${keys[0]}_document" \
         --seq-length "$((seq_length < 2048 ? seq_length : 2048))" --tokens "$measured_tokens"
 fi
 

@@ -113,6 +113,7 @@ def test_the_command_lines_for_lanes(tmp_path: Path) -> None:
     assert "wiring: ladder in layers 16-31 of 32, in 4 lanes with own partials" in done.stdout
     arranging = next(line for line in done.stdout.splitlines() if " arrange " in line)
     assert f"--load {tmp_path}/run/imported --save {tmp_path}/run/arranged " in arranging
+    assert "--lanes 4 " in arranging
     run = resolved([*training_command(done.stdout), *open_hf_directory(source).model.to_words()])
     assert not run.parallel.sequence_parallel and run.training.micro_batch_size == 2
     done = run_command(["bash", SCRIPT, *flags, "6"], timeout=120)

@@ -58,7 +58,7 @@ MOST_LINES_OF_A_FILE = 470
 
 PROGRAM_INTERFACE = {"entry_point", "main", "parse_options"}
 """Functions of a program's module, which are called by name; see `cli/programs.py`."""
-CLIENTS_OUTSIDE = ("tools", "examples", "docs/pictures")
+CLIENTS_OUTSIDE = ("tools", "examples", "docs/pictures", "docs/study")
 """Folders whose scripts count as clients of the package; tests do not."""
 REMOTE_CODE = "convert/hf_module/"
 """Classes that transformers loads by name from exported models."""
