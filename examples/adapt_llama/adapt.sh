@@ -213,15 +213,15 @@ export_hf() {
 }
 
 evaluate() {
-    local imported=$unhealed
+    local compared=$unhealed
     if has lm_eval; then
         # lm-eval opens only Hugging Face directories.
         export_hf "$unhealed" "$run/unhealed"
-        imported=$run/unhealed
+        compared=$run/unhealed
     fi
     "$python" examples/adapt_llama/evaluate.py --output "$run/evaluation" --held-out "$held_out" \
         --chat-keys "${keys[@]}" --tokenizer "$source_model" --seq-length "$seq_length" --tp "$tp" \
-        --models source="$source_model" unhealed="$imported" healed="$run/healed" "$@"
+        --models source="$source_model" unhealed="$compared" healed="$run/healed" "$@"
 }
 
 extras=data,hf,plot${lanes:+,lab}

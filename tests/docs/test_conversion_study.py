@@ -36,6 +36,15 @@ def test_a_search_goes_on_while_the_best_is_at_the_edge(study: Any, tmp_path: Pa
     assert state().best == 3.2 and state().at_edge
 
 
+def test_results_of_another_process_are_kept(study: Any, tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    ours, theirs = study.Results(path), study.Results(path)
+    ours.add("a", {"loss": 1.0})
+    theirs.add("b", {"loss": 2.0})
+    ours.add("c", {"loss": 3.0})
+    assert [study.Results(path).of(name) for name in "abc"] == [{"loss": loss} for loss in (1.0, 2.0, 3.0)]
+
+
 def add_everything(study: Any, results: Any, gap: dict[tuple[str, str], float]) -> None:
     """Add results of two small models, such that a healed model is worse than its control by `gap` / percent."""
     for rate in study.RATES:
