@@ -16,7 +16,7 @@ from megatron_ladder.config.run import RunConfig, RunFlags, parse_run, resolve_r
 from megatron_ladder.flags import flag_name
 from megatron_ladder.lab.bench.sizes import find_size
 from megatron_ladder.lab.study.options import Request, RunOptions
-from megatron_ladder.lab.study.schema import CHECKPOINTS, TRIALS_NAME, Study, Trial
+from megatron_ladder.lab.study.schema import CHECKPOINTS, TRIALS_NAME, Trial
 from megatron_ladder.lab.wirings import NAMED_WIRINGS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -148,8 +148,8 @@ def environment_of(options: RunOptions) -> Mapping[str, str]:
     return dict(os.environ) if options.launcher is not None else {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def timing_command(options: RunOptions, study: Study, size: str, output: Path) -> tuple[str, ...]:
-    """Return the command of the benchmark that times the wirings of a size and writes its rows to a file."""
+def timing_command(options: RunOptions, wirings: Sequence[str], size: str, output: Path) -> tuple[str, ...]:
+    """Return the command of the benchmark that times wirings at a size and writes its rows to a file."""
     values = {
         "tp": options.timing_ranks,
         "sizes": size,
@@ -158,6 +158,6 @@ def timing_command(options: RunOptions, study: Study, size: str, output: Path) -
         "alpha": options.link,
         "rounds": options.timing_rounds,
         "json": output,
-        "wirings": ",".join(study.timed_wirings),
+        "wirings": ",".join(wirings),
     }
     return (sys.executable, _program("tools/benchmark.py", "benchmark"), "train", *flag_words(values))

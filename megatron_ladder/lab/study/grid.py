@@ -51,6 +51,12 @@ def time_trials(study: Study) -> list[Trial]:
     return [trial for trial in trials if trial.iterations != study.iterations]
 
 
+def untimed_wirings(study: Study, size: str) -> tuple[str, ...]:
+    """Return the wirings to train for equal time whose step at this size is not measured yet."""
+    times = study.step_times.get(size)
+    return tuple(name for name in study.timed_wirings if times is None or name not in times.speedup)
+
+
 def timed_iterations(study: Study, speedup: float) -> int:
     """Return the steps of a wiring in the time that standard takes for the study's number of steps."""
     return max(1, round(study.iterations * speedup))
@@ -113,12 +119,12 @@ def is_at_the_edge(rate: float | None, tried: Mapping[float, float]) -> bool:
 def expected_trials(study: Study) -> list[Trial]:
     """Return all trials, with estimates for those that are not decided yet, to count them and their cost."""
     decided = study
-    if not study.chosen:
+    if study.learning_rates:
         middle = sorted(study.learning_rates)[len(study.learning_rates) // 2]
-        decided = replace(study, chosen={rate_key(*model): middle for model in study.models})
+        decided = replace(study, chosen={**{rate_key(*model): middle for model in study.models}, **study.chosen})
     timed = [
         replace(trial, kind="time")
         for trial in token_trials(decided)
-        if trial.wiring in study.timed_wirings and trial.wiring != STANDARD and trial.size not in study.step_times
+        if trial.wiring in untimed_wirings(study, trial.size) and trial.wiring != STANDARD
     ]
     return [*tuning_trials(decided), *token_trials(decided), *time_trials(decided), *timed]

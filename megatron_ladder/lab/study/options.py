@@ -20,7 +20,8 @@ class RunOptions:
     """Study. Flags after -- (parallelism, precision, data) are passed to pretrain_ladder.py for every trial."""
 
     output_dir: Path = flag(output="directory")
-    """Folder of the study. A study with the same settings in this folder is resumed."""
+    """Folder of the study. A study with the same settings in this folder is resumed; --wirings, --timed-wirings and
+    --seeds can have further values."""
     report_dir: Path | None = flag(None, output="directory")
     """Folder for report.md and its pictures; --output-dir if not given."""
     small: bool = False

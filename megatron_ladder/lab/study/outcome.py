@@ -130,10 +130,12 @@ def remove_checkpoints(folder: Path) -> None:
                 entry.unlink()
 
 
-def read_step_times(output: Path, study: Study, size: str, command: tuple[str, ...]) -> tuple[StepTimes, list[str]]:
-    """Return the step times that a benchmark measured, and one message for each doubtful one."""
+def read_step_times(
+    output: Path, wirings: Sequence[str], size: str, command: tuple[str, ...]
+) -> tuple[StepTimes, list[str]]:
+    """Return the step times of wirings that a benchmark measured, and one message for each doubtful one."""
     by_name: dict[str, Event] = {row["wiring"]: row for row in json.loads(output.read_text(encoding="utf-8"))}
-    rows = {name: by_name[name] for name in study.timed_wirings if name in by_name}
+    rows = {name: by_name[name] for name in wirings if name in by_name}
     verdicts = {name: row["verdict"] for name, row in rows.items()}
     doubts = [f"{size}: {name}: {found}" for name, found in verdicts.items() if found != RatioVerdict.SOUND.value]
     row = rows[STANDARD]

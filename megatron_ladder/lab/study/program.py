@@ -22,6 +22,7 @@ from megatron_ladder.lab.study.report import write_report
 from megatron_ladder.lab.study.results import read_results
 from megatron_ladder.lab.study.scheduling import GridProgress, Job, run_jobs
 from megatron_ladder.lab.study.schema import Result, StepTimes, Study, Trial, rate_key, read_result, write_json
+from megatron_ladder.lab.study.wirings import STANDARD
 from megatron_ladder.processes import received_signals
 from megatron_ladder.train.lock import SaveLock
 
@@ -265,16 +266,21 @@ class StudyRun:
 
     def _time_steps(self) -> None:
         for size in self.study.sizes:
-            if size not in self.study.step_times and self.study.timed_wirings:
-                times = self._own_times(size) if self.options.link == OWN_LINK else self._measured_times(size)
-                if times is not None:
-                    self._update(step_times={**self.study.step_times, size: times})
+            if not (untimed := grid.untimed_wirings(self.study, size)):
+                continue
+            times = self._own_times(size) if self.options.link == OWN_LINK else self._measured_times(size, untimed)
+            if times is not None and not times.speedup.keys().isdisjoint(untimed):
+                # Trials have the lengths that earlier times gave them.
+                before = self.study.step_times.get(size)
+                times = times if before is None else before.extended_by(times)
+                self._update(step_times={**self.study.step_times, size: times})
 
-    def _measured_times(self, size: str) -> StepTimes | None:
-        """Measure the step times of a size, with no other job; None after a failure."""
+    def _measured_times(self, size: str, wirings: Sequence[str]) -> StepTimes | None:
+        """Measure the step times of wirings and of standard, with no other job; None after a failure."""
         folder = self.options.output_dir / "timing" / size
         rows, output = folder / "rows.json", folder / OUTPUT_NAME
-        command = commands.timing_command(self.options, self.study, size, rows)
+        wirings = (STANDARD, *(name for name in wirings if name != STANDARD))
+        command = commands.timing_command(self.options, wirings, size, rows)
         job = Job(f"step times of {size}", command, environment_of(self.options), output, self.options.jobs)
         codes: list[int] = []
         for _ in range(TIMING_ATTEMPTS):
@@ -286,7 +292,7 @@ class StudyRun:
                 self.failures.append(f"{job.name}: exit code {codes[-1]}: see {output}; no trials at equal time")
                 self.progress.say(f"{job.name}: failed:\n{_last_lines(output)}")
                 return None
-            times, doubts = outcome.read_step_times(rows, self.study, size, command)
+            times, doubts = outcome.read_step_times(rows, wirings, size, command)
             if not doubts:
                 break
         for doubt in doubts:

@@ -87,7 +87,8 @@ def _finding(wiring: str, one: Comparison, judged: int) -> str:
 
 def _setup(results: StudyResults) -> list[str]:
     study, finished = results.study, results.finished.values()
-    every = [study.command, *(times.command for times in study.step_times.values())]
+    timings = [words for times in study.step_times.values() for words in (times.command, *times.later_commands)]
+    every = [study.command, *timings]
     commands = [shlex.join(map(_portable, words)) for words in dict.fromkeys(every) if words]
     tokens = study.iterations * study.tokens_per_step
     rows = [

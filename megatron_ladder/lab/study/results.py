@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_ladder.errors import ErrorCollector, UserError
-from megatron_ladder.lab.study.grid import timed_iterations, tried_rates
+from megatron_ladder.lab.study.grid import timed_iterations, tried_rates, untimed_wirings
 from megatron_ladder.lab.study.schema import STUDY_NAME, TRIALS_NAME, Result, Study, Trial, read_result, read_study
 from megatron_ladder.lab.study.statistics import CONFIDENCE, Paired, holm, paired
 from megatron_ladder.lab.study.wirings import STANDARD
@@ -120,8 +120,9 @@ class StudyResults:
             if (rates := len(study.learning_rates)) > 1:
                 done = {name: len(self.tuning(size, name)) for name in study.wirings}
                 add_phrase(f"{size}, choosing a learning rate", rates, done)
-            if size not in study.step_times and len(self.wirings("time")) > 1:
-                phrases.append(f"{size}: the step times")
+            untimed = [name for name in untimed_wirings(study, size) if not self.diverges_always(size, name)]
+            if untimed and len(self.wirings("time")) > 1:
+                phrases.append(f"{size}: the step times of {', '.join(untimed)}")
             for budget in BUDGETS:
                 # Standard is not trained again for equal time, and a wiring without a step time cannot be.
                 done = {

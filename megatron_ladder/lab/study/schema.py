@@ -6,7 +6,7 @@ The result is written last and atomically, so a trial that has it is done.
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -20,6 +20,8 @@ CHECKPOINTS = "checkpoints"
 RESULT_NAME = "result.json"
 _CHANGEABLE_FIELDS = ("machine", "command", "chosen", "step_times")
 """Fields of a study on which no result depends, or that are derived from results."""
+_EXTENSIBLE_FIELDS = ("wirings", "timed_wirings", "seeds")
+"""Fields to which a later start can add values, because a trial depends on none but its own."""
 
 Kind = Literal["tuning", "tokens", "time", "adapt"]
 """Purpose of a trial: choose a learning rate, compare at equal tokens or time, or heal an adapted model."""
@@ -28,7 +30,10 @@ Stored = TypeVar("Stored")
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Medians of a step's seconds, and of its paired speedup over standard with the interquartile range, by wiring."""
+    """Medians of a step's seconds, and of its paired speedup over standard with the interquartile range, by wiring.
+
+    Wirings that were added to a study later are measured by `later_commands`.
+    """
 
     interconnect: str
     ranks: int
@@ -36,6 +41,20 @@ class StepTimes:
     speedup: Mapping[str, float]
     spread: Mapping[str, float]
     command: tuple[str, ...]
+    later_commands: tuple[tuple[str, ...], ...] = ()
+
+    def extended_by(self, later: "StepTimes") -> "StepTimes":
+        """Return these times and those of further wirings; a wiring that is already measured keeps its times."""
+        added = ", ".join(name for name in later.speedup if name not in self.speedup)
+        return StepTimes(
+            interconnect=f"{self.interconnect}; for {added}: {later.interconnect}",
+            ranks=self.ranks,
+            seconds={**later.seconds, **self.seconds},
+            speedup={**later.speedup, **self.speedup},
+            spread={**later.spread, **self.spread},
+            command=self.command,
+            later_commands=(*self.later_commands, later.command),
+        )
 
 
 @dataclass(frozen=True)
@@ -164,7 +183,10 @@ def read_study(folder: Path) -> Study | None:
     """Read the study of a folder; None if there is none. Raises UserError if it is invalid."""
 
     def decode_times(sizes: Any) -> dict[str, StepTimes]:
-        return {size: StepTimes(**{**times, "command": tuple(times["command"])}) for size, times in sizes.items()}
+        return {size: decode_one(**times) for size, times in sizes.items()}
+
+    def decode_one(command: Any, later_commands: Any = (), **times: Any) -> StepTimes:
+        return StepTimes(**times, command=tuple(command), later_commands=tuple(map(tuple, later_commands)))
 
     return read_json(folder / STUDY_NAME, Study, "a study", "give another --output-dir", step_times=decode_times)
 
@@ -175,15 +197,24 @@ def write_study(folder: Path, study: Study) -> None:
 
 
 def changed_fields(before: Study, now: Study) -> list[str]:
-    """Return the fields that differ, without those on which no result depends."""
+    """Return the fields that differ, without those on which no result depends and those that were only extended."""
+    names = (one.name for one in fields(Study) if one.name not in _CHANGEABLE_FIELDS)
+    changed = [name for name in names if getattr(before, name) != getattr(now, name)]
     # Without rates to try, the chosen ones are a setting.
-    free = {*_CHANGEABLE_FIELDS} - ({"chosen"} if not before.learning_rates else set())
-    names = (one.name for one in fields(Study) if one.name not in free)
-    return [name for name in names if getattr(before, name) != getattr(now, name)]
+    if not before.learning_rates and not before.chosen.items() <= now.chosen.items():
+        changed.append("chosen")
+    return [name for name in changed if name not in _EXTENSIBLE_FIELDS or not _extends(before, now, name)]
+
+
+def _extends(before: Study, now: Study, name: str) -> bool:
+    return {*getattr(before, name)} <= {*getattr(now, name)}
 
 
 def load_or_create_study(folder: Path, requested: Study) -> Study:
-    """Return the study of a folder, or write the requested one. Raises UserError if their settings differ."""
+    """Return the study of a folder, extended as requested, or write the requested one.
+
+    Raises UserError if other settings differ, or if the request lacks wirings or seeds of the study.
+    """
     found = read_study(folder)
     if found is None:
         write_study(folder, requested)
@@ -191,6 +222,14 @@ def load_or_create_study(folder: Path, requested: Study) -> Study:
     raise_user_errors(
         f"{folder / STUDY_NAME}: {name.replace('_', ' ')}: was {json.dumps(getattr(found, name))}, now "
         f"{json.dumps(getattr(requested, name))}: give another --output-dir, or the same settings"
+        + " and further ones" * (name in _EXTENSIBLE_FIELDS)
         for name in changed_fields(found, requested)
     )
-    return found
+    extended = {name: getattr(requested, name) for name in _EXTENSIBLE_FIELDS}
+    if extended == {name: getattr(found, name) for name in extended}:
+        return found
+    # Trials were trained with the rates chosen before.
+    chosen = {**requested.chosen, **found.chosen}
+    study = replace(found, **extended, chosen=chosen, command=requested.command)
+    write_study(folder, study)
+    return study

@@ -80,7 +80,7 @@ def test_missing_trials_are_counted(tmp_path: Path) -> None:
         write_run(tmp_path, "tuning", "hybrid", 9, math.inf, iterations=40, rate=rate)
     assert read_results(tmp_path).missing() == [
         "tiny, choosing a learning rate: standard (2), parallel (3), ladder (3)",
-        "tiny: the step times",
+        "tiny: the step times of standard, parallel, ladder",
         "tiny, equal tokens: standard (2), parallel (3), ladder (3)",
         "tiny, equal time: parallel (3), ladder (3)",
     ]

@@ -23,8 +23,7 @@ def row(wiring: str, ratio: float, verdict: str = "sound") -> dict[str, Any]:
 
 def test_the_benchmark_has_the_shape_and_batch_of_the_study() -> None:
     options = RunOptions(Path("out"), micro_batch_size=4, seq_length=64, link="2ms", timing_ranks=2, timing_rounds=9)
-    study = study_of(wirings=("standard", "ladder", "staleness-2"), timed_wirings=("standard", "ladder", "staleness-2"))
-    command = timing_command(options, study, SIZE, Path("rows.json"))
+    command = timing_command(options, ("standard", "ladder", "staleness-2"), SIZE, Path("rows.json"))
     case, asked = parse_options(command[2:])
     assert Path(command[1]).is_file() and case == "train"
     assert (asked.sizes, asked.batch, asked.sequence, asked.tp, asked.rounds) == ((SIZE,), 4, 64, 2, 9)
@@ -40,7 +39,7 @@ def test_the_benchmark_knows_all_timed_wirings() -> None:
 def test_rows_become_times(tmp_path: Path, verdict: str) -> None:
     rows = [row("standard", 1.0003, "sound"), row("ladder", 1.4, verdict), row("no-comm", 1.9, "too noisy to judge")]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
-    times, doubts = read_step_times(tmp_path / "rows.json", study_of(), SIZE, ("benchmark.py", "--tp", "2"))
+    times, doubts = read_step_times(tmp_path / "rows.json", ("standard", "ladder"), SIZE, ("benchmark.py", "--tp", "2"))
     assert times.speedup == {"standard": 1.0, "ladder": 1.4} and times.spread["ladder"] == 0.02 and times.ranks == 2
     assert times.interconnect.startswith("emulated serial wire, an all-reduce takes 1.500 ms (1.2c)")
     # The verdict on a bound does not concern a compared wiring.
