@@ -105,8 +105,10 @@ class CachedRows(NamedTuple):
         if q.numel() * extent <= _FEW_PRODUCTS:
             return Operations.attend(wide, k.narrow(2, 0, extent), v.narrow(2, 0, extent), mask).to(q.dtype)
         queries = (wide * head_dim**-0.5).reshape(samples, kv_heads, -1, head_dim)
+        # Keys of several heads without a gap between them are read up to twice as fast.
+        read = k.shape[2] if k.shape[2] < 2 * extent else extent
         # The other order of the factors is a slower product.
-        scores = (k.narrow(2, 0, extent) @ queries.transpose(-1, -2)).transpose(-1, -2)
+        scores = (k.narrow(2, 0, read) @ queries.transpose(-1, -2)).transpose(-1, -2).narrow(-1, 0, extent)
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
         weights = scores.softmax(-1).reshape(samples * heads, extent)

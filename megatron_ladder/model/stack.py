@@ -105,7 +105,6 @@ class TransformerStack(nn.Module):
         pending_in: number of outputs that are missing from the stream when it enters.
         pending_out: number of outputs that are missing when it leaves.
         partial_sums: gradients whose sum over the ranks may wait for the last of several backward passes.
-        lateness: how far late layers have been annealed, from 0 to 1, by number; 1 for layers without an entry.
     """
 
     def __init__(self, build: BuildContext, layers: range, options: StackOptions) -> None:
@@ -128,7 +127,8 @@ class TransformerStack(nn.Module):
         sub_blocks = [sub_block for layer in layers for sub_block in wired[layer]]
         self.synchronised = [sub_blocks[0].reads_shared, *(sub_block.leaves_shared for sub_block in sub_blocks)]
         self.partial_sums = PartialSums(mesh.tensor)
-        self.lateness: Mapping[int, float] = {}
+        self._steps: Sequence[SubBlock] | None = None
+        self._lateness: Mapping[int, float] = {}
         self.layers = nn.ModuleDict({str(layer): _TransformerLayer(build, layer) for layer in layers})
         self.rewire(wired)
 
@@ -139,6 +139,17 @@ class TransformerStack(nn.Module):
         for number, layer in self.layers.items():
             assert isinstance(layer, _TransformerLayer)
             layer.wired = wired_layers[int(number)]
+        self._steps = None
+
+    @property
+    def lateness(self) -> Mapping[int, float]:
+        """How far late layers have been annealed, from 0 to 1, by number; 1 for layers without an entry."""
+        return self._lateness
+
+    @lateness.setter
+    def lateness(self, by_layer: Mapping[int, float]) -> None:
+        self._lateness = by_layer
+        self._steps = None
 
     @property
     def slots_in(self) -> int:
@@ -167,15 +178,17 @@ class TransformerStack(nn.Module):
         launch, side_queue = (self.layout.start_write, self.side_queue) if overlap else (self._write_blocking, None)
         return walk(state, AutogradPass(steps, context), self.pending_out, self.layout, launch, side_queue)
 
-    def sub_blocks(self) -> list[SubBlock]:
+    def sub_blocks(self) -> Sequence[SubBlock]:
         """Return the steps of all layers of this range."""
-        steps: list[SubBlock] = []
-        for index, (number, layer) in enumerate(self.layers.items()):
-            assert isinstance(layer, _TransformerLayer)
-            recompute = index < self.options.recompute_layers
-            lateness = self.lateness.get(int(number), 1.0)
-            steps += layer.sub_blocks(self.mesh, recompute, f"layers.{number}", self.options.span, lateness)
-        return steps
+        if self._steps is None:
+            steps: list[SubBlock] = []
+            for index, (number, layer) in enumerate(self.layers.items()):
+                assert isinstance(layer, _TransformerLayer)
+                recompute = index < self.options.recompute_layers
+                lateness = self._lateness.get(int(number), 1.0)
+                steps += layer.sub_blocks(self.mesh, recompute, f"layers.{number}", self.options.span, lateness)
+            self._steps = steps
+        return self._steps
 
     def _write_blocking(self, partial: Tensor) -> InFlight:
         return InFlight(self.layout.start_write(partial).wait(), None)
