@@ -70,7 +70,10 @@ if [ -n "$adapted" ]; then
     [ -e "$adapted/healed/config.json" ] || fail "--adapted $adapted: no healed/config.json in it: run adapt.sh to its end"
     layers=$(python3 -c 'import json, sys; print(len(json.load(open(sys.argv[1]))["ladder_layers"]))' \
         "$adapted/healed/config.json")
-    export_once "$adapted/imported" "$adapted/unhealed"
+    # With --lanes, healing began with the arranged model.
+    unhealed=$adapted/imported
+    [ ! -e "$adapted/arranged/latest" ] || unhealed=$adapted/arranged
+    export_once "$unhealed" "$adapted/unhealed"
     models=("$layers-unhealed=$adapted/unhealed" "$layers-healed=$adapted/healed")
     [ -z "$source_model" ] || models=("source=$(absolute "$source_model")" "${models[@]}")
 else
