@@ -185,15 +185,17 @@ def test_the_script_exports_and_evaluates_the_newest_checkpoint(tmp_path: Path) 
     assert f"model={run},tp=4" in evaluate
 
 
-def test_the_script_evaluates_an_adaptation(tmp_path: Path) -> None:
+@pytest.mark.parametrize("unhealed", ["imported", "arranged"])
+def test_the_script_evaluates_an_adaptation(tmp_path: Path, unhealed: str) -> None:
     adapted = checkpoints(tmp_path / "adapted" / "checkpoints").parent
+    checkpoints(adapted / unhealed)
     (adapted / "healed").mkdir()
     (adapted / "healed" / "config.json").write_text(json.dumps({"ladder_layers": list(range(16, 32))}))
     words = ["bash", SCRIPT, "--adapted", adapted, "--source", tmp_path / "source", "--dry-run"]
     done = run_command([*words, "--", "--tasks", "mmlu"], timeout=60)
     assert done.returncode == 0, done.stderr
     export, *evaluations = map(shlex.split, done.stdout.splitlines())
-    assert export[4:7] == [str(adapted / "imported"), "--hf", str(adapted / "unhealed")]
+    assert export[4:7] == [str(adapted / unhealed), "--hf", str(adapted / "unhealed")]
     folder = adapted / "evaluation" / "paper-iter_0025000" / "lm_eval"
     assert [words[-1] for words in evaluations] == [
         str(folder / name / "mmlu_5-shot") for name in ("source", "16-unhealed", "16-healed")

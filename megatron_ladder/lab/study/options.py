@@ -110,7 +110,7 @@ class AdaptOptions:
     control with none is always included."""
     healing_percent: tuple[int, ...] = flag((1, 3, 10), minimum=1, maximum=100)
     """Lengths of healing, in percent of --iterations; each is a separate run."""
-    healing_rate_share: float = flag(0.3, above=0)
+    healing_rate_share: float = flag(0.1, above=0)
     """Highest learning rate of every healing run, as a share of that of the standard models."""
 
 
