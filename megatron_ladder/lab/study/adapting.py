@@ -99,7 +99,7 @@ class _AdaptRun(StudyRun):
             command=self.request.command,
         )
         standard = [plan.standard(seed) for seed in plan.seeds]
-        self.progress.expected = [*tuning, *standard, *(trial for _, _, trial in plan.trials())]
+        self.progress.expected = [*tuning, *self._further, *standard, *(trial for _, _, trial in plan.trials())]
         return plan
 
     def _reject_lost_models(self) -> None:

@@ -53,10 +53,10 @@ def training_flag_errors(words: Sequence[str]) -> list[str]:
     """Return one message for each flag after -- that the trainer does not know, or that a study sets."""
     errors: list[str] = []
     read_training_flags(words, errors)
-    names = {flag_name(name) for name in _STUDY_FIELDS}
-    given = [word.partition("=")[0] for word in words]
+    # Without the placeholders; by field, so that aliases, negations and the file of --config count as well.
+    given = parse_run(words, []).given
     problem = "a study sets this flag for each trial: remove it, see --help"
-    return errors + [f"{name} after --: {problem}" for name in given if name in names]
+    return errors + [f"{flag_name(name)} after --: {problem}" for name in _STUDY_FIELDS if name in given]
 
 
 def describe_machine() -> dict[str, str]:

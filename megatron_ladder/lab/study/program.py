@@ -154,6 +154,7 @@ class StudyRun:
 
     def run(self) -> None:
         """Run all missing trials, in order. Raises `_StudyStopped` when a signal arrives."""
+        self._reject_other_ranks()
         self._expect()
         self._tune(grid.tuning_trials(self.study))
         if self.failures:
@@ -166,6 +167,14 @@ class StudyRun:
         if self.options.link == OWN_LINK:
             self._time_steps()
         self._train(grid.time_trials(self.study))
+
+    def _reject_other_ranks(self) -> None:
+        others = {times.ranks for times in self.study.step_times.values()} - {self.options.timing_ranks}
+        if self.options.link != OWN_LINK and others:
+            raise UserError(
+                f"--timing-ranks {self.options.timing_ranks}: the step times of this study were measured with "
+                f"{others.pop()}; use that number, or another --output-dir"
+            )
 
     def report(self, output: Path) -> Path | None:
         """Write the report into a folder."""

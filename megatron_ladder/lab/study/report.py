@@ -96,9 +96,8 @@ def _setup(results: StudyResults) -> list[str]:
         f"Training: {study.iterations:,} iterations of {study.tokens_per_step:,} tokens ({tokens / 1e6:,.2f}M tokens), "
         f"sequences of {study.seq_length:,}; flags of every run: `{shlex.join(study.training_flags)}`",
     ]
-    if study.schedule:
-        warm_up, last = study.schedule["warm_up"], study.schedule["last"]
-        rows.append(f"Schedule: warm-up over {warm_up:.0%} of a run, then decay to {last:.0%} of the highest rate")
+    warm_up, last = study.schedule["warm_up"], study.schedule["last"]
+    rows.append(f"Schedule: warm-up over {warm_up:.0%} of a run, then decay to {last:.0%} of the highest rate")
     rows.append(f"Seeds: {', '.join(map(str, study.seeds))}; runs with the same seed are compared in pairs")
     rows.append(f"Wirings: {', '.join(study.wirings)}")
     versions: dict[str, dict[str, None]] = {}

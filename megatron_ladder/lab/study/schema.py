@@ -61,8 +61,8 @@ class StepTimes:
 class Study:
     """A grid of training runs, with the settings of `RunOptions` on which results depend.
 
-    `sizes` maps names to the fields of the model's shape, `chosen` maps `size/wiring` to the chosen learning rate, and
-    `step_times` maps the timed sizes. `schedule` has the shares `warm_up` (of iterations) and `last` (of the rate).
+    `sizes` maps names to the fields of the model's shape, and `schedule` has the shares `warm_up` (of iterations) and
+    `last` (of the rate). `chosen` maps `size/wiring` to the chosen learning rate, and `step_times` the timed sizes.
     """
 
     wirings: tuple[str, ...]
@@ -78,11 +78,11 @@ class Study:
     link: str
     training_flags: tuple[str, ...]
     data: str
+    schedule: Mapping[str, float]
     machine: Mapping[str, str]
     command: tuple[str, ...]
     chosen: Mapping[str, float] = field(default_factory=dict)
     step_times: Mapping[str, StepTimes] = field(default_factory=dict)
-    schedule: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def models(self) -> list[tuple[str, str]]:

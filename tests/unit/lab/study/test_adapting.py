@@ -104,7 +104,7 @@ def test_an_adaptation_evaluates_and_heals_every_model(done: Done) -> None:
     assert all(run.configurations[trial].training.seed == trial.seed + 1000 for trial in cases["adapt", 0])
     for trial in cases["adapt", 20]:
         config = run.configurations[trial]
-        assert (config.optimizer.lr, config.optimizer.lr_warmup_iters, config.training.train_iters) == (3e-3, 2, 20)
+        assert (config.optimizer.lr, config.optimizer.lr_warmup_iters, config.training.train_iters) == (1e-3, 2, 20)
         # The same data in another order, and an evaluation only after the last step.
         assert config.training.seed == trial.seed + 1000 and config.logging.eval_interval == 20
 

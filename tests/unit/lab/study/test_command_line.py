@@ -80,6 +80,9 @@ def test_the_report_alone() -> None:
         ("--last-rate-share 2", "--last-rate-share 2.0: expected 0 to 1"),
         ("--launcher no-such-program", "--launcher no-such-program: no-such-program is not an executable"),
         ("-- --train-iters 5", "--train-iters after --: a study sets this flag for each trial"),
+        ("-- --own-partials 2", "--lanes after --: a study sets this flag for each trial"),
+        ("-- --num-query-groups 1", "--num-key-value-heads after --: a study sets this flag for each trial"),
+        ("-- --no-tie-embeddings", "--tie-embeddings after --: a study sets this flag for each trial"),
         ("-- --no-such-flag 5", "--no-such-flag is not a flag of this program"),
         # Errors of the trainer.
         ("--global-batch-size 33", "--global-batch-size 33 is not a multiple of --micro-batch-size 32"),
@@ -149,7 +152,8 @@ def test_a_schedule_has_the_length_of_its_trial() -> None:
 def test_training_flags_reach_every_trial() -> None:
     run = resolved("ladder", "-- --bf16 --tensor-model-parallel-size 2")
     assert run.training.bf16 and run.world_size == 2
-    assert resolved("desync-2x", "-- --tensor-model-parallel-size 4 --num-query-groups 4").model.desync_tp == 4
+    four_heads = resolved("desync-2x", "-- --tensor-model-parallel-size 4", size="4x32x64x4x4x300")
+    assert four_heads.model.desync_tp == 4
 
 
 def test_trials_run_locally_or_through_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

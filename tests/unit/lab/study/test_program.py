@@ -247,6 +247,14 @@ def test_step_times_that_stay_doubtful_are_reported(stand: Stand, capfd: pytest.
     assert "too noisy to judge, in 3 attempts ***" in capfd.readouterr().out
 
 
+def test_step_times_of_other_numbers_of_ranks_are_not_mixed(stand: Stand) -> None:
+    stand.run()
+    stand.options = replace(stand.options, timing_ranks=4, seeds=(1, 2, 3))
+    with pytest.raises(UserError, match="--timing-ranks 4: the step times of this study were measured with 2"):
+        stand.run()
+    assert stand.started == []
+
+
 def test_without_step_times_there_is_no_equal_time(stand: Stand, capfd: pytest.CaptureFixture[str]) -> None:
     stand.options = replace(stand.options, learning_rates=(2e-3,))
     stand.timings = [{}]
