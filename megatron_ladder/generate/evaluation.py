@@ -121,12 +121,14 @@ class Evaluator:
 
     def close(self) -> None:
         """End the other ranks and leave the process group."""
-        if self._in_step:
-            self._group.broadcast_object(None)
-            self._engine.close()
-            stop_process_group()
-        self._in_step = False
-        self._end_others()
+        in_step, self._in_step = self._in_step, False
+        try:
+            if in_step:
+                self._group.broadcast_object(None)
+                self._engine.close()
+                stop_process_group()
+        finally:
+            self._end_others()
 
     def _batches(self, description: str, order: Sequence[int]) -> Iterator[Sequence[int]]:
         with ProgressBar(description, len(order), " texts") as bar:

@@ -70,7 +70,7 @@ class PromptOptions:
     """Treat each prompt as a message of a user: apply the tokenizer's chat template, and let the model answer."""
     system: str | None = flag(None, requires="--chat")
     """System message of the conversation."""
-    interactive: bool = flag(False, excludes=_PROMPT_SOURCES)
+    interactive: bool = flag(False, excludes=(*_PROMPT_SOURCES, "--json", "--num-samples"))
     """Continue each line of standard input until it ends; with --chat, as one conversation."""
 
     @property
@@ -131,7 +131,7 @@ class OutputOptions:
 class BenchOptions:
     """Benchmark. Measures this model on this machine with prompts of random ids."""
 
-    bench: bool = flag(False, excludes=_PROMPT_SOURCES)
+    bench: bool = flag(False, excludes=(*_PROMPT_SOURCES, "--interactive", "--chat", "--num-samples"))
     """Measure the speed of prefill and greedy decoding instead of continuing prompts; print medians over
     --bench-rounds, after one warm-up round."""
     bench_rounds: int = flag(5, minimum=1)

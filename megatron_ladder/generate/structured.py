@@ -80,7 +80,8 @@ def _compile_error(grammar: str) -> str:
         words = [sys.executable, "-P", "-c", _COMPILE]
         done = subprocess.run(words, input=grammar, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
     except subprocess.TimeoutExpired:
-        return "the schema takes too long to compile"
+        # Raised, because a result would be cached, and the machine may have been busy.
+        raise UserError("the schema takes too long to compile") from None
     return done.stdout.strip() if done.returncode == 0 else "the schema takes too much time or memory to compile"
 
 

@@ -139,7 +139,8 @@ def _start() -> tuple["subprocess.Popen[bytes]", Connection]:
     own, other = Pipe()
     with other:
         process = subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import _run_child; _run_child({other.fileno()})"],
+            # -P: a file in the current directory must not replace a module.
+            [sys.executable, "-P", "-c", f"from {__name__} import _run_child; _run_child({other.fileno()})"],
             pass_fds=[other.fileno()],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TOKENIZERS_PARALLELISM": "false"},
             # The terminal's Ctrl-C is for the server, which may finish its requests.

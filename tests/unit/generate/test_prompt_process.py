@@ -47,6 +47,17 @@ def test_hostile_templates_are_errors_of_their_requests(template: str, expected:
         process.close()
 
 
+def test_a_file_in_the_current_directory_replaces_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "msgspec.py").write_text("raise SystemExit(3)\n")
+    (tmp_path / "resource.py").write_text("raise SystemExit(3)\n")
+    monkeypatch.chdir(tmp_path)
+    process = start(CHAT)
+    try:
+        assert process.encode(["ab"]).result(20) == [(7, 97, 98)]
+    finally:
+        process.close()
+
+
 def test_short_prompts_go_first_and_cancelled_ones_are_dropped(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     os.mkfifo(gate)

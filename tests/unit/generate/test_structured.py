@@ -9,6 +9,7 @@ from typing import Any, Literal
 import pydantic
 import pytest
 
+from megatron_ladder.generate import structured
 from tests.unit.generate.plain_tokenizers import Bytes
 from tests.unit.generate.served import Served, body, chat, serving
 
@@ -84,6 +85,16 @@ def test_invalid_formats_are_explained(changes: dict[str, Any], message: str, se
     status, answer = served.post("/v1/completions", body(**changes))
     assert (status, answer["error"]["param"]) == (400, "response_format")
     assert message in answer["error"]["message"]
+
+
+def test_a_schema_is_tried_again_after_a_timeout(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {"response_format": schema({"enum": ["only here"]}), "max_tokens": 30}
+    with monkeypatch.context() as busy:
+        busy.setattr(structured, "_COMPILE_SECONDS", 0.0)
+        status, answer = served.post("/v1/completions", body(**changes))
+        assert status == 400 and "too long to compile" in answer["error"]["message"]
+    status, answer = served.post("/v1/completions", body(**changes))
+    assert status == 200 and json.loads(answer["choices"][0]["text"]) == "only here"
 
 
 def test_a_schema_that_exceeds_the_librarys_limits_later_fails_its_sample(served: Served) -> None:
