@@ -10,13 +10,12 @@ import gc
 import importlib.util
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -163,8 +162,8 @@ def cases_of(options: argparse.Namespace) -> Iterator[Case]:
         yield Case("prefill", 1, options.prefill_tokens, 1)
 
 
-def start_ranks(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Run this script once per rank; return the exit code."""
+def start_ranks(options: argparse.Namespace, argv: Sequence[str]) -> NoReturn:
+    """Replace this process by torchrun, which runs this script once per rank and receives the signals."""
     environment = {
         "VLLM_LOGGING_LEVEL": "WARNING",
         **os.environ,
@@ -175,7 +174,7 @@ def start_ranks(options: argparse.Namespace, argv: Sequence[str]) -> int:
         cores = sorted(os.sched_getaffinity(0))[: options.tp]
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, cores))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.tp}"]
-    return subprocess.run([*command, __file__, *argv], env=environment, check=False).returncode
+    os.execve(command[0], [*command, __file__, *argv], environment)
 
 
 class LinkTransport:
@@ -398,7 +397,7 @@ def main(argv: Sequence[str]) -> int:
     """Start the ranks, or run as one of them."""
     options = parse_options(argv)
     if "RANK" not in os.environ:
-        return start_ranks(options, argv)
+        start_ranks(options, argv)
     on_first_rank = os.environ["RANK"] == "0"
     if on_first_rank:
         print("|", " | ".join(TABLE_HEAD), "|\n|" + "---|" * len(TABLE_HEAD), flush=True)

@@ -74,7 +74,8 @@ def write_model(folder: Path) -> None:
         "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"},
     }  # fmt: skip
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w2"}
-    for file, content in (("config", config), ("tokenizer", tokenizer), ("tokenizer_config", settings)):
+    # The configuration is the last file, and marks the folder as complete.
+    for file, content in (("tokenizer", tokenizer), ("tokenizer_config", settings), ("config", config)):
         (folder / f"{file}.json").write_text(json.dumps(content))
 
 
@@ -139,18 +140,33 @@ def environment(core: int) -> dict[str, str]:
     }  # fmt: skip
 
 
+def guard(process_group: int) -> "subprocess.Popen[bytes]":
+    """Start a process that kills a process group when its pipe is closed, so also when this process is killed.
+
+    Suspended processes cannot notice that, and a death signal of the kernel would reach only the first of them.
+    """
+    script = (
+        "import contextlib, os, sys\n"
+        "sys.stdin.read()\n"
+        f"with contextlib.suppress(ProcessLookupError): os.killpg({process_group}, 9)"
+    )
+    return subprocess.Popen([sys.executable, "-S", "-c", script], stdin=subprocess.PIPE, start_new_session=True)
+
+
 class Worker:
     """A process with one of the programs, which is suspended between the calls."""
 
     def __init__(self, program: str, python: Path | str, model: Path, options: argparse.Namespace, dtype: str) -> None:
         """Start to load the model."""
         command = [str(python), __file__, "work", "--program", program, "--model", str(model), "--dtype", dtype]
-        self.process = subprocess.Popen(
+        self._ends = contextlib.ExitStack()
+        self.process = self._ends.enter_context(subprocess.Popen(
             command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=None if options.verbose else subprocess.DEVNULL,
             env=environment(options.core) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, start_new_session=True,
             preexec_fn=lambda: os.sched_setaffinity(0, {options.core}),
-        )  # fmt: skip
+        ))  # fmt: skip
+        self._ends.enter_context(guard(self.process.pid))
         self._read()
         os.killpg(self.process.pid, signal.SIGSTOP)
 
@@ -171,8 +187,7 @@ class Worker:
 
     def close(self) -> None:
         """End the process."""
-        self.process.kill()
-        self.process.wait()
+        self._ends.close()
 
 
 def draw_prompts(generator: random.Random, count: int, length: int) -> Prompts:
@@ -229,23 +244,21 @@ def running_server(command: Sequence[str], options: argparse.Namespace) -> Itera
         stdout=subprocess.DEVNULL, stderr=None if options.verbose else subprocess.DEVNULL,
         preexec_fn=lambda: os.sched_setaffinity(0, {options.core}),
     )  # fmt: skip
-    try:
-        deadline = time.monotonic() + START_SECONDS
-        while not is_ready(port):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"{command}: the server did not start; use --verbose to see why")
-            time.sleep(0.5)
-        os.killpg(process.pid, signal.SIGSTOP)
-        yield Server(process.pid, port)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-            os.killpg(process.pid, signal.SIGCONT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(END_SECONDS)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    with process, guard(process.pid):
+        try:
+            deadline = time.monotonic() + START_SECONDS
+            while not is_ready(port):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise SystemExit(f"{command}: the server did not start; use --verbose to see why")
+                time.sleep(0.5)
+            os.killpg(process.pid, signal.SIGSTOP)
+            yield Server(process.pid, port)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+                os.killpg(process.pid, signal.SIGCONT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_SECONDS)
 
 
 class Server(NamedTuple):
@@ -349,6 +362,8 @@ def main() -> None:
     if options.mode == "work":
         work(options.program, options.model, options.dtype[0])
         return
+    # The temporary model is removed, and the programs end.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.model or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)

@@ -39,6 +39,7 @@ from pathlib import Path
 from results import Result, Results, Search, interval, search
 
 from megatron_ladder.lab.study.statistics import Paired, first_reaching
+from megatron_ladder.processes import start_child
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LAYERS, HALF, HEADS, VOCABULARY, LENGTH, BATCH = 12, 6, 2, 512, 128, 32
@@ -161,7 +162,10 @@ class Study:
         print(f"{name}: see {log}", flush=True)
         with open(log, "w") as output:
             command = [sys.executable, *map(str, words)]
-            subprocess.run(command, check=True, cwd=REPOSITORY, env=environment, stdout=output, stderr=output)
+            # It ends with this program: a restart removes the folder that it writes to.
+            child = start_child(command, cwd=REPOSITORY, env=environment, stdout=output, stderr=output)
+            if code := child.wait():
+                raise subprocess.CalledProcessError(code, command)
 
     def _trained(self, name: str, save: Path, size: str, steps: int, rate: float, seed: int, *words: object) -> Result:
         """Run the trainer; return the validation loss of the finished model, and the median seconds of a step."""
@@ -407,15 +411,16 @@ def draw(results: Results, some: Sequence[Model], picture: Path) -> None:
     figure = Figure(figsize=(5.0 * len(SELECTIONS), 3.6 * len(sizes)), layout="constrained")
     grid = figure.subplots(len(sizes), len(SELECTIONS), squeeze=False, sharey="row")
     for (row, size), (column, selection) in itertools.product(enumerate(sizes), enumerate(SELECTIONS)):
-        axes, own = grid[row][column], [model for model in some if model.size == size]
+        axes, own, is_empty = grid[row][column], [model for model in some if model.size == size], True
         for number, method in enumerate(METHODS):
             points = [(percent, differences(results, own, selection, method, percent)) for percent in PERCENTS]
             drawn = [(percent, Paired([*found.values()])) for percent, found in points if found]
+            is_empty = is_empty and not drawn
             # Slightly apart, so that the intervals do not cover each other.
             x = [percent * 1.04 ** (number - (len(METHODS) - 1) / 2) for percent, _ in drawn]
             errors = [pairs.half_width if pairs.pairs > 1 else 0.0 for _, pairs in drawn]
             axes.errorbar(x, [pairs.mean for _, pairs in drawn], yerr=errors, marker="o", capsize=3, label=method)
-        axes.set_visible(bool(axes.containers))
+        axes.set_visible(not is_empty)
         axes.axhline(0.0, color="black", linewidth=0.8)
         axes.set_title(f"{size} model, {selection} layers" if selection != ALL else f"{size} model, all layers")
         axes.set_xscale("log", subs=[])

@@ -50,7 +50,10 @@ class Workers:
             if not pipe.poll(TIMEOUT):
                 self.close()
                 raise AssertionError(f"rank {rank} did not answer within {TIMEOUT:g} s")
-            result, error = pipe.recv()
+            try:
+                result, error = pipe.recv()
+            except EOFError:
+                result, error = None, "the process ended without an answer"
             if error is not None:
                 # The other ranks may wait for this one in a collective.
                 self.close()
