@@ -148,8 +148,8 @@ class TransformerStack(nn.Module):
 
     @lateness.setter
     def lateness(self, by_layer: Mapping[int, float]) -> None:
-        self._lateness = by_layer
-        self._steps = None
+        if by_layer != self._lateness:
+            self._lateness, self._steps = by_layer, None
 
     @property
     def slots_in(self) -> int:
