@@ -124,6 +124,8 @@ def training(**flags: Any) -> Iterator[TrainingRun]:
         with reporting_errors(place):
             inputs = read_inputs(flag_words(flags), place, partial(from_rank_0, place, stack))
             check_device(place)
+            if inputs.run.logging.skip_train:
+                raise UserError("skip_train: the block opens the training data: leave skip_train out, and call evaluate()")
             if inputs.run.checkpoint.save is not None and place.rank == 0:
                 stack.enter_context(SaveLock(inputs.run.checkpoint.save))
         try:
@@ -131,6 +133,8 @@ def training(**flags: Any) -> Iterator[TrainingRun]:
             streams = None if inputs.stream is None else TextStreams(trainer, inputs, inputs.stream)
             with CheckpointSaver(trainer, inputs, lambda event, /, **fields: None, streams) as checkpoints:
                 iteration, consumed_samples = checkpoints.resume()
+                # The caller may read the weights of `model`.
+                trainer.engine.finish_step()
                 with closing(training_batches(trainer, inputs, streams, consumed_samples)) as batches:
                     yield TrainingRun(trainer, checkpoints, batches, inputs.sources.valid, iteration)
             stop_process_group()

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 
 from megatron_ladder import __version__
 from megatron_ladder.errors import UserError, faulty_flags, names_any, raise_user_errors
-from megatron_ladder.flags import ValueType, flag_name, section_flags, value_errors
+from megatron_ladder.flags import ValueType, flag_name, section_flags, value_errors, with_valid_numbers
 
 Config = TypeVar("Config")
 
@@ -73,8 +73,8 @@ def parse_command_line(
 
     Args:
         found: list to which errors are appended instead of raising them, for a caller that checks more. A value that
-            cannot be read is then the default, or 1 if there is none. Flags with an error in this list are not also
-            reported as missing.
+            cannot be read, or a number that is not allowed, is then the default, or 1 if there is none. Flags with an
+            error in this list are not also reported as missing.
         settings: the words of flags that are not in `argv`, by the name of the field; None is a value that is None.
         given: receives the names of the fields whose values are in `argv` or `settings` and could be read.
 
@@ -97,7 +97,7 @@ def parse_command_line(
     if given is not None:
         given |= {name for name, words in words_of.items() if words is not None} - unread
     _raise_or_append(errors, found)
-    return configs
+    return [with_valid_numbers(config) for config in configs]
 
 
 def flag_words(flags: Mapping[str, Any]) -> list[str]:

@@ -257,6 +257,20 @@ def value_errors(configs: Sequence[Any], skipped: Collection[str] = ()) -> list[
     return errors
 
 
+def with_valid_numbers(config: Any) -> Any:
+    """Return a section with the default, or 1 if there is none, instead of each number that its flag does not allow."""
+    hints = typing.get_type_hints(type(config))
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        limits: _Limits | None = field.metadata.get("limits")
+        value = getattr(config, field.name)
+        values = value if isinstance(value, tuple) else (value,)
+        if limits is not None and not all(limits.contain(one) for one in values if isinstance(one, int | float)):
+            is_required = field.default is dataclasses.MISSING
+            changes[field.name] = ValueType.of(hints[field.name]).stand_in if is_required else field.default
+    return dataclasses.replace(config, **changes)
+
+
 def _has(configs: Sequence[Any], condition: str) -> bool:
     """Whether a flag was given with the value in `condition`, or, if that has none, with a value of any kind."""
     name, _, wanted = condition.partition(" ")

@@ -214,6 +214,8 @@ class TrainingSave:
             parts = gather(self._write_own())
         except TimeoutError as error:
             return self._give_up(str(error))
+        except OSError as error:
+            return self._give_up(_reason(error, self.directory))
         if not parts:
             return None
         if faults := [part["fault"] for part in parts if "fault" in part]:

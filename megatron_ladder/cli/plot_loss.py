@@ -65,7 +65,8 @@ def _read_run(directory: Path, label: str) -> _RunCurves:
 
     events = EventAccumulator(str(directory), size_guidance={SCALARS: 0})
     events.Reload()
-    tags: list[str] = events.Tags()[SCALARS]
+    # A run that has just been restarted has tags whose points were all repeated.
+    tags: list[str] = [tag for tag in events.Tags()[SCALARS] if events.Scalars(tag)]
     if TRAIN_LOSS not in tags:
         found = f"scalars are {', '.join(tags)}" if tags else "there are no scalars"
         raise UserError(f"--tensorboard-dir {directory}: no '{TRAIN_LOSS}' in its event files, {found}")

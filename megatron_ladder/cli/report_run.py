@@ -96,7 +96,8 @@ def _summarize(events: Sequence[dict[str, Any]]) -> _Summary:
             attempts[-1].last = event["time"]
             if event["event"] == "progress":
                 attempts[-1].progress.append(event)
-            elif event["event"] == "stop":
+            elif event["event"] == "stop" and attempts[-1].end is None:
+                # A second one is of a later start that failed early.
                 attempts[-1].end = event
     kept_seconds, done, kept = 0.0, 0.0, 0.0
     for number, attempt in enumerate(attempts):

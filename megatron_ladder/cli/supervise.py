@@ -73,7 +73,8 @@ def _supervise(config: ResilientConfig, save: Path, received: Sequence[int], att
             return reported if reported > 0 else ExitCode.INTERNAL
         pause = min(config.max_backoff_seconds, config.backoff_seconds * 2 ** (consecutive - 1))
         reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {reported or code}"
-        save.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):
+            save.mkdir(parents=True, exist_ok=True)
         record.write("restart", reason=reason, in_a_row=consecutive, pause_seconds=pause)
         limit = f"{consecutive} of {config.max_restarts} without a new checkpoint"
         print(f"*** the command ended with {reason}: restarting in {pause:g} s ({limit}) ***", flush=True)
@@ -87,7 +88,8 @@ def _supervise(config: ResilientConfig, save: Path, received: Sequence[int], att
 def _read_events(save: Path) -> list[dict[str, Any]]:
     try:
         return read_record(save)
-    except FileNotFoundError:
+    except OSError:
+        # A record that cannot be read now decides nothing; the exit code does.
         return []
 
 

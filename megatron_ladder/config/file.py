@@ -106,8 +106,8 @@ def _parse(path: Path) -> list[tuple[Any, Any]]:
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".toml":
-            # Every JSON text is YAML.
-            text = json.dumps(tomllib.loads(text), default=str)
+            # Every JSON text is YAML, except for escaped pairs of surrogates.
+            text = json.dumps(tomllib.loads(text), default=str, ensure_ascii=False)
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except OSError as error:
         raise UserError(f"--config {path}: cannot be read: {error.strerror}") from None

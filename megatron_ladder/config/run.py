@@ -275,7 +275,8 @@ def _training_errors(training: TrainingConfig, optimizer: OptimizerConfig, model
             f"--lr-wsd-decay-iters {optimizer.lr_wsd_decay_iters} is more than {end} leaves after --lr-warmup-iters "
             f"{optimizer.lr_warmup_iters}"
         )
-    if optimizer.lr_warmup_iters and optimizer.lr_warmup_iters >= decay_iters > 0:
+    decays = optimizer.lr_decay_style != "constant"
+    if decays and optimizer.lr_warmup_iters and optimizer.lr_warmup_iters >= decay_iters > 0:
         yield f"--lr-warmup-iters {optimizer.lr_warmup_iters} leaves no step of {end} for the decay"
     if training.fp16:
         scale, is_dynamic = training.initial_loss_scale, training.loss_scale is None

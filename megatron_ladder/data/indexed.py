@@ -257,7 +257,11 @@ class IndexedDataset:
     @cached_property
     def sidecar(self) -> bytes | None:
         """The content of the sidecar, which `sidecar.sidecar_of` reads, or None if there is no such file."""
-        return read_if_exists(sidecar_path(self.prefix))
+        path = sidecar_path(self.prefix)
+        try:
+            return read_if_exists(path)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
 
     def _read_index(self) -> "np.dtype[Any]":
         """Read and validate .idx and return the type of the tokens."""

@@ -66,6 +66,7 @@ FLAGS = {
     "fp16.min_loss_scale": "--min-loss-scale",
     "fp16.hysteresis": "--hysteresis",
     "data_types.grad_accum_dtype": "--bf16",
+    "communication_data_type": "gradients are reduced in fp32",
 }
 """Keys that the command line determines, with the flag to name if a file contradicts it."""
 

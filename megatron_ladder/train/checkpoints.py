@@ -85,6 +85,7 @@ class CheckpointSaver:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.wait()
+            self._host.free()
         elif self._in_flight is not None:
             # Peers may be gone, so collectives are impossible, but the files may still become a checkpoint.
             futures.wait([self._in_flight.work], _FAILING_SECONDS)

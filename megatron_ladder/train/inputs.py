@@ -217,8 +217,12 @@ def _check_machine(run: RunConfig, place: RankInfo, errors: ErrorCollector) -> N
     if place.rank == 0:
         with errors.collect():
             check_trackers(run)
+    save = run.checkpoint.save
+    if save is not None and is_published_name(save.name):
+        errors.add(f"--save {save}: is the name of a single checkpoint: give the directory above it")
+        save = None
     folders = {
-        "--save": run.checkpoint.save,
+        "--save": save,
         "--tensorboard-dir": run.logging.tensorboard_dir,
         "--wandb-save-dir": run.logging.wandb_save_dir,
         "--profile-dir": run.profile.profile_dir if run.profile.profile else None,
@@ -234,8 +238,6 @@ def _check_machine(run: RunConfig, place: RankInfo, errors: ErrorCollector) -> N
                 tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
             errors.add(f"{flag} {folder}: cannot be written to: {error.strerror}: give another directory")
-    if (save := run.checkpoint.save) is not None and is_published_name(save.name):
-        errors.add(f"--save {save}: is the name of a single checkpoint: give the directory above it")
 
 
 def _open_sources(run: RunConfig, tokenizer: Tokenizer | None) -> Sources:
@@ -246,12 +248,12 @@ def _open_sources(run: RunConfig, tokenizer: Tokenizer | None) -> Sources:
     order = OrderOptions(
         run.training.seq_length, run.training.seed, data.data_cache_path, megatron_samples, data.loss_on
     )
-    try:
-        if data.data_cache_path is not None:
-            data.data_cache_path.mkdir(parents=True, exist_ok=True)
-        sources = open_sources(find_data(data), data.split, order, parts)
-    except OSError as error:
-        raise UserError(f"--data-cache-path {data.data_cache_path}: cannot be written to: {error.strerror}") from None
+    if (cache := data.data_cache_path) is not None:
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--data-cache-path {cache}: cannot be created: {error.strerror}: give another") from None
+    sources = open_sources(find_data(data), data.split, order, parts)
     if tokenizer is not None:
         check_tokenizer(sources, tokenizer)
     sidecars = {dataset.prefix: sidecar_of(dataset) for dataset in sources.datasets}
@@ -312,7 +314,7 @@ class _Look:
                 self.text_input = find_input(data.streaming, data.streaming_key, data.streaming_skip_bad_lines)
         record = None if self.text_input is None else self.text_input.record()
         directories, save = look_into_directories(self._flags), self._flags.checkpoint.save
-        if save is not None:
+        if save is not None and not is_published_name(save.name):
             # Now, so that no other rank has to. Every host reports why it cannot write there.
             with suppress(OSError):
                 save.mkdir(parents=True, exist_ok=True)

@@ -93,7 +93,7 @@ def _write_config(folder: Path, inputs: RunInputs) -> None:
         write_atomically(folder / CONFIG_NAME, config_file_text(inputs.values, note))
     except OSError as error:
         # A failing save is no reason to stop, either.
-        print(f"*** {folder / CONFIG_NAME}: could not be written: {error.strerror} ***", flush=True)
+        print_rank_0(f"*** {folder / CONFIG_NAME}: could not be written: {error.strerror} ***", 0)
 
 
 def _evaluate_loaded(trainer: Trainer, session: _Session, iteration: int) -> str:

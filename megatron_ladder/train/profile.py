@@ -7,7 +7,7 @@ started, so that their start does not look like communication, and until the tra
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -88,9 +88,12 @@ def _write_trace(profiler: profile, path: Path) -> None:
         temporary = path.with_name(f".{path.name}")
         profiler.export_chrome_trace(str(temporary))
         os.replace(temporary, path)
-        print(f"profile: {path}", flush=True)
+        text = f"profile: {path}"
     except OSError as error:
-        print(f"*** --profile: {path} cannot be written: {error.strerror} ***", flush=True)
+        text = f"*** --profile: {path} cannot be written: {error.strerror} ***"
+    with suppress(OSError):
+        # The output may be on the same disk.
+        print(text, flush=True)
 
 
 class _NewStorages(TorchDispatchMode):

@@ -99,7 +99,7 @@ class TextStreams:
 
             def warn(text: str) -> None:
                 # On every rank, because each one reads different streams.
-                print(f"rank {mesh.world.rank}: {text}", flush=True)
+                print_rank_0(f"rank {mesh.world.rank}: {text}", 0)
 
             skipped = SkippedRecords(self._plan.max_bad, warn, self._skipped)
             reader = StreamReader(

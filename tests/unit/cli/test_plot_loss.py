@@ -39,6 +39,14 @@ def test_reads_all_curves(run_directory: Path) -> None:
     )
 
 
+def test_a_run_without_points_since_its_restart_is_reported(tmp_path: Path) -> None:
+    write_events(tmp_path, "train/lm loss", {1: 8.0, 2: 6.0}, wall_time=1.0)
+    with SummaryWriter(str(tmp_path), purge_step=1, filename_suffix=".restarted"):
+        pass
+    with pytest.raises(UserError, match="there are no scalars"):
+        _read_run(tmp_path, "")
+
+
 def test_the_last_value_of_an_iteration_counts(tmp_path: Path) -> None:
     write_events(tmp_path, "train/lm loss", {1: 8.0, 2: 6.0, 3: 99.0}, wall_time=1.0)
     write_events(tmp_path, "train/lm loss", {3: 5.0, 4: 4.0}, wall_time=1000.0)

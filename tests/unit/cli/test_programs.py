@@ -49,11 +49,12 @@ def answers(command_lines: Sequence[tuple[str, Sequence[str]]]) -> list[tuple[st
 
 def test_help_version_and_wrong_flags_need_only_the_standard_library() -> None:
     lines = [(program, words) for program in PROGRAMS for words in subcommands(program)]
-    flags = ("--help", "--version", "--wrong")
+    flags = ("--help", "-h", "--version", "--wrong")
     found = iter(answers([(program, [*words, flag]) for program, words in lines for flag in flags]))
     for program, words in lines:
-        (help_text, help_end), version, (_, error) = next(found), next(found), next(found)
+        (help_text, help_end), short_help, version, (_, error) = (next(found) for _ in flags)
         assert help_text.startswith("usage: ") and help_end == "SystemExit: 0", (program, words, help_end)
+        assert short_help == (help_text, help_end), (program, words)
         assert version == (f"megatron_ladder {__version__}\n", "SystemExit: 0"), (program, words)
         assert "--wrong is not a flag" in error or "expected one of" in error, (program, words, error)
 

@@ -54,6 +54,11 @@ def test_goodput_counts_steps_that_were_kept() -> None:
     assert "4 -> 10: SIGTERM (exit code 0)" in report
 
 
+def test_a_start_that_failed_early_leaves_the_end_of_the_run_before() -> None:
+    failed = event(60, "stop", reason="UserError", code=2)
+    assert "4 -> 10: SIGTERM (exit code 0)" in _describe([*EVENTS, failed], _summarize([*EVENTS, failed]))
+
+
 def test_steps_lost_twice_count_twice() -> None:
     events = [
         event(0, "start", iteration=0), progress(2, 2, 2, 2.0),

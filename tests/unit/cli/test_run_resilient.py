@@ -55,6 +55,19 @@ def test_a_failed_job_is_restarted_until_it_succeeds(tmp_path: Path) -> None:
     assert [event["pause_seconds"] for event in restarts] == [0.01, 0.02, 0.04]
 
 
+def test_a_record_that_cannot_be_read_does_not_end_the_supervisor(tmp_path: Path) -> None:
+    record, made = tmp_path / "run.jsonl", list[int]()
+
+    def attempt() -> int:
+        made.append(4)
+        record.unlink(missing_ok=True)
+        record.symlink_to(record)
+        return 4
+
+    assert _supervise(ResilientConfig(max_restarts=1, **QUICK), tmp_path, [], attempt) == 4
+    assert made == [4, 4]
+
+
 def test_the_limit_counts_failures_without_a_new_checkpoint(tmp_path: Path) -> None:
     outcomes = [(4, []), (4, []), (4, [SAVED]), (4, []), (4, [])]
     attempt, made = attempts_of(tmp_path, outcomes)

@@ -81,6 +81,13 @@ def sections(flags: RunFlags) -> list[object]:
     return [getattr(flags, name) for name in ("model", "optimizer", "parallel", "data", "checkpoint", "profile")]
 
 
+@pytest.mark.parametrize("name", ["run.yaml", "run.toml"])
+def test_any_character_can_be_in_a_text(tmp_path: Path, name: str) -> None:
+    text = 'train_iters = 1\nlr = 1.0\nsave = "\U0001f680"' if name.endswith("toml") else "save: \U0001f680"
+    flags, _ = read(tmp_path, text, name=name)
+    assert flags.checkpoint.save == Path("\U0001f680")
+
+
 @pytest.mark.parametrize(("name", "text"), [("run.yaml", YAML), ("run.toml", TOML)])
 def test_a_file_means_the_same_as_flags(tmp_path: Path, name: str, text: str) -> None:
     expected = parse_run(FLAGS.split(), [])

@@ -182,6 +182,10 @@ def test_stages_on_one_data_parallel_rank() -> None:
         assert config["zero_optimization"]["stage"] == stage
 
 
+def test_a_constant_rate_can_warm_up_to_the_last_step() -> None:
+    assert read("--lr-decay-style constant --lr-warmup-iters 100")[1] == []
+
+
 def merged(tmp_path: Path, given: object, words: str = "") -> tuple[dict[str, object], list[str]]:
     path = tmp_path / "ds.json"
     path.write_text(given if isinstance(given, str) else json.dumps(given))

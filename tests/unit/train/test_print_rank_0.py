@@ -3,10 +3,13 @@
 import io
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
 
+from megatron_ladder.train import loop
 from megatron_ladder.train.log import print_rank_0
 from tests.helpers.commands import REPOSITORY_ROOT
 
@@ -32,6 +35,15 @@ class HungUp(io.StringIO):
 def test_text_that_cannot_be_printed_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", HungUp())
     print_rank_0("lost", 0)
+
+
+def test_a_configuration_that_cannot_be_written_is_reported_if_possible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.yaml").mkdir()
+    monkeypatch.setattr(loop, "config_file_text", lambda values, note: "")
+    monkeypatch.setattr(sys, "stdout", HungUp())
+    loop._write_config(tmp_path, SimpleNamespace(run=SimpleNamespace(world_size=1), values={}))  # type: ignore[arg-type]
 
 
 def test_a_run_succeeds_if_its_last_line_cannot_be_printed() -> None:
