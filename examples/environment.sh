@@ -87,7 +87,8 @@ was_made_here() {
 }
 
 has_gpu() {
-    command -v nvidia-smi >/dev/null && nvidia-smi --list-gpus 2>/dev/null | grep -q '^GPU '
+    # Not a pipe: grep -q ends at the first match, and pipefail would report the SIGPIPE of nvidia-smi.
+    command -v nvidia-smi >/dev/null && grep -q '^GPU ' <<<"$(nvidia-smi --list-gpus 2>/dev/null)"
 }
 
 # Prints the number of GPUs that a program started here may use.

@@ -47,6 +47,18 @@ run_once() {
     finished "done"
 }
 
+# train CHECKPOINTS STEPS SCRIPT FLAGS...: launches a training run, and fails if it stopped before its last step: a
+# graceful shutdown saves and exits successfully.
+train() {
+    local newest
+    launch "${@:3}"
+    newest=$(cat "$1/latest")
+    if [ "${newest%.*}" != "$(printf 'iter_%07d' "$2")" ]; then
+        echo "training stopped at $newest of $2 steps" >&2
+        return 1
+    fi
+}
+
 # launch SCRIPT FLAGS...: starts the processes with the environment's deepspeed launcher, on a free port so that
 # concurrent runs do not collide, and ignores the machine's host file.
 launch() {

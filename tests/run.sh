@@ -18,7 +18,8 @@ prepare_environment test
 scratch=$(mktemp -d)
 [ "$*" != --ci ] || set -- --patience 15 --until $((begin + 55 * 60))
 lanes=()
-trap 'for lane in "${lanes[@]}"; do kill "$lane" 2>/dev/null || true; done; rm -rf "$scratch"' EXIT
+# A lane is a process group.
+trap 'for lane in "${lanes[@]}"; do kill -- "-$lane" 2>/dev/null || true; done; rm -rf "$scratch"' EXIT
 
 # The variable also distinguishes the processes of this run from all others, whatever their parent is by now.
 processes_left() {

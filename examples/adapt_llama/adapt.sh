@@ -52,6 +52,7 @@ lanes=""
 given_layers=""
 given_tokens=""
 given_conversations=()
+set_by_tiny=()
 lm_eval_tasks=()
 training_flags=()
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)
@@ -73,6 +74,7 @@ while [ $# -gt 0 ]; do
             break
             ;;
         --*) [ $# -gt 1 ] || fail "$1: a value is missing" ;;&
+        --source | --conversations | --held-out | --chat-keys | --gpus | --tp) set_by_tiny+=("$1") ;;&
         --source) source_model=$2 ;;
         --conversations) given_conversations+=("$2") ;;
         --held-out) held_out=$2 ;;
@@ -120,6 +122,10 @@ if ! "$tiny"; then
     if ! "$dry_run" && [ "$gpus" -lt "$processes" ]; then
         errors+=("--gpus $processes: this machine has $gpus usable GPUs; pass another number, or --tiny")
     fi
+else
+    for name in ${set_by_tiny[@]+"${set_by_tiny[@]}"}; do
+        errors+=("$name: --tiny sets it; remove one of the two")
+    done
 fi
 if "$tiny" && "$dry_run"; then
     errors+=("--tiny --dry-run: a dry run needs an existing model, and --tiny creates one; remove one of these flags")
@@ -127,8 +133,10 @@ fi
 [ ${#errors[@]} -eq 0 ] || fail "${errors[@]}"
 
 "$dry_run" || mkdir -p "$run/done"
-absolute() { (cd "$(dirname "$1")" && printf '%s/%s\n' "$(pwd -P)" "$(basename "$1")"); }
+beginning=$(pwd -P)
+absolute() { [[ $1 == /* ]] && echo "$1" || echo "$beginning/$1"; }
 run=$(absolute "$run")
+[[ $own_python != */* ]] || own_python=$(absolute "$own_python")
 unhealed=$run/imported
 if "$tiny"; then
     source_model=$run/tiny/source conversations=("$run/tiny/train.jsonl") held_out=$run/tiny/held_out.jsonl
@@ -140,7 +148,10 @@ if [[ $ladder_layers = best:*@* && -e ${ladder_layers#*@} ]]; then
     ladder_layers=${ladder_layers%%@*}@$(absolute "${ladder_layers#*@}")
 fi
 for index in "${!conversations[@]}"; do
-    [ ! -e "${conversations[$index]}" ] || conversations[index]=$(absolute "${conversations[$index]}")
+    case ${conversations[$index]} in
+        hf://* | -) ;;
+        *) conversations[index]=$(absolute "${conversations[$index]}") ;;
+    esac
 done
 cd "$repository"
 
@@ -177,10 +188,11 @@ preprocess() {
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$source_model" --workers "$workers" --input "$@"
 }
 
+# tokenize TOKENIZER KEYS HELD_OUT INPUT...: its words name everything on which the stage depends.
 tokenize() {
     mkdir -p "$run/data"
-    preprocess valid "$held_out"
-    preprocess train "$@"
+    preprocess valid "$3"
+    preprocess train "${@:4}"
 }
 
 # origin: what the unhealed weights depend on.
@@ -192,26 +204,21 @@ origin() {
 
 # heal FLAGS...: starts from the unhealed weights, or resumes from the newest checkpoint of a run that did.
 heal() {
-    local begin=(--load "$unhealed" --finetune) newest
+    local begin=(--load "$unhealed" --finetune)
     if [ -e "$run/checkpoints/latest" ]; then
         origin | cmp -s - "$run/done/began_with" || fail \
             "$run/checkpoints: this run started from other weights than $unhealed; move it, or choose another --run"
         begin=(--load "$run/checkpoints")
     fi
     origin >"$run/done/began_with"
-    launch "$@" "${begin[@]}"
-    # A graceful shutdown saves and exits successfully before the last step.
-    newest=$(cat "$run/checkpoints/latest")
-    if [ "${newest%.*}" != "$(printf 'iter_%07d' "$steps")" ]; then
-        echo "healing stopped at $newest of $steps steps" >&2
-        return 1
-    fi
+    train "$run/checkpoints" "$steps" "$@" "${begin[@]}"
 }
 
 export_hf() {
     "$python" tools/convert_checkpoint.py export --load "$1" --hf "$2" --dtype bf16 --verify --overwrite
 }
 
+# evaluate SOURCE KEYS HELD_OUT FLAGS...: its words name everything on which the stage depends.
 evaluate() {
     local compared=$unhealed
     if has lm_eval; then
@@ -221,7 +228,7 @@ evaluate() {
     fi
     "$python" examples/adapt_llama/evaluate.py --output "$run/evaluation" --held-out "$held_out" \
         --chat-keys "${keys[@]}" --tokenizer "$source_model" --seq-length "$seq_length" --tp "$tp" \
-        --models source="$source_model" unhealed="$compared" healed="$run/healed" "$@"
+        --models source="$source_model" unhealed="$compared" healed="$run/healed" "${@:4}"
 }
 
 extras=data,hf,plot${lanes:+,lab}
@@ -254,7 +261,7 @@ check_import() {
 if "$dry_run"; then check_import; else check_import >/dev/null; fi
 
 run_once tokens "$run/data/train_${keys[0]}_document.idx" "Conversations: tokens, and a mask of the assistant's tokens" \
-    tokenize "${conversations[@]}"
+    tokenize "$source_model" "$chat_keys" "$held_out" "${conversations[@]}"
 
 if [ -n "$measured_layers" ]; then
     run_once sensitivity "$run/sensitivity.json" "Sensitivity: the $measured_layers layers that cost least" \
@@ -291,7 +298,7 @@ evaluation=()
 # The recorded command depends on whether lm-eval is installed, so the stage runs again after its installation.
 has lm_eval || evaluation+=(--no-lm-eval)
 run_once evaluation "$run/evaluation/table.md" "Evaluation: the source, the imported and the healed model" \
-    evaluate ${evaluation[@]+"${evaluation[@]}"}
+    evaluate "$source_model" "$chat_keys" "$held_out" ${evaluation[@]+"${evaluation[@]}"}
 "$dry_run" && exit 0
 
 printf '\nDone in %d s.\n\n' "$SECONDS"

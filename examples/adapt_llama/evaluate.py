@@ -85,10 +85,12 @@ def read_held_out(options: EvaluateOptions, encoder: ConversationEncoder) -> lis
     """
     found: list[HeldOut] = []
     try:
-        lines = options.held_out.read_text(encoding="utf-8").splitlines()
+        # A text can contain other line separators than the one of JSON lines.
+        lines = options.held_out.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--held-out {options.held_out}: cannot be read: {error}") from None
-    for number, line in enumerate(lines[: options.conversations], 1):
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    for number, line in numbered[: options.conversations]:
         try:
             record = json.loads(line)
             messages = read_messages(options.chat_keys, [record.get(key) for key in options.chat_keys])

@@ -14,12 +14,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from examples.adapt_llama.evaluate import HeldOut, named_metrics, perplexity, table, write_task
+from examples.adapt_llama.evaluate import (
+    EvaluateOptions,
+    HeldOut,
+    named_metrics,
+    perplexity,
+    read_held_out,
+    table,
+    write_task,
+)
 from megatron_ladder.blueprint.model import ModelFlags
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
 from megatron_ladder.convert.hf_directory import open_hf_directory
 from megatron_ladder.convert.sensitivity import Price, Sensitivity, write_sensitivity
 from megatron_ladder.data.chat import Conversation
+from megatron_ladder.data.chat_template import Message, RenderedConversation
 from megatron_ladder.errors import UserError
 from tests.helpers.commands import REPOSITORY_ROOT, run_command
 
@@ -125,6 +134,7 @@ def test_the_command_lines_for_lanes(tmp_path: Path) -> None:
     [
         (["--source", "nowhere"], "--source nowhere/config.json: file not found"),
         (["--tiny", "--dry-run"], "--tiny --dry-run: a dry run needs an existing model"),
+        (["--tiny", "--tp", "1"], "--tp: --tiny sets it; remove one of the two"),
         (["--lr", "1"], "--lr: unknown flag; see --help, and put flags of pretrain_ladder.py after --"),
         (["--source"], "--source: a value is missing"),
     ],
@@ -142,6 +152,25 @@ def held_out(answers: Sequence[str]) -> list[HeldOut]:
         HeldOut([{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}], "", tokens)
         for answer in answers
     ]
+
+
+def test_held_out_conversations_are_the_lines_that_preprocessing_accepts(tmp_path: Path) -> None:
+    """Other line separators within a text, an empty line, and a byte order mark."""
+
+    class Encoder:
+        def render(self, messages: Sequence[Message]) -> RenderedConversation:
+            return RenderedConversation(str(messages[-1]["content"]), ())
+
+        def encode(self, rendered: Sequence[RenderedConversation]) -> list[Conversation]:
+            return [held_out("a")[0].tokens for _ in rendered]
+
+    answers = ["one\u2028two", "three\x85", "four"]
+    messages = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": one}] for one in answers]
+    lines = [json.dumps({"messages": some}, ensure_ascii=False) for some in messages]
+    path = tmp_path / "held_out.jsonl"
+    path.write_text("\ufeff" + "\n\n".join(lines) + "\n", encoding="utf-8")
+    options = EvaluateOptions(models=("a=b",), tokenizer=tmp_path, held_out=path, output=tmp_path)
+    assert [one.text for one in read_held_out(options, Encoder())] == answers  # type: ignore[arg-type]
 
 
 def test_perplexity_counts_only_tokens_of_the_assistant() -> None:
