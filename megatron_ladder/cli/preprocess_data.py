@@ -71,6 +71,8 @@ def _find_errors(config: PreprocessConfig) -> Iterator[str]:
         yield "--json-keys selects texts, but --chat reads conversations: use --chat-keys"
     if not 1 <= len(config.chat_keys) <= 3 or any(not key or "/" in key for key in config.chat_keys):
         yield f"--chat-keys {' '.join(config.chat_keys)}: expected one to three keys without /"
+    if len(set(config.chat_keys)) < len(config.chat_keys):
+        yield f"--chat-keys {' '.join(config.chat_keys)}: a key is repeated: list each key once"
     keys = " ".join(config.json_keys)
     if any(not key or "/" in key for key in config.json_keys):
         yield f"--json-keys {keys}: expected keys without /, because they become file names"

@@ -86,7 +86,7 @@ def plan_import(options: ImportOptions) -> Conversion:
         ),
         notes=notes,
         check_logits=lambda work: compare_logits(
-            options.hf, directory.model, work, model_type, directory.dtype, own_code=False
+            options.hf, directory.model, work, model_type, None, own_code=False
         ),
     )  # fmt: skip
 
@@ -199,7 +199,7 @@ def plan_export(options: ExportOptions) -> Conversion:
         notes=checkpoint.warnings,
         source_checksums=source.recorded_checksums(plan),
         check_logits=lambda work: compare_logits(
-            work, source.model, checkpoint.directory, model_type, dtype, own_code=True
+            work, source.model, checkpoint.directory, model_type, new_dtype, own_code=True
         ),
     )
 

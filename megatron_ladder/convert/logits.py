@@ -25,13 +25,16 @@ _TOKENS = 64
 _FP32_BYTES = 4
 
 
-def compare_logits(hf: Path, model: ModelConfig, checkpoint: Path, model_type: str, dtype: str, own_code: bool) -> str:
+def compare_logits(
+    hf: Path, model: ModelConfig, checkpoint: Path, model_type: str, dtype: str | None, own_code: bool
+) -> str:
     """Compare transformers' model of a Hugging Face directory with ours of a training checkpoint, both in fp32.
 
     Args:
         model: sizes and wiring of the directory; the weights of the checkpoint are used in that wiring.
         model_type: model type of the directory.
-        dtype: element type to which the weights of the directory were rounded; those of the checkpoint are too.
+        dtype: element type to which the weights of the directory were rounded, and those of the checkpoint are for the
+            comparison; None if the directory has the exact weights.
         own_code: whether this process wrote the code in the directory, so that it may run.
 
     Returns:
@@ -56,7 +59,8 @@ def compare_logits(hf: Path, model: ModelConfig, checkpoint: Path, model_type: s
     with torch.no_grad():
         expected: torch.Tensor = theirs(tokens).logits[0]
     del theirs
-    ours = _logits_of_ours(model, Checkpoint.open(checkpoint), getattr(torch, dtype), tokens)
+    rounding = None if dtype is None else getattr(torch, dtype)
+    ours = _logits_of_ours(model, Checkpoint.open(checkpoint), rounding, tokens)
     # The largest logit of a model of zeros is zero.
     largest = expected.abs().max().clamp(min=torch.finfo(expected.dtype).tiny)
     difference = float((ours - expected).abs().max() / largest)
@@ -80,9 +84,9 @@ def _obstacle(model: ModelConfig) -> str | None:
 
 
 def _logits_of_ours(
-    config: ModelConfig, checkpoint: Checkpoint, dtype: "torch.dtype", tokens: "torch.Tensor"
+    config: ModelConfig, checkpoint: Checkpoint, dtype: "torch.dtype | None", tokens: "torch.Tensor"
 ) -> "torch.Tensor":
-    """Map tokens [1, s] to logits [s, V] in fp32, with weights rounded to `dtype`."""
+    """Map tokens [1, s] to logits [s, V] in fp32, with weights rounded to `dtype` if it is given."""
     import torch
 
     from megatron_ladder.checkpoint.loading import load_weights
@@ -91,8 +95,9 @@ def _logits_of_ours(
 
     model = LanguageModel(config, ProcessMesh.single()).requires_grad_(False)
     load_weights(model, checkpoint)
-    for parameter in model.parameters():
-        parameter.copy_(parameter.to(dtype))
+    if dtype is not None:
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(dtype))
     with torch.no_grad():
         hidden_states = model.hidden_states(tokens, model.training_context(tokens))
         return model.logits_shard(hidden_states)[:, 0, : config.vocab_size]

@@ -86,8 +86,13 @@ class ChatTemplate:
         def raise_exception(message: str) -> None:
             raise jinja2.TemplateError(message)
 
-        def to_json(value: object, indent: int | None = None) -> str:
-            return json.dumps(value, ensure_ascii=False, indent=indent)
+        def to_json(
+            value: object, ensure_ascii: bool = False, indent: int | None = None,
+            separators: tuple[str, str] | None = None, sort_keys: bool = False,
+        ) -> str:  # fmt: skip
+            return json.dumps(
+                value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+            )
 
         environment.filters["tojson"] = to_json  # Jinja's own filter escapes < for HTML.
         environment.globals |= {"raise_exception": raise_exception, _MARKS: (self._begin, self._end), **tokens}
@@ -128,7 +133,10 @@ class ChatTemplate:
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         try:
-            return self._template.render(messages=list(messages), add_generation_prompt=add_generation_prompt)
+            # None as in transformers, because templates compare with none, and an undefined value is not none.
+            return self._template.render(
+                messages=list(messages), tools=None, documents=None, add_generation_prompt=add_generation_prompt
+            )
         except Exception as error:  # A template is a program, which can raise anything.
             reason = str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
             raise ChatTemplateError(reason[:_REASON_CHARACTERS]) from None

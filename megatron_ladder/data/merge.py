@@ -74,8 +74,14 @@ def merge_datasets(prefixes: Sequence[Path], output_prefix: Path, report: Callab
         for dataset, sidecar in zip(datasets, sidecars, strict=True):
             checksum = writer.append(dataset, bar.advance)
             raise_user_errors(checksum_errors(bin_path(dataset.prefix), checksum, sidecar, "bin_checksum"))
-        mask_checksum = _merge_loss_masks(datasets, sidecars, output_prefix)
-        bin_checksum, idx_checksum = writer.publish()
+        try:
+            mask_checksum = _merge_loss_masks(datasets, sidecars, output_prefix)
+            bin_checksum, idx_checksum = writer.publish()
+        except OSError as error:
+            # `_open_all` has found none of these files.
+            for path_of in (loss_mask_path, bin_path, idx_path):
+                path_of(output_prefix).unlink(missing_ok=True)
+            raise UserError(f"--output-prefix {output_prefix}: cannot be written: {error.strerror}") from None
     known = [sidecar for sidecar in sidecars if sidecar is not None]
     if len(known) == len(datasets):
         values = {name: rule([getattr(sidecar, name) for sidecar in known]) for name, rule in _COMBINED.items()}

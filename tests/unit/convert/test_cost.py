@@ -36,7 +36,9 @@ def write_large(path: Path, layers: int) -> int:
     header = entries({hf_name(tensor.name): list(tensor.shape) for tensor in model_tensors(config)})
     text = json.dumps(header).encode()
     size = max(entry["data_offsets"][1] for entry in header.values())
-    block = np.random.default_rng(0).bytes(1 << 24)
+    # Without the highest bit of the exponent, which NaN and infinity have.
+    random = np.frombuffer(np.random.default_rng(0).bytes(1 << 24), "<u2")
+    block = (random & np.uint16(0xBFFF)).tobytes()
     with open(path / "model.safetensors", "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for begin in range(0, size, len(block)):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
@@ -130,6 +131,18 @@ def test_an_exported_hybrid_can_be_imported(tmp_path: Path, capsys: pytest.Captu
     convert("import", "--hf", tmp_path / "back", "--save", tmp_path / "again")
     models = [Checkpoint.open(tmp_path / name).model() for name in ("ours", "again")]
     assert models[0] == models[1] and models[0].ladder_layers == (2, 3)
+
+
+def test_a_model_of_several_element_types_is_verified_exactly(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model(tmp_path / "hf", dtype=torch.bfloat16)
+    path = tmp_path / "hf" / "model.safetensors"
+    tensors = {name: tensor.float() if "norm" in name else tensor for name, tensor in load_file(path).items()}
+    save_file({name: tensor + 1e-4 * (tensor.dtype == torch.float32) for name, tensor in tensors.items()}, path)
+    convert("import", "--hf", tmp_path / "hf", "--save", tmp_path / "ours", "--verify")
+    convert("export", "--load", tmp_path / "ours", "--hf", tmp_path / "back", "--verify")
+    assert capsys.readouterr().out.count("verified: logits on 64 random tokens agree") == 2
 
 
 def test_verify_compares_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

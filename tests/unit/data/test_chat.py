@@ -34,6 +34,11 @@ MARKED = (
     "{{ message.content }}<|im_end|>{% endgeneration %}{% else %}[{{ message.role | upper }}]"
     "{{ message.content | trim }}{% endif %}{% endfor %}{{ {'<ü>': messages | length} | tojson }}"
 )
+FUNCTIONS = (
+    "{% if tools is not none or documents is not none %}TOOLS{% endif %}"
+    "{{ {'b': [1], 'a': 'é'} | tojson(indent=1, separators=(',', ': '), sort_keys=True, ensure_ascii=True) }}"
+    "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}{% endif %}"
+)
 THINKING = (
     "{% for m in messages %}{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}"
     "{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
@@ -85,7 +90,7 @@ def tokens_of(encoder: ConversationEncoder, messages: list[dict[str, Any]]) -> C
     return found
 
 
-@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["chatml", "marked"])
+@pytest.mark.parametrize("template", [CHATML, MARKED, FUNCTIONS], ids=["chatml", "marked", "functions"])
 def test_ids_are_those_of_transformers(folder: Path, tmp_path: Path, template: str) -> None:
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     expected = theirs.apply_chat_template(
@@ -277,6 +282,8 @@ def test_contradicting_flags_of_conversations(folder: Path, tmp_path: Path) -> N
     command = ["--input", "a.jsonl", "--output-prefix", str(tmp_path / "o"), "--tokenizer-type", "HFTokenizer"]
     with pytest.raises(UserError, match="--chat-keys requires --chat"):
         preprocess_data.main([*command, "--chat-keys", "a", "b"])
+    with pytest.raises(UserError, match="--chat-keys a a: a key is repeated"):
+        preprocess_data.main([*command, "--chat", "--chat-keys", "a", "a"])
     with pytest.raises(UserError, match="--chat-keys a b c d: expected one to three") as raised:
         preprocess_data.main([*command, "--chat", "--json-keys", "x", "--chat-keys", "a", "b", "c", "d"])
     assert "--json-keys selects texts" in str(raised.value)
