@@ -27,7 +27,8 @@ class SideQueue(Protocol):
     def run(self, chain: Callable[[], T], uses: object) -> T:
         """Return the chain's result, which later work of the current stream may use after `join`.
 
-        `uses` holds every tensor that the chain uses and did not create.
+        `uses` holds every tensor that the chain uses and did not create; None if the caller holds them until the
+        current stream has waited for the chain.
         """
 
     def join(self) -> None:
@@ -61,7 +62,8 @@ class _CudaSideQueue:
         self._held: list[object] = []
 
     def run(self, chain: Callable[[], T], uses: object) -> T:
-        self._held.append(uses)
+        if uses is not None:
+            self._held.append(uses)
         self._stream.wait_event(torch.cuda.current_stream().record_event())
         with torch.cuda.stream(self._stream):
             return chain()

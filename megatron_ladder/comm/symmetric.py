@@ -8,6 +8,7 @@
 Side streams have a high priority: where both streams want a multiprocessor, the side stream gets it.
 """
 
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -27,6 +28,8 @@ MOST_BYTES = 256 * 2**10
 steps of a ring. Switches that sum read less, but the limit has not been measured."""
 ALIGNMENT = 16
 """Bytes; tensors need it for the kernel's widest loads, and the shared memory has it."""
+SMALLEST_LOAD = 4
+"""Bytes that torch's kernel moves at once at least."""
 DTYPES = (torch.float32, torch.bfloat16)
 """Supported by torch's one-shot kernel."""
 
@@ -111,7 +114,8 @@ class SymmetricMemoryGroup(CommGroup):
 
     def _supports(self, tensor: Tensor) -> bool:
         fits = tensor.dtype == self._shared.dtype and 0 < tensor.numel() <= self._shared.numel()
-        return self.size > 1 and fits and tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0
+        is_aligned = tensor.data_ptr() % ALIGNMENT == 0 and tensor.nbytes % SMALLEST_LOAD == 0
+        return self.size > 1 and fits and tensor.is_contiguous() and is_aligned
 
 
 def check_peers(size: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -137,6 +141,11 @@ def select_all_reduce(choice: AllReduceChoice, group: CommGroup, device: torch.d
     "auto" uses symmetric memory if every rank can. Raises UserError if "symmetric" is impossible.
     """
     if choice == "nccl" or group.size == 1:
+        return group
+    hosts = group.broadcast_object(len({*(group.gather_objects(socket.gethostname()) or ())}))
+    if hosts > 1:
+        if choice == "symmetric":
+            raise UserError("--tp-all-reduce symmetric needs all ranks on one machine: use --tp-all-reduce nccl")
         return group
     if choice == "auto":
         possible = torch.ones(1, device=device)

@@ -153,9 +153,10 @@ class ForwardRecord:
                 kept.input_gradient.input_again = self.layout.start_read(kept.normed)
             elif isinstance(kept, Tensor):
                 # CUDA runs the backward of an operation on the stream of its forward, which is then that of the queue.
-                # The wait for the gather makes the computation run after the chain, without a join.
+                # The wait for the gather makes the computation run after the chain, without a join. The reading keeps
+                # what the chain uses until then.
                 read = partial(self._read, index, kept, with_graph=True)
-                self._kept[index] = read() if self.side_queue is None else self.side_queue.run(read, uses=kept)
+                self._kept[index] = read() if self.side_queue is None else self.side_queue.run(read, uses=None)
 
     def pop_graph(self) -> _Graph:
         """Remove and return the graphs of the last sub-block that has not gone backward."""

@@ -224,6 +224,41 @@ def test_recomputed_norms_belong_to_the_side_queue(gloo_pools: GlooPools) -> Non
     assert gloo_pools(2).run(norms_in_the_side_queue, config) == [[True] * 6] * 2
 
 
+class HoldingQueue(AtTheBeginning):
+    """Holds what chains use until the streams join, as on CUDA."""
+
+    def __init__(self) -> None:
+        self.held: list[Any] = []
+
+    def run(self, chain: Callable[[], Any], uses: Any) -> Any:
+        if uses is not None:
+            self.held.append(uses)
+        return chain()
+
+    def join(self) -> None:
+        self.held.clear()
+
+
+def chains_held_after_steps(config: ModelConfig) -> list[int]:
+    """Return for each of three steps with recomputation how many inputs of chains the side queue still holds."""
+    model, _ = recorded_model(config, StackOptions(recompute_layers=3), sequence_parallel=True)
+    queue = HoldingQueue()
+    model.stack.side_queue = queue
+    found = []
+    for _ in range(3):
+        state = torch.randn(1, 6, 2, config.hidden_size, requires_grad=True)
+        model.stack(state, model.training_context(torch.arange(24).view(2, 12))).sum().backward()
+        found.append(len(queue.held))
+    return found
+
+
+@pytest.mark.parametrize("wiring", [{}, PARALLEL, LADDER, HYBRID], ids=["standard", "parallel", "ladder", "hybrid"])
+def test_a_step_leaves_nothing_in_the_side_queue(gloo_pools: GlooPools, wiring: dict[str, Any]) -> None:
+    """It would hold the inputs of recomputed sub-blocks on the GPU for ever."""
+    config = small_model(num_layers=3, **wiring)
+    assert gloo_pools(2).run(chains_held_after_steps, config) == [[0] * 3] * 2
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_results_of_the_side_queue_are_joined_before_their_use(gloo_pools: GlooPools, training: bool) -> None:
     """A chain uses the stream, and the outputs (or reads) that are in flight."""

@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,9 +38,14 @@ class DeviceClock:
         """Mark this point."""
         if not self._on_gpu:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        # In a captured step, only an external event gets a time: that of the latest replay.
+        event = torch.cuda.Event(enable_timing=True, external=self.captures())
         event.record(torch.cuda.current_stream())
         return event
+
+    def captures(self) -> bool:
+        """Return whether the current stream is captured into a graph."""
+        return self._on_gpu and torch.cuda.is_current_stream_capturing()
 
     def seconds(self, began: Any, ended: Any) -> float:
         """Return the time from one mark to a later one."""
@@ -132,20 +137,28 @@ class Prediction:
         return calibration.predict(variant, alpha, self.wire) + self.always_waiting * (alpha + cost)
 
 
+class _Span(NamedTuple):
+    """The marks of a sub-block in a pass."""
+
+    began: Any
+    ended: Any
+    captured: bool
+
+
 def time_forward(model: LanguageModel, clock: DeviceClock) -> Callable[[], tuple[float, ...]]:
     """Time sub-blocks inside passes until the returned function is called, which gives the medians of one layer."""
     steps = model.stack.sub_blocks()
-    spans: list[list[tuple[Any, Any]]] = [[] for _ in range(len(steps) // model.config.num_layers)]
+    spans: list[list[_Span]] = [[] for _ in range(len(steps) // model.config.num_layers)]
     handles: list[RemovableHandle] = []
 
-    def attach(step: SubBlock, own: list[tuple[Any, Any]]) -> None:
+    def attach(step: SubBlock, own: list[_Span]) -> None:
         began: list[Any] = [None]
 
         def begin(*_: object) -> None:
             began[0] = clock.mark()
 
         def end(*_: object) -> None:
-            own.append((began[0], clock.mark()))
+            own.append(_Span(began[0], clock.mark(), clock.captures()))
 
         assert isinstance(step.body, nn.Module)
         handles.extend([step.norm.register_forward_pre_hook(begin), step.body.register_forward_hook(end)])
@@ -153,7 +166,9 @@ def time_forward(model: LanguageModel, clock: DeviceClock) -> Callable[[], tuple
     def finish() -> tuple[float, ...]:
         for handle in handles:
             handle.remove()
-        return tuple(statistics.median(clock.seconds(*span) for span in own) for own in spans)
+        # If a step was captured, passes are its replays.
+        chosen = ([span for span in own if span.captured] or own for own in spans)
+        return tuple(statistics.median(clock.seconds(span.began, span.ended) for span in own) for own in chosen)
 
     for step, own in zip(steps, itertools.cycle(spans), strict=False):
         attach(step, own)

@@ -152,6 +152,8 @@ def parse_options(argv: Sequence[str]) -> tuple[Case, BenchmarkOptions] | Reques
     errors += _find_errors(passes, given)
     if passes.plot is not None and len(passes.sizes) > 1:
         errors.append(f"--plot {passes.plot}: a plot shows one size, but --sizes has {len(passes.sizes)}")
+    if passes.plot is not None and not {*passes.wirings} - {"standard", "no-comm", "no-comm-parallel"}:
+        errors.append(f"--plot {passes.plot}: no wiring to compare with standard: add one to --wirings")
     raise_user_errors(errors)
     return CASES[CASES.index(case)], passes
 

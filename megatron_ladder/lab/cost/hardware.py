@@ -23,9 +23,9 @@ class Cluster:
     Computation: the peak is dense bf16, of which the products of a model reach `flops_share`. A large collective gives
     back the share `contention` of an overlap because it takes multiprocessors; one of `contention_bytes`, half of it.
 
-    An all-reduce inside a node: a latency (base, and further seconds per rank), and the longer of `node_root_seconds`
-    per square root of the MB and a ring's bytes at the bandwidth. Each doubling of the participating nodes adds
-    `network_seconds`; the network's bandwidth is that of one adapter in one direction.
+    An all-reduce inside a node: a latency (base, and further seconds per rank), and the root of the summed squares of
+    two times: `node_root_seconds` per square root of the MB, and a ring's bytes at the bandwidth. Each doubling of the
+    participating nodes adds `network_seconds`; the network's bandwidth is that of one adapter in one direction.
 
     `sources` maps a field to the source of its figure. `calibrated` states that the figures of computation and of links
     inside a node were measured on this machine.

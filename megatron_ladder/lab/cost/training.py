@@ -147,7 +147,8 @@ def step_time(times: LayerTime, layout: Layout, global_batch: int) -> StepTime:
     sending = 0.0
     if layout.pipeline > 1:
         pending = pending_before(times.model.wired_layers, times.model.num_layers - 1)
-        state = times.stream_bytes * (1 + pending) / (times.tensor if times.sequence_parallel else 1)
+        # The missing outputs cross unreduced, so each rank sends the whole of its partial sums.
+        state = times.stream_bytes * (1 / (times.tensor if times.sequence_parallel else 1) + pending)
         distance = layout.tensor * layout.data
         sending = 2 * (micro_batches + layout.pipeline - 1) * times.cluster.send_seconds(state, distance)
     # The GPU that holds most.

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.errors import UserError
+from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
+from megatron_ladder.errors import UserError, raise_user_errors
 from megatron_ladder.lab.bench.sizes import find_size
 from megatron_ladder.lab.cost.inference import InferenceRequest, inference_memory, predict_inference
 from megatron_ladder.lab.cost.machines import GPUS, LINK_ERROR, PRESETS, LinkPreset
@@ -169,14 +169,17 @@ def _read_measurements(path: Path) -> list[dict[str, str]]:
     if missing or not rows:
         problem = f"no column {', '.join(missing)}" if missing else "no rows below the first line"
         raise UserError(f"--measurements {path}: {problem}; expected the columns {', '.join(COLUMNS)}")
+    raise_user_errors(
+        f"--measurements {path}, row {number}: more cells than the first line has columns: remove them"
+        for number, row in enumerate(rows, 1)
+        if None in row
+    )
     return rows
 
 
 def _request_of(options: InferenceOptions) -> InferenceRequest:
     model, link = find_size(options.model), _link_of(options)
-    heads = model.num_attention_heads
-    if heads % options.tp:
-        raise UserError(f"--tp {options.tp}: does not divide the {heads} heads of {options.model}")
+    raise_user_errors(f"--tp {options.tp}: {error}" for error in tensor_parallel_errors(model, options.tp))
     try:
         link.seconds(1, options.tp)
     except ValueError as error:

@@ -74,7 +74,8 @@ def test_inference_without_a_gain(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("--tp 3", "--tp 3: does not divide the 64 heads of llama-70b"),
+        ("--tp 3", "--tp 3: --num-attention-heads 64 is not divisible by --tensor-model-parallel-size 3"),
+        ("--model 3b --tp 3", "--tp 3: --ffn-hidden-size 8192 is not divisible by --tensor-model-parallel-size 3"),
         ("--tp 16", "--link nvlink: nvlink: measured for 2 to 8 ranks, found 16: give --link-latency-us and"),
         ("--model 71b", "--model 71b: expected one of"),
         ("--ladder-layers 81", "--ladder-layers 81: the model has 80 layers"),
@@ -98,6 +99,7 @@ def test_errors_of_measurements(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (head, "no rows"),
         ("model,gpu\n8b,h100\n", "no column tp, link"),
         (f"{head}8b,h999,8,nvlink,1,450,320,16,300,a\n", "row 1: gpu 'h999' is not one of a100, h100"),
+        (f"{head}8b,h100,8,nvlink,1,450,320,16,300,a,b\n", "row 1: more cells than the first line has columns"),
         (f"{head}8b,h100,8,nvlink,1,450,320,16,0,a\n", "row 1: float division by zero"),
     ):
         table.write_text(text)

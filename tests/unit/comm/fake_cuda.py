@@ -16,8 +16,8 @@ NANOSECOND = 1e-9
 
 
 class Event:
-    def __init__(self, enable_timing: bool = False) -> None:
-        self.enable_timing = enable_timing
+    def __init__(self, enable_timing: bool = False, external: bool = False) -> None:
+        self.enable_timing, self.external = enable_timing, external
         self.time = 0.0
 
     def record(self, stream: "Stream") -> None:

@@ -176,8 +176,9 @@ def test_small_sums_are_one_shot(monkeypatch: pytest.MonkeyPatch, multicast: boo
         torch.ones(4),
         torch.ones(0, dtype=torch.bfloat16),
         torch.ones(9, dtype=torch.bfloat16)[1:],
+        torch.ones(9, dtype=torch.bfloat16),
     ],
-    ids=["large", "another dtype", "nothing", "not aligned"],
+    ids=["large", "another dtype", "nothing", "not aligned", "half a load"],
 )
 def test_other_sums_use_nccl(monkeypatch: pytest.MonkeyPatch, tensor: torch.Tensor) -> None:
     fake = Torch(monkeypatch)
@@ -212,7 +213,9 @@ def test_one_shot_sums_need_peer_access(monkeypatch: pytest.MonkeyPatch) -> None
 def test_auto_uses_symmetric_memory_only_if_every_rank_can(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = Torch(monkeypatch)
     handle: Any = fake.group
-    group, others = CommGroup([0, 1], 0, handle), [1.0]
+    group, others, hosts = CommGroup([0, 1], 0, handle), [1.0], ["a", "a"]
+    monkeypatch.setattr(CommGroup, "gather_objects", lambda self, value: hosts)
+    monkeypatch.setattr(CommGroup, "broadcast_object", lambda self, value: value)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, op, **_: tensor.clamp_(max=others[0]))
     ones = torch.ones
     monkeypatch.setattr(torch, "ones", lambda count, device: ones(count))
@@ -222,6 +225,11 @@ def test_auto_uses_symmetric_memory_only_if_every_rank_can(monkeypatch: pytest.M
 
     assert select("auto") and select("symmetric") and not select("nccl")
     assert not select("auto", torch.float16)
+    hosts[1] = "b"
+    assert not select("auto"), "another rank is on another machine"
+    with pytest.raises(UserError, match="needs all ranks on one machine"):
+        select("symmetric")
+    hosts[1] = "a"
     others[0] = 0.0
     assert not select("auto"), "another rank cannot"
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: False)

@@ -76,6 +76,7 @@ def test_all_errors_are_reported_together() -> None:
             "--tp-all-reduce symmetric and --emulated-tp exclude each other",
         ),
         ("--cuda-graph", "--cuda-graph requires --device cuda"),
+        ("--wirings standard --plot a.png", "--plot a.png: no wiring to compare with standard: add one to --wirings"),
         ("--sizes small,small-llama --plot a.png", "--plot a.png: a plot shows one size, but --sizes has 2"),
         ("--alpha 1c,fast", "--alpha fast"),
     ],

@@ -96,6 +96,20 @@ def test_the_published_shape_of_the_gains() -> None:
     assert gains == pytest.approx([1.22, 1.29, 1.42], rel=0.03)
 
 
+@pytest.mark.parametrize(("wiring", "streams"), [("standard", 1 / 8), ("ladder", 1 / 8 + 1)])
+def test_missing_outputs_cross_a_cut_whole(wiring: str, streams: float) -> None:
+    """A rank sends its part of a sharded stream, and its whole partial sums of the outputs that are missing from it."""
+    layout = Layout(tensor=8, pipeline=4)
+    free = replace(H100, network_seconds=0.0, network_bytes_per_second=1e30)
+    bubbles = [
+        step_time(replace(times_of(wiring, cluster=cluster), sequence_parallel=True), layout, 8).bubble
+        for cluster in (H100, free)
+    ]
+    # Ranks of the next stage are in another node.
+    sending = H100.network_seconds + streams * 2 * 4096 * 4096 / H100.network_bytes_per_second
+    assert bubbles[0] - bubbles[1] == pytest.approx(2 * 11 * sending)
+
+
 def test_a_pipeline_waits_for_its_other_stages() -> None:
     times = times_of(tensor=1)
     one, four = step_time(times, Layout(), 8), step_time(times, Layout(pipeline=4), 8)
