@@ -2,16 +2,20 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_ladder.blueprint.tensors import model_tensors, padded_vocab_size
+from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.config.megatron_flags import ACCEPTED
 from megatron_ladder.config.run import SECTIONS, RunConfig, parse_run, resolve_run
 from megatron_ladder.engine.deepspeed_json import deepspeed_json
+from megatron_ladder.errors import UserError
+from megatron_ladder.flags import flag_name
+from megatron_ladder.train.inputs import read_inputs
 
 PACKAGE = Path(__file__).resolve().parents[3] / "megatron_ladder"
 BASE = "--train-iters 100 --lr 1e-3"
@@ -155,3 +159,29 @@ def test_every_accepted_flag_of_megatron_requests_the_default() -> None:
     assert errors == []
     assert {flag for flags in BY_DEFAULT for flag in flags.split()} == ACCEPTED.keys()
     assert [flags for flags, holds in BY_DEFAULT.items() if not holds(run, json)] == []
+
+
+def numbers_below_bounds() -> Iterator[tuple[str, str]]:
+    """Yield every flag that has a lower bound, and a value just below it."""
+    for field in (field for section in SECTIONS for field in dataclasses.fields(section)):
+        limits = field.metadata.get("limits")
+        if limits is not None and limits.above is not None:
+            yield flag_name(field.name), f"{limits.above:g}"
+        elif limits is not None and limits.minimum is not None:
+            yield flag_name(field.name), f"{limits.minimum - 1:g}"
+
+
+def test_a_number_below_its_bound_is_one_error_on_several_ranks() -> None:
+    """Nothing is computed with it, and rank 0 does not wait for the others with it."""
+
+    def ask(minutes: float, look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        assert minutes > 0
+        return look()
+
+    cases = dict(numbers_below_bounds())
+    assert len(cases) > 60
+    for flag, value in cases.items():
+        with pytest.raises(UserError) as raised:
+            read_inputs([*f"{BASE} --seq-length 12 --vocab-size 67".split(), f"{flag}={value}"], RankInfo(0, 2, 0), ask)
+        found = [message for message in raised.value.messages if message.startswith(f"{flag} ")]
+        assert len(found) == 1 and ": expected " in found[0], (flag, value, raised.value.messages)

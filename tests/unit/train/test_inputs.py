@@ -3,8 +3,8 @@
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,10 @@ import torch
 from megatron_ladder.checkpoint.manifest import decode_manifest
 from megatron_ladder.checkpoint.publish import write_manifest
 from megatron_ladder.comm.launch import RankInfo
-from megatron_ladder.config.run import SECTIONS
 from megatron_ladder.data.indexed import IndexedDatasetWriter, loss_mask_path
 from megatron_ladder.data.sidecar import Sidecar, write_sidecar
 from megatron_ladder.data.tokenizers import ByteTokenizer
 from megatron_ladder.errors import UserError
-from megatron_ladder.flags import flag_name
 from megatron_ladder.train.inputs import RunInputs, describe_data, read_dry_run, read_inputs
 from megatron_ladder.train.setup import _shared_settings
 from tests.helpers.operations import Operations
@@ -36,32 +34,6 @@ def differences_in(save: Path, words: str) -> list[str]:
     with pytest.raises(UserError) as raised:
         read_inputs([*SIZES, "--load", str(save), *words.split()], RankInfo(0, 4, 0))
     return [message.split(":")[0] for message in raised.value.messages if "was trained with" in message]
-
-
-def numbers_below_bounds() -> Iterator[tuple[str, str]]:
-    """Yield every flag that has a lower bound, and a value just below it."""
-    for field in (field for section in SECTIONS for field in fields(section)):
-        limits = field.metadata.get("limits")
-        if limits is not None and limits.above is not None:
-            yield flag_name(field.name), f"{limits.above:g}"
-        elif limits is not None and limits.minimum is not None:
-            yield flag_name(field.name), f"{limits.minimum - 1:g}"
-
-
-def test_a_number_below_its_bound_is_one_error_on_several_ranks() -> None:
-    """Nothing is computed with it, and rank 0 does not wait for the others with it."""
-
-    def ask(minutes: float, look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        assert minutes > 0
-        return look()
-
-    cases = dict(numbers_below_bounds())
-    assert len(cases) > 60
-    for flag, value in cases.items():
-        with pytest.raises(UserError) as raised:
-            read_inputs([*SIZES, f"{flag}={value}"], RankInfo(0, 2, 0), ask)
-        found = [message for message in raised.value.messages if message.startswith(f"{flag} ")]
-        assert len(found) == 1 and ": expected " in found[0], (flag, value, raised.value.messages)
 
 
 def test_a_dry_run_is_refused_under_a_launcher() -> None:
