@@ -47,10 +47,12 @@ while [ $# -gt 0 ]; do
 done
 absolute() { [[ $1 == /* ]] && echo "$1" || echo "$beginning/$1"; }
 
-# export_once CHECKPOINTS DIR: exports the newest checkpoint unless DIR is complete.
+# export_once CHECKPOINTS DIR: exports the newest checkpoint unless DIR is complete and not older.
 export_once() {
     local command=(python3 tools/convert_checkpoint.py export --load "$1" --hf "$2" --dtype bf16 --overwrite)
-    [ ! -e "$2/config.json" ] || return 0
+    if [ -e "$2/config.json" ] && ! [ "$1/latest" -nt "$2/config.json" ]; then
+        return
+    fi
     printf '%q ' "${command[@]}" && echo
     [ ${#dry_run[@]} -gt 0 ] || "${command[@]}"
 }

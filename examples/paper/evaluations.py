@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -171,8 +172,17 @@ def runnable(options: EvaluationOptions) -> list[Task]:
     ]
 
 
+def describe_weights(directory: Path) -> list[object]:
+    """Return what differs if a folder contains other weights: its place, and its files or newest checkpoint."""
+    latest = directory / "latest"
+    if latest.is_file():
+        return [str(directory.resolve()), latest.read_text(encoding="utf-8")]
+    files = sorted(file for file in directory.glob("*") if file.is_file())
+    return [str(directory.resolve()), *([file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files)]
+
+
 def run_tasks(options: EvaluationOptions, models: Mapping[str, Path]) -> None:
-    """Run all tasks without a result, or print their commands.
+    """Run all tasks without a result of these weights, or print their commands.
 
     Raises:
         UserError: lm-eval is not installed, or failed.
@@ -180,13 +190,19 @@ def run_tasks(options: EvaluationOptions, models: Mapping[str, Path]) -> None:
     for model, directory in models.items():
         for task in runnable(options):
             folder = folder_of(options, model, task)
-            if read_result(folder, task) is not None:
+            record, weights = folder / "model.json", json.dumps(describe_weights(directory))
+            is_same = not record.is_file() or record.read_text(encoding="utf-8") == weights
+            if is_same and read_result(folder, task) is not None:
                 print(f"{model} {task.name}: has a result in {folder}", file=sys.stderr)
                 continue
             command = task_command(options, model, directory, task)
             print(shlex.join(command), flush=True)
             if options.dry_run:
                 continue
+            if not is_same:
+                shutil.rmtree(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(record, weights)
             if importlib.util.find_spec("lm_eval") is None:
                 raise UserError(f'lm-eval is not installed for {sys.executable}: pip install "lm-eval[hf,ifeval]"')
             environment = os.environ | {

@@ -125,6 +125,17 @@ def test_finished_tasks_are_skipped_and_settings_kept_apart(tmp_path: Path, lm_e
     assert rows_of(text)["1.2b-ladder"] == ["", "", "", "70.00", "", "", "", ""]
 
 
+def test_results_of_other_weights_are_replaced(tmp_path: Path, lm_eval: FakeLmEval) -> None:
+    run_here(tmp_path, "from-scratch", "--tasks", "piqa")
+    assert len(lm_eval.calls()) == 1
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"others")
+    lm_eval.set({"piqa": {"acc,none": 0.25}})
+    assert rows_of(run_here(tmp_path, "from-scratch", "--tasks", "piqa"))["1.2b-ladder"][3] == "25.00"
+    assert len(lm_eval.calls()) == 1
+    run_here(tmp_path, "from-scratch", "--tasks", "piqa")
+    assert lm_eval.calls() == []
+
+
 def test_metrics_shots_and_needs_of_the_adaptation(tmp_path: Path, lm_eval: FakeLmEval) -> None:
     numbers = {task.lm_eval: {f"{task.metric},none": 0.5} for task in ADAPTATION}
     numbers["gsm8k_cot"] = {"exact_match,strict-match": 0.1, "exact_match,flexible-extract": 0.6}
