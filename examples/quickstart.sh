@@ -21,13 +21,6 @@ run=$(cd "$run" && pwd -P)
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source examples/environment.sh
 training_flags=("${@:2}")
-steps=200
-for index in "${!training_flags[@]}"; do
-    case ${training_flags[index]} in
-        --train-iters) steps=${training_flags[index + 1]:-} ;;
-        --train-iters=*) steps=${training_flags[index]#*=} ;;
-    esac
-done
 
 stages=5
 source examples/stages.sh
@@ -62,11 +55,11 @@ run_once corpus "$run/data/valid_text_document.idx" \
 
 run_once training "$run/checkpoint/latest" \
     "Training: a ladder model on $device, $processes processes, tensor parallel $tp" \
-    train "$run/checkpoint" "$steps" pretrain_ladder.py \
+    train "$run/checkpoint" pretrain_ladder.py \
     --tensor-model-parallel-size "$tp" --zero-stage 1 ${precision[@]+"${precision[@]}"} \
     --residual-mode ladder --num-layers 8 --hidden-size 256 --num-attention-heads 8 --num-key-value-heads 4 \
     --seq-length 256 --max-position-embeddings 1024 --micro-batch-size 8 --global-batch-size 8 \
-    --train-iters "$steps" --lr 2e-3 --min-lr 2e-4 --lr-warmup-iters 20 --lr-decay-style cosine \
+    --train-iters 200 --lr 2e-3 --min-lr 2e-4 --lr-warmup-iters 20 --lr-decay-style cosine \
     --train-data-path "$run/data/train_text_document" --valid-data-path "$run/data/valid_text_document" \
     --tokenizer-type SentencePieceTokenizer --tokenizer-model "$run/data/tokenizer.model" \
     --save "$run/checkpoint" --load "$run/checkpoint" --save-interval 100 \

@@ -47,14 +47,15 @@ run_once() {
     finished "done"
 }
 
-# train CHECKPOINTS STEPS SCRIPT FLAGS...: launches a training run, and fails if it stopped before its last step: a
-# graceful shutdown saves and exits successfully.
+# train CHECKPOINTS SCRIPT FLAGS...: launches a training run, and fails if it stopped before its last step: a graceful
+# shutdown saves and exits successfully.
 train() {
-    local newest
-    launch "${@:3}"
+    local newest steps
+    launch "${@:2}"
     newest=$(cat "$1/latest")
-    if [ "${newest%.*}" != "$(printf 'iter_%07d' "$2")" ]; then
-        echo "training stopped at $newest of $2 steps" >&2
+    steps=$(sed -n 's/^train_iters: //p' "$1/config.yaml")
+    if [ "${newest%.*}" != "$(printf 'iter_%07d' "$steps")" ]; then
+        echo "training stopped at $newest of $steps steps" >&2
         return 1
     fi
 }

@@ -125,7 +125,7 @@ def training(**flags: Any) -> Iterator[TrainingRun]:
             inputs = read_inputs(flag_words(flags), place, partial(from_rank_0, place, stack))
             check_device(place)
             if inputs.run.logging.skip_train:
-                raise UserError("skip_train: this block opens the training data: leave it out, and call evaluate()")
+                raise UserError("skip_train=True: training() needs training data: remove it, and call run.evaluate()")
             if inputs.run.checkpoint.save is not None and place.rank == 0:
                 stack.enter_context(SaveLock(inputs.run.checkpoint.save))
         try:

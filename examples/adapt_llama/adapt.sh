@@ -142,7 +142,7 @@ if "$tiny"; then
     source_model=$run/tiny/source conversations=("$run/tiny/train.jsonl") held_out=$run/tiny/held_out.jsonl
 else
     source_model=$(absolute "$source_model")
-    "$dry_run" || held_out=$(absolute "$held_out")
+    held_out=$(absolute "$held_out")
 fi
 if [[ $ladder_layers = best:*@* && -e ${ladder_layers#*@} ]]; then
     ladder_layers=${ladder_layers%%@*}@$(absolute "${ladder_layers#*@}")
@@ -211,7 +211,7 @@ heal() {
         begin=(--load "$run/checkpoints")
     fi
     origin >"$run/done/began_with"
-    train "$run/checkpoints" "$steps" "$@" "${begin[@]}"
+    train "$run/checkpoints" "$@" "${begin[@]}"
 }
 
 export_hf() {

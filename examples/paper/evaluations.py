@@ -13,9 +13,9 @@ import importlib.util
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,8 @@ STATED = "a summary of the paper"
 DEFAULT = "not stated: lm-eval's default"
 INFERRED = "not stated: inferred from the published values"
 OURS = "not stated: ours"
+WEIGHTS_NAME = "weights.json"
+"""File in the folder of a result that describes the weights it belongs to."""
 CODE, JUDGE = "--run-code", "AlpacaEval and an OpenAI API key"
 
 
@@ -172,13 +174,21 @@ def runnable(options: EvaluationOptions) -> list[Task]:
     ]
 
 
-def describe_weights(directory: Path) -> list[object]:
-    """Return what differs if a folder contains other weights: its place, and its files or newest checkpoint."""
-    latest = directory / "latest"
-    if latest.is_file():
-        return [str(directory.resolve()), latest.read_text(encoding="utf-8")]
-    files = sorted(file for file in directory.glob("*") if file.is_file())
-    return [str(directory.resolve()), *([file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files)]
+def describe_weights(directory: Path) -> str:
+    """Return what differs if a folder contains other weights: its newest checkpoint, or the files of its weights."""
+    files = [directory / "latest"]
+    if not files[0].is_file():
+        files = sorted([*directory.glob("config.json"), *directory.glob("*.safetensors")])
+    return json.dumps([[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files])
+
+
+def current_result(options: EvaluationOptions, model: str, directory: Path, task: Task) -> float | None:
+    """Return the result of a task if it is one of the weights in `directory`; None without one."""
+    folder = folder_of(options, model, task)
+    record = folder / WEIGHTS_NAME
+    if record.is_file() and record.read_text(encoding="utf-8") != describe_weights(directory):
+        return None
+    return read_result(folder, task)
 
 
 def run_tasks(options: EvaluationOptions, models: Mapping[str, Path]) -> None:
@@ -190,21 +200,20 @@ def run_tasks(options: EvaluationOptions, models: Mapping[str, Path]) -> None:
     for model, directory in models.items():
         for task in runnable(options):
             folder = folder_of(options, model, task)
-            record, weights = folder / "model.json", json.dumps(describe_weights(directory))
-            is_same = not record.is_file() or record.read_text(encoding="utf-8") == weights
-            if is_same and read_result(folder, task) is not None:
+            if current_result(options, model, directory, task) is not None:
                 print(f"{model} {task.name}: has a result in {folder}", file=sys.stderr)
                 continue
             command = task_command(options, model, directory, task)
             print(shlex.join(command), flush=True)
             if options.dry_run:
                 continue
-            if not is_same:
-                shutil.rmtree(folder)
-            folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(record, weights)
             if importlib.util.find_spec("lm_eval") is None:
                 raise UserError(f'lm-eval is not installed for {sys.executable}: pip install "lm-eval[hf,ifeval]"')
+            if read_result(folder, task) is not None:
+                # Of other weights.
+                folder.rename(folder.with_name(f"{folder.name}.old-{time.time_ns()}"))
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(folder / WEIGHTS_NAME, describe_weights(directory))
             environment = os.environ | {
                 "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
             }
@@ -232,8 +241,8 @@ def report(options: EvaluationOptions, models: Mapping[str, Path]) -> str:
         return [name, *("" if value is None else f"{value:.2f}" for value in cells)]
 
     rows = [["model", *(task.name for task in tasks), "average"]]
-    for model in models:
-        measured = [read_result(folder_of(options, model, task), task) if task.lm_eval else None for task in tasks]
+    for model, directory in models.items():
+        measured = [current_result(options, model, directory, task) if task.lm_eval else None for task in tasks]
         rows.append(row(model, measured))
         if model in published:
             rows.append(row(f"{model}, published", published[model]))

@@ -92,12 +92,12 @@ def _summarize(events: Sequence[dict[str, Any]]) -> _Summary:
         elif event["event"] in ("restart", "load", "fallback"):
             # These precede the start to which they belong, possibly by hours.
             is_starting = True
-        elif not is_starting:
+        elif not is_starting and attempts[-1].end is None:
+            # Events after an end are those of a later start that failed early.
             attempts[-1].last = event["time"]
             if event["event"] == "progress":
                 attempts[-1].progress.append(event)
-            elif event["event"] == "stop" and attempts[-1].end is None:
-                # A second one is of a later start that failed early.
+            elif event["event"] == "stop":
                 attempts[-1].end = event
     kept_seconds, done, kept = 0.0, 0.0, 0.0
     for number, attempt in enumerate(attempts):

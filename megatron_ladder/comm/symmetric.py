@@ -29,7 +29,7 @@ steps of a ring. Switches that sum read less, but the limit has not been measure
 ALIGNMENT = 16
 """Bytes; tensors need it for the kernel's widest loads, and the shared memory has it."""
 SMALLEST_LOAD = 4
-"""Bytes that torch's kernel moves at once at least."""
+"""Bytes; the size of a tensor must be a multiple of the smallest load of torch's kernel."""
 DTYPES = (torch.float32, torch.bfloat16)
 """Supported by torch's one-shot kernel."""
 
@@ -142,10 +142,11 @@ def select_all_reduce(choice: AllReduceChoice, group: CommGroup, device: torch.d
     """
     if choice == "nccl" or group.size == 1:
         return group
-    hosts = group.broadcast_object(len({*(group.gather_objects(socket.gethostname()) or ())}))
+    hosts = group.broadcast_object(len(set(group.gather_objects(socket.gethostname()))))
+    if hosts > 1 and choice == "symmetric":
+        found = f"needs all ranks on one machine, found {hosts}"
+        raise UserError(f"--tp-all-reduce symmetric {found}: use --tp-all-reduce nccl")
     if hosts > 1:
-        if choice == "symmetric":
-            raise UserError("--tp-all-reduce symmetric needs all ranks on one machine: use --tp-all-reduce nccl")
         return group
     if choice == "auto":
         possible = torch.ones(1, device=device)

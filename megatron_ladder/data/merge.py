@@ -64,24 +64,29 @@ def merge_datasets(prefixes: Sequence[Path], output_prefix: Path, report: Callab
     Raises UserError, and leaves no file, for parts that are damaged or incompatible, or an output that exists.
     """
     datasets, sidecars = _open_all(prefixes, output_prefix)
+    try:
+        _write_merged(datasets, sidecars, output_prefix, report)
+    except OSError as error:
+        # `_open_all` has found none of these files.
+        for path_of in (loss_mask_path, bin_path, idx_path, sidecar_path):
+            path_of(output_prefix).unlink(missing_ok=True)
+        raise UserError(f"--output-prefix {output_prefix}: cannot be written: {error.strerror}") from None
+    return sum(map(len, datasets)), sum(len(dataset.tokens) for dataset in datasets)
+
+
+def _write_merged(
+    datasets: Sequence[IndexedDataset], sidecars: Sequence[Sidecar | None], output_prefix: Path,
+    report: Callable[[str], None],
+) -> None:  # fmt: skip
     dtype = datasets[0].tokens.dtype
     with ExitStack() as stack:
         bar = stack.enter_context(ProgressBar("copied", sum(dataset.tokens.nbytes for dataset in datasets)))
-        try:
-            writer = stack.enter_context(IndexedDatasetWriter(output_prefix, dtype))
-        except OSError as error:
-            raise UserError(f"--output-prefix {output_prefix}: cannot be written: {error.strerror}") from None
+        writer = stack.enter_context(IndexedDatasetWriter(output_prefix, dtype))
         for dataset, sidecar in zip(datasets, sidecars, strict=True):
             checksum = writer.append(dataset, bar.advance)
             raise_user_errors(checksum_errors(bin_path(dataset.prefix), checksum, sidecar, "bin_checksum"))
-        try:
-            mask_checksum = _merge_loss_masks(datasets, sidecars, output_prefix)
-            bin_checksum, idx_checksum = writer.publish()
-        except OSError as error:
-            # `_open_all` has found none of these files.
-            for path_of in (loss_mask_path, bin_path, idx_path):
-                path_of(output_prefix).unlink(missing_ok=True)
-            raise UserError(f"--output-prefix {output_prefix}: cannot be written: {error.strerror}") from None
+        mask_checksum = _merge_loss_masks(datasets, sidecars, output_prefix)
+        bin_checksum, idx_checksum = writer.publish()
     known = [sidecar for sidecar in sidecars if sidecar is not None]
     if len(known) == len(datasets):
         values = {name: rule([getattr(sidecar, name) for sidecar in known]) for name, rule in _COMBINED.items()}
@@ -89,7 +94,6 @@ def merge_datasets(prefixes: Sequence[Path], output_prefix: Path, report: Callab
         write_sidecar(output_prefix, dataclasses.replace(known[0], **values))
     else:
         report(f"{output_prefix}: has no .json, because {len(datasets) - len(known)} of the parts have none")
-    return sum(map(len, datasets)), sum(len(dataset.tokens) for dataset in datasets)
 
 
 def _open_all(prefixes: Sequence[Path], output_prefix: Path) -> tuple[list[IndexedDataset], list[Sidecar | None]]:

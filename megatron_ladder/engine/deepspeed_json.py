@@ -33,6 +33,7 @@ REFUSED_KEYS = {
     "bf16.bf16_optimizer_states": "the optimizer's state is fp32",
     "fp16.fp16_master_weights_and_grads": "master weights and gradients are fp32",
     "fp16.auto_cast": "the model casts its inputs itself",
+    "communication_data_type": "gradients are reduced in fp32",
     "managed_gradient_accumulation": "a step is --global-batch-size samples",
 }
 """Settings that would override the command line, or that the engine does not support, with the reason."""
@@ -66,7 +67,6 @@ FLAGS = {
     "fp16.min_loss_scale": "--min-loss-scale",
     "fp16.hysteresis": "--hysteresis",
     "data_types.grad_accum_dtype": "--bf16",
-    "communication_data_type": "gradients are reduced in fp32",
 }
 """Keys that the command line determines, with the flag to name if a file contradicts it."""
 
@@ -159,7 +159,7 @@ def _merge(derived: Mapping[str, Any], given: object, file: Path, prefix: str, e
         return merged
     for key, value in given.items():
         path = prefix + key
-        if path in REFUSED_KEYS and _is_off(value):
+        if path in REFUSED_KEYS and (_is_off(value) or (key in derived and value == derived[key])):
             continue
         if path in REFUSED_KEYS:
             errors.append(f"{source}: {path}: {REFUSED_KEYS[path]}; remove it")

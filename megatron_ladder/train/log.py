@@ -28,11 +28,16 @@ from megatron_ladder.train.step import StepResult
 from megatron_ladder.train.trackers import TrackerThread, close_trackers, open_trackers
 
 
+def print_if_possible(text: str) -> None:
+    """Print and flush. If the terminal is gone or the disk full, the text is lost but the run continues."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
+
+
 def print_rank_0(text: str, rank: int) -> None:
-    """Print on rank 0 and flush. If the terminal is gone or the disk full, the text is lost but the run continues."""
+    """Print on rank 0, as `print_if_possible` does."""
     if rank == 0:
-        with contextlib.suppress(OSError):
-            print(text, flush=True)
+        print_if_possible(text)
 
 
 def banner(trainer: Trainer) -> str:

@@ -30,6 +30,7 @@ from megatron_ladder.train.log import (
     RunLog,
     banner,
     describe_start,
+    print_if_possible,
     print_rank_0,
     record_lost_peers,
     recording_failures,
@@ -93,7 +94,7 @@ def _write_config(folder: Path, inputs: RunInputs) -> None:
         write_atomically(folder / CONFIG_NAME, config_file_text(inputs.values, note))
     except OSError as error:
         # A failing save is no reason to stop, either.
-        print_rank_0(f"*** {folder / CONFIG_NAME}: could not be written: {error.strerror} ***", 0)
+        print_if_possible(f"*** {folder / CONFIG_NAME}: could not be written: {error.strerror} ***")
 
 
 def _evaluate_loaded(trainer: Trainer, session: _Session, iteration: int) -> str:

@@ -21,7 +21,7 @@ from megatron_ladder.data.streaming import (
 )
 from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
 from megatron_ladder.train.inputs import RunInputs, describe_data
-from megatron_ladder.train.log import print_rank_0
+from megatron_ladder.train.log import print_if_possible, print_rank_0
 from megatron_ladder.train.setup import Trainer
 
 
@@ -99,7 +99,7 @@ class TextStreams:
 
             def warn(text: str) -> None:
                 # On every rank, because each one reads different streams.
-                print_rank_0(f"rank {mesh.world.rank}: {text}", 0)
+                print_if_possible(f"rank {mesh.world.rank}: {text}")
 
             skipped = SkippedRecords(self._plan.max_bad, warn, self._skipped)
             reader = StreamReader(

@@ -40,8 +40,12 @@ def test_a_training_run_that_stopped_early_is_not_finished(tmp_path: Path, newes
     script = f"""set -euo pipefail
         run={tmp_path} stages=1
         source {REPOSITORY_ROOT}/examples/stages.sh
-        launch() {{ echo "$@"; echo {newest} >"$run/checkpoint/latest"; }}
-        run_once training "$run/checkpoint/latest" Training train "$run/checkpoint" 200 pretrain_ladder.py --lr 1"""
+        launch() {{
+            echo "$@"
+            echo {newest} >"$run/checkpoint/latest"
+            echo "train_iters: 200" >"$run/checkpoint/config.yaml"
+        }}
+        run_once training "$run/checkpoint/latest" Training train "$run/checkpoint" pretrain_ladder.py --lr 1"""
     done = run_command(["bash", "-c", script], timeout=60)
     assert "pretrain_ladder.py --lr 1" in done.stdout
     assert (done.returncode == 0, (tmp_path / "done" / "training").exists()) == (is_finished, is_finished), done.stderr

@@ -179,7 +179,8 @@ def _read_measurements(path: Path) -> list[dict[str, str]]:
 
 def _request_of(options: InferenceOptions) -> InferenceRequest:
     model, link = find_size(options.model), _link_of(options)
-    raise_user_errors(f"--tp {options.tp}: {error}" for error in tensor_parallel_errors(model, options.tp))
+    errors = tensor_parallel_errors(model, options.tp)
+    raise_user_errors(f"--tp {options.tp} does not divide --model {options.model}: {error}" for error in errors)
     try:
         link.seconds(1, options.tp)
     except ValueError as error:

@@ -9,7 +9,7 @@ Seeds are the outermost loop, so that an interrupted study has whole pairs.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from megatron_ladder.lab.study.schema import Study, Trial, rate_key
@@ -116,12 +116,16 @@ def is_at_the_edge(rate: float | None, tried: Mapping[float, float]) -> bool:
     return len(tried) > 1 and rate in (min(tried), max(tried))
 
 
-def expected_trials(study: Study) -> list[Trial]:
-    """Return all trials, with estimates for those that are not decided yet, to count them and their cost."""
+def expected_trials(study: Study, diverged: Collection[str] = ()) -> list[Trial]:
+    """Return all trials, with estimates for those that are not decided yet, to count them and their cost.
+
+    `diverged` has the keys of the models that diverged at every rate, which are not trained.
+    """
     decided = study
     if study.learning_rates:
         middle = sorted(study.learning_rates)[len(study.learning_rates) // 2]
-        decided = replace(study, chosen={**{rate_key(*model): middle for model in study.models}, **study.chosen})
+        undecided = {rate_key(*model): middle for model in study.models if rate_key(*model) not in diverged}
+        decided = replace(study, chosen={**undecided, **study.chosen})
     timed = [
         replace(trial, kind="time")
         for trial in token_trials(decided)

@@ -45,7 +45,8 @@ def run_study(request: Request, kind: "type[StudyRun] | None" = None) -> None:
     options.output_dir.mkdir(parents=True, exist_ok=True)
     with SaveLock(options.output_dir, flag="--output-dir"), received_signals() as received:
         request, data = _prepare_data(request)
-        study = schema.load_or_create_study(options.output_dir, _describe(request, data, chosen))
+        check = functools.partial(_reject_other_ranks, options)
+        study = schema.load_or_create_study(options.output_dir, _describe(request, data, chosen), check)
         run = (kind or StudyRun)(request, study, received)
         try:
             run.run()
@@ -138,6 +139,16 @@ def _transferred_rates(options: RunOptions) -> dict[str, float]:
     }
 
 
+def _reject_other_ranks(options: RunOptions, study: Study) -> None:
+    """Raise a UserError if further step times would be measured with another number of ranks than the first ones."""
+    others = {times.ranks for times in study.step_times.values()} - {options.timing_ranks}
+    if options.link != OWN_LINK and others and any(grid.untimed_wirings(study, size) for size in study.sizes):
+        raise UserError(
+            f"--timing-ranks {options.timing_ranks}: the step times of this study were measured with {others.pop()}; "
+            "use that number, or another --output-dir"
+        )
+
+
 class StudyRun:
     """One start of a study, with a message for each failed part and the results of finished trials by name."""
 
@@ -151,10 +162,10 @@ class StudyRun:
         self._received = received
         self._resolved: dict[tuple[str, str], RunConfig] = {}
         self._further: list[Trial] = []
+        self._diverged: set[str] = set()
 
     def run(self) -> None:
         """Run all missing trials, in order. Raises `_StudyStopped` when a signal arrives."""
-        self._reject_other_ranks()
         self._expect()
         self._tune(grid.tuning_trials(self.study))
         if self.failures:
@@ -168,14 +179,6 @@ class StudyRun:
             self._time_steps()
         self._train(grid.time_trials(self.study))
 
-    def _reject_other_ranks(self) -> None:
-        others = {times.ranks for times in self.study.step_times.values()} - {self.options.timing_ranks}
-        if self.options.link != OWN_LINK and others:
-            raise UserError(
-                f"--timing-ranks {self.options.timing_ranks}: the step times of this study were measured with "
-                f"{others.pop()}; use that number, or another --output-dir"
-            )
-
     def report(self, output: Path) -> Path | None:
         """Write the report into a folder."""
         return write_report(read_results(self.options.output_dir), output)
@@ -186,7 +189,7 @@ class StudyRun:
         self._expect()
 
     def _expect(self) -> None:
-        self.progress.expected = [*grid.expected_trials(self.study), *self._further]
+        self.progress.expected = [*grid.expected_trials(self.study, self._diverged), *self._further]
 
     def _tune(self, trials: Sequence[Trial]) -> None:
         """Run the tuning trials, and further ones while a best learning rate is at the edge."""
@@ -203,6 +206,7 @@ class StudyRun:
         study, losses = self.study, self._losses()
         # Earlier choices stay, because trials were trained with them.
         chosen = {**grid.choose_learning_rates(study, losses), **study.chosen}
+        self._diverged = {rate_key(*model) for model in study.models} - chosen.keys()
         self._update(chosen=chosen)
         if len(study.learning_rates) > 1:
             self.progress.say(f"learning rates: {', '.join(f'{key} {rate:g}' for key, rate in chosen.items())}")

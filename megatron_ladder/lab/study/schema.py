@@ -210,10 +210,13 @@ def _extends(before: Study, now: Study, name: str) -> bool:
     return {*getattr(before, name)} <= {*getattr(now, name)}
 
 
-def load_or_create_study(folder: Path, requested: Study) -> Study:
+def load_or_create_study(
+    folder: Path, requested: Study, check: Callable[[Study], None] = lambda study: None
+) -> Study:
     """Return the study of a folder, extended as requested, or write the requested one.
 
-    Raises UserError if other settings differ, or if the request lacks wirings or seeds of the study.
+    `check` can reject an extended study with a UserError before it is written. Raises UserError if other settings
+    differ, or if the request lacks wirings or seeds of the study.
     """
     found = read_study(folder)
     if found is None:
@@ -231,5 +234,6 @@ def load_or_create_study(folder: Path, requested: Study) -> Study:
     # Trials were trained with the rates chosen before.
     chosen = {**requested.chosen, **found.chosen}
     study = replace(found, **extended, chosen=chosen, command=requested.command)
+    check(study)
     write_study(folder, study)
     return study

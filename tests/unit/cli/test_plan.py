@@ -74,8 +74,8 @@ def test_inference_without_a_gain(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("--tp 3", "--tp 3: --num-attention-heads 64 is not divisible by --tensor-model-parallel-size 3"),
-        ("--model 3b --tp 3", "--tp 3: --ffn-hidden-size 8192 is not divisible by --tensor-model-parallel-size 3"),
+        ("--tp 3", "--tp 3 does not divide --model llama-70b: --num-attention-heads 64 is not divisible"),
+        ("--model 3b --tp 3", "--tp 3 does not divide --model 3b: --ffn-hidden-size 8192 is not divisible"),
         ("--tp 16", "--link nvlink: nvlink: measured for 2 to 8 ranks, found 16: give --link-latency-us and"),
         ("--model 71b", "--model 71b: expected one of"),
         ("--ladder-layers 81", "--ladder-layers 81: the model has 80 layers"),

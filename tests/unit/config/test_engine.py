@@ -118,7 +118,7 @@ def test_values_of_a_disabled_section_are_ignored(tmp_path: Path) -> None:
         ({"zero_optimization": {"memory_efficient_linear": True}}, "memory_efficient_linear: it replaces torch"),
         ({"bf16": {"bf16_master_weights_and_grads": True}}, "master weights and gradients are fp32; remove it"),
         ({"fp16": {"enabled": True}}, "fp16.enabled is True, and the command line says False (--fp16)"),
-        ({"communication_data_type": "bf16"}, "communication_data_type is bf16, and the command line says fp32"),
+        ({"communication_data_type": "bf16"}, "communication_data_type: gradients are reduced in fp32; remove it"),
         ({"fp16": {"auto_cast": True}}, "fp16.auto_cast: the model casts its inputs itself"),
     ],
 )

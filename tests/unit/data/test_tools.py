@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import psutil
@@ -16,7 +17,7 @@ import xxhash
 
 from megatron_ladder.cli.inspect_data import main as inspect_data
 from megatron_ladder.cli.merge_datasets import main as merge_datasets
-from megatron_ladder.data import indexed
+from megatron_ladder.data import indexed, merge
 from megatron_ladder.data.indexed import IndexedDataset, IndexedDatasetWriter, loss_mask_path
 from megatron_ladder.data.inspect import _histogram, parse_documents, verify
 from megatron_ladder.data.reading.protocol import GROUP_BYTES
@@ -163,18 +164,21 @@ def test_a_changed_or_missing_loss_mask(tmp_path: Path, capsys: pytest.CaptureFi
     assert loss_mask_path(tmp_path / "out").read_bytes() == bytes(3) + before
 
 
-def test_a_merge_on_a_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("failing", ["append", "write_index", "write_sidecar"])
+def test_a_merge_on_a_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
     for name in "st":
         writer = IndexedDatasetWriter(tmp_path / name, np.dtype(np.uint16))
         writer.add_document(np.array([1, 2], np.uint16))
         writer.publish()
         loss_mask_path(tmp_path / name).write_bytes(bytes(2))
+        write_sidecar(tmp_path / name, Sidecar("t", "0" * 64, 100, 0, False, largest_id=2, documents=1, tokens=2))
 
-    def write_index(path: Path, *_: object) -> str:
-        raise OSError(28, "No space left on device", str(path))
+    def fail(*_: object) -> NoReturn:
+        raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as full:
-        full.setattr(indexed, "write_index", write_index)
+        place = {"append": IndexedDatasetWriter, "write_index": indexed, "write_sidecar": merge}[failing]
+        full.setattr(place, failing, fail)
         with pytest.raises(UserError, match="out: cannot be written: No space left on device"):
             merge_datasets(["--input", f"{tmp_path}/s", f"{tmp_path}/t", "--output-prefix", f"{tmp_path}/out"])
     assert not list(tmp_path.glob("*out*"))

@@ -249,10 +249,12 @@ def test_step_times_that_stay_doubtful_are_reported(stand: Stand, capfd: pytest.
 
 def test_step_times_of_other_numbers_of_ranks_are_not_mixed(stand: Stand) -> None:
     stand.run()
-    stand.options = replace(stand.options, timing_ranks=4, seeds=(1, 2, 3))
+    before = read_study(stand.options.output_dir)
+    wirings = ("standard", "ladder", "parallel")
+    stand.options = replace(stand.options, timing_ranks=4, wirings=wirings, timed_wirings=wirings)
     with pytest.raises(UserError, match="--timing-ranks 4: the step times of this study were measured with 2"):
         stand.run()
-    assert stand.started == []
+    assert stand.started == [] and read_study(stand.options.output_dir) == before
 
 
 def test_without_step_times_there_is_no_equal_time(stand: Stand, capfd: pytest.CaptureFixture[str]) -> None:
