@@ -296,7 +296,7 @@ def test_a_tiny_llama_is_adapted(lanes: int, tmp_path: Path) -> None:
     command += ["--lanes", str(lanes)] if lanes else []
     cache = {"HF_HOME": str(tmp_path / "hf")}
     stopped = run_command([*command, "--", "--exit-interval", "40"], timeout=1200, env=cache)
-    assert stopped.returncode == 1 and "healing stopped at iter_0000040 of 120 steps" in stopped.stderr
+    assert stopped.returncode == 1 and "training stopped at iter_0000040 of 120 steps" in stopped.stderr
     done = run_command(command, timeout=1200, env=cache)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "40 steps done" in done.stdout and "are bitwise equal to their sources" in done.stdout
