@@ -25,8 +25,7 @@ from megatron_ladder.lab.study.options import (
     SmallRunOptions,
 )
 from megatron_ladder.lab.study.schema import Trial
-from megatron_ladder.lab.study.wirings import STANDARD, TIMED_WIRINGS
-from megatron_ladder.lab.wirings import NAMED_WIRINGS
+from megatron_ladder.lab.study.wirings import STANDARD
 
 DESCRIPTIONS = {
     "run": "Train a grid of wirings and seeds, at equal tokens and at equal time, and report on it. Resumes a stopped "
@@ -72,7 +71,7 @@ def parse_options(argv: Sequence[str]) -> Request | ReportOptions:
 def timed_wirings(options: RunOptions) -> tuple[str, ...]:
     """Return the wirings that are also trained at equal time; standard, the reference, is always included."""
     if not options.timed_wirings:
-        return tuple(name for name in options.wirings if name in TIMED_WIRINGS)
+        return options.wirings
     if options.timed_wirings == (NONE,):
         return ()
     return (*[STANDARD] * (STANDARD not in options.timed_wirings), *options.timed_wirings)
@@ -81,11 +80,9 @@ def timed_wirings(options: RunOptions) -> tuple[str, ...]:
 def _run_errors(options: RunOptions) -> list[str]:
     timed, is_emulated = timed_wirings(options), options.link != OWN_LINK
     alpha = parse_alpha(options.link)
-    known = TIMED_WIRINGS if is_emulated else NAMED_WIRINGS
     errors = []
-    if invalid := [name for name in timed if name not in known or name not in options.wirings]:
-        expected = f"some of --wirings that can be timed, {', '.join(known)}; or {NONE}"
-        errors.append(f"--timed-wirings {' '.join(invalid)}: expected {expected}")
+    if invalid := [name for name in timed if name not in options.wirings]:
+        errors.append(f"--timed-wirings {' '.join(invalid)}: expected some of --wirings, or {NONE}")
     if STANDARD not in options.wirings:
         errors.append(f"--wirings {' '.join(options.wirings)}: add {STANDARD}, with which all others are compared")
     is_tuned = options.learning_rates_from is None and len(options.learning_rates) > 1

@@ -32,8 +32,7 @@ class RunOptions:
     which every rank is a lane (--lanes); like desync-2x and desync-4x it runs on two tensor-parallel ranks, and so
     takes two slots of --jobs."""
     timed_wirings: tuple[str, ...] = flag((), choices=(*NAMED_WIRINGS, NONE))
-    """Wirings of --wirings that are also trained for the time that standard takes, or none; by default all except
-    hybrid, own-partials-N, desync-2x and desync-4x, which a study does not time."""
+    """Wirings of --wirings that are also trained for the time that standard takes, or none; all if not given."""
     sizes: tuple[str, ...] = flag(("12x32x96x2x2x512",), details=f"Names: {', '.join(SIZES)}; numbers: {SHAPE}.")
     """Shapes of the model, by name or in numbers. The default corpus gets the vocabulary of the size."""
     seeds: tuple[int, ...] = flag((1, 2, 3), minimum=0)

@@ -10,7 +10,7 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.lab.study.commands import resolve_trial
 from megatron_ladder.lab.study.options import Request, RunOptions
 from megatron_ladder.lab.study.schema import Trial
-from megatron_ladder.lab.study.wirings import TIMED_WIRINGS
+from megatron_ladder.lab.wirings import NAMED_WIRINGS
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.parallel.layout import parameter_sections
 
@@ -30,7 +30,7 @@ def matrices(wiring: str, seed: int = 3) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("wiring", [*TIMED_WIRINGS[1:], "hybrid"])
+@pytest.mark.parametrize("wiring", [name for name, wiring in NAMED_WIRINGS.items() if wiring.shares_stream])
 def test_every_wiring_starts_from_the_weights_of_standard(wiring: str) -> None:
     standard, other = matrices("standard"), matrices(wiring)
     # Embedding, head, and in each layer q, k, v and o, gate, up and down.

@@ -12,7 +12,7 @@ from megatron_ladder.lab.study.commands import timing_command
 from megatron_ladder.lab.study.options import RunOptions
 from megatron_ladder.lab.study.outcome import read_step_times, times_of_trials
 from megatron_ladder.lab.study.schema import Result, Trial
-from megatron_ladder.lab.study.wirings import TIMED_WIRINGS
+from megatron_ladder.lab.wirings import NAMED_WIRINGS
 from tests.unit.lab.study.standing_in import SIZE, study_of
 
 
@@ -31,8 +31,8 @@ def test_the_benchmark_has_the_shape_and_batch_of_the_study() -> None:
     assert asked.wirings == ("standard", "ladder", "staleness-2")
 
 
-def test_the_benchmark_knows_all_timed_wirings() -> None:
-    assert set(TIMED_WIRINGS) <= set(VARIANTS)
+def test_the_benchmark_knows_all_wirings() -> None:
+    assert set(NAMED_WIRINGS) <= set(VARIANTS)
 
 
 @pytest.mark.parametrize("verdict", ["sound", "too noisy to judge"])
