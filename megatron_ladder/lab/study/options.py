@@ -1,4 +1,4 @@
-"""The options of `tools/study.py`; the defaults are a study that takes two hours on two cores."""
+"""The options of `tools/study.py`; the defaults are a study that takes about three hours on two cores."""
 
 from dataclasses import dataclass
 from pathlib import Path
