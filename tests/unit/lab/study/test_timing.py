@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 
 from megatron_ladder.lab.bench.options import parse_options
-from megatron_ladder.lab.bench.variants import VARIANTS
 from megatron_ladder.lab.study.commands import timing_command
 from megatron_ladder.lab.study.options import RunOptions
 from megatron_ladder.lab.study.outcome import read_step_times, times_of_trials
 from megatron_ladder.lab.study.schema import Result, Trial
-from megatron_ladder.lab.wirings import NAMED_WIRINGS
 from tests.unit.lab.study.standing_in import SIZE, study_of
 
 
@@ -29,10 +27,6 @@ def test_the_benchmark_has_the_shape_and_batch_of_the_study() -> None:
     assert (asked.sizes, asked.batch, asked.sequence, asked.tp, asked.rounds) == ((SIZE,), 4, 64, 2, 9)
     assert (asked.alpha, asked.json) == (("2ms",), Path("rows.json"))
     assert asked.wirings == ("standard", "ladder", "staleness-2")
-
-
-def test_the_benchmark_knows_all_wirings() -> None:
-    assert set(NAMED_WIRINGS) <= set(VARIANTS)
 
 
 @pytest.mark.parametrize("verdict", ["sound", "too noisy to judge"])
