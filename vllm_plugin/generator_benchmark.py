@@ -79,20 +79,21 @@ def write_model(folder: Path) -> None:
         (folder / f"{file}.json").write_text(json.dumps(content))
 
 
-def load_ours(model: Path, dtype: str) -> Continue:
+def load_ours(model: Path, dtype: str, compiled: bool) -> Continue:
     """Load the model into this repository's generator."""
     sys.path.insert(0, str(REPOSITORY))
     import torch
 
     from megatron_ladder.comm.mesh import ProcessMesh
     from megatron_ladder.generate.engine import GenerationEngine
+    from megatron_ladder.generate.graph import compiled_decode
     from megatron_ladder.generate.loading import DTYPES, load_model, open_model
     from megatron_ladder.generate.requests import GenerationRequest
     from megatron_ladder.generate.sampling import GREEDY
 
     mesh = ProcessMesh.single()
     loaded = load_model(open_model(model, None, None), mesh, DTYPES[dtype], torch.device("cpu"), overlap=True)
-    engine = GenerationEngine(loaded, mesh)
+    engine = GenerationEngine(loaded, mesh, decode_one=compiled_decode(loaded) if compiled else None)
 
     def generate(prompts: Prompts, count: int) -> Prompts:
         results = engine.generate([GenerationRequest(tuple(ids), count, GREEDY) for ids in prompts])
@@ -101,13 +102,13 @@ def load_ours(model: Path, dtype: str) -> Continue:
     return generate
 
 
-def load_vllm(model: Path, dtype: str) -> Continue:
+def load_vllm(model: Path, dtype: str, compiled: bool) -> Continue:
     """Load the model into vLLM's engine, in this process."""
     from vllm import LLM, SamplingParams
 
     engine = LLM(
-        str(model), dtype=VLLM_DTYPES[dtype], enforce_eager=True, skip_tokenizer_init=True, max_model_len=POSITIONS,
-        max_num_seqs=32,
+        str(model), dtype=VLLM_DTYPES[dtype], enforce_eager=not compiled, skip_tokenizer_init=True,
+        max_model_len=POSITIONS, max_num_seqs=32,
     )  # fmt: skip
 
     def generate(prompts: Prompts, count: int) -> Prompts:
@@ -118,12 +119,13 @@ def load_vllm(model: Path, dtype: str) -> Continue:
     return generate
 
 
-def work(program: str, model: Path, dtype: str) -> None:
+def work(options: argparse.Namespace) -> None:
     """Answer each line of standard input, prompts and a number of tokens, with seconds and tokens; see `Worker`."""
     # Libraries print to stdout, too.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    generate = (load_ours if program == OURS else load_vllm)(model, dtype)
+    load = load_ours if options.program == OURS else load_vllm
+    generate = load(options.model, options.dtype[0], options.program in options.compile)
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         prompts, count = json.loads(line)
@@ -159,6 +161,7 @@ class Worker:
     def __init__(self, program: str, python: Path | str, model: Path, options: argparse.Namespace, dtype: str) -> None:
         """Start to load the model."""
         command = [str(python), __file__, "work", "--program", program, "--model", str(model), "--dtype", dtype]
+        command += ["--compile", *options.compile]
         self._ends = contextlib.ExitStack()
         self.process = self._ends.enter_context(subprocess.Popen(
             command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -300,9 +303,11 @@ def compare_servers(model: Path, options: argparse.Namespace) -> None:
     # The command `vllm` fails in the CPU build: it asks for the version of a package that has another name there.
     server = "vllm.entrypoints.openai.api_server"
     vllm = [options.vllm_python, "-m", server, "--model", str(model), "--served-model-name", "model"]
-    vllm += f"--enforce-eager --max-num-seqs {max(options.streams)} --max-model-len {POSITIONS}".split()
+    vllm += f"--max-num-seqs {max(options.streams)} --max-model-len {POSITIONS}".split()
+    vllm += ["--enforce-eager"] * (VLLM not in options.compile)
     ours = [sys.executable, str(REPOSITORY / "tools" / "generate.py"), "--serve", "--model", str(model)]
     ours += f"--model-name model --max-concurrent {max(options.streams)}".split()
+    ours += ["--compile-sub-blocks"] * (OURS in options.compile)
     for dtype in options.dtype:
         with contextlib.ExitStack() as stack:
             servers = []
@@ -344,6 +349,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--streams", nargs="+", type=int, default=[8, 32], help="concurrent streams (serve)")
     parser.add_argument("--requests", type=int, default=2, help="requests of each stream (serve)")
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds, after one that warms up")
+    parser.add_argument("--compile", nargs="*", choices=(OURS, VLLM), default=[], help="use torch.compile in these")
     parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=64, help="tokens to generate for each prompt")
     parser.add_argument("--core", type=int, default=0, help="the core on which both programs run")
@@ -360,7 +366,7 @@ def main() -> None:
     """Compare, or do the work of one process."""
     options = parse_options()
     if options.mode == "work":
-        work(options.program, options.model, options.dtype[0])
+        work(options)
         return
     # The temporary model is removed, and the programs end.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))

@@ -14,7 +14,7 @@ import torch
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import BadNumbersError
-from megatron_ladder.generate.graph import StepGraph
+from megatron_ladder.generate.graph import DecodeStep, StepGraph
 from megatron_ladder.generate.requests import Generation, GenerationRequest, NewToken, Timings
 from megatron_ladder.generate.scoring import TokenScores, score_text
 from megatron_ladder.generate.slots import BAD_NUMBERS_CAUSE, PADDING, SlotBatch, prompt_width
@@ -36,16 +36,21 @@ class GenerationEngine:
         mesh: ProcessMesh,
         tokenizer: Tokenizer | None = None,
         new_graph: Callable[[], StepGraph] | None = None,
+        decode_one: DecodeStep | None = None,
     ) -> None:
-        """`tokenizer` decodes ids, if text is needed; `new_graph`, if given, captures a batch's decode step."""
+        """`tokenizer` decodes ids, if text is needed; `new_graph`, if given, captures a batch's decode step.
+
+        `decode_one`, if given, is the model's decode step for a single sample; see `compiled_decode`.
+        """
         self.model, self.group, self.tokenizer, self.new_graph = model.eval(), mesh.tensor, tokenizer, new_graph
+        self._decode_one = decode_one
         self._captured: list[SlotBatch] = []
         self._idle: SlotBatch | None = None
 
     def new_batch(self, slots: int, positions: int) -> SlotBatch:
         """Return an empty batch; see `SlotBatch`."""
         graph = None if self.new_graph is None else self.new_graph()
-        batch = SlotBatch(self.model, self.group, self.tokenizer, graph, slots, positions)
+        batch = SlotBatch(self.model, self._decode_one, self.group, self.tokenizer, graph, slots, positions)
         if graph is not None:
             self._captured.append(batch)
         return batch

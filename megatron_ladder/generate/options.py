@@ -41,7 +41,8 @@ class ModelOptions:
     overlap: bool = True
     """Wait for every all-reduce at once instead of leaving it in flight under the next sub-block; for comparison."""
     compile_sub_blocks: bool = False
-    """Use torch.compile for norms, SwiGLU and rotary embedding; needs a C++ compiler at run time."""
+    """Use torch.compile: in one process on a CPU for the whole decode step of a single sequence, and otherwise for
+    norms, SwiGLU and rotary embedding. Needs a C++ compiler at run time."""
     cuda_graph: bool = False
     """Capture the decode step in a CUDA graph and replay it for every token; needs a GPU."""
     tp_all_reduce: Literal["auto", "nccl", "symmetric"] = "nccl"

@@ -41,7 +41,7 @@ from megatron_ladder.data.chat_template import Message
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
 from megatron_ladder.generate.engine import GenerationEngine
-from megatron_ladder.generate.graph import CudaStepGraph
+from megatron_ladder.generate.graph import CudaStepGraph, compiled_decode
 from megatron_ladder.generate.loading import DTYPES, StoredModel, check_tensor_parallel, load_model, open_model
 from megatron_ladder.generate.options import (
     BenchOptions,
@@ -145,16 +145,18 @@ def build_engine(rank_info: RankInfo, options: ModelOptions, stored: StoredModel
     dtype_name = _dtype_name(options, device)
     dtype = DTYPES[dtype_name]
     mesh = replace(mesh, tensor=select_all_reduce(options.tp_all_reduce, mesh.tensor, device, dtype))
-    model = load_model(
-        stored, mesh, dtype, device, options.overlap, options.compile_sub_blocks, options.verify
-    )
+    compiles_step = options.compile_sub_blocks and ranks == 1 and device.type == "cpu"
+    compiles_parts = options.compile_sub_blocks and not compiles_step
+    model = load_model(stored, mesh, dtype, device, options.overlap, compiles_parts, options.verify)
     if rank_info.rank == 0:
         for warning in stored.warnings:
             print(f"warning: {warning}", file=sys.stderr)
         kind = f"{config.residual_mode}, {config.num_layers} layers, {dtype_name} on {device.type}"
         loaded = f"tensor parallel {ranks}, loaded in {time.monotonic() - begun:.1f} s"
         print(f"{stored.directory}: {kind}, {loaded}", file=sys.stderr, flush=True)
-    return GenerationEngine(model, mesh, stored.tokenizer, CudaStepGraph if options.cuda_graph else None)
+    new_graph = CudaStepGraph if options.cuda_graph else None
+    decode_one = compiled_decode(model) if compiles_step else None
+    return GenerationEngine(model, mesh, stored.tokenizer, new_graph, decode_one)
 
 
 def _prepare_prompts(options: GenerateOptions, stored: StoredModel, encoder: PromptEncoder | None) -> _Mode:

@@ -33,8 +33,8 @@ from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas, loc
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import BadNumbersError
-from megatron_ladder.generate.attention import CachedRows, FilledColumns, counts_filled_columns
-from megatron_ladder.generate.graph import StepGraph, captured_decode
+from megatron_ladder.generate.attention import CachedRows, FilledColumns, attend_by_sums, counts_filled_columns
+from megatron_ladder.generate.graph import DecodeStep, StepGraph, captured_decode
 from megatron_ladder.generate.large_pages import zeros_in_large_pages
 from megatron_ladder.generate.requests import FinishReason, Generation, GenerationRequest, NewToken, Timings
 from megatron_ladder.generate.sampling import GREEDY, NO_TOKEN, Sampler, to_device
@@ -105,7 +105,10 @@ class _TokenColumns(NamedTuple):
         """Store keys and values [b, kv_heads/t, 1, d]; return those of the first `extent` columns."""
         for rows, new in (self.cache.key_rows[layer], keys), (self.cache.value_rows[layer], values):
             rows.index_copy_(0, self.rows, new.flatten(0, 2).to(rows.dtype))
-        stored_keys, stored_values = self.cache.keys[layer][: len(keys)], self.cache.values[layer][: len(values)]
+        shape = (*self.cache.first_rows.shape, -1)
+        stored_keys, stored_values = (
+            rows[layer].unflatten(0, shape)[: len(keys)] for rows in (self.cache.key_rows, self.cache.value_rows)
+        )
         return stored_keys.narrow(2, 0, self.extent), stored_values.narrow(2, 0, self.extent)
 
 
@@ -165,15 +168,15 @@ class SlotBatch:
     """
 
     def __init__(
-        self, model: LanguageModel, group: CommGroup, tokenizer: Tokenizer | None, graph: StepGraph | None,
-        slots: int, positions: int,
+        self, model: LanguageModel, decode_one: DecodeStep | None, group: CommGroup,
+        tokenizer: Tokenizer | None, graph: StepGraph | None, slots: int, positions: int,
     ) -> None:  # fmt: skip
-        """`positions` limits prompt and continuation together, per slot.
+        """`positions` limits prompt and continuation together, per slot; `decode_one` is that of the engine.
 
         `graph`, if given, captures the decode step here; the batch must then be closed. Every rank must call this.
         """
         self._model, self._tokenizer, self._device = model, tokenizer, model.embedding.weight.device
-        self._group = group
+        self._decode_one, self._group = decode_one, group
         self.samples: list[_ActiveSample | None] = [None] * slots
         in_fp32 = self._device.type == "cpu" and model.compute_dtype in (torch.bfloat16, torch.float16)
         cache_dtype = torch.float32 if in_fp32 else model.compute_dtype
@@ -269,6 +272,7 @@ class SlotBatch:
         """Ids [b, 1] for columns [b] -> logits. Attention gets `extent` columns; `masked` hides later ones."""
         cache = self._cache
         first_rows = cache.first_rows[: len(columns)]
+        decode_one = self._decode_one if len(columns) == 1 else None
         mask, attend = None, None
         if masked and not self._counts_filled:
             mask = (torch.arange(extent, device=self._device) <= columns.unsqueeze(1))[:, None, None, :]
@@ -276,16 +280,20 @@ class SlotBatch:
             filled = (columns + 1).to(torch.int32).unsqueeze(1).expand_as(first_rows).flatten()
             ends = len(filled) + 1
             attend = FilledColumns(cache.query_starts[:ends], cache.key_starts[:ends], filled).attend
+            extent = self._positions
+        elif decode_one is not None:
+            attend = attend_by_sums
         elif self._device.type == "cpu":
             config = self._model.config
             heads = config.num_attention_heads // (config.lanes or self._group.size)
             attend = CachedRows.of(first_rows, extent, heads).attend
-        if attend is not None:
             # It selects the columns.
             extent = self._positions
         turns = RotaryTable(self._rotary.cos[columns].transpose(0, 1), self._rotary.sin[columns].transpose(0, 1))
         rows = (first_rows + columns.unsqueeze(1)).flatten()
         context = SequenceContext(turns, _TokenColumns(self._cache, rows, extent), mask, attend=attend)
+        if decode_one is not None:
+            return decode_one(tokens, context)
         return self._model.logits_shard(self._model.hidden_states(tokens, context))[0]
 
     def _choose(self, logits_shard_v: Tensor, slots: Sequence[int]) -> list[NewToken]:

@@ -87,7 +87,9 @@ class LaneRange:
 
     def forward(self, state: Tensor, keeps_graphs: bool) -> Tensor:
         """Map the state that enters to the one that leaves."""
-        stream, pending, added = state[0], deque[_Parts](), 0
+        # torch.compile cannot trace the call of `deque[_Parts]`.
+        pending: deque[_Parts] = deque()
+        stream, added = state[0], 0
         for output, own in enumerate(self._groups(state)):
             pending.append(self._sum(own) if output < self._reduced_here else _unreduced(own))
         for index, step in enumerate(self._steps):
@@ -140,7 +142,9 @@ class LaneRange:
 
     def _compute(self, index: int, stream: Tensor, pending: Iterable[_Parts], keeps_graphs: bool) -> tuple[Tensor, ...]:
         """Compute the parts of this rank's lanes."""
-        step, parts, kept = self._steps[index], list[Tensor](), list[_Graph | Tensor]()
+        parts: list[Tensor] = []
+        kept: list[_Graph | Tensor] = []
+        step = self._steps[index]
         for lane in self._lanes:
             read = stream
             for output in pending:
