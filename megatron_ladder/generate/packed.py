@@ -53,7 +53,7 @@ def load_packed(model: LanguageModel, fill: Callable[[nn.Module], None]) -> None
             weight = torch.ops.mkldnn._reorder_linear_weight(module.get_parameter("weight").detach(), _ROWS)
             move_to_large_pages(torch.ops.mkldnn.data_ptr(weight), torch.ops.mkldnn._nbytes(weight))
             module.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
-            cast(Any, module).linear = packed_linear
+            cast(Any, module).linear = _packed_linear
 
 
 def _can_pack(dtype: torch.dtype) -> bool:
@@ -71,7 +71,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x.to(weight.dtype), weight, bias)
 
 
-def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`x @ weight^T + bias` for x [..., in] and a packed weight [out, in] -> [..., out], in its dtype."""
     x = x.to(weight.dtype)
     if torch.compiler.is_compiling():
