@@ -5,8 +5,8 @@ launches all of them at once. It replays the captured addresses, so the inputs o
 into fixed buffers, and attention gets all columns of the cache. The number of filled ones, or a mask, is computed on
 the device.
 
-On a CPU, a decoded token is mostly matrix products, but the hundreds of small operations between them count in small
-models. `compiled_decode` compiles them into a few kernels between the products.
+On a CPU, a decoded token is mostly matrix products, but the hundreds of small operations between them matter in a
+small model. `compiled_decode` compiles them into a few kernels between the products.
 """
 
 from collections.abc import Callable, Sequence
@@ -93,8 +93,8 @@ def captured_decode(
 def compiled_decode(model: LanguageModel, backend: str | Callable[..., Any] = "inductor") -> DecodeStep:
     """Return the decode step of a model on one rank, for one sample, as one graph of torch.compile.
 
-    It is compiled at the first call, and again for a cache of one slot or of several. `attend_by_sums` is the attention
-    to compile.
+    It is compiled at the first call, separately for caches of one slot and of several. The context should attend with
+    `attend_by_sums`.
     """
 
     def step(tokens: Tensor, context: SequenceContext) -> Tensor:

@@ -7,7 +7,6 @@ many rows. A packed weight is an opaque tensor, of which only the shape, the dty
 """
 
 from collections.abc import Callable
-from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -53,7 +52,6 @@ def load_packed(model: LanguageModel, fill: Callable[[nn.Module], None]) -> None
             weight = torch.ops.mkldnn._reorder_linear_weight(module.get_parameter("weight").detach(), _ROWS)
             move_to_large_pages(torch.ops.mkldnn.data_ptr(weight), torch.ops.mkldnn._nbytes(weight))
             module.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
-            cast(Any, module).linear = _packed_linear
 
 
 def _can_pack(dtype: torch.dtype) -> bool:
@@ -68,27 +66,25 @@ def _can_pack(dtype: torch.dtype) -> bool:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(x.to(weight.dtype), weight, bias)
-
-
-def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`x @ weight^T + bias` for x [..., in] and a packed weight [out, in] -> [..., out], in its dtype."""
+    """`x @ weight^T + bias` for x [..., in] and a weight [out, in], packed or not -> [..., out], in its dtype."""
     x = x.to(weight.dtype)
     if torch.compiler.is_compiling():
-        product: Tensor = torch.ops.megatron_ladder.packed_linear(x, weight, bias)
+        product: Tensor = torch.ops.megatron_ladder.linear(x, weight, bias)
         return product
     return _multiply(x, weight, bias)
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    if weight.is_mkldnn:
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return F.linear(x, weight, bias)
 
 
 PACKED_OPERATIONS = Operations(split_heads=split_heads_in_fp32, linear=_linear)
-"""For models that generate on a CPU; `load_packed` gives packed matrices their product."""
+"""For models that generate on a CPU."""
 
-# Inductor has a packed product, too, but only for weights that are constants of the compiled code.
+# torch.compile cannot see that a weight is packed, and inductor's packed product requires a constant weight.
 _LIBRARY = torch.library.Library("megatron_ladder", "DEF")
-_LIBRARY.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-_LIBRARY.impl("packed_linear", _multiply, "CompositeExplicitAutograd")
-_LIBRARY.impl("packed_linear", lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]), "Meta")
+_LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_LIBRARY.impl("linear", _multiply, "CompositeExplicitAutograd")
+_LIBRARY.impl("linear", lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]), "Meta")

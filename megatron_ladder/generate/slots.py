@@ -105,6 +105,7 @@ class _TokenColumns(NamedTuple):
         """Store keys and values [b, kv_heads/t, 1, d]; return those of the first `extent` columns."""
         for rows, new in (self.cache.key_rows[layer], keys), (self.cache.value_rows[layer], values):
             rows.index_copy_(0, self.rows, new.flatten(0, 2).to(rows.dtype))
+        # Views of what was written: `cache.keys` would be another input of a compiled step over the same memory.
         shape = (*self.cache.first_rows.shape, -1)
         stored_keys, stored_values = (
             rows[layer].unflatten(0, shape)[: len(keys)] for rows in (self.cache.key_rows, self.cache.value_rows)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_ladder.generate.packed import _can_pack, _packed_linear
+from megatron_ladder.generate.packed import PACKED_OPERATIONS, _can_pack
 from tests.unit.generate.tiny_model import reference_of, tiny_config, tiny_model
 
 DTYPES = [
@@ -21,7 +21,7 @@ def test_packed_weights_multiply_as_exactly_as_others(dtype: torch.dtype) -> Non
     contiguous = [torch.randn(*shape, 70) for shape in ((2, 3), (1, 1), (0, 1))]
     for rows in [x.to(dtype) for x in (*contiguous, torch.randn(70, 4, 3).permute(1, 2, 0))]:
         expected = rows.double() @ weight.double().t() + bias.double()
-        found = _packed_linear(rows, packed, bias)
+        found = PACKED_OPERATIONS.linear(rows, packed, bias)
         assert found.shape == expected.shape and found.dtype == dtype
         if len(rows) > 0:
             assert (found - expected).abs().max() <= 4 * torch.finfo(dtype).eps * expected.abs().max()
