@@ -35,8 +35,7 @@ def move_to_large_pages(address: int, size: int) -> None:
 def _advise(address: int, size: int, advice: int) -> None:
     if sys.platform != "linux":
         return
-    # Only whole large pages.
-    begin, end = -(-address // _LARGE_PAGE) * _LARGE_PAGE, (address + size) // _LARGE_PAGE * _LARGE_PAGE
-    if begin < end:
-        # Kernels without the advice return an error and leave the memory as it is.
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)
+    # Includes the pages at both ends: the weights of a model usually lie next to each other and share them.
+    begin, end = address // _LARGE_PAGE * _LARGE_PAGE, -(-(address + size) // _LARGE_PAGE) * _LARGE_PAGE
+    # Kernels without the advice return an error and leave the memory as it is.
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)

@@ -252,6 +252,9 @@ class Sampler:
         if self._rows is None or self._rows[0] != parameters:
             self._rows = parameters, _Rows.of(parameters, self._device)
         rows = self._rows[1]
+        if self._group.size == 1 and not rows.any_drawn:
+            chosen: list[int] = _finite_or_none(*logits.max(1)).cpu().tolist()
+            return chosen
         uniform = None
         if rows.any_drawn:
             numbers = [
@@ -316,9 +319,12 @@ def _decide(candidates: _Candidates, rows: _Rows, uniform: Tensor | None, comple
         if rows.any_filtered:
             drawn = _draw_filtered(candidates, rows, uniform, total, complete)
             codes = torch.where(rows.filtered, drawn, codes)
-    # The maximum of logits with a NaN is NaN.
-    codes = codes.masked_fill(~highest.isfinite(), NO_TOKEN)
-    return torch.stack((codes, positions), dim=1)
+    return torch.stack((_finite_or_none(highest, codes), positions), dim=1)
+
+
+def _finite_or_none(highest: Tensor, tokens: Tensor) -> Tensor:
+    """Replace the tokens [b] of rows whose logits are not finite; the maximum of logits with a NaN is NaN."""
+    return tokens.masked_fill(~highest.isfinite(), NO_TOKEN)
 
 
 def _draw_filtered(
