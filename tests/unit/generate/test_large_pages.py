@@ -1,5 +1,7 @@
 """Large pages, as Linux reports them."""
 
+import ctypes
+import mmap
 import platform
 from pathlib import Path
 
@@ -32,6 +34,19 @@ def test_packed_weights_move_to_large_pages() -> None:
     move_to_large_pages(address, torch.ops.mkldnn._nbytes(packed))
     assert large_pages_at(address + _LARGE_PAGE) >= before + 3 * _LARGE_PAGE // 1024
     assert torch.equal(packed.to_dense(), weight)
+
+
+@pytest.mark.skipif(KERNEL < (6, 1), reason="Linux cannot move memory to large pages")
+def test_memory_of_another_kind_may_share_the_first_large_page() -> None:
+    area = torch.frombuffer(mmap.mmap(-1, 6 * _LARGE_PAGE, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
+    first = -(-area.data_ptr() // _LARGE_PAGE) * _LARGE_PAGE
+    offset = first + _LARGE_PAGE // 2 - area.data_ptr()
+    area[offset:] = 1
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    assert protect(ctypes.c_void_p(area.data_ptr()), ctypes.c_size_t(offset), mmap.PROT_READ) == 0
+    move_to_large_pages(area[offset:].data_ptr(), 3 * _LARGE_PAGE)
+    assert large_pages_at(area[offset:].data_ptr()) >= 3 * _LARGE_PAGE // 1024
+    assert area[offset:].min() == 1
 
 
 def test_zeros_are_in_large_pages() -> None:
