@@ -35,9 +35,8 @@ def move_to_large_pages(address: int, size: int) -> None:
 def _advise(address: int, size: int, advice: int) -> None:
     if sys.platform != "linux":
         return
-    # Includes the pages at both ends: the weights of a model usually lie next to each other and share them.
-    begin, end = address // _LARGE_PAGE * _LARGE_PAGE, address + size
     madvise = ctypes.CDLL(None).madvise
-    for page in range(begin, end, _LARGE_PAGE):
+    # Includes the pages at both ends: the weights of a model usually lie next to each other and share them.
+    for page in range(address // _LARGE_PAGE * _LARGE_PAGE, address + size, _LARGE_PAGE):
         # Fails if the page includes memory of another kind, or if the kernel does not know the advice.
         madvise(ctypes.c_void_p(page), ctypes.c_size_t(_LARGE_PAGE), advice)

@@ -253,7 +253,8 @@ class Sampler:
             self._rows = parameters, _Rows.of(parameters, self._device)
         rows = self._rows[1]
         if self._group.size == 1 and not rows.any_drawn:
-            chosen: list[int] = _finite_or_none(*logits.max(1)).cpu().tolist()
+            # No other rank has a more likely token.
+            chosen: list[int] = _mask_non_finite(*logits.max(1)).cpu().tolist()
             return chosen
         uniform = None
         if rows.any_drawn:
@@ -319,10 +320,10 @@ def _decide(candidates: _Candidates, rows: _Rows, uniform: Tensor | None, comple
         if rows.any_filtered:
             drawn = _draw_filtered(candidates, rows, uniform, total, complete)
             codes = torch.where(rows.filtered, drawn, codes)
-    return torch.stack((_finite_or_none(highest, codes), positions), dim=1)
+    return torch.stack((_mask_non_finite(highest, codes), positions), dim=1)
 
 
-def _finite_or_none(highest: Tensor, tokens: Tensor) -> Tensor:
+def _mask_non_finite(highest: Tensor, tokens: Tensor) -> Tensor:
     """Replace the tokens [b] of rows whose logits are not finite; the maximum of logits with a NaN is NaN."""
     return tokens.masked_fill(~highest.isfinite(), NO_TOKEN)
 

@@ -13,7 +13,6 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.generate import program
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.graph import compiled_decode
-from megatron_ladder.generate.packed import _can_pack
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import SamplingParameters
 from megatron_ladder.model.language_model import LanguageModel
@@ -63,13 +62,13 @@ def test_the_traced_step_continues_like_the_eager_one(name: str) -> None:
 def test_inductor_continues_like_the_eager_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     config = small_config("hybrid")
-    model = tiny_model(config, reference_of(config)[0], packed=_can_pack(torch.float32))
+    model = tiny_model(config, reference_of(config)[0], packed=True)
     check_equal(continuations(model, "inductor"), continuations(model), 1e-5)
 
 
 def test_half_precision_is_traced_with_an_fp32_cache() -> None:
     config = small_config("hybrid")
-    model = tiny_model(config, reference_of(config)[0], _can_pack(torch.bfloat16), torch.bfloat16)
+    model = tiny_model(config, reference_of(config)[0], packed=True, dtype=torch.bfloat16)
     check_equal(continuations(model, TRACED), continuations(model), 0.02)
 
 

@@ -41,12 +41,12 @@ def test_memory_of_another_kind_may_share_the_first_large_page() -> None:
     area = torch.frombuffer(mmap.mmap(-1, 6 * _LARGE_PAGE, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
     first = -(-area.data_ptr() // _LARGE_PAGE) * _LARGE_PAGE
     offset = first + _LARGE_PAGE // 2 - area.data_ptr()
-    area[offset:] = 1
-    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    writable = area[offset:].fill_(1)
+    protect = ctypes.CDLL(None).mprotect
     assert protect(ctypes.c_void_p(area.data_ptr()), ctypes.c_size_t(offset), mmap.PROT_READ) == 0
-    move_to_large_pages(area[offset:].data_ptr(), 3 * _LARGE_PAGE)
-    assert large_pages_at(area[offset:].data_ptr()) >= 3 * _LARGE_PAGE // 1024
-    assert area[offset:].min() == 1
+    move_to_large_pages(writable.data_ptr(), 3 * _LARGE_PAGE)
+    assert large_pages_at(writable.data_ptr()) >= 3 * _LARGE_PAGE // 1024
+    assert writable.min() == 1
 
 
 def test_zeros_are_in_large_pages() -> None:
