@@ -41,9 +41,21 @@ EVAL = ["lm-eval[api,hf]>=0.4.13,<0.5"]
 # To fit the planner's model to measurements, and for statistics of studies.
 LAB = ["scipy>=1.14,<2"]
 TEST = [
-    "build>=1.3,<2", "mypy>=1.18", "openai>=3,<4", "pytest>=8.4", "requests>=2.32,<3", "ruff>=0.14",
-    "safetensors>=0.6,<1", *DATA, *HF, *LAB, *MLFLOW, *PLOT, *SERVE, *WANDB,
-]  # fmt: skip
+    "build>=1.3,<2",
+    "mypy>=1.18",
+    "openai>=3,<4",
+    "pytest>=8.4",
+    "requests>=2.32,<3",
+    "ruff>=0.14",
+    "safetensors>=0.6,<1",
+    *DATA,
+    *HF,
+    *LAB,
+    *MLFLOW,
+    *PLOT,
+    *SERVE,
+    *WANDB,
+]
 
 
 def read_version() -> str:
@@ -66,9 +78,16 @@ setup(
     package_data={"megatron_ladder": ["py.typed"]},
     install_requires=REQUIRED,
     extras_require={
-        "data": DATA, "eval": EVAL, "hf": HF, "lab": LAB, "mlflow": MLFLOW, "plot": PLOT, "serve": SERVE, "test": TEST,
+        "data": DATA,
+        "eval": EVAL,
+        "hf": HF,
+        "lab": LAB,
+        "mlflow": MLFLOW,
+        "plot": PLOT,
+        "serve": SERVE,
+        "test": TEST,
         "wandb": WANDB,
-    },  # fmt: skip
+    },
     entry_points={
         "console_scripts": runpy.run_path(str(ROOT / "megatron_ladder" / "cli" / "programs.py"))["console_scripts"](),
         # Found by the versions of lm-eval after 0.4.13.

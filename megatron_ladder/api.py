@@ -60,9 +60,13 @@ class TrainingRun:
     """A run between its steps; `training` creates it."""
 
     def __init__(
-        self, trainer: Trainer, checkpoints: CheckpointSaver, batches: GlobalBatchLoader | UnreadBatches,
-        valid: Mapping[str, Samples], iteration: int,
-    ) -> None:  # fmt: skip
+        self,
+        trainer: Trainer,
+        checkpoints: CheckpointSaver,
+        batches: GlobalBatchLoader | UnreadBatches,
+        valid: Mapping[str, Samples],
+        iteration: int,
+    ) -> None:
         self._trainer, self._checkpoints, self._batches, self._valid = trainer, checkpoints, batches, valid
         self.iteration = iteration
         """Number of steps done, including those of the checkpoint that the run resumed."""

@@ -65,10 +65,14 @@ def _build_parser(config_classes: Sequence[type], program: str, description: str
 
 
 def parse_command_line(
-    config_classes: Sequence[type], argv: Sequence[str], program: str, description: str,
-    found: list[str] | None = None, settings: Mapping[str, str | list[str] | None] = types.MappingProxyType({}),
+    config_classes: Sequence[type],
+    argv: Sequence[str],
+    program: str,
+    description: str,
+    found: list[str] | None = None,
+    settings: Mapping[str, str | list[str] | None] = types.MappingProxyType({}),
     given: set[str] | None = None,
-) -> list[Any]:  # fmt: skip
+) -> list[Any]:
     """Read `argv` into one instance of each dataclass, in order.
 
     Args:
@@ -150,9 +154,13 @@ def _raise_or_append(errors: Sequence[str], found: list[str] | None) -> None:
 
 
 def parse_config(
-    config_class: type[Config], argv: Sequence[str], program: str, description: str | None,
-    find_errors: Callable[[Config], Iterable[str]] = lambda config: (), found: list[str] | None = None,
-) -> Config:  # fmt: skip
+    config_class: type[Config],
+    argv: Sequence[str],
+    program: str,
+    description: str | None,
+    find_errors: Callable[[Config], Iterable[str]] = lambda config: (),
+    found: list[str] | None = None,
+) -> Config:
     """Read `argv` into one dataclass.
 
     Args:

@@ -132,11 +132,14 @@ def run_program(main: Callable[[Sequence[str]], None], argv: Sequence[str] | Non
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == __package__ or "." in error.name:
             fail(error)
-        _report(rank, [
-            f"the Python package {error.name} is not installed for {sys.executable}: activate the environment of the "
-            "checkout (source .venv/bin/activate), which `bash examples/quickstart.sh` creates, or install this "
-            "project with pip"
-        ])  # fmt: skip
+        _report(
+            rank,
+            [
+                f"the Python package {error.name} is not installed for {sys.executable}: activate the environment of "
+                "the checkout (source .venv/bin/activate), which `bash examples/quickstart.sh` creates, or install "
+                "this project with pip"
+            ],
+        )
     except KeyboardInterrupt:
         _end(ExitCode.INTERNAL)
     except Exception as error:

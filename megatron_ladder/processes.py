@@ -84,9 +84,11 @@ def _identity(pid: int) -> str:
 
 
 def end_children(
-    children: Sequence[Child], grace_seconds: float, kill_groups: bool = False,
+    children: Sequence[Child],
+    grace_seconds: float,
+    kill_groups: bool = False,
     is_impatient: Callable[[], bool] = lambda: False,
-) -> None:  # fmt: skip
+) -> None:
     """Send SIGTERM to all children that still run, wait, and send SIGKILL to those that remain.
 
     Args:

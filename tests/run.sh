@@ -33,7 +33,7 @@ run_pytest() {
 }
 
 check_style() {
-    "$ENVIRONMENT/bin/python" -m ruff check --no-fix
+    "$ENVIRONMENT/bin/python" -m ruff format --check --quiet && "$ENVIRONMENT/bin/python" -m ruff check --no-fix
 }
 
 check_types() {

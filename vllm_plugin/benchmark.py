@@ -97,16 +97,33 @@ class Row(NamedTuple):
             wire = f"{self.all_reduces * self.alpha_seconds / forward:.2f}" if self.all_reduces else ""
             all_reduce = f"{self.alpha:g}c = {1e3 * self.alpha_seconds:.2f} ms"
         return [
-            self.mode, self.case.name, str(self.case.batch), all_reduce, self.wiring, f"{1e3 * forward:.2f}",
-            f"{statistics.median(ratios):.2f}", f"{min(ratios):.2f} to {max(ratios):.2f}", no_comm, wire,
+            self.mode,
+            self.case.name,
+            str(self.case.batch),
+            all_reduce,
+            self.wiring,
+            f"{1e3 * forward:.2f}",
+            f"{statistics.median(ratios):.2f}",
+            f"{min(ratios):.2f} to {max(ratios):.2f}",
+            no_comm,
+            wire,
             "" if self.alpha is None else f"{1e3 * outside:.2f}",
-        ]  # fmt: skip
+        ]
 
 
 TABLE_HEAD = [
-    "mode", "case", "batch", "all-reduce", "wiring", "ms", "standard / wiring", "range", "share of no-comm",
-    "share of the wire", "outside ms",
-]  # fmt: skip
+    "mode",
+    "case",
+    "batch",
+    "all-reduce",
+    "wiring",
+    "ms",
+    "standard / wiring",
+    "range",
+    "share of no-comm",
+    "share of the wire",
+    "outside ms",
+]
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
@@ -115,16 +132,31 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
         prog="benchmark.py", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--wirings", nargs="+", choices=[name for name in WIRINGS if name != "standard"],
-        default=["ladder", "parallel", "ladder-parallel"], help="compared with standard")  # fmt: skip
+    add(
+        "--wirings",
+        nargs="+",
+        choices=[name for name in WIRINGS if name != "standard"],
+        default=["ladder", "parallel", "ladder-parallel"],
+        help="compared with standard",
+    )
     add("--case", nargs="+", choices=["decode", "prefill"], default=["decode", "prefill"], help="what is timed")
     add("--batch", nargs="+", type=int, default=[1, 8, 32], help="requests of a decode step")
     add("--prefill-tokens", type=int, default=128, help="tokens of a prefill, which has one request")
-    add("--alpha", nargs="+", type=float, default=[0.0, 1.0, 2.0],
+    add(
+        "--alpha",
+        nargs="+",
+        type=float,
+        default=[0.0, 1.0, 2.0],
         help="time of one all-reduce in sub-blocks: the time of a forward pass without all-reduces over its number of "
-        "sub-blocks; only on a CPU")  # fmt: skip
-    add("--mode", nargs="+", choices=["eager", "inductor"], default=["eager", "inductor"],
-        help="inductor is vLLM's default, on GPUs with CUDA graphs of decode steps")  # fmt: skip
+        "sub-blocks; only on a CPU",
+    )
+    add(
+        "--mode",
+        nargs="+",
+        choices=["eager", "inductor"],
+        default=["eager", "inductor"],
+        help="inductor is vLLM's default, on GPUs with CUDA graphs of decode steps",
+    )
     add("--device", choices=["cpu", "cuda"], default="cpu", help="cpu computes in fp32, cuda in bf16")
     add("--tp", type=int, default=2, help="tensor-parallel ranks, with one core or GPU each")
     add("--rounds", type=int, default=7, help="rounds that count, after one that does not")
@@ -244,14 +276,21 @@ class Engine:
         with tempfile.TemporaryDirectory() as folder:
             model_config(options, wiring).save_pretrained(folder)
             self._llm = LLM(
-                model=folder, load_format="dummy", skip_tokenizer_init=True, generation_config="vllm",
-                tensor_parallel_size=options.tp, distributed_executor_backend="external_launcher", seed=0,
-                enforce_eager=mode == "eager", enable_prefix_caching=False, max_model_len=longest,
+                model=folder,
+                load_format="dummy",
+                skip_tokenizer_init=True,
+                generation_config="vllm",
+                tensor_parallel_size=options.tp,
+                distributed_executor_backend="external_launcher",
+                seed=0,
+                enforce_eager=mode == "eager",
+                enable_prefix_caching=False,
+                max_model_len=longest,
                 max_num_seqs=max(case.batch for case in cases),
                 # Every prefill fits into one step.
                 max_num_batched_tokens=max(longest, *(case.batch * case.prompt_tokens for case in cases)),
                 **settings,
-            )  # fmt: skip
+            )
         self.group = get_tp_group()
         self._forwards: list[float] = []
         self._compiled: dict[str, Any] | None = None if mode == "eager" else {}
@@ -350,9 +389,16 @@ def measure_emulated(options: argparse.Namespace, mode: str) -> Iterator[Row]:
             times = measure(case, list(ways))
             for name in ways:
                 yield Row(
-                    mode, case, alpha, seconds, name, times[name], times["standard"], times[NO_COMM],
+                    mode,
+                    case,
+                    alpha,
+                    seconds,
+                    name,
+                    times[name],
+                    times["standard"],
+                    times[NO_COMM],
                     all_reduces.get(name, 0),
-                )  # fmt: skip
+                )
     link.close()
     engine.close()
 

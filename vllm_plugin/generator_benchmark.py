@@ -61,18 +61,38 @@ def write_model(folder: Path) -> None:
         weights |= {f"{name}.{part}_layernorm.weight": torch.ones(HIDDEN) for part in ("input", "post_attention")}
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32", "hidden_act": "silu",
-        "num_hidden_layers": LAYERS, "hidden_size": HIDDEN, "intermediate_size": INNER, "head_dim": HIDDEN // HEADS,
-        "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "vocab_size": VOCABULARY, "rms_norm_eps": 1e-5,
-        "max_position_embeddings": POSITIONS, "rope_theta": 10000.0, "tie_word_embeddings": False,
-        "attention_bias": False, "mlp_bias": False, "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "float32",
+        "hidden_act": "silu",
+        "num_hidden_layers": LAYERS,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "head_dim": HIDDEN // HEADS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "vocab_size": VOCABULARY,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": POSITIONS,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
     words = {f"w{number}": number for number in range(VOCABULARY)}
     tokenizer = {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
-        "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None,
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Whitespace"},
+        "post_processor": None,
+        "decoder": None,
         "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"},
-    }  # fmt: skip
+    }
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w2"}
     # The configuration is the last file, and marks the folder as complete.
     for file, content in (("tokenizer", tokenizer), ("tokenizer_config", settings), ("config", config)):
@@ -107,9 +127,13 @@ def load_vllm(model: Path, dtype: str, compiled: bool) -> Continue:
     from vllm import LLM, SamplingParams
 
     engine = LLM(
-        str(model), dtype=VLLM_DTYPES[dtype], enforce_eager=not compiled, skip_tokenizer_init=True,
-        max_model_len=POSITIONS, max_num_seqs=32,
-    )  # fmt: skip
+        str(model),
+        dtype=VLLM_DTYPES[dtype],
+        enforce_eager=not compiled,
+        skip_tokenizer_init=True,
+        max_model_len=POSITIONS,
+        max_num_seqs=32,
+    )
 
     def generate(prompts: Prompts, count: int) -> Prompts:
         sampling = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
@@ -137,9 +161,12 @@ def work(options: argparse.Namespace) -> None:
 def environment(core: int) -> dict[str, str]:
     """Return the environment of both programs: one thread, and for vLLM the core, in which nothing spins."""
     return os.environ | {
-        "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": str(core), "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
-    }  # fmt: skip
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": str(core),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
 
 
 def guard(process_group: int) -> "subprocess.Popen[bytes]":
@@ -163,12 +190,18 @@ class Worker:
         command = [str(python), __file__, "work", "--program", program, "--model", str(model), "--dtype", dtype]
         command += ["--compile", *options.compile]
         self._ends = contextlib.ExitStack()
-        self.process = self._ends.enter_context(subprocess.Popen(
-            command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=None if options.verbose else subprocess.DEVNULL,
-            env=environment(options.core) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, start_new_session=True,
-            preexec_fn=lambda: os.sched_setaffinity(0, {options.core}),
-        ))  # fmt: skip
+        self.process = self._ends.enter_context(
+            subprocess.Popen(
+                command,
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=None if options.verbose else subprocess.DEVNULL,
+                env=environment(options.core) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+                start_new_session=True,
+                preexec_fn=lambda: os.sched_setaffinity(0, {options.core}),
+            )
+        )
         self._ends.enter_context(guard(self.process.pid))
         self._read()
         os.killpg(self.process.pid, signal.SIGSTOP)
@@ -243,10 +276,13 @@ def running_server(command: Sequence[str], options: argparse.Namespace) -> Itera
     """Run an HTTP server, and suspend it when it is ready; end it with all of its processes."""
     port = free_port()
     process = subprocess.Popen(
-        [*command, "--port", str(port)], env=environment(options.core), start_new_session=True,
-        stdout=subprocess.DEVNULL, stderr=None if options.verbose else subprocess.DEVNULL,
+        [*command, "--port", str(port)],
+        env=environment(options.core),
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=None if options.verbose else subprocess.DEVNULL,
         preexec_fn=lambda: os.sched_setaffinity(0, {options.core}),
-    )  # fmt: skip
+    )
     with process, guard(process.pid):
         try:
             deadline = time.monotonic() + START_SECONDS
@@ -284,9 +320,14 @@ def is_ready(port: int) -> bool:
 def stream(port: int, prompt: list[int], count: int) -> None:
     """Read a streamed completion to its end, and check its number of tokens."""
     parameters = {
-        "model": "model", "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True, "stream": True,
+        "model": "model",
+        "prompt": prompt,
+        "max_tokens": count,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
         "stream_options": {"include_usage": True},
-    }  # fmt: skip
+    }
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=START_SECONDS)
     with contextlib.closing(connection):
         connection.request("POST", "/v1/completions", json.dumps(parameters), {"Content-Type": "application/json"})

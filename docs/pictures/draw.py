@@ -96,9 +96,7 @@ class Row:
 def model(residual_mode: str, layers: int, late: str | None = None, staleness: int = 1) -> ModelConfig:
     """Return a model of a wiring; its sizes do not matter."""
     errors: list[str] = []
-    flags = ModelFlags(
-        residual_mode=residual_mode, num_layers=layers, ladder_layers=late, residual_staleness=staleness
-    )  # type: ignore[arg-type]
+    flags = ModelFlags(residual_mode=residual_mode, num_layers=layers, ladder_layers=late, residual_staleness=staleness)  # type: ignore[arg-type]
     config = resolve_model(flags, 256, 256, 1, errors)
     assert not errors, errors
     return config

@@ -119,10 +119,18 @@ class Study:
         for name, part in {"held_out": files[::20], "training": [f for i, f in enumerate(files) if i % 20]}.items():
             if not (self._data / f"{name}_text_document.json").exists():
                 self._run(
-                    f"data-{name}", "tools/preprocess_data.py", "--output-prefix", self._data / name,
-                    "--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", tokenizer, "--append-eod",
-                    "--input", *part,
-                )  # fmt: skip
+                    f"data-{name}",
+                    "tools/preprocess_data.py",
+                    "--output-prefix",
+                    self._data / name,
+                    "--tokenizer-type",
+                    "SentencePieceTokenizer",
+                    "--tokenizer-model",
+                    tokenizer,
+                    "--append-eod",
+                    "--input",
+                    *part,
+                )
 
     def train(self, models: Sequence[Model]) -> None:
         """Train the models without a result."""
@@ -174,15 +182,53 @@ class Study:
         shape = ("--num-layers", LAYERS, "--hidden-size", hidden, "--ffn-hidden-size", inner)
         length = max(steps, 1)
         self._run(
-            name, "pretrain_ladder.py", *shape, "--num-attention-heads", HEADS, "--seq-length", LENGTH,
-            "--micro-batch-size", BATCH, "--global-batch-size", BATCH, "--zero-stage", 0, "--train-data-path",
-            self._data / "training_text_document", "--valid-data-path", self._data / "held_out_text_document",
-            "--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", self._data / "tokenizer.model",
-            "--train-iters", length, "--lr", f"{rate:g}", "--min-lr", f"{0.1 * rate:g}", "--lr-warmup-iters",
-            length // 20, "--weight-decay", 0.1, "--adam-beta2", 0.95, "--seed", seed, "--eval-interval", length,
-            "--eval-iters", 40, "--save-interval", length, "--log-interval", max(length // 20, 1), "--save", save,
+            name,
+            "pretrain_ladder.py",
+            *shape,
+            "--num-attention-heads",
+            HEADS,
+            "--seq-length",
+            LENGTH,
+            "--micro-batch-size",
+            BATCH,
+            "--global-batch-size",
+            BATCH,
+            "--zero-stage",
+            0,
+            "--train-data-path",
+            self._data / "training_text_document",
+            "--valid-data-path",
+            self._data / "held_out_text_document",
+            "--tokenizer-type",
+            "SentencePieceTokenizer",
+            "--tokenizer-model",
+            self._data / "tokenizer.model",
+            "--train-iters",
+            length,
+            "--lr",
+            f"{rate:g}",
+            "--min-lr",
+            f"{0.1 * rate:g}",
+            "--lr-warmup-iters",
+            length // 20,
+            "--weight-decay",
+            0.1,
+            "--adam-beta2",
+            0.95,
+            "--seed",
+            seed,
+            "--eval-interval",
+            length,
+            "--eval-iters",
+            40,
+            "--save-interval",
+            length,
+            "--log-interval",
+            max(length // 20, 1),
+            "--save",
+            save,
             *words,
-        )  # fmt: skip
+        )
         events = [json.loads(line) for line in (save / "run.jsonl").read_text().splitlines()]
         losses = [event["loss"] for event in events if event["event"] == "evaluation"]
         seconds = [event["seconds"] / event["steps"] for event in events if event["event"] == "progress"]
@@ -202,9 +248,15 @@ class Study:
             self._train(model)
         tool = "tools/convert_checkpoint.py"
         measuring = (
-            "--data", self._data / "training_text_document", "--batch-size", BATCH, "--seq-length", LENGTH,
-            "--tokens", MEASURED_TOKENS,
-        )  # fmt: skip
+            "--data",
+            self._data / "training_text_document",
+            "--batch-size",
+            BATCH,
+            "--seq-length",
+            LENGTH,
+            "--tokens",
+            MEASURED_TOKENS,
+        )
         if not price.exists():
             self._run(
                 f"{model.name}-sensitivity", tool, "sensitivity", "--load", standard, "--output", price, *measuring
@@ -459,10 +511,13 @@ def main() -> None:
         for size in options.sizes:
             study.train(list(models(results, [size], options.seeds)))
             runs = (run for model in models(results, [size], options.seeds) for run in healings(results, model))
-            study.heal([
-                run for run in runs
-                if run.percent in (0, *options.percents) and run.selection in (CONTROL, *options.selections)
-            ])  # fmt: skip
+            study.heal(
+                [
+                    run
+                    for run in runs
+                    if run.percent in (0, *options.percents) and run.selection in (CONTROL, *options.selections)
+                ]
+            )
     report(results, list(models(results, options.sizes, options.seeds)), options.results.with_suffix(".png"))
 
 

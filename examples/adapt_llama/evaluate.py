@@ -130,10 +130,22 @@ def perplexity(held_out: Sequence[HeldOut], scores: Sequence[Mapping[str, Any]])
 def score(model: Path, texts: Path, options: EvaluateOptions) -> list[dict[str, Any]]:
     """Score texts with tools/generate.py, whose messages go to stderr."""
     command = [
-        sys.executable, str(GENERATE), "--model", str(model), "--tp", str(options.tp), "--prompt-file", str(texts),
-        "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(options.tokenizer),
-        "--score", "--logprobs", "--json",
-    ]  # fmt: skip
+        sys.executable,
+        str(GENERATE),
+        "--model",
+        str(model),
+        "--tp",
+        str(options.tp),
+        "--prompt-file",
+        str(texts),
+        "--tokenizer-type",
+        "HuggingFaceTokenizer",
+        "--tokenizer-model",
+        str(options.tokenizer),
+        "--score",
+        "--logprobs",
+        "--json",
+    ]
     lines = run(command, subprocess.PIPE).splitlines()
     return [json.loads(line) for line in lines]
 
@@ -186,9 +198,16 @@ def run_lm_eval(name: str, model: Path, options: EvaluateOptions) -> dict[str, f
     metrics = {TASK: "acc"} | {task: metric.replace(":", ",") or "acc" for task, _, metric in named}
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     command = [
-        *lm_eval_command(model, batch_size="8"), "--tasks", ",".join(metrics), "--include_path", str(options.output),
-        "--device", device, "--output_path", str(results),
-    ]  # fmt: skip
+        *lm_eval_command(model, batch_size="8"),
+        "--tasks",
+        ",".join(metrics),
+        "--include_path",
+        str(options.output),
+        "--device",
+        device,
+        "--output_path",
+        str(results),
+    ]
     run(command, subprocess.DEVNULL)
     newest = max(results.rglob("results*.json"), key=lambda path: path.stat().st_mtime)
     return named_metrics(json.loads(newest.read_text())["results"], metrics)

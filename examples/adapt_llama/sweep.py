@@ -25,8 +25,13 @@ from megatron_ladder.lab.cost.machines import GPUS, PRESETS  # noqa: E402
 from megatron_ladder.lab.markdown import markdown_table  # noqa: E402
 
 SHAPE_KEYS = (
-    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size"
-)  # fmt: skip
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
 """Values of a Hugging Face configuration in the order of `tools/plan.py inference --model` in numbers."""
 
 
@@ -76,11 +81,24 @@ def adapted_model(options: SweepOptions, layers: int) -> AdaptedModel:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "prediction.json"
         command = [
-            sys.executable, str(REPOSITORY / "tools" / "plan.py"), "inference",
-            "--model", "x".join(str(config[key]) for key in SHAPE_KEYS), "--ladder-layers", str(layers),
-            "--gpu", options.gpu, "--link", options.link, "--tp", str(options.tp), "--batch", str(options.batch),
-            "--json", str(path),
-        ]  # fmt: skip
+            sys.executable,
+            str(REPOSITORY / "tools" / "plan.py"),
+            "inference",
+            "--model",
+            "x".join(str(config[key]) for key in SHAPE_KEYS),
+            "--ladder-layers",
+            str(layers),
+            "--gpu",
+            options.gpu,
+            "--link",
+            options.link,
+            "--tp",
+            str(options.tp),
+            "--batch",
+            str(options.batch),
+            "--json",
+            str(path),
+        ]
         done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         if done.returncode:
             raise UserError(f"tools/plan.py inference: {done.stderr.strip()}")

@@ -34,9 +34,14 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 SIZES = {
-    "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 8, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512, "rope_theta": 10000.0,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+}
 VOCABULARY = 512
 PADDED_TO = 96
 """Tokens; the longest conversation has fewer."""
@@ -87,9 +92,11 @@ def make_tokenizer(texts: Sequence[str], folder: Path) -> None:
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=SPECIALS, show_progress=False,
+        vocab_size=VOCABULARY,
+        special_tokens=SPECIALS,
+        show_progress=False,
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
+    )
     library.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=library, bos_token=SPECIALS[0], eos_token=SPECIALS[4], chat_template=TEMPLATE

@@ -31,9 +31,18 @@ from megatron_ladder.lab.cost.training import LayerTime, step_time  # noqa: E402
 
 SCRIPT = REPOSITORY / "examples" / "paper" / "train.sh"
 COLUMNS = (
-    "size", "wiring", "in the paper", "parameters", "untied", "TP x PP x DP", "micro-batch x steps", "GB a GPU",
-    "seconds a step", "days", "GPU hours",
-)  # fmt: skip
+    "size",
+    "wiring",
+    "in the paper",
+    "parameters",
+    "untied",
+    "TP x PP x DP",
+    "micro-batch x steps",
+    "GB a GPU",
+    "seconds a step",
+    "days",
+    "GPU hours",
+)
 
 
 @dataclass(frozen=True)
@@ -108,9 +117,14 @@ def estimate(run: RunConfig, cluster: Cluster) -> Estimate:
 
     def step_seconds(late: range) -> float:
         times = LayerTime(
-            replace(run.model, ladder_layers=tuple(late)), cluster, layout.tensor, training.seq_length,
-            layout.micro_batch, layout.recompute, layout.sequence_parallel,
-        )  # fmt: skip
+            replace(run.model, ladder_layers=tuple(late)),
+            cluster,
+            layout.tensor,
+            training.seq_length,
+            layout.micro_batch,
+            layout.recompute,
+            layout.sequence_parallel,
+        )
         return step_time(times, layout, run.global_batch_size).total
 
     # The planner assumes identical layers.

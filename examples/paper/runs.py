@@ -51,21 +51,34 @@ program, because 8 tensor-parallel GPUs cannot share 36 heads; the authors train
 
 TINY = Size(
     replace(
-        SHAPES["small-train"], num_layers=4, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4,
-        num_key_value_heads=4, head_dim=16, vocab_size=257,
+        SHAPES["small-train"],
+        num_layers=4,
+        hidden_size=64,
+        ffn_hidden_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=16,
+        vocab_size=257,
     ),
     2,
     (),
-)  # fmt: skip
+)
 """A toy model to try the scripts; its tokens are bytes."""
 ALL_SIZES: Mapping[str, Size] = {**SIZES, "tiny": TINY}
 
 WIRINGS: Mapping[str, NamedWiring] = {
     name: NAMED_WIRINGS[name]
     for name in (
-        "standard", "parallel", "ladder", "ladder-parallel", "staleness-2", "hybrid", "desync-2x", "desync-4x",
+        "standard",
+        "parallel",
+        "ladder",
+        "ladder-parallel",
+        "staleness-2",
+        "hybrid",
+        "desync-2x",
+        "desync-4x",
     )
-}  # fmt: skip
+}
 """The three wirings that the authors trained from scratch, and five more."""
 
 
@@ -118,13 +131,19 @@ def training_flags(size: Size, wiring: str, tensor_parallel: int) -> list[str]:
     """Return the flags of pretrain_ladder.py for a run, without files and directories."""
     shape = size.shape
     words = [
-        "--num-layers", str(shape.num_layers),
-        "--hidden-size", str(shape.hidden_size),
-        "--ffn-hidden-size", str(shape.ffn_hidden_size),
-        "--num-attention-heads", str(shape.num_attention_heads),
-        "--num-key-value-heads", str(shape.num_key_value_heads),
-        "--vocab-size", str(shape.vocab_size),
-    ]  # fmt: skip
+        "--num-layers",
+        str(shape.num_layers),
+        "--hidden-size",
+        str(shape.hidden_size),
+        "--ffn-hidden-size",
+        str(shape.ffn_hidden_size),
+        "--num-attention-heads",
+        str(shape.num_attention_heads),
+        "--num-key-value-heads",
+        str(shape.num_key_value_heads),
+        "--vocab-size",
+        str(shape.vocab_size),
+    ]
     words += WIRINGS[wiring].flags(shape.num_layers, tensor_parallel)
     for setting in RECIPE:
         value = setting.tiny if size is TINY and setting.tiny is not None else setting.value

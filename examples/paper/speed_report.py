@@ -20,9 +20,16 @@ from megatron_ladder.lab.bench.results import RequestRow  # noqa: E402
 from megatron_ladder.lab.markdown import markdown_table  # noqa: E402
 
 SIZES = (
-    "paper-1.2b", "paper-3.5b-tp8", "llama-8b", "llama-34b", "llama-70b", "bloom-176b", "llama-405b", "paper-1.5b",
+    "paper-1.2b",
+    "paper-3.5b-tp8",
+    "llama-8b",
+    "llama-34b",
+    "llama-70b",
+    "bloom-176b",
+    "llama-405b",
+    "paper-1.5b",
     "paper-4.5b-tp8",
-)  # fmt: skip
+)
 PEERS: tuple[Peers, ...] = ("on", "off")
 NOT_PUBLISHED: tuple[tuple[str, Peers], ...] = (("paper-1.5b", "off"), ("paper-4.5b-tp8", "off"))
 TOY = "**Toy shapes** on two CPU cores over an emulated interconnect: the paper's figures only show where they belong."

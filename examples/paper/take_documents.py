@@ -1,6 +1,6 @@
 """Copies the first documents of a data set to JSON lines, for example as validation data of a streamed run.
 
-    python examples/paper/take_documents.py --input hf://NAME:CONFIG --documents 30000 --output held_out.jsonl
+python examples/paper/take_documents.py --input hf://NAME:CONFIG --documents 30000 --output held_out.jsonl
 """
 
 import json

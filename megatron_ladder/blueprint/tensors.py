@@ -245,9 +245,13 @@ def layer_tensors(config: ModelConfig) -> tuple[tuple[SubBlockTensors, ...], ...
 def embedding_tensor(config: ModelConfig, name: str = "embedding") -> TensorSpec:
     """Return the embedding's matrix, or that of the output head."""
     return TensorSpec(
-        f"{name}.weight", (config.vocab_size, config.hidden_size), 0,
-        block=ROWS_PER_BLOCK, padded=True, std=config.init_method_std,
-    )  # fmt: skip
+        f"{name}.weight",
+        (config.vocab_size, config.hidden_size),
+        0,
+        block=ROWS_PER_BLOCK,
+        padded=True,
+        std=config.init_method_std,
+    )
 
 
 def head_tensor(config: ModelConfig) -> TensorSpec:

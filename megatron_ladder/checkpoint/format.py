@@ -56,9 +56,15 @@ GENERATION_CONFIG = "generation_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 CARRIED = (
-    *TOKENIZERS, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "merges.txt", CHAT_TEMPLATE, GENERATION_CONFIG,
-)  # fmt: skip
+    *TOKENIZERS,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    CHAT_TEMPLATE,
+    GENERATION_CONFIG,
+)
 """Files of a Hugging Face directory that travel with the model through import, training and export; none holds code."""
 
 _VERIFYING_THREADS = 8
@@ -69,9 +75,7 @@ _FILES_OPEN = 128
 class Checkpoint:
     """A complete checkpoint, open for reading. Opening reads the manifest; data files are opened when needed."""
 
-    def __init__(
-        self, directory: Path, manifest: dict[str, Any], table: TensorTable, manifest_checksum: str
-    ) -> None:
+    def __init__(self, directory: Path, manifest: dict[str, Any], table: TensorTable, manifest_checksum: str) -> None:
         self.directory = directory
         self.manifest = manifest
         """The manifest without its tensors."""
@@ -163,9 +167,7 @@ class Checkpoint:
         """Fill `out` with a box of a weight, converted to its dtype; raise as `read`."""
         self.read(name, "weight", offset, extent, out)
 
-    def read(
-        self, name: str, kind: str, offset: Sequence[int], extent: Sequence[int], out: torch.Tensor
-    ) -> None:
+    def read(self, name: str, kind: str, offset: Sequence[int], extent: Sequence[int], out: torch.Tensor) -> None:
         """Fill `out` with a box of a stored tensor, reading only the bytes around that box.
 
         Args:
@@ -209,9 +211,7 @@ class Checkpoint:
             piece = out_flat[begin : begin + box.numel].view(box.extent)
             self.read(name, kind, box.offset, box.extent, piece)
 
-    def verify(
-        self, progress: str | None = None, rank: int = 0, ranks: int = 1, only_weights: bool = False
-    ) -> None:
+    def verify(self, progress: str | None = None, rank: int = 0, ranks: int = 1, only_weights: bool = False) -> None:
         """Read files in parallel, and compare checksums and headers with the manifest.
 
         Args: as for `verify_checksums`.

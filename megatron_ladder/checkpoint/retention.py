@@ -45,9 +45,10 @@ class Retention:
         lineages = {name: read_lineage(save / name / MANIFEST_NAME) for name in published_checkpoints(save)}
         own = lineages.get(latest)
         candidates = [
-            name for name, one in lineages.items()
+            name
+            for name, one in lineages.items()
             if own and one and one.branch == own.branch and publishing_order(name) <= publishing_order(latest)
-        ]  # fmt: skip
+        ]
         # In publishing order, so the last of an iteration is its highest repetition.
         newest = list({publishing_order(name)[0]: name for name in candidates}.values())
         superseded = [name for name in candidates if name not in newest]

@@ -215,10 +215,15 @@ def _position(key: str, value: Any, data_begin: int) -> TensorPosition:
 
 
 def read_part(
-    path: Path, begin: int, extent: Sequence[int], part: Box, dtype: str, out: torch.Tensor,
+    path: Path,
+    begin: int,
+    extent: Sequence[int],
+    part: Box,
+    dtype: str,
+    out: torch.Tensor,
     mapped: memoryview | None = None,
     opened: Callable[[Path], AbstractContextManager[BinaryIO]] = open_to_read,
-) -> None:  # fmt: skip
+) -> None:
     """Fill `out` with a part of a stored tensor, reading only the bytes around the part.
 
     Args:

@@ -126,9 +126,12 @@ def _find_errors(config: ExposedCommunicationConfig) -> Iterator[str]:
 
 
 parse_options = functools.partial(
-    parse_config, ExposedCommunicationConfig, program="exposed_communication.py",
-    description=__doc__, find_errors=_find_errors,
-)  # fmt: skip
+    parse_config,
+    ExposedCommunicationConfig,
+    program="exposed_communication.py",
+    description=__doc__,
+    find_errors=_find_errors,
+)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -86,14 +86,20 @@ def main(argv: Sequence[str]) -> None:
     errors.raise_if_any()
     shape = find_size(options.size)
     config = replace(
-        shape, num_layers=options.layers or shape.num_layers,
+        shape,
+        num_layers=options.layers or shape.num_layers,
         max_position_embeddings=max(shape.max_position_embeddings, *options.sequence),
-    )  # fmt: skip
+    )
     dtype = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
     workload = ThroughputWorkload(
-        config, options.sequence[0], options.batch, {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype], device,
-        None if options.backend == "none" else options.backend, options.matrix,
-    )  # fmt: skip
+        config,
+        options.sequence[0],
+        options.batch,
+        {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype],
+        device,
+        None if options.backend == "none" else options.backend,
+        options.matrix,
+    )
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(
         f"{options.size}, {config.num_layers} of {shape.num_layers} layers, {dtype}, torch.compile {options.backend}, "

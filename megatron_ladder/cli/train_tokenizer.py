@@ -36,6 +36,7 @@ class TrainTokenizerConfig:
 COMMANDS = (Command((TrainTokenizerConfig,)),)
 parse_options = functools.partial(parse_config, TrainTokenizerConfig, program="train_tokenizer.py", description=__doc__)
 
+
 def main(argv: Sequence[str]) -> None:
     """Read the command line and train."""
     config = parse_options(argv)

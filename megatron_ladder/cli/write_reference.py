@@ -35,14 +35,16 @@ def _reference_pages() -> dict[str, str]:
     pages["deepspeed_json.md"] = _deepspeed_page()
     pages["megatron_flags.md"] = _megatron_page()
     rows = [(f"[`{path}`]({Path(path).stem}.md)", _summary(module)) for path, module in sorted(modules.items())]
-    pages["README.md"] = _joined([
-        "# Command-line reference",
-        NOTE,
-        "One page per program, with the same content as `--help`.",
-        _table(("program", "purpose"), rows),
-        "See also [how DeepSpeed's JSON is derived](deepspeed_json.md) and "
-        "[how Megatron's other flags are handled](megatron_flags.md).",
-    ])  # fmt: skip
+    pages["README.md"] = _joined(
+        [
+            "# Command-line reference",
+            NOTE,
+            "One page per program, with the same content as `--help`.",
+            _table(("program", "purpose"), rows),
+            "See also [how DeepSpeed's JSON is derived](deepspeed_json.md) and "
+            "[how Megatron's other flags are handled](megatron_flags.md).",
+        ]
+    )
     return pages
 
 
@@ -89,32 +91,36 @@ def _flag_row(one: Flag) -> tuple[str, ...]:
 def _deepspeed_page() -> str:
     derived = [(f"`{key}`", re.sub(r"(?<!\S)(--[^\s,]*)", r"`\1`", flag)) for key, flag in FLAGS.items()]
     rejected = [(f"`{key}`", reason) for key, reason in REFUSED_KEYS.items()]
-    return _joined([
-        "# DeepSpeed's JSON",
-        NOTE,
-        "The DeepSpeed configuration is derived from the flags of "
-        "[`pretrain_ladder.py`](pretrain_ladder.md). A file given with `--deepspeed_config` is merged into it: "
-        '`"auto"` takes the value of the command line, and a value that contradicts the command line is an error.',
-        "## Keys that the command line determines",
-        _table(("key", "source"), derived),
-        "## Rejected keys",
-        _table(("key", "reason, or replacement"), rejected),
-    ])  # fmt: skip
+    return _joined(
+        [
+            "# DeepSpeed's JSON",
+            NOTE,
+            "The DeepSpeed configuration is derived from the flags of "
+            "[`pretrain_ladder.py`](pretrain_ladder.md). A file given with `--deepspeed_config` is merged into it: "
+            '`"auto"` takes the value of the command line, and a value that contradicts the command line is an error.',
+            "## Keys that the command line determines",
+            _table(("key", "source"), derived),
+            "## Rejected keys",
+            _table(("key", "reason, or replacement"), rejected),
+        ]
+    )
 
 
 def _megatron_page() -> str:
     accepted = [(f"`{flag}`", " ".join(f"`{value}`" for value in values)) for flag, values in ACCEPTED.items()]
     rejected = [(f"`{flag}`", reason) for flag, reason in REFUSED.items()]
-    return _joined([
-        "# Megatron's flags",
-        NOTE,
-        "The flags of [`pretrain_ladder.py`](pretrain_ladder.md) have the names of Megatron-DeepSpeed where it has an "
-        "equivalent. None of Megatron's other flags is silently ignored.",
-        "## Accepted flags, which request the default behaviour",
-        _table(("flag", "accepted values"), accepted),
-        "## Rejected flags",
-        _table(("flag", "reason, or replacement"), rejected),
-    ])  # fmt: skip
+    return _joined(
+        [
+            "# Megatron's flags",
+            NOTE,
+            "The flags of [`pretrain_ladder.py`](pretrain_ladder.md) have the names of Megatron-DeepSpeed where it has "
+            "an equivalent. None of Megatron's other flags is silently ignored.",
+            "## Accepted flags, which request the default behaviour",
+            _table(("flag", "accepted values"), accepted),
+            "## Rejected flags",
+            _table(("flag", "reason, or replacement"), rejected),
+        ]
+    )
 
 
 def _summary(module: ModuleType) -> str:

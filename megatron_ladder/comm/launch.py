@@ -78,9 +78,12 @@ def check_device(place: RankInfo) -> None:
 
 
 def start_process_group(
-    place: RankInfo, timeout_minutes: float, settings: Mapping[str, Any] | None = None, peers: Peers | None = None,
+    place: RankInfo,
+    timeout_minutes: float,
+    settings: Mapping[str, Any] | None = None,
+    peers: Peers | None = None,
     device: torch.device | None = None,
-) -> torch.device:  # fmt: skip
+) -> torch.device:
     """Join the default process group (NCCL on GPUs, gloo on CPUs) and return the device of this process.
 
     A single process gets a group of size one, which needs no address.
@@ -160,9 +163,7 @@ def _choose_interface(here: Host, hosts: Sequence[Host]) -> None:
             return
 
 
-def from_rank_0(
-    place: RankInfo, keep: contextlib.ExitStack, timeout_minutes: float, look: Callable[[], Any]
-) -> Any:
+def from_rank_0(place: RankInfo, keep: contextlib.ExitStack, timeout_minutes: float, look: Callable[[], Any]) -> Any:
     """Return the JSON-able findings of `look` on rank 0; the other ranks do not call it. Needs no process group.
 
     A thousand ranks that look at the same directories at the same time would overload a file system, or a hub. All

@@ -62,9 +62,13 @@ class ProcessMesh:
 
     @staticmethod
     def build(
-        tensor_parallel: int, pipeline_parallel: int = 1, kv_replicas: int = 1, timeout: timedelta | None = None,
-        sequence_parallel: bool = False, tp_comm_max_ctas: int = 0,
-    ) -> "ProcessMesh":  # fmt: skip
+        tensor_parallel: int,
+        pipeline_parallel: int = 1,
+        kv_replicas: int = 1,
+        timeout: timedelta | None = None,
+        sequence_parallel: bool = False,
+        tp_comm_max_ctas: int = 0,
+    ) -> "ProcessMesh":
         """Create the groups; every rank of the default process group must make the same call.
 
         Args:

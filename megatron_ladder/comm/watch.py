@@ -168,9 +168,12 @@ class HangWatch:
     """
 
     def __init__(
-        self, peers: Peers, startup: timedelta, running: timedelta,
+        self,
+        peers: Peers,
+        startup: timedelta,
+        running: timedelta,
         on_loss: Callable[[LostPeerError], None] = lambda error: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Use the timeout `startup` until the first step is done and in `patient`, and then `running`.
 
         `on_loss` receives the error with which the watch ends the process, immediately before it does.

@@ -7,9 +7,15 @@ from typing import Literal
 from megatron_ladder.flags import flag
 
 TokenizerType = Literal[
-    "SentencePieceTokenizer", "Llama2Tokenizer", "GPTSentencePieceTokenizer", "HuggingFaceTokenizer", "HFTokenizer",
-    "GPT2BPETokenizer", "ByteTokenizer", "NullTokenizer",
-]  # fmt: skip
+    "SentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "GPTSentencePieceTokenizer",
+    "HuggingFaceTokenizer",
+    "HFTokenizer",
+    "GPT2BPETokenizer",
+    "ByteTokenizer",
+    "NullTokenizer",
+]
 """Values of --tokenizer-type; the first three are synonyms, and so are the next two."""
 
 

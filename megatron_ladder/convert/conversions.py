@@ -79,16 +79,18 @@ def plan_import(options: ImportOptions) -> Conversion:
     }
     parameters = sum(tensor.whole.numel for tensor in directory.tensors.values())
     return _checkpoint_conversion(
-        options, plan, header, {**carried, **description}, replaced,
+        options,
+        plan,
+        header,
+        {**carried, **description},
+        replaced,
         facts=(
             f"{options.hf}: {model_type}, {parameters:,} parameters, {directory.dtype}",
             f"wiring: {wiring_text(model)}; {_layout_text(tensor_parallel, stages)}",
         ),
         notes=notes,
-        check_logits=lambda work: compare_logits(
-            options.hf, directory.model, work, model_type, None, own_code=False
-        ),
-    )  # fmt: skip
+        check_logits=lambda work: compare_logits(options.hf, directory.model, work, model_type, None, own_code=False),
+    )
 
 
 def plan_reshape(options: ReshapeOptions, orders: Mapping[str, Permutation] = MappingProxyType({})) -> Conversion:
@@ -115,14 +117,18 @@ def plan_reshape(options: ReshapeOptions, orders: Mapping[str, Permutation] = Ma
         header["run"] = {**header["run"], "model": header["model"]}
     kinds = [kind for kind, tensors in source.tensors.items() if tensors]
     return _checkpoint_conversion(
-        options, plan, header, source.other_files, replaced,
+        options,
+        plan,
+        header,
+        source.other_files,
+        replaced,
         facts=(
             f"{checkpoint.directory}: iteration {iteration}, {', '.join(kinds)}, wiring: {wiring_text(model)}",
             _layout_text(tensor_parallel, stages),
         ),
         notes=[*notes, *checkpoint.warnings],
         source_checksums=source.recorded_checksums(plan),
-    )  # fmt: skip
+    )
 
 
 def _checkpoint_conversion(
@@ -141,11 +147,12 @@ def _checkpoint_conversion(
         target=options.save,
         checksums=True,
         small_files=lambda checksums: {
-            **other_files, MANIFEST_NAME: manifest_bytes(plan, header, checksums, other_files)
+            **other_files,
+            MANIFEST_NAME: manifest_bytes(plan, header, checksums, other_files),
         },
         publish=lambda work: publish_save(work, options.save, iteration, replaced),
         **more,
-    )  # fmt: skip
+    )
 
 
 def plan_export(options: ExportOptions) -> Conversion:
@@ -227,8 +234,10 @@ def _plan_shards(weights: Mapping[str, SourceTensor], dtype: str | None, most_by
     for number, names in enumerate(shards, 1):
         file = WEIGHTS_NAME if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         targets = {name: (TargetBox(file, hf_name(name), weights[name].whole),) for name in names}
-        groups.append([
-            CopiedTensor(name, "weight", weights[name], dtype or weights[name].dtype, boxes)
-            for name, boxes in targets.items()
-        ])
+        groups.append(
+            [
+                CopiedTensor(name, "weight", weights[name], dtype or weights[name].dtype, boxes)
+                for name, boxes in targets.items()
+            ]
+        )
     return make_plan(groups)

@@ -146,9 +146,7 @@ def exported_tokenizer(directory: Path, other_files: Mapping[str, bytes]) -> tup
         config |= {token: pieces.id_to_piece(number) for token, number in numbers.items() if number >= 0}
     elif isinstance(tokenizer, GPT2BPETokenizer):
         # PreTrainedTokenizerFast, which needs no configuration and so runs no code, reads only the third file.
-        files |= {
-            "vocab.json": contents[0], "merges.txt": contents[1], "tokenizer.json": tokenizer.as_json().encode()
-        }  # fmt: skip
+        files |= {"vocab.json": contents[0], "merges.txt": contents[1], "tokenizer.json": tokenizer.as_json().encode()}
         config = {"tokenizer_class": "GPT2Tokenizer", "eos_token": GPT2BPETokenizer.END}
     else:
         import tokenizers

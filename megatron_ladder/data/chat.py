@@ -153,9 +153,15 @@ def chat_task(tokenizer: Tokenizer, template: Path | None, reading: Reading, app
     """Return the task of --chat; raises UserError as ConversationEncoder."""
     text = ConversationEncoder(tokenizer, template).template.source
     return _ChatTask(
-        source_of(tokenizer), tokenizer.sha256, tokenizer.vocab_size, tokenizer.eod_id,
-        reading, append_eod, template, text,
-    )  # fmt: skip
+        source_of(tokenizer),
+        tokenizer.sha256,
+        tokenizer.vocab_size,
+        tokenizer.eod_id,
+        reading,
+        append_eod,
+        template,
+        text,
+    )
 
 
 @functools.cache

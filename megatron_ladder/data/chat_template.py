@@ -87,9 +87,12 @@ class ChatTemplate:
             raise jinja2.TemplateError(message)
 
         def to_json(
-            value: object, ensure_ascii: bool = False, indent: int | None = None,
-            separators: tuple[str, str] | None = None, sort_keys: bool = False,
-        ) -> str:  # fmt: skip
+            value: object,
+            ensure_ascii: bool = False,
+            indent: int | None = None,
+            separators: tuple[str, str] | None = None,
+            sort_keys: bool = False,
+        ) -> str:
             return json.dumps(
                 value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
             )
@@ -154,9 +157,11 @@ def _without_marks(text: str, begin: str, end: str) -> RenderedConversation:
 
 
 def read_chat_template(
-    tokenizer_file: Path, given: Path | None = None, flag: str = "--chat: ",
+    tokenizer_file: Path,
+    given: Path | None = None,
+    flag: str = "--chat: ",
     fix: str = f"copy one to {_TEMPLATE_FILE} there, or remove --chat",
-) -> TemplateSource:  # fmt: skip
+) -> TemplateSource:
     """Read the template next to a tokenizer.json, or `given`; raises UserError if it is missing or unreadable.
 
     `flag` begins the error if there is none, and `fix` ends it.

@@ -32,8 +32,12 @@ from megatron_ladder.progress import ProgressBar
 _MASK_BLOCK = 1 << 24
 
 _COMBINED: dict[str, Callable[[list[Any]], Any]] = {
-    "documents": sum, "tokens": sum, "skipped": sum, "largest_id": max, "append_eod": all,
-}  # fmt: skip
+    "documents": sum,
+    "tokens": sum,
+    "skipped": sum,
+    "largest_id": max,
+    "append_eod": all,
+}
 """Entry of the sidecar -> function of the parts' entries. Checksums are computed; all other entries must agree."""
 
 
@@ -75,9 +79,11 @@ def merge_datasets(prefixes: Sequence[Path], output_prefix: Path, report: Callab
 
 
 def _write_merged(
-    datasets: Sequence[IndexedDataset], sidecars: Sequence[Sidecar | None], output_prefix: Path,
+    datasets: Sequence[IndexedDataset],
+    sidecars: Sequence[Sidecar | None],
+    output_prefix: Path,
     report: Callable[[str], None],
-) -> None:  # fmt: skip
+) -> None:
     dtype = datasets[0].tokens.dtype
     with ExitStack() as stack:
         bar = stack.enter_context(ProgressBar("copied", sum(dataset.tokens.nbytes for dataset in datasets)))

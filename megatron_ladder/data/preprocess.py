@@ -116,9 +116,15 @@ def _text_task(
     choice = choose_encoder(tokenizer, options.library, sample)
     options.report(f"tokenizer: {choice.sentence}")
     return TextTask(
-        source_of(tokenizer), tokenizer.sha256, tokenizer.vocab_size, tokenizer.eod_id,
-        reading, append_eod, choice.encoder.library, choice.encoder,
-    )  # fmt: skip
+        source_of(tokenizer),
+        tokenizer.sha256,
+        tokenizer.vocab_size,
+        tokenizer.eod_id,
+        reading,
+        append_eod,
+        choice.encoder.library,
+        choice.encoder,
+    )
 
 
 def run_task(
@@ -147,7 +153,7 @@ def run_task(
                     conversations=task.conversations,
                     skipped=position.skipped,
                     **dataset.finish(),
-                )  # fmt: skip
+                )
                 for dataset in partial.datasets
             ]
             for name, sidecar in zip(task.outputs, sidecars, strict=True):

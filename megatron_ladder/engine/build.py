@@ -92,9 +92,13 @@ def compute_dtype(run: RunConfig) -> torch.dtype:
 
 
 def build_model(
-    run: RunConfig, mesh: ProcessMesh, device: torch.device, span: Span = no_span,
-    operations: Operations | None = None, distillation: Distillation | None = None,
-) -> tuple[LanguageModel, str]:  # fmt: skip
+    run: RunConfig,
+    mesh: ProcessMesh,
+    device: torch.device,
+    span: Span = no_span,
+    operations: Operations | None = None,
+    distillation: Distillation | None = None,
+) -> tuple[LanguageModel, str]:
     """Return this rank's initial model, fp32 (ZeRO-3: partitioned, in the run's precision), and its kind of norm.
 
     `operations` replace those of the flags. On the meta device, weights are not initialised.
@@ -106,9 +110,14 @@ def build_model(
     recompute_layers = min(max(run.recompute_layers - layers.start, 0), len(layers))
     options = StackOptions(run.parallel.tp_overlap, recompute_layers, operations, span=span)
     build = partial(
-        LanguageModel, run.model, mesh, options, layers=layers, z_loss_coeff=training.z_loss_coeff,
+        LanguageModel,
+        run.model,
+        mesh,
+        options,
+        layers=layers,
+        z_loss_coeff=training.z_loss_coeff,
         distillation=distillation,
-    )  # fmt: skip
+    )
     if run.parallel.zero_stage != "3":
         seed = None if device.type == "meta" else training.seed
         return build(device=device, seed=seed), description

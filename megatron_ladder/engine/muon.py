@@ -218,4 +218,3 @@ class MuonWithAdamW(torch.optim.AdamW):
                 for whole, part in piece.regions(matrix, values):
                     part.copy_(whole)
         return returned
-

@@ -130,6 +130,11 @@ def build_schedule(run: RunConfig) -> LearningRateSchedule:
     train_iters = run.training.train_iters
     config = run.optimizer.completed(train_iters)
     return LearningRateSchedule(
-        config.lr, config.lr_decay_iters or train_iters, config.min_lr, config.lr_decay_style, config.lr_warmup_iters,
-        config.lr_wsd_decay_iters or 0, config.lr_wsd_decay_style,
-    )  # fmt: skip
+        config.lr,
+        config.lr_decay_iters or train_iters,
+        config.min_lr,
+        config.lr_decay_style,
+        config.lr_warmup_iters,
+        config.lr_wsd_decay_iters or 0,
+        config.lr_wsd_decay_style,
+    )

@@ -142,9 +142,7 @@ class PipelinedEngine(Engine):
         # Every stage needs some tensors of each micro-batch, but DeepSpeed loads them on the first and last stage only.
         self._stage.coming = deque(micro_batches)
         # DeepSpeed would wait for each of its own copies to the device.
-        self.wrapped.set_dataiterator(
-            (tokens.to(self._device, non_blocking=True), ()) for tokens, *_ in micro_batches
-        )
+        self.wrapped.set_dataiterator((tokens.to(self._device, non_blocking=True), ()) for tokens, *_ in micro_batches)
         self.wrapped.total_loss, self.wrapped._compute_loss = None, True
         self.wrapped._exec_schedule(schedule)
         loss: Tensor | None = self.wrapped.total_loss

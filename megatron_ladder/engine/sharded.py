@@ -63,9 +63,13 @@ class ShardedOptimizer:
     optimizer: torch.optim.Optimizer
 
     def __init__(
-        self, model: LanguageModel, groups: Sequence[dict[str, Any]], mesh: ProcessMesh, dtype: torch.dtype,
+        self,
+        model: LanguageModel,
+        groups: Sequence[dict[str, Any]],
+        mesh: ProcessMesh,
+        dtype: torch.dtype,
         bucket_numbers: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Move the parameters into buckets of at most `bucket_numbers` elements of `dtype`, or of one parameter.
 
         `groups` are the parameter groups of the model, the last one of norms and biases.

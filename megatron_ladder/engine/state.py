@@ -188,9 +188,7 @@ class _ZeroState(_FlatState):
     def vectors(self) -> Iterator[tuple[Mapping[str, Any], Sequence[nn.Parameter], Sequence[int], Tensor]]:
         optimizer = self._engine.optimizer
         parameters, offsets = optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets
-        return zip(
-            self.base.param_groups, parameters, offsets, optimizer.single_partition_of_fp32_groups, strict=True
-        )
+        return zip(self.base.param_groups, parameters, offsets, optimizer.single_partition_of_fp32_groups, strict=True)
 
     def copy_masters_to_weights(self) -> None:
         self._engine.optimizer.update_lp_params()

@@ -21,9 +21,13 @@ _FEW_PRODUCTS = 1 << 17
 
 
 def split_heads_in_fp32(
-    projected: Tensor, widths: Sequence[int], head_dim: int, table: RotaryTable,
-    norm_weights: tuple[Tensor, Tensor] | None, epsilon: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    projected: Tensor,
+    widths: Sequence[int],
+    head_dim: int,
+    table: RotaryTable,
+    norm_weights: tuple[Tensor, Tensor] | None,
+    epsilon: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     """See `Operations.split_heads`; the result is in fp32, in which attention on CPUs is several times as fast.
 
     Queries and keys, which are next to each other, are rotated together, with few operations for the sake of one token.
@@ -75,9 +79,16 @@ class FilledColumns(NamedTuple):
 
         kv_heads, positions, head_dim = k.shape[1:]
         attended = varlen_attn(
-            q.reshape(-1, q.shape[1] // kv_heads, head_dim), k.reshape(-1, 1, head_dim), v.reshape(-1, 1, head_dim),
-            self.query_starts, self.key_starts, 1, positions, enable_gqa=True, seqused_k=self.filled,
-        )  # fmt: skip
+            q.reshape(-1, q.shape[1] // kv_heads, head_dim),
+            k.reshape(-1, 1, head_dim),
+            v.reshape(-1, 1, head_dim),
+            self.query_starts,
+            self.key_starts,
+            1,
+            positions,
+            enable_gqa=True,
+            seqused_k=self.filled,
+        )
         assert isinstance(attended, Tensor)
         return attended.view(q.shape)
 

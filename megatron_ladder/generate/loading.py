@@ -149,9 +149,14 @@ def check_tensor_parallel(config: ModelConfig, tensor_parallel: int) -> None:
 
 
 def load_model(
-    stored: StoredModel, mesh: ProcessMesh, dtype: torch.dtype, device: torch.device, overlap: bool,
-    compiled: bool = False, verify: bool = True,
-) -> LanguageModel:  # fmt: skip
+    stored: StoredModel,
+    mesh: ProcessMesh,
+    dtype: torch.dtype,
+    device: torch.device,
+    overlap: bool,
+    compiled: bool = False,
+    verify: bool = True,
+) -> LanguageModel:
     """Build this rank's part of the model and read its weights; every rank must call it.
 
     `overlap` leaves reduces in flight under the next sub-block; `compiled` applies torch.compile between matrix

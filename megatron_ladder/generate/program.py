@@ -362,10 +362,15 @@ class _TextOutput:
 
 def _generation_line(prompt: Prompt, generation: Generation) -> str:
     values = {
-        "prompt": prompt.text, "prompt_ids": generation.prompt_ids, "ids": generation.ids, "text": generation.text,
-        "finish_reason": generation.finish_reason, "prompt_tokens": len(generation.prompt_ids),
-        "generated_tokens": len(generation.ids), **generation.timings._asdict(),
-    }  # fmt: skip
+        "prompt": prompt.text,
+        "prompt_ids": generation.prompt_ids,
+        "ids": generation.ids,
+        "text": generation.text,
+        "finish_reason": generation.finish_reason,
+        "prompt_tokens": len(generation.prompt_ids),
+        "generated_tokens": len(generation.ids),
+        **generation.timings._asdict(),
+    }
     requested = {"logprobs": generation.logprobs, "top_logprobs": generation.alternatives}
     return json.dumps(values | {name: value for name, value in requested.items() if value is not None}) + "\n"
 
@@ -389,9 +394,12 @@ def _score_line(prompt: Prompt, logprobs: Sequence[float], as_json: bool, per_to
     perplexity = math.exp(min(-total / len(logprobs), 700.0))
     if as_json:
         values = {
-            "prompt": prompt.text, "prompt_ids": prompt.ids, "scored_tokens": len(logprobs), "log_likelihood": total,
+            "prompt": prompt.text,
+            "prompt_ids": prompt.ids,
+            "scored_tokens": len(logprobs),
+            "log_likelihood": total,
             "perplexity": perplexity,
-        }  # fmt: skip
+        }
         return json.dumps(values | ({"logprobs": list(logprobs)} if per_token else {})) + "\n"
     line = f"{len(logprobs)} tokens scored, log-likelihood {total:.4f}, perplexity {perplexity:.4f}\n"
     return line + (" ".join(f"{logprob:.4f}" for logprob in logprobs) + "\n" if per_token else "")
@@ -403,9 +411,11 @@ def _benchmark_report(rounds: Sequence[Timings], options: BenchOptions, new_toke
     rates = {"prefill": prefill, "decode": decode} if decode else {"prefill": prefill}
     if as_json:
         values: dict[str, object] = {
-            "batch": options.bench_batch, "prompt_tokens": options.bench_prompt, "new_tokens": new_tokens,
+            "batch": options.bench_batch,
+            "prompt_tokens": options.bench_prompt,
+            "new_tokens": new_tokens,
             "rounds": len(rounds),
-        }  # fmt: skip
+        }
         for name, found in rates.items():
             values[f"{name}_tokens_per_second"] = statistics.median(found)
             values[f"{name}_tokens_per_second_range"] = [min(found), max(found)]

@@ -245,9 +245,7 @@ class Sampler:
         own = table[list(slots), self._start : self._start + width]
         return F.pad(own, (0, width - own.shape[1]))
 
-    def _choose_tokens(
-        self, logits: Tensor, parameters: list[SamplingParameters], slots: Sequence[int]
-    ) -> list[int]:
+    def _choose_tokens(self, logits: Tensor, parameters: list[SamplingParameters], slots: Sequence[int]) -> list[int]:
         """Return the tokens, equal on every rank."""
         if self._rows is None or self._rows[0] != parameters:
             self._rows = parameters, _Rows.of(parameters, self._device)
@@ -328,9 +326,7 @@ def _mask_non_finite(highest: Tensor, tokens: Tensor) -> Tensor:
     return tokens.masked_fill(~highest.isfinite(), NO_TOKEN)
 
 
-def _draw_filtered(
-    candidates: _Candidates, rows: _Rows, uniform: Tensor, total: Tensor, complete: bool
-) -> Tensor:
+def _draw_filtered(candidates: _Candidates, rows: _Rows, uniform: Tensor, total: Tensor, complete: bool) -> Tensor:
     """Return tokens [b] as float64, or `_NEEDS_MORE` where a token outside the candidates could be drawn."""
     ids, by_id = candidates.ids.flatten(1).sort(dim=1)
     values, order = candidates.values.flatten(1).gather(1, by_id).sort(dim=1, descending=True, stable=True)

@@ -169,9 +169,15 @@ class SlotBatch:
     """
 
     def __init__(
-        self, model: LanguageModel, decode_one: DecodeStep | None, group: CommGroup,
-        tokenizer: Tokenizer | None, graph: StepGraph | None, slots: int, positions: int,
-    ) -> None:  # fmt: skip
+        self,
+        model: LanguageModel,
+        decode_one: DecodeStep | None,
+        group: CommGroup,
+        tokenizer: Tokenizer | None,
+        graph: StepGraph | None,
+        slots: int,
+        positions: int,
+    ) -> None:
         """`positions` limits prompt and continuation together, per slot; `decode_one` is that of the engine.
 
         `graph`, if given, captures the decode step here; the batch must then be closed. Every rank must call this.
@@ -234,19 +240,23 @@ class SlotBatch:
         newest = hidden_states[last, torch.arange(len(prompts), device=self._device)]
         scores = {
             slot: score_text(
-                self._model, self._group, hidden_states[: len(request.prompt_ids) - 1, row : row + 1],
-                request.prompt_ids[1:], request.sampling.top_logprobs,
+                self._model,
+                self._group,
+                hidden_states[: len(request.prompt_ids) - 1, row : row + 1],
+                request.prompt_ids[1:],
+                request.sampling.top_logprobs,
             )
             for row, (slot, request) in enumerate(requests.items())
             if request.score_prompt
-        }  # fmt: skip
+        }
         chosen = self._choose(self._model.logits_shard(newest.unsqueeze(0))[0], slots)
         finite = {slot: all(map(math.isfinite, found.logprobs)) for slot, found in scores.items()}
         return [
-            token._replace(prompt_scores=scores.get(token.sample)) if finite.get(token.sample, True)
+            token._replace(prompt_scores=scores.get(token.sample))
+            if finite.get(token.sample, True)
             else self._fail(token.sample)
             for token in chosen
-        ]  # fmt: skip
+        ]
 
     @torch.inference_mode()
     def step(self) -> list[NewToken]:

@@ -65,8 +65,9 @@ def json_grammar(schema: Mapping[str, Any], tokenizer: Tokenizer, eos_ids: froze
         raise UserError("an end-of-text token must end the text; remove ignore_eos")
     grammar = llguidance.LLMatcher.grammar_from_json_schema(
         # At most one space between two tokens of JSON: a weak model could otherwise write spaces without end.
-        json.dumps(schema), overrides={"whitespace_flexible": True, "whitespace_pattern": "[ ]?"}
-    )  # fmt: skip
+        json.dumps(schema),
+        overrides={"whitespace_flexible": True, "whitespace_pattern": "[ ]?"},
+    )
     if len(grammar) > _LARGEST_GRAMMAR:
         raise UserError(f"the schema is larger than {_LARGEST_GRAMMAR} characters")
     if error := _compile_error(grammar):

@@ -53,9 +53,7 @@ _UNITS_AT_ONCE = 1024
 class _Units:
     """The units of one branch of a sub-block."""
 
-    def __init__(
-        self, branch: Branch, norm: Tensor, epsilon: float, weights: Mapping[str, Tensor], lanes: int
-    ) -> None:
+    def __init__(self, branch: Branch, norm: Tensor, epsilon: float, weights: Mapping[str, Tensor], lanes: int) -> None:
         """`norm` is the weight of the norm [h], and `epsilon` what it adds to mean squares; `weights` are by name."""
         self.branch = branch
         self.count = min(matrix.weight.heads or matrix.weight.shape[0] for matrix in branch.inputs)

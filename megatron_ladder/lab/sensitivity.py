@@ -68,9 +68,12 @@ def _late_model(model: ModelConfig, options: SensitivityOptions) -> ModelConfig:
     late = "ladder-parallel" if model.wiring.one_norm else "ladder"
     mode = options.residual_mode or (model.residual_mode if model.wiring.late else late)
     every = ReshapeOptions(
-        load=options.load, save=options.output, residual_mode=mode, ladder_layers="all",
+        load=options.load,
+        save=options.output,
+        residual_mode=mode,
+        ladder_layers="all",
         residual_staleness=options.residual_staleness or model.residual_staleness,
-    )  # fmt: skip
+    )
     return rewired(model, every)[0]
 
 

@@ -104,9 +104,14 @@ class ForwardRecord:
     """A `ForwardPass` over a range of sub-blocks that records what the mirrored backward needs."""
 
     def __init__(
-        self, steps: Sequence[SubBlock], context: SequenceContext, layout: StreamLayout, pending: tuple[int, int],
-        sums: PartialSums, side_queue: SideQueue | None,
-    ) -> None:  # fmt: skip
+        self,
+        steps: Sequence[SubBlock],
+        context: SequenceContext,
+        layout: StreamLayout,
+        pending: tuple[int, int],
+        sums: PartialSums,
+        side_queue: SideQueue | None,
+    ) -> None:
         """Prepare a pass with so many outputs pending before and after it; reads run ahead in `side_queue`."""
         self.steps = steps
         self.context = context
@@ -196,9 +201,17 @@ class ForwardRecord:
         input_gradient = InputGradient(sum_gradient, self.partial_gradients, keeps_input)
         with torch.enable_grad():
             normed = reached_by_backward(reading.whole.wait())
-            output = self.steps[index].body(
-                normed, self.context, input_gradient, hook_backward if runs_midway else ignore_midway, leave_unreduced
-            ).partial
+            output = (
+                self.steps[index]
+                .body(
+                    normed,
+                    self.context,
+                    input_gradient,
+                    hook_backward if runs_midway else ignore_midway,
+                    leave_unreduced,
+                )
+                .partial
+            )
         assert reading.normed_edge is not None
         graph = _Graph(reading.stream, reading.normed_edge, reading.normed, get_gradient_edge(output), input_gradient)
         return graph, output.detach()

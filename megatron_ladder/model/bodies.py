@@ -87,9 +87,13 @@ class Attention(nn.Module):
         self.o_proj = _output_projection(build, tensors, branch)
 
     def forward(
-        self, normed: Tensor, context: SequenceContext, input_gradient: InputGradient | None = None,
-        midway: Midway = ignore_midway, launch: Launch | None = None,
-    ) -> InFlight:  # fmt: skip
+        self,
+        normed: Tensor,
+        context: SequenceContext,
+        input_gradient: InputGradient | None = None,
+        midway: Midway = ignore_midway,
+        launch: Launch | None = None,
+    ) -> InFlight:
         """See `SubBlockBody`."""
         attended = self.heads(self.qkv_proj(normed, input_gradient), context, input_gradient)
         midway(attended)
@@ -107,9 +111,13 @@ class MLP(nn.Module):
         self.down_proj = _output_projection(build, tensors, branch)
 
     def forward(
-        self, normed: Tensor, context: SequenceContext, input_gradient: InputGradient | None = None,
-        midway: Midway = ignore_midway, launch: Launch | None = None,
-    ) -> InFlight:  # fmt: skip
+        self,
+        normed: Tensor,
+        context: SequenceContext,
+        input_gradient: InputGradient | None = None,
+        midway: Midway = ignore_midway,
+        launch: Launch | None = None,
+    ) -> InFlight:
         """See `SubBlockBody`."""
         inner = self.operations.swiglu(self.gate_up_proj(normed, input_gradient))
         midway(inner)
@@ -129,9 +137,13 @@ class AttentionMLP(nn.Module):
         self.down_proj = _output_projection(build, tensors, mlp)
 
     def forward(
-        self, normed: Tensor, context: SequenceContext, input_gradient: InputGradient | None = None,
-        midway: Midway = ignore_midway, launch: Launch | None = None,
-    ) -> InFlight:  # fmt: skip
+        self,
+        normed: Tensor,
+        context: SequenceContext,
+        input_gradient: InputGradient | None = None,
+        midway: Midway = ignore_midway,
+        launch: Launch | None = None,
+    ) -> InFlight:
         """See `SubBlockBody`."""
         widths = self.in_proj.widths
         projected = self.in_proj(normed, input_gradient)

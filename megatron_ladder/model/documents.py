@@ -79,8 +79,15 @@ def _flash_attention(q: Tensor, k: Tensor, v: Tensor, documents: DocumentBounds)
 
     longest = max(documents.lengths)
     attended = varlen_attn(
-        q, k, v, documents.bounds, documents.bounds, longest, longest,
-        window_size=(-1, 0), enable_gqa=q.shape[1] != k.shape[1],
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        documents.bounds,
+        documents.bounds,
+        longest,
+        longest,
+        window_size=(-1, 0),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
     assert isinstance(attended, Tensor)
     return attended

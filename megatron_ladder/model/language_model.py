@@ -110,9 +110,14 @@ class LanguageModel(nn.Module):
         return self.embedding.logits(normed) if self.lm_head is None else self.lm_head(normed)
 
     def forward(
-        self, tokens: Tensor, labels: Tensor, loss_mask: Tensor | None = None, positions: Tensor | None = None,
-        document_bounds: Tensor | None = None, predicts: bool = False,
-    ) -> Tensor:  # fmt: skip
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        loss_mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        document_bounds: Tensor | None = None,
+        predicts: bool = False,
+    ) -> Tensor:
         """Return the loss summed over the target tokens that count, or the `predictions` if `predicts` is set.
 
         Args:
@@ -173,9 +178,7 @@ class LanguageModel(nn.Module):
 
     def _loss(self, hidden_states: Tensor, targets: Targets) -> Tensor:
         normed = self.final_norm(hidden_states)
-        found: Tensor = (
-            self.embedding.loss(normed, targets) if self.lm_head is None else self.lm_head(normed, targets)
-        )
+        found: Tensor = self.embedding.loss(normed, targets) if self.lm_head is None else self.lm_head(normed, targets)
         return found
 
     def take_extra_losses(self) -> Tensor:
@@ -224,6 +227,4 @@ class Distillation:
 
 def _build_vocab_matrix(matrix_type: type[_Matrix], tensor: TensorSpec, build: BuildContext) -> _Matrix:
     mesh, linear = build.mesh, build.operations.linear
-    return matrix_type(
-        tensor, mesh.tensor, mesh.stream, build.dtype, build.device, linear, build.config.logit_soft_cap
-    )
+    return matrix_type(tensor, mesh.tensor, mesh.stream, build.dtype, build.device, linear, build.config.logit_soft_cap)

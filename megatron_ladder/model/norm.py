@@ -47,9 +47,12 @@ class RMSNorm(ParallelModule):
         return partial_gradients.defer(self.weight)
 
     def forward(
-        self, x: Tensor, weight: Tensor | None = None, partial_gradients: PartialGradients | None = None,
+        self,
+        x: Tensor,
+        weight: Tensor | None = None,
+        partial_gradients: PartialGradients | None = None,
         output: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """[..., size] -> [..., size], with `weight` instead of the norm's weight if it is given.
 
         `output`, of a sub-block, is added to x first; the sum is then returned together with its norm.

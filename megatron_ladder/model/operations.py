@@ -43,9 +43,14 @@ def _add_norm(
 
 
 def _split_heads(
-    projected: Tensor, widths: Sequence[int], head_dim: int, table: RotaryTable,
-    norm_weights: tuple[Tensor, Tensor] | None, epsilon: float, norm: NormFunction = _rms_norm,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    projected: Tensor,
+    widths: Sequence[int],
+    head_dim: int,
+    table: RotaryTable,
+    norm_weights: tuple[Tensor, Tensor] | None,
+    epsilon: float,
+    norm: NormFunction = _rms_norm,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Split fused projections [s, b, sum of widths] into queries, keys and values [b, heads/t, s, d].
 
     Queries and keys are normed if `norm_weights` are given, and rotated by their positions.
@@ -136,9 +141,11 @@ def compile_operations(operations: Operations, backend: str = "inductor") -> Ope
     compiled: Any = partial(torch.compile, backend=backend, options=options)
     return replace(
         operations,
-        norm=compiled(operations.norm), add_norm=compiled(operations.add_norm),
-        split_heads=compiled(operations.split_heads), swiglu=compiled(operations.swiglu),
-    )  # fmt: skip
+        norm=compiled(operations.norm),
+        add_norm=compiled(operations.add_norm),
+        split_heads=compiled(operations.split_heads),
+        swiglu=compiled(operations.swiglu),
+    )
 
 
 def _compiler_problem(device: torch.device) -> str:
@@ -160,9 +167,10 @@ def require_compiler(flag: str, device: torch.device) -> None:
 
 
 def select_operations(
-    norm_implementation: Literal["auto", "torch", "apex"], compiled: Literal["auto", "true", "false"],
+    norm_implementation: Literal["auto", "torch", "apex"],
+    compiled: Literal["auto", "true", "false"],
     device: torch.device,
-) -> tuple[Operations, str]:  # fmt: skip
+) -> tuple[Operations, str]:
     """Return the operations for training, and a description of their norm for the log.
 
     Raise a UserError if apex was requested, but NVIDIA's apex is missing or there is no CUDA device.

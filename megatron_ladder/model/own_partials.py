@@ -63,9 +63,13 @@ class LaneRange:
     """One pass over a range of sub-blocks, and the tensors for its backward."""
 
     def __init__(
-        self, steps: Sequence[SubBlock], context: SequenceContext, pending: tuple[int, int], launch: Launch,
+        self,
+        steps: Sequence[SubBlock],
+        context: SequenceContext,
+        pending: tuple[int, int],
+        launch: Launch,
         sums: PartialSums,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Prepare a pass.
 
         Args:

@@ -83,9 +83,7 @@ class _TransformerLayer(nn.Module):
                 body = _BODIES[kind](lane_build, layer * len(self._lanes) + lane, tensors)
                 self.bodies[_body_name(kind, lane)] = body
 
-    def sub_blocks(
-        self, mesh: ProcessMesh, recompute: bool, name: str, span: Span, lateness: float
-    ) -> list[SubBlock]:
+    def sub_blocks(self, mesh: ProcessMesh, recompute: bool, name: str, span: Span, lateness: float) -> list[SubBlock]:
         steps = []
         for kind, staleness, *_ in self.wired:
             norm, lanes = self.norms[kind.value], [self.bodies[_body_name(kind, lane)] for lane in self._lanes]

@@ -61,9 +61,13 @@ class SubBlockBody(Protocol):
     share of it, and an output projection."""
 
     def __call__(
-        self, normed: Tensor, context: SequenceContext, input_gradient: InputGradient | None = None,
-        midway: Midway = ignore_midway, launch: Launch | None = None,
-    ) -> InFlight:  # fmt: skip
+        self,
+        normed: Tensor,
+        context: SequenceContext,
+        input_gradient: InputGradient | None = None,
+        midway: Midway = ignore_midway,
+        launch: Launch | None = None,
+    ) -> InFlight:
         """Return the handle of the output, [s, b, h] or this rank's positions of it.
 
         Args:
@@ -182,9 +186,13 @@ class AutogradPass(NamedTuple):
 
 
 def walk(
-    state: Tensor, forward: ForwardPass[Reading], pending_out: int, layout: StreamLayout, launch: Launch,
+    state: Tensor,
+    forward: ForwardPass[Reading],
+    pending_out: int,
+    layout: StreamLayout,
+    launch: Launch,
     side_queue: SideQueue | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Walk a range of sub-blocks by the rule of `stack.py`.
 
     Args:

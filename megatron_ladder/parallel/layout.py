@@ -53,9 +53,17 @@ class Section:
         """Return the section of a canonical tensor that a tensor-parallel rank holds."""
         start, length = tensor.slice_of(group.rank, group.size)
         return Section(
-            tensor.name, tensor.shape, tensor.sharded_dim or 0, start, length, local_start, tensor.block,
-            tensor.mean, tensor.std, counted=group.rank % tensor.replicas(group.size) == 0,
-        )  # fmt: skip
+            tensor.name,
+            tensor.shape,
+            tensor.sharded_dim or 0,
+            start,
+            length,
+            local_start,
+            tensor.block,
+            tensor.mean,
+            tensor.std,
+            counted=group.rank % tensor.replicas(group.size) == 0,
+        )
 
     @property
     def offset(self) -> tuple[int, ...]:

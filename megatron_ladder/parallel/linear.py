@@ -87,9 +87,16 @@ class ColumnParallelLinear(ParallelModule):
     bias: nn.Parameter | None
 
     def __init__(
-        self, matrices: Sequence[Matrix], *, group: CommGroup, kv_replica_group: CommGroup, dtype: torch.dtype,
-        device: torch.device, linear: LinearFunction = linear, sum_input_gradient: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        matrices: Sequence[Matrix],
+        *,
+        group: CommGroup,
+        kv_replica_group: CommGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+        linear: LinearFunction = linear,
+        sum_input_gradient: bool = True,
+    ) -> None:
         """`linear` multiplies where autograd computes the input's gradient, summed if `sum_input_gradient`."""
         super().__init__()
         self.group = group
@@ -154,9 +161,15 @@ class RowParallelLinear(ParallelModule):
     bias: nn.Parameter | None
 
     def __init__(
-        self, matrix: Matrix, *, group: CommGroup, dtype: torch.dtype, device: torch.device,
-        linear: LinearFunction = linear, equal_gradients: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        matrix: Matrix,
+        *,
+        group: CommGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+        linear: LinearFunction = linear,
+        equal_gradients: bool = True,
+    ) -> None:
         """`equal_gradients` is False if each rank continues with its own partial sum, so that gradients differ."""
         super().__init__()
         self.group = group

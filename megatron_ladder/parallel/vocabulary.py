@@ -83,9 +83,15 @@ class VocabParallelMatrix(ParallelModule):
     weight: nn.Parameter
 
     def __init__(
-        self, tensor: TensorSpec, group: CommGroup, layout: StreamLayout, dtype: torch.dtype, device: torch.device,
-        linear: LinearFunction = linear, soft_cap: float | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        tensor: TensorSpec,
+        group: CommGroup,
+        layout: StreamLayout,
+        dtype: torch.dtype,
+        device: torch.device,
+        linear: LinearFunction = linear,
+        soft_cap: float | None = None,
+    ) -> None:
         """`linear` multiplies with the weight."""
         super().__init__()
         self.layout = layout
@@ -159,9 +165,13 @@ class _Chunk:
     """The softmax of some tokens over this rank's words, and the gather of all ranks' maximum, sum and target logit."""
 
     def __init__(
-        self, logits: Tensor, labels: Tensor, words: _Words, teacher_logits: Tensor | None = None,
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        words: _Words,
+        teacher_logits: Tensor | None = None,
         temperature: float = 1.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`teacher_logits`, of the same words, are compared with the others at a temperature, and overwritten."""
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         local = labels - words.start

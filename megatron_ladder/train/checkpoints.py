@@ -133,12 +133,15 @@ class CheckpointSaver:
             return [f"{checkpoint.directory}: is of another model than {opened.directory}"] if other else []
 
         checkpoint, faults = load_newest(
-            load, self._trainer.engine.state, self._world, refuse,
+            load,
+            self._trainer.engine.state,
+            self._world,
+            refuse,
             opened=opened,
             optimizer=config.load_optim and not only_weights,
             generators=config.load_rng and not only_weights,
             progress=f"verifying {load}" if self._world.rank == 0 else None,
-        )  # fmt: skip
+        )
         directory = str(checkpoint.directory)
         if faults:
             for fault in faults:
@@ -150,10 +153,12 @@ class CheckpointSaver:
             # Only rank 0 writes manifests.
             self._lineage = lineage_of_run(config, checkpoint)
         self._event(
-            "load", directory=directory, iteration=checkpoint.iteration,
+            "load",
+            directory=directory,
+            iteration=checkpoint.iteration,
             seconds=round(time.perf_counter() - start, 3),
             bytes=sum(record["size"] for record in checkpoint.manifest["files"]),
-        )  # fmt: skip
+        )
         return checkpoint
 
     def save(self, iteration: int, consumed_samples: int, reason: str = "interval", final: bool = False) -> None:
@@ -247,10 +252,15 @@ class CheckpointSaver:
         for name in outcome.removed:
             self._print(f"removed {name}")
         self._event(
-            "save end", iteration=saving.iteration, reason=reason, directory=outcome.directory,
-            bytes=saving.total_bytes, seconds=round(time.perf_counter() - start, 3),
-            blocked_seconds=round(blocked_seconds, 3), removed=list(outcome.removed),
-        )  # fmt: skip
+            "save end",
+            iteration=saving.iteration,
+            reason=reason,
+            directory=outcome.directory,
+            bytes=saving.total_bytes,
+            seconds=round(time.perf_counter() - start, 3),
+            blocked_seconds=round(blocked_seconds, 3),
+            removed=list(outcome.removed),
+        )
 
     def _report_failure(self, iteration: int, reason: str, error: str) -> None:
         text = f"iteration {iteration} was not saved: {error}; earlier checkpoints are as they were"

@@ -99,9 +99,7 @@ def teacher_errors(run: RunConfig, teacher: StoredTeacher, vocabulary_is_known: 
         )
 
 
-def build_distillation(
-    run: RunConfig, teacher: StoredTeacher, mesh: ProcessMesh, device: torch.device
-) -> Distillation:
+def build_distillation(run: RunConfig, teacher: StoredTeacher, mesh: ProcessMesh, device: torch.device) -> Distillation:
     """Build this rank's part of the teacher, and read and verify its weights; all ranks must call this.
 
     Raises UserError on every rank if any rank cannot read its weights, or finds a damaged file.

@@ -333,9 +333,15 @@ def _open_stream(
     streams = choose_streams(requested, len(shards), run.data_parallel_size)
     window = max(1, data.streaming_shuffle_buffer // streams)
     return StreamPlan(
-        shards, streams, training.seq_length, training.seed, window, tokenizer.eod_id, text_input.sources,
+        shards,
+        streams,
+        training.seq_length,
+        training.seed,
+        window,
+        tokenizer.eod_id,
+        text_input.sources,
         data.streaming_skip_bad_lines,
-    )  # fmt: skip
+    )
 
 
 def _read_sample_prompts(run: RunConfig, tokenizer: Tokenizer | None) -> tuple[SamplePrompt, ...]:
@@ -353,4 +359,3 @@ def _read_sample_prompts(run: RunConfig, tokenizer: Tokenizer | None) -> tuple[S
         if not 0 < len(ids) <= run.training.seq_length + 1 - new_tokens
     )
     return tuple((text, ids) for _, text, ids in prompts)
-

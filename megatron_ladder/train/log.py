@@ -173,10 +173,15 @@ class RunLog:
             self._rank,
         )
         self._record.write(
-            "progress", iteration=iteration, steps=steps, seconds=round(seconds, 6), loss=loss, **annealing,
+            "progress",
+            iteration=iteration,
+            steps=steps,
+            seconds=round(seconds, 6),
+            loss=loss,
+            **annealing,
             tokens_per_second=round(tokens_per_second, 1),
             **{name.replace(" ", "_"): value for name, value in last.extra_losses.items()},
-        )  # fmt: skip
+        )
         if self._device.type == "cuda":
             peak_memory = torch.cuda.max_memory_allocated(self._device)
         else:
@@ -269,9 +274,13 @@ def report_finding(record: RunRecord, rank: int, iteration: int, result: StepRes
         return
     print_rank_0(finding.text + (": the step was left out" if finding.skipped else ""), rank)
     record.write_first(
-        "skip" if finding.skipped else "spike", iteration=iteration, reason=finding.kind, loss=result.loss,
-        gradient_norm=result.gradient_norm, **finding.details,
-    )  # fmt: skip
+        "skip" if finding.skipped else "spike",
+        iteration=iteration,
+        reason=finding.kind,
+        loss=result.loss,
+        gradient_norm=result.gradient_norm,
+        **finding.details,
+    )
 
 
 @contextmanager

@@ -103,9 +103,15 @@ class TextStreams:
 
             skipped = SkippedRecords(self._plan.max_bad, warn, self._skipped)
             reader = StreamReader(
-                self._plan, choice.encoder.encode, shape, mesh.data.rank, consumed_samples, self._positions,
-                trainer.run.model.vocab_size, skipped,
-            )  # fmt: skip
+                self._plan,
+                choice.encoder.encode,
+                shape,
+                mesh.data.rank,
+                consumed_samples,
+                self._positions,
+                trainer.run.model.vocab_size,
+                skipped,
+            )
         self._batches = GlobalBatchLoader(reader, shape, rules, consumed_samples, trainer.on_host(mesh.model))
         return self._batches
 

@@ -39,8 +39,15 @@ _SIZES = ("num_layers", "hidden_size", "num_attention_heads")
 _WIRING = ("ladder_layers", "residual_staleness", "lanes", "desync_interval")
 """Fields of the model whose meaning depends on --residual-mode."""
 _ALWAYS = (
-    "lr", "lr_warmup_iters", "lr_decay_style", "weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps",
-)  # fmt: skip
+    "lr",
+    "lr_warmup_iters",
+    "lr_decay_style",
+    "weight_decay",
+    "clip_grad",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_eps",
+)
 _MUON = ("muon_momentum", "muon_nesterov", "muon_ns_steps", "muon_scale_mode")
 """Only effective with Muon."""
 _DECAY = ("min_lr", "lr_decay_iters")
@@ -240,12 +247,15 @@ def resumed_run(run: RunConfig, checkpoint: Checkpoint, errors: ErrorCollector) 
     ours, has_muon = _complete(run.optimizer, {}, theirs["lr_decay_iters"]), run.optimizer.optimizer == "muon"
     in_theirs = _in_effect(theirs["lr_decay_style"], has_muon and options.load_optim)
     compared = [name for name in _in_effect(ours["lr_decay_style"], has_muon) if name in in_theirs]
-    errors.add(*(
-        f"{flag_name(name)} {ours[name]}: {directory} was trained with {theirs[name]}: give "
-        "--override-opt-param-scheduler to change it, or --use-checkpoint-opt-param-scheduler to keep the stored value"
-        for name in compared
-        if ours[name] != theirs[name]
-    ))  # fmt: skip
+    errors.add(
+        *(
+            f"{flag_name(name)} {ours[name]}: {directory} was trained with {theirs[name]}: give "
+            "--override-opt-param-scheduler to change it, or --use-checkpoint-opt-param-scheduler to keep the stored "
+            "value"
+            for name in compared
+            if ours[name] != theirs[name]
+        )
+    )
     return replace(run, optimizer=replace(run.optimizer, **ours))
 
 

@@ -84,9 +84,17 @@ def build_trainer(inputs: RunInputs, place: RankInfo, peers: Peers) -> Trainer:
     model, norm = build_model(run, mesh, device, span, distillation=distillation)
     engine, adamw = build_engine(run, model, inputs.deepspeed, mesh, device)
     return Trainer(
-        run, mesh, device, model, engine, build_schedule(run), {"norm": norm, "optimizer": adamw}, peers, inputs.eod_id,
+        run,
+        mesh,
+        device,
+        model,
+        engine,
+        build_schedule(run),
+        {"norm": norm, "optimizer": adamw},
+        peers,
+        inputs.eod_id,
         Guard(run.reliability),
-    )  # fmt: skip
+    )
 
 
 def _check_shared(save: Path, world: CommGroup) -> None:

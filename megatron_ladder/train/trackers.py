@@ -94,8 +94,12 @@ class _WeightsAndBiases(Tracker):
 
     def open(self, previous: str | None) -> str:
         self._run = self._wandb.init(
-            **self._names, dir=self._folder, config=self._config, id=previous, resume="allow",
-        )  # fmt: skip
+            **self._names,
+            dir=self._folder,
+            config=self._config,
+            id=previous,
+            resume="allow",
+        )
         # Its own steps must increase, but a resumed run repeats the iterations after its checkpoint.
         self._run.define_metric("iteration", hidden=True)
         self._run.define_metric("*", step_metric="iteration")

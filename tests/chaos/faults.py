@@ -272,9 +272,14 @@ def timing(save: Path) -> Callable[[int], None]:
             setattr(owner, name, call)
 
         for owner, name in (
-            (guards.Guard, "judge"), (guards.Guard, "stop_if_hopeless"), (stop.Stopper, "votes"),
-            (stop.Stopper, "reason"), (record.RunRecord, "write"), (loop, "report_finding"), (HangWatch, "step_done"),
-        ):  # fmt: skip
+            (guards.Guard, "judge"),
+            (guards.Guard, "stop_if_hopeless"),
+            (stop.Stopper, "votes"),
+            (stop.Stopper, "reason"),
+            (record.RunRecord, "write"),
+            (loop, "report_finding"),
+            (HangWatch, "step_done"),
+        ):
             timed(owner, name)
         norm = step_module.gradient_norm
 

@@ -59,9 +59,12 @@ class Job:
         port = free_port()
         for rank in range(world_size):
             variables = {
-                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1",
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": world_size,
+                "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
-            }  # fmt: skip
+            }
             pid = os.fork()
             if pid == 0:
                 _become_rank(argv, {name: str(value) for name, value in variables.items()}, output, prepare)

@@ -1,6 +1,6 @@
 """Injects faults into small runs of two real processes, and checks that nothing is lost:
 
-    python tests/chaos/run.py --kills 30 --seed 1
+python tests/chaos/run.py --kills 30 --seed 1
 """
 
 import os

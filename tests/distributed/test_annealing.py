@@ -61,9 +61,14 @@ def batch(config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tens
 
 
 def annealed(
-    config: ModelConfig, weights: Weights, layout: tuple[int, bool], options: StackOptions,
-    lateness: tuple[float, ...], inputs: tuple[Tensor, Tensor, Tensor], compiled: bool = False,
-) -> tuple[list[Tensor], Pieces]:  # fmt: skip
+    config: ModelConfig,
+    weights: Weights,
+    layout: tuple[int, bool],
+    options: StackOptions,
+    lateness: tuple[float, ...],
+    inputs: tuple[Tensor, Tensor, Tensor],
+    compiled: bool = False,
+) -> tuple[list[Tensor], Pieces]:
     """Return the summed loss of a training pass and of an evaluation, and every gradient that this rank holds."""
     if compiled:
         # This backend traces forward and backward without a C++ compiler.
@@ -78,9 +83,14 @@ def annealed(
 
 
 def check(
-    gloo_pools: GlooPools, layout: str, wiring: str, lateness: str, options: str, dtype: torch.dtype,
+    gloo_pools: GlooPools,
+    layout: str,
+    wiring: str,
+    lateness: str,
+    options: str,
+    dtype: torch.dtype,
     compiled: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     config = small_model(**WIRINGS[wiring])
     reference = replace(ReferenceConfig.like(config), freshness=tuple(1 - a for a in LATENESS[lateness]))
     weights, inputs = make_weights(reference, seed=1, dtype=dtype), batch(config, dtype)
@@ -190,10 +200,13 @@ def annealed_gradients(argv: list[str]) -> LossAndGradients:
         (4, "--zero-stage 2 --residual-mode ladder --tensor-model-parallel-size 2 --recompute-granularity full"),
         (4, "--zero-stage 3 --residual-mode ladder --tensor-model-parallel-size 2"),
         (2, "--zero-stage 3 --residual-mode ladder-parallel --recompute-granularity full"),
-        (2, "--zero-stage 1 --residual-mode ladder --ladder-layers 1,2 --convert-schedule 2,0,1 "
-            "--tensor-model-parallel-size 2"),
+        (
+            2,
+            "--zero-stage 1 --residual-mode ladder --ladder-layers 1,2 --convert-schedule 2,0,1 "
+            "--tensor-model-parallel-size 2",
+        ),
     ],
-)  # fmt: skip
+)
 def test_steps_equal_a_plain_model(gloo_pools: GlooPools, world: int, words: str) -> None:
     """Over the end of the annealing, with accumulation."""
     argv = [*RECIPE, *words.split(), "--global-batch-size", "8", "--anneal-staleness", "2"]
@@ -208,9 +221,7 @@ def test_steps_equal_a_plain_model(gloo_pools: GlooPools, world: int, words: str
         (4, "--zero-stage 3 --tensor-model-parallel-size 2 --convert-schedule 2,0,1"),
     ],
 )
-def test_a_run_resumes_bitwise_while_it_anneals(
-    gloo_pools: GlooPools, tmp_path: Path, world: int, words: str
-) -> None:
+def test_a_run_resumes_bitwise_while_it_anneals(gloo_pools: GlooPools, tmp_path: Path, world: int, words: str) -> None:
     argv = [*RECIPE, *words.split(), *"--residual-mode ladder --global-batch-size 8".split()]
     check_resume(gloo_pools, tmp_path, [*argv, "--anneal-staleness", "3", "--anneal-schedule", "cosine"], world)
 

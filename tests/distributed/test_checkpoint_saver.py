@@ -21,9 +21,7 @@ from tests.helpers.states import everything
 from tests.helpers.steps import steps_of_batches
 from tests.helpers.training import build_trainer_here, own_batches
 
-RECIPE = (
-    "--train-iters 4 --lr 1e-2 --micro-batch-size 2 --global-batch-size 4 --residual-mode ladder --bf16"
-).split()
+RECIPE = ("--train-iters 4 --lr 1e-2 --micro-batch-size 2 --global-batch-size 4 --residual-mode ladder --bf16").split()
 Events = list[tuple[str, dict[str, Any]]]
 
 
@@ -70,9 +68,7 @@ def saves_of_a_run(argv: list[str], final: int) -> Events:
 
 
 @pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2", "--zero-stage 2"])
-def test_background_saves_equal_synchronous_saves(
-    gloo_pools: GlooPools, tmp_path: Path, layout: str
-) -> None:
+def test_background_saves_equal_synchronous_saves(gloo_pools: GlooPools, tmp_path: Path, layout: str) -> None:
     synchronous, background = tmp_path / "synchronous", tmp_path / "background"
     run = gloo_pools(2).run
     run(saves_of_a_run, [*layout.split(), "--save", str(synchronous)], 4)
@@ -199,9 +195,12 @@ def test_a_damaged_checkpoint_is_skipped_by_all_ranks(gloo_pools: GlooPools, tmp
     run = gloo_pools(2).run
     run(saves_of_a_run, ["--save", str(tmp_path)], 4)
     for words, start, steps, loaded in (
-        ([], (4, 16), 4, 2), (["--no-load-optim"], (4, 16), 0, 2), (["--finetune"], (0, 0), 0, 0),
-        (["--skip-train"], (4, 16), 0, 0), (["--skip-train", "--finetune"], (0, 0), 0, 0),
-    ):  # fmt: skip
+        ([], (4, 16), 4, 2),
+        (["--no-load-optim"], (4, 16), 0, 2),
+        (["--finetune"], (0, 0), 0, 0),
+        (["--skip-train"], (4, 16), 0, 0),
+        (["--skip-train", "--finetune"], (0, 0), 0, 0),
+    ):
         for place, _, states, taken in run(resumed, words, tmp_path):
             assert place == start and taken == steps and len(states) == loaded
     damaged = tmp_path / "iter_0000004" / "optimizer_rank_00001.safetensors"

@@ -56,7 +56,11 @@ def gradients_and_events(
         ({}, StackOptions(mirrored_backward=False), False),
     ],
     ids=[
-        "ladder-qk-norm", "ladder-recomputed", "hybrid-blocking", "parallel", "ladder-sequence-parallel",
+        "ladder-qk-norm",
+        "ladder-recomputed",
+        "hybrid-blocking",
+        "parallel",
+        "ladder-sequence-parallel",
         "standard-autograd",
     ],
 )

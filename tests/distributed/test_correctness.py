@@ -49,15 +49,28 @@ FEATURES: dict[str, dict[str, Any]] = {
     "tied": {"tie_embeddings": True, "rope_scaling": "linear", "rope_scaling_factor": 2.0, "logit_soft_cap": 1.5},
     "biases": {"add_qkv_bias": True, "add_attention_output_bias": True, "add_mlp_bias": True},
     "qwen": {"add_qkv_bias": True, "qk_layernorm": True, "num_key_value_heads": 1},
-    "multi-head": {"num_key_value_heads": 4, "head_dim": 12, "vocab_size": 257, "rope_scaling": "llama3",
-                   "rope_scaling_factor": 8.0, "rope_original_max_position_embeddings": 16},
-}  # fmt: skip
+    "multi-head": {
+        "num_key_value_heads": 4,
+        "head_dim": 12,
+        "vocab_size": 257,
+        "rope_scaling": "llama3",
+        "rope_scaling_factor": 8.0,
+        "rope_original_max_position_embeddings": 16,
+    },
+}
 
 
 def run_case(
-    config: ModelConfig, weights: Weights, tensor_parallel: int, options: StackOptions,
-    tokens: Tensor, labels: Tensor, mask: Tensor, sequence_parallel: bool, side_queue: SideQueue | None,
-) -> tuple[float, Pieces]:  # fmt: skip
+    config: ModelConfig,
+    weights: Weights,
+    tensor_parallel: int,
+    options: StackOptions,
+    tokens: Tensor,
+    labels: Tensor,
+    mask: Tensor,
+    sequence_parallel: bool,
+    side_queue: SideQueue | None,
+) -> tuple[float, Pieces]:
     """Return the loss per unmasked token, and every gradient that this rank holds."""
     model = build(config, weights, tensor_parallel, options, sequence_parallel)
     model.stack.side_queue = side_queue or model.stack.side_queue
@@ -74,9 +87,14 @@ def batch(config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tens
 
 
 def check(
-    gloo_pools: GlooPools, tensor_parallel: int, config: ModelConfig, options: StackOptions, dtype: torch.dtype,
-    sequence_parallel: bool = False, side_queue: SideQueue | None = None,
-) -> None:  # fmt: skip
+    gloo_pools: GlooPools,
+    tensor_parallel: int,
+    config: ModelConfig,
+    options: StackOptions,
+    dtype: torch.dtype,
+    sequence_parallel: bool = False,
+    side_queue: SideQueue | None = None,
+) -> None:
     reference = ReferenceConfig.like(config)
     weights = make_weights(reference, seed=1, dtype=dtype)
     tokens, labels, mask = batch(config, dtype)
@@ -116,9 +134,7 @@ def test_wirings(
         (str, str, ["overlap", "blocking"], ["kept", "recomputed"]),
     ),
 )
-def test_more_wirings(
-    gloo_pools: GlooPools, tensor_parallel: int, wiring: str, overlap: bool, recompute: int
-) -> None:
+def test_more_wirings(gloo_pools: GlooPools, tensor_parallel: int, wiring: str, overlap: bool, recompute: int) -> None:
     config = small_model(**MORE_WIRINGS[wiring])
     check(gloo_pools, tensor_parallel, config, StackOptions(overlap, recompute), torch.float64)
 
@@ -216,9 +232,7 @@ def test_sequence_parallel_features(
     gloo_pools: GlooPools, tensor_parallel: int, wiring: str, feature: str, overlap: bool
 ) -> None:
     config = small_model(**WIRINGS[wiring], **FEATURES[feature])
-    check(
-        gloo_pools, tensor_parallel, config, StackOptions(overlap, 2), torch.float64, sequence_parallel=True
-    )  # fmt: skip
+    check(gloo_pools, tensor_parallel, config, StackOptions(overlap, 2), torch.float64, sequence_parallel=True)
 
 
 def initial_pieces(config: ModelConfig, tensor_parallel: int) -> Pieces:

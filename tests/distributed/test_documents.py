@@ -97,9 +97,16 @@ def test_steps_equal_those_of_a_plain_model(
     config = ReferenceConfig.like(run.model)
     weights = make_weights(config, seed=1, dtype=torch.float32)
     expected, final = reference_training(
-        weights, config, expected_batches(flags), build_schedule(run).at, (0.9, 0.95), 1e-8, 0.1, 0.5,
+        weights,
+        config,
+        expected_batches(flags),
+        build_schedule(run).at,
+        (0.9, 0.95),
+        1e-8,
+        0.1,
+        0.5,
         no_decay=lambda name: name.endswith(("norm.weight", ".bias")),
-    )  # fmt: skip
+    )
     results = gloo_pools(world).run(train, argv, weights)
     for history, *_ in results:
         for found, wanted in zip(history, expected, strict=True):

@@ -124,8 +124,10 @@ def test_all_evaluations_are_recorded(gloo_pools: GlooPools, tmp_path: Path, lay
     names = [(event["event"], event["iteration"], event.get("name", event.get("prompt"))) for event in events]
     each = [("evaluation", "web"), ("evaluation", "code"), ("sample", "5 6"), ("sample", "7")]
     assert names == [
-        *((kind, 2, name) for kind, name in each), *((kind, 4, name) for kind, name in each), ("metrics", 4, None),
-    ]  # fmt: skip
+        *((kind, 2, name) for kind, name in each),
+        *((kind, 4, name) for kind, name in each),
+        ("metrics", 4, None),
+    ]
     for event in events:
         if event["event"] == "evaluation":
             assert event["ppl"] == pytest.approx(math.exp(event["loss"])) and event["ppl"] > 1

@@ -206,9 +206,7 @@ def from_hugging_face(folder: Path) -> tuple[Tokens, list[TokenScores | None]]:
     mesh = mesh_of(size, key_value_replicas(stored.config, size))
     engine = GenerationEngine(load_model(stored, mesh, torch.float32, torch.device("cpu"), overlap=True), mesh)
     sampling = SamplingParameters(temperature=0.0, logprobs=True, top_logprobs=2)
-    requests = [
-        GenerationRequest(prompt, NEW_TOKENS, sampling, score_prompt=len(prompt) != 3) for prompt in PROMPTS
-    ]
+    requests = [GenerationRequest(prompt, NEW_TOKENS, sampling, score_prompt=len(prompt) != 3) for prompt in PROMPTS]
     tokens: list[NewToken] = []
     with patch("megatron_ladder.generate.scoring._LOGITS_AT_ONCE", 5 * stored.config.vocab_size // size):
         found = engine.generate(requests, tokens.append)
@@ -221,11 +219,13 @@ def test_a_hugging_face_directory_at_several_sizes(tensor_parallel: int, tmp_pat
     """With two key-value heads and an odd vocabulary size."""
     module = save_model(tmp_path, "qwen2")
     expected = [
-        tuple(module.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)[
-            0, len(prompt) :
-        ].tolist())
+        tuple(
+            module.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)[
+                0, len(prompt) :
+            ].tolist()
+        )
         for prompt in PROMPTS
-    ]  # fmt: skip
+    ]
     results = gloo_pools(tensor_parallel).run(from_hugging_face, tmp_path)
     assert [tokens for tokens, _ in results] == [expected] * tensor_parallel
     assert [scores for _, scores in results] == [results[0][1]] * tensor_parallel
@@ -282,10 +282,12 @@ def structured_answers(engine: GenerationEngine) -> list[str | None]:
     requests = [
         GenerationRequest((5, 9), 24, sampling, eos_ids, grammar=text)
         for sampling, text in (
-            (GREEDY, grammar), (SamplingParameters(seed=3), grammar), (SamplingParameters(seed=3), None),
+            (GREEDY, grammar),
+            (SamplingParameters(seed=3), grammar),
+            (SamplingParameters(seed=3), None),
             (SamplingParameters(seed=4, top_p=0.8, repetition_penalty=1.2), grammar),
         )
-    ]  # fmt: skip
+    ]
     return [generation.text for generation in engine.generate(requests)]
 
 

@@ -38,9 +38,15 @@ def test_decoding_is_close_to_the_memory_bandwidth() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     config = tiny_config(
-        num_layers=12, hidden_size=768, ffn_hidden_size=2048, num_attention_heads=12, num_key_value_heads=12,
-        head_dim=64, vocab_size=32_000, max_position_embeddings=512,
-    )  # fmt: skip
+        num_layers=12,
+        hidden_size=768,
+        ffn_hidden_size=2048,
+        num_attention_heads=12,
+        num_key_value_heads=12,
+        head_dim=64,
+        vocab_size=32_000,
+        max_position_embeddings=512,
+    )
     engine = tiny_engine(config, reference_of(config)[0], packed=True)
     weights = sum(weight.nbytes for name, weight in engine.model.named_parameters() if not name.startswith("embedding"))
     matrix, vector = torch.randn(GIGABYTE // 4 // 16384, 16384), torch.randn(16384)
@@ -106,9 +112,15 @@ def read_and_load(folder: Path) -> list[tuple[float, ...]]:
 def test_loading_is_close_to_reading(tmp_path: Path, gloo_pools: GlooPools) -> None:
     """Load 1 GiB of fp32 weights on two running ranks, of which one verifies; the file is in the page cache."""
     config = tiny_config(
-        num_layers=15, hidden_size=1024, ffn_hidden_size=2816, num_attention_heads=16, num_key_value_heads=16,
-        head_dim=64, vocab_size=32_000, max_position_embeddings=512,
-    )  # fmt: skip
+        num_layers=15,
+        hidden_size=1024,
+        ffn_hidden_size=2816,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        head_dim=64,
+        vocab_size=32_000,
+        max_position_embeddings=512,
+    )
     pairs = parameter_sections(LanguageModel(config, ProcessMesh.single(), seed=0))
     weights = {part.name: part.view(parameter).detach() for parameter, parts in pairs for part in parts}
     write_checkpoint(tmp_path, config, weights)

@@ -16,12 +16,18 @@ from tests.helpers.training import build_trainer_here, own_batches, weight_piece
 
 BASE = [*RECIPE, "--global-batch-size", "8", "--residual-mode", "ladder"]
 LAYOUTS = [
-    "--zero-stage 0", "--zero-stage 1", "--zero-stage 1 --bf16", "--zero-stage 2", "--zero-stage 3",
-    "--zero-stage 1 --offload-optimizer cpu", "--zero-stage 0 --tensor-model-parallel-size 2",
+    "--zero-stage 0",
+    "--zero-stage 1",
+    "--zero-stage 1 --bf16",
+    "--zero-stage 2",
+    "--zero-stage 3",
+    "--zero-stage 1 --offload-optimizer cpu",
+    "--zero-stage 0 --tensor-model-parallel-size 2",
     "--zero-stage 1 --bf16 --tensor-model-parallel-size 2",
-    "--zero-stage 1 --bf16 --optimizer muon", "--zero-stage 1 --pipeline-model-parallel-size 2",
+    "--zero-stage 1 --bf16 --optimizer muon",
+    "--zero-stage 1 --pipeline-model-parallel-size 2",
     "--zero-stage 1 --bf16 --pipeline-model-parallel-size 2",
-]  # fmt: skip
+]
 SPOILED = "layers.2.mlp.down_proj.weight"
 
 

@@ -30,12 +30,17 @@ def torch_training(
     vectors = [weight for weight in current.values() if weight.ndim == 1]
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.Muon(
-            hidden, weight_decay=0.1, momentum=options.muon_momentum, nesterov=options.muon_nesterov,
-            ns_steps=options.muon_ns_steps, adjust_lr_fn=options.muon_scale_mode,
+            hidden,
+            weight_decay=0.1,
+            momentum=options.muon_momentum,
+            nesterov=options.muon_nesterov,
+            ns_steps=options.muon_ns_steps,
+            adjust_lr_fn=options.muon_scale_mode,
         ),
-        torch.optim.AdamW([{"params": vocabulary, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
-                          betas=(0.9, 0.95)),
-    ]  # fmt: skip
+        torch.optim.AdamW(
+            [{"params": vocabulary, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], betas=(0.9, 0.95)
+        ),
+    ]
     history = []
     for iteration, batch in enumerate(batches, start=1):
         tokens = sum(float(mask.sum()) for _, _, mask in batch)
@@ -72,9 +77,7 @@ def torch_training(
         (2, "--zero-stage 2 --muon-ns-steps 3 --muon-momentum 0.8"),
     ],
 )
-def test_steps_equal_torch_muon(
-    gloo_pools: GlooPools, monkeypatch: pytest.MonkeyPatch, world: int, words: str
-) -> None:
+def test_steps_equal_torch_muon(gloo_pools: GlooPools, monkeypatch: pytest.MonkeyPatch, world: int, words: str) -> None:
     """torch's Muon orthogonalises in bf16; without that cast it is exact, and so is the comparison."""
     monkeypatch.setattr(Tensor, "bfloat16", Tensor.clone)
     argv = [*MUON, *words.split()]

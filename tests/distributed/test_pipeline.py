@@ -63,12 +63,17 @@ def check_stages(gloo_pools: GlooPools, layout: Layout, flags: str) -> None:
 def grid() -> list[object]:
     """Return all combinations; without --slow, every pair of layout and wiring occurs with one ZeRO stage."""
     return [
-        pytest.param(layout, flags, str(zero), id=f"{'x'.join(map(str, layout))}-{name}-zero{zero}",
-                     marks=[] if (row + column) % 2 == zero else pytest.mark.slow)
+        pytest.param(
+            layout,
+            flags,
+            str(zero),
+            id=f"{'x'.join(map(str, layout))}-{name}-zero{zero}",
+            marks=[] if (row + column) % 2 == zero else pytest.mark.slow,
+        )
         for row, layout in enumerate(LAYOUTS)
         for column, (name, flags) in enumerate(WIRINGS.items())
         for zero in (0, 1)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(("layout", "flags", "zero"), grid())
@@ -97,11 +102,23 @@ def test_steps_equal_a_plain_model(gloo_pools: GlooPools, layout: Layout, flags:
         ((2, 2, 2), "--residual-mode ladder-parallel --lanes 2 --num-key-value-heads 4 --recompute-granularity full"),
     ],
     ids=[
-        "parallel", "ladder-parallel", "staleness-2", "ladder-attention", "passing-through", "ladder-before-standard",
-        "desync-4", "desync-2", "tied", "tied-four-stages", "recomputed", "blocking", "sequence-parallel",
-        "lanes", "lanes-parallel",
+        "parallel",
+        "ladder-parallel",
+        "staleness-2",
+        "ladder-attention",
+        "passing-through",
+        "ladder-before-standard",
+        "desync-4",
+        "desync-2",
+        "tied",
+        "tied-four-stages",
+        "recomputed",
+        "blocking",
+        "sequence-parallel",
+        "lanes",
+        "lanes-parallel",
     ],
-)  # fmt: skip
+)
 def test_more_wirings_and_features_equal_a_plain_model(gloo_pools: GlooPools, layout: Layout, flags: str) -> None:
     check_stages(gloo_pools, layout, flags)
 

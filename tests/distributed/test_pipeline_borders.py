@@ -79,8 +79,11 @@ def test_nothing_is_exposed_at_a_ladder_border(gloo_pools: GlooPools, lanes: str
 
 
 def test_norms_at_a_border_are_summed_once_a_step(gloo_pools: GlooPools) -> None:
-    argv = [*RECIPE, *"--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --residual-mode ladder".split(),
-            *"--global-batch-size 6".split()]  # fmt: skip
+    argv = [
+        *RECIPE,
+        *"--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --residual-mode ladder".split(),
+        *"--global-batch-size 6".split(),
+    ]
     _, _, last, _ = gloo_pools(4).run(events_of_a_step, argv, 3)
     assert last.split().count("S") == 1 and last.endswith("S")
     assert last.split().count("B0") == last.split().count("G0") == 3
@@ -150,10 +153,20 @@ def chained_gradients(
         {"residual_mode": "ladder-attention", "ladder_layers": (0, 2), "lanes": 2},
     ],
     ids=[
-        "standard", "ladder", "hybrid", "staleness-2", "staleness-3", "ladder-parallel-2", "ladder-parallel-3",
-        "ladder-attention", "desync", "lanes-3", "lanes-parallel-3", "lanes-attention",
+        "standard",
+        "ladder",
+        "hybrid",
+        "staleness-2",
+        "staleness-3",
+        "ladder-parallel-2",
+        "ladder-parallel-3",
+        "ladder-attention",
+        "desync",
+        "lanes-3",
+        "lanes-parallel-3",
+        "lanes-attention",
     ],
-)  # fmt: skip
+)
 def test_gradients_of_chained_ranges(gloo_pools: GlooPools, wiring: dict[str, Any], recompute: int) -> None:
     """The model is cut after every layer, so that outputs and gradients pass through ranges, and in the middle."""
     config = small_model(qk_layernorm=True, add_attention_output_bias=True, **wiring)

@@ -36,9 +36,15 @@ SHAPE = "--hidden-size 128 --ffn-hidden-size 352 --train-iters 4 --lr 1e-3 --mic
 TOLERANCE = 0.001
 """Alignment of flat buffers, and batches."""
 WIDE = ModelConfig(
-    num_layers=4, hidden_size=128, ffn_hidden_size=352, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-    vocab_size=512, max_position_embeddings=128,
-)  # fmt: skip
+    num_layers=4,
+    hidden_size=128,
+    ffn_hidden_size=352,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    vocab_size=512,
+    max_position_embeddings=128,
+)
 
 
 def live_storages() -> dict[int, torch.UntypedStorage]:
@@ -88,10 +94,14 @@ def state_of_a_step(argv: list[str]) -> tuple[int, int, int]:
 @pytest.mark.parametrize(
     ("ranks", "precision", "zero", "optimizer"),
     [
-        (1, "fp32", 1, "adamw"), (2, "fp32", 0, "adamw"), (2, "fp32", 0, "muon"), (2, "fp32", 1, "muon"),
-        (2, "fp32", 1, "adamw"), (2, "bf16", 1, "adamw"),
+        (1, "fp32", 1, "adamw"),
+        (2, "fp32", 0, "adamw"),
+        (2, "fp32", 0, "muon"),
+        (2, "fp32", 1, "muon"),
+        (2, "fp32", 1, "adamw"),
+        (2, "bf16", 1, "adamw"),
     ],
-)  # fmt: skip
+)
 def test_states_are_what_the_engine_allocates(
     gloo_pools: GlooPools, ranks: int, precision: Precision, zero: int, optimizer: str
 ) -> None:

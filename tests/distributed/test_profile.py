@@ -36,9 +36,18 @@ def profiled_steps(argv: list[str], first_iteration: int = 1) -> list[float]:
 
 def arguments(folder: Path, *, mode: str, ranks: str, start: int = 2, end: int = 4) -> list[str]:
     return [
-        "--residual-mode", mode, "--profile", "--profile-step-start", str(start), "--profile-step-end", str(end),
-        "--profile-ranks", *ranks.split(), "--profile-dir", str(folder),
-    ]  # fmt: skip
+        "--residual-mode",
+        mode,
+        "--profile",
+        "--profile-step-start",
+        str(start),
+        "--profile-step-end",
+        str(end),
+        "--profile-ranks",
+        *ranks.split(),
+        "--profile-dir",
+        str(folder),
+    ]
 
 
 def names_of(events: list[Event], iteration: int) -> list[str]:
@@ -63,20 +72,34 @@ def test_a_trace_names_sub_blocks_and_reduces_in_their_order(gloo_pools: GlooPoo
     for path in tmp_path.iterdir():
         events = read_events(path)
         assert {event["name"] for event in events if event["name"].startswith("iteration")} == {
-            "iteration 3", "iteration 4",
-        }  # fmt: skip
+            "iteration 3",
+            "iteration 4",
+        }
         names = names_of(events, 4)
         start, wait = "all_reduce start", "all_reduce wait"
         forward = names[names.index("layers.0.attention forward") :]
         assert forward[:9] == [
-            "layers.0.attention forward", start, "layers.0.mlp norm forward", "layers.0.mlp forward", start, wait,
-            "layers.1.attention norm forward", "layers.1.attention forward", start,
-        ]  # fmt: skip
+            "layers.0.attention forward",
+            start,
+            "layers.0.mlp norm forward",
+            "layers.0.mlp forward",
+            start,
+            wait,
+            "layers.1.attention norm forward",
+            "layers.1.attention forward",
+            start,
+        ]
         backward = names[names.index("layers.2.mlp backward") :]
         assert backward[:8] == [
-            "layers.2.mlp backward", start, "layers.2.attention backward", start, wait, "layers.2.mlp norm backward",
-            "layers.1.mlp backward", start,
-        ]  # fmt: skip
+            "layers.2.mlp backward",
+            start,
+            "layers.2.attention backward",
+            start,
+            wait,
+            "layers.2.mlp norm backward",
+            "layers.1.mlp backward",
+            start,
+        ]
 
 
 def test_only_profiled_ranks_write(gloo_pools: GlooPools, tmp_path: Path) -> None:
@@ -106,9 +129,12 @@ def test_a_sharded_stream_is_traced(gloo_pools: GlooPools, tmp_path: Path) -> No
     names = names_of(read_events(path), 4)
     second = names[names.index("layers.0.mlp forward") :]
     assert second[:5] == [
-        "layers.0.mlp forward", "all_gather wait", "reduce_scatter wait", "layers.1.attention norm forward",
+        "layers.0.mlp forward",
+        "all_gather wait",
+        "reduce_scatter wait",
+        "layers.1.attention norm forward",
         "all_gather start",
-    ]  # fmt: skip
+    ]
     rows = {(row["name"], row["direction"]): row for row in _sub_block_rows(communication(read_events(path)))}
     # For each of two micro-batches: the gather for the next sub-block, and the scatter.
     assert rows["layers.1.attention", "forward"]["collectives"] == 4

@@ -52,10 +52,17 @@ def served_tokens() -> dict[tuple[int, ...], list[int]]:
         GenerationRequest(ids, count, SamplingParameters(temperature=0.0))
         for ids, count in (((5, 9, 3), 9), ((17,), 30), ((1, 2, 3, 4, 5), 4))
     )
-    plans = iter([
-        StepPlan(admit={1: first}), StepPlan(admit={0: second}), StepPlan(), StepPlan(release=(0,)),
-        StepPlan(admit={0: third}), *[StepPlan()] * 5, StepPlan(stop=True),
-    ])  # fmt: skip
+    plans = iter(
+        [
+            StepPlan(admit={1: first}),
+            StepPlan(admit={0: second}),
+            StepPlan(),
+            StepPlan(release=(0,)),
+            StepPlan(admit={0: third}),
+            *[StepPlan()] * 5,
+            StepPlan(stop=True),
+        ]
+    )
     found: dict[tuple[int, ...], list[int]] = {}
 
     def record(tokens: list[NewToken]) -> None:
@@ -104,8 +111,10 @@ def test_two_ranks_serve_the_openai_client(tmp_path: Path, capsys: pytest.Captur
         assert logprobs.token_logprobs is not None and logprobs.token_logprobs[0] is None
         assert logprobs.token_logprobs[1:] == pytest.approx(scores, abs=1e-4)
         assert [*zip(logprobs.tokens, logprobs.text_offset or (), strict=True)][-3:] == [
-            (r"bytes:\xc3", 7), (r"bytes:\x9f", 7), ("e", 8)
-        ]  # fmt: skip
+            (r"bytes:\xc3", 7),
+            (r"bytes:\x9f", 7),
+            ("e", 8),
+        ]
         # The ranks, and the process that encodes prompts.
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)

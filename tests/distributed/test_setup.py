@@ -50,9 +50,7 @@ def errors_of_deepspeed(path: Path) -> tuple[str, ...]:
         ({"checkpoint": {"tag_validation": "perhaps"}}, "tag_validation"),
     ],
 )
-def test_an_error_of_deepspeed_names_the_file(
-    gloo_pools: GlooPools, tmp_path: Path, given: object, said: str
-) -> None:
+def test_an_error_of_deepspeed_names_the_file(gloo_pools: GlooPools, tmp_path: Path, given: object, said: str) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(given))
     for (message,) in gloo_pools(2).run(errors_of_deepspeed, path):

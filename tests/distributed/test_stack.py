@@ -56,8 +56,16 @@ def forward_events(config: ModelConfig, options: StackOptions, training: bool) -
         (OWN_PARTIALS, "B0 L0 B1 L1 B2 L2 W0 B3 L3 W1 B4 L4 W2 B5 L5 W3 W4 W5"),
     ],
     ids=[
-        "standard", "ladder", "hybrid", "parallel", "ladder-parallel", "staleness-2", "ladder-attention", "desync-2",
-        "desync-4", "lanes",
+        "standard",
+        "ladder",
+        "hybrid",
+        "parallel",
+        "ladder-parallel",
+        "staleness-2",
+        "ladder-attention",
+        "desync-2",
+        "desync-4",
+        "lanes",
     ],
 )
 def test_forward_keeps_reduces_in_flight(
@@ -105,8 +113,17 @@ RECOMPUTED_BACKWARD = "B5 L5 B4 L4 B3 W5 L3 B2 W4 L2 B1 W3 L1 B0 W2 L0 W1 W0"
         (LADDER | {"lanes": 2}, 3, RECOMPUTED_BACKWARD),
     ],
     ids=[
-        "ladder", "ladder-recomputed", "ladder-qk-norm", "hybrid", "standard", "parallel", "ladder-parallel",
-        "staleness-2", "ladder-attention", "lanes", "lanes-recomputed",
+        "ladder",
+        "ladder-recomputed",
+        "ladder-qk-norm",
+        "hybrid",
+        "standard",
+        "parallel",
+        "ladder-parallel",
+        "staleness-2",
+        "ladder-attention",
+        "lanes",
+        "lanes-recomputed",
     ],
 )
 def test_backward_mirrors_the_forward_order(
@@ -436,9 +453,10 @@ def test_chained_ranges_equal_the_whole(gloo_pools: GlooPools, wiring: dict[str,
 
 
 @pytest.mark.parametrize(
-    "wiring", [{}, LADDER, HYBRID, LADDER_PARALLEL, STALENESS_2, LADDER_ATTENTION],
+    "wiring",
+    [{}, LADDER, HYBRID, LADDER_PARALLEL, STALENESS_2, LADDER_ATTENTION],
     ids=["standard", "ladder", "hybrid", "ladder-parallel", "staleness-2", "ladder-attention"],
-)  # fmt: skip
+)
 def test_chained_ranges_of_a_sharded_stream_equal_the_whole(gloo_pools: GlooPools, wiring: dict[str, Any]) -> None:
     config = small_model(num_layers=3, **wiring)
     for cut in (1, 2):

@@ -40,7 +40,7 @@ def test_streaming_resumes_with_another_number_of_ranks(gloo_pools: GlooPools, t
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     run, two = gloo_pools(2).run, ["--tensor-model-parallel-size", "2"]
-    (whole, _), = gloo_pools(1).run(read, [], str(path), 9, 0, [])
+    ((whole, _),) = gloo_pools(1).run(read, [], str(path), 9, 0, [])
     split = run(read, [], str(path), 4, 0, [])
     for step in range(4):
         assert sorted(split[0][0][step] + split[1][0][step]) == sorted(whole[step])

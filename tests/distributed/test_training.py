@@ -30,10 +30,20 @@ def test_steps_equal_a_plain_model(
 ) -> None:
     world = tensor_parallel * data_parallel
     argv = [
-        *RECIPE, "--tensor-model-parallel-size", str(tensor_parallel), "--zero-stage", zero_stage,
-        "--residual-mode", "ladder", "--ladder-layers", "2", "--global-batch-size", "8", "--qk-layernorm",
+        *RECIPE,
+        "--tensor-model-parallel-size",
+        str(tensor_parallel),
+        "--zero-stage",
+        zero_stage,
+        "--residual-mode",
+        "ladder",
+        "--ladder-layers",
+        "2",
+        "--global-batch-size",
+        "8",
+        "--qk-layernorm",
         "--add-attention-output-bias",
-    ]  # fmt: skip
+    ]
     check_steps(gloo_pools, argv, world)
 
 
@@ -44,10 +54,19 @@ def test_desync_steps_equal_a_plain_model(
 ) -> None:
     """Norm weights of every rank count in the gradient norm and do not decay, although they are rows of a matrix."""
     argv = [
-        *RECIPE, "--tensor-model-parallel-size", str(tensor_parallel), "--zero-stage", zero_stage,
-        "--residual-mode", "desync", "--desync-interval", str(interval), "--global-batch-size", "8",
+        *RECIPE,
+        "--tensor-model-parallel-size",
+        str(tensor_parallel),
+        "--zero-stage",
+        zero_stage,
+        "--residual-mode",
+        "desync",
+        "--desync-interval",
+        str(interval),
+        "--global-batch-size",
+        "8",
         "--add-attention-output-bias",
-    ]  # fmt: skip
+    ]
     check_steps(gloo_pools, argv, tensor_parallel * data_parallel)
 
 
@@ -57,10 +76,22 @@ def test_sequence_parallel_steps_equal_a_plain_model(
     gloo_pools: GlooPools, data_parallel: int, zero_stage: str, recompute: list[str]
 ) -> None:
     argv = [
-        *RECIPE, "--tensor-model-parallel-size", "2", "--zero-stage", zero_stage, "--sequence-parallel", *recompute,
-        "--residual-mode", "ladder", "--ladder-layers", "2", "--global-batch-size", "8", "--qk-layernorm",
+        *RECIPE,
+        "--tensor-model-parallel-size",
+        "2",
+        "--zero-stage",
+        zero_stage,
+        "--sequence-parallel",
+        *recompute,
+        "--residual-mode",
+        "ladder",
+        "--ladder-layers",
+        "2",
+        "--global-batch-size",
+        "8",
+        "--qk-layernorm",
         "--add-attention-output-bias",
-    ]  # fmt: skip
+    ]
     check_steps(gloo_pools, argv, 2 * data_parallel)
 
 
@@ -111,9 +142,18 @@ def test_resumed_steps_equal_uninterrupted_ones_bitwise(
 ) -> None:
     tensor_parallel, world = layout
     argv = [
-        *RECIPE, *precision.split(), "--tensor-model-parallel-size", str(tensor_parallel), "--global-batch-size", "8",
-        "--residual-mode", "ladder", "--ladder-layers", "0,2", "--tie-embeddings",
-    ]  # fmt: skip
+        *RECIPE,
+        *precision.split(),
+        "--tensor-model-parallel-size",
+        str(tensor_parallel),
+        "--global-batch-size",
+        "8",
+        "--residual-mode",
+        "ladder",
+        "--ladder-layers",
+        "0,2",
+        "--tie-embeddings",
+    ]
     check_resume(gloo_pools, tmp_path, argv, world)
 
 
@@ -131,9 +171,7 @@ def load_elsewhere(argv: list[str], save: str) -> Pieces:
 
 
 @pytest.mark.parametrize("precision", ["--zero-stage 1", pytest.param("--bf16", marks=pytest.mark.slow)])
-def test_a_checkpoint_is_read_in_another_layout(
-    gloo_pools: GlooPools, tmp_path: Path, precision: str
-) -> None:
+def test_a_checkpoint_is_read_in_another_layout(gloo_pools: GlooPools, tmp_path: Path, precision: str) -> None:
     argv = [*RECIPE, *precision.split(), "--global-batch-size", "8", "--residual-mode", "ladder"]
     batches = steps_of_batches(STEPS, 4)
     ranks = gloo_pools(4).run(

@@ -54,9 +54,13 @@ def test_steps_equal_a_plain_model(gloo_pools: GlooPools, layout: str, wiring: s
     """Compares loss and gradient norm of five steps, and the final weights."""
     tensor_parallel, data_parallel = LAYOUTS[layout]
     argv = [
-        *GENTLE_RECIPE, *WIRINGS[wiring].split(), "--tensor-model-parallel-size", str(tensor_parallel),
-        "--zero-stage", stage,
-    ]  # fmt: skip
+        *GENTLE_RECIPE,
+        *WIRINGS[wiring].split(),
+        "--tensor-model-parallel-size",
+        str(tensor_parallel),
+        "--zero-stage",
+        stage,
+    ]
     check_steps(gloo_pools, argv, tensor_parallel * data_parallel)
 
 
@@ -134,9 +138,10 @@ def test_lanes_survive_changes_of_stage_and_layout(gloo_pools: GlooPools, tmp_pa
     """A rank of the first layout computes one lane, and the ranks of the others two or all four."""
     recipe = [*RECIPE, *"--global-batch-size 8 --residual-mode ladder --lanes 4 --num-key-value-heads 4".split()]
     journey = [
-        Stay("--zero-stage 1 --tensor-model-parallel-size 4", 4), Stay("--zero-stage 0", 1),
+        Stay("--zero-stage 1 --tensor-model-parallel-size 4", 4),
+        Stay("--zero-stage 0", 1),
         Stay("--zero-stage 1 --tensor-model-parallel-size 2", 4),
-    ]  # fmt: skip
+    ]
     check_journey(gloo_pools, tmp_path, [*recipe, "--optimizer", optimizer], journey)
 
 

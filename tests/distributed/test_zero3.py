@@ -134,9 +134,15 @@ def observe(argv: list[str]) -> Observed:
 def test_every_weight_is_gathered_before_its_use(gloo_pools: GlooPools, tmp_path: Path, words: str) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(NOTHING_STAYS))
     argv = [
-        *RECIPE, *words.split(), "--zero-stage", "3", "--tensor-model-parallel-size", "2",
-        "--deepspeed_config", str(tmp_path / "ds.json"),
-    ]  # fmt: skip
+        *RECIPE,
+        *words.split(),
+        "--zero-stage",
+        "3",
+        "--tensor-model-parallel-size",
+        "2",
+        "--deepspeed_config",
+        str(tmp_path / "ds.json"),
+    ]
     for uses, after_forward, after_backward, reductions, names in gloo_pools(4).run(observe, argv):
         assert [use for use in uses if not use.whole] == []
         assert {use.name for use in uses if not use.backward} == names

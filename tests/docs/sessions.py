@@ -51,8 +51,11 @@ def write_large_corpus(folder: Path) -> None:
 
 def write_chat(folder: Path) -> None:
     """Write `chat.jsonl`, and a tokenizer with a chat template."""
-    _run(folder, "python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 500 --model-type bpe "
-         "--model-prefix TOKENIZER_DIRECTORY/tokenizer")  # fmt: skip
+    _run(
+        folder,
+        "python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 500 --model-type bpe "
+        "--model-prefix TOKENIZER_DIRECTORY/tokenizer",
+    )
     (folder / "TOKENIZER_DIRECTORY" / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     turns = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
     (folder / "chat.jsonl").write_text(20 * (json.dumps({"messages": turns}) + "\n"), encoding="utf-8")
@@ -61,14 +64,20 @@ def write_chat(folder: Path) -> None:
 def train_tokenizer(folder: Path) -> None:
     """Write `tokenizer.model` and `tokenizer.json`."""
     for kind in ("sentencepiece", "bpe"):
-        _run(folder, "python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 1000 --max-megabytes 1 "
-             f"--model-prefix tokenizer --model-type {kind}")  # fmt: skip
+        _run(
+            folder,
+            "python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 1000 --max-megabytes 1 "
+            f"--model-prefix tokenizer --model-type {kind}",
+        )
 
 
 def tokenize(folder: Path) -> None:
     """Write `corpus_text_document`."""
-    _run(folder, "python tools/preprocess_data.py --input corpus.jsonl --output-prefix corpus --append-eod "
-         "--tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model")  # fmt: skip
+    _run(
+        folder,
+        "python tools/preprocess_data.py --input corpus.jsonl --output-prefix corpus --append-eod "
+        "--tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model",
+    )
 
 
 def tokenize_more(folder: Path) -> None:
@@ -81,16 +90,22 @@ def tokenize_more(folder: Path) -> None:
 
 def train(folder: Path) -> None:
     """Write `checkpoints/`, `tensorboard/` and `traces/` of a run with two processes, and the `keys` of a server."""
-    _run(folder, "torchrun --nproc-per-node 2 pretrain_ladder.py --tensor-model-parallel-size 2 --num-layers 2 "
-         "--residual-mode ladder --train-iters 12 --save checkpoints --load checkpoints --tensorboard-dir tensorboard "
-         f"--profile --profile-step-start 10 --profile-step-end 12 --profile-dir traces {MODEL}")  # fmt: skip
+    _run(
+        folder,
+        "torchrun --nproc-per-node 2 pretrain_ladder.py --tensor-model-parallel-size 2 --num-layers 2 "
+        "--residual-mode ladder --train-iters 12 --save checkpoints --load checkpoints --tensorboard-dir tensorboard "
+        f"--profile --profile-step-start 10 --profile-step-end 12 --profile-dir traces {MODEL}",
+    )
     (folder / "keys").write_text("a-secret\n", encoding="utf-8")
 
 
 def write_llama(folder: Path) -> None:
     """Write `Llama-3.1-8B-Instruct/`, a tiny Llama with more than 16 layers and a chat template."""
-    _run(folder, f"python pretrain_ladder.py --num-layers 18 --train-iters 1 --save untrained {MODEL}\n"
-         "python tools/convert_checkpoint.py export --load untrained --hf Llama-3.1-8B-Instruct")  # fmt: skip
+    _run(
+        folder,
+        f"python pretrain_ladder.py --num-layers 18 --train-iters 1 --save untrained {MODEL}\n"
+        "python tools/convert_checkpoint.py export --load untrained --hf Llama-3.1-8B-Instruct",
+    )
     (folder / "Llama-3.1-8B-Instruct" / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
 
 
@@ -189,9 +204,15 @@ def _in_background(step: Fence, folder: Path) -> Iterator[str]:
     output_file = folder / f".output{step.line}"
     with output_file.open("w") as output:
         process = subprocess.Popen(
-            _shell(step.text), stdin=subprocess.DEVNULL, stdout=output, stderr=output, text=True, cwd=folder,
-            env=clean_environment() | _environment(), start_new_session=True,
-        )  # fmt: skip
+            _shell(step.text),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            text=True,
+            cwd=folder,
+            env=clean_environment() | _environment(),
+            start_new_session=True,
+        )
     try:
         deadline = time.monotonic() + patient(READY_SECONDS)
         while (step.until or "") not in output_file.read_text(encoding="utf-8"):
@@ -215,12 +236,12 @@ def _shell(text: str) -> list[str]:
     """
     port = free_port()
     before = (
-        "set -euo pipefail\nexported=$PWD/.exported\n[ ! -f \"$exported\" ] || source \"$exported\"\n"
+        'set -euo pipefail\nexported=$PWD/.exported\n[ ! -f "$exported" ] || source "$exported"\n'
         'cd "${exported%/*}"\n'
         f'deepspeed() {{ command deepspeed --master_port {port} "$@"; }}\n'
         f'torchrun() {{ command torchrun --master-port {port} "$@"; }}\n'
     )
-    return ["bash", "-c", f"{before}{text}\nexport -p > \"$exported\""]
+    return ["bash", "-c", f'{before}{text}\nexport -p > "$exported"']
 
 
 def _environment() -> dict[str, str]:

@@ -15,18 +15,39 @@ from tests.docs.reading import read_command
 from tests.docs.shell import OPEN_END, commands
 
 OTHERS = {
-    "--help", "--slow", "--nproc-per-node", "--num_gpus", "--node_rank", "--master_addr", "--local-dir", "--logdir",
-    "--shm-size", "--flag",
+    "--help",
+    "--slow",
+    "--nproc-per-node",
+    "--num_gpus",
+    "--node_rank",
+    "--master_addr",
+    "--local-dir",
+    "--logdir",
+    "--shm-size",
+    "--flag",
     # vLLM's.
-    "--enforce-eager", "--pipeline-parallel-size", "--quantization", "--tensor-parallel-size", "--trust-remote-code",
+    "--enforce-eager",
+    "--pipeline-parallel-size",
+    "--quantization",
+    "--tensor-parallel-size",
+    "--trust-remote-code",
     # lm-eval's.
-    "--apply_chat_template", "--batch_size", "--gen_kwargs", "--model_args",
-}  # fmt: skip
+    "--apply_chat_template",
+    "--batch_size",
+    "--gen_kwargs",
+    "--model_args",
+}
 """Flags of other programs that the pages mention, and a placeholder for any flag."""
 SCRIPTS = (
-    "examples/multi_node.sh", "examples/adapt_llama/adapt.sh", "examples/paper/train.sh", "examples/paper/check.py",
-    "examples/paper/evaluate.sh", "examples/paper/evaluations.py", "tests/chaos/run.py", "vllm_plugin/benchmark.py",
-)  # fmt: skip
+    "examples/multi_node.sh",
+    "examples/adapt_llama/adapt.sh",
+    "examples/paper/train.sh",
+    "examples/paper/check.py",
+    "examples/paper/evaluate.sh",
+    "examples/paper/evaluations.py",
+    "tests/chaos/run.py",
+    "vllm_plugin/benchmark.py",
+)
 """Scripts whose flags are not declared by a dataclass."""
 CALL = re.compile(r"^(python|deepspeed|torchrun|bash|sbatch|pip|tools/\w+\.py|pretrain_ladder\.py)\s")
 
@@ -48,11 +69,7 @@ def known_flags() -> set[str]:
         # The opposite of a switch overrides a configuration file.
         for spelling in (*one.spellings, flag_name(one.field_name), flag_name(f"no_{one.field_name}"))
     }
-    scripts = {
-        name
-        for script in SCRIPTS
-        for name in flags_of_script((ROOT / script).read_text(encoding="utf-8"))
-    }
+    scripts = {name for script in SCRIPTS for name in flags_of_script((ROOT / script).read_text(encoding="utf-8"))}
     return ours | scripts | ACCEPTED.keys() | REFUSED.keys() | OTHERS
 
 

@@ -56,10 +56,12 @@ def test_shown_lines_must_be_printed_in_order() -> None:
 
 
 def test_a_background_command_runs_until_the_session_ends(shelf: Path, tmp_path: Path) -> None:
-    server = _fence("trap 'rm there; exit 0' INT; touch there; echo ready; while true; do sleep 0.1; done", "run",
-                    'a, until "ready"')  # fmt: skip
+    server = _fence(
+        "trap 'rm there; exit 0' INT; touch there; echo ready; while true; do sleep 0.1; done",
+        "run",
+        'a, until "ready"',
+    )
     run_session("a", [server, _fence("test -e there")], shelf, tmp_path / "b")
     assert not (tmp_path / "b" / "there").exists()
     with pytest.raises(AssertionError, match="a.md:7: exit code 3 of"):
         run_session("a", [_fence("exit 3", "run", 'a, until "ready"')], shelf, tmp_path / "c")
-

@@ -35,28 +35,48 @@ from tests.helpers.commands import REPOSITORY_ROOT, run_command
 SCRIPT = REPOSITORY_ROOT / "examples" / "adapt_llama" / "adapt.sh"
 LAYERS, HIDDEN, MLP, HEADS, KEY_VALUE_HEADS, HEAD, VOCABULARY = 32, 4096, 14336, 32, 8, 128, 128256
 LLAMA_3_1_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": HIDDEN,
-    "intermediate_size": MLP, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
-    "num_key_value_heads": KEY_VALUE_HEADS, "max_position_embeddings": 131072, "rms_norm_eps": 1e-05,
-    "rope_theta": 500000.0, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
-    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 128000,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": MLP,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KEY_VALUE_HEADS,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 128000,
     "eos_token_id": [128001, 128008, 128009],
     "rope_scaling": {
-        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
         "rope_type": "llama3",
     },
-}  # fmt: skip
+}
 """config.json of Llama-3.1-8B-Instruct, as published."""
 
 
 def headers_alone(folder: Path) -> Path:
     """A directory whose weights are as long as the 8B's, and hold a header and nothing else: a hole of 16 GB."""
     layer = {
-        "input_layernorm": [HIDDEN], "post_attention_layernorm": [HIDDEN],
-        "self_attn.q_proj": [HEADS * HEAD, HIDDEN], "self_attn.o_proj": [HIDDEN, HEADS * HEAD],
-        "self_attn.k_proj": [KEY_VALUE_HEADS * HEAD, HIDDEN], "self_attn.v_proj": [KEY_VALUE_HEADS * HEAD, HIDDEN],
-        "mlp.gate_proj": [MLP, HIDDEN], "mlp.up_proj": [MLP, HIDDEN], "mlp.down_proj": [HIDDEN, MLP],
-    }  # fmt: skip
+        "input_layernorm": [HIDDEN],
+        "post_attention_layernorm": [HIDDEN],
+        "self_attn.q_proj": [HEADS * HEAD, HIDDEN],
+        "self_attn.o_proj": [HIDDEN, HEADS * HEAD],
+        "self_attn.k_proj": [KEY_VALUE_HEADS * HEAD, HIDDEN],
+        "self_attn.v_proj": [KEY_VALUE_HEADS * HEAD, HIDDEN],
+        "mlp.gate_proj": [MLP, HIDDEN],
+        "mlp.up_proj": [MLP, HIDDEN],
+        "mlp.down_proj": [HIDDEN, MLP],
+    }
     shapes = {"model.embed_tokens": [VOCABULARY, HIDDEN], "model.norm": [HIDDEN], "lm_head": [VOCABULARY, HIDDEN]}
     for index in range(LAYERS):
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
@@ -197,8 +217,11 @@ def test_the_local_task_has_one_right_answer(tmp_path: Path) -> None:
 def test_a_table_has_a_dash_for_missing_values() -> None:
     found = {"a acc": 0.5}
     assert table({"x": {"perplexity": 2.0}, "y": {"perplexity": 1.25, **found}}).splitlines() == [
-        "| model | perplexity | a acc |", "| --- | --- | --- |", "| x | 2.000 | - |", "| y | 1.250 | 0.500 |",
-    ]  # fmt: skip
+        "| model | perplexity | a acc |",
+        "| --- | --- | --- |",
+        "| x | 2.000 | - |",
+        "| y | 1.250 | 0.500 |",
+    ]
 
 
 def test_metrics_of_lm_eval_are_chosen_by_name() -> None:
@@ -244,9 +267,13 @@ def test_layers_that_the_model_lacks_are_reported_before_any_work(tmp_path: Path
 
 def test_the_sweep_compares_quality_and_speed(tmp_path: Path) -> None:
     config = {
-        "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "vocab_size": 128256,
-    }  # fmt: skip
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    }
     for layers in (16, 32):
         for name, content in (
             ("healed/config.json", config),
@@ -269,8 +296,10 @@ def test_the_sweep_compares_quality_and_speed(tmp_path: Path) -> None:
     cells = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
     assert cells[0] == ["ladder layers", "not healed", "perplexity", "arc acc", "speed-up", "range"]
     assert [row[:4] for row in cells[2:]] == [
-        ["0", "", "6.000", "0.500"], ["16", "22.000", "6.250", "0.400"], ["32", "38.000", "6.500", "0.400"]
-    ]  # fmt: skip
+        ["0", "", "6.000", "0.500"],
+        ["16", "22.000", "6.250", "0.400"],
+        ["32", "38.000", "6.500", "0.400"],
+    ]
     half, whole = (float(row[4]) for row in cells[3:])
     assert 1.1 < half < whole < 1.7
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")

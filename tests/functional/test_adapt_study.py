@@ -31,10 +31,33 @@ def test_standard_models_are_adapted(tmp_path: Path) -> None:
     finishes; the third one trains nothing and writes the same report."""
     out = tmp_path / "study"
     command = [
-        sys.executable, "tools/study.py", "adapt", "--output-dir", out, "--sizes", SIZE, "--seeds", "1", "2",
-        "--iterations", "60", "--learning-rates", "1e-2", "--seq-length", "16", "--healing-percent", "5", "50",
-        "--eval-iters", "4", "--", "--data-path", write_tokens(tmp_path / "tokens"), "--split", "90,10,0",
-    ]  # fmt: skip
+        sys.executable,
+        "tools/study.py",
+        "adapt",
+        "--output-dir",
+        out,
+        "--sizes",
+        SIZE,
+        "--seeds",
+        "1",
+        "2",
+        "--iterations",
+        "60",
+        "--learning-rates",
+        "1e-2",
+        "--seq-length",
+        "16",
+        "--healing-percent",
+        "5",
+        "50",
+        "--eval-iters",
+        "4",
+        "--",
+        "--data-path",
+        write_tokens(tmp_path / "tokens"),
+        "--split",
+        "90,10,0",
+    ]
     (out / "rewired").parent.mkdir()
     (out / "rewired").touch()
     stopped = run_command(command, timeout=600)
@@ -47,6 +70,7 @@ def test_standard_models_are_adapted(tmp_path: Path) -> None:
     losses = {name: result["validation"][-1][1] for name, result in results.items()}
     assert len(losses) == 20 and {result["attempts"] for result in results.values()} == {1}
     for seed in (1, 2):
+
         def loss(part: str, seed: int = seed) -> float:
             (found,) = (value for name, value in losses.items() if part in name and f"seed{seed}-" in name)
             return found

@@ -48,11 +48,22 @@ def test_a_model_leaves_its_teacher_and_resumes_with_another(data: list[str], tm
     argv = [*RECIPE, *data, "--save", tmp_path / "a", "--tensorboard-dir", tmp_path / "tb"]
     done = run_command(
         [
-            *deepspeed(2), *argv, "--train-iters", "3", "--tensor-model-parallel-size", "2", "--load", teacher,
-            "--finetune", "--distill-from", teacher, "--distill-weight", "0.5",
+            *deepspeed(2),
+            *argv,
+            "--train-iters",
+            "3",
+            "--tensor-model-parallel-size",
+            "2",
+            "--load",
+            teacher,
+            "--finetune",
+            "--distill-from",
+            teacher,
+            "--distill-weight",
+            "0.5",
         ],
         timeout=120,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     first, *others = distillation_losses(tmp_path / "a")
     assert abs(first) < 1e-5 and len(others) == 2 and min(others) > 1e-4

@@ -12,6 +12,9 @@ from tests.helpers.patience import patient
 def test_the_model_for_lm_eval_passes_its_tests() -> None:
     done = subprocess.run(
         ["bash", REPOSITORY_ROOT / "tests" / "lm_eval.sh"],
-        capture_output=True, text=True, timeout=patient(1800), check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=patient(1800),
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr

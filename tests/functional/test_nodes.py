@@ -54,9 +54,15 @@ class Command:
         environment = clean_environment() | {"TORCH_EXTENSIONS_DIR": str(folder / "extensions"), **variables}
         with self.paths[0].open("w") as out, self.paths[1].open("w") as err:
             self.process = subprocess.Popen(
-                [str(word) for word in argv], stdin=subprocess.DEVNULL, stdout=out, stderr=err, text=True,
-                env=environment, cwd=REPOSITORY_ROOT, start_new_session=True,
-            )  # fmt: skip
+                [str(word) for word in argv],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                text=True,
+                env=environment,
+                cwd=REPOSITORY_ROOT,
+                start_new_session=True,
+            )
 
     @property
     def stdout(self) -> str:
@@ -98,15 +104,28 @@ def start_on(hosts: Sequence[Host], flags: Sequence[str | Path], folder: Path) -
         Command(
             host.enter(
                 [
-                    "deepspeed", "--hostfile", hostfile, "--no_ssh", "--node_rank", str(number), "--master_addr",
-                    hosts[0].address, "--master_port", str(port), "pretrain_ladder.py", *RECIPE,
-                    "--tensor-model-parallel-size", "2", *flags,
+                    "deepspeed",
+                    "--hostfile",
+                    hostfile,
+                    "--no_ssh",
+                    "--node_rank",
+                    str(number),
+                    "--master_addr",
+                    hosts[0].address,
+                    "--master_port",
+                    str(port),
+                    "pretrain_ladder.py",
+                    *RECIPE,
+                    "--tensor-model-parallel-size",
+                    "2",
+                    *flags,
                 ]
             ),
-            folder, host.name,
+            folder,
+            host.name,
         )
         for number, host in enumerate(hosts)
-    ]  # fmt: skip
+    ]
 
 
 def start_ranks(flags_of_ranks: Sequence[Sequence[str | Path]], folder: Path) -> list[Command]:
@@ -114,11 +133,15 @@ def start_ranks(flags_of_ranks: Sequence[Sequence[str | Path]], folder: Path) ->
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(len(flags_of_ranks))}
     return [
         Command(
-            ["python", "pretrain_ladder.py", *RECIPE, *flags], folder, f"rank{rank}",
-            RANK=str(rank), LOCAL_RANK=str(rank), **common,
+            ["python", "pretrain_ladder.py", *RECIPE, *flags],
+            folder,
+            f"rank{rank}",
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            **common,
         )
         for rank, flags in enumerate(flags_of_ranks)
-    ]  # fmt: skip
+    ]
 
 
 def losses(output: str) -> list[float]:
@@ -266,9 +289,13 @@ class Stubs:
     def run(self, script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         path = f"{self.folder / 'bin'}{os.pathsep}/usr/bin{os.pathsep}/bin"
         return subprocess.run(
-            ["bash", f"examples/{script}", *arguments], capture_output=True, text=True, timeout=patient(20),
-            cwd=self.folder / "repository", env={"PATH": path, "HOME": str(self.folder), **variables},
-        )  # fmt: skip
+            ["bash", f"examples/{script}", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=patient(20),
+            cwd=self.folder / "repository",
+            env={"PATH": path, "HOME": str(self.folder), **variables},
+        )
 
 
 @pytest.fixture
@@ -326,9 +353,11 @@ def test_a_slurm_job_starts_every_node(stubs: Stubs) -> None:
     # As slurm does: one task on each node, that knows its own number.
     stubs.add("srun", 'echo "srun $1"; shift; for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done')
     job = {
-        "SLURM_SUBMIT_DIR": str(stubs.folder / "repository"), "SLURM_JOB_NODELIST": "n[3-4]", "SLURM_JOB_ID": "40017",
+        "SLURM_SUBMIT_DIR": str(stubs.folder / "repository"),
+        "SLURM_JOB_NODELIST": "n[3-4]",
+        "SLURM_JOB_ID": "40017",
         "SLURM_GPUS_ON_NODE": "4",
-    }  # fmt: skip
+    }
     done = stubs.run("multi_node.sbatch", "--train-iters", "7", **job)
     assert done.returncode == 0, done.stderr
     words = done.stdout.split("\n")
@@ -336,8 +365,14 @@ def test_a_slurm_job_starts_every_node(stubs: Stubs) -> None:
     starts = [place for place, word in enumerate(words) if word == "--master_addr"]
     for node, start in enumerate(starts):
         assert words[start : start + 7] == [
-            "--master_addr", "n3", "--master_port", "20017", "--no_ssh", "--node_rank", str(node)
-        ]  # fmt: skip
+            "--master_addr",
+            "n3",
+            "--master_port",
+            "20017",
+            "--no_ssh",
+            "--node_rank",
+            str(node),
+        ]
     assert len(starts) == 2 and words.count("n4 slots=4") == 2 and words.count("7") == 2
     folder = stubs.folder / "repository" / "examples"
     for name in os.listdir(folder):

@@ -15,11 +15,17 @@ from tests.helpers.commands import REPOSITORY_ROOT, run_command
 SCRIPT = REPOSITORY_ROOT / "examples" / "paper" / "evaluate.sh"
 AVERAGES = {
     "from-scratch": {
-        "1.2b-standard": 59.98, "1.2b-parallel": 58.75, "1.2b-ladder": 58.92, "1.5b-ladder": 60.33,
-        "3.5b-standard": 64.11, "3.5b-parallel": 63.03, "3.5b-ladder": 62.91, "4.5b-ladder": 64.21,
+        "1.2b-standard": 59.98,
+        "1.2b-parallel": 58.75,
+        "1.2b-ladder": 58.92,
+        "1.5b-ladder": 60.33,
+        "3.5b-standard": 64.11,
+        "3.5b-parallel": 63.03,
+        "3.5b-ladder": 62.91,
+        "4.5b-ladder": 64.21,
     },
     "adaptation": {"source": 56.11, "16-unhealed": 41.65, "16-healed": 57.61, "20-healed": 53.86},
-}  # fmt: skip
+}
 """As published."""
 LM_EVAL = """# Writes results in the format of lm-eval 0.4, and its own arguments to a file.
 import json, os, pathlib, sys
@@ -41,8 +47,9 @@ SCRATCH_NUMBERS: dict[str, dict[str, Any]] = {
         task: {"acc,none": value, "acc_stderr,none": 0.01, "acc_norm,none": 0.9, "acc_norm_stderr,none": 0.01}
         for task, value in zip(
             ("arc_challenge", "arc_easy", "hellaswag", "piqa", "sciq", "winogrande"),
-            (0.3, 0.6, 0.4, 0.7, 0.8, 0.5), strict=True,
-        )  # fmt: skip
+            (0.3, 0.6, 0.4, 0.7, 0.8, 0.5),
+            strict=True,
+        )
     },
     "wikitext": {"word_perplexity,none": 18.5, "word_perplexity_stderr,none": "N/A", "byte_perplexity,none": 1.7},
 }
@@ -100,8 +107,15 @@ def test_the_table_has_our_row_above_the_published_one(tmp_path: Path, lm_eval: 
     rows = rows_of(text)
     assert rows["1.2b-ladder"] == ["30.00", "60.00", "40.00", "70.00", "80.00", "50.00", "18.50", "55.00"]
     assert rows["1.2b-ladder, published"] == [
-        "31.31", "67.76", "41.18", "71.49", "86.60", "55.17", "18.42", "58.92",
-    ]  # fmt: skip
+        "31.31",
+        "67.76",
+        "41.18",
+        "71.49",
+        "86.60",
+        "55.17",
+        "18.42",
+        "58.92",
+    ]
     assert rows["HellaSwag"][:2] == ["hellaswag", "0"] and rows["HellaSwag"][3] == "acc"
     calls = lm_eval.calls()
     assert [call[call.index("--tasks") + 1] for call in calls] == list(SCRATCH_NUMBERS)
@@ -146,9 +160,14 @@ def test_metrics_shots_and_needs_of_the_adaptation(tmp_path: Path, lm_eval: Fake
     text = run_here(tmp_path, "adaptation", name="16-healed")
     shots = {call[call.index("--tasks") + 1]: call[call.index("--num_fewshot") + 1] for call in lm_eval.calls()}
     assert shots == {
-        "mmlu": "5", "arc_challenge": "25", "openbookqa": "0", "hellaswag": "10", "truthfulqa_mc1": "0",
-        "gsm8k_cot": "8", "ifeval": "0",
-    }  # fmt: skip
+        "mmlu": "5",
+        "arc_challenge": "25",
+        "openbookqa": "0",
+        "hellaswag": "10",
+        "truthfulqa_mc1": "0",
+        "gsm8k_cot": "8",
+        "ifeval": "0",
+    }
     assert rows_of(text)["16-healed"] == ["50.00", "70.00", "50.00", "50.00", "50.00", "60.00", "", "50.00", "", ""]
     assert "HumanEval+ needs `--run-code`" in text and "AlpacaEval 2 needs AlpacaEval and an OpenAI API key" in text
     assert rows_of(run_here(tmp_path, "adaptation", "--run-code", name="16-healed"))["16-healed"][6] == "40.00"
@@ -160,8 +179,10 @@ def test_errors_of_the_program_name_the_flag(tmp_path: Path) -> None:
     with pytest.raises(UserError) as failure:
         main(["--table", "scratch", "--models", "a=", f"b={tmp_path / 'none'}", "--output", str(tmp_path)])
     assert [line.partition(": ")[0] for line in str(failure.value).splitlines()] == [
-        "--table scratch", "--models a=", f"--models b={tmp_path / 'none'}",
-    ]  # fmt: skip
+        "--table scratch",
+        "--models a=",
+        f"--models b={tmp_path / 'none'}",
+    ]
     with pytest.raises(UserError, match="--tasks mmlu: expected some of arc_challenge, arc_easy"):
         main(["--table", "from-scratch", "--models", f"a={tmp_path}", "--output", str(tmp_path), "--tasks", "mmlu"])
 
@@ -170,9 +191,14 @@ def test_training_checkpoints_are_read_by_our_own_model_class(tmp_path: Path) ->
     assert lm_eval_command(tmp_path)[2:5] == ["lm_eval", "--model", "hf"]
     (tmp_path / "latest").write_text("iter_0000012")
     assert lm_eval_command(tmp_path, 2)[2:] == [
-        "megatron_ladder.lm_eval", "--model", "megatron_ladder", "--model_args", f"model={tmp_path},tp=2",
-        "--batch_size", "16",
-    ]  # fmt: skip
+        "megatron_ladder.lm_eval",
+        "--model",
+        "megatron_ladder",
+        "--model_args",
+        f"model={tmp_path},tp=2",
+        "--batch_size",
+        "16",
+    ]
 
 
 def checkpoints(folder: Path) -> Path:

@@ -72,8 +72,10 @@ def test_every_run_is_valid_and_fits(size: str, wiring: str) -> None:
             continue
         run = read_command([*training_flags(SIZES[size], wiring, tensor_parallel), *PATHS], 64)
         assert (run.data_parallel_size, run.global_batch_size, run.training.seq_length) == (
-            64 // tensor_parallel, 2048, 2048
-        )  # fmt: skip
+            64 // tensor_parallel,
+            2048,
+            2048,
+        )
         assert estimate(run, CLUSTERS["h100"]).memory_bytes < 80e9
     assert run.training.train_iters * run.tokens_per_step == 25_000 * 4_194_304
     optimizer = run.optimizer
@@ -84,10 +86,15 @@ def test_every_run_is_valid_and_fits(size: str, wiring: str) -> None:
     layers = run.model.num_layers
     wired = run.model.wired_layers
     expected = {
-        "standard": [0] * layers, "parallel": [0] * layers, "ladder": [1] * layers, "ladder-parallel": [1] * layers,
-        "staleness-2": [2] * layers, "hybrid": [0] * (layers // 2) + [1] * (layers // 2),
-        "desync-2x": [0] * layers, "desync-4x": [0] * layers,
-    }  # fmt: skip
+        "standard": [0] * layers,
+        "parallel": [0] * layers,
+        "ladder": [1] * layers,
+        "ladder-parallel": [1] * layers,
+        "staleness-2": [2] * layers,
+        "hybrid": [0] * (layers // 2) + [1] * (layers // 2),
+        "desync-2x": [0] * layers,
+        "desync-4x": [0] * layers,
+    }
     width = 1 if "parallel" in wiring else 2
     assert [[sub_block.staleness for sub_block in layer] for layer in wired] == [[s] * width for s in expected[wiring]]
     sums = sum(sub_block.leaves_shared for layer in wired for sub_block in layer)
@@ -114,8 +121,9 @@ def test_the_script_launches_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = list(check(CheckOptions(), ["--hosts", "a b", "--gpus-per-host", "3", "--micro", "2"]))
     assert errors == [
         f"{size} {wiring}: --micro: unknown flag: see --help; flags of pretrain_ladder.py go after --"
-        for size in SIZES for wiring in WIRINGS
-    ]  # fmt: skip
+        for size in SIZES
+        for wiring in WIRINGS
+    ]
 
 
 @pytest.mark.parametrize(
@@ -136,9 +144,7 @@ def test_errors_name_the_flag(words: list[str], message: str) -> None:
     assert done.returncode == 2 and message in done.stderr
 
 
-def test_a_check_prints_a_row_for_each_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_check_prints_a_row_for_each_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PATH", clean_environment()["PATH"])
     monkeypatch.setattr("examples.paper.check.SIZES", {"3.5b-tp8": SIZES["3.5b-tp8"]})
     monkeypatch.setattr("examples.paper.check.WIRINGS", {name: WIRINGS[name] for name in ("ladder", "desync-4x")})
@@ -152,20 +158,26 @@ def test_a_check_prints_a_row_for_each_run(
 def test_a_slurm_job_starts_every_node(tmp_path: Path) -> None:
     stubs = {
         "scontrol": '[ "$*" = "show hostnames n[3-4]" ] && printf "n3\\nn4\\n"',
-        "srun": "shift; for SLURM_NODEID in 0 1; do export SLURM_NODEID; \"$@\"; done",
+        "srun": 'shift; for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done',
     }
     for name, script in stubs.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
         (tmp_path / name).chmod(0o755)
     environment = clean_environment()
     job = {
-        "PATH": f"{tmp_path}:{environment['PATH']}", "SLURM_SUBMIT_DIR": str(REPOSITORY_ROOT),
-        "SLURM_JOB_NODELIST": "n[3-4]", "SLURM_JOB_ID": "40017", "SLURM_GPUS_ON_NODE": "4",
-    }  # fmt: skip
+        "PATH": f"{tmp_path}:{environment['PATH']}",
+        "SLURM_SUBMIT_DIR": str(REPOSITORY_ROOT),
+        "SLURM_JOB_NODELIST": "n[3-4]",
+        "SLURM_JOB_ID": "40017",
+        "SLURM_GPUS_ON_NODE": "4",
+    }
     done = subprocess.run(
         ["bash", EXAMPLE / "train.sbatch", "--wiring", "ladder", "--max-restarts", "3", "--dry-run"],
-        env=environment | job, capture_output=True, text=True, timeout=patient(60),
-    )  # fmt: skip
+        env=environment | job,
+        capture_output=True,
+        text=True,
+        timeout=patient(60),
+    )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     for node, (heading, command) in enumerate(zip(lines[::2], lines[1::2], strict=True)):
@@ -174,8 +186,14 @@ def test_a_slurm_job_starts_every_node(tmp_path: Path) -> None:
         assert words[:5] == ["python3", "tools/run_resilient.py", "--max-restarts", "3", "--"]
         begin = words.index("--master_addr")
         assert words[begin : begin + 7] == [
-            "--master_addr", "n3", "--master_port", "20017", "--no_ssh", "--node_rank", str(node)
-        ]  # fmt: skip
+            "--master_addr",
+            "n3",
+            "--master_port",
+            "20017",
+            "--no_ssh",
+            "--node_rank",
+            str(node),
+        ]
     assert len(lines) == 4
     for path in [*EXAMPLE.glob("*.sh"), EXAMPLE / "train.sbatch"]:
         subprocess.run(["bash", "-n", path], check=True)

@@ -91,13 +91,30 @@ def test_one_process_reports_a_start_from_scratch_and_never_compiles(tokens: Pat
     (extensions / "deepspeed_shm_comm" / "lock").touch()
     done = run_command(
         [
-            sys.executable, "-X", "importtime", "pretrain_ladder.py", *RECIPE, "--data-path", tokens, "--split",
-            "90,10,0", "--bf16", "--train-iters", "3", "--load", tmp_path / "empty", "--eval-iters", "1",
-            "--tensorboard-dir", tmp_path / "tb", "--save", tmp_path / "saved",
+            sys.executable,
+            "-X",
+            "importtime",
+            "pretrain_ladder.py",
+            *RECIPE,
+            "--data-path",
+            tokens,
+            "--split",
+            "90,10,0",
+            "--bf16",
+            "--train-iters",
+            "3",
+            "--load",
+            tmp_path / "empty",
+            "--eval-iters",
+            "1",
+            "--tensorboard-dir",
+            tmp_path / "tb",
+            "--save",
+            tmp_path / "saved",
         ],
         timeout=90,
         env={"TORCH_EXTENSIONS_DIR": str(extensions)},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"--load {tmp_path / 'empty'} holds no checkpoint: the run starts from scratch" in done.stdout
     assert "valid lm loss" in done.stdout and "ETA" in done.stdout
@@ -112,12 +129,29 @@ def check_evaluation_of_what_was_saved(tokens: Path, tmp_path: Path) -> None:
     """The loss equals that after the last step of the checkpoint, whose sizes and wiring need no flags."""
     done = run_command(
         [
-            sys.executable, "pretrain_ladder.py", "--data-path", tokens, "--split", "90,10,0", "--train-iters", "9",
-            "--micro-batch-size", "2", "--lr", "1", "--bf16", "--load", tmp_path / "saved", "--eval-iters", "1",
-            "--skip-train", "--save", tmp_path / "evaluated",
+            sys.executable,
+            "pretrain_ladder.py",
+            "--data-path",
+            tokens,
+            "--split",
+            "90,10,0",
+            "--train-iters",
+            "9",
+            "--micro-batch-size",
+            "2",
+            "--lr",
+            "1",
+            "--bf16",
+            "--load",
+            tmp_path / "saved",
+            "--eval-iters",
+            "1",
+            "--skip-train",
+            "--save",
+            tmp_path / "evaluated",
         ],
         timeout=90,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     trained, evaluated = (read_record(tmp_path / name) for name in ("saved", "evaluated"))
     (before,) = [event for event in trained if event["event"] == "evaluation"]
@@ -132,20 +166,44 @@ def check_evaluation_of_what_was_saved(tokens: Path, tmp_path: Path) -> None:
 def test_all_errors_are_reported_once(tmp_path: Path) -> None:
     done = run_command(
         [
-            *deepspeed(2), "--train-iters", "2", "--lr", "1e-3", "--hidden-size", "65", "--num-attention-heads", "4",
-            "--num-experts", "8", "--learning-rate", "3", "--tensor-model-parallel-size", "2", "--seq-length", "64",
-            "--max-position-embeddings", "32", "--data-path", tmp_path / "nothing", "--tokenizer-type",
-            "HFTokenizer", "--tokenizer-model", tmp_path / "none.json",
+            *deepspeed(2),
+            "--train-iters",
+            "2",
+            "--lr",
+            "1e-3",
+            "--hidden-size",
+            "65",
+            "--num-attention-heads",
+            "4",
+            "--num-experts",
+            "8",
+            "--learning-rate",
+            "3",
+            "--tensor-model-parallel-size",
+            "2",
+            "--seq-length",
+            "64",
+            "--max-position-embeddings",
+            "32",
+            "--data-path",
+            tmp_path / "nothing",
+            "--tokenizer-type",
+            "HFTokenizer",
+            "--tokenizer-model",
+            tmp_path / "none.json",
         ],
         timeout=60,
-    )  # fmt: skip
+    )
     assert done.returncode == 2, done.stdout + done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     starts = [
-        "--num-experts is not supported", "--learning-rate is not a flag", "--hidden-size 65 is not divisible",
-        "--seq-length 64 is longer than", f"--tokenizer-model {tmp_path}/none.json",
+        "--num-experts is not supported",
+        "--learning-rate is not a flag",
+        "--hidden-size 65 is not divisible",
+        "--seq-length 64 is longer than",
+        f"--tokenizer-model {tmp_path}/none.json",
         f"--data-path {tmp_path}/nothing.idx",
-    ]  # fmt: skip
+    ]
     assert [line.removeprefix("error: ").startswith(s) for line, s in zip(errors, starts, strict=True)] == [True] * 6
     assert "Traceback" not in done.stderr
 
@@ -154,9 +212,18 @@ def test_a_directory_without_a_complete_checkpoint_is_rejected(tokens: Path, tmp
     (tmp_path / "save" / "iter_0000005").mkdir(parents=True)
     (tmp_path / "save" / "latest").write_text("iter_0000005\n")
     done = run_command(
-        [sys.executable, "pretrain_ladder.py", *RECIPE, "--data-path", tokens, "--train-iters", "9", "--load",
-         tmp_path / "save"],
+        [
+            sys.executable,
+            "pretrain_ladder.py",
+            *RECIPE,
+            "--data-path",
+            tokens,
+            "--train-iters",
+            "9",
+            "--load",
+            tmp_path / "save",
+        ],
         timeout=60,
-    )  # fmt: skip
+    )
     assert done.returncode == 2, done.stdout + done.stderr
     assert "none of its 1 checkpoints is complete" in done.stderr and "manifest.json" in done.stderr

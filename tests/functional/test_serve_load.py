@@ -158,9 +158,15 @@ def test_eight_clients_get_the_speed_of_the_engine() -> None:
     The server shares the process, and thus the interpreter, with its clients, which makes it slower.
     """
     config = tiny_config(
-        num_layers=12, hidden_size=768, ffn_hidden_size=2048, num_attention_heads=12, num_key_value_heads=12,
-        head_dim=64, vocab_size=32_000, max_position_embeddings=512,
-    )  # fmt: skip
+        num_layers=12,
+        hidden_size=768,
+        ffn_hidden_size=2048,
+        num_attention_heads=12,
+        num_key_value_heads=12,
+        head_dim=64,
+        vocab_size=32_000,
+        max_position_embeddings=512,
+    )
     engine = tiny_engine(config, reference_of(config)[0], packed=True)
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(0, config.vocab_size, (BATCH, PROMPT_TOKENS), generator=generator).tolist()

@@ -34,9 +34,14 @@ def running_pretraining(folder: Path) -> list[psutil.Process]:
 def start_until_it_trains(command: list[str], folder: Path) -> "subprocess.Popen[str]":
     """Start the study and return when one of its trials has saved."""
     study = subprocess.Popen(
-        command, cwd=REPOSITORY_ROOT, env=clean_environment(), text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
+        command,
+        cwd=REPOSITORY_ROOT,
+        env=clean_environment(),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
     deadline = time.monotonic() + patient(240)
     before = {path: path.stat().st_size for path in folder.glob("trials/*/checkpoints/latest")}
     while {path for path in folder.glob("trials/*/checkpoints/latest")} <= set(before):

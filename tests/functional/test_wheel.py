@@ -19,9 +19,11 @@ def test_a_wheel_contains_the_package_and_nothing_else(tmp_path: Path) -> None:
         copy.write_bytes((REPOSITORY_ROOT / name).read_bytes())
     # Without --wheel, the wheel is made from the source distribution, so both must be complete.
     subprocess.run(
-        [sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path], cwd=tmp_path / "source",
-        capture_output=True, check=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path],
+        cwd=tmp_path / "source",
+        capture_output=True,
+        check=True,
+    )
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}
@@ -32,6 +34,9 @@ def test_a_wheel_contains_the_package_and_nothing_else(tmp_path: Path) -> None:
 def test_the_wheel_works_in_an_empty_environment() -> None:
     done = subprocess.run(
         ["bash", REPOSITORY_ROOT / "tests" / "wheel.sh"],
-        capture_output=True, text=True, timeout=patient(900), check=False,
+        capture_output=True,
+        text=True,
+        timeout=patient(900),
+        check=False,
     )
     assert done.returncode == 0 and done.stdout.endswith("the wheel works\n"), done.stdout + done.stderr

@@ -1,7 +1,7 @@
 """Checks the CUDA path on the GPUs of this machine, or the checks' logic on its CPU, and prints one table:
 
-    python -m tests.gpu --gpus 8 --output gpu.md
-    python -m tests.gpu --device cpu
+python -m tests.gpu --gpus 8 --output gpu.md
+python -m tests.gpu --device cpu
 """
 
 import importlib

@@ -93,8 +93,9 @@ def collective_errors(layouts: list[tuple[int, int, int]]) -> dict[str, float]:
                         key = name if kind == "sum" else kind
                         worst[key] = max(worst[key], error)
         assert mesh.world.over_gloo(timedelta(minutes=1)).gather_objects(mesh.world.rank) in (
-            [], list(range(mesh.world.size)),
-        )  # fmt: skip
+            [],
+            list(range(mesh.world.size)),
+        )
     return worst
 
 

@@ -84,9 +84,15 @@ def generated(machine: Machine, processes: int, more: Sequence[str]) -> tuple[De
     errors = machine.folder / "errors"
     with open(errors, "w") as stderr:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=REPOSITORY_ROOT,
-            env=clean_environment() | machine.environment(), start_new_session=True,
-        )  # fmt: skip
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            cwd=REPOSITORY_ROOT,
+            env=clean_environment() | machine.environment(),
+            start_new_session=True,
+        )
     assert process.stdout is not None
     timer = machine.kill_at_limit(process)
     try:
@@ -112,10 +118,19 @@ def killed_rank(machine: Machine, ranks: int) -> str:
     folder.mkdir()
     save, output = folder / "save", folder / "output"
     argv = [
-        *training_flags(folder), "--train-iters", "1000000", "--save", str(save), "--save-interval", "1000000",
-        "--distributed-timeout-seconds-after-first-step", str(TIMEOUT_SECONDS), "--tensor-model-parallel-size", "2",
+        *training_flags(folder),
+        "--train-iters",
+        "1000000",
+        "--save",
+        str(save),
+        "--save-interval",
+        "1000000",
+        "--distributed-timeout-seconds-after-first-step",
+        str(TIMEOUT_SECONDS),
+        "--tensor-model-parallel-size",
+        "2",
         *NOT_COMPILED.split(),
-    ]  # fmt: skip
+    ]
     with started_ranks(machine, ranks, ["pretrain_ladder.py", *argv], output) as processes:
         while len(losses(save)) < 3:
             ended = [process.returncode for process in processes if process.poll() is not None]
@@ -150,9 +165,15 @@ def started_ranks(
         for rank in range(ranks):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCH_EXTENSIONS_DIR": f"{output}.extensions"}
             process = subprocess.Popen(
-                [sys.executable, *command], stdin=subprocess.DEVNULL, stdout=file, stderr=file, text=True,
-                cwd=REPOSITORY_ROOT, start_new_session=True, env=variables | own,
-            )  # fmt: skip
+                [sys.executable, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                text=True,
+                cwd=REPOSITORY_ROOT,
+                start_new_session=True,
+                env=variables | own,
+            )
             processes.append(process)
     try:
         yield processes
@@ -182,9 +203,15 @@ def throughput(machine: Machine, ranks: int, name: str) -> str:
         flags = ["--size", CPU_SHAPES[name], "--sequence", "64", "--matrix", "256", "--backend", "none"]
     # 3: too noisy to judge, with results.
     machine.command(
-        sys.executable, "tools/throughput.py", *flags, "--rounds", "5", "--json", result,
+        sys.executable,
+        "tools/throughput.py",
+        *flags,
+        "--rounds",
+        "5",
+        "--json",
+        result,
         codes=(ExitCode.DONE, ExitCode.BAD_NUMBERS),
-    )  # fmt: skip
+    )
     rows: dict[str, dict[str, Any]] = {row["way"]: row for row in json.loads(result.read_text())}
     device = machine.description
     figure = "; ".join(

@@ -189,9 +189,12 @@ def exposed(machine: Machine, ranks: int) -> str:
         traces.mkdir()
         argv = [
             *f"{sizes} --train-iters {TRACED_STEPS[1]} --lr 1e-4 --micro-batch-size 2 --global-batch-size 2".split(),
-            *WIRINGS[wiring].split(), "--tensor-model-parallel-size", str(ranks),
-            *on_ranks.profile_flags(traces, *TRACED_STEPS), *(["--bf16"] if machine.on_gpu else []),
-        ]  # fmt: skip
+            *WIRINGS[wiring].split(),
+            "--tensor-model-parallel-size",
+            str(ranks),
+            *on_ranks.profile_flags(traces, *TRACED_STEPS),
+            *(["--bf16"] if machine.on_gpu else []),
+        ]
         machine.call(ranks, on_ranks.traced_steps, argv, TRACED_STEPS[1], WIRE_SECONDS)
         result, (trace,) = traces / "exposed.json", traces.glob("rank0-*")
         machine.command(sys.executable, "tools/exposed_communication.py", "--trace", trace, "--json", result)

@@ -76,8 +76,11 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
             sleep = f"hostname {name} && echo ready && exec sleep {LIFETIME}"
             sleeper = subprocess.Popen(
                 [*command, "--net", "--uts", "sh", "-c", sleep],
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-            )  # fmt: skip
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
             sleepers.append(sleeper)
             assert sleeper.stdout is not None and sleeper.stderr is not None
             if sleeper.stdout.readline() != "ready\n":

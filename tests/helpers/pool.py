@@ -136,14 +136,18 @@ class RankPool:
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix=f"gloo_pool_{self.world_size}_")
         folder = Path(self._folder.name)
-        environment = clean_environment() | {
-            "TORCH_EXTENSIONS_DIR": str(folder / "extensions"),
-            "GLOO_SOCKET_IFNAME": "lo",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_WORLD_SIZE": str(self.world_size),
-        } | self._variables
+        environment = (
+            clean_environment()
+            | {
+                "TORCH_EXTENSIONS_DIR": str(folder / "extensions"),
+                "GLOO_SOCKET_IFNAME": "lo",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(free_port()),
+                "WORLD_SIZE": str(self.world_size),
+                "LOCAL_WORLD_SIZE": str(self.world_size),
+            }
+            | self._variables
+        )
         # DeepSpeed collects garbage in every step of some optimizers. Imported modules need no look then.
         gc.collect()
         gc.freeze()

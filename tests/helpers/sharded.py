@@ -33,9 +33,15 @@ def mesh_of(
 def small_model(**changes: Any) -> ModelConfig:
     """Return a model of few layers with grouped queries and a vocabulary size that needs padding."""
     sizes: dict[str, Any] = {
-        "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 101, "max_position_embeddings": 64,
-    }  # fmt: skip
+        "num_layers": 4,
+        "hidden_size": 32,
+        "ffn_hidden_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 101,
+        "max_position_embeddings": 64,
+    }
     return ModelConfig(**(sizes | changes))
 
 

@@ -78,9 +78,17 @@ def plain_steps(
     weights = make_weights(config, seed=1, dtype=torch.float32)
     batches = steps_of_batches(STEPS, 4)
     expected, final = reference_training(
-        weights, config, batches, build_schedule(run).at, (0.9, 0.95), 1e-8, 0.1, 0.5,
-        no_decay=lambda name: name.endswith(("norm.weight", ".bias")), gradients_of=gradients_of,
-    )  # fmt: skip
+        weights,
+        config,
+        batches,
+        build_schedule(run).at,
+        (0.9, 0.95),
+        1e-8,
+        0.1,
+        0.5,
+        no_decay=lambda name: name.endswith(("norm.weight", ".bias")),
+        gradients_of=gradients_of,
+    )
     return weights, batches, expected, final
 
 

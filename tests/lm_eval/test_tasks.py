@@ -258,8 +258,9 @@ def test_conversations_and_generation_settings(folder: Path) -> None:
     with pytest.raises(UserError) as caught:
         model._request("A text", {"num_beams": 4, "top_p": 2.0, "do_sample": True, "temperature": 1.0}, 0)
     assert [message.partition(": ")[2][:25] for message in caught.value.messages] == [
-        "num_beams is not supporte", "--top-p 2.0: expected abo",
-    ]  # fmt: skip
+        "num_beams is not supporte",
+        "--top-p 2.0: expected abo",
+    ]
     with pytest.raises(UserError, match="max_gen_toks=96: expected 1 to 95"):
         model._request("A text", {"max_gen_toks": 96}, 0)
     with pytest.raises(UserError, match="--batch_size auto: this model has no automatic batch size"):
@@ -269,9 +270,13 @@ def test_conversations_and_generation_settings(folder: Path) -> None:
 def test_the_server_answers_local_completions(folder: Path) -> None:
     with serving_command("--model", folder / "ladder-hf", "--tp", "2") as (_, address):
         settings = {
-            "model": "ladder-hf", "base_url": f"{address}/completions", "tokenizer": str(folder / "tokenizer"),
-            "tokenizer_backend": "huggingface", "add_bos_token": True, "max_length": 96,
-        }  # fmt: skip
+            "model": "ladder-hf",
+            "base_url": f"{address}/completions",
+            "tokenizer": str(folder / "tokenizer"),
+            "tokenizer_backend": "huggingface",
+            "add_bos_token": True,
+            "max_length": 96,
+        }
         found = evaluate(folder, "local-completions", ["choices"], model_args=settings, batch_size=2)
     expected = evaluate(folder, plain_model(folder, "ladder"), ["choices"])
     # This model of lm-eval cuts one more token off the long question.

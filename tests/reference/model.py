@@ -138,9 +138,7 @@ class Sight:
     """[b, s, s] bool: whether the query (second axis) sees the key (third)"""
 
 
-def reference_logits(
-    weights: Weights, config: ReferenceConfig, tokens: Tensor, sight: Sight | None = None
-) -> Tensor:
+def reference_logits(weights: Weights, config: ReferenceConfig, tokens: Tensor, sight: Sight | None = None) -> Tensor:
     """Return the logits [b, s, V] of token ids [b, s].
 
     Raises:
@@ -306,9 +304,7 @@ def _mlp(weights: Weights, prefix: str, x: Tensor) -> Tensor:
     return _linear(weights, f"{prefix}.down_proj", gate * torch.sigmoid(gate) * up)
 
 
-def _attention(
-    weights: Weights, prefix: str, config: ReferenceConfig, x: Tensor, sight: Sight | None
-) -> Tensor:
+def _attention(weights: Weights, prefix: str, config: ReferenceConfig, x: Tensor, sight: Sight | None) -> Tensor:
     batch, length, _ = x.shape
     heads, kv_heads, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     query = _linear(weights, f"{prefix}.q_proj", x).reshape(batch, length, heads, d)

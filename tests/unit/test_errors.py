@@ -22,8 +22,12 @@ def run(body: str, rank: int | None = None) -> subprocess.CompletedProcess[str]:
     environment = clean_environment() | ({} if rank is None else {"RANK": str(rank)})
     return subprocess.run(
         [sys.executable, "-c", PROGRAM.format(body=body)],
-        capture_output=True, text=True, env=environment, cwd=REPOSITORY_ROOT, timeout=patient(30),
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=REPOSITORY_ROOT,
+        timeout=patient(30),
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,9 +60,13 @@ def test_a_process_that_the_system_ends_shows_its_stack() -> None:
 def test_a_reader_that_has_read_enough_is_no_error() -> None:
     program = PROGRAM.format(body="[print('line', flush=True) for _ in range(100000)]")
     process = subprocess.Popen(
-        [sys.executable, "-c", program], cwd=REPOSITORY_ROOT, env=clean_environment(),
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-c", program],
+        cwd=REPOSITORY_ROOT,
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None and process.stderr is not None
     assert process.stdout.readline() == "line\n"
     process.stdout.close()

@@ -72,10 +72,14 @@ def test_the_opposite_of_a_switch_restores_its_default() -> None:
 @pytest.mark.parametrize(
     ("words", "value"),
     [
-        ("", "auto"), ("--fused", "true"), ("--fused --bf16", "true"), ("--fused false", "false"),
-        ("--no-fused", "false"), ("--no-fused --fused=auto", "auto"),
+        ("", "auto"),
+        ("--fused", "true"),
+        ("--fused --bf16", "true"),
+        ("--fused false", "false"),
+        ("--no-fused", "false"),
+        ("--no-fused --fused=auto", "auto"),
     ],
-)  # fmt: skip
+)
 def test_a_switch_with_a_third_value(words: str, value: str) -> None:
     assert parse(f"--lr 1 {words}").fused == value
     assert "--fused [{auto,true,false}]" in " ".join(_build_parser([Example], "p", "").format_help().split())

@@ -49,9 +49,14 @@ def run(folder: Path, *checks: Check, device: str = "cuda", seconds: float = 60)
 
 def test_a_failed_or_hanging_check_does_not_stop_the_others(tmp_path: Path) -> None:
     outcomes = run(
-        tmp_path, Check("fails", 1, 9, fails), Check("hangs", 1, 0.3, hangs), Check("rank", 2, 9, fails_on_a_rank),
-        Check("lacks", 1, 9, lacks_something), Check("large", 8, 9, passes), Check("passes", 2, 9, passes),
-    )  # fmt: skip
+        tmp_path,
+        Check("fails", 1, 9, fails),
+        Check("hangs", 1, 0.3, hangs),
+        Check("rank", 2, 9, fails_on_a_rank),
+        Check("lacks", 1, 9, lacks_something),
+        Check("large", 8, 9, passes),
+        Check("passes", 2, 9, passes),
+    )
     assert [(one.check.title, one.result, one.figure) for one in outcomes] == [
         ("fails", "failed", "exit code 3: bash -c echo what it printed; exit 3"),
         ("hangs", "failed", f"still ran after {patient(0.3):g} s: sleep 60"),
@@ -99,11 +104,17 @@ def test_calls_that_wait_for_the_device_are_counted_per_step() -> None:
         return {"name": name, "cat": kind, "ts": at, "dur": seconds}
 
     events = [
-        event("iteration 3", 100, "user_annotation", 50), event("iteration 3", 100, "gpu_user_annotation", 90),
-        event("iteration 4", 200, "user_annotation", 50), event("cudaLaunchKernel", 110), event("cudaMemcpy", 120),
-        event("cudaMemcpyAsync", 121), event("cudaStreamSynchronize", 149), event("cudaDeviceSynchronize", 160),
-        event("cuStreamSynchronize", 210, "cuda_driver"), event("cudaEventQuery", 211),
-    ]  # fmt: skip
+        event("iteration 3", 100, "user_annotation", 50),
+        event("iteration 3", 100, "gpu_user_annotation", 90),
+        event("iteration 4", 200, "user_annotation", 50),
+        event("cudaLaunchKernel", 110),
+        event("cudaMemcpy", 120),
+        event("cudaMemcpyAsync", 121),
+        event("cudaStreamSynchronize", 149),
+        event("cudaDeviceSynchronize", 160),
+        event("cuStreamSynchronize", 210, "cuda_driver"),
+        event("cudaEventQuery", 211),
+    ]
     assert waits_in(events) == {3: ["cudaMemcpy", "cudaStreamSynchronize"], 4: ["cuStreamSynchronize"]}
 
 

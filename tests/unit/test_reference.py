@@ -76,23 +76,34 @@ HUGGING_FACE_NAMES = {
 
 
 def hugging_face_model(
-    config: ReferenceConfig, weights: dict[str, Tensor], family: Family = LlamaForCausalLM,
+    config: ReferenceConfig,
+    weights: dict[str, Tensor],
+    family: Family = LlamaForCausalLM,
     dtype: torch.dtype = torch.float32,
-) -> Any:  # fmt: skip
+) -> Any:
     """transformers' own model of this configuration with these weights."""
     shared: dict[str, Any] = {
-        "num_hidden_layers": config.num_layers, "hidden_size": config.hidden_size,
-        "intermediate_size": config.ffn_hidden_size, "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads, "head_dim": config.head_dim,
-        "vocab_size": config.vocab_size, "max_position_embeddings": 512, "rms_norm_eps": config.norm_epsilon,
-        "tie_word_embeddings": config.tie_embeddings, "bos_token_id": None, "eos_token_id": None,
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.ffn_hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": config.norm_epsilon,
+        "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": None,
         "rope_parameters": {
             "rope_type": {"none": "default"}.get(config.rope_scaling, config.rope_scaling),
-            "rope_theta": config.rotary_base, "factor": config.rope_scaling_factor,
-            "low_freq_factor": config.rope_low_freq_factor, "high_freq_factor": config.rope_high_freq_factor,
+            "rope_theta": config.rotary_base,
+            "factor": config.rope_scaling_factor,
+            "low_freq_factor": config.rope_low_freq_factor,
+            "high_freq_factor": config.rope_high_freq_factor,
             "original_max_position_embeddings": config.rope_original_max_position_embeddings,
         },
-    }  # fmt: skip
+    }
     theirs: Any
     if family is LlamaForCausalLM:
         theirs = LlamaConfig(**shared, attention_bias=config.add_qkv_bias, mlp_bias=config.add_mlp_bias)
@@ -330,8 +341,15 @@ def test_wirings_are_those_written_by_hand(
         assert np.abs(logits[row, 0] - by_arithmetic).max() < 1e-12
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 2}, {"num_key_value_heads": 1, "qk_layernorm": True},
-                                     {"add_qkv_bias": True, "add_attention_output_bias": True, "add_mlp_bias": True}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_key_value_heads": 2},
+        {"num_key_value_heads": 1, "qk_layernorm": True},
+        {"add_qkv_bias": True, "add_attention_output_bias": True, "add_mlp_bias": True},
+    ],
+)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_desync_summed_after_every_sub_block_is_standard(ranks: int, changes: dict[str, Any]) -> None:
     """So the ranks' slices together are the whole."""

@@ -24,8 +24,10 @@ def register() -> None:
         _log.error(
             "megatron-ladder-vllm supports vLLM %s, but this is vLLM %s: models of type megatron_ladder are not "
             "available; install vllm==%s.*",
-            SUPPORTED_VLLM, vllm.__version__, SUPPORTED_VLLM,
-        )  # fmt: skip
+            SUPPORTED_VLLM,
+            vllm.__version__,
+            SUPPORTED_VLLM,
+        )
         return
     from transformers import AutoConfig
     from vllm import ModelRegistry

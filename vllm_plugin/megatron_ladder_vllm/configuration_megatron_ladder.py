@@ -8,14 +8,14 @@ from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 # The wirings in which each tensor-parallel rank of the training has its own residual stream; and for each wiring, the
 # sub-blocks of a layer, and whether each reads the residual stream late in ladder layers.
-PER_RANK_MODES = ('desync',)
+PER_RANK_MODES = ("desync",)
 SUB_BLOCK_TABLE = {
-    'standard': (('attention', False), ('mlp', False)),
-    'ladder': (('attention', True), ('mlp', True)),
-    'parallel': (('attention_mlp', False),),
-    'ladder-parallel': (('attention_mlp', True),),
-    'ladder-attention': (('attention', True), ('mlp', False)),
-    'desync': (('attention', False), ('mlp', False)),
+    "standard": (("attention", False), ("mlp", False)),
+    "ladder": (("attention", True), ("mlp", True)),
+    "parallel": (("attention_mlp", False),),
+    "ladder-parallel": (("attention_mlp", True),),
+    "ladder-attention": (("attention", True), ("mlp", False)),
+    "desync": (("attention", False), ("mlp", False)),
 }
 
 

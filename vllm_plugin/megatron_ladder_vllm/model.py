@@ -65,13 +65,21 @@ class LadderAttention(nn.Module):
         num_kv_heads = max(1, config.num_key_value_heads // ranks)
         self.widths = [num_heads * self.head_dim, num_kv_heads * self.head_dim, num_kv_heads * self.head_dim]
         self.qkv_proj = QKVParallelLinear(
-            config.hidden_size, self.head_dim, config.num_attention_heads, config.num_key_value_heads,
-            bias=config.attention_bias, quant_config=quant_config, prefix=f"{prefix}.qkv_proj",
-        )  # fmt: skip
+            config.hidden_size,
+            self.head_dim,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            bias=config.attention_bias,
+            quant_config=quant_config,
+            prefix=f"{prefix}.qkv_proj",
+        )
         self.o_proj = unreduced_linear(
-            config.num_attention_heads * self.head_dim, config.hidden_size, config.attention_output_bias,
-            quant_config, f"{prefix}.o_proj",
-        )  # fmt: skip
+            config.num_attention_heads * self.head_dim,
+            config.hidden_size,
+            config.attention_output_bias,
+            quant_config,
+            f"{prefix}.o_proj",
+        )
         self.qk_norm = config.qk_norm
         if self.qk_norm:
             self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
@@ -80,9 +88,14 @@ class LadderAttention(nn.Module):
             self.head_dim, max_position=config.max_position_embeddings, rope_parameters=config.rope_parameters
         )
         self.attn = Attention(
-            num_heads, self.head_dim, self.head_dim**-0.5, num_kv_heads=num_kv_heads,
-            cache_config=vllm_config.cache_config, quant_config=quant_config, prefix=f"{prefix}.attn",
-        )  # fmt: skip
+            num_heads,
+            self.head_dim,
+            self.head_dim**-0.5,
+            num_kv_heads=num_kv_heads,
+            cache_config=vllm_config.cache_config,
+            quant_config=quant_config,
+            prefix=f"{prefix}.attn",
+        )
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         """[tokens, hidden_size] -> this rank's part of the sum [tokens, hidden_size]."""
@@ -103,9 +116,12 @@ class LadderMLP(nn.Module):
         super().__init__()
         quant_config = vllm_config.quant_config
         self.gate_up_proj = MergedColumnParallelLinear(
-            config.hidden_size, [config.intermediate_size] * 2, bias=config.mlp_bias,
-            quant_config=quant_config, prefix=f"{prefix}.gate_up_proj",
-        )  # fmt: skip
+            config.hidden_size,
+            [config.intermediate_size] * 2,
+            bias=config.mlp_bias,
+            quant_config=quant_config,
+            prefix=f"{prefix}.gate_up_proj",
+        )
         self.down_proj = unreduced_linear(
             config.intermediate_size, config.hidden_size, config.mlp_bias, quant_config, f"{prefix}.down_proj"
         )
@@ -261,9 +277,11 @@ class MegatronLadderForCausalLM(nn.Module, SupportsLoRA, SupportsPP):
             self.lm_head = PPMissingLayer()
             return
         self.lm_head = ParallelLMHead(
-            config.vocab_size, config.hidden_size, quant_config=vllm_config.quant_config,
+            config.vocab_size,
+            config.hidden_size,
+            quant_config=vllm_config.quant_config,
             prefix=maybe_prefix(prefix, "lm_head"),
-        )  # fmt: skip
+        )
         if config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
         self.logits_processor = LogitsProcessor(config.vocab_size, soft_cap=config.final_logit_softcapping)

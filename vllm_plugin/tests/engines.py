@@ -25,11 +25,19 @@ def build(folder: Path, **options: Any) -> LLM:
     gc.collect()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     settings = {
-        "dtype": "float32", "seed": 0, "skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 8,
-        "max_num_batched_tokens": CHUNK, "block_size": 32, "kv_cache_memory_bytes": 1 << 24, "enforce_eager": True,
-        "enable_prefix_caching": True, "tensor_parallel_size": ranks,
+        "dtype": "float32",
+        "seed": 0,
+        "skip_tokenizer_init": True,
+        "max_model_len": 128,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": CHUNK,
+        "block_size": 32,
+        "kv_cache_memory_bytes": 1 << 24,
+        "enforce_eager": True,
+        "enable_prefix_caching": True,
+        "tensor_parallel_size": ranks,
         "distributed_executor_backend": "external_launcher" if ranks > 1 else None,
-    }  # fmt: skip
+    }
     return LLM(model=str(folder), **settings | options)
 
 

@@ -57,9 +57,15 @@ def write_everything(folder: Path) -> None:
     from tests.unit.convert.hf_models import random_model, tiny_config, write_hf
 
     sizes = {
-        "num_layers": LAYERS, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 96, "max_position_embeddings": 128,
-    }  # fmt: skip
+        "num_layers": LAYERS,
+        "hidden_size": 64,
+        "ffn_hidden_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 96,
+        "max_position_embeddings": 128,
+    }
     changes = WIRINGS | LANES | {name: WIRINGS["hybrid"] | changes for name, changes in VARIANTS.items()}
     for name in changes:
         # The weights of all wirings are the same, so a model with the wrong wiring gives wrong tokens.
@@ -103,10 +109,20 @@ def reference(folder: Path) -> list[list[int]]:
     for prompt in make_prompts():
         output = io.StringIO()
         with contextlib.redirect_stdout(output):
-            main([
-                "--model", str(folder), "--tokens", *map(str, prompt), "--max-new-tokens", str(NEW_TOKENS),
-                "--temperature", "0", "--ignore-eos", "--json",
-            ])  # fmt: skip
+            main(
+                [
+                    "--model",
+                    str(folder),
+                    "--tokens",
+                    *map(str, prompt),
+                    "--max-new-tokens",
+                    str(NEW_TOKENS),
+                    "--temperature",
+                    "0",
+                    "--ignore-eos",
+                    "--json",
+                ]
+            )
         continuations.append(json.loads(output.getvalue())["ids"])
     return continuations
 
@@ -144,15 +160,21 @@ def write_adapter(folder: Path) -> None:
         down = torch.randn(ADAPTER_RANK, weight.shape[1], generator=generator) * 0.2
         up = torch.randn(weight.shape[0], ADAPTER_RANK, generator=generator) * 0.2
         adapter |= {
-            f"base_model.model.{module}.lora_A.weight": down, f"base_model.model.{module}.lora_B.weight": up,
-        }  # fmt: skip
+            f"base_model.model.{module}.lora_A.weight": down,
+            f"base_model.model.{module}.lora_B.weight": up,
+        }
         tensors[f"{module}.weight"] = weight + 2 * up @ down
     (folder / "adapter").mkdir()
     save_file(adapter, folder / "adapter" / "adapter_model.safetensors")
     settings = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": ADAPTER_RANK, "lora_alpha": 2 * ADAPTER_RANK,
-        "target_modules": MATRICES, "bias": "none", "base_model_name_or_path": "hybrid",
-    }  # fmt: skip
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": ADAPTER_RANK,
+        "lora_alpha": 2 * ADAPTER_RANK,
+        "target_modules": MATRICES,
+        "bias": "none",
+        "base_model_name_or_path": "hybrid",
+    }
     (folder / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
     shutil.copytree(folder / "hybrid", folder / "merged")
     save_file(tensors, folder / "merged" / "model.safetensors", metadata={"format": "pt"})
@@ -177,10 +199,16 @@ def quantise(source: Path, folder: Path) -> None:
         "weights": eight_bits | {"strategy": "channel", "dynamic": False},
         "input_activations": eight_bits | {"strategy": "token", "dynamic": True},
     }
-    change_config(folder, quantization_config={
-        "quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed",
-        "ignore": ["lm_head"], "config_groups": {"group_0": scheme},
-    })  # fmt: skip
+    change_config(
+        folder,
+        quantization_config={
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized",
+            "quantization_status": "compressed",
+            "ignore": ["lm_head"],
+            "config_groups": {"group_0": scheme},
+        },
+    )
 
 
 if __name__ == "__main__":

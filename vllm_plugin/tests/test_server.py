@@ -28,12 +28,34 @@ def test_two_hundred_concurrent_requests(models: Path, references: Any, tmp_path
     log = tmp_path / "serve.txt"
     # The command `vllm` fails in the CPU build: it asks for the version of a package that has another name there.
     command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(models / "served"),
-        "--served-model-name", "ladder", "--tensor-parallel-size", "2", "--host", "127.0.0.1", "--port", str(port),
-        "--dtype", "float32", "--enforce-eager", "--max-model-len", "128", "--max-num-seqs", "16",
-        "--max-num-batched-tokens", "64", "--block-size", "32", "--kv-cache-memory-bytes", str(1 << 24),
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(models / "served"),
+        "--served-model-name",
+        "ladder",
+        "--tensor-parallel-size",
+        "2",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--max-model-len",
+        "128",
+        "--max-num-seqs",
+        "16",
+        "--max-num-batched-tokens",
+        "64",
+        "--block-size",
+        "32",
+        "--kv-cache-memory-bytes",
+        str(1 << 24),
         "--disable-uvicorn-access-log",
-    ]  # fmt: skip
+    ]
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     with log.open("w") as output:
         server = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
@@ -84,9 +106,13 @@ async def stream_all(port: int) -> list[list[int]]:
             prompt, length = choice(number)
             async with places:
                 chunks = await client.completions.create(
-                    model="ladder", prompt=prompts[prompt], max_tokens=length, temperature=0, stream=True,
+                    model="ladder",
+                    prompt=prompts[prompt],
+                    max_tokens=length,
+                    temperature=0,
+                    stream=True,
                     extra_body={"ignore_eos": True, "return_token_ids": True},
-                )  # fmt: skip
+                )
                 return [token async for chunk in chunks for one in chunk.choices for token in one.token_ids or ()]
 
         return await asyncio.gather(*(stream(number) for number in range(REQUESTS)))

@@ -17,9 +17,10 @@ _VARIANT_CASES = [
     for rank_count, mode in zip((1, 2), (("eager", "compiled"), ("compiled", "eager"))[index % 2], strict=True)
 ]
 CASES = [
-    *product(WIRINGS, product((1, 2), ("eager", "compiled"))), *product(LANES, product((2,), ("eager", "compiled"))),
+    *product(WIRINGS, product((1, 2), ("eager", "compiled"))),
+    *product(LANES, product((2,), ("eager", "compiled"))),
     *_VARIANT_CASES,
-]  # fmt: skip
+]
 
 
 def test_the_references_distinguish_the_models(references: Any) -> None:

@@ -18,9 +18,12 @@ class Workers:
         """`variables` are added to the environment of the processes."""
         context = multiprocessing.get_context("fork")
         variables = {
-            "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
-            "GLOO_SOCKET_IFNAME": "lo", **variables,
-        }  # fmt: skip
+            "MASTER_ADDR": "127.0.0.1",
+            "WORLD_SIZE": str(count),
+            "LOCAL_WORLD_SIZE": str(count),
+            "GLOO_SOCKET_IFNAME": "lo",
+            **variables,
+        }
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(count):

@@ -250,9 +250,12 @@ def build_app(service: Service) -> ASGIApp:
     """Return the application, which checks the key of each request and counts the responses by path and status."""
     name = service.model.name
     card = {
-        "id": name, "object": "model", "created": int(time.time()), "owned_by": "megatron-ladder",
+        "id": name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "megatron-ladder",
         "max_model_len": service.model.positions,
-    }  # fmt: skip
+    }
 
     def generating(parse: _Parse) -> Callable[[Request], Any]:
         async def endpoint(request: Request) -> "_GeneratedResponse":

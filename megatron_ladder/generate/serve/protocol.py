@@ -37,11 +37,17 @@ _MAX_STOPS, _MAX_STOP_LENGTH = 16, 256
 _IGNORED = frozenset({"user", "safety_identifier", "metadata"})
 """Parameters that do not affect the response."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "logit_bias": ({},), "echo": (False,), "suffix": ("",),
-    "best_of": (1,), "tools": ([],), "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False), "modalities": (["text"],),
-    "store": (False,), "service_tier": ("auto", "default"),
-}  # fmt: skip
+    "logit_bias": ({},),
+    "echo": (False,),
+    "suffix": ("",),
+    "best_of": (1,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "modalities": (["text"],),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+}
 """Unsupported parameters, with their values that have no effect."""
 _INSTEAD = {name: "remove it, or serve an exported directory with vLLM" for name in ("tools", "tool_choice")}
 
@@ -285,8 +291,13 @@ def _message(given: Mapping[str, Any]) -> Message:
     if role not in ("system", "developer", "user", "assistant"):
         raise ApiError(400, f"the role {role!r} is not supported", "messages")
     if isinstance(content, list):
-        if not all(isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"
-                   and isinstance(part["text"], str) for part in content):  # fmt: skip
+        if not all(
+            isinstance(part, dict)
+            and part.keys() == {"type", "text"}
+            and part["type"] == "text"
+            and isinstance(part["text"], str)
+            for part in content
+        ):
             raise ApiError(400, "the content of a message must be text", "messages")
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str) or not isinstance(given.get("name", ""), str):
@@ -296,9 +307,13 @@ def _message(given: Mapping[str, Any]) -> Message:
 
 
 def _validate(
-    request: _CommonRequest, prompts: Sequence[Sequence[int]], limit: int, logprobs: int | None, param: str,
+    request: _CommonRequest,
+    prompts: Sequence[Sequence[int]],
+    limit: int,
+    logprobs: int | None,
+    param: str,
     model: ServedModel,
-) -> ApiRequest:  # fmt: skip
+) -> ApiRequest:
     """Return the request to the engine; `limit` is the largest number of tokens per sample."""
     for ids in prompts:
         if not ids:

@@ -159,11 +159,20 @@ class _ServerThread(threading.Thread):
         connection = type("_Connection", (LimitedConnection,), {"most_connections": options.max_connections})
         self._server = uvicorn.Server(
             uvicorn.Config(
-                build_app(self.service), loop="asyncio", http=connection, ws="none", lifespan="off",
-                log_config=None, log_level="error", access_log=False, server_header=False, proxy_headers=False,
-                timeout_keep_alive=30, timeout_graceful_shutdown=int(options.grace_seconds + _FLUSH_SECONDS),
+                build_app(self.service),
+                loop="asyncio",
+                http=connection,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="error",
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=30,
+                timeout_graceful_shutdown=int(options.grace_seconds + _FLUSH_SECONDS),
             )
-        )  # fmt: skip
+        )
 
     def run(self) -> None:
         """Serve until `stop`; then close the scheduler, with the error if there was one."""

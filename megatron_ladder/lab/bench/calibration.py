@@ -92,9 +92,7 @@ class Calibration:
         times = [
             (*seconds, variant.tp_overlap and kind in wiring.late and layer >= first_late)
             for layer in range(self.layers)
-            for kind, *seconds in zip(
-                wiring.sub_blocks, self.forward, self.backward, self.weight_gradient, strict=True
-            )
+            for kind, *seconds in zip(wiring.sub_blocks, self.forward, self.backward, self.weight_gradient, strict=True)
         ]
         # A desynchronised interval has one reduce, at its end in forward and at its beginning in backward.
         interval = max(1, named.desync_interval)

@@ -40,9 +40,7 @@ class WiringComparison:
         waited: seconds per pass that each round of the last `time` spent in waits, by variant.
     """
 
-    def __init__(
-        self, options: ComparisonOptions, shape: ModelConfig, place: RankInfo, device: torch.device
-    ) -> None:
+    def __init__(self, options: ComparisonOptions, shape: ModelConfig, place: RankInfo, device: torch.device) -> None:
         """Build interconnect and models; a collective call of all ranks."""
         self.options, self.shape, self.place = options, shape, place
         self.interconnect = make_interconnect(options, shape, device)

@@ -77,9 +77,17 @@ def _write_dataset(prefix: Path, tokens: NDArray[np.uint16], lengths: NDArray[np
         writer.add_documents(tokens, lengths)
         bin_checksum, idx_checksum = writer.publish()
     sidecar = Sidecar(
-        "NullTokenizer", "0" * 64, 1 << 16, 0, False, int(tokens.max()), len(lengths), len(tokens),
-        bin_checksum=bin_checksum, idx_checksum=idx_checksum,
-    )  # fmt: skip
+        "NullTokenizer",
+        "0" * 64,
+        1 << 16,
+        0,
+        False,
+        int(tokens.max()),
+        len(lengths),
+        len(tokens),
+        bin_checksum=bin_checksum,
+        idx_checksum=idx_checksum,
+    )
     write_sidecar(prefix, sidecar)
 
 

@@ -192,10 +192,20 @@ def peak_memory(benchmark: DataBenchmark) -> Sequence[DataResult]:
     del texts
     benchmark.report(f"tokenizing {megabytes:,} MB")
     command = [
-        sys.executable, "-c", "from megatron_ladder.cli.preprocess_data import entry_point; entry_point()",
-        "--input", str(benchmark.folder / "large.jsonl"), "--output-prefix", str(benchmark.folder / "out"),
-        "--tokenizer-type", tokenizer.kind, "--tokenizer-model", str(tokenizer.files[0]), "--workers", str(_WORKERS),
-    ]  # fmt: skip
+        sys.executable,
+        "-c",
+        "from megatron_ladder.cli.preprocess_data import entry_point; entry_point()",
+        "--input",
+        str(benchmark.folder / "large.jsonl"),
+        "--output-prefix",
+        str(benchmark.folder / "out"),
+        "--tokenizer-type",
+        tokenizer.kind,
+        "--tokenizer-model",
+        str(tokenizer.files[0]),
+        "--workers",
+        str(_WORKERS),
+    ]
     peaks = {"resident": 0, "proportional": 0}
     begun = time.monotonic()
     with open(benchmark.folder / "log", "wb") as log:

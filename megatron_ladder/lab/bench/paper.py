@@ -24,19 +24,29 @@ _LADDER_70B: dict[Peers, dict[int, float]] = {
 """Speed-up of ladder for llama-70b, by batch size."""
 _LADDER_AT_BATCH_4: dict[Peers, dict[str, float]] = {
     "on": {
-        "paper-1.2b": 1.56, "paper-3.5b-tp8": 1.57, "llama-8b": 1.46, "llama-34b": 1.44, "bloom-176b": 1.35,
+        "paper-1.2b": 1.56,
+        "paper-3.5b-tp8": 1.57,
+        "llama-8b": 1.46,
+        "llama-34b": 1.44,
+        "bloom-176b": 1.35,
         "llama-405b": 1.31,
     },
     "off": {
-        "paper-1.2b": 1.39, "paper-3.5b-tp8": 1.50, "llama-8b": 1.40, "llama-34b": 1.47, "bloom-176b": 1.54,
+        "paper-1.2b": 1.39,
+        "paper-3.5b-tp8": 1.50,
+        "llama-8b": 1.40,
+        "llama-34b": 1.47,
+        "bloom-176b": 1.54,
         "llama-405b": 1.57,
     },
-}  # fmt: skip
+}
 """Speed-up of ladder at batch 4, by size. The authors' logs name the shape of their 1B: it is that of paper-1.2b."""
 _EQUAL_SPEED: dict[tuple[str, str], float] = {
-    ("paper-1.2b", "standard"): 1008.29, ("paper-1.5b", "ladder"): 1277.66,
-    ("paper-3.5b-tp8", "standard"): 949.6, ("paper-4.5b-tp8", "ladder"): 1217.71,
-}  # fmt: skip
+    ("paper-1.2b", "standard"): 1008.29,
+    ("paper-1.5b", "ladder"): 1277.66,
+    ("paper-3.5b-tp8", "standard"): 949.6,
+    ("paper-4.5b-tp8", "ladder"): 1217.71,
+}
 """Tokens per second. The setting is not stated; the authors' log of the first has 973.81 at batch 4 with P2P."""
 
 

@@ -90,7 +90,7 @@ def _ways(
         operations = compile_operations(operations, workload.backend)
     models = build_models(
         variants, workload.config, ProcessMesh.single(), alone, alone, workload.dtype, device, operations
-    )  # fmt: skip
+    )
     generator = torch.Generator().manual_seed(0)
     shape = (workload.batch, workload.sequence + 1)
     ids = torch.randint(0, workload.config.vocab_size, shape, generator=generator).to(device)

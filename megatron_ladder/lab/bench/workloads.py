@@ -105,7 +105,8 @@ def build_models(
     for variant in variants:
         group = no_comm if variant.without_reduces else link
         options = StackOptions(
-            tp_overlap=variant.tp_overlap, mirrored_backward=variant.mirrored_backward,
+            tp_overlap=variant.tp_overlap,
+            mirrored_backward=variant.mirrored_backward,
             operations=operations or Operations(),
         )
         config = variant.wiring.of(shape, link.size)

@@ -113,18 +113,14 @@ def predict_inference(request: InferenceRequest) -> ServingTimes:
     return ServingTimes(prefill, (request.new_tokens - 1) * step)
 
 
-def _pass_seconds(
-    request: InferenceRequest, tokens: int, seconds_of: Callable[[SubBlockTensors, int], float]
-) -> float:
+def _pass_seconds(request: InferenceRequest, tokens: int, seconds_of: Callable[[SubBlockTensors, int], float]) -> float:
     """Return the time of a forward pass of so many tokens.
 
     `seconds_of`: (sub-block, sub-blocks of its layer) -> seconds.
     """
     reduce = request.reduce_seconds(tokens)
     steps = [
-        SubBlockTime(
-            seconds_of(one, len(sub_blocks)), reduce if one.wired.leaves_shared else 0.0, one.wired.staleness
-        )
+        SubBlockTime(seconds_of(one, len(sub_blocks)), reduce if one.wired.leaves_shared else 0.0, one.wired.staleness)
         for sub_blocks in layer_tensors(request.model)
         for one in sub_blocks
     ]

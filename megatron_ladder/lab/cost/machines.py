@@ -46,11 +46,14 @@ GPUS: Mapping[str, Gpu] = {
         _gpu("rtx-4090", 24, 1008, 165.2, "RTX 4090: 24 GB, 1,008 GB/s, 165.2 TFLOP/s (NVIDIA Ada whitepaper)"),
         _gpu("rtx-5090", 32, 1792, 209.5, "RTX 5090: 32 GB, 1,792 GB/s, 209.5 TFLOP/s (NVIDIA Blackwell whitepaper)"),
         _gpu(
-            "gb10", 128, 273, 125,
+            "gb10",
+            128,
+            273,
+            125,
             "DGX Spark: 128 GB, 273 GB/s (NVIDIA data sheet); 125 TFLOP/s, an eighth of its sparse FP4 rate (assumed)",
         ),
     )
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -151,69 +154,122 @@ PRESETS: Mapping[str, LinkPreset] = {
             "(NVIDIA/nccl#1031)",
         ),
         _preset(
-            "nvlink-3", (2, 8), lambda n: 4.1 + 2.12 * n, 230, root=14,
+            "nvlink-3",
+            (2, 8),
+            lambda n: 4.1 + 2.12 * n,
+            230,
+            root=14,
             source="A100: bus 230.8 GB/s at 1 GB (NVIDIA/nccl#527); latency that of NVLink 4 (assumed)",
         ),
         _preset(
-            "nvlink-5", (2, 8), lambda n: 10.9, 649, root=17,
+            "nvlink-5",
+            (2, 8),
+            lambda n: 10.9,
+            649,
+            root=17,
             source="10.9 us at 1 KB and 15.2 us at 64 KB, 32 GB200 (sgl-project/sglang#37442); bus 649 GB/s, 8 GB300 "
             "(vllm-project/vllm#53318)",
         ),
         _preset(
-            "pcie-4", (2, 8), lambda n: 5.77 * n - 3.5, 12.8, root=89,
+            "pcie-4",
+            (2, 8),
+            lambda n: 5.77 * n - 3.5,
+            12.8,
+            root=89,
             source=f"{_STAGED}; bus 12.8 GB/s, 4 RTX 4090 (tinygrad/open-gpu-kernel-modules#22)",
         ),
         _preset(
-            "pcie-5", (2, 8), lambda n: 5.77 * n - 3.5, 28, root=89,
+            "pcie-5",
+            (2, 8),
+            lambda n: 5.77 * n - 3.5,
+            28,
+            root=89,
             source=f"{_STAGED}; bus 28 GB/s, 8 RTX 5090 (NVIDIA/nccl#1639)",
         ),
         _preset(
-            "pcie-4-p2p", (2, 8), lambda n: 2.7 * n + 2.8, 24.7, to_megabyte=139,
+            "pcie-4-p2p",
+            (2, 8),
+            lambda n: 2.7 * n + 2.8,
+            24.7,
+            to_megabyte=139,
             source="4 RTX 4090: 18.8 us at 32 KB, 152.7 us at 1 MB (tinygrad/open-gpu-kernel-modules#22), bus 24.7 "
             "GB/s (tinygrad/open-gpu-kernel-modules#17); growth with the ranks that of pcie-5-p2p (assumed)",
         ),
         _preset(
-            "pcie-5-p2p", (2, 8), lambda n: 2.7 * n + 2.8, 41, to_megabyte=70,
+            "pcie-5-p2p",
+            (2, 8),
+            lambda n: 2.7 * n + 2.8,
+            41,
+            to_megabyte=70,
             source="RTX PRO 6000: 4 GPUs 13.5 us at 1 KB and 85 us at 1 MB, 8 GPUs 24.2 us at 8 KB, bus 41-46 GB/s "
             "(local-inference-lab/rtx6kpro, optimization/nccl-tuning.md)",
         ),
         _preset(
-            "dgx-spark", (2, 2), lambda n: 24, 20.1, to_megabyte=690,
+            "dgx-spark",
+            (2, 2),
+            lambda n: 24,
+            20.1,
+            to_megabyte=690,
             source="2 GB10 over 200 Gb/s: 27.8 us at 8 KB, 39.5 us at 32 KB, 67 us at 64 KB "
             "(NVIDIA/dgx-spark-playbooks#103); bus 161 Gb/s "
             "(tonyd2wild/DeepSeek-v4-Flash-Vision-Exp-DSpark-1M-NVFP4-KV-2x-DGX-Spark#35)",
         ),
         _preset(
-            "ib-400", (2, 8), lambda n: 20 * math.log2(n), 47, root=20,
+            "ib-400",
+            (2, 8),
+            lambda n: 20 * math.log2(n),
+            47,
+            root=20,
             source=f"InfiniBand or RoCE, {_PER_NODE}; bus 46-49 GB/s (NVIDIA/nccl-tests#290)",
         ),
         _preset(
-            "ib-200", (2, 8), lambda n: 20 * math.log2(n), 24, root=20,
+            "ib-200",
+            (2, 8),
+            lambda n: 20 * math.log2(n),
+            24,
+            root=20,
             source=f"InfiniBand or RoCE, {_PER_NODE}; bus 24 GB/s (NVIDIA/nccl#412)",
         ),
         _preset(
-            "ib-100", (2, 8), lambda n: 20 * math.log2(n), 12.2, root=20,
+            "ib-100",
+            (2, 8),
+            lambda n: 20 * math.log2(n),
+            12.2,
+            root=20,
             source=f"InfiniBand or RoCE, {_PER_NODE}; bus 12.2 GB/s (NVIDIA/nccl-tests#29)",
         ),
         _preset(
-            "efa", (16, 16), lambda n: 50.6, 57.2, root=29,
+            "efa",
+            (16, 16),
+            lambda n: 50.6,
+            57.2,
+            root=29,
             source="2 nodes of 8 GPUs on AWS: 50.6 us at 8 B (p6-b200, dstackai/dstack#3961), bus 57.2 GB/s (p4d, "
             "NVIDIA/nccl#527); medium sizes as InfiniBand (assumed)",
         ),
         _preset(
-            "25gbe", (2, 8), lambda n: 46 * math.log2(n), 2.8,
+            "25gbe",
+            (2, 8),
+            lambda n: 46 * math.log2(n),
+            2.8,
             source="TCP sockets, one GPU per node: 45.8 us for a broadcast to 2 ranks (NVIDIA/nccl-tests#82), so an "
             "all-reduce takes at least that; 90 % of the wire's rate (assumed)",
         ),
         _preset(
-            "10gbe", (2, 8), lambda n: 46 * math.log2(n), 1.1,
+            "10gbe",
+            (2, 8),
+            lambda n: 46 * math.log2(n),
+            1.1,
             source="as 25gbe, at 10 Gb/s (assumed)",
         ),
         _preset(
-            "thunderbolt-5", (2, 4), lambda n: 50, 7.6,
+            "thunderbolt-5",
+            (2, 4),
+            lambda n: 50,
+            7.6,
             source="RDMA between Macs: below 50 us (jeffgeerling.com, RDMA over Thunderbolt 5), 7.6 GB/s "
             "(pytorch/pytorch#189856); TCP: a round trip of 341 to 950 us (exo-explore/exo#2295)",
         ),
     )
-}  # fmt: skip
+}
 """An all-reduce of S bytes on each of n ranks, by name."""

@@ -164,9 +164,7 @@ def _describe(planned: RunConfig, run: RunConfig, records: Mapping[int, RankReco
         record = records[rank]
         collectives = record.program.collectives[record.last_step :]
         yield f"stage {stage}, rank {rank}, {len(collectives):,} collectives in a step, by first launch:"
-        names = (
-            (record.program.communicators[one.slot], one.kind, one.dtype, one.size) for one in collectives
-        )
+        names = ((record.program.communicators[one.slot], one.kind, one.dtype, one.size) for one in collectives)
         for (communicator, kind, dtype, size), count in Counter(names).items():
             yield f"  {count:>6} x {kind:<14} {size:>16,} bytes  {dtype:<9} {communicator}"
         for place, count in Counter(record.waits).items():
@@ -180,10 +178,15 @@ def _planned_bytes(run: RunConfig, stage: int) -> float:
     if parallel.pipeline_partition != "uniform" or run.recompute_layers not in (0, run.model.num_layers):
         return 0.0
     layout = Layout(
-        parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, run.data_parallel_size,
-        int(parallel.zero_stage), training.micro_batch_size, run.recompute_layers > 0, parallel.sequence_parallel,
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        run.data_parallel_size,
+        int(parallel.zero_stage),
+        training.micro_batch_size,
+        run.recompute_layers > 0,
+        parallel.sequence_parallel,
         muon=run.optimizer.optimizer == "muon",
-    )  # fmt: skip
+    )
     precision: Precision = "bf16" if training.bf16 else "fp32"
     return stage_memory(run.model, layout, stage, training.seq_length, run.accumulation_steps, precision).total
 

@@ -113,9 +113,7 @@ def _describe_difference(communicator: Communicator, launches: Mapping[int, Sequ
     same = [rank for rank in kinds if kinds[rank] == usual]
     first, second = at[others[0]], at[same[0]]
     odd = [rank for rank in others if kinds[rank] == kinds[others[0]]]
-    return (
-        f"{communicator}, collective {number + 1}: {_launches(odd, first)}, but {_launches(same, second)}"
-    )
+    return f"{communicator}, collective {number + 1}: {_launches(odd, first)}, but {_launches(same, second)}"
 
 
 def _short(ranks: Sequence[int]) -> str:

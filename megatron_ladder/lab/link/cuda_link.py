@@ -47,9 +47,18 @@ class Kernels(Protocol):
         """Store the time in launched[slot]."""
 
     def carry(
-        self, launched: Tensor, ends: Tensor, slot: int, before: int, scratch: Tensor, num_bytes: int, wire_ns: int,
-        *, serial: bool, sms: int,
-    ) -> None:  # fmt: skip
+        self,
+        launched: Tensor,
+        ends: Tensor,
+        slot: int,
+        before: int,
+        scratch: Tensor,
+        num_bytes: int,
+        wire_ns: int,
+        *,
+        serial: bool,
+        sms: int,
+    ) -> None:
         """Move bytes in `sms` programs, and finish at ends[slot] = launched[slot] + wire_ns.
 
         Args:
@@ -143,9 +152,16 @@ class CudaLink(WaitMeter, WireGroup):
 
         def carry() -> None:
             self._kernels.carry(
-                self._launched, self._ends, slot, before, self._scratch, moved, wire_ns,
-                serial=self.spec.serial, sms=self.sms,
-            )  # fmt: skip
+                self._launched,
+                self._ends,
+                slot,
+                before,
+                self._scratch,
+                moved,
+                wire_ns,
+                serial=self.spec.serial,
+                sms=self.sms,
+            )
 
         done = lane.put(carry, after=launched)
         self._number += 1

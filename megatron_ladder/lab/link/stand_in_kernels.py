@@ -50,12 +50,31 @@ class StandInKernels:
         _stamp[(1,)](launched, slot, num_warps=1)
 
     def carry(
-        self, launched: Tensor, ends: Tensor, slot: int, before: int, scratch: Tensor, num_bytes: int, wire_ns: int,
-        *, serial: bool, sms: int,
-    ) -> None:  # fmt: skip
+        self,
+        launched: Tensor,
+        ends: Tensor,
+        slot: int,
+        before: int,
+        scratch: Tensor,
+        num_bytes: int,
+        wire_ns: int,
+        *,
+        serial: bool,
+        sms: int,
+    ) -> None:
         """Occupy `sms` multiprocessors until launched[slot] + wire_ns; see `cuda_link.Kernels.carry`."""
         source, sink = scratch.unbind(0)
         _carry[(sms,)](
-            launched, ends, slot, before, source, sink, source.numel(), num_bytes // 4, wire_ns,
-            SERIAL=serial, BLOCK=BLOCK, num_warps=WARPS,
-        )  # fmt: skip
+            launched,
+            ends,
+            slot,
+            before,
+            source,
+            sink,
+            source.numel(),
+            num_bytes // 4,
+            wire_ns,
+            SERIAL=serial,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )

@@ -96,9 +96,13 @@ def _predict_wirings(request: InferenceRequest, models: Mapping[str, ModelConfig
     for name, times in here.items():
         ratios = [total(link["standard"]) / total(link[name]) for link in (fast, here, slow)]
         found[name] = _Prediction(
-            name, times, request.batch * request.new_tokens / total(times),
-            times.decode / max(request.new_tokens - 1, 1), ratios[1], (min(ratios), max(ratios)),
-        )  # fmt: skip
+            name,
+            times,
+            request.batch * request.new_tokens / total(times),
+            times.decode / max(request.new_tokens - 1, 1),
+            ratios[1],
+            (min(ratios), max(ratios)),
+        )
     return found
 
 
@@ -141,8 +145,10 @@ def _print_errors(path: Path) -> None:
     print(markdown_table(rows))
     sizes = sorted(map(abs, errors))
     median, high = 100 * statistics.median(sizes), 100 * sizes[min(len(sizes) * 9 // 10, len(sizes) - 1)]
-    print(f"\nmedian error {median:.0f} %, 90th percentile {high:.0f} %, median of signed errors "
-          f"{100 * statistics.median(errors):+.0f} %, of {len(errors)}")  # fmt: skip
+    print(
+        f"\nmedian error {median:.0f} %, 90th percentile {high:.0f} %, median of signed errors "
+        f"{100 * statistics.median(errors):+.0f} %, of {len(errors)}"
+    )
 
 
 HEAD = ("model", "GPUs", "link", "batch", "bits", "measured tokens/s", "predicted", "error")
@@ -153,9 +159,15 @@ def _measured_request(row: Mapping[str, str]) -> InferenceRequest:
         if row[column] not in known:
             raise ValueError(f"{column} {row[column]!r} is not one of {', '.join(known)}")
     return InferenceRequest(
-        find_size(row["model"]), GPUS[row["gpu"]], PRESETS[row["link"]], int(row["tp"]), int(row["batch"]),
-        int(row["prompt"]), int(row["generate"]), float(row["weight_bits"]),
-    )  # fmt: skip
+        find_size(row["model"]),
+        GPUS[row["gpu"]],
+        PRESETS[row["link"]],
+        int(row["tp"]),
+        int(row["batch"]),
+        int(row["prompt"]),
+        int(row["generate"]),
+        float(row["weight_bits"]),
+    )
 
 
 def _read_measurements(path: Path) -> list[dict[str, str]]:

@@ -75,9 +75,15 @@ def _has(layout: Layout, wiring: str) -> bool:
 def _layer_time(request: PlanRequest, layout: Layout, wiring: str, reduce_factor: float = 1.0) -> LayerTime:
     named = NAMED_WIRINGS[wiring]
     return LayerTime(
-        named.of(request.model, layout.tensor), request.cluster, layout.tensor, request.sequence, layout.micro_batch,
-        layout.recompute, layout.sequence_parallel and named.shares_stream, reduce_factor,
-    )  # fmt: skip
+        named.of(request.model, layout.tensor),
+        request.cluster,
+        layout.tensor,
+        request.sequence,
+        layout.micro_batch,
+        layout.recompute,
+        layout.sequence_parallel and named.shares_stream,
+        reduce_factor,
+    )
 
 
 def fitting_plans(request: PlanRequest) -> list[LayoutPlan]:

@@ -104,12 +104,18 @@ def _plan_cells(request: PlanRequest, plan: LayoutPlan) -> list[object]:
     gigabytes = " + ".join(f"{part / GIGABYTE:.1f}" for part in parts)
     seconds = " + ".join(f"{part:.2f}" for part in (time.compute, time.exposed_tensor, time.bubble, time.exposed_data))
     return [
-        layout.tensor, layout.pipeline, layout.data, layout.zero, layout.micro_batch,
-        "yes" if layout.recompute else "no", "yes" if layout.sequence_parallel else "no", plan.wiring,
+        layout.tensor,
+        layout.pipeline,
+        layout.data,
+        layout.zero,
+        layout.micro_batch,
+        "yes" if layout.recompute else "no",
+        "yes" if layout.sequence_parallel else "no",
+        plan.wiring,
         f"{memory.total / GIGABYTE:.1f} = {gigabytes}",
         f"{_range(time.total, uncertain, '.2f')} = {seconds}",
         _range(100 * plan.utilisation, uncertain, ".0f") + " %",
-    ]  # fmt: skip
+    ]
 
 
 def _range(value: float, uncertain: float, form: str) -> str:
@@ -189,9 +195,18 @@ def _report_text(request: PlanRequest, plans: Sequence[LayoutPlan], top: int) ->
     cluster = request.cluster
     calibrated = "measured on this machine" if cluster.calibrated else "not measured here, so times are ranges"
     head = [
-        "TP", "PP", "DP", "ZeRO", "micro-batch", "recompute", "seq. par.", "wiring",
-        "GB: weights + gradients + optimizer + activations", "step s: compute + TP + PP + DP", "MFU",
-    ]  # fmt: skip
+        "TP",
+        "PP",
+        "DP",
+        "ZeRO",
+        "micro-batch",
+        "recompute",
+        "seq. par.",
+        "wiring",
+        "GB: weights + gradients + optimizer + activations",
+        "step s: compute + TP + PP + DP",
+        "MFU",
+    ]
     parts = [
         f"{request.gpus} GPUs of {cluster.name}, {request.global_batch} samples of {request.sequence} tokens per "
         f"step, bf16; figures {calibrated}.",

@@ -24,14 +24,37 @@ LOG_LINES = 100
 STOP_SECONDS = 60.0
 """Time in which the ranks of a trial save when they are stopped."""
 SHAPE_FIELDS = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size",
-)  # fmt: skip
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
 _STUDY_FIELDS = (
-    "save", "load", "save_interval", "train_iters", "seed", "lr", "min_lr", "lr_warmup_iters", "eval_interval",
-    "log_interval", "residual_mode", "ladder_layers", "residual_staleness", "lanes", "desync_interval",
-    "tie_embeddings", "seq_length", "micro_batch_size", "global_batch_size", "eval_iters", "exit_interval",
+    "save",
+    "load",
+    "save_interval",
+    "train_iters",
+    "seed",
+    "lr",
+    "min_lr",
+    "lr_warmup_iters",
+    "eval_interval",
+    "log_interval",
+    "residual_mode",
+    "ladder_layers",
+    "residual_staleness",
+    "lanes",
+    "desync_interval",
+    "tie_embeddings",
+    "seq_length",
+    "micro_batch_size",
+    "global_batch_size",
+    "eval_iters",
+    "exit_interval",
     *SHAPE_FIELDS,
-)  # fmt: skip
+)
 
 
 def folder_of(options: RunOptions, trial: Trial) -> Path:

@@ -210,9 +210,7 @@ def _extends(before: Study, now: Study, name: str) -> bool:
     return {*getattr(before, name)} <= {*getattr(now, name)}
 
 
-def load_or_create_study(
-    folder: Path, requested: Study, check: Callable[[Study], None] = lambda study: None
-) -> Study:
+def load_or_create_study(folder: Path, requested: Study, check: Callable[[Study], None] = lambda study: None) -> Study:
     """Return the study of a folder, extended as requested, or write the requested one.
 
     `check` can reject an extended study with a UserError before it is written. Raises UserError if other settings
@@ -225,7 +223,8 @@ def load_or_create_study(
     raise_user_errors(
         f"{folder / STUDY_NAME}: {name.replace('_', ' ')}: was {json.dumps(getattr(found, name))}, now "
         f"{json.dumps(getattr(requested, name))}: give another --output-dir, or the same settings"
-        + " and further ones" * (name in _EXTENSIBLE_FIELDS)
+        + " and further ones"
+        * (name in _EXTENSIBLE_FIELDS)
         for name in changed_fields(found, requested)
     )
     extended = {name: getattr(requested, name) for name in _EXTENSIBLE_FIELDS}

@@ -109,10 +109,15 @@ def test_published_sizes(
 ) -> None:
     star_coder_vocabulary = 49152
     model = ModelConfig(
-        num_layers=layers, hidden_size=hidden, ffn_hidden_size=ffn, num_attention_heads=heads,
-        num_key_value_heads=heads, head_dim=hidden // heads, vocab_size=star_coder_vocabulary,
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_hidden_size=ffn,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=hidden // heads,
+        vocab_size=star_coder_vocabulary,
         max_position_embeddings=2048,
-    )  # fmt: skip
+    )
     count = parameter_count(model)
     assert round((count.total - count.lm_head) / 1e9, 3) == published
     assert round(count.total / 1e9, 3) == published_untied

@@ -85,8 +85,9 @@ def main(folder: Path, millions: int) -> None:
         shutil.rmtree(folder / "save")
 
     def save_unchecked() -> None:
-        with mock.patch.dict(checksum.CHECKSUMS, {"xxh3_128": NoDigest}), mock.patch.object(
-            tensor_file, "CHECKSUMS", {"xxh3_128": NoDigest}
+        with (
+            mock.patch.dict(checksum.CHECKSUMS, {"xxh3_128": NoDigest}),
+            mock.patch.object(tensor_file, "CHECKSUMS", {"xxh3_128": NoDigest}),
         ):
             save()
 
@@ -108,11 +109,14 @@ def main(folder: Path, millions: int) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     for cold in (False, True):
-        print("from the disk" if cold else "from the page cache", alternate(
-            drop if cold else None,
-            load=load,
-            load_unchecked=load_unchecked,
-        ))  # fmt: skip
+        print(
+            "from the disk" if cold else "from the page cache",
+            alternate(
+                drop if cold else None,
+                load=load,
+                load_unchecked=load_unchecked,
+            ),
+        )
 
 
 if __name__ == "__main__":

@@ -29,8 +29,18 @@ from megatron_ladder.comm.group import CommGroup
 from tests.unit.checkpoint.tiny_training import TinyState, begin, hand_over, holds, on_ranks, save_at_once
 
 CHANGES = (
-    "open", "fsync", "rename", "replace", "mkdir", "makedirs", "rmdir", "unlink", "remove", "truncate", "sendfile",
-)  # fmt: skip
+    "open",
+    "fsync",
+    "rename",
+    "replace",
+    "mkdir",
+    "makedirs",
+    "rmdir",
+    "unlink",
+    "remove",
+    "truncate",
+    "sendfile",
+)
 """Functions of `os` at which a child may die; also before and in the middle of `write`."""
 
 

@@ -90,9 +90,7 @@ def layouts(rng: random.Random) -> list[Span]:
 def canonical_state(seed: int) -> State:
     generator = torch.Generator().manual_seed(seed)
     return {
-        (name, kind): torch.randn(shape, generator=generator).to(
-            torch.bfloat16 if kind == "weight" else torch.float32
-        )
+        (name, kind): torch.randn(shape, generator=generator).to(torch.bfloat16 if kind == "weight" else torch.float32)
         for name, shape in SHAPES.items()
         for kind in KINDS
     }
@@ -167,9 +165,7 @@ def test_bits_survive(tmp_path: Path, dtype: torch.dtype, header: Header) -> Non
     assert torch.equal(column.view(torch.uint8), values[:, 2:5].contiguous().view(torch.uint8))
 
 
-def test_weights_are_in_separate_files_that_safetensors_opens(
-    tmp_path: Path, save: Save, state: MakeState
-) -> None:
+def test_weights_are_in_separate_files_that_safetensors_opens(tmp_path: Path, save: Save, state: MakeState) -> None:
     directory = save(tmp_path, 100, "a", state(1))
     names = sorted(path.name for path in directory.glob("*.safetensors"))
     groups = ("optimizer", "rng", "weights")
@@ -179,9 +175,7 @@ def test_weights_are_in_separate_files_that_safetensors_opens(
             kinds = {key.partition(":")[0] for key in file.keys()}  # noqa: SIM118
             for key in file.keys():  # noqa: SIM118
                 file.get_tensor(key)
-        assert ("weight" in kinds) == path.name.startswith("weights") and (
-            kinds == {"weight"} or "weight" not in kinds
-        )
+        assert ("weight" in kinds) == path.name.startswith("weights") and (kinds == {"weight"} or "weight" not in kinds)
     for path in directory.glob("optimizer*"):
         path.write_bytes(bytes(path.stat().st_size))
     out = torch.empty(6, 5, dtype=torch.bfloat16)
@@ -283,9 +277,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("damage", list(DAMAGE))
-def test_damage_to_any_file_is_reported(
-    tmp_path: Path, damage: str, save: Save, state: MakeState
-) -> None:
+def test_damage_to_any_file_is_reported(tmp_path: Path, damage: str, save: Save, state: MakeState) -> None:
     whole = save(tmp_path / "whole", 200, "a", state(2))
     for name in sorted(path.name for path in whole.iterdir()):
         directory = tmp_path / name
@@ -400,9 +392,7 @@ def test_broken_checkpoints_are_not_ignored(tmp_path: Path) -> None:
         find_checkpoint(tmp_path / "other")
 
 
-def test_every_broken_checkpoint_is_reported_if_none_is_complete(
-    tmp_path: Path, save: Save, state: MakeState
-) -> None:
+def test_every_broken_checkpoint_is_reported_if_none_is_complete(tmp_path: Path, save: Save, state: MakeState) -> None:
     files = {100: "manifest.json", 200: "weights_rank_00000.safetensors", 300: "weights_rank_00000.safetensors"}
     for (iteration, file), damage in zip(files.items(), ("flipped", "truncated", "removed"), strict=True):
         DAMAGE[damage](save(tmp_path, iteration, "a", state(1)) / file)

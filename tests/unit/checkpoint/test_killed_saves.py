@@ -20,8 +20,11 @@ def test_a_save_may_be_killed_anywhere(tmp_path: Path, scenarios: list[str]) -> 
     """Before a write, in the middle of a write, and with the loss of everything that was not fsynced."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.unit.checkpoint.kill_sweep", str(tmp_path), *scenarios],
-        cwd=ROOT, capture_output=True, text=True, timeout=patient(120),
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=patient(120),
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert list(found) == scenarios

@@ -52,9 +52,7 @@ def old_manifest(manifest: dict[str, Any]) -> dict[str, Any]:
 def test_merging_groups_boxes_by_tensor_and_keeps_the_header(manifest: dict[str, Any]) -> None:
     assert manifest["schema_version"] == 2 and manifest["format"] == "megatron_ladder checkpoint"
     assert {key: manifest[key] for key in HEADER} == HEADER
-    assert [file["name"] for file in manifest["files"]] == [
-        f"weights_rank_0000{r}.safetensors" for r in (0, 1)
-    ]
+    assert [file["name"] for file in manifest["files"]] == [f"weights_rank_0000{r}.safetensors" for r in (0, 1)]
     columns = {"name": ["embedding.weight"], "kind": ["weight"], "dtype": ["float32"], "tiling": [0]}
     assert manifest["tensors"] == columns
     offsets, extents = [[0, 0, 2], [0, 3, 0]], [[2, 2, 2], [3, 3, 6]]

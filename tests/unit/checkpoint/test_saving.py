@@ -56,9 +56,7 @@ def test_background_saves_write_the_copied_state(tmp_path: Path) -> None:
     assert on_ranks(2, rank) == [None, None]
     assert names(tmp_path) == ["iter_0000100", "iter_0000200", "latest"]
     assert holds(tmp_path / "iter_0000100", before)
-    after = {
-        (name, kind): value + 1 if kind == "weight" else value * 2 for (name, kind), value in before.items()
-    }
+    after = {(name, kind): value + 1 if kind == "weight" else value * 2 for (name, kind), value in before.items()}
     assert holds(tmp_path, after)
 
 
@@ -195,8 +193,11 @@ def test_a_full_disk_only_fails_the_save(tmp_path: Path) -> None:
     script = f"mount -t tmpfs -o size=2m tmpfs {tmp_path} && exec {sys.executable} -m tests.unit.checkpoint.full_disk"
     done = subprocess.run(
         ["unshare", "--mount", "--propagation", "private", "bash", "-c", f"{script} {tmp_path}"],
-        cwd=ROOT, capture_output=True, text=True, timeout=patient(120),
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=patient(120),
+    )
     if "unshare" in done.stderr or "mount:" in done.stderr:
         pytest.skip(f"cannot mount here: {done.stderr.strip()}")
     assert done.returncode == 0, done.stderr

@@ -27,9 +27,7 @@ def tensor_of(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 @pytest.fixture
 def tensors() -> list[tuple[str, torch.Tensor]]:
-    return [
-        (f"t{size}.{name}", tensor_of(getattr(torch, name), size, 3)) for size in (1, 5) for name in BY_NAME
-    ]
+    return [(f"t{size}.{name}", tensor_of(getattr(torch, name), size, 3)) for size in (1, 5) for name in BY_NAME]
 
 
 @pytest.mark.parametrize("chunk_bytes", [8, 24, 1 << 24])
@@ -71,9 +69,7 @@ def test_parameters_and_views_are_written(tmp_path: Path) -> None:
         assert torch.equal(file.get_tensor("rows"), torch.tensor([[3.0, 4, 5], [6, 7, 8]]))
 
 
-def test_all_bytes_are_flushed_before_the_fsync(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_bytes_are_flushed_before_the_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
     size, _ = write_tensor_file(tmp_path / "a.safetensors", [("x", torch.zeros(3))])
@@ -86,9 +82,7 @@ def test_a_file_is_never_overwritten(tmp_path: Path) -> None:
         write_tensor_file(tmp_path / "a.safetensors", [("x", torch.ones(2))])
 
 
-def test_files_of_the_library_are_read(
-    tmp_path: Path, tensors: list[tuple[str, torch.Tensor]]
-) -> None:
+def test_files_of_the_library_are_read(tmp_path: Path, tensors: list[tuple[str, torch.Tensor]]) -> None:
     path = tmp_path / "a.safetensors"
     save_file(dict(tensors), path, metadata={"any": "thing"})
     data, positions = path.read_bytes(), read_header(path)

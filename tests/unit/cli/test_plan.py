@@ -139,13 +139,15 @@ def test_calibrate_in_two_spellings() -> None:
     ("words", "parts"),
     [
         ("layout", ["expected one of layouts, inference, calibrate, paper first"]),
-        ("--model gpt --cluster a100 --wirings no-comm --gpus 0 --contention 2",
-         ["--model gpt", "--cluster a100", "--wirings no-comm", "--gpus 0", "--contention 2"]),
+        (
+            "--model gpt --cluster a100 --wirings no-comm --gpus 0 --contention 2",
+            ["--model gpt", "--cluster a100", "--wirings no-comm", "--gpus 0", "--contention 2"],
+        ),
         ("--node-latency-us -1 --top 0", ["--top 0", "--node-latency-us -1.0"]),
         ("calibrate --output a --tp 1 --rounds 1", ["--tp 1", "--rounds 1"]),
         ("paper --fit a.csv", ["--predict is required", "--json is required"]),
     ],
-)  # fmt: skip
+)
 def test_every_error_names_its_flag(words: str, parts: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         parse_options(words.split())
@@ -176,6 +178,9 @@ def test_the_tool_starts(tmp_path: Path) -> None:
     began = time.monotonic()
     done = subprocess.run(
         [sys.executable, str(ROOT / "tools" / "plan.py"), "--model", "nothing"],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": ""}, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 2 and "error: --model nothing" in done.stderr and time.monotonic() - began < patient(30)

@@ -109,9 +109,7 @@ def test_writes_a_png(run_directory: Path, tmp_path: Path, capsys: pytest.Captur
 
 def test_all_errors_are_reported(run_directory: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
-        main(
-            ["--tensorboard-dir", str(run_directory), "--labels", "a", "b", "--smoothing", "1", "--output", "x.jpg"]
-        )
+        main(["--tensorboard-dir", str(run_directory), "--labels", "a", "b", "--smoothing", "1", "--output", "x.jpg"])
     assert [message.split()[0].rstrip(":") for message in caught.value.messages] == [
         "--smoothing",
         "--labels",
@@ -128,9 +126,7 @@ def test_all_errors_are_reported(run_directory: Path, tmp_path: Path) -> None:
     assert "train/grad norm" in other
 
 
-def test_missing_matplotlib_is_one_error(
-    run_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_matplotlib_is_one_error(run_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install matplotlib"):
         main(["--tensorboard-dir", str(run_directory), "--output", str(tmp_path / "loss.png")])

@@ -61,10 +61,13 @@ def test_a_start_that_failed_early_leaves_the_end_of_the_run_before() -> None:
 
 def test_steps_lost_twice_count_twice() -> None:
     events = [
-        event(0, "start", iteration=0), progress(2, 2, 2, 2.0),
-        event(3, "start", iteration=0), progress(5, 2, 2, 2.0),
-        event(6, "start", iteration=0), progress(8, 2, 2, 2.0),
-    ]  # fmt: skip
+        event(0, "start", iteration=0),
+        progress(2, 2, 2, 2.0),
+        event(3, "start", iteration=0),
+        progress(5, 2, 2, 2.0),
+        event(6, "start", iteration=0),
+        progress(8, 2, 2, 2.0),
+    ]
     summary = _summarize(events)
     # The last one may run on.
     assert (summary.steps, summary.lost_steps, summary.interruptions, summary.kept_seconds) == (2, 4, 2, 2.0)

@@ -194,9 +194,12 @@ def start(
     command = [sys.executable, "-c", launcher, rank, "--save", str(tmp_path), "--load", str(tmp_path)]
     process = subprocess.Popen(
         [sys.executable, *(program or ["tools/run_resilient.py"]), "--max-restarts", "0", "--", *command],
-        cwd=REPOSITORY_ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True,
+        cwd=REPOSITORY_ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
         env={**os.environ, "RECORD": str(tmp_path / "run.jsonl")},
-    )  # fmt: skip
+    )
     assert process.stdout is not None
     assert not begins or process.stdout.readline().startswith(begins)
     assert [process.stdout.readline() for _ in range(2)] == ["rank up\n"] * 2

@@ -82,9 +82,18 @@ class Kernels:
         self.stamped[slot] = self.device.current.now
 
     def carry(
-        self, launched: Tensor, ends: Tensor, slot: int, before: int, scratch: Tensor, num_bytes: int, wire_ns: int,
-        *, serial: bool, sms: int,
-    ) -> None:  # fmt: skip
+        self,
+        launched: Tensor,
+        ends: Tensor,
+        slot: int,
+        before: int,
+        scratch: Tensor,
+        num_bytes: int,
+        wire_ns: int,
+        *,
+        serial: bool,
+        sms: int,
+    ) -> None:
         assert self.device.current.now >= self.stamped[slot], "the stamp might not exist yet"
         begin = int(launched[slot])
         if serial:

@@ -126,9 +126,10 @@ def test_gloo_uses_the_interface_that_leads_to_the_others(
     monkeypatch: pytest.MonkeyPatch, here: str, hosts: list[str], chosen: str
 ) -> None:
     addresses = {
-        "eth0": ["192.168.7.7", "fe80::7%eth0"], "lo": ["127.0.0.1", "127.0.1.1"],
+        "eth0": ["192.168.7.7", "fe80::7%eth0"],
+        "lo": ["127.0.0.1", "127.0.1.1"],
         "fabric": ["10.0.0.1", "fe80::1%fabric"],
-    }  # fmt: skip
+    }
     interfaces = {name: [SimpleNamespace(address=one) for one in own] for name, own in addresses.items()}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: interfaces)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")

@@ -61,24 +61,30 @@ def test_the_order_of_a_file_becomes_part_of_the_run(tmp_path: Path) -> None:
         ("--anneal-staleness 101", "--anneal-staleness 101 is above --train-iters 100, so that the model would end"),
         ("--anneal-staleness 9 --residual-mode standard", "with --residual-mode standard, where no layer reads"),
         ("--anneal-staleness 9 --residual-mode parallel", "with --residual-mode parallel, where no layer reads"),
-        ("--anneal-staleness 9 --residual-mode desync --tensor-model-parallel-size 2",
-         "--residual-mode desync, where no layer reads the stream late: give --residual-mode ladder or"),
+        (
+            "--anneal-staleness 9 --residual-mode desync --tensor-model-parallel-size 2",
+            "--residual-mode desync, where no layer reads the stream late: give --residual-mode ladder or",
+        ),
         ("--anneal-staleness 9 --ladder-layers none", "ladder and --ladder-layers none, where no layer"),
         ("--anneal-staleness 9 --ladder-layers 7", "--ladder-layers 7: the upper 7 layers of 6 do not exist"),
-        ("--anneal-staleness 9 --pipeline-model-parallel-size 2",
-         "--anneal-staleness 9 and --pipeline-model-parallel-size exclude each other"),
+        (
+            "--anneal-staleness 9 --pipeline-model-parallel-size 2",
+            "--anneal-staleness 9 and --pipeline-model-parallel-size exclude each other",
+        ),
         ("--anneal-staleness 9 --dry-run", "--anneal-staleness 9 and --dry-run exclude each other"),
         ("--anneal-staleness 9 --lanes 2", "--anneal-staleness 9 with --lanes 2 is not supported"),
         ("--anneal-schedule cosine", "--anneal-schedule cosine requires --anneal-staleness"),
         ("--convert-schedule 1,2", "--convert-schedule 1,2 requires --anneal-staleness"),
-        ("--anneal-staleness 9 --convert-schedule late",
-         "--convert-schedule late: expected together, layers such as 11,3,7, or @FILE"),
+        (
+            "--anneal-staleness 9 --convert-schedule late",
+            "--convert-schedule late: expected together, layers such as 11,3,7, or @FILE",
+        ),
         ("--anneal-staleness 9 --ladder-layers 2 --convert-schedule 4", "does not contain the late layers [5]: give"),
         ("--anneal-staleness 9 --ladder-layers 1 --convert-schedule 5,3,3", "contains layers [3] more than once"),
         ("--anneal-staleness 9 --ladder-layers 1 --convert-schedule 5,6", "layers [6], expected layers of 0-5"),
         ("--anneal-staleness 9 --convert-schedule @absent.json", "absent.json cannot be read: No such file"),
     ],
-)  # fmt: skip
+)
 def test_an_invalid_annealing_is_one_error(words: str, message: str) -> None:
     found = read(words)[1]
     assert len(found) == 1 and message in found[0], found

@@ -75,9 +75,13 @@ def test_loss_scaling_flags_map_to_deepspeed_keys() -> None:
     """The keys: https://www.deepspeed.ai/docs/config-json/#fp16-training-options."""
     words = "--fp16 --initial-loss-scale 4096 --min-loss-scale 2.0 --loss-scale-window 7 --hysteresis 3"
     assert deepspeed_json(read(words)[0], [])["fp16"] == {
-        "enabled": True, "loss_scale": 0, "initial_scale_power": 12, "loss_scale_window": 7, "min_loss_scale": 2,
+        "enabled": True,
+        "loss_scale": 0,
+        "initial_scale_power": 12,
+        "loss_scale_window": 7,
+        "min_loss_scale": 2,
         "hysteresis": 3,
-    }  # fmt: skip
+    }
     assert deepspeed_json(read("--fp16 --loss-scale 128")[0], [])["fp16"]["loss_scale"] == 128
     assert deepspeed_json(read("--bf16")[0], [])["fp16"] == {"enabled": False}
 

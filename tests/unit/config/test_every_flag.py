@@ -22,37 +22,59 @@ BASE = "--train-iters 100 --lr 1e-3"
 
 NEEDS = {
     "--save s": (
-        "--save-interval 10", "--async-save", "--keep-last-n-checkpoints 2", "--save-retain-interval 5",
-        "--checksum sha256", "--overwrite-checkpoints",
+        "--save-interval 10",
+        "--async-save",
+        "--keep-last-n-checkpoints 2",
+        "--save-retain-interval 5",
+        "--checksum sha256",
+        "--overwrite-checkpoints",
     ),
     "--load l": (
-        "--exit-on-missing-checkpoint", "--finetune", "--no-load-optim", "--no-load-rng", "--allow-data-change",
-        "--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler", "--use-checkpoint-args",
+        "--exit-on-missing-checkpoint",
+        "--finetune",
+        "--no-load-optim",
+        "--no-load-rng",
+        "--allow-data-change",
+        "--override-opt-param-scheduler",
+        "--use-checkpoint-opt-param-scheduler",
+        "--use-checkpoint-args",
     ),
     "--fp16": (
-        "--loss-scale 4", "--initial-loss-scale 4", "--min-loss-scale 2", "--loss-scale-window 5", "--hysteresis 3",
+        "--loss-scale 4",
+        "--initial-loss-scale 4",
+        "--min-loss-scale 2",
+        "--loss-scale-window 5",
+        "--hysteresis 3",
     ),
     "--lr-decay-style WSD": ("--lr-wsd-decay-iters 5", "--lr-wsd-decay-style linear"),
     "--distill-from d": ("--distill-weight 0.5", "--distill-temperature 2"),
     "--optimizer muon": (
-        "--muon-momentum 0.9", "--no-muon-nesterov", "--muon-ns-steps 3", "--muon-scale-mode original",
+        "--muon-momentum 0.9",
+        "--no-muon-nesterov",
+        "--muon-ns-steps 3",
+        "--muon-scale-mode original",
     ),
     "--recompute-granularity full": ("--recompute-num-layers 2",),
     "--pipeline-model-parallel-size 2": ("--pipeline-partition parameters",),
     "--profile --profile-dir p": ("--profile-step-start 3", "--profile-step-end 15", "--profile-ranks 1"),
     "--loss-spike-factor 2": ("--loss-spike-window 5", "--skip-loss-spikes"),
     "--streaming x": (
-        "--streaming-key k", "--streaming-shuffle-buffer 5", "--streaming-shards 2", "--streaming-skip-bad-lines 1",
+        "--streaming-key k",
+        "--streaming-shuffle-buffer 5",
+        "--streaming-shards 2",
+        "--streaming-skip-bad-lines 1",
     ),
     "--residual-mode ladder": ("--ladder-layers 2", "--residual-staleness 2", "--lanes 2"),
     "--anneal-staleness 9 --residual-mode ladder": ("--anneal-schedule cosine",),
     "--residual-mode desync --tensor-model-parallel-size 2": ("--desync-interval 4",),
     "--rope-scaling llama3 --rope-scaling-factor 8": (
-        "--rope-low-freq-factor 2", "--rope-high-freq-factor 8", "--rope-original-max-position-embeddings 64",
+        "--rope-low-freq-factor 2",
+        "--rope-high-freq-factor 8",
+        "--rope-original-max-position-embeddings 64",
     ),
     "--num-query-groups 4": ("--group-query-attention",),
     "--dry-run": ("--dry-run-ranks 8", "--dry-run-json f"),
-}  # fmt: skip
+}
 """Flags -> flags that have no effect without them."""
 CONFLICTS = (
     ("--split 90,10,0", "--train-data-path a"),
@@ -125,8 +147,8 @@ BY_DEFAULT: Mapping[str, Callable[[RunConfig, dict[str, Any]], bool]] = {
     "--group-query-attention": lambda run, _: read("--num-query-groups 4")[0].model.num_key_value_heads == 4,
     "--use-flash-attn --use-flash-attn-v2 --attention-backend --attention-softmax-in-fp32 --no-masked-softmax-fusion "
     "--no-query-key-layer-scaling": lambda *_: "scaled_dot_product_attention" in source("model/operations.py"),
-    "--attention-dropout --hidden-dropout --no-bias-dropout-fusion": lambda *_: not any(
-        "dropout" in path.read_text().lower() for path in (PACKAGE / "model").glob("*.py")
+    "--attention-dropout --hidden-dropout --no-bias-dropout-fusion": lambda *_: (
+        not any("dropout" in path.read_text().lower() for path in (PACKAGE / "model").glob("*.py"))
     ),
     "--no-bias-gelu-fusion --no-bias-swiglu-fusion --no-rope-fusion --no-persist-layer-norm --use-mcore-models "
     "--transformer-impl": lambda run, _: run.training.compile_sub_blocks == "auto",

@@ -150,8 +150,10 @@ def test_the_command_line_wins(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("micro_batch_sise: 4", "--config run.yaml:3: micro_batch_sise is not a flag of this program: did you mean "
-         "micro_batch_size?"),
+        (
+            "micro_batch_sise: 4",
+            "--config run.yaml:3: micro_batch_sise is not a flag of this program: did you mean micro_batch_size?",
+        ),
         ("no_bf16: 1", "--config run.yaml:3: no_bf16 is not a flag of this program: "),
         ("colour: red", "--config run.yaml:3: colour is not a flag of this program: keys are the flags of --help"),
         ("config: other.yaml", "--config run.yaml:3: config is not a flag of this program"),
@@ -169,13 +171,16 @@ def test_the_command_line_wins(tmp_path: Path) -> None:
         ("rope_scaling: no", "--rope-scaling: 'no' is not one of none, linear, llama3 (run.yaml:3)"),
         ("lr_warmup_iters: .inf", "--lr-warmup-iters: '.inf' is not a whole number (run.yaml:3)"),
         ("data_path: [[a]]", "--data-path: expected a path in the list, found a list (run.yaml:3)"),
-        ("hidden_size: 65", "--hidden-size 65 is not divisible by --num-attention-heads 12: change one of them, or "
-         "give --head-dim (run.yaml:3)"),
+        (
+            "hidden_size: 65",
+            "--hidden-size 65 is not divisible by --num-attention-heads 12: change one of them, or "
+            "give --head-dim (run.yaml:3)",
+        ),
         ("? [a, b]\n: 3", "--config run.yaml:3: expected a flag as key, found a list"),
         ("num_experts: 8", "--num-experts is not supported: layers are dense"),
         ("normalization: LayerNorm", "--normalization LayerNorm: only rmsnorm is supported; leave the flag"),
     ],
-)  # fmt: skip
+)
 def test_an_invalid_key_or_value_is_one_error(tmp_path: Path, line: str, message: str) -> None:
     found = read(tmp_path, BASE + line + "\n")[1]
     assert len(found) == 1 and found[0].startswith(message), found

@@ -40,14 +40,22 @@ def test_batches_follow_from_the_layout() -> None:
         ("--pipeline-model-parallel-size 3", "1 x --pipeline-model-parallel-size 3 does not divide the 4 launched"),
         ("--pipeline-model-parallel-size 0", "--pipeline-model-parallel-size 0: expected 1 or more"),
         ("--pipeline-model-parallel-size 4 --num-layers 3", "--pipeline-model-parallel-size 4 is above --num-layers 3"),
-        ("--sequence-parallel --residual-mode desync --desync-interval 2 --tensor-model-parallel-size 2",
-         "--sequence-parallel shards one stream that all ranks read, but with --residual-mode desync each rank"),
-        ("--sequence-parallel --residual-mode ladder --lanes 2 --tensor-model-parallel-size 2",
-         "--sequence-parallel shards one stream that all ranks read, but with --lanes 2 each rank reads another one"),
-        ("--residual-mode ladder --lanes 2 --tensor-model-parallel-size 4",
-         "--lanes 2 is not a multiple of --tensor-model-parallel-size 4"),
-        ("--sequence-parallel --tensor-model-parallel-size 4 --seq-length 126",
-         "--seq-length 126 cannot be cut by --sequence-parallel into 4 equal parts"),
+        (
+            "--sequence-parallel --residual-mode desync --desync-interval 2 --tensor-model-parallel-size 2",
+            "--sequence-parallel shards one stream that all ranks read, but with --residual-mode desync each rank",
+        ),
+        (
+            "--sequence-parallel --residual-mode ladder --lanes 2 --tensor-model-parallel-size 2",
+            "--sequence-parallel shards one stream that all ranks read, but with --lanes 2 each rank reads another one",
+        ),
+        (
+            "--residual-mode ladder --lanes 2 --tensor-model-parallel-size 4",
+            "--lanes 2 is not a multiple of --tensor-model-parallel-size 4",
+        ),
+        (
+            "--sequence-parallel --tensor-model-parallel-size 4 --seq-length 126",
+            "--seq-length 126 cannot be cut by --sequence-parallel into 4 equal parts",
+        ),
         ("--recompute-granularity selective", "--recompute-granularity selective"),
         ("--recompute-num-layers 2", "--recompute-num-layers 2 requires --recompute-granularity full"),
         ("--recompute-granularity full --recompute-num-layers 13", "--recompute-num-layers 13 is above --num-layers"),
@@ -72,8 +80,10 @@ def test_batches_follow_from_the_layout() -> None:
         ("--optimizer muon --offload-optimizer cpu", "on the device, not --offload-optimizer cpu: use"),
         ("--optimizer muon --optimizer-implementation apex", "muon has no --optimizer-implementation apex"),
         ("--muon-momentum 0.9", "--muon-momentum 0.9 requires --optimizer muon"),
-        ("--lr-decay-style WSD --lr-warmup-iters 5 --lr-wsd-decay-iters 96",
-         "--lr-wsd-decay-iters 96 is more than --train-iters 100"),
+        (
+            "--lr-decay-style WSD --lr-warmup-iters 5 --lr-wsd-decay-iters 96",
+            "--lr-wsd-decay-iters 96 is more than --train-iters 100",
+        ),
         ("--weight-decay -1", "--weight-decay -1.0: expected 0 or more"),
     ],
 )
@@ -114,8 +124,12 @@ def test_one_mistake_is_one_error(words: str, cause: str) -> None:
 def test_all_errors_are_reported_together() -> None:
     found = read("--colour 3 --num-experts 4 --hidden-size 65 --global-batch-size 6 --min-lr 5")[1]
     assert [line.split(" ")[0] for line in found] == [
-        "--num-experts", "--colour", "--hidden-size", "--min-lr", "--global-batch-size",
-    ]  # fmt: skip
+        "--num-experts",
+        "--colour",
+        "--hidden-size",
+        "--min-lr",
+        "--global-batch-size",
+    ]
 
 
 def test_megatron_spellings_are_accepted() -> None:
@@ -175,9 +189,12 @@ def test_deepspeed_leaves_the_sharded_optimizer_alone() -> None:
 
 def test_stages_on_one_data_parallel_rank() -> None:
     for words, stage in (
-        ("--zero-stage 1", 0), ("--zero-stage 2", 0), ("--zero-stage 3", 3), ("--bf16", 0),
+        ("--zero-stage 1", 0),
+        ("--zero-stage 2", 0),
+        ("--zero-stage 3", 3),
+        ("--bf16", 0),
         ("--zero-stage 1 --offload-optimizer cpu", 1),
-    ):  # fmt: skip
+    ):
         config = deepspeed_json(read(f"--tensor-model-parallel-size 4 {words}")[0], [])
         assert config["zero_optimization"]["stage"] == stage
 
@@ -205,27 +222,41 @@ def cosine(**params: object) -> dict[str, object]:
 AUTO = "auto"
 TRANSFORMERS = {
     "fp16": {
-        "enabled": AUTO, "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2,
+        "enabled": AUTO,
+        "loss_scale": 0,
+        "loss_scale_window": 1000,
+        "initial_scale_power": 16,
+        "hysteresis": 2,
         "min_loss_scale": 1,
     },
     "bf16": {"enabled": AUTO},
     "amp": {"enabled": AUTO, "opt_level": AUTO},
     "optimizer": {"type": "AdamW", "params": {"lr": AUTO, "betas": AUTO, "eps": AUTO, "weight_decay": AUTO}},
     "scheduler": {
-        "type": "WarmupLR", "params": {"warmup_min_lr": AUTO, "warmup_max_lr": AUTO, "warmup_num_steps": AUTO},
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": AUTO, "warmup_max_lr": AUTO, "warmup_num_steps": AUTO},
     },
     "zero_optimization": {
         "stage": 3,
         "offload_optimizer": {"device": "none", "pin_memory": True},
         "offload_param": {"device": "none", "pin_memory": True},
-        "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 1e9, "reduce_bucket_size": AUTO,
-        "stage3_prefetch_bucket_size": AUTO, "stage3_param_persistence_threshold": AUTO,
-        "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": AUTO,
+        "stage3_prefetch_bucket_size": AUTO,
+        "stage3_param_persistence_threshold": AUTO,
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
         "stage3_gather_16bit_weights_on_model_save": True,
     },
-    "gradient_accumulation_steps": AUTO, "gradient_clipping": AUTO, "steps_per_print": 2000,
-    "train_batch_size": AUTO, "train_micro_batch_size_per_gpu": AUTO, "wall_clock_breakdown": False,
-}  # fmt: skip
+    "gradient_accumulation_steps": AUTO,
+    "gradient_clipping": AUTO,
+    "steps_per_print": 2000,
+    "train_batch_size": AUTO,
+    "train_micro_batch_size_per_gpu": AUTO,
+    "wall_clock_breakdown": False,
+}
 """The form of transformers' examples for ZeRO-3."""
 
 
@@ -235,10 +266,15 @@ def test_a_json_of_transformers_is_accepted(tmp_path: Path, precision: str) -> N
     assert errors == []
     derived = deepspeed_json(read("--zero-stage 3")[0], [])["zero_optimization"]
     assert config["zero_optimization"] == derived | {
-        "stage": 3, "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 1e9,
-        "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9,
-        "stage3_gather_16bit_weights_on_model_save": True, "memory_efficient_linear": False,
-    }  # fmt: skip
+        "stage": 3,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+        "memory_efficient_linear": False,
+    }
     assert not config.keys() & {"optimizer", "scheduler", "amp"} and AUTO not in json.dumps(config)
     (error,) = merged(tmp_path, TRANSFORMERS, f"--zero-stage 3 --lr-decay-style linear {precision}")[1]
     assert "scheduler.type is WarmupLR, which is --lr-decay-style constant, and the command line says linear" in error
@@ -253,12 +289,16 @@ def test_concrete_values_that_agree_are_accepted(tmp_path: Path) -> None:
         "scheduler": {
             "type": "WarmupDecayLR",
             "params": {
-                "warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 5.0, "total_num_steps": 100,
-                "warmup_type": "linear", "last_batch_iteration": -1,
+                "warmup_min_lr": 0,
+                "warmup_max_lr": 0.001,
+                "warmup_num_steps": 5.0,
+                "total_num_steps": 100,
+                "warmup_type": "linear",
+                "last_batch_iteration": -1,
             },
         },
         "zero_force_ds_cpu_optimizer": False,
-    }  # fmt: skip
+    }
     assert merged(tmp_path, given, "--lr-decay-style linear")[1] == []
     muon = {"type": "Muon", "params": {"lr": AUTO, "momentum": 0.9, "weight_decay": AUTO}}
     assert merged(tmp_path, {"optimizer": muon}, "--optimizer muon --muon-momentum 0.9")[1] == []

@@ -7,16 +7,31 @@ from pathlib import Path
 from typing import Any
 
 CONFIG: dict[str, Any] = {
-    "model_type": "llama", "vocab_size": 16, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "max_position_embeddings": 32,
-    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False,
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 16,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "max_position_embeddings": 32,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
 LAYER = {
-    "input_layernorm.weight": [8], "post_attention_layernorm.weight": [8],
-    "self_attn.q_proj.weight": [8, 8], "self_attn.k_proj.weight": [4, 8], "self_attn.v_proj.weight": [4, 8],
-    "self_attn.o_proj.weight": [8, 8], "mlp.gate_proj.weight": [12, 8], "mlp.up_proj.weight": [12, 8],
+    "input_layernorm.weight": [8],
+    "post_attention_layernorm.weight": [8],
+    "self_attn.q_proj.weight": [8, 8],
+    "self_attn.k_proj.weight": [4, 8],
+    "self_attn.v_proj.weight": [4, 8],
+    "self_attn.o_proj.weight": [8, 8],
+    "mlp.gate_proj.weight": [12, 8],
+    "mlp.up_proj.weight": [12, 8],
     "mlp.down_proj.weight": [8, 12],
-}  # fmt: skip
+}
 SHAPES: dict[str, list[int]] = {
     "model.embed_tokens.weight": [16, 8],
     **{f"model.layers.{layer}.{name}": shape for layer in range(2) for name, shape in LAYER.items()},

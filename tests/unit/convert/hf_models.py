@@ -20,9 +20,15 @@ VOCAB = 61
 def tiny_config(**changes: Any) -> ModelConfig:
     """Return a model of six layers with two query heads per key head."""
     sizes: dict[str, Any] = {
-        "num_layers": 6, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 8, "vocab_size": VOCAB, "max_position_embeddings": 64,
-    }  # fmt: skip
+        "num_layers": 6,
+        "hidden_size": 32,
+        "ffn_hidden_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 64,
+    }
     return ModelConfig(**(sizes | changes))
 
 
@@ -40,10 +46,13 @@ def random_model(config: ModelConfig, seed: int = 0) -> LanguageModel:
 def hf_name(name: str) -> str:
     """Return transformers' name of a canonical tensor."""
     for ours, theirs in (
-        ("embedding.", "model.embed_tokens."), ("final_norm.", "model.norm."), ("layers.", "model.layers."),
-        (".attention_norm.", ".input_layernorm."), (".mlp_norm.", ".post_attention_layernorm."),
+        ("embedding.", "model.embed_tokens."),
+        ("final_norm.", "model.norm."),
+        ("layers.", "model.layers."),
+        (".attention_norm.", ".input_layernorm."),
+        (".mlp_norm.", ".post_attention_layernorm."),
         (".attention.", ".self_attn."),
-    ):  # fmt: skip
+    ):
         name = name.replace(ours, theirs)
     return name
 

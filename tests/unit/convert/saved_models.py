@@ -30,9 +30,14 @@ from megatron_ladder.model.language_model import LanguageModel
 from tests.reference import ReferenceConfig, make_weights
 
 SIZES = {
-    "vocab_size": 301, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
-}  # fmt: skip
+    "vocab_size": 301,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
 """No layout divides the vocabulary; at T = 4 there are fewer key-value heads than ranks."""
 MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
@@ -79,9 +84,15 @@ def convert(*words: object) -> None:
 
 def small_config(**changes: Any) -> ModelConfig:
     sizes: dict[str, Any] = {
-        "num_layers": 3, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 12, "vocab_size": 301, "max_position_embeddings": 64,
-    }  # fmt: skip
+        "num_layers": 3,
+        "hidden_size": 32,
+        "ffn_hidden_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "vocab_size": 301,
+        "max_position_embeddings": 64,
+    }
     return ModelConfig(**(sizes | changes))
 
 
@@ -108,9 +119,13 @@ def write_cut_checkpoint(
     writers[1].add("rng.rank_00001.cpu", "rng", (9,), (0,), torch.arange(9, dtype=torch.uint8))
     flags = {"training": run} if optimizer is None else {"training": run, "optimizer": {"optimizer": optimizer}}
     header = {
-        "iteration": 30, "consumed_samples": 240, "model": config.to_dict(), "run": flags,
-        "optimizer": {"steps_taken": 30}, "tokenizer": None,
-    }  # fmt: skip
+        "iteration": 30,
+        "consumed_samples": 240,
+        "model": config.to_dict(),
+        "run": flags,
+        "optimizer": {"steps_taken": 30},
+        "tokenizer": None,
+    }
     (temporary / "tokenizer.json").write_text("{}")
     write_manifest(temporary, merge_manifest(header, [writer.finish() for writer in writers]))
     publish(temporary, save, 30)

@@ -28,9 +28,15 @@ ROUNDS = 5
 def write_large(path: Path, layers: int) -> int:
     """Write a Llama of random bits with 0.26 + 0.09 x layers GB in bf16; return the bytes of its tensors."""
     config = ModelConfig(
-        num_layers=layers, hidden_size=2048, ffn_hidden_size=5632, num_attention_heads=32, num_key_value_heads=8,
-        head_dim=64, vocab_size=32003, max_position_embeddings=4096,
-    )  # fmt: skip
+        num_layers=layers,
+        hidden_size=2048,
+        ffn_hidden_size=5632,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        vocab_size=32003,
+        max_position_embeddings=4096,
+    )
     path.mkdir()
     (path / "config.json").write_text(json.dumps(hf_config(config, dtype="bfloat16")))
     header = entries({hf_name(tensor.name): list(tensor.shape) for tensor in model_tensors(config)})

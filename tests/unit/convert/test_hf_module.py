@@ -107,12 +107,19 @@ def test_logits_match_the_training_model_for_every_ladder_mask() -> None:
         ("megatron_ladder", HYBRID | {"qk_layernorm": True, "head_dim": 12, "hidden_size": 34}),
         (
             "megatron_ladder",
-            HYBRID | {"add_qkv_bias": True, "add_attention_output_bias": True, "add_mlp_bias": True,
-                      "rope_scaling": "llama3", "rope_scaling_factor": 8.0, "rotary_base": 5e5,
-                      "rope_original_max_position_embeddings": 16},
+            HYBRID
+            | {
+                "add_qkv_bias": True,
+                "add_attention_output_bias": True,
+                "add_mlp_bias": True,
+                "rope_scaling": "llama3",
+                "rope_scaling_factor": 8.0,
+                "rotary_base": 5e5,
+                "rope_original_max_position_embeddings": 16,
+            },
         ),
     ],
-)  # fmt: skip
+)
 def test_exported_directories_match_the_training_model(
     model_type: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -304,9 +311,12 @@ def test_servers_can_replace_the_attention(monkeypatch: pytest.MonkeyPatch, tmp_
     tokens = random_tokens(1, 9)
     with torch.no_grad():
         found = body(
-            input_ids=tokens, position_ids=torch.arange(9).unsqueeze(0), use_cache=False, return_dict=False,
+            input_ids=tokens,
+            position_ids=torch.arange(9).unsqueeze(0),
+            use_cache=False,
+            return_dict=False,
             attention_instances=served,
-        )  # fmt: skip
+        )
         expected = module_of(model).model(tokens).last_hidden_state
     assert calls == served
     assert_close(found[0], expected)
@@ -330,12 +340,8 @@ def test_pipelines_that_pass_one_tensor_are_rejected_only_inside_the_ladder() ->
         assert isinstance(module.layers[3](state, **options), Tensor)
 
 
-@pytest.mark.parametrize(
-    ("ladder_layers", "expected"), [(2, [4, 5]), (0, []), (None, []), ([3, 1], [1, 3])], ids=str
-)  # fmt: skip
-def test_ladder_layers_in_the_notation_of_the_authors(
-    ladder_layers: Any, expected: list[int], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("ladder_layers", "expected"), [(2, [4, 5]), (0, []), (None, []), ([3, 1], [1, 3])], ids=str)
+def test_ladder_layers_in_the_notation_of_the_authors(ladder_layers: Any, expected: list[int], tmp_path: Path) -> None:
     folder = write_hf(random_model(tiny_config(**HYBRID)), tmp_path / "model")
     written = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(written | {"ladder_layers": ladder_layers}))

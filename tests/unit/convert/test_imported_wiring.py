@@ -161,6 +161,11 @@ def test_verify_compares_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_wirings_of_one_norm_need_weights_of_one_norm(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="every layer of the source has two norms"):
         convert(
-            "import", "--hf", write_directory(tmp_path / "hf"), "--save", tmp_path / "ours",
-            "--residual-mode", "ladder-parallel",
-        )  # fmt: skip
+            "import",
+            "--hf",
+            write_directory(tmp_path / "hf"),
+            "--save",
+            tmp_path / "ours",
+            "--residual-mode",
+            "ladder-parallel",
+        )

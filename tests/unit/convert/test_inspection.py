@@ -24,8 +24,16 @@ def lines_of(path: Path) -> str:
 
 def test_a_hugging_face_directory(tmp_path: Path) -> None:
     printed = lines_of(write_directory(tmp_path / "hf", {**CONFIG, "model_type": "llamaLadder", "ladder_layers": 1}))
-    for words in ("a Hugging Face directory", "model_type llamaLadder", "wiring: ladder in layers 1 of 2", "21 tensors",
-                  "mostly bfloat16", "1 files", "2 layers, hidden 8", "without a tokenizer"):  # fmt: skip
+    for words in (
+        "a Hugging Face directory",
+        "model_type llamaLadder",
+        "wiring: ladder in layers 1 of 2",
+        "21 tensors",
+        "mostly bfloat16",
+        "1 files",
+        "2 layers, hidden 8",
+        "without a tokenizer",
+    ):
         assert words in printed, words
     (tmp_path / "hf" / "model.safetensors").write_bytes(b"")
     assert "not convertible: " in lines_of(tmp_path / "hf")
@@ -36,8 +44,15 @@ def test_a_run_with_a_damaged_and_an_unfinished_checkpoint(tmp_path: Path) -> No
     write_cut_checkpoint(run, small_config(residual_mode="ladder", ladder_layers=(0, 1, 2)), {"bf16": True})
     (run / "iter_0000040.tmp-abc").mkdir()
     printed = lines_of(run)
-    for words in ("with 1 checkpoints", "latest: iter_0000030", "iteration 30, 240 samples", "in all layers",
-                  "exp_avg_sq: 30 tensors in", "float32", "iter_0000040.tmp-abc: incomplete"):  # fmt: skip
+    for words in (
+        "with 1 checkpoints",
+        "latest: iter_0000030",
+        "iteration 30, 240 samples",
+        "in all layers",
+        "exp_avg_sq: 30 tensors in",
+        "float32",
+        "iter_0000040.tmp-abc: incomplete",
+    ):
         assert words in printed, words
     assert "--finetune" not in printed and "\n  incomplete: " not in printed and "branch" not in printed
     manifest = run / "iter_0000030" / "manifest.json"

@@ -103,9 +103,7 @@ def test_export_of_a_checkpoint_written_with_zero(
     assert (tmp_path / "hf" / "tokenizer.json").read_text() == "{}"
 
 
-@pytest.mark.parametrize(
-    ("layout", "optimizer"), [((1, 1), None), ((2, 3), "muon"), ((4, 2), "adamw")], ids=str
-)
+@pytest.mark.parametrize(("layout", "optimizer"), [((1, 1), None), ((2, 3), "muon"), ((4, 2), "adamw")], ids=str)
 def test_reshape_keeps_every_number(
     tmp_path: Path, layout: tuple[int, int], optimizer: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,8 +92,13 @@ def test_json(tmp_path: Path, text: str, words: list[str]) -> None:
 
 HOSTILE_NUMBERS = ["1e400", "-1e400", "NaN", "1" + "0" * 400, "-1", "true", '"8"', "[8]", '{"a": 8}', "0"]
 """Values in JSON that are not acceptable for any of the numbers below."""
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 16}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 
 
 @pytest.mark.parametrize("value", HOSTILE_NUMBERS)
@@ -168,10 +173,23 @@ DUPLICATE = '{"a": {"dtype": "BF16", "shape": [1], "data_offsets": [0, 2]}, "a":
         (safetensors(entries(SHAPES, "I64")), ["found int64", "bfloat16"]),
     ],
     ids=[
-        "cut-off", "no-header", "longer", "oversized-header", "duplicate-key", "overlap", "shape-bytes", "dtype-bytes",
-        "negative", "other-shape", "missing", "unexpected-layer", "int8", "fp8", "int64",
+        "cut-off",
+        "no-header",
+        "longer",
+        "oversized-header",
+        "duplicate-key",
+        "overlap",
+        "shape-bytes",
+        "dtype-bytes",
+        "negative",
+        "other-shape",
+        "missing",
+        "unexpected-layer",
+        "int8",
+        "fp8",
+        "int64",
     ],
-)  # fmt: skip
+)
 def test_files_of_weights(tmp_path: Path, weights: bytes, words: list[str]) -> None:
     message = rejection(write_directory(tmp_path / "hf", weights=weights))
     for word in words:
@@ -276,9 +294,12 @@ def test_pickled_weights_are_read_without_running_code(tmp_path: Path) -> None:
     (directory / "pytorch_model.bin").write_bytes(pickle.dumps(Command(touched)))
     assert "pytorch_model.bin" in rejection(directory) and not touched.exists()
     for odd in (
-        torch.empty(8, 8, dtype=torch.bfloat16, device="meta"), torch.eye(8).to_sparse(), torch.eye(8)[:, ::2],
-        torch.quantize_per_tensor(torch.eye(8), 0.1, 0, torch.qint8), torch.eye(8, dtype=torch.complex64).conj(),
-    ):  # fmt: skip
+        torch.empty(8, 8, dtype=torch.bfloat16, device="meta"),
+        torch.eye(8).to_sparse(),
+        torch.eye(8)[:, ::2],
+        torch.quantize_per_tensor(torch.eye(8), 0.1, 0, torch.qint8),
+        torch.eye(8, dtype=torch.complex64).conj(),
+    ):
         torch.save({**good, Q: odd}, directory / "pytorch_model.bin")
         assert "pytorch_model.bin" in (message := rejection(directory)) and Q in message
     whole = bytearray((directory / "pytorch_model.bin").read_bytes())

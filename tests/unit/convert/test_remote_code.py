@@ -16,22 +16,51 @@ from megatron_ladder.errors import UserError
 from tests.unit.convert.hf_models import tiny_config
 
 LLAMA3 = {
-    "rope_scaling": "llama3", "rotary_base": 5e5, "rope_scaling_factor": 8.0, "rope_low_freq_factor": 1.0,
-    "rope_high_freq_factor": 4.0, "rope_original_max_position_embeddings": 8192,
-}  # fmt: skip
+    "rope_scaling": "llama3",
+    "rotary_base": 5e5,
+    "rope_scaling_factor": 8.0,
+    "rope_low_freq_factor": 1.0,
+    "rope_high_freq_factor": 4.0,
+    "rope_original_max_position_embeddings": 8192,
+}
 LLAMA31 = {
-    "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
-    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-05, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "initializer_range": 0.02,
-    "tie_word_embeddings": False, "rope_theta": 500000.0, "torch_dtype": "bfloat16", "pretraining_tp": 1,
-    "rope_scaling": {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
-                     "original_max_position_embeddings": 8192, "rope_type": "llama3"},
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-05,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+    "pretraining_tp": 1,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+}
 """Configuration of Llama-3.1-8B, written by transformers 4."""
 OURS = ModelConfig(
-    num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, num_key_value_heads=8,
-    head_dim=128, vocab_size=128256, max_position_embeddings=131072, **LLAMA3,
-)  # fmt: skip
+    num_layers=32,
+    hidden_size=4096,
+    ffn_hidden_size=14336,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=128256,
+    max_position_embeddings=131072,
+    **LLAMA3,
+)
 
 MODELS = [
     tiny_config(),

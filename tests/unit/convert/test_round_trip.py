@@ -38,9 +38,13 @@ def test_round_trip_is_bitwise(tmp_path: Path, tensor_parallel: int, stages: int
 
 
 LLAMA3_ROPE = {
-    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(

@@ -72,9 +72,7 @@ def dying_after(name: str) -> Callable[[Path], None]:
     return remove
 
 
-def test_death_while_replacing_leaves_no_incomplete_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_death_while_replacing_leaves_no_incomplete_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, ours = write_directory(tmp_path / "hf"), tmp_path / "ours"
     convert("import", "--hf", directory, "--save", ours)
     monkeypatch.setattr(shutil, "rmtree", dying_after("manifest.json"))
@@ -104,9 +102,7 @@ def test_file_systems_without_locks_work(
 
 
 @pytest.mark.parametrize("number", [errno.EWOULDBLOCK, errno.EACCES], ids=errno.errorcode.get)
-def test_a_second_conversion_is_rejected(
-    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_conversion_is_rejected(tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", refusing(number))
     with pytest.raises(UserError, match="the same conversion is already running; wait for it"):
         convert("import", "--hf", write_directory(tmp_path / "hf"), "--save", tmp_path / "ours")
@@ -152,9 +148,7 @@ def test_files_that_fail_verification_are_written_again(
 
 
 @pytest.mark.parametrize("step", ["before the new one is renamed", "while the old one is removed"])
-def test_an_export_killed_while_replacing_continues(
-    tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_killed_while_replacing_continues(tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     convert("import", "--hf", write_directory(tmp_path / "hf"), "--save", tmp_path / "ours")
     back = tmp_path / "back"
     words = ["export", "--load", tmp_path / "ours", "--hf", back, "--overwrite"]

@@ -54,9 +54,7 @@ def assert_transformers_loads(directory: Path, ours: Tokenizer, texts: list[str]
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "other.model"])
-def test_transformers_encodes_as_the_sentencepiece_tokenizer(
-    tmp_path: Path, name: str, questions: list[str]
-) -> None:
+def test_transformers_encodes_as_the_sentencepiece_tokenizer(tmp_path: Path, name: str, questions: list[str]) -> None:
     run, _, ours = write_checkpoint_with_tokenizer(tmp_path)
     checkpoint = Checkpoint.open(run).directory
     if name != "tokenizer.model":

@@ -155,9 +155,11 @@ def test_invalid_files_of_parts(tmp_path: Path, text: str) -> None:
 
 def test_a_file_and_its_flag_exclude_each_other(tmp_path: Path) -> None:
     both = DataConfig(
-        data_path=(Path("a"),), data_args_path=tmp_path / "no", train_data_path=(Path("t"),),
+        data_path=(Path("a"),),
+        data_args_path=tmp_path / "no",
+        train_data_path=(Path("t"),),
         per_split_data_args_path=tmp_path / "no.json",
-    )  # fmt: skip
+    )
     with pytest.raises(UserError) as raised:
         find_data(both)
     assert len(raised.value.messages) == 4

@@ -116,8 +116,9 @@ def test_answers_without_end_tokens_include_white_space() -> None:
     text, answers = template.render(MESSAGES, ("<|im_end|>",))
     # The prompt for an answer does not name the speaker, so the name is part of the answer.
     assert [text[begin:end] for begin, end in answers] == [
-        "assistant: Ich heiße  Leiter.\n\nUnd du?\n\n", "assistant: é\n\n",
-    ]  # fmt: skip
+        "assistant: Ich heiße  Leiter.\n\nUnd du?\n\n",
+        "assistant: é\n\n",
+    ]
 
 
 def test_a_template_that_rewrites_earlier_messages_is_rejected() -> None:
@@ -197,13 +198,15 @@ def test_records_without_a_conversation(keys: list[str], values: list[Any], erro
 def test_messages_in_sharegpt_format() -> None:
     """Test the format of BAAI/Infinity-Instruct; a column of a table has all keys in every row."""
     written: list[dict[str, Any]] = [
-        {"from": "system", "value": "Be brief."}, {"from": "human", "value": "Hi"},
+        {"from": "system", "value": "Be brief."},
+        {"from": "human", "value": "Hi"},
         {"from": "gpt", "value": "Hello", "role": None},
-    ]  # fmt: skip
+    ]
     assert read_messages(["conversations"], [written]) == [
-        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"},
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "Hello"},
-    ]  # fmt: skip
+    ]
     usual: dict[str, Any] = {"role": "user", "from": "human", "content": "Hi"}
     assert read_messages(["messages"], [[usual]]) == [usual]
 
@@ -225,10 +228,19 @@ def test_preprocessing_conversations(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n\n".join(lines))
     (tmp_path / "template.jinja").write_text(MARKED)
     command = [
-        "--input", str(tmp_path / "a.jsonl"), str(tmp_path / "b.parquet"), "--output-prefix", str(tmp_path / "out"),
-        "--tokenizer-type", "HFTokenizer", "--tokenizer-model", str(folder), "--chat", "--chat-template",
+        "--input",
+        str(tmp_path / "a.jsonl"),
+        str(tmp_path / "b.parquet"),
+        "--output-prefix",
+        str(tmp_path / "out"),
+        "--tokenizer-type",
+        "HFTokenizer",
+        "--tokenizer-model",
+        str(folder),
+        "--chat",
+        "--chat-template",
         str(tmp_path / "template.jinja"),
-    ]  # fmt: skip
+    ]
     preprocess_data.main(command)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     expected = []
@@ -254,22 +266,33 @@ def test_the_appended_token_is_part_of_the_task_identity(folder: Path, tmp_path:
         assert (other.identity() != task.identity()) == append_eod
 
 
-def test_a_rejected_conversation_is_located(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rejected_conversation_is_located(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = [{"instruction": f"say {n}", "output": "n" * n} for n in range(4)]
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(record) for record in records[:2]) + "\n\n" + "\n".join(
-        json.dumps(record) for record in records[2:]
-    ))
+    (tmp_path / "a.jsonl").write_text(
+        "\n".join(json.dumps(record) for record in records[:2])
+        + "\n\n"
+        + "\n".join(json.dumps(record) for record in records[2:])
+    )
     (tmp_path / "template").write_text(
         "{% for m in messages %}{% if m.content == 'nn' %}{{ raise_exception('no nn') }}{% endif %}{{ m.content }}"
         "<|im_end|>{% endfor %}"
     )
     command = [
-        "--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "out"), "--chat", "--chat-keys",
-        "instruction", "output", "--tokenizer-type", "HFTokenizer", "--tokenizer-model", str(folder),
-        "--chat-template", str(tmp_path / "template"),
-    ]  # fmt: skip
+        "--input",
+        str(tmp_path / "a.jsonl"),
+        "--output-prefix",
+        str(tmp_path / "out"),
+        "--chat",
+        "--chat-keys",
+        "instruction",
+        "output",
+        "--tokenizer-type",
+        "HFTokenizer",
+        "--tokenizer-model",
+        str(folder),
+        "--chat-template",
+        str(tmp_path / "template"),
+    ]
     with pytest.raises(UserError, match=r"a\.jsonl:4: .*rejects it: no nn"):
         preprocess_data.main(command)
     assert not list(tmp_path.glob("out*"))

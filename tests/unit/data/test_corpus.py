@@ -65,9 +65,7 @@ def test_corpus_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_other_settings_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "corpus.json").write_text('{"vocab_size": 4096, "max_megabytes": null}')
-    with pytest.raises(
-        UserError, match="made with --vocab-size 4096, not with --vocab-size 500: give another"
-    ):
+    with pytest.raises(UserError, match="made with --vocab-size 4096, not with --vocab-size 500: give another"):
         prepare_corpus.main(["--output-dir", str(tmp_path), "--vocab-size", "500"])
     with pytest.raises(UserError) as caught:
         prepare_corpus.main(["--output-dir", str(tmp_path), "--vocab-size", "0", "--max-megabytes", "-1"])

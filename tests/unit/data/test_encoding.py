@@ -84,9 +84,15 @@ def test_no_merge_makes_a_control_piece(tmp_path: Path) -> None:
     """Test this for pieces of which both halves are in the vocabulary."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["a<b s> c 0x41> abc"] * 50), model_writer=model, model_type="bpe", vocab_size=275,
-        byte_fallback=True, user_defined_symbols=["s>", "0x41>"], hard_vocab_limit=False, minloglevel=2,
-    )  # fmt: skip
+        sentence_iterator=iter(["a<b s> c 0x41> abc"] * 50),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=275,
+        byte_fallback=True,
+        user_defined_symbols=["s>", "0x41>"],
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
     (tmp_path / "m.model").write_bytes(model.getvalue())
     tokenizer = SentencePieceTokenizer(tmp_path / "m.model")
     values = json.loads(encoding._sentencepiece_json(tokenizer))
@@ -190,9 +196,7 @@ def test_documents_are_joined_in_blocks(
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("<u2", (1 << 16) - 1), ("<i4", (1 << 31) - 1)])
-def test_the_largest_id_of_a_type_fits_and_no_other(
-    monkeypatch: pytest.MonkeyPatch, dtype: str, most: int
-) -> None:
+def test_the_largest_id_of_a_type_fits_and_no_other(monkeypatch: pytest.MonkeyPatch, dtype: str, most: int) -> None:
     monkeypatch.setattr(encoding, "_BLOCK_TOKENS", 8)
     for place in (0, 7, 8, 20):
         ids = np.arange(21, dtype=np.uint32)

@@ -152,9 +152,7 @@ def test_progress_survives_errors_other_than_wrong_input(tmp_path: Path, hub: Hu
     assert run(tmp_path, [HUB], reported) == TEXTS and any(line.startswith("resuming after") for line in reported)
 
 
-def test_progress_survives_a_read_error_of_a_compressed_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_survives_a_read_error_of_a_compressed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_lines(tmp_path / "a.jsonl.gz", TEXTS)
     read, left = gzip.GzipFile.read, [20]
 
@@ -201,9 +199,7 @@ def test_rows_that_are_not_utf8_can_be_skipped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reason", [errno.ENOSYS, errno.ENOLCK])
-def test_a_file_system_without_locks_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: int
-) -> None:
+def test_a_file_system_without_locks_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: int) -> None:
     def refuse(*arguments: object) -> None:
         raise OSError(reason, os.strerror(reason))
 

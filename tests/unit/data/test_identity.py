@@ -88,8 +88,9 @@ def test_changes_of_loss_mask_split_weights_and_data_sets(make_dataset: MakeData
     before = describe("0.3", a, "0.7", b, split="8,2")
     assert data_changes(before, describe("3", a, "7", b, split="8,2")) == []
     assert data_changes(before, describe("3", a, "6", b, split="8,2")) == [
-        f"{a}: weight is 1, was 3", f"{b}: weight is 2, was 7"
-    ]  # fmt: skip
+        f"{a}: weight is 1, was 3",
+        f"{b}: weight is 2, was 7",
+    ]
     assert data_changes(before, describe("3", a, "7", b, split="9,1")) == [
         f"{p}: --split: training documents are [0, 9], was [0, 8]" for p in (a, b)
     ]

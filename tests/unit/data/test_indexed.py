@@ -181,9 +181,7 @@ def test_an_abandoned_writer_leaves_no_files(tmp_path: Path) -> None:
     assert IndexedDataset(tmp_path / "old").tokens.tolist() == [5, 6, 65_535, 7]
 
 
-def test_the_index_is_published_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_index_is_published_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path / "d", U16_IDX, U16_BIN)
     seen = []
     rename = os.replace

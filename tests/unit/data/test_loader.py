@@ -41,13 +41,9 @@ def loader_of(
 def global_batch(source: SampleSource, micro: int, size: int, consumed: int) -> torch.Tensor:
     """Return the samples of one optimizer step in their order, from the rows of all ranks."""
     ranks = [next(loader_of(source, micro, rank, size, consumed)) for rank in range(size)]
-    assert all(
-        batch.tokens.shape == batch.labels.shape == (micro, SEQ_LENGTH) for own in ranks for batch in own
-    )
+    assert all(batch.tokens.shape == batch.labels.shape == (micro, SEQ_LENGTH) for own in ranks for batch in own)
     steps = zip(*ranks, strict=True)
-    return torch.cat(
-        [torch.cat([batch.tokens, batch.labels[:, -1:]], dim=1) for step in steps for batch in step]
-    )
+    return torch.cat([torch.cat([batch.tokens, batch.labels[:, -1:]], dim=1) for step in steps for batch in step])
 
 
 @pytest.mark.parametrize("consumed", [0, 12, 24, 36, 7])

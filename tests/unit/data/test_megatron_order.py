@@ -59,9 +59,19 @@ def test_one_epoch_in_numbers(make_dataset: MakeDataset) -> None:
 
 @pytest.mark.parametrize(
     ("samples", "epochs", "is_apart"),
-    [(None, 1, False), (1, 1, False), (12, 1, False), (13, 2, True), (20, 2, True), (21, 2, False), (23, 2, False),
-     (24, 2, False), (25, 3, True), (60, 5, False)],
-)  # fmt: skip
+    [
+        (None, 1, False),
+        (1, 1, False),
+        (12, 1, False),
+        (13, 2, True),
+        (20, 2, True),
+        (21, 2, False),
+        (23, 2, False),
+        (24, 2, False),
+        (25, 3, True),
+        (60, 5, False),
+    ],
+)
 def test_runs_of_several_lengths(make_dataset: MakeDataset, samples: int | None, epochs: int, is_apart: bool) -> None:
     # 49 tokens: 12 samples per epoch; after E - 1 epochs (49 (E - 1) - 1) // 4; the threshold is int(0.8 x 12) = 9
     # samples of the last epoch.
@@ -99,8 +109,11 @@ def shared(*words: object) -> DataArguments:
 def test_a_weighted_blend(make_dataset: MakeDataset, tmp_path: Path, size: int, cached: bool) -> None:
     # Data set a provides 17 of 56 and 20 of 66 samples, so it is built for 18 and 21: below and above 80%.
     lengths = {"a": LENGTHS, "b": [9, 4, 30], "c": [6] * 5}
-    words = [word for name, weight in zip("abc", (30, 50, 20), strict=True)
-             for word in (weight, make_dataset(lengths[name], name).prefix)]  # fmt: skip
+    words = [
+        word
+        for name, weight in zip("abc", (30, 50, 20), strict=True)
+        for word in (weight, make_dataset(lengths[name], name).prefix)
+    ]
     order = OrderOptions(SEQ_LENGTH, SEED, tmp_path if cached else None, megatron_samples={"train": size})
     weights = [0.3, 0.5, 0.2]
     wanted = [math.ceil(size * weight) for weight in weights]
@@ -212,8 +225,11 @@ def test_loss_on_applies_to_megatrons_order(make_dataset: MakeDataset) -> None:
     loss_mask_path(masked).write_bytes(bytes(40))
     both = shared(1, masked, 1, bare)
     for loss_on, prefixes, has_mask in (
-        (None, both, True), ("all", both, False), ("assistant", shared(masked), True), (None, shared(bare), False),
-    ):  # fmt: skip
+        (None, both, True),
+        ("all", both, False),
+        ("assistant", shared(masked), True),
+        (None, shared(bare), False),
+    ):
         for megatron_samples in ({"train": 8}, None):
             order = OrderOptions(SEQ_LENGTH, SEED, None, megatron_samples, loss_on)
             train = open_sources(prefixes, "1", order, ["train"]).train

@@ -45,8 +45,7 @@ def run(
 def test_json_lines_and_plain_text(tmp_path: Path, sentencepiece_tokenizer: SentencePieceTokenizer) -> None:
     lines = tmp_path / "a.jsonl"
     lines.write_bytes(
-        b'\xef\xbb\xbf{"text": "one\\ttwo", "n": 1}\r\n\n  \n{"text": ""}\n'
-        b'{"text": "caf\\u00e9 \\ud83c\\udf89"}'
+        b'\xef\xbb\xbf{"text": "one\\ttwo", "n": 1}\r\n\n  \n{"text": ""}\n{"text": "caf\\u00e9 \\ud83c\\udf89"}'
     )
     code = tmp_path / "b.py"
     code.write_bytes(b"\xef\xbb\xbfdef f():\r\n\treturn 1\n")
@@ -144,9 +143,7 @@ def test_a_bad_line_is_located_and_leaves_no_files(
     assert os.listdir(tmp_path) == ["bad.jsonl"]
 
 
-def test_an_error_keeps_the_previous_output(
-    tmp_path: Path, sentencepiece_tokenizer: SentencePieceTokenizer
-) -> None:
+def test_an_error_keeps_the_previous_output(tmp_path: Path, sentencepiece_tokenizer: SentencePieceTokenizer) -> None:
     good, bad = tmp_path / "good.txt", tmp_path / "bad.txt"
     good.write_text("something")
     bad.write_bytes(b"line 1\nline 2\n\xe9t\xe9")
@@ -179,16 +176,12 @@ def test_an_input_without_documents_leaves_no_files(
     tmp_path: Path, sentencepiece_tokenizer: SentencePieceTokenizer, content: str
 ) -> None:
     (tmp_path / "none.jsonl").write_text(content)
-    with pytest.raises(
-        UserError, match=r"--input .*none\.jsonl: no document with a non-empty 'text'"
-    ):
+    with pytest.raises(UserError, match=r"--input .*none\.jsonl: no document with a non-empty 'text'"):
         run([tmp_path / "none.jsonl"], tmp_path / "out", sentencepiece_tokenizer)
     assert os.listdir(tmp_path) == ["none.jsonl"]
 
 
-def test_all_unreadable_inputs_are_reported(
-    tmp_path: Path, sentencepiece_tokenizer: SentencePieceTokenizer
-) -> None:
+def test_all_unreadable_inputs_are_reported(tmp_path: Path, sentencepiece_tokenizer: SentencePieceTokenizer) -> None:
     (tmp_path / "plain.txt").write_text("a")
     inputs = [tmp_path / "missing", tmp_path, tmp_path / "plain.txt"]
     with pytest.raises(UserError) as caught:
@@ -244,9 +237,7 @@ def test_command_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_training_sample_covers_the_whole_input(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text(
-        "".join(f"{'abcdefghij' * 10} {number:06d}\n" for number in range(20_000))
-    )
+    (tmp_path / "a.txt").write_text("".join(f"{'abcdefghij' * 10} {number:06d}\n" for number in range(20_000)))
     sources = find_sources([tmp_path / "a.txt"], Reading())
     sample = TextSample(sources, Reading(), (tmp_path / "a.txt").stat().st_size // 100, in_lines=True)
     numbers = [int(line.split()[-1]) for line in sample]

@@ -112,8 +112,12 @@ if __name__ == "__main__":
     (tmp_path / "killed.py").write_text(script)
     command = [sys.executable, str(tmp_path / "killed.py")]
     ended = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=patient(60),
+        command,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=patient(60),
     )
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     reported = run([tmp_path / "a.jsonl"], tmp_path / "out")
@@ -201,9 +205,7 @@ class Crash(BaseException):
 
 
 @pytest.mark.parametrize("step", range(8))
-def test_a_crash_while_publishing_leaves_no_mixture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
-) -> None:
+def test_a_crash_while_publishing_leaves_no_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     for name in ("a", "b"):
         # Documents and tokens are equal in number and differ only in content.
         (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{name * 9}"}}\n{{"text": "{name}"}}\n')

@@ -124,9 +124,7 @@ def test_epochs_and_seeds_differ(make_dataset: MakeDataset) -> None:
 def test_a_part_that_is_too_short(make_dataset: MakeDataset) -> None:
     dataset = make_dataset([3, 2])
     SampleSource(dataset, range(2), 4, seed=0, shuffle=True)
-    with pytest.raises(
-        UserError, match=r"numbers: the valid part \(2 documents\) has 5 tokens, 6 are needed"
-    ):
+    with pytest.raises(UserError, match=r"numbers: the valid part \(2 documents\) has 5 tokens, 6 are needed"):
         SampleSource(dataset, range(2), 5, seed=0, shuffle=True, part="valid")
 
 

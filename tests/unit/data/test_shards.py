@@ -38,9 +38,7 @@ TEXTS = [f"text {number} " + "x" * (number * 37 % 400) for number in range(500)]
 
 
 @pytest.mark.parametrize("least", [1, 64, 1 << 12, 1 << 30])
-def test_shards_contain_every_line_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: int
-) -> None:
+def test_shards_contain_every_line_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: int) -> None:
     monkeypatch.setattr(shards_module, "_MIN_BYTES", least)
     path = write_lines(tmp_path / "a.jsonl", TEXTS)
     path.write_bytes(path.read_bytes().removesuffix(b"\n"))

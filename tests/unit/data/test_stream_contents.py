@@ -28,8 +28,9 @@ def write(path: Path, seed: int) -> None:
     lines = random.Random(seed).sample(LINES, len(LINES))
     if path.suffix == ".parquet":
         table = pyarrow.table({"text": [json.loads(line)["text"] for line in lines]})
-        pyarrow.parquet.write_table(table, path, row_group_size=200, compression="none", use_dictionary=False,
-                                      write_statistics=False)  # fmt: skip
+        pyarrow.parquet.write_table(
+            table, path, row_group_size=200, compression="none", use_dictionary=False, write_statistics=False
+        )
         return
     content = "".join(line + "\n" for line in lines).encode()
     path.write_bytes(gzip.compress(content, 0, mtime=0) if path.suffix == ".gz" else content)

@@ -70,9 +70,7 @@ def reader_of(
 
 def rows_of(readers: Sequence[StreamReader], steps: int) -> list[list[list[int]]]:
     """Return the sorted samples of all ranks for each step."""
-    return [
-        sorted(row for reader in readers for row in reader.read().tokens.tolist()) for _ in range(steps)
-    ]
+    return [sorted(row for reader in readers for row in reader.read().tokens.tolist()) for _ in range(steps)]
 
 
 def documents_of(tokens: Sequence[int]) -> list[int]:
@@ -285,8 +283,9 @@ def spoiled_plan(max_bad: int) -> StreamPlan:
     return StreamPlan(shards, 2, SEQ_LENGTH, 1, 2, EOD, max_bad=max_bad)
 
 
-def spoiled_reader(max_bad: int, reported: list[str], rank: int = 0, size: int = 1, states: Sequence[Any] = (),
-                   consumed: int = 0) -> StreamReader:  # fmt: skip
+def spoiled_reader(
+    max_bad: int, reported: list[str], rank: int = 0, size: int = 1, states: Sequence[Any] = (), consumed: int = 0
+) -> StreamReader:
     plan, states = spoiled_plan(max_bad), json.loads(json.dumps(states))
     skipped = SkippedRecords(max_bad, reported.append, skipped_of(states))
     shape = BatchShape(SEQ_LENGTH, 2, 1, size)

@@ -152,9 +152,7 @@ def test_the_end_of_sequence_token_is_found(hugging_face_directory: Path, tmp_pa
     (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "el"}')
     assert HuggingFaceTokenizer(alone).eod_id == library.token_to_id("el")
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<nowhere>"}')
-    with pytest.raises(
-        UserError, match="tokenizer_config.json: eos_token '<nowhere>' is not in the vocabulary"
-    ):
+    with pytest.raises(UserError, match="tokenizer_config.json: eos_token '<nowhere>' is not in the vocabulary"):
         HuggingFaceTokenizer(alone)
     for companion in ("special_tokens_map.json", "tokenizer_config.json"):
         (tmp_path / companion).unlink()
@@ -186,9 +184,7 @@ def test_hostile_files_next_to_a_tokenizer_are_rejected(hugging_face_directory: 
 def test_the_beginning_of_text_token_is_found(hugging_face_directory: Path, tmp_path: Path) -> None:
     shutil.copy(hugging_face_directory / "tokenizer.json", tmp_path)
     for beginning, expected in (("null", None), ('"el"', "el"), ('{"content": "el"}', "el"), ('"<nowhere>"', None)):
-        (tmp_path / "tokenizer_config.json").write_text(
-            f'{{"eos_token": "<|end_of_turn|>", "bos_token": {beginning}}}'
-        )
+        (tmp_path / "tokenizer_config.json").write_text(f'{{"eos_token": "<|end_of_turn|>", "bos_token": {beginning}}}')
         found = HuggingFaceTokenizer(tmp_path)
         assert (None if found.bos_id is None else found.spelling(found.bos_id)) == expected
     assert NullTokenizer(5).bos_id is None
@@ -218,9 +214,7 @@ def test_a_copied_tokenizer_equals_the_original(tokenizer: Tokenizer, tmp_path: 
     assert loaded.encode(NASTY[5]) == tokenizer.encode(NASTY[5])
 
 
-def test_copies_have_the_files_as_they_were_loaded(
-    tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_copies_have_the_files_as_they_were_loaded(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """A long run saves its tokenizer after the original files were deleted."""
     for file in tokenizer.files:
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -248,9 +242,7 @@ def test_a_chat_template_is_copied_with_its_tokenizer(hugging_face_directory: Pa
     ).encode("a")
 
 
-def test_a_changed_copy_is_rejected(
-    sentencepiece_tokenizer: SentencePieceTokenizer, tmp_path: Path
-) -> None:
+def test_a_changed_copy_is_rejected(sentencepiece_tokenizer: SentencePieceTokenizer, tmp_path: Path) -> None:
     copy_tokenizer(sentencepiece_tokenizer, tmp_path)
     (tmp_path / "tiny.model").write_bytes(train_sentencepiece(["other words entirely"], 275))
     with pytest.raises(UserError, match=r"tiny\.model: sha256 is"):
@@ -267,15 +259,11 @@ def test_a_changed_copy_is_rejected(
         load_tokenizer_from_directory(tmp_path / "nowhere")
 
 
-def test_all_names_of_a_type(
-    sentencepiece_tokenizer: SentencePieceTokenizer, hugging_face_directory: Path
-) -> None:
+def test_all_names_of_a_type(sentencepiece_tokenizer: SentencePieceTokenizer, hugging_face_directory: Path) -> None:
     for name in ("SentencePieceTokenizer", "Llama2Tokenizer", "GPTSentencePieceTokenizer"):
         assert isinstance(load_tokenizer(name, sentencepiece_tokenizer.files[0]), SentencePieceTokenizer)
     for name in ("HuggingFaceTokenizer", "HFTokenizer"):
-        assert isinstance(
-            load_tokenizer(name, hugging_face_directory / "tokenizer.json"), HuggingFaceTokenizer
-        )
+        assert isinstance(load_tokenizer(name, hugging_face_directory / "tokenizer.json"), HuggingFaceTokenizer)
     with pytest.raises(UserError, match="--tokenizer-type Morse: expected one of SentencePieceTokenizer"):
         load_tokenizer("Morse", hugging_face_directory)
 
@@ -329,8 +317,11 @@ def test_bytes_are_tokens() -> None:
 
 
 def test_missing_flags_of_a_type_are_named() -> None:
-    for kind, flags in (("HFTokenizer", "--tokenizer-model"), ("GPT2BPETokenizer", "--vocab-file and --merge-file"),
-                        ("NullTokenizer", "--vocab-size")):  # fmt: skip
+    for kind, flags in (
+        ("HFTokenizer", "--tokenizer-model"),
+        ("GPT2BPETokenizer", "--vocab-file and --merge-file"),
+        ("NullTokenizer", "--vocab-size"),
+    ):
         with pytest.raises(UserError, match=f"--tokenizer-type {kind} needs {flags}"):
             load_source(TokenizerSource(kind))
 
@@ -365,8 +356,12 @@ def test_ctrl_c_ends_training_without_a_message(kind: str, tmp_path: Path) -> No
     words = f"--input - --vocab-size 300 --model-type {kind} --model-prefix {tmp_path}/m".split()
     process = subprocess.Popen(
         [sys.executable, "tools/train_tokenizer.py", *words],
-        cwd=REPOSITORY_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        cwd=REPOSITORY_ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     assert process.stdout.readline() == "training 300 pieces on at most 100.0 MB\n"
     # The trainer has begun when the pipe, which holds 64 KiB, has accepted more.

@@ -258,8 +258,14 @@ def test_parsing_document_numbers() -> None:
 def test_lengths_between_powers_of_two() -> None:
     lines = list(_histogram(np.array([0, 1, 1, 2, 3, 4, 7, 8, 1023, 1024])))
     assert [line.split()[:2] for line in lines[1:]] == [
-        ["0", "1"], ["1-1", "2"], ["2-3", "2"], ["4-7", "2"], ["8-15", "1"], ["512-1,023", "1"], ["1,024-2,047", "1"],
-    ]  # fmt: skip
+        ["0", "1"],
+        ["1-1", "2"],
+        ["2-3", "2"],
+        ["4-7", "2"],
+        ["8-15", "1"],
+        ["512-1,023", "1"],
+        ["1,024-2,047", "1"],
+    ]
     assert lines[0] == "  tokens per document: minimum 0, median 4, 90% 1,023, 99% 1,024, maximum 1,024"
 
 
@@ -268,8 +274,11 @@ def test_ctrl_c_while_workers_start_prints_no_traceback(tmp_path: Path) -> None:
     words = f"--input {tmp_path}/in.jsonl --output-prefix {tmp_path}/out --tokenizer-type ByteTokenizer".split()
     process = subprocess.Popen(
         [sys.executable, "tools/preprocess_data.py", *words, "--workers", "2"],
-        cwd=REPOSITORY_ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+        cwd=REPOSITORY_ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     assert process.stderr is not None
 
     def is_importing(child: psutil.Process) -> bool:

@@ -86,10 +86,14 @@ text](docs/neither.md) [gone](#again-2) [there](README.md#nowhere) [![p](no.png)
 [bad](#no-heading) [out](../elsewhere)
 """
     assert broken(ROOT / "page.md", text) == [
-        "docs/no.md: no such file", "docs/neither.md: no such file", "#again-2: no such heading",
-        "README.md#nowhere: no such heading", "no.png: no such file",
-        "#no-heading: no such heading", "../elsewhere: no such file",
-    ]  # fmt: skip
+        "docs/no.md: no such file",
+        "docs/neither.md: no such file",
+        "#again-2: no such heading",
+        "README.md#nowhere: no such heading",
+        "no.png: no such file",
+        "#no-heading: no such heading",
+        "../elsewhere: no such file",
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])

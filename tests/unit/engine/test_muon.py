@@ -37,9 +37,14 @@ def test_updates_in_bf16_equal_torch_muon_bitwise(scale_mode: str, nesterov: boo
     bias, flat_bias = torch.zeros(5, requires_grad=True), torch.zeros(5, requires_grad=True)
     flat = torch.cat([matrix.detach().reshape(-1) for matrix in matrices.values()]).requires_grad_()
     muon = torch.optim.Muon(
-        matrices.values(), lr=0.02, weight_decay=0.1, momentum=0.9, nesterov=nesterov, ns_steps=4,
+        matrices.values(),
+        lr=0.02,
+        weight_decay=0.1,
+        momentum=0.9,
+        nesterov=nesterov,
+        ns_steps=4,
         adjust_lr_fn=scale_mode,
-    )  # fmt: skip
+    )
     adamw = torch.optim.AdamW([bias], lr=0.02, weight_decay=0.0)
     config = OptimizerConfig(
         lr=0.02, muon_momentum=0.9, muon_nesterov=nesterov, muon_ns_steps=4, muon_scale_mode=scale_mode

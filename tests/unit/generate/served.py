@@ -100,9 +100,12 @@ class Served:
 
 @contextlib.contextmanager
 def serving(
-    step_seconds: float = 0.0, files: tuple[Path, ...] = (), engine: GenerationEngine | None = None,
-    tokenizer: Bytes | None = None, **options: Any,
-) -> Iterator[Served]:  # fmt: skip
+    step_seconds: float = 0.0,
+    files: tuple[Path, ...] = (),
+    engine: GenerationEngine | None = None,
+    tokenizer: Bytes | None = None,
+    **options: Any,
+) -> Iterator[Served]:
     """Run a server on a free port; at the end of the block, abort its requests and stop it.
 
     Args:

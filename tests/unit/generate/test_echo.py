@@ -32,8 +32,13 @@ def test_a_task_of_lm_eval_gets_the_log_likelihoods(served: Served) -> None:
     """The body is that of lm-eval 0.4's `local-completions`, and its choices are read in the same way."""
     prompts = [context + more for context, more in zip(CONTEXTS, CONTINUATIONS, strict=True)]
     values: dict[str, Any] = {
-        "prompt": prompts, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True
-    }  # fmt: skip
+        "prompt": prompts,
+        "temperature": 0,
+        "max_tokens": 1,
+        "logprobs": 1,
+        "seed": 1234,
+        "echo": True,
+    }
     status, answer = served.post("/v1/completions", body(**values))
     assert status == 200, answer
     choices = sorted(answer["choices"], key=lambda choice: choice["index"])
@@ -77,9 +82,15 @@ def test_a_prompt_is_scored_without_a_continuation(served: Served) -> None:
 
 def test_an_echo_precedes_the_continuation_in_text_and_in_streams(served: Served) -> None:
     parameters: dict[str, Any] = {
-        "model": "tiny", "prompt": ["\x05\x09", "\x11"], "max_tokens": 5, "temperature": 0, "echo": True, "n": 2,
-        "logprobs": 2, "extra_body": {"ignore_eos": True},
-    }  # fmt: skip
+        "model": "tiny",
+        "prompt": ["\x05\x09", "\x11"],
+        "max_tokens": 5,
+        "temperature": 0,
+        "echo": True,
+        "n": 2,
+        "logprobs": 2,
+        "extra_body": {"ignore_eos": True},
+    }
     whole = served.client().completions.create(**parameters)
     alone = served.client().completions.create(**parameters | {"echo": False})
     texts = [text for text in parameters["prompt"] for _ in range(2)]
@@ -124,9 +135,14 @@ PIECES = [
 def written_logprobs(as_chat: bool) -> dict[str, Any]:
     scores = TokenScores((-0.2,), (((98, -0.2),),))
     request = ApiRequest(
-        (GenerationRequest((97, 98), 4),), as_chat, stream=False, include_usage=False, logprobs=3, prompt_tokens=2,
+        (GenerationRequest((97, 98), 4),),
+        as_chat,
+        stream=False,
+        include_usage=False,
+        logprobs=3,
+        prompt_tokens=2,
         echoed=None if as_chat else ("ab",),
-    )  # fmt: skip
+    )
     first = PIECES[0] if as_chat else PIECES[0]._replace(prompt_scores=scores)
     found: dict[str, Any] = ResponseWriter(request, "tiny", Twins()).complete([[first, *PIECES[1:]]])["choices"][0]
     if not as_chat:

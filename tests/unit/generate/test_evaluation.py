@@ -20,8 +20,12 @@ from tests.unit.generate.tiny_model import PROMPTS, reference_of, tiny_config, w
 
 CONFIG = tiny_config(residual_mode="ladder", ladder_layers=(1, 2), vocab_size=257, max_position_embeddings=12)
 TEXTS = [
-    ((5, 9, 3), (17,)), ((17,), (60, 2, 200)), (tuple(range(1, 40)), (7, 8)), ((4,), ()), ((1,), tuple(range(12))),
-]  # fmt: skip
+    ((5, 9, 3), (17,)),
+    ((17,), (60, 2, 200)),
+    (tuple(range(1, 40)), (7, 8)),
+    ((4,), ()),
+    ((1,), tuple(range(12))),
+]
 """Contexts and continuations; the third context is longer than the positions."""
 
 

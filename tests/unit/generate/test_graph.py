@@ -208,9 +208,16 @@ def test_a_replayed_step_reads_only_its_buffers() -> None:
 
 
 def attend_to_sequences(
-    q: Tensor, k: Tensor, v: Tensor, query_starts: Tensor, key_starts: Tensor, max_q: int, max_k: int,
-    enable_gqa: bool, seqused_k: Tensor,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor,
+    max_q: int,
+    max_k: int,
+    enable_gqa: bool,
+    seqused_k: Tensor,
+) -> Tensor:
     """`varlen_attn` for one query per sequence and sequences of `max_k` keys, some of which are in use, on any device.
 
     The real function receives the arguments as well, on the meta device.
@@ -326,9 +333,19 @@ def test_warm_up_runs_on_a_side_stream_before_the_capture(monkeypatch: pytest.Mo
     graph.replay()
     graph.close()
     assert calls.made == [
-        "aside waits for current", "on aside", "step", "step", "step", "off", "current waits for aside",
-        "capture thread_local", "step", "captured", "replay", "reset",
-    ]  # fmt: skip
+        "aside waits for current",
+        "on aside",
+        "step",
+        "step",
+        "step",
+        "off",
+        "current waits for aside",
+        "capture thread_local",
+        "step",
+        "captured",
+        "replay",
+        "reset",
+    ]
 
 
 def test_an_engine_captures_nothing_by_default() -> None:

@@ -35,7 +35,7 @@ def start(template: str, tokenizer: Tokenizer | None = None) -> PromptProcess:
         ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "RecursionError"),
         ("{{ messages[0].content * 600 }}", "1200 characters; the tokens of the context have at most 1000"),
     ],
-)  # fmt: skip
+)
 def test_hostile_templates_are_errors_of_their_requests(template: str, expected: str) -> None:
     process = start(template)
     try:

@@ -127,8 +127,9 @@ def test_most_likely_tokens_are_returned_with_the_chosen_one() -> None:
     """As many as each row requests, without penalties, temperature and padding."""
     parameters = [
         SamplingParameters(temperature=2.0, frequency_penalty=1.0, logprobs=True, top_logprobs=3),
-        SamplingParameters(logprobs=True), SamplingParameters(logprobs=True, top_logprobs=20),
-    ]  # fmt: skip
+        SamplingParameters(logprobs=True),
+        SamplingParameters(logprobs=True, top_logprobs=20),
+    ]
     sampler = new_sampler(*parameters, vocab_size=6)
     logits = torch.randn(3, 8, generator=torch.Generator().manual_seed(1)) + torch.tensor([0.0] * 6 + [9.0] * 2)
     expected = logits[:, :6].log_softmax(-1).sort(-1, descending=True)
@@ -143,9 +144,10 @@ def test_most_likely_tokens_are_returned_with_the_chosen_one() -> None:
 
 def test_logprobs_ignore_penalties_and_temperature() -> None:
     sampler = new_sampler(
-        SamplingParameters(temperature=0.3, top_k=2, logprobs=True), SamplingParameters(repetition_penalty=2.0),
+        SamplingParameters(temperature=0.3, top_k=2, logprobs=True),
+        SamplingParameters(repetition_penalty=2.0),
         vocab_size=4,
-    )  # fmt: skip
+    )
     logits = torch.randn(2, 6, generator=torch.Generator().manual_seed(1))
     expected = logits[:, :4].log_softmax(-1)
     for _ in range(5):

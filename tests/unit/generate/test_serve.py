@@ -64,11 +64,13 @@ def test_a_seed_gives_the_same_tokens_as_the_engine(served: Served) -> None:
     )
     requests = [
         GenerationRequest(
-            (5, 9, 1), 12,
-            SamplingParameters(**common, **more, **reported, seed=request_seed(7, (5, 9, 1), sample)), frozenset({EOS}),
+            (5, 9, 1),
+            12,
+            SamplingParameters(**common, **more, **reported, seed=request_seed(7, (5, 9, 1), sample)),
+            frozenset({EOS}),
         )
         for sample in range(2)
-    ]  # fmt: skip
+    ]
     generations = served.engine.generate(requests)
     assert generations[0].ids != generations[1].ids
     assert [choice.text for choice in answer.choices] == [generation.text for generation in generations]

@@ -44,9 +44,15 @@ def test_ambiguous_lengths_and_foreign_hosts_are_rejected(served: Served) -> Non
         found = answer(f"{start} HTTP/1.1", *both)
         assert b" 400 " in found and b"ambiguous_length" in found and found.count(b"HTTP/1.1") == 1
     for host, status in (
-        ("attacker.example", b"403"), ("127.0.0.1.attacker.example:80", b"403"), ("93.184.216.34", b"403"),
-        ("", b"403"), ("[::1", b"403"), ("[::1]:8000", b"200"), ("127.0.0.1:80", b"200"), ("LOCALHOST", b"200"),
-    ):  # fmt: skip
+        ("attacker.example", b"403"),
+        ("127.0.0.1.attacker.example:80", b"403"),
+        ("93.184.216.34", b"403"),
+        ("", b"403"),
+        ("[::1", b"403"),
+        ("[::1]:8000", b"200"),
+        ("127.0.0.1:80", b"200"),
+        ("LOCALHOST", b"200"),
+    ):
         found = answer("GET /v1/models HTTP/1.1", f"Host: {host}", "Connection: close")
         assert found.startswith(b"HTTP/1.1 " + status), (host, found)
 

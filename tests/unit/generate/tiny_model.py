@@ -71,9 +71,12 @@ def reference_of(config: ModelConfig, seed: int = 3) -> tuple[dict[str, Tensor],
 
 
 def tiny_model(
-    config: ModelConfig, weights: Mapping[str, Tensor], packed: bool = False, dtype: torch.dtype = torch.float32,
+    config: ModelConfig,
+    weights: Mapping[str, Tensor],
+    packed: bool = False,
+    dtype: torch.dtype = torch.float32,
     operations: Operations | None = None,
-) -> LanguageModel:  # fmt: skip
+) -> LanguageModel:
     """Build a model of one rank; with `packed`, as `load_model` does on a CPU."""
     mesh = ProcessMesh.single()
     if packed:

@@ -183,9 +183,16 @@ def test_layers_that_read_nothing_in_flight_are_an_error(tmp_path: Path) -> None
     config = tiny_config(num_key_value_heads=4)
     with pytest.raises(UserError, match="^--ladder-layers: nothing reads while an output is in flight"):
         arranged(
-            tmp_path, config, make_weights(ReferenceConfig.like(config), 3), "--lanes", "2", "--residual-mode",
-            "ladder-attention", "--ladder-layers", "[0]",
-        )  # fmt: skip
+            tmp_path,
+            config,
+            make_weights(ReferenceConfig.like(config), 3),
+            "--lanes",
+            "2",
+            "--residual-mode",
+            "ladder-attention",
+            "--ladder-layers",
+            "[0]",
+        )
 
 
 def test_a_dry_run_measures_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

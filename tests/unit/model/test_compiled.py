@@ -53,11 +53,14 @@ def test_gradients_equal_those_of_the_uncompiled_model(
     compiled = counting(compile_operations(Operations(), BACKEND), counted)
     models = [
         LanguageModel(
-            config, ProcessMesh.single(), StackOptions(recompute_layers=recompute, operations=operations),
-            dtype=torch.float64, seed=1,
+            config,
+            ProcessMesh.single(),
+            StackOptions(recompute_layers=recompute, operations=operations),
+            dtype=torch.float64,
+            seed=1,
         )
         for operations in (Operations(), compiled)
-    ]  # fmt: skip
+    ]
     tokens = torch.arange(24).view(2, 12)
     losses = [model(tokens, tokens.flip(1)) for model in models]
     assert counted == [config.hidden_size] * additions

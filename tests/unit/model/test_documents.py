@@ -38,9 +38,17 @@ def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def as_documented(
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
-    *, window_size: tuple[int, int], enable_gqa: bool,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> Tensor:
     """torch.nn.attention.varlen.varlen_attn, which CPUs lack, implemented from its documentation."""
     assert window_size == (-1, 0) and enable_gqa and torch.equal(cu_seq_q, cu_seq_k)
     assert cu_seq_q.dtype == torch.int32 and max_q == max_k == int(cu_seq_q.diff().max())

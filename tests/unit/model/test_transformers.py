@@ -12,26 +12,40 @@ from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.parallel.layout import parameter_sections
 
 SIZES = {
-    "vocab_size": 103, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
-}  # fmt: skip
+    "vocab_size": 103,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
-}  # fmt: skip
+}
 OURS_LLAMA3 = {
-    "rope_scaling": "llama3", "rotary_base": 5e5, "rope_scaling_factor": 8.0,
+    "rope_scaling": "llama3",
+    "rotary_base": 5e5,
+    "rope_scaling_factor": 8.0,
     "rope_original_max_position_embeddings": 32,
-}  # fmt: skip
+}
 
 
 def canonical(name: str) -> str:
     """Return transformers' name of a canonical tensor."""
     for ours, theirs in (
-        ("embedding.", "model.embed_tokens."), ("final_norm.", "model.norm."), ("layers.", "model.layers."),
-        (".attention_norm.", ".input_layernorm."), (".mlp_norm.", ".post_attention_layernorm."),
+        ("embedding.", "model.embed_tokens."),
+        ("final_norm.", "model.norm."),
+        ("layers.", "model.layers."),
+        (".attention_norm.", ".input_layernorm."),
+        (".mlp_norm.", ".post_attention_layernorm."),
         (".attention.", ".self_attn."),
-    ):  # fmt: skip
+    ):
         name = name.replace(ours, theirs)
     return name
 
@@ -39,9 +53,16 @@ def canonical(name: str) -> str:
 def ours(theirs: torch.nn.Module, **changes: Any) -> LanguageModel:
     """Return our model with the same weights."""
     config = ModelConfig(
-        num_layers=3, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=changes.pop("head_dim", 16), vocab_size=103, max_position_embeddings=256, **changes,
-    )  # fmt: skip
+        num_layers=3,
+        hidden_size=64,
+        ffn_hidden_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=changes.pop("head_dim", 16),
+        vocab_size=103,
+        max_position_embeddings=256,
+        **changes,
+    )
     model = LanguageModel(config, ProcessMesh.single())
     weights = theirs.state_dict()
     with torch.no_grad():

@@ -88,8 +88,9 @@ def test_missing_data_is_reported_with_its_flag(tmp_path: Path) -> None:
 
     assert errors(f"--data-path {tmp_path}/a") == [f"--data-path {tmp_path}/a.idx"]
     assert errors(f"--train-data-path {tmp_path}/a --valid-data-path x={tmp_path}/b") == [
-        f"--train-data-path {tmp_path}/a.idx", f"--valid-data-path {tmp_path}/b.idx"
-    ]  # fmt: skip
+        f"--train-data-path {tmp_path}/a.idx",
+        f"--valid-data-path {tmp_path}/b.idx",
+    ]
     with IndexedDatasetWriter(tmp_path / "short", np.dtype(np.uint16)) as writer:
         writer.add_document(np.arange(3))
         writer.publish()

@@ -33,9 +33,12 @@ with SaveLock(Path(sys.argv[1])):
 @contextmanager
 def held_elsewhere(folder: Path) -> Iterator["subprocess.Popen[str]"]:
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-c", HOLDER, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
         cwd=REPOSITORY_ROOT,
-    )  # fmt: skip
+    )
     try:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
         yield process

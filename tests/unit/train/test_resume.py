@@ -130,8 +130,9 @@ def test_a_resumed_run_keeps_its_optimizer() -> None:
     muon = f"{TRAINED} --optimizer muon"
     assert resume(muon, muon)[1] == [] and resume(f"{TRAINED} --optimizer adam")[1] == []
     assert resume(f"{muon} --muon-momentum 0.9 --no-muon-nesterov", muon)[1] == [
-        "--muon-momentum 0.9", "--muon-nesterov False",
-    ]  # fmt: skip
+        "--muon-momentum 0.9",
+        "--muon-nesterov False",
+    ]
     for words, trained, flag in ((muon, TRAINED, "--optimizer muon"), (TRAINED, muon, "--optimizer adamw")):
         for schedule in ("", OVERRIDE, KEEP):
             assert resume(f"{words} {schedule}", trained)[1] == [flag]
@@ -159,9 +160,13 @@ def test_contradicting_flags_are_reported() -> None:
     flags = parse_run(f"{BASE} {words}".replace(" --load c", "").split(), errors)
     resolve_run(flags, 100, 1, errors)
     assert [line.split(": ")[0] for line in errors] == [
-        "--keep-last-n-checkpoints 0", "--save-retain-interval -1", "--finetune requires --load",
-        f"{OVERRIDE} requires --load", f"{OVERRIDE} and {KEEP} exclude each other", f"{KEEP} requires --load",
-    ]  # fmt: skip
+        "--keep-last-n-checkpoints 0",
+        "--save-retain-interval -1",
+        "--finetune requires --load",
+        f"{OVERRIDE} requires --load",
+        f"{OVERRIDE} and {KEEP} exclude each other",
+        f"{KEEP} requires --load",
+    ]
 
 
 def test_megatrons_older_spelling_is_accepted() -> None:

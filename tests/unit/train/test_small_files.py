@@ -57,15 +57,21 @@ def train(load: Path, save: Path, tokenizer: Tokenizer | None, finetune: bool, i
     opened = Checkpoint.open(load)
     run = SimpleNamespace(
         checkpoint=CheckpointConfig(load=load, save=save, finetune=finetune),
-        loads_only_weights=finetune, logging=SimpleNamespace(skip_train=False), optimizer=OptimizerConfig(lr=1.0),
-        training=SimpleNamespace(train_iters=9), model=SimpleNamespace(to_dict=lambda: opened.manifest["model"]),
-        to_dict=dict, lateness=lambda iteration: {},
-    )  # fmt: skip
+        loads_only_weights=finetune,
+        logging=SimpleNamespace(skip_train=False),
+        optimizer=OptimizerConfig(lr=1.0),
+        training=SimpleNamespace(train_iters=9),
+        model=SimpleNamespace(to_dict=lambda: opened.manifest["model"]),
+        to_dict=dict,
+        lateness=lambda iteration: {},
+    )
     trainer: Any = SimpleNamespace(
-        run=run, mesh=SimpleNamespace(world=CommGroup.alone()), model=SimpleNamespace(stack=SimpleNamespace()),
+        run=run,
+        mesh=SimpleNamespace(world=CommGroup.alone()),
+        model=SimpleNamespace(stack=SimpleNamespace()),
         engine=SimpleNamespace(state=tiny_training.TinyState(1)),
         guard=SimpleNamespace(set_state=lambda stored: None, state=dict),
-    )  # fmt: skip
+    )
     inputs: Any = SimpleNamespace(sources=None, tokenizer=tokenizer, stream=None, checkpoint=opened)
     with CheckpointSaver(trainer, inputs) as saver:
         saver.resume()
@@ -84,8 +90,10 @@ def test_imported_files_are_exported_after_two_runs(imported: Path, tmp_path: Pa
     train(imported, tmp_path / "run", tokenizer, True, 1)
     directory = train(tmp_path / "run", tmp_path / "again", tokenizer, False, 2)
     assert Checkpoint.open(directory).manifest["hugging_face"] == {
-        "model_type": "llama", "eos_token_id": [0, 2], "pad_token_id": 3
-    }  # fmt: skip
+        "model_type": "llama",
+        "eos_token_id": [0, 2],
+        "pad_token_id": 3,
+    }
     assert open_model(directory, None, None).eos_ids == {0, 2}
     convert("export", "--load", tmp_path / "again", "--hf", tmp_path / "back")
     for name in (*EXTRA_FILES, "tokenizer.json"):

@@ -30,9 +30,12 @@ UNTIL_NOTED = "exec('while not signals.received: time.sleep(0.01)')"
 
 def start(wait: str) -> "subprocess.Popen[str]":
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(wait=wait)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-c", PROGRAM.format(wait=wait)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         cwd=REPOSITORY_ROOT,
-    )  # fmt: skip
+    )
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return process
 
@@ -102,14 +105,20 @@ def test_time_steps_and_a_file_end_the_run(tmp_path: Path) -> None:
 
 def test_invalid_numbers_are_rejected() -> None:
     wrong = ReliabilityConfig(
-        exit_interval=0, exit_duration_in_mins=-1.0, max_consecutive_bad_steps=0, loss_spike_factor=1.0,
+        exit_interval=0,
+        exit_duration_in_mins=-1.0,
+        max_consecutive_bad_steps=0,
+        loss_spike_factor=1.0,
         loss_spike_window=0,
-    )  # fmt: skip
+    )
     flags = [message.split()[0] for message in value_errors([wrong])]
     assert flags == [
-        "--exit-interval", "--exit-duration-in-mins", "--max-consecutive-bad-steps", "--loss-spike-factor",
+        "--exit-interval",
+        "--exit-duration-in-mins",
+        "--max-consecutive-bad-steps",
+        "--loss-spike-factor",
         "--loss-spike-window",
-    ]  # fmt: skip
+    ]
     (alone,) = value_errors([ReliabilityConfig(skip_loss_spikes=True)])
     assert alone == "--skip-loss-spikes requires --loss-spike-factor"
     assert value_errors([ReliabilityConfig()]) == []

@@ -15,9 +15,7 @@ from megatron_ladder.train.reading import TextStreams
 
 
 def streams_of(plan: StreamPlan, vocab_size: int = 100) -> tuple[TextStreams, RunInputs]:
-    inputs = RunInputs(
-        cast(Any, None), {}, NullTokenizer(vocab_size), Sources(None, {}, None), None, vocab_size, plan
-    )
+    inputs = RunInputs(cast(Any, None), {}, NullTokenizer(vocab_size), Sources(None, {}, None), None, vocab_size, plan)
     return TextStreams(cast(Any, None), inputs, plan), inputs
 
 
@@ -29,9 +27,7 @@ def test_positions_of_other_data_are_ignored(tmp_path: Path) -> None:
     plan = StreamPlan(shards, 1, 7, 1, 10, 100, sources)
     streams, inputs = streams_of(plan)
     state = {"plan": plan.cut(), "positions": {"0": [3, 0, 0, 3, 5]}, "skipped": [[0, 1, 2]]}
-    manifest = {
-        "data": describe_data(inputs.sources, inputs.tokenizer, plan), "data_streams": [state]
-    }  # fmt: skip
+    manifest = {"data": describe_data(inputs.sources, inputs.tokenizer, plan), "data_streams": [state]}
     manifest = json.loads(json.dumps(manifest))
     streams.resume(manifest)
     assert streams._positions == {0: StreamPosition(3, 0, 0, 3, 5)} and streams._skipped == [[0, 1, 2]]

@@ -128,8 +128,10 @@ def test_wandb_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert json.loads(config["training"])["seq_length"] == 12
     history = [
         {(item.key or "/".join(item.nested_key)): item.value_json for item in record.history.item}
-        for one in (first, second) for record in wandb_records(one) if record.HasField("history")
-    ]  # fmt: skip
+        for one in (first, second)
+        for record in wandb_records(one)
+        if record.HasField("history")
+    ]
     losses = [(row["iteration"], row["train/lm loss"]) for row in history if "train/lm loss" in row]
     assert losses == [("1", "2.5"), ("2", "2.25"), ("2", "2.25"), ("3", "2")]
     assert sum("samples" in name for row in history for name in row) >= 2
@@ -149,8 +151,9 @@ def test_mlflow_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     points = client.get_metric_history(found.info.run_id, "train/lm loss")
     assert [(point.step, point.value) for point in points] == [(1, 2.5), (2, 2.25), (3, 2.0)]
     assert [file.path for file in client.list_artifacts(found.info.run_id, "samples")] == [
-        "samples/iteration_2.txt", "samples/iteration_3.txt",
-    ]  # fmt: skip
+        "samples/iteration_2.txt",
+        "samples/iteration_3.txt",
+    ]
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://user:secret@host/mlflow")
     assert trackers._Mlflow(run).name == "--mlflow-experiment ladders at https://host/mlflow"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/store")
@@ -163,8 +166,9 @@ def test_a_missing_package_and_a_missing_address_are_errors(tmp_path: Path, monk
     with mock.patch.dict(sys.modules, {"wandb": None, "mlflow.tracking": None}), pytest.raises(UserError) as missing:
         check_trackers(run)
     assert [message.split(": ")[0] for message in missing.value.messages] == [
-        "--wandb-project p", "--mlflow-experiment e",
-    ]  # fmt: skip
+        "--wandb-project p",
+        "--mlflow-experiment e",
+    ]
     assert "pip install 'megatron-ladder[wandb]'" in missing.value.messages[0]
     assert "pip install 'megatron-ladder[mlflow]'" in missing.value.messages[1]
     monkeypatch.chdir(tmp_path)
@@ -204,7 +208,5 @@ def test_a_service_that_hangs_delays_neither_steps_nor_the_end(monkeypatch: pyte
     for iteration in range(1, 4):
         thread.log_metrics(iteration, {"loss": 1.0})
     close_trackers([thread], 3, failed=False)
-    assert said == [
-        "*** --wandb-project slow: did not finish within 0.2 s: no more curves from iteration 3 on ***"
-    ]
+    assert said == ["*** --wandb-project slow: did not finish within 0.2 s: no more curves from iteration 3 on ***"]
     slow.released.set()

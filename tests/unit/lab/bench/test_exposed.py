@@ -32,9 +32,15 @@ def operator(name: str, start: float, stop: float, sequence: int, thread: int = 
 
 def kernel(name: str, start: float, stop: float, stream: int, correlation: int, category: str = "kernel") -> Event:
     return {
-        "ph": "X", "cat": category, "name": name, "ts": start, "dur": stop - start, "pid": 0, "tid": stream,
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "ts": start,
+        "dur": stop - start,
+        "pid": 0,
+        "tid": stream,
         "args": {"stream": stream, "correlation": correlation},
-    }  # fmt: skip
+    }
 
 
 def launch(moment: float, correlation: int, thread: int = MAIN) -> Event:
@@ -154,8 +160,13 @@ def test_intervals() -> None:
     cover = _union([_Interval(5, 7), _Interval(0, 2), _Interval(1, 3), _Interval(3, 4)])
     assert cover == [(0, 4), (5, 7)]
     assert [_uncovered(_Interval(*i), cover) for i in ((0, 4), (1, 6), (4, 5), (-2, 10), (6, 6), (8, 9))] == [
-        0, 1, 1, 6, 0, 1,
-    ]  # fmt: skip
+        0,
+        1,
+        1,
+        6,
+        0,
+        1,
+    ]
 
 
 def write(path: Path, events: list[Event]) -> Path:

@@ -15,10 +15,18 @@ def options_of(words: str) -> BenchmarkOptions:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("500us", (5e-4, "s")), ("2ms", (2e-3, "s")), ("0.5s", (0.5, "s")), ("1c", (1.0, "c")), ("0.5a", (0.5, "a")),
-        ("0", (0.0, "s")), ("2", None), ("c", None), ("1x", None), ("-1ms", None),
+        ("500us", (5e-4, "s")),
+        ("2ms", (2e-3, "s")),
+        ("0.5s", (0.5, "s")),
+        ("1c", (1.0, "c")),
+        ("0.5a", (0.5, "a")),
+        ("0", (0.0, "s")),
+        ("2", None),
+        ("c", None),
+        ("1x", None),
+        ("-1ms", None),
     ],
-)  # fmt: skip
+)
 def test_interconnect_times(text: str, expected: tuple[float, str] | None) -> None:
     assert parse_alpha(text) == (None if expected is None else pytest.approx(expected))
 
@@ -55,10 +63,14 @@ def test_all_errors_are_reported_together() -> None:
     with pytest.raises(UserError) as caught:
         parse_options("--sizes huge --tp 3 --rounds 2 --alpha fast --link-preset wire infiniband --comm-sms 0".split())
     starts = [
-        "expected one of decode, prefill, train, serve first", "--comm-sms 0: expected 1 to 32",
-        "--rounds 2: expected 4 or more", "--sizes huge", "--alpha fast", "--link-preset wire",
+        "expected one of decode, prefill, train, serve first",
+        "--comm-sms 0: expected 1 to 32",
+        "--rounds 2: expected 4 or more",
+        "--sizes huge",
+        "--alpha fast",
+        "--link-preset wire",
         "--link-preset infiniband",
-    ]  # fmt: skip
+    ]
     assert [m.startswith(s) for m, s in zip(caught.value.messages, starts, strict=True)] == [True] * len(starts)
 
 

@@ -22,9 +22,7 @@ NOTHING = PublishedSpeed()
         ("small", "ladder", "on", 4, NOTHING),
     ],
 )
-def test_published_settings(
-    size: str, wiring: str, peers: Peers | None, batch: int, expected: PublishedSpeed
-) -> None:
+def test_published_settings(size: str, wiring: str, peers: Peers | None, batch: int, expected: PublishedSpeed) -> None:
     assert published_speed(size, wiring, peers, 8, batch, 1024, 512) == expected
     assert published_speed(size, wiring, peers, 4, batch, 1024, 512) == NOTHING
     assert published_speed(size, wiring, peers, 8, batch, 1024, 256) == NOTHING

@@ -24,9 +24,14 @@ from tests.unit.comm import fake_cuda
 
 CPU = torch.device("cpu")
 TINY = replace(
-    SIZES["small-train"], num_layers=2, hidden_size=64, ffn_hidden_size=128, head_dim=8, num_key_value_heads=2,
+    SIZES["small-train"],
+    num_layers=2,
+    hidden_size=64,
+    ffn_hidden_size=128,
+    head_dim=8,
+    num_key_value_heads=2,
     vocab_size=512,
-)  # fmt: skip
+)
 ALONE = RankInfo(0, 1, 0)
 
 
@@ -156,8 +161,14 @@ def test_every_line_names_emulated_parts(device: fake_cuda.Device, monkeypatch: 
     assert "rank 0 of 4 emulated ones (its results are wrong numbers)" in heading
     assert all("emulated" in line for line in table.splitlines()) and len(table.splitlines()) == 3
     required = {
-        "case", "wiring", "alpha_seconds", "median_seconds", "ratio_to_standard", "predicted_ratio", "spread",
-    }  # fmt: skip
+        "case",
+        "wiring",
+        "alpha_seconds",
+        "median_seconds",
+        "ratio_to_standard",
+        "predicted_ratio",
+        "spread",
+    }
     assert required <= set(vars(rows[0]))
 
 

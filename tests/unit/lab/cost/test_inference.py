@@ -75,10 +75,13 @@ def test_memory_of_a_rank() -> None:
 
 # Tokens per second of standard, and the multiple of ladder; tables of the paper (arXiv 2501.06589).
 PUBLISHED = {
-    ("llama-70b", "nvlink", 1): (77.39, 1.308), ("llama-70b", "nvlink", 4): (258.56, 1.282),
-    ("llama-70b", "nvlink", 16): (843.15, 1.190), ("llama-70b", "no-p2p", 1): (51.66, 1.599),
-    ("llama-70b", "no-p2p", 4): (173.62, 1.566), ("llama-70b", "no-p2p", 16): (546.68, 1.351),
-}  # fmt: skip
+    ("llama-70b", "nvlink", 1): (77.39, 1.308),
+    ("llama-70b", "nvlink", 4): (258.56, 1.282),
+    ("llama-70b", "nvlink", 16): (843.15, 1.190),
+    ("llama-70b", "no-p2p", 1): (51.66, 1.599),
+    ("llama-70b", "no-p2p", 4): (173.62, 1.566),
+    ("llama-70b", "no-p2p", 16): (546.68, 1.351),
+}
 
 
 @pytest.mark.parametrize(("name", "link", "batch"), PUBLISHED)

@@ -22,9 +22,13 @@ KILOBYTE, MEGABYTE, GIGABYTE = 2**10, 2**20, 10**9
 def layers(wiring: str, count: int, c: float, t: float) -> list[SubBlockTime]:
     """`count` layers whose attention and MLP take c each (backward twice that, half of it for weights)."""
     staleness = {
-        "standard": (0, 0), "parallel": (0,), "ladder": (1, 1), "ladder-parallel": (1,), "staleness-2": (2, 2),
+        "standard": (0, 0),
+        "parallel": (0,),
+        "ladder": (1, 1),
+        "ladder-parallel": (1,),
+        "staleness-2": (2, 2),
         "ladder-attention": (1, 0),
-    }[wiring]  # fmt: skip
+    }[wiring]
     c *= 2 // len(staleness)
     return [SubBlockTime(c, t, late, dgrad_seconds=c, wgrad_seconds=c) for late in staleness] * count
 

@@ -86,7 +86,7 @@ def test_the_file_keeps_everything(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": "another"}, "expected \"format\""),
+        ({"format": "another"}, 'expected "format"'),
         ({"reduces": 3}, "measurements cannot be read"),
         ({"ranks": 1}, "2 or more ranks"),
         ({"decodes": []}, "2 decodes"),

@@ -74,8 +74,11 @@ def test_half_of_a_laboratory_predicts_the_other_half(tmp_path: Path, seed: int)
     before = _relative_errors(_predict_table(held_out, prior))
     errors = _relative_errors(_predict_table(held_out, _fit_table(known)))
     for name, (median, high) in {
-        "decode": (0.03, 0.08), "prefill": (0.03, 0.08), "ratio, P2P on": (0.02, 0.05), "ratio, P2P off": (0.04, 0.08),
-    }.items():  # fmt: skip
+        "decode": (0.03, 0.08),
+        "prefill": (0.03, 0.08),
+        "ratio, P2P on": (0.02, 0.05),
+        "ratio, P2P off": (0.04, 0.08),
+    }.items():
         found = np.quantile(errors[name], (0.5, 0.9))
         assert found[0] < median and found[1] < high, (name, found)
     assert statistics.median(before["decode"]) > 2 * statistics.median(errors["decode"])
@@ -85,15 +88,16 @@ def test_predictions_are_added_to_the_columns_of_the_table(tmp_path: Path) -> No
     values = laboratory(3)
     path = tmp_path / "predict.csv"
     path.write_text(
-        "remark,model,p2p,tensor_parallel,batch,wiring\n"
-        "first,Llama-3-8B,on,8,4,ladder\n"
-        ",70b,off,2,1,ladder-parallel\n"
+        "remark,model,p2p,tensor_parallel,batch,wiring\nfirst,Llama-3-8B,on,8,4,ladder\n,70b,off,2,1,ladder-parallel\n"
     )
     table = _read_table(path, "--predict", times=False)
     first, second = json.loads(json.dumps(_predict_table(table, values)))
     assert {name: first[name] for name in ("remark", "model", "tensor_parallel", "batch")} == {
-        "remark": "first", "model": "Llama-3-8B", "tensor_parallel": 8, "batch": 4,
-    }  # fmt: skip
+        "remark": "first",
+        "model": "Llama-3-8B",
+        "tensor_parallel": 8,
+        "batch": 4,
+    }
     times = predict(Setting(SHAPES["llama-3-8b"], True, 8, 4, "ladder"), values)
     assert first["predicted_prefill_seconds"] == times.prefill
     assert first["predicted_decode_seconds"] == times.decode
@@ -105,10 +109,14 @@ def test_predictions_are_added_to_the_columns_of_the_table(tmp_path: Path) -> No
 def test_errors_of_ratios_are_paired() -> None:
     def row(wiring: str, measured: float, predicted: float, run: str = "a") -> dict[str, object]:
         return {
-            "run": run, "p2p": "on", "wiring": wiring,
-            "prefill_seconds": measured, "predicted_prefill_seconds": predicted,
-            "decode_511_tokens_seconds": measured, "predicted_decode_seconds": predicted,
-        }  # fmt: skip
+            "run": run,
+            "p2p": "on",
+            "wiring": wiring,
+            "prefill_seconds": measured,
+            "predicted_prefill_seconds": predicted,
+            "decode_511_tokens_seconds": measured,
+            "predicted_decode_seconds": predicted,
+        }
 
     rows = [row("standard", 2.0, 4.0), row("ladder", 1.0, 2.0), row("ladder", 1.0, 1.0, "without standard")]
     errors = _relative_errors(rows)
@@ -133,9 +141,7 @@ def test_errors_of_a_table(tmp_path: Path) -> None:
     path.write_text(HEADER + "\n")
     (found,) = errors_of(path)
     assert "no rows" in found
-    path.write_text(
-        f"{HEADER}\na,gpt-5,on,8,1,1,ladder,1,1\na,70b,maybe,0,1,x,desync,1,1\na,70b,on,8,1,1,ladder,-1,\n"
-    )
+    path.write_text(f"{HEADER}\na,gpt-5,on,8,1,1,ladder,1,1\na,70b,maybe,0,1,x,desync,1,1\na,70b,on,8,1,1,ladder,-1,\n")
     found = errors_of(path)
     assert len(found) == 7
     assert "row 1: model 'gpt-5' is not one of 1b, 3b" in found[0]

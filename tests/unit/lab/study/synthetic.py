@@ -25,18 +25,34 @@ RATES = (1e-3, 2e-3, 4e-3)
 def made_up_study(**changes: object) -> Study:
     """Return a study of four wirings (three of them timed), three seeds, one size, 100 iterations."""
     times = StepTimes(
-        "an emulated wire", 2, {name: 0.06 / ratio for name, ratio in SPEEDUPS.items()}, SPEEDUPS,
-        {"standard": 0.0, "parallel": 0.02, "ladder": 0.03}, ("/usr/bin/python3", "/somewhere/tools/benchmark.py"),
-    )  # fmt: skip
+        "an emulated wire",
+        2,
+        {name: 0.06 / ratio for name, ratio in SPEEDUPS.items()},
+        SPEEDUPS,
+        {"standard": 0.0, "parallel": 0.02, "ladder": 0.03},
+        ("/usr/bin/python3", "/somewhere/tools/benchmark.py"),
+    )
     wirings = (*SPEEDUPS, "hybrid")
     values = {
-        "wirings": wirings, "timed_wirings": tuple(SPEEDUPS), "sizes": {"tiny": SHAPE}, "seeds": (1, 2, 3),
-        "tuning_seed": 9, "learning_rates": RATES, "iterations": 100, "tuning_iterations": 40,
-        "tokens_per_step": 1000, "seq_length": 50, "link": "1.2c", "training_flags": ("--clip-grad", "1.0"),
-        "data": "a made-up text", "machine": {"processor": "of no make", "torch": "2.13.0"},
-        "command": ("python", "tools/study.py", "run"), "chosen": {f"tiny/{name}": 2e-3 for name in wirings},
-        "step_times": {"tiny": times}, "schedule": {"warm_up": 0.1, "last": 0.1},
-    }  # fmt: skip
+        "wirings": wirings,
+        "timed_wirings": tuple(SPEEDUPS),
+        "sizes": {"tiny": SHAPE},
+        "seeds": (1, 2, 3),
+        "tuning_seed": 9,
+        "learning_rates": RATES,
+        "iterations": 100,
+        "tuning_iterations": 40,
+        "tokens_per_step": 1000,
+        "seq_length": 50,
+        "link": "1.2c",
+        "training_flags": ("--clip-grad", "1.0"),
+        "data": "a made-up text",
+        "machine": {"processor": "of no make", "torch": "2.13.0"},
+        "command": ("python", "tools/study.py", "run"),
+        "chosen": {f"tiny/{name}": 2e-3 for name in wirings},
+        "step_times": {"tiny": times},
+        "schedule": {"warm_up": 0.1, "last": 0.1},
+    }
     return Study(**{**values, **changes})
 
 
@@ -61,9 +77,17 @@ def write_run(
     trial = Trial(kind, wiring, size, seed, rate, iterations)
     curve = tuple((iterations * step // 10, final + 1 - step / 10) for step in range(1, 11))
     result = Result(
-        trial, parameters, 1000, curve, curve, 2000.0 + seed, 36.0, 1, ("python", "pretrain_ladder.py"),
+        trial,
+        parameters,
+        1000,
+        curve,
+        curve,
+        2000.0 + seed,
+        36.0,
+        1,
+        ("python", "pretrain_ladder.py"),
         {"torch": "2.13.0", "megatron_ladder": "0.1.0"},
-    )  # fmt: skip
+    )
     path = folder / TRIALS_NAME / trial.name / RESULT_NAME
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(asdict(result)))

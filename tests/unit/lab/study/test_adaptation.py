@@ -22,9 +22,15 @@ from megatron_ladder.lab.study.adaptation import (
 from megatron_ladder.lab.study.schema import Result, Trial, write_json
 
 PLAN = Adaptation(
-    size="small", num_layers=8, upper=(0, 4, 8), percents=(1, 10), seeds=(1, 2), standard_learning_rate=1e-2,
-    standard_iterations=250, learning_rate=2e-3,
-)  # fmt: skip
+    size="small",
+    num_layers=8,
+    upper=(0, 4, 8),
+    percents=(1, 10),
+    seeds=(1, 2),
+    standard_learning_rate=1e-2,
+    standard_iterations=250,
+    learning_rate=2e-3,
+)
 Loss = Callable[[Trial], float]
 
 

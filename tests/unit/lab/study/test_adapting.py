@@ -88,8 +88,10 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
 def test_an_adaptation_evaluates_and_heals_every_model(done: Done) -> None:
     """Two layers: the control, the upper one and both, each evaluated and healed for 20 steps, for two seeds."""
     run = done.run
-    cases = {key: [trial for trial in run.configurations if (trial.kind, trial.iterations) == key] for key in
-             (("tokens", 200), ("adapt", 0), ("adapt", 20))}  # fmt: skip
+    cases = {
+        key: [trial for trial in run.configurations if (trial.kind, trial.iterations) == key]
+        for key in (("tokens", 200), ("adapt", 0), ("adapt", 20))
+    }
     assert [len(trials) for trials in cases.values()] == [2, 6, 6] and not run.failures
     assert len(run.progress.done) == len(run.progress.expected) == 14
     for trial, config in run.configurations.items():

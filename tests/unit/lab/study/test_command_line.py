@@ -121,12 +121,17 @@ def resolved(wiring: str, words: str = "", **changes: Any) -> RunConfig:
 def test_trials_differ_only_in_their_wiring() -> None:
     runs = {wiring: resolved(wiring) for wiring in NAMED_WIRINGS}
     assert {name: (run.model.residual_mode, run.model.ladder_layers) for name, run in runs.items()} == {
-        "standard": ("standard", ()), "parallel": ("parallel", ()), "ladder": ("ladder", (0, 1, 2, 3)),
-        "ladder-parallel": ("ladder-parallel", (0, 1, 2, 3)), "staleness-2": ("ladder", (0, 1, 2, 3)),
-        "ladder-attention": ("ladder-attention", (0, 1, 2, 3)), "hybrid": ("ladder", (2, 3)),
-        "desync-2x": ("desync", ()), "desync-4x": ("desync", ()),
+        "standard": ("standard", ()),
+        "parallel": ("parallel", ()),
+        "ladder": ("ladder", (0, 1, 2, 3)),
+        "ladder-parallel": ("ladder-parallel", (0, 1, 2, 3)),
+        "staleness-2": ("ladder", (0, 1, 2, 3)),
+        "ladder-attention": ("ladder-attention", (0, 1, 2, 3)),
+        "hybrid": ("ladder", (2, 3)),
+        "desync-2x": ("desync", ()),
+        "desync-4x": ("desync", ()),
         **{f"own-partials-{staleness}": ("ladder", (0, 1, 2, 3)) for staleness in (1, 2, 4)},
-    }  # fmt: skip
+    }
     late = {name: run.model.residual_staleness for name, run in runs.items() if run.model.residual_staleness > 1}
     assert late == {"staleness-2": 2, "own-partials-2": 2, "own-partials-4": 4}
     lanes = {f"own-partials-{staleness}" for staleness in (1, 2, 4)}

@@ -36,8 +36,13 @@ def test_every_wiring_tries_every_learning_rate_with_the_tuning_seed() -> None:
 def test_seeds_are_the_outermost_loop() -> None:
     trials = token_trials(study_of(chosen=CHOSEN))
     assert [(trial.seed, trial.wiring) for trial in trials[:6]] == [
-        (1, "standard"), (1, "parallel"), (1, "ladder"), (1, "hybrid"), (1, "desync-2x"), (2, "standard"),
-    ]  # fmt: skip
+        (1, "standard"),
+        (1, "parallel"),
+        (1, "ladder"),
+        (1, "hybrid"),
+        (1, "desync-2x"),
+        (2, "standard"),
+    ]
     assert len(trials) == 10 and {trial.iterations for trial in trials} == {100}
     assert {trial.wiring: trial.learning_rate for trial in trials}["ladder"] == 4e-3
 
@@ -103,8 +108,9 @@ def test_rates_beyond_the_edge_are_tried_until_the_best_is_inside() -> None:
     )
     # The best rate of parallel is inside, and hybrid has missing trials.
     assert [(one.wiring, one.learning_rate) for one in further_trials(study, losses)] == [
-        ("standard", 5e-4), ("ladder", 8e-3),
-    ]  # fmt: skip
+        ("standard", 5e-4),
+        ("ladder", 8e-3),
+    ]
     losses |= losses_of(study, standard={5e-4: 3.1}, ladder={8e-3: 2.9})
     assert [(one.wiring, one.learning_rate) for one in further_trials(study, losses)] == [("ladder", 16e-3)]
     assert further_trials(replace(study, chosen={f"{SIZE}/ladder": 8e-3}), losses) == []

@@ -25,8 +25,14 @@ def start(iteration: int) -> dict[str, Any]:
 
 
 def progress(iteration: int, loss: float, speed: float = 100.0) -> dict[str, Any]:
-    return {"event": "progress", "iteration": iteration, "steps": 10, "seconds": 2.0, "loss": loss,
-            "tokens_per_second": speed}  # fmt: skip
+    return {
+        "event": "progress",
+        "iteration": iteration,
+        "steps": 10,
+        "seconds": 2.0,
+        "loss": loss,
+        "tokens_per_second": speed,
+    }
 
 
 def evaluation(iteration: int, loss: float | str) -> dict[str, Any]:
@@ -34,11 +40,21 @@ def evaluation(iteration: int, loss: float | str) -> dict[str, Any]:
 
 
 CUT_OFF = [
-    start(0), progress(10, 5.0), progress(20, 4.0), evaluation(20, 4.1), progress(30, 3.0), evaluation(30, 3.1),
+    start(0),
+    progress(10, 5.0),
+    progress(20, 4.0),
+    evaluation(20, 4.1),
+    progress(30, 3.0),
+    evaluation(30, 3.1),
     # Killed; the last checkpoint has step 25. Killed again; that checkpoint is damaged, and the one before has step 22.
-    start(25), {**progress(30, 2.9), "steps": 5, "seconds": 1.0}, evaluation(30, 2.8),
-    start(22), {**progress(30, 2.7), "steps": 8, "seconds": 1.6}, evaluation(30, 2.6), progress(40, 2.5, 300.0),
-]  # fmt: skip
+    start(25),
+    {**progress(30, 2.9), "steps": 5, "seconds": 1.0},
+    evaluation(30, 2.8),
+    start(22),
+    {**progress(30, 2.7), "steps": 8, "seconds": 1.6},
+    evaluation(30, 2.6),
+    progress(40, 2.5, 300.0),
+]
 
 
 def test_lost_steps_are_dropped() -> None:

@@ -36,6 +36,6 @@ def test_every_wiring_starts_from_the_weights_of_standard(wiring: str) -> None:
     # Embedding, head, and in each layer q, k, v and o, gate, up and down.
     assert set(other) == set(standard) and len(standard) == 2 + 2 * 7
     assert all(torch.equal(other[name], weight) for name, weight in standard.items())
-    assert not torch.equal(matrices(wiring, seed=4)["layers.0.attention.q_proj.weight"], standard[
-        "layers.0.attention.q_proj.weight"
-    ])  # fmt: skip
+    assert not torch.equal(
+        matrices(wiring, seed=4)["layers.0.attention.q_proj.weight"], standard["layers.0.attention.q_proj.weight"]
+    )

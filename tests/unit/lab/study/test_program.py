@@ -46,9 +46,15 @@ with open(output, "w") as file:
 def benchmark_row(wiring: str, ratio: float) -> dict[str, Any]:
     """Return a row of the benchmark's JSON; a ratio above 9 is too noisy."""
     return {
-        "wiring": wiring, "ratio_to_standard": ratio, "spread": 0.01, "median_seconds": 0.3 / ratio, "alpha": "1.2c",
-        "verdict": "sound" if ratio < 9 else "too noisy to judge", "interconnect": "a wire", "alpha_seconds": 0.001,
-    }  # fmt: skip
+        "wiring": wiring,
+        "ratio_to_standard": ratio,
+        "spread": 0.01,
+        "median_seconds": 0.3 / ratio,
+        "alpha": "1.2c",
+        "verdict": "sound" if ratio < 9 else "too noisy to judge",
+        "interconnect": "a wire",
+        "alpha_seconds": 0.001,
+    }
 
 
 class Stand:
@@ -56,10 +62,18 @@ class Stand:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.options = RunOptions(
-            folder, wirings=tuple(BASE), timed_wirings=("standard", "ladder"), sizes=(SIZE,), seeds=(1, 2),
-            iterations=10, tuning_iterations=4, learning_rates=(1e-3, 2e-3), seq_length=16, micro_batch_size=1,
+            folder,
+            wirings=tuple(BASE),
+            timed_wirings=("standard", "ladder"),
+            sizes=(SIZE,),
+            seeds=(1, 2),
+            iterations=10,
+            tuning_iterations=4,
+            learning_rates=(1e-3, 2e-3),
+            seq_length=16,
+            micro_batch_size=1,
             global_batch_size=4,
-        )  # fmt: skip
+        )
         self.behaviour: Callable[[Trial], dict[str, Any]] = usual
         self.started: list[str] = []
         self.reports: list[Path] = []
@@ -194,8 +208,9 @@ def test_other_trials_continue_after_a_failure(stand: Stand, capfd: pytest.Captu
 def test_no_rate_is_chosen_before_all_are_tried(stand: Stand, capfd: pytest.CaptureFixture[str]) -> None:
     """Otherwise a wiring whose tuning failed would later try more rates than the others."""
     stand.behaviour = lambda trial: {
-        **usual(trial), "code": 7 if trial.wiring == "ladder" and trial.learning_rate < 2e-3 else 0
-    }  # fmt: skip
+        **usual(trial),
+        "code": 7 if trial.wiring == "ladder" and trial.learning_rate < 2e-3 else 0,
+    }
     with pytest.raises(SystemExit):
         stand.run()
     study = read_study(stand.options.output_dir)
@@ -284,8 +299,9 @@ def test_own_step_times_are_taken_once_from_all_trials(stand: Stand) -> None:
 
 def test_a_diverging_learning_rate_is_not_a_failure(stand: Stand) -> None:
     stand.behaviour = lambda trial: {
-        **usual(trial), "code": 3 if trial.learning_rate > 1e-3 or trial.wiring == "ladder" else 0
-    }  # fmt: skip
+        **usual(trial),
+        "code": 3 if trial.learning_rate > 1e-3 or trial.wiring == "ladder" else 0,
+    }
     with pytest.raises(SystemExit):
         stand.run()
     study = read_study(stand.options.output_dir)
@@ -293,8 +309,9 @@ def test_a_diverging_learning_rate_is_not_a_failure(stand: Stand) -> None:
     assert study is not None and study.chosen == {f"{SIZE}/standard": 1e-3}
     assert [name.split("-it")[0] for name in stand.started[4:]] == [
         f"tuning-{SIZE}-standard-seed100-lr0.0005",
-        f"tokens-{SIZE}-standard-seed1-lr0.001", f"tokens-{SIZE}-standard-seed2-lr0.001",
-    ]  # fmt: skip
+        f"tokens-{SIZE}-standard-seed1-lr0.001",
+        f"tokens-{SIZE}-standard-seed2-lr0.001",
+    ]
 
 
 def test_a_study_resumes_after_a_signal(stand: Stand, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
@@ -356,9 +373,11 @@ def test_wirings_and_seeds_can_be_added(stand: Stand) -> None:
     # The length of a finished run at equal time never changes.
     stand.timings = [{"standard": 1.0, "ladder": 2.0, "parallel": 1.2}]
     stand.options = replace(
-        stand.options, wirings=("standard", "parallel", "ladder"), seeds=(1, 2, 3),
+        stand.options,
+        wirings=("standard", "parallel", "ladder"),
+        seeds=(1, 2, 3),
         timed_wirings=("standard", "ladder", "parallel"),
-    )  # fmt: skip
+    )
     stand.run()
     study = read_study(stand.options.output_dir)
     assert study is not None and stand.timed == 2

@@ -31,11 +31,17 @@ def test_the_report_of_a_finished_study(tmp_path: Path) -> None:
         "python tools/study.py run\npython tools/benchmark.py\n",
         "- **ladder** ends 0.1960 to 0.2016 nats worse than standard, also significant among 3 comparisons (Holm's",
         "- **ladder** ends 0.2001 to 0.2024 nats better than standard, also significant among 2 comparisons (Holm's",
-        "- **hybrid** shows no significant difference from standard: ", "5,000,000 |", "![curves-tiny.png]",
-        "an emulated wire (`--link 1.2c`), 2 tensor-parallel", "3.2009 ± 0.0994",
-        "Seeds: 1, 2, 3", "torch: 2.13.0", "megatron_ladder: 0.1.0", "warm-up over 10%",
+        "- **hybrid** shows no significant difference from standard: ",
+        "5,000,000 |",
+        "![curves-tiny.png]",
+        "an emulated wire (`--link 1.2c`), 2 tensor-parallel",
+        "3.2009 ± 0.0994",
+        "Seeds: 1, 2, 3",
+        "torch: 2.13.0",
+        "megatron_ladder: 0.1.0",
+        "warm-up over 10%",
         "30 runs, 0.30 hours of steps in total, 0 interruptions",
-    ):  # fmt: skip
+    ):
         assert expected in text, expected
     assert text.count("torch") == 1
 

@@ -15,8 +15,16 @@ from tests.unit.lab.study.standing_in import SIZE, study_of
 
 
 def row(wiring: str, ratio: float, verdict: str = "sound") -> dict[str, Any]:
-    return {"wiring": wiring, "ratio_to_standard": ratio, "spread": 0.02, "median_seconds": 0.3, "verdict": verdict,
-            "interconnect": "emulated serial wire", "alpha": "1.2c", "alpha_seconds": 0.0015}  # fmt: skip
+    return {
+        "wiring": wiring,
+        "ratio_to_standard": ratio,
+        "spread": 0.02,
+        "median_seconds": 0.3,
+        "verdict": verdict,
+        "interconnect": "emulated serial wire",
+        "alpha": "1.2c",
+        "alpha_seconds": 0.0015,
+    }
 
 
 def test_the_benchmark_has_the_shape_and_batch_of_the_study() -> None:
@@ -47,10 +55,15 @@ def result(wiring: str, seed: int, speed: float, kind: Any = "tokens") -> Result
 
 def test_own_times_are_paired_by_seed() -> None:
     results = [
-        result("standard", 1, 100.0), result("ladder", 1, 150.0), result("standard", 2, 200.0),
-        result("ladder", 2, 260.0), result("ladder", 3, 9000.0), result("parallel", 1, 120.0),
-        result("ladder", 1, 1.0, "tuning"), result("hybrid", 1, 110.0),
-    ]  # fmt: skip
+        result("standard", 1, 100.0),
+        result("ladder", 1, 150.0),
+        result("standard", 2, 200.0),
+        result("ladder", 2, 260.0),
+        result("ladder", 3, 9000.0),
+        result("parallel", 1, 120.0),
+        result("ladder", 1, 1.0, "tuning"),
+        result("hybrid", 1, 110.0),
+    ]
     times = times_of_trials(results, study_of(), SIZE, 8)
     assert times is not None and times.ranks == 8
     # ladder: 1.5 and 1.3; the quartiles of two values are at a quarter and three quarters of their distance.
