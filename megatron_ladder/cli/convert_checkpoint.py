@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> None:
         if ranks > 1 and "WORLD_SIZE" not in os.environ:
             run_ranks(__name__, argv, ranks)
             return
-        from megatron_ladder.lab.sensitivity import measure_sensitivity
+        from megatron_ladder.convert.sensitivity import measure_sensitivity
 
         measure_sensitivity(options)
         return
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> None:
     elif isinstance(options, ExportOptions):
         conversion = plan_export(options)
     elif isinstance(options, ArrangeOptions):
-        from megatron_ladder.lab.arrangement import arrange
+        from megatron_ladder.convert.arrangement import arrange
 
         # Errors of the flags come before the measurement.
         plan_reshape(options)

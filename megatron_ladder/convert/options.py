@@ -106,8 +106,7 @@ class SensitivityOptions(MeasuredOptions):
     load: Path
     """A directory of checkpoints, whose current one is read, one checkpoint, or a Hugging Face directory."""
     output: Path = flag(output="file")
-    """JSON file to write, for --ladder-layers best:N@FILE. A report (.md) and a picture (.png) are written next to
-    it."""
+    """JSON file to write, for --ladder-layers best:N@FILE."""
     residual_mode: str | None = flag(None, choices=LATE_MODES)
     """Wiring of the late layers; by default ladder, or ladder-parallel for models with one norm per layer."""
     residual_staleness: int | None = flag(None, minimum=1)
@@ -153,11 +152,6 @@ def parse_options(argv: Sequence[str]) -> Options | Path:
             shard_bytes(options.max_shard_size)
         except ValueError as error:
             raise UserError(f"--max-shard-size {options.max_shard_size}: {error}") from None
-    if isinstance(options, SensitivityOptions) and options.output.suffix in (".md", ".png"):
-        raise UserError(
-            f"--output {options.output}: the report and the picture next to it have this suffix, and one would replace "
-            f"it: give {options.output.with_suffix('.json')}"
-        )
     assert isinstance(options, Options)
     return options
 

@@ -5,8 +5,8 @@ from itertools import groupby
 
 from megatron_ladder.blueprint.model import ModelConfig, model_errors, parse_layers
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES, WIRINGS
+from megatron_ladder.convert.cheapest_layers import BEST, cheapest_layers
 from megatron_ladder.convert.options import CheckpointOptions
-from megatron_ladder.convert.sensitivity import BEST, cheapest_layers
 from megatron_ladder.errors import raise_user_errors
 
 

@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": PARALLEL,
     "engine": MODEL | {"checkpoint"},
     "train": MODEL | {"engine", "data", "checkpoint", "convert"},
-    "convert": MODEL | {"data", "checkpoint"},
+    "convert": MODEL | {"data", "checkpoint", "generate"},
     "generate": MODEL | {"data", "checkpoint", "convert"},
 }
 MAY_IMPORT["lm_eval"] = MODEL | {"data", "generate"}

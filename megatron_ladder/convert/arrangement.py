@@ -32,11 +32,11 @@ from megatron_ladder.comm.launch import read_rank_info
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.convert.options import ArrangeOptions
 from megatron_ladder.convert.plan import Permutation
+from megatron_ladder.convert.sensitivity import read_rows
 from megatron_ladder.convert.wiring import rewired
 from megatron_ladder.errors import BadNumbersError, UserError
 from megatron_ladder.generate.loading import DTYPES, open_model
 from megatron_ladder.generate.slots import BAD_NUMBERS_CAUSE
-from megatron_ladder.lab.sensitivity import read_rows
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.parallel.layout import parameter_sections
 from megatron_ladder.parallel.linear import RowParallelLinear

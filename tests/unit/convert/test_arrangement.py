@@ -13,15 +13,15 @@ from torch import Tensor
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.convert import arrangement
 from megatron_ladder.convert.options import ArrangeOptions
 from megatron_ladder.errors import BadNumbersError, UserError
-from megatron_ladder.lab import arrangement
 from megatron_ladder.model.language_model import LanguageModel
 from tests.helpers.sharded import fill_slices
 from tests.reference import ReferenceConfig, make_weights, reference_logits
 from tests.unit.convert.saved_models import convert, small_config, write_cut_checkpoint
+from tests.unit.convert.test_sensitivity import write_tokens
 from tests.unit.generate.tiny_model import tiny_config, write_checkpoint
-from tests.unit.lab.test_sensitivity import write_tokens
 
 TP = ("--tensor-model-parallel-size",)
 MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
