@@ -25,6 +25,11 @@ class Box:
     offset: tuple[int, ...]
     extent: tuple[int, ...]
 
+    @staticmethod
+    def whole(shape: Sequence[int]) -> "Box":
+        """Return the box of all elements of a tensor of that shape."""
+        return Box((0,) * len(shape), tuple(shape))
+
     @property
     def numel(self) -> int:
         """Return the number of elements."""

@@ -11,22 +11,24 @@ from typing import Any
 
 from megatron_ladder import __version__
 from megatron_ladder.checkpoint.format import GENERATION_CONFIG
-from megatron_ladder.checkpoint.publish import MANIFEST_NAME, temporary_directory
-from megatron_ladder.checkpoint.tensor_file import BY_NAME
-from megatron_ladder.convert.carry_out import Conversion
-from megatron_ladder.convert.copying import differ
-from megatron_ladder.convert.hf_directory import (
+from megatron_ladder.checkpoint.hf_directory import (
     CONFIG_NAME,
     FLOAT_DTYPES,
     INDEX_NAME,
     WEIGHTS_NAME,
+    Permutation,
+    SourceTensor,
     hf_name,
     open_hf_directory,
 )
+from megatron_ladder.checkpoint.publish import MANIFEST_NAME, temporary_directory
+from megatron_ladder.checkpoint.tensor_file import BY_NAME
+from megatron_ladder.convert.carry_out import Conversion
+from megatron_ladder.convert.copying import differ
 from megatron_ladder.convert.logits import compare_logits
 from megatron_ladder.convert.options import CheckpointOptions, ExportOptions, ImportOptions, ReshapeOptions, shard_bytes
 from megatron_ladder.convert.outputs import check_hf_target, check_save_target, hf_work, publish_hf, publish_save
-from megatron_ladder.convert.plan import CopiedTensor, CopyPlan, Permutation, SourceTensor, TargetBox, make_plan
+from megatron_ladder.convert.plan import CopiedTensor, CopyPlan, TargetBox, make_plan
 from megatron_ladder.convert.remote_code import hf_config, hf_type, module_files
 from megatron_ladder.convert.tokenizer_files import (
     describe_tokenizer,

@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 
 from megatron_ladder.checkpoint.boxes import Box, intersection
 from megatron_ladder.checkpoint.checksum import CHECKSUMS, DEFAULT_CHECKSUM, file_checksum
+from megatron_ladder.checkpoint.hf_directory import SourceTensor, StoredBox
 from megatron_ladder.checkpoint.tensor_file import BY_NAME
 from megatron_ladder.convert.measures import Measures
-from megatron_ladder.convert.plan import CopiedTensor, CopyPlan, PlannedFile, SourceTensor, StoredBox, TargetBox
+from megatron_ladder.convert.plan import CopiedTensor, CopyPlan, PlannedFile, TargetBox
 from megatron_ladder.errors import UserError
 from megatron_ladder.files import TEMPORARY_SUFFIX
 from megatron_ladder.progress import ProgressBar

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.checkpoint.format import CARRIED, Checkpoint
+from megatron_ladder.checkpoint.hf_directory import CONFIG_NAME, open_hf_directory
 from megatron_ladder.checkpoint.publish import (
     MANIFEST_NAME,
     is_published_name,
@@ -12,7 +13,6 @@ from megatron_ladder.checkpoint.publish import (
     read_latest,
 )
 from megatron_ladder.checkpoint.tilings import KINDS
-from megatron_ladder.convert.hf_directory import CONFIG_NAME, open_hf_directory
 from megatron_ladder.convert.measures import size_text
 from megatron_ladder.convert.training_checkpoint import open_training_checkpoint
 from megatron_ladder.convert.wiring import wiring_text

@@ -6,63 +6,15 @@ end and its checksum is taken on the way. Element types have torch's names.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from megatron_ladder.checkpoint.boxes import Box, intersection
+from megatron_ladder.checkpoint.boxes import Box
+from megatron_ladder.checkpoint.hf_directory import SourceTensor
 from megatron_ladder.checkpoint.tensor_file import BY_NAME, FileLayout
 from megatron_ladder.errors import UserError
-
-
-class StoredBox(NamedTuple):
-    """A rectangular part of a tensor, stored contiguously in row-major order from byte `begin` on.
-
-    `mapped` has the bytes of the file if they are mapped already; then `begin` counts from its start.
-    """
-
-    path: Path
-    begin: int
-    box: Box
-    mapped: memoryview | None = None
-
-
-class Permutation(NamedTuple):
-    """A new order of the rows (`dim` 0) or columns (1) of a tensor: row i of the result is row `source[i]`."""
-
-    dim: int
-    source: NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class SourceTensor:
-    """A whole tensor, its name in its directory, and the boxes that tile it; it is copied in `order`."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    boxes: tuple[StoredBox, ...]
-    order: Permutation | None = None
-
-    @property
-    def whole(self) -> Box:
-        """Return the box of all elements."""
-        return whole_box(self.shape)
-
-    def overlapping(self, wanted: Box) -> Iterator[tuple[StoredBox, Box]]:
-        """Yield the boxes that share elements with `wanted`, and the shared elements."""
-        for stored in self.boxes:
-            if (shared := intersection(stored.box, wanted)) is not None:
-                yield stored, shared
-
-
-def whole_box(shape: Sequence[int]) -> Box:
-    """Return the box of all elements of a tensor of that shape."""
-    return Box(tuple(0 for _ in shape), tuple(shape))
 
 
 class TargetBox(NamedTuple):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ladder.checkpoint.format import CARRIED, GENERATION_CONFIG
-from megatron_ladder.convert.hf_directory import CONFIG_NAME, HFDirectory, read_json_file, safe_path
+from megatron_ladder.checkpoint.hf_directory import CONFIG_NAME, HFDirectory, read_json_file, safe_path
 from megatron_ladder.errors import UserError, raise_user_errors
 
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -16,6 +16,7 @@ from megatron_ladder.blueprint.tensors import TensorSpec, model_tensors
 from megatron_ladder.checkpoint.boxes import Box
 from megatron_ladder.checkpoint.checksum import algorithm_of, checksum_of, mismatch
 from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.checkpoint.hf_directory import SourceTensor, StoredBox
 from megatron_ladder.checkpoint.manifest import encode_manifest, merge_manifest
 from megatron_ladder.checkpoint.publish import MANIFEST_NAME
 from megatron_ladder.checkpoint.tilings import (
@@ -28,7 +29,7 @@ from megatron_ladder.checkpoint.tilings import (
     make_index,
     writer_of,
 )
-from megatron_ladder.convert.plan import CopiedTensor, CopyPlan, SourceTensor, StoredBox, TargetBox, make_plan
+from megatron_ladder.convert.plan import CopiedTensor, CopyPlan, TargetBox, make_plan
 from megatron_ladder.errors import UserError, limited, raise_user_errors
 
 _LAYER = re.compile(r"layers\.(\d+)\.")

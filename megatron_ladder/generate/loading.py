@@ -17,11 +17,11 @@ from torch import nn
 
 from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
 from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.checkpoint.hf_directory import CONFIG_NAME, open_hf_directory, safe_path
 from megatron_ladder.checkpoint.loading import load_weights
 from megatron_ladder.checkpoint.publish import MANIFEST_NAME
 from megatron_ladder.comm.agreement import raise_on_all_ranks
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.convert.hf_directory import CONFIG_NAME, open_hf_directory, safe_path
 from megatron_ladder.convert.tokenizer_files import hf_token_ids, token_ids
 from megatron_ladder.data.tokenizers import (
     DESCRIPTION_FILE,

@@ -9,12 +9,12 @@ import torch
 
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas, tensor_parallel_errors
 from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.checkpoint.hf_directory import CONFIG_NAME, open_hf_directory
 from megatron_ladder.checkpoint.loading import WeightSource, load_weights
 from megatron_ladder.comm.agreement import raise_on_all_ranks
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.run import RunConfig, RunFlags
-from megatron_ladder.convert.hf_directory import CONFIG_NAME, open_hf_directory
 from megatron_ladder.engine.build import compute_dtype
 from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
 from megatron_ladder.files import hub_hint

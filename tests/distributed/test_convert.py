@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.checkpoint.hf_directory import hf_name
 from megatron_ladder.checkpoint.loading import load_weights
-from megatron_ladder.convert.hf_directory import hf_name
 from megatron_ladder.model.language_model import LanguageModel
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import mesh_of

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ladder.convert.hf_directory import open_hf_directory
+from megatron_ladder.checkpoint.hf_directory import open_hf_directory
 from megatron_ladder.data.corpus import prepare_corpus
 from megatron_ladder.errors import UserError
 from tests.helpers.commands import REPOSITORY_ROOT, free_port, run_command

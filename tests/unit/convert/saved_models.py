@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.checkpoint.boxes import Box
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.loading import load_weights
 from megatron_ladder.checkpoint.manifest import merge_manifest
@@ -25,7 +26,6 @@ from megatron_ladder.checkpoint.publish import create_temporary_directory, publi
 from megatron_ladder.checkpoint.saving import CheckpointWriter
 from megatron_ladder.cli.convert_checkpoint import main
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.convert.plan import whole_box
 from megatron_ladder.model.language_model import LanguageModel
 from tests.reference import ReferenceConfig, make_weights
 
@@ -115,7 +115,7 @@ def write_cut_checkpoint(
             if optimizer == "muon" and name.endswith("_proj.weight"):
                 del parts["exp_avg_sq"]
             for kind, values in parts.items():
-                writer.add_span(name, kind, weight.shape, whole_box(weight.shape), cuts[rank], values)
+                writer.add_span(name, kind, weight.shape, Box.whole(weight.shape), cuts[rank], values)
     writers[1].add("rng.rank_00001.cpu", "rng", (9,), (0,), torch.arange(9, dtype=torch.uint8))
     flags = {"training": run} if optimizer is None else {"training": run, "optimizer": {"optimizer": optimizer}}
     header = {

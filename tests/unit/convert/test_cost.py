@@ -15,7 +15,7 @@ import pytest
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import model_tensors
-from megatron_ladder.convert.hf_directory import hf_name
+from megatron_ladder.checkpoint.hf_directory import hf_name
 from megatron_ladder.convert.remote_code import hf_config
 from tests.helpers.patience import patient
 from tests.unit.convert.hand_made import entries

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ladder.checkpoint.hf_directory import open_hf_directory
 from megatron_ladder.checkpoint.manifest import encode_manifest
-from megatron_ladder.convert.hf_directory import open_hf_directory
 from megatron_ladder.convert.inspection import inspect_directory
 from megatron_ladder.convert.training_checkpoint import open_training_checkpoint
 from megatron_ladder.data.tokenizers import load_tokenizer

@@ -16,9 +16,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.checkpoint.hf_config import model_config_from_hf
 from megatron_ladder.convert.hf_module.configuration_megatron_ladder import MegatronLadderConfig
 from megatron_ladder.convert.hf_module.modeling_megatron_ladder import MegatronLadderForCausalLM
-from megatron_ladder.convert.remote_code import hf_config, hf_type, model_config_from_hf, module_files
+from megatron_ladder.convert.remote_code import hf_config, hf_type, module_files
 from megatron_ladder.errors import UserError
 from tests.reference import ReferenceConfig, make_weights, reference_logits
 from tests.unit.convert.hf_models import VOCAB, hf_name, tiny_config

@@ -13,9 +13,9 @@ import torch
 
 from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.checkpoint.hf_directory import hf_name
 from megatron_ladder.checkpoint.publish import write_manifest
 from megatron_ladder.convert import copying
-from megatron_ladder.convert.hf_directory import hf_name
 from megatron_ladder.convert.options import shard_bytes
 from megatron_ladder.convert.training_checkpoint import _rank_slices
 from megatron_ladder.errors import UserError

@@ -11,7 +11,8 @@ import pytest
 from transformers import AutoConfig
 
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.convert.remote_code import hf_config, hf_type, model_config_from_hf, module_files
+from megatron_ladder.checkpoint.hf_config import model_config_from_hf
+from megatron_ladder.convert.remote_code import hf_config, hf_type, module_files
 from megatron_ladder.errors import UserError
 from tests.unit.convert.hf_models import tiny_config
 

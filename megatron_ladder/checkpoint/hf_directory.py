@@ -12,18 +12,20 @@ Names in an index must stay in the directory. Links are followed only in the for
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import model_tensors
-from megatron_ladder.checkpoint.boxes import Box
+from megatron_ladder.checkpoint.boxes import Box, intersection
+from megatron_ladder.checkpoint.hf_config import AUTHORS_TYPE, OWN_TYPE, model_config_from_hf
 from megatron_ladder.checkpoint.manifest import is_plain_name
 from megatron_ladder.checkpoint.tensor_file import BY_STORED_NAME, element_name, parse_json, read_header, read_part
-from megatron_ladder.convert.plan import SourceTensor, StoredBox, whole_box
-from megatron_ladder.convert.remote_code import AUTHORS_TYPE, OWN_TYPE, model_config_from_hf
 from megatron_ladder.errors import UserError, limited, raise_user_errors
 from megatron_ladder.files import hub_hint
 
@@ -58,6 +60,47 @@ def hf_name(name: str) -> str:
     for ours, theirs in _PARTS:
         name = name.replace(ours, theirs)
     return name
+
+
+class StoredBox(NamedTuple):
+    """A rectangular part of a tensor, stored contiguously in row-major order from byte `begin` on.
+
+    `mapped` has the bytes of the file if they are mapped already; then `begin` counts from its start.
+    """
+
+    path: Path
+    begin: int
+    box: Box
+    mapped: memoryview | None = None
+
+
+class Permutation(NamedTuple):
+    """A new order of the rows (`dim` 0) or columns (1) of a tensor: row i of the result is row `source[i]`."""
+
+    dim: int
+    source: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class SourceTensor:
+    """A whole tensor, its name in its directory, and the boxes that tile it; it is copied in `order`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    boxes: tuple[StoredBox, ...]
+    order: Permutation | None = None
+
+    @property
+    def whole(self) -> Box:
+        """Return the box of all elements."""
+        return Box.whole(self.shape)
+
+    def overlapping(self, wanted: Box) -> Iterator[tuple[StoredBox, Box]]:
+        """Yield the boxes that share elements with `wanted`, and the shared elements."""
+        for stored in self.boxes:
+            if (shared := intersection(stored.box, wanted)) is not None:
+                yield stored, shared
 
 
 @dataclass(frozen=True)
@@ -221,7 +264,7 @@ def _read_file(path: Path, file: str) -> dict[str, SourceTensor]:
     for name, position in read_header(real).items():
         element = BY_STORED_NAME.get(position.dtype)
         dtype = position.dtype if element is None else element.name
-        box = StoredBox(real, position.begin, whole_box(position.shape))
+        box = StoredBox(real, position.begin, Box.whole(position.shape))
         found[name] = SourceTensor(name, position.shape, dtype, (box,))
     return found
 
@@ -252,7 +295,7 @@ def _read_pickled(path: Path) -> dict[str, SourceTensor]:
             raise UserError(f"{path}: {name}: is not a plain contiguous tensor; save the model as safetensors")
         shape = tuple(tensor.shape)
         data = tensor.detach().reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
-        box = StoredBox(path, 0, whole_box(shape), mapped=data)
+        box = StoredBox(path, 0, Box.whole(shape), mapped=data)
         found[name] = SourceTensor(name, shape, element_name(tensor.dtype), (box,))
     return found
 
