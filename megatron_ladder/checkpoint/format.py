@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.checkpoint.boxes import Box, cut_span, intersection
 from megatron_ladder.checkpoint.checksum import file_error
-from megatron_ladder.checkpoint.lineage import Lineage
-from megatron_ladder.checkpoint.manifest import TensorTable, decode_manifest, manifest_checksum, read_lineage
+from megatron_ladder.checkpoint.manifest import TensorTable, decode_manifest, manifest_checksum
 from megatron_ladder.checkpoint.publish import (
     LATEST_NAME,
     MANIFEST_NAME,
@@ -141,23 +140,13 @@ class Checkpoint:
 
     @property
     def optimizer(self) -> str:
-        """Return the --optimizer of the run; the manifests of versions without this flag, all of AdamW, have none."""
+        """Return the --optimizer of the run; a converted model has none."""
         return str(self.manifest.get("run", {}).get("optimizer", {}).get("optimizer", "adamw"))
 
     def model(self) -> ModelConfig:
         """Return sizes and wiring of the stored model; raise UserError if they are invalid."""
         source = str(self.directory / MANIFEST_NAME)
         return ModelConfig.from_dict(self.manifest["model"], source, tensors=len(self._table["weight"]))
-
-    @property
-    def lineage(self) -> Lineage:
-        """Return the branch of the checkpoint."""
-        return Lineage.from_record(self.manifest.get("lineage", Lineage().record()))
-
-    def reference(self) -> dict[str, Any]:
-        """Return the description of this checkpoint as the parent of others."""
-        directory = str(self.directory.resolve())
-        return {"directory": directory, "iteration": self.iteration, "manifest_checksum": self.manifest_checksum}
 
     def stored(self, kind: str) -> Mapping[str, StoredTensor]:
         """Return all stored tensors of a kind by name."""
@@ -324,14 +313,13 @@ def find_checkpoint(save: Path) -> Checkpoint | None:
             found.warnings = (*errors, f"{save / name}: is used instead")
         return found
     first = [f"{save}: none of its {len(candidates)} checkpoints is complete"] if candidates else []
-    raise UserError(*first, *errors, *untried_checkpoints(save, candidates))
+    raise UserError(*first, *errors)
 
 
 def checkpoint_candidates(save: Path) -> tuple[list[str], list[str]]:
     """Return the names of the checkpoints in a directory in the order to try them, and errors of the directory.
 
-    The one that `latest` names comes first, then older ones, the newest first, then newer ones. Checkpoints of other
-    branches than the first are left out.
+    The one that `latest` names comes first, then older ones, the newest first, then newer ones.
     """
     latest, names = read_latest(save), published_checkpoints(save)
     candidates, errors = names[::-1], list[str]()
@@ -341,35 +329,7 @@ def checkpoint_candidates(save: Path) -> tuple[list[str], list[str]]:
         errors.append(f"{save / LATEST_NAME}: names {latest or 'no checkpoint'!r}, which does not exist")
     if latest:
         candidates.sort(key=lambda name: publishing_order(name) > publishing_order(latest))
-    return _of_one_branch(save, candidates, latest, errors), errors
-
-
-def _of_one_branch(save: Path, candidates: list[str], latest: str | None, errors: list[str]) -> list[str]:
-    """Return the candidates to which the checkpoint that `latest` names may fall back, itself included.
-
-    If its lineage cannot be read, the others must belong to one line of branches, or `errors` receives the choices.
-    """
-    lineages = {name: read_lineage(save / name / MANIFEST_NAME) for name in candidates}
-    known = {name: lineage for name, lineage in lineages.items() if lineage is not None}
-    newest = known.get(latest or "")
-    if newest is None:
-        newest = next((one for one in known.values() if all(_includes(one, *item) for item in known.items())), None)
-    if newest is None and known:
-        errors.append(f"{save}: holds checkpoints of several runs, and it is unknown which of them is the current one")
-    return [name for name in candidates if name not in known or (newest and _includes(newest, name, known[name]))]
-
-
-def _includes(lineage: Lineage, name: str, other: Lineage) -> bool:
-    return lineage.includes(other, publishing_order(name)[0])
-
-
-def untried_checkpoints(save: Path, tried: Collection[str]) -> list[str]:
-    """Return a line about checkpoints that were not tried because they belong to other branches; [] if all were."""
-    others = [name for name in published_checkpoints(save) if name not in tried]
-    if not others:
-        return []
-    named = f"{', '.join(others[-3:])}{' and more' if len(others) > 3 else ''}"
-    return [f"{save}: not tried, because they belong to other runs: {named}: --load {save / others[-1]} loads the last"]
+    return candidates, errors
 
 
 def _open_directory(directory: Path) -> Checkpoint:

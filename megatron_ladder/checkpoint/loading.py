@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ladder.checkpoint.boxes import Box
-from megatron_ladder.checkpoint.format import Checkpoint, checkpoint_candidates, untried_checkpoints
+from megatron_ladder.checkpoint.format import Checkpoint, checkpoint_candidates
 from megatron_ladder.checkpoint.optimizer_state import OptimizerState
 from megatron_ladder.checkpoint.publish import MANIFEST_NAME, is_published_name
 from megatron_ladder.checkpoint.saving import generator_states
@@ -73,11 +73,11 @@ def load_newest(
     Raises:
         UserError: no checkpoint can be loaded; one line per error. The engine may be partly overwritten.
     """
-    candidates, errors, untried = [load], list[str](), list[str]()
+    candidates, errors = [load], list[str]()
     if world.rank == 0 and not ((load / MANIFEST_NAME).is_file() or is_published_name(load.name)):
         names, errors = checkpoint_candidates(load)
-        candidates, untried = [load / name for name in names], untried_checkpoints(load, names)
-    candidates, errors, untried = world.broadcast_object((candidates, errors, untried))
+        candidates = [load / name for name in names]
+    candidates, errors = world.broadcast_object((candidates, errors))
     for directory in candidates:
         try:
             checkpoint = _open_on_all(directory, world, refuse, opened)
@@ -86,7 +86,7 @@ def load_newest(
             errors = [*errors, *error.messages]
         else:
             return checkpoint, errors
-    raise UserError(f"{load}: no checkpoint can be loaded", *errors, *untried)
+    raise UserError(f"{load}: no checkpoint can be loaded", *errors)
 
 
 def _open_on_all(

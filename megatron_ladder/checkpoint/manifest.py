@@ -7,7 +7,6 @@
     iteration          completed optimizer steps
     consumed_samples   training samples seen
     model              sizes and wiring of the model (`ModelConfig.to_dict`)
-    lineage            the branch of the checkpoint and its parent (`lineage`); absent in earlier versions
     ...                other keys of the writer's header: training, optimizer (step and hyper-parameters), schedule,
                        rng (names of its tensors), tokenizer or null, layout and package versions of the writer; the
                        last two for information only
@@ -21,8 +20,6 @@ The boxes of a tensor tile it: every element is in exactly one box. `file_name` 
 its key there. Apart from the tilings, nothing in the manifest depends on how the tensors were distributed over ranks.
 
 Tensors of one shape are usually distributed alike, so that there are few tilings, however many layers there are.
-Schema 1, which is still read, has no tilings. Its tensors are objects {"name", "kind", "global_shape", "dtype",
-"boxes"} with boxes {"offset", "extent", "file", "key"}.
 """
 
 import json
@@ -31,11 +28,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 from megatron_ladder.checkpoint.checksum import DEFAULT_CHECKSUM, algorithm_of, checksum_of
-from megatron_ladder.checkpoint.lineage import Lineage
 from megatron_ladder.checkpoint.tensor_file import BY_NAME, parse_json
 from megatron_ladder.checkpoint.tilings import (
     KINDS,
@@ -44,15 +39,12 @@ from megatron_ladder.checkpoint.tilings import (
     expect,
     merge_tensors,
     tensors_in_columns,
-    tensors_with_boxes,
 )
 from megatron_ladder.config.training import OptimizerConfig
 from megatron_ladder.flags import ValueType
 
 FORMAT_NAME = "megatron_ladder checkpoint"
 SCHEMA_VERSION = 2
-_BOXES_IN_TENSORS = 1
-"""The earlier schema, in which every tensor lists its own boxes."""
 _MOST_STEPS = 10**15
 """Upper limit of iterations and samples: the names of directories have up to 15 digits."""
 _OTHER_KEYS: dict[str, Any] = {
@@ -77,8 +69,6 @@ _OTHER_KEYS: dict[str, Any] = {
 _RESERVED_KEYS = ("format", "schema_version", "files", "tilings", "tensors", "manifest_checksum")
 _CHECKSUM_LINE = re.compile(rb',\n "manifest_checksum": "([0-9a-z_]+:[0-9a-f]+)"\n}\n\Z')
 _CHECKSUM_LINE_BYTES = 128
-_LINEAGE_LINE = b' "lineage": '
-_END_OF_HEADER = b' "files": '
 
 
 TensorTable = dict[str, dict[str, StoredTensor]]
@@ -160,29 +150,15 @@ def manifest_checksum(data: bytes) -> str:
     return expected
 
 
-def read_lineage(path: Path) -> Lineage | None:
-    """Return the lineage in a manifest, of which only the first lines are read; None if they are not readable."""
-    try:
-        with open(path, "rb") as file:
-            for line in file:
-                if line.startswith(_LINEAGE_LINE):
-                    return Lineage.from_record(parse_json(line[len(_LINEAGE_LINE) :].decode().rstrip(",\n")))
-                if line.startswith(_END_OF_HEADER):
-                    return Lineage()
-    except (OSError, ValueError):
-        pass
-    return None
-
-
 def _check_manifest(manifest: Any) -> TensorTable:
     """Check everything that can be checked without the data files, and return the tensors."""
     where = "the manifest"
     if (name := expect(manifest, where, "format", str)) != FORMAT_NAME:
         raise ValueError(f"format is {name!r}, expected {FORMAT_NAME!r}")
     version = expect(manifest, where, "schema_version", int)
-    if version not in (_BOXES_IN_TENSORS, SCHEMA_VERSION):
+    if version != SCHEMA_VERSION:
         raise ValueError(
-            f"schema_version is {version}, and this program reads {_BOXES_IN_TENSORS} to {SCHEMA_VERSION}: "
+            f"schema_version is {version}, and this program reads {SCHEMA_VERSION}: "
             "use the version of megatron_ladder that wrote the checkpoint"
         )
     for key in ("iteration", "consumed_samples"):
@@ -192,8 +168,6 @@ def _check_manifest(manifest: Any) -> TensorTable:
     for key in _OTHER_KEYS.keys() & manifest.keys():
         if key != "tokenizer" or manifest[key] is not None:
             _check_types(manifest[key], key, _OTHER_KEYS[key])
-    if "lineage" in manifest:
-        Lineage.from_record(manifest["lineage"])
     sizes: dict[str, int] = {}
     for record in expect(manifest, where, "files", list):
         name = expect(record, "an entry of files", "name", str)
@@ -204,8 +178,7 @@ def _check_manifest(manifest: Any) -> TensorTable:
         algorithm_of(expect(record, name, "checksum", str))
         sizes[name] = expect(record, name, "size", int)
     table: TensorTable = {kind: {} for kind in KINDS}
-    tensors_of = tensors_with_boxes if version == _BOXES_IN_TENSORS else tensors_in_columns
-    for tensor in tensors_of(manifest, sizes):
+    for tensor in tensors_in_columns(manifest, sizes):
         if tensor.name in table[tensor.kind]:
             raise ValueError(f"{tensor.kind} of {tensor.name} is listed twice")
         if math.prod(tensor.global_shape) * BY_NAME[tensor.dtype].size > sum(sizes.values()):

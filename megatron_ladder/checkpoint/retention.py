@@ -10,9 +10,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ladder.checkpoint.manifest import read_lineage
 from megatron_ladder.checkpoint.publish import (
-    MANIFEST_NAME,
     published_checkpoints,
     publishing_order,
     read_latest,
@@ -36,18 +34,13 @@ class Retention:
 
         First come those whose iteration was saved again, for example because they were damaged; they do not count
         towards `keep_last`. Then come the others, oldest first. Checkpoints newer than the one that `latest` names are
-        never removed: a user went back to an earlier iteration and may still want them. Checkpoints of other branches
-        than that one do not count and are not removed, nor are those whose manifest cannot be read.
+        never removed: a user went back to an earlier iteration and may still want them.
         """
         latest = read_latest(save)
         if (self.keep_last is None and self.interval is None) or not latest:
             return []
-        lineages = {name: read_lineage(save / name / MANIFEST_NAME) for name in published_checkpoints(save)}
-        own = lineages.get(latest)
         candidates = [
-            name
-            for name, one in lineages.items()
-            if own and one and one.branch == own.branch and publishing_order(name) <= publishing_order(latest)
+            name for name in published_checkpoints(save) if publishing_order(name) <= publishing_order(latest)
         ]
         # In publishing order, so the last of an iteration is its highest repetition.
         newest = list({publishing_order(name)[0]: name for name in candidates}.values())

@@ -111,8 +111,6 @@ class StoredTensor:
     _tiling: _Tiling
     _files: Mapping[int, str]
     """Writer -> file; shared by many tensors, like the tiling."""
-    _keys: Sequence[str] | None = None
-    """Keys that do not follow from name and box."""
 
     @property
     def global_shape(self) -> tuple[int, ...]:
@@ -134,7 +132,7 @@ class StoredTensor:
 
     def key(self, index: int) -> str:
         """Return the key of a box in its file."""
-        return box_key(self.kind, self.name, self.box(index)) if self._keys is None else self._keys[index]
+        return box_key(self.kind, self.name, self.box(index))
 
     def files(self) -> set[str]:
         """Return the names of the files that hold the boxes."""
@@ -279,27 +277,6 @@ def tensors_in_columns(manifest: dict[str, Any], sizes: Mapping[str, int]) -> It
                     raise ValueError(f"{what}: the file {file_name(kind, writer)!r} is not listed under files")
             listed.add((kind, number))
         yield StoredTensor(name, kind, dtype, tilings[number], files[kind])
-
-
-def tensors_with_boxes(manifest: dict[str, Any], sizes: Mapping[str, int]) -> Iterator[StoredTensor]:
-    """Yield the tensors of a manifest of schema 1, or raise ValueError; `sizes` are those of its files."""
-    names = dict(enumerate(sizes))
-    numbers = {name: number for number, name in names.items()}
-    for record in expect(manifest, "the manifest", "tensors", list):
-        name, kind, dtype = (expect(record, "a tensor", key, str) for key in ("name", "kind", "dtype"))
-        what = _checked_name(name, kind, dtype)
-        shape, boxes = _checked_shape(record, what, sizes), expect(record, what, "boxes", list)
-        for box in boxes:
-            if expect(box, f"a box of {what}", "file", str) not in numbers:
-                raise ValueError(f"{what}: the file {box['file']!r} is not listed under files")
-            expect(box, f"a box of {what}", "key", str)
-        offsets, extents = (
-            _integers([expect(box, what, key, list) for box in boxes], (len(boxes), len(shape)), f"{what}: {key}")
-            for key in ("offset", "extent")
-        )
-        writers = np.array([numbers[box["file"]] for box in boxes], np.int64)
-        tiling = _checked_tiling(what, shape, offsets, extents, writers)
-        yield StoredTensor(name, kind, dtype, tiling, names, [box["key"] for box in boxes])
 
 
 def _checked_name(name: Any, kind: Any, dtype: Any) -> str:

@@ -86,9 +86,6 @@ def _training(path: Path) -> Iterator[str]:
             f"written by {manifest['run'].get('world_size', '?')} ranks: tensor-parallel {tensor}, pipeline {stages}, "
             f"ZeRO stage {parallel.get('zero_stage', '?')}; any layout reads it"
         )
-    if (lineage := checkpoint.lineage).branch:
-        loaded = "" if lineage.parent is None else f", after loading {lineage.parent.get('directory', '?')}"
-        yield f"branch {lineage.branch}{loaded}"
     if checkpoint.stored("exp_avg"):
         yield f"optimizer: {checkpoint.optimizer}"
     for kind in KINDS:

@@ -19,7 +19,6 @@ import torch
 from megatron_ladder import __version__
 from megatron_ladder.checkpoint.async_save import HostMemory, gather_through_files, run_in_thread
 from megatron_ladder.checkpoint.format import CARRIED, CHAT_TEMPLATE, GENERATION_CONFIG, TOKENIZERS, Checkpoint
-from megatron_ladder.checkpoint.lineage import Lineage
 from megatron_ladder.checkpoint.loading import load_newest
 from megatron_ladder.checkpoint.publish import published_checkpoints
 from megatron_ladder.checkpoint.retention import Retention
@@ -30,7 +29,7 @@ from megatron_ladder.files import write_atomically
 from megatron_ladder.train.inputs import RunInputs, describe_data
 from megatron_ladder.train.log import print_rank_0
 from megatron_ladder.train.reading import TextStreams
-from megatron_ladder.train.resume import lineage_of_run, schedule_note
+from megatron_ladder.train.resume import schedule_note
 from megatron_ladder.train.setup import Trainer
 
 _FAILING_SECONDS = 30.0
@@ -73,7 +72,6 @@ class CheckpointSaver:
         self._small_files = _SmallFiles(inputs.tokenizer)
         self._host = HostMemory()
         self._loaded: Path | None = None
-        self._lineage = Lineage.begin()
         self._saved: int | None = None
         self._in_flight: _SaveInFlight | None = None
         self._outcome: SaveOutcome | None = None
@@ -149,9 +147,6 @@ class CheckpointSaver:
             self._print(f"*** {directory}: is used instead ***")
             self._event("fallback", directory=directory, faults=faults)
         self._loaded = checkpoint.directory
-        if self._world.rank == 0:
-            # Only rank 0 writes manifests.
-            self._lineage = lineage_of_run(config, checkpoint)
         self._event(
             "load",
             directory=directory,
@@ -222,7 +217,6 @@ class CheckpointSaver:
         header = {
             "iteration": iteration,
             "consumed_samples": consumed_samples,
-            "lineage": self._lineage.record(),
             "model": run.model.to_dict(),
             "run": run.to_dict(),
             "data": describe_data(self._inputs.sources, tokenizer, self._inputs.stream),

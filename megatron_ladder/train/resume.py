@@ -12,10 +12,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from megatron_ladder.checkpoint.format import Checkpoint, find_checkpoint
-from megatron_ladder.checkpoint.lineage import Lineage
-from megatron_ladder.checkpoint.manifest import read_lineage
 from megatron_ladder.checkpoint.publish import (
-    MANIFEST_NAME,
     REPLACED_FILES,
     is_published_name,
     published_checkpoints,
@@ -146,22 +143,6 @@ def _check_save_directory(options: CheckpointConfig) -> None:
         f"--save {save}: holds {current} of another run, and {why}: {fix}, or give another --save, or "
         "--overwrite-checkpoints, after which --load continues the new run and no longer the old one"
     )
-
-
-def lineage_of_run(options: CheckpointConfig, checkpoint: Checkpoint) -> Lineage:
-    """Return the branch to which a run adds checkpoints after loading a checkpoint."""
-    lineage, load, save = checkpoint.lineage, options.load, options.save
-    assert load is not None
-    if options.finetune or save is None or not _is_within(load, save):
-        # No checkpoint in --save precedes those of this run.
-        return Lineage.begin(checkpoint.reference())
-    if latest := read_latest(save):
-        # The user may have chosen an earlier checkpoint, or the current one is damaged and the first of its branch.
-        chose_another = is_published_name(load.name) and load.name != latest
-        current = read_lineage(save / latest / MANIFEST_NAME)
-        if chose_another or (current is not None and current.branch != lineage.branch):
-            lineage = lineage.fork(checkpoint.iteration)
-    return lineage._replace(parent=checkpoint.reference())
 
 
 def _is_within(load: Path, save: Path) -> bool:

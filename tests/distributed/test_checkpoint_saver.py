@@ -181,16 +181,6 @@ def resumed(argv: list[str], load: Path) -> tuple[tuple[int, int], Events, list[
     return saver.resume(), events, streams.loaded, trainer.engine.state.steps_taken()
 
 
-def continued(save: Path, load: Path) -> None:
-    """On each rank: resume, and save iteration 5."""
-    words = ["--save", str(save), "--load", str(load)]
-    with mock.patch.object(checkpoints, "describe_data", lambda *of_the_data: {}):
-        _, saver, _ = saver_of(words, Checkpoint.open(load))
-        with saver:
-            saver.resume()
-            saver.save(5, 20, final=True)
-
-
 def test_a_damaged_checkpoint_is_skipped_by_all_ranks(gloo_pools: GlooPools, tmp_path: Path) -> None:
     run = gloo_pools(2).run
     run(saves_of_a_run, ["--save", str(tmp_path)], 4)
@@ -212,12 +202,3 @@ def test_a_damaged_checkpoint_is_skipped_by_all_ranks(gloo_pools: GlooPools, tmp
     assert [kind for kind, _ in events] == ["fallback", "load"]
     assert events[0][1]["directory"] == events[1][1]["directory"] == str(tmp_path / "iter_0000003")
     assert [str(damaged) in fault for fault in events[0][1]["faults"]] == [True]
-    # A run continues the branch of its directory, and forks from a checkpoint that it was given.
-    run(continued, tmp_path, tmp_path)
-    run(continued, tmp_path, tmp_path / "iter_0000002")
-    third, last, second = (Checkpoint.open(tmp_path / f"iter_{name}") for name in ("0000003", "0000005", "0000005.1"))
-    assert third.lineage.parent is None and third.lineage.forks == ()
-    assert last.lineage == third.lineage._replace(parent=third.reference())
-    assert second.lineage.forks == ((third.lineage.branch, 2),) and second.lineage.branch != third.lineage.branch
-    assert second.lineage.parent == Checkpoint.open(tmp_path / "iter_0000002").reference()
-    assert str(third.reference()["manifest_checksum"]).encode() in (third.directory / "manifest.json").read_bytes()

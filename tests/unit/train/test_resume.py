@@ -6,12 +6,10 @@ from typing import Any
 import pytest
 
 from megatron_ladder.checkpoint.format import Checkpoint
-from megatron_ladder.checkpoint.lineage import Lineage
-from megatron_ladder.config.data import CheckpointConfig
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
 from megatron_ladder.engine.optimizer import build_schedule
 from megatron_ladder.errors import ErrorCollector
-from megatron_ladder.train.resume import lineage_of_run, resumed_run, schedule_note
+from megatron_ladder.train.resume import resumed_run, schedule_note
 
 BASE = "--seq-length 16 --hidden-size 32 --num-attention-heads 4 --load c"
 TRAINED = "--train-iters 100 --lr 1e-3 --min-lr 1e-4 --lr-warmup-iters 10"
@@ -140,20 +138,6 @@ def test_a_resumed_run_keeps_its_optimizer() -> None:
             assert resume(f"{words} {free}", trained)[1] == []
 
 
-def test_a_checkpoint_that_names_no_optimizer_is_of_adamw() -> None:
-    old = checkpoint_of(run_of(TRAINED))
-    old.manifest["run"]["optimizer"] = {
-        name: value
-        for name, value in old.manifest["run"]["optimizer"].items()
-        if name != "optimizer" and not name.startswith("muon")
-    }
-    errors = ErrorCollector()
-    assert resumed_run(run_of(TRAINED), old, errors).optimizer.optimizer == "adamw" and not errors.messages
-    resumed_run(run_of(f"{TRAINED} --optimizer muon"), old, errors)
-    (message,) = errors.messages
-    assert "c/iter_0000050 was trained with adamw: give --optimizer adamw, or --no-load-optim" in message
-
-
 def test_contradicting_flags_are_reported() -> None:
     errors: list[str] = []
     words = f"{TRAINED} {OVERRIDE} {KEEP} --finetune --keep-last-n-checkpoints 0 --save-retain-interval -1"
@@ -172,11 +156,3 @@ def test_contradicting_flags_are_reported() -> None:
 def test_megatrons_older_spelling_is_accepted() -> None:
     flags = parse_run(f"{BASE} {TRAINED} --override-opt_param-scheduler".split(), [])
     assert flags.checkpoint.override_opt_param_scheduler
-
-
-def test_a_run_from_another_directory_begins_a_branch(tmp_path: Path) -> None:
-    """Checkpoints of earlier versions have the same branch in every directory."""
-    checkpoint = Checkpoint(tmp_path / "a" / "iter_0000050", {"iteration": 50}, {}, "")
-    assert lineage_of_run(CheckpointConfig(tmp_path / "a", tmp_path / "a"), checkpoint).includes(Lineage(), 50)
-    other = lineage_of_run(CheckpointConfig(tmp_path / "b", tmp_path / "a"), checkpoint)
-    assert not other.includes(Lineage(), 50) and other.parent == checkpoint.reference()
