@@ -6,7 +6,8 @@
 #
 # Every host needs this repository and its environment (.venv, or the one on the PATH) under the same path. Further flags
 # go to pretrain_ladder.py and override those below. --hosts "A B", --gpus-per-host N and --master-port N replace the
-# first edit, as in examples/multi_node.sbatch. docs/multi_node.md explains what to do if a run does not start.
+# first edit, as in examples/multi_node.sbatch. The exit code is that of tools/report_run.py --status: 0 finished, 2 invalid
+# input, 3 bad numbers, 1 worth another attempt. docs/multi_node.md explains what to do if a run does not start.
 set -euo pipefail
 
 # EDIT 1: names or addresses that all hosts can resolve, rank 0 on the first, and the number of GPUs per host.
@@ -44,6 +45,10 @@ source examples/hosts.sh
 require_launcher
 build_launcher
 
+for ((place = 0; place + 1 < ${#training_flags[@]}; place++)); do
+    [ "${training_flags[place]}" != --save ] || checkpoints=${training_flags[place + 1]}
+done
+
 "${launcher[@]}" pretrain_ladder.py \
     --tensor-model-parallel-size "$gpus_per_host" --zero-stage 1 --bf16 \
     --residual-mode ladder --num-layers 40 --hidden-size 1536 --num-attention-heads 24 \
@@ -52,4 +57,7 @@ build_launcher
     --data-path "$data" --split 99,1,0 \
     --tokenizer-type SentencePieceTokenizer --tokenizer-model "$tokenizer" \
     --save "$checkpoints" --load "$checkpoints" --save-interval 500 \
-    ${training_flags[@]+"${training_flags[@]}"}
+    ${training_flags[@]+"${training_flags[@]}"} || echo "the launcher ended with exit code $?" >&2
+
+# Launchers lose the exit codes of their ranks; the record of the run has them.
+python3 tools/report_run.py --status "$checkpoints"

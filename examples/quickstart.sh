@@ -68,8 +68,7 @@ run_once training "$run/checkpoint/latest" \
 
 run_once plot "$run/loss.png" \
     "Plot: the loss over iterations" \
-    "$python" tools/plot_loss.py --tensorboard-dir "$run/tensorboard" --labels "$(basename "$run")" \
-    --output "$run/loss.png"
+    "$python" tools/report_run.py "$run/checkpoint" --output "$run/loss.png"
 
 run_once sample "$run/sample.txt" \
     "Sampling: text from the model, tensor parallel $tp" \

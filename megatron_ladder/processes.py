@@ -1,8 +1,7 @@
 """Child processes that do not outlive their parent, and the signals that end a program.
 
 A parent starts children with `start_child`, collects signals with `received_signals`, and ends the children with
-`end_children`. If the parent is killed, the kernel signals its children. Descendants behind a launcher, which may end
-without them, find the parent by an environment variable with `find_supervisor`.
+`end_children`. If the parent is killed, the kernel signals its children.
 """
 
 import contextlib
@@ -11,17 +10,13 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-# Options of prctl(2), from <linux/prctl.h>.
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-
-_SUPERVISOR = "MEGATRON_LADDER_SUPERVISOR"
-"""Environment variable: the process that called `start_child`."""
+# An option of prctl(2), from <linux/prctl.h>.
+_PR_SET_PDEATHSIG = 1
 
 Child = subprocess.Popen[bytes]
 
@@ -38,7 +33,6 @@ def start_child(
     receive the terminal's Ctrl-C and can be killed together with its own children. Raise OSError if it cannot start.
     """
     parent = os.getpid()
-    environment = {**(popen_options.pop("env", None) or os.environ), _SUPERVISOR: _identity(parent)}
 
     def prepare() -> None:
         for number in ignored_signals:
@@ -48,19 +42,7 @@ def start_child(
             # The parent died before prctl took effect.
             os._exit(1)
 
-    return subprocess.Popen(command, preexec_fn=prepare, env=environment, **popen_options)
-
-
-def find_supervisor(environment: Mapping[str, str]) -> int | None:
-    """Return the process that started a process with this environment, directly or behind a launcher, by `start_child`.
-
-    The result is 0 if the supervisor has ended, and None if there is none on this machine.
-    """
-    known = environment.get(_SUPERVISOR, "")
-    place, _, pid = known.rpartition("/")[0].rpartition("/")
-    if not pid.isdecimal() or place != _identity(int(pid)).rsplit("/", 2)[0]:
-        return None
-    return int(pid) if known == _identity(int(pid)) else 0
+    return subprocess.Popen(command, preexec_fn=prepare, **popen_options)
 
 
 def start_ticks(pid: int) -> int | None:
@@ -76,11 +58,6 @@ def start_ticks(pid: int) -> int | None:
 def boot_id() -> str:
     """Return a name of this machine's current boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def _identity(pid: int) -> str:
-    """Return a name of a process that no other process has, on any machine: BOOT/NAMESPACE/PID/START."""
-    return f"{boot_id()}/{os.readlink('/proc/self/ns/pid')}/{pid}/{start_ticks(pid)}"
 
 
 def end_children(
@@ -112,24 +89,18 @@ def end_children(
 
 
 @contextmanager
-def received_signals(merge_seconds: float = 0.0) -> Iterator[list[int]]:
+def received_signals() -> Iterator[list[int]]:
     """Collect SIGINT, SIGTERM and SIGHUP in a list inside the block, instead of letting them end the process.
 
-    A signal that the parent process ignores (as `nohup` does with SIGHUP) stays ignored. Signals within `merge_seconds`
-    after the first are ignored, because a terminal and a launcher may both forward the same request.
+    A signal that the parent process ignores (as `nohup` does with SIGHUP) stays ignored.
     """
     received: list[int] = []
-    first = 0.0
-
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal first
-        if not received:
-            first = time.monotonic()
-        if not received or time.monotonic() - first > merge_seconds:
-            received.append(number)
-
     ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, note) for number in ending if signal.getsignal(number) != signal.SIG_IGN}
+    before = {
+        number: signal.signal(number, lambda number, _: received.append(number))
+        for number in ending
+        if signal.getsignal(number) != signal.SIG_IGN
+    }
     try:
         yield received
     finally:
@@ -152,8 +123,3 @@ def interrupts_blocked() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def adopt_orphans() -> None:
-    """Make orphaned descendants children of this process, so that it can find and end them."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)

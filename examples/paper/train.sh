@@ -11,8 +11,7 @@
 # Sizes: 1.2b, 1.5b, 3.5b, 4.5b, and 3.5b-tp8 and 4.5b-tp8 with 32 heads instead of 36. Wirings: standard, parallel,
 # ladder, ladder-parallel, staleness-2, hybrid, desync-2x, desync-4x. Started again, a run resumes from its last
 # checkpoint. Further flags: --tp N (tensor-parallel GPUs, default 1; the desync wirings need 2 or more, and N is part of
-# their model), --run FOLDER (default: a subfolder of `runs` in settings.sh), --max-restarts N (restart automatically
-# after a failure), --hosts "A B", --gpus-per-host N, --master-port N. Flags after -- go to pretrain_ladder.py and
+# their model), --run FOLDER (default: a subfolder of `runs` in settings.sh), --hosts "A B", --gpus-per-host N, --master-port N. Flags after -- go to pretrain_ladder.py and
 # override the recipe.
 set -euo pipefail
 
@@ -22,7 +21,7 @@ source examples/hosts.sh
 source examples/paper/settings.sh
 
 size=1.2b wiring="" tp="" run="" folder=""
-master_port=29500 node_rank="" max_restarts=0 dry_run=false
+master_port=29500 node_rank="" dry_run=false
 training_flags=()
 while [ $# -gt 0 ]; do
     case $1 in
@@ -49,7 +48,6 @@ while [ $# -gt 0 ]; do
         --gpus-per-host) gpus_per_host=$2 ;;
         --master-port) master_port=$2 ;;
         --node-rank) node_rank=$2 ;;
-        --max-restarts) max_restarts=$2 ;;
         *) fail "$1: unknown flag: see --help; flags of pretrain_ladder.py go after --" ;;
     esac
     shift 2
@@ -79,7 +77,6 @@ command=("${launcher[@]}" pretrain_ladder.py "${words[@]}"
     --streaming "${training_texts[@]}" --valid-data-path "${held_out}_text_document" "${tokenizer[@]}"
     --save "$run" --load "$run" --tensorboard-dir "$run/tensorboard"
     ${training_flags[@]+"${training_flags[@]}"})
-[ "$max_restarts" = 0 ] || command=(python3 tools/run_resilient.py --max-restarts "$max_restarts" -- "${command[@]}")
 
 if "$dry_run"; then
     read -ra names <<<"$hosts"
@@ -93,4 +90,6 @@ else
     require_launcher
     [ -e "${held_out}_text_document.json" ] || fail "${held_out}_text_document.json: not found: run examples/paper/prepare.sh"
 fi
-"${command[@]}"
+"${command[@]}" || echo "the launcher ended with exit code $?" >&2
+# Launchers lose the exit codes of their ranks; the record of the run has them.
+python3 tools/report_run.py --status "$run"

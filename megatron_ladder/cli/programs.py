@@ -22,15 +22,12 @@ PROGRAMS = (
     "inspect_data",
     "merge_datasets",
     "plan",
-    "plot_loss",
     "prepare_corpus",
     "preprocess_data",
     "report_run",
-    "run_resilient",
     "study",
     "throughput",
     "train_tokenizer",
-    "write_reference",
 )
 
 
@@ -70,6 +67,4 @@ def console_scripts() -> list[str]:
     return [
         f"megatron-ladder-{program.replace('_', '-')} = megatron_ladder.cli.{program}:entry_point"
         for program in PROGRAMS
-        # It writes to the checkout.
-        if program != "write_reference"
     ]

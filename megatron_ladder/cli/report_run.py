@@ -1,7 +1,11 @@
-"""Reports on a run: its goodput, its interruptions, and a picture of its loss and speed."""
+"""Reports on a run: its goodput, its interruptions, and a picture of its loss and speed.
+
+With `--status`, the exit code reports how the last attempt ended: 0 it finished or was asked to stop, 2 invalid input,
+3 a loss or gradient that is not finite, otherwise 1: worth another attempt.
+"""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -10,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from megatron_ladder.cli.images import image_errors
 from megatron_ladder.cli.programs import Command
 from megatron_ladder.command_line import parse_config
-from megatron_ladder.errors import ErrorCollector, run_program
+from megatron_ladder.errors import ErrorCollector, ExitCode, run_program
 from megatron_ladder.files import output_problem
 from megatron_ladder.flags import flag
-from megatron_ladder.train.record import EVALUATES, RECORD_NAME, read_record
+from megatron_ladder.train.record import EVALUATES, RECORD_NAME, attempt_outcome, read_record
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,12 +25,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReportRunConfig:
-    """Input and output. `report_run.py DIR` is short for `report_run.py --run DIR`."""
+    """Input and output. `report_run.py DIR` and `--status DIR` are short for `--run DIR`."""
 
     run: Path
     """Directory of checkpoints (--save) with a run.jsonl file."""
     output: Path | None = flag(None, output="file")
     """Image file (.png, .pdf or .svg); report.png in the directory by default."""
+    status: bool = False
+    """Only print how the last attempt ended, and exit with 0 (finished), 2 (invalid input), 3 (bad numbers) or 1 (worth
+    another attempt). Launchers lose the exit codes of their ranks; the record has them."""
 
 
 COMMANDS = (Command((ReportRunConfig,)),)
@@ -89,7 +96,7 @@ def _summarize(events: Sequence[dict[str, Any]]) -> _Summary:
         if event["event"] == "start":
             trains, is_starting = event.get("reason") != EVALUATES, False
             attempts.append(_Attempt(event["time"], event["iteration"], trains, event["time"]))
-        elif event["event"] in ("restart", "load", "fallback"):
+        elif event["event"] in ("launch", "load", "fallback"):
             # These precede the start to which they belong, possibly by hours.
             is_starting = True
         elif not is_starting and attempts[-1].end is None:
@@ -120,14 +127,13 @@ def _summarize(events: Sequence[dict[str, Any]]) -> _Summary:
 
 
 def _describe(events: Sequence[dict[str, Any]], summary: _Summary) -> str:
-    counts = {kind: sum(event["event"] == kind for event in events) for kind in ("skip", "spike", "hang", "restart")}
+    counts = {kind: sum(event["event"] == kind for event in events) for kind in ("skip", "spike", "hang")}
     saves = [event for event in events if event["event"] == "save end"]
     blocked = sum(event["blocked_seconds"] for event in saves)
     lines = [
         f"time since the first start: {summary.wall_seconds:,.1f} s",
         f"goodput: {summary.goodput:.1%}: {summary.kept_seconds:,.1f} s in {summary.steps} steps that were kept",
-        f"interruptions: {summary.interruptions}; starts: {len(summary.attempts)}; "
-        f"restarts by run_resilient.py: {counts['restart']}",
+        f"interruptions: {summary.interruptions}; starts: {len(summary.attempts)}",
         f"lost steps: {summary.lost_steps}",
         f"saves: {len(saves)}, which blocked training for {blocked:,.1f} s",
         f"skipped steps: {counts['skip']}; loss spikes kept: {counts['spike']}; hangs: {counts['hang']}",
@@ -157,6 +163,11 @@ def _draw(events: Sequence[dict[str, Any]], summary: _Summary) -> "Figure":
         for axis, key in ((loss_axis, "loss"), (speed_axis, "tokens_per_second")):
             values = [float(event[key]) for event in attempt.progress]
             axis.plot(times, values, color="C0", linewidth=1, marker=".", markersize=2)
+    validations = [event for event in events if event["event"] == "evaluation"]
+    for number, name in enumerate(dict.fromkeys(event.get("name", "") for event in validations)):
+        curve = [(hours(event["time"]), float(event["loss"])) for event in validations if event.get("name", "") == name]
+        style = {"linestyle": "--", "marker": "o", "markersize": 4, "color": f"C{5 + number}"}
+        loss_axis.plot(*zip(*curve, strict=True), label=f"validation {name}".rstrip(), **style)
     finished = [one for one in summary.attempts if one.end is not None or one is not summary.attempts[-1]]
     marks = [
         ("skipped step, or spike", "C4", [event["time"] for event in events if event["event"] in ("skip", "spike")]),
@@ -172,36 +183,56 @@ def _draw(events: Sequence[dict[str, Any]], summary: _Summary) -> "Figure":
     loss_axis.set_ylabel("loss (nats per token)")
     speed_axis.set_ylabel("tokens/s")
     speed_axis.set_xlabel("hours since the first start")
-    if any(moments for _, _, moments in marks):
+    if loss_axis.get_legend_handles_labels()[0]:
         loss_axis.legend()
     for axis in (loss_axis, speed_axis):
         axis.grid(alpha=0.3)
     return figure
 
 
+_OUTCOMES = {
+    ExitCode.DONE: "the run finished, or was asked to stop",
+    ExitCode.USER_ERROR: "the input was invalid: fix the command",
+    ExitCode.BAD_NUMBERS: "the loss or the gradients are not finite: look at the data and the learning rate",
+    ExitCode.INTERNAL: "the run did not finish: worth another attempt",
+}
+
+
+def _find_errors(config: ReportRunConfig) -> Iterator[str]:
+    if not config.status:
+        yield from image_errors("--output", config.output)
+
+
 def parse_options(argv: Sequence[str], found: list[str] | None = None) -> ReportRunConfig:
     """Read the command line, appending errors to `found` if it is given."""
-    words = ["--run", *argv] if argv and not argv[0].startswith("-") else list(argv)
-    return parse_config(
-        ReportRunConfig, words, "report_run.py", __doc__, lambda config: image_errors("--output", config.output), found
-    )
+    words = list(argv)
+    first = int(words[:1] == ["--status"])
+    if words[first:] and not words[first].startswith("-"):
+        words[first:first] = ["--run"]
+    return parse_config(ReportRunConfig, words, "report_run.py", __doc__, _find_errors, found)
 
 
 def main(argv: Sequence[str]) -> None:
-    """Read the record, print the report and draw the picture."""
+    """Read the record, print the report and draw the picture; with --status, print and return only how it ended."""
     errors = ErrorCollector()
     config = parse_options(argv, errors.messages)
     events: list[dict[str, Any]] = []
     try:
         events = read_record(config.run)
-        if not any(event["event"] == "start" for event in events):
+        if not config.status and not any(event["event"] == "start" for event in events):
             errors.add(f"{config.run / RECORD_NAME}: records no start of a run")
     except OSError as error:
-        errors.add(f"--run {config.run}: {RECORD_NAME} cannot be read: {error.strerror}: give the --save of a run")
+        # A run that was killed before it could write anything is worth another attempt.
+        if not config.status:
+            errors.add(f"--run {config.run}: {RECORD_NAME} cannot be read: {error.strerror}: give the --save of a run")
     output = config.output or config.run / "report.png"
-    if problem := output_problem(output, "file"):
+    if not config.status and (problem := output_problem(output, "file")):
         errors.add(f"{output} cannot be written: {problem}: give another path with --output")
     errors.raise_if_any()
+    if config.status:
+        outcome = attempt_outcome(events)
+        print(f"{config.run}: {_OUTCOMES[outcome]}", flush=True)
+        raise SystemExit(outcome)
     summary = _summarize(events)
     print(_describe(events, summary))
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -111,17 +111,6 @@ class SaveLock:
                 os.utime(self._descriptor)
 
 
-def lock_holder(folder: Path) -> psutil.Process | None:
-    """Return the process of this machine that holds the lock of a directory, if any."""
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, psutil.Error):
-        holder = json.loads((folder / _LOCK_NAME).read_bytes()[:_MOST_BYTES])
-        me = _this_process()
-        if [holder[key] for key in ("host", "boot")] == [me["host"], me["boot"]]:
-            process = psutil.Process(holder["pid"])
-            return process if holder["born"] == start_ticks(process.pid) else None
-    return None
-
-
 def _this_process() -> dict[str, Any]:
     seconds = psutil.Process().create_time()
     return {

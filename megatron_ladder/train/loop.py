@@ -69,6 +69,7 @@ def pretrain(argv: Sequence[str], signals: StopSignals | None = None) -> None:
                 whole_run.enter_context(SaveLock(folder))
         stopper = Stopper(inputs.run.reliability, signals, place.rank, start)
         record = RunRecord(folder, place.rank)
+        record.write_first("launch")
         with recording_failures(record, peers), naming_lost_peers(peers):
             trainer = build_trainer(inputs, place, peers)
             print_rank_0("\n".join([banner(trainer), *packing_notes(inputs.sources)]), place.rank)

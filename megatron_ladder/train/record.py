@@ -5,6 +5,9 @@
 Each line is one `write` to a file opened for appending, so lines of several processes on one machine do not mix. A
 process that dies may leave an incomplete last line; the next writer starts a new line, and readers skip it.
 
+Each attempt to run begins with `launch`, before it loads anything, and ends with a `stop` of every rank that knows how
+it ended. Invalid input is `refused`, before the run owns the directory.
+
 Importing this file does not import torch.
 """
 
@@ -12,10 +15,12 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from megatron_ladder.errors import ExitCode
 
 RECORD_NAME = "run.jsonl"
 EVALUATES = "evaluates"
@@ -70,6 +75,23 @@ def read_record(folder: Path) -> list[dict[str, Any]]:
             if isinstance(event, Mapping) and isinstance(event.get("event"), str):
                 events.append({**event, "time": datetime.fromisoformat(event["time"])})
     return events
+
+
+def attempt_outcome(events: Sequence[Mapping[str, Any]]) -> ExitCode:
+    """Return how the last attempt of a record ended, whatever exit code its launcher had.
+
+    DONE if it finished or was asked to stop, USER_ERROR or BAD_NUMBERS if repeating it would end it in the same way,
+    otherwise INTERNAL: ranks were killed, lost each other or failed, or there was no attempt.
+    """
+    kinds = [event["event"] for event in events]
+    if kinds[-1:] == ["refused"]:
+        return ExitCode.USER_ERROR
+    last = len(kinds) - kinds[::-1].index("launch") if "launch" in kinds else len(kinds)
+    codes = {event["code"] for event in events[last:] if event["event"] == "stop"}
+    for code in (ExitCode.BAD_NUMBERS, ExitCode.USER_ERROR):
+        if code in codes:
+            return code
+    return ExitCode.DONE if codes == {ExitCode.DONE} else ExitCode.INTERNAL
 
 
 def _plain(value: Any) -> Any:

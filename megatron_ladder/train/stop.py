@@ -8,7 +8,6 @@ Importing this file does not import torch, so that signals are handled before an
 
 import contextlib
 import os
-import select
 import signal
 import sys
 import threading
@@ -17,10 +16,9 @@ from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 from megatron_ladder.config.training import ReliabilityConfig
-from megatron_ladder.processes import find_supervisor
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-SAME_SECONDS = 2.0
+_SAME_SECONDS = 2.0
 """Signals within this time count as one: a launcher forwards signals that the terminal sent too, and may send two."""
 _LOOK_SECONDS = 1.0
 """Time between two checks of the kill switch."""
@@ -29,7 +27,6 @@ _LOOK_SECONDS = 1.0
 class StopSignals:
     """Context manager that notes SIGTERM and SIGINT; the second signal ends the process.
 
-    The end of a supervisor counts as a SIGTERM, because the launcher between them may end without its ranks.
     A thread reads what the C handler writes to a pipe. So the second signal ends even a process whose main thread is
     blocked in a collective, where it cannot run a Python handler. A signal that the parent ignores stays ignored.
     """
@@ -50,8 +47,6 @@ class StopSignals:
             if handler is not signal.SIG_IGN:
                 signal.signal(number, lambda *_: None)
         self._thread.start()
-        if (supervisor := find_supervisor(os.environ)) is not None:
-            threading.Thread(target=self._follow, args=(supervisor,), name="supervisor", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -70,23 +65,10 @@ class StopSignals:
             if not self.received:
                 noted = time.monotonic()
                 self.received.append(number[0])
-            elif time.monotonic() - noted > SAME_SECONDS:
+            elif time.monotonic() - noted > _SAME_SECONDS:
                 sys.stderr.write(f"a second {signal.Signals(number[0]).name}: ends at once\n")
                 sys.stderr.flush()
                 os._exit(128 + number[0])
-
-    def _follow(self, supervisor: int) -> None:
-        """Wait for the end of a process, which is 0 if it has ended."""
-        try:
-            if supervisor:
-                select.select([os.pidfd_open(supervisor)], [], [])
-        except ProcessLookupError:
-            pass
-        except OSError:
-            return  # a kernel without pidfd_open
-        if not self.received:
-            print("*** this run's supervisor has ended: stopping as after SIGTERM ***", file=sys.stderr, flush=True)
-            os.kill(os.getpid(), signal.SIGTERM)
 
 
 class StopReason(NamedTuple):

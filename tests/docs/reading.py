@@ -119,9 +119,7 @@ def _read_program(script: str, words: Sequence[str], processes: int | None) -> l
 
 
 def _read_tool(script: str, words: Sequence[str]) -> list[str]:
-    parsed = load_program(PROGRAM_OF[script]).parse_options(words)
-    if script == "tools/run_resilient.py":
-        return read_command(parsed[1]) or []
+    load_program(PROGRAM_OF[script]).parse_options(words)
     return []
 
 

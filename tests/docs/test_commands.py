@@ -136,8 +136,6 @@ TRAINING = (
         (fenced(f"torchrun --nproc-per-node 2 pretrain_ladder.py {TRAINING} --streaming x"), "exclude each other"),
         (fenced("deepspeed --num_gpu_s 8 pretrain_ladder.py ..."), "deepspeed: "),
         (fenced("deepspeed pretrain_ladder.py ... --zero-stage 4"), "'4' is not one of"),
-        (fenced("python tools/run_resilient.py -- deepspeed pretrain_ladder.py ... --save d"), "no --load"),
-        (fenced("python tools/run_resilient.py -- deepspeed pretrain_ladder.py ... --sve --save d --load d"), "--sve"),
         (fenced("bash examples/multi_node.sh --node-ranks N"), "examples/multi_node.sh has no flag --node-ranks"),
         (fenced("python tests/chaos/run.py --kill 3"), "tests/chaos/run.py has no flag --kill"),
         (fenced("bash tests/run.sh tests/units"), "tests/units: no such path"),

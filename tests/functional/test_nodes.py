@@ -279,6 +279,7 @@ class Stubs:
             text = (REPOSITORY_ROOT / "examples" / name).read_text()
             (folder / "repository" / "examples" / name).write_text(text)
         # The hostfile is gone when the script ends, so its contents are written down too.
+        self.add("python3", '[ "$*" = "tools/report_run.py --status $SAVE" ] && exit "${STATUS:-0}"')
         self.add("deepspeed", 'printf "%s\\n" "$@"; echo hostfile:; cat "$2"; echo "variable=${LADDER_TEST:-}"')
 
     def add(self, name: str, script: str) -> None:
@@ -294,7 +295,7 @@ class Stubs:
             text=True,
             timeout=patient(20),
             cwd=self.folder / "repository",
-            env={"PATH": path, "HOME": str(self.folder), **variables},
+            env={"PATH": path, "HOME": str(self.folder), "SAVE": "/shared/checkpoints", **variables},
         )
 
 
@@ -374,6 +375,10 @@ def test_a_slurm_job_starts_every_node(stubs: Stubs) -> None:
             str(node),
         ]
     assert len(starts) == 2 and words.count("n4 slots=4") == 2 and words.count("7") == 2
+    stubs.add("sleep", "")
+    for status, attempts in {3: 1, 1: 20}.items():
+        failed = stubs.run("multi_node.sbatch", "--save", "x", **job, SAVE="x", STATUS=str(status))
+        assert failed.returncode == status and failed.stdout.count("srun ") == attempts
     folder = stubs.folder / "repository" / "examples"
     for name in os.listdir(folder):
         subprocess.run(["bash", "-n", folder / name], check=True)

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -61,16 +60,6 @@ def test_signals_are_collected_and_handlers_restored() -> None:
         os.kill(os.getpid(), signal.SIGINT)
     assert sorted(received) == [signal.SIGINT, signal.SIGTERM]
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_signals_of_one_request_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    with received_signals(merge_seconds=1.0) as received:
-        for seconds in (0.0, 0.5, 0.6):
-            now[0] += seconds
-            os.kill(os.getpid(), signal.SIGTERM)
-    assert len(received) == 2
 
 
 def test_an_ignored_signal_stays_ignored() -> None:

@@ -77,8 +77,7 @@ class RunOptions:
     jobs: int = flag(2, minimum=1)
     """Processes with one thread each that run at the same time. With --launcher: trials at the same time."""
     launcher: str | None = None
-    """Command to put before pretrain_ladder.py, such as "deepspeed --hostfile hosts", or "python
-    tools/run_resilient.py -- deepspeed --hostfile hosts" to restart after failures; combine it with --jobs 1."""
+    """Command to put before pretrain_ladder.py, such as "deepspeed --hostfile hosts"; combine it with --jobs 1."""
     keep_checkpoints: bool = False
     """Keep the checkpoints of finished trials at equal tokens and time, which are otherwise removed."""
 

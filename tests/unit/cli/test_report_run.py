@@ -32,7 +32,7 @@ EVENTS = [
     progress(6, 6, 3, 3.0),
     progress(8, 8, 2, 2.0),
     event(9, "hang", ranks=[3]),
-    event(15, "restart", reason="exit code 4"),
+    event(15, "launch"),
     event(30, "start", iteration=4),
     progress(33, 7, 3, 3.0),
     event(34, "skip", iteration=8),
@@ -47,7 +47,7 @@ def test_goodput_counts_steps_that_were_kept() -> None:
     assert summary.kept_seconds == pytest.approx(10.0) and summary.goodput == pytest.approx(0.2)
     report = _describe(EVENTS, summary)
     assert "goodput: 20.0%: 10.0 s in 10 steps that were kept" in report
-    assert "interruptions: 1; starts: 2; restarts by run_resilient.py: 1" in report
+    assert "interruptions: 1; starts: 2\n" in report
     assert "saves: 1, which blocked training for 0.5 s" in report
     assert "skipped steps: 1; loss spikes kept: 0; hangs: 1" in report
     assert "start 1, 2026-01-31 12:00:00: 0 -> 8: interrupted, no end is recorded" in report
@@ -113,7 +113,7 @@ def test_all_errors_are_reported_together(tmp_path: Path) -> None:
     with pytest.raises(UserError) as wrong:
         main([str(tmp_path), "--output", "report.txt"])
     assert [message.split()[0] for message in wrong.value.messages] == ["--output", "--run"]
-    RunRecord(tmp_path).write("restart")
+    RunRecord(tmp_path).write("launch")
     with pytest.raises(UserError, match="records no start"):
         main(["--run", str(tmp_path)])
 

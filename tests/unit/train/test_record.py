@@ -6,7 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 
-from megatron_ladder.train.record import RECORD_NAME, RunRecord, read_record
+import pytest
+
+from megatron_ladder.train.record import RECORD_NAME, RunRecord, attempt_outcome, read_record
 from tests.helpers.patience import patient
 
 
@@ -49,3 +51,24 @@ def test_a_missing_directory_and_a_full_disk_are_ignored(tmp_path: Path) -> None
     RunRecord(None).write("start")
     RunRecord(tmp_path / "none").write("start")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("events", "outcome"),
+    [
+        ([], 1),
+        (["launch", "start", 0], 0),
+        (["launch", "start", 4, 3], 3),
+        (["launch", 2], 2),
+        (["launch", 4, 2], 2),
+        (["launch", "start"], 1),
+        (["launch", "start", 0, 4], 1),
+        (["launch", "start", 0, "refused"], 2),
+        (["refused", "launch", "start", 4], 1),
+        # A finished run was continued, and killed while it loaded.
+        (["launch", "start", 0, "launch", "load"], 1),
+    ],
+)
+def test_the_outcome_is_that_of_the_last_attempt(events: list[str | int], outcome: int) -> None:
+    record = [{"event": one} if isinstance(one, str) else {"event": "stop", "code": one} for one in events]
+    assert attempt_outcome(record) == outcome
