@@ -24,11 +24,10 @@ REQUIRED = [
     "xxhash>=3.5,<5",
 ]
 PLOT = ["matplotlib>=3.9,<4"]
-# Fast tokenizers and some input formats. Without them, slower libraries are used or the format is rejected.
+# Some input formats, which are rejected without them.
 DATA = [
     "backports.zstd>=1.0,<2; python_version<'3.14'",
     "datasets>=4.0,<6",
-    "gigatoken>=0.10,<0.11",
     "pyarrow>=17",
 ]
 # Comparison of logits after conversions, and the example that adapts a Llama model.

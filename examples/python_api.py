@@ -1,6 +1,6 @@
 """Trains a small ladder model, continues a text with it, and exports it; docs/api.md explains the calls.
 
-python tools/prepare_corpus.py --output-dir corpus --max-megabytes 1
+python examples/prepare_corpus.py --output-dir corpus --max-megabytes 1
 python examples/python_api.py corpus api_run
 deepspeed --quiet --num_gpus 2 --no_local_rank examples/python_api.py corpus other_run  # two ranks
 """

@@ -51,7 +51,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > processes ? cores / process
 
 run_once corpus "$run/data/valid_text_document.idx" \
     "Corpus: a tokenizer and tokens from the sources of Python's standard library" \
-    "$python" tools/prepare_corpus.py --output-dir "$run/data" --vocab-size 4096
+    "$python" examples/prepare_corpus.py --output-dir "$run/data" --vocab-size 4096
 
 run_once training "$run/checkpoint/latest" \
     "Training: a ladder model on $device, $processes processes, tensor parallel $tp" \

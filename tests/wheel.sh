@@ -24,7 +24,18 @@ fi
 mkdir "$scratch/work"
 cd "$scratch/work"
 python -c 'import megatron_ladder, sys; assert megatron_ladder.__file__.startswith(sys.prefix), megatron_ladder.__file__'
-megatron-ladder-prepare-corpus --output-dir data --vocab-size 512 --max-megabytes 0.05
+python - <<'END'
+import json, pydoc_data.topics, textwrap
+for name, module in ("train", textwrap), ("valid", pydoc_data.topics):
+    with open(module.__file__) as source, open(f"{name}.jsonl", "w") as lines:
+        print(json.dumps({"text": source.read()}), file=lines)
+END
+mkdir data
+megatron-ladder-train-tokenizer --input train.jsonl --vocab-size 512 --model-prefix data/tokenizer
+for part in train valid; do
+    megatron-ladder-preprocess-data --input "$part.jsonl" --output-prefix "data/$part" --append-eod \
+        --tokenizer-type SentencePieceTokenizer --tokenizer-model data/tokenizer.model
+done
 megatron-ladder-pretrain --residual-mode ladder --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 \
     --micro-batch-size 2 --train-iters 3 --lr 1e-3 --eval-iters 1 \
     --train-data-path data/train_text_document --valid-data-path data/valid_text_document \

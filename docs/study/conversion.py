@@ -113,7 +113,7 @@ class Study:
         """Write the token files: one file of the library in twenty is held out for validation."""
         tokenizer = self._data / "tokenizer.model"
         if not tokenizer.exists():
-            self._run("tokenizer", "tools/prepare_corpus.py", "--output-dir", self._data, "--vocab-size", VOCABULARY)
+            self._run("tokenizer", "examples/prepare_corpus.py", "--output-dir", self._data, "--vocab-size", VOCABULARY)
         files = library_files()
         random.Random(0).shuffle(files)
         for name, part in {"held_out": files[::20], "training": [f for i, f in enumerate(files) if i % 20]}.items():

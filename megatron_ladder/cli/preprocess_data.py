@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from megatron_ladder.cli.programs import Command
 from megatron_ladder.command_line import parse_config
@@ -34,8 +33,6 @@ class PreprocessConfig:
     """GPT-2's merges.txt; by default the one next to its vocab.json."""
     vocab_size: int | None = None
     """Number of token ids of NullTokenizer, without the end-of-document token."""
-    tokenizer_library: Literal["auto", "gigatoken", "tokenizers", "sentencepiece"] = "auto"
-    """Tokenizer library. auto: the fastest one that produces the tokenizer's own ids on a sample."""
     json_keys: tuple[str, ...] = ("text",)
     """Keys of JSON objects, or columns of tables, that contain text. Each key gets separate output files."""
     chat: bool = False
@@ -104,9 +101,7 @@ def main(argv: Sequence[str]) -> None:
         max_bytes=config.max_document_megabytes << 20,
         max_bad=config.skip_bad_lines,
     )
-    options = PreprocessOptions(
-        config.workers, config.partitions, config.log_interval, config.tokenizer_library, _print_message
-    )
+    options = PreprocessOptions(config.workers, config.partitions, config.log_interval, _print_message)
     if config.chat:
         sources = find_sources(config.input, reading)
         task = chat_task(tokenizer, config.chat_template, reading, config.append_eod)

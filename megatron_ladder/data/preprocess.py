@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_ladder.data.encoding import KeyTokens, Task, TextTask, choose_encoder
+from megatron_ladder.data.encoding import KeyTokens, Task, TextTask
 from megatron_ladder.data.partial import Partial
-from megatron_ladder.data.reading.find import BufferedSource, find_sources, first_texts, group_blocks
+from megatron_ladder.data.reading.find import find_sources, group_blocks
 from megatron_ladder.data.reading.protocol import GROUP_BYTES, BadRecord, Block, Reading, Source, WrongInputError
 from megatron_ladder.data.sidecar import Sidecar
 from megatron_ladder.data.tokenizers import Tokenizer, source_of
@@ -30,9 +30,6 @@ from megatron_ladder.progress import ProgressBar
 _COMMIT_SECONDS = 5.0
 """Time between two commits, which a killed run loses at most."""
 
-_SAMPLED_SOURCES = 8
-"""Sources that contribute texts to the comparison of libraries."""
-
 
 @dataclass(frozen=True)
 class PreprocessOptions:
@@ -41,7 +38,6 @@ class PreprocessOptions:
     workers: int = 1
     partitions: int = 1
     log_interval: int = 1000
-    library: str = "auto"
     report: Callable[[str], None] = print
 
 
@@ -99,32 +95,8 @@ def preprocess(
         RuntimeError, OSError: a file or the network failed during the run; all progress is kept.
     """
     reading, options = reading or Reading(), options or PreprocessOptions()
-    found = find_sources(inputs, reading)
-    sources = [source if source.can_be_read_again else BufferedSource(source) for source in found]
-    task = _text_task(tokenizer, sources, reading, append_eod, options)
-    return run_task(sources, output_prefix, tokenizer, task, options)
-
-
-def _text_task(
-    tokenizer: Tokenizer, sources: Sequence[Source], reading: Reading, append_eod: bool, options: PreprocessOptions
-) -> TextTask:
-    """Return a task with a compared library; a source that can be read only once must be a BufferedSource."""
-    step = max(1, len(sources) // _SAMPLED_SOURCES)
-    texts = [first_texts(source, reading) for source in sources[::step][:_SAMPLED_SOURCES]]
-    # One text of each source alternately, so that no source fills the sample alone.
-    sample = [text for row in itertools.zip_longest(*texts) for text in row if text is not None]
-    choice = choose_encoder(tokenizer, options.library, sample)
-    options.report(f"tokenizer: {choice.sentence}")
-    return TextTask(
-        source_of(tokenizer),
-        tokenizer.sha256,
-        tokenizer.vocab_size,
-        tokenizer.eod_id,
-        reading,
-        append_eod,
-        choice.encoder.library,
-        choice.encoder,
-    )
+    task = TextTask(source_of(tokenizer), tokenizer.sha256, tokenizer.vocab_size, tokenizer.eod_id, reading, append_eod)
+    return run_task(find_sources(inputs, reading), output_prefix, tokenizer, task, options)
 
 
 def run_task(

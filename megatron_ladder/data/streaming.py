@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ladder.data.batches import BatchShape
+from megatron_ladder.data.encoding import join_documents
 from megatron_ladder.data.reading.protocol import BadRecord
 from megatron_ladder.data.samples import SampleRows, permutation
 from megatron_ladder.errors import UserError
@@ -35,7 +36,7 @@ _SHARDS, _WINDOWS = 2, 3
 _MAX_STREAMS = 64
 """Largest number of streams that is chosen automatically."""
 
-Encode = Callable[[Sequence[str]], Iterable[Sequence[int] | NDArray[Any]]]
+Encode = Callable[[Sequence[str]], Sequence[list[int]]]
 """Texts -> ids without an end-of-document token."""
 
 
@@ -178,10 +179,9 @@ class _ShardStream:
                     break
             order = permutation(len(texts), plan.seed, begins.window, _WINDOWS + self._number).tolist()
             documents = self._encode([texts[place] for place in order]) if texts else []
-            end = np.array([plan.eod_id], np.int32)
-            pieces = [piece for ids in documents if len(ids) for piece in (np.asarray(ids, np.int32), end)]
-            if pieces:
-                return begins, np.concatenate(pieces)
+            tokens, _ = join_documents(documents, plan.eod_id)
+            if len(tokens):
+                return begins, tokens
             read_whole = begins.epoch > entered.epoch or (entered.shard, entered.block) == (0, 0)
             if self._next.epoch > begins.epoch and read_whole:
                 # One epoch is not the whole input: the stream has other shards in each epoch.

@@ -5,13 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_ladder.data.batches import BatchShape, DocumentRules, GlobalBatchLoader, SampleReader, UnreadBatches
-from megatron_ladder.data.encoding import choose_encoder
 from megatron_ladder.data.identity import data_changes
 from megatron_ladder.data.loader import Sources
 from megatron_ladder.data.packing import PackedSource
 from megatron_ladder.data.samples import Samples
 from megatron_ladder.data.streaming import (
-    ShardBlock,
     SkippedRecords,
     StreamPlan,
     StreamPosition,
@@ -19,9 +17,9 @@ from megatron_ladder.data.streaming import (
     positions_of,
     skipped_of,
 )
-from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
+from megatron_ladder.errors import UserError
 from megatron_ladder.train.inputs import RunInputs, describe_data
-from megatron_ladder.train.log import print_if_possible, print_rank_0
+from megatron_ladder.train.log import print_if_possible
 from megatron_ladder.train.setup import Trainer
 
 
@@ -85,17 +83,9 @@ class TextStreams:
         trainer, mesh, tokenizer, reader = self._trainer, self._trainer.mesh, self._inputs.tokenizer, None
         shape, rules = _shape_and_rules(trainer)
         assert tokenizer is not None
-        # Rank 0 has looked at files and asked a hub for all ranks, and it reads the first texts for them.
+        # Rank 0 has looked at files and asked a hub for all ranks.
         self._plan = replace(self._plan, shards=mesh.world.broadcast_object(self._plan.shards))
-        errors, texts = ErrorCollector(), list[str]()
-        if mesh.world.rank == 0:
-            with errors.collect():
-                texts = next(self._plan.shards[0].blocks(0), ShardBlock([])).texts
-        messages, texts = mesh.world.broadcast_object((errors.messages, texts))
-        raise_user_errors(messages)
         if mesh.model.rank == 0:
-            choice = choose_encoder(tokenizer, "auto", texts)
-            print_rank_0(f"--streaming: {choice.sentence}", mesh.world.rank)
 
             def warn(text: str) -> None:
                 # On every rank, because each one reads different streams.
@@ -104,7 +94,7 @@ class TextStreams:
             skipped = SkippedRecords(self._plan.max_bad, warn, self._skipped)
             reader = StreamReader(
                 self._plan,
-                choice.encoder.encode,
+                tokenizer.encode_batch,
                 shape,
                 mesh.data.rank,
                 consumed_samples,

@@ -80,14 +80,6 @@ def tokenize(folder: Path) -> None:
     )
 
 
-def tokenize_more(folder: Path) -> None:
-    """Write `parts/` and `more_text_document` as copies of `corpus_text_document`."""
-    (folder / "parts").mkdir()
-    for path in folder.glob("corpus_text_document.*"):
-        shutil.copy(path, folder / "parts")
-        shutil.copy(path, folder / path.name.replace("corpus", "more"))
-
-
 def train(folder: Path) -> None:
     """Write `checkpoints/`, `tensorboard/` and `traces/` of a run with two processes, and the `keys` of a server."""
     _run(
@@ -112,7 +104,7 @@ def write_llama(folder: Path) -> None:
 NEEDS: dict[str, tuple[Callable[[Path], None], ...]] = {
     "text": (write_large_corpus,),
     "preprocess": (write_corpus, train_tokenizer),
-    "data-sets": (write_corpus, train_tokenizer, tokenize, tokenize_more),
+    "data-sets": (write_corpus, train_tokenizer, tokenize),
     "chat": (write_corpus, write_chat),
     "trained": (write_corpus, train_tokenizer, tokenize, train),
     "llama": (write_corpus, train_tokenizer, tokenize, write_llama),

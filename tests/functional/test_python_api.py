@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from megatron_ladder.checkpoint.hf_directory import open_hf_directory
-from megatron_ladder.data.corpus import prepare_corpus
 from megatron_ladder.errors import UserError
 from tests.helpers.commands import REPOSITORY_ROOT, free_port, run_command
 
@@ -57,7 +56,9 @@ print(">", len(one.alternatives[0]))
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    prepare_corpus(tmp_path / "corpus", 512, 0.05, lambda line: None)
+    words = ["--output-dir", tmp_path / "corpus", "--vocab-size", "512", "--max-megabytes", "0.05"]
+    done = run_command([sys.executable, REPOSITORY_ROOT / "examples" / "prepare_corpus.py", *words], timeout=120)
+    assert done.returncode == 0, done.stderr
     return tmp_path / "corpus"
 
 

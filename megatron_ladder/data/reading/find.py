@@ -1,7 +1,6 @@
 """From the arguments of --input to sources, and from sources to groups of blocks."""
 
 import glob
-import itertools
 import os
 import queue
 import threading
@@ -18,13 +17,11 @@ from megatron_ladder.data.reading.files import (
     zstd_module,
 )
 from megatron_ladder.data.reading.hub import PREFIX, HubSource
-from megatron_ladder.data.reading.parquet import ParquetFile, RowGroup
+from megatron_ladder.data.reading.parquet import ParquetFile
 from megatron_ladder.data.reading.protocol import (
     GROUP_BYTES,
     JSON_SUFFIXES,
-    SPAN_BYTES,
     Block,
-    Parsed,
     Reading,
     Source,
     is_json_lines,
@@ -97,42 +94,6 @@ def _source_of(path: Path, reading: Reading) -> Source:
             f"or give JSON lines ({', '.join(JSON_SUFFIXES)})"
         )
     return PlainFile(path, path.stat().st_size)
-
-
-class BufferedSource:
-    """A source that can be read only once, whose first block can be inspected in advance."""
-
-    total_bytes = None
-    can_be_read_again = False
-
-    def __init__(self, source: Source) -> None:
-        self.name, self.place, self.identity = source.name, source.place, source.identity
-        self._source = source
-        self._blocks: Iterator[Block] | None = None
-        self._first: list[Block] = []
-
-    def first_block(self, reading: Reading) -> Block | None:
-        """Return the first block, which `blocks` still yields; None if there is none. Raises as `blocks`."""
-        if self._blocks is None:
-            self._blocks = self._source.blocks(reading)
-            self._first = list(itertools.islice(self._blocks, 1))
-        return self._first[0] if self._first else None
-
-    def blocks(self, reading: Reading) -> Iterator[Block]:
-        self.first_block(reading)
-        assert self._blocks is not None
-        while self._first:
-            yield self._first.pop()
-        yield from self._blocks
-
-
-def first_texts(source: Source, reading: Reading) -> list[str]:
-    """Return about SPAN_BYTES of texts from the beginning of a source; none if its first block contains none."""
-    block = source.first_block(reading) if isinstance(source, BufferedSource) else next(source.blocks(reading), None)
-    if isinstance(block, RowGroup):
-        block = block.beginning(SPAN_BYTES)
-    parsed = Parsed((), 0) if block is None else block.read(reading)
-    return [value for column in parsed.columns for value in column if isinstance(value, str)]
 
 
 def group_blocks(

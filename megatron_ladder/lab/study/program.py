@@ -2,6 +2,7 @@
 
 import functools
 import platform
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +11,6 @@ from typing import Any
 
 from megatron_ladder.blueprint.tensors import parameter_count
 from megatron_ladder.config.run import RunConfig
-from megatron_ladder.data.corpus import prepare_corpus
 from megatron_ladder.data.sidecar import read_sidecar
 from megatron_ladder.errors import ExitCode, UserError
 from megatron_ladder.lab.bench.sizes import find_size
@@ -80,7 +80,11 @@ def _prepare_data(request: Request) -> tuple[Request, str]:
         found = ", ".join(map(str, sorted(vocabularies)))
         fix = "give sizes with the same vocabulary, or other data after --"
         raise UserError(f"--sizes have vocabularies of {found}, but the default corpus has one: {fix}")
-    prepare_corpus(folder, vocabularies.pop(), None, functools.partial(print, flush=True))
+    if not (folder / "valid_text_document.json").is_file():
+        script = Path(__file__).resolve().parents[3] / "examples" / "prepare_corpus.py"
+        words = ["--output-dir", str(folder), "--vocab-size", str(vocabularies.pop())]
+        if subprocess.run([sys.executable, str(script), *words]).returncode:
+            raise UserError(f"{script} failed: give other data after --")
     sources = folder / "train_text_document"
     # Validation text of the same kind, because wirings are compared by how well they learn it.
     flags = ("--data-path", str(sources), "--split", _SPLIT)

@@ -3,10 +3,8 @@
 import errno
 import fcntl
 import gzip
-import io
 import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +14,9 @@ import pyarrow.parquet
 import pytest
 import requests
 
-from megatron_ladder.data.encoding import EncoderChoice, choose_encoder
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.partial import Partial
-from megatron_ladder.data.preprocess import PreprocessOptions, _InputPosition, _text_task, preprocess, run_task
-from megatron_ladder.data.reading.find import find_sources
+from megatron_ladder.data.preprocess import PreprocessOptions, _InputPosition, preprocess
 from megatron_ladder.data.reading.protocol import Reading
 from megatron_ladder.data.tokenizers import ByteTokenizer
 from megatron_ladder.errors import ExitCode, UserError, exit_code_of
@@ -108,33 +104,6 @@ def test_progress_survives_a_network_failure(tmp_path: Path, hub: Hub) -> None:
     assert any(line.startswith("resuming after") for line in reported)
 
 
-def test_progress_survives_a_failure_to_open_the_hub(tmp_path: Path, hub: Hub) -> None:
-    """Test a task that reads nothing before the run, such as conversations."""
-    options, tokenizer = PreprocessOptions(report=lambda line: None), ByteTokenizer()
-    task = _text_task(tokenizer, [], Reading(), False, options)
-
-    def attempt() -> None:
-        run_task(find_sources([HUB], Reading()), tmp_path / "out", tokenizer, task, options)
-
-    hub.fails_to_open = FileNotFoundError("no such data set")
-    with pytest.raises(UserError):
-        attempt()
-    assert os.listdir(tmp_path) == []
-    hub.fails_to_open, hub.fails_to_read = None, answered(503)
-    with pytest.raises(ConnectionError):
-        attempt()
-    journal = (tmp_path / ".out.partial" / "journal").read_bytes()
-    for error, raised in (
-        (FileNotFoundError("no such data set"), UserError),
-        (answered(503), ConnectionError),
-        (answered(403), UserError),
-    ):
-        hub.fails_to_open = error
-        with pytest.raises(raised):
-            attempt()
-        assert (tmp_path / ".out.partial" / "journal").read_bytes() == journal
-
-
 def test_wrong_content_on_the_hub_leaves_no_files(tmp_path: Path, hub: Hub) -> None:
     hub.fails_to_read = ValueError("JSON parse error")
     with pytest.raises(UserError, match="datasets cannot read it .ValueError: JSON parse error"):
@@ -207,25 +176,6 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path: Path, monkeypatch: p
     reported: list[str] = []
     assert run(tmp_path, [write_lines(tmp_path / "a.jsonl", TEXTS[:9])], reported) == TEXTS[:9]
     assert any(f"this file system has no locks ({os.strerror(reason)})" in line for line in reported)
-
-
-def test_inputs_that_can_be_read_only_once_are_compared_too(
-    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compared: list[str] = []
-
-    def watched(tokenizer: Any, library: Any, texts: list[str]) -> EncoderChoice:
-        assert not (tmp_path / ".out.partial").exists()
-        compared.extend(texts)
-        return choose_encoder(tokenizer, library, texts)
-
-    monkeypatch.setattr("megatron_ladder.data.preprocess.choose_encoder", watched)
-    typed = [f"typed {number}" for number in range(500)]
-    content = "".join(json.dumps({"text": text}) + "\n" for text in typed).encode()
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
-    path = write_lines(tmp_path / "a.jsonl", ["in a file"])
-    assert run(tmp_path, ["-", path, HUB], []) == [*typed, "in a file", *TEXTS]
-    assert {typed[0], "in a file", TEXTS[0]} <= set(compared)
 
 
 def test_the_journal_lists_skipped_records_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import requests
 from backports import zstd
 
 from megatron_ladder.data.reading.files import HugeLine, _cut_lines, _parse_lines
-from megatron_ladder.data.reading.find import find_sources, first_texts, group_blocks
+from megatron_ladder.data.reading.find import find_sources, group_blocks
 from megatron_ladder.data.reading.hub import _is_network_error
 from megatron_ladder.data.reading.parquet import ParquetFile, RowGroup
 from megatron_ladder.data.reading.protocol import Block, Reading, WrongInputError
@@ -238,14 +238,6 @@ def test_a_rewritten_file_is_read_from_its_beginning(folder: Path, monkeypatch: 
     after = cut_parquet(folder / "e.parquet", [text.upper() for text in TEXTS], monkeypatch)
     rows = after[1].rows
     assert rows == before[1].rows and texts_of(after[1]) == [text.upper() for text in TEXTS[rows.start : rows.stop]]
-
-
-def test_only_the_beginning_of_a_row_group_is_sampled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cut_parquet(folder / "e.parquet", TEXTS, monkeypatch)
-    monkeypatch.setattr("megatron_ladder.data.reading.parquet.GROUP_BYTES", 1 << 20)
-    monkeypatch.setattr("megatron_ladder.data.reading.find.SPAN_BYTES", 2000)
-    texts = first_texts(ParquetFile(folder / "e.parquet"), Reading())
-    assert texts == TEXTS[: len(texts)] and 0 < len(texts) < len(TEXTS) // 4
 
 
 def test_a_column_with_a_dot_in_its_name_has_a_size(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Merging and inspecting data sets, and detecting damaged ones."""
+"""Inspecting data sets, and detecting damaged ones."""
 
 import contextlib
 import os
@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 import psutil
@@ -16,8 +15,6 @@ import pytest
 import xxhash
 
 from megatron_ladder.cli.inspect_data import main as inspect_data
-from megatron_ladder.cli.merge_datasets import main as merge_datasets
-from megatron_ladder.data import indexed, merge
 from megatron_ladder.data.indexed import IndexedDataset, IndexedDatasetWriter, loss_mask_path
 from megatron_ladder.data.inspect import _histogram, parse_documents, verify
 from megatron_ladder.data.reading.protocol import GROUP_BYTES
@@ -40,11 +37,6 @@ def write(prefix: Path, lengths: list[int], dtype: str = "<u2", **changes: objec
     known = replace(counted, bin_checksum=bin_checksum, idx_checksum=idx_checksum)
     write_sidecar(prefix, replace(known, **changes))
     return prefix
-
-
-def documents_of(prefix: Path) -> list[list[int]]:
-    dataset = IndexedDataset(prefix)
-    return [dataset.document(number).tolist() for number in range(len(dataset))]
 
 
 def refusals_of(prefix: Path) -> list[str]:
@@ -110,40 +102,13 @@ def test_verification_without_a_sidecar(make_dataset: MakeDataset) -> None:
         verify(dataset.prefix)
 
 
-def test_merged_data_sets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "parts"
-    folder.mkdir()
-    b, a = write(folder / "b.x", [4, 0, 9]), write(folder / "a", [1, 2], append_eod=False)
-    loss_mask_path(b).write_bytes(bytes([1, 0] * 6 + [1]))
-    other = write(tmp_path / "c", [3])
-    merge_datasets(["--input", str(folder), str(other), "--output-prefix", str(tmp_path / "out")])
-    assert documents_of(tmp_path / "out") == [*documents_of(a), *documents_of(b), *documents_of(other)]
-    mask = IndexedDataset(tmp_path / "out").loss_mask
-    assert mask is not None and mask.tolist() == [1] * 3 + [1, 0] * 6 + [1] + [1] * 3
-    merged = read_sidecar(tmp_path / "out")
-    parts = [read_sidecar(prefix) for prefix in (a, b, other)]
-    assert merged is not None and (merged.documents, merged.tokens, merged.append_eod) == (6, 19, False)
-    assert merged.largest_id == max(part.largest_id for part in parts if part is not None)
-    assert verify(tmp_path / "out")[-2:] == [
-        f"verified: the checksum of {name} equals that in the sidecar" for name in (".bin", "the loss mask")
-    ]
-    printed = capsys.readouterr().out
-    assert printed.endswith("out: 6 documents, 19 tokens, of 3 data sets\n")
-
-
 def test_a_changed_or_missing_loss_mask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prefix = write(tmp_path / "d", [4, 9], conversations=True)
-    other = write(tmp_path / "e", [3], conversations=True)
-    merge = ["--input", str(other), str(prefix), "--output-prefix", str(tmp_path / "out")]
     path, before = loss_mask_path(prefix), bytes([0, 1] * 6 + [1])
-    loss_mask_path(other).write_bytes(bytes(3))
 
     def refused(printed: str) -> None:
         with pytest.raises(UserError, match=printed):
             verify(prefix)
-        with pytest.raises(UserError, match=printed):
-            merge_datasets(merge)
-        assert not list(tmp_path.glob("*out*"))
 
     # The sidecar of an earlier release requires a mask, but has no checksum of it.
     refused(r"d_loss_mask\.bin: no such file, and it belongs to .*d\.json: copy it as well")
@@ -158,74 +123,6 @@ def test_a_changed_or_missing_loss_mask(tmp_path: Path, capsys: pytest.CaptureFi
     path.unlink()
     inspect_data([str(prefix)])
     assert "d_loss_mask.bin: no such file" in capsys.readouterr().out
-    path.write_bytes(before)
-    merge_datasets(merge)
-    assert verify(tmp_path / "out")[-1] == "verified: the checksum of the loss mask equals that in the sidecar"
-    assert loss_mask_path(tmp_path / "out").read_bytes() == bytes(3) + before
-
-
-@pytest.mark.parametrize("failing", ["append", "write_index", "write_sidecar"])
-def test_a_merge_on_a_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
-    for name in "st":
-        writer = IndexedDatasetWriter(tmp_path / name, np.dtype(np.uint16))
-        writer.add_document(np.array([1, 2], np.uint16))
-        writer.publish()
-        loss_mask_path(tmp_path / name).write_bytes(bytes(2))
-        write_sidecar(tmp_path / name, Sidecar("t", "0" * 64, 100, 0, False, largest_id=2, documents=1, tokens=2))
-
-    def fail(*_: object) -> NoReturn:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as full:
-        place = {"append": IndexedDatasetWriter, "write_index": indexed, "write_sidecar": merge}[failing]
-        full.setattr(place, failing, fail)
-        with pytest.raises(UserError, match="out: cannot be written: No space left on device"):
-            merge_datasets(["--input", f"{tmp_path}/s", f"{tmp_path}/t", "--output-prefix", f"{tmp_path}/out"])
-    assert not list(tmp_path.glob("*out*"))
-    merge_datasets(["--input", f"{tmp_path}/s", f"{tmp_path}/t", "--output-prefix", f"{tmp_path}/out"])
-    assert documents_of(tmp_path / "out") == [[1, 2]] * 2
-
-
-def test_merging_keeps_documents_of_several_sequences(tmp_path: Path) -> None:
-    idx = b"MMIDIDX\0\0" + np.array([1], "<u8").tobytes() + b"\x03" + np.array([3, 4], "<u8").tobytes()
-    idx += np.array([1, 0, 2], "<i4").tobytes() + np.array([0, 2, 2], "<i8").tobytes()
-    (tmp_path / "s.idx").write_bytes(idx + np.array([0, 2, 2, 3], "<i8").tobytes())
-    (tmp_path / "s.bin").write_bytes(np.array([7, 8, 9], "<i2").tobytes())
-    (tmp_path / "t.idx").write_bytes((tmp_path / "s.idx").read_bytes())
-    (tmp_path / "t.bin").write_bytes((tmp_path / "s.bin").read_bytes())
-    merge_datasets(["--input", f"{tmp_path}/s", f"{tmp_path}/t", "--output-prefix", f"{tmp_path}/out"])
-    merged = IndexedDataset(tmp_path / "out")
-    assert merged.tokens.dtype == np.int16 and read_sidecar(merged.prefix) is None
-    assert merged.document_indices.tolist() == [0, 2, 2, 3, 5, 5, 6]
-    assert merged.sequence_bounds.tolist() == [0, 1, 1, 3, 4, 4, 6]
-    assert documents_of(merged.prefix) == [[7], [], [8, 9]] * 2
-
-
-def test_incompatible_parts_leave_no_files(tmp_path: Path) -> None:
-    a = write(tmp_path / "a", [5])
-    wide, foreign = write(tmp_path / "w", [5], "<i4"), write(tmp_path / "f", [6], tokenizer_sha256="cd", eod_id=3)
-    damaged = write(tmp_path / "d", [5], bin_checksum="xxh3_128:0")
-    before = sorted(os.listdir(tmp_path))
-    for inputs, found in (
-        ([a, wide], r"w: has tokens of int32, .*a of uint16"),
-        ([a, foreign], r"f: tokenizer_sha256 is cd, of .*a ab: .*\n.*f: eod_id is 3, of .*a 2"),
-        ([a, damaged], r"d\.bin: found checksum .*, its sidecar expects xxh3_128:0"),
-        ([a, a], r"a: is given twice"),
-        ([tmp_path / "none"], r"--input \S+none\.idx: no such file"),
-    ):
-        with pytest.raises(UserError, match=found):
-            merge_datasets(["--input", *map(str, inputs), "--output-prefix", f"{tmp_path}/out"])
-        assert sorted(os.listdir(tmp_path)) == before
-    with pytest.raises(UserError, match=r"a\.bin: exists"):
-        merge_datasets(["--input", str(wide), "--output-prefix", str(a)])
-    (tmp_path / "w.idx").unlink()
-    with pytest.raises(UserError, match=r"w\.bin: its \.idx is missing"):
-        merge_datasets(["--input", str(tmp_path), "--output-prefix", f"{tmp_path}/out"])
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="empty: contains no data set"):
-        merge_datasets(["--input", f"{tmp_path}/empty", "--output-prefix", f"{tmp_path}/out"])
-    with pytest.raises(UserError, match="--output-prefix"):
-        merge_datasets(["--input", str(a), "--output-prefix", f"{a}.bin/out"])
 
 
 def test_inspecting_prints_texts(
