@@ -41,8 +41,9 @@ global_batch=32
 seq_length=4096
 # Chosen by us: the rest of the recipe, and the intervals of saving and evaluation.
 measured_tokens=65536
-recipe=(--min-lr 0 --lr-decay-style cosine --weight-decay 0 --clip-grad 1 --adam-beta1 0.9 --adam-beta2 0.95
-    --reset-position-ids --reset-attention-mask)
+recipe=(--min-lr 0 --lr-decay-style cosine --weight-decay 0 --clip-grad 1 --adam-beta1 0.9 --adam-beta2 0.95)
+# Conversations that share a row do not see each other, in training and in the measurements before it.
+documents=(--reset-position-ids --reset-attention-mask)
 intervals=(--save-interval 500 --keep-last-n-checkpoints 2 --eval-interval 500 --eval-iters 20 --log-interval 10)
 
 tiny=false
@@ -267,7 +268,7 @@ if [ -n "$measured_layers" ]; then
     run_once sensitivity "$run/sensitivity.json" "Sensitivity: the $measured_layers layers that cost least" \
         with_python tools/convert_checkpoint.py sensitivity --load "$source_model" --tp "$tp" \
         --data "$run/data/train_${keys[0]}_document" --seq-length "$((seq_length < 2048 ? seq_length : 2048))" \
-        --tokens "$measured_tokens" --greedy-layers "$measured_layers" --output "$run/sensitivity.json"
+        --tokens "$measured_tokens" "${documents[@]}" --greedy-layers "$measured_layers" --output "$run/sensitivity.json"
 fi
 
 run_once import "$run/imported/latest" "Import: --ladder-layers $ladder_layers" \
@@ -277,14 +278,14 @@ if [ -n "$lanes" ]; then
     run_once arrange "$run/arranged/latest" "Arrangement: heads and neurons that affect each other share one of $lanes lanes" \
         with_python tools/convert_checkpoint.py arrange --load "$run/imported" --save "$run/arranged" --overwrite \
         --lanes "$lanes" --tensor-model-parallel-size "$tp" --data "$run/data/train_${keys[0]}_document" \
-        --seq-length "$((seq_length < 2048 ? seq_length : 2048))" --tokens "$measured_tokens"
+        --seq-length "$((seq_length < 2048 ? seq_length : 2048))" --tokens "$measured_tokens" "${documents[@]}"
 fi
 
 steps=$(((tokens + global_batch * seq_length - 1) / (global_batch * seq_length)))
 run_once heal "$run/checkpoints/latest" "Healing: $steps steps of $global_batch x $seq_length tokens" \
     heal pretrain_ladder.py \
     "${layout[@]}" --bf16 --global-batch-size "$global_batch" --seq-length "$seq_length" \
-    --train-iters "$steps" --lr "$lr" --lr-warmup-iters "$warmup" "${recipe[@]}" --loss-on assistant \
+    --train-iters "$steps" --lr "$lr" --lr-warmup-iters "$warmup" "${recipe[@]}" "${documents[@]}" --loss-on assistant \
     --train-data-path "$run/data/train_${keys[0]}_document" --valid-data-path "$run/data/valid_${keys[0]}_document" \
     --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$source_model" \
     --save "$run/checkpoints" "${intervals[@]}" --tensorboard-dir "$run/tensorboard" \

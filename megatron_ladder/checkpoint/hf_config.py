@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron_ladder.blueprint.model import LARGEST_SIZE, ModelConfig, model_errors
@@ -21,6 +22,7 @@ CLASSES = {
 AUTHORS_TYPE = "llamaLadder"
 """`model_type` of the paper's authors: Llama, with `ladder_layers`."""
 READABLE_TYPES = (*CLASSES, AUTHORS_TYPE)
+TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3"}
 """`rope_type` -> `--rope-scaling`."""
 
@@ -272,3 +274,27 @@ def _wiring(keys: _Keys, model_type: str, num_layers: int) -> dict[str, Any]:
         "lanes": lanes,
         **desync,
     }
+
+
+def token_ids(values: Any, source: Path, vocab_size: int | None = None) -> dict[str, Any]:
+    """Return the ids of special tokens in the JSON object of a file. Null, and -1 except for the end, mean none.
+
+    Raises:
+        UserError: the values are not an object, or an id is not an integer, or not one of the vocabulary if its size is
+            given; each line names `source`.
+    """
+    if not isinstance(values, Mapping):
+        raise UserError(f"{source}: found {values!r:.60}, expected an object with {', '.join(TOKEN_KEYS)}")
+    ids, errors = {}, []
+    for key in TOKEN_KEYS:
+        value, is_end = values.get(key), key == "eos_token_id"
+        if value is None or (value == -1 and not is_end):
+            continue
+        listed = value if is_end and isinstance(value, list) else [value]
+        if all(type(one) is int and (vocab_size is None or 0 <= one < vocab_size) for one in listed):
+            ids[key] = value
+        else:
+            bounds = "" if vocab_size is None else f" of 0-{vocab_size - 1}"
+            errors.append(f"{source}: {key}: found {value!r:.60}, expected an id{bounds}, or null")
+    raise_user_errors(errors)
+    return ids

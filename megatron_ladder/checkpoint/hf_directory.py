@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint.boxes import Box, intersection
-from megatron_ladder.checkpoint.hf_config import AUTHORS_TYPE, OWN_TYPE, model_config_from_hf
+from megatron_ladder.checkpoint.format import GENERATION_CONFIG
+from megatron_ladder.checkpoint.hf_config import AUTHORS_TYPE, OWN_TYPE, model_config_from_hf, token_ids
 from megatron_ladder.checkpoint.manifest import is_plain_name
 from megatron_ladder.checkpoint.tensor_file import BY_STORED_NAME, element_name, parse_json, read_header, read_part
 from megatron_ladder.errors import UserError, limited, raise_user_errors
@@ -125,13 +126,46 @@ class HFDirectory:
             sizes[tensor.dtype] += max(tensor.shape)
         return sizes.most_common(1)[0][0]
 
+    def token_ids(self) -> dict[str, Any]:
+        """Return the ids of special tokens; generation_config.json takes precedence.
+
+        Raises:
+            UserError: as `hf_config.token_ids`, or generation_config.json cannot be read.
+        """
+        ids = token_ids(self.config, self.path / CONFIG_NAME, self.model.vocab_size)
+        if os.path.lexists(self.path / GENERATION_CONFIG):
+            values = _read_json_file(self.path, GENERATION_CONFIG)
+            ids |= token_ids(values, self.path / GENERATION_CONFIG, self.model.vocab_size)
+        return ids
+
+    def check_tied_head(self) -> None:
+        """Raise UserError if the stored head of a model with tied embeddings differs from the embedding."""
+        import torch
+
+        if self.tied_head is None:
+            return
+        head, embedding = (
+            torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
+            for tensor in (self.tied_head, self.tensors["embedding.weight"])
+        )
+        _read(self.tied_head, self.tied_head.whole, head)
+        _read(self.tensors["embedding.weight"], self.tied_head.whole, embedding)
+        if not torch.equal(head.view(torch.uint8), embedding.view(torch.uint8)):
+            raise UserError(
+                f"{self.path}: {_HEAD} differs from {_EMBEDDING} although tie_word_embeddings is true: it is unknown "
+                "which of them is the head"
+            )
+
     def read_weight(self, name: str, offset: Sequence[int], extent: Sequence[int], out: "torch.Tensor") -> None:
         """Fill `out` [*extent], of any dtype and on any device, with a box of a weight; raise UserError on failure."""
-        source, wanted = self.tensors[name], Box(tuple(offset), tuple(extent))
-        for stored, shared in source.overlapping(wanted):
-            part = out[shared.within(wanted).slices()]
-            inner = shared.within(stored.box)
-            read_part(stored.path, stored.begin, stored.box.extent, inner, source.dtype, part, stored.mapped)
+        _read(self.tensors[name], Box(tuple(offset), tuple(extent)), out)
+
+
+def _read(source: SourceTensor, wanted: Box, out: "torch.Tensor") -> None:
+    for stored, shared in source.overlapping(wanted):
+        part = out[shared.within(wanted).slices()]
+        inner = shared.within(stored.box)
+        read_part(stored.path, stored.begin, stored.box.extent, inner, source.dtype, part, stored.mapped)
 
 
 def safe_path(directory: Path, name: str) -> Path:
@@ -159,7 +193,7 @@ def safe_path(directory: Path, name: str) -> Path:
     return path
 
 
-def read_json_file(directory: Path, name: str) -> dict[str, Any]:
+def _read_json_file(directory: Path, name: str) -> dict[str, Any]:
     """Read a JSON object from a file in a directory.
 
     Raises:
@@ -185,7 +219,7 @@ def open_hf_directory(path: Path) -> HFDirectory:
     """
     if not path.is_dir():
         raise UserError(f"--hf {path}: no such directory{hub_hint(path)}")
-    config = read_json_file(path, CONFIG_NAME)
+    config = _read_json_file(path, CONFIG_NAME)
     source = str(path / CONFIG_NAME)
     model_type = config.get("model_type")
     if "auto_map" in config and model_type not in (OWN_TYPE, AUTHORS_TYPE):
@@ -231,7 +265,7 @@ def _read_tensors(path: Path) -> dict[str, SourceTensor]:
 
 def _read_indexed(path: Path, index_name: str) -> dict[str, SourceTensor]:
     suffix = ".bin" if index_name == PICKLED_INDEX_NAME else ".safetensors"
-    weight_map = read_json_file(path, index_name).get("weight_map")
+    weight_map = _read_json_file(path, index_name).get("weight_map")
     where = path / index_name
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise UserError(f"{where}: weight_map is not an object of file names")

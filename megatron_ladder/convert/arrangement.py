@@ -32,8 +32,9 @@ from megatron_ladder.checkpoint.hf_directory import Permutation
 from megatron_ladder.comm.launch import read_rank_info
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.convert.options import ArrangeOptions
-from megatron_ladder.convert.sensitivity import read_rows
+from megatron_ladder.convert.sensitivity import read_batches, run_model
 from megatron_ladder.convert.wiring import rewired
+from megatron_ladder.data.batches import MicroBatch
 from megatron_ladder.errors import BadNumbersError, UserError
 from megatron_ladder.generate.loading import DTYPES, open_model
 from megatron_ladder.generate.slots import BAD_NUMBERS_CAUSE
@@ -159,14 +160,14 @@ def arrange(options: ArrangeOptions) -> Mapping[str, Permutation]:
         raise UserError("arrange assigns units to lanes with scipy: pip install 'megatron-ladder[lab]'")
     stored = open_model(options.load, None, None, flag="--load")
     target = _arranged_model(stored.config, options)
-    rows = torch.from_numpy(read_rows(options, stored.config)[:, :-1])
+    batches = read_batches(options, stored)
     if options.dry_run:
         return {}
     device = read_rank_info().device()
     dtype = DTYPES[options.dtype or ("bf16" if device.type == "cuda" else "fp32")]
     model = LanguageModel(stored.config, ProcessMesh.single(), dtype=dtype, device=device)
     stored.fill(model)
-    sub_blocks = _measure(model, target, rows.to(device), options.batch_size)
+    sub_blocks = _measure(model, target, batches)
     before = _share_inside(sub_blocks, target.lanes)
     after = _improve(sub_blocks, target.lanes, before)
     print(f"effects of outputs in flight that are inside a lane: {before:.1%} before, {after:.1%} after", flush=True)
@@ -195,8 +196,8 @@ def _arranged_model(model: ModelConfig, options: ArrangeOptions) -> ModelConfig:
     return target
 
 
-def _measure(model: LanguageModel, target: ModelConfig, rows: Tensor, batch_size: int) -> list[_SubBlock]:
-    """Run the model over rows of tokens; return its sub-blocks with everything that the choice depends on."""
+def _measure(model: LanguageModel, target: ModelConfig, batches: Sequence[MicroBatch]) -> list[_SubBlock]:
+    """Run the model over the data; return its sub-blocks with everything that the choice depends on."""
     weights = {
         section.name: section.view(parameter)
         for parameter, sections in parameter_sections(model)
@@ -227,10 +228,10 @@ def _measure(model: LanguageModel, target: ModelConfig, rows: Tensor, batch_size
         found.append(sub_block)
     if not any(sub_block.reads for sub_block in found):
         raise UserError(_NOTHING_IN_FLIGHT)
-    with ProgressBar("measuring activations", len(rows), " rows") as bar:
-        for batch in rows.split(batch_size):
-            model.hidden_states(batch, model.training_context(batch))
-            bar.advance(len(batch))
+    with ProgressBar("measuring activations", len(batches), " batches") as bar:
+        for batch in batches:
+            run_model(model, batch)
+            bar.advance(1)
     for hook in hooks:
         hook.remove()
     return found

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_ladder import __version__
 from megatron_ladder.checkpoint.format import GENERATION_CONFIG
+from megatron_ladder.checkpoint.hf_config import token_ids
 from megatron_ladder.checkpoint.hf_directory import (
     CONFIG_NAME,
     FLOAT_DTYPES,
@@ -24,7 +25,6 @@ from megatron_ladder.checkpoint.hf_directory import (
 from megatron_ladder.checkpoint.publish import MANIFEST_NAME, temporary_directory
 from megatron_ladder.checkpoint.tensor_file import BY_NAME
 from megatron_ladder.convert.carry_out import Conversion
-from megatron_ladder.convert.copying import differ
 from megatron_ladder.convert.logits import compare_logits
 from megatron_ladder.convert.options import CheckpointOptions, ExportOptions, ImportOptions, ReshapeOptions, shard_bytes
 from megatron_ladder.convert.outputs import check_hf_target, check_save_target, hf_work, publish_hf, publish_save
@@ -33,14 +33,12 @@ from megatron_ladder.convert.remote_code import hf_config, hf_type, module_files
 from megatron_ladder.convert.tokenizer_files import (
     describe_tokenizer,
     exported_tokenizer,
-    hf_token_ids,
     json_file,
     read_carried,
-    token_ids,
 )
 from megatron_ladder.convert.training_checkpoint import manifest_bytes, open_training_checkpoint, plan_checkpoint
 from megatron_ladder.convert.wiring import rewired, wiring_text
-from megatron_ladder.errors import UserError, raise_user_errors
+from megatron_ladder.errors import raise_user_errors
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Values of --dtype."""
@@ -61,12 +59,7 @@ def plan_import(options: ImportOptions) -> Conversion:
     model, notes = rewired(directory.model, options)
     tensor_parallel, stages = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     plan = plan_checkpoint({"weight": directory.tensors}, model, tensor_parallel, stages)
-    head = directory.tied_head
-    if head is not None and differ(head, directory.tensors["embedding.weight"]):
-        raise UserError(
-            f"{options.hf}: {head.name} differs from model.embed_tokens.weight although tie_word_embeddings is true: "
-            "it is unknown which of them is the head"
-        )
+    directory.check_tied_head()
     carried = read_carried(options.hf)
     description, tokenizer, token_count = describe_tokenizer(carried)
     if token_count > model.vocab_size:
@@ -76,7 +69,7 @@ def plan_import(options: ImportOptions) -> Conversion:
         "consumed_samples": 0,
         "model": model.to_dict(),
         "tokenizer": tokenizer,
-        "hugging_face": {"model_type": model_type, **hf_token_ids(directory)},
+        "hugging_face": {"model_type": model_type, **directory.token_ids()},
         "versions": {"megatron_ladder": __version__},
     }
     parameters = sum(tensor.whole.numel for tensor in directory.tensors.values())

@@ -274,14 +274,6 @@ def verify_files(plan: CopyPlan, directory: Path, measures: Measures, progress: 
         raise RuntimeError("; ".join([*wrong.values(), "removed; the same command writes these files again"]))
 
 
-def differ(one: SourceTensor, other: SourceTensor) -> bool:
-    """Return whether two tensors of one shape and type differ; raise UserError if one cannot be read."""
-    copied = (CopiedTensor(tensor.name, "weight", tensor, tensor.dtype, ()) for tensor in (one, other))
-    with contextlib.closing(_Reader()) as reader:
-        pairs = zip(*(_tensor_rows(tensor, reader, [one.whole]) for tensor in copied), strict=True)
-        return not all(np.array_equal(left, right) for (_, left), (_, right) in pairs)
-
-
 def _cast(raw: RawArray, source: str, target: str) -> RawArray:
     """Convert elements to another floating-point type, rounding to nearest, ties to even.
 

@@ -82,14 +82,22 @@ class MeasuredOptions:
     """Options of commands that run a model over text."""
 
     data: Path
-    """Prefix of the token file (.bin, .idx), as for --data-path of pretrain_ladder.py. Use text like that of the
-    training."""
+    """Prefix of the token file (.bin, .idx), as for --data-path of pretrain_ladder.py. Use data like that of the
+    training, and its flags for documents and labels."""
     tokens: int = flag(65_536, minimum=1)
-    """Tokens to measure with, in rows that are spread evenly over the token file."""
+    """Tokens to measure with, in rows that are spread evenly over the data."""
     seq_length: int | None = flag(None, minimum=1)
     """Tokens of a row; by default 2048, or the model's positions if they are fewer."""
     batch_size: int = flag(8, minimum=1)
     """Rows per forward pass."""
+    reset_position_ids: bool = False
+    """Restart rotary positions with each document, as for pretrain_ladder.py."""
+    reset_attention_mask: bool = False
+    """Restrict attention to the token's own document, as for pretrain_ladder.py."""
+    eod_mask_loss: bool = False
+    """Exclude the label after each end-of-document token from the loss, as for pretrain_ladder.py."""
+    loss_on: Literal["all", "assistant"] | None = None
+    """Labels of conversations, as for pretrain_ladder.py. Default: the assistant's tokens, if the data marks them."""
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Data type of the computation. Default: fp32 on a CPU and bf16 on a GPU."""
 

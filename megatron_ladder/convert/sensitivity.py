@@ -1,34 +1,41 @@
 """Measures which layers of a model cost the least when they read late: `convert_checkpoint.py sensitivity`.
 
-Every measurement is a forward pass over the same rows of tokens. The tensors of a model do not depend on how late its
-sub-blocks read, so the model is loaded once. All ranks make the same passes, and rank 0 writes the result.
+Every measurement is a forward pass over the same rows, read as training reads them. The tensors of a model do not
+depend on how late its sub-blocks read, so the model is loaded once. All ranks make the same passes, and rank 0 writes
+the result.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.comm.launch import naming_lost_peers, read_rank_info, stop_process_group
 from megatron_ladder.convert.cheapest_layers import Price, Sensitivity, write_sensitivity
 from megatron_ladder.convert.options import MeasuredOptions, ReshapeOptions, SensitivityOptions
 from megatron_ladder.convert.wiring import rewired
+from megatron_ladder.data.batches import DocumentRules, MicroBatch, make_micro_batches
 from megatron_ladder.data.indexed import IndexedDataset
-from megatron_ladder.errors import UserError
+from megatron_ladder.data.loader import OrderOptions, open_source
+from megatron_ladder.data.sidecar import check_sidecar
+from megatron_ladder.errors import BadNumbersError, ErrorCollector, UserError
 from megatron_ladder.generate.engine import GenerationEngine
-from megatron_ladder.generate.loading import open_model
+from megatron_ladder.generate.loading import StoredModel, open_model
 from megatron_ladder.generate.options import ModelOptions
 from megatron_ladder.generate.program import build_engine, check_hardware
+from megatron_ladder.generate.scoring import score_text
+from megatron_ladder.generate.slots import BAD_NUMBERS_CAUSE
+from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.progress import ProgressBar
 
 _LONGEST_ROW = 2048
-Rows = NDArray[np.int64]
-"""Token ids [rows, seq_length + 1]; each but the first of a row is a target."""
 Losses = NDArray[np.float64]
-"""The mean loss of each row, [rows], in nats per token."""
+"""The loss of each row, [rows], summed over its labels, in nats."""
 
 
 def measure_sensitivity(options: SensitivityOptions) -> None:
@@ -38,10 +45,10 @@ def measure_sensitivity(options: SensitivityOptions) -> None:
     stored = open_model(options.load, None, None, flag="--load")
     check_hardware(place, model, stored.config)
     target = _late_model(stored.config, options)
-    rows = read_rows(options, stored.config)
+    batches = read_batches(options, stored)
     with naming_lost_peers():
         with closing(build_engine(place, model, stored)) as engine:
-            found = _measure(engine, target, rows, options)
+            found = _measure(engine, target, batches, options)
         stop_process_group()
     if place.rank == 0:
         write_sensitivity(options.output, found)
@@ -67,90 +74,144 @@ def _late_model(model: ModelConfig, options: SensitivityOptions) -> ModelConfig:
     return rewired(model, every)[0]
 
 
-def read_rows(options: MeasuredOptions, model: ModelConfig) -> Rows:
-    """Read rows that are spread evenly over the token file. Raises UserError if it is too short or of another model."""
+def read_batches(options: MeasuredOptions, stored: StoredModel) -> list[MicroBatch]:
+    """Read rows that are spread evenly over the data, with the labels and documents of training.
+
+    Raises UserError if the data is too short, has no labels, or belongs to another model.
+    """
+    model, tokenizer = stored.config, stored.tokenizer
     length = options.seq_length or min(_LONGEST_ROW, model.max_position_embeddings)
     if length > model.max_position_embeddings:
         raise UserError(f"--seq-length {length}: the model has only {model.max_position_embeddings} positions")
-    tokens = IndexedDataset(options.data).tokens
-    count = min(options.tokens, len(tokens) - 1) // length
+    eod_id = None if tokenizer is None else tokenizer.eod_id
+    rules = DocumentRules(eod_id, options.reset_position_ids, options.reset_attention_mask, options.eod_mask_loss)
+    errors = ErrorCollector()
+    with errors.collect("--data"):
+        dataset = IndexedDataset(options.data)
+        if tokenizer is not None:
+            check_sidecar(dataset, tokenizer)
+        source = open_source("measured", dataset, range(len(dataset)), OrderOptions(length, 0, loss_on=options.loss_on))
+    errors.raise_if_any()
+    if eod_id is None and not source.has_begins and (rules.cuts_rows or rules.eod_mask_loss):
+        raise UserError(f"--load {stored.directory}: has no tokenizer, whose end-of-document token these flags need")
+    count = min(options.tokens // length, len(source))
     if count < 2:
         raise UserError(
-            f"--tokens {options.tokens}, --data {options.data}: {len(tokens)} tokens are in the file, and two rows of "
-            f"--seq-length {length} are the least for a standard error: give more tokens, or shorter rows"
+            f"--tokens {options.tokens}, --data {options.data}: {len(source)} rows of --seq-length {length} are in the "
+            "file, and two are the least for a standard error: give more tokens, or shorter rows"
         )
-    begins = np.linspace(0, len(tokens) - 1 - length, count).astype(np.int64)
-    rows = np.stack([tokens[begin : begin + length + 1] for begin in begins]).astype(np.int64)
-    if (largest := int(rows.max())) >= model.vocab_size:
+    rows = source.samples(np.linspace(0, len(source) - 1, count).astype(np.int64))
+    if (largest := int(rows.tokens.max())) >= model.vocab_size:
         raise UserError(
             f"--data {options.data}: contains id {largest}, but the vocabulary of the model has {model.vocab_size}: "
             "use data of the model's tokenizer"
         )
-    return rows
+    batches = make_micro_batches(rows, rules, options.batch_size)
+    if not any(_counted(batch).any() for batch in batches):
+        raise UserError(f"--data {options.data}: no token of these rows is a label: give other data, or --loss-on all")
+    return batches
+
+
+def _counted(batch: MicroBatch) -> Tensor:
+    """Return which labels count, [b, s]."""
+    return torch.ones_like(batch.labels, dtype=torch.bool) if batch.loss_mask is None else batch.loss_mask > 0
+
+
+def run_model(model: LanguageModel, batch: MicroBatch) -> Tensor:
+    """Return the stream after the last layer, [s, b, h]."""
+    device = model.embedding.weight.device
+    tokens, positions = batch.tokens.to(device), None if batch.positions is None else batch.positions.to(device)
+    return model.hidden_states(tokens, model.training_context(tokens, positions, batch.document_bounds))
 
 
 class _Passes:
-    def __init__(self, engine: GenerationEngine, target: ModelConfig, rows: Rows, batch_size: int) -> None:
-        self._engine, self._target, self._batch_size = engine, target, batch_size
-        self._texts = [(row[:1], row[1:]) for row in rows.tolist()]
+    def __init__(self, engine: GenerationEngine, target: ModelConfig, batches: Sequence[MicroBatch]) -> None:
+        self._engine, self._target, self._batches = engine, target, batches
         self.bar: ProgressBar | None = None
+        self.counts = np.concatenate([_counted(batch).sum(1).numpy() for batch in batches])
+        """Labels of each row."""
 
+    @torch.inference_mode()
     def losses(self, late: Iterable[int]) -> Losses:
         """Return the losses of the model when only these layers read late; a collective."""
-        wired = replace(self._target, ladder_layers=tuple(sorted(late))).wired_layers
-        self._engine.model.stack.rewire(wired)
+        model = self._engine.model
+        model.stack.rewire(replace(self._target, ladder_layers=tuple(sorted(late))).wired_layers)
         found = []
-        for first in range(0, len(self._texts), self._batch_size):
-            scores = self._engine.score_batch(self._texts[first : first + self._batch_size])
-            found += [-np.mean(score.logprobs) for score in scores]
+        for batch in self._batches:
+            hidden_states, counted = run_model(model, batch), _counted(batch)
+            hidden_states = hidden_states.transpose(0, 1)[counted.to(hidden_states.device)]
+            scores = score_text(model, self._engine.group, hidden_states.unsqueeze(1), batch.labels[counted].tolist())
+            rows = torch.zeros(counted.shape, dtype=torch.float64)
+            rows[counted] = torch.tensor(scores.logprobs, dtype=torch.float64)
+            found.append(-rows.sum(1).numpy())
+        losses = np.concatenate(found)
+        if not np.isfinite(losses).all():
+            raise BadNumbersError(f"the logits are not finite: {BAD_NUMBERS_CAUSE}")
         if self.bar is not None:
             self.bar.advance(1)
-        return np.array(found)
+        return losses
+
+    def mean(self, losses: Losses) -> float:
+        """Return the loss per label."""
+        return float(losses.sum() / self.counts.sum())
+
+    def price(self, losses: Losses, base: Losses) -> Price:
+        """Return the difference of two losses per label, and its standard error over rows."""
+        differences, count = losses - base, len(self.counts)
+        increase = self.mean(differences)
+        deviations = differences - increase * self.counts
+        error = np.sqrt((deviations**2).sum() * count / (count - 1)) / self.counts.sum()
+        return Price(increase, float(error))
 
 
-def _measure(engine: GenerationEngine, target: ModelConfig, rows: Rows, options: SensitivityOptions) -> Sensitivity:
+def _measure(
+    engine: GenerationEngine, target: ModelConfig, batches: Sequence[MicroBatch], options: SensitivityOptions
+) -> Sensitivity:
     """Measure every layer alone, the greedy order, and the upper layers; every rank must call it."""
     layers = target.num_layers
     greedy = min(options.greedy_layers or layers, layers)
-    passes = _Passes(engine, target, rows, options.batch_size)
+    passes = _Passes(engine, target, batches)
     total = 1 + sum(layers - chosen for chosen in range(greedy)) + greedy
     if engine.group.rank == 0:
         passes.bar = ProgressBar("sensitivity", total, " passes")
     try:
         base = passes.losses(())
         alone: Mapping[int, Losses] = {}
-        chosen, cheapest, last = list[int](), list[Price](), dict[int, float]()
+        chosen, cheapest, last, unclear = list[int](), list[Price](), dict[int, float](), 0
         while len(chosen) < greedy:
             tried = {layer: passes.losses([*chosen, layer]) for layer in range(layers) if layer not in chosen}
             alone = alone or tried
-            last = {layer: float(losses.mean()) for layer, losses in tried.items()}
-            chosen.append(min(last, key=lambda layer: last[layer]))
-            cheapest.append(_price(tried[chosen[-1]], base))
-        upper = [_price(passes.losses(range(layers - count, layers)), base) for count in range(1, greedy + 1)]
+            last = {layer: passes.mean(losses) for layer, losses in tried.items()}
+            best, *others = sorted(last, key=lambda layer: last[layer])
+            chosen.append(best)
+            lead = passes.price(tried[others[0]], tried[best]) if others else None
+            unclear += lead is not None and lead.increase < lead.standard_error
+            cheapest.append(passes.price(tried[chosen[-1]], base))
+        upper = [passes.price(passes.losses(range(layers - count, layers)), base) for count in range(1, greedy + 1)]
     finally:
         if passes.bar is not None:
             passes.bar.close()
-    others = sorted(set(range(layers)) - set(chosen), key=lambda layer: last[layer])
+    if unclear and passes.bar is not None:
+        print(
+            f"*** {unclear} of {greedy} layers were chosen by less than one standard error over the next best: "
+            "more --tokens make the order reliable ***",
+            flush=True,
+        )
+    rest = sorted(set(range(layers)) - set(chosen), key=lambda layer: last[layer])
     return Sensitivity(
         model=str(options.load),
         num_layers=layers,
         residual_mode=target.residual_mode,
         residual_staleness=target.residual_staleness,
         data=str(options.data),
-        tokens=rows.shape[0] * (rows.shape[1] - 1),
-        loss=float(base.mean()),
-        layers=tuple(_price(alone[layer], base) for layer in range(layers)),
-        order=(*chosen, *others),
+        tokens=int(passes.counts.sum()),
+        loss=passes.mean(base),
+        layers=tuple(passes.price(alone[layer], base) for layer in range(layers)),
+        order=(*chosen, *rest),
         greedy_layers=greedy,
         cheapest=tuple(cheapest),
         upper=tuple(upper),
     )
-
-
-def _price(losses: Losses, base: Losses) -> Price:
-    """Return the mean difference of the rows, and its standard error."""
-    differences = losses - base
-    return Price(float(differences.mean()), float(differences.std(ddof=1) / np.sqrt(len(differences))))
 
 
 def _report(found: Sensitivity) -> str:

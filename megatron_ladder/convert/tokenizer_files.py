@@ -1,17 +1,15 @@
 """The small files next to the weights: tokenizer, chat template, generation settings."""
 
 import json
-import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ladder.checkpoint.format import CARRIED, GENERATION_CONFIG
-from megatron_ladder.checkpoint.hf_directory import CONFIG_NAME, HFDirectory, read_json_file, safe_path
-from megatron_ladder.errors import UserError, raise_user_errors
+from megatron_ladder.checkpoint.format import CARRIED
+from megatron_ladder.checkpoint.hf_directory import safe_path
+from megatron_ladder.errors import UserError
 
-TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _CONFIG = "tokenizer_config.json"
 _MAX_BYTES = 100_000_000
 
@@ -55,43 +53,6 @@ def describe_tokenizer(carried: Mapping[str, bytes]) -> tuple[dict[str, bytes], 
         tokenizer = load_tokenizer(kinds[file], path / file)
     entry = {"type": tokenizer.kind, "sha256": tokenizer.sha256}
     return {DESCRIPTION_FILE: tokenizer_files(tokenizer)[DESCRIPTION_FILE]}, entry, tokenizer.vocab_size
-
-
-def hf_token_ids(directory: HFDirectory) -> dict[str, Any]:
-    """Return the ids of special tokens in a Hugging Face directory; generation_config.json takes precedence.
-
-    Raises:
-        UserError: as `token_ids`, or generation_config.json cannot be read.
-    """
-    path, vocab_size = directory.path, directory.model.vocab_size
-    ids = token_ids(directory.config, path / CONFIG_NAME, vocab_size)
-    if os.path.lexists(path / GENERATION_CONFIG):
-        ids |= token_ids(read_json_file(path, GENERATION_CONFIG), path / GENERATION_CONFIG, vocab_size)
-    return ids
-
-
-def token_ids(values: Any, source: Path, vocab_size: int | None = None) -> dict[str, Any]:
-    """Return the ids of special tokens in the JSON object of a file. Null, and -1 except for the end, mean none.
-
-    Raises:
-        UserError: the values are not an object, or an id is not an integer, or not one of the vocabulary if its size is
-            given; each line names `source`.
-    """
-    if not isinstance(values, Mapping):
-        raise UserError(f"{source}: found {values!r:.60}, expected an object with {', '.join(TOKEN_KEYS)}")
-    ids, errors = {}, []
-    for key in TOKEN_KEYS:
-        value, is_end = values.get(key), key == "eos_token_id"
-        if value is None or (value == -1 and not is_end):
-            continue
-        listed = value if is_end and isinstance(value, list) else [value]
-        if all(type(one) is int and (vocab_size is None or 0 <= one < vocab_size) for one in listed):
-            ids[key] = value
-        else:
-            bounds = "" if vocab_size is None else f" of 0-{vocab_size - 1}"
-            errors.append(f"{source}: {key}: found {value!r:.60}, expected an id{bounds}, or null")
-    raise_user_errors(errors)
-    return ids
 
 
 def json_file(values: Mapping[str, Any]) -> bytes:

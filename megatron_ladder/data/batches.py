@@ -143,7 +143,7 @@ class GlobalBatchLoader(Iterator[list[MicroBatch]]):
         """Raises the reader's UserError on every rank of the group."""
         rows = self._read() if self._group.size == 1 else self._receive()
         self.consumed_samples += self.shape.global_batch_size
-        return _make_micro_batches(rows, self.rules, self.shape.micro_batch_size)
+        return make_micro_batches(rows, self.rules, self.shape.micro_batch_size)
 
     def close(self) -> None:
         """Stop reading ahead, and wait until the reader is idle."""
@@ -190,7 +190,8 @@ class UnreadBatches(Iterator[list[MicroBatch]]):
         """Do nothing."""
 
 
-def _make_micro_batches(rows: SampleRows, rules: DocumentRules, micro_batch_size: int) -> list[MicroBatch]:
+def make_micro_batches(rows: SampleRows, rules: DocumentRules, micro_batch_size: int) -> list[MicroBatch]:
+    """Divide rows into micro-batches, the last of which may be smaller."""
     both = torch.from_numpy(rows.tokens.astype(np.int64))
     tokens, labels = both[:, :-1].contiguous(), both[:, 1:].contiguous()
     mask = None if rows.loss_mask is None else torch.from_numpy((rows.loss_mask[:, 1:] != 0).astype(np.float32))

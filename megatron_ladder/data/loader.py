@@ -212,7 +212,7 @@ def _open_part(
         documents = everything if shares is None else _split_documents(shares, len(dataset))[_PARTS.index(part)]
         if documents:
             with errors.collect():
-                source = _open_source(part, dataset, documents, order)
+                source = open_source(part, dataset, documents, order)
                 sources.append(source)
                 own_weights.append(Fraction(len(source)) if weights is None else weights[position])
     texts = [source.name for source in sources if not isinstance(source, PackedSource)]
@@ -239,7 +239,7 @@ def _choose_labels(dataset: IndexedDataset, loss_on: LossOn | None) -> LossOn:
     return "all"
 
 
-def _open_source(
+def open_source(
     part: str, dataset: IndexedDataset, documents: range, order: OrderOptions
 ) -> SampleSource | PackedSource:
     """Return samples of texts, or packed conversations if the sidecar says that the data set contains conversations."""

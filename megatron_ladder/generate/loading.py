@@ -17,12 +17,12 @@ from torch import nn
 
 from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
 from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.checkpoint.hf_config import token_ids
 from megatron_ladder.checkpoint.hf_directory import CONFIG_NAME, open_hf_directory, safe_path
 from megatron_ladder.checkpoint.loading import load_weights
 from megatron_ladder.checkpoint.publish import MANIFEST_NAME
 from megatron_ladder.comm.agreement import raise_on_all_ranks
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.convert.tokenizer_files import hf_token_ids, token_ids
 from megatron_ladder.data.tokenizers import (
     DESCRIPTION_FILE,
     HuggingFaceTokenizer,
@@ -121,7 +121,7 @@ def _open_hf(directory: Path, tokenizer: Tokenizer | None) -> StoredModel:
         prefix = special_prefix(tokenizer)
     else:
         prefix = ()
-    eos_ids = _eos_ids(hf_token_ids(found), tokenizer)
+    eos_ids = _eos_ids(found.token_ids(), tokenizer)
     return StoredModel(directory, found.model, tokenizer, eos_ids, prefix, partial(load_weights, source=found))
 
 

@@ -37,9 +37,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": PARALLEL,
     "checkpoint": PARALLEL,
     "engine": MODEL | {"checkpoint"},
-    "train": MODEL | {"engine", "data", "checkpoint", "convert"},
+    "train": MODEL | {"engine", "data", "checkpoint"},
     "convert": MODEL | {"data", "checkpoint", "generate"},
-    "generate": MODEL | {"data", "checkpoint", "convert"},
+    "generate": MODEL | {"data", "checkpoint"},
 }
 MAY_IMPORT["lm_eval"] = MODEL | {"data", "generate"}
 MAY_IMPORT["api"] = set(MAY_IMPORT)

@@ -15,6 +15,7 @@ from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.convert import arrangement
 from megatron_ladder.convert.options import ArrangeOptions
+from megatron_ladder.data.batches import MicroBatch
 from megatron_ladder.errors import BadNumbersError, UserError
 from megatron_ladder.model.language_model import LanguageModel
 from tests.helpers.sharded import fill_slices
@@ -146,8 +147,9 @@ def test_effects_are_those_of_the_formula(tmp_path: Path) -> None:
         ),
     ]
     rows = torch.arange(64).view(4, 16)
+    batches = [MicroBatch(rows, rows)]
     options = ArrangeOptions(load=tmp_path, save=tmp_path, data=tmp_path, lanes=2, residual_mode="ladder")
-    sub_blocks = arrangement._measure(model, arrangement._arranged_model(config, options), rows, 4)
+    sub_blocks = arrangement._measure(model, arrangement._arranged_model(config, options), batches)
     for hook in hooks:
         hook.remove()
     g = weights["layers.1.attention_norm.weight"]

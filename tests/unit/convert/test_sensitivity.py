@@ -14,9 +14,11 @@ import torch.nn.functional as F
 
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.convert.options import SensitivityOptions
-from megatron_ladder.convert.sensitivity import _late_model, read_rows
-from megatron_ladder.data.indexed import IndexedDatasetWriter
+from megatron_ladder.convert.sensitivity import _late_model, read_batches
+from megatron_ladder.data.indexed import IndexedDatasetWriter, loss_mask_path
+from megatron_ladder.data.sidecar import Sidecar, write_sidecar
 from megatron_ladder.errors import UserError
+from megatron_ladder.generate.loading import open_model
 from tests.reference import make_weights, reference_logits
 from tests.unit.convert.saved_models import convert
 from tests.unit.generate.tiny_model import reference_of, tiny_config, write_checkpoint
@@ -59,11 +61,11 @@ def measure(folder: Path, changes: dict[str, Any], *words: object) -> tuple[dict
 def losses_of(
     changes: dict[str, Any], wiring: dict[str, Any], tokens: Sequence[int], late: Iterable[int]
 ) -> list[float]:
-    """Return the loss of each row, from the plain model in fp64; rows begin at 0, 22, 45, 68, 91."""
+    """Return the loss of each row, from the plain model in fp64; rows begin at 0, 16, 40, 64, 88."""
     reference = reference_of(tiny_config(num_layers=LAYERS, **changes))[1]
     changed = replace(reference, **wiring, ladder_layers=tuple(sorted(late)))
     weights = make_weights(reference, 3, torch.float64)
-    rows = [torch.tensor(tokens[begin : begin + LENGTH + 1]) for begin in (0, 22, 45, 68, 91)]
+    rows = [torch.tensor(tokens[begin : begin + LENGTH + 1]) for begin in (0, 16, 40, 64, 88)]
     return [F.cross_entropy(reference_logits(weights, changed, row[None, :-1])[0], row[1:]).item() for row in rows]
 
 
@@ -118,6 +120,45 @@ def test_fewer_greedy_layers_leave_the_others_in_the_order_of_their_last_measure
     assert last == sorted(last) and found["greedy_layers"] == len(found["cheapest"]) == len(found["upper"]) == 2
 
 
+def test_conversations_are_measured_as_training_reads_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Compare with each conversation run alone; only the labels that the mask marks count."""
+    config = tiny_config(num_layers=LAYERS)
+    weights, reference = reference_of(config)
+    write_checkpoint(tmp_path / "run", config, weights)
+    generator = np.random.default_rng(1)
+    lengths = [5, 11, 3, 9, 8, 12, 4, 7]
+    conversations = [generator.integers(0, 67, length) for length in lengths]
+    marks = [generator.integers(0, 2, length) for length in lengths]
+    with IndexedDatasetWriter(tmp_path / "chat", np.dtype("<u2")) as writer:
+        for tokens in conversations:
+            writer.add_document(tokens.astype("<u2"))
+        writer.publish()
+    loss_mask_path(tmp_path / "chat").write_bytes(bytes(np.concatenate(marks).astype(np.uint8)))
+    total = sum(lengths)
+    write_sidecar(
+        tmp_path / "chat", Sidecar("NullTokenizer", "ab", 67, 1, False, 66, len(lengths), total, conversations=True)
+    )
+    words = ("--seq-length", 12, "--reset-position-ids", "--reset-attention-mask", "--output", tmp_path / "out.json")
+    convert("sensitivity", "--load", tmp_path / "run", "--data", tmp_path / "chat", *words)
+    found = json.loads((tmp_path / "out.json").read_text())
+
+    def loss(late: Iterable[int]) -> float:
+        changed = replace(reference, residual_mode="ladder", ladder_layers=tuple(late))
+        losses = []
+        for tokens, marked in zip(map(torch.from_numpy, conversations), marks, strict=True):
+            each = F.cross_entropy(
+                reference_logits(weights, changed, tokens[None, :-1])[0], tokens[1:], reduction="none"
+            )
+            losses += each[torch.from_numpy(marked[1:]) == 1].tolist()
+        assert found["tokens"] == len(losses)
+        return statistics.fmean(losses)
+
+    assert found["loss"] == pytest.approx(loss(()), abs=1e-5)
+    for layer, (increase, _) in enumerate(found["layers"]):
+        assert increase == pytest.approx(loss([layer]) - loss(()), abs=1e-5)
+    assert "layers were chosen by less than one standard error" in capsys.readouterr().out
+
+
 def test_a_model_is_rewired_with_its_cheapest_layers(tmp_path: Path) -> None:
     found, _ = measure(tmp_path, {}, "--residual-staleness", 2)
     words = ("reshape", "--load", tmp_path / "run", "--save", tmp_path / "hybrid")
@@ -161,9 +202,12 @@ def test_files_that_do_not_belong_to_the_request_are_errors(
     ("changes", "message"),
     [
         ({"seq_length": 97}, "only 96 positions"),
-        ({"seq_length": 60}, "two rows"),
-        ({"tokens": 15}, "two rows"),
+        ({"seq_length": 60}, "two are the least"),
+        ({"tokens": 15}, "two are the least"),
         ({"data": Path("large")}, "contains id 6"),
+        ({"eod_mask_loss": True}, "has no tokenizer"),
+        ({"loss_on": "assistant"}, "has no loss mask"),
+        ({"data": Path("masked")}, "no token of these rows is a label"),
     ],
 )
 def test_data_that_cannot_be_measured_is_an_error(
@@ -172,9 +216,12 @@ def test_data_that_cannot_be_measured_is_an_error(
     monkeypatch.chdir(tmp_path)
     write_tokens(tmp_path / "data", 100)
     write_tokens(tmp_path / "large", 100, 70)
+    write_tokens(tmp_path / "masked", 100)
+    loss_mask_path(tmp_path / "masked").write_bytes(bytes(100))
     given = {"load": tmp_path, "data": Path("data"), "output": tmp_path / "out", "seq_length": LENGTH} | changes
+    write_checkpoint(tmp_path / "run", tiny_config(), reference_of(tiny_config())[0])
     with pytest.raises(UserError, match=message):
-        read_rows(SensitivityOptions(**given), tiny_config())
+        read_batches(SensitivityOptions(**given), open_model(tmp_path / "run", None, None))
 
 
 def test_errors_name_the_flag(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from megatron_ladder.data.batches import (
     DocumentRules,
     GlobalBatchLoader,
     UnreadBatches,
-    _make_micro_batches,
     _pack_rows,
     _unpack_rows,
+    make_micro_batches,
 )
 from megatron_ladder.data.samples import SampleRows
 from megatron_ladder.errors import UserError
@@ -35,7 +35,7 @@ def rows_with_ends(seed: int, count: int = 6, length: int = 15) -> SampleRows:
 @pytest.mark.parametrize("loss", [False, True])
 def test_document_ends_match_megatron(positions: bool, attention: bool, loss: bool) -> None:
     rows = rows_with_ends(1)
-    batches = _make_micro_batches(rows, DocumentRules(EOD, positions, attention, loss), 2)
+    batches = make_micro_batches(rows, DocumentRules(EOD, positions, attention, loss), 2)
     assert len(batches) == 3
     for number, batch in enumerate(batches):
         both = torch.from_numpy(rows.tokens[2 * number : 2 * number + 2].astype(np.int64))
@@ -66,7 +66,7 @@ def seen(bounds: torch.Tensor, rows: int, length: int) -> torch.Tensor:
 
 def test_masks_of_the_data_and_of_document_ends_are_combined() -> None:
     rows = rows_with_ends(2)._replace(loss_mask=np.tile(np.arange(16) % 2, (6, 1)).astype(np.uint8))
-    (batch,) = _make_micro_batches(rows, DocumentRules(EOD, eod_mask_loss=True), 6)
+    (batch,) = make_micro_batches(rows, DocumentRules(EOD, eod_mask_loss=True), 6)
     # The label of place t is token t + 1.
     expected = ((torch.arange(15) + 1) % 2).float() * loss_mask_of(batch.tokens, EOD)
     assert batch.loss_mask is not None and torch.equal(batch.loss_mask, expected)
@@ -75,7 +75,7 @@ def test_masks_of_the_data_and_of_document_ends_are_combined() -> None:
 def test_given_document_begins_override_end_tokens() -> None:
     rows = rows_with_ends(3)
     begins = np.random.default_rng(3).random(rows.tokens.shape) < 0.3
-    (batch,) = _make_micro_batches(rows._replace(begins=begins), DocumentRules(EOD, True, True), 6)
+    (batch,) = make_micro_batches(rows._replace(begins=begins), DocumentRules(EOD, True, True), 6)
     expected = sight_of(begins[:, :-1].tolist(), True, True)
     assert batch.positions is not None and torch.equal(batch.positions, expected.positions)
     assert batch.document_bounds is not None

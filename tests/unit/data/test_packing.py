@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_ladder.data.indexed import IndexedDataset, loss_mask_path
-from megatron_ladder.data.loader import OrderOptions, _open_source
+from megatron_ladder.data.loader import OrderOptions, open_source
 from megatron_ladder.data.packing import LossOn, PackedSource, _pack
 from megatron_ladder.data.samples import SampleSource
 from megatron_ladder.data.sidecar import Sidecar, write_sidecar
@@ -97,7 +97,7 @@ def test_a_part_without_conversations(dataset: IndexedDataset) -> None:
 
 
 def open_whole(dataset: IndexedDataset, loss_on: LossOn | None = None) -> SampleSource | PackedSource:
-    return _open_source("train", dataset, range(len(LENGTHS)), OrderOptions(SEQ_LENGTH, 1, loss_on=loss_on))
+    return open_source("train", dataset, range(len(LENGTHS)), OrderOptions(SEQ_LENGTH, 1, loss_on=loss_on))
 
 
 def test_the_sidecar_marks_conversations(dataset: IndexedDataset) -> None:
