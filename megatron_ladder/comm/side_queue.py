@@ -1,13 +1,12 @@
-"""A queue for a chain of small operations and collectives that runs alongside a sub-block.
+"""A second CUDA stream for a chain of small operations and collectives that runs alongside a sub-block.
 
 With a sharded stream, the input of the next sub-block has to be waited for, added, normed and gathered while the
-current sub-block computes. On CUDA this chain has a separate stream from the beginning of the sub-block:
+current sub-block computes:
 
     compute   [ h_1                          ].-[ h_2 ...
     side      [ wait ][ add ][ norm ][ gather ]'
 
-A CPU has no second queue. There the chain runs between the two products of the sub-block, and its collectives overlap
-with what comes before and after.
+A CPU has no second queue; there the chain runs between the sub-blocks.
 """
 
 from collections.abc import Callable
@@ -21,9 +20,6 @@ T = TypeVar("T")
 class SideQueue(Protocol):
     """Runs chains one after another."""
 
-    runs_midway: bool
-    """Whether a chain has to be started between the products of a sub-block; False: when the sub-block starts."""
-
     def run(self, chain: Callable[[], T], uses: object) -> T:
         """Return the chain's result, which later work of the current stream may use after `join`.
 
@@ -35,17 +31,7 @@ class SideQueue(Protocol):
         """Make later work of the current stream run after the chains so far."""
 
 
-class _InlineQueue:
-    runs_midway = True
-
-    def run(self, chain: Callable[[], T], uses: object) -> T:
-        return chain()
-
-    def join(self) -> None:
-        pass
-
-
-class _CudaSideQueue:
+class CudaSideQueue:
     """Runs chains on a second CUDA stream.
 
     The allocator knows the stream that a tensor was created on and reuses its memory on that stream, without checking
@@ -54,14 +40,13 @@ class _CudaSideQueue:
     memory, and it first waits for all work that the compute stream was given until then.
     """
 
-    runs_midway = False
-
     def __init__(self, device: torch.device) -> None:
         # A product of the compute stream fills every multiprocessor; the chain's kernels get the next free ones.
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._held: list[object] = []
 
     def run(self, chain: Callable[[], T], uses: object) -> T:
+        """See `SideQueue.run`."""
         if uses is not None:
             self._held.append(uses)
         self._stream.wait_event(torch.cuda.current_stream().record_event())
@@ -69,15 +54,6 @@ class _CudaSideQueue:
             return chain()
 
     def join(self) -> None:
+        """See `SideQueue.join`."""
         torch.cuda.current_stream().wait_event(self._stream.record_event())
         self._held.clear()
-
-
-def create_side_queue(device: torch.device) -> SideQueue:
-    """Return the queue for chains alongside computation on this device."""
-    if device.type == "cuda":
-        return _CudaSideQueue(device)
-    queue = _InlineQueue()
-    # The meta device of a dry run stands for a GPU.
-    queue.runs_midway = device.type != "meta"
-    return queue

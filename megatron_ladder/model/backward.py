@@ -44,7 +44,7 @@ cross reduced, in the first of the parts that the state has for them.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -57,7 +57,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron_ladder.comm.inflight import InFlight, Launch, leave_unreduced
 from megatron_ladder.comm.side_queue import SideQueue
 from megatron_ladder.comm.stream import StreamLayout
-from megatron_ladder.model.sub_block import Midway, SequenceContext, SubBlock, ignore_midway, walk
+from megatron_ladder.model.sub_block import SequenceContext, SubBlock, walk
 from megatron_ladder.parallel.input_gradient import InputGradient
 from megatron_ladder.parallel.linear import reached_by_backward
 from megatron_ladder.parallel.partial_gradients import PartialGradients, PartialSums
@@ -130,8 +130,6 @@ class ForwardRecord:
         the state that leaves."""
         self.first_whole = self.known_at[self.pending_in - 1] if self.pending_in else 0
         """Gradients of reads before this one cross to the range before."""
-        self.on_midway_backward: Callable[[], None] = lambda: None
-        """Called when the backward of a body is between its two products."""
         self._kept: list[_Graph | LocalReading | Tensor] = []
         """For each sub-block its graphs, or only the stream that it read if it is recomputed."""
 
@@ -140,13 +138,13 @@ class ForwardRecord:
         stream = stream if output is None else stream + output
         return stream, self._read(index, stream.detach().requires_grad_(), with_graph=not self.steps[index].recompute)
 
-    def start(self, index: int, reading: LocalReading, midway: Midway, launch: Launch) -> InFlight:
+    def start(self, index: int, reading: LocalReading, launch: Launch) -> InFlight:
         """See `ForwardPass.start`."""
         step = self.steps[index]
         if step.recompute:
             self._kept.append(reading.stream)
-            return step.body(reading.whole.wait(), self.context, midway=midway, launch=launch)
-        graph, output = self._build(index, reading, midway, keeps_input=not self.sharded)
+            return step.body(reading.whole.wait(), self.context, launch=launch)
+        graph, output = self._build(index, reading, keeps_input=not self.sharded)
         self._kept.append(graph)
         return launch(output)
 
@@ -172,7 +170,7 @@ class ForwardRecord:
         with self.steps[index].named("recompute"):
             if isinstance(kept, Tensor):
                 kept = self._read(index, kept, with_graph=True)
-            return self._build(index, kept, ignore_midway, keeps_input=True)[0]
+            return self._build(index, kept, keeps_input=True)[0]
 
     def _crosses_unreduced(self, index: int) -> bool:
         """Whether the range before reduces the gradient of what a sub-block read."""
@@ -188,30 +186,14 @@ class ForwardRecord:
         edge = get_gradient_edge(normed) if with_graph else None
         return LocalReading(leaf, edge, detached, self.layout.start_read(detached))
 
-    def _build(self, index: int, reading: LocalReading, midway: Midway, keeps_input: bool) -> tuple[_Graph, Tensor]:
+    def _build(self, index: int, reading: LocalReading, keeps_input: bool) -> tuple[_Graph, Tensor]:
         """Run a body with a graph. The graph keeps an edge to the partial sum and not the tensor, whose storage the
         reduce overwrites."""
-
-        def hook_backward(inner: Tensor) -> None:
-            inner.register_hook(lambda _: self.on_midway_backward())
-            midway(inner)
-
-        runs_midway = self.side_queue is not None and self.side_queue.runs_midway
         sum_gradient = leave_unreduced if self._crosses_unreduced(index) else self.layout.start_write
         input_gradient = InputGradient(sum_gradient, self.partial_gradients, keeps_input)
         with torch.enable_grad():
             normed = reached_by_backward(reading.whole.wait())
-            output = (
-                self.steps[index]
-                .body(
-                    normed,
-                    self.context,
-                    input_gradient,
-                    hook_backward if runs_midway else ignore_midway,
-                    leave_unreduced,
-                )
-                .partial
-            )
+            output = self.steps[index].body(normed, self.context, input_gradient, leave_unreduced).partial
         assert reading.normed_edge is not None
         graph = _Graph(reading.stream, reading.normed_edge, reading.normed, get_gradient_edge(output), input_gradient)
         return graph, output.detach()
@@ -243,14 +225,9 @@ class _BackwardWalk:
             if record.sharded and index > 0:
                 record.gather_again(index - 1)
             if record.side_queue is not None and index > 0:
-                read_ahead = partial(self._read_ahead, index - 1, record.side_queue)
-                if record.side_queue.runs_midway:
-                    record.on_midway_backward = read_ahead
-                else:
-                    read_ahead()
+                self._read_ahead(index - 1, record.side_queue)
             with record.steps[index].named("backward"):
                 torch.autograd.backward([graph.partial], [output_gradient])
-            record.on_midway_backward = lambda: None
             if index < record.first_whole:
                 self._crossing[index] = graph
             else:

@@ -14,7 +14,7 @@ from megatron_ladder.comm.inflight import InFlight, Launch, leave_unreduced, sta
 from megatron_ladder.model.documents import document_attention
 from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.operations import BuildContext
-from megatron_ladder.model.sub_block import Midway, SequenceContext, ignore_midway
+from megatron_ladder.model.sub_block import SequenceContext
 from megatron_ladder.parallel.input_gradient import InputGradient
 from megatron_ladder.parallel.linear import ColumnParallelLinear, RowParallelLinear
 
@@ -91,13 +91,10 @@ class Attention(nn.Module):
         normed: Tensor,
         context: SequenceContext,
         input_gradient: InputGradient | None = None,
-        midway: Midway = ignore_midway,
         launch: Launch | None = None,
     ) -> InFlight:
         """See `SubBlockBody`."""
-        attended = self.heads(self.qkv_proj(normed, input_gradient), context, input_gradient)
-        midway(attended)
-        return self.o_proj(attended, launch)
+        return self.o_proj(self.heads(self.qkv_proj(normed, input_gradient), context, input_gradient), launch)
 
 
 class MLP(nn.Module):
@@ -115,13 +112,10 @@ class MLP(nn.Module):
         normed: Tensor,
         context: SequenceContext,
         input_gradient: InputGradient | None = None,
-        midway: Midway = ignore_midway,
         launch: Launch | None = None,
     ) -> InFlight:
         """See `SubBlockBody`."""
-        inner = self.operations.swiglu(self.gate_up_proj(normed, input_gradient))
-        midway(inner)
-        return self.down_proj(inner, launch)
+        return self.down_proj(self.operations.swiglu(self.gate_up_proj(normed, input_gradient)), launch)
 
 
 class AttentionMLP(nn.Module):
@@ -141,16 +135,13 @@ class AttentionMLP(nn.Module):
         normed: Tensor,
         context: SequenceContext,
         input_gradient: InputGradient | None = None,
-        midway: Midway = ignore_midway,
         launch: Launch | None = None,
     ) -> InFlight:
         """See `SubBlockBody`."""
         widths = self.in_proj.widths
         projected = self.in_proj(normed, input_gradient)
         heads, gate_up = torch.split(projected, [sum(widths[:3]), sum(widths[3:])], dim=-1)
-        attended = self.heads(heads, context, input_gradient)
-        midway(attended)
-        of_attention = self.o_proj(attended, leave_unreduced)
+        of_attention = self.o_proj(self.heads(heads, context, input_gradient), leave_unreduced)
         of_mlp = self.down_proj(self.operations.swiglu(gate_up), leave_unreduced)
         partial = of_attention.partial + of_mlp.partial
         return start_all_reduce(partial, self.o_proj.group) if launch is None else launch(partial)

@@ -14,14 +14,11 @@ A stack is a range of layers. Its state, the stream and the outputs still missin
 one tensor [1 + pending, s, b, h], so that a pipeline can cut a model of any wiring at any layer. The missing
 outputs cross the cut unreduced: the next range starts their reduce, which runs under its first sub-block.
 
-While a model anneals (`config/annealing.py`), a sub-block of lateness a reads r + (1 - a) sum(pending). It needs every
-output, so the stack waits for each reduce at once and leaves backward to autograd.
-
 With sequence parallelism a rank's stream holds its own positions, a reduce is a reduce-scatter, and an all-gather
 precedes each sub-block (`comm/stream.py`); the state is [1 + pending x t, s/t, b, h] with t ranks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,7 +29,7 @@ from megatron_ladder.blueprint.tensors import layer_tensors
 from megatron_ladder.blueprint.wiring import SubBlockKind, WiredSubBlock, pending_before
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.comm.side_queue import SideQueue, create_side_queue
+from megatron_ladder.comm.side_queue import CudaSideQueue, SideQueue
 from megatron_ladder.comm.spans import Span, no_span
 from megatron_ladder.model.backward import ForwardRecord, walk_mirrored
 from megatron_ladder.model.bodies import MLP, Attention, AttentionMLP
@@ -83,15 +80,13 @@ class _TransformerLayer(nn.Module):
                 body = _BODIES[kind](lane_build, layer * len(self._lanes) + lane, tensors)
                 self.bodies[_body_name(kind, lane)] = body
 
-    def sub_blocks(self, mesh: ProcessMesh, recompute: bool, name: str, span: Span, lateness: float) -> list[SubBlock]:
+    def sub_blocks(self, mesh: ProcessMesh, recompute: bool, name: str, span: Span) -> list[SubBlock]:
         steps = []
         for kind, staleness, *_ in self.wired:
             norm, lanes = self.norms[kind.value], [self.bodies[_body_name(kind, lane)] for lane in self._lanes]
             assert isinstance(norm, RMSNorm)
             steps.append(
-                SubBlock(
-                    norm, lanes, staleness, mesh.tensor, mesh.stream, recompute, f"{name}.{kind.value}", span, lateness
-                )
+                SubBlock(norm, lanes, staleness, mesh.tensor, mesh.stream, recompute, f"{name}.{kind.value}", span)
             )
         return steps
 
@@ -126,7 +121,6 @@ class TransformerStack(nn.Module):
         self.synchronised = [sub_blocks[0].reads_shared, *(sub_block.leaves_shared for sub_block in sub_blocks)]
         self.partial_sums = PartialSums(mesh.tensor)
         self._steps: Sequence[SubBlock] | None = None
-        self._lateness: Mapping[int, float] = {}
         self.layers = nn.ModuleDict({str(layer): _TransformerLayer(build, layer) for layer in layers})
         self.rewire(wired)
 
@@ -140,16 +134,6 @@ class TransformerStack(nn.Module):
         self._steps = None
 
     @property
-    def lateness(self) -> Mapping[int, float]:
-        """How far late layers have been annealed, from 0 to 1, by number; 1 for layers without an entry."""
-        return self._lateness
-
-    @lateness.setter
-    def lateness(self, by_layer: Mapping[int, float]) -> None:
-        if by_layer != self._lateness:
-            self._lateness, self._steps = by_layer, None
-
-    @property
     def slots_in(self) -> int:
         """Number of slots of the state that enters: the stream, and the parts of the missing outputs."""
         return 1 + self.pending_in * (self._lanes or self.layout.shards)
@@ -157,10 +141,10 @@ class TransformerStack(nn.Module):
     def forward(self, state: Tensor, context: SequenceContext) -> Tensor:
         """Map the state with `pending_in` missing outputs to the state with `pending_out` missing outputs."""
         steps = self.sub_blocks()
-        overlap = self.options.tp_overlap and all(step.lateness == 1 for step in steps)
-        if self.side_queue is None and self.layout.shards > 1 and overlap:
+        overlap = self.options.tp_overlap
+        if self.side_queue is None and self.layout.shards > 1 and overlap and state.is_cuda:
             # Not earlier: ZeRO-3 builds the stack on another device.
-            self.side_queue = create_side_queue(state.device)
+            self.side_queue = CudaSideQueue(state.device)
         if self.desync:
             return walk_desync(state[0], steps, self.synchronised, context).unsqueeze(0)
         if self._lanes:
@@ -183,8 +167,7 @@ class TransformerStack(nn.Module):
             for index, (number, layer) in enumerate(self.layers.items()):
                 assert isinstance(layer, _TransformerLayer)
                 recompute = index < self.options.recompute_layers
-                lateness = self._lateness.get(int(number), 1.0)
-                steps += layer.sub_blocks(self.mesh, recompute, f"layers.{number}", self.options.span, lateness)
+                steps += layer.sub_blocks(self.mesh, recompute, f"layers.{number}", self.options.span)
             self._steps = steps
         return self._steps
 

@@ -9,6 +9,7 @@ missing from it as unreduced partial sums, each in as many parts as the stream h
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -24,13 +25,6 @@ from megatron_ladder.model.documents import DocumentBounds
 from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.rotary import RotaryTable
 from megatron_ladder.parallel.input_gradient import InputGradient
-
-Midway = Callable[[Tensor], None]
-"""Called by a body between its two products, with the tensor between them: collectives under the body may progress."""
-
-
-def ignore_midway(inner: Tensor) -> None:
-    """Do nothing between the two products."""
 
 
 class KeyValueCache(Protocol):
@@ -65,7 +59,6 @@ class SubBlockBody(Protocol):
         normed: Tensor,
         context: SequenceContext,
         input_gradient: InputGradient | None = None,
-        midway: Midway = ignore_midway,
         launch: Launch | None = None,
     ) -> InFlight:
         """Return the handle of the output, [s, b, h] or this rank's positions of it.
@@ -74,7 +67,6 @@ class SubBlockBody(Protocol):
             normed: the normed stream, all positions, [s, b, h].
             context: the positions, and what their queries may attend to.
             input_gradient: receives the gradient of `normed`; None leaves it to autograd.
-            midway: called once, between input and output projection, with a tensor that the output depends on.
             launch: starts the sum over the ranks, as in `RowParallelLinear`.
         """
 
@@ -96,8 +88,6 @@ class SubBlock(NamedTuple):
     name: str = ""
     """The name in a profile: `layers.3.attention`."""
     span: Span = no_span
-    lateness: float = 1.0
-    """Below 1, the sub-block also reads the missing outputs, multiplied by `1 - lateness`."""
 
     def named(self, activity: str) -> AbstractContextManager[object]:
         """Name the computation inside for a profiler: `layers.3.attention forward`."""
@@ -147,7 +137,7 @@ class ForwardPass(Protocol[Reading]):
         Return the stream after the addition, and the reading.
         """
 
-    def start(self, index: int, reading: Reading, midway: Midway, launch: Launch) -> InFlight:
+    def start(self, index: int, reading: Reading, launch: Launch) -> InFlight:
         """Run the body of step `index` and launch the sum of its output.
 
         The sum may overwrite the partial sum: no graph may depend on its values.
@@ -177,12 +167,12 @@ class AutogradPass(NamedTuple):
         stream, normed = (stream, step.norm(stream)) if output is None else step.norm(stream, output=output)
         return stream, NormedStream(stream, step.layout.start_read(normed))
 
-    def start(self, index: int, reading: NormedStream, midway: Midway, launch: Launch) -> InFlight:
+    def start(self, index: int, reading: NormedStream, launch: Launch) -> InFlight:
         """See `ForwardPass.start`."""
         step = self.steps[index]
         if reading.whole is None:
             return launch(step.partial_sum(reading.stream, self.context))
-        return step.body(reading.whole.wait(), self.context, midway=midway, launch=launch)
+        return step.body(reading.whole.wait(), self.context, launch=launch)
 
 
 def walk(
@@ -198,8 +188,7 @@ def walk(
     Args:
         state: the stream, and the outputs that are missing from it.
         pending_out: outputs that may be missing from the stream that leaves.
-        launch: starts to sum a partial sum over the ranks. If any sub-block has a lateness below 1, it must wait for
-            the sum, because that sub-block reads outputs before they are added to the stream.
+        launch: starts to sum a partial sum over the ranks.
         side_queue: runs the read of the next sub-block (wait, add, norm, gather) under the current one where the
             wiring allows it; None reads when the sub-block starts.
 
@@ -213,21 +202,13 @@ def walk(
     # A range shorter than its staleness passes on outputs that it neither made nor read.
     reduced_here = len(entered) + len(steps) - pending_out
     pending = deque(
-        launch(partial.clone()) if number < reduced_here else leave_unreduced(partial)
-        for number, partial in enumerate(entered)
+        launch(part.clone()) if number < reduced_here else leave_unreduced(part) for number, part in enumerate(entered)
     )
     ahead: list[Reading] = []
 
     def read(index: int, missing: int) -> Reading:
         nonlocal stream
         step = steps[index]
-        if step.lateness < 1:
-            stream = _drain(stream, pending, missing)
-            with step.named("norm forward"):
-                read_stream = stream
-                for in_flight in pending:
-                    read_stream = torch.add(read_stream, in_flight.wait(), alpha=1 - step.lateness)
-                return forward.read(index, read_stream, None)[1]
         stream = _drain(stream, pending, missing + 1)
         # The norm can add the newest output that it does not miss on its way.
         output = pending.popleft().wait() if len(pending) > missing else None
@@ -235,30 +216,20 @@ def walk(
             stream, reading = forward.read(index, stream, output)
         return reading
 
-    def start_reading_ahead(index: int, side_queue: SideQueue) -> Midway:
-        def read_ahead(_: object = None) -> None:
-            # The output of the sub-block that is running will be missing as well.
-            missing = steps[index].staleness - 1
-            ahead.append(side_queue.run(lambda: read(index, missing), uses=(stream, *pending)))
-
-        if side_queue.runs_midway:
-            return read_ahead
-        read_ahead()
-        return ignore_midway
-
     for index, step in enumerate(steps):
         if side_queue is not None and ahead:
             side_queue.join()
         reading = ahead.pop() if ahead else read(index, step.staleness)
-        midway: Midway = ignore_midway
         if side_queue is not None and index + 1 < len(steps) and steps[index + 1].staleness > 0:
-            midway = start_reading_ahead(index + 1, side_queue)
+            # The output of the sub-block that is about to run will be missing as well.
+            missing = steps[index + 1].staleness - 1
+            ahead.append(side_queue.run(partial(read, index + 1, missing), uses=(stream, *pending)))
         with step.named("forward"):
             is_reduced = len(entered) + index < reduced_here
-            pending.append(forward.start(index, reading, midway, launch if is_reduced else leave_unreduced))
+            pending.append(forward.start(index, reading, launch if is_reduced else leave_unreduced))
     stream = _drain(stream, pending, pending_out)
-    missing = (in_flight.partial.reshape(-1, *stream.shape) for in_flight in pending)
-    return torch.cat([stream.unsqueeze(0), *missing])
+    leaving = (in_flight.partial.reshape(-1, *stream.shape) for in_flight in pending)
+    return torch.cat([stream.unsqueeze(0), *leaving])
 
 
 def _drain(stream: Tensor, pending: deque[InFlight], remaining: int) -> Tensor:

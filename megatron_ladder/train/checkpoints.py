@@ -91,11 +91,6 @@ class CheckpointSaver:
 
     def resume(self) -> tuple[int, int]:
         """Load the checkpoint, if any; return steps and samples done. Raises UserError if none is undamaged."""
-        iteration, consumed_samples = self._resume()
-        self._trainer.model.stack.lateness = self._trainer.run.lateness(iteration + 1)
-        return iteration, consumed_samples
-
-    def _resume(self) -> tuple[int, int]:
         load, save = self._config.load, self._config.save
         if load is None or self._inputs.checkpoint is None:
             if load is not None:

@@ -52,7 +52,6 @@ def train_step(
     weights from before the step, if an fp16 gradient is not finite and the loss scale cannot be lowered.
     """
     engine, state, mesh = trainer.engine, trainer.engine.state, trainer.mesh
-    trainer.model.stack.lateness = trainer.run.lateness(iteration)
     learning_rate = trainer.schedule.at(iteration)
     state.set_learning_rate(learning_rate)
     scale = _count_targets(trainer, micro_batches).clamp(min=1.0).reciprocal()
@@ -88,8 +87,6 @@ def train_step(
         engine.skip_step()
     else:
         engine.step()
-    # An evaluation reads as the next step does, so that after the last step of the annealing it reads late.
-    trainer.model.stack.lateness = trainer.run.lateness(iteration + 1)
     if state.overflowed():
         lowered = state.loss_scale
         finding = Finding("overflow", True, f"overflow in fp16; loss scale {lowered:g}", {"loss_scale": lowered})

@@ -12,13 +12,12 @@ from torch import Tensor
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.comm.side_queue import SideQueue
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.parallel.layout import parameter_sections
 from tests.helpers.pairwise import pairwise
 from tests.helpers.pool import GlooPools
-from tests.helpers.recording import AtTheBeginning
+from tests.helpers.recording import InlineQueue
 from tests.helpers.sharded import Pieces, assert_pieces, build, gradient_pieces, mesh_of, small_model
 from tests.reference import ReferenceConfig, Weights, make_weights, reference_gradients
 
@@ -69,11 +68,11 @@ def run_case(
     labels: Tensor,
     mask: Tensor,
     sequence_parallel: bool,
-    side_queue: SideQueue | None,
+    reads_ahead: bool,
 ) -> tuple[float, Pieces]:
     """Return the loss per unmasked token, and every gradient that this rank holds."""
     model = build(config, weights, tensor_parallel, options, sequence_parallel)
-    model.stack.side_queue = side_queue or model.stack.side_queue
+    model.stack.side_queue = InlineQueue() if reads_ahead else None
     loss = model(tokens, labels, mask) / mask.sum()
     loss.backward()
     return loss.item(), gradient_pieces(model)
@@ -93,14 +92,14 @@ def check(
     options: StackOptions,
     dtype: torch.dtype,
     sequence_parallel: bool = False,
-    side_queue: SideQueue | None = None,
+    reads_ahead: bool = False,
 ) -> None:
     reference = ReferenceConfig.like(config)
     weights = make_weights(reference, seed=1, dtype=dtype)
     tokens, labels, mask = batch(config, dtype)
     loss, gradients = reference_gradients(weights, reference, tokens, labels, mask)
     results = gloo_pools(tensor_parallel).run(
-        run_case, config, weights, tensor_parallel, options, tokens, labels, mask, sequence_parallel, side_queue
+        run_case, config, weights, tensor_parallel, options, tokens, labels, mask, sequence_parallel, reads_ahead
     )
     for found, _ in results:
         assert found == pytest.approx(float(loss), rel=TOLERANCE[dtype])
@@ -214,13 +213,11 @@ def test_features(gloo_pools: GlooPools, tensor_parallel: int, wiring: str, feat
 @pytest.mark.parametrize("recompute", [0, 3], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("mirrored", [True, False], ids=["overlap", "forward-overlap"])
 @pytest.mark.parametrize("wiring", ["ladder", "hybrid", "staleness-2", "ladder-parallel-2", "ladder-attention"])
-def test_side_queue_that_starts_with_the_sub_block(
-    gloo_pools: GlooPools, wiring: str, mirrored: bool, recompute: int
-) -> None:
+def test_side_queue(gloo_pools: GlooPools, wiring: str, mirrored: bool, recompute: int) -> None:
     """The order on CUDA, where the side queue is a second stream."""
     config = small_model(**(WIRINGS | MORE_WIRINGS)[wiring])
     options = StackOptions(recompute_layers=recompute, mirrored_backward=mirrored)
-    check(gloo_pools, 2, config, options, torch.float64, sequence_parallel=True, side_queue=AtTheBeginning())
+    check(gloo_pools, 2, config, options, torch.float64, sequence_parallel=True, reads_ahead=True)
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "blocking"])

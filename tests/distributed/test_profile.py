@@ -145,13 +145,11 @@ def test_a_sharded_stream_is_traced(gloo_pools: GlooPools, tmp_path: Path) -> No
     [
         ([], 2, 2),
         (["--no-tp-overlap"], 2, 2),
-        # Until the first of the two steps.
-        (["--anneal-staleness", "3"], 2, 2),
         # Forward gathers its input and scatters its output. Backward also gathers its output's gradient, and gathers
         # its input again, because it is not kept.
         (["--sequence-parallel"], 4, 6),
     ],
-    ids=["overlap", "autograd", "annealing", "sequence-parallel"],
+    ids=["overlap", "autograd", "sequence-parallel"],
 )
 def test_each_collective_of_a_real_trace_has_its_sub_block(
     gloo_pools: GlooPools, tmp_path: Path, wiring: list[str], forward: int, backward: int

@@ -11,13 +11,12 @@ from torch import nn
 from megatron_ladder.blueprint.model import ModelConfig, local_lanes
 from megatron_ladder.blueprint.wiring import pending_before
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.comm.side_queue import SideQueue, _InlineQueue
 from megatron_ladder.model.backward import _first_reads
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.operations import BuildContext, Operations
 from megatron_ladder.model.stack import StackOptions, TransformerStack
 from tests.helpers.pool import GlooPools
-from tests.helpers.recording import HYBRID, LADDER, PARALLEL, AtTheBeginning, recorded_model
+from tests.helpers.recording import HYBRID, LADDER, PARALLEL, InlineQueue, recorded_model
 from tests.helpers.sharded import mesh_of, small_model
 
 LADDER_PARALLEL = {"residual_mode": "ladder-parallel", "ladder_layers": (0, 1, 2)}
@@ -134,12 +133,10 @@ def test_backward_mirrors_the_forward_order(
     assert gloo_pools(2).run(backward_events, config, options) == [expected, expected]
 
 
-def sharded_forward_events(
-    config: ModelConfig, options: StackOptions, training: bool, side_queue: SideQueue | None = None
-) -> str:
+def sharded_forward_events(config: ModelConfig, options: StackOptions, training: bool) -> str:
     """Return `forward_events` for a sharded stream; `B3`: sub-block 3's first product."""
     model, group = recorded_model(config, options, sequence_parallel=True)
-    model.stack.side_queue = side_queue or model.stack.side_queue
+    model.stack.side_queue = InlineQueue()
     for number, step in enumerate(model.stack.sub_blocks()):
         assert isinstance(step.body, nn.Module)
         step.body.register_forward_pre_hook(lambda *_, number=number: group.events.append(f"B{number}"))
@@ -154,11 +151,11 @@ def sharded_forward_events(
     ("wiring", "expected"),
     [
         ({}, "G0 H0 B0 L0 W0 G1 H1 B1 L1 W1 G2 H2 B2 L2 W2 G3 H3 B3 L3 W3 G4 H4 B4 L4 W4 G5 H5 B5 L5 W5"),
-        # Under sub-block 2: the wait for reduce 1, add, norm, and the gather for sub-block 3.
-        (LADDER, "G0 H0 B0 G1 L0 H1 B1 W0 G2 L1 H2 B2 W1 G3 L2 H3 B3 W2 G4 L3 H4 B4 W3 G5 L4 H5 B5 L5 W4 W5"),
-        (HYBRID, "G0 H0 B0 L0 W0 G1 H1 B1 G2 L1 H2 B2 W1 G3 L2 H3 B3 L3 W2 W3 G4 H4 B4 L4 W4 G5 H5 B5 L5 W5"),
-        (LADDER_PARALLEL, "G0 H0 B0 G1 L0 H1 B1 W0 G2 L1 H2 B2 L2 W1 W2"),
-        (STALENESS_2, "G0 H0 B0 G1 L0 H1 B1 G2 L1 H2 B2 W0 G3 L2 H3 B3 W1 G4 L3 H4 B4 W2 G5 L4 H5 B5 L5 W3 W4 W5"),
+        # When sub-block 1 starts: the wait for reduce 0, add, norm, and the gather for sub-block 2.
+        (LADDER, "G0 G1 H0 B0 L0 W0 G2 H1 B1 L1 W1 G3 H2 B2 L2 W2 G4 H3 B3 L3 W3 G5 H4 B4 L4 H5 B5 L5 W4 W5"),
+        (HYBRID, "G0 H0 B0 L0 W0 G1 G2 H1 B1 L1 W1 G3 H2 B2 L2 H3 B3 L3 W2 W3 G4 H4 B4 L4 W4 G5 H5 B5 L5 W5"),
+        (LADDER_PARALLEL, "G0 G1 H0 B0 L0 W0 G2 H1 B1 L1 H2 B2 L2 W1 W2"),
+        (STALENESS_2, "G0 G1 H0 B0 L0 G2 H1 B1 L1 W0 G3 H2 B2 L2 W1 G4 H3 B3 L3 W2 G5 H4 B4 L4 H5 B5 L5 W3 W4 W5"),
     ],
     ids=["standard", "ladder", "hybrid", "ladder-parallel", "staleness-2"],
 )
@@ -170,19 +167,8 @@ def test_sharded_stream_is_read_under_the_previous_sub_block(
     assert gloo_pools(2).run(sharded_forward_events, config, options, training) == [expected, expected]
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_side_queue_that_starts_with_the_sub_block(gloo_pools: GlooPools, training: bool) -> None:
-    config = small_model(num_layers=3, **LADDER_PARALLEL)
-    # Before sub-block 1 starts: the wait for reduce 0, and the gather for sub-block 2.
-    expected = "G0 G1 H0 B0 L0 W0 G2 H1 B1 L1 H2 B2 L2 W1 W2"
-    found = gloo_pools(2).run(sharded_forward_events, config, StackOptions(), training, AtTheBeginning())
-    assert found == [expected, expected]
-
-
-class RecordingQueue(_InlineQueue):
+class RecordingQueue(InlineQueue):
     """A side queue that records chains with their number of inputs (`R2`) and joins (`J`)."""
-
-    runs_midway = False
 
     def __init__(self, events: list[str]) -> None:
         self.events = events
@@ -223,7 +209,7 @@ def norms_in_the_side_queue(config: ModelConfig) -> list[bool]:
     return found
 
 
-class CountingQueue(AtTheBeginning):
+class CountingQueue(InlineQueue):
     """A side queue that knows whether a chain is running."""
 
     running = False
@@ -241,7 +227,7 @@ def test_recomputed_norms_belong_to_the_side_queue(gloo_pools: GlooPools) -> Non
     assert gloo_pools(2).run(norms_in_the_side_queue, config) == [[True] * 6] * 2
 
 
-class HoldingQueue(AtTheBeginning):
+class HoldingQueue(InlineQueue):
     """Holds what chains use until the streams join, as on CUDA."""
 
     def __init__(self) -> None:
@@ -288,6 +274,7 @@ def sharded_backward_events(config: ModelConfig, options: StackOptions) -> str:
     """Return reduces (`L3`, `W3`), gathers of output gradients (`G3`, `H3`) and of inputs (`X3`, `Y3`), numbered by
     sub-block."""
     model, group = recorded_model(config, options, sequence_parallel=True)
+    model.stack.side_queue = InlineQueue()
     state = torch.randn(1, 6, 2, config.hidden_size, requires_grad=True)
     output = model.stack(state, model.training_context(torch.arange(24).view(2, 12)))
     reduces, gathers = group.started, group.gathers

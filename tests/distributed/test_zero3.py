@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -17,10 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_ladder.blueprint.model import key_value_replicas
-from megatron_ladder.comm.side_queue import SideQueue, create_side_queue
 from megatron_ladder.engine.build import build_model
 from megatron_ladder.parallel.layout import SHARDED_MARKS, parameter_sections
-from megatron_ladder.train.step import train_step
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import Pieces, mesh_of
 from tests.helpers.steps import RECIPE, steps_of_batches
@@ -183,23 +180,3 @@ def test_a_model_is_partitioned_while_it_is_built(gloo_pools: GlooPools, precisi
         assert marks == marks_kept and set(itertools.chain(*marks)) == {True, False}
         for (name, _, values), (_, _, values_gathered) in zip(weights, gathered, strict=True):
             assert torch.equal(values, values_gathered), name
-
-
-def devices_of_side_queues(argv: list[str]) -> list[str]:
-    """On each rank: return the devices for which two steps created a side queue."""
-    devices: list[str] = []
-
-    def create(device: torch.device) -> SideQueue:
-        devices.append(device.type)
-        return create_side_queue(device)
-
-    with mock.patch("megatron_ladder.model.stack.create_side_queue", create):
-        trainer = build_trainer_here(argv)
-        for iteration, batch in enumerate(steps_of_batches(2, 1), start=1):
-            train_step(trainer, own_batches(trainer, batch), iteration)
-    return devices
-
-
-def test_stack_built_without_memory_reads_ahead_where_it_computes(gloo_pools: GlooPools) -> None:
-    argv = [*RECIPE, "--zero-stage", "3", "--tensor-model-parallel-size", "2", "--sequence-parallel"]
-    assert gloo_pools(2).run(devices_of_side_queues, argv) == [["cpu"], ["cpu"]]

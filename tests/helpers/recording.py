@@ -2,17 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.comm.group import CommGroup, Work
-from megatron_ladder.comm.side_queue import _InlineQueue
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.stack import StackOptions
 from tests.helpers.sharded import mesh_of
 
+T = TypeVar("T")
 LADDER = {"residual_mode": "ladder", "ladder_layers": (0, 1, 2)}
 HYBRID = {"residual_mode": "ladder", "ladder_layers": (1,)}
 PARALLEL = {"residual_mode": "parallel"}
@@ -74,7 +74,11 @@ def recorded_model(
     return LanguageModel(config, mesh, options, seed=1), group
 
 
-class AtTheBeginning(_InlineQueue):
-    """Runs chains when the CUDA queue would launch them."""
+class InlineQueue:
+    """A side queue that runs a chain when the CUDA queue would launch it."""
 
-    runs_midway = False
+    def run(self, chain: Callable[[], T], uses: object) -> T:
+        return chain()
+
+    def join(self) -> None:
+        pass

@@ -5,14 +5,13 @@ import weakref
 import pytest
 import torch
 
-from megatron_ladder.comm.side_queue import _CudaSideQueue, _InlineQueue, create_side_queue
+from megatron_ladder.comm.side_queue import CudaSideQueue
 from tests.unit.comm import fake_cuda
 
 
 def test_chain_runs_after_earlier_work_and_alongside_later_work(monkeypatch: pytest.MonkeyPatch) -> None:
     device = fake_cuda.install(monkeypatch)
-    queue = create_side_queue(torch.device("cuda"))
-    assert isinstance(queue, _CudaSideQueue) and not queue.runs_midway
+    queue = CudaSideQueue(torch.device("cuda"))
     assert device.streams[1].priority < 0, "it would wait for multiprocessors behind the product"
     device.compute.now = 5.0
 
@@ -31,7 +30,7 @@ def test_chain_runs_after_earlier_work_and_alongside_later_work(monkeypatch: pyt
 
 def test_longer_computation_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     device = fake_cuda.install(monkeypatch)
-    queue = create_side_queue(torch.device("cuda"))
+    queue = CudaSideQueue(torch.device("cuda"))
     queue.run(lambda: None, uses=())
     device.compute.now = 2.0
     queue.join()
@@ -40,7 +39,7 @@ def test_longer_computation_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_inputs_are_held_until_the_streams_join(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_cuda.install(monkeypatch)
-    queue = create_side_queue(torch.device("cuda"))
+    queue = CudaSideQueue(torch.device("cuda"))
     used = torch.ones(3)
     alive = weakref.ref(used)
     queue.run(lambda: None, uses=(used,))
@@ -48,9 +47,3 @@ def test_inputs_are_held_until_the_streams_join(monkeypatch: pytest.MonkeyPatch)
     assert alive() is not None
     queue.join()
     assert alive() is None
-
-
-def test_cpu_runs_chains_inline_midway() -> None:
-    queue = create_side_queue(torch.device("cpu"))
-    assert isinstance(queue, _InlineQueue) and queue.runs_midway
-    assert queue.run(lambda: 3, uses=()) == 3
