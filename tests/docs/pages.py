@@ -46,11 +46,9 @@ class Fence:
 
 
 def page_paths() -> list[str]:
-    """Return all pages except generated ones."""
     found = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     found += (ROOT / "examples").rglob("*.md")
-    written = ROOT / "docs" / "reference"
-    return sorted(str(path.relative_to(ROOT)) for path in found if written not in path.parents)
+    return sorted(str(path.relative_to(ROOT)) for path in found)
 
 
 def read_page(page: str) -> str:

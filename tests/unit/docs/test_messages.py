@@ -56,9 +56,3 @@ def test_every_quoted_message_is_printed_by_the_package() -> None:
     messages = [words for words in quoted(PAGE.read_text(encoding="utf-8")) if is_message(words)]
     assert len(messages) > 30
     assert foreign(messages, literals()) == []
-
-
-def test_a_message_that_is_gone_is_found() -> None:
-    pieces = {"does not divide the", "has no chat template (no", "must be above zero"}
-    shown = ["--a 4 does not divide the 2 launched processes", "--chat: ... has no chat template", "does not share 2"]
-    assert foreign(shown, pieces) == [shown[2]]

@@ -68,34 +68,6 @@ def broken(page: Path, text: str) -> list[str]:
     return found
 
 
-def test_broken_links_are_found() -> None:
-    text = """# One, *two* and `three`
-## Again
-## Again
-[good](#one-two-and-three) [good](#again-1) [good](README.md) [web](https://example.org/x#y) ![pic](docs/pictures)
-[`code`](docs/no.md) [wrapped
-text](docs/neither.md) [gone](#again-2) [there](README.md#nowhere) [![p](no.png)](README.md) `[not](a-link)`
-
-    [not](a-link)
-    [not](either)
-
-```
-[not](a-link)
-# No heading
-```
-[bad](#no-heading) [out](../elsewhere)
-"""
-    assert broken(ROOT / "page.md", text) == [
-        "docs/no.md: no such file",
-        "docs/neither.md: no such file",
-        "#again-2: no such heading",
-        "README.md#nowhere: no such heading",
-        "no.png: no such file",
-        "#no-heading: no such heading",
-        "../elsewhere: no such file",
-    ]
-
-
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 def test_links_lead_somewhere(page: Path) -> None:
     assert broken(page, page.read_text(encoding="utf-8")) == []
