@@ -32,18 +32,15 @@ DATA = [
 ]
 # Comparison of logits after conversions, and the example that adapts a Llama model.
 HF = ["transformers>=5.0,<6"]
-# Pure Python with few dependencies, except for llguidance, which constrains answers to a JSON schema.
-SERVE = ["llguidance>=1.9,<2", "starlette>=1.0,<2", "uvicorn>=0.40,<1"]
 WANDB = ["wandb>=0.20,<1"]
 MLFLOW = ["mlflow-skinny>=3,<4"]
-# To run evaluation tasks on the generation engine, or on its server.
-EVAL = ["lm-eval[api,hf]>=0.4.13,<0.5"]
+# To run evaluation tasks on the generation engine.
+EVAL = ["lm-eval[hf]>=0.4.13,<0.5"]
 # To fit the planner's model to measurements, and for statistics of studies.
 LAB = ["scipy>=1.14,<2"]
 TEST = [
     "build>=1.3,<2",
     "mypy>=1.18",
-    "openai>=3,<4",
     "pytest>=8.4",
     "requests>=2.32,<3",
     "ruff>=0.14",
@@ -52,7 +49,6 @@ TEST = [
     *LAB,
     *MLFLOW,
     *PLOT,
-    *SERVE,
     *WANDB,
 ]
 
@@ -83,7 +79,6 @@ setup(
         "lab": LAB,
         "mlflow": MLFLOW,
         "plot": PLOT,
-        "serve": SERVE,
         "test": TEST,
         "wandb": WANDB,
     },

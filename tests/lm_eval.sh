@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Tests the model `megatron_ladder` of lm-eval, and the server, with the real lm-eval on local tasks, in an environment
-# with lm-eval that it creates first:
+# Tests the model `megatron_ladder` of lm-eval with the real lm-eval on local tasks, in an environment that it creates
+# first:
 #
 #     bash tests/lm_eval.sh                 all tests
-#     bash tests/lm_eval.sh -k server       any arguments of pytest
+#     bash tests/lm_eval.sh -k hybrid       any arguments of pytest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source examples/environment.sh

@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 
 from megatron_ladder.cli.programs import Command
-from megatron_ladder.comm.ranks import GRACE_SECONDS, run_ranks
+from megatron_ladder.comm.ranks import run_ranks
 from megatron_ladder.errors import run_program
 from megatron_ladder.generate.options import SECTIONS, parse_options
 
@@ -15,10 +15,9 @@ COMMANDS = (Command(SECTIONS),)
 def main(argv: Sequence[str]) -> None:
     """Read the command line and generate, as one rank or as the parent of several."""
     options = parse_options(argv)
-    ranks, serve = options.model.tp or 1, options.serve
+    ranks = options.model.tp or 1
     if ranks > 1 and "WORLD_SIZE" not in os.environ:
-        grace_seconds = GRACE_SECONDS + (serve.grace_seconds if serve.serve else 0)
-        run_ranks(__name__, argv, ranks, grace_seconds, ends_by_signal=serve.serve)
+        run_ranks(__name__, argv, ranks)
         return
     from megatron_ladder.generate.program import generate
 

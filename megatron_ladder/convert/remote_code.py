@@ -24,14 +24,20 @@ def module_files(model: ModelConfig) -> dict[str, bytes]:
     """Return file name -> content of the code that an exported directory needs; raise UserError as `hf_type`."""
     if hf_type(model) != OWN_TYPE:
         return {}
-    folder = Path(__file__).with_name("hf_module")
-    files = {f"{name}.py": (folder / f"{name}.py").read_bytes() for name in (CONFIGURATION, MODELING)}
-    configuration = files[f"{CONFIGURATION}.py"]
+    return {f"{CONFIGURATION}.py": configuration_module(), f"{MODELING}.py": _module(MODELING)}
+
+
+def configuration_module() -> bytes:
+    """Return the configuration module with the tables that it imports; the plugin for vLLM contains it as well."""
+    configuration = _module(CONFIGURATION)
     assert configuration.count(_TABLE_IMPORT) == 1
     rows = "".join(f"    {name!r}: {row!r},\n" for name, row in SUB_BLOCK_TABLE.items())
     tables = f"PER_RANK_MODES = {PER_RANK_MODES!r}\nSUB_BLOCK_TABLE = {{\n{rows}}}\n"
-    files[f"{CONFIGURATION}.py"] = configuration.replace(_TABLE_IMPORT, tables.encode())
-    return files
+    return configuration.replace(_TABLE_IMPORT, tables.encode())
+
+
+def _module(name: str) -> bytes:
+    return Path(__file__).with_name("hf_module").joinpath(f"{name}.py").read_bytes()
 
 
 def hf_type(model: ModelConfig) -> str:

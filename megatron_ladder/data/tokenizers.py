@@ -5,7 +5,6 @@ Ids are those of the text alone: no tokenizer adds a beginning-of-sequence token
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +22,6 @@ _FORMAT_VERSION = 1
 
 _COMMON_END_TOKENS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|im_end|>")
 """Searched in this order if no companion file names the end-of-document token."""
-
-_PRINTED_BYTES = (*range(33, 127), *range(161, 173), *range(174, 256))
-_OTHER_BYTES = (byte for byte in range(256) if byte not in _PRINTED_BYTES)
-_BYTE_OF = {chr(byte): byte for byte in _PRINTED_BYTES} | {chr(256 + n): byte for n, byte in enumerate(_OTHER_BYTES)}
-"""GPT-2's characters for bytes: printable Latin-1 characters are themselves, and the others follow at U+0100."""
 
 
 class Tokenizer(Protocol):
@@ -62,14 +56,6 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids; control tokens give no text, and incomplete characters give U+FFFD."""
 
-    def spelling(self, number: int) -> str:
-        """Return a token as the vocabulary spells it."""
-        return self.decode([number])
-
-    def token_bytes(self, number: int) -> bytes:
-        """Return the bytes that a token adds to a text, which may be a part of a character; a control token's: none."""
-        return self.spelling(number).encode()
-
 
 class ByteTokenizer(Tokenizer):
     """Uses the bytes of UTF-8 as ids 0 to 255; 256 ends a document. For tests."""
@@ -84,9 +70,6 @@ class ByteTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(int(number) for number in ids if number < self.eod_id).decode(errors="replace")
-
-    def token_bytes(self, number: int) -> bytes:
-        return bytes([number]) if number < self.eod_id else b""
 
 
 class NullTokenizer(Tokenizer):
@@ -150,14 +133,6 @@ class SentencePieceTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._processor.decode([int(number) for number in ids]))
 
-    def spelling(self, number: int) -> str:
-        return str(self._processor.id_to_piece(number))
-
-    def token_bytes(self, number: int) -> bytes:
-        if self._processor.is_control(number):
-            return b""
-        return _unescaped(self.decode([number]) if self._processor.is_unknown(number) else self.spelling(number))
-
 
 class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer.json of the `tokenizers` library, or a directory that contains one."""
@@ -192,8 +167,6 @@ class HuggingFaceTokenizer(Tokenizer):
         self.files = tuple(contents)
         self.contents = tuple(contents.values())
         self.sha256 = sha256
-        self._added = library.get_added_tokens_decoder()
-        self._is_byte_level = "ByteLevel" in repr(library.decoder)
         vocabulary = library.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise UserError(f"--tokenizer-model {self.files[0]}: has an empty vocabulary")
@@ -245,17 +218,6 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([int(number) for number in ids], skip_special_tokens=True)
-
-    def spelling(self, number: int) -> str:
-        return self._tokenizer.id_to_token(number) or ""
-
-    def token_bytes(self, number: int) -> bytes:
-        if number in self._added:
-            return b"" if self._added[number].special else self._added[number].content.encode()
-        spelling = self.spelling(number)
-        if self._is_byte_level and all(character in _BYTE_OF for character in spelling):
-            return bytes(_BYTE_OF[character] for character in spelling)
-        return _unescaped(spelling)
 
 
 class GPT2BPETokenizer(HuggingFaceTokenizer):
@@ -390,12 +352,6 @@ def load_tokenizer_from_directory(directory: Path) -> Tokenizer:
             "copy the tokenizer again"
         )
     return tokenizer
-
-
-def _unescaped(spelling: str) -> bytes:
-    """Return the bytes of SentencePiece's spelling of a token: <0x41> is a byte, and U+2581 is a space."""
-    byte = re.fullmatch("<0x([0-9A-F]{2})>", spelling)
-    return bytes.fromhex(byte[1]) if byte else spelling.replace("\u2581", " ").encode()
 
 
 def _read_model_file(flag: str, model: Path, expected: str) -> bytes:

@@ -14,7 +14,7 @@ import torch
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import BadNumbersError
-from megatron_ladder.generate.graph import DecodeStep, StepGraph
+from megatron_ladder.generate.graph import StepGraph
 from megatron_ladder.generate.requests import Generation, GenerationRequest, NewToken, Timings
 from megatron_ladder.generate.scoring import TokenScores, score_text
 from megatron_ladder.generate.slots import BAD_NUMBERS_CAUSE, PADDING, SlotBatch, prompt_width
@@ -27,7 +27,8 @@ _CAPTURED_TOKENS = 4096
 class GenerationEngine:
     """A model that continues batches of prompts of unequal lengths.
 
-    An engine that captures decode steps keeps its batch for later calls, and must be closed.
+    An engine that captures decode steps keeps its batch for later calls, and must be closed. A stream of such an engine
+    ends when the next call begins.
     """
 
     def __init__(
@@ -36,56 +37,28 @@ class GenerationEngine:
         mesh: ProcessMesh,
         tokenizer: Tokenizer | None = None,
         new_graph: Callable[[], StepGraph] | None = None,
-        decode_one: DecodeStep | None = None,
     ) -> None:
-        """`tokenizer` decodes ids, if text is needed; `new_graph`, if given, captures a batch's decode step.
-
-        `decode_one`, if given, is the model's decode step for a single sample; see `compiled_decode`.
-        """
+        """`tokenizer` decodes ids, if text is needed; `new_graph`, if given, captures a batch's decode step."""
         self.model, self.group, self.tokenizer, self.new_graph = model.eval(), mesh.tensor, tokenizer, new_graph
-        self._decode_one = decode_one
-        self._captured: list[SlotBatch] = []
-        self._idle: SlotBatch | None = None
-
-    def new_batch(self, slots: int, positions: int) -> SlotBatch:
-        """Return an empty batch; see `SlotBatch`."""
-        graph = None if self.new_graph is None else self.new_graph()
-        batch = SlotBatch(self.model, self._decode_one, self.group, self.tokenizer, graph, slots, positions)
-        if graph is not None:
-            self._captured.append(batch)
-        return batch
+        self._captured: SlotBatch | None = None
 
     def close(self) -> None:
-        """Free all captured steps, and with them their batches; call it while the process groups exist."""
-        self._idle = None
-        for batch in self._captured:
-            batch.close()
-        self._captured.clear()
+        """Free the captured step, and with it its batch; call it while the process groups exist."""
+        if self._captured is not None:
+            self._captured.close()
+        self._captured = None
 
-    def _borrow_batch(self, slots: int, positions: int) -> SlotBatch:
-        """Return an empty batch, for `_return_batch` afterwards; capture a step only if the idle batch is too small."""
+    def _batch(self, slots: int, positions: int) -> SlotBatch:
+        """Return a batch; capture a step only if that of earlier calls is too small."""
         if self.new_graph is None:
-            return self.new_batch(slots, positions)
-        batch, self._idle = self._idle, None
-        if batch is not None and batch.fits(slots, positions):
-            for slot in range(len(batch.samples)):
-                batch.release(slot)
-            return batch
-        if batch is not None:
-            self._discard(batch)
-        roomy = max(_CAPTURED_TOKENS // slots, 1 << (positions - 1).bit_length())
-        return self.new_batch(slots, max(positions, min(roomy, self.model.config.max_position_embeddings)))
-
-    def _return_batch(self, batch: SlotBatch) -> None:
-        if self._idle is None and batch in self._captured:
-            self._idle = batch
-        else:
-            self._discard(batch)
-
-    def _discard(self, batch: SlotBatch) -> None:
-        batch.close()
-        if batch in self._captured:
-            self._captured.remove(batch)
+            return SlotBatch(self.model, self.group, self.tokenizer, None, slots, positions)
+        if self._captured is None or not self._captured.fits(slots, positions):
+            self.close()
+            roomy = max(_CAPTURED_TOKENS // slots, 1 << (positions - 1).bit_length())
+            positions = max(positions, min(roomy, self.model.config.max_position_embeddings))
+            graph = self.new_graph()
+            self._captured = SlotBatch(self.model, self.group, self.tokenizer, graph, slots, positions)
+        return self._captured
 
     def generate(
         self, requests: Sequence[GenerationRequest], on_token: Callable[[NewToken], None] | None = None
@@ -108,31 +81,24 @@ class GenerationEngine:
         Raises BadNumbersError if the logits of a prompt are not finite.
         """
         positions = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
-        batch = self._borrow_batch(len(requests), positions)
+        batch = self._batch(len(requests), positions)
         try:
-            return (yield from self._run(batch, requests))
-        finally:
-            self._return_batch(batch)
-
-    def _run(
-        self, batch: SlotBatch, requests: Sequence[GenerationRequest]
-    ) -> Generator[NewToken, None, list[Generation]]:
-        begun = time.perf_counter()
-        tokens = batch.admit(dict(enumerate(requests)))
-        prefill_seconds, decode_seconds = time.perf_counter() - begun, 0.0
-        yield from _checked(tokens)
-        while batch.is_busy():
             begun = time.perf_counter()
-            tokens = batch.step()
-            decode_seconds += time.perf_counter() - begun
-            yield from _checked(tokens)
-        samples = [sample for sample in batch.samples if sample is not None]
+            tokens = batch.begin(requests)
+            prefill_seconds, decode_seconds, later_tokens = time.perf_counter() - begun, 0.0, 0
+            yield from tokens
+            while batch.is_busy():
+                begun = time.perf_counter()
+                tokens = batch.step()
+                decode_seconds += time.perf_counter() - begun
+                later_tokens += len(tokens)
+                yield from tokens
+        except BadNumbersError:
+            self.close()
+            raise
         prompt_tokens = sum(len(request.prompt_ids) for request in requests)
-        later_tokens = sum(len(sample.ids) - 1 for sample in samples)
-        timings = Timings(
-            prefill_seconds, prompt_tokens / prefill_seconds, later_tokens / decode_seconds if later_tokens else None
-        )
-        return [sample.result(timings) for sample in samples]
+        decode_rate = later_tokens / decode_seconds if later_tokens else None
+        return batch.results(Timings(prefill_seconds, prompt_tokens / prefill_seconds, decode_rate))
 
     def score(self, ids: Sequence[int]) -> list[float]:
         """Return the log-probability of each of `ids` (at least two) but the first; see `score_batch`."""
@@ -164,12 +130,3 @@ class GenerationEngine:
             TokenScores(scores.logprobs[first:end], scores.alternatives[first:end])
             for first, end in itertools.pairwise(ends)
         ]
-
-
-def _checked(tokens: Sequence[NewToken]) -> Sequence[NewToken]:
-    for token in tokens:
-        if token.finish_reason == "bad numbers":
-            raise BadNumbersError(
-                f"the logits of prompt {token.sample} (counted from 0) are not finite: {BAD_NUMBERS_CAUSE}"
-            )
-    return tokens

@@ -1,30 +1,16 @@
-"""A decode step that is captured or compiled once, for all tokens.
+"""A decode step that is captured once, for all tokens.
 
 On a GPU a decoded token is hundreds of small kernels, which the host cannot launch as fast as they run. A CUDA graph
 launches all of them at once. It replays the captured addresses, so the inputs of a step (ids and columns) are copied
 into fixed buffers, and attention gets all columns of the cache. The number of filled ones, or a mask, is computed on
 the device.
-
-On a CPU, a decoded token is mostly matrix products, but the hundreds of small operations between them matter in a
-small model. `compiled_decode` compiles them into a few kernels between the products.
 """
 
-from collections.abc import Callable, Sequence
-from types import FunctionType
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
-
-from megatron_ladder.model.language_model import LanguageModel
-from megatron_ladder.model.sub_block import SequenceContext
-
-if TYPE_CHECKING:
-    # It loads torch's compiler, which takes seconds.
-    from torch._dynamo.types import GuardFilterEntry
-
-DecodeStep = Callable[[Tensor, SequenceContext], Tensor]
-"""(ids [b, 1], context) -> logits [b, padded V / t]."""
 
 _WARM_UP_RUNS = 3
 """Runs before the capture, as torch's manual requires: libraries and NCCL initialise at their first calls."""
@@ -88,25 +74,3 @@ def captured_decode(
         return logits
 
     return replay
-
-
-def compiled_decode(model: LanguageModel, backend: str | Callable[..., Any] = "inductor") -> DecodeStep:
-    """Return the decode step of a model on one rank, for one sample, as one graph of torch.compile.
-
-    It is compiled at the first call, separately for caches of one slot and of several. The context should attend with
-    `attend_by_sums`.
-    """
-
-    def step(tokens: Tensor, context: SequenceContext) -> Tensor:
-        return model.logits_shard(model.hidden_states(tokens, context))[0]
-
-    # torch keeps compiled code with the code object. Each step needs its own, as it would not notice another model.
-    own = FunctionType(step.__code__.replace(), step.__globals__, closure=step.__closure__)
-    options: dict[str, Any] = {"guard_filter_fn": _ignore_model}
-    compiled: DecodeStep = torch.compile(own, fullgraph=True, dynamic=True, backend=backend, options=options)
-    return compiled
-
-
-def _ignore_model(guards: Sequence["GuardFilterEntry"]) -> list[bool]:
-    """Keep the checks of arguments and of torch's state; those of hundreds of modules take 0.5 ms per token."""
-    return [not guard.name or guard.name.startswith(("tokens", "context")) for guard in guards]

@@ -11,9 +11,7 @@ from megatron_ladder.config.data import TokenizerType
 from megatron_ladder.errors import raise_user_errors
 from megatron_ladder.flags import flag
 
-_DESCRIPTION = (
-    "Generates text with a trained model, or serves it over HTTP. Output goes to stdout, statistics to stderr."
-)
+_DESCRIPTION = "Generates text with a trained model. Output goes to stdout, statistics to stderr."
 LARGEST_PENALTY = 2.0
 """Limit of presence and frequency penalties, as in OpenAI's API."""
 SMALLEST_REPETITION_PENALTY, LARGEST_REPETITION_PENALTY = 0.01, 100.0
@@ -41,8 +39,7 @@ class ModelOptions:
     overlap: bool = True
     """Wait for every all-reduce at once instead of leaving it in flight under the next sub-block; for comparison."""
     compile_sub_blocks: bool = False
-    """Use torch.compile: in one process on a CPU for the whole decode step of a single sequence, and otherwise for
-    norms, SwiGLU and rotary embedding. Needs a C++ compiler at run time."""
+    """Compile norms, SwiGLU and rotary embedding with torch.compile. Needs a C++ compiler at run time."""
     cuda_graph: bool = False
     """Capture the decode step in a CUDA graph and replay it for every token; needs a GPU."""
     tp_all_reduce: Literal["auto", "nccl", "symmetric"] = "nccl"
@@ -144,35 +141,6 @@ class BenchOptions:
 
 
 @dataclass(frozen=True)
-class ServeOptions:
-    """Server. Compatible with OpenAI's completions and chat completions; needs the extra [serve]."""
-
-    serve: bool = False
-    """Serve HTTP requests until SIGTERM or Ctrl-C."""
-    host: str = flag("127.0.0.1", requires="--serve")
-    """Address to listen on. The default accepts only connections from this machine."""
-    port: int = flag(8000, minimum=0, maximum=65535, requires="--serve")
-    """Port to listen on; 0 selects a free port. The address is printed on stderr."""
-    api_key_file: Path | None = flag(None, requires="--serve")
-    """File with one key per line. Each request must send one of them as its bearer token."""
-    model_name: str | None = flag(None, requires="--serve")
-    """Name of the model in requests. The default is the name of the model's directory."""
-    max_concurrent: int = flag(8, minimum=1, requires="--serve")
-    """Largest number of samples to generate at the same time: the slots of the key-value cache."""
-    max_queue: int = flag(64, minimum=0, requires="--serve")
-    """Largest number of samples that wait for a slot. Further requests are rejected with status 429."""
-    max_request_tokens: int | None = flag(None, minimum=2, requires="--serve")
-    """Largest sum of the tokens of a prompt and its continuation, for which every slot has memory. The default is the
-    number of the model's positions, but at most 4096."""
-    max_body_bytes: int = flag(1 << 20, minimum=1, requires="--serve")
-    """Largest size of a request's body."""
-    max_connections: int = flag(512, minimum=1, requires="--serve")
-    """Largest number of connections, with and without a request. Further ones are closed with status 503."""
-    grace_seconds: float = flag(10.0, minimum=0, requires="--serve")
-    """Time that running requests have to finish after SIGTERM or Ctrl-C."""
-
-
-@dataclass(frozen=True)
 class GenerateOptions:
     """The whole command line."""
 
@@ -181,10 +149,9 @@ class GenerateOptions:
     sampling: SamplingOptions
     output: OutputOptions
     bench: BenchOptions
-    serve: ServeOptions
 
 
-SECTIONS = (ModelOptions, PromptOptions, SamplingOptions, OutputOptions, BenchOptions, ServeOptions)
+SECTIONS = (ModelOptions, PromptOptions, SamplingOptions, OutputOptions, BenchOptions)
 
 
 def parse_options(argv: Sequence[str]) -> GenerateOptions:
@@ -192,7 +159,7 @@ def parse_options(argv: Sequence[str]) -> GenerateOptions:
     errors: list[str] = []
     options = GenerateOptions(*parse_command_line(SECTIONS, argv, "generate.py", _DESCRIPTION, found=errors))
     prompts, sampling, output, bench = options.prompts, options.sampling, options.output, options.bench
-    has_input = prompts.given or prompts.interactive or bench.bench or options.serve.serve
+    has_input = prompts.given or prompts.interactive or bench.bench
     if not has_input and sys.stdin.isatty():
         errors.append("there is no prompt; use --prompt, --prompt-file, --tokens or --interactive, or pipe a text")
     try:
@@ -204,13 +171,6 @@ def parse_options(argv: Sequence[str]) -> GenerateOptions:
         errors.append("--stop: an empty text would end every continuation at once; use at least one character")
     if output.logprobs and not (output.json or output.score):
         errors.append("--logprobs requires --json or --score")
-    if options.serve.serve:
-        sections = {"prompts": prompts, "sampling": sampling, "output": output, "benchmark": bench}
-        errors += [
-            f"--serve does not use the {name} flags; remove them"
-            for name, given in sections.items()
-            if given != type(given)()
-        ]
     raise_user_errors(errors)
     return options
 

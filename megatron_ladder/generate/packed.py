@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ladder.generate.attention import split_heads_in_fp32
-from megatron_ladder.generate.large_pages import move_to_large_pages
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.operations import Operations
@@ -50,7 +49,6 @@ def load_packed(model: LanguageModel, fill: Callable[[nn.Module], None]) -> None
         fill(module)
         if module in packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(module.get_parameter("weight").detach(), _ROWS)
-            move_to_large_pages(torch.ops.mkldnn.data_ptr(weight), torch.ops.mkldnn._nbytes(weight))
             module.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
 
 
@@ -68,23 +66,11 @@ def _can_pack(dtype: torch.dtype) -> bool:
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`x @ weight^T + bias` for x [..., in] and a weight [out, in], packed or not -> [..., out], in its dtype."""
     x = x.to(weight.dtype)
-    if torch.compiler.is_compiling():
-        product: Tensor = torch.ops.megatron_ladder.linear(x, weight, bias)
-        return product
-    return _multiply(x, weight, bias)
-
-
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if weight.is_mkldnn:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return product
     return F.linear(x, weight, bias)
 
 
 PACKED_OPERATIONS = Operations(split_heads=split_heads_in_fp32, linear=_linear)
 """For models that generate on a CPU."""
-
-# torch.compile cannot see that a weight is packed, and inductor's packed product requires a constant weight.
-_LIBRARY = torch.library.Library("megatron_ladder", "DEF")
-_LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-_LIBRARY.impl("linear", _multiply, "CompositeExplicitAutograd")
-_LIBRARY.impl("linear", lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]), "Meta")

@@ -9,10 +9,8 @@ calls with the engine. Rank 0 reads input and writes output; the other ranks onl
     --score          standard input                           log-likelihoods
     --interactive    lines of standard input                  text
     --bench          random ids                               speeds
-    --serve          HTTP requests                            HTTP responses; see `generate/serve`
 """
 
-import importlib.util
 import io
 import json
 import math
@@ -41,7 +39,7 @@ from megatron_ladder.data.chat_template import Message
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
 from megatron_ladder.generate.engine import GenerationEngine
-from megatron_ladder.generate.graph import CudaStepGraph, compiled_decode
+from megatron_ladder.generate.graph import CudaStepGraph
 from megatron_ladder.generate.loading import DTYPES, StoredModel, check_tensor_parallel, load_model, open_model
 from megatron_ladder.generate.options import (
     BenchOptions,
@@ -70,7 +68,7 @@ def generate(options: GenerateOptions) -> None:
     rank_info = read_rank_info()
     stored = open_model(options.model.model, options.model.tokenizer_type, options.model.tokenizer_model)
     check_hardware(rank_info, options.model, stored.config)
-    run = _prepare_mode(rank_info, options, stored)
+    run = _prepare_mode(options, stored)
     with naming_lost_peers():
         with closing(build_engine(rank_info, options.model, stored)) as engine:
             run(engine)
@@ -98,16 +96,8 @@ def check_hardware(rank_info: RankInfo, options: ModelOptions, config: ModelConf
         require_compiler("--compile-sub-blocks", rank_info.device())
 
 
-def _prepare_mode(rank_info: RankInfo, options: GenerateOptions, stored: StoredModel) -> _Mode:
+def _prepare_mode(options: GenerateOptions, stored: StoredModel) -> _Mode:
     prompts, sampling = options.prompts, options.sampling
-    if options.serve.serve:
-        missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
-        if missing:
-            raise UserError(f"--serve: missing packages; run: pip install {' '.join(missing)}")
-        from megatron_ladder.generate.serve.server import prepare_server, serve
-
-        setup = prepare_server(rank_info, options.serve, stored, options.model.model)
-        return lambda engine: serve(engine, setup)
     encoder = None
     if stored.tokenizer is not None:
         encoder = PromptEncoder(stored.tokenizer, stored.prefix, prompts.chat, prompts.system)
@@ -145,18 +135,14 @@ def build_engine(rank_info: RankInfo, options: ModelOptions, stored: StoredModel
     dtype_name = _dtype_name(options, device)
     dtype = DTYPES[dtype_name]
     mesh = replace(mesh, tensor=select_all_reduce(options.tp_all_reduce, mesh.tensor, device, dtype))
-    compiles_step = options.compile_sub_blocks and ranks == 1 and device.type == "cpu"
-    compiles_parts = options.compile_sub_blocks and not compiles_step
-    model = load_model(stored, mesh, dtype, device, options.overlap, compiles_parts, options.verify)
+    model = load_model(stored, mesh, dtype, device, options.overlap, options.compile_sub_blocks, options.verify)
     if rank_info.rank == 0:
         for warning in stored.warnings:
             print(f"warning: {warning}", file=sys.stderr)
         kind = f"{config.residual_mode}, {config.num_layers} layers, {dtype_name} on {device.type}"
         loaded = f"tensor parallel {ranks}, loaded in {time.monotonic() - begun:.1f} s"
         print(f"{stored.directory}: {kind}, {loaded}", file=sys.stderr, flush=True)
-    new_graph = CudaStepGraph if options.cuda_graph else None
-    decode_one = compiled_decode(model) if compiles_step else None
-    return GenerationEngine(model, mesh, stored.tokenizer, new_graph, decode_one)
+    return GenerationEngine(model, mesh, stored.tokenizer, CudaStepGraph if options.cuda_graph else None)
 
 
 def _prepare_prompts(options: GenerateOptions, stored: StoredModel, encoder: PromptEncoder | None) -> _Mode:

@@ -50,19 +50,13 @@ class PromptEncoder:
             return (*self._prefix, *encoded) if encoded else ()
         try:
             messages = [*self._system, *history, {"role": "user", "content": text}]
-            return encode_conversation(messages, self._template, self._tokenizer)
+            return _encode_conversation(messages, self._template, self._tokenizer)
         except ChatTemplateError as error:
             raise UserError(f"{self._template.name}: the template rejects this conversation: {error}") from None
 
 
-class LongPromptError(Exception):
-    """A prompt has more characters than the tokens of the context can have."""
-
-
-def encode_conversation(
-    messages: Sequence[Message], template: ChatTemplate, tokenizer: Tokenizer, most_characters: int | None = None
-) -> tuple[int, ...]:
-    """Return the ids up to the assistant's answer; raises ChatTemplateError, or LongPromptError before encoding.
+def _encode_conversation(messages: Sequence[Message], template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the ids up to the assistant's answer; raises ChatTemplateError.
 
     A control token that a message spells out is encoded as text; otherwise a message could end the user's turn.
     """
@@ -78,8 +72,6 @@ def encode_conversation(
         return f"{before}{begin}{text}{end}{after}"
 
     rendered = template.prompt(messages)
-    if most_characters is not None and len(rendered) > most_characters:
-        raise LongPromptError(long_prompt(len(rendered), most_characters))
     marked_messages = [{name: marked(name, value) for name, value in message.items()} for message in messages]
     if marked_messages == messages:
         return tuple(tokenizer.encode(rendered))
@@ -91,11 +83,6 @@ def encode_conversation(
     for text, _, rest in parts:
         ids += tokenizer.encode_plain(text) + tokenizer.encode(rest)
     return tuple(ids)
-
-
-def long_prompt(characters: int, most: int) -> str:
-    """Return the message for a prompt that is too long to be encoded."""
-    return f"the prompt has {characters} characters; the tokens of the context have at most {most}"
 
 
 def check_characters(source: str, text: str) -> None:

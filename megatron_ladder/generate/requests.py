@@ -4,11 +4,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from megatron_ladder.generate.sampling import SamplingParameters
-from megatron_ladder.generate.scoring import Alternatives, TokenScores
+from megatron_ladder.generate.scoring import Alternatives
 
-FinishReason = Literal["eos", "stop", "length", "bad numbers", "failed grammar"]
-"""The last two mean that the logits were not finite, and that the grammar's matcher failed; a `Generation` never has
-them."""
+FinishReason = Literal["eos", "stop", "length"]
 
 
 @dataclass(frozen=True)
@@ -24,27 +22,18 @@ class GenerationRequest:
     """Tokens that end the continuation, in addition to `max_new_tokens` and `stop`."""
     stop: tuple[str, ...] = ()
     """Non-empty strings that end the continuation and are cut from its text. They require a tokenizer."""
-    score_prompt: bool = False
-    """Whether to score the prompt's tokens as well, with as many alternatives as those of the continuation."""
-    grammar: str | None = None
-    """Grammar of the continuation, from `structured.json_grammar`; requires a tokenizer and `eos_ids`."""
 
 
 class NewToken(NamedTuple):
-    """One generated token of one sample. Log-probability and alternatives are None if not requested."""
+    """One generated token of one sample."""
 
     sample: int
-    """Slot of the sample; the index of its request if all requests were submitted at once."""
+    """Index of its request."""
     id: int
-    """`NO_TOKEN` if there is none because the sample failed."""
     text: str
     """Text that this token completes; the pieces joined are the continuation. Empty without a tokenizer."""
     finish_reason: FinishReason | None
     """Set for the last token of the sample."""
-    logprob: float | None = None
-    alternatives: Alternatives | None = None
-    prompt_scores: TokenScores | None = None
-    """Scores of the prompt's tokens but the first; with the sample's first token, if requested."""
 
 
 class Timings(NamedTuple):

@@ -1,6 +1,6 @@
 """Sampling: choose the next tokens from vocabulary-parallel logits.
 
-    penalties for seen tokens  ->  grammar  ->  logits / temperature  ->  top_k  ->  top_p  ->  min_p  ->  draw
+    penalties for seen tokens  ->  logits / temperature  ->  top_k  ->  top_p  ->  min_p  ->  draw
 
 The draw inverts the cumulative distribution in vocabulary order with one uniform number per token. A seed therefore
 gives the same tokens at any tensor-parallel size and in any batch, wherever the logits agree up to rounding.
@@ -28,10 +28,9 @@ from torch import Tensor
 
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.generate.scoring import Alternatives, score_tokens, vocabulary_logits
-from megatron_ladder.generate.structured import TokenMatcher
 
 NO_TOKEN = -1
-"""Chosen where logits are not finite, or a matcher allows no token."""
+"""Chosen where logits are not finite."""
 _GREEDY_BELOW = 1e-5
 """Lower temperatures count as 0: they leave no probability to a second token, and overflow in fp32."""
 _FIRST_CANDIDATES = 64
@@ -95,7 +94,7 @@ class Chosen(NamedTuple):
     """The next token of each row, equal on every rank."""
 
     tokens: list[int]
-    """`NO_TOKEN` where no token can be chosen."""
+    """`NO_TOKEN` where the logits are not finite."""
     logprobs: tuple[float, ...] | None
     """None if no row requests them."""
     alternatives: list[Alternatives] | None = None
@@ -158,53 +157,44 @@ class _Candidates(NamedTuple):
 
 
 class Sampler:
-    """Chooses the next token of each slot of a batch, independently of the other slots."""
+    """Chooses the next tokens of a batch of samples, independently of each other."""
 
-    def __init__(self, slots: int, vocab_size: int, start: int, group: CommGroup, device: torch.device) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[SamplingParameters],
+        prompts: Sequence[Sequence[int]],
+        vocab_size: int,
+        start: int,
+        group: CommGroup,
+        device: torch.device,
+    ) -> None:
         """`start` is the first token of this rank's part of the vocabulary; `group` are the tensor-parallel ranks."""
         self._group, self._device = group, device
         self._start, self._vocab_size = start, vocab_size
-        self._parameters = [GREEDY] * slots
+        self._parameters = list(parameters)
         # On the CPU, so that a seed draws the same numbers on every device.
-        self._generators = [torch.Generator() for _ in range(slots)]
-        self._matchers: dict[int, TokenMatcher] = {}
-        self._rows: tuple[list[SamplingParameters], _Rows] | None = None
+        self._generators = [torch.Generator().manual_seed(one.seed) for one in parameters]
+        self._rows: _Rows | None = None
         self._seen: Tensor | None = None
         self._counts: Tensor | None = None
+        shape = (len(parameters), vocab_size)
+        if any(one.repetition_penalty != 1 for one in parameters):
+            self._seen = torch.zeros(shape, dtype=torch.bool, device=device)
+            for row, ids in enumerate(prompts):
+                self._seen[row, list(ids)] = True
+        if any(one.counted for one in parameters):
+            self._counts = torch.zeros(shape, dtype=torch.int32, device=device)
 
-    def assign(
-        self, slot: int, parameters: SamplingParameters, prompt_ids: Sequence[int], matcher: TokenMatcher | None = None
-    ) -> None:
-        """Assign a slot to another request; `matcher` restricts its tokens, and must be equal on every rank."""
-        self._parameters[slot] = parameters
-        self._matchers.pop(slot, None)
-        if matcher is not None:
-            self._matchers[slot] = matcher
-        self._generators[slot].manual_seed(parameters.seed)
-        shape = (len(self._parameters), self._vocab_size)
-        if parameters.repetition_penalty != 1 and self._seen is None:
-            self._seen = torch.zeros(shape, dtype=torch.bool, device=self._device)
-        if parameters.counted and self._counts is None:
-            self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
-        if self._counts is not None:
-            self._counts[slot] = 0
-        if self._seen is not None:
-            self._seen[slot] = False
-            self._seen[slot, list(prompt_ids)] = True
-
-    def choose(self, logits_shard_v: Tensor, slots: Sequence[int]) -> Chosen:
-        """Choose the next tokens of `slots`, equal on every rank, from logits [b, padded V / t]; padding is ignored."""
-        parameters = [self._parameters[slot] for slot in slots]
+    def choose(self, logits_shard_v: Tensor) -> Chosen:
+        """Choose the next tokens of the first b samples, from logits [b, padded V / t]; padding is ignored."""
+        parameters = self._parameters[: len(logits_shard_v)]
         model_logits = vocabulary_logits(logits_shard_v, self._start, self._vocab_size)
-        logits = self._restricted(self._penalized(model_logits, parameters, slots), slots)
-        tokens = self._choose_tokens(logits, parameters, slots)
-        for token, slot in zip(tokens, slots, strict=True):
+        tokens = self._choose_tokens(self._penalized(model_logits, parameters), parameters)
+        for row, token in enumerate(tokens):
             if self._seen is not None and token != NO_TOKEN:
-                self._seen[slot, token] = True
+                self._seen[row, token] = True
             if self._counts is not None and token != NO_TOKEN:
-                self._counts[slot, token] += 1
-            if slot in self._matchers and token != NO_TOKEN:
-                self._matchers[slot].consume(token)
+                self._counts[row, token] += 1
         if not any(one.logprobs for one in parameters):
             return Chosen(tokens, None)
         wanted = [one.top_logprobs if one.logprobs else 0 for one in parameters]
@@ -213,52 +203,36 @@ class Sampler:
         alternatives = [row[:count] for row, count in zip(scores.alternatives, wanted, strict=True)]
         return Chosen(tokens, scores.logprobs, alternatives if any(wanted) else None)
 
-    def _penalized(self, logits: Tensor, parameters: Sequence[SamplingParameters], slots: Sequence[int]) -> Tensor:
+    def _penalized(self, logits: Tensor, parameters: Sequence[SamplingParameters]) -> Tensor:
         def column(numbers: Sequence[float]) -> Tensor:
             return torch.tensor(numbers, device=self._device, dtype=logits.dtype).unsqueeze(1)
 
-        if self._seen is not None and any(one.repetition_penalty != 1 for one in parameters):
-            seen = self._own_columns(self._seen, slots, logits.shape[1])
+        if self._seen is not None:
+            seen = self._own_columns(self._seen, logits)
             penalty = column([one.repetition_penalty for one in parameters])
             logits = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
-        if self._counts is not None and any(one.counted for one in parameters):
-            counts = self._own_columns(self._counts, slots, logits.shape[1])
+        if self._counts is not None:
+            counts = self._own_columns(self._counts, logits)
             logits = logits - column([one.frequency_penalty for one in parameters]) * counts
             logits = logits - column([one.presence_penalty for one in parameters]) * (counts > 0)
         return logits
 
-    def _restricted(self, logits: Tensor, slots: Sequence[int]) -> Tensor:
-        """Return logits with -inf for tokens that a slot's matcher does not allow."""
-        rows = [row for row, slot in enumerate(slots) if slot in self._matchers]
-        if not rows:
-            return logits
-        excluded = torch.ones(len(rows), logits.shape[1], dtype=torch.bool)
-        for place, row in enumerate(rows):
-            own = self._matchers[slots[row]].allowed()[self._start : self._start + logits.shape[1]]
-            excluded[place, : len(own)] = torch.from_numpy(~own)
-        logits = logits.clone()
-        logits[rows] = logits[rows].masked_fill(excluded.to(self._device), -math.inf)
-        return logits
-
-    def _own_columns(self, table: Tensor, slots: Sequence[int], width: int) -> Tensor:
-        """Return some rows of a table [slots, V], cut to this rank's tokens: [b, width], padded with 0."""
-        own = table[list(slots), self._start : self._start + width]
+    def _own_columns(self, table: Tensor, logits: Tensor) -> Tensor:
+        """Return the rows and columns of a table [samples, V] that belong to logits, padded with 0."""
+        rows, width = logits.shape
+        own = table[:rows, self._start : self._start + width]
         return F.pad(own, (0, width - own.shape[1]))
 
-    def _choose_tokens(self, logits: Tensor, parameters: list[SamplingParameters], slots: Sequence[int]) -> list[int]:
+    def _choose_tokens(self, logits: Tensor, parameters: Sequence[SamplingParameters]) -> list[int]:
         """Return the tokens, equal on every rank."""
-        if self._rows is None or self._rows[0] != parameters:
-            self._rows = parameters, _Rows.of(parameters, self._device)
-        rows = self._rows[1]
-        if self._group.size == 1 and not rows.any_drawn:
-            # No other rank has a more likely token.
-            chosen: list[int] = _mask_non_finite(*logits.max(1)).cpu().tolist()
-            return chosen
+        if self._rows is None or len(self._rows.top_k) != len(parameters):
+            self._rows = _Rows.of(parameters, self._device)
+        rows = self._rows
         uniform = None
         if rows.any_drawn:
             numbers = [
-                0.0 if one.greedy else torch.rand(1, generator=self._generators[slot], dtype=torch.float64).item()
-                for one, slot in zip(parameters, slots, strict=True)
+                0.0 if one.greedy else torch.rand(1, generator=generator, dtype=torch.float64).item()
+                for one, generator in zip(parameters, self._generators[: len(parameters)], strict=True)
             ]
             uniform = to_device(_column(numbers), self._device)
         count = rows.first_count

@@ -42,38 +42,6 @@ class IncrementalDecoder:
         return self._tokenizer.decode(self._ids)[len(self._shown) :]
 
 
-class TextOffsets:
-    """Locates tokens in the text that they form; a token within a character is located at the character."""
-
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
-        self._decoder, self._end = IncrementalDecoder(tokenizer, prompt_ids), 0
-
-    def push(self, token: int) -> int:
-        """Return the number of characters before the next token."""
-        offset = self._end
-        self._end += len(self._decoder.push(token))
-        return offset
-
-
-def token_name(token: int) -> str:
-    """Return the name of a token without regard to its text."""
-    return f"token_id:{token}"
-
-
-def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """Return the text of one token, as OpenAI does: `bytes:\\xe2` for a part of a character, `</s>` for control tokens.
-
-    A model's vocabulary may be larger than its tokenizer's; the additional tokens have no text.
-    """
-    content = tokenizer.token_bytes(token) if token < tokenizer.vocab_size else b""
-    if not content:
-        return (tokenizer.spelling(token) if token < tokenizer.vocab_size else "") or token_name(token)
-    try:
-        return content.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
-
-
 class StopFinder:
     """Cuts an incremental text before the first stop string, and holds back text that may begin one."""
 

@@ -16,24 +16,24 @@ from torch import Tensor, nn
 
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.cli.generate import main
-from megatron_ladder.data.tokenizers import ByteTokenizer, NullTokenizer
+from megatron_ladder.data.tokenizers import NullTokenizer
 from megatron_ladder.errors import UserError
+from megatron_ladder.generate import scoring
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.loading import StoredModel, check_tensor_parallel, load_model, open_model
 from megatron_ladder.generate.options import parse_options
 from megatron_ladder.generate.program import _converse
 from megatron_ladder.generate.prompts import PromptEncoder
-from megatron_ladder.generate.requests import GenerationRequest, NewToken
+from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import SamplingParameters
 from megatron_ladder.generate.scoring import TokenScores
-from megatron_ladder.generate.structured import json_grammar
 from megatron_ladder.model.stack import StackOptions
 from tests.helpers.commands import REPOSITORY_ROOT, free_port, run_command
 from tests.helpers.patience import patient
 from tests.helpers.pool import GlooPools
 from tests.helpers.recording import recorded_model
 from tests.helpers.sharded import build, mesh_of
-from tests.reference import greedy_continuation, reference_logits
+from tests.reference import greedy_continuation
 from tests.unit.convert.saved_models import save_model, small_config, write_cut_checkpoint
 from tests.unit.generate.tiny_model import (
     MODELS,
@@ -45,6 +45,7 @@ from tests.unit.generate.tiny_model import (
 )
 
 Tokens = list[tuple[int, ...]]
+LONG_PROMPTS = [prompt for prompt in PROMPTS if len(prompt) > 1]
 
 NEW_TOKENS = 8
 GREEDY = SamplingParameters(temperature=0.0)
@@ -199,19 +200,16 @@ def test_a_user_error_ends_all_ranks(model: Path) -> None:
     assert line.startswith("error: --tp 3 does not fit the model; use 1, 2, 4: ")
 
 
-def from_hugging_face(folder: Path) -> tuple[Tokens, list[TokenScores | None]]:
-    """Run on each rank: continue all prompts, and score all but one, of which the longest in two parts."""
+def from_hugging_face(folder: Path) -> tuple[Tokens, list[TokenScores]]:
+    """Run on each rank: continue and score all prompts, the scored ones in several parts."""
     stored = open_model(folder, None, None)
     size = dist.get_world_size()
     mesh = mesh_of(size, key_value_replicas(stored.config, size))
     engine = GenerationEngine(load_model(stored, mesh, torch.float32, torch.device("cpu"), overlap=True), mesh)
-    sampling = SamplingParameters(temperature=0.0, logprobs=True, top_logprobs=2)
-    requests = [GenerationRequest(prompt, NEW_TOKENS, sampling, score_prompt=len(prompt) != 3) for prompt in PROMPTS]
-    tokens: list[NewToken] = []
-    with patch("megatron_ladder.generate.scoring._LOGITS_AT_ONCE", 5 * stored.config.vocab_size // size):
-        found = engine.generate(requests, tokens.append)
-    assert all(token.prompt_scores is None for token in tokens[len(PROMPTS) :])
-    return [generation.ids for generation in found], [token.prompt_scores for token in tokens[: len(PROMPTS)]]
+    found = engine.generate([GenerationRequest(prompt, NEW_TOKENS, GREEDY) for prompt in PROMPTS])
+    with patch.object(scoring, "_LOGITS_AT_ONCE", 5 * stored.config.vocab_size // size):
+        scores = engine.score_batch([(prompt[:1], prompt[1:]) for prompt in LONG_PROMPTS], most=2)
+    return [generation.ids for generation in found], scores
 
 
 @pytest.mark.parametrize("tensor_parallel", [2, 4])
@@ -229,11 +227,7 @@ def test_a_hugging_face_directory_at_several_sizes(tensor_parallel: int, tmp_pat
     results = gloo_pools(tensor_parallel).run(from_hugging_face, tmp_path)
     assert [tokens for tokens, _ in results] == [expected] * tensor_parallel
     assert [scores for _, scores in results] == [results[0][1]] * tensor_parallel
-    for prompt, scores in zip(PROMPTS, results[0][1], strict=True):
-        if len(prompt) == 3:
-            assert scores is None
-            continue
-        assert scores is not None
+    for prompt, scores in zip(LONG_PROMPTS, results[0][1], strict=True):
         logprobs = module(torch.tensor([prompt])).logits[0].log_softmax(-1)
         at_prompt = [logprobs[place, token].item() for place, token in enumerate(prompt[1:])]
         assert scores.logprobs == pytest.approx(at_prompt, abs=1e-5)
@@ -255,60 +249,6 @@ def test_under_the_deepspeed_launcher(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("{"))
     assert [*PROMPTS[2], *json.loads(line)["ids"]] == expected
-
-
-def scores_here(config: ModelConfig, weights: Mapping[str, Tensor]) -> list[float]:
-    mesh = mesh_of(2, key_value_replicas(config, 2))
-    model = build(config, weights, 2, StackOptions(), packed=True)
-    return GenerationEngine(model, mesh).score(PROMPTS[2])
-
-
-def test_scores_over_two_ranks(gloo_pools: GlooPools) -> None:
-    config = tiny_config(**MODELS["hybrid"])
-    weights, reference = reference_of(config)
-    ids = PROMPTS[2]
-    logprobs = reference_logits(weights, reference, torch.tensor([ids]))[0].log_softmax(-1)
-    expected = [logprobs[place, token].item() for place, token in enumerate(ids[1:])]
-    for found in gloo_pools(2).run(scores_here, config, weights):
-        assert found == pytest.approx(expected, abs=1e-4)
-
-
-def structured_answers(engine: GenerationEngine) -> list[str | None]:
-    """Return answers to a schema, next to an unrestricted sample."""
-    engine.tokenizer = tokenizer = ByteTokenizer()
-    eos_ids = frozenset({tokenizer.eod_id})
-    schema = {"type": "array", "items": {"enum": ["ä", "b", 1]}, "minItems": 2, "maxItems": 2}
-    grammar = json_grammar(schema, tokenizer, eos_ids)
-    requests = [
-        GenerationRequest((5, 9), 24, sampling, eos_ids, grammar=text)
-        for sampling, text in (
-            (GREEDY, grammar),
-            (SamplingParameters(seed=3), grammar),
-            (SamplingParameters(seed=3), None),
-            (SamplingParameters(seed=4, top_p=0.8, repetition_penalty=1.2), grammar),
-        )
-    ]
-    return [generation.text for generation in engine.generate(requests)]
-
-
-def structured_here(config: ModelConfig, weights: Mapping[str, Tensor], tensor_parallel: int) -> list[str | None]:
-    mesh = mesh_of(tensor_parallel, key_value_replicas(config, tensor_parallel))
-    model = build(config, weights, tensor_parallel, StackOptions(), packed=True)
-    return structured_answers(GenerationEngine(model, mesh))
-
-
-def test_structured_answers_are_equal_at_any_size(gloo_pools: GlooPools) -> None:
-    """The model's vocabulary is larger than the tokenizer's; the parts of two of four ranks are beyond it."""
-    config = tiny_config(**MODELS["ladder"], vocab_size=700)
-    weights, _ = reference_of(config)
-    alone = structured_answers(tiny_engine(config, weights))
-    for text in (alone[0], alone[1], alone[3]):
-        values = json.loads(text or "")
-        assert len(values) == 2 and set(values) <= {"ä", "b", 1}
-    assert alone[1] != alone[0]
-    for tensor_parallel in (2, 4):
-        found = gloo_pools(tensor_parallel).run(structured_here, config, weights, tensor_parallel)
-        assert found == [alone] * tensor_parallel
 
 
 def test_an_empty_standard_input_ends_both_ranks(model: Path) -> None:

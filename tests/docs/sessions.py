@@ -81,14 +81,13 @@ def tokenize(folder: Path) -> None:
 
 
 def train(folder: Path) -> None:
-    """Write `checkpoints/`, `tensorboard/` and `traces/` of a run with two processes, and the `keys` of a server."""
+    """Write `checkpoints/`, `tensorboard/` and `traces/` of a run with two processes."""
     _run(
         folder,
         "torchrun --nproc-per-node 2 pretrain_ladder.py --tensor-model-parallel-size 2 --num-layers 2 "
         "--residual-mode ladder --train-iters 12 --save checkpoints --load checkpoints --tensorboard-dir tensorboard "
         f"--profile --profile-step-start 10 --profile-step-end 12 --profile-dir traces {MODEL}",
     )
-    (folder / "keys").write_text("a-secret\n", encoding="utf-8")
 
 
 def write_llama(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The model of lm-eval and the server under the real lm-eval, on local tasks. `tests/lm_eval.sh` installs it first.
+"""The model of lm-eval under the real lm-eval, on local tasks. `tests/lm_eval.sh` installs it first.
 
 The scores of two ranks are compared with those of a plain model in one process, and of lm-eval's own model `hf`.
 """
@@ -31,7 +31,6 @@ from tests.helpers.commands import REPOSITORY_ROOT, clean_environment
 from tests.helpers.patience import patient
 from tests.helpers.tokenizer_copies import copy_tokenizer
 from tests.reference import greedy_continuation, reference_logits
-from tests.unit.generate.served import serving_command
 from tests.unit.generate.tiny_model import reference_of, tiny_config, write_checkpoint
 
 WIRINGS: dict[str, dict[str, Any]] = {
@@ -265,20 +264,3 @@ def test_conversations_and_generation_settings(folder: Path) -> None:
         model._request("A text", {"max_gen_toks": 96}, 0)
     with pytest.raises(UserError, match="--batch_size auto: this model has no automatic batch size"):
         LadderLM(model=folder / "hybrid", batch_size="auto")
-
-
-def test_the_server_answers_local_completions(folder: Path) -> None:
-    with serving_command("--model", folder / "ladder-hf", "--tp", "2") as (_, address):
-        settings = {
-            "model": "ladder-hf",
-            "base_url": f"{address}/completions",
-            "tokenizer": str(folder / "tokenizer"),
-            "tokenizer_backend": "huggingface",
-            "add_bos_token": True,
-            "max_length": 96,
-        }
-        found = evaluate(folder, "local-completions", ["choices"], model_args=settings, batch_size=2)
-    expected = evaluate(folder, plain_model(folder, "ladder"), ["choices"])
-    # This model of lm-eval cuts one more token off the long question.
-    own, others = (answers(one, "choices", (0, 1, 2, 4)) for one in (found, expected))
-    assert own == pytest.approx(others, abs=1e-4)

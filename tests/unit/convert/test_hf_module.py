@@ -1,6 +1,8 @@
 """The exported module in transformers, compared with the training model, explicit formulas, and itself."""
 
 import json
+import subprocess
+import sys
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -379,7 +381,9 @@ def test_the_tensor_parallel_plan_has_every_matrix_and_query_norm() -> None:
     assert module.model._pp_plan == {}
 
 
-def test_the_plugin_for_vllm_reads_configurations_as_an_exported_directory_does() -> None:
+def test_the_plugin_for_vllm_contains_the_configuration_of_exported_directories(tmp_path: Path) -> None:
+    command = [sys.executable, "setup.py", "--quiet", "build", "--build-base", str(tmp_path)]
+    subprocess.run(command, cwd=REPOSITORY_ROOT / "vllm_plugin", check=True)
     name = "configuration_megatron_ladder.py"
-    copy = REPOSITORY_ROOT / "vllm_plugin" / "megatron_ladder_vllm" / name
-    assert copy.read_bytes() == module_files(tiny_config(**HYBRID))[name]
+    built = tmp_path / "lib" / "megatron_ladder_vllm" / name
+    assert built.read_bytes() == module_files(tiny_config(**HYBRID))[name]

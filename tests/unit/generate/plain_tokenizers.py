@@ -25,27 +25,9 @@ class Bytes(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(ids).decode(errors="replace")
 
-    def token_bytes(self, number: int) -> bytes:
-        return bytes([number])
-
 
 class Words(Bytes):
     """Every id except 0 is a word; words are joined with spaces."""
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(f" w{number}" for number in ids if number).removeprefix(" ")
-
-    def token_bytes(self, number: int) -> bytes:
-        return self.decode([number]).encode()
-
-
-class Gated(Words):
-    """Encodes a text "wait..." only after a named pipe has been opened and closed by a writer."""
-
-    def __init__(self, gate: Path) -> None:
-        self._gate = gate
-
-    def encode(self, text: str) -> list[int]:
-        if text.startswith("wait"):
-            self._gate.read_bytes()
-        return list(text.encode())

@@ -2,43 +2,10 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from megatron_ladder.generate import attention
-from megatron_ladder.generate.attention import CachedRows, counts_filled_columns, split_heads_in_fp32
+from megatron_ladder.generate.attention import counts_filled_columns, split_heads_in_fp32
 from megatron_ladder.model.operations import Operations
 from megatron_ladder.model.rotary import RotaryTable
-
-
-@pytest.mark.parametrize("few", [0, 1 << 17])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("kv_heads", [6, 2, 1])
-@pytest.mark.parametrize("columns", [9, 14])
-def test_cached_rows_attend_as_torch_does(
-    columns: int, kv_heads: int, masked: bool, few: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Three of four slots, and samples that have filled one, four and seven columns."""
-    monkeypatch.setattr(attention, "_FEW_PRODUCTS", few)
-    keys, values = torch.randn(2, 4, kv_heads, columns, 8, dtype=torch.float64)
-    q = torch.randn(3, 1, 6, 8, dtype=torch.float64).transpose(1, 2)
-    filled = torch.tensor([1, 4, 7] if masked else [7, 7, 7])
-    mask = (torch.arange(7) < filled.unsqueeze(1))[:, None, None, :] if masked else None
-    first_rows = torch.arange(0, 4 * kv_heads * columns, columns).view(4, kv_heads)[:3]
-    found = CachedRows.of(first_rows, 7, 6).attend(q, keys[:3], values[:3], mask)
-    for sample, columns in enumerate(filled.tolist()):
-        own = (each[sample, :, :columns].repeat_interleave(6 // kv_heads, dim=0) for each in (keys, values))
-        torch.testing.assert_close(found[sample], F.scaled_dot_product_attention(q[sample], *own))
-
-
-@pytest.mark.parametrize("few", [0, 1 << 17])
-def test_a_cache_of_another_dtype_keeps_the_dtype_of_the_queries(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_FEW_PRODUCTS", few)
-    keys, values = torch.randn(2, 2, 3, 5, 8)
-    q = torch.randn(2, 3, 1, 8).bfloat16()
-    found = CachedRows.of(torch.arange(0, 30, 5).view(2, 3), 5, 3).attend(q, keys, values, None)
-    expected = F.scaled_dot_product_attention(q.float(), keys, values)
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found, expected.bfloat16())
 
 
 @pytest.mark.parametrize("normed", [False, True])

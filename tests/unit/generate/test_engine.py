@@ -1,6 +1,5 @@
 """The decode loop in one process, compared with recomputation of the whole text for every token."""
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.errors import BadNumbersError
-from megatron_ladder.generate import scoring, slots
+from megatron_ladder.generate import scoring
 from megatron_ladder.generate import slots as slots_module
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.requests import GenerationRequest, NewToken
@@ -36,10 +35,7 @@ class ForcedTokens:
         self.tokens = iter(tokens)
         self.logits: list[Tensor] = []
 
-    def assign(self, slot: int, parameters: SamplingParameters, prompt_ids: Sequence[int], matcher: None) -> None:
-        pass
-
-    def choose(self, logits: Tensor, slots: Sequence[int]) -> Chosen:
+    def choose(self, logits: Tensor) -> Chosen:
         self.logits.append(logits)
         return Chosen(next(self.tokens).tolist(), None)
 
@@ -72,15 +68,6 @@ def test_logits_with_the_cache_equal_recomputation(
             tokens = torch.tensor([[*prompt, *forced[:step, row].tolist()]])
             expected = reference_logits(weights, reference, tokens)[0, -1]
             assert (logits[row, : config.vocab_size] - expected).abs().max() <= tolerance * expected.abs().max()
-
-
-def test_prompts_of_equal_length_need_no_mask() -> None:
-    config = tiny_config(**MODELS["hybrid"])
-    weights, reference = reference_of(config)
-    prompts = ((5, 9, 3), (1, 2, 3))
-    generations = tiny_engine(config, weights).generate(requests_of(prompts, GREEDY))
-    for prompt, generation in zip(prompts, generations, strict=True):
-        assert list(generation.ids) == greedy_continuation(weights, reference, prompt, NEW_TOKENS)
 
 
 def test_each_prompt_gives_the_same_tokens_alone_and_in_a_batch() -> None:
@@ -159,11 +146,11 @@ def test_timings_count_tokens_over_time(monkeypatch: pytest.MonkeyPatch) -> None
     assert generation.timings == (2.0, 1.5, None)
 
 
-def test_non_finite_logits_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_non_finite_logits_are_an_error() -> None:
     config = tiny_config()
     weights, _ = reference_of(config)
     weights["final_norm.weight"][3] = torch.nan
-    with pytest.raises(BadNumbersError, match="the model's logits are not finite"):
+    with pytest.raises(BadNumbersError, match="the logits of prompt 0 "):
         tiny_engine(config, weights).generate(requests_of(PROMPTS, GREEDY))
     weights, _ = reference_of(config)
     weights["embedding.weight"][PROMPTS[1][0]] = torch.nan
@@ -172,12 +159,6 @@ def test_non_finite_logits_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None
         engine.generate(requests_of(PROMPTS, GREEDY))
     with pytest.raises(BadNumbersError, match="the logits of the text"):
         engine.score((1, 17, 2))
-    # Finite logits after the prompt, but not within it.
-    batch = tiny_engine(config, reference_of(config)[0]).new_batch(2, 20)
-    monkeypatch.setattr(slots, "score_text", lambda *arguments: scoring.TokenScores((-1.0, math.nan), ((), ())))
-    first, second = requests_of(PROMPTS[:2], GREEDY)
-    tokens = batch.admit({0: replace(first, score_prompt=True), 1: second})
-    assert [token.finish_reason for token in tokens] == ["bad numbers", None]
 
 
 def test_cache_has_the_heads_of_its_rank() -> None:
@@ -187,36 +168,6 @@ def test_cache_has_the_heads_of_its_rank() -> None:
         cache = _StaticCache(config, ranks, 5, 9, torch.bfloat16, torch.device("cpu"))
         for stored in (*cache.keys, *cache.values):
             assert (stored.shape, stored.dtype) == ((5, held, 9, config.head_dim), torch.bfloat16)
-
-
-def test_slots_are_filled_and_freed_while_others_decode() -> None:
-    """Three requests share two slots; each gives the same tokens as alone."""
-    config = tiny_config(**MODELS["hybrid"])
-    weights, reference = reference_of(config)
-    batch = tiny_engine(config, weights).new_batch(2, 30)
-    requests = requests_of(PROMPTS[:3], GREEDY)
-    found: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    running: dict[int, int] = {}
-
-    def take(tokens: list[NewToken]) -> None:
-        for token in tokens:
-            found[running[token.sample]].append(token.id)
-            if token.finish_reason is not None:
-                batch.release(token.sample)
-
-    running[1] = 0
-    take(batch.admit({1: requests[0]}))
-    take(batch.step())
-    running[0] = 1
-    take(batch.admit({0: requests[1]}))
-    while batch.is_busy():
-        take(batch.step())
-        if batch.samples[1] is None and running[1] == 0:
-            running[1] = 2
-            take(batch.admit({1: requests[2]}))
-    assert batch.samples == [None, None]
-    expected = [greedy_continuation(weights, reference, prompt, NEW_TOKENS) for prompt in PROMPTS[:3]]
-    assert [found[row] for row in range(3)] == expected
 
 
 def test_a_step_computes_the_slots_up_to_the_last_unfinished_sample(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,11 +181,7 @@ def test_a_step_computes_the_slots_up_to_the_last_unfinished_sample(monkeypatch:
         return logits_shard(hidden_states)
 
     monkeypatch.setattr(engine.model, "logits_shard", counted)
-    batch = engine.new_batch(5, 30)
-    lengths = (4, 2, 3)
-    batch.admit({slot: GenerationRequest(PROMPTS[slot], length, GREEDY) for slot, length in enumerate(lengths)})
-    while batch.is_busy():
-        batch.step()
+    engine.generate([GenerationRequest(PROMPTS[0], length, GREEDY) for length in (4, 2, 3)])
     assert rows == [3, 3, 3, 1]
 
 

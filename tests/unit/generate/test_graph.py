@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_ladder.cli.generate import main
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import BadNumbersError, UserError
 from megatron_ladder.generate import engine as engine_module
 from megatron_ladder.generate import graph as graph_module
 from megatron_ladder.generate import program, slots
@@ -138,34 +138,33 @@ def test_captured_decoding_gives_the_same_tokens(name: str) -> None:
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_closing_an_engine_frees_its_graphs_without_the_collector() -> None:
-    engine, graphs = capturing_engine()
-    engine.generate([GenerationRequest((1, 2), 3)])
-    unfinished = engine.stream([GenerationRequest((1, 2), 9)])
-    next(unfinished)
-    of_server = engine.new_batch(2, 20)
-    kept = graphs.alive
-    assert len(kept) == 2
-    engine.close()
-    assert all(graph.closed for graph in kept)
-    del kept
-    assert graphs.alive == []
-    unfinished.close()
-    assert graphs.alive == [] and of_server.samples == [None, None]
-
-
-@pytest.mark.usefixtures("no_collector")
-def test_one_capture_serves_growing_conversations_and_two_streams_at_once() -> None:
+def test_one_capture_serves_growing_conversations_until_it_is_too_small() -> None:
     engine, graphs = capturing_engine()
     for length in (3, 40, 90):
         engine.generate([GenerationRequest(tuple(range(length)), 4)])
     assert len(graphs.made) == 1
-    first, second = (engine.stream([GenerationRequest((1, 2), 2)]) for _ in "ab")
-    pairs = list(zip(first, second, strict=True))
-    assert len(graphs.made) == 2 and all(one == other for one, other in pairs)
     engine.generate([GenerationRequest((1, 2), 2)] * 3)
-    # The new batch replaces a smaller one.
-    assert len(graphs.made) == 3 and len(graphs.alive) == 1
+    assert len(graphs.made) == 2 and len(graphs.alive) == 1
+    unfinished = engine.stream([GenerationRequest((1, 2), 9)])
+    next(unfinished)
+    (graph,) = graphs.alive
+    engine.close()
+    assert graph.closed
+    del graph
+    assert graphs.alive == []
+    unfinished.close()
+
+
+def test_a_batch_with_bad_numbers_is_not_used_again() -> None:
+    """Its cache contains them, and masked values are multiplied by zero."""
+    engine, graphs = capturing_engine()
+    (expected,) = engine.generate([GenerationRequest((1, 2), 5, GREEDY)])
+    with torch.no_grad():
+        engine.model.embedding.weight[7] = torch.nan
+    with pytest.raises(BadNumbersError):
+        engine.generate([GenerationRequest((1, 7, 7, 7, 7, 7), 2, GREEDY)])
+    (found,) = engine.generate([GenerationRequest((1, 2), 5, GREEDY)])
+    assert (found.ids, len(graphs.made)) == (expected.ids, 2)
 
 
 def test_timings_exclude_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,12 +345,6 @@ def test_warm_up_runs_on_a_side_stream_before_the_capture(monkeypatch: pytest.Mo
         "replay",
         "reset",
     ]
-
-
-def test_an_engine_captures_nothing_by_default() -> None:
-    config = tiny_config()
-    engine = tiny_engine(config, reference_of(config)[0])
-    assert isinstance(engine, GenerationEngine) and engine.new_graph is None
 
 
 def test_missing_gpu_and_compiler_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

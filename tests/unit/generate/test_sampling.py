@@ -23,15 +23,12 @@ CPU = torch.device("cpu")
 
 
 def new_sampler(*parameters: SamplingParameters, vocab_size: int = 3) -> Sampler:
-    """Return a sampler of one rank with one slot per argument."""
-    made = Sampler(len(parameters), vocab_size, 0, CommGroup.alone(), CPU)
-    for slot, one in enumerate(parameters):
-        made.assign(slot, one, ())
-    return made
+    """Return a sampler of one rank for samples with empty prompts."""
+    return Sampler(parameters, [()] * len(parameters), vocab_size, 0, CommGroup.alone(), CPU)
 
 
 def tokens_of(sampler: Sampler, logits: Tensor) -> list[int]:
-    return sampler.choose(logits, range(len(logits))).tokens
+    return sampler.choose(logits).tokens
 
 
 def allowed(logits: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
@@ -93,34 +90,25 @@ def test_draw_inverts_the_cumulative_distribution() -> None:
         assert _draw_at(probabilities, torch.tensor([[4 * uniform]], dtype=torch.float64)).tolist() == [token]
 
 
-def test_seen_tokens_are_penalized_in_their_slot_only() -> None:
+def test_seen_tokens_are_penalized_in_their_sample_only() -> None:
     """By the definition: 2.0 / 1.5 < 1.4, and -1 * 1.5 < -1.2."""
-    parameters = SamplingParameters(temperature=0.0, repetition_penalty=1.5)
-    sampler = Sampler(2, 3, 0, CommGroup.alone(), CPU)
-    sampler.assign(0, parameters, (0,))
-    sampler.assign(1, SamplingParameters(temperature=0.0), (0,))
-    logits = torch.tensor([[2.0, 1.4, 0.0], [2.0, 1.4, 0.0]])
-    assert tokens_of(sampler, logits) == [1, 0]
-    assert tokens_of(sampler, logits) == [0, 0]
-    sampler.assign(0, parameters, (1,))
-    assert tokens_of(sampler, torch.tensor([[-1.2, -1.0, -9.0]] * 2)) == [0, 1]
+    penalized = SamplingParameters(temperature=0.0, repetition_penalty=1.5)
+    sampler = Sampler([penalized, GREEDY, penalized], [(0,), (0,), (1,)], 3, 0, CommGroup.alone(), CPU)
+    logits = torch.tensor([[2.0, 1.4, 0.0], [2.0, 1.4, 0.0], [-1.2, -1.0, -9.0]])
+    assert tokens_of(sampler, logits) == [1, 0, 0]
+    assert tokens_of(sampler, logits) == [0, 0, 1]
 
 
 def test_generated_tokens_are_penalized_by_presence_and_by_count() -> None:
-    """By the definition: 0.5 less for presence, 0.2 less for each occurrence, in the token's slot only."""
-    parameters = SamplingParameters(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.2)
-    sampler = Sampler(2, 3, 0, CommGroup.alone(), CPU)
-    sampler.assign(0, parameters, (0, 0, 0))
-    sampler.assign(1, SamplingParameters(temperature=0.0), ())
-    logits = torch.tensor([[2.0, 1.1, 0.0, 9.0]] * 2)[:, :3]
+    """By the definition: 0.5 less for presence, 0.2 less for each occurrence, in the token's sample only."""
+    penalized = SamplingParameters(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.2)
+    sampler = Sampler([penalized, GREEDY], [(0, 0, 0), ()], 3, 0, CommGroup.alone(), CPU)
+    logits = torch.tensor([[2.0, 1.05, 0.0]] * 2)
     # Token 0 sinks from 2.0 to 1.3, 1.1 and 0.9; tokens of the prompt do not count.
-    found = [tokens_of(sampler, logits - torch.tensor([[0.0, 0.05, 0.0]])) for _ in range(5)]
+    found = [tokens_of(sampler, logits) for _ in range(5)]
     assert found == [[0, 0], [0, 0], [0, 0], [1, 0], [0, 0]]
-    sampler.assign(0, parameters, ())
-    assert tokens_of(sampler, logits) == [0, 0]
-    sampler.assign(0, SamplingParameters(temperature=0.0, presence_penalty=-2.0), ())
-    assert tokens_of(sampler, torch.tensor([[0.0, 1.0, 0.0]] * 2)) == [1, 1]
-    assert tokens_of(sampler, torch.tensor([[2.5, 1.0, 0.0]] * 2)) == [1, 0]
+    rewarded = new_sampler(SamplingParameters(temperature=0.0, presence_penalty=-2.0))
+    assert [tokens_of(rewarded, torch.tensor([[first, 1.0, 0.0]])) for first in (0.0, 2.5)] == [[1], [1]]
 
 
 def test_most_likely_tokens_are_returned_with_the_chosen_one() -> None:
@@ -134,7 +122,7 @@ def test_most_likely_tokens_are_returned_with_the_chosen_one() -> None:
     logits = torch.randn(3, 8, generator=torch.Generator().manual_seed(1)) + torch.tensor([0.0] * 6 + [9.0] * 2)
     expected = logits[:, :6].log_softmax(-1).sort(-1, descending=True)
     for _ in range(3):
-        found = sampler.choose(logits, (0, 1, 2)).alternatives
+        found = sampler.choose(logits).alternatives
         assert found is not None and [len(row) for row in found] == [3, 0, 6]
         for row, alternatives in enumerate(found):
             assert [token for token, _ in alternatives] == expected.indices[row, : len(alternatives)].tolist()
@@ -151,7 +139,7 @@ def test_logprobs_ignore_penalties_and_temperature() -> None:
     logits = torch.randn(2, 6, generator=torch.Generator().manual_seed(1))
     expected = logits[:, :4].log_softmax(-1)
     for _ in range(5):
-        chosen = sampler.choose(logits, (0, 1))
+        chosen = sampler.choose(logits)
         assert chosen.logprobs is not None
         for row, (token, logprob) in enumerate(zip(chosen.tokens, chosen.logprobs, strict=True)):
             assert abs(expected[row, token].item() - logprob) < 1e-6
