@@ -69,7 +69,9 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11",
-    packages=find_packages(include=["megatron_ladder", "megatron_ladder.*"]),
+    # Experiments about the product; nothing in megatron_ladder imports them.
+    packages=[*find_packages(include=["megatron_ladder*"]), *find_packages("tools", include=["ladder_lab*"])],
+    package_dir={"ladder_lab": "tools/ladder_lab"},
     package_data={"megatron_ladder": ["py.typed"]},
     install_requires=REQUIRED,
     extras_require={

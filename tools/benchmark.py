@@ -1,11 +1,35 @@
-"""Command line of megatron_ladder.cli.benchmark, from a checkout or an installed package."""
+"""Benchmarks wirings against each other over an emulated or a real interconnect."""
 
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from megatron_ladder.cli.programs import start  # noqa: E402
+from ladder_lab.bench.options import CASES, SERVE, BenchmarkOptions, RequestsOptions, parse_options  # noqa: E402
+from megatron_ladder.cli.programs import Command  # noqa: E402
+from megatron_ladder.comm.ranks import run_ranks  # noqa: E402
+from megatron_ladder.errors import run_program  # noqa: E402
+
+COMMANDS = (Command((BenchmarkOptions,), "|".join(CASES)), Command((RequestsOptions,), SERVE))
+
+
+def main(argv: Sequence[str]) -> None:
+    """Read the command line and measure, as one rank or as the parent of several."""
+    parsed = parse_options(argv)
+    options = parsed if isinstance(parsed, RequestsOptions) else parsed[1]
+    if "WORLD_SIZE" not in os.environ and options.processes > 1:
+        run_ranks(__file__, argv, options.processes)
+    elif isinstance(parsed, RequestsOptions):
+        from ladder_lab.bench.requests import run_requests
+
+        run_requests(parsed)
+    else:
+        from ladder_lab.bench.program import run_rank
+
+        run_rank(*parsed)
+
 
 if __name__ == "__main__":
-    start("benchmark")
+    run_program(main)

@@ -1,11 +1,52 @@
-"""Command line of megatron_ladder.cli.plan, from a checkout or an installed package."""
+"""Predicts layouts, memory and step times of a training run before it starts; needs no GPU."""
 
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from megatron_ladder.cli.programs import start  # noqa: E402
+from ladder_lab.plan.options import (  # noqa: E402
+    DESCRIPTIONS,
+    KINDS,
+    CalibrateOptions,
+    InferenceOptions,
+    LayoutOptions,
+    parse_options,
+)
+from megatron_ladder.cli.programs import Command  # noqa: E402
+from megatron_ladder.comm.ranks import run_ranks  # noqa: E402
+from megatron_ladder.errors import run_program  # noqa: E402
+
+COMMANDS = tuple(Command((kind,), verb, DESCRIPTIONS[verb]) for verb, kind in KINDS.items())
+
+
+def main(argv: Sequence[str]) -> None:
+    """Read the command line and run its subcommand; calibration runs as several ranks."""
+    options = parse_options(argv)
+    if isinstance(options, CalibrateOptions):
+        if "WORLD_SIZE" not in os.environ:
+            run_ranks(__file__, argv, options.tp)
+            return
+        from ladder_lab.plan.measure import run_rank
+
+        run_rank(options)
+        return
+    if isinstance(options, LayoutOptions):
+        from ladder_lab.plan.program import print_layouts
+
+        print_layouts(options)
+        return
+    if isinstance(options, InferenceOptions):
+        from ladder_lab.plan.inference import print_inference
+
+        print_inference(options)
+        return
+    from ladder_lab.plan.published import print_paper
+
+    print_paper(options)
+
 
 if __name__ == "__main__":
-    start("plan")
+    run_program(main)

@@ -1,7 +1,7 @@
 """Benchmark of the wirings in vLLM: forward passes of standard and ladder models with random weights.
 
 On a CPU, one engine holds one model, which is walked as each wiring alternately (A B C A B C ...). The all-reduces of
-the sub-blocks run over the emulated interconnect of `megatron_ladder/lab/link/link.py`. On GPUs they use the real one,
+the sub-blocks run over the emulated interconnect of `tools/ladder_lab/link/link.py`. On GPUs they use the real one,
 and each wiring has a separate engine, because CUDA graphs contain the wiring.
 """
 
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_ladder.lab.link.link import EmulatedLink
+    from ladder_lab.link.link import EmulatedLink
 
 ROOT = Path(__file__).resolve().parents[1]
 WIRINGS: dict[str, dict[str, Any]] = {
@@ -199,7 +199,7 @@ def start_ranks(options: argparse.Namespace, argv: Sequence[str]) -> NoReturn:
     environment = {
         "VLLM_LOGGING_LEVEL": "WARNING",
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tools"), *filter(None, [os.environ.get("PYTHONPATH")])]),
         **ENGINE_VARIABLES,
     }
     if options.device == "cpu":
@@ -357,8 +357,8 @@ class Engine:
 
 def measure_emulated(options: argparse.Namespace, mode: str) -> Iterator[Row]:
     """Measure all wirings in one engine, alternately, over the emulated interconnect."""
+    from ladder_lab.link.link import EmulatedLink, LinkSpec
     from megatron_ladder.comm.group import CommGroup
-    from megatron_ladder.lab.link.link import EmulatedLink, LinkSpec
 
     engine = Engine(options, mode, "standard")
     tp = engine.group

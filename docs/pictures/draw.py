@@ -14,11 +14,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path += [str(REPOSITORY), str(REPOSITORY / "tools")]
 
-from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, resolve_model  # noqa: E402
-from megatron_ladder.blueprint.wiring import SubBlockKind  # noqa: E402
-from megatron_ladder.lab.cost.links import (  # noqa: E402
+from ladder_lab.cost.links import (  # noqa: E402
     SimulatedClock,
     SimulatedCollective,
     SubBlockTime,
@@ -27,6 +26,8 @@ from megatron_ladder.lab.cost.links import (  # noqa: E402
     forward_seconds,
     outputs_added,
 )
+from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, resolve_model  # noqa: E402
+from megatron_ladder.blueprint.wiring import SubBlockKind  # noqa: E402
 
 INK, MUTED, GRID, PAPER = "#1f2933", "#6b7785", "#e3e7ec", "#ffffff"
 FILLS = {

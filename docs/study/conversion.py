@@ -38,7 +38,7 @@ from pathlib import Path
 
 from results import Result, Results, Search, interval, search
 
-from megatron_ladder.lab.study.statistics import Paired, first_reaching
+from ladder_lab.study.statistics import Paired, first_reaching
 from megatron_ladder.processes import start_child
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ladder_lab.study.grid import MOST_FURTHER, is_at_the_edge, value_beyond
+from ladder_lab.study.statistics import Paired
 from megatron_ladder.files import lock_file, write_atomically
-from megatron_ladder.lab.study.grid import MOST_FURTHER, is_at_the_edge, value_beyond
-from megatron_ladder.lab.study.statistics import Paired
 
 Result = dict[str, Any]
 

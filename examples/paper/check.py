@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import NoReturn
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path.append(str(REPOSITORY))
+sys.path += [str(REPOSITORY), str(REPOSITORY / "tools")]
 
 from examples.paper.runs import RECIPE, SIZES, WIRINGS  # noqa: E402
+from ladder_lab.cost.hardware import CLUSTERS, UNCALIBRATED_RANGE, Cluster  # noqa: E402
+from ladder_lab.cost.memory import RESERVED_BYTES, Layout, worst_memory  # noqa: E402
+from ladder_lab.cost.training import LayerTime, step_time  # noqa: E402
 from megatron_ladder.blueprint.tensors import parameter_count  # noqa: E402
 from megatron_ladder.command_line import parse_command_line  # noqa: E402
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run  # noqa: E402
 from megatron_ladder.engine.deepspeed_json import deepspeed_json  # noqa: E402
 from megatron_ladder.errors import UserError, raise_user_errors, run_program  # noqa: E402
-from megatron_ladder.lab.cost.hardware import CLUSTERS, UNCALIBRATED_RANGE, Cluster  # noqa: E402
-from megatron_ladder.lab.cost.memory import RESERVED_BYTES, Layout, worst_memory  # noqa: E402
-from megatron_ladder.lab.cost.training import LayerTime, step_time  # noqa: E402
 
 SCRIPT = REPOSITORY / "examples" / "paper" / "train.sh"
 COLUMNS = (

@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path += [str(REPOSITORY), str(REPOSITORY / "tools")]
 
+from ladder_lab.bench.sizes import SIZES as SHAPES  # noqa: E402
+from ladder_lab.wirings import NAMED_WIRINGS, NamedWiring  # noqa: E402
 from megatron_ladder.blueprint.model import ModelConfig  # noqa: E402
 from megatron_ladder.command_line import parse_command_line  # noqa: E402
 from megatron_ladder.errors import raise_user_errors, run_program  # noqa: E402
-from megatron_ladder.lab.bench.sizes import SIZES as SHAPES  # noqa: E402
-from megatron_ladder.lab.wirings import NAMED_WIRINGS, NamedWiring  # noqa: E402
 
 PUBLISHED, DEFAULT, OURS = "authors' files", "their program's default", "ours"
 MOST_AT_ONCE = 8

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path += [str(REPOSITORY), str(REPOSITORY / "tools")]
 
+from ladder_lab.bench.paper import GENERATE, PROMPT, Peers, PublishedSpeed, published_speed  # noqa: E402
+from ladder_lab.bench.results import RequestRow  # noqa: E402
+from ladder_lab.markdown import markdown_table  # noqa: E402
 from megatron_ladder.errors import UserError, run_program  # noqa: E402
 from megatron_ladder.files import write_atomically  # noqa: E402
-from megatron_ladder.lab.bench.paper import GENERATE, PROMPT, Peers, PublishedSpeed, published_speed  # noqa: E402
-from megatron_ladder.lab.bench.results import RequestRow  # noqa: E402
-from megatron_ladder.lab.markdown import markdown_table  # noqa: E402
 
 SIZES = (
     "paper-1.2b",

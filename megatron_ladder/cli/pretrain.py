@@ -28,10 +28,8 @@ def parse_options(argv: Sequence[str]) -> RunFlags:
 def main(argv: Sequence[str]) -> None:
     """Run the training that the command line describes."""
     # Several processes report their errors to each other, which needs torch.
-    if os.environ.get("WORLD_SIZE", "1") == "1" and parse_options(argv).parallel.dry_run:
-        from megatron_ladder.lab.dry_run.program import dry_run
-
-        return dry_run(argv)
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        parse_options(argv)
     # Importing torch takes seconds, in which a signal would otherwise end the process.
     with StopSignals() as signals, _recording_refusals(argv):
         from megatron_ladder.train.loop import pretrain

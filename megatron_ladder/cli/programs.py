@@ -14,16 +14,11 @@ from types import ModuleType
 
 PROGRAMS = (
     "pretrain",
-    "benchmark",
     "convert_checkpoint",
-    "exposed_communication",
     "generate",
     "inspect_data",
-    "plan",
     "preprocess_data",
     "report_run",
-    "study",
-    "throughput",
     "train_tokenizer",
 )
 

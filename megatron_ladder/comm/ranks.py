@@ -28,6 +28,7 @@ def run_ranks(
     """Call `module.entry_point` with the same command line in `count` processes, and wait for all of them.
 
     Args:
+        module: name of an importable module, or path of a script (.py) to run instead.
         grace_seconds: time between SIGTERM and SIGKILL.
         ends_by_signal: whether a signal is the normal end of the program; then all exit codes 0 mean success.
 
@@ -66,12 +67,18 @@ def _rank_environments(count: int) -> list[dict[str, str]]:
 
 
 def _start_rank(module: str, argv: Sequence[str], environment: Mapping[str, str]) -> Child:
-    root = str(Path(__file__).resolve().parents[2])
-    program = f"import sys; sys.path.append({root!r}); from {module} import entry_point; entry_point()"
-    # -P: a file in the current directory must not replace a module.
-    command = [sys.executable, "-P", "-c", program, *argv]
+    if module.endswith(".py"):
+        command = [sys.executable, module, *argv]
+    else:
+        command = [sys.executable, "-P", "-c", _calling(module), *argv]
     # Ctrl-C reaches every process of a terminal; the parent handles it for all ranks.
     return start_child(command, signal.SIGKILL, [signal.SIGINT], env={**os.environ, **environment})
+
+
+def _calling(module: str) -> str:
+    """Return the program of a rank; -P because a file in the current directory must not replace a module."""
+    root = str(Path(__file__).resolve().parents[2])
+    return f"import sys; sys.path.append({root!r}); from {module} import entry_point; entry_point()"
 
 
 class OtherRanks:

@@ -352,18 +352,12 @@ def _layout_errors(flags: RunFlags, model: ModelConfig) -> Iterator[str]:
                 f"--seq-length {training.seq_length} cannot be cut by --sequence-parallel into "
                 f"{tensor_parallel} equal parts: make it a multiple of --tensor-model-parallel-size"
             )
-    if training.distill_from is not None:
-        if parallel.pipeline_model_parallel_size > 1:
-            yield (
-                f"--distill-from {training.distill_from} with --pipeline-model-parallel-size "
-                f"{parallel.pipeline_model_parallel_size} is not supported: the teacher would run on the last stage "
-                "alone, and all other stages would wait for it: use tensor-parallel ranks instead of stages"
-            )
-        if parallel.dry_run:
-            yield (
-                f"--distill-from {training.distill_from} with --dry-run is not supported: a dry run reads no weights "
-                "and would not count those of the teacher: leave one of them out"
-            )
+    if training.distill_from is not None and parallel.pipeline_model_parallel_size > 1:
+        yield (
+            f"--distill-from {training.distill_from} with --pipeline-model-parallel-size "
+            f"{parallel.pipeline_model_parallel_size} is not supported: the teacher would run on the last stage "
+            "alone, and all other stages would wait for it: use tensor-parallel ranks instead of stages"
+        )
     if parallel.pipeline_model_parallel_size > model.num_layers > 0:
         yield (
             f"--pipeline-model-parallel-size {parallel.pipeline_model_parallel_size} is above --num-layers "

@@ -46,7 +46,7 @@ class TrainingConfig:
     distill_from: Path | None = None
     """Checkpoint, directory of checkpoints, or Hugging Face directory of a teacher, whose distribution of the next
     token the model learns. The teacher has the same vocabulary, any sizes, and any wiring. It is frozen, in the
-    precision of the run. Not with --pipeline-model-parallel-size and --dry-run."""
+    precision of the run. Not with --pipeline-model-parallel-size."""
     distill_weight: float = flag(0.9, minimum=0, maximum=1, requires="--distill-from")
     """Weight W of the distillation loss; the cross entropy has 1 - W. Hinton et al. (arXiv 1503.02531) found a
     considerably lower weight of the labels best. 1 learns from the teacher alone, as Minitron (arXiv 2407.14679)."""
@@ -69,7 +69,7 @@ class TrainingConfig:
     installed, unless --norm-implementation apex is given. Without a value: true."""
     deterministic_mode: bool = False
     """Use only deterministic CUDA kernels."""
-    anneal_staleness: int | None = flag(None, minimum=1, excludes=("--pipeline-model-parallel-size", "--dry-run"))
+    anneal_staleness: int | None = flag(None, minimum=1, excludes=("--pipeline-model-parallel-size",))
     """Steps over which the late sub-blocks of a model that was trained as a standard model become late. The first step
     computes the standard model; from step N + 1 on, the model has its wiring. Until then no all-reduce overlaps with
     computation. Not with pipeline stages, because each sub-block needs outputs that cross cuts unreduced."""
@@ -170,13 +170,6 @@ class ParallelConfig:
     distributed_timeout_seconds_after_first_step: float = flag(120.0, above=0)
     """Seconds to wait in a collective after the first step; at most --distributed-timeout-minutes. Shortly before the
     timeout, each rank without progress prints its stack traces and the operation that it waits for."""
-    dry_run: bool = flag(False, excludes=("--offload-optimizer cpu", "--optimizer muon"))
-    """Do not train: build every distinct rank of the run without devices or data, run two steps, report memory and
-    collectives, and check that the collectives of all ranks match. A dry run has shapes and no numbers."""
-    dry_run_ranks: int = flag(1, minimum=1, requires="--dry-run")
-    """Processes of the run that --dry-run simulates."""
-    dry_run_json: Path | None = flag(None, output="file", requires="--dry-run")
-    """File for the memory of the ranks that --dry-run builds, and for all collectives of a step in order."""
     deepspeed: bool = False
     """Accepted for compatibility with existing scripts: DeepSpeed always runs the optimizer."""
     deepspeed_config: Path | None = flag(None, aliases=("--deepspeed_config",))

@@ -70,8 +70,8 @@ class RunInputs:
     """The model of --distill-from, if the run trains."""
 
 
-def read_dry_run(argv: Sequence[str]) -> RunConfig:
-    """Return the run of a command line with --dry-run; opens no data and creates no directories.
+def read_dry_run(argv: Sequence[str], world_size: int) -> RunConfig:
+    """Return the run of a command line with so many processes; opens no data and creates no directories.
 
     Raises UserError with one line per error.
     """
@@ -82,7 +82,7 @@ def read_dry_run(argv: Sequence[str]) -> RunConfig:
         if checkpoint is not None:
             flags = complete_flags(flags, checkpoint)
         _, vocab_size = _load_vocabulary(flags, checkpoint)
-    run = resolve_run(flags, vocab_size or 1, flags.parallel.dry_run_ranks, errors.messages)
+    run = resolve_run(flags, vocab_size or 1, world_size, errors.messages)
     errors.raise_if_any()
     return run
 
@@ -97,8 +97,6 @@ def read_inputs(argv: Sequence[str], place: RankInfo, ask: Ask = lambda minutes,
     streams = bool(flags.data.streaming) and not errors.messages and not flags.logging.skip_train
     look = _Look(flags, streams)
     findings = ask(flags.parallel.distributed_timeout_minutes, look)
-    if flags.parallel.dry_run:
-        found.add("--dry-run needs no launcher: start it as `python pretrain_ladder.py ...`")
     checkpoint, load_errors = None, ErrorCollector()
     with load_errors.collect():
         checkpoint = open_found(findings["directories"])

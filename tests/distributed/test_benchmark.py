@@ -5,17 +5,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ladder_lab.bench.comparison import WiringComparison
+from ladder_lab.bench.options import BenchmarkOptions, Case, RequestsOptions
+from ladder_lab.bench.program import _rows
+from ladder_lab.bench.requests import _rows as _request_rows
+from ladder_lab.bench.results import BenchmarkRow, RequestRow
+from ladder_lab.bench.sizes import SIZES, find_size
+from ladder_lab.bench.variants import VARIANTS
+from ladder_lab.bench.workloads import Workload
+from ladder_lab.cost.links import WireModel
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
 from megatron_ladder.comm.launch import RankInfo
-from megatron_ladder.lab.bench.comparison import WiringComparison
-from megatron_ladder.lab.bench.options import BenchmarkOptions, Case, RequestsOptions
-from megatron_ladder.lab.bench.program import _rows
-from megatron_ladder.lab.bench.requests import _rows as _request_rows
-from megatron_ladder.lab.bench.results import BenchmarkRow, RequestRow
-from megatron_ladder.lab.bench.sizes import SIZES, find_size
-from megatron_ladder.lab.bench.variants import VARIANTS
-from megatron_ladder.lab.bench.workloads import Workload
-from megatron_ladder.lab.cost.links import WireModel
 from tests.helpers.data_parallel_overlap import measure
 from tests.helpers.pool import GlooPools
 

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ladder_lab.dry_run.program import dry_run
+from ladder_lab.dry_run.recorder import Recorder
 from megatron_ladder.comm.group import CommGroup, Work
 from megatron_ladder.data.batches import MicroBatch
 from megatron_ladder.errors import UserError
-from megatron_ladder.lab.dry_run.program import dry_run
-from megatron_ladder.lab.dry_run.recorder import Recorder
 from megatron_ladder.train.step import train_step
 from tests.helpers.pool import GlooPools
 from tests.helpers.training import SIZES, build_trainer_here
@@ -24,7 +24,6 @@ LARGER = (
     "--train-iters 2 --lr 1e-3 --bf16 --residual-mode ladder --num-layers 8 --hidden-size 2048 "
     "--num-attention-heads 16 --seq-length 2048 --vocab-size 32000"
 ).split()
-DRY_RUN = ["--dry-run", "--dry-run-ranks"]
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +53,7 @@ def launches_of_second_step(argv: Sequence[str]) -> list[tuple[Any, ...]]:
 )
 def test_collectives_are_those_of_real_ranks(gloo_pools: GlooPools, layout: str, tmp_path: Path) -> None:
     argv = [*RECIPE, *layout.split(), "--global-batch-size", "2"]
-    dry_run([*argv, *DRY_RUN, "2", "--dry-run-json", str(tmp_path / "found.json")])
+    dry_run(argv, 2, tmp_path / "found.json")
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["ranks"]
     for rank, expected in enumerate(gloo_pools(2).run(launches_of_second_step, argv)):
         groups = found[str(rank)]["groups"]
@@ -68,7 +67,7 @@ def test_collectives_are_those_of_real_ranks(gloo_pools: GlooPools, layout: str,
 
 def test_memory_is_that_of_the_planner_and_the_host_waits_once(capsys: pytest.CaptureFixture[str]) -> None:
     layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel".split()
-    dry_run([*LARGER, *layout, "--global-batch-size", "64", *DRY_RUN, "8"])
+    dry_run([*LARGER, *layout, "--global-batch-size", "64"], 8)
     report = capsys.readouterr().out
     assert "*** stage" not in report, report
     assert report.count("the host waits") == 2, report
@@ -85,12 +84,13 @@ def test_a_reduce_that_one_rank_leaves_out_is_named(monkeypatch: pytest.MonkeyPa
         return None if group.rank == 1 and len(launches) == 4 else start(group, tensor)
 
     monkeypatch.setattr(CommGroup, "start_all_reduce", leave_one_out)
-    argv = [*RECIPE, "--tensor-model-parallel-size", "2", "--global-batch-size", "1", *DRY_RUN, "2"]
+    argv = [*RECIPE, "--tensor-model-parallel-size", "2", "--global-batch-size", "1"]
     with pytest.raises(UserError) as caught:
-        dry_run(argv)
+        dry_run(argv, 2)
     assert caught.value.messages == (
-        "--dry-run: group 'tensor' of ranks 0-1, collective 4: rank 1 launches all_reduce of 768 bytes (bfloat16) in "
-        "layers.1.mlp forward, but rank 0 launches all_reduce of 768 bytes (bfloat16) in layers.1.attention forward",
+        "the dry run found: group 'tensor' of ranks 0-1, collective 4: rank 1 launches all_reduce of 768 bytes "
+        "(bfloat16) in layers.1.mlp forward, but rank 0 launches all_reduce of 768 bytes (bfloat16) in "
+        "layers.1.attention forward",
     )
 
 
@@ -100,9 +100,9 @@ def test_a_thousand_ranks_of_a_large_model_match(capsys: pytest.CaptureFixture[s
         "--train-iters 2 --lr 1e-4 --bf16 --residual-mode ladder --num-layers 80 --hidden-size 8192 "
         "--ffn-hidden-size 28672 --num-attention-heads 64 --num-key-value-heads 8 --seq-length 4096 "
         "--vocab-size 128256 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --sequence-parallel "
-        "--global-batch-size 1024 --dry-run --dry-run-ranks 1024"
+        "--global-batch-size 1024"
     )
-    dry_run(model.split())
+    dry_run(model.split(), 1024)
     report = capsys.readouterr().out
     assert "*** stage" not in report, report
     assert "launches of 1,024 ranks in 961 communicators match" in report

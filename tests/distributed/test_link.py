@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ladder_lab.link import shared_memory
+from ladder_lab.link.link import EmulatedLink, LinkSpec, LinkWork, NoCommGroup
+from ladder_lab.link.shared_memory import IN_FLIGHT, RECORDS, _map_shared
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.errors import LostPeerError, UserError
-from megatron_ladder.lab.link import shared_memory
-from megatron_ladder.lab.link.link import EmulatedLink, LinkSpec, LinkWork, NoCommGroup
-from megatron_ladder.lab.link.shared_memory import IN_FLIGHT, RECORDS, _map_shared
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.stack import StackOptions
 from tests.helpers.pool import GlooPools

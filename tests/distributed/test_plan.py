@@ -10,9 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_ladder.blueprint.model import ModelConfig, ResidualMode
-from megatron_ladder.lab.cost.hardware import CLUSTERS
-from megatron_ladder.lab.cost.memory import (
+from ladder_lab.cost.hardware import CLUSTERS
+from ladder_lab.cost.memory import (
     Layout,
     Precision,
     _head_activation_bytes,
@@ -21,8 +20,9 @@ from megatron_ladder.lab.cost.memory import (
     _state_bytes,
     stage_parameters,
 )
-from megatron_ladder.lab.plan.calibration import ClusterCalibration, apply_calibration
-from megatron_ladder.lab.plan.measure import _Measurement, _Sizes
+from ladder_lab.plan.calibration import ClusterCalibration, apply_calibration
+from ladder_lab.plan.measure import _Measurement, _Sizes
+from megatron_ladder.blueprint.model import ModelConfig, ResidualMode
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.train.profile import ActivationMeter

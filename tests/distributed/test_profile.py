@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ladder.cli.exposed_communication import _step_rows, _sub_block_rows
-from megatron_ladder.lab.bench.exposed import ELSEWHERE, Event, communication, read_events
+from ladder_lab.bench.exposed import ELSEWHERE, Event, communication, read_events
 from megatron_ladder.train.profile import step_contexts
 from megatron_ladder.train.step import train_step
 from tests.helpers.pool import GlooPools
 from tests.helpers.training import CPU, build_trainer_here, own_batches
+from tools.exposed_communication import _step_rows, _sub_block_rows
 
 RECIPE = "--train-iters 5 --lr 1e-3 --micro-batch-size 2 --global-batch-size 4 --tensor-model-parallel-size 2".split()
 

@@ -2,15 +2,15 @@
 
 from pathlib import Path
 
+from ladder_lab.study.commands import resolve_trial
+from ladder_lab.study.options import Request, RunOptions
+from ladder_lab.study.schema import Trial
 from megatron_ladder.blueprint.model import key_value_replicas
-from megatron_ladder.lab.study.commands import resolve_trial
-from megatron_ladder.lab.study.options import Request, RunOptions
-from megatron_ladder.lab.study.schema import Trial
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.parallel.layout import parameter_sections
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import Pieces, assert_pieces, mesh_of
-from tests.unit.lab.study.test_pairs import SIZE, matrices
+from tests.unit.ladder_lab.study.test_pairs import SIZE, matrices
 
 
 def initial_matrices(wiring: str, seed: int) -> Pieces:

@@ -8,12 +8,12 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ladder.cli.programs import PROGRAMS, load_program, script_of
 from megatron_ladder.config.run import parse_run, resolve_run
 from megatron_ladder.engine.deepspeed_json import deepspeed_json
 from megatron_ladder.errors import UserError
 from tests.docs.pages import ROOT
 from tests.docs.shell import OPEN_END
+from tests.helpers.programs import PROGRAMS, load_program, script_of
 
 PROGRAM_OF = {script_of(program): program for program in PROGRAMS}
 """Script -> the name of its program."""
@@ -119,7 +119,12 @@ def _read_program(script: str, words: Sequence[str], processes: int | None) -> l
 
 
 def _read_tool(script: str, words: Sequence[str]) -> list[str]:
-    load_program(PROGRAM_OF[script]).parse_options(words)
+    parsed = load_program(PROGRAM_OF[script]).parse_options(words)
+    if script == "tools/dry_run.py":
+        options, _, run = parsed
+        errors: list[str] = []
+        _read_training(run, options.ranks, False, errors)
+        return errors
     return []
 
 
@@ -133,8 +138,6 @@ def _read_training(words: Sequence[str], processes: int | None, open_end: bool, 
         return
     if processes is None:
         processes = flags.parallel.tensor_model_parallel_size * flags.parallel.pipeline_model_parallel_size
-    if flags.parallel.dry_run:
-        processes = flags.parallel.dry_run_ranks
     run = resolve_run(flags, flags.model.vocab_size or VOCABULARY, processes, errors)
     if run.parallel.deepspeed_config is None:
         deepspeed_json(run, errors)

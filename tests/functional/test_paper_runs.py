@@ -21,17 +21,17 @@ from examples.paper.check import (
 from examples.paper.runs import SIZES, WIRINGS, tensor_parallel_problems, training_flags
 from examples.paper.speed_report import report
 from examples.paper.take_documents import documents
+from ladder_lab.bench.options import RequestsOptions, parse_options
+from ladder_lab.bench.paper import published_speed
+from ladder_lab.bench.results import RequestRow
+from ladder_lab.cost.hardware import CLUSTERS
 from megatron_ladder.blueprint.tensors import parameter_count
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.errors import UserError
-from megatron_ladder.lab.bench.options import RequestsOptions, parse_options
-from megatron_ladder.lab.bench.paper import published_speed
-from megatron_ladder.lab.bench.results import RequestRow
-from megatron_ladder.lab.cost.hardware import CLUSTERS
 from megatron_ladder.model.language_model import LanguageModel
 from tests.helpers.commands import REPOSITORY_ROOT, clean_environment, run_command
 from tests.helpers.patience import patient
-from tests.unit.lab.bench.made_up import request_row
+from tests.unit.ladder_lab.bench.made_up import request_row
 
 EXAMPLE = REPOSITORY_ROOT / "examples" / "paper"
 SCRIPT = EXAMPLE / "train.sh"

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from ladder_lab.bench.exposed import Event, read_events
+from ladder_lab.link.link import EmulatedLink, LinkSpec
 from megatron_ladder.blueprint.model import key_value_replicas
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.symmetric import AllReduceChoice, select_all_reduce
@@ -25,8 +27,6 @@ from megatron_ladder.generate.graph import CudaStepGraph
 from megatron_ladder.generate.loading import DTYPES, load_model, open_model
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import SamplingParameters
-from megatron_ladder.lab.bench.exposed import Event, read_events
-from megatron_ladder.lab.link.link import EmulatedLink, LinkSpec
 from megatron_ladder.model.operations import require_compiler
 from megatron_ladder.train.profile import step_contexts
 from megatron_ladder.train.reading import sample_batches

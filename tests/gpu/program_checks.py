@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from ladder_lab.bench.sizes import find_size
+from ladder_lab.cost.hardware import CLUSTERS
 from megatron_ladder.blueprint.tensors import ModelFlops
 from megatron_ladder.errors import ExitCode
-from megatron_ladder.lab.bench.sizes import find_size
-from megatron_ladder.lab.cost.hardware import CLUSTERS
 from tests.chaos.runs import VOCABULARY, final_tensors, losses, write_tokens
 from tests.gpu import on_ranks
 from tests.gpu.rank_checks import NOT_COMPILED, Decoded, compare_decoded, decoding_model

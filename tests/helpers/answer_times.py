@@ -5,9 +5,9 @@ import subprocess
 import sys
 import time
 
-from megatron_ladder.cli.programs import PROGRAMS, load_program, script_of
 from tests.helpers.commands import REPOSITORY_ROOT
 from tests.helpers.patience import patient
+from tests.helpers.programs import PROGRAMS, load_program, script_of
 
 ROUNDS = 10
 

@@ -1,7 +1,7 @@
 """Measures how much of the data-parallel communication training hides: `python -m tests.helpers.data_parallel_overlap`.
 
-Two processes of one core each train a small model in bf16 with ZeRO 1, over an emulated wire (`lab/link/link.py`) on
-which all reduces of a step together take half as long as the backward of its last micro-batch.
+Two processes of one core each train a small model in bf16 with ZeRO 1, over an emulated wire (`ladder_lab/link`) where
+all reduces of a step together take half as long as the backward of its last micro-batch.
 """
 
 import statistics
@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from ladder_lab.link.link import EmulatedLink, LinkSpec
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.lab.link.link import EmulatedLink, LinkSpec
 from megatron_ladder.train.step import train_step
 from tests.helpers.pool import RankPool
 from tests.helpers.steps import Batch

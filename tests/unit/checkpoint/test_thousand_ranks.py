@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ladder_lab.bench.sizes import SIZES
 from megatron_ladder.blueprint.tensors import TensorSpec, model_tensors
 from megatron_ladder.checkpoint import format
 from megatron_ladder.checkpoint.boxes import Box, cut_span
@@ -22,7 +23,6 @@ from megatron_ladder.checkpoint.loading import load_newest
 from megatron_ladder.checkpoint.manifest import decode_manifest, encode_manifest, merge_manifest
 from megatron_ladder.checkpoint.tilings import BoxRecord, FileIndex, FileRecord, file_name, make_index
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.lab.bench.sizes import SIZES
 from tests.helpers.operations import Operations
 from tests.helpers.patience import patient
 from tests.unit.checkpoint import tiny_training

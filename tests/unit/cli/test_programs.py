@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 
 from megatron_ladder import __version__
-from megatron_ladder.cli.programs import PROGRAMS, load_program, script_of
 from megatron_ladder.command_line import parse_command_line
 from megatron_ladder.flags import flag_name
+from tests.helpers.programs import PROGRAMS, load_program, script_of
 
 ROOT = Path(__file__).resolve().parents[3]
 BARE = [sys.executable, "-E", "-s", "-S"]
 """A Python that has only the standard library: without site-packages, and so without torch and all other packages."""
 ANSWERS = """
 import contextlib, io, json, os, sys
-sys.path.append(os.getcwd())
-from megatron_ladder.cli.programs import load_program
+sys.path += [os.getcwd(), os.path.join(os.getcwd(), "tools")]
+from tests.helpers.programs import load_program
 for program, words in json.loads(sys.argv[1]):
     printed = io.StringIO()
     try:

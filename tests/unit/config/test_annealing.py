@@ -71,7 +71,6 @@ def test_the_order_of_a_file_becomes_part_of_the_run(tmp_path: Path) -> None:
             "--anneal-staleness 9 --pipeline-model-parallel-size 2",
             "--anneal-staleness 9 and --pipeline-model-parallel-size exclude each other",
         ),
-        ("--anneal-staleness 9 --dry-run", "--anneal-staleness 9 and --dry-run exclude each other"),
         ("--anneal-staleness 9 --lanes 2", "--anneal-staleness 9 with --lanes 2 is not supported"),
         ("--anneal-schedule cosine", "--anneal-schedule cosine requires --anneal-staleness"),
         ("--convert-schedule 1,2", "--convert-schedule 1,2 requires --anneal-staleness"),

@@ -73,7 +73,6 @@ NEEDS = {
         "--rope-original-max-position-embeddings 64",
     ),
     "--num-query-groups 4": ("--group-query-attention",),
-    "--dry-run": ("--dry-run-ranks 8", "--dry-run-json f"),
 }
 """Flags -> flags that have no effect without them."""
 CONFLICTS = (
@@ -86,8 +85,6 @@ CONFLICTS = (
     ("--disable-bias-linear", "--add-mlp-bias"),
     ("--disable-bias-linear", "--add-attention-output-bias"),
     ("--no-pipeline-parallel", "--pipeline-model-parallel-size 2"),
-    ("--dry-run", "--offload-optimizer cpu"),
-    ("--dry-run", "--optimizer muon"),
     ("--anneal-staleness 9 --residual-mode ladder", "--pipeline-model-parallel-size 2"),
 )
 IGNORED = {"deepspeed", "local_rank"}
@@ -118,7 +115,7 @@ def test_a_flag_that_another_one_overrides_is_rejected(words: str, other: str) -
 
 def test_every_flag_of_the_trainer_is_read() -> None:
     """A field that no code outside its own section reads has no effect."""
-    folders = ("blueprint", "comm", "data", "engine", "model", "train", "lab/dry_run")
+    folders = ("blueprint", "comm", "data", "engine", "model", "train")
     sources = [PACKAGE / "config" / "run.py"]
     sources += [path for folder in folders for path in (PACKAGE / folder).rglob("*.py")]
     read_names = {name for path in sources for name in re.findall(r"\.(\w+)", path.read_text())}

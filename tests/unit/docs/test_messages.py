@@ -31,7 +31,7 @@ def is_message(words: str) -> bool:
 def literals() -> set[str]:
     """The fixed pieces of all strings of the package that are not docstrings."""
     pieces = set()
-    for path in (ROOT / "megatron_ladder").rglob("*.py"):
+    for path in [*(ROOT / "megatron_ladder").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         words = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):

@@ -36,12 +36,6 @@ def differences_in(save: Path, words: str) -> list[str]:
     return [message.split(":")[0] for message in raised.value.messages if "was trained with" in message]
 
 
-def test_a_dry_run_is_refused_under_a_launcher() -> None:
-    with pytest.raises(UserError) as raised:
-        read_inputs([*SIZES, "--dry-run"], RankInfo(0, 4, 0))
-    assert "--dry-run needs no launcher: start it as `python pretrain_ladder.py ...`" in raised.value.messages
-
-
 def test_all_invalid_inputs_are_reported_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All files are checked, after the numbers."""
     prefix = tmp_path / "tokens"
@@ -338,8 +332,8 @@ def test_only_rank_0_looks_into_directories_of_checkpoints(tmp_path: Path, monke
 
 
 def test_a_dry_run_creates_no_directories(tmp_path: Path) -> None:
-    words = f"--dry-run --dry-run-ranks 2 --save {tmp_path}/save --load {tmp_path}/save".split()
-    assert read_dry_run([*SIZES, *words]).world_size == 2
+    words = f"--save {tmp_path}/save --load {tmp_path}/save".split()
+    assert read_dry_run([*SIZES, *words], 2).world_size == 2
     assert not (tmp_path / "save").exists()
 
 

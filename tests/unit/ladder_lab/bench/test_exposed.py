@@ -1,0 +1,210 @@
+"""Exposed communication in hand-made traces."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ladder_lab.bench.exposed import (
+    Communication,
+    Event,
+    _Interval,
+    _uncovered,
+    _union,
+    communication,
+    read_events,
+)
+from megatron_ladder.errors import UserError
+from tools.exposed_communication import main
+
+MAIN, AUTOGRAD_THREAD, GLOO_THREAD = 1, 2, 9
+
+
+def span(name: str, start: float, stop: float, thread: int = MAIN, category: str = "user_annotation") -> Event:
+    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": stop - start, "pid": 1, "tid": thread}
+
+
+def operator(name: str, start: float, stop: float, sequence: int, thread: int = MAIN) -> Event:
+    return span(name, start, stop, thread, "cpu_op") | {"args": {"Sequence number": sequence}}
+
+
+def kernel(name: str, start: float, stop: float, stream: int, correlation: int, category: str = "kernel") -> Event:
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "ts": start,
+        "dur": stop - start,
+        "pid": 0,
+        "tid": stream,
+        "args": {"stream": stream, "correlation": correlation},
+    }
+
+
+def launch(moment: float, correlation: int, thread: int = MAIN) -> Event:
+    return span("cudaLaunchKernel", moment, moment + 1, thread, "cuda_runtime") | {"args": {"correlation": correlation}}
+
+
+def found_of(found: Communication) -> dict[tuple[int, str, str], tuple[float, float]]:
+    """Map (step, sub-block, direction) to the microseconds in flight and exposed."""
+    sums: dict[tuple[int, str, str], tuple[float, float]] = {}
+    for collective in found.collectives:
+        key = (collective.iteration, *collective.owner)
+        in_flight, exposed = (round(1e6 * s, 6) for s in (collective.in_flight_seconds, collective.exposed_seconds))
+        before = sums.get(key, (0.0, 0.0))
+        sums[key] = (before[0] + in_flight, before[1] + exposed)
+    return sums
+
+
+def cpu_trace() -> list[Event]:
+    """Build a trace of two ladder sub-blocks, `L0 B1 L1 W0 W1` forward and `L1 L0 W1 W0` backward; step 2 blocks."""
+    return [
+        span("iteration 7", 0, 1000),
+        span("all_reduce", 10, 40),
+        span("layers.0.attention forward", 100, 200),
+        span("all_reduce start", 190, 195),
+        span("gloo:all_reduce", 195, 260, GLOO_THREAD),
+        span("layers.0.mlp forward", 200, 300),
+        span("all_reduce start", 290, 295),
+        span("all_reduce wait", 300, 310),
+        span("all_reduce wait", 320, 390),
+        operator("autograd::engine::evaluate_function: _OverlappedRangeBackward", 500, 800, 3),
+        span("layers.0.mlp backward", 510, 600),
+        span("all_reduce start", 550, 555),
+        span("layers.0.attention backward", 600, 700),
+        span("all_reduce start", 650, 655),
+        span("all_reduce wait", 700, 702),
+        span("layers.0.mlp norm backward", 702, 710),
+        span("all_reduce wait", 710, 760),
+        span("iteration 8", 1000, 1500),
+        span("layers.0.attention forward", 1000, 1100),
+        operator("aten::linear", 1010, 1050, 41),
+        operator("aten::mul", 1060, 1070, 42),
+        span("layers.0.mlp forward", 1100, 1200),
+        operator("aten::linear", 1110, 1150, 43),
+        operator("autograd::engine::evaluate_function: MulBackward0", 1300, 1310, 42),
+        operator("autograd::engine::evaluate_function: CopyBackward", 1310, 1400, 41),
+        span("all_reduce", 1320, 1380),
+        operator("autograd::engine::evaluate_function: EmbeddingBackward", 1400, 1450, 12),
+        span("all_reduce", 1410, 1420),
+        span("all_reduce", 1600, 1700),
+    ]
+
+
+def test_on_a_cpu_waits_are_exposed() -> None:
+    found = communication(cpu_trace())
+    assert found.device == "cpu"
+    assert found.step_seconds == pytest.approx({7: 1e-3, 8: 0.5e-3})
+    assert found_of(found) == {
+        (7, "outside of sub-blocks", ""): (30, 30),
+        (7, "layers.0.attention", "forward"): (310 - 190, 10),
+        (7, "layers.0.mlp", "forward"): (390 - 290, 70),
+        (7, "layers.0.mlp", "backward"): (702 - 550, 2),
+        (7, "layers.0.attention", "backward"): (760 - 650, 50),
+        (8, "layers.0.attention", "backward"): (60, 60),
+        (8, "outside of sub-blocks", ""): (10, 10),
+    }
+
+
+def cuda_trace() -> list[Event]:
+    """Compute on stream 7, communicate on 20 and 21, launched long before; a copy counts as computation.
+
+    stream 7    [1000     1100]      [1150 1200]  [1210 1220 copy]        [1400 1500]
+    stream 20             [1090   1140]              [1215          1300]
+    stream 21                                                [1290 1320]
+    """
+    return [
+        span("iteration 1", 0, 900),
+        span("layers.0.attention forward", 100, 200),
+        launch(110, 1),
+        launch(190, 2),
+        span("layers.0.mlp forward", 200, 300),
+        launch(210, 3),
+        launch(220, 4),
+        launch(290, 5),
+        span("layers.0.mlp backward", 400, 500, AUTOGRAD_THREAD),
+        launch(410, 6, AUTOGRAD_THREAD),
+        launch(600, 7),
+        span("layers.0.mlp backward", 1040, 1530, thread=20, category="gpu_user_annotation"),
+        span("nccl:all_reduce", 1090, 1140, thread=20, category="gpu_user_annotation"),
+        kernel("gemm", 1000, 1100, 7, 1),
+        kernel("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 1090, 1140, 20, 2),
+        kernel("gemm", 1150, 1200, 7, 3),
+        kernel("Memcpy DtoD", 1210, 1220, 7, 4, "gpu_memcpy"),
+        kernel("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 1215, 1300, 20, 5),
+        kernel("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 1290, 1320, 21, 6),
+        kernel("gemm", 1400, 1500, 7, 7),
+    ]
+
+
+def test_on_cuda_communication_without_other_kernels_is_exposed() -> None:
+    found = communication(cuda_trace())
+    assert found.device == "cuda"
+    assert found_of(found) == {
+        (1, "layers.0.attention", "forward"): (50, 40),
+        (1, "layers.0.mlp", "forward"): (85, 80),
+        # The ten microseconds of overlap count for the first.
+        (1, "layers.0.mlp", "backward"): (30, 20),
+    }
+
+
+def test_the_pattern_selects_communication_kernels() -> None:
+    events = [*cuda_trace()[:-1], kernel("one_shot_all_reduce_kernel", 1400, 1500, 7, 7)]
+    assert found_of(communication(events))[1, "outside of sub-blocks", ""] == (100, 100)
+    assert (1, "outside of sub-blocks", "") not in found_of(communication(events, "nccl"))
+
+
+def test_intervals() -> None:
+    cover = _union([_Interval(5, 7), _Interval(0, 2), _Interval(1, 3), _Interval(3, 4)])
+    assert cover == [(0, 4), (5, 7)]
+    assert [_uncovered(_Interval(*i), cover) for i in ((0, 4), (1, 6), (4, 5), (-2, 10), (6, 6), (8, 9))] == [
+        0,
+        1,
+        1,
+        6,
+        0,
+        1,
+    ]
+
+
+def write(path: Path, events: list[Event]) -> Path:
+    content = json.dumps({"traceEvents": [*events, {"ph": "M", "name": "process_name"}]}).encode()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_the_command_writes_tables_json_and_a_picture(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = write(tmp_path / name, cpu_trace())
+    main(["--trace", str(trace), "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")])
+    printed = capsys.readouterr().out
+    assert "| 7 | 1.000 | 5 | 0.512 | 0.162 | 16.2% |" in printed
+    # Mean of two steps.
+    assert "| layers.0.attention | backward | 1 | 0.085 | 0.055 |" in printed
+    assert printed.index("layers.0.attention | forward") < printed.index("layers.0.attention | backward")
+    assert printed.index("layers.0.attention") < printed.index("layers.0.mlp") < printed.index("outside of")
+    result: dict[str, Any] = json.loads((tmp_path / "out.json").read_text())
+    assert (result["device"], result["steps"][1]["iteration"]) == ("cpu", 8)
+    assert result["steps"][1]["exposed_seconds"] == pytest.approx(70e-6)
+    total = sum(row["exposed_seconds"] for row in result["sub_blocks"])
+    assert total == pytest.approx((162e-6 + 70e-6) / 2)
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_invalid_traces_are_rejected(tmp_path: Path) -> None:
+    for content in (b"", b"[1]", b"{}", b"\x1f\x8bnone", b'{"traceEvents": [3]}'):
+        (tmp_path / "x.json").write_bytes(content)
+        with pytest.raises(UserError, match="not a trace in JSON"):
+            read_events(tmp_path / "x.json")
+    with pytest.raises(UserError, match="none.json: No such file"):
+        main(["--trace", str(tmp_path / "none.json")])
+    without_steps = write(tmp_path / "steps.json", cpu_trace()[1:17])
+    with pytest.raises(UserError, match="it contains no training step"):
+        main(["--trace", str(without_steps)])
+    with pytest.raises(UserError) as caught:
+        main(["--trace", str(without_steps), "--plot", "x.txt", "--communication-kernels", "("])
+    assert [error.split()[0] for error in caught.value.messages] == ["--communication-kernels", "--plot"]

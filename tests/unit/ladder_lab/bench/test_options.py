@@ -1,0 +1,117 @@
+"""The benchmark's command line."""
+
+import pytest
+
+from ladder_lab.bench.options import BenchmarkOptions, RequestsOptions, parse_alpha, parse_options
+from megatron_ladder.errors import UserError
+
+
+def options_of(words: str) -> BenchmarkOptions:
+    parsed = parse_options(words.split())
+    assert not isinstance(parsed, RequestsOptions)
+    return parsed[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("500us", (5e-4, "s")),
+        ("2ms", (2e-3, "s")),
+        ("0.5s", (0.5, "s")),
+        ("1c", (1.0, "c")),
+        ("0.5a", (0.5, "a")),
+        ("0", (0.0, "s")),
+        ("2", None),
+        ("c", None),
+        ("1x", None),
+        ("-1ms", None),
+    ],
+)
+def test_interconnect_times(text: str, expected: tuple[float, str] | None) -> None:
+    assert parse_alpha(text) == (None if expected is None else pytest.approx(expected))
+
+
+def test_defaults_fit_the_case() -> None:
+    assert options_of("train").sizes == ("small-train",)
+    parsed = parse_options("prefill --size small-llama --alpha 1c 2ms".split())
+    assert not isinstance(parsed, RequestsOptions) and parsed[0] == "prefill"
+    assert (parsed[1].sizes, parsed[1].alpha) == (("small-llama",), ("1c", "2ms"))
+    assert options_of("decode").alpha == ("0", "0.5c", "1c", "2c")
+
+
+def test_lists_are_split_at_blanks_and_commas() -> None:
+    words = "decode --sizes small,small-llama --alpha 0.5c,1c 2c --wirings standard,ladder desync-2x"
+    options = options_of(words)
+    assert options.sizes == ("small", "small-llama") and options.alpha == ("0.5c", "1c", "2c")
+    assert options.wirings == ("standard", "ladder", "desync-2x")
+
+
+def test_presets_replace_or_extend_times() -> None:
+    options = options_of("decode --tp 8 --link-preset nvlink,no-p2p")
+    assert (options.alpha, options.link_preset) == ((), ("nvlink", "no-p2p"))
+    assert options_of("decode --tp 8 --link-preset nvlink --alpha 1c").alpha == ("1c",)
+
+
+def test_one_gpu_emulates_a_group_and_several_form_one() -> None:
+    emulated = options_of("decode --device cuda --emulated-tp 8 --sizes llama-8b --link-preset nvlink")
+    assert (emulated.ranks, emulated.processes, emulated.own_interconnect) == (8, 1, False)
+    own = options_of("decode --device cuda --tp 4 --tp-all-reduce symmetric --sizes llama-8b")
+    assert (own.ranks, own.processes, own.own_interconnect, own.alpha) == (4, 4, True, ("own",))
+
+
+def test_all_errors_are_reported_together() -> None:
+    with pytest.raises(UserError) as caught:
+        parse_options("--sizes huge --tp 3 --rounds 2 --alpha fast --link-preset wire infiniband --comm-sms 0".split())
+    starts = [
+        "expected one of decode, prefill, train, serve first",
+        "--comm-sms 0: expected 1 to 32",
+        "--rounds 2: expected 4 or more",
+        "--sizes huge",
+        "--alpha fast",
+        "--link-preset wire",
+        "--link-preset infiniband",
+    ]
+    assert [m.startswith(s) for m, s in zip(caught.value.messages, starts, strict=True)] == [True] * len(starts)
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("--tp 1", "--tp 1: expected 2 or more"),
+        ("--device cuda --emulated-tp 1", "--emulated-tp 1: expected 2 or more"),
+        ("--emulated-tp 8", "--emulated-tp 8 requires --device cuda"),
+        ("--device cuda --alpha 1c", "--alpha and --link-preset are for emulated wires"),
+        ("--device cuda --link-preset nvlink", "--alpha and --link-preset are for emulated wires"),
+        ("--tp-all-reduce symmetric", "--tp-all-reduce symmetric requires --device cuda"),
+        (
+            "--device cuda --emulated-tp 8 --tp-all-reduce symmetric",
+            "--tp-all-reduce symmetric and --emulated-tp exclude each other",
+        ),
+        ("--cuda-graph", "--cuda-graph requires --device cuda"),
+        ("--wirings standard --plot a.png", "--plot a.png: no wiring to compare with standard: add one to --wirings"),
+        ("--sizes small,small-llama --plot a.png", "--plot a.png: a plot shows one size, but --sizes has 2"),
+        ("--alpha 1c,fast", "--alpha fast"),
+    ],
+)
+def test_contradictions_are_rejected(words: str, error: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_options(["decode", *words.split()])
+    assert len(caught.value.messages) == 1 and caught.value.messages[0].startswith(error)
+
+
+def test_only_decode_can_be_captured() -> None:
+    assert options_of("decode --device cuda --cuda-graph").cuda_graph
+    with pytest.raises(UserError, match="only the step of decode can be captured, found train"):
+        parse_options("train --device cuda --cuda-graph".split())
+
+
+def test_requests_have_options_of_their_own() -> None:
+    options = parse_options("serve --batch 1 4 --prompt 16 --generate 8 --sizes small,small-llama --plot a.png".split())
+    assert isinstance(options, RequestsOptions) and options.batch == (1, 4)
+    assert (options.sizes, options.alpha, options.p2p) == (("small", "small-llama"), ("0", "0.5c", "1c", "2c"), "on")
+    with pytest.raises(UserError, match="--p2p off requires --device cuda"):
+        parse_options("serve --p2p off".split())
+    with pytest.raises(UserError, match="--p2p off and --tp-all-reduce exclude each other"):
+        parse_options("serve --device cuda --p2p off --tp-all-reduce auto".split())
+    with pytest.raises(UserError, match="--sequence"):
+        parse_options("serve --sequence 16".split())

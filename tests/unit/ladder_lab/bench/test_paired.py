@@ -1,0 +1,91 @@
+"""Order, pairing and verdicts of timed rounds, on fake clocks."""
+
+from collections.abc import Callable
+
+import pytest
+
+from ladder_lab.bench.paired import PairedTimes, Ratio, RatioVerdict, measure
+
+
+class FakeClock:
+    """Returns the seconds that the ways have spent."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def spend(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_ways_alternate_and_only_their_time_counts() -> None:
+    clock, events = FakeClock(), list[str]()
+
+    def way(name: str, seconds: float) -> Callable[[], None]:
+        def run() -> None:
+            events.append(name)
+            clock.spend(seconds * (1 + events.count(name)))
+
+        return run
+
+    def barrier(name: str) -> None:
+        events.append(f"|{name.upper()}")
+        clock.spend(100.0)
+
+    times = measure(
+        {"a": way("a", 1.0), "b": way("b", 10.0)},
+        4,
+        warm_up_rounds=2,
+        before_each=barrier,
+        label="ways",
+        clock=clock,
+    )
+    assert "".join(events) == "|Aa|Bb" * 6
+    assert times.seconds == {"a": (4, 5, 6, 7), "b": (40, 50, 60, 70)}
+
+
+def test_ratios_are_paired() -> None:
+    """When a machine slows down in each round, the ratio of medians is wrong and the median of ratios is right."""
+    drift = (1.0, 2.0, 3.0, 50.0, 60.0)
+    steady = {"slow": tuple(1.5 * d for d in drift), "fast": drift}
+    assert PairedTimes(steady).ratio("slow", "fast") == Ratio(1.5, 1.5, 1.5)
+    shifted = {"slow": (10.0, 20.0, 30.0, 40.0, 50.0), "fast": (10.0, 10.0, 10.0, 10.0, 10.0)}
+    assert PairedTimes(shifted).ratio("slow", "fast") == Ratio(3.0, 2.0, 4.0)
+    assert PairedTimes(shifted).median("slow") == 30.0
+
+
+def test_one_disturbed_round_changes_nothing() -> None:
+    times = PairedTimes({"slow": (2.0, 2.0, 90.0, 2.0, 2.0, 2.0, 2.0), "fast": (1.0,) * 7})
+    assert times.ratio("slow", "fast") == Ratio(2.0, 2.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "bound", "verdict"),
+    [
+        (Ratio(1.5, 1.45, 1.55), None, RatioVerdict.SOUND),
+        (Ratio(1.5, 1.45, 1.55), 1.45, RatioVerdict.SOUND),
+        (Ratio(1.5, 1.45, 1.55), 1.35, RatioVerdict.ABOVE_BOUND),
+        (Ratio(1.5, 1.35, 1.55), 2.0, RatioVerdict.TOO_NOISY),
+        (Ratio(1.5, 1.35, 1.55), 1.0, RatioVerdict.TOO_NOISY),
+        (Ratio(3.0, 2.9, 3.15), 3.0, RatioVerdict.SOUND),
+    ],
+)
+def test_verdicts(ratio: Ratio, bound: float | None, verdict: RatioVerdict) -> None:
+    assert ratio.verdict(bound) is verdict
+
+
+def test_the_noise_limit_is_a_share_of_the_median() -> None:
+    assert Ratio(2.0, 1.9, 2.15).verdict() is RatioVerdict.TOO_NOISY
+    assert Ratio(3.0, 2.9, 3.15).verdict() is RatioVerdict.SOUND
+
+
+def test_too_few_or_unequal_rounds_are_rejected() -> None:
+    ran = list[int]()
+    with pytest.raises(ValueError, match="3 rounds: expected 4 or more"):
+        measure({"a": lambda: ran.append(1)}, 3)
+    assert ran == []
+    for seconds in ({"a": (1.0,) * 3}, {"a": (1.0,) * 4, "b": (1.0,) * 5}, {}):
+        with pytest.raises(ValueError, match="4 or more rounds of every way"):
+            PairedTimes(seconds)

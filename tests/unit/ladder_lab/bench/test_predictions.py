@@ -1,0 +1,81 @@
+"""Predictions of a calibration, compared with values computed by hand."""
+
+import pytest
+import torch
+
+from ladder_lab.bench.calibration import Calibration, DeviceClock, time_forward
+from ladder_lab.bench.variants import VARIANTS
+from ladder_lab.cost.links import WireModel
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.model.language_model import LanguageModel
+from tests.unit.comm import fake_cuda
+from tests.unit.generate.tiny_model import tiny_config
+
+SERIAL = WireModel()
+FORWARD = Calibration((3.0, 5.0), (0.0, 0.0), (0.0, 0.0), pass_seconds=33.0, layers=4)
+TRAINING = Calibration((3.0, 5.0), (6.0, 10.0), (2.0, 4.0), pass_seconds=97.0, layers=4)
+
+
+@pytest.mark.parametrize(
+    ("wiring", "seconds"),
+    [
+        ("standard", 33 + 8 * 7),
+        # A wire of 7 for each sub-block, begun after the first.
+        ("ladder", 1 + 3 + 8 * 7),
+        # Two layers that wait for each sum but the last, which the first late sub-block does not read.
+        ("hybrid", 1 + (3 + 7 + 5 + 7) + (3 + 7 + 5) + 5 * 7),
+        ("desync-2x", 33 + 4 * 7),
+        ("desync-4x", 33 + 2 * 7),
+    ],
+)
+def test_a_pass_over_a_slow_wire(wiring: str, seconds: float) -> None:
+    assert FORWARD.predict(VARIANTS[wiring], 7.0, SERIAL) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("wiring", "exposed"),
+    [
+        # Backward hides the duration of the weight's gradient from each reduce: 2 in attention, 4 in the MLP.
+        ("standard", 8 * 7 + 4 * (5 + 3)),
+        ("standard-blocking", 8 * 7 + 8 * 7),
+        # One blocking reduce forward and one backward for each interval.
+        ("desync-2x", 4 * 7 + 4 * 7),
+        ("desync-4x", 2 * 7 + 2 * 7),
+    ],
+)
+def test_training_over_a_slow_wire(wiring: str, exposed: float) -> None:
+    assert TRAINING.predict(VARIANTS[wiring], 7.0, SERIAL) == pytest.approx(97 + exposed)
+
+
+def test_events_in_a_captured_step_are_external(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA gives no time to any other event that is recorded in a graph."""
+    device = fake_cuda.install(monkeypatch)
+    clock = DeviceClock(torch.device("cuda"))
+    assert not clock.mark().external
+    device.capturing = True
+    assert clock.mark().external and clock.captures()
+
+
+class CountingClock(DeviceClock):
+    """Counts marks: eager ones are 1 s apart, captured ones 5 s."""
+
+    now, is_capturing = 0.0, False
+
+    def mark(self) -> float:
+        self.now += 5.0 if self.is_capturing else 1.0
+        return self.now
+
+    def captures(self) -> bool:
+        return self.is_capturing
+
+
+@pytest.mark.parametrize(("captured", "seconds"), [(False, 1.0), (True, 5.0)])
+def test_only_the_captured_step_counts_if_there_is_one(captured: bool, seconds: float) -> None:
+    config = tiny_config()
+    model, clock = LanguageModel(config, ProcessMesh.single(), seed=1), CountingClock(torch.device("cpu"))
+    finish = time_forward(model, clock)
+    tokens = torch.arange(8).view(2, 4)
+    for is_capturing in (False, captured, False):
+        clock.is_capturing = is_capturing
+        model.hidden_states(tokens, model.training_context(tokens))
+    assert finish() == (seconds, seconds)

@@ -1,0 +1,75 @@
+"""Training throughput: model sizes, utilisation, and the whole command at a small size."""
+
+import importlib.util
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ladder_lab.bench.paired import PairedTimes
+from ladder_lab.bench.sizes import SIZES
+from ladder_lab.bench.throughput import PRODUCTS_AT_ONCE, ThroughputWorkload, _rows, _transformers_llama
+from megatron_ladder.blueprint.tensors import parameter_count
+from megatron_ladder.errors import BadNumbersError, UserError
+from tools.throughput import main
+
+CPU = torch.device("cpu")
+SMALL = replace(SIZES["small-train"], num_layers=1, hidden_size=64, ffn_hidden_size=96, vocab_size=128, head_dim=8)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_transformers_model_has_the_same_sizes(tied: bool) -> None:
+    config = replace(SMALL, tie_embeddings=tied, num_key_value_heads=2)
+    model = _transformers_llama(config, torch.bfloat16, CPU)
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameter_count(config).total
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_utilisation_and_ratios() -> None:
+    """Products of 2 * 10^3 FLOPs in 1 s each make a rate of 2000 FLOP/s."""
+    workload = ThroughputWorkload(SMALL, 16, 3, torch.float32, CPU, None, matrix=10)
+    # 3 samples, forward and backward thrice the forward: projections, scores, MLP and head.
+    flops = 3 * 3 * 2 * 16 * (64 * 8 * 32 + 2 * 16 * 64 + 3 * 64 * 96 + 64 * 128)
+    seconds = {"ladder": flops / 1000, "transformers": flops / 500, "product": float(PRODUCTS_AT_ONCE)}
+    times = PairedTimes({way: tuple(second * drift for drift in (1, 2, 1, 3)) for way, second in seconds.items()})
+    ladder, transformers = _rows(workload, times)
+    assert ladder.utilisation == pytest.approx(0.5) and transformers.utilisation == pytest.approx(0.25)
+    assert ladder.speed_over_transformers == pytest.approx(2.0) and transformers.speed_over_transformers == 1.0
+    assert ladder.median_seconds == pytest.approx(1.5 * flops / 1000)
+    assert ladder.tokens_per_second == pytest.approx(48 / (1.5 * flops / 1000))
+    assert (ladder.spread, ladder.verdict) == (pytest.approx(0.0), "sound")
+    (alone,) = _rows(workload, PairedTimes({way: times.seconds[way] for way in ("ladder", "product")}))
+    assert alone.speed_over_transformers is None and alone.utilisation == pytest.approx(0.5)
+
+
+def test_the_command_at_a_small_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.compiler.reset()
+    words = "--size 2x64x96x8x8x128 --layers 1 --sequence 8 12 --matrix 64 --rounds 4 --backend eager".split()
+    try:
+        main([*words, "--json", str(tmp_path / "rows.json")])
+    except BadNumbersError as error:
+        # Passes of milliseconds are noisy on a shared machine.
+        assert "too noisy to judge" in str(error)
+    found = json.loads((tmp_path / "rows.json").read_text())
+    assert [(row["way"], row["sequence"], row["layers"]) for row in found] == [
+        (way, sequence, 1) for sequence in (8, 12) for way in ("standard", "ladder", "transformers")
+    ]
+    assert all(row["utilisation"] > 0 and row["speed_over_transformers"] > 0 for row in found)
+    printed = capsys.readouterr().out
+    assert "2x64x96x8x8x128, 1 of 2 layers, fp32, torch.compile eager, on CPU" in printed
+    assert printed.count("| ladder |") == 2
+
+
+def test_all_errors_are_reported_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    words = "--size huge --wirings ladder desync --batch 0 --sequence 4 -1 --rounds 3 --backend none".split()
+    with pytest.raises(UserError) as caught:
+        main(words)
+    starts = ["--wirings desync", "--sequence -1", "--batch 0", "--rounds 3", "--size huge"]
+    assert [error.startswith(s) for error, s in zip(caught.value.messages, starts, strict=True)] == [True] * 5
+    with pytest.raises(UserError, match="transformers is not"):
+        main(["--backend", "none"])
+    with pytest.raises(UserError, match="--layers 7: small-train has 6 layers"):
+        main("--size small-train --layers 7 --no-transformers --backend none".split())

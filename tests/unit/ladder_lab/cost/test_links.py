@@ -1,0 +1,168 @@
+"""The step-time model against closed forms, schedules drawn by hand and a second recurrence."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from ladder_lab.cost.links import (
+    SubBlockTime,
+    WireModel,
+    backward_seconds,
+    forward_seconds,
+    gpu_contention,
+    outputs_added,
+)
+
+SERIAL, PIPELINED = WireModel(serial=True), WireModel(serial=False)
+MICROSECONDS = 1e-6
+KILOBYTE, MEGABYTE, GIGABYTE = 2**10, 2**20, 10**9
+
+
+def layers(wiring: str, count: int, c: float, t: float) -> list[SubBlockTime]:
+    """`count` layers whose attention and MLP take c each (backward twice that, half of it for weights)."""
+    staleness = {
+        "standard": (0, 0),
+        "parallel": (0,),
+        "ladder": (1, 1),
+        "ladder-parallel": (1,),
+        "staleness-2": (2, 2),
+        "ladder-attention": (1, 0),
+    }[wiring]
+    c *= 2 // len(staleness)
+    return [SubBlockTime(c, t, late, dgrad_seconds=c, wgrad_seconds=c) for late in staleness] * count
+
+
+def a_layer(total: Sequence[float], between: int) -> float:
+    """Time of a layer amid many others: from the totals of two stacks that differ by `between` layers."""
+    return (total[1] - total[0]) / between
+
+
+CLOSED_FORMS = [
+    ("standard", lambda c, t: 2 * c + 2 * t, lambda c, t: 2 * c + 2 * t),
+    ("parallel", lambda c, t: 2 * c + t, lambda c, t: 2 * c + t),
+    ("ladder", lambda c, t: 2 * max(c, t), lambda c, t: c + max(c, t)),
+    ("ladder-parallel", lambda c, t: max(2 * c, t), lambda c, t: max(2 * c, c + t / 2)),
+    ("ladder-attention", lambda c, t: c + t + max(c, t), lambda c, t: 2 * c + t),
+    ("staleness-2", lambda c, t: 2 * max(c, t), lambda c, t: max(2 * c, 2 * (c + t) / 3)),
+]
+
+
+@pytest.mark.parametrize("t", [0.0, 0.5, 1.0, 1.75, 2.0, 3.0, 6.0])
+@pytest.mark.parametrize(("wiring", "serial", "pipelined"), CLOSED_FORMS, ids=[form[0] for form in CLOSED_FORMS])
+def test_closed_forms(wiring: str, serial, pipelined, t: float) -> None:
+    for wire, form in ((SERIAL, serial), (PIPELINED, pipelined)):
+        forward = [forward_seconds(layers(wiring, count, 1.0, t), wire) for count in (30, 60)]
+        assert a_layer(forward, 30) == pytest.approx(form(1.0, t))
+        # Backward is the mirror: the same form with its own compute time.
+        backward = [backward_seconds(layers(wiring, count, 1.0, t), wire) for count in (30, 60)]
+        assert a_layer(backward, 30) == pytest.approx(form(2.0, t))
+
+
+@pytest.mark.parametrize("t", [0.5, 1.0, 2.0, 5.0])
+def test_the_rival_hides_the_reduce_under_the_weight_gradient(t: float) -> None:
+    totals = [backward_seconds(layers("standard", n, 1.0, t), SERIAL, launch_before_wgrad=True) for n in (30, 60)]
+    assert a_layer(totals, 30) == pytest.approx(2 * (1.0 + max(1.0, t)))
+    totals = [backward_seconds(layers("parallel", n, 1.0, t), SERIAL, launch_before_wgrad=True) for n in (30, 60)]
+    assert a_layer(totals, 30) == pytest.approx(2.0 + max(2.0, t))
+
+
+def test_waiting_at_once_hides_nothing() -> None:
+    for wiring in ("ladder", "standard"):
+        blocks = layers(wiring, 10, 1.0, 3.0)
+        assert backward_seconds(blocks, SERIAL, 4.0, wait_at_once=True) == pytest.approx(4 + 20 * 2 + 20 * 3)
+        rival = backward_seconds(blocks, SERIAL, launch_before_wgrad=True, wait_at_once=True)
+        assert rival == pytest.approx(20 * (1 + 3))
+
+
+def test_schedules_drawn_by_hand() -> None:
+    one = SubBlockTime(1.0, 5.0, 2)
+    # Sub-blocks end at 1 2 3; y0 is there at 6, so the next end at 7 8 9; y3 is there at 12, so the next ends at 13.
+    assert forward_seconds([one] * 4, PIPELINED) == pytest.approx(12)
+    assert forward_seconds([one] * 6, PIPELINED) == pytest.approx(14)
+    assert forward_seconds([one] * 7, PIPELINED) == pytest.approx(18)
+    # One after another: y0 6, y1 11, y2 16, y3 21.
+    assert forward_seconds([one] * 4, SERIAL, 0.25) == pytest.approx(21.25)
+    # Standard, ladder, ladder, standard: two end at 1 2; y0 is there at 3: 4; y1 at 5 and y2 at 7: 8; y3 at 10.
+    hybrid = [SubBlockTime(1.0, 2.0, s, dgrad_seconds=1.0) for s in (0, 1, 1, 0)]
+    assert forward_seconds(hybrid, SERIAL) == pytest.approx(10)
+    # Backward of 3 ends at 1, its reduce at 3: 2 ends at 4. Of 2 and 3, only 3 read the output of 1: that ends at 5
+    # without waiting. Only 2 and 3 read the output of 0: it waits for 2's reduce at 6 and ends at 7. Then 1's reduce
+    # at 8, and its own at 10.
+    assert backward_seconds(hybrid, SERIAL) == pytest.approx(10)
+
+
+def test_no_time_on_the_wire_is_the_bound() -> None:
+    for wiring, *_ in CLOSED_FORMS:
+        assert forward_seconds(layers(wiring, 5, 1.0, 0.0), SERIAL, 0.5) == pytest.approx(10.5)
+        assert backward_seconds(layers(wiring, 5, 1.0, 0.0), PIPELINED, 0.5) == pytest.approx(20.5)
+    assert forward_seconds([], SERIAL, 0.5) == 0.5
+
+
+def test_a_free_reduce_queues_on_a_serial_wire() -> None:
+    blocks = [SubBlockTime(1.0, 5.0, 1), SubBlockTime(1.0, 0.0, 1)]
+    assert forward_seconds(blocks, SERIAL) == pytest.approx(6)
+    late = [SubBlockTime(1.0, 5.0, 2), SubBlockTime(1.0, 0.0, 2), SubBlockTime(1.0, 0.0, 0)]
+    assert forward_seconds(late, SERIAL) == pytest.approx(7)
+
+
+def test_what_collectives_cost_the_processor() -> None:
+    wire = WireModel(launch_seconds=0.25, finish_seconds=0.5)
+    for t, exposed in ((0.0, 0.5), (0.25, 0.5), (3.0, 3.0)):
+        assert forward_seconds(layers("standard", 4, 1.0, t), wire) == pytest.approx(8 * (1.25 + exposed))
+    ladder = [forward_seconds(layers("ladder", n, 1.0, 1.0), wire) for n in (30, 60)]
+    assert a_layer(ladder, 30) == pytest.approx(2 * 1.75)
+
+
+@pytest.mark.parametrize("t", [0.5, 1.0, 3.0])
+def test_contention(t: float) -> None:
+    wire = WireModel(contention=0.4)
+    totals = [forward_seconds(layers("ladder", n, 1.0, t), wire) for n in (30, 60)]
+    assert a_layer(totals, 30) == pytest.approx(2 * (max(1, t) + 0.4 * min(1, t)))
+    standard = forward_seconds(layers("standard", 4, 1.0, t), wire)
+    assert standard == pytest.approx(forward_seconds(layers("standard", 4, 1.0, t), SERIAL))
+
+
+def recurrence(
+    blocks: Sequence[SubBlockTime], reads: Sequence[set[int]], serial: bool, computes: Sequence[float]
+) -> float:
+    """Starts and ends written as maxima: sub-block i starts when its predecessor and all that it reads are done."""
+    now, wire_free, done = 0.0, 0.0, dict[int, float]()
+    for index, block in enumerate(blocks):
+        start = max([now, *(done[output] for output in reads[index])])
+        now = start + computes[index]
+        done[index] = wire_free = max(now, wire_free if serial else 0.0) + block.reduce_seconds
+    return max([now, *done.values()])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_stacks_follow_the_recurrence(seed: int) -> None:
+    dice = random.Random(seed)
+    blocks = [
+        SubBlockTime(dice.uniform(0, 2), dice.uniform(0, 3), dice.choice((0, 1, 1, 2)), dice.uniform(0, 2))
+        for _ in range(dice.randrange(1, 25))
+    ]
+    # Outputs in the stream when each sub-block reads it, from the rule as it is written for the model.
+    reads, stream, pending = list[set[int]](), set[int](), list[int]()
+    for index, block in enumerate(blocks):
+        while len(pending) > block.staleness:
+            stream.add(pending.pop(0))
+        reads.append(set(stream))
+        pending.append(index)
+    assert outputs_added([block.staleness for block in blocks]) == [len(outputs) for outputs in reads]
+    # In backward sub-block j reads the gradients of all that read its output.
+    order = list(reversed(range(len(blocks))))
+    place = {index: position for position, index in enumerate(order)}
+    mirrored = [{place[i] for i in range(len(blocks)) if j in reads[i]} for j in order]
+    for wire in (SERIAL, PIPELINED):
+        forward = recurrence(blocks, reads, wire.serial, [block.forward_seconds for block in blocks])
+        assert forward_seconds(blocks, wire) == pytest.approx(forward)
+        backward = recurrence(
+            [blocks[j] for j in order], mirrored, wire.serial, [blocks[j].dgrad_seconds for j in order]
+        )
+        assert backward_seconds(blocks, wire) == pytest.approx(backward)
+
+
+def test_what_a_gpu_gives_back() -> None:
+    assert gpu_contention(16 * KILOBYTE) == pytest.approx(0.0258, abs=1e-4)
+    assert gpu_contention(GIGABYTE) == pytest.approx(0.57, abs=0.001)

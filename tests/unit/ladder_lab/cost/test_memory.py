@@ -1,0 +1,149 @@
+"""Memory against what a real model keeps, counted storage by storage, and against tables by hand."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ladder_lab.bench.sizes import SIZES
+from ladder_lab.cost.memory import (
+    Layout,
+    Precision,
+    _head_activation_bytes,
+    _layers_activation_bytes,
+    _state_bytes,
+    stage_layers,
+    stage_memory,
+    stage_parameters,
+    worst_memory,
+)
+from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
+from megatron_ladder.blueprint.tensors import padded_vocab_size, parameter_count
+from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
+from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.stack import StackOptions
+from tests.helpers.live_bytes import LiveBytes
+
+SMALL = ModelConfig(
+    num_layers=3,
+    hidden_size=128,
+    ffn_hidden_size=352,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    vocab_size=384,
+    max_position_embeddings=128,
+)
+TOLERANCE = 0.03
+"""Rotary tables, root mean squares and the softmax's sums are not counted."""
+
+
+def kept_bytes(model: ModelConfig, recompute: bool, dtype: torch.dtype, samples: int, sequence: int) -> int:
+    """Storages that autograd holds after a forward pass, each once, without the weights."""
+    options = StackOptions(recompute_layers=model.num_layers if recompute else 0)
+    module = LanguageModel(model, ProcessMesh.single(), options, dtype=dtype, seed=1)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    ids = torch.randint(0, model.vocab_size, (samples, sequence + 1))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = module(ids[:, :-1], ids[:, 1:])
+    total = sum(storage.nbytes() for storage in kept.values())
+    loss.backward()
+    return total
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("wiring", SHARED_STREAM_MODES)
+@pytest.mark.parametrize(("dtype", "precision"), [(torch.float32, "fp32"), (torch.bfloat16, "bf16")])
+def test_activations_are_those_of_a_real_forward_pass(
+    dtype: torch.dtype, precision: Precision, wiring, recompute: bool
+) -> None:
+    model = replace(SMALL.in_wiring(wiring), logit_soft_cap=30.0 if wiring == "ladder" else None)
+    layout = Layout(micro_batch=2, recompute=recompute, fused_norms=False)
+    counted = _layers_activation_bytes(model, layout, 0, 128, precision)
+    counted += _head_activation_bytes(model, layout, 128, precision)
+    assert counted == pytest.approx(kept_bytes(model, recompute, dtype, 2, 64), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [(torch.float32, "fp32"), (torch.bfloat16, "bf16")])
+def test_the_peak_of_the_loss_is_that_of_a_real_step(dtype: torch.dtype, precision: Precision) -> None:
+    model = replace(SMALL, num_layers=1, vocab_size=16384)
+    module = LanguageModel(model, ProcessMesh.single(), dtype=dtype, seed=1)
+    ids = torch.randint(0, model.vocab_size, (4, 257))
+    with LiveBytes() as memory:
+        module(ids[:, :-1], ids[:, 1:]).backward()
+    layout = Layout(zero=1, micro_batch=4, fused_norms=False)
+    counted = stage_memory(model, layout, 0, 256, 1, precision).activations
+    assert counted == pytest.approx(memory.peak, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("wiring", ["ladder", "parallel"])
+def test_parameters_are_those_of_the_modules(tensor: int, wiring) -> None:
+    model = replace(SMALL.in_wiring(wiring), vocab_size=200, add_qkv_bias=True, qk_layernorm=True)
+    replicas = CommGroup(range(key_value_replicas(model, tensor)), 0, None)
+    mesh = replace(ProcessMesh.single(), tensor=CommGroup(range(tensor), 0, None), kv_replica=replicas)
+    with torch.device("meta"):
+        module = LanguageModel(model, mesh, device=torch.device("meta"))
+    assert stage_parameters(model, Layout(tensor=tensor), 0) == sum(p.numel() for p in module.parameters())
+
+
+def test_stages_hold_the_whole_model() -> None:
+    model = SIZES["llama-8b"]
+    layout = Layout(pipeline=3)
+    assert [stage_layers(model, 3, stage) for stage in range(3)] == [11, 11, 10]
+    padding = 2 * (padded_vocab_size(model.vocab_size, 1) - model.vocab_size) * model.hidden_size
+    total = sum(stage_parameters(model, layout, stage) for stage in range(3))
+    assert total - padding == parameter_count(model).total
+    tied = replace(model, tie_embeddings=True)
+    matrix = padded_vocab_size(model.vocab_size, 1) * model.hidden_size
+    assert stage_parameters(tied, layout, 2) == stage_parameters(model, layout, 2)
+    assert stage_parameters(tied, Layout(), 0) == stage_parameters(model, Layout(), 0) - matrix
+
+
+@pytest.mark.parametrize(
+    ("precision", "zero", "expected"),
+    [
+        ("fp32", 0, (4, 4, 8)),
+        ("fp32", 1, (4, 4, 2)),
+        ("fp32", 2, (4, 1, 3)),
+        ("fp32", 3, (1, 1, 3)),
+        ("bf16", 1, (2, 4, 3)),
+        ("bf16", 2, (2, 1, 3)),
+        ("bf16", 3, (0.5, 1, 3)),
+    ],
+)
+def test_states_of_four_data_parallel_ranks(precision: Precision, zero: int, expected) -> None:
+    assert _state_bytes(1000, Layout(data=4, zero=zero), precision) == tuple(1000 * each for each in expected)
+
+
+def test_bf16_needs_zero() -> None:
+    with pytest.raises(ValueError, match="ZeRO 1"):
+        _state_bytes(1, Layout(zero=0), "bf16")
+
+
+def test_what_a_layout_saves() -> None:
+    model, tokens = SIZES["llama-70b"], 4096
+    h, f, d, heads, kv = 8192, 28672, 128, 64, 8
+    plain = Layout(tensor=8)
+    inner = tokens * (3 * (heads + kv) * d + 4 * f) / 8
+    assert _layers_activation_bytes(model, plain, 0, tokens, "bf16") == 80 * 2 * (4 * tokens * h + inner)
+    cut = replace(plain, sequence_parallel=True)
+    assert _layers_activation_bytes(model, cut, 0, tokens, "bf16") == 80 * 2 * (4 * tokens * h / 8 + inner)
+    kept = replace(plain, recompute=True)
+    assert _layers_activation_bytes(model, kept, 0, tokens, "bf16") == 80 * 2 * 2 * tokens * h
+    # Stage 1 of 4 has 20 layers and holds three micro-batches, or as many as there are.
+    piped = replace(plain, pipeline=4)
+    for micro_batches, held in ((8, 3), (2, 2)):
+        memory = stage_memory(model, piped, 1, tokens, micro_batches)
+        assert memory.activations == held * 20 * 2 * (4 * tokens * h + inner)
+    assert worst_memory(model, piped, tokens, 8) == stage_memory(model, piped, 0, tokens, 8)

@@ -1,0 +1,143 @@
+"""Programs with one planted fault each, of four ranks: tensor-parallel pairs 0-1 and 2-3, data-parallel pairs 0, 2 and
+1, 3, and a pipeline transfer from 0 to 1."""
+
+from collections.abc import Callable
+
+import pytest
+
+from ladder_lab.dry_run.replay import Collective, Communicator, RankProgram, find_problems
+
+TENSOR, DATA, PAIR = 0, 1, 2
+Programs = dict[int, RankProgram]
+
+
+def collective(slot: int, place: str, kind: str = "all_reduce", size: int = 64, source: int = -1) -> Collective:
+    return Collective(slot, kind, size, "bfloat16", source, place)
+
+
+def programs() -> Programs:
+    def of(rank: int) -> RankProgram:
+        tensor, data = (0, 1) if rank < 2 else (2, 3), (rank % 2, rank % 2 + 2)
+        groups = [Communicator("tensor", tensor), Communicator("data", data), Communicator("world pair", (0, 1))]
+        own = [
+            collective(TENSOR, "layers.0.attention"),
+            collective(TENSOR, "layers.0.mlp"),
+            collective(DATA, "step", "reduce_scatter"),
+            collective(TENSOR, "layers.1.attention"),
+        ]
+        if rank < 2:
+            own.append(collective(PAIR, "pipeline", "recv" if rank else "send", source=0))
+        return RankProgram(groups, own)
+
+    return {rank: of(rank) for rank in range(4)}
+
+
+def missing(of_rank_3: list[Collective], all_programs: Programs) -> None:
+    del of_rank_3[0]
+
+
+def swapped(of_rank_3: list[Collective], all_programs: Programs) -> None:
+    of_rank_3[:2] = reversed(of_rank_3[:2])
+
+
+def of_another_size(of_rank_3: list[Collective], all_programs: Programs) -> None:
+    of_rank_3[1] = of_rank_3[1]._replace(size=32)
+
+
+def of_another_dtype(of_rank_3: list[Collective], all_programs: Programs) -> None:
+    of_rank_3[1] = of_rank_3[1]._replace(dtype="float32")
+
+
+def of_another_kind(of_rank_3: list[Collective], all_programs: Programs) -> None:
+    of_rank_3[1] = of_rank_3[1]._replace(kind="reduce_scatter")
+
+
+def in_another_group(of_rank_3: list[Collective], all_programs: Programs) -> None:
+    of_rank_3[1] = of_rank_3[1]._replace(slot=DATA)
+
+
+def in_a_group_of_others(of_rank_3: list[Collective], all_programs: Programs) -> None:
+    all_programs[3] = RankProgram([Communicator("tensor", (0, 1)), *all_programs[3].communicators[1:]], of_rank_3)
+
+
+def without_a_receive(of_rank_3: list[Collective], all_programs: Programs) -> None:
+    all_programs[1].collectives.pop()  # type: ignore[attr-defined]
+
+
+def between_two_groups(of_rank_3: list[Collective], all_programs: Programs) -> None:
+    """Every communicator sees the same launches, but ranks 0 and 3 reduce over the other group first."""
+    for collectives in (of_rank_3, all_programs[0].collectives):
+        collectives[2:4] = reversed(collectives[2:4])  # type: ignore[index]
+
+
+def test_ranks_that_match_have_no_problems() -> None:
+    assert find_problems(programs()) == []
+
+
+@pytest.mark.parametrize(
+    ("plant", "expected"),
+    [
+        (
+            missing,
+            "group 'tensor' of ranks 2-3, collective 1: rank 3 launches all_reduce of 64 bytes (bfloat16) in "
+            "layers.0.mlp, but rank 2 launches all_reduce of 64 bytes (bfloat16) in layers.0.attention",
+        ),
+        (
+            swapped,
+            "group 'tensor' of ranks 2-3, collective 1: rank 3 launches all_reduce of 64 bytes (bfloat16) in "
+            "layers.0.mlp, but rank 2 launches all_reduce of 64 bytes (bfloat16) in layers.0.attention",
+        ),
+        (
+            of_another_size,
+            "group 'tensor' of ranks 2-3, collective 2: rank 3 launches all_reduce of 32 bytes (bfloat16) in "
+            "layers.0.mlp, but rank 2 launches all_reduce of 64 bytes (bfloat16) in layers.0.mlp",
+        ),
+        (
+            of_another_dtype,
+            "group 'tensor' of ranks 2-3, collective 2: rank 3 launches all_reduce of 64 bytes (float32) in "
+            "layers.0.mlp, but rank 2 launches all_reduce of 64 bytes (bfloat16) in layers.0.mlp",
+        ),
+        (
+            of_another_kind,
+            "group 'tensor' of ranks 2-3, collective 2: rank 3 launches reduce_scatter of 64 bytes (bfloat16) in "
+            "layers.0.mlp, but rank 2 launches all_reduce of 64 bytes (bfloat16) in layers.0.mlp",
+        ),
+        (
+            in_another_group,
+            "group 'data' of ranks 1, 3, collective 1: rank 3 launches all_reduce of 64 bytes (bfloat16) in "
+            "layers.0.mlp, but rank 1 launches reduce_scatter of 64 bytes (bfloat16) in step",
+        ),
+        (
+            in_a_group_of_others,
+            "rank 3 launches all_reduce of 64 bytes (bfloat16) in layers.0.attention in group 'tensor' of ranks 0-1, "
+            "to which it does not belong",
+        ),
+        (
+            without_a_receive,
+            "group 'world pair' of ranks 0-1, collective 1: rank 1 launches nothing more, but rank 0 launches send of "
+            "64 bytes (bfloat16) in pipeline",
+        ),
+        (
+            between_two_groups,
+            "cyclic wait: rank 0 waits in all_reduce of 64 bytes (bfloat16) in layers.1.attention of group 'tensor' of "
+            "ranks 0-1; rank 1 waits in reduce_scatter of 64 bytes (bfloat16) in step of group 'data' of ranks 1, 3; "
+            "rank 3 waits in all_reduce of 64 bytes (bfloat16) in layers.1.attention of group 'tensor' of ranks 2-3; "
+            "rank 2 waits in reduce_scatter of 64 bytes (bfloat16) in step of group 'data' of ranks 0, 2; each of "
+            "these ranks waits for the next one, and the last for the first",
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_planted_fault_is_named(plant: Callable[[list[Collective], Programs], None], expected: str) -> None:
+    faulty = programs()
+    plant(faulty[3].collectives, faulty)  # type: ignore[arg-type]
+    assert expected in find_problems(faulty)
+
+
+def test_launches_in_two_groups_of_several_ranks_may_cross_in_time() -> None:
+    """Ranks 0 and 1 are one tensor-parallel reduce ahead of ranks 2 and 3 when all meet in the data groups."""
+    ahead = programs()
+    for rank in (0, 1):
+        own = [*ahead[rank].collectives]
+        ahead[rank] = RankProgram(ahead[rank].communicators, [own[0], own[1], own[3], own[2], *own[4:]])
+    assert find_problems(ahead) == []

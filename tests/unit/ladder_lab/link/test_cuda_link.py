@@ -1,0 +1,191 @@
+"""The emulated link on a GPU, with fake streams: timings by the rule and by the step-time model."""
+
+import importlib.util
+import random
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+
+from ladder_lab.cost.links import SubBlockTime, WireModel, forward_seconds
+from ladder_lab.link.cuda_groups import MeteredGroup
+from ladder_lab.link.cuda_link import PIPELINED_LANES, CudaLink
+from ladder_lab.link.link import LinkSpec
+from megatron_ladder.comm.group import CommGroup, Work
+from tests.unit.comm import fake_cuda
+
+CPU = torch.device("cpu")
+MICRO = 1e-6
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> fake_cuda.Device:
+    return fake_cuda.install(monkeypatch)
+
+
+def make_link(device: fake_cuda.Device, alpha: float, *, serial: bool, size: int = 8) -> CudaLink:
+    return CudaLink(size, LinkSpec(alpha, 0.0, serial), CPU, sms=16, kernels=fake_cuda.Kernels(device))
+
+
+def launch(link: CudaLink) -> Work:
+    work = link.start_all_reduce(torch.ones(4))
+    assert work is not None
+    return work
+
+
+@pytest.mark.parametrize("serial", [True, False])
+def test_ends_follow_the_rule(device: fake_cuda.Device, serial: bool) -> None:
+    """Launch at random times and compare each end with the rule, computed by hand."""
+    drawn, link = random.Random(serial), make_link(device, 0.0, serial=serial)
+    wire_free = 0.0
+    for _ in range(PIPELINED_LANES):
+        device.compute.now += drawn.uniform(0, 5e-5)
+        alpha = drawn.uniform(0, 1e-4)
+        link.set_wire(alpha, 0.0)
+        begin = max(device.compute.now, wire_free) if serial else device.compute.now
+        wire_free = begin + alpha
+        work: Any = launch(link)
+        assert work.work.done.time == pytest.approx(wire_free, abs=3e-9)
+    assert link.collectives == PIPELINED_LANES
+
+
+def test_compute_continues_until_it_waits(device: fake_cuda.Device) -> None:
+    link = make_link(device, 100 * MICRO, serial=True)
+    device.compute.now = 10 * MICRO
+    work = launch(link)
+    assert device.compute.now == 10 * MICRO
+    device.compute.now += 60 * MICRO
+    work.wait()
+    assert device.compute.now == pytest.approx(110 * MICRO)
+    assert link.waited_seconds == pytest.approx(40 * MICRO)
+    link.reset_counters()
+    assert (link.waited_seconds, link.collectives) == (0, 0)
+
+
+@pytest.mark.parametrize("serial", [True, False])
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize("ratio", [0.4, 1.0, 2.5])
+def test_a_pass_takes_the_time_of_the_step_time_model(
+    device: fake_cuda.Device, serial: bool, staleness: int, ratio: float
+) -> None:
+    """Compare the stack's walk over the link with `lab/cost/links.py`, which knows nothing of streams."""
+    compute = [(20 + 7 * (number % 3)) * MICRO for number in range(12)]
+    link = make_link(device, ratio * 25 * MICRO, serial=serial)
+    pending: deque[Work] = deque()
+    for seconds in compute:
+        while len(pending) > staleness:
+            pending.popleft().wait()
+        device.compute.now += seconds
+        pending.append(launch(link))
+    for work in pending:
+        work.wait()
+    steps = [SubBlockTime(seconds, ratio * 25 * MICRO, staleness) for seconds in compute]
+    assert device.compute.now == pytest.approx(forward_seconds(steps, WireModel(serial)), rel=1e-4)
+    assert link.waited_seconds == pytest.approx(device.compute.now - sum(compute), abs=1e-8)
+
+
+def test_the_wire_carries_the_bytes_of_a_ring_for_the_time_of_the_spec(device: fake_cuda.Device) -> None:
+    kernels = fake_cuda.Kernels(device)
+    link = CudaLink(8, LinkSpec(5 * MICRO, 1e-9, serial=True), CPU, sms=12, kernels=kernels)
+    tensor = torch.arange(2000, dtype=torch.bfloat16)
+    assert link.all_reduce(tensor) is tensor and tensor.equal(torch.arange(2000, dtype=torch.bfloat16))
+    assert kernels.carried == [{"bytes": 7000, "wire_ns": 9000, "sms": 12}]
+    assert device.compute.now == pytest.approx(9 * MICRO)
+
+
+def test_only_sums_take_the_wire(device: fake_cuda.Device) -> None:
+    link = make_link(device, MICRO, serial=True)
+    values = torch.tensor([[1.0, 2.0]])
+    assert link.all_reduce(values, torch.distributed.ReduceOp.MAX).equal(values)
+    assert link.all_gather(values, 1).tolist() == [[1.0, 2.0] * 8]
+    assert link.broadcast(values).equal(values) and link.gather_objects("a") == ["a"] * 8
+    assert (link.collectives, device.compute.now) == (0, 0)
+    assert make_link(device, MICRO, serial=True, size=1).start_all_reduce(values) is None
+
+
+def test_halves_of_an_all_reduce_take_half_of_its_time(device: fake_cuda.Device) -> None:
+    kernels = fake_cuda.Kernels(device)
+    link = CudaLink(4, LinkSpec(4 * MICRO, 1e-9, serial=True), CPU, sms=16, kernels=kernels)
+    whole = torch.arange(4000.0).view(8, 500)
+    rows, work = link.start_reduce_scatter(whole)
+    assert work is not None and rows.equal(whole[:2])
+    work.wait()
+    assert device.compute.now == pytest.approx(10 * MICRO)
+    gathered, work = link.start_all_gather(rows)
+    assert work is not None and gathered.equal(torch.cat([rows] * 4))
+    work.wait()
+    assert device.compute.now == pytest.approx(20 * MICRO)
+    assert kernels.carried == [{"bytes": 12000, "wire_ns": 10000, "sms": 16}] * 2
+
+
+def test_side_streams_have_priority_over_the_compute_stream(device: fake_cuda.Device) -> None:
+    make_link(device, MICRO, serial=True)
+    assert [stream.priority for stream in device.streams] == [0, -1, -1]
+
+
+def test_waits_in_a_captured_graph_are_not_timed(device: fake_cuda.Device) -> None:
+    link = make_link(device, 7 * MICRO, serial=True)
+    device.capturing = True
+    launch(link).wait()
+    assert device.compute.now == pytest.approx(7 * MICRO) and link.waited_seconds == 0
+
+
+class Recorded(CommGroup):
+    """A group of two whose reduces take the device a millisecond."""
+
+    def __init__(self, device: fake_cuda.Device) -> None:
+        super().__init__([0, 1], 0, None)
+        self.device = device
+
+    def start_all_reduce(self, tensor: torch.Tensor) -> Work:
+        return self
+
+    def start_reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> tuple[torch.Tensor, Work]:
+        return tensor[:1], self
+
+    def start_all_gather(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> tuple[torch.Tensor, Work]:
+        return torch.cat([tensor] * 2), self
+
+    def wait(self) -> None:
+        self.device.compute.now += 1e-3
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = None) -> torch.Tensor:
+        self.wait()
+        return tensor
+
+
+def test_waits_for_a_real_group_are_metered(device: fake_cuda.Device) -> None:
+    group = MeteredGroup(Recorded(device))
+    work = group.start_all_reduce(torch.ones(1))
+    assert work is not None and group.waited_seconds == 0
+    work.wait()
+    group.all_reduce(torch.ones(1))
+    for given, work in (group.start_reduce_scatter(torch.ones(2)), group.start_all_gather(torch.ones(2))):
+        assert len(given) in (1, 4) and work is not None
+        work.wait()
+    assert (group.waited_seconds, group.collectives) == (pytest.approx(4e-3), 4)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton comes with torch for CUDA alone")
+@pytest.mark.parametrize("serial", [True, False])
+def test_kernels_compile(serial: bool) -> None:
+    """Compile for an H100, without a GPU or a driver."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from ladder_lab.link import stand_in_kernels as kernels
+
+    target = GPUTarget("cuda", 90, 32)
+    stamp = ASTSource(kernels._stamp, {"launched": "*i64", "slot": "i32"})
+    assert "%globaltimer" in compile(stamp, target=target, options={"num_warps": 1}).asm["ptx"]
+    types = {name: "i32" for name in ("slot", "before", "words", "moved", "wire_ns")}
+    types |= {"launched": "*i64", "ends": "*i64", "source": "*i32", "sink": "*i32"}
+    constants = {"SERIAL": serial, "BLOCK": kernels.BLOCK}
+    types |= dict.fromkeys(constants, "constexpr")
+    carry = compile(
+        ASTSource(kernels._carry, types, constexprs=constants), target=target, options={"num_warps": kernels.WARPS}
+    )
+    # The two holding loops: before each block, and until the end.
+    assert carry.asm["ptx"].count("%globaltimer") == 2
+    assert carry.asm["ptx"].count("ld.global.b64") == 1 + serial

@@ -1,0 +1,148 @@
+"""The layouts that are found, their memory, and the rule for a winner."""
+
+from dataclasses import replace
+
+import pytest
+
+from ladder_lab.bench.sizes import SIZES
+from ladder_lab.cost.hardware import CLUSTERS
+from ladder_lab.cost.memory import RESERVED_BYTES, Layout
+from ladder_lab.plan.layouts import (
+    PLANNED_WIRINGS,
+    PlanRequest,
+    SweepRow,
+    _layouts,
+    best_of_each_grid,
+    fitting_plans,
+    pays_from,
+    sweep,
+    uncertainty,
+    verdict,
+)
+from ladder_lab.plan.program import _report_text, _training_words
+from ladder_lab.wirings import NAMED_WIRINGS
+from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
+from megatron_ladder.config.run import parse_run, resolve_run
+
+H100 = CLUSTERS["h100"]
+
+
+def request_of(
+    model: str = "llama-8b", gpus: int = 16, batch: int = 32, wirings: tuple[str, ...] = SHARED_STREAM_MODES
+):
+    return PlanRequest(SIZES[model], H100, gpus, batch, 4096, wirings)
+
+
+def test_layouts_share_out_everything() -> None:
+    asked = request_of(gpus=24, batch=48)
+    found = list(_layouts(asked))
+    assert len(set(found)) == len(found)
+    for layout in found:
+        assert layout.gpus == 24 and 48 % (layout.data * layout.micro_batch) == 0
+        assert layout.tensor in (1, 2, 4, 8), "3, 6 and 12 do not divide 32 heads"
+        assert layout.zero == 1 or (layout.pipeline == 1 and layout.data > 1)
+        assert not (layout.sequence_parallel and layout.tensor == 1)
+    assert {layout.pipeline for layout in found if layout.tensor == 1} == {1, 2, 3, 4, 6, 8, 12, 24}
+    assert max(layout.tensor for layout in _layouts(request_of(gpus=64, batch=64))) == 16, "two nodes at most"
+
+
+def test_plans_fit_and_come_fastest_first() -> None:
+    plans = fitting_plans(request_of("llama-70b", 64, 64))
+    assert plans and all(plan.memory.total + RESERVED_BYTES <= 80e9 for plan in plans)
+    totals = [plan.time.total for plan in plans]
+    assert totals == sorted(totals)
+    assert not any(plan.layout.tensor == plan.layout.pipeline == 1 and plan.layout.zero < 3 for plan in plans)
+    grids = best_of_each_grid(plans)
+    names = {(plan.layout.tensor, plan.layout.pipeline, plan.layout.zero) for plan in grids}
+    assert grids[0] == plans[0] and len(names) == len(grids)
+    for plan in plans[:20]:
+        flops = plan.utilisation * plan.time.total * 64 * 989e12
+        assert 0 < plan.utilisation < 0.6 and flops == pytest.approx(plans[0].utilisation * totals[0] * 64 * 989e12)
+    bigger = replace(request_of("llama-70b", 64, 64), cluster=CLUSTERS["h200"])
+    assert len(fitting_plans(bigger)) > len(plans)
+
+
+def test_a_winner_needs_more_than_three_per_cent() -> None:
+    assert verdict([("a", 1.0), ("b", 1.031)]) == "a"
+    assert verdict([("a", 1.03), ("b", 1.0), ("c", 1.2)]) == "tie: a, b"
+    assert verdict([("a", 2.0), ("b", 2.0)]) == "tie: a, b"
+    assert SweepRow(1.0, 1e-6, {"standard": 1.0, "ladder": 0.98}).winner == "tie: standard, ladder"
+
+
+def test_wirings_part_as_the_interconnect_slows() -> None:
+    asked = request_of()
+    fast, _, slow = sweep(asked, Layout(tensor=8, data=2), (0.0, 1.0, 2.0))
+    assert fast.reduce_seconds == 0.0
+    assert fast.speed_up("ladder") == pytest.approx(1.0)
+    assert slow.speed_up("ladder") > 1.05 and slow.winner == "ladder-parallel"
+    only = replace(asked, wirings=("ladder",))
+    assert set(sweep(only, Layout(tensor=8, data=2), (1.0,))[0].seconds) == {"standard", "ladder"}
+
+
+def test_the_border_is_where_three_per_cent_are() -> None:
+    asked, layout = request_of(), Layout(tensor=8, data=2)
+    border = pays_from(asked, layout, "ladder")
+    here = sweep(asked, layout, (1.0,))[0].reduce_seconds
+    assert border is not None
+    below, above = sweep(asked, layout, (0.98 * border / here, 1.001 * border / here))
+    assert below.speed_up("ladder") < 1.03 < above.speed_up("ladder")
+    assert pays_from(asked, Layout(tensor=1, data=16), "ladder") is None
+
+
+def test_figures_that_nobody_measured_are_ranges() -> None:
+    calibrated = replace(H100, calibrated=True)
+    assert uncertainty(H100, Layout()) == 0.15
+    assert uncertainty(calibrated, Layout(tensor=8)) == 0.0
+    assert uncertainty(calibrated, Layout(tensor=8, data=2)) == 0.15, "the network was not measured"
+    asked = request_of(gpus=8, batch=8)
+    plans = fitting_plans(asked)
+    total = plans[0].time.total
+    text = _report_text(asked, plans, 3)
+    assert f"{0.85 * total:.2f} to {1.15 * total:.2f} = " in text and "so times are ranges" in text
+    measured = _report_text(replace(asked, cluster=calibrated), plans, 3)
+    assert f"| {total:.2f} = " in measured and " to " not in measured.split("Layout:")[0]
+
+
+@pytest.mark.parametrize("model", ["llama-1b", "llama-70b", "paper-3.5b"])
+def test_the_trainer_reads_the_command_of_a_plan(model: str) -> None:
+    asked = replace(request_of(model, 64, 128), muon=model == "llama-1b")
+    plans = best_of_each_grid(fitting_plans(asked))
+    named = fitting_plans(replace(asked, wirings=("staleness-2", "desync-2x", "desync-4x")))
+    assert {plan.wiring for plan in named} == {"staleness-2", "desync-2x", "desync-4x"}
+    plans += [next(plan for plan in named if plan.wiring == name) for name in ("staleness-2", "desync-2x", "desync-4x")]
+    for plan in plans:
+        errors: list[str] = []
+        words = [*_training_words(asked, plan), "--train-iters", "10", "--lr", "1e-3"]
+        run = resolve_run(parse_run(words, errors), asked.model.vocab_size, 64, errors)
+        assert not errors
+        layout, parallel = plan.layout, run.parallel
+        assert run.model == NAMED_WIRINGS[plan.wiring].of(asked.model, plan.layout.tensor)
+        assert (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) == (
+            layout.tensor,
+            layout.pipeline,
+        )
+        assert (run.data_parallel_size, int(parallel.zero_stage)) == (layout.data, layout.zero)
+        assert run.optimizer.optimizer == ("muon" if asked.muon else "adamw")
+        assert (run.training.micro_batch_size, run.global_batch_size) == (layout.micro_batch, 128)
+        assert (run.recompute_layers > 0, parallel.sequence_parallel) == (layout.recompute, layout.sequence_parallel)
+        assert run.training.bf16 and run.training.seq_length == 4096
+
+
+def test_without_tensor_parallelism_only_the_first_wiring_is_planned() -> None:
+    plans = fitting_plans(request_of("llama-1b", 8, 512))
+    assert plans[0].layout.tensor == 1
+    assert {plan.wiring for plan in plans if plan.layout.tensor == 1} == {"standard"}
+    assert {plan.wiring for plan in plans if plan.layout.tensor > 1} == set(SHARED_STREAM_MODES)
+    late = fitting_plans(request_of("llama-1b", 8, 512, ("ladder", "ladder-parallel")))
+    assert {plan.wiring for plan in late if plan.layout.tensor == 1} == {"ladder"}
+
+
+def test_desync_needs_ranks_and_a_whole_stream() -> None:
+    asked = request_of("llama-1b", 4, 8, PLANNED_WIRINGS)
+    layouts = {name: {plan.layout for plan in fitting_plans(asked) if plan.wiring == name} for name in PLANNED_WIRINGS}
+    assert layouts["desync-4x"] and layouts["desync-2x"] == layouts["desync-4x"]
+    assert all(layout.tensor > 1 and not layout.sequence_parallel for layout in layouts["desync-2x"])
+    assert any(layout.sequence_parallel for layout in layouts["staleness-2"])
+    (slow,) = sweep(asked, Layout(tensor=4, sequence_parallel=True), (4.0,))
+    assert slow.seconds["standard"] > slow.seconds["desync-2x"] > slow.seconds["desync-4x"]
+    assert pays_from(asked, Layout(tensor=4), "desync-4x") is not None

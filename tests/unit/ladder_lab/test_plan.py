@@ -1,0 +1,186 @@
+"""tools/plan.py as a command: without torch, fast, and with all errors reported."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ladder_lab.cost.hardware import CLUSTERS
+from ladder_lab.cost.machines import PRESETS
+from ladder_lab.plan.options import CalibrateOptions, LayoutOptions, parse_options
+from ladder_lab.plan.program import _cluster_of
+from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
+from megatron_ladder.errors import UserError
+from tests.helpers.patience import patient
+from tools.plan import main
+
+ROOT = Path(__file__).resolve().parents[3]
+HEADER = "model,p2p,tensor_parallel,batch,wiring,prefill_seconds,decode_511_tokens_seconds\n"
+
+
+def test_a_thousand_gpus_without_torch(tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    script = (
+        "import resource, sys; from tools.plan import main; main(sys.argv[1:]);"
+        "used = resource.getrusage(resource.RUSAGE_SELF);"
+        "print(used.ru_utime + used.ru_stime, 'torch' in sys.modules, file=sys.stderr)"
+    )
+    arguments = "--model llama-70b --gpus 1024 --global-batch-size 1024 --json".split()
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments, str(out)], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    seconds, torch_is_there = done.stderr.split()
+    assert torch_is_there == "False"
+    assert float(seconds) < patient(2), "of the processor, whatever else the machine does"
+    report = json.loads(out.read_text())
+    assert len(report["layouts"]) > 100
+    first = report["layouts"][0]
+    assert first["tensor"] * first["pipeline"] * first["data"] == 1024
+    parts = ("weights", "gradients", "optimizer", "activations")
+    assert sum(first["memory_bytes"][part] for part in parts) == pytest.approx(first["memory_bytes"]["total"])
+    assert first["memory_bytes"]["total"] < 80e9
+    parts = ("compute", "exposed_tensor", "bubble", "exposed_data")
+    assert sum(first["step_seconds"][part] for part in parts) == pytest.approx(first["step_seconds"]["total"])
+    assert first["relative_uncertainty"] == 0.15
+    assert set(SHARED_STREAM_MODES) == set(report["interconnects"]["rows"][0]["seconds"])
+    assert "| TP | PP | DP | ZeRO |" in done.stdout and "(this cluster)" in done.stdout
+
+
+@pytest.mark.parametrize("link", PRESETS)
+def test_inference_on_every_interconnect(link: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks, out = max(PRESETS[link].measured_ranks), tmp_path / "inference.json"
+    main(["inference", "--model", "8b", "--tp", str(ranks), "--link", link, "--json", str(out)])
+    printed, report = capsys.readouterr().out, json.loads(out.read_text())
+    speed_ups = {one["wiring"]: one["speed_up"] for one in report["wirings"]}
+    assert speed_ups["standard"] == 1.0 < speed_ups["hybrid-16"] < speed_ups["ladder"]
+    assert speed_ups["no-comm"] == max(speed_ups.values()) or speed_ups["ladder-parallel"] > speed_ups["no-comm"]
+    for one in report["wirings"]:
+        assert one["speed_up_range"][0] <= one["speed_up"] <= one["speed_up_range"][1]
+    assert "Recommendation: fastest" in printed and PRESETS[link].source in printed
+
+
+def test_inference_without_a_gain(capsys: pytest.CaptureFixture[str]) -> None:
+    free = ["--link-latency-us", "0", "--link-bandwidth-gbs", "1000000"]
+    main(["inference", *free])
+    assert "Recommendation: no gain; without any all-reduce the speed-up would be 1.00." in capsys.readouterr().out
+    main(["inference", "--model", "405b", "--batch", "64"])
+    assert "DOES NOT FIT 72 usable GB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--tp 3", "--tp 3 does not divide --model llama-70b: --num-attention-heads 64 is not divisible"),
+        ("--model 3b --tp 3", "--tp 3 does not divide --model 3b: --ffn-hidden-size 8192 is not divisible"),
+        ("--tp 16", "--link nvlink: nvlink: measured for 2 to 8 ranks, found 16: give --link-latency-us and"),
+        ("--model 71b", "--model 71b: expected one of"),
+        ("--ladder-layers 81", "--ladder-layers 81: the model has 80 layers"),
+        ("--link-latency-us 3", "--link-latency-us 3.0 requires --link-bandwidth-gbs"),
+    ],
+)
+def test_impossible_inference(words: str, expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        main(["inference", *words.split()])
+
+
+def test_errors_of_measurements(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "measured.csv"
+    head = "model,gpu,tp,link,batch,prompt,generate,weight_bits,tokens_per_second,source\n"
+    table.write_text(f"{head}8b,h100,8,nvlink,1,450,320,16,300.7,here\n8b,h100,8,nvlink,1,450,320,16,150,there\n")
+    main(["inference", "--measurements", str(table)])
+    printed = capsys.readouterr().out
+    assert "| 8b | 8 x h100 | nvlink | 1 | 16 | 300.7 | 300.7 | +0 % | here |" in printed or "-0 % | here" in printed
+    assert "| +100 % | there |" in printed and "median error 50 %, 90th percentile 100 %" in printed
+    for text, expected in (
+        (head, "no rows"),
+        ("model,gpu\n8b,h100\n", "no column tp, link"),
+        (f"{head}8b,h999,8,nvlink,1,450,320,16,300,a\n", "row 1: gpu 'h999' is not one of a100, h100"),
+        (f"{head}8b,h100,8,nvlink,1,450,320,16,300,a,b\n", "row 1: more cells than the first line has columns"),
+        (f"{head}8b,h100,8,nvlink,1,450,320,16,0,a\n", "row 1: float division by zero"),
+    ):
+        table.write_text(text)
+        with pytest.raises(UserError, match=expected):
+            main(["inference", "--measurements", str(table)])
+
+
+def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "plan.png"
+    main(["layouts", "--gpus", "8", "--batch", "16", "--wirings", "standard", "ladder", "--plot", str(picture)])
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert "ladder-parallel" not in capsys.readouterr().out
+
+
+def test_flags_replace_figures() -> None:
+    words = (
+        "--cluster h200 --node-latency-us 30 --node-bandwidth-gbs 400 --network-latency-us 5 --gpus-per-node 4 "
+        "--network-bandwidth-gbs 25 --peak-tflops 500 --flops-share 0.5 --gpu-memory-gb 64 --contention 0.2"
+    ).split()
+    options = parse_options(words)
+    assert isinstance(options, LayoutOptions)
+    cluster = _cluster_of(options)
+    assert (cluster.gpus_per_node, cluster.memory_bytes, cluster.peak_flops) == (4, 64e9, 500e12)
+    assert cluster.all_reduce_seconds(0, 4) == pytest.approx(30e-6)
+    assert (cluster.node_bytes_per_second, cluster.network_bytes_per_second) == (400e9, 25e9)
+    assert (cluster.network_seconds, cluster.flops_share, cluster.contention) == pytest.approx((5e-6, 0.5, 0.2))
+    assert cluster.sources["peak_flops"] == "command line"
+    assert cluster.sources["memory_bytes_per_second"] == CLUSTERS["h200"].sources["memory_bytes_per_second"]
+
+
+def test_calibrate_in_two_spellings() -> None:
+    for words in (["calibrate", "--output", "a.json"], ["--output", "a.json", "--calibrate"]):
+        assert parse_options(words) == CalibrateOptions(Path("a.json"))
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ("layout", ["expected one of layouts, inference, calibrate, paper first"]),
+        (
+            "--model gpt --cluster a100 --wirings no-comm --gpus 0 --contention 2",
+            ["--model gpt", "--cluster a100", "--wirings no-comm", "--gpus 0", "--contention 2"],
+        ),
+        ("--node-latency-us -1 --top 0", ["--top 0", "--node-latency-us -1.0"]),
+        ("calibrate --output a --tp 1 --rounds 1", ["--tp 1", "--rounds 1"]),
+        ("paper --fit a.csv", ["--predict is required", "--json is required"]),
+    ],
+)
+def test_every_error_names_its_flag(words: str, parts: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_options(words.split())
+    assert len(caught.value.messages) == len(parts)
+    assert all(any(part in message for message in caught.value.messages) for part in parts)
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(UserError, match="--gpus 8: no layout of llama-405b fits 80 GB a GPU"):
+        main(["--model", "llama-405b", "--gpus", "8", "--batch", "8"])
+
+
+def test_published_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit, wanted, out = (tmp_path / name for name in ("fit.csv", "predict.csv", "out.json"))
+    fit.write_text(HEADER + "llama-3-8b,on,1,1,standard,0.05,3.2\nllama-3-8b,on,1,1,no-comm,0.05,3.2\n")
+    wanted.write_text(HEADER + "llama-3-8b,on,1,4,standard,0.2,4.0\nllama-3-8b,on,1,4,ladder,0.2,4.0\n")
+    main(["paper", "--fit", str(fit), "--predict", str(wanted), "--json", str(out)])
+    rows = json.loads(out.read_text())
+    assert [row["wiring"] for row in rows] == ["standard", "ladder"]
+    assert rows[0]["predicted_decode_seconds"] == pytest.approx(4.0, rel=0.1)
+    assert "2 rows fitted, 2 predicted" in capsys.readouterr().out
+    with pytest.raises(UserError) as caught:
+        main(["paper", "--fit", str(tmp_path / "no"), "--predict", str(tmp_path / "nor"), "--json", str(out)])
+    assert [message.split()[0] for message in caught.value.messages] == ["--fit", "--predict"]
+
+
+def test_the_tool_starts(tmp_path: Path) -> None:
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "plan.py"), "--model", "nothing"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and "error: --model nothing" in done.stderr and time.monotonic() - began < patient(30)

@@ -1,0 +1,66 @@
+"""Builds every distinct rank of a training run without devices or data, and checks memory and collectives.
+
+The flags are those of the run, as for pretrain_ladder.py. Two steps run with shapes and no numbers.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from megatron_ladder.cli.programs import Command  # noqa: E402
+from megatron_ladder.command_line import flag_words, parse_command_line  # noqa: E402
+from megatron_ladder.config.run import SECTIONS, RunFlags, parse_run  # noqa: E402
+from megatron_ladder.errors import UserError, raise_user_errors, run_program  # noqa: E402
+from megatron_ladder.flags import flag  # noqa: E402
+
+PROGRAM = "dry_run.py"
+
+
+@dataclass(frozen=True)
+class DryRunOptions:
+    """Dry run. The other flags describe the run."""
+
+    ranks: int = flag(1, minimum=1)
+    """Processes of the run."""
+    json: Path | None = flag(None, output="file")
+    """File for the memory of the ranks that are built, and for all collectives of a step in order."""
+
+
+COMMANDS = (Command((DryRunOptions, *SECTIONS)),)
+
+
+def parse_options(argv: Sequence[str]) -> tuple[DryRunOptions, RunFlags, list[str]]:
+    """Read the command line; return also the words that describe the run. Raises UserError with one line per error."""
+    if {"-h", "--help"} & set(argv):
+        parse_command_line(COMMANDS[0].sections, ["--help"], PROGRAM, __doc__ or "")
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    own.add_argument("--ranks")
+    own.add_argument("--json")
+    try:
+        values, words = own.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise UserError(str(error).removeprefix("argument ")) from None
+    errors: list[str] = []
+    (options,) = parse_command_line([DryRunOptions], flag_words(vars(values)), PROGRAM, "", errors)
+    flags = parse_run(words, errors)
+    raise_user_errors(errors)
+    return options, flags, words
+
+
+def main(argv: Sequence[str]) -> None:
+    """Build the ranks, print what they allocate and communicate, and compare their collectives."""
+    options, _, words = parse_options(argv)
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError("a dry run needs no launcher: start it as `python tools/dry_run.py ...`")
+    from ladder_lab.dry_run.program import dry_run
+
+    dry_run(words, options.ranks, options.json)
+
+
+if __name__ == "__main__":
+    run_program(main)

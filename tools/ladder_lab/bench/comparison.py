@@ -1,0 +1,148 @@
+"""The models of the compared wirings on one interconnect: times in alternation, and inputs of the step-time model."""
+
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+import torch
+
+from ladder_lab.bench.calibration import (
+    Calibration,
+    DeviceClock,
+    Prediction,
+    collective_cost,
+    time_backward,
+    time_forward,
+)
+from ladder_lab.bench.interconnect import make_interconnect
+from ladder_lab.bench.options import OWN, ComparisonOptions, parse_alpha
+from ladder_lab.bench.paired import PairedTimes, measure
+from ladder_lab.bench.variants import VARIANTS, Variant, bound_of
+from ladder_lab.bench.workloads import Workload, build_models
+from ladder_lab.cost.links import WireModel, gpu_contention
+from ladder_lab.cost.machines import PRESETS
+from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.comm.launch import RankInfo
+
+BOUNDED_CONTENTION = 0.2
+"""Largest compute share lost to a collective with a bounded number of multiprocessors, per `gpu_contention`."""
+OWN_REDUCES = 50
+"""All-reduces in the median time of one on the GPUs' own interconnect."""
+
+
+class WiringComparison:
+    """The models to compare, and the interconnect between their ranks.
+
+    Attributes:
+        compared: the variants of the command line, with `standard`, and their bounds.
+        waited: seconds per pass that each round of the last `time` spent in waits, by variant.
+    """
+
+    def __init__(self, options: ComparisonOptions, shape: ModelConfig, place: RankInfo, device: torch.device) -> None:
+        """Build interconnect and models; a collective call of all ranks."""
+        self.options, self.shape, self.place = options, shape, place
+        self.interconnect = make_interconnect(options, shape, device)
+        self.mesh = self.interconnect.mesh
+        self._wire = self.interconnect.wire
+        self._clock = DeviceClock(device)
+        variants = [VARIANTS[name] for name in options.wirings]
+        if VARIANTS["standard"] not in variants:
+            variants.insert(0, VARIANTS["standard"])
+        needed = {bound_of(variant).name for variant in variants}
+        self._bounds = [VARIANTS[name] for name in ("no-comm", "no-comm-parallel") if name in needed]
+        self.compared = [variant for variant in variants if variant not in self._bounds] + self._bounds
+        self.models = build_models(
+            self.compared, shape, self.mesh, self._wire, self.interconnect.no_comm, self.interconnect.dtype, device
+        )
+        self.waited: dict[str, list[float]] = {}
+
+    def time(self, workload: Workload, variants: Sequence[Variant], what: str) -> PairedTimes:
+        """Time passes of the variants in alternation; `what` labels the progress bar."""
+        rounds = self.options.rounds
+        self.waited = {variant.name: [] for variant in variants}
+
+        def counting(name: str, run: Callable[[], object]) -> Callable[[], None]:
+            def counted() -> None:
+                self._wire.reset_counters()
+                run()
+                self.interconnect.synchronize()
+                self.waited[name].append(self._wire.waited_seconds / workload.units)
+
+            return counted
+
+        with ExitStack() as stack:
+            ways = {
+                name: counting(name, stack.enter_context(workload.prepare(self.models[name], self.mesh, rounds + 1)))
+                for name in self.waited
+            }
+            return measure(ways, rounds, before_each=lambda _: self.mesh.world.barrier(), label=self.label(what))
+
+    def label(self, what: str) -> str | None:
+        """Return the label of a progress bar, which only rank 0 shows."""
+        return what if self.place.rank == 0 else None
+
+    def calibrate(self, workload: Workload) -> Prediction:
+        """Measure the inputs of the step-time model, on a wire without latency."""
+        self.interconnect.set_wire(0.0)
+        finish = {bound.name: time_forward(self.models[bound.name], self._clock) for bound in self._bounds}
+        times = self.time(workload, [VARIANTS["standard"], *self._bounds], f"calibrating {workload.case}")
+        found = {
+            bound.one_norm: self._calibration(workload, bound, finish[bound.name](), times) for bound in self._bounds
+        }
+        # Including those of embedding, head and loss.
+        # A replay does not pass through the wire's counters.
+        eager = replace(workload, cuda_graph=False)
+        with eager.prepare(self.models["standard"], self.mesh, 1) as run:
+            self._wire.reset_counters()
+            run()
+        reduces = self._wire.collectives // workload.units
+        hideable = len(self.models["standard"].stack.sub_blocks()) * (2 if workload.case == "train" else 1)
+        cost = contention = 0.0
+        if not self.options.own_interconnect:
+            cost = collective_cost(times.seconds["no-comm"], times.seconds["standard"], reduces * workload.units)
+        if self.interconnect.device.type == "cuda":
+            contention = min(BOUNDED_CONTENTION, gpu_contention(self.message_bytes(workload)))
+        serial = self.options.own_interconnect or self.options.link == "serial"
+        wire = WireModel(serial, launch_seconds=cost / 2, finish_seconds=cost / 2, contention=contention)
+        return Prediction(found, wire, reduces - hideable)
+
+    def _calibration(
+        self, workload: Workload, bound: Variant, forward: tuple[float, ...], times: PairedTimes
+    ) -> Calibration:
+        backward = weight_gradient = (0.0,) * len(forward)
+        if workload.case == "train":
+            shape = (workload.sequence, workload.batch, self.shape.hidden_size)
+            hidden = torch.randn(shape, device=self.interconnect.device, dtype=self.interconnect.dtype)
+            model, rounds = self.models[bound.name], self.options.rounds
+            backward, weight_gradient = time_backward(model, hidden, rounds, self._clock)
+        seconds = times.median(bound.name) / workload.units
+        return Calibration(forward, backward, weight_gradient, seconds, self.shape.num_layers)
+
+    def message_bytes(self, workload: Workload) -> int:
+        """Return the size of the tensor that a pass reduces."""
+        tokens = workload.batch * (1 if workload.case == "decode" else workload.sequence)
+        return tokens * self.shape.hidden_size * self.interconnect.dtype.itemsize
+
+    def reduce_seconds(self, workload: Workload, text: str, prediction: Prediction) -> float:
+        """Return the time of an all-reduce, given as a preset, as OWN, or as a time or multiple; collective."""
+        return float(self.mesh.world.broadcast_object(self._reduce_seconds(workload, text, prediction)))
+
+    def _reduce_seconds(self, workload: Workload, text: str, prediction: Prediction) -> float:
+        if text in PRESETS:
+            return PRESETS[text].seconds(self.message_bytes(workload), self.options.ranks)
+        if text == OWN:
+            dtype = self.interconnect.dtype
+            numbers = self.message_bytes(workload) // dtype.itemsize
+            message = torch.zeros(numbers, dtype=dtype, device=self.interconnect.device)
+            marks = [self._clock.mark()]
+            for _ in range(2 * OWN_REDUCES):
+                self._wire.all_reduce(message)
+                marks.append(self._clock.mark())
+            return statistics.median(self._clock.seconds(*span) for span in itertools.pairwise(marks[OWN_REDUCES:]))
+        parsed = parse_alpha(text)
+        assert parsed is not None
+        number, unit = parsed
+        calibration = prediction.by_modules[False]
+        return number * {"s": 1.0, "c": calibration.sub_block, "a": calibration.forward[0]}[unit]

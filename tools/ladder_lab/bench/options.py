@@ -1,0 +1,212 @@
+"""The command line of `tools/benchmark.py`."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, TypeVar, get_args
+
+from ladder_lab.bench.sizes import SHAPE, SIZES, find_size
+from ladder_lab.bench.variants import VARIANTS
+from ladder_lab.cost.machines import PRESETS
+from megatron_ladder.blueprint.model import tensor_parallel_errors
+from megatron_ladder.command_line import is_flag, parse_command_line
+from megatron_ladder.errors import raise_user_errors
+from megatron_ladder.flags import flag
+
+Case = Literal["decode", "prefill", "train"]
+CASES: tuple[Case, ...] = get_args(Case)
+SERVE = "serve"
+_DESCRIPTION = (
+    "Times wirings in alternation: decoding tokens, prefilling a prompt, forward and backward of a micro-batch, or "
+    "(serve) whole requests."
+)
+UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+DEFAULT_ALPHA = ("0", "0.5c", "1c", "2c")
+OWN = "own"
+"""Interconnect time that stands for the GPUs' own interconnect."""
+FEWEST_ROUNDS = 4
+"""With fewer rounds, quartiles are meaningless."""
+MOST_SMS = 32
+"""Thread blocks of NCCL's largest collectives."""
+
+
+@dataclass(frozen=True)
+class ComparisonOptions:
+    """Comparison. Wirings to compare, and their interconnect. Lists are given as A B C or A,B,C."""
+
+    tp: int = 2
+    """Tensor-parallel processes, each with a dedicated core or GPU. The program starts them, unless `deepspeed` or
+    `torchrun` did, on one or several hosts."""
+    wirings: tuple[str, ...] = flag(
+        ("standard", "ladder", "parallel", "ladder-parallel"), details=f"Among {', '.join(VARIANTS)}."
+    )
+    """Ways to compute, interleaved in every round. -blocking waits for every all-reduce at once, ladder-autograd leaves
+    backward to autograd, and no-comm omits the all-reduces."""
+    sizes: tuple[str, ...] = flag((), aliases=("--size",), details=f"Names: {', '.join(SIZES)}; numbers: {SHAPE}.")
+    """Shapes of the model, measured one after the other, by name or in numbers such as 8x192x512x6x6x4096. If not
+    given: small-train for train, small otherwise."""
+    alpha: tuple[str, ...] = ()
+    """Times of one all-reduce on the emulated wire: 500us, 2ms, or multiples of a sub-block's measured computation: 1c
+    of the mean sub-block, 1a of the attention. 0 0.5c 1c 2c if neither this nor --link-preset is given."""
+    link_preset: tuple[str, ...] = flag((), details=f"Among {', '.join(PRESETS)}.")
+    """Additional times of one all-reduce: those of a real interconnect for this number of ranks and size of message."""
+    link: Literal["serial", "pipelined"] = "serial"
+    """Whether the emulated wire carries collectives one after another, as NCCL does, or concurrently."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Device: cpu computes in fp32 over an emulated wire; cuda computes in bf16 over the GPUs' interconnect, or over
+    an emulated one with --emulated-tp."""
+    emulated_tp: int | None = flag(None, requires="--device cuda")
+    """One process on one GPU runs one rank's share of a group of this size. The other ranks and the wire are emulated,
+    and results are wrong numbers."""
+    comm_sms: int = flag(16, minimum=1, maximum=MOST_SMS)
+    """Multiprocessors that a collective occupies on a GPU: exactly for an emulated one, at most for NCCL."""
+    tp_all_reduce: Literal["auto", "nccl", "symmetric"] = flag(
+        "nccl", requires="--device cuda", excludes="--emulated-tp"
+    )
+    """Implementation of small all-reduces between GPUs: NCCL, or a one-shot kernel over symmetric memory, which needs
+    NVLink; auto uses the latter where it is possible."""
+    cuda_graph: bool = flag(False, requires="--device cuda")
+    """With decode and serve, capture the decode step of each wiring in a CUDA graph and replay it for every token.
+    Exposed times are not measured then."""
+    rounds: int = flag(7, minimum=FEWEST_ROUNDS)
+    """Rounds that count; every wiring runs once in each."""
+    local_rank: int | None = flag(None, aliases=("--local_rank",))
+    """Passed by the deepspeed launcher; ignored."""
+    json: Path | None = flag(None, output="file")
+    """File for the results: a list of rows."""
+    plot: Path | None = flag(None, output="file")
+    """PNG of the speed-ups: over the interconnect's time, for one size; with serve, of every wiring."""
+
+    @property
+    def ranks(self) -> int:
+        """Size of the tensor-parallel group, real or emulated."""
+        return self.tp if self.emulated_tp is None else self.emulated_tp
+
+    @property
+    def processes(self) -> int:
+        """Number of processes to start."""
+        return self.tp if self.emulated_tp is None else 1
+
+    @property
+    def own_interconnect(self) -> bool:
+        """Whether reduces use the GPUs' own interconnect."""
+        return self.device == "cuda" and self.emulated_tp is None
+
+
+@dataclass(frozen=True)
+class BenchmarkOptions(ComparisonOptions):
+    """Passes. Size of the timed passes, and the comparison. Lists are given as A B C or A,B,C."""
+
+    batch: int = flag(1, minimum=1)
+    """Samples per batch."""
+    sequence: int = flag(128, minimum=1)
+    """Tokens of a sample; for decode, of the prompt."""
+    tokens: int = flag(8, minimum=1)
+    """Tokens decoded per timing."""
+
+
+@dataclass(frozen=True)
+class RequestsOptions(ComparisonOptions):
+    """Requests. Random prompts to continue, and the comparison. Lists are given as A B C or A,B,C."""
+
+    wirings: tuple[str, ...] = flag(
+        ("standard", "ladder", "hybrid", "parallel", "ladder-parallel", "desync-2x", "desync-4x"),
+        details=f"Among {', '.join(VARIANTS)}.",
+    )
+    """Ways to compute, interleaved in every round. hybrid is ladder in the upper half of the layers; no-comm, which
+    omits the all-reduces, is always measured."""
+    batch: tuple[int, ...] = flag((1, 4, 16, 64), minimum=1)
+    """Batch sizes, measured one after the other."""
+    prompt: int = flag(1024, minimum=1)
+    """Tokens of each prompt."""
+    generate: int = flag(512, minimum=2)
+    """Tokens to generate for each prompt."""
+    p2p: Literal["on", "off"] = flag("on", requires="--device cuda", excludes=("--emulated-tp", "--tp-all-reduce"))
+    """Whether the GPUs of a host may access each other's memory. off emulates a machine without NVLink, as the authors
+    of the wiring did: NCCL then copies through the host's memory."""
+
+
+def parse_options(argv: Sequence[str]) -> tuple[Case, BenchmarkOptions] | RequestsOptions:
+    """Parse `decode|prefill|train|serve` and the flags; raise UserError with one message per error."""
+    errors: list[str] = []
+    words, cases = list(argv), (*CASES, SERVE)
+    case: str = CASES[0]
+    if words and words[0] in cases:
+        case = words.pop(0)
+    elif not {"-h", "--help", "--version"} & set(words):
+        found = f"{words.pop(0)}: " if words and not is_flag(words[0]) else ""
+        errors.append(f"{found}expected one of {', '.join(cases)} first")
+    program = f"benchmark.py {{{','.join(cases)}}}"
+    kind = RequestsOptions if case == SERVE else BenchmarkOptions
+    (given,) = parse_command_line([kind], words, program, _DESCRIPTION, found=errors)
+    if isinstance(given, RequestsOptions):
+        options = _with_defaults(given, "small")
+        errors += _find_errors(options, given)
+        raise_user_errors(errors)
+        return options
+    assert isinstance(given, BenchmarkOptions)
+    passes = _with_defaults(given, "small-train" if case == "train" else "small")
+    if given.cuda_graph and case != "decode":
+        errors.append(f"--cuda-graph: only the step of decode can be captured, found {case}; remove the flag")
+    errors += _find_errors(passes, given)
+    if passes.plot is not None and len(passes.sizes) > 1:
+        errors.append(f"--plot {passes.plot}: a plot shows one size, but --sizes has {len(passes.sizes)}")
+    if passes.plot is not None and not {*passes.wirings} - {"standard", "no-comm", "no-comm-parallel"}:
+        errors.append(f"--plot {passes.plot}: no wiring to compare with standard: add one to --wirings")
+    raise_user_errors(errors)
+    return CASES[CASES.index(case)], passes
+
+
+_Options = TypeVar("_Options", BenchmarkOptions, RequestsOptions)
+
+
+def _with_defaults(given: _Options, size: str) -> _Options:
+    alpha, presets = _words(given.alpha), _words(given.link_preset)
+    if given.own_interconnect:
+        alpha = (OWN,)
+    elif not alpha and not presets:
+        alpha = DEFAULT_ALPHA
+    sizes = _words(given.sizes) or (size,)
+    return replace(given, wirings=_words(given.wirings), sizes=sizes, alpha=alpha, link_preset=presets)
+
+
+def _words(values: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(word for value in values for word in value.split(",") if word)
+
+
+def _find_errors(options: ComparisonOptions, given: ComparisonOptions) -> Iterator[str]:
+    if options.ranks < 2:
+        name = "--tp" if options.emulated_tp is None else "--emulated-tp"
+        yield f"{name} {options.ranks}: expected 2 or more; with fewer there is nothing to reduce"
+    unknown = [name for name in options.wirings if name not in VARIANTS]
+    if unknown:
+        yield f"--wirings {' '.join(unknown)}: expected some of {', '.join(VARIANTS)}"
+    for size in options.sizes if options.ranks > 1 else ():
+        try:
+            yield from tensor_parallel_errors(find_size(size), options.ranks)
+        except ValueError as error:
+            yield f"--sizes {size}: {error}"
+    for text in _words(given.alpha):
+        if parse_alpha(text) is None:
+            yield f"--alpha {text}: expected a time such as 500us or 2ms, or a multiple such as 1c or 0.5a"
+    for preset in options.link_preset:
+        if preset not in PRESETS:
+            yield f"--link-preset {preset}: expected some of {', '.join(PRESETS)}"
+            continue
+        try:
+            PRESETS[preset].seconds(1, max(options.ranks, 1))
+        except ValueError as error:
+            yield f"--link-preset {error}: change --tp, or with --device cuda --emulated-tp"
+    if options.own_interconnect and (given.alpha or given.link_preset):
+        found = "--alpha and --link-preset are for emulated wires, but --device cuda times the GPUs' own"
+        yield f"{found}: remove them, or give --emulated-tp"
+
+
+def parse_alpha(text: str) -> tuple[float, str] | None:
+    """Parse an interconnect time: `2ms` -> (0.002, "s"), `1c` -> (1.0, "c"); None if it is neither."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e-?\d+)?)(us|ms|s|c|a)?", text)
+    if match is None or (match[2] is None and float(match[1]) != 0):
+        return None
+    unit = match[2] or "s"
+    return (float(match[1]), unit) if unit in "ca" else (float(match[1]) * UNITS[unit], "s")

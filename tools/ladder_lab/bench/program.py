@@ -1,0 +1,98 @@
+"""One rank of `tools/benchmark.py`: calibrates, measures round by round, and compares with the step-time model."""
+
+import json
+import statistics
+
+from ladder_lab.bench.calibration import Prediction
+from ladder_lab.bench.comparison import WiringComparison
+from ladder_lab.bench.interconnect import start_ranks
+from ladder_lab.bench.options import BenchmarkOptions, Case
+from ladder_lab.bench.paired import RatioVerdict
+from ladder_lab.bench.results import TABLE_HEAD, BenchmarkRow, plot_speed_up, results_table
+from ladder_lab.bench.sizes import find_size
+from ladder_lab.bench.variants import VARIANTS, bound_of
+from ladder_lab.bench.workloads import Workload
+from megatron_ladder.comm.launch import RankInfo, naming_lost_peers, read_rank_info, stop_process_group
+from megatron_ladder.errors import BadNumbersError
+from megatron_ladder.files import write_atomically
+
+
+def run_rank(case: Case, options: BenchmarkOptions) -> None:
+    """Run as one of the ranks; raise BadNumbersError if a ratio exceeds its maximum or is too noisy to judge."""
+    place = read_rank_info()
+    with naming_lost_peers():
+        rows = _measure(case, options, place)
+    doubtful = [row for row in rows if row.verdict != RatioVerdict.SOUND.value]
+    if doubtful and place.rank == 0:
+        verdicts = (f"{row.wiring} of {row.size} at {row.alpha}: {row.verdict}" for row in doubtful)
+        raise BadNumbersError("; ".join(verdicts))
+
+
+def _measure(case: Case, options: BenchmarkOptions, place: RankInfo) -> list[BenchmarkRow]:
+    device = start_ranks(options, place)
+    workload = Workload(case, options.batch, options.sequence, options.tokens, options.cuda_graph)
+    rows: list[BenchmarkRow] = []
+    for size in options.sizes:
+        comparison = WiringComparison(options, find_size(size), place, device)
+        prediction = comparison.calibrate(workload)
+        if place.rank == 0:
+            print(_heading(comparison, workload, size, prediction), flush=True)
+        for text in (*options.alpha, *options.link_preset):
+            new = _rows(comparison, workload, size, prediction, text)
+            rows += new
+            if place.rank == 0:
+                print(results_table(new), flush=True)
+        comparison.interconnect.close()
+    for output in (options.json, options.plot):
+        if place.rank == 0 and output is not None:
+            output.parent.mkdir(parents=True, exist_ok=True)
+    if place.rank == 0 and options.json is not None:
+        write_atomically(options.json, json.dumps([vars(row) for row in rows], indent=1) + "\n")
+    if place.rank == 0 and options.plot is not None:
+        title = f"{case}, {rows[0].size}, {options.ranks} ranks, {rows[0].interconnect}"
+        plot_speed_up(rows, title, prediction.by_modules[False].sub_block, options.plot)
+    stop_process_group()
+    return rows
+
+
+def _rows(
+    comparison: WiringComparison, workload: Workload, size: str, prediction: Prediction, text: str
+) -> list[BenchmarkRow]:
+    """Measure all wirings at one interconnect time."""
+    alpha = comparison.reduce_seconds(workload, text, prediction)
+    comparison.interconnect.set_wire(alpha)
+    times = comparison.time(workload, comparison.compared, f"alpha {text}")
+    standard = prediction.seconds(VARIANTS["standard"], alpha)
+    rows = []
+    for variant in comparison.compared:
+        ratio = times.ratio("standard", variant.name)
+        bound = times.ratio("standard", bound_of(variant).name)
+        waited = statistics.median(comparison.waited[variant.name]) / comparison.shape.num_layers
+        rows.append(
+            BenchmarkRow(
+                case=workload.case,
+                size=size,
+                wiring=variant.name,
+                interconnect=comparison.interconnect.name,
+                alpha=text,
+                alpha_seconds=alpha,
+                median_seconds=times.median(variant.name) / workload.units,
+                ratio_to_standard=ratio.median,
+                spread=ratio.spread,
+                predicted_ratio=standard / prediction.seconds(variant, alpha),
+                exposed_seconds_per_layer=None if workload.cuda_graph else waited,
+                verdict=ratio.verdict(bound.median + bound.spread).value,
+            )
+        )
+    return rows
+
+
+def _heading(comparison: WiringComparison, workload: Workload, size: str, prediction: Prediction) -> str:
+    calibration, options = prediction.by_modules[False], comparison.options
+    parts = " and ".join(f"{1e3 * seconds:.3f}" for seconds in calibration.forward)
+    return (
+        f"{workload.case}, {size}, batch {workload.batch}, {comparison.interconnect.describe(options)}\n"
+        f"attention and MLP {parts} ms forward, the rest of a pass {1e3 * calibration.head:.3f} ms, "
+        f"a collective costs its processor {2e3 * prediction.wire.launch_seconds:.3f} ms\n\n"
+        f"{TABLE_HEAD}"
+    )

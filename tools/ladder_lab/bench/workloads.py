@@ -1,0 +1,146 @@
+"""The timed workloads (decoding, prefilling, forward and backward of a micro-batch), and their models."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from ladder_lab.bench.options import Case
+from ladder_lab.bench.variants import Variant
+from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.generate.engine import GenerationEngine
+from megatron_ladder.generate.graph import CudaStepGraph
+from megatron_ladder.generate.requests import GenerationRequest
+from megatron_ladder.generate.sampling import GREEDY
+from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.norm import RMSNorm
+from megatron_ladder.model.operations import Operations
+from megatron_ladder.model.stack import StackOptions
+
+INITIAL_STD = 0.02
+"""Standard deviation of all matrices."""
+ALIGNMENT = 128
+"""Elements."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A benchmark's case and sizes: `sequence` tokens of a sample or prompt, and `tokens` decoded per timing."""
+
+    case: Case
+    batch: int
+    sequence: int
+    tokens: int = 8
+    cuda_graph: bool = False
+    """Whether to decode by replaying a captured step."""
+
+    @property
+    def units(self) -> int:
+        """Passes through the model in one timing."""
+        return self.tokens if self.case == "decode" else 1
+
+    @contextlib.contextmanager
+    def prepare(self, model: LanguageModel, mesh: ProcessMesh, runs: int) -> Iterator[Callable[[], object]]:
+        """Provide the function to time, which can be called `runs` times; each call runs `units` passes.
+
+        Token ids are identical on every rank and for every model. The end of the block frees a captured step.
+        """
+
+        def requests(new_tokens: int) -> list[GenerationRequest]:
+            # Greedy, because a sampled token might belong to an emulated rank.
+            ids = random_ids(model.config, self.batch, self.sequence)
+            return [GenerationRequest(tuple(row), new_tokens, GREEDY) for row in ids.tolist()]
+
+        if self.case == "train":
+            ids = random_ids(model.config, self.batch, self.sequence + 1).to(model.embedding.weight.device)
+            model.train()
+
+            def train() -> None:
+                for parameter in model.parameters():
+                    parameter.grad = None
+                model(ids[:, :-1], ids[:, 1:]).backward()
+
+            yield train
+            return
+        engine = GenerationEngine(model, mesh, new_graph=CudaStepGraph if self.cuda_graph else None)
+        if self.case == "prefill":
+            yield lambda: engine.generate(requests(1))
+            return
+        stream = engine.stream(requests(1 + runs * self.tokens))
+
+        def decode(tokens: int) -> None:
+            for _ in range(tokens * self.batch):
+                next(stream)
+
+        with contextlib.closing(engine):
+            decode(1)
+            yield functools.partial(decode, self.tokens)
+
+
+def random_ids(model: ModelConfig, batch: int, length: int) -> torch.Tensor:
+    """Return token ids [batch, length], the same in every process."""
+    return torch.randint(0, model.vocab_size, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+def build_models(
+    variants: Sequence[Variant],
+    shape: ModelConfig,
+    mesh: ProcessMesh,
+    link: CommGroup,
+    no_comm: CommGroup,
+    dtype: torch.dtype,
+    device: torch.device,
+    operations: Operations | None = None,
+) -> dict[str, LanguageModel]:
+    """Build a model of each variant, with timed reduces or with none.
+
+    All models share the memory of one: their matrices are views of the same random numbers.
+    """
+    models: dict[str, LanguageModel] = {}
+    for variant in variants:
+        group = no_comm if variant.without_reduces else link
+        options = StackOptions(
+            tp_overlap=variant.tp_overlap,
+            mirrored_backward=variant.mirrored_backward,
+            operations=operations or Operations(),
+        )
+        config = variant.wiring.of(shape, link.size)
+        models[variant.name] = LanguageModel(
+            config, replace(mesh, tensor=group), options, dtype=dtype, device=torch.device("meta")
+        )
+    room = max(sum(_room(matrix) for _, _, matrix in _matrices(model)) for model in models.values())
+    numbers = torch.empty(room, dtype=dtype, device=device)
+    numbers.normal_(std=INITIAL_STD, generator=torch.Generator(device).manual_seed(1))
+    for model in models.values():
+        begin = 0
+        for module, name, matrix in _matrices(model):
+            setattr(module, name, nn.Parameter(numbers[begin : begin + matrix.numel()].view(matrix.shape)))
+            begin += _room(matrix)
+        for norm in _norms(model):
+            norm.weight = nn.Parameter(torch.ones(norm.weight.shape, dtype=dtype, device=device))
+    return models
+
+
+def _norms(model: LanguageModel) -> list[RMSNorm]:
+    return [module for module in model.modules() if isinstance(module, RMSNorm)]
+
+
+def _matrices(model: LanguageModel) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Return the matrices in the order of the model, each with the module that has it, and its name there."""
+    norms = set(_norms(model))
+    return [
+        (module, name, parameter)
+        for module in model.modules()
+        if module not in norms
+        for name, parameter in module.named_parameters(recurse=False)
+    ]
+
+
+def _room(matrix: nn.Parameter) -> int:
+    """Return the elements to reserve for a matrix, so that the next one begins at an address that kernels prefer."""
+    return -(-matrix.numel() // ALIGNMENT) * ALIGNMENT

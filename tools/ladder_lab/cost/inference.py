@@ -1,0 +1,178 @@
+"""Time and memory of generation on a GPU and an interconnect.
+
+The step-time model of `serving.py`, with the constants of its fit to the published runs, for an engine of today instead
+of the authors' program: keys and values have their own heads and only the places in use, attention writes no scores to
+memory, the output head is cut over the ranks, and prefill computes the logits of the last position alone. CUDA graphs
+are assumed, so that no launch is visible.
+
+A sub-block of a decode step reads its matrices and its part of the cache, or computes its products if that takes
+longer, and has kernels that cost the same whatever its size. The rates scale with a GPU's memory and peak; the
+constants of kernels are those of an H100 and are assumed to hold for all GPUs.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ladder_lab.cost.links import (
+    MICROSECOND,
+    SubBlockTime,
+    WireModel,
+    forward_seconds,
+    gpu_contention,
+)
+from ladder_lab.cost.machines import Gpu, LinkPreset
+from ladder_lab.cost.serving import ServingTimes
+from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.tensors import Branch, SubBlockTensors, head_tensor, layer_tensors, model_tensors
+
+BYTES = 2
+"""Size of a bf16 number: activations, cache, embedding and head."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Constants of decoding: one set for batch 1, one for larger batches."""
+
+    rate: float
+    """Share of the memory's rate that weights are read at."""
+    floor: float
+    """Kernels of a layer whatever its size, us."""
+    glue: Mapping[str, float]
+    """Adds and norms of a layer that reads at once, late, or has one norm, us."""
+
+
+SINGLE = Fitted(0.923, 32.1, {"standard": 2.1, "ladder": 4.7, "parallel": -4.9})
+BATCH = Fitted(0.876, 45.9, {"standard": 7.1, "ladder": 7.5, "parallel": -2.4})
+"""From the fit of `serving.py` to 170 runs published by the authors of arXiv 2501.06589, as are the constants below."""
+FLOOR_GROWTH = 3.3
+"""Growth of the floor with each doubling of the batch beyond 4, us."""
+ATTENTION_FLOOR = 0.625
+"""Share of the floor that is the attention's."""
+TOKEN, SAMPLE = 146.0, 4.0
+"""A token beyond layers and head, us, and its growth per sample of the batch."""
+FLOPS_SHARE = 0.62
+"""Share of the peak that products reach."""
+STREAM_PASSES = 5.9
+"""Times that a sub-block of prefill moves the stream through memory."""
+PREFILL_FLOOR = 109.0
+"""Kernels of a layer in prefill, us."""
+
+
+@dataclass(frozen=True)
+class InferenceRequest:
+    """A batch of equal prompts, on `ranks` tensor-parallel GPUs."""
+
+    model: ModelConfig
+    """With its wiring."""
+    gpu: Gpu
+    link: LinkPreset
+    ranks: int
+    batch: int
+    prompt: int
+    new_tokens: int
+    weight_bits: float = 16
+    """Bits of a number in the matrices of the layers."""
+    reduce_factor: float = 1.0
+    """An all-reduce takes so many times as long as the preset's; 0 leaves all of them out."""
+
+    def reduce_seconds(self, tokens: int) -> float:
+        """Return the time of an all-reduce of the stream of so many tokens."""
+        return self.reduce_factor * self.link.seconds(BYTES * tokens * self.model.hidden_size, self.ranks)
+
+
+@dataclass(frozen=True)
+class InferenceMemory:
+    """Bytes of one GPU."""
+
+    weights: float
+    cache: float
+
+    @property
+    def total(self) -> float:
+        """The sum."""
+        return self.weights + self.cache
+
+
+def inference_memory(request: InferenceRequest) -> InferenceMemory:
+    """Return what a GPU holds at the last token, without activations, CUDA and NCCL."""
+    weights = 0.0
+    for tensor in model_tensors(request.model):
+        is_matrix = len(tensor.shape) == 2 and tensor.name.startswith("layers.")
+        weights += tensor.local_numel(request.ranks) * (request.weight_bits / 8 if is_matrix else BYTES)
+    places = (request.prompt + request.new_tokens) * request.batch
+    return InferenceMemory(weights, places * _cache_bytes(request) * request.model.num_layers)
+
+
+def predict_inference(request: InferenceRequest) -> ServingTimes:
+    """Return the seconds of prefill, which gives the first token, and of decoding the others."""
+    # The mean of all steps: attention covers the prompt and half of the new tokens.
+    positions = request.prompt + request.new_tokens / 2
+    step = _pass_seconds(request, request.batch, lambda one, count: _decode_seconds(request, one, count, positions))
+    prefill = _pass_seconds(request, request.batch * request.prompt, lambda one, count: _prefill_seconds(request, one))
+    return ServingTimes(prefill, (request.new_tokens - 1) * step)
+
+
+def _pass_seconds(request: InferenceRequest, tokens: int, seconds_of: Callable[[SubBlockTensors, int], float]) -> float:
+    """Return the time of a forward pass of so many tokens.
+
+    `seconds_of`: (sub-block, sub-blocks of its layer) -> seconds.
+    """
+    reduce = request.reduce_seconds(tokens)
+    steps = [
+        SubBlockTime(seconds_of(one, len(sub_blocks)), reduce if one.wired.leaves_shared else 0.0, one.wired.staleness)
+        for sub_blocks in layer_tensors(request.model)
+        for one in sub_blocks
+    ]
+    contention = gpu_contention(BYTES * tokens * request.model.hidden_size) if reduce else 0.0
+    head = head_tensor(request.model).local_numel(request.ranks) * BYTES / _read_rate(request)
+    outside = (TOKEN + SAMPLE * request.batch) * MICROSECOND
+    # The all-reduce of the embedding, and the gather of the logits, whose latency is about the same.
+    return 2 * reduce + forward_seconds(steps, WireModel(contention=contention), head + outside)
+
+
+def _constants(request: InferenceRequest) -> Fitted:
+    return SINGLE if request.batch == 1 else BATCH
+
+
+def _read_rate(request: InferenceRequest) -> float:
+    return _constants(request).rate * request.gpu.memory_bytes_per_second
+
+
+def _cache_bytes(request: InferenceRequest) -> float:
+    """Return the bytes of keys and values of one token and layer on one rank."""
+    heads = max(request.model.num_key_value_heads / request.ranks, 1)
+    return 2 * BYTES * heads * request.model.head_dim
+
+
+def _decode_seconds(request: InferenceRequest, one: SubBlockTensors, sub_blocks: int, positions: float) -> float:
+    """Return the time of one sub-block in a decode step; a layer has `sub_blocks`."""
+    constants, rate = _constants(request), _read_rate(request)
+    floor = constants.floor + (FLOOR_GROWTH * math.log2(request.batch / 4) if request.batch > 4 else 0.0)
+    kind = "parallel" if sub_blocks == 1 else "ladder" if one.wired.staleness else "standard"
+    seconds = constants.glue[kind] * MICROSECOND / sub_blocks
+    for branch in one.branches:
+        numbers = branch.weights_per_token / request.ranks
+        reading = numbers * request.weight_bits / 8 / rate
+        computing = 2 * numbers * request.batch / (FLOPS_SHARE * request.gpu.peak_flops)
+        seconds += max(reading, computing) + _share_of_floor(branch) * floor * MICROSECOND
+        if branch.score_width:
+            seconds += request.batch * positions * _cache_bytes(request) / request.gpu.memory_bytes_per_second
+    return seconds
+
+
+def _prefill_seconds(request: InferenceRequest, one: SubBlockTensors) -> float:
+    """Return the time of one sub-block in prefill."""
+    tokens = request.batch * request.prompt
+    streams = STREAM_PASSES * BYTES * tokens * request.model.hidden_size / request.gpu.memory_bytes_per_second
+    seconds = 0.0
+    for branch in one.branches:
+        # A flash kernel skips the masked half of the scores.
+        flops = tokens * (branch.product_flops + branch.score_flops(request.prompt) / 2) / request.ranks
+        seconds += flops / (FLOPS_SHARE * request.gpu.peak_flops)
+        seconds += _share_of_floor(branch) * PREFILL_FLOOR * MICROSECOND
+    return seconds + streams
+
+
+def _share_of_floor(branch: Branch) -> float:
+    return ATTENTION_FLOOR if branch.score_width else 1 - ATTENTION_FLOOR

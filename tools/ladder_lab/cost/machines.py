@@ -1,0 +1,275 @@
+"""GPUs and interconnects that people own, each with the source of its figures.
+
+The fit is that of a step-time model to 170 benchmark runs published by the authors of arXiv 2501.06589 (Llama 3 of 1B,
+8B and 70B on H100, prompt 1024, 512 new tokens; median error of decode times on held-out halves 2.0 %). Measurements of
+the same interconnect differ by factors of two and more with drivers, NUMA and the number of channels: measure your own
+with nccl-tests.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ladder_lab.cost.links import GIGABYTE_PER_SECOND, KILOBYTE, MEGABYTE, MICROSECOND, wire_bytes
+
+LINK_ERROR = 1.33
+"""All-reduces so many times faster or slower give the range of a predicted speed-up."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU: dense bf16 FLOP/s with sums in fp32, without sparsity."""
+
+    name: str
+    memory_bytes: float
+    memory_bytes_per_second: float
+    peak_flops: float
+    source: str
+
+
+def _gpu(name: str, gigabytes: float, gigabytes_per_second: float, teraflops: float, source: str) -> Gpu:
+    return Gpu(name, gigabytes * 1e9, gigabytes_per_second * 1e9, teraflops * 1e12, source)
+
+
+GPUS: Mapping[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("a100", 80, 2039, 312, "A100 SXM 80 GB: 2,039 GB/s, 312 TFLOP/s (NVIDIA data sheet)"),
+        _gpu("h100", 80, 3350, 989, "H100 SXM: 80 GB, 3.35 TB/s, 989 TFLOP/s (NVIDIA data sheet)"),
+        _gpu("h200", 141, 4800, 989, "H200 SXM: 141 GB, 4.8 TB/s, 989 TFLOP/s (NVIDIA data sheet)"),
+        _gpu("b200", 180, 8000, 2250, "B200: 180 GB, 8 TB/s, 2,250 TFLOP/s (NVIDIA HGX B200 data sheet)"),
+        _gpu("l40s", 48, 864, 362, "L40S: 48 GB, 864 GB/s, 362 TFLOP/s (NVIDIA data sheet)"),
+        _gpu("a6000", 48, 768, 154.8, "RTX A6000: 48 GB, 768 GB/s, 154.8 TFLOP/s (NVIDIA GA102 whitepaper)"),
+        _gpu("rtx-6000-ada", 48, 960, 364, "RTX 6000 Ada: 48 GB, 960 GB/s, 364 TFLOP/s (NVIDIA data sheet)"),
+        _gpu("rtx-pro-6000", 96, 1792, 503.8, "RTX PRO 6000: 96 GB, 1,792 GB/s, 503.8 TFLOP/s (NVIDIA data sheet)"),
+        _gpu("rtx-3090", 24, 936, 71, "RTX 3090: 24 GB, 936 GB/s, 71 TFLOP/s (NVIDIA GA102 whitepaper)"),
+        _gpu("rtx-4090", 24, 1008, 165.2, "RTX 4090: 24 GB, 1,008 GB/s, 165.2 TFLOP/s (NVIDIA Ada whitepaper)"),
+        _gpu("rtx-5090", 32, 1792, 209.5, "RTX 5090: 32 GB, 1,792 GB/s, 209.5 TFLOP/s (NVIDIA Blackwell whitepaper)"),
+        _gpu(
+            "gb10",
+            128,
+            273,
+            125,
+            "DGX Spark: 128 GB, 273 GB/s (NVIDIA data sheet); 125 TFLOP/s, an eighth of its sparse FP4 rate (assumed)",
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class LinkPreset:
+    """The time of one all-reduce on a kind of interconnect: a latency, and the longer of its steps and its bytes."""
+
+    name: str
+    measured_ranks: range
+    figures: Callable[[int, int], tuple[float, float, float]]
+    """(bytes of one rank's tensor, ranks) -> us of latency, us of steps, GB/s of the ring's bytes."""
+    source: str
+    """Where the figures are from."""
+
+    def seconds(self, num_bytes: int, ranks: int) -> float:
+        """Return the time for a tensor of `num_bytes` on each rank; raise ValueError if `ranks` was not measured."""
+        if ranks == 1:
+            return 0.0
+        if ranks not in self.measured_ranks:
+            known = " to ".join(map(str, dict.fromkeys((self.measured_ranks[0], self.measured_ranks[-1]))))
+            raise ValueError(f"{self.name}: measured for {known} ranks, found {ranks}")
+        latency, steps, rate = self.figures(num_bytes, ranks)
+        on_wire = wire_bytes(num_bytes, ranks) / (rate * GIGABYTE_PER_SECOND)
+        return latency * MICROSECOND + max(steps * MICROSECOND, on_wire)
+
+
+_FIT = "fit to 170 runs published by the authors of arXiv 2501.06589"
+
+
+def _nvlink(num_bytes: int, ranks: int) -> tuple[float, float, float]:
+    return 4.1 + 2.12 * ranks, 14 * math.sqrt(num_bytes / MEGABYTE), 282
+
+
+def _no_p2p(num_bytes: int, ranks: int) -> tuple[float, float, float]:
+    if ranks == 2:
+        return 8, 89 * math.sqrt(num_bytes / MEGABYTE), 15.5
+    return -4.1 + 6.05 * ranks, 1.16 * (ranks - 1) * math.log2(1 + num_bytes / (8 * KILOBYTE)), 233
+
+
+def _infiniband(num_bytes: int, ranks: int) -> tuple[float, float, float]:
+    small, large = math.sqrt(32 * KILOBYTE), math.sqrt(512 * KILOBYTE)
+    slope = (66 - 44) / (large - small)
+    return 44 - slope * small, slope * math.sqrt(num_bytes), 310
+
+
+def _preset(
+    name: str,
+    ranks: tuple[int, int],
+    latency: Callable[[int], float],
+    rate: float,
+    source: str,
+    *,
+    root: float = 0.0,
+    to_megabyte: float = 0.0,
+) -> LinkPreset:
+    """Return a preset whose latency depends on the ranks alone.
+
+    Medium sizes take more than latency and wire: `root` us times the square root of the MB, or `to_megabyte` us times
+    the MB up to 1 MB and as much beyond it, where the wire takes over.
+    """
+
+    def figures(num_bytes: int, ranks: int) -> tuple[float, float, float]:
+        size = num_bytes / MEGABYTE
+        return latency(ranks), root * math.sqrt(size) + to_megabyte * min(size, 1.0), rate
+
+    return LinkPreset(name, range(ranks[0], ranks[1] + 1), figures, source)
+
+
+_STAGED = (
+    f"without P2P: latency 8 us for 2 ranks ({_FIT}, NCCL_P2P_DISABLE=1) to 42.6 us for 8 RTX 4090 (NVIDIA/nccl#1530; "
+    "8 RTX 3090: 54.2 us, NVIDIA/nccl#1439); medium sizes as 2 H100 through the host"
+)
+_PER_NODE = "one GPU per node; 20 us for 2 nodes (NVIDIA/nccl-tests#150), for each doubling of them the same (assumed)"
+PRESETS: Mapping[str, LinkPreset] = {
+    preset.name: preset
+    for preset in (
+        LinkPreset(
+            "nvlink",
+            range(2, 9),
+            _nvlink,
+            f"NVLink 4 (H100, H200): {_FIT}; for comparison: 8 GPUs, NCCL in a CUDA graph 17.8 us at 16 KB, 20.9 us at "
+            "512 KB, 27.0 us at 1 MB (sgl-project/sglang#22734); bus 365-370 GB/s by ring (NVIDIA/nccl#1455)",
+        ),
+        # NVLS was left on, so large tensors went over NVSwitch. It takes more than 2 GPUs (vllm-project/vllm#9699), so
+        # 2 are staged through the host.
+        LinkPreset(
+            "no-p2p",
+            range(2, 9),
+            _no_p2p,
+            f"H100 with NCCL_P2P_DISABLE=1: {_FIT}; for comparison: copies 37 GB/s (NVIDIA/nccl#1264)",
+        ),
+        # The square root between and beyond the fitted sizes is assumed: it fits NVLink.
+        LinkPreset(
+            "infiniband",
+            range(16, 17),
+            _infiniband,
+            "2 nodes of 8 H100 with an adapter of 400 Gb/s each: 44 us at 32 KB and 66 us at 512 KB, fit to runs of "
+            "the same authors; for comparison: 46-48 us at 1 KB and less (NVIDIA/nccl#1244), bus 310 GB/s "
+            "(NVIDIA/nccl#1031)",
+        ),
+        _preset(
+            "nvlink-3",
+            (2, 8),
+            lambda n: 4.1 + 2.12 * n,
+            230,
+            root=14,
+            source="A100: bus 230.8 GB/s at 1 GB (NVIDIA/nccl#527); latency that of NVLink 4 (assumed)",
+        ),
+        _preset(
+            "nvlink-5",
+            (2, 8),
+            lambda n: 10.9,
+            649,
+            root=17,
+            source="10.9 us at 1 KB and 15.2 us at 64 KB, 32 GB200 (sgl-project/sglang#37442); bus 649 GB/s, 8 GB300 "
+            "(vllm-project/vllm#53318)",
+        ),
+        _preset(
+            "pcie-4",
+            (2, 8),
+            lambda n: 5.77 * n - 3.5,
+            12.8,
+            root=89,
+            source=f"{_STAGED}; bus 12.8 GB/s, 4 RTX 4090 (tinygrad/open-gpu-kernel-modules#22)",
+        ),
+        _preset(
+            "pcie-5",
+            (2, 8),
+            lambda n: 5.77 * n - 3.5,
+            28,
+            root=89,
+            source=f"{_STAGED}; bus 28 GB/s, 8 RTX 5090 (NVIDIA/nccl#1639)",
+        ),
+        _preset(
+            "pcie-4-p2p",
+            (2, 8),
+            lambda n: 2.7 * n + 2.8,
+            24.7,
+            to_megabyte=139,
+            source="4 RTX 4090: 18.8 us at 32 KB, 152.7 us at 1 MB (tinygrad/open-gpu-kernel-modules#22), bus 24.7 "
+            "GB/s (tinygrad/open-gpu-kernel-modules#17); growth with the ranks that of pcie-5-p2p (assumed)",
+        ),
+        _preset(
+            "pcie-5-p2p",
+            (2, 8),
+            lambda n: 2.7 * n + 2.8,
+            41,
+            to_megabyte=70,
+            source="RTX PRO 6000: 4 GPUs 13.5 us at 1 KB and 85 us at 1 MB, 8 GPUs 24.2 us at 8 KB, bus 41-46 GB/s "
+            "(local-inference-lab/rtx6kpro, optimization/nccl-tuning.md)",
+        ),
+        _preset(
+            "dgx-spark",
+            (2, 2),
+            lambda n: 24,
+            20.1,
+            to_megabyte=690,
+            source="2 GB10 over 200 Gb/s: 27.8 us at 8 KB, 39.5 us at 32 KB, 67 us at 64 KB "
+            "(NVIDIA/dgx-spark-playbooks#103); bus 161 Gb/s "
+            "(tonyd2wild/DeepSeek-v4-Flash-Vision-Exp-DSpark-1M-NVFP4-KV-2x-DGX-Spark#35)",
+        ),
+        _preset(
+            "ib-400",
+            (2, 8),
+            lambda n: 20 * math.log2(n),
+            47,
+            root=20,
+            source=f"InfiniBand or RoCE, {_PER_NODE}; bus 46-49 GB/s (NVIDIA/nccl-tests#290)",
+        ),
+        _preset(
+            "ib-200",
+            (2, 8),
+            lambda n: 20 * math.log2(n),
+            24,
+            root=20,
+            source=f"InfiniBand or RoCE, {_PER_NODE}; bus 24 GB/s (NVIDIA/nccl#412)",
+        ),
+        _preset(
+            "ib-100",
+            (2, 8),
+            lambda n: 20 * math.log2(n),
+            12.2,
+            root=20,
+            source=f"InfiniBand or RoCE, {_PER_NODE}; bus 12.2 GB/s (NVIDIA/nccl-tests#29)",
+        ),
+        _preset(
+            "efa",
+            (16, 16),
+            lambda n: 50.6,
+            57.2,
+            root=29,
+            source="2 nodes of 8 GPUs on AWS: 50.6 us at 8 B (p6-b200, dstackai/dstack#3961), bus 57.2 GB/s (p4d, "
+            "NVIDIA/nccl#527); medium sizes as InfiniBand (assumed)",
+        ),
+        _preset(
+            "25gbe",
+            (2, 8),
+            lambda n: 46 * math.log2(n),
+            2.8,
+            source="TCP sockets, one GPU per node: 45.8 us for a broadcast to 2 ranks (NVIDIA/nccl-tests#82), so an "
+            "all-reduce takes at least that; 90 % of the wire's rate (assumed)",
+        ),
+        _preset(
+            "10gbe",
+            (2, 8),
+            lambda n: 46 * math.log2(n),
+            1.1,
+            source="as 25gbe, at 10 Gb/s (assumed)",
+        ),
+        _preset(
+            "thunderbolt-5",
+            (2, 4),
+            lambda n: 50,
+            7.6,
+            source="RDMA between Macs: below 50 us (jeffgeerling.com, RDMA over Thunderbolt 5), 7.6 GB/s "
+            "(pytorch/pytorch#189856); TCP: a round trip of 341 to 950 us (exo-explore/exo#2295)",
+        ),
+    )
+}
+"""An all-reduce of S bytes on each of n ranks, by name."""

@@ -1,0 +1,219 @@
+"""Memory of one GPU in training: weights, gradients, optimizer state, activations.
+
+The counts follow the allocations of `engine/sharded.py` (ZeRO 1) and of DeepSpeed's optimizers. With D data-parallel
+ranks, the bytes per parameter of the GPU (those of its tensor- and pipeline-parallel share) are:
+
+    precision, ZeRO    weights   gradients   optimizer
+    fp32, 0            4         4           8
+    fp32, 1            4         4           8 / D          both moments; the weights are their own masters
+    fp32, 2            4         4 / D       12 / D         masters and both moments
+    fp32, 3            4 / D     4 / D       12 / D
+                       ZeRO 2 on one data-parallel rank is run as ZeRO 1
+    bf16, 1            2         4           12 / D
+    bf16, 2            2         4 / D       12 / D
+    bf16, 3            2 / D     4 / D       12 / D
+
+Muon has no second moment of the matrices of the layers: 4 bytes (/ D) less for each of their elements.
+
+Activations that autograd keeps for backward, in numbers, for T = s b tokens and t tensor-parallel ranks:
+
+    sub-block          its input and the output of its norm         2 T h   (T h / t each with sequence parallelism)
+    attention          queries and keys after rotary embedding,
+                       q k v projected, the heads' output                            T d (3 Hq + 3 Hkv) / t
+    MLP                gate and up, silu(gate), their product       4 T f / t
+    recomputed         only its input                               T h
+    head               the stream and the gradient of its norm: 2 T h; in fp32 the weight's gradient: V h / t
+
+The loss has the logits of one chunk of c tokens at a time, at most 12 bytes for each of c V / t: the logits, their fp32
+copy and softmax, and the gradient of the previous chunk's.
+
+Stage i of a pipeline of p stages holds those of min(p - i, micro-batches) micro-batches at once.
+"""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+from ladder_lab.cost.links import outputs_added
+from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.tensors import (
+    embedding_tensor,
+    final_norm_tensor,
+    layer_tensors,
+    loss_chunk_tokens,
+    padded_vocab_size,
+)
+
+Precision = Literal["fp32", "bf16"]
+FP32_BYTES = 4
+_NUMBER_BYTES = {"fp32": FP32_BYTES, "bf16": 2}
+"""Size of one weight or activation."""
+LOSS_BYTES = 12
+"""Bytes of each logit that exists at once."""
+RESERVED_BYTES = 4e9
+"""Assumed size of the CUDA context, the buffers of NCCL, DeepSpeed's bucket of 5e8 numbers, and fragmentation."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model and its batch are distributed.
+
+    `micro_batch` is in samples. With `recompute`, backward keeps only the inputs of sub-blocks. Fused norms keep only
+    their input, as those of torch and apex do on CUDA; torch's norm keeps more on a CPU. `muon` is the optimizer.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    zero: int = 1
+    micro_batch: int = 1
+    recompute: bool = False
+    sequence_parallel: bool = False
+    fused_norms: bool = True
+    muon: bool = False
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs."""
+        return self.tensor * self.pipeline * self.data
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU. Activations are those kept for backward, and temporary ones of one sub-block and the loss."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+
+    @property
+    def total(self) -> float:
+        """The sum."""
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+def _layer_parameters(model: ModelConfig, tensor: int) -> int:
+    return sum(sub_block.parameters(tensor) for sub_block in layer_tensors(model)[0])
+
+
+def _orthogonal_parameters(model: ModelConfig, layout: Layout, stage: int) -> int:
+    """Return how many of a stage's parameters per rank are updated by Muon: the matrices of its layers."""
+    branches = (branch for sub_block in layer_tensors(model)[0] for branch in sub_block.branches)
+    matrices = (matrix for branch in branches for matrix in (*branch.inputs, branch.output))
+    of_layer = sum(matrix.weight.local_numel(layout.tensor) for matrix in matrices)
+    return stage_layers(model, layout.pipeline, stage) * of_layer if layout.muon else 0
+
+
+def stage_layers(model: ModelConfig, pipeline: int, stage: int) -> int:
+    """Return the layers of a pipeline stage; the first stages have one more if the layers do not divide evenly."""
+    return model.num_layers // pipeline + (stage < model.num_layers % pipeline)
+
+
+def stage_parameters(model: ModelConfig, layout: Layout, stage: int) -> int:
+    """Return the parameters of one rank of a stage.
+
+    The first stage has the embedding, and the last one the head, even if its matrix is tied to the embedding.
+    """
+    matrix = embedding_tensor(model).local_numel(layout.tensor)
+    count = stage_layers(model, layout.pipeline, stage) * _layer_parameters(model, layout.tensor)
+    last = layout.pipeline - 1
+    count += matrix * (stage == 0) + final_norm_tensor(model).numel * (stage == last)
+    return count + matrix * (stage == last and not (model.tie_embeddings and stage == 0))
+
+
+def _state_bytes(
+    parameters: int, layout: Layout, precision: Precision, orthogonal: int = 0
+) -> tuple[float, float, float]:
+    """Return the bytes of weights, gradients and optimizer state by the table at the top of this file.
+
+    `orthogonal` is the number of parameters that Muon updates.
+    """
+    # DeepSpeed would step the masters on zero gradients.
+    if precision == "bf16" and layout.zero == 0:
+        raise ValueError("bf16 needs ZeRO 1 or more")
+    share = 1 / layout.data
+    if layout.data == 1 and layout.zero == 2:
+        layout = replace(layout, zero=1)
+    weights = _NUMBER_BYTES[precision] * parameters * (share if layout.zero >= 3 else 1)
+    gradients = FP32_BYTES * parameters * (share if layout.zero >= 2 else 1)
+    share = 1 if layout.zero == 0 else share
+    has_masters = layout.zero >= 2 or precision == "bf16"
+    optimizer = FP32_BYTES * share * ((3 if has_masters else 2) * parameters - orthogonal)
+    return weights, gradients, optimizer
+
+
+def _layers_activation_bytes(
+    model: ModelConfig, layout: Layout, stage: int, tokens: int, precision: Precision
+) -> float:
+    """Return what a stage's layers keep of a micro-batch. A stream that several sub-blocks read is kept once."""
+    layers = stage_layers(model, layout.pipeline, stage)
+    sub_blocks = layers * len(model.wiring.sub_blocks)
+    size = _NUMBER_BYTES[precision]
+    stream = tokens * model.hidden_size / (layout.tensor if layout.sequence_parallel else 1)
+    first = sum(stage_layers(model, layout.pipeline, earlier) for earlier in range(stage))
+    inputs = _streams_read(model, first, first + layers) * stream * size
+    if layout.recompute:
+        return inputs
+    if precision == "bf16" and not layout.fused_norms:
+        # A norm of several operators keeps its own fp32 copy, so nothing is shared.
+        inputs = sub_blocks * stream * size
+    norms = sub_blocks * stream * (size + _unfused_bytes(layout, precision))
+    return inputs + norms + layers * _inner_activations(model, layout.tensor, tokens) * size
+
+
+@lru_cache(maxsize=256)
+def _streams_read(model: ModelConfig, start: int, stop: int) -> int:
+    added = outputs_added([one.wired.staleness for layer in layer_tensors(model) for one in layer])
+    width = len(model.wiring.sub_blocks)
+    return len(set(added[width * start : width * stop]))
+
+
+def _unfused_bytes(layout: Layout, precision: Precision) -> int:
+    """Return the further bytes that a norm of several operators keeps per number of its input.
+
+    They are the normalised number before the weight, and in bf16 an fp32 copy of the input.
+    """
+    if layout.fused_norms:
+        return 0
+    return FP32_BYTES if precision == "fp32" else FP32_BYTES + _NUMBER_BYTES[precision]
+
+
+def _inner_activations(model: ModelConfig, tensor: int, tokens: int) -> float:
+    """Return the numbers that one layer keeps inside its sub-blocks, all of them cut over the tensor-parallel ranks."""
+    return tokens * sum(sub_block.activations(tensor) for sub_block in layer_tensors(model)[0])
+
+
+def _head_activation_bytes(model: ModelConfig, layout: Layout, tokens: int, precision: Precision) -> float:
+    """Return the bytes that final norm, output head and loss keep. The head's input is whole on every rank."""
+    size, cut = _NUMBER_BYTES[precision], layout.tensor if layout.sequence_parallel else 1
+    stream = tokens * model.hidden_size * (size + (size + _unfused_bytes(layout, precision)) / cut)
+    return stream + FP32_BYTES * embedding_tensor(model).local_numel(layout.tensor)
+
+
+def stage_memory(
+    model: ModelConfig, layout: Layout, stage: int, sequence: int, micro_batches: int, precision: Precision = "bf16"
+) -> Memory:
+    size, tokens = _NUMBER_BYTES[precision], sequence * layout.micro_batch
+    parameters, orthogonal = stage_parameters(model, layout, stage), _orthogonal_parameters(model, layout, stage)
+    weights, gradients, optimizer = _state_bytes(parameters, layout, precision, orthogonal)
+    held = min(layout.pipeline - stage, micro_batches)
+    activations = held * _layers_activation_bytes(model, layout, stage, tokens, precision)
+    if layout.recompute:
+        activations += _inner_activations(model, layout.tensor, tokens) * size
+    if stage == layout.pipeline - 1:
+        rows = padded_vocab_size(model.vocab_size, layout.tensor) // layout.tensor
+        activations += LOSS_BYTES * loss_chunk_tokens(tokens) * rows
+        activations += _head_activation_bytes(model, layout, tokens, precision)
+    if layout.zero >= 3:
+        weights += 2 * size * _layer_parameters(model, layout.tensor)
+    return Memory(weights, gradients, optimizer, activations)
+
+
+def worst_memory(
+    model: ModelConfig, layout: Layout, sequence: int, micro_batches: int, precision: Precision = "bf16"
+) -> Memory:
+    """Return the memory of the fullest GPU, on the first stage (which holds most micro-batches) or the last."""
+    stages = {0, layout.pipeline - 1}
+    found = [stage_memory(model, layout, stage, sequence, micro_batches, precision) for stage in stages]
+    return max(found, key=lambda memory: memory.total)

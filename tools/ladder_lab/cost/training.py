@@ -1,0 +1,207 @@
+"""Time of a training step in a layout and a wiring, split by cause.
+
+A sub-block computes its matrix products at the share of the peak that products reach, and moves the stream through
+memory `STREAM_PASSES` times. Backward takes twice as long, half of it for the weight gradients; with recomputation the
+forward pass is repeated. The layers follow the schedule of `links.py`, which the benchmark is compared with. On a
+serial wire, the reduce before a late sub-block overlaps with it, and in backward all reduces overlap with the
+gradient of the weight. The reduces of embedding and head are exposed in every wiring.
+
+A pipeline of p stages and m micro-batches takes the sum of all stages once and then m - 1 times the slowest one.
+
+Bytes that data-parallel ranks move per parameter of a GPU (bf16 weights, gradients accumulated in fp32):
+
+    ZeRO 1    once a step: reduce-scatter of 4, all-gather of 2             under the last backward, the first forward
+    ZeRO 2    each micro-batch: reduce-scatter of 4; once a step: all-gather of 2              under backward
+    ZeRO 3    each micro-batch: all-gather of 2, twice; reduce-scatter of 4; layer by layer    under both passes
+
+A collective that overlaps with computation is exposed by as much as it takes longer, and gives back its share of
+contention.
+
+A desync interval is one sub-block with one exposed reduce in each pass: at its end in forward, its start in backward.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ladder_lab.cost.hardware import Cluster
+from ladder_lab.cost.links import SubBlockTime, WireModel, backward_seconds, forward_seconds
+from ladder_lab.cost.memory import FP32_BYTES, Layout, stage_layers, stage_parameters
+from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.tensors import ModelFlops, layer_tensors, padded_vocab_size
+from megatron_ladder.blueprint.wiring import pending_before
+
+WEIGHT_BYTES = 2
+STREAM_PASSES = 5.5
+"""Times that a sub-block moves its stream through memory in forward, fitted to prefill of the runs in hardware.py."""
+UPDATE_BYTES = 28
+"""Bytes that AdamW reads and writes per parameter: gradient, master copy, two moments, and the weight."""
+GATHERED_AGAIN = 1.5
+"""Bytes of a sub-block's backward relative to an all-reduce with sequence parallelism: it gathers its input again."""
+FEW, MANY = 4, 8
+"""Numbers of layers that are simulated; the time of any number of equal layers follows from them."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step, by cause.
+
+    Computing includes recomputation and the optimizer; exposed tensor-parallel time, the compute time lost to overlap;
+    the bubble of idle pipeline stages, the sends between them.
+    """
+
+    compute: float
+    exposed_tensor: float
+    bubble: float
+    exposed_data: float
+
+    @property
+    def total(self) -> float:
+        """The sum."""
+        return self.compute + self.exposed_tensor + self.bubble + self.exposed_data
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """The time of layers of one wiring on one tensor-parallel group, for a micro-batch of given size.
+
+    An all-reduce takes `reduce_factor` times as long as the cluster's.
+    """
+
+    model: ModelConfig
+    cluster: Cluster
+    tensor: int
+    sequence: int
+    micro_batch: int
+    recompute: bool
+    sequence_parallel: bool
+    reduce_factor: float = 1.0
+
+    @property
+    def stream_bytes(self) -> float:
+        """Bytes of the reduced tensor."""
+        return self.sequence * self.micro_batch * self.model.hidden_size * WEIGHT_BYTES
+
+    @cached_property
+    def reduce_seconds(self) -> float:
+        """Time of one all-reduce, or of the reduce-scatter and all-gather that replace it."""
+        return self.reduce_factor * self.cluster.all_reduce_seconds(self.stream_bytes, self.tensor)
+
+    @cached_property
+    def sub_blocks(self) -> list[SubBlockTime]:
+        """The sub-blocks of `_period` layers."""
+        rate = self.cluster.peak_flops * self.cluster.flops_share * self.tensor
+        streams = STREAM_PASSES * self.stream_bytes / self.cluster.memory_bytes_per_second
+        if self.sequence_parallel:
+            streams /= self.tensor
+        times = []
+        for sub_block in layer_tensors(self.model)[-1]:
+            # A flash kernel skips the masked half of the scores.
+            flops = sum(one.product_flops + one.score_flops(self.sequence) / 2 for one in sub_block.branches)
+            seconds = self.sequence * self.micro_batch * flops / rate + streams
+            dgrad, staleness = seconds * (2 if self.recompute else 1), sub_block.wired.staleness
+            times.append(SubBlockTime(seconds, self.reduce_seconds, staleness, dgrad, wgrad_seconds=seconds))
+        if not self.model.desync_interval:
+            return times
+        forward = self._period * sum(one.forward_seconds for one in times)
+        dgrad = self._period * sum(one.dgrad_seconds for one in times)
+        return [SubBlockTime(forward, self.reduce_seconds, 0, dgrad, wgrad_seconds=forward)]
+
+    @property
+    def _period(self) -> int:
+        """Layers of a desync interval; 1 for other wirings."""
+        return max(1, self.model.desync_interval // len(self.model.wiring.sub_blocks))
+
+    @cached_property
+    def wire(self) -> WireModel:
+        """A serial wire, like one NCCL communicator."""
+        return WireModel(serial=True, contention=self.cluster.contention_of(self.stream_bytes))
+
+    @cached_property
+    def _walked(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        return self._walk(FEW), self._walk(MANY)
+
+    def _walk(self, layers: int) -> tuple[float, float]:
+        steps = self.sub_blocks * (layers // self._period)
+        compute = sum(step.forward_seconds + step.dgrad_seconds + step.wgrad_seconds for step in steps)
+        if self.tensor == 1:
+            return compute, compute
+        forward = forward_seconds(steps, self.wire)
+        if self.sequence_parallel:
+            steps = [replace(step, reduce_seconds=GATHERED_AGAIN * step.reduce_seconds) for step in steps]
+        at_once = self.model.desync_interval > 0
+        backward = backward_seconds(steps, self.wire, launch_before_wgrad=not at_once, wait_at_once=at_once)
+        return compute, forward + backward
+
+    def passes(self, layers: int) -> tuple[float, float]:
+        """Return the seconds of forward and backward of so many layers: computing alone, and with reduces."""
+        share = (layers - FEW) / (MANY - FEW)
+        compute, total = (few + share * (many - few) for few, many in zip(*self._walked, strict=True))
+        return compute, total
+
+
+def step_time(times: LayerTime, layout: Layout, global_batch: int) -> StepTime:
+    """Return the time of one step of `global_batch` samples, a multiple of data-parallel ranks x micro-batch."""
+    micro_batches = global_batch // (layout.data * layout.micro_batch)
+    stages = [_stage_seconds(times, layout, stage) for stage in range(layout.pipeline)]
+    compute, slowest = max(stages, key=lambda stage: stage[1])
+    sending = 0.0
+    if layout.pipeline > 1:
+        pending = pending_before(times.model.wired_layers, times.model.num_layers - 1)
+        # The missing outputs cross unreduced, so each rank sends the whole of its partial sums.
+        state = times.stream_bytes * (1 / (times.tensor if times.sequence_parallel else 1) + pending)
+        distance = layout.tensor * layout.data
+        sending = 2 * (micro_batches + layout.pipeline - 1) * times.cluster.send_seconds(state, distance)
+    # The GPU that holds most.
+    parameters = max(stage_parameters(times.model, layout, stage) for stage in {0, layout.pipeline - 1})
+    update = UPDATE_BYTES * parameters / layout.data / times.cluster.memory_bytes_per_second
+    return StepTime(
+        compute=micro_batches * compute + update,
+        exposed_tensor=micro_batches * slowest - micro_batches * compute,
+        bubble=sum(total for _, total in stages) - slowest + sending,
+        exposed_data=_exposed_data(times, layout, parameters, micro_batches, slowest),
+    )
+
+
+def _stage_seconds(times: LayerTime, layout: Layout, stage: int) -> tuple[float, float]:
+    """Return the seconds of one micro-batch on one stage as `LayerTime.passes` does, with embedding and head."""
+    compute, total = times.passes(stage_layers(times.model, layout.pipeline, stage))
+    if stage == 0:
+        total += times.reduce_seconds
+    if stage == layout.pipeline - 1:
+        rate = times.cluster.peak_flops * times.cluster.flops_share * times.tensor
+        head = 3 * ModelFlops(times.model, times.sequence).head * times.micro_batch / rate
+        rows = padded_vocab_size(times.model.vocab_size, times.tensor) // times.tensor
+        logits = times.sequence * times.micro_batch * rows
+        # Logits, exponentials and their gradient in fp32, each written and read.
+        head += 6 * FP32_BYTES * logits / times.cluster.memory_bytes_per_second
+        compute, total = compute + head, total + head + times.reduce_seconds
+    return compute, total
+
+
+def _exposed_data(times: LayerTime, layout: Layout, parameters: int, micro_batches: int, pass_seconds: float) -> float:
+    """Return the exposed data-parallel time by the table at the top of this file."""
+    if layout.data == 1:
+        return 0.0
+    cluster = times.cluster
+
+    def around(num_bytes: float, collectives: int = 1) -> float:
+        share = num_bytes * parameters / collectives
+        return collectives * cluster.gather_seconds(share, layout.data, layout.tensor)
+
+    def exposed(reduce: float, compute: float) -> float:
+        return max(0.0, reduce - compute) + cluster.contention_of(parameters) * min(reduce, compute)
+
+    forward, backward = pass_seconds / 3, pass_seconds * 2 / 3
+    if layout.zero == 2:
+        return around(WEIGHT_BYTES) + micro_batches * exposed(around(FP32_BYTES), backward)
+    if layout.zero == 3:
+        layers = times.model.num_layers
+        gathers, scatters = 2 * around(WEIGHT_BYTES, layers), around(FP32_BYTES, layers)
+        return micro_batches * exposed(gathers + scatters, pass_seconds)
+    return exposed(around(FP32_BYTES), backward) + exposed(around(WEIGHT_BYTES), forward)
+
+
+def model_flop_utilisation(times: LayerTime, layout: Layout, global_batch: int, seconds: float) -> float:
+    """Return the model FLOPs of a step relative to the peak of all GPUs in so many seconds."""
+    flops = ModelFlops(times.model, times.sequence).training * global_batch
+    return flops / (seconds * layout.gpus * times.cluster.peak_flops)

@@ -1,0 +1,122 @@
+"""Builds one rank of a run on the meta device and runs two steps, in a process that does nothing else."""
+
+import io
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+# Importing this module registers the backend "fake", whose groups of any size exist in one process.
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ladder_lab.dry_run.recorder import Recorder
+from ladder_lab.dry_run.replay import RankProgram
+from megatron_ladder.comm.launch import RankInfo
+from megatron_ladder.config.run import RunConfig
+from megatron_ladder.data.batches import MicroBatch
+from megatron_ladder.engine.build import build_engine, build_mesh, build_model, start_deepspeed
+from megatron_ladder.engine.optimizer import build_schedule
+from megatron_ladder.engine.state import EngineState
+from megatron_ladder.model.operations import with_norm
+from megatron_ladder.train.setup import Trainer
+from megatron_ladder.train.step import train_step
+
+META = torch.device("meta")
+STEPS = 2
+"""The first step allocates what later ones keep; the last one is reported."""
+
+
+class RankRecord(NamedTuple):
+    """What a rank did."""
+
+    program: RankProgram
+    last_step: int
+    """Number of collectives before the last step."""
+    memory: dict[str, int]
+    """Bytes by kind when the last step has most allocated."""
+    waits: list[str]
+    """Where the host waited for the device in the last step."""
+
+
+class _FusedNorm(Function):
+    """The allocations of a fused norm: it keeps its input, and one number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    normed: Tensor = _FusedNorm.apply(x, weight)
+    return normed
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    result: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+    return result
+
+
+OPERATIONS = replace(with_norm(_norm), attend=_attend)
+"""The operations that run on CUDA, where they differ from those on the meta device."""
+
+
+def run_rank(run: RunConfig, deepspeed: dict[str, Any], rank: int) -> RankRecord:
+    """Build a rank, run two steps, and return what it did. The process cannot run anything else afterwards."""
+    # DeepSpeed prints its memory, of this host.
+    sys.stdout = io.StringIO()
+    place, recorder = RankInfo(rank, run.world_size, 0), Recorder(rank)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=run.world_size)
+    start_deepspeed(place, META)
+    from megatron_ladder.engine.meta_device import descriptions, receive_states, use_meta_device
+
+    use_meta_device(recorder.host_waits)
+    memory = recorder.memory
+    with recorder, memory.ignoring_temporaries_of(torch.optim.AdamW):
+        mesh = build_mesh(run)
+        model, norm = build_model(run, mesh, META, recorder.span, OPERATIONS)
+        engine, optimizer = build_engine(run, model, deepspeed, mesh, META)
+        trainer = Trainer(run, mesh, META, model, engine, build_schedule(run), {"norm": norm, "optimizer": optimizer})
+        if mesh.pipeline.size > 1:
+            positions, training = run.training.seq_length // mesh.stream.shards, run.training
+            shape = [model.stack.slots_in, positions, training.micro_batch_size]
+            dtype = torch.bfloat16 if training.bf16 else torch.float32
+            receive_states(engine.wrapped, [*shape, run.model.hidden_size], dtype)
+        memory.leave_out(descriptions(engine.wrapped))
+        memory.mark("weights", [*model.parameters(), *(span.weight for span in engine.state.spans())])
+
+        def mark_gradients() -> tuple[float, ...]:
+            memory.mark("gradients", [parameter.grad for parameter in model.parameters()])
+            memory.mark("gradients", [piece.gradient for piece in engine.state.gradient_pieces()])
+            return ()
+
+        start = last_step = 0
+        for iteration in range(1, STEPS + 1):
+            recorder.waits.clear()
+            start, last_step = memory.position(), len(recorder.program.collectives)
+            train_step(trainer, _micro_batches(run), iteration, mark_gradients)
+            if iteration == 1:
+                memory.mark("optimizer", _optimizer_tensors(engine.state))
+                memory.mark_others("buffers")
+    return RankRecord(recorder.program, last_step, memory.peak(start, "activations"), recorder.waits)
+
+
+def _optimizer_tensors(state: EngineState) -> Iterator[Tensor]:
+    yield from (span.flat_master for span in state.spans())
+    for values in state.base.state.values():
+        yield from (value for value in values.values() if isinstance(value, Tensor))
+
+
+def _micro_batches(run: RunConfig) -> list[MicroBatch]:
+    tokens = torch.zeros(run.training.micro_batch_size, run.training.seq_length, dtype=torch.int64)
+    return [MicroBatch(tokens, tokens)] * run.accumulation_steps

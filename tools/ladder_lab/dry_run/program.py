@@ -1,0 +1,218 @@
+"""A dry run of a whole run: builds its distinct ranks one by one, replays all of them, and prints a report.
+
+Data-parallel ranks execute the same program in different groups, so one of them is built for each pipeline stage and
+tensor-parallel rank, and the last rank of the run to confirm that. The others follow by renumbering.
+"""
+
+import importlib
+import json
+import multiprocessing
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from ladder_lab.cost.memory import Layout, Precision, stage_memory
+from ladder_lab.dry_run.one_rank import STEPS, RankRecord, run_rank
+from ladder_lab.dry_run.replay import Communicator, RankProgram, find_problems
+from megatron_ladder.config.run import RunConfig
+from megatron_ladder.engine.build import import_deepspeed
+from megatron_ladder.engine.deepspeed_json import deepspeed_json
+from megatron_ladder.errors import UserError, raise_user_errors
+from megatron_ladder.files import write_atomically
+from megatron_ladder.train.inputs import read_dry_run
+
+KINDS = ("weights", "gradients", "optimizer", "buffers", "activations")
+TOLERANCE = 0.1
+"""Relative difference to the planner's memory that is reported."""
+
+
+def dry_run(argv: Sequence[str], ranks: int, output: Path | None = None) -> None:
+    """Run two steps of every distinct rank without devices, and print what they allocate and communicate.
+
+    Args:
+        argv: the command line of the run.
+        ranks: its number of processes.
+        output: JSON file for the memory and the collectives.
+
+    Raises UserError if the flags are invalid, or if the ranks' collectives do not match.
+    """
+    begin = time.monotonic()
+    planned = read_dry_run(argv, ranks)
+    raise_user_errors(_unsupported(planned))
+    run = _shortened(planned)
+    records = _run_ranks(run)
+    programs = _all_programs(run, {rank: record.program for rank, record in records.items()})
+    print("\n".join(_describe(planned, run, records)), flush=True)
+    if output is not None:
+        write_atomically(output, json.dumps(_to_json(records)))
+    problems = find_problems(programs)
+    raise_user_errors(f"the dry run found: {problem}" for problem in problems)
+    count = sum(len(program.collectives) for program in programs.values())
+    groups = len({communicator for program in programs.values() for communicator in program.communicators})
+    print(
+        f"{count:,} launches of {run.world_size:,} ranks in {groups:,} communicators match; none waits in a circle "
+        f"({time.monotonic() - begin:.0f} s)"
+    )
+
+
+def _unsupported(run: RunConfig) -> Iterator[str]:
+    if run.parallel.offload_optimizer == "cpu":
+        yield "--offload-optimizer cpu: a dry run counts no memory of the host: leave it out"
+    if run.optimizer.optimizer == "muon":
+        yield "--optimizer muon: a dry run has no numbers, which Muon exchanges before it allocates: leave it out"
+    if run.training.distill_from is not None:
+        yield (
+            f"--distill-from {run.training.distill_from}: a dry run reads no weights and would not count those of the "
+            "teacher: leave it out"
+        )
+
+
+def _shortened(run: RunConfig) -> RunConfig:
+    """Return the run with no more micro-batches than the first stage needs to hold most of them and release one.
+
+    The optimizer is torch's, because apex needs a GPU.
+    """
+    count = min(run.accumulation_steps, run.parallel.pipeline_model_parallel_size + 1)
+    size = count * run.training.micro_batch_size * run.data_parallel_size
+    optimizer = replace(run.optimizer, optimizer_implementation="torch")
+    return replace(run, accumulation_steps=count, global_batch_size=size, optimizer=optimizer)
+
+
+def _run_ranks(run: RunConfig) -> dict[int, RankRecord]:
+    errors: list[str] = []
+    deepspeed = deepspeed_json(run, errors)
+    raise_user_errors(errors)
+    # Each process is one rank, since DeepSpeed has global state. Forks share what is imported here. DeepSpeed does not
+    # know the meta device by this name.
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import_deepspeed()
+    importlib.import_module("megatron_ladder.engine.meta_device")
+    context = multiprocessing.get_context("fork")
+    waiting, running = deque(_distinct_ranks(run)), dict[Connection, tuple[int, Any]]()
+    records: dict[int, RankRecord] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < len(os.sched_getaffinity(0)):
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(target=_send_record, args=(sender, run, deepspeed, waiting[0]))
+                process.start()
+                sender.close()
+                running[receiver] = waiting.popleft(), process
+            for ready in connection.wait(list(running)):
+                assert isinstance(ready, Connection)
+                rank, process = running.pop(ready)
+                try:
+                    found = ready.recv()
+                except EOFError:
+                    process.join()
+                    code = process.exitcode
+                    raise RuntimeError(f"the process of rank {rank} ended with exit code {code}") from None
+                if isinstance(found, UserError):
+                    raise found
+                records[rank] = found
+    finally:
+        for _, process in running.values():
+            process.kill()
+    return dict(sorted(records.items()))
+
+
+def _send_record(sender: Connection, run: RunConfig, deepspeed: dict[str, Any], rank: int) -> None:
+    try:
+        sender.send(run_rank(run, deepspeed, rank))
+    except UserError as error:
+        sender.send(error)
+
+
+def _distinct_ranks(run: RunConfig) -> list[int]:
+    """Return the first data-parallel rank of each stage and tensor-parallel rank, and the last rank of the run."""
+    tensor, stages = run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size
+    firsts = (stage * run.data_parallel_size * tensor + rank for stage in range(stages) for rank in range(tensor))
+    return sorted({*firsts, run.world_size - 1})
+
+
+def _all_programs(run: RunConfig, recorded: Mapping[int, RankProgram]) -> dict[int, RankProgram]:
+    """Return the programs of all ranks; those that were not recorded are as the first data-parallel rank's."""
+    tensor, data = run.parallel.tensor_model_parallel_size, run.data_parallel_size
+    programs = dict(recorded)
+    for rank in range(run.world_size):
+        stage, replica, of_tensor = rank // (data * tensor), rank // tensor % data, rank % tensor
+        first = recorded[stage * data * tensor + of_tensor]
+        if rank not in programs:
+            moved = [_moved(one, tensor, data, replica) for one in first.communicators]
+            programs[rank] = RankProgram(moved, first.collectives)
+    return programs
+
+
+def _moved(communicator: Communicator, tensor: int, data: int, replica: int) -> Communicator:
+    """Return the communicator that another data-parallel rank uses instead."""
+    replicas = {rank // tensor % data for rank in communicator.ranks}
+    if replicas == {0}:
+        return Communicator(communicator.name, tuple(rank + replica * tensor for rank in communicator.ranks))
+    # Groups over all data-parallel ranks are their own.
+    assert len(replicas) == data, f"{communicator} has a part of the data-parallel ranks"
+    return communicator
+
+
+def _describe(planned: RunConfig, run: RunConfig, records: Mapping[int, RankRecord]) -> Iterator[str]:
+    tensor, stages = run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size
+    yield (
+        f"dry run of {run.world_size:,} ranks (tensor {tensor} x pipeline {stages} x data {run.data_parallel_size}): "
+        f"built {len(records)} of them, and ran {STEPS} steps of {run.accumulation_steps} of the "
+        f"{planned.accumulation_steps} micro-batches"
+    )
+    yield "peak memory of a rank in the last step, GB (10^9 bytes):"
+    yield f"{'stage':>5} {'rank':>6} " + "".join(f"{kind:>12}" for kind in KINDS) + f"{'total':>9}{'planner':>9}"
+    firsts = [rank for rank in records if rank % tensor == 0 and rank // tensor % run.data_parallel_size == 0]
+    for stage, rank in enumerate(firsts):
+        memory = records[rank].memory
+        total, plan = sum(memory.values()), _planned_bytes(run, stage)
+        # Buffers are in the planner's reserve.
+        comparable = total - memory.get("buffers", 0)
+        row = f"{stage:>5} {rank:>6} " + "".join(f"{memory.get(kind, 0) / 1e9:>12.3f}" for kind in KINDS)
+        yield row + f"{total / 1e9:>9.3f}" + (f"{plan / 1e9:>9.3f}" if plan else f"{'-':>9}")
+        if plan and abs(plan - comparable) > TOLERANCE * comparable:
+            yield f"*** stage {stage}: the planner's estimate is off by {plan / comparable - 1:+.0%} ***"
+    for stage, rank in enumerate(firsts):
+        record = records[rank]
+        collectives = record.program.collectives[record.last_step :]
+        yield f"stage {stage}, rank {rank}, {len(collectives):,} collectives in a step, by first launch:"
+        names = ((record.program.communicators[one.slot], one.kind, one.dtype, one.size) for one in collectives)
+        for (communicator, kind, dtype, size), count in Counter(names).items():
+            yield f"  {count:>6} x {kind:<14} {size:>16,} bytes  {dtype:<9} {communicator}"
+        for place, count in Counter(record.waits).items():
+            often = "once" if count == 1 else f"{count} times"
+            yield f"  the host waits for the device {often} in a step, in {place}"
+
+
+def _planned_bytes(run: RunConfig, stage: int) -> float:
+    """Return the planner's memory of a stage; 0 if it does not know the run's layout."""
+    parallel, training = run.parallel, run.training
+    if parallel.pipeline_partition != "uniform" or run.recompute_layers not in (0, run.model.num_layers):
+        return 0.0
+    layout = Layout(
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        run.data_parallel_size,
+        int(parallel.zero_stage),
+        training.micro_batch_size,
+        run.recompute_layers > 0,
+        parallel.sequence_parallel,
+        muon=run.optimizer.optimizer == "muon",
+    )
+    precision: Precision = "bf16" if training.bf16 else "fp32"
+    return stage_memory(run.model, layout, stage, training.seq_length, run.accumulation_steps, precision).total
+
+
+def _to_json(records: Mapping[int, RankRecord]) -> dict[str, Any]:
+    ranks = {}
+    for rank, record in records.items():
+        groups = [{"name": one.name, "ranks": one.ranks} for one in record.program.communicators]
+        last = [one._asdict() for one in record.program.collectives[record.last_step :]]
+        ranks[str(rank)] = {"memory": record.memory, "waits": record.waits, "groups": groups, "last_step": last}
+    return {"ranks": ranks}

@@ -1,0 +1,305 @@
+"""An interconnect of chosen latency and bandwidth, for benchmarks and tests on one machine.
+
+The reduce is real: every rank copies its tensor into shared memory and sums the tensors of all ranks in rank order, so
+all ranks get the same bits. There is no background thread, as a network adapter needs none. gloo's threads would
+compete with the products for the same core, which costs the standard wiring most and fakes a gain. Only the completion
+is emulated. Collective k is done at
+
+    end(k) = max(latest rank's launch of k, end(k - 1)) + alpha + bytes * beta         serial wire
+    end(k) =     latest rank's launch of k              + alpha + bytes * beta         pipelined wire
+
+in launch order, whatever the order of the waits. A reduce-scatter and an all-gather are the two halves of an all-reduce
+and each take half of its time. `start_all_reduce` returns as soon as the copy is made. `wait` sums and then holds until
+end(k), asleep except for the last moment:
+
+    rank 0   [copy][ computes                ][ wait: sums | sleeps  | spins ]
+    rank 1             [copy][ computes                     ]   :            :
+    wire                     ~~~~~~~~~~ alpha + bytes * beta ~~~~~~~~~~~~~~~~^ end
+
+The copy and the sum cost processor time and no wire time; the hold hides the sum.
+
+`cuda_link.py` is the GPU version.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ladder_lab.link.shared_memory import Arena, Board, Record
+from megatron_ladder.comm.group import CommGroup, Work
+from megatron_ladder.errors import LostPeerError
+
+FIRST_TENSOR_BYTES = 1 << 16
+"""Tensor size for which the first arena is made."""
+POLL_SECONDS = 20e-6
+"""Sleep between two polls of a late peer."""
+_Combine = Callable[[Sequence[Tensor]], object]
+
+
+@dataclass(frozen=True)
+class LinkSpec:
+    """Timing of one all-reduce on an emulated wire: a latency, and the time per byte of one rank's tensor.
+
+    On a serial wire a collective begins only after the previous one has ended, as on one NCCL communicator.
+    """
+
+    alpha_seconds: float
+    seconds_per_byte: float
+    serial: bool
+
+    def __post_init__(self) -> None:
+        for name, value in (("alpha_seconds", self.alpha_seconds), ("seconds_per_byte", self.seconds_per_byte)):
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} = {value}: expected a time of 0 or more")
+
+    def seconds(self, num_bytes: int) -> float:
+        """Return the wire time of an all-reduce of a tensor of `num_bytes`."""
+        return self.alpha_seconds + num_bytes * self.seconds_per_byte
+
+
+@dataclass(slots=True, eq=False)
+class LinkWork:
+    """The handle of a collective on an emulated link.
+
+    Its parts are the ranks' contributions, flat, in rank order, until `combine` has computed the result. Its end, when
+    the wire completes it, is known after all ranks have launched it.
+    """
+
+    link: "EmulatedLink"
+    number: int
+    combine: _Combine
+    parts: tuple[Tensor, ...]
+    wire_ns: int
+    end_ns: int = 0
+
+    def wait(self) -> None:
+        """Block until result and wire are done; raise LostPeerError if a rank does not launch it within the timeout."""
+        self.link.complete(self)
+
+
+class WireGroup(CommGroup):
+    """Base class of the groups on an emulated wire, which count the collectives since the last reset."""
+
+    def __init__(self, ranks: Sequence[int], rank: int, group: dist.ProcessGroup | None, spec: LinkSpec) -> None:
+        super().__init__(ranks, rank, group)
+        self.spec = spec
+        self.collectives = 0
+
+    def set_wire(self, alpha_seconds: float, seconds_per_byte: float) -> None:
+        """Change the wire for collectives launched from now on; every rank must do so at the same point."""
+        self.spec = replace(self.spec, alpha_seconds=alpha_seconds, seconds_per_byte=seconds_per_byte)
+
+    def close(self) -> None:
+        """Release what the link holds. Not collective; collectives in flight can no longer be waited for."""
+
+
+class EmulatedLink(WireGroup):
+    """A group whose sums go over an emulated wire; other operations, and other reduce operators, use the real group.
+
+    One thread of a process uses it. Every rank makes the same calls in the same order, except for `wait`. Tensors are
+    on the CPU, contiguous, of any dtype, shape and size. A larger tensor than before enlarges the shared memory, which
+    blocks until every rank has launched that collective. Any number may be in flight: when there is no more room, a
+    launch first computes the oldest sums, which blocks until every rank has launched those; their waits still hold
+    until their ends.
+
+    Attributes:
+        waited_seconds: time spent in `wait` since the counters were reset: exposed communication, including the sum
+            and late peers.
+    """
+
+    def __init__(
+        self, group: CommGroup, spec: LinkSpec, *, spin_seconds: float = 200e-6, timeout_seconds: float = 600.0
+    ) -> None:
+        """Set up shared memory between the ranks of `group`, all on one x86 machine (else UserError); collective.
+
+        Args:
+            spin_seconds: how long before its end a wait stops sleeping and polls the clock, and how long it polls for
+                a late peer before it sleeps. It must exceed the overshoot of a sleep (a tenth of a millisecond on
+                Linux), and be short if ranks share a core.
+            timeout_seconds: after which a peer that does not launch counts as lost.
+        """
+        super().__init__(group.ranks, group.rank, group.process_group, spec)
+        self.waited_seconds = 0.0
+        self._spin_ns = round(spin_seconds * 1e9)
+        self._timeout_ns = round(timeout_seconds * 1e9)
+        self._last_number = 0
+        self._wire_free_ns = 0
+        self._without_end: deque[LinkWork] = deque()
+        self._without_sum: deque[LinkWork] = deque()
+        self._board = Board(group) if self.size > 1 else None
+        self._arena = Arena(group, FIRST_TENSOR_BYTES) if self.size > 1 else None
+
+    def reset_counters(self) -> None:
+        """Set `waited_seconds` and `collectives` to zero."""
+        self.waited_seconds, self.collectives = 0.0, 0
+
+    def start_all_reduce(self, tensor: Tensor) -> Work | None:
+        """Start summing `tensor` in place, in its dtype and in rank order; None when this rank is alone.
+
+        Raises ValueError for a tensor that is not on the CPU or not contiguous, and LostPeerError if there is no more
+        room and a peer does not launch the collectives that occupy it.
+        """
+        if self.size == 1:
+            return None
+        # As in torch.distributed, the write is hidden from autograd and from the tensor's version counter.
+        data = tensor.data
+        return self._launch(tensor, lambda parts: _add_up(data.view(-1), parts), self.spec.seconds(tensor.nbytes))
+
+    def start_reduce_scatter(self, tensor: Tensor, into: Tensor | None = None) -> tuple[Tensor, Work | None]:
+        """Start a sum of which each rank gets its rows, in half of an all-reduce's time."""
+        if self.size == 1:
+            return tensor, None
+        rows = tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:]) if into is None else into
+
+        def add_up_own(parts: Sequence[Tensor]) -> None:
+            _add_up(rows.data.view(-1), [part.chunk(self.size)[self.rank] for part in parts])
+
+        return rows, self._launch(tensor, add_up_own, self.spec.seconds(tensor.nbytes) / 2)
+
+    def start_all_gather(self, tensor: Tensor, into: Tensor | None = None) -> tuple[Tensor, Work | None]:
+        """Start joining all ranks' rows, in half of an all-reduce's time for the result."""
+        if self.size == 1:
+            return tensor, None
+        whole = tensor.new_empty(tensor.shape[0] * self.size, *tensor.shape[1:]) if into is None else into
+        seconds = self.spec.seconds(whole.nbytes) / 2
+        return whole, self._launch(tensor, lambda parts: torch.cat(list(parts), out=whole.data.view(-1)), seconds)
+
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """Sum `tensor` in place over the wire and return it; other operators use the real group."""
+        if op != dist.ReduceOp.SUM:
+            return super().all_reduce(tensor, op)
+        work = self.start_all_reduce(tensor)
+        if work is not None:
+            work.wait()
+        return tensor
+
+    def complete(self, work: LinkWork) -> None:
+        """Wait for `work`; the implementation of `LinkWork.wait`."""
+        began = time.monotonic_ns()
+        if work.parts:
+            self._sum(work)
+        left = work.end_ns - time.monotonic_ns()
+        if left > self._spin_ns:
+            time.sleep((left - self._spin_ns) * 1e-9)
+        while time.monotonic_ns() < work.end_ns:
+            pass
+        self.waited_seconds += (time.monotonic_ns() - began) * 1e-9
+
+    def close(self) -> None:
+        self._without_end.clear()
+        self._without_sum.clear()
+        if self._arena is not None:
+            self._arena.close()
+        if self._board is not None:
+            self._board.close()
+        self._board = self._arena = None
+
+    def _launch(self, tensor: Tensor, combine: _Combine, seconds: float) -> LinkWork:
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            raise ValueError(f"expected a contiguous tensor on the CPU, found {tensor.stride()} on {tensor.device}")
+        board, arena = self._memory()
+        num_bytes = tensor.nbytes
+        if not arena.holds(num_bytes):
+            # All ranks replace the arena at the same launch.
+            while self._without_sum:
+                self._sum(self._without_sum[0])
+            # Peers may still read the old arena: each rank unmaps only its own view of it.
+            arena.close()
+            # Powers of two, so that tensors that grow step by step do not cause a replacement at each step.
+            arena = self._arena = Arena(self, 1 << (num_bytes - 1).bit_length())
+        number = self._last_number + 1
+        offset, in_the_way = arena.claim(number, num_bytes)
+        if in_the_way:
+            # Block until no rank reads the bytes any more.
+            while self._without_sum and self._without_sum[0].number <= in_the_way:
+                self._sum(self._without_sum[0])
+            self._await_peers(board.delivered, in_the_way, "summed")
+        parts = arena.views(offset, num_bytes, tensor.dtype)
+        parts[self.rank].copy_(tensor.data.view(-1))
+        wire_ns = round(seconds * 1e9)
+        board.publish(number, Record(time.monotonic_ns(), num_bytes, wire_ns))
+        self._last_number = number
+        self.collectives += 1
+        work = LinkWork(self, number, combine, parts, wire_ns)
+        self._without_end.append(work)
+        self._without_sum.append(work)
+        return work
+
+    def _memory(self) -> tuple[Board, Arena]:
+        if self._board is None or self._arena is None:
+            raise RuntimeError("this emulated link is closed")
+        return self._board, self._arena
+
+    def _sum(self, work: LinkWork) -> None:
+        """Wait for all ranks' contributions, compute the result, and find the end of this and earlier works."""
+        board, _ = self._memory()
+        self._await_peers(board.launched, work.number, "launched")
+        while self._without_end and self._without_end[0].number <= work.number:
+            self._find_end(board, self._without_end.popleft())
+        work.combine(work.parts)
+        work.parts = ()
+        last = 0
+        while self._without_sum and not self._without_sum[0].parts:
+            last = self._without_sum.popleft().number
+        if last:
+            board.publish_delivered(last)
+
+    def _find_end(self, board: Board, work: LinkWork) -> None:
+        """Apply the rule at the top of this file; works come in launch order."""
+        records = board.records(work.number)
+        if len({(record.num_bytes, record.wire_ns) for record in records}) > 1:
+            found = "; ".join(f"rank {r}: {rec.num_bytes} bytes, {rec.wire_ns} ns" for r, rec in enumerate(records))
+            raise RuntimeError(f"the ranks are out of step at all-reduce {work.number} of an emulated link: {found}")
+        begin = max(record.launched_ns for record in records)
+        if self.spec.serial:
+            begin = max(begin, self._wire_free_ns)
+        work.end_ns = self._wire_free_ns = begin + work.wire_ns
+
+    def _await_peers(self, counters: Callable[[], list[int]], number: int, done: str) -> None:
+        """Block until every rank's counter is at least `number`."""
+        began = time.monotonic_ns()
+        while min(counters()) < number:
+            waited = time.monotonic_ns() - began
+            if waited > self._timeout_ns:
+                late = [rank for rank, counter in zip(self.ranks, counters(), strict=True) if counter < number]
+                what = f"all-reduce {number} of an emulated link within {self._timeout_ns * 1e-9:g} s"
+                raise LostPeerError(f"ranks {late} have not {done} {what}")
+            if waited > self._spin_ns:
+                time.sleep(POLL_SECONDS)
+
+
+class NoCommGroup(CommGroup):
+    """A group whose reduces do nothing, with wrong results: a lower bound on the step time with any interconnect."""
+
+    def __init__(self, group: CommGroup) -> None:
+        super().__init__(group.ranks, group.rank, group.process_group)
+
+    def start_all_reduce(self, tensor: Tensor) -> Work | None:
+        """Return None: there is nothing to wait for."""
+
+    def start_reduce_scatter(self, tensor: Tensor, into: Tensor | None = None) -> tuple[Tensor, Work | None]:
+        """Return this rank's rows of its own part."""
+        rows = tensor.chunk(self.size)[self.rank]
+        return rows if into is None else into.copy_(rows), None
+
+    def start_all_gather(self, tensor: Tensor, into: Tensor | None = None) -> tuple[Tensor, Work | None]:
+        """Repeat this rank's rows for every rank."""
+        whole = torch.cat([tensor] * self.size)
+        return whole if into is None else into.copy_(whole), None
+
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """Return `tensor` unchanged."""
+        return tensor
+
+
+def _add_up(output: Tensor, parts: Sequence[Tensor]) -> None:
+    first, second, *others = parts
+    torch.add(first, second, out=output)
+    for part in others:
+        output.add_(part)

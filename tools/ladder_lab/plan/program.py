@@ -1,0 +1,280 @@
+"""`tools/plan.py layouts`: prints a plan as tables, and writes it as JSON and as a picture."""
+
+import importlib.util
+import json
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from ladder_lab.bench.sizes import find_size
+from ladder_lab.cost.hardware import CLUSTERS, Cluster
+from ladder_lab.cost.links import GIGABYTE_PER_SECOND, MICROSECOND
+from ladder_lab.cost.memory import Layout
+from ladder_lab.plan.calibration import apply_calibration, read_calibration
+from ladder_lab.plan.layouts import (
+    PLANNED_WIRINGS,
+    LayoutPlan,
+    PlanRequest,
+    SweepRow,
+    best_of_each_grid,
+    fitting_plans,
+    pays_from,
+    sweep,
+    uncertainty,
+    verdict,
+)
+from ladder_lab.plan.options import LayoutOptions, write_output
+from ladder_lab.wirings import NAMED_WIRINGS
+from megatron_ladder.errors import UserError
+
+GIGABYTE = 1e9
+UNITS: Mapping[str, tuple[str, float]] = {
+    "gpus_per_node": ("gpus_per_node", 1),
+    "gpu_memory_gb": ("memory_bytes", 1e9),
+    "peak_tflops": ("peak_flops", 1e12),
+    "flops_share": ("flops_share", 1),
+    "node_bandwidth_gbs": ("node_bytes_per_second", GIGABYTE_PER_SECOND),
+    "network_latency_us": ("network_seconds", MICROSECOND),
+    "network_bandwidth_gbs": ("network_bytes_per_second", GIGABYTE_PER_SECOND),
+    "contention": ("contention", 1),
+}
+"""Flag -> the attribute of the cluster that it replaces, and the flag's unit."""
+
+
+def print_layouts(options: LayoutOptions) -> None:
+    """Print the plan and write the files that the options name; raise UserError if nothing fits."""
+    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise UserError("--plot: matplotlib is not installed: pip install matplotlib")
+    model, cluster = find_size(options.model), _cluster_of(options)
+    wirings = tuple(wiring for wiring in PLANNED_WIRINGS if wiring in options.wirings)
+    muon = options.optimizer == "muon"
+    request = PlanRequest(model, cluster, options.gpus, options.global_batch_size, options.seq_length, wirings, muon)
+    plans = fitting_plans(request)
+    if not plans:
+        raise UserError(
+            f"--gpus {options.gpus}: no layout of {options.model} fits {cluster.memory_bytes / 1e9:.0f} GB a "
+            f"GPU and divides --global-batch-size {options.global_batch_size} evenly: give more GPUs, or a batch size "
+            "with more divisors"
+        )
+    print(f"{options.model}, " + _report_text(request, plans, options.top), flush=True)
+    if options.json is not None:
+        write_output(options.json, _report_json(request, plans))
+    layout = _tensor_parallel_layout(plans)
+    if options.plot is not None and layout is not None:
+        _plot_sweep(request, layout, options.plot)
+
+
+def _cluster_of(options: LayoutOptions) -> Cluster:
+    """Return the preset, with the measurements of a calibration, and with the figures of the flags on top."""
+    cluster = CLUSTERS[options.cluster]
+    if options.calibration is not None:
+        cluster = apply_calibration(cluster, read_calibration(options.calibration), str(options.calibration))
+    changed: dict[str, Any] = {}
+    sources = dict(cluster.sources)
+    for name, (field, unit) in UNITS.items():
+        value = getattr(options, name)
+        if value is not None:
+            changed[field] = value * unit if unit != 1 else value
+            sources[field] = "command line"
+    if options.node_latency_us is not None:
+        changed |= {"node_base_seconds": options.node_latency_us * MICROSECOND, "node_rank_seconds": 0.0}
+        sources |= {"node_base_seconds": "command line", "node_rank_seconds": "command line"}
+    return replace(cluster, sources=sources, **changed)
+
+
+def _describe_layout(layout: Layout) -> str:
+    ranks = f"TP {layout.tensor} PP {layout.pipeline} DP {layout.data} ZeRO {layout.zero}"
+    parts = [ranks, f"micro-batch {layout.micro_batch}"]
+    parts += ["recompute"] * layout.recompute + ["sequence-parallel"] * layout.sequence_parallel
+    # Without commas, which separate the layouts of a tie.
+    return " ".join(parts)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    texts = ["| " + " | ".join(map(str, cells)) + " |" for cells in (head, *rows)]
+    return "\n".join([texts[0], "|---" * len(head) + "|", *texts[1:]])
+
+
+def _plan_cells(request: PlanRequest, plan: LayoutPlan) -> list[object]:
+    layout, memory, time = plan.layout, plan.memory, plan.time
+    uncertain = uncertainty(request.cluster, layout)
+    parts = [memory.weights, memory.gradients, memory.optimizer, memory.activations]
+    gigabytes = " + ".join(f"{part / GIGABYTE:.1f}" for part in parts)
+    seconds = " + ".join(f"{part:.2f}" for part in (time.compute, time.exposed_tensor, time.bubble, time.exposed_data))
+    return [
+        layout.tensor,
+        layout.pipeline,
+        layout.data,
+        layout.zero,
+        layout.micro_batch,
+        "yes" if layout.recompute else "no",
+        "yes" if layout.sequence_parallel else "no",
+        plan.wiring,
+        f"{memory.total / GIGABYTE:.1f} = {gigabytes}",
+        f"{_range(time.total, uncertain, '.2f')} = {seconds}",
+        _range(100 * plan.utilisation, uncertain, ".0f") + " %",
+    ]
+
+
+def _range(value: float, uncertain: float, form: str) -> str:
+    if uncertain == 0.0:
+        return f"{value:{form}}"
+    return f"{value * (1 - uncertain):{form}} to {value * (1 + uncertain):{form}}"
+
+
+def _layouts_verdict(plans: Sequence[LayoutPlan]) -> str:
+    named = [(_describe_layout(plan.layout), plan.time.total) for plan in best_of_each_grid(plans)]
+    return f"Layout: {verdict(named)}"
+
+
+def _tensor_parallel_layout(plans: Sequence[LayoutPlan]) -> Layout | None:
+    """Return the layout of the fastest plan with tensor parallelism, the only kind in which wirings differ."""
+    return next((plan.layout for plan in plans if plan.layout.tensor > 1), None)
+
+
+def _sweep_table(rows: Sequence[SweepRow]) -> str:
+    """Return speed-ups over the standard wiring, from fast to slow interconnects."""
+    wirings, lines = list(rows[0].seconds), []
+    for row in rows:
+        interconnect = f"{1e6 * row.reduce_seconds:.0f} us" + (" (this cluster)" if row.factor == 1.0 else "")
+        lines.append([interconnect, *(f"{row.speed_up(wiring):.2f}" for wiring in wirings), row.winner])
+    return _table(["all-reduce", *wirings, "fastest"], lines)
+
+
+def _training_words(request: PlanRequest, plan: LayoutPlan) -> list[str]:
+    """Return the flags of pretrain_ladder.py for a plan: its model, layout and batch, without data and schedule."""
+    layout = plan.layout
+    words = NAMED_WIRINGS[plan.wiring].of(request.model, layout.tensor).to_words()
+    for name, value, default in (
+        ("--tensor-model-parallel-size", layout.tensor, 1),
+        ("--pipeline-model-parallel-size", layout.pipeline, 1),
+        ("--zero-stage", layout.zero, None),
+        ("--seq-length", request.sequence, None),
+        ("--micro-batch-size", layout.micro_batch, None),
+        ("--global-batch-size", request.global_batch, None),
+    ):
+        words += [name, str(value)] if value != default else []
+    words += ["--sequence-parallel"] * layout.sequence_parallel
+    words += ["--recompute-granularity", "full"] * layout.recompute
+    words += ["--optimizer", "muon"] * layout.muon
+    return [*words, "--bf16"]
+
+
+def _command(request: PlanRequest, plan: LayoutPlan) -> str:
+    per_node = request.cluster.gpus_per_node
+    launcher = f"--num_gpus {request.gpus}" if request.gpus <= per_node else "--hostfile HOSTS"
+    lines, line = [], f"deepspeed --quiet {launcher} pretrain_ladder.py"
+    for word in map(shlex.quote, _training_words(request, plan)):
+        if word.startswith("--") and len(line) + len(word) > 90:
+            lines.append(line + " \\")
+            line = "   "
+        line += " " + word
+    return "\n".join([*lines, line])
+
+
+def _borders_table(request: PlanRequest, plans: Sequence[LayoutPlan]) -> str:
+    """Return a table of where each wiring begins to pay, in the fastest layout of every tensor-parallel size."""
+    late = [wiring for wiring in request.wirings if wiring != "standard"]
+    layouts: dict[int, Layout] = {}
+    for plan in plans:
+        layouts.setdefault(plan.layout.tensor, plan.layout)
+    rows = []
+    for layout in layouts.values():
+        if layout.tensor > 1:
+            (here,) = sweep(request, layout, (1.0,))
+            borders = [pays_from(request, layout, wiring) for wiring in late]
+            texts = ["never" if s is None else f"{1e6 * s:.0f} us" if s else "always" for s in borders]
+            us = f"{1e6 * here.reduce_seconds:.0f} us"
+            rows.append([layout.tensor, layout.micro_batch, us, *texts, here.winner])
+    return _table(["TP", "micro-batch", "all-reduce here", *late, "fastest here"], rows)
+
+
+def _report_text(request: PlanRequest, plans: Sequence[LayoutPlan], top: int) -> str:
+    cluster = request.cluster
+    calibrated = "measured on this machine" if cluster.calibrated else "not measured here, so times are ranges"
+    head = [
+        "TP",
+        "PP",
+        "DP",
+        "ZeRO",
+        "micro-batch",
+        "recompute",
+        "seq. par.",
+        "wiring",
+        "GB: weights + gradients + optimizer + activations",
+        "step s: compute + TP + PP + DP",
+        "MFU",
+    ]
+    parts = [
+        f"{request.gpus} GPUs of {cluster.name}, {request.global_batch} samples of {request.sequence} tokens per "
+        f"step, bf16; figures {calibrated}.",
+        _table(head, [_plan_cells(request, plan) for plan in best_of_each_grid(plans)[:top]]),
+        _layouts_verdict(plans),
+        "Command of the first row; add --train-iters, --lr, the data and --save:",
+        _command(request, plans[0]),
+    ]
+    layout = _tensor_parallel_layout(plans)
+    if layout is not None:
+        parts += [
+            f"Wirings of {_describe_layout(layout)}, as speed-ups over standard; the fastest by more than 3 %, or a "
+            "tie:",
+            _sweep_table(sweep(request, layout)),
+            "Time of an all-reduce above which a wiring is faster than standard by more than 3 %:",
+            _borders_table(request, plans),
+        ]
+    sources = "\n".join(f"  {name}: {source}" for name, source in cluster.sources.items())
+    parts.append(f"Figures of {cluster.name}:\n{sources}")
+    return "\n\n".join(parts)
+
+
+def _report_json(request: PlanRequest, plans: Sequence[LayoutPlan]) -> str:
+    """Return all plans, fastest first, and the sweep as JSON."""
+    layout = _tensor_parallel_layout(plans)
+    rows = [] if layout is None else sweep(request, layout)
+    interconnects = [{**asdict(row), "fastest": row.winner} for row in rows]
+    report: dict[str, Any] = {
+        "cluster": asdict(request.cluster),
+        "gpus": request.gpus,
+        "global_batch": request.global_batch,
+        "sequence": request.sequence,
+        "verdict": _layouts_verdict(plans),
+        "command": _command(request, plans[0]),
+        "layouts": [
+            {
+                **asdict(plan.layout),
+                "wiring": plan.wiring,
+                "memory_bytes": {**asdict(plan.memory), "total": plan.memory.total},
+                "step_seconds": {**asdict(plan.time), "total": plan.time.total},
+                "relative_uncertainty": uncertainty(request.cluster, plan.layout),
+                "model_flop_utilisation": plan.utilisation,
+            }
+            for plan in plans
+        ],
+        "interconnects": {"layout": None if layout is None else asdict(layout), "rows": interconnects},
+    }
+    return json.dumps(report, indent=1) + "\n"
+
+
+def _plot_sweep(request: PlanRequest, layout: Layout, path: Path) -> None:
+    """Write a PNG of the wirings' speed-ups over the time of an all-reduce; requires matplotlib."""
+    # Imported here because matplotlib is part of the extra [plot] and slow to import.
+    from matplotlib.figure import Figure
+
+    rows = sweep(request, layout, [2 ** (exponent / 4) for exponent in range(-16, 17)])
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    times = [1e6 * row.reduce_seconds for row in rows]
+    for wiring in rows[0].seconds:
+        axes.plot(times, [row.speed_up(wiring) for row in rows], label=wiring)
+    here = next(1e6 * row.reduce_seconds for row in rows if row.factor == 1.0)
+    axes.axvline(here, color="0.5", linestyle=":", label=request.cluster.name)
+    axes.set_xscale("log")
+    axes.set_xlabel("time of one all-reduce (us)")
+    axes.set_ylabel("predicted speed-up over the standard wiring")
+    axes.set_title(_describe_layout(layout))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png", dpi=120)
