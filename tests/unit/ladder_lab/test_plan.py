@@ -25,13 +25,17 @@ HEADER = "model,p2p,tensor_parallel,batch,wiring,prefill_seconds,decode_511_toke
 def test_a_thousand_gpus_without_torch(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     script = (
-        "import resource, sys; from tools.plan import main; main(sys.argv[1:]);"
+        "import resource, sys; from plan import main; main(sys.argv[1:]);"
         "used = resource.getrusage(resource.RUSAGE_SELF);"
         "print(used.ru_utime + used.ru_stime, 'torch' in sys.modules, file=sys.stderr)"
     )
     arguments = "--model llama-70b --gpus 1024 --global-batch-size 1024 --json".split()
     done = subprocess.run(
-        [sys.executable, "-c", script, *arguments, str(out)], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", script, *arguments, str(out)],
+        cwd=ROOT / "tools",
+        capture_output=True,
+        text=True,
+        check=True,
     )
     seconds, torch_is_there = done.stderr.split()
     assert torch_is_there == "False"
