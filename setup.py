@@ -33,7 +33,6 @@ DATA = [
 # Comparison of logits after conversions, and the example that adapts a Llama model.
 HF = ["transformers>=5.0,<6"]
 WANDB = ["wandb>=0.20,<1"]
-MLFLOW = ["mlflow-skinny>=3,<4"]
 # To run evaluation tasks on the generation engine.
 EVAL = ["lm-eval[hf]>=0.4.13,<0.5"]
 # To fit the planner's model to measurements, and for statistics of studies.
@@ -47,7 +46,6 @@ TEST = [
     *DATA,
     *HF,
     *LAB,
-    *MLFLOW,
     *PLOT,
     *WANDB,
 ]
@@ -79,7 +77,6 @@ setup(
         "eval": EVAL,
         "hf": HF,
         "lab": LAB,
-        "mlflow": MLFLOW,
         "plot": PLOT,
         "test": TEST,
         "wandb": WANDB,

@@ -7,7 +7,7 @@
 Trains standard models of two sizes on Python's standard library, at 20 tokens per parameter, with the learning rate
 tuned over the whole run at the smaller size. Measures the sensitivity of their layers, and turns the upper half, the
 cheapest half, or all of them into ladder layers. Each of these models is healed for 1, 3 and 10 % of the training (all
-layers: 10 %) by plain training, distillation from the standard model, annealed staleness, or both, and compared with
+layers: 10 %) by plain training, or distillation from the standard model, and compared with
 the standard model that is trained for as long. The method `own` converts to ladder layers with own partials in two
 lanes, exchanges heads and neurons such that those which affect each other share a lane, and then trains plainly.
 
@@ -55,7 +55,7 @@ SHARES = (0.1, 0.3, 0.9)
 SEEDS = (1, 2, 3)
 CONTROL, UPPER, CHEAPEST, ALL = "control", "upper", "cheapest", "all"
 PLAIN, OWN = "plain", "own"
-SELECTIONS, METHODS, PERCENTS = (UPPER, CHEAPEST, ALL), (PLAIN, "distill", "anneal", "both", OWN), (1, 3, 10)
+SELECTIONS, METHODS, PERCENTS = (UPPER, CHEAPEST, ALL), (PLAIN, "distill", OWN), (1, 3, 10)
 TIMED_METHODS = tuple(method for method in METHODS if method != OWN)
 """One process computes the lanes of several ranks one after another, which takes longer than on as many ranks."""
 LANES = 2
@@ -288,10 +288,8 @@ class Study:
         words += ["--load", source, "--finetune"]
         if run.percent == 0:
             words.append("--skip-train")
-        elif run.method in ("distill", "both"):
+        elif run.method == "distill":
             words += ["--distill-from", standard]
-        if run.percent > 0 and run.method in ("anneal", "both"):
-            words += ["--anneal-staleness", math.ceil(steps / 2)]
         save, rate = self._folder / name, run.share * model.rate
         result = self._trained(name, save, model.size, steps, rate, model.seed + HEALING_SEED, *words)
         shutil.rmtree(save)

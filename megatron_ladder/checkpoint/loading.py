@@ -150,7 +150,6 @@ def _load_state(
     raise_on_all_ranks(world, errors.messages)
     if optimizer:
         state.set_steps_taken(int(counters["steps_taken"]))
-        state.set_loss_scaler(counters.get("loss_scaler", {}))
     state.copy_masters_to_weights()
     for name, generator_state in restored.items():
         restore = torch.cuda.set_rng_state if name.endswith(".cuda") else torch.set_rng_state

@@ -61,7 +61,7 @@ _OTHER_KEYS: dict[str, Any] = {
     "tokenizer": {"type": (str,), "sha256": (str,)},
     "hugging_face": {},
     "guard": {"bad_in_a_row": (int,), "losses": [(int, float)]},
-    "optimizer": {"steps_taken": (int,), "loss_scaler": {}},
+    "optimizer": {"steps_taken": (int,)},
     "data_streams": [{}],
     "versions": {},
 }

@@ -3,7 +3,7 @@
 `engine/state.py` implements it for DeepSpeed. Checkpoints read and write the state span by span, without communication.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -59,12 +59,6 @@ class OptimizerState(Protocol):
 
     def set_steps_taken(self, steps: int) -> None:
         """Set the number of steps, which AdamW needs for its bias correction."""
-
-    def loss_scaler(self) -> dict[str, float]:
-        """Return the state of fp16's dynamic loss scaling; empty if the scale is constant."""
-
-    def set_loss_scaler(self, stored: Mapping[str, float]) -> None:
-        """Restore the state of dynamic loss scaling, if this run uses it."""
 
     def copy_masters_to_weights(self) -> None:
         """Update the model's weights from masters that were overwritten; every rank must call it."""

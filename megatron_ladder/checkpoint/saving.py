@@ -201,7 +201,7 @@ class TrainingSave:
         pairs = _record_state(writer, spans, values, options.host)
         for name, generator_state in generator_states(world.rank).items():
             writer.add(name, "rng", tuple(generator_state.shape), (0,), generator_state)
-        whole = {**header, "optimizer": {"steps_taken": state.steps_taken(), "loss_scaler": state.loss_scaler()}}
+        whole = {**header, "optimizer": {"steps_taken": state.steps_taken()}}
         return TrainingSave(directory, iteration, total_bytes, save, whole, writer, pairs, add_files, options, notes)
 
     def write(self, gather: Gather) -> SaveOutcome | None:

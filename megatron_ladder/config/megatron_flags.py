@@ -43,7 +43,10 @@ _REFUSED_BY_REASON = {
     "use --tensor-model-parallel-size, and --recompute-granularity full for long sequences": (
         "--cp-comm-type --force-ds-sequence-parallel"
     ),
-    "use --bf16": "--fp8-format --fp8-hybrid --fp8-margin --fp8-recipe",
+    "use --bf16": (
+        "--fp16 --loss-scale --initial-loss-scale --min-loss-scale --loss-scale-window --hysteresis "
+        "--fp8-format --fp8-hybrid --fp8-margin --fp8-recipe"
+    ),
     "each stage holds one contiguous range of layers; leave the flag out": (
         "--num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank"
     ),

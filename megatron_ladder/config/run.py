@@ -1,6 +1,5 @@
 """The configuration of one run: parses its flags, derives open values, and checks their combinations."""
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -8,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, resolve_model, tensor_parallel_errors
-from megatron_ladder.blueprint.wiring import WIRINGS
 from megatron_ladder.command_line import is_flag, parse_command_line
-from megatron_ladder.config.annealing import TOGETHER, lateness_at, read_order
 from megatron_ladder.config.data import CheckpointConfig, DataConfig
 from megatron_ladder.config.file import NOT_IN_FILES, FileFlags, flag_values, read_config_file
 from megatron_ladder.config.megatron_flags import take_megatron_flags
@@ -111,7 +108,7 @@ class RunConfig(_Sections):
         stage = self.parallel.zero_stage
         # On one rank ZeRO 2 shards nothing more.
         has_stage = stage == "1" or (stage == "2" and self.data_parallel_size == 1)
-        return has_stage and self.parallel.offload_optimizer == "none" and not self.training.fp16
+        return has_stage and self.parallel.offload_optimizer == "none"
 
     @property
     def loads_only_weights(self) -> bool:
@@ -139,15 +136,6 @@ class RunConfig(_Sections):
             return 0
         layers = self.training.recompute_num_layers
         return self.model.num_layers if layers is None else layers
-
-    def lateness(self, iteration: int) -> dict[int, float]:
-        """Return the lateness of every late layer in a step, from 0 to 1; empty without --anneal-staleness."""
-        training, layers = self.training, self.model.ladder_layers
-        if training.anneal_staleness is None:
-            return {}
-        order = training.convert_schedule
-        groups = [layers] if order == TOGETHER else [(int(layer),) for layer in order.split(",")]
-        return lateness_at(iteration, training.anneal_staleness, training.anneal_schedule, groups)
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-compatible values, which are recorded in checkpoints and TensorBoard."""
@@ -228,7 +216,6 @@ def _resolve(flags: RunFlags, vocab_size: int, world_size: int, errors: list[str
         if name in flags.given and model.rope_scaling != "llama3" and getattr(model, name) != getattr(ModelFlags, name)
     ]
     errors += _training_errors(training, flags.optimizer, model)
-    training = _read_annealing(training, flags.model, model, errors)
     errors += _layout_errors(flags, model)
     errors += _engine_errors(training, flags.optimizer, parallel)
     errors += _profile_errors(flags.profile, training.train_iters, world_size, flags.logging)
@@ -256,7 +243,7 @@ def _resolve(flags: RunFlags, vocab_size: int, world_size: int, errors: list[str
             f"--pipeline-model-parallel-size {stages})"
         )
     return RunConfig(
-        **{name: getattr(flags, name) for name in _SECTION_TYPES} | {"model": model, "training": training},
+        **{name: getattr(flags, name) for name in _SECTION_TYPES} | {"model": model},
         world_size=world_size,
         data_parallel_size=data_parallel,
         global_batch_size=global_batch_size,
@@ -278,14 +265,6 @@ def _training_errors(training: TrainingConfig, optimizer: OptimizerConfig, model
     decays = optimizer.lr_decay_style != "constant"
     if decays and optimizer.lr_warmup_iters and optimizer.lr_warmup_iters >= decay_iters > 0:
         yield f"--lr-warmup-iters {optimizer.lr_warmup_iters} leaves no step of {end} for the decay"
-    if training.fp16:
-        scale, is_dynamic = training.initial_loss_scale, training.loss_scale is None
-        if is_dynamic and (scale < 1 or not math.log2(scale).is_integer()):
-            yield f"--initial-loss-scale {scale:g}: expected a power of two, 1 or more"
-        elif not training.min_loss_scale.is_integer():
-            yield f"--min-loss-scale {training.min_loss_scale:g}: expected a whole number"
-        elif is_dynamic and training.min_loss_scale > scale:
-            yield f"--min-loss-scale {training.min_loss_scale:g} is above --initial-loss-scale {scale:g}"
     if training.compile_sub_blocks == "true" and training.norm_implementation == "apex":
         yield "--compile-sub-blocks compiles torch's norm: leave out --norm-implementation apex or --compile-sub-blocks"
     if training.recompute_granularity == "selective":
@@ -295,41 +274,6 @@ def _training_errors(training: TrainingConfig, optimizer: OptimizerConfig, model
         )
     if training.recompute_num_layers is not None and training.recompute_num_layers > model.num_layers > 0:
         yield f"--recompute-num-layers {training.recompute_num_layers} is above --num-layers {model.num_layers}"
-
-
-def _read_annealing(
-    training: TrainingConfig, flags: ModelFlags, model: ModelConfig, errors: list[str]
-) -> TrainingConfig:
-    """Return --convert-schedule with the order of a file written out; `errors` receives errors of the annealing."""
-    iters = training.anneal_staleness
-    if iters is None:
-        return training
-    if not model.ladder_layers:
-        if "--ladder-layers" in faulty_flags(errors):
-            return training
-        late = " or ".join(name for name, wiring in WIRINGS.items() if wiring.late)
-        which = "" if flags.ladder_layers is None else f" and --ladder-layers {flags.ladder_layers}"
-        errors.append(
-            f"--anneal-staleness {iters} has no meaning with --residual-mode {flags.residual_mode}{which}, where no "
-            f"layer reads the stream late: give --residual-mode {late} with late layers, or leave it out"
-        )
-        return training
-    if model.lanes:
-        errors.append(
-            f"--anneal-staleness {iters} with --lanes {model.lanes} is not supported: the complete outputs that "
-            "annealing adds already contain the lane's own parts: leave one of them out"
-        )
-    if iters > training.train_iters:
-        errors.append(
-            f"--anneal-staleness {iters} is above --train-iters {training.train_iters}, so that the model would end "
-            "between two wirings: lower it, or train longer"
-        )
-    found, order = ErrorCollector(), training.convert_schedule
-    if order != TOGETHER:
-        with found.collect():
-            order = ",".join(map(str, read_order(order, model)))
-        errors += found.messages
-    return replace(training, convert_schedule=order)
 
 
 def _layout_errors(flags: RunFlags, model: ModelConfig) -> Iterator[str]:
@@ -368,19 +312,14 @@ def _layout_errors(flags: RunFlags, model: ModelConfig) -> Iterator[str]:
 def _engine_errors(training: TrainingConfig, optimizer: OptimizerConfig, parallel: ParallelConfig) -> Iterator[str]:
     """Reject combinations of precision, ZeRO stage and offloading that DeepSpeed does not support or gets wrong."""
     stage, offloads = parallel.zero_stage, parallel.offload_optimizer != "none"
-    if (training.bf16 or training.fp16) and stage == "0":
-        yield (
-            f"{'--bf16' if training.bf16 else '--fp16'} needs --zero-stage 1, 2 or 3: only those optimizers keep fp32 "
-            "master weights and gradients"
-        )
+    if training.bf16 and stage == "0":
+        yield "--bf16 needs --zero-stage 1, 2 or 3: only those optimizers keep fp32 master weights and gradients"
     if parallel.pipeline_model_parallel_size > 1:
         if stage in ("2", "3"):
             yield (
                 f"--zero-stage {stage} with --pipeline-model-parallel-size {parallel.pipeline_model_parallel_size}: "
                 "a stage needs whole gradients over all its micro-batches, so use --zero-stage 0 or 1"
             )
-        if training.fp16:
-            yield "--fp16 with --pipeline-model-parallel-size is not supported: use --bf16"
         if offloads:
             yield "--offload-optimizer cpu with --pipeline-model-parallel-size is not supported: leave it out"
     if offloads and stage == "0":
@@ -397,9 +336,6 @@ def _engine_errors(training: TrainingConfig, optimizer: OptimizerConfig, paralle
         if stage == "3":
             # ZeRO-3 updates its sub-groups one by one, and apex counts each update of a group as a step.
             yield "--optimizer-implementation apex miscounts steps with --zero-stage 3: use torch"
-    if training.fp16 and offloads and stage != "3":
-        # Non-finite values stay in its buffers after an overflow, so every later step overflows too.
-        yield "--fp16 with --offload-optimizer cpu does not recover from overflows below --zero-stage 3: use --bf16"
 
 
 def _profile_errors(profile: ProfileConfig, train_iters: int, world_size: int, logging: LoggingConfig) -> Iterator[str]:

@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from megatron_ladder.config.annealing import TOGETHER, AnnealSchedule
 from megatron_ladder.flags import flag
 
 
@@ -25,21 +24,8 @@ class TrainingConfig:
     """Samples per optimizer step. It must be a multiple of micro-batch size x data-parallel size, which is the
     default; the quotient is the number of gradient accumulation steps."""
     bf16: bool = False
-    """Compute in bfloat16, with fp32 master weights and fp32 gradient accumulation. Without --bf16 and --fp16,
+    """Compute in bfloat16, with fp32 master weights and fp32 gradient accumulation. Without it,
     everything is fp32."""
-    fp16: bool = flag(False, excludes="--bf16")
-    """Compute in float16, with fp32 master weights, fp32 gradient accumulation and loss scaling. A step whose gradient
-    overflows is skipped, and the loss scale is lowered."""
-    loss_scale: float | None = flag(None, above=0, requires="--fp16")
-    """Constant loss scale for --fp16; an overflow then ends the run. By default the loss scale is dynamic."""
-    initial_loss_scale: float = flag(65536.0, requires="--fp16", excludes="--loss-scale")
-    """Initial dynamic loss scale for --fp16; must be a power of two."""
-    min_loss_scale: float = flag(1.0, above=0, requires="--fp16", excludes="--loss-scale")
-    """Lowest dynamic loss scale for --fp16; an overflow at this scale ends the run."""
-    loss_scale_window: int = flag(1000, minimum=1, requires="--fp16", excludes="--loss-scale")
-    """Steps without overflow after which --fp16 doubles the loss scale."""
-    hysteresis: int = flag(2, minimum=1, requires="--fp16", excludes="--loss-scale")
-    """Overflows that --fp16 tolerates before it halves the loss scale."""
     z_loss_coeff: float = flag(0.0, minimum=0)
     """Coefficient of the z-loss, the squared log of the softmax's normaliser at each target token, which keeps logits
     from drifting; PaLM uses 1e-4. It is reported separately: losses do not contain it."""
@@ -69,16 +55,6 @@ class TrainingConfig:
     installed, unless --norm-implementation apex is given. Without a value: true."""
     deterministic_mode: bool = False
     """Use only deterministic CUDA kernels."""
-    anneal_staleness: int | None = flag(None, minimum=1, excludes=("--pipeline-model-parallel-size",))
-    """Steps over which the late sub-blocks of a model that was trained as a standard model become late. The first step
-    computes the standard model; from step N + 1 on, the model has its wiring. Until then no all-reduce overlaps with
-    computation. Not with pipeline stages, because each sub-block needs outputs that cross cuts unreduced."""
-    anneal_schedule: AnnealSchedule = flag("linear", requires="--anneal-staleness")
-    """How the lateness rises from 0 to 1 over the steps of a layer."""
-    convert_schedule: str = flag(TOGETHER, requires="--anneal-staleness")
-    """Order in which layers become late. together: all over all steps of --anneal-staleness. Layers such as 11,3,7: one
-    after another, each in an equal part of the steps. @FILE: the list of layers of the key order in a JSON file. The
-    order must contain all late layers; other layers are skipped."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +128,7 @@ class ParallelConfig:
     is not divisible. parameters: minimise the parameters of the largest stage, counting embedding and output head."""
     zero_stage: Literal["0", "1", "2", "3"] = "1"
     """State that ZeRO shards over the data-parallel ranks. 0: nothing; 1: optimizer state; 2: also gradients; 3: also
-    weights. --bf16 and --fp16 need at least 1; pipeline parallelism allows at most 1."""
+    weights. --bf16 needs at least 1; pipeline parallelism allows at most 1."""
     offload_optimizer: Literal["none", "cpu"] = "none"
     """cpu: keep optimizer state and fp32 master weights in host memory, and update them there."""
     tp_overlap: bool = True
@@ -184,7 +160,7 @@ class LoggingConfig:
     """Logging and evaluation."""
 
     log_interval: int = flag(10, minimum=1)
-    """Steps between log lines on the console and points in the trackers."""
+    """Steps between log lines on the console and points in --tensorboard-dir."""
     eval_interval: int = flag(1000, minimum=1)
     """Steps between evaluations."""
     eval_iters: int = flag(100, minimum=0)
@@ -203,16 +179,13 @@ class LoggingConfig:
     """Do not train or save: evaluate the model from --load and exit. The results are recorded in --save."""
     tensorboard_dir: Path | None = None
     """Directory for TensorBoard event files."""
-    wandb_project: str | None = None
-    """Project of Weights & Biases that receives the curves. Needs the package wandb, whose environment variables apply:
-    WANDB_MODE=offline writes files for `wandb sync`. A resumed run continues its curves."""
+    wandb_project: str | None = flag(None, requires="--tensorboard-dir")
+    """Project of Weights & Biases to which the package wandb sends the curves of --tensorboard-dir. Its environment
+    variables apply: WANDB_MODE=offline writes files for `wandb sync`, WANDB_RUN_ID continues the curves of a run."""
     wandb_exp_name: str | None = flag(None, requires="--wandb-project")
     """Name of the run in --wandb-project."""
     wandb_save_dir: Path | None = flag(None, requires="--wandb-project")
     """Directory for the files of wandb; --save by default."""
-    mlflow_experiment: str | None = None
-    """Experiment of MLflow that receives the curves, at the address MLFLOW_TRACKING_URI. Needs the package
-    mlflow-skinny or mlflow. A resumed run continues its curves."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from megatron_ladder.engine.engine import Engine, UnpipelinedEngine
 from megatron_ladder.engine.muon import MuonWithAdamW
 from megatron_ladder.engine.optimizer import build_optimizer, parameter_groups
 from megatron_ladder.engine.sharded import ShardedOptimizer
-from megatron_ladder.errors import UserError
 from megatron_ladder.model.language_model import Distillation, LanguageModel
 from megatron_ladder.model.operations import Operations, select_operations
 from megatron_ladder.model.stack import StackOptions
@@ -88,7 +87,7 @@ def partition(run: RunConfig) -> list[range]:
 
 def compute_dtype(run: RunConfig) -> torch.dtype:
     """Return the precision in which a run computes."""
-    return torch.bfloat16 if run.training.bf16 else torch.float16 if run.training.fp16 else torch.float32
+    return torch.bfloat16 if run.training.bf16 else torch.float32
 
 
 def build_model(
@@ -140,37 +139,27 @@ def build_model(
 def build_engine(
     run: RunConfig, model: LanguageModel, config: dict[str, Any], mesh: ProcessMesh, device: torch.device
 ) -> tuple[Engine, str]:
-    """Return the engine and a description of its optimizer; raises UserError for an invalid setting or missing apex."""
-    # Imported late, because DeepSpeed must not be imported before the process group exists.
-    import pydantic
-    from deepspeed.runtime.config import DeepSpeedConfigError
-
+    """Return the engine and a description of its optimizer; raises UserError for missing apex."""
     kind: type[Engine] = UnpipelinedEngine
     if mesh.pipeline.size > 1:
+        # Imported late, because DeepSpeed must not be imported before the process group exists.
         from megatron_ladder.engine.pipeline import PipelinedEngine
 
         kind = PipelinedEngine
     parallel, groups = run.parallel, parameter_groups(model, run.optimizer)
     offload, apex_counts_steps = parallel.offload_optimizer == "cpu", parallel.zero_stage != "3"
-    muon_dtype = torch.bfloat16 if run.training.bf16 or run.training.fp16 else torch.float32
     sharded = None
     if run.shards_optimizer:
-        dtype = torch.bfloat16 if run.training.bf16 else torch.float32
-        sharded = ShardedOptimizer(model, groups, mesh, dtype, config["zero_optimization"]["reduce_bucket_size"])
+        sharded = ShardedOptimizer(
+            model, groups, mesh, compute_dtype(run), config["zero_optimization"]["reduce_bucket_size"]
+        )
         groups = sharded.groups
-    optimizer, description = build_optimizer(groups, run.optimizer, device, offload, apex_counts_steps, muon_dtype)
+    optimizer, description = build_optimizer(
+        groups, run.optimizer, device, offload, apex_counts_steps, compute_dtype(run)
+    )
     if sharded is not None:
         sharded.optimizer = optimizer
-    try:
-        engine = kind(model, sharded or optimizer, config, mesh, device)
-    except (pydantic.ValidationError, DeepSpeedConfigError) as error:
-        if parallel.deepspeed_config is None:
-            raise
-        problem = str(error)
-        if isinstance(error, pydantic.ValidationError):
-            found = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
-            problem = f"{error.title}: {'; '.join(found)}"
-        raise UserError(f"--deepspeed_config {parallel.deepspeed_config}: {problem}") from error
+    engine = kind(model, sharded or optimizer, config, mesh, device)
     if isinstance(optimizer, MuonWithAdamW):
         optimizer.distribute(engine.state.spans(), mesh.world)
     return engine, description

@@ -32,9 +32,6 @@ class _MetaAccelerator(CPU_Accelerator):  # type: ignore[misc]
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         return tensor.is_meta
 
-    def is_fp16_supported(self) -> bool:
-        return True
-
     def available_memory(self, device_index: int | None = None) -> int:
         # Of the host it would be too little, and DeepSpeed would use host memory instead.
         return sys.maxsize

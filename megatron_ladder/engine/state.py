@@ -21,9 +21,6 @@ from megatron_ladder.engine.gradients import GradientPiece
 from megatron_ladder.engine.muon import MOMENTUM, ORTHOGONAL
 from megatron_ladder.parallel.layout import parameter_sections
 
-_LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""State of DeepSpeed's dynamic loss scaler."""
-
 
 class EngineState(OptimizerState, ABC):
     """The state of one engine's optimizer."""
@@ -43,7 +40,7 @@ class EngineState(OptimizerState, ABC):
         """Iterate over the gradients of `spans` in the storage that the next step reads, before that step."""
 
     def gradient_pieces(self) -> list[GradientPiece]:
-        """Return the gradient that this rank holds, reduced over data-parallel ranks, times `loss_scale`."""
+        """Return the gradient that this rank holds, reduced over data-parallel ranks."""
         if self._is_offloaded:
             from deepspeed.accelerator import get_accelerator
 
@@ -95,29 +92,6 @@ class EngineState(OptimizerState, ABC):
         optimizer = self._engine.optimizer
         return any(getattr(optimizer, name, False) for name in ("cpu_offload", "offload_optimizer"))
 
-    @property
-    def loss_scale(self) -> float:
-        """The factor of the loss, and so of every gradient until the step; 1 except in fp16."""
-        return float(self._engine.optimizer.loss_scale) if self._engine.fp16_enabled() else 1.0
-
-    def can_lower_loss_scale(self) -> bool:
-        """Return whether a lower loss scale may prevent a gradient that is not finite."""
-        scaler: Any = getattr(self._engine.optimizer, "loss_scaler", None)
-        return bool(getattr(scaler, "dynamic", False)) and self.loss_scale > scaler.min_scale
-
-    def overflowed(self) -> bool:
-        """Return whether DeepSpeed skipped the last step because a scaled fp16 gradient was not finite."""
-        return self._engine.fp16_enabled() and bool(self._engine.optimizer.overflow)
-
-    def loss_scaler(self) -> dict[str, float]:
-        scaler = getattr(self._engine.optimizer, "loss_scaler", None)
-        return {name: getattr(scaler, name) for name in _LOSS_SCALER if hasattr(scaler, name)}
-
-    def set_loss_scaler(self, stored: Mapping[str, float]) -> None:
-        for name in self.loss_scaler():
-            if name in stored:
-                setattr(self._engine.optimizer.loss_scaler, name, stored[name])
-
 
 class _PlainState(EngineState):
     """ZeRO-0 in fp32: torch's optimizer updates the parameters themselves, equally on every data-parallel rank."""
@@ -166,7 +140,7 @@ class _FlatState(EngineState):
 
 
 class _ShardedState(_FlatState):
-    """ZeRO-1 in bf16 and fp32 (`ShardedOptimizer`)."""
+    """ZeRO-1 (`ShardedOptimizer`)."""
 
     def vectors(self) -> Iterator[tuple[Mapping[str, Any], Sequence[nn.Parameter], Sequence[int], Tensor]]:
         groups = {id(master): group for group in self.base.param_groups for master in group["params"]}
@@ -183,7 +157,7 @@ class _ShardedState(_FlatState):
 
 
 class _ZeroState(_FlatState):
-    """ZeRO-1 in fp16, ZeRO-2 (`DeepSpeedZeroOptimizer`), and both with the optimizer offloaded."""
+    """ZeRO-2 (`DeepSpeedZeroOptimizer`), and ZeRO-1 and 2 with the optimizer offloaded."""
 
     def vectors(self) -> Iterator[tuple[Mapping[str, Any], Sequence[nn.Parameter], Sequence[int], Tensor]]:
         optimizer = self._engine.optimizer
@@ -219,9 +193,8 @@ class _Zero3State(EngineState):
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
-        if not engine.fp16_enabled():
-            # The norm is known, and DeepSpeed neither clips by it nor scales by it.
-            engine.optimizer._get_norm_groups = lambda: [torch.zeros(())]
+        # The norm is known, and DeepSpeed neither clips by it nor scales by it.
+        engine.optimizer._get_norm_groups = lambda: [torch.zeros(())]
 
     def _parts(self) -> Iterator[tuple[int, int, Span]]:
         """Iterate over subgroup, index within it, and this rank's span, leaving out parts that are only padding."""

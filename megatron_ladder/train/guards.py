@@ -17,7 +17,7 @@ from megatron_ladder.errors import BadNumbersError
 class Finding(NamedTuple):
     """A problem of a step."""
 
-    kind: Literal["bad numbers", "loss spike", "overflow"]
+    kind: Literal["bad numbers", "loss spike"]
     skipped: bool
     text: str
     details: Mapping[str, Any] = {}

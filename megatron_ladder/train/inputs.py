@@ -33,6 +33,7 @@ from megatron_ladder.engine.optimizer import find_fused_adam
 from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
 from megatron_ladder.flags import flag_name
 from megatron_ladder.model.operations import require_compiler, select_operations
+from megatron_ladder.train.curves import check_wandb
 from megatron_ladder.train.distillation import StoredTeacher, find_teacher, open_teacher, teacher_errors
 from megatron_ladder.train.resume import (
     check_same_data,
@@ -42,7 +43,6 @@ from megatron_ladder.train.resume import (
     open_found,
     resumed_run,
 )
-from megatron_ladder.train.trackers import check_trackers
 
 Ask = Callable[[float, Callable[[], Any]], Any]
 """Receives a time limit in minutes, and a function that rank 0 calls; returns the function's value on every rank."""
@@ -201,8 +201,6 @@ def _load_vocabulary(flags: RunFlags, checkpoint: Checkpoint | None) -> tuple[To
 
 def _check_machine(run: RunConfig, place: RankInfo, errors: ErrorCollector) -> None:
     """Check what the run needs of this machine, and create its output directories: now rather than after hours."""
-    if run.training.fp16 and place.device().type != "cuda":
-        errors.add("--fp16 needs a CUDA device, and there is none: use --bf16, or fp32 without either")
     if run.training.norm_implementation == "apex":
         with errors.collect():
             select_operations("apex", "false", place.device())
@@ -214,7 +212,7 @@ def _check_machine(run: RunConfig, place: RankInfo, errors: ErrorCollector) -> N
             require_compiler("--compile-sub-blocks", place.device())
     if place.rank == 0:
         with errors.collect():
-            check_trackers(run)
+            check_wandb(run)
     save = run.checkpoint.save
     if save is not None and is_published_name(save.name):
         errors.add(f"--save {save}: is the name of a single checkpoint: give the directory above it")

@@ -1,4 +1,4 @@
-"""What a run reports: a banner, one line per interval, curves for trackers, and events in the record."""
+"""What a run reports: a banner, one line per interval, curves, and events in the record."""
 
 import contextlib
 import hashlib
@@ -9,7 +9,6 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -17,15 +16,14 @@ import torch
 from megatron_ladder import __version__
 from megatron_ladder.blueprint.tensors import ModelFlops, padded_vocab_size, parameter_count
 from megatron_ladder.comm.agreement import Peers
-from megatron_ladder.config.annealing import TOGETHER
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.engine.build import partition
 from megatron_ladder.errors import BadNumbersError, LostPeerError, exit_code_of
 from megatron_ladder.model.language_model import Distillation
+from megatron_ladder.train.curves import Curves
 from megatron_ladder.train.record import EVALUATES, RunRecord
 from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import StepResult
-from megatron_ladder.train.trackers import TrackerThread, close_trackers, open_trackers
 
 
 def print_if_possible(text: str) -> None:
@@ -53,11 +51,7 @@ def banner(trainer: Trainer) -> str:
         wiring += f", in {model.lanes} lanes with own partials" if model.lanes else ""
     if model.wiring.stream == "per rank":
         wiring += f": {model.desync_tp} streams, summed after every {model.desync_interval} sub-blocks"
-    precision = "fp32"
-    if training.bf16 or training.fp16:
-        precision = f"{'bf16' if training.bf16 else 'fp16'}, fp32 masters and gradient accumulation"
-    if training.fp16:
-        precision += f", loss scale {'dynamic' if training.loss_scale is None else f'{training.loss_scale:g}'}"
+    precision = "bf16, fp32 masters and gradient accumulation" if training.bf16 else "fp32"
     rows = {
         "processes": f"{trainer.mesh.describe()}, on {trainer.device.type}, ZeRO {parallel.zero_stage}"
         + (", optimizer on the host" if parallel.offload_optimizer == "cpu" else ""),
@@ -76,7 +70,6 @@ def banner(trainer: Trainer) -> str:
         "FLOPs": f"{flops.training * run.global_batch_size:.3e} a step; with recomputation "
         f"{flops.training_on_hardware(run.recompute_layers) * run.global_batch_size:.3e} on the hardware",
         "overlap": _overlap(run),
-        **({} if run.training.anneal_staleness is None else {"annealing": _annealing(run)}),
         "recompute": f"{run.recompute_layers} layers" if run.recompute_layers else "none",
         "norm": trainer.implementations["norm"],
         "optimizer": f"AdamW by {trainer.implementations['optimizer']}",
@@ -117,14 +110,8 @@ def _overlap(run: RunConfig) -> str:
     return f"{reduces} of input gradients run under the gradients of weights"
 
 
-def _annealing(run: RunConfig) -> str:
-    iters, order = run.training.anneal_staleness, run.training.convert_schedule
-    which = "all late layers together" if order == TOGETHER else f"layers {order} one after another"
-    return f"ends after step {iters}, {which}, {run.training.anneal_schedule}; until then, nothing overlaps"
-
-
 class RunLog:
-    """Console, trackers and record of rank 0. The other ranks call it too, without effect."""
+    """Console, curves and record of rank 0. The other ranks call it too, without effect."""
 
     def __init__(self, trainer: Trainer, first_iteration: int, record: RunRecord, trains: bool = True) -> None:
         """`first_iteration` is the first step of this process; `trains` is False if it takes no step."""
@@ -134,11 +121,8 @@ class RunLog:
         self._rank = trainer.mesh.world.rank
         self._device = trainer.device
         self._flops_per_step = ModelFlops(run.model, run.training.seq_length).training * run.global_batch_size
-        self._trackers: list[TrackerThread] = []
-        if self._rank == 0:
-            # Stdout may be on the same full disk as a tracker's files.
-            warn = partial(print_rank_0, rank=0)
-            self._trackers = open_trackers(run, first_iteration - 1, trains, record, warn)
+        # Stdout may be on the same full disk as the curves.
+        self._curves = Curves(run, first_iteration - 1, trains, print_if_possible) if self._rank == 0 else None
         self._interval_start = time.perf_counter()
         self._last = first_iteration - 1
 
@@ -146,7 +130,8 @@ class RunLog:
         return self
 
     def __exit__(self, error_type: object, *_: object) -> None:
-        close_trackers(self._trackers, self._last, failed=error_type is not None)
+        if self._curves is not None:
+            self._curves.close(self._last, failed=error_type is not None)
 
     def training(self, iteration: int, loss: float, last: StepResult) -> None:
         """Report the steps since the last call; `loss` is their mean, `last` the last one's result."""
@@ -161,13 +146,9 @@ class RunLog:
         hours, minutes = divmod(minutes, 60)
         eta = f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
         extra_losses = "".join(f"| {name} {value:.4g} " for name, value in last.extra_losses.items())
-        latenesses = self._run.lateness(iteration).values()
-        anneals = any(lateness < 1 for lateness in latenesses)
-        annealing = {"lateness": sum(latenesses) / len(latenesses)} if anneals else {}
         print_rank_0(
             f"iteration {iteration:>{len(str(total))}}/{total} | lm loss {loss:.4f} {extra_losses}"
             f"| learning rate {last.learning_rate:.3e} | grad norm {last.gradient_norm:.3f} "
-            f"{''.join(f'| {name} {value:.3f} ' for name, value in annealing.items())}"
             f"| {tokens_per_second:,.0f} tokens/s | {_engineering(flops)}FLOP/s | {step_seconds:.3f} s/step "
             f"| ETA {eta}",
             self._rank,
@@ -178,7 +159,6 @@ class RunLog:
             steps=steps,
             seconds=round(seconds, 6),
             loss=loss,
-            **annealing,
             tokens_per_second=round(tokens_per_second, 1),
             **{name.replace(" ", "_"): value for name, value in last.extra_losses.items()},
         )
@@ -195,7 +175,6 @@ class RunLog:
             "speed/model TFLOP per second": flops / 1e12,
             "speed/seconds per step": step_seconds,
             "memory/peak GB": peak_memory / 1e9,
-            **{f"train/{name}": value for name, value in annealing.items()},
         }
         self._log_metrics(iteration, values)
 
@@ -219,8 +198,8 @@ class RunLog:
         for prompt, text in samples:
             print_rank_0(f"iteration {iteration} | sample {prompt!r} -> {text!r}", self._rank)
             self._record.write_first("sample", iteration=iteration, prompt=prompt, text=text)
-        for tracker in self._trackers:
-            tracker.log_samples(iteration, samples)
+        if self._curves is not None:
+            self._curves.samples(iteration, samples)
 
     def metrics(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Report the results of --eval-callable."""
@@ -231,8 +210,8 @@ class RunLog:
         self._log_metrics(iteration, named)
 
     def _log_metrics(self, iteration: int, values: Mapping[str, float]) -> None:
-        for tracker in self._trackers:
-            tracker.log_metrics(iteration, values)
+        if self._curves is not None:
+            self._curves.metrics(iteration, values)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -34,17 +34,6 @@ class RunRecord:
         self.rank = rank
         self._path = None if folder is None else folder / RECORD_NAME
 
-    def tracked_run(self, tracker: str) -> str | None:
-        """Return the tracker's run of earlier steps of the training that started last, if there is one."""
-        run = None
-        with contextlib.suppress(OSError):
-            for event in [] if self._path is None else read_record(self._path.parent):
-                if event["event"] == "start" and event.get("iteration") == 0:
-                    run = None
-                elif event["event"] == "tracker" and event.get("tracker") == tracker:
-                    run = event.get("run")
-        return run
-
     def write_first(self, event: str, /, **fields: Any) -> None:
         """Append an event that all ranks know, on rank 0 only."""
         if self.rank == 0:

@@ -7,7 +7,6 @@ import os
 import platform
 import socket
 import uuid
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.metadata import version
@@ -23,6 +22,7 @@ from megatron_ladder.comm.launch import RankInfo, start_process_group
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.run import SECTIONS, RunConfig
 from megatron_ladder.engine.build import build_engine, build_mesh, build_model, start_deepspeed
+from megatron_ladder.engine.deepspeed_json import read_deepspeed_config
 from megatron_ladder.engine.engine import Engine
 from megatron_ladder.engine.optimizer import LearningRateSchedule, build_schedule
 from megatron_ladder.errors import UserError
@@ -66,7 +66,7 @@ def build_trainer(inputs: RunInputs, place: RankInfo, peers: Peers) -> Trainer:
     """Join the other processes and build this rank's part; every rank must call it. `peers` receives all ranks' hosts.
 
     Raises UserError if another rank has other settings, another --save or an error, the teacher's weights cannot be
-    read, or DeepSpeed rejects its settings.
+    read.
     """
     run = inputs.run
     if run.training.deterministic_mode:
@@ -124,8 +124,8 @@ def _shared_settings(inputs: RunInputs, place: RankInfo) -> dict[str, Any]:
     # Every process has a different local rank.
     settings = {flags.get(name, name): value for name, value in values.items() if name != "local_rank"}
     if run.parallel.deepspeed_config is not None:
-        given = json.loads(run.parallel.deepspeed_config.read_text(encoding="utf-8"))
-        settings |= _flattened(given, "--deepspeed_config: ")
+        given = read_deepspeed_config(run.parallel.deepspeed_config)
+        settings |= {f"--deepspeed_config: {key}": value for key, value in given.items()}
     data = describe_data(inputs.sources, inputs.tokenizer, inputs.stream)
     if inputs.stream is not None:
         # There may be many sources, so only their checksum is exchanged.
@@ -133,7 +133,7 @@ def _shared_settings(inputs: RunInputs, place: RankInfo) -> dict[str, Any]:
         data["stream"] = inputs.stream.cut() | {"sources_sha256": hashlib.sha256(sources).hexdigest()}
     settings |= {f"data: {name}": value for name, value in data.items()}
     if inputs.teacher is not None:
-        settings |= _flattened(inputs.teacher.config.to_dict(), "--distill-from: ")
+        settings |= {f"--distill-from: {key}": value for key, value in inputs.teacher.config.to_dict().items()}
     training, device = run.training, place.device()
     _, norm = select_operations(training.norm_implementation, training.compile_sub_blocks, device)
     return settings | {
@@ -147,10 +147,3 @@ def _shared_settings(inputs: RunInputs, place: RankInfo) -> dict[str, Any]:
         "version of deepspeed": version("deepspeed"),
         "version of megatron_ladder": __version__,
     }
-
-
-def _flattened(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    leaves: dict[str, Any] = {}
-    for key, value in values.items():
-        leaves |= _flattened(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return leaves

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from megatron_ladder.data.batches import MicroBatch
 from megatron_ladder.engine.gradients import clip_gradients, gradient_norm, locate_bad_gradient
-from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.train.guards import Finding
 from megatron_ladder.train.setup import Trainer
 
@@ -48,8 +47,7 @@ def train_step(
     """Run forward and backward of this rank's micro-batches, reduce and clip the gradient, and update the weights.
 
     `iteration` counts from 1. `extra_numbers` returns equally many numbers on every rank, which are summed with the
-    gradient norm's collective. The host waits for the device only to read its result. Raises BadNumbersError, with the
-    weights from before the step, if an fp16 gradient is not finite and the loss scale cannot be lowered.
+    gradient norm's collective. The host waits for the device only to read its result.
     """
     engine, state, mesh = trainer.engine, trainer.engine.state, trainer.mesh
     learning_rate = trainer.schedule.at(iteration)
@@ -57,39 +55,30 @@ def train_step(
     scale = _count_targets(trainer, micro_batches).clamp(min=1.0).reciprocal()
     trainer.model.take_extra_losses()
     loss_sum = engine.forward_backward(micro_batches, scale)
-    # DeepSpeed multiplies the loss, and so the gradients, by the loss scale until its step.
-    pieces, loss_scale = state.gradient_pieces(), state.loss_scale
+    pieces = state.gradient_pieces()
     numbers = torch.tensor(extra_numbers(), dtype=torch.float64).to(trainer.device, non_blocking=True)
     extra_losses = trainer.model.take_extra_losses().to(trainer.device, non_blocking=True) * scale
     packed = torch.cat([loss_sum.detach().double().reshape(1), extra_losses, numbers])
-    scaled_norm, sums = gradient_norm(pieces, mesh.world, trainer.device, packed)
+    norm, sums = gradient_norm(pieces, mesh.world, trainer.device, packed)
     count = 1 + len(extra_losses)
     # Every tensor-parallel rank contributed the same losses.
     loss, *others = (summed / mesh.tensor.size for summed in sums[:count])
-    norm, named_losses = scaled_norm / loss_scale, dict(zip(trainer.model.extra_losses, others, strict=True))
+    named_losses = dict(zip(trainer.model.extra_losses, others, strict=True))
     if math.isfinite(norm):
         clip_gradients(pieces, norm, trainer.run.optimizer.clip_grad)
     text = f"iteration {iteration}: the gradient's norm is {norm}, the loss {loss:g}"
     finding = None
-    if trainer.run.training.fp16 and not math.isfinite(norm):
-        # DeepSpeed skips the step by itself and lowers the loss scale.
-        if not state.can_lower_loss_scale():
-            raise BadNumbersError(f"{text}, the loss scale {loss_scale:g}")
-    else:
-        kind = trainer.guard.judge(loss, norm)
-        if kind == "bad numbers":
-            where = locate_bad_gradient(pieces, trainer.model, mesh.world)
-            text += ": first bad parameter {parameter}, on rank {rank}".format_map(where) if where else ""
-            finding = Finding(kind, True, text, where)
-        elif kind == "loss spike":
-            finding = Finding(kind, trainer.guard.skips_spikes, f"{text}, which is a spike")
+    kind = trainer.guard.judge(loss, norm)
+    if kind == "bad numbers":
+        where = locate_bad_gradient(pieces, trainer.model, mesh.world)
+        text += ": first bad parameter {parameter}, on rank {rank}".format_map(where) if where else ""
+        finding = Finding(kind, True, text, where)
+    elif kind == "loss spike":
+        finding = Finding(kind, trainer.guard.skips_spikes, f"{text}, which is a spike")
     if finding is not None and finding.skipped:
         engine.skip_step()
     else:
         engine.step()
-    if state.overflowed():
-        lowered = state.loss_scale
-        finding = Finding("overflow", True, f"overflow in fp16; loss scale {lowered:g}", {"loss_scale": lowered})
     return StepResult(loss_sum, norm, learning_rate, loss, named_losses, finding, sums[count:])
 
 

@@ -1,7 +1,6 @@
 """All ZeRO stages: steps compared with a plain model, checkpoints across stages, precision, offloaded optimizer."""
 
 import itertools
-import math
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megatron_ladder.data.batches import MicroBatch
-from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import evaluate, train_step
 from tests.helpers.pool import GlooPools
@@ -20,10 +18,8 @@ from tests.helpers.states import everything, pass_on
 from tests.helpers.steps import RECIPE, Batch, check_resume, check_steps, steps_of_batches, train
 from tests.helpers.training import (
     build_trainer_here,
-    load_trainer,
     own_batches,
     run_of,
-    save_trainer,
     weight_pieces,
 )
 from tests.reference import ReferenceConfig, Weights, make_weights, reference_loss
@@ -226,104 +222,6 @@ def test_evaluation_gathers_partitioned_weights(gloo_pools: GlooPools) -> None:
     for before, after, _ in gloo_pools(2).run(evaluated, [*argv, "--zero-stage", "3"], batches):
         assert (before, after) == pytest.approx(plain[:2], rel=1e-5)
     assert plain[0] != pytest.approx(plain[1], rel=1e-4)
-
-
-def build_fp16_trainer(argv: list[str]) -> Trainer:
-    """Build an fp16 trainer on a CPU, which DeepSpeed rejects although torch supports it, slowly."""
-    from deepspeed.accelerator import get_accelerator
-
-    with mock.patch.object(get_accelerator(), "is_fp16_supported", lambda: True):
-        weights = make_weights(ReferenceConfig.like(run_of(argv, 4).model), seed=1, dtype=torch.float32)
-        return build_trainer_here(argv, weights)
-
-
-class ScaledStep(NamedTuple):
-    """A step of an fp16 run."""
-
-    norm: float
-    left_out: bool
-    loss_scale: float
-    weights_changed: bool
-
-
-def scaled_steps(argv: list[str], save: str) -> tuple[list[ScaledStep], dict[str, float], dict[str, float]]:
-    """On each rank: return the steps, the state of the loss scaler, and that of a new trainer after loading."""
-    trainer = build_fp16_trainer(argv)
-    history = []
-    for iteration, batch in enumerate(steps_of_batches(5, 4), start=1):
-        before = weight_pieces(trainer)
-        scale = trainer.engine.state.loss_scale
-        result = train_step(trainer, own_batches(trainer, batch), iteration)
-        after = weight_pieces(trainer)
-        changed = any(not torch.equal(a, b) for (_, _, a), (_, _, b) in zip(before, after, strict=True))
-        history.append(ScaledStep(result.gradient_norm, result.skipped, scale, changed))
-    assert trainer.engine.state.steps_taken() == sum(not step.left_out for step in history)
-    save_trainer(trainer, Path(save), 5)
-    fresh = build_fp16_trainer(argv)
-    load_trainer(fresh, Path(save))
-    return history, trainer.engine.state.loss_scaler(), fresh.engine.state.loss_scaler()
-
-
-FP16 = [*RECIPE, *"--fp16 --tensor-model-parallel-size 2 --global-batch-size 8 --residual-mode ladder".split()]
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        pytest.param("--zero-stage 1", marks=slow),
-        "--zero-stage 2",
-        "--zero-stage 3",
-        pytest.param("--zero-stage 3 --offload-optimizer cpu", marks=slow),
-    ],
-)
-def test_a_step_that_overflows_in_fp16_is_skipped(gloo_pools: GlooPools, tmp_path: Path, words: str) -> None:
-    """Each overflow halves the scale until gradients are finite; reported norms exclude the scale."""
-    argv = [*FP16, *words.split(), "--initial-loss-scale", str(2.0**22), "--hysteresis", "1", "--lr-warmup-iters", "0"]
-    for history, scaler, continued in gloo_pools(4).run(scaled_steps, argv, str(tmp_path / "save")):
-        left_out = [step.left_out for step in history]
-        assert left_out[0] and not all(left_out)
-        assert [step.loss_scale for step in history] == [2.0**22 / 2 ** sum(left_out[:i]) for i in range(5)]
-        assert [math.isfinite(step.norm) for step in history] == [not skipped for skipped in left_out]
-        assert [step.weights_changed for step in history] == [not skipped for skipped in left_out]
-        assert scaler == continued and scaler["cur_iter"] == 5
-
-
-def fp16_history(argv: list[str]) -> list[tuple[float, float]]:
-    """On each rank: return loss and gradient norm of every step."""
-    trainer = build_fp16_trainer(argv)
-    history = []
-    for iteration, batch in enumerate(steps_of_batches(3, 4), start=1):
-        result = train_step(trainer, own_batches(trainer, batch), iteration)
-        history.append((trainer.mesh.data.all_reduce(result.loss_sum.clone()).item(), result.gradient_norm))
-    return history
-
-
-@pytest.mark.parametrize("scale", ["1", "1024"])
-def test_fp16_follows_fp32_at_any_loss_scale(gloo_pools: GlooPools, scale: str) -> None:
-    """Norm and clipping use gradients without the scale, which would turn a norm of 2 into 2,000."""
-    weights = make_weights(ReferenceConfig.like(run_of(FP16, 4).model), seed=1, dtype=torch.float32)
-    fp32 = [word for word in FP16 if word != "--fp16"]
-    plain = gloo_pools(4).run(train, fp32, weights, steps_of_batches(3, 4))[0][0]
-    assert all(norm > 0.5 for _, norm in plain), "nothing was clipped, so clipping is not tested"
-    half = gloo_pools(4).run(fp16_history, [*FP16, "--zero-stage", "2", "--loss-scale", scale])[0]
-    for found, wanted in zip(half, plain, strict=True):
-        assert found == pytest.approx(wanted, rel=3e-3)
-
-
-def overflow_at(argv: list[str]) -> str:
-    """On each rank: return the error of a step that overflows at the lowest loss scale."""
-    trainer = build_fp16_trainer(argv)
-    try:
-        train_step(trainer, own_batches(trainer, steps_of_batches(1, 4)[0]), 1)
-    except BadNumbersError as error:
-        return str(error)
-    return "nothing"
-
-
-@pytest.mark.parametrize("scale", ["--loss-scale 33554432", "--initial-loss-scale 33554432 --min-loss-scale 33554432"])
-def test_an_overflow_at_the_lowest_scale_ends_the_run(gloo_pools: GlooPools, scale: str) -> None:
-    for message in gloo_pools(4).run(overflow_at, [*FP16, *scale.split()]):
-        assert "iteration 1: the gradient's norm is" in message and message.endswith("the loss scale 3.35544e+07")
 
 
 def train_with_late_copies(

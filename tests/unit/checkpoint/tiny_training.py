@@ -59,12 +59,6 @@ class TinyState:
     def set_steps_taken(self, steps: int) -> None:
         self.steps = steps
 
-    def loss_scaler(self) -> dict[str, float]:
-        return {}
-
-    def set_loss_scaler(self, stored: Any) -> None:
-        assert stored == {}
-
     def train(self) -> None:
         """Change every value, as a step does."""
         for span in self._spans:

@@ -39,13 +39,6 @@ NEEDS = {
         "--use-checkpoint-opt-param-scheduler",
         "--use-checkpoint-args",
     ),
-    "--fp16": (
-        "--loss-scale 4",
-        "--initial-loss-scale 4",
-        "--min-loss-scale 2",
-        "--loss-scale-window 5",
-        "--hysteresis 3",
-    ),
     "--lr-decay-style WSD": ("--lr-wsd-decay-iters 5", "--lr-wsd-decay-style linear"),
     "--distill-from d": ("--distill-weight 0.5", "--distill-temperature 2"),
     "--optimizer muon": (
@@ -65,7 +58,6 @@ NEEDS = {
         "--streaming-skip-bad-lines 1",
     ),
     "--residual-mode ladder": ("--ladder-layers 2", "--residual-staleness 2", "--lanes 2"),
-    "--anneal-staleness 9 --residual-mode ladder": ("--anneal-schedule cosine",),
     "--residual-mode desync --tensor-model-parallel-size 2": ("--desync-interval 4",),
     "--rope-scaling llama3 --rope-scaling-factor 8": (
         "--rope-low-freq-factor 2",
@@ -80,12 +72,10 @@ CONFLICTS = (
     ("--split 90,10,0", "--streaming a"),
     ("--min-lr 1e-5", "--lr-decay-style constant"),
     ("--lr-decay-iters 50", "--lr-decay-style constant"),
-    ("--hysteresis 3", "--fp16 --loss-scale 4"),
     ("--untie-embeddings-and-output-weights", "--tie-embeddings"),
     ("--disable-bias-linear", "--add-mlp-bias"),
     ("--disable-bias-linear", "--add-attention-output-bias"),
     ("--no-pipeline-parallel", "--pipeline-model-parallel-size 2"),
-    ("--anneal-staleness 9 --residual-mode ladder", "--pipeline-model-parallel-size 2"),
 )
 IGNORED = {"deepspeed", "local_rank"}
 """Flags that launchers add, and that are documented as ignored."""

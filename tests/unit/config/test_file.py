@@ -104,7 +104,7 @@ MODELS = (
     "--rope-scaling-factor 3",
 )
 RUNS = (
-    "--global-batch-size 24 --fp16 --hysteresis 3 --zero-stage 3 --offload-optimizer cpu --no-tp-overlap",
+    "--global-batch-size 24 --bf16 --zero-stage 3 --offload-optimizer cpu --no-tp-overlap",
     "--lr-decay-style constant --loss-spike-factor 1.1 --skip-loss-spikes --clip-grad 0 --adam-eps 1e-9",
     "--lr-decay-style WSD --min-lr 1e-5 --lr-wsd-decay-style linear --save no --tokenizer-type NullTokenizer",
     "--train-data-path 0.3 a 0.7 b --valid-data-path 1e3 --kill-switch-file null --tensorboard-dir ~/1_0",

@@ -1,6 +1,5 @@
-"""The arithmetic of a run, the spelling of its flags, and DeepSpeed's JSON."""
+"""The arithmetic of a run, and the spelling of its flags."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ from megatron_ladder.command_line import _build_parser
 from megatron_ladder.config.megatron_flags import ACCEPTED, REFUSED, take_megatron_flags
 from megatron_ladder.config.run import SECTIONS, RunConfig, parse_run, resolve_run
 from megatron_ladder.config.training import ProfileConfig
-from megatron_ladder.engine.deepspeed_json import deepspeed_json
 
 BASE = "--train-iters 100 --lr 1e-3 --seq-length 128 --hidden-size 64 --num-attention-heads 4"
 
@@ -161,203 +159,8 @@ def test_no_flag_is_both_ours_and_megatrons() -> None:
     assert all(REFUSED.values())
 
 
-def test_deepspeed_json_is_derived() -> None:
-    run, _ = read("--micro-batch-size 2 --global-batch-size 16 --bf16 --zero-stage 2 --clip-grad 0.7")
-    config = deepspeed_json(run, [])
-    assert config["train_batch_size"] == 16 and config["gradient_accumulation_steps"] == 2
-    assert config["zero_optimization"]["stage"] == 2 and config["bf16"]["enabled"] is True
-    assert config["data_types"]["grad_accum_dtype"] == "fp32"
-    # Twelve layers, final norm, and embedding and head of 1,000 words padded to 1,024.
-    parameters = 12 * (4 * 64 * 64 + 3 * 64 * 256 + 2 * 64) + 64 + 2 * 1024 * 64
-    assert config["zero_optimization"]["reduce_bucket_size"] == parameters
-    # Clipping is this package's own.
-    assert config["gradient_clipping"] == 0.0
-    assert "pipeline" not in config
-    staged = deepspeed_json(read("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2")[0], [])
-    assert staged["pipeline"] == {"pipe_partitioned": False, "grad_partitioned": False}
-
-
-def test_deepspeed_leaves_the_sharded_optimizer_alone() -> None:
-    config = deepspeed_json(read("--micro-batch-size 1 --global-batch-size 4 --bf16")[0], [])
-    assert config["zero_optimization"]["stage"] == 0 and config["bf16"]["enabled"] is False
-    # A sixteenth of the model, so that the first gradients are reduced under backward.
-    parameters = 12 * (4 * 64 * 64 + 3 * 64 * 256 + 2 * 64) + 64 + 2 * 1024 * 64
-    assert config["zero_optimization"]["reduce_bucket_size"] == -(-parameters // 16)
-    large = "--hidden-size 8192 --num-attention-heads 64 --ffn-hidden-size 28672 --micro-batch-size 1 --bf16"
-    assert deepspeed_json(read(large)[0], [])["zero_optimization"]["reduce_bucket_size"] == 40_000_000
-
-
-def test_stages_on_one_data_parallel_rank() -> None:
-    for words, stage in (
-        ("--zero-stage 1", 0),
-        ("--zero-stage 2", 0),
-        ("--zero-stage 3", 3),
-        ("--bf16", 0),
-        ("--zero-stage 1 --offload-optimizer cpu", 1),
-    ):
-        config = deepspeed_json(read(f"--tensor-model-parallel-size 4 {words}")[0], [])
-        assert config["zero_optimization"]["stage"] == stage
-
-
 def test_a_constant_rate_can_warm_up_to_the_last_step() -> None:
     assert read("--lr-decay-style constant --lr-warmup-iters 100")[1] == []
-
-
-def merged(tmp_path: Path, given: object, words: str = "") -> tuple[dict[str, object], list[str]]:
-    path = tmp_path / "ds.json"
-    path.write_text(given if isinstance(given, str) else json.dumps(given))
-    errors: list[str] = []
-    command = f"--deepspeed_config {path} --clip-grad 0.7 --lr-warmup-iters 5 {words}"
-    return deepspeed_json(read(command)[0], errors), errors
-
-
-def adamw(**params: object) -> dict[str, object]:
-    return {"optimizer": {"type": "AdamW", "params": params}}
-
-
-def cosine(**params: object) -> dict[str, object]:
-    return {"scheduler": {"type": "WarmupCosineLR", "params": params}}
-
-
-AUTO = "auto"
-TRANSFORMERS = {
-    "fp16": {
-        "enabled": AUTO,
-        "loss_scale": 0,
-        "loss_scale_window": 1000,
-        "initial_scale_power": 16,
-        "hysteresis": 2,
-        "min_loss_scale": 1,
-    },
-    "bf16": {"enabled": AUTO},
-    "amp": {"enabled": AUTO, "opt_level": AUTO},
-    "optimizer": {"type": "AdamW", "params": {"lr": AUTO, "betas": AUTO, "eps": AUTO, "weight_decay": AUTO}},
-    "scheduler": {
-        "type": "WarmupLR",
-        "params": {"warmup_min_lr": AUTO, "warmup_max_lr": AUTO, "warmup_num_steps": AUTO},
-    },
-    "zero_optimization": {
-        "stage": 3,
-        "offload_optimizer": {"device": "none", "pin_memory": True},
-        "offload_param": {"device": "none", "pin_memory": True},
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "sub_group_size": 1e9,
-        "reduce_bucket_size": AUTO,
-        "stage3_prefetch_bucket_size": AUTO,
-        "stage3_param_persistence_threshold": AUTO,
-        "stage3_max_live_parameters": 1e9,
-        "stage3_max_reuse_distance": 1e9,
-        "stage3_gather_16bit_weights_on_model_save": True,
-    },
-    "gradient_accumulation_steps": AUTO,
-    "gradient_clipping": AUTO,
-    "steps_per_print": 2000,
-    "train_batch_size": AUTO,
-    "train_micro_batch_size_per_gpu": AUTO,
-    "wall_clock_breakdown": False,
-}
-"""The form of transformers' examples for ZeRO-3."""
-
-
-@pytest.mark.parametrize("precision", ["--bf16", "--fp16", ""])
-def test_a_json_of_transformers_is_accepted(tmp_path: Path, precision: str) -> None:
-    config, errors = merged(tmp_path, TRANSFORMERS, f"--zero-stage 3 --lr-decay-style constant {precision}")
-    assert errors == []
-    derived = deepspeed_json(read("--zero-stage 3")[0], [])["zero_optimization"]
-    assert config["zero_optimization"] == derived | {
-        "stage": 3,
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "sub_group_size": 1e9,
-        "stage3_max_live_parameters": 1e9,
-        "stage3_max_reuse_distance": 1e9,
-        "stage3_gather_16bit_weights_on_model_save": True,
-        "memory_efficient_linear": False,
-    }
-    assert not config.keys() & {"optimizer", "scheduler", "amp"} and AUTO not in json.dumps(config)
-    (error,) = merged(tmp_path, TRANSFORMERS, f"--zero-stage 3 --lr-decay-style linear {precision}")[1]
-    assert "scheduler.type is WarmupLR, which is --lr-decay-style constant, and the command line says linear" in error
-
-
-def test_concrete_values_that_agree_are_accepted(tmp_path: Path) -> None:
-    given = {
-        "optimizer": {
-            "type": "Adam",
-            "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "adam_w_mode": True},
-        },
-        "scheduler": {
-            "type": "WarmupDecayLR",
-            "params": {
-                "warmup_min_lr": 0,
-                "warmup_max_lr": 0.001,
-                "warmup_num_steps": 5.0,
-                "total_num_steps": 100,
-                "warmup_type": "linear",
-                "last_batch_iteration": -1,
-            },
-        },
-        "zero_force_ds_cpu_optimizer": False,
-    }
-    assert merged(tmp_path, given, "--lr-decay-style linear")[1] == []
-    muon = {"type": "Muon", "params": {"lr": AUTO, "momentum": 0.9, "weight_decay": AUTO}}
-    assert merged(tmp_path, {"optimizer": muon}, "--optimizer muon --muon-momentum 0.9")[1] == []
-    ratios = cosine(warmup_num_steps=5, total_num_steps=100, warmup_min_ratio=0.0, cos_min_ratio=0.1)
-    assert merged(tmp_path, ratios, "--min-lr 1e-4")[1] == []
-    (error,) = merged(tmp_path, given, "--lr-decay-style linear --min-lr 1e-4")[1]
-    assert "which is --lr-decay-style linear, and the command line says linear with --min-lr 0.0001" in error
-
-
-def test_a_users_json_is_merged(tmp_path: Path) -> None:
-    config, errors = merged(
-        tmp_path,
-        {
-            "train_batch_size": "auto",
-            "gradient_clipping": 0.7,
-            "zero_optimization": {"stage": "auto", "reduce_bucket_size": 1000},
-            "bf16": {"enabled": "auto"},
-            "wall_clock_breakdown": True,
-        },
-    )
-    assert errors == []
-    assert config["train_batch_size"] == 4 and config["wall_clock_breakdown"] is True
-    assert config["zero_optimization"] == {"stage": 0, "reduce_bucket_size": 1000}
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"train_batch_size": 5}, "train_batch_size is 5, and the command line says 4 (--global-batch-size)"),
-        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage is 3, and the command line says 1"),
-        ({"bf16": {"enabled": True}}, "bf16.enabled is True, and the command line says False (--bf16)"),
-        ({"optimizer": {"type": "Lamb"}}, "optimizer.type Lamb is not supported: use AdamW, Adam, Muon, or remove the"),
-        ({"optimizer": {"type": "Muon"}}, "optimizer.type is Muon, which is --optimizer muon, and the command lin"),
-        ({"optimizer": {"lr": 1}}, 'optimizer is {"lr": 1}, expected {"type": ..., "params": {...}}'),
-        ({"optimizer": 3}, "optimizer is 3, expected {"),
-        (adamw(lr=3e-4), "optimizer.params.lr is 0.0003, and the command line says 0.001 (--lr)"),
-        (adamw(betas=[0.9, 0.999]), "optimizer.params.betas is [0.9, 0.999], and the command line says [0.9, 0.95"),
-        (adamw(eps=1e-6), "optimizer.params.eps is 1e-06, and the command line says 1e-08 (--adam-eps)"),
-        (adamw(weight_decay="no"), 'optimizer.params.weight_decay is "no", and the command line says 0.1 (--weigh'),
-        (adamw(adam_w_mode=False), "optimizer.params.adam_w_mode is false, and the command line says true (weight"),
-        (adamw(freeze_step=9), "optimizer.params.freeze_step is not supported: remove it"),
-        ({"scheduler": {"type": "OneCycle"}}, "scheduler.type OneCycle is not supported: use WarmupLR, WarmupDeca"),
-        ({"scheduler": {"type": "WarmupLR"}}, "scheduler.type is WarmupLR, which is --lr-decay-style constant, an"),
-        (cosine(warmup_num_steps=7), "scheduler.params.warmup_num_steps is 7, and the command line says 5 (--lr-w"),
-        (cosine(total_num_steps=7), "scheduler.params.total_num_steps is 7, and the command line says 100 (--lr-d"),
-        (cosine(cos_min_ratio=0.1), "scheduler.params.cos_min_ratio is 0.1, and the command line says 0.0 (--min-"),
-        (cosine(warmup_type="log"), 'scheduler.params.warmup_type is "log", and the command line says "linear" (t'),
-        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "zero_optimization.offload_param: only the"),
-        ({"bf16": None}, "bf16 is null, expected an object"),
-        ({"zero_optimization": 1}, "zero_optimization is 1, expected an object"),
-        ({"torch_autocast": {"enabled": True}}, "torch_autocast: half precision is --bf16"),
-        ({"comms_logger": "auto"}, 'comms_logger is "auto", but no flag determines it'),
-        ("{", "not JSON"),
-        ([1], "found a list, expected an object"),
-    ],
-)
-def test_a_contradicting_json_is_rejected(tmp_path: Path, given: object, message: str) -> None:
-    found = merged(tmp_path, given)[1]
-    assert len(found) == 1 and message in found[0], found
 
 
 def test_other_megatron_flags_are_accepted_or_rejected() -> None:

@@ -36,14 +36,14 @@ def test_the_start_event_has_its_reason(skips: bool, iteration: int, reason: str
 def test_an_evaluation_hides_no_points(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Any] = []
 
-    def trackers(run: object, iteration: int, hide_later: bool, *_: object) -> list[MagicMock]:
+    def curves(run: object, iteration: int, hide_later: bool, *_: object) -> MagicMock:
         opened.append((iteration, hide_later))
-        return []
+        return MagicMock()
 
     trainer = MagicMock()
     trainer.mesh.world.rank = 0
     monkeypatch.setattr(log, "ModelFlops", MagicMock())
-    monkeypatch.setattr(log, "open_trackers", trackers)
+    monkeypatch.setattr(log, "Curves", curves)
     monkeypatch.setattr(loop, "_agreed_stop_reason", lambda *_: None)
     assert loop._evaluate_loaded(trainer, MagicMock(), 4) == "evaluated"
     with log.RunLog(trainer, 5, MagicMock()):

@@ -191,16 +191,6 @@ def test_sample_prompts_are_read_and_checked(tmp_path: Path) -> None:
     assert errors("--eval-callable", "tasks.arc")[0] == "--eval-callable tasks.arc: expected MODULE:FUNCTION"
 
 
-def test_fp16_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def errors(device: str) -> list[str]:
-        monkeypatch.setattr(RankInfo, "device", lambda place: torch.device(device))
-        with pytest.raises(UserError) as raised:
-            read_inputs([*SIZES, "--fp16"], RankInfo(0, 1, 0))
-        return [message for message in raised.value.messages if "--fp16" in message]
-
-    assert len(errors("cpu")) == 1 and errors("cuda") == []
-
-
 def test_a_desync_model_resumes_only_at_its_tensor_parallel_size(tmp_path: Path) -> None:
     config = tiny_config(residual_mode="desync", desync_interval=4, desync_tp=2)
     write_checkpoint(tmp_path, config, reference_of(config)[0])

@@ -63,7 +63,6 @@ def train(load: Path, save: Path, tokenizer: Tokenizer | None, finetune: bool, i
         training=SimpleNamespace(train_iters=9),
         model=SimpleNamespace(to_dict=lambda: opened.manifest["model"]),
         to_dict=dict,
-        lateness=lambda iteration: {},
     )
     trainer: Any = SimpleNamespace(
         run=run,

@@ -1,0 +1,140 @@
+"""DeepSpeed's configuration: what the flags determine, and what a user's file may set."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ladder.config.run import parse_run, resolve_run
+from megatron_ladder.engine.deepspeed_json import deepspeed_json
+
+BASE = "--train-iters 100 --lr 1e-3 --seq-length 128 --hidden-size 64 --num-attention-heads 4"
+PARAMETERS = 12 * (4 * 64 * 64 + 3 * 64 * 256 + 2 * 64) + 64 + 2 * 1024 * 64
+"""Twelve layers, final norm, and embedding and head of 1,000 words padded to 1,024."""
+
+
+def derived(words: str, errors: list[str] | None = None) -> dict[str, Any]:
+    """Return the configuration of a run on four ranks."""
+    found: list[str] = []
+    run = resolve_run(parse_run(f"{BASE} {words}".split(), found), 1000, 4, found)
+    assert found == []
+    config = deepspeed_json(run, found)
+    assert errors is not None or found == []
+    errors is None or errors.extend(found)
+    return config
+
+
+def test_the_flags_determine_batches_precision_and_stage() -> None:
+    config = derived("--micro-batch-size 2 --global-batch-size 16 --bf16 --zero-stage 2 --clip-grad 0.7")
+    assert config["train_batch_size"] == 16 and config["gradient_accumulation_steps"] == 2
+    assert config["zero_optimization"]["stage"] == 2 and config["bf16"]["enabled"] is True
+    assert config["data_types"]["grad_accum_dtype"] == config["communication_data_type"] == "fp32"
+    assert config["zero_optimization"]["reduce_bucket_size"] == PARAMETERS
+    # Clipping is this package's own.
+    assert config["gradient_clipping"] == 0.0
+    assert "pipeline" not in config and "offload_optimizer" not in config["zero_optimization"]
+    staged = derived("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2")
+    assert staged["pipeline"] == {"pipe_partitioned": False, "grad_partitioned": False}
+
+
+def test_deepspeed_leaves_the_sharded_optimizer_alone() -> None:
+    config = derived("--micro-batch-size 1 --global-batch-size 4 --bf16")
+    assert config["zero_optimization"]["stage"] == 0 and config["bf16"]["enabled"] is False
+    # A sixteenth of the model, so that the first gradients are reduced under backward.
+    assert config["zero_optimization"]["reduce_bucket_size"] == -(-PARAMETERS // 16)
+    large = "--hidden-size 8192 --num-attention-heads 64 --ffn-hidden-size 28672 --micro-batch-size 1 --bf16"
+    assert derived(large)["zero_optimization"]["reduce_bucket_size"] == 40_000_000
+
+
+@pytest.mark.parametrize(
+    ("words", "stage"),
+    [("--zero-stage 2", 0), ("--zero-stage 3", 3), ("--bf16", 0), ("--zero-stage 1 --offload-optimizer cpu", 1)],
+)
+def test_stages_on_one_data_parallel_rank(words: str, stage: int) -> None:
+    assert derived(f"--tensor-model-parallel-size 4 {words}")["zero_optimization"]["stage"] == stage
+
+
+def merged(tmp_path: Path, given: object, words: str = "") -> tuple[dict[str, Any], list[str]]:
+    path, errors = tmp_path / "ds.json", list[str]()
+    path.write_text(given if isinstance(given, str) else json.dumps(given))
+    return derived(f"--deepspeed_config {path} --clip-grad 0.7 {words}", errors), errors
+
+
+AUTO = "auto"
+TRANSFORMERS = {
+    "fp16": {"enabled": AUTO, "loss_scale": 0, "initial_scale_power": 16},
+    "bf16": {"enabled": AUTO},
+    "amp": {"enabled": AUTO, "opt_level": AUTO},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "none", "pin_memory": True},
+        "offload_param": {"device": "none", "pin_memory": True},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": AUTO,
+        "stage3_prefetch_bucket_size": AUTO,
+        "stage3_param_persistence_threshold": AUTO,
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "gradient_accumulation_steps": AUTO,
+    "gradient_clipping": 0.7,
+    "steps_per_print": 2000,
+    "train_batch_size": AUTO,
+    "train_micro_batch_size_per_gpu": AUTO,
+    "wall_clock_breakdown": False,
+}
+"""The form of transformers' examples for ZeRO-3, without their optimizer and scheduler."""
+
+
+@pytest.mark.parametrize("precision", ["--bf16", ""])
+def test_a_json_of_transformers_is_accepted(tmp_path: Path, precision: str) -> None:
+    config, errors = merged(tmp_path, TRANSFORMERS, f"--zero-stage 3 {precision}")
+    assert errors == []
+    assert config["zero_optimization"] == derived("--zero-stage 3")["zero_optimization"] | {
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    }
+    assert config["steps_per_print"] == 2000
+    assert not config.keys() & {"fp16", "amp"} and AUTO not in json.dumps(config)
+
+
+def test_the_optimizer_is_offloaded_by_a_flag(tmp_path: Path) -> None:
+    given = {"zero_optimization": {"offload_optimizer": {"device": AUTO, "pin_memory": False}}}
+    config, errors = merged(tmp_path, given, "--offload-optimizer cpu --zero-stage 2")
+    assert errors == [] and config["zero_force_ds_cpu_optimizer"] is False
+    assert config["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": False}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"train_batch_size": 5}, "train_batch_size is 5, and the command line says 4 (--global-batch-size)"),
+        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage is 3, and the command line says 1"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "says none (--offload-optimizer)"),
+        ({"bf16": {"enabled": True}}, "bf16.enabled is True, and the command line says False (--bf16)"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": AUTO}}}, "optimizer: is not read here: give --optimizer"),
+        ({"scheduler": {"type": "WarmupLR"}}, "scheduler: is not read here: give --lr-decay-style"),
+        ({"fp16": {"enabled": True, "hysteresis": 2}}, "fp16: is not read here: use --bf16"),
+        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "zero_optimization.offload_param: is not"),
+        ({"communication_data_type": "bf16"}, "communication_data_type is bf16, and the trainer has fp32"),
+        ({"autotuning": {"enabled": True}}, "autotuning.enabled is not used by this trainer: remove it"),
+        ({"gradient_cliping": 0.1}, "gradient_cliping is not used by this trainer: did you mean gradient_clipping?"),
+        ({"bf16": {"bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states is not used by this trainer"),
+        ({"zero_optimization": {"overlap_comm": 1}}, "overlap_comm is 1, expected true or false"),
+        ({"zero_optimization": {"reduce_bucket_size": "5e8"}}, 'reduce_bucket_size is "5e8", expected a number'),
+        ({"bf16": None}, "bf16 is null, expected an object"),
+        ("{", "not JSON"),
+        ([1], "found a list, expected an object"),
+    ],
+)
+def test_other_keys_and_contradictions_are_rejected(tmp_path: Path, given: object, message: str) -> None:
+    (found,) = merged(tmp_path, given)[1]
+    assert found.startswith(f"--deepspeed_config {tmp_path}/ds.json: ") and message in found

@@ -1,0 +1,126 @@
+"""Curves in TensorBoard's files and in Weights & Biases, offline, and disks that fail."""
+
+import struct
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NoReturn
+from unittest import mock
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
+from wandb.proto.wandb_internal_pb2 import Record
+
+from megatron_ladder.config.run import RunConfig
+from megatron_ladder.errors import UserError
+from megatron_ladder.train.curves import Curves, check_wandb
+from tests.helpers.training import run_of
+
+# TensorBoard's thread dies of the error, and may report that during a later test.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+
+def run_with(*flags: object) -> RunConfig:
+    return run_of(["--train-iters", "4", "--lr", "1e-3", *map(str, flags)], 1)
+
+
+def log(run: RunConfig, losses: Mapping[int, float], before: int = 0, hide_later: bool = True) -> list[str]:
+    """Log losses in a process that starts after some iterations; return the messages."""
+    said: list[str] = []
+    curves = Curves(run, before, hide_later, said.append)
+    for iteration, loss in losses.items():
+        curves.metrics(iteration, {"train/lm loss": loss})
+    curves.samples(max(losses), [("Once\nupon", " a time")])
+    curves.close(max(losses), failed=False)
+    return said
+
+
+def steps(folder: Path) -> list[int]:
+    """Return the steps that TensorBoard shows."""
+    shown = EventAccumulator(str(folder))
+    shown.Reload()
+    return [point.step for point in shown.Scalars("train/lm loss")]
+
+
+def fail(*_: object) -> NoReturn:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(("method", "kept"), [("write", False), ("close", True)])
+def test_a_full_disk_ends_only_the_curves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, kept: bool
+) -> None:
+    log(run_with("--tensorboard-dir", tmp_path), {1: 2.0})
+    monkeypatch.setattr(RecordWriter, method, fail)
+    (said,) = log(run_with("--tensorboard-dir", tmp_path), {2: 2.0, 3: 2.0}, before=1)
+    assert said.startswith(f"*** --tensorboard-dir {tmp_path}: cannot be written ([Errno 28] No space left on device)")
+    assert "no more curves from iteration" in said
+    assert steps(tmp_path) == ([1, 2, 3] if kept else [1])
+
+
+def test_a_folder_that_cannot_be_created_ends_only_the_curves(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (said,) = log(run_with("--tensorboard-dir", tmp_path / "file" / "folder"), {7: 2.0}, before=6)
+    assert "no more curves from iteration 6 on" in said
+
+
+@pytest.mark.parametrize(("hide_later", "kept"), [(True, [1, 3]), (False, [1, 2, 3])])
+def test_points_of_repeated_steps_are_hidden(tmp_path: Path, hide_later: bool, kept: list[int]) -> None:
+    run = run_with("--tensorboard-dir", tmp_path)
+    log(run, {1: 2.0, 2: 2.0})
+    log(run, {3: 2.0}, 1, hide_later)
+    assert steps(tmp_path) == kept
+
+
+def wandb_records(path: Path) -> Iterator[Record]:
+    """Read wandb's file: LevelDB's log format (blocks of 32 KiB, fragments), with a protocol buffer per record."""
+    content, position, parts = path.read_bytes(), 7, b""
+    assert content[:4] == b":W&B"
+    while position + 7 <= len(content):
+        if 32768 - position % 32768 < 7:
+            position += 32768 - position % 32768
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, position)
+        parts += content[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):
+            record = Record()
+            record.ParseFromString(parts)
+            yield record
+            parts = b""
+
+
+@pytest.mark.long
+def test_wandb_follows_the_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    flags = ["--wandb-project", "ladders", "--wandb-exp-name", "first", "--tensorboard-dir", tmp_path / "curves"]
+    run = run_with("--save", tmp_path, *flags)
+    check_wandb(run)
+    assert log(run, {1: 2.5, 2: 2.25}) == []
+    (path,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    records = list(wandb_records(path))
+    (started,) = [record.run for record in records if record.HasField("run")]
+    assert (started.project, started.display_name) == ("ladders", "first")
+    assert "training" in {item.key for item in started.config.update}
+    history = [
+        {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
+        for record in records
+        if record.HasField("history")
+    ]
+    assert [(row["global_step"], row["train/lm loss"]) for row in history] == [("1", "2.5"), ("2", "2.25")]
+
+
+def test_a_missing_package_and_a_missing_key_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_with("--wandb-project", "p", "--tensorboard-dir", tmp_path)
+    with mock.patch.dict(sys.modules, {"wandb": None}), pytest.raises(UserError) as missing:
+        check_wandb(run)
+    assert str(missing.value).startswith("--wandb-project p: ")
+    assert "pip install 'megatron-ladder[wandb]'" in str(missing.value)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    with pytest.raises(UserError, match="^--wandb-project p: No API key configured.*WANDB_MODE=offline"):
+        check_wandb(run)
