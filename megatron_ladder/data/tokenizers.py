@@ -45,10 +45,6 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text; none for an empty one."""
 
-    def encode_plain(self, text: str) -> list[int]:
-        """Return the ids of a text like `encode`, but without control tokens: their spellings are text, too."""
-        return self.encode(text)
-
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text."""
         return [self.encode(text) for text in texts]
@@ -204,13 +200,6 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-
-    def encode_plain(self, text: str) -> list[int]:
-        self._tokenizer.encode_special_tokens = True
-        try:
-            return self.encode(text)
-        finally:
-            self._tokenizer.encode_special_tokens = False
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)

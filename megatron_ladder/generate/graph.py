@@ -1,4 +1,4 @@
-"""A decode step that is captured once, for all tokens.
+"""Decode steps on GPUs: captured once for all tokens, and with attention to the filled part of the cache.
 
 On a GPU a decoded token is hundreds of small kernels, which the host cannot launch as fast as they run. A CUDA graph
 launches all of them at once. It replays the captured addresses, so the inputs of a step (ids and columns) are copied
@@ -7,11 +7,13 @@ the device.
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+_LARGEST_FLASH_HEAD, _FIRST_FLASH_DEVICE = 256, (8, 0)
+"""Limits of FlashAttention: the head's size, and the compute capability."""
 _WARM_UP_RUNS = 3
 """Runs before the capture, as torch's manual requires: libraries and NCCL initialise at their first calls."""
 
@@ -74,3 +76,48 @@ def captured_decode(
         return logits
 
     return replay
+
+
+def counts_filled_columns(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
+    """Return whether torch has the kernel of `FilledColumns` for this device."""
+    fits = dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= _LARGEST_FLASH_HEAD
+    return (
+        fits
+        and device.type == "cuda"
+        and torch.backends.cuda.is_flash_attention_available()
+        and torch.cuda.get_device_capability(device) >= _FIRST_FLASH_DEVICE
+    )
+
+
+class FilledColumns(NamedTuple):
+    """Attention to the filled columns of each sample, by a kernel for GPUs that reads no others.
+
+    Neither the shapes nor the values on the host change from token to token, so the call can be captured.
+    """
+
+    query_starts: Tensor
+    """[b kv_heads/t + 1] int32: each key-value head of each sample is a sequence of one query."""
+    key_starts: Tensor
+    """[b kv_heads/t + 1] int32: its first row among the columns of all heads."""
+    filled: Tensor
+    """[b kv_heads/t] int32, the number of filled columns."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """See `Operations.attend`; there is no mask."""
+        # Imported here because it loads torch's compiler, which takes seconds.
+        from torch.nn.attention.varlen import varlen_attn
+
+        kv_heads, positions, head_dim = k.shape[1:]
+        attended = varlen_attn(
+            q.reshape(-1, q.shape[1] // kv_heads, head_dim),
+            k.reshape(-1, 1, head_dim),
+            v.reshape(-1, 1, head_dim),
+            self.query_starts,
+            self.key_starts,
+            1,
+            positions,
+            enable_gqa=True,
+            seqused_k=self.filled,
+        )
+        assert isinstance(attended, Tensor)
+        return attended.view(q.shape)

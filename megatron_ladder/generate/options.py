@@ -121,23 +121,8 @@ class OutputOptions:
     """With --json or --score, print the log-probability of each token, without penalties and temperature."""
     top_logprobs: int = flag(0, minimum=0, maximum=MAX_ALTERNATIVES, requires=("--json", "--logprobs"))
     """Number of most likely tokens to print for each position, as pairs of id and log-probability."""
-    score: bool = flag(False, excludes=("--interactive", "--bench", "--top-logprobs"))
+    score: bool = flag(False, excludes=("--interactive", "--top-logprobs"))
     """Print the log-likelihood and the perplexity of each prompt instead of continuing it."""
-
-
-@dataclass(frozen=True)
-class BenchOptions:
-    """Benchmark. Measures this model on this machine with prompts of random ids."""
-
-    bench: bool = flag(False, excludes=(*_PROMPT_SOURCES, "--interactive", "--chat", "--num-samples"))
-    """Measure the speed of prefill and greedy decoding instead of continuing prompts; print medians over
-    --bench-rounds, after one warm-up round."""
-    bench_rounds: int = flag(5, minimum=1)
-    """Number of rounds to measure."""
-    bench_prompt: int = flag(128, minimum=1)
-    """Tokens per prompt; --max-new-tokens are generated after them."""
-    bench_batch: int = flag(1, minimum=1)
-    """Number of prompts in the batch."""
 
 
 @dataclass(frozen=True)
@@ -148,19 +133,17 @@ class GenerateOptions:
     prompts: PromptOptions
     sampling: SamplingOptions
     output: OutputOptions
-    bench: BenchOptions
 
 
-SECTIONS = (ModelOptions, PromptOptions, SamplingOptions, OutputOptions, BenchOptions)
+SECTIONS = (ModelOptions, PromptOptions, SamplingOptions, OutputOptions)
 
 
 def parse_options(argv: Sequence[str]) -> GenerateOptions:
     """Parse the command line; raises UserError with one line for each error that needs no file to be found."""
     errors: list[str] = []
     options = GenerateOptions(*parse_command_line(SECTIONS, argv, "generate.py", _DESCRIPTION, found=errors))
-    prompts, sampling, output, bench = options.prompts, options.sampling, options.output, options.bench
-    has_input = prompts.given or prompts.interactive or bench.bench
-    if not has_input and sys.stdin.isatty():
+    prompts, sampling, output = options.prompts, options.sampling, options.output
+    if not (prompts.given or prompts.interactive) and sys.stdin.isatty():
         errors.append("there is no prompt; use --prompt, --prompt-file, --tokens or --interactive, or pipe a text")
     try:
         if prompts.tokens and not token_ids(prompts.tokens):

@@ -6,16 +6,16 @@ output columns that its product reads from end to end. The product is as exact a
 many rows. A packed weight is an opaque tensor, of which only the shape, the dtype and `to_dense` are known.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_ladder.generate.attention import split_heads_in_fp32
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.operations import Operations
+from megatron_ladder.model.rotary import RotaryTable
 from megatron_ladder.parallel.layout import ParallelModule
 
 _ROWS = 32
@@ -63,6 +63,20 @@ def _can_pack(dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
+def _split_heads_in_fp32(
+    projected: Tensor,
+    widths: Sequence[int],
+    head_dim: int,
+    table: RotaryTable,
+    norm_weights: tuple[Tensor, Tensor] | None,
+    epsilon: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `Operations.split_heads`; the result is in fp32, in which attention on CPUs is several times as fast."""
+    wide = projected.to(torch.promote_types(projected.dtype, torch.float32))
+    weights = None if norm_weights is None else (norm_weights[0].to(wide.dtype), norm_weights[1].to(wide.dtype))
+    return Operations.split_heads(wide, widths, head_dim, table, weights, epsilon)
+
+
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`x @ weight^T + bias` for x [..., in] and a weight [out, in], packed or not -> [..., out], in its dtype."""
     x = x.to(weight.dtype)
@@ -72,5 +86,5 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-PACKED_OPERATIONS = Operations(split_heads=split_heads_in_fp32, linear=_linear)
+PACKED_OPERATIONS = Operations(split_heads=_split_heads_in_fp32, linear=_linear)
 """For models that generate on a CPU."""

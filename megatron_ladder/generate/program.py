@@ -1,27 +1,20 @@
 """One rank of `tools/generate.py`.
 
-Every run takes the same steps: open the model, check the input of the selected mode, build the engine, run the mode.
-A `_prepare_*` function checks a mode's input before any process group exists, and returns a function that every rank
-calls with the engine. Rank 0 reads input and writes output; the other ranks only compute.
-
-    mode             input                                    output
-    continue         --prompt, --prompt-file, --tokens, or    text or JSON lines
-    --score          standard input                           log-likelihoods
-    --interactive    lines of standard input                  text
-    --bench          random ids                               speeds
+Every run takes the same steps: open the model, check the input, build the engine, continue or score the prompts. Only
+standard input is checked after process groups exist. Rank 0 reads input and writes output; the others only compute.
 """
 
 import io
 import json
 import math
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 import torch
 
@@ -42,22 +35,20 @@ from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.graph import CudaStepGraph
 from megatron_ladder.generate.loading import DTYPES, StoredModel, check_tensor_parallel, load_model, open_model
 from megatron_ladder.generate.options import (
-    BenchOptions,
     GenerateOptions,
     ModelOptions,
     OutputOptions,
     SamplingOptions,
 )
 from megatron_ladder.generate.prompts import Prompt, PromptEncoder, check_characters, prompt_errors, read_prompts
-from megatron_ladder.generate.requests import Generation, GenerationRequest, NewToken, Timings
-from megatron_ladder.generate.sampling import GREEDY, SamplingParameters, request_seed
+from megatron_ladder.generate.requests import Generation, GenerationRequest, NewToken
+from megatron_ladder.generate.sampling import SamplingParameters, request_seed
 from megatron_ladder.model.operations import require_compiler
 
 _TIMEOUT_MINUTES = 60.0
 """Timeout of collectives; long, because a slow reader of the output can hold up rank 0."""
 _INPUT_TIMEOUT = timedelta(days=30)
 """Time that a user can take to enter a line. The end of a process is noticed immediately in any case."""
-_Mode = Callable[[GenerationEngine], None]
 
 
 def generate(options: GenerateOptions) -> None:
@@ -68,10 +59,16 @@ def generate(options: GenerateOptions) -> None:
     rank_info = read_rank_info()
     stored = open_model(options.model.model, options.model.tokenizer_type, options.model.tokenizer_model)
     check_hardware(rank_info, options.model, stored.config)
-    run = _prepare_mode(options, stored)
+    encoder = _prompt_encoder(options, stored)
+    prompts = _read_prompts(options, stored, encoder, None) if options.prompts.given else None
     with naming_lost_peers():
         with closing(build_engine(rank_info, options.model, stored)) as engine:
-            run(engine)
+            if encoder is not None and options.prompts.interactive:
+                _converse(engine, encoder, options, stored)
+            else:
+                if prompts is None:
+                    prompts = _read_standard_input(engine, partial(_read_prompts, options, stored, encoder))
+                (_score if options.output.score else _continue)(engine, prompts, options, stored)
         stop_process_group()
 
 
@@ -96,24 +93,17 @@ def check_hardware(rank_info: RankInfo, options: ModelOptions, config: ModelConf
         require_compiler("--compile-sub-blocks", rank_info.device())
 
 
-def _prepare_mode(options: GenerateOptions, stored: StoredModel) -> _Mode:
-    prompts, sampling = options.prompts, options.sampling
-    encoder = None
+def _prompt_encoder(options: GenerateOptions, stored: StoredModel) -> PromptEncoder | None:
+    prompts = options.prompts
     if stored.tokenizer is not None:
-        encoder = PromptEncoder(stored.tokenizer, stored.prefix, prompts.chat, prompts.system)
-    else:
-        flags = {"--interactive": prompts.interactive, "--chat": prompts.chat, "--stop": bool(sampling.stop)}
-        raise_user_errors(
-            f"{flag} needs a tokenizer, and the model's directory has none; use --tokenizer-type and --tokenizer-model"
-            for flag, given in flags.items()
-            if given
-        )
-    if options.bench.bench:
-        return _prepare_benchmark(options, stored.config)
-    if prompts.interactive:
-        assert encoder is not None
-        return lambda engine: _converse(engine, encoder, options, stored)
-    return _prepare_prompts(options, stored, encoder)
+        return PromptEncoder(stored.tokenizer, stored.prefix, prompts.chat, prompts.system)
+    flags = {"--interactive": prompts.interactive, "--chat": prompts.chat, "--stop": bool(options.sampling.stop)}
+    raise_user_errors(
+        f"{flag} needs a tokenizer, and the model's directory has none; use --tokenizer-type and --tokenizer-model"
+        for flag, given in flags.items()
+        if given
+    )
+    return None
 
 
 def _dtype_name(options: ModelOptions, device: torch.device) -> str:
@@ -145,32 +135,19 @@ def build_engine(rank_info: RankInfo, options: ModelOptions, stored: StoredModel
     return GenerationEngine(model, mesh, stored.tokenizer, CudaStepGraph if options.cuda_graph else None)
 
 
-def _prepare_prompts(options: GenerateOptions, stored: StoredModel, encoder: PromptEncoder | None) -> _Mode:
-    def read(standard_input: str | None) -> list[Prompt]:
-        prompts = read_prompts(options.prompts, encoder, standard_input)
-        errors = prompt_errors(prompts, stored.config, 0 if options.output.score else options.sampling.max_new_tokens)
-        if options.output.score:
-            errors += [
-                f"{prompt.source}: a single token has no score, because there is no token before it"
-                for prompt in prompts
-                if len(prompt.ids) == 1
-            ]
-        raise_user_errors(errors)
-        return prompts
-
-    prompts = read(None) if options.prompts.given else None
-
-    def run(engine: GenerationEngine) -> None:
-        found = _read_standard_input(engine, read) if prompts is None else prompts
-        if not options.output.score:
-            _continue(engine, found, options, stored)
-            return
-        for prompt in found:
-            logprobs = engine.score(prompt.ids)
-            if engine.group.rank == 0:
-                _write_stdout(_score_line(prompt, logprobs, options.output.json, options.output.logprobs))
-
-    return run
+def _read_prompts(
+    options: GenerateOptions, stored: StoredModel, encoder: PromptEncoder | None, standard_input: str | None
+) -> list[Prompt]:
+    prompts = read_prompts(options.prompts, encoder, standard_input)
+    errors = prompt_errors(prompts, stored.config, 0 if options.output.score else options.sampling.max_new_tokens)
+    if options.output.score:
+        errors += [
+            f"{prompt.source}: a single token has no score, because there is no token before it"
+            for prompt in prompts
+            if len(prompt.ids) == 1
+        ]
+    raise_user_errors(errors)
+    return prompts
 
 
 def _read_standard_input(engine: GenerationEngine, read: Callable[[str], list[Prompt]]) -> list[Prompt]:
@@ -186,6 +163,13 @@ def _read_standard_input(engine: GenerationEngine, read: Callable[[str], list[Pr
     prompts, messages = engine.group.broadcast_object((prompts, errors.messages))
     raise_user_errors(messages)
     return prompts
+
+
+def _score(engine: GenerationEngine, prompts: Sequence[Prompt], options: GenerateOptions, stored: StoredModel) -> None:
+    for prompt in prompts:
+        logprobs = engine.score(prompt.ids)
+        if engine.group.rank == 0:
+            _write_stdout(_score_line(prompt, logprobs, options.output.json, options.output.logprobs))
 
 
 def _continue(
@@ -272,27 +256,6 @@ def _next_line(
         if not errors:
             return prompt
         print(*errors, sep="\n", file=sys.stderr, flush=True)
-
-
-def _prepare_benchmark(options: GenerateOptions, config: ModelConfig) -> _Mode:
-    bench, new_tokens = options.bench, options.sampling.max_new_tokens
-    needed = bench.bench_prompt + new_tokens
-    if needed > config.max_position_embeddings:
-        raise UserError(
-            f"--bench-prompt {bench.bench_prompt} and --max-new-tokens {new_tokens} are {needed} tokens, but the "
-            f"model has only {config.max_position_embeddings} positions; reduce one of them"
-        )
-
-    def run(engine: GenerationEngine) -> None:
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, config.vocab_size, (bench.bench_batch, bench.bench_prompt), generator=generator)
-        requests = [GenerationRequest(tuple(row), new_tokens, GREEDY) for row in ids.tolist()]
-        # The first round warms up.
-        rounds = [engine.generate(requests)[0].timings for _ in range(bench.bench_rounds + 1)][1:]
-        if engine.group.rank == 0:
-            _write_stdout(_benchmark_report(rounds, bench, new_tokens, options.output.json))
-
-    return run
 
 
 def _write_stdout(text: str) -> None:
@@ -389,25 +352,3 @@ def _score_line(prompt: Prompt, logprobs: Sequence[float], as_json: bool, per_to
         return json.dumps(values | ({"logprobs": list(logprobs)} if per_token else {})) + "\n"
     line = f"{len(logprobs)} tokens scored, log-likelihood {total:.4f}, perplexity {perplexity:.4f}\n"
     return line + (" ".join(f"{logprob:.4f}" for logprob in logprobs) + "\n" if per_token else "")
-
-
-def _benchmark_report(rounds: Sequence[Timings], options: BenchOptions, new_tokens: int, as_json: bool) -> str:
-    prefill = [timings.prefill_tokens_per_second for timings in rounds]
-    decode = [timings.decode_tokens_per_second for timings in rounds if timings.decode_tokens_per_second is not None]
-    rates = {"prefill": prefill, "decode": decode} if decode else {"prefill": prefill}
-    if as_json:
-        values: dict[str, object] = {
-            "batch": options.bench_batch,
-            "prompt_tokens": options.bench_prompt,
-            "new_tokens": new_tokens,
-            "rounds": len(rounds),
-        }
-        for name, found in rates.items():
-            values[f"{name}_tokens_per_second"] = statistics.median(found)
-            values[f"{name}_tokens_per_second_range"] = [min(found), max(found)]
-        return json.dumps(values) + "\n"
-    return "".join(
-        f"{name:8} {statistics.median(found):10.1f} tokens/s  ({min(found):.1f} to {max(found):.1f} in {len(found)} "
-        f"rounds; batch {options.bench_batch}, {options.bench_prompt} + {new_tokens} tokens)\n"
-        for name, found in rates.items()
-    )

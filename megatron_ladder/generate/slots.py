@@ -32,8 +32,7 @@ from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas, loc
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import BadNumbersError
-from megatron_ladder.generate.attention import FilledColumns, counts_filled_columns
-from megatron_ladder.generate.graph import StepGraph, captured_decode
+from megatron_ladder.generate.graph import FilledColumns, StepGraph, captured_decode, counts_filled_columns
 from megatron_ladder.generate.requests import FinishReason, Generation, GenerationRequest, NewToken, Timings
 from megatron_ladder.generate.sampling import NO_TOKEN, Sampler, to_device
 from megatron_ladder.generate.scoring import Alternatives

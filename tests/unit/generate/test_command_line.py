@@ -90,11 +90,8 @@ def test_a_terminal_is_not_read_as_a_prompt(monkeypatch: pytest.MonkeyPatch) -> 
         ("--prompt a --num-samples 0", "--num-samples 0: "),
         ("--prompt a --logprobs", "--logprobs requires --json or --score"),
         ("--prompt a --interactive", "--interactive and --prompt exclude each other"),
-        ("--prompt a --bench", "--bench and --prompt exclude each other"),
         ("--interactive --num-samples 2", "--interactive and --num-samples exclude each other"),
         ("--interactive --json", "--interactive and --json exclude each other"),
-        ("--bench --interactive", "--bench and --interactive exclude each other"),
-        ("--bench --bench-rounds 0", "--bench-rounds 0: "),
         ("--tokens 1 --chat", "--tokens and --chat exclude each other"),
         ("--prompt a --system b", "--system b requires --chat"),
         ("--tokens , ", "--tokens: the prompt is empty"),
@@ -364,21 +361,6 @@ def test_scores_equal_those_of_the_reference(without_tokenizer: Path, capsys: py
     )
     (error,) = errors_of(argv[:-3])
     assert error == "--tokens: a single token has no score, because there is no token before it"
-
-
-def test_the_benchmark_measures_prefill_and_decoding(
-    without_tokenizer: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    argv = ["--model", str(without_tokenizer), "--bench", "--bench-rounds", "2", "--bench-prompt", "5"]
-    (found,) = lines_of([*argv, "--bench-batch", "3", "--max-new-tokens", "4"], capsys)
-    assert (found["batch"], found["prompt_tokens"], found["new_tokens"], found["rounds"]) == (3, 5, 4, 2)
-    for name in ("prefill", "decode"):
-        low, high = found[f"{name}_tokens_per_second_range"]
-        assert 0 < low <= found[f"{name}_tokens_per_second"] <= high
-    main([*argv, "--no-overlap", "--max-new-tokens", "1"])
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["prefill"]
-    (error,) = errors_of([*argv, "--max-new-tokens", "92"])
-    assert error.startswith("--bench-prompt 5 and --max-new-tokens 92 are 97 tokens, but the model has only 96 ")
 
 
 def test_flags_that_need_a_tokenizer(without_tokenizer: Path) -> None:

@@ -24,7 +24,7 @@ from megatron_ladder.generate import engine as engine_module
 from megatron_ladder.generate import graph as graph_module
 from megatron_ladder.generate import program, slots
 from megatron_ladder.generate.engine import GenerationEngine
-from megatron_ladder.generate.graph import CudaStepGraph, captured_decode
+from megatron_ladder.generate.graph import CudaStepGraph, captured_decode, counts_filled_columns
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import GREEDY, SamplingParameters
 from megatron_ladder.generate.slots import prompt_width
@@ -191,8 +191,7 @@ def test_the_program_frees_its_graph_before_the_groups(tmp_path: Path, monkeypat
     monkeypatch.setattr(program, "check_hardware", lambda *arguments: None)
     monkeypatch.setattr(program, "CudaStepGraph", graphs)
     monkeypatch.setattr(program, "stop_process_group", lambda: alive.append(len(graphs.alive)))
-    words = ["--model", str(tmp_path), "--bench", "--bench-rounds", "2", "--bench-prompt", "4", "--max-new-tokens", "3"]
-    main([*words, "--cuda-graph"])
+    main(["--model", str(tmp_path), "--tokens", "4", "5", "--max-new-tokens", "3", "--cuda-graph"])
     assert (len(graphs.made), alive) == (1, [0])
 
 
@@ -265,6 +264,26 @@ def test_attention_to_filled_columns_gives_the_same_tokens(
     assert engine.score(PROMPTS[3]) == pytest.approx(expected[1], rel=1e-5)
     steps = 2 if captured else 6
     assert calls == [len(requests) * config.num_key_value_heads] * (config.num_layers * steps)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "capability", "counts"),
+    [
+        (torch.bfloat16, 128, (9, 0), True),
+        (torch.float16, 64, (8, 0), True),
+        (torch.float32, 128, (9, 0), False),
+        (torch.bfloat16, 320, (9, 0), False),
+        (torch.bfloat16, 100, (9, 0), False),
+        (torch.float16, 64, (7, 5), False),
+    ],
+)
+def test_only_devices_with_the_kernel_count_filled_columns(
+    dtype: torch.dtype, head_dim: int, capability: tuple[int, int], counts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    assert counts_filled_columns(dtype, head_dim, torch.device("cuda")) == counts
+    assert not counts_filled_columns(dtype, head_dim, torch.device("cpu"))
 
 
 def test_few_prompt_widths_reach_a_gpu() -> None:
