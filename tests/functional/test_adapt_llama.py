@@ -20,7 +20,6 @@ from examples.adapt_llama.evaluate import (
     named_metrics,
     perplexity,
     read_held_out,
-    table,
     write_task,
 )
 from megatron_ladder.blueprint.model import ModelFlags
@@ -149,22 +148,6 @@ def test_the_command_lines_for_lanes(tmp_path: Path) -> None:
     assert done.returncode == 2 and "--lanes 6" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--source", "nowhere"], "--source nowhere/config.json: file not found"),
-        (["--tiny", "--dry-run"], "--tiny --dry-run: a dry run needs an existing model"),
-        (["--tiny", "--tp", "1"], "--tp: --tiny sets it; remove one of the two"),
-        (["--lr", "1"], "--lr: unknown flag; see --help, and put flags of pretrain_ladder.py after --"),
-        (["--source"], "--source: a value is missing"),
-    ],
-)
-def test_invalid_arguments_are_reported(tmp_path: Path, words: list[str], message: str) -> None:
-    done = run_command(["bash", SCRIPT, "--run", tmp_path / "run", *words], timeout=60)
-    assert done.returncode == 2 and message in done.stderr, done.stdout + done.stderr
-    assert not (tmp_path / "run").exists()
-
-
 def held_out(answers: Sequence[str]) -> list[HeldOut]:
     """Return conversations of four tokens, the last two of which are the assistant's."""
     tokens = Conversation(np.array([1, 2, 3, 4]), np.array([0, 0, 1, 1], np.uint8))
@@ -214,16 +197,6 @@ def test_the_local_task_has_one_right_answer(tmp_path: Path) -> None:
     assert all(line["context"] == 1 for line in lines) and len({line["answer"] for line in lines}) > 1
 
 
-def test_a_table_has_a_dash_for_missing_values() -> None:
-    found = {"a acc": 0.5}
-    assert table({"x": {"perplexity": 2.0}, "y": {"perplexity": 1.25, **found}}).splitlines() == [
-        "| model | perplexity | a acc |",
-        "| --- | --- | --- |",
-        "| x | 2.000 | - |",
-        "| y | 1.250 | 0.500 |",
-    ]
-
-
 def test_metrics_of_lm_eval_are_chosen_by_name() -> None:
     results = {
         "a": {"alias": "a", "acc,none": 0.5, "acc_stderr,none": 0.1, "acc_norm,none": 0.6},
@@ -254,15 +227,6 @@ def test_other_ladder_layers(words: str, layers: str, tmp_path: Path) -> None:
     flags = ["--dry-run", "--source", source, "--run", tmp_path / "run", "--python", sys.executable]
     done = run_command(["bash", SCRIPT, *flags, "--ladder-layers", words], timeout=120, cwd=tmp_path)
     assert f"wiring: ladder in layers {layers}" in done.stdout, done.stdout + done.stderr
-
-
-@pytest.mark.slow
-def test_layers_that_the_model_lacks_are_reported_before_any_work(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    words = ["--tiny", "--run", run, "--python", sys.executable, "--ladder-layers", "best:40"]
-    done = run_command(["bash", SCRIPT, *words], timeout=120)
-    assert done.returncode == 2 and "--ladder-layers 40" in done.stderr, done.stdout + done.stderr
-    assert not (run / "data").exists()
 
 
 def test_the_sweep_compares_quality_and_speed(tmp_path: Path) -> None:

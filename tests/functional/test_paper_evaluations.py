@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from examples.lm_eval_runs import lm_eval_command
 from examples.paper.evaluations import ADAPTATION, PUBLISHED, TASKS, average, main
 from megatron_ladder.errors import UserError
 from tests.helpers.commands import REPOSITORY_ROOT, run_command
@@ -139,18 +138,6 @@ def test_finished_tasks_are_skipped_and_settings_kept_apart(tmp_path: Path, lm_e
     assert rows_of(text)["1.2b-ladder"] == ["", "", "", "70.00", "", "", "", ""]
 
 
-def test_results_of_other_weights_are_replaced(tmp_path: Path, lm_eval: FakeLmEval) -> None:
-    assert rows_of(run_here(tmp_path, "from-scratch", "--tasks", "piqa", "sciq"))["1.2b-ladder"][4] == "80.00"
-    assert len(lm_eval.calls()) == 2
-    (tmp_path / "model" / "model.safetensors").write_bytes(b"others")
-    lm_eval.set({"piqa": {"acc,none": 0.25}})
-    row = rows_of(run_here(tmp_path, "from-scratch", "--tasks", "piqa"))["1.2b-ladder"]
-    assert row[3:5] == ["25.00", ""]
-    assert len(lm_eval.calls()) == 1
-    run_here(tmp_path, "from-scratch", "--tasks", "piqa")
-    assert lm_eval.calls() == []
-
-
 def test_metrics_shots_and_needs_of_the_adaptation(tmp_path: Path, lm_eval: FakeLmEval) -> None:
     numbers = {task.lm_eval: {f"{task.metric},none": 0.5} for task in ADAPTATION}
     numbers["gsm8k_cot"] = {"exact_match,strict-match": 0.1, "exact_match,flexible-extract": 0.6}
@@ -173,32 +160,6 @@ def test_metrics_shots_and_needs_of_the_adaptation(tmp_path: Path, lm_eval: Fake
     assert rows_of(run_here(tmp_path, "adaptation", "--run-code", name="16-healed"))["16-healed"][6] == "40.00"
     (call,) = lm_eval.calls()
     assert call[-1] == "1" and "--confirm_run_unsafe_code" in call
-
-
-def test_errors_of_the_program_name_the_flag(tmp_path: Path) -> None:
-    with pytest.raises(UserError) as failure:
-        main(["--table", "scratch", "--models", "a=", f"b={tmp_path / 'none'}", "--output", str(tmp_path)])
-    assert [line.partition(": ")[0] for line in str(failure.value).splitlines()] == [
-        "--table scratch",
-        "--models a=",
-        f"--models b={tmp_path / 'none'}",
-    ]
-    with pytest.raises(UserError, match="--tasks mmlu: expected some of arc_challenge, arc_easy"):
-        main(["--table", "from-scratch", "--models", f"a={tmp_path}", "--output", str(tmp_path), "--tasks", "mmlu"])
-
-
-def test_training_checkpoints_are_read_by_our_own_model_class(tmp_path: Path) -> None:
-    assert lm_eval_command(tmp_path)[2:5] == ["lm_eval", "--model", "hf"]
-    (tmp_path / "latest").write_text("iter_0000012")
-    assert lm_eval_command(tmp_path, 2)[2:] == [
-        "megatron_ladder.lm_eval",
-        "--model",
-        "megatron_ladder",
-        "--model_args",
-        f"model={tmp_path},tp=2",
-        "--batch_size",
-        "16",
-    ]
 
 
 def checkpoints(folder: Path) -> Path:
@@ -238,21 +199,3 @@ def test_the_script_evaluates_an_adaptation(tmp_path: Path, unhealed: str) -> No
     assert [words[-1] for words in evaluations] == [
         str(folder / name / "mmlu_5-shot") for name in ("source", "16-unhealed", "16-healed")
     ]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--size 1.2b", "--size and --wiring are required"),
-        ("--size 1.2b --wiring ladder --run none", "--size 1.2b --wiring ladder: no checkpoint in"),
-        ("--adapted none", "--adapted: no checkpoint in"),
-        ("--adapted none --size 1.2b", "--adapted none: remove --size, --wiring and --run"),
-        ("--size 1.2b --wiring ladder --source none", "--source none: has no meaning without --adapted"),
-        ("--size 1.2b --wiring desync-4x --run {run}", "--tp 1: --wiring desync-4x has one stream per process"),
-        ("--tasks piqa", "--tasks: unknown flag: see --help; flags of evaluations.py go after --"),
-    ],
-)
-def test_errors_of_the_script_name_the_flag(words: str, message: str, tmp_path: Path) -> None:
-    run = checkpoints(tmp_path / "run")
-    done = run_command(["bash", SCRIPT, *words.format(run=run).split()], timeout=60)
-    assert done.returncode == 2 and message in done.stderr

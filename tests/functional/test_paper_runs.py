@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-import subprocess
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from examples.paper.check import (
     dry_run,
     estimate,
     read_command,
-    recipe_table,
 )
 from examples.paper.runs import SIZES, WIRINGS, tensor_parallel_problems, training_flags
 from examples.paper.speed_report import report
@@ -30,7 +28,6 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.language_model import LanguageModel
 from tests.helpers.commands import REPOSITORY_ROOT, clean_environment, run_command
-from tests.helpers.patience import patient
 from tests.unit.ladder_lab.bench.made_up import request_row
 
 EXAMPLE = REPOSITORY_ROOT / "examples" / "paper"
@@ -101,14 +98,6 @@ def test_every_run_is_valid_and_fits(size: str, wiring: str) -> None:
     assert sums == width * layers // {"desync-2x": 2, "desync-4x": 4}.get(wiring, 1)
 
 
-def test_a_hybrid_lies_between_its_halves() -> None:
-    seconds = [
-        estimate(read_command([*training_flags(SIZES["1.2b"], wiring, 4), *PATHS], 64), CLUSTERS["h100"]).step_seconds
-        for wiring in ("standard", "ladder", "hybrid")
-    ]
-    assert seconds[0] > 1.05 * seconds[1] and seconds[2] == pytest.approx((seconds[0] + seconds[1]) / 2)
-
-
 def test_the_script_launches_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", clean_environment()["PATH"])
     processes, words = dry_run("3.5b", "hybrid", ["--tp", "4", "--run", "/runs/a b", "--", "--seed", "7"])
@@ -155,49 +144,6 @@ def test_a_check_prints_a_row_for_each_run(monkeypatch: pytest.MonkeyPatch, caps
     assert int(desync[3].replace(",", "")) - int(ladder[3].replace(",", "")) == 60 * 2304
 
 
-def test_a_slurm_job_starts_every_node(tmp_path: Path) -> None:
-    stubs = {
-        "scontrol": '[ "$*" = "show hostnames n[3-4]" ] && printf "n3\\nn4\\n"',
-        "srun": 'shift; for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done',
-    }
-    for name, script in stubs.items():
-        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
-        (tmp_path / name).chmod(0o755)
-    environment = clean_environment()
-    job = {
-        "PATH": f"{tmp_path}:{environment['PATH']}",
-        "SLURM_SUBMIT_DIR": str(REPOSITORY_ROOT),
-        "SLURM_JOB_NODELIST": "n[3-4]",
-        "SLURM_JOB_ID": "40017",
-        "SLURM_GPUS_ON_NODE": "4",
-    }
-    done = subprocess.run(
-        ["bash", EXAMPLE / "train.sbatch", "--wiring", "ladder", "--dry-run"],
-        env=environment | job,
-        capture_output=True,
-        text=True,
-        timeout=patient(60),
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    for node, (heading, command) in enumerate(zip(lines[::2], lines[1::2], strict=True)):
-        assert heading.startswith("8 processes: 4 on each of n3 n4")
-        words = shlex.split(command)
-        begin = words.index("--master_addr")
-        assert words[begin : begin + 7] == [
-            "--master_addr",
-            "n3",
-            "--master_port",
-            "20017",
-            "--no_ssh",
-            "--node_rank",
-            str(node),
-        ]
-    assert len(lines) == 4
-    for path in [*EXAMPLE.glob("*.sh"), EXAMPLE / "train.sbatch"]:
-        subprocess.run(["bash", "-n", path], check=True)
-
-
 SPEED = EXAMPLE / "speed.sh"
 
 
@@ -227,20 +173,6 @@ def test_every_published_speed_has_a_command() -> None:
     assert len(figures) == 2 * 4 * 2 + 2 * 6 + 4
 
 
-@pytest.mark.parametrize(
-    ("flags", "error"),
-    [
-        ([], "a folder for the results is missing"),
-        (["a", "--only", "llama-8b huge"], "--only huge: expected some of paper-1.2b"),
-        (["a", "--hosts", "x"], "--hosts x: expected two names"),
-        (["a", "b"], "b: expected one folder, found"),
-    ],
-)
-def test_mistakes_in_the_command_of_speeds(flags: list[str], error: str) -> None:
-    done = run_command(["bash", SPEED, *flags, "--dry-run"], timeout=30)
-    assert done.returncode == 2 and f"error: {error}" in done.stderr
-
-
 def test_the_report_of_speeds(tmp_path: Path) -> None:
     def write(name: str, rows: list[RequestRow]) -> None:
         (tmp_path / f"{name}.json").write_text(json.dumps([asdict(row) for row in rows]))
@@ -268,10 +200,6 @@ def test_all_speeds_of_toy_shapes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Toy" in (tmp_path / "report.md").read_text() and (tmp_path / "llama-8b-p2p-off.png").exists()
     assert run_command(command, timeout=60).stdout.count("already measured") == 3
-
-
-def test_the_readme_contains_the_recipe() -> None:
-    assert recipe_table() in (EXAMPLE / "README.md").read_text()
 
 
 def test_documents_are_taken_in_order(tmp_path: Path) -> None:

@@ -5,11 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ladder.errors import UserError
-from tests.gpu import runner
-from tests.gpu.__main__ import GpuOptions, choose_checks
 from tests.gpu.on_ranks import ATTENTION, waits_in
-from tests.gpu.program_checks import speed
 from tests.gpu.rank_checks import compare_decoded, largest_error
 from tests.gpu.runner import Check, Machine, NotRun, Outcome, run_checks, summary
 from tests.helpers.patience import patient
@@ -82,23 +78,6 @@ def test_processes_stand_for_gpus_on_a_cpu(tmp_path: Path) -> None:
     assert [one.figure for one in outcomes] == ["1 ranks | 3 us", "2 ranks | 3 us", "4 ranks | 3 us"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (GpuOptions(), "--device cuda: no GPU was found"),
-        (GpuOptions(device="cpu", only="none of them"), "--only none of them: no title matches; the titles are: one"),
-        (GpuOptions(gpus=2, only="("), r"--only \(: not a regular expression"),
-    ],
-)
-def test_choices_without_a_check_are_rejected(
-    options: GpuOptions, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runner, "CHECKS", [Check("one", 1, 9, passes)])
-    with pytest.raises(UserError, match=message):
-        choose_checks(options)
-    assert len(choose_checks(GpuOptions(device="cpu", only="ONE|two"))) == 1
-
-
 def test_calls_that_wait_for_the_device_are_counted_per_step() -> None:
     def event(name: str, at: float, kind: str = "cuda_runtime", seconds: float = 1.0) -> dict[str, object]:
         return {"name": name, "cat": kind, "ts": at, "dur": seconds}
@@ -132,11 +111,6 @@ def test_backends_are_read_from_the_names_of_operators() -> None:
         assert match is not None and (match[1] or match[2]) == backend
     for name in ("aten::_scaled_dot_product_flash_attention_backward", "aten::scaled_dot_product_attention"):
         assert ATTENTION.fullmatch(name) is None
-
-
-def test_utilisation_is_relative_to_the_peak_of_known_devices() -> None:
-    assert speed(494.5e12, "NVIDIA H100 80GB HBM3 x 8, CUDA 13.0, NCCL 2.28.9") == "494 TFLOP/s, MFU 50.0%"
-    assert speed(1e9, "CPU with 2 cores") == "0.001 TFLOP/s"
 
 
 def test_decoded_tokens_may_differ_only_where_two_are_equally_likely() -> None:
