@@ -25,7 +25,6 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.command_line import flag_words, parse_command_line
 from megatron_ladder.convert.carry_out import carry_out
 from megatron_ladder.convert.conversions import plan_export, plan_import
-from megatron_ladder.convert.measures import Measures
 from megatron_ladder.convert.options import ExportOptions, ImportOptions
 from megatron_ladder.data.batches import GlobalBatchLoader, UnreadBatches
 from megatron_ladder.data.samples import Samples
@@ -190,10 +189,10 @@ class TextGenerator:
 def import_model(hf: str | Path, save: str | Path, **flags: Any) -> None:
     """Convert a Hugging Face directory to a training checkpoint, with the flags of `convert_checkpoint.py import`."""
     (options,) = parse_command_line([ImportOptions], flag_words({"hf": hf, "save": save, **flags}), "import_model", "")
-    carry_out(plan_import(options), options, print, Measures())
+    carry_out(plan_import(options), options, print)
 
 
 def export_model(load: str | Path, hf: str | Path, **flags: Any) -> None:
     """Convert a training checkpoint to a Hugging Face directory, with the flags of `convert_checkpoint.py export`."""
     (options,) = parse_command_line([ExportOptions], flag_words({"load": load, "hf": hf, **flags}), "export_model", "")
-    carry_out(plan_export(options), options, print, Measures())
+    carry_out(plan_export(options), options, print)

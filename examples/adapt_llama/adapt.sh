@@ -253,7 +253,7 @@ if "$tiny"; then
         with_python examples/adapt_llama/tiny_llama.py --output "$run/tiny"
 fi
 
-importing=(--hf "$source_model" --save "$run/imported" --tensor-model-parallel-size "$tp" --verify --overwrite)
+importing=(--hf "$source_model" --save "$run/imported" --verify --overwrite)
 # Errors in the source and the layers are found before hours of work. Layers that are not measured yet are the upper ones.
 check_import() {
     "$python" tools/convert_checkpoint.py import "${importing[@]}" --ladder-layers "${measured_layers:-$ladder_layers}" \
@@ -277,7 +277,7 @@ run_once import "$run/imported/latest" "Import: --ladder-layers $ladder_layers" 
 if [ -n "$lanes" ]; then
     run_once arrange "$run/arranged/latest" "Arrangement: heads and neurons that affect each other share one of $lanes lanes" \
         with_python tools/convert_checkpoint.py arrange --load "$run/imported" --save "$run/arranged" --overwrite \
-        --lanes "$lanes" --tensor-model-parallel-size "$tp" --data "$run/data/train_${keys[0]}_document" \
+        --lanes "$lanes" --data "$run/data/train_${keys[0]}_document" \
         --seq-length "$((seq_length < 2048 ? seq_length : 2048))" --tokens "$measured_tokens" "${documents[@]}"
 fi
 

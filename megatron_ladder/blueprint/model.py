@@ -350,14 +350,6 @@ def model_errors(config: ModelConfig) -> list[str]:
 
 def tensor_parallel_errors(config: ModelConfig, tensor_parallel: int) -> list[str]:
     """Return one line for each reason why this many tensor-parallel ranks cannot compute the model."""
-    return [*slicing_errors(config, tensor_parallel), *_lane_errors(config, tensor_parallel)]
-
-
-def slicing_errors(config: ModelConfig, tensor_parallel: int) -> list[str]:
-    """Return one line for each size that prevents a checkpoint from being divided among this many ranks.
-
-    The ranks need not be able to compute the model: those that load the checkpoint can be more or fewer.
-    """
     errors = _division_errors(config, "tensor_model_parallel_size", tensor_parallel)
     if config.lanes % tensor_parallel:
         errors.append(
@@ -369,7 +361,7 @@ def slicing_errors(config: ModelConfig, tensor_parallel: int) -> list[str]:
             f"--tensor-model-parallel-size {tensor_parallel}: this desync model has per-rank norms for "
             f"{config.desync_tp} tensor-parallel ranks: use {config.desync_tp}"
         )
-    return errors
+    return [*errors, *_lane_errors(config, tensor_parallel)]
 
 
 def _lane_errors(config: ModelConfig, tensor_parallel: int) -> list[str]:

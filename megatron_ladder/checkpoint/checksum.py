@@ -52,11 +52,11 @@ def file_checksum(
 def file_error(path: Path, expected: str, report_bytes: Callable[[int], None]) -> str | None:
     """Return an error message if a file cannot be read or does not have the checksum that its manifest records."""
     try:
-        return mismatch(path, expected, file_checksum(path, report_bytes, algorithm_of(expected)))
+        return _mismatch(path, expected, file_checksum(path, report_bytes, algorithm_of(expected)))
     except OSError as error:
         return f"{path}: cannot be read: {error.strerror}"
 
 
-def mismatch(path: Path, expected: str, found: str) -> str | None:
+def _mismatch(path: Path, expected: str, found: str) -> str | None:
     """Return an error message if two checksums of a file differ."""
     return None if found == expected else f"{path}: damaged: the manifest records {expected}, the contents have {found}"

@@ -17,9 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint.boxes import Box, intersection
@@ -75,22 +72,14 @@ class StoredBox(NamedTuple):
     mapped: memoryview | None = None
 
 
-class Permutation(NamedTuple):
-    """A new order of the rows (`dim` 0) or columns (1) of a tensor: row i of the result is row `source[i]`."""
-
-    dim: int
-    source: NDArray[np.int64]
-
-
 @dataclass(frozen=True)
 class SourceTensor:
-    """A whole tensor, its name in its directory, and the boxes that tile it; it is copied in `order`."""
+    """A whole tensor, its name in its directory, and the boxes that tile it."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     boxes: tuple[StoredBox, ...]
-    order: Permutation | None = None
 
     @property
     def whole(self) -> Box:

@@ -66,7 +66,7 @@ class TensorPosition(NamedTuple):
     end: int
 
 
-class FileLayout:
+class _FileLayout:
     """The header of a file that is to be written, tensor after tensor."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ def write_tensor_file(
         ValueError: the header would be longer than readers accept.
     """
     ordered = sorted(tensors, key=lambda item: -item[1].element_size())
-    layout = FileLayout()
+    layout = _FileLayout()
     for key, tensor in ordered:
         layout.add(key, element_name(tensor.dtype), tensor.shape)
     header = layout.header()

@@ -1,7 +1,4 @@
-"""Converts checkpoints between Hugging Face and training, in any layout; needs no GPU and no torch.
-
-Its subcommands `arrange` and `sensitivity`, which run a model, need torch.
-"""
+"""Converts checkpoints between Hugging Face and training; needs no GPU."""
 
 import functools
 import os
@@ -10,7 +7,6 @@ from pathlib import Path
 
 from megatron_ladder.cli.programs import Command
 from megatron_ladder.comm.ranks import run_ranks
-from megatron_ladder.convert.measures import Measures
 from megatron_ladder.convert.options import (
     INSPECT,
     VERBS,
@@ -60,7 +56,7 @@ def main(argv: Sequence[str]) -> None:
         conversion = plan_reshape(options, arrange(options))
     else:
         conversion = plan_reshape(options)
-    carry_out(conversion, options, functools.partial(print, flush=True), Measures())
+    carry_out(conversion, options, functools.partial(print, flush=True))
 
 
 entry_point = functools.partial(run_program, main)

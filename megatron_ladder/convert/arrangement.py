@@ -28,9 +28,9 @@ from torch import Tensor
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import Branch, layer_tensors
-from megatron_ladder.checkpoint.hf_directory import Permutation
 from megatron_ladder.comm.launch import read_rank_info
 from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.convert.copying import Permutation
 from megatron_ladder.convert.options import ArrangeOptions
 from megatron_ladder.convert.sensitivity import read_batches, run_model
 from megatron_ladder.convert.wiring import rewired

@@ -13,7 +13,7 @@ from megatron_ladder.checkpoint.publish import (
     read_latest,
 )
 from megatron_ladder.checkpoint.tilings import KINDS
-from megatron_ladder.convert.measures import size_text
+from megatron_ladder.convert.outputs import size_text
 from megatron_ladder.convert.training_checkpoint import open_training_checkpoint
 from megatron_ladder.convert.wiring import wiring_text
 from megatron_ladder.errors import UserError, limited

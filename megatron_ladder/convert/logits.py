@@ -13,7 +13,7 @@ from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
 from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.hf_config import CLASSES, OWN_TYPE
-from megatron_ladder.convert.measures import size_text
+from megatron_ladder.convert.outputs import size_text
 
 if TYPE_CHECKING:
     import torch

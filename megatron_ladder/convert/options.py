@@ -18,21 +18,17 @@ class ConversionOptions:
     dry_run: bool = False
     """Print what would be written, and write nothing."""
     verify: bool = False
-    """Read the result again and compare it bit by bit; compare logits too if torch and transformers are installed."""
+    """Read the result again and compare it bit by bit; compare logits too if transformers is installed."""
     overwrite: bool = False
     """Replace an existing target."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions(ConversionOptions):
-    """Options of the training checkpoint to write: its directory, the cut of its files, its wiring."""
+    """Options of the training checkpoint to write: its directory and its wiring."""
 
     save: Path = flag(output="directory")
     """Directory of checkpoints to write to, as for pretrain_ladder.py."""
-    tensor_model_parallel_size: int = flag(1, minimum=1)
-    """Cut the files for this many tensor-parallel ranks; any other number can read them too."""
-    pipeline_model_parallel_size: int = flag(1, minimum=1)
-    """Cut the files for this many pipeline stages; any other number can read them too."""
     residual_mode: ResidualMode | None = None
     """Wiring of the model. Default: the wiring of the source."""
     ladder_layers: str | None = None
@@ -71,7 +67,7 @@ class ExportOptions(ConversionOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ReshapeOptions(CheckpointOptions):
-    """Reshape. A training checkpoint with other files or another wiring, optimizer state included."""
+    """Reshape. A training checkpoint of whole tensors, in another wiring if given, optimizer state included."""
 
     load: Path
     """A directory of checkpoints, whose current one is read, or one checkpoint."""
@@ -130,12 +126,12 @@ Options = ImportOptions | ExportOptions | ReshapeOptions | ArrangeOptions | Sens
 VERBS: dict[str, tuple[type, str]] = {
     "import": (ImportOptions, "Converts a Hugging Face directory to a training checkpoint."),
     "export": (ExportOptions, "Converts a training checkpoint to a Hugging Face directory."),
-    "reshape": (ReshapeOptions, "Writes a training checkpoint with other files or another wiring."),
-    "arrange": (ArrangeOptions, "Chooses which heads and neurons share a lane with own partials; needs torch, scipy."),
-    "sensitivity": (SensitivityOptions, "Measures which layers cost the least when they read late; needs torch."),
+    "reshape": (ReshapeOptions, "Writes a training checkpoint of whole tensors, or with another wiring."),
+    "arrange": (ArrangeOptions, "Chooses which heads and neurons share a lane with own partials; needs scipy."),
+    "sensitivity": (SensitivityOptions, "Measures which layers cost the least when they read late."),
 }
 _PROGRAM = "convert_checkpoint.py"
-_DESCRIPTION = "Converts checkpoints between Hugging Face and training, in any layout; needs no GPU."
+_DESCRIPTION = "Converts checkpoints between Hugging Face and training; needs no GPU."
 INSPECT = "Prints what a directory contains and what is missing."
 
 

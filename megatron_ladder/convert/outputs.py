@@ -10,7 +10,7 @@ scratch. Nothing has the target's name before everything is written and fsynced.
 import os
 import secrets
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,13 +22,12 @@ from megatron_ladder.checkpoint.publish import (
     publishing_order,
     temporary_directory,
 )
-from megatron_ladder.convert.measures import Report, size_text
 from megatron_ladder.errors import UserError
 from megatron_ladder.files import TEMPORARY_SUFFIX, lock_file, sync_directory
 
 
 @contextmanager
-def work_directory(path: Path, report: Report) -> Iterator[Path]:
+def work_directory(path: Path, report: Callable[[str], None]) -> Iterator[Path]:
     """Create and lock the temporary directory, or take it over from an interrupted conversion.
 
     File systems without locks do not show whether another conversion still runs; a warning is reported then.
@@ -155,3 +154,11 @@ def publish_save(work: Path, save: Path, iteration: int, replaced: Collection[st
         os.rename(save / name, doomed)
         shutil.rmtree(doomed)
     return published
+
+
+def size_text(count: int) -> str:
+    """Return a number of bytes in decimal units."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count} bytes"

@@ -1,7 +1,6 @@
 """Training checkpoints as source and target of a conversion.
 
-A checkpoint has no layout, so its files may be cut in any way. The cut here is that of training: a rank that resumes in
-the same layout opens only its own file.
+A converted checkpoint has whole tensors in files of bounded size, which every layout of ranks can read.
 """
 
 import re
@@ -10,29 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ladder.blueprint.model import ModelConfig, slicing_errors
-from megatron_ladder.blueprint.partition import uniform_partition
-from megatron_ladder.blueprint.tensors import TensorSpec, model_tensors
+from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint.boxes import Box
-from megatron_ladder.checkpoint.checksum import algorithm_of, checksum_of, mismatch
+from megatron_ladder.checkpoint.checksum import checksum_of, file_checksum
 from megatron_ladder.checkpoint.format import Checkpoint
-from megatron_ladder.checkpoint.hf_directory import SourceTensor, StoredBox
 from megatron_ladder.checkpoint.manifest import encode_manifest, merge_manifest
 from megatron_ladder.checkpoint.publish import MANIFEST_NAME
-from megatron_ladder.checkpoint.tilings import (
-    KINDS,
-    BoxRecord,
-    FileRecord,
-    StoredTensor,
-    box_key,
-    file_name,
-    make_index,
-    writer_of,
-)
-from megatron_ladder.convert.plan import CopiedTensor, CopyPlan, TargetBox, make_plan
+from megatron_ladder.checkpoint.tilings import KINDS, BoxRecord, FileRecord, box_key, file_name, make_index, writer_of
+from megatron_ladder.convert.copying import CopiedTensor, Files, divide
 from megatron_ladder.errors import UserError, limited, raise_user_errors
 
-_LAYER = re.compile(r"layers\.(\d+)\.")
+_MOST_BYTES = 2 * 10**9
+"""Size of the files, of which one is in memory at a time; a larger tensor has a separate file."""
 _MAX_OTHER_BYTES = 100_000_000
 """Larger files in the directory are not copied: no tokenizer has as many bytes."""
 
@@ -43,33 +32,42 @@ class TrainingCheckpoint:
 
     checkpoint: Checkpoint
     model: ModelConfig
-    tensors: dict[str, dict[str, SourceTensor]]
-    """kind -> canonical name -> tensor; weights in the model's order."""
     other_files: dict[str, bytes]
     """Files besides manifest and tensors: the tokenizer."""
+
+    def tensors(self) -> Iterator[CopiedTensor]:
+        """Yield all tensors, kind by kind, weights and moments in the model's order, as in another checkpoint."""
+        order = {tensor.name: index for index, tensor in enumerate(model_tensors(self.model))}
+        for kind in KINDS:
+            for name, stored in sorted(self.checkpoint.stored(kind).items(), key=lambda item: order.get(item[0], 0)):
+                shape, dtype = stored.global_shape, stored.dtype
+
+                def read(out: Any, name: str = name, kind: str = kind) -> None:
+                    self.checkpoint.read(name, kind, (0,) * out.dim(), out.shape, out)
+
+                key, source = box_key(kind, name, Box.whole(shape)), f"{self.checkpoint.directory}: {name}"
+                yield CopiedTensor(key, name, kind, shape, dtype, dtype, source, read)
 
     @property
     def trained_dtype(self) -> str:
         """Return the element type in which the model was trained; stored weights may be its fp32 masters."""
         training = self.checkpoint.manifest.get("run", {}).get("training", {})
-        stored = self.tensors["weight"]["embedding.weight"].dtype
-        if stored == "float32" and training.get("bf16"):
-            return "bfloat16"
-        return "float16" if stored == "float32" and training.get("fp16") else stored
+        stored = self.checkpoint.stored("weight")["embedding.weight"].dtype
+        return "bfloat16" if stored == "float32" and training.get("bf16") else stored
 
-    def recorded_checksums(self, plan: CopyPlan) -> dict[Path, str]:
-        """Return the checksums in the manifest of the files that a plan reads."""
-        directory, records = self.checkpoint.directory, self.checkpoint.manifest["files"]
-        recorded = {directory / record["name"]: record["checksum"] for record in records}
-        return {path: recorded[path] for path in plan.source_files}
+    def verify(self, only_weights: bool) -> None:
+        """Raise UserError if the contents of files differ from the checksums in the manifest."""
+        try:
+            self.checkpoint.verify("verifying the source", only_weights=only_weights)
+        except UserError as error:
+            raise UserError(*(f"{line}; choose another checkpoint with --load" for line in error.messages)) from None
 
 
 def open_training_checkpoint(load: Path) -> TrainingCheckpoint:
     """Open the current checkpoint of a directory, and check that its tensors are those of its model.
 
     Raises:
-        UserError: no checkpoint is complete, tensors are missing, unexpected or have other shapes, or other files are
-            damaged.
+        UserError: no checkpoint is complete, or tensors are missing, unexpected or have other shapes.
     """
     try:
         checkpoint = Checkpoint.open(load)
@@ -95,109 +93,40 @@ def open_training_checkpoint(load: Path) -> TrainingCheckpoint:
         unexpected = [name for name in stored if name not in expected]
         errors += [f"{path}: {kind} of {name}: this model has no such tensor" for name in unexpected]
     raise_user_errors(limited(errors))
-    order = {name: index for index, name in enumerate(expected)}
-    tensors: dict[str, dict[str, SourceTensor]] = {}
-    for kind in KINDS:
-        named = sorted(checkpoint.stored(kind).items(), key=lambda item: order.get(item[0], 0))
-        tensors[kind] = {name: _source_tensor(checkpoint, stored) for name, stored in named}
-    return TrainingCheckpoint(checkpoint, model, tensors, _other_files(checkpoint))
-
-
-def _source_tensor(checkpoint: Checkpoint, stored: StoredTensor) -> SourceTensor:
-    boxes = []
-    for index in range(stored.num_boxes):
-        begin = checkpoint.position(stored, index).begin
-        boxes.append(StoredBox(checkpoint.directory / stored.file(index), begin, stored.box(index)))
-    boxes.sort(key=lambda stored_box: stored_box.box.offset)
-    return SourceTensor(stored.name, stored.global_shape, stored.dtype, tuple(boxes))
-
-
-def _other_files(checkpoint: Checkpoint) -> dict[str, bytes]:
-    checksums = {record["name"]: record["checksum"] for record in checkpoint.manifest["files"]}
-    errors: list[str] = []
     of_tensors = {file for kind in KINDS for stored in checkpoint.stored(kind).values() for file in stored.files()}
-    found = {}
-    for path in sorted(checkpoint.directory.iterdir()):
-        if path.name in {MANIFEST_NAME, *of_tensors} or path.is_symlink() or not path.is_file():
-            continue
-        if path.suffix == ".py" or path.stat().st_size > _MAX_OTHER_BYTES:
-            continue
-        content = found[path.name] = path.read_bytes()
-        if (expected := checksums.get(path.name)) is not None:
-            error = mismatch(path, expected, checksum_of(content, algorithm_of(expected)))
-            errors += [f"{error}; choose another checkpoint with --load"] if error is not None else []
-    raise_user_errors(limited(errors))
-    return found
+    others = {
+        path.name: path.read_bytes()
+        for path in sorted(checkpoint.directory.iterdir())
+        if path.name not in {MANIFEST_NAME, *of_tensors} and path.suffix != ".py"
+        if path.is_file() and not path.is_symlink() and path.stat().st_size <= _MAX_OTHER_BYTES
+    }
+    return TrainingCheckpoint(checkpoint, model, others)
 
 
-def plan_checkpoint(
-    tensors: Mapping[str, Mapping[str, SourceTensor]], model: ModelConfig, tensor_parallel: int, stages: int
-) -> CopyPlan:
-    """Plan a checkpoint in the form in which ranks of that layout would write it.
-
-    Args:
-        tensors: kind -> canonical name -> tensor.
-
-    Raises:
-        UserError: the model cannot be cut for this layout.
-    """
-    errors = slicing_errors(model, tensor_parallel)
-    if stages > model.num_layers:
-        errors.append(f"--pipeline-model-parallel-size {stages}: the model has only {model.num_layers} layers")
-    raise_user_errors(limited(errors))
-    layer_ranges = uniform_partition(model.num_layers, stages)
-    described = {tensor.name: tensor for tensor in model_tensors(model)}
-    groups: dict[tuple[int, str], list[CopiedTensor]] = {}
-    for kind, named in tensors.items():
-        for name, source in named.items():
-            if kind == "rng":
-                stage, slices = 0, iter([(0, source.whole)])
-            else:
-                slices = _rank_slices(described[name], tensor_parallel)
-                if match := _LAYER.match(name):
-                    stage = next(stage for stage, layers in enumerate(layer_ranges) if int(match[1]) in layers)
-                else:
-                    stage = 0 if name.startswith("embedding.") else stages - 1
-            boxes = []
-            for rank, box in slices:
-                file = file_name(kind, stage * tensor_parallel + rank)
-                boxes.append(TargetBox(file, box_key(kind, name, box), box))
-            copied = CopiedTensor(name, kind, source, source.dtype, tuple(boxes))
-            groups.setdefault((stage, KINDS[kind]), []).append(copied)
-    return make_plan(groups[key] for key in sorted(groups))
+def checkpoint_files(tensors: list[CopiedTensor]) -> Files:
+    """Return the files of a checkpoint with these tensors."""
+    files = {}
+    for group in dict.fromkeys(KINDS.values()):
+        of_group = [tensor for tensor in tensors if KINDS[tensor.kind] == group]
+        for number, held in enumerate(divide(of_group, _MOST_BYTES)):
+            files[file_name(held[0].kind, number)] = held
+    return files
 
 
-def _rank_slices(tensor: TensorSpec, tensor_parallel: int) -> Iterator[tuple[int, Box]]:
-    """Yield each tensor-parallel rank that writes a slice of a canonical tensor, with the slice.
+def manifest_bytes(files: Files, header: Mapping[str, Any], directory: Path, other_files: Mapping[str, bytes]) -> bytes:
+    """Return the manifest of a checkpoint whose files of tensors have been written into `directory`.
 
-    If several ranks hold the same slice, the first writes it.
-    """
-    for rank in range(0, tensor_parallel, tensor.replicas(tensor_parallel)):
-        start, length = tensor.slice_of(rank, tensor_parallel)
-        if length > 0:
-            cut = tensor.sharded_dim or 0
-            offset = tuple(start if dim == cut else 0 for dim in range(len(tensor.shape)))
-            extent = tuple(length if dim == cut else size for dim, size in enumerate(tensor.shape))
-            yield rank, Box(offset, extent)
-
-
-def manifest_bytes(
-    plan: CopyPlan, header: Mapping[str, Any], checksums: Mapping[str, str], other_files: Mapping[str, bytes]
-) -> bytes:
-    """Return the manifest of a planned checkpoint.
-
-    Args:
-        header: keys besides files and tensors.
-        checksums: checksums of the planned files.
+    `header` has the keys besides files and tensors.
     """
     boxes = [
-        BoxRecord(tensor.name, tensor.kind, tensor.source.shape, target.box, tensor.dtype, writer_of(target.file))
-        for tensor in plan.tensors
-        for target in tensor.boxes
+        BoxRecord(tensor.name, tensor.kind, tensor.shape, Box.whole(tensor.shape), tensor.dtype, writer_of(file))
+        for file, tensors in files.items()
+        for tensor in tensors
     ]
-    files: list[FileRecord] = [
-        {"name": file.name, "size": file.size, "checksum": checksums[file.name]} for file in plan.files
-    ]
+    records: list[FileRecord] = []
+    for name in files:
+        path = directory / name
+        records.append({"name": name, "size": path.stat().st_size, "checksum": file_checksum(path)})
     for name, content in other_files.items():
-        files.append({"name": name, "size": len(content), "checksum": checksum_of(content)})
-    return encode_manifest(merge_manifest(header, [make_index(files, boxes)]))
+        records.append({"name": name, "size": len(content), "checksum": checksum_of(content)})
+    return encode_manifest(merge_manifest(header, [make_index(records, boxes)]))

@@ -24,12 +24,11 @@ from tests.unit.convert.saved_models import convert, small_config, write_cut_che
 from tests.unit.convert.test_sensitivity import write_tokens
 from tests.unit.generate.tiny_model import tiny_config, write_checkpoint
 
-TP = ("--tensor-model-parallel-size",)
 MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "two norms": ({"num_key_value_heads": 4, "add_qkv_bias": True, "qk_layernorm": True}, ["--lanes", "2", *TP, "2"]),
+    "two norms": ({"num_key_value_heads": 4, "add_qkv_bias": True, "qk_layernorm": True}, ["--lanes", "2"]),
     "grouped queries": (
         {"num_attention_heads": 8, "head_dim": 4, "num_key_value_heads": 4, "add_mlp_bias": True},
-        ["--lanes", "4", *TP, "4", "--ladder-layers", "1,2", "--residual-staleness", "3"],
+        ["--lanes", "4", "--ladder-layers", "1,2", "--residual-staleness", "3"],
     ),
     "one norm": (
         {"num_key_value_heads": 4, "residual_mode": "parallel"},
@@ -78,12 +77,12 @@ def test_the_model_computes_the_same_without_own_partials(name: str, tmp_path: P
 
 
 def test_moments_follow_their_weights(tmp_path: Path) -> None:
-    """The checkpoint is cut at any element, and written for two ranks."""
+    """The checkpoint is cut at any element."""
     config = small_config(num_key_value_heads=4)
     weights = write_cut_checkpoint(tmp_path / "run", config, {})
     write_tokens(tmp_path / "data", 200)
     words = ("--load", tmp_path / "run", "--save", tmp_path / "new", "--data", tmp_path / "data", "--lanes", 2)
-    convert("arrange", *words, *TP, 2, "--seq-length", 16, "--verify")
+    convert("arrange", *words, "--seq-length", 16, "--verify")
     found, first, second = (read_all(tmp_path / "new", kind)[1] for kind in ("weight", "exp_avg", "exp_avg_sq"))
     assert any(not torch.equal(found[name], weights[name]) for name in weights)
     for name, weight in found.items():

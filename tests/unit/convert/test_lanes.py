@@ -359,23 +359,10 @@ def test_exported_models_run_in_transformers_and_can_be_imported(changes: dict[s
         assert_close({"logits": module(tokens).logits}, {"logits": expected_logits(weights, config, tokens)}, 1e-5)
     module.save_pretrained(tmp_path / "saved")
     assert AutoConfig.from_pretrained(tmp_path / "saved", trust_remote_code=True).lane_count == 2
-    layout = "--tensor-model-parallel-size", 2
-    convert("import", "--hf", tmp_path / "saved", "--save", tmp_path / "again", *layout)
+    convert("import", "--hf", tmp_path / "saved", "--save", tmp_path / "again")
     assert Checkpoint.open(tmp_path / "again").model() == config
     convert("export", "--load", tmp_path / "again", "--hf", tmp_path / "back")
     assert_equal_bits(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "hf"))
-
-
-def test_files_can_be_cut_for_ranks_that_cannot_compute_the_lanes(tmp_path: Path) -> None:
-    config = small_config(residual_mode="ladder", ladder_layers=(1, 2), lanes=2, add_mlp_bias=True)
-    weights = write_cut_checkpoint(tmp_path / "run", config, {})
-    convert("reshape", "--load", tmp_path / "run", "--save", tmp_path / "one", "--tensor-model-parallel-size", 1)
-    one = Checkpoint.open(tmp_path / "one")
-    assert one.model() == config
-    for name, weight in weights.items():
-        found = torch.empty_like(weight)
-        one.read_weight(name, [0] * weight.dim(), weight.shape, found)
-        assert torch.equal(found, weight), name
 
 
 def test_verification_explains_why_it_compares_no_logits_of_desync(

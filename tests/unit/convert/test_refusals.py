@@ -348,24 +348,6 @@ def test_exit_code_and_messages_of_the_program(tmp_path: Path) -> None:
     assert not (tmp_path / "s").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["--tensor-model-parallel-size", "3"], "--num-attention-heads 2 is not divisible"),
-        (["--pipeline-model-parallel-size", "3"], "the model has only 2 layers"),
-        (["--ladder-layers", "3"], "the upper 3 layers of 2 do not exist"),
-        (["--residual-mode", "parallel"], "two norms"),
-        (["--residual-mode", "desync"], "norms differ from rank to rank"),
-        (["--residual-mode", "standard", "--ladder-layers", "1"], "has no meaning with --residual-mode standard"),
-        (["--tensor-model-parallel-size", "0"], "expected 1 or more"),
-    ],
-)
-def test_command_lines(tmp_path: Path, words: list[str], expected: str) -> None:
-    with pytest.raises(UserError, match="(?s).*" + expected.replace("(", r"\(")):
-        convert("import", "--hf", write_directory(tmp_path / "hf"), "--save", tmp_path / "ours", *words)
-    assert not (tmp_path / "ours").exists()
-
-
 def test_tensors_of_a_checkpoint_must_be_those_of_its_model(tmp_path: Path) -> None:
     convert("import", "--hf", write_directory(tmp_path / "hf"), "--save", tmp_path / "ours")
     manifest = tmp_path / "ours" / "iter_0000000" / "manifest.json"

@@ -25,7 +25,6 @@ from ladder_lab.study.wirings import STANDARD
 from megatron_ladder.checkpoint.publish import published_checkpoints
 from megatron_ladder.convert.carry_out import carry_out
 from megatron_ladder.convert.conversions import plan_reshape
-from megatron_ladder.convert.measures import Measures
 from megatron_ladder.convert.options import ReshapeOptions
 from megatron_ladder.errors import UserError
 
@@ -129,7 +128,7 @@ class _AdaptRun(StudyRun):
             standard = self._plan.standard(trial.seed)
             load = folder_of(self.options, standard) / CHECKPOINTS
             options = ReshapeOptions(load=load, save=save, ladder_layers=str(upper))
-            carry_out(plan_reshape(options), options, lambda line: None, Measures())
+            carry_out(plan_reshape(options), options, lambda line: None)
             self.progress.say(f"rewired the upper {upper} layers of {standard.name}")
 
     def _job(self, trial: Trial) -> Job:

@@ -1,0 +1,256 @@
+"""Results of conversions: equal bits and logits, whatever the layout, the element type and the number of files."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_ladder.blueprint.tensors import model_tensors
+from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.checkpoint.hf_directory import hf_name
+from megatron_ladder.checkpoint.publish import write_manifest
+from megatron_ladder.convert.options import shard_bytes
+from megatron_ladder.errors import UserError
+from tests.helpers.commands import REPOSITORY_ROOT
+from tests.reference import ReferenceConfig, weight_shapes
+from tests.unit.convert.hand_made import CONFIG, write_directory
+from tests.unit.convert.saved_models import (
+    assert_equal_bits,
+    convert,
+    our_logits,
+    save_model,
+    small_config,
+    tensors_of,
+    write_cut_checkpoint,
+)
+
+CONFIGS: list[dict[str, Any]] = [
+    {},
+    {"tie_embeddings": True, "qk_layernorm": True, "add_qkv_bias": True, "add_attention_output_bias": True},
+    {"residual_mode": "ladder-parallel", "ladder_layers": (1, 2), "add_mlp_bias": True},
+    {"residual_mode": "ladder-attention", "ladder_layers": (0, 2)},
+    {"residual_mode": "desync", "desync_interval": 4, "desync_tp": 4},
+]
+
+
+@pytest.mark.parametrize("changes", CONFIGS, ids=lambda changes: changes.get("residual_mode", "standard"))
+def test_tensors_of_a_model_match_the_reference(changes: dict[str, Any]) -> None:
+    config = small_config(**changes)
+    found = [(tensor.name, tensor.shape) for tensor in model_tensors(config)]
+    assert found == list(weight_shapes(ReferenceConfig.like(config)).items())
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_round_trip_is_bitwise(tmp_path: Path, tied: bool) -> None:
+    hf, ours, back = tmp_path / "hf", tmp_path / "ours", tmp_path / "back"
+    save_model(hf, dtype=torch.bfloat16, tie_word_embeddings=tied, max_shard_size="60KB")
+    assert len(list(hf.glob("*.safetensors"))) > 1
+    convert("import", "--hf", hf, "--save", ours, "--verify")
+    Checkpoint.open(ours).verify()
+    convert("export", "--load", ours, "--hf", back, "--max-shard-size", "100KB", "--verify")
+    assert_equal_bits(tensors_of(hf), tensors_of(back))
+    index = json.loads((back / "model.safetensors.index.json").read_text())
+    shards = {path.name: load_file(path) for path in back.glob("*.safetensors")}
+    assert {name: file for file, held in shards.items() for name in held} == index["weight_map"]
+    sizes = {file: sum(tensor.nbytes for tensor in held.values()) for file, held in shards.items()}
+    assert max(sizes.values()) <= 100_000 and sum(sizes.values()) == index["metadata"]["total_size"]
+
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("llama", {"rope_parameters": LLAMA3_ROPE}),
+        ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),
+        ("mistral", {}),
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("qwen3", {}),
+    ],
+    ids=["llama3", "llama-biases", "mistral", "qwen2", "qwen3"],
+)
+def test_logits_match_transformers(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
+    hf, ours, back = tmp_path / "hf", tmp_path / "ours", tmp_path / "back"
+    reference = save_model(hf, kind, **changes)
+    convert("import", "--hf", hf, "--save", ours)
+    tokens = torch.randint(0, 301, (2, 48))
+    with torch.no_grad():
+        expected = reference(tokens).logits
+    assert (our_logits(ours, tokens) - expected).abs().max() <= 1e-5 * expected.abs().max()
+    convert("export", "--load", ours, "--hf", back)
+    again = type(reference).from_pretrained(back).eval()
+    with torch.no_grad():
+        assert (again(tokens).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_a_hybrid_of_several_element_types_keeps_its_bits_and_logits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model(tmp_path / "hf", dtype=torch.bfloat16)
+    path = tmp_path / "hf" / "model.safetensors"
+    tensors = {name: tensor.float() if "norm" in name else tensor for name, tensor in load_file(path).items()}
+    save_file({name: tensor + 1e-4 * (tensor.dtype == torch.float32) for name, tensor in tensors.items()}, path)
+    convert("import", "--hf", tmp_path / "hf", "--save", tmp_path / "ours", "--ladder-layers", "2", "--verify")
+    convert("export", "--load", tmp_path / "ours", "--hf", tmp_path / "back", "--verify")
+    printed = capsys.readouterr().out
+    assert printed.count("verified: all 39 tensors are bitwise equal to their sources") == 2
+    assert printed.count("verified: logits on 64 random tokens agree") == 2
+    assert_equal_bits(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "back"))
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert config["model_type"] == "megatron_ladder" and config["ladder_layers"] == [2, 3]
+    convert("import", "--hf", tmp_path / "back", "--save", tmp_path / "again")
+    assert Checkpoint.open(tmp_path / "ours").model() == Checkpoint.open(tmp_path / "again").model()
+
+
+def test_verify_compares_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory with intact tensors whose config.json has another wiring."""
+    from megatron_ladder.convert import conversions
+
+    save_model(tmp_path / "hf")
+    convert("import", "--hf", tmp_path / "hf", "--save", tmp_path / "ours", "--ladder-layers", "2")
+    real = conversions.hf_config
+    monkeypatch.setattr(conversions, "hf_config", lambda model, **ids: real(model, **ids) | {"ladder_layers": 1})
+    with pytest.raises(RuntimeError, match="logits of transformers and ours differ"):
+        convert("export", "--load", tmp_path / "ours", "--hf", tmp_path / "back", "--verify")
+    assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize(
+    ("run", "flags", "dtype"),
+    [({"bf16": True}, [], "bfloat16"), ({}, [], "float32"), ({"bf16": True}, ["--dtype", "fp16"], "float16")],
+)
+def test_export_of_a_checkpoint_written_with_zero(
+    tmp_path: Path, run: dict[str, Any], flags: list[str], dtype: str
+) -> None:
+    weights = write_cut_checkpoint(tmp_path / "run", small_config(), run)
+    convert("export", "--load", tmp_path / "run", "--hf", tmp_path / "hf", *flags)
+    found = tensors_of(tmp_path / "hf")
+    assert_equal_bits(found, {hf_name(name): weight.to(getattr(torch, dtype)) for name, weight in weights.items()})
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == dtype
+    assert (tmp_path / "hf" / "tokenizer.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("value", [70000.0, float("inf"), float("nan")])
+def test_numbers_that_do_not_fit_are_rejected(value: float, tmp_path: Path) -> None:
+    save_model(tmp_path / "hf")
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 7] = value
+    save_file(weights, tmp_path / "hf" / "model.safetensors")
+    message = r"up_proj.weight: contains NaN or infinity; nothing was written"
+    if value == 70000.0:
+        convert("import", "--hf", tmp_path / "hf", "--save", tmp_path / "ours")
+        message = (
+            r"up_proj.weight: the value 7e\+04 does not fit in float16; choose another --dtype; nothing was written"
+        )
+    words = ["import", "--hf", tmp_path / "hf", "--save", tmp_path / "new"]
+    if value == 70000.0:
+        words = ["export", "--load", tmp_path / "ours", "--hf", tmp_path / "new", "--dtype", "fp16"]
+    with pytest.raises(UserError, match=message):
+        convert(*words)
+    assert not list(tmp_path.glob("new*/*"))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_reshape_keeps_every_number(tmp_path: Path, optimizer: str) -> None:
+    """The checkpoint is cut at any element by three ranks; the result has whole tensors."""
+    config = small_config(residual_mode="ladder", ladder_layers=(2,), qk_layernorm=True)
+    write_cut_checkpoint(tmp_path / "run", config, {}, optimizer)
+    convert("reshape", "--load", tmp_path / "run", "--save", tmp_path / "other", "--verify")
+    before, after = Checkpoint.open(tmp_path / "run"), Checkpoint.open(tmp_path / "other")
+    after.verify()
+    assert {**after.manifest, "files": 0} == {**before.manifest, "files": 0}
+    for kind in ("weight", "exp_avg", "exp_avg_sq", "rng"):
+        assert after.stored(kind).keys() == before.stored(kind).keys()
+        for name, stored in after.stored(kind).items():
+            shape, dtype, values = stored.global_shape, getattr(torch, stored.dtype), []
+            assert (shape, stored.dtype) == (before.stored(kind)[name].global_shape, before.stored(kind)[name].dtype)
+            for checkpoint in (before, after):
+                values.append(torch.empty(shape, dtype=dtype))
+                checkpoint.read(name, kind, (0,) * len(shape), shape, values[-1])
+            assert torch.equal(*values), name
+    names = {f"{group}_rank_00000.safetensors" for group in ("weights", "optimizer", "rng")}
+    assert {file["name"] for file in after.manifest["files"]} == names | {"tokenizer.json"}
+
+
+def test_reshape_changes_both_copies_of_the_wiring(tmp_path: Path) -> None:
+    """The manifest has the wiring twice: in the model and in the run."""
+    weights = write_cut_checkpoint(tmp_path / "run", small_config(), {})
+    manifest = tmp_path / "run" / "iter_0000030" / "manifest.json"
+    stored = json.loads(manifest.read_text())
+    del stored["manifest_checksum"]
+    stored["run"]["model"] = stored["model"]
+    write_manifest(manifest.parent, stored)
+    convert("reshape", "--load", tmp_path / "run", "--save", tmp_path / "hybrid", "--ladder-layers", "2")
+    before, after = Checkpoint.open(tmp_path / "run"), Checkpoint.open(tmp_path / "hybrid")
+    assert after.model() == small_config(residual_mode="ladder", ladder_layers=(1, 2)) and after.iteration == 30
+    assert after.manifest["run"]["model"] == after.manifest["model"]
+    kept = {"model": 0, "files": 0, "run": 0}
+    assert {**after.manifest, **kept} == {**before.manifest, **kept}
+    for name, weight in weights.items():
+        found = torch.empty_like(weight)
+        after.read_weight(name, (0,) * weight.dim(), weight.shape, found)
+        assert torch.equal(found, weight), name
+
+
+@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("500 mb", 5 * 10**8), ("2GiB", 2**31), ("77", 77)])
+def test_sizes_of_shards(text: str, size: int) -> None:
+    assert shard_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "5 TB", "0", "-1MB", "infGB"])
+def test_invalid_sizes_of_shards(text: str) -> None:
+    with pytest.raises(UserError, match=f"--max-shard-size {text}: expected"):
+        convert("export", "--load", "run", "--hf", "hf", f"--max-shard-size={text}")
+
+
+def test_memory_is_bounded_by_a_file(tmp_path: Path) -> None:
+    """A model of 60 MB in files of 5 MB takes few of them in memory."""
+    sizes = {"num_hidden_layers": 16, "hidden_size": 512, "intermediate_size": 1024, "vocab_size": 1000}
+    save_model(tmp_path / "hf", dtype=torch.bfloat16, **sizes)
+    assert (tmp_path / "hf" / "model.safetensors").stat().st_size > 60e6
+    convert("import", "--hf", tmp_path / "hf", "--save", tmp_path / "ours")
+    script = f"""
+import resource
+from megatron_ladder.cli.convert_checkpoint import main
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+words = ["export", "--load", {str(tmp_path / "ours")!r}, "--hf", {str(tmp_path / "back")!r}, "--max-shard-size", "5MB"]
+main([*words, "--dry-run"])
+before = peak()
+main(words)
+print(peak() - before)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=REPOSITORY_ROOT, capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout.splitlines()[-1]) < 30e6
+
+
+def test_dry_run_writes_nothing_and_reports_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = write_directory(tmp_path / "hf")
+    convert("import", "--hf", directory, "--save", tmp_path / "ours", "--dry-run", "--ladder-layers", "1")
+    assert list(tmp_path.iterdir()) == [directory]
+    printed = capsys.readouterr().out
+    assert "the wiring of the source, standard, is overridden: ladder in layers 1 of 2" in printed
+    assert "weights_rank_00000.safetensors: 2.51 kB, 21 tensors" in printed and "nothing was written" in printed
+
+
+def test_code_in_a_directory_is_neither_run_nor_copied(tmp_path: Path) -> None:
+    config = {**CONFIG, "model_type": "llamaLadder", "ladder_layers": 1, "auto_map": {"AutoConfig": "evil.Config"}}
+    directory = write_directory(tmp_path / "hf", config)
+    (directory / "evil.py").write_text("raise SystemExit(7)")
+    convert("import", "--hf", directory, "--save", tmp_path / "ours", "--verify")
+    convert("export", "--load", tmp_path / "ours", "--hf", tmp_path / "back")
+    assert not list(tmp_path.glob("ours/*/*.py")) and not (tmp_path / "back" / "evil.py").exists()

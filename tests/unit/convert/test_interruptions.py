@@ -1,0 +1,235 @@
+"""Conversions that are interrupted, repeated, or meet other programs: complete or nothing, and nothing else is lost."""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.checkpoint.publish import published_checkpoints
+from megatron_ladder.convert import conversions
+from megatron_ladder.errors import UserError
+from tests.unit.convert.hand_made import CONFIG, SHAPES, entries, safetensors, write_directory
+from tests.unit.convert.saved_models import (
+    assert_equal_bits,
+    convert,
+    save_model,
+    small_config,
+    tensors_of,
+    write_cut_checkpoint,
+)
+
+
+@pytest.fixture
+def export(tmp_path: Path) -> list[object]:
+    """The command that exports a checkpoint to the four files of `tmp_path / "back"`."""
+    save_model(tmp_path / "hf")
+    convert("import", "--hf", tmp_path / "hf", "--save", tmp_path / "ours")
+    return ["export", "--load", tmp_path / "ours", "--hf", tmp_path / "back", "--max-shard-size", "110KB"]
+
+
+def test_an_interrupted_conversion_continues_after_its_complete_files(
+    tmp_path: Path, export: list[object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real, renamed = os.replace, []
+
+    def dying(source: Path, target: Path) -> None:
+        if len(renamed) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        renamed.append(target)
+        real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", dying)
+        with pytest.raises(UserError, match="No space left on device; run the same command again to continue"):
+            convert(*export)
+    assert not (tmp_path / "back").exists()
+    (work,) = tmp_path.glob("back.tmp-*")
+    whole = {path.name: path.stat().st_ino for path in work.iterdir()}
+    assert len(whole) == 2
+    (work / "model-00003-of-00004.safetensors.0123.partial").write_text("left by a kill")
+    capsys.readouterr()
+    convert(*export, "--verify")
+    assert f"continues an interrupted conversion in {work}" in capsys.readouterr().out
+    assert {name: (tmp_path / "back" / name).stat().st_ino for name in whole} == whole
+    assert not list((tmp_path / "back").glob("*.partial")) and not list(tmp_path.glob("back.tmp-*"))
+    assert_equal_bits(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "back"))
+
+
+@pytest.mark.parametrize("damage", ["other bytes", "cannot be read"])
+def test_files_that_fail_verification_are_written_again(
+    tmp_path: Path, export: list[object], damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of four files are wrong; both are written again, and the others are kept."""
+    names = [f"model-0000{number}-of-00004.safetensors" for number in range(1, 5)]
+    real = os.replace
+
+    def damaging(source: Path, target: Path) -> None:
+        if Path(target).name in (names[1], names[3]):
+            content = bytearray(Path(source).read_bytes())
+            content[-1] ^= 1
+            Path(source).write_bytes(content if damage == "other bytes" else b"")
+        real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", damaging)
+        with pytest.raises(RuntimeError, match=f"{names[1]}: .*{names[3]}: .*writes these files again"):
+            convert(*export, "--verify")
+    (work,) = tmp_path.glob("back.tmp-*")
+    kept = {path.name: path.stat().st_ino for path in work.glob("*.safetensors")}
+    assert sorted(kept) == [names[0], names[2]]
+    convert(*export)
+    assert {name: (tmp_path / "back" / name).stat().st_ino for name in kept} == kept
+    assert_equal_bits(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "back"))
+
+
+def test_a_changed_source_is_converted_from_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new file has the same name, header and size."""
+    directory = write_directory(tmp_path / "hf")
+    words = ["import", "--hf", directory, "--save", tmp_path / "ours"]
+    with monkeypatch.context() as patch:
+        real = os.replace
+        patch.setattr(os, "replace", lambda one, other: real(one, other) if "weights" in str(other) else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            convert(*words)
+    weights = bytearray(safetensors(entries(SHAPES)))
+    weights[-1] = 1
+    write_directory(directory, weights=bytes(weights))
+    os.utime(directory / "model.safetensors", ns=(1, 1))
+    convert(*words, "--verify")
+    Checkpoint.open(tmp_path / "ours").verify()
+
+
+def test_another_configuration_makes_another_checkpoint(tmp_path: Path) -> None:
+    directory = write_directory(tmp_path / "hf")
+    for config in (CONFIG, {**CONFIG, "rms_norm_eps": 1e-6}):
+        write_directory(directory, config)
+        convert("import", "--hf", directory, "--save", tmp_path / "ours", "--overwrite")
+        assert Checkpoint.open(tmp_path / "ours").model().norm_epsilon == config["rms_norm_eps"]
+    assert [path.name for path in (tmp_path / "ours").iterdir() if path.is_dir()] == ["iter_0000000.1"]
+
+
+def test_overwriting(tmp_path: Path) -> None:
+    directory, ours, back = write_directory(tmp_path / "hf"), tmp_path / "ours", tmp_path / "back"
+    convert("import", "--hf", directory, "--save", ours)
+    with pytest.raises(UserError, match="--overwrite"):
+        convert("import", "--hf", directory, "--save", ours)
+    back.mkdir()
+    (back / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="is not empty"):
+        convert("export", "--load", ours, "--hf", back)
+    with pytest.raises(UserError, match="no config.json"):
+        convert("export", "--load", ours, "--hf", back, "--overwrite")
+    assert (back / "notes.txt").read_text() == "mine"
+    convert("export", "--load", ours, "--hf", tmp_path / "again")
+    convert("export", "--load", ours, "--hf", tmp_path / "again", "--overwrite")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "back", "hf", "ours"]
+    write_cut_checkpoint(tmp_path / "run", small_config(), {})
+    with pytest.raises(UserError, match="another run"):
+        convert("import", "--hf", directory, "--save", tmp_path / "run", "--overwrite")
+    for name in ("latest", "latest.partial"):
+        (tmp_path / name / name).mkdir(parents=True)
+        with pytest.raises(UserError, match=f"{name} is not a file; remove it"):
+            convert("import", "--hf", directory, "--save", tmp_path / name)
+
+
+@pytest.fixture
+def meanwhile(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
+    """Actions of another program between the last byte of a conversion and its publication."""
+    actions: list[Callable[[], object]] = []
+
+    def after_actions(publish: Callable[..., object], *args: object) -> object:
+        for action in actions:
+            action()
+        return publish(*args)
+
+    for name in ("publish_save", "publish_hf"):
+        monkeypatch.setattr(conversions, name, partial(after_actions, getattr(conversions, name)))
+    return actions
+
+
+@pytest.mark.parametrize(("name", "words"), [("iter_0000030", []), ("iter_0000000.1", ["--overwrite"])])
+def test_checkpoints_published_meanwhile_stay(
+    tmp_path: Path, meanwhile: list[Callable[[], object]], name: str, words: list[str]
+) -> None:
+    directory, ours = write_directory(tmp_path / "hf"), tmp_path / "ours"
+    write_cut_checkpoint(tmp_path / "run", small_config(), {})
+    if words:
+        convert("import", "--hf", directory, "--save", ours)
+    meanwhile.append(lambda: os.rename(tmp_path / "run" / "iter_0000030", ours / name))
+    with pytest.raises(UserError, match=rf"{name}: another program published .*move it to another directory"):
+        convert("import", "--hf", directory, "--save", ours, *words)
+    Checkpoint.open(ours / name).verify()
+    (work,) = ours.glob("iter_0000000.tmp-*")
+    (tmp_path / "another").mkdir()
+    os.rename(work, tmp_path / "another" / "iter_0000000")
+    Checkpoint.open(tmp_path / "another").verify()
+
+
+def test_directories_created_meanwhile_stay(tmp_path: Path, meanwhile: list[Callable[[], object]]) -> None:
+    convert("import", "--hf", write_directory(tmp_path / "hf"), "--save", tmp_path / "ours")
+    meanwhile.append(lambda: write_directory(tmp_path / "back", {"mine": True}))
+    with pytest.raises(UserError, match=r"exists and is not empty.*is complete in .*back\.tmp-"):
+        convert("export", "--load", tmp_path / "ours", "--hf", tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == {"mine": True}
+
+
+def dying_after(name: str) -> Callable[[Path], None]:
+    """Return a removal of a directory that dies after one file."""
+
+    def remove(directory: Path) -> None:
+        (directory / name).unlink()
+        raise ZeroDivisionError
+
+    return remove
+
+
+def test_death_while_replacing_leaves_no_incomplete_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, ours = write_directory(tmp_path / "hf"), tmp_path / "ours"
+    convert("import", "--hf", directory, "--save", ours)
+    monkeypatch.setattr(shutil, "rmtree", dying_after("manifest.json"))
+    with pytest.raises(ZeroDivisionError):
+        convert("import", "--hf", directory, "--save", ours, "--overwrite")
+    assert published_checkpoints(ours) == ["iter_0000000.1"]
+
+
+@pytest.mark.parametrize("step", ["before the new one is renamed", "while the old one is removed"])
+def test_an_export_killed_while_replacing_continues(tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    convert("import", "--hf", write_directory(tmp_path / "hf"), "--save", tmp_path / "ours")
+    back = tmp_path / "back"
+    words = ["export", "--load", tmp_path / "ours", "--hf", back, "--overwrite"]
+    convert(*words)
+    with monkeypatch.context() as patch:
+        if "removed" in step:
+            patch.setattr(shutil, "rmtree", dying_after("config.json"))
+        else:
+            rename = os.rename
+            patch.setattr(os, "rename", lambda one, other: 1 / 0 if other == back else rename(one, other))
+        with pytest.raises(ZeroDivisionError):
+            convert(*words)
+    assert back.exists() == ("removed" in step)
+    convert(*words)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "hf", "ours"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EWOULDBLOCK], ids=errno.errorcode.get)
+def test_the_temporary_directory_is_locked_where_the_file_system_can(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    words = ["import", "--hf", write_directory(tmp_path / "hf"), "--save", tmp_path / "ours"]
+    if number == errno.EWOULDBLOCK:
+        with pytest.raises(UserError, match="the same conversion is already running; wait for it"):
+            convert(*words)
+    else:
+        convert(*words)
+        assert "cannot be locked (No locks available); no other conversion must write there" in capsys.readouterr().out

@@ -1,0 +1,135 @@
+"""The wiring of converted models: flags override that of the source, and leave the rest of it unchanged."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+
+from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.config.run import parse_run, resolve_run
+from megatron_ladder.convert.options import ReshapeOptions
+from megatron_ladder.convert.wiring import rewired
+from megatron_ladder.errors import UserError
+from megatron_ladder.train.resume import model_differences
+from tests.unit.convert.hand_made import CONFIG, write_directory
+from tests.unit.convert.saved_models import convert, our_logits, save_model, small_config
+
+MASKS = [mask for size in range(5) for mask in itertools.combinations(range(4), size)]
+STANDARD: dict[str, Any] = {}
+LATE = {"residual_mode": "ladder", "ladder_layers": (1, 2), "residual_staleness": 2}
+LANES = LATE | {"lanes": 2}
+
+
+def by_recurrence(llama: LlamaForCausalLM, ladder: tuple[int, ...], tokens: Tensor) -> Tensor:
+    """Compute logits with transformers' sub-blocks and the recurrence of arXiv 2501.06589.
+
+    With x_i the stream after sub-block i (x_{-1} = x_{-2} the embedding): x_i = x_{i-1} + h_i(x_{i-2}) in a ladder
+    layer, x_i = x_{i-1} + h_i(x_{i-1}) in all other layers.
+    """
+    base: Any = llama.model
+    newest = before = base.embed_tokens(tokens)
+    length = tokens.shape[1]
+    rotary = base.rotary_emb(newest, torch.arange(length).unsqueeze(0))
+    mask = torch.full((length, length), float("-inf")).triu(1)[None, None]
+    for index, layer in enumerate(base.layers):
+
+        def attention(x: Tensor, layer: nn.Module = layer) -> Tensor:
+            normed = layer.input_layernorm(x)
+            output: Tensor = layer.self_attn(normed, position_embeddings=rotary, attention_mask=mask)[0]
+            return output
+
+        def mlp(x: Tensor, layer: nn.Module = layer) -> Tensor:
+            output: Tensor = layer.mlp(layer.post_attention_layernorm(x))
+            return output
+
+        for sub_block in (attention, mlp):
+            read = before if index in ladder else newest
+            newest, before = newest + sub_block(read), newest
+    logits: Tensor = llama.lm_head(base.norm(newest))
+    return logits
+
+
+def test_every_mask_of_four_layers_follows_the_recurrence(tmp_path: Path) -> None:
+    llama = save_model(tmp_path / "hf")
+    assert isinstance(llama, LlamaForCausalLM)
+    tokens = torch.randint(0, 301, (2, 20))
+    seen: list[Tensor] = []
+    for mask in MASKS:
+        layers = "[" + ",".join(map(str, mask)) + "]" if mask else "none"
+        convert(
+            "import", "--hf", tmp_path / "hf", "--save", tmp_path / "ours", "--ladder-layers", layers, "--overwrite"
+        )
+        with torch.no_grad():
+            expected = by_recurrence(llama, mask, tokens)
+        assert (our_logits(tmp_path / "ours", tokens) - expected).abs().max() <= 1e-5 * expected.abs().max()
+        assert all((expected - other).abs().max() > 1e-3 for other in seen), "two masks give the same logits"
+        seen.append(expected)
+
+
+@pytest.mark.parametrize(
+    ("source", "flags", "expected"),
+    [
+        (STANDARD, {"ladder_layers": "1"}, ("ladder", (2,), 1, 0)),
+        (STANDARD, {"residual_mode": "ladder"}, ("ladder", (0, 1, 2), 1, 0)),
+        (STANDARD, {"ladder_layers": "all", "residual_staleness": 2}, ("ladder", (0, 1, 2), 2, 0)),
+        (STANDARD, {"lanes": 0}, ("standard", (), 1, 0)),
+        (STANDARD, {"lanes": 2}, ("ladder", (0, 1, 2), 1, 2)),
+        (STANDARD, {"lanes": 2, "residual_mode": "ladder-attention"}, ("ladder-attention", (0, 1, 2), 1, 2)),
+        (LATE, {"lanes": 2}, ("ladder", (1, 2), 2, 2)),
+        (LATE, {"lanes": 0}, ("ladder", (1, 2), 2, 0)),
+        (LATE, {"ladder_layers": "1"}, ("ladder", (2,), 2, 0)),
+        (LATE, {"residual_mode": "standard"}, ("standard", (), 1, 0)),
+        (LANES, {}, ("ladder", (1, 2), 2, 2)),
+        (LANES, {"lanes": 0}, ("ladder", (1, 2), 2, 0)),
+        (LANES, {"residual_staleness": 3}, ("ladder", (1, 2), 3, 2)),
+        (LANES, {"ladder_layers": "1"}, ("ladder", (2,), 2, 2)),
+        (LANES, {"residual_mode": "ladder-attention"}, ("ladder-attention", (0, 1, 2), 1, 0)),
+        (LANES, {"residual_mode": "standard", "lanes": 0}, ("standard", (), 1, 0)),
+        (LANES, {"ladder_layers": "none"}, ("standard", (), 1, 0)),
+    ],
+)
+def test_flags_override_one_property(source: dict[str, Any], flags: dict[str, Any], expected: object) -> None:
+    options = ReshapeOptions(load=Path("run"), save=Path("new"), **flags)
+    before = small_config(num_key_value_heads=4, **source)
+    model, notes = rewired(before, options)
+    assert (model.residual_mode, model.ladder_layers, model.residual_staleness, model.lanes) == expected
+    assert len(notes) == (model != before)
+
+
+@pytest.mark.parametrize(
+    ("source", "flags", "message"),
+    [
+        ({"residual_mode": "desync", "desync_interval": 4, "desync_tp": 4}, {"ladder_layers": "1"}, "source is desync"),
+        ({}, {"residual_mode": "parallel"}, "every layer of the source has two norms"),
+        ({}, {"residual_mode": "ladder-parallel"}, "every layer of the source has two norms"),
+        ({}, {"residual_mode": "desync"}, "can only be trained from the start"),
+        ({}, {"ladder_layers": "4"}, "the upper 4 layers of 3 do not exist"),
+        ({}, {"residual_mode": "standard", "ladder_layers": "1"}, "has no meaning with --residual-mode standard"),
+    ],
+)
+def test_a_wiring_that_needs_other_weights_is_rejected(
+    source: dict[str, Any], flags: dict[str, Any], message: str
+) -> None:
+    options = ReshapeOptions(load=Path("run"), save=Path("new"), **flags)
+    with pytest.raises(UserError, match=message):
+        rewired(small_config(**source), options)
+
+
+@pytest.mark.parametrize("words", [[], ["--residual-mode", "ladder"]])
+def test_no_ladder_layers_are_the_standard_wiring(
+    tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = write_directory(tmp_path / "hf", {**CONFIG, "model_type": "llamaLadder", "ladder_layers": None})
+    convert("import", "--hf", directory, "--save", tmp_path / "ours", "--ladder-layers", "none", *words)
+    assert "is overridden" not in capsys.readouterr().out
+    checkpoint = Checkpoint.open(tmp_path / "ours")
+    sizes = "--num-layers 2 --hidden-size 8 --ffn-hidden-size 12 --num-attention-heads 2 --num-key-value-heads 1"
+    for wiring in ("standard", "ladder --ladder-layers none"):
+        errors: list[str] = []
+        given = f"{sizes} --seq-length 32 --train-iters 1 --lr 1e-3 --load c --finetune --residual-mode {wiring}"
+        run = resolve_run(parse_run(given.split(), errors), 16, 1, errors)
+        assert not errors and not model_differences(run, checkpoint, vocabulary_is_known=True)
