@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.cli.generate import main
@@ -28,7 +28,7 @@ from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import SamplingParameters
 from megatron_ladder.generate.scoring import TokenScores
 from megatron_ladder.model.stack import StackOptions
-from tests.helpers.commands import REPOSITORY_ROOT, free_port, run_command
+from tests.helpers.commands import REPOSITORY_ROOT, run_command
 from tests.helpers.patience import patient
 from tests.helpers.pool import GlooPools
 from tests.helpers.recording import recorded_model
@@ -172,15 +172,11 @@ SAMPLING = ["--max-new-tokens", "12", "--seed", "5", "--top-k", "50"]
 FLAGS = ["--prompt", "def größe", "class", *SAMPLING]
 
 
-def from_standard_input(model: Path, text: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, str(PROGRAM), "--model", str(model), "--tp", "2", *flags]
-    return subprocess.run(words, input=text, capture_output=True, text=True, timeout=patient(120), check=False)
-
-
 def test_two_ranks_continue_standard_input(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--model", str(model), "--prompt", "def größe", *SAMPLING, "--json"])
     expected = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    done = from_standard_input(model, "def größe", *SAMPLING, "--json")
+    words = [sys.executable, str(PROGRAM), "--model", str(model), "--tp", "2", *SAMPLING, "--json"]
+    done = subprocess.run(words, input="def größe", capture_output=True, text=True, timeout=patient(120), check=False)
     assert done.returncode == 0, done.stderr
     printed = [json.loads(line) for line in done.stdout.splitlines()]
     for one, other in zip(printed, expected, strict=True):
@@ -235,46 +231,6 @@ def test_a_hugging_face_directory_at_several_sizes(tensor_parallel: int, tmp_pat
         assert [[token for token, _ in row] for row in scores.alternatives] == ids.tolist()
         found = [logprob for row in scores.alternatives for _, logprob in row]
         assert found == pytest.approx(values.flatten().tolist(), abs=1e-5)
-
-
-@pytest.mark.slow
-def test_under_the_deepspeed_launcher(tmp_path: Path) -> None:
-    module = save_model(tmp_path, "llama")
-    prompt = torch.tensor([PROMPTS[2]])
-    expected = module.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)[0].tolist()
-    launcher = ["deepspeed", "--num_accelerators", "2", "--master_port", str(free_port()), PROGRAM]
-    flags = ["--max-new-tokens", str(NEW_TOKENS), "--temperature", "0", "--ignore-eos", "--json"]
-    argv = [*launcher, "--model", tmp_path, *flags, "--tokens", *map(str, PROMPTS[2])]
-    done = run_command(argv, timeout=120, env={"DS_ACCELERATOR": "cpu"})
-    assert done.returncode == 0, done.stderr
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("{"))
-    assert [*PROMPTS[2], *json.loads(line)["ids"]] == expected
-
-
-def test_an_empty_standard_input_ends_both_ranks(model: Path) -> None:
-    done = from_standard_input(model, "")
-    assert (done.returncode, done.stdout) == (2, ""), done.stderr
-    assert done.stderr.splitlines()[-1].startswith("error: standard input: the prompt is empty")
-
-
-def test_a_damaged_shard_of_one_rank_ends_all_ranks(tmp_path: Path, gloo_pools: GlooPools) -> None:
-    save_model(tmp_path, "llama")
-    results = gloo_pools(2).run(load_damaged_shard, tmp_path)
-    assert results == [(f"{tmp_path / 'model.safetensors'}: ends early (on rank 1)",)] * 2
-
-
-def load_damaged_shard(folder: Path) -> tuple[str, ...]:
-    stored = open_model(folder, None, None)
-
-    def fill(model: nn.Module) -> None:
-        if dist.get_rank() == 1:
-            raise UserError(f"{folder / 'model.safetensors'}: ends early")
-
-    try:
-        load_model(replace(stored, fill=fill), mesh_of(2), torch.float32, torch.device("cpu"), overlap=True)
-    except UserError as error:
-        return error.messages
-    return ()
 
 
 def test_ranks_share_the_verification_of_the_weights(tmp_path: Path, gloo_pools: GlooPools) -> None:

@@ -1,7 +1,6 @@
 """Tokenizers whose results are obvious."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from megatron_ladder.data.tokenizers import Tokenizer
 
@@ -10,17 +9,12 @@ class Bytes(Tokenizer):
     """Ids are bytes; several ids can form one character."""
 
     kind = "bytes"
-    files: tuple[Path, ...] = ()
-    contents: tuple[bytes, ...] = ()
     sha256 = ""
     vocab_size = 256
     eod_id = 0
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(ids).decode(errors="replace")

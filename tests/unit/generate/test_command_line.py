@@ -397,8 +397,3 @@ def test_summary_counts_a_batch() -> None:
     )
     alone = [Generation((1, 2), (3,), None, "eos", Timings(0.5, 4.0, None))]
     assert _summary(alone) == "1 prompt: 2 tokens in, 1 out; first token after 500 ms; tokens/s: prefill 4.0"
-
-
-def test_torch_state_is_restored() -> None:
-    assert not torch.distributed.is_initialized()
-    assert not torch.is_inference_mode_enabled()

@@ -15,7 +15,6 @@ from megatron_ladder.generate import slots as slots_module
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.requests import GenerationRequest, NewToken
 from megatron_ladder.generate.sampling import Chosen, SamplingParameters
-from megatron_ladder.generate.slots import _StaticCache
 from tests.reference import greedy_continuation, make_weights, reference_logits
 from tests.unit.generate.plain_tokenizers import Bytes
 from tests.unit.generate.tiny_model import MODELS, PROMPTS, reference_of, tiny_config, tiny_engine, tiny_model
@@ -159,15 +158,6 @@ def test_non_finite_logits_are_an_error() -> None:
         engine.generate(requests_of(PROMPTS, GREEDY))
     with pytest.raises(BadNumbersError, match="the logits of the text"):
         engine.score((1, 17, 2))
-
-
-def test_cache_has_the_heads_of_its_rank() -> None:
-    """Six heads over three ranks are two each; two heads over four ranks are one each, replicated."""
-    for kv_heads, ranks, held in ((6, 3, 2), (2, 4, 1), (4, 1, 4)):
-        config = tiny_config(num_attention_heads=12, num_key_value_heads=kv_heads)
-        cache = _StaticCache(config, ranks, 5, 9, torch.bfloat16, torch.device("cpu"))
-        for stored in (*cache.keys, *cache.values):
-            assert (stored.shape, stored.dtype) == ((5, held, 9, config.head_dim), torch.bfloat16)
 
 
 def test_a_step_computes_the_slots_up_to_the_last_unfinished_sample(monkeypatch: pytest.MonkeyPatch) -> None:

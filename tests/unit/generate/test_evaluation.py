@@ -66,21 +66,6 @@ def test_continuations_are_in_the_order_of_the_requests(evaluator: Evaluator) ->
     assert [generation.ids for generation in found] == expected
 
 
-def test_other_ranks_end_even_if_one_is_lost(evaluator: Evaluator, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[str] = []
-
-    def lose(*_: object) -> None:
-        raise RuntimeError("connection closed by peer")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(evaluator, "_in_step", True)
-        patched.setattr(evaluator._group, "broadcast_object", lose)
-        patched.setattr(evaluator, "_end_others", lambda: ended.append("others"))
-        with pytest.raises(RuntimeError, match="closed by peer"):
-            evaluator.close()
-    assert ended == ["others"]
-
-
 def test_a_continuation_must_fit(evaluator: Evaluator) -> None:
     with pytest.raises(UserError, match="a text to score has 13 tokens, but the model has only 12 positions"):
         evaluator.score([((1,), (2,) * 13)])

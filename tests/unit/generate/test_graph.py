@@ -1,10 +1,6 @@
 """The captured decode step: its buffers, with a CPU graph of recorded operators, and the calls to CUDA."""
 
-import collections
-import contextlib
 import gc
-import itertools
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,10 +17,8 @@ from torch.utils._pytree import tree_leaves
 from megatron_ladder.cli.generate import main
 from megatron_ladder.errors import BadNumbersError, UserError
 from megatron_ladder.generate import engine as engine_module
-from megatron_ladder.generate import graph as graph_module
 from megatron_ladder.generate import program, slots
 from megatron_ladder.generate.engine import GenerationEngine
-from megatron_ladder.generate.graph import CudaStepGraph, captured_decode, counts_filled_columns
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import GREEDY, SamplingParameters
 from megatron_ladder.generate.slots import prompt_width
@@ -167,22 +161,6 @@ def test_a_batch_with_bad_numbers_is_not_used_again() -> None:
     assert (found.ids, len(graphs.made)) == (expected.ids, 2)
 
 
-def test_timings_exclude_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every reading of the clock is two seconds after the one before, and a capture takes a thousand."""
-    clock = itertools.count(0, 2)
-    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
-    engine, _ = capturing_engine()
-
-    class Slow(OperatorGraph):
-        def capture(self, step: Callable[[], Tensor]) -> Tensor:
-            collections.deque(itertools.islice(clock, 500), 0)
-            return super().capture(step)
-
-    engine.new_graph = Slow
-    (generation,) = engine.generate([GenerationRequest((1, 2, 3), 4)])
-    assert generation.timings == (2.0, 3 / 2.0, 3 / (3 * 2.0))
-
-
 @pytest.mark.usefixtures("no_collector")
 def test_the_program_frees_its_graph_before_the_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config(num_layers=1)
@@ -193,16 +171,6 @@ def test_the_program_frees_its_graph_before_the_groups(tmp_path: Path, monkeypat
     monkeypatch.setattr(program, "stop_process_group", lambda: alive.append(len(graphs.alive)))
     main(["--model", str(tmp_path), "--tokens", "4", "5", "--max-new-tokens", "3", "--cuda-graph"])
     assert (len(graphs.made), alive) == (1, [0])
-
-
-def test_a_replayed_step_reads_only_its_buffers() -> None:
-    def step(tokens: Tensor, columns: Tensor) -> Tensor:
-        return (10 * tokens[:, 0] + columns).double().unsqueeze(1)
-
-    decode = captured_decode(step, 2, torch.device("cpu"), OperatorGraph())
-    for first in (1, 5):
-        found = decode(torch.tensor([[first], [first + 1]]), torch.tensor([3, first]))
-        assert found.tolist() == [[10 * first + 3], [10 * first + 10 + first]]
 
 
 def attend_to_sequences(
@@ -266,104 +234,12 @@ def test_attention_to_filled_columns_gives_the_same_tokens(
     assert calls == [len(requests) * config.num_key_value_heads] * (config.num_layers * steps)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "capability", "counts"),
-    [
-        (torch.bfloat16, 128, (9, 0), True),
-        (torch.float16, 64, (8, 0), True),
-        (torch.float32, 128, (9, 0), False),
-        (torch.bfloat16, 320, (9, 0), False),
-        (torch.bfloat16, 100, (9, 0), False),
-        (torch.float16, 64, (7, 5), False),
-    ],
-)
-def test_only_devices_with_the_kernel_count_filled_columns(
-    dtype: torch.dtype, head_dim: int, capability: tuple[int, int], counts: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    assert counts_filled_columns(dtype, head_dim, torch.device("cuda")) == counts
-    assert not counts_filled_columns(dtype, head_dim, torch.device("cpu"))
-
-
 def test_few_prompt_widths_reach_a_gpu() -> None:
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     widths = {longest: prompt_width(longest, 1000, gpu) for longest in range(1, 1001)}
     assert set(widths.values()) == {128, 256, 384, 512, 640, 768, 896, 1000}
     assert all(longest <= width < longest + 128 for longest, width in widths.items())
     assert prompt_width(77, 1000, cpu) == 77
-
-
-class Calls:
-    """Replaces torch.cuda and records the calls."""
-
-    def __init__(self) -> None:
-        self.made: list[str] = []
-
-    def current_stream(self) -> "Stream":
-        return Stream("current", self)
-
-    def Stream(self) -> "Stream":  # noqa: N802
-        return Stream("aside", self)
-
-    def CUDAGraph(self) -> "Calls":  # noqa: N802
-        return self
-
-    def replay(self) -> None:
-        self.made.append("replay")
-
-    def reset(self) -> None:
-        self.made.append("reset")
-
-    @contextlib.contextmanager
-    def stream(self, stream: "Stream") -> Iterator[None]:
-        self.made.append(f"on {stream.name}")
-        yield
-        self.made.append("off")
-
-    @contextlib.contextmanager
-    def graph(self, graph: "Calls", capture_error_mode: str) -> Iterator[None]:
-        self.made.append(f"capture {capture_error_mode}")
-        yield
-        self.made.append("captured")
-
-
-class Stream:
-    def __init__(self, name: str, calls: Calls) -> None:
-        self.name = name
-        self.calls = calls
-
-    def wait_stream(self, other: "Stream") -> None:
-        self.calls.made.append(f"{self.name} waits for {other.name}")
-
-
-def test_warm_up_runs_on_a_side_stream_before_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = Calls()
-    monkeypatch.setattr(graph_module.torch, "cuda", calls)
-    result = torch.zeros(1)
-
-    def step() -> Tensor:
-        calls.made.append("step")
-        return result
-
-    graph: Any = CudaStepGraph()
-    assert graph.capture(step) is result
-    graph.replay()
-    graph.close()
-    assert calls.made == [
-        "aside waits for current",
-        "on aside",
-        "step",
-        "step",
-        "step",
-        "off",
-        "current waits for aside",
-        "capture thread_local",
-        "step",
-        "captured",
-        "replay",
-        "reset",
-    ]
 
 
 def test_missing_gpu_and_compiler_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

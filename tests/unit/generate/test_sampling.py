@@ -164,21 +164,6 @@ def test_temperature_zero_takes_the_most_likely_token(temperature: float) -> Non
     assert tokens_of(sampler, torch.tensor([[1.0, 2.0, 1.999], [5.0, 1e4, -1e4]])) == [1, 1]
 
 
-def test_a_request_draws_the_same_tokens_in_any_batch() -> None:
-    parameters = [
-        SamplingParameters(seed=1),
-        SamplingParameters(seed=2, top_k=10),
-        SamplingParameters(seed=1, temperature=0.0),
-        SamplingParameters(seed=3, top_p=0.8, temperature=1.3),
-    ]
-    steps = torch.randn(12, 4, 80, generator=torch.Generator().manual_seed(0))
-    together = new_sampler(*parameters, vocab_size=80)
-    batch = [tokens_of(together, logits) for logits in steps]
-    for row, one in enumerate(parameters):
-        alone = new_sampler(one, vocab_size=80)
-        assert [tokens_of(alone, logits[row : row + 1])[0] for logits in steps] == [tokens[row] for tokens in batch]
-
-
 def test_seeds_differ_by_prompt_and_by_seed() -> None:
     seeds = [request_seed(1, (1, 2)), request_seed(1, (12,)), request_seed(2, (1, 2)), request_seed(1, (1, 2), 1)]
     assert len(set(seeds)) == 4
