@@ -167,7 +167,6 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--heads", type=int, default=16, help="attention heads")
     add("--kv-heads", type=int, default=16, help="key-value heads")
     add("--vocab", type=int, default=4096, help="vocabulary size")
-    add("--plot", type=Path, help="PNG of the ratios over the time of an all-reduce; needs matplotlib")
     options = parser.parse_args(argv)
     if options.tp < 2:
         parser.error(f"--tp {options.tp}: expected 2 or more; one rank has nothing to reduce")
@@ -177,8 +176,6 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     if options.device == "cpu" and cores < options.tp and "RANK" not in os.environ:
         parser.error(f"--tp {options.tp}: found {cores} cores, expected one per rank")
     needed = {"vllm": "vLLM 0.32", "megatron_ladder_vllm": "./vllm_plugin"}
-    if options.plot is not None:
-        needed["matplotlib"] = "matplotlib, or leave out --plot"
     for module, remedy in needed.items():
         if importlib.util.find_spec(module) is None:
             parser.error(f"{module} is not installed here: install {remedy}; see docs/serving_vllm.md")
@@ -416,29 +413,6 @@ def measure_real(options: argparse.Namespace, mode: str) -> Iterator[Row]:
             yield Row(mode, case, None, 0.0, wiring, passes, found["standard"], None, 0)
 
 
-def plot_ratios(rows: Sequence[Row], path: Path) -> None:
-    """Draw medians and ranges of standard / wiring over the time of an all-reduce, one panel per mode and case."""
-    from matplotlib.figure import Figure
-
-    panels = list(dict.fromkeys((row.mode, row.case) for row in rows))
-    figure = Figure(figsize=(4 * len(panels), 4), layout="constrained")
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        own = [row for row in rows if (row.mode, row.case) == panel and row.wiring != "standard"]
-        for wiring in dict.fromkeys(row.wiring for row in own):
-            curve = [row for row in own if row.wiring == wiring]
-            medians = [statistics.median(row.ratios()) for row in curve]
-            below = [median - min(row.ratios()) for median, row in zip(medians, curve, strict=True)]
-            above = [max(row.ratios()) - median for median, row in zip(medians, curve, strict=True)]
-            times = [row.alpha or 0.0 for row in curve]
-            axes.errorbar(times, medians, yerr=[below, above], marker="o", capsize=3, label=wiring)
-        axes.axhline(1.0, color="black", linewidth=0.8)
-        axes.set_title(f"{panel[0]}, {panel[1].name}, batch {panel[1].batch}")
-        axes.set_xlabel("time of one all-reduce (sub-blocks)")
-        axes.set_ylabel("standard / wiring")
-        axes.legend()
-    figure.savefig(path, format="png", dpi=120)
-
-
 def main(argv: Sequence[str]) -> int:
     """Start the ranks, or run as one of them."""
     options = parse_options(argv)
@@ -447,14 +421,10 @@ def main(argv: Sequence[str]) -> int:
     on_first_rank = os.environ["RANK"] == "0"
     if on_first_rank:
         print("|", " | ".join(TABLE_HEAD), "|\n|" + "---|" * len(TABLE_HEAD), flush=True)
-    rows: list[Row] = []
     for mode in options.mode:
         for row in measure_emulated(options, mode) if options.device == "cpu" else measure_real(options, mode):
-            rows.append(row)
             if on_first_rank:
                 print("|", " | ".join(row.cells()), "|", flush=True)
-    if on_first_rank and options.plot is not None:
-        plot_ratios(rows, options.plot)
     return 0
 
 

@@ -66,7 +66,7 @@ BUDGETS = {
     f"{PACKAGE}/generate/": 2_200,
     f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 2_800,
     "tools/": 10_200,
-    "vllm_plugin/": 2_100,
+    "vllm_plugin/": 2_000,
     "tests/": 42_000,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""

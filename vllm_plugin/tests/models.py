@@ -109,20 +109,8 @@ def reference(folder: Path) -> list[list[int]]:
     for prompt in make_prompts():
         output = io.StringIO()
         with contextlib.redirect_stdout(output):
-            main(
-                [
-                    "--model",
-                    str(folder),
-                    "--tokens",
-                    *map(str, prompt),
-                    "--max-new-tokens",
-                    str(NEW_TOKENS),
-                    "--temperature",
-                    "0",
-                    "--ignore-eos",
-                    "--json",
-                ]
-            )
+            flags = f"--max-new-tokens {NEW_TOKENS} --temperature 0 --ignore-eos --json".split()
+            main(["--model", str(folder), "--tokens", *map(str, prompt), *flags])
         continuations.append(json.loads(output.getvalue())["ids"])
     return continuations
 

@@ -27,35 +27,12 @@ def test_two_hundred_concurrent_requests(models: Path, references: Any, tmp_path
     port = get_open_port()
     log = tmp_path / "serve.txt"
     # The command `vllm` fails in the CPU build: it asks for the version of a package that has another name there.
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(models / "served"),
-        "--served-model-name",
-        "ladder",
-        "--tensor-parallel-size",
-        "2",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--dtype",
-        "float32",
-        "--enforce-eager",
-        "--max-model-len",
-        "128",
-        "--max-num-seqs",
-        "16",
-        "--max-num-batched-tokens",
-        "64",
-        "--block-size",
-        "32",
-        "--kv-cache-memory-bytes",
-        str(1 << 24),
-        "--disable-uvicorn-access-log",
-    ]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(models / "served")]
+    command += f"--served-model-name ladder --tensor-parallel-size 2 --host 127.0.0.1 --port {port}".split()
+    command += (
+        "--dtype float32 --enforce-eager --disable-uvicorn-access-log --max-model-len 128 --max-num-seqs 16".split()
+    )
+    command += f"--max-num-batched-tokens 64 --block-size 32 --kv-cache-memory-bytes {1 << 24}".split()
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     with log.open("w") as output:
         server = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
