@@ -23,8 +23,8 @@ from megatron_ladder.comm.launch import (
 )
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.command_line import flag_words, parse_command_line
-from megatron_ladder.convert.carry_out import carry_out
 from megatron_ladder.convert.conversions import plan_export, plan_import
+from megatron_ladder.convert.copying import carry_out
 from megatron_ladder.convert.options import ExportOptions, ImportOptions
 from megatron_ladder.data.batches import GlobalBatchLoader, UnreadBatches
 from megatron_ladder.data.samples import Samples

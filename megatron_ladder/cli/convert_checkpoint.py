@@ -36,8 +36,8 @@ def main(argv: Sequence[str]) -> None:
 
         measure_sensitivity(options)
         return
-    from megatron_ladder.convert.carry_out import carry_out
     from megatron_ladder.convert.conversions import plan_export, plan_import, plan_reshape
+    from megatron_ladder.convert.copying import carry_out
     from megatron_ladder.convert.inspection import inspect_directory
 
     if isinstance(options, Path):

@@ -27,8 +27,7 @@ from megatron_ladder.checkpoint.hf_directory import (
 )
 from megatron_ladder.checkpoint.publish import MANIFEST_NAME, temporary_directory
 from megatron_ladder.checkpoint.tilings import KINDS, box_key
-from megatron_ladder.convert.carry_out import Conversion
-from megatron_ladder.convert.copying import CopiedTensor, Files, Permutation, divide, total_bytes
+from megatron_ladder.convert.copying import Conversion, CopiedTensor, Files, Permutation, divide, total_bytes
 from megatron_ladder.convert.logits import compare_logits
 from megatron_ladder.convert.options import CheckpointOptions, ExportOptions, ImportOptions, ReshapeOptions, shard_bytes
 from megatron_ladder.convert.outputs import check_hf_target, check_save_target, hf_work, publish_hf, publish_save
@@ -56,7 +55,7 @@ def plan_import(options: ImportOptions) -> Conversion:
     model, notes = rewired(directory.model, options)
     directory.check_tied_head()
     carried = read_carried(options.hf)
-    description, tokenizer, token_count = describe_tokenizer(carried)
+    description, tokenizer, token_count = describe_tokenizer(options.hf, carried)
     if token_count > model.vocab_size:
         notes.append(f"the tokenizer has {token_count} ids, the model {model.vocab_size}: larger ids must not occur")
     header = {
@@ -170,6 +169,7 @@ def plan_export(options: ExportOptions) -> Conversion:
     Raises:
         UserError: the checkpoint is incomplete or not supported, or the target must not be written to.
     """
+    most_bytes = shard_bytes(options.max_shard_size)
     check_hf_target(options.hf, options.overwrite)
     source = open_training_checkpoint(options.load)
     checkpoint = source.checkpoint
@@ -184,7 +184,7 @@ def plan_export(options: ExportOptions) -> Conversion:
     new_dtype = dtype if options.dtype or len({tensor.dtype for tensor in weights}) == 1 else None
     shards = divide(
         (replace(tensor, key=hf_name(tensor.name), dtype=new_dtype or tensor.dtype) for tensor in weights),
-        shard_bytes(options.max_shard_size),
+        most_bytes,
     )
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     files = dict(zip([WEIGHTS_NAME] if len(shards) == 1 else names, shards, strict=True))

@@ -1,10 +1,15 @@
-"""The files of tensors that a conversion writes: whole tensors, cast and in a new order where requested.
+"""Carries out conversions: report, check, copy, write the small files, verify, publish.
+
+A conversion writes whole tensors, cast and in a new order where requested:
 
     for each file: read its tensors, save them under a temporary name, fsync, rename
 
 One file is in memory at a time. A conversion that is started again skips the files that have their names.
 """
 
+import contextlib
+import shutil
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +22,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_ladder.convert.options import ConversionOptions
+from megatron_ladder.convert.outputs import check_space, size_text, work_directory
 from megatron_ladder.errors import UserError
-from megatron_ladder.files import atomic_writer
+from megatron_ladder.files import atomic_writer, write_atomically
 from megatron_ladder.progress import ProgressBar
 
+_FILES_LISTED = 8
 
-class UnusableNumberError(UserError):
+
+class _UnusableNumberError(UserError):
     """A weight is not finite, or does not fit in the new element type."""
 
 
@@ -61,18 +70,18 @@ class CopiedTensor:
 
         Raises:
             UserError: the source cannot be read.
-            UnusableNumberError: a weight is not finite, or a number does not fit in the new element type.
+            _UnusableNumberError: a weight is not finite, or a number does not fit in the new element type.
         """
         stored = torch.empty(self.shape, dtype=_dtype(self.stored_dtype))
         self.read(stored)
         if self.order is not None:
             stored = stored.index_select(self.order.dim, torch.from_numpy(self.order.source))
         if self.kind == "weight" and not stored.isfinite().all():
-            raise UnusableNumberError(f"{self.source}: contains NaN or infinity")
+            raise _UnusableNumberError(f"{self.source}: contains NaN or infinity")
         cast = stored.to(_dtype(self.dtype))
         if cast.dtype != stored.dtype and cast.isinf().any():
             largest = f"the value {float(stored.abs().max()):.3g} does not fit in {self.dtype}"
-            raise UnusableNumberError(f"{self.source}: {largest}; choose another --dtype")
+            raise _UnusableNumberError(f"{self.source}: {largest}; choose another --dtype")
         return cast
 
 
@@ -98,7 +107,82 @@ def total_bytes(files: Files) -> int:
     return sum(tensor.num_bytes for tensors in files.values() for tensor in tensors)
 
 
-def write_files(files: Files, directory: Path) -> None:
+@dataclass(frozen=True)
+class Conversion:
+    """A conversion whose input and target were checked.
+
+    `work` is the temporary directory next to the target; `facts` and `notes` are lines and warnings for the user.
+    """
+
+    files: Files
+    work: Path
+    target: Path
+    small_files: Callable[[Path], Mapping[str, bytes]]
+    """The temporary directory with the files of tensors -> the other files by name, in the order of writing."""
+    publish: Callable[[Path], Path]
+    """The complete temporary directory -> the published directory."""
+    facts: Sequence[str]
+    notes: Sequence[str] = ()
+    verify_source: Callable[[], None] = lambda: None
+    """Raises UserError if files of the source are damaged."""
+    reading: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    """Called around all reading."""
+    check_logits: Callable[[Path], str] | None = None
+    """The complete temporary directory -> a line about logits; for --verify."""
+
+
+def carry_out(conversion: Conversion, options: ConversionOptions, report: Callable[[str], None]) -> None:
+    """Execute a conversion, or with --dry-run only report it.
+
+    Raises:
+        UserError: a source is damaged, has a weight that cannot be converted, or can no longer be read, or there is no
+            space.
+        RuntimeError: verification failed.
+    """
+    began, files, work = time.monotonic(), conversion.files, conversion.work
+    for line in (*conversion.facts, *(f"*** {note} ***" for note in conversion.notes)):
+        report(line)
+    names = [*files]
+    listed = names if len(names) <= _FILES_LISTED else names[: _FILES_LISTED - 1]
+    for name in listed:
+        report(f"  {name}: {size_text(total_bytes({name: files[name]}))}, {len(files[name])} tensors")
+    if len(listed) < len(names):
+        report(f"  and {len(names) - len(listed)} more files")
+    size = size_text(total_bytes(files))
+    report(f"{size} in {len(names)} files -> {conversion.target}")
+    if options.dry_run:
+        report("nothing was written (--dry-run)")
+        return
+    continued = work.exists()
+    if not continued:
+        check_space(conversion.target, total_bytes(files))
+    conversion.verify_source()
+    try:
+        with work_directory(work, report), conversion.reading():
+            if continued:
+                report(f"continues an interrupted conversion in {work}")
+            _write_files(files, work)
+            for name, content in conversion.small_files(work).items():
+                write_atomically(work / name, content)
+            if options.verify:
+                _verify_files(files, work)
+                count = sum(map(len, files.values()))
+                report(f"verified: all {count} tensors are bitwise equal to their sources")
+                if conversion.check_logits is not None:
+                    report(conversion.check_logits(work))
+            published = conversion.publish(work)
+    except _UnusableNumberError as error:
+        # No source that can be converted has the same plan.
+        shutil.rmtree(work)
+        raise UserError(f"{error}; nothing was written") from None
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{work}: {reason}; run the same command again to continue") from error
+    report(f"wrote {size} in {time.monotonic() - began:.1f} s")
+    report(f"wrote {published}")
+
+
+def _write_files(files: Files, directory: Path) -> None:
     """Write the files that an earlier, interrupted conversion has not completed.
 
     Raises:
@@ -114,7 +198,7 @@ def write_files(files: Files, directory: Path) -> None:
             progress.advance(sum(tensor.num_bytes for tensor in tensors))
 
 
-def verify_files(files: Files, directory: Path) -> None:
+def _verify_files(files: Files, directory: Path) -> None:
     """Read source and target again, and compare them bit by bit.
 
     A wrong file is removed: otherwise it would count as complete when the same conversion is started again.

@@ -1,24 +1,24 @@
 """Comparison of logits before and after a conversion: the one check that knows the meaning of the numbers.
 
-It holds whole models in memory and needs torch and transformers; without them it reports why it was skipped.
+It holds whole models in memory and needs transformers; otherwise it reports why it was skipped.
 """
 
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
+import torch
+from torch import Tensor
 
 from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
 from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.hf_config import CLASSES, OWN_TYPE
+from megatron_ladder.checkpoint.loading import load_weights
+from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.convert.outputs import size_text
+from megatron_ladder.model.language_model import LanguageModel
 
-if TYPE_CHECKING:
-    import torch
-
-_LIBRARIES = ("torch", "transformers")
 _MAX_DIFFERENCE = 1e-4
 """Allowed difference of two programs that compute in fp32, relative to the largest logit."""
 _TOKENS = 64
@@ -44,12 +44,18 @@ def compare_logits(
         RuntimeError: the logits differ.
     """
     plain = model_type in CLASSES and model_type != OWN_TYPE
+    needed = 2 * _FP32_BYTES * sum(tensor.numel for tensor in model_tensors(model))
+    available = psutil.virtual_memory().available
     if not plain and not own_code:
         return f"logits were not compared: the code of a {model_type} directory is not trusted"
-    reason = _obstacle(model)
-    if reason is not None:
-        return f"logits were not compared: {reason}"
-    import torch
+    if importlib.util.find_spec("transformers") is None:
+        return "logits were not compared: transformers is not installed"
+    if tensor_parallel_errors(model, 1):
+        return "logits were not compared: one process of the trainer cannot compute this model"
+    if needed > available:
+        free = f"{size_text(available)} of memory are free"
+        return f"logits were not compared: two models in fp32 need {size_text(needed)}, and {free}"
+    # Imported here because it takes seconds.
     from transformers import AutoModelForCausalLM
 
     tokens = torch.randint(0, model.vocab_size, (1, min(_TOKENS, model.max_position_embeddings)))
@@ -57,10 +63,9 @@ def compare_logits(
         hf, dtype=torch.float32, trust_remote_code=not plain, local_files_only=True
     ).eval()
     with torch.no_grad():
-        expected: torch.Tensor = theirs(tokens).logits[0]
+        expected: Tensor = theirs(tokens).logits[0]
     del theirs
-    rounding = None if dtype is None else getattr(torch, dtype)
-    ours = _logits_of_ours(model, Checkpoint.open(checkpoint), rounding, tokens)
+    ours = _logits_of_ours(model, checkpoint, dtype, tokens)
     # The largest logit of a model of zeros is zero.
     largest = expected.abs().max().clamp(min=torch.finfo(expected.dtype).tiny)
     difference = float((ours - expected).abs().max() / largest)
@@ -69,35 +74,13 @@ def compare_logits(
     return f"verified: logits on {tokens.numel()} random tokens agree to {difference:.1e} of the largest"
 
 
-def _obstacle(model: ModelConfig) -> str | None:
-    """Return why logits cannot be compared; None if they can."""
-    missing = [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]
-    if missing:
-        return f"{' and '.join(missing)} are not installed"
-    if tensor_parallel_errors(model, 1):
-        return "one process of the trainer cannot compute this model"
-    needed = 2 * _FP32_BYTES * sum(tensor.numel for tensor in model_tensors(model))
-    available = psutil.virtual_memory().available
-    if needed > available:
-        return f"two models in fp32 need {size_text(needed)}, and {size_text(available)} of memory are free"
-    return None
-
-
-def _logits_of_ours(
-    config: ModelConfig, checkpoint: Checkpoint, dtype: "torch.dtype | None", tokens: "torch.Tensor"
-) -> "torch.Tensor":
+@torch.no_grad()
+def _logits_of_ours(config: ModelConfig, checkpoint: Path, dtype: str | None, tokens: Tensor) -> Tensor:
     """Map tokens [1, s] to logits [s, V] in fp32, with weights rounded to `dtype` if it is given."""
-    import torch
-
-    from megatron_ladder.checkpoint.loading import load_weights
-    from megatron_ladder.comm.mesh import ProcessMesh
-    from megatron_ladder.model.language_model import LanguageModel
-
     model = LanguageModel(config, ProcessMesh.single()).requires_grad_(False)
-    load_weights(model, checkpoint)
+    load_weights(model, Checkpoint.open(checkpoint))
     if dtype is not None:
         for parameter in model.parameters():
-            parameter.copy_(parameter.to(dtype))
-    with torch.no_grad():
-        hidden_states = model.hidden_states(tokens, model.training_context(tokens))
-        return model.logits_shard(hidden_states)[:, 0, : config.vocab_size]
+            parameter.copy_(parameter.to(getattr(torch, dtype)))
+    hidden_states = model.hidden_states(tokens, model.training_context(tokens))
+    return model.logits_shard(hidden_states)[:, 0, : config.vocab_size]

@@ -1,5 +1,6 @@
 """The command line of `tools/convert_checkpoint.py`; does not import torch."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,24 +152,17 @@ def parse_options(argv: Sequence[str]) -> Options | Path:
         return Path(words[0])
     kind, description = VERBS[verb]
     (options,) = parse_command_line([kind], words, f"{_PROGRAM} {verb}", description)
-    if isinstance(options, ExportOptions):
-        try:
-            shard_bytes(options.max_shard_size)
-        except ValueError as error:
-            raise UserError(f"--max-shard-size {options.max_shard_size}: {error}") from None
     assert isinstance(options, Options)
     return options
 
 
 def shard_bytes(text: str) -> int:
-    """Parse `5GB`, `500MB`, `2GiB` or a number of bytes; raise ValueError if it is none of these."""
-    units = {"GIB": 1 << 30, "MIB": 1 << 20, "KIB": 1 << 10, "GB": 10**9, "MB": 10**6, "KB": 10**3, "": 1}
-    words = text.strip().upper()
-    unit = next(unit for unit in units if words.endswith(unit))
-    try:
-        size = int(float(words.removesuffix(unit)) * units[unit])
-    except (ValueError, OverflowError):
-        raise ValueError("expected bytes, or a number with KB, MB, GB, KiB, MiB or GiB") from None
+    """Parse `5GB`, `500MB`, `2GiB` or a number of bytes; raise UserError if it is none of these."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMG])(I?)B)?", text.strip().upper())
+    size = 0
+    if match is not None:
+        unit = 1024 if match[3] else 1000
+        size = int(float(match[1]) * unit ** ("KMG".index(match[2]) + 1 if match[2] else 0))
     if size < 1:
-        raise ValueError("expected more than 0")
+        raise UserError(f"--max-shard-size {text}: expected a number of bytes, such as 500MB, 5GB or 2GiB")
     return size

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.comm.launch import naming_lost_peers, read_rank_info, stop_process_group
-from megatron_ladder.convert.cheapest_layers import Price, Sensitivity, write_sensitivity
 from megatron_ladder.convert.options import MeasuredOptions, ReshapeOptions, SensitivityOptions
-from megatron_ladder.convert.wiring import rewired
+from megatron_ladder.convert.wiring import Price, Sensitivity, rewired, write_sensitivity
 from megatron_ladder.data.batches import DocumentRules, MicroBatch, make_micro_batches
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.loader import OrderOptions, open_source
@@ -92,7 +91,7 @@ def read_batches(options: MeasuredOptions, stored: StoredModel) -> list[MicroBat
             check_sidecar(dataset, tokenizer)
         source = open_source("measured", dataset, range(len(dataset)), OrderOptions(length, 0, loss_on=options.loss_on))
     errors.raise_if_any()
-    if eod_id is None and not source.has_begins and (rules.cuts_rows or rules.eod_mask_loss):
+    if eod_id is None and (rules.eod_mask_loss or (rules.cuts_rows and not source.has_begins)):
         raise UserError(f"--load {stored.directory}: has no tokenizer, whose end-of-document token these flags need")
     count = min(options.tokens // length, len(source))
     if count < 2:
@@ -107,9 +106,10 @@ def read_batches(options: MeasuredOptions, stored: StoredModel) -> list[MicroBat
             "use data of the model's tokenizer"
         )
     batches = make_micro_batches(rows, rules, options.batch_size)
-    if not any(_counted(batch).any() for batch in batches):
+    with_labels = [batch for batch in batches if _counted(batch).any()]
+    if not with_labels:
         raise UserError(f"--data {options.data}: no token of these rows is a label: give other data, or --loss-on all")
-    return batches
+    return with_labels
 
 
 def _counted(batch: MicroBatch) -> Tensor:
@@ -215,28 +215,20 @@ def _measure(
 
 
 def _report(found: Sensitivity) -> str:
-    def cell(price: Price) -> str:
-        return f"{price.increase:+.4f} ± {price.standard_error:.4f}"
+    """Return a table of the layers in their order."""
 
-    places = {layer: place for place, layer in enumerate(found.order, start=1)}
-    alone = [f"| {layer} | {cell(price)} | {places[layer]} |" for layer, price in enumerate(found.layers)]
-    together = [
-        f"| {number} | {layer} | {cell(cheapest)} | {cell(upper)} |"
-        for number, (layer, cheapest, upper) in enumerate(
-            zip(found.order, found.cheapest, found.upper, strict=False), start=1
-        )
+    def cell(prices: Sequence[Price], index: int) -> str:
+        return f"{prices[index].increase:+.4f} ± {prices[index].standard_error:.4f}" if index < len(prices) else ""
+
+    lines = [
+        f"Increase of the loss in nats per token, without training, when layers read late ({found.residual_mode}, "
+        f"{found.residual_staleness} sub-blocks late), with standard errors over rows: of each layer alone, of the "
+        f"cheapest N layers, and of the upper N. Loss without a late layer: {found.loss:.4f}, over {found.tokens:,} "
+        f"tokens of {found.data}.\n",
+        "| N | layer | alone | cheapest N | upper N |",
+        "| ---: | ---: | ---: | ---: | ---: |",
     ]
-    return "\n".join(
-        [
-            f"Increase of the loss in nats per token, without training, when layers read late ({found.residual_mode}, "
-            f"{found.residual_staleness} sub-blocks late), with standard errors over rows. Loss without a late layer: "
-            f"{found.loss:.4f}, over {found.tokens:,} tokens of {found.data}.\n",
-            "| layer | increase of the loss | place in the order |",
-            "| --- | ---: | ---: |",
-            *alone,
-            "\nSeveral layers: the cheapest, added in this order, and the upper ones:\n",
-            "| layers | added | cheapest | upper |",
-            "| --- | ---: | ---: | ---: |",
-            *together,
-        ]
-    )
+    for index, layer in enumerate(found.order):
+        together = f"{cell(found.cheapest, index)} | {cell(found.upper, index)}"
+        lines.append(f"| {index + 1} | {layer} | {cell(found.layers, layer)} | {together} |")
+    return "\n".join(lines)

@@ -1,7 +1,6 @@
 """The small files next to the weights: tokenizer, chat template, generation settings."""
 
 import json
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,10 @@ def read_carried(directory: Path) -> dict[str, bytes]:
     return found
 
 
-def describe_tokenizer(carried: Mapping[str, bytes]) -> tuple[dict[str, bytes], dict[str, Any] | None, int]:
-    """Return what a training checkpoint records about a tokenizer besides its files.
+def describe_tokenizer(
+    directory: Path, carried: Mapping[str, bytes]
+) -> tuple[dict[str, bytes], dict[str, Any] | None, int]:
+    """Return what a training checkpoint records about a tokenizer besides its files, which `read_carried` has read.
 
     Returns:
         Files by name, the entry of the manifest, and one more than the largest id; {}, None and 0 without a tokenizer.
@@ -46,11 +47,7 @@ def describe_tokenizer(carried: Mapping[str, bytes]) -> tuple[dict[str, bytes], 
     # Imports the tokenizer libraries, which nothing else here needs.
     from megatron_ladder.data.tokenizers import DESCRIPTION_FILE, load_tokenizer, tokenizer_files
 
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder)
-        for name, content in carried.items():
-            (path / name).write_bytes(content)
-        tokenizer = load_tokenizer(kinds[file], path / file)
+    tokenizer = load_tokenizer(kinds[file], directory / file)
     entry = {"type": tokenizer.kind, "sha256": tokenizer.sha256}
     return {DESCRIPTION_FILE: tokenizer_files(tokenizer)[DESCRIPTION_FILE]}, entry, tokenizer.vocab_size
 

@@ -22,6 +22,7 @@ from megatron_ladder.errors import UserError, limited, raise_user_errors
 
 _MOST_BYTES = 2 * 10**9
 """Size of the files, of which one is in memory at a time; a larger tensor has a separate file."""
+_MATRIX = r"layers\..*_proj\.weight$"
 _MAX_OTHER_BYTES = 100_000_000
 """Larger files in the directory are not copied: no tokenizer has as many bytes."""
 
@@ -82,16 +83,12 @@ def open_training_checkpoint(load: Path) -> TrainingCheckpoint:
         stored = checkpoint.stored(kind)
         if kind == "rng" or (not stored and kind != "weight"):
             continue
-        for name, shape in expected.items():
-            if name not in stored:
-                # Muon keeps one moment of the matrices of the layers.
-                of_muon = checkpoint.optimizer == "muon" and re.match(r"layers\..*_proj\.weight$", name)
-                if kind != "exp_avg_sq" or not of_muon:
-                    errors.append(f"{path}: {kind} of {name} is missing; expected shape {list(shape)}")
-            elif (found := stored[name].global_shape) != shape:
-                errors.append(f"{path}: {kind} of {name}: found shape {list(found)}, expected {list(shape)}")
-        unexpected = [name for name in stored if name not in expected]
-        errors += [f"{path}: {kind} of {name}: this model has no such tensor" for name in unexpected]
+        # Muon keeps one moment of the matrices of the layers.
+        of_muon = kind == "exp_avg_sq" and checkpoint.optimizer == "muon"
+        for name in {**expected, **stored}:
+            found = stored[name].global_shape if name in stored else None
+            if found != (shape := expected.get(name)) and not (of_muon and re.match(_MATRIX, name) and found is None):
+                errors.append(f"{path}: {kind} of {name}: found {_text(found)}, expected {_text(shape)}")
     raise_user_errors(limited(errors))
     of_tensors = {file for kind in KINDS for stored in checkpoint.stored(kind).values() for file in stored.files()}
     others = {
@@ -101,6 +98,10 @@ def open_training_checkpoint(load: Path) -> TrainingCheckpoint:
         if path.is_file() and not path.is_symlink() and path.stat().st_size <= _MAX_OTHER_BYTES
     }
     return TrainingCheckpoint(checkpoint, model, others)
+
+
+def _text(shape: tuple[int, ...] | None) -> str:
+    return "no such tensor" if shape is None else f"shape {list(shape)}"
 
 
 def checkpoint_files(tensors: list[CopiedTensor]) -> Files:

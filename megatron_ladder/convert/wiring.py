@@ -1,13 +1,86 @@
-"""The wiring of a converted model: its own, or the one of the command line."""
+"""The wiring of a converted model: its own, the one of the command line, or the cheapest layers of a measurement.
 
+`convert_checkpoint.py sensitivity` measures what it costs to let layers of a model read late and writes a file of
+`Sensitivity`, of which `--ladder-layers best:N@FILE` takes the first N layers.
+"""
+
+import re
 from dataclasses import replace
 from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+import msgspec
 
 from megatron_ladder.blueprint.model import ModelConfig, model_errors, parse_layers
-from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES, WIRINGS
-from megatron_ladder.convert.cheapest_layers import BEST, cheapest_layers
+from megatron_ladder.blueprint.wiring import LATE_MODES, SHARED_STREAM_MODES, WIRINGS
 from megatron_ladder.convert.options import CheckpointOptions
-from megatron_ladder.errors import raise_user_errors
+from megatron_ladder.errors import UserError, raise_user_errors
+from megatron_ladder.files import write_atomically
+
+_BEST = "best:"
+"""How a value of --ladder-layers begins that refers to such a file."""
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+_LateMode = Literal[LATE_MODES]  # type: ignore[valid-type]
+
+
+class Price(NamedTuple):
+    """A difference of two losses, in nats per token."""
+
+    increase: float
+    standard_error: float
+
+
+class Sensitivity(msgspec.Struct, frozen=True):
+    """The increases of a model's loss, without training, when some of its layers read late.
+
+    Attributes:
+        model: the directory that was measured.
+        num_layers: its number of layers.
+        residual_mode, residual_staleness: the wiring of the late layers.
+        data: prefix of the token file.
+        tokens: target tokens of each measurement.
+        loss: the loss without a late layer, in nats per token.
+        layers: for each layer, the price when it alone reads late.
+        order: all layers, the cheapest first.
+        greedy_layers: how many layers of `order` were chosen by measuring every remaining layer together with those
+            before it. The others follow by the last of these measurements.
+        cheapest: for each n from 1 to `greedy_layers`, the price of the first n layers of `order`.
+        upper: the same for the upper n layers.
+    """
+
+    model: str
+    num_layers: _Count
+    residual_mode: _LateMode
+    residual_staleness: _Count
+    data: str
+    tokens: int
+    loss: float
+    layers: tuple[Price, ...]
+    order: tuple[int, ...]
+    greedy_layers: int
+    cheapest: tuple[Price, ...]
+    upper: tuple[Price, ...]
+
+
+def write_sensitivity(path: Path, found: Sensitivity) -> None:
+    """Replace the file."""
+    write_atomically(path, msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+
+
+def _read_sensitivity(path: Path) -> Sensitivity:
+    """Read a file that `write_sensitivity` wrote. Raises UserError."""
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=Sensitivity)
+        if sorted(found.order) != list(range(found.num_layers)):
+            raise ValueError(f"order {found.order} does not contain each of {found.num_layers} layers once")
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}: give the --output of convert_checkpoint.py sensitivity") from None
+    except ValueError as error:
+        raise UserError(
+            f"{path}: not a file of convert_checkpoint.py sensitivity: {error}: run it again, or give another file"
+        ) from None
+    return found
 
 
 def wiring_text(model: ModelConfig) -> str:
@@ -38,8 +111,8 @@ def rewired(model: ModelConfig, options: CheckpointOptions) -> tuple[ModelConfig
     mode, layers, staleness = options.residual_mode, options.ladder_layers, options.residual_staleness
     # No lanes is what a model without late layers has.
     lanes = options.lanes if options.lanes or model.lanes else None
-    if layers is not None and layers.startswith(BEST):
-        chosen, mode, staleness = cheapest_layers(layers, model, mode, staleness)
+    if layers is not None and layers.startswith(_BEST):
+        chosen, mode, staleness = _cheapest_layers(layers, model, mode, staleness)
         layers = ",".join(map(str, chosen)) or "none"
     if mode is None and layers is None and staleness is None and lanes is None:
         return model, []
@@ -86,3 +159,31 @@ def rewired(model: ModelConfig, options: CheckpointOptions) -> tuple[ModelConfig
     if wiring_text(changed) == wiring_text(model):
         return changed, []
     return changed, [f"the wiring of the source, {wiring_text(model)}, is overridden: {wiring_text(changed)}"]
+
+
+def _cheapest_layers(
+    text: str, model: ModelConfig, mode: str | None, staleness: int | None
+) -> tuple[list[int], str, int]:
+    """Return the layers that `best:N@FILE` names, and the wiring for which the file was measured.
+
+    Raises UserError if the file does not belong to a model of so many layers, or to another requested wiring.
+    """
+    match = re.fullmatch(rf"{_BEST}(\d+)@(.+)", text)
+    if match is None:
+        raise UserError(f"--ladder-layers {text}: expected {_BEST}N@FILE, such as {_BEST}16@sensitivity.json")
+    count, path = int(match[1]), Path(match[2])
+    found = _read_sensitivity(path)
+    measured = {
+        "layers": (found.num_layers, model.num_layers),
+        "--residual-mode": (found.residual_mode, mode or found.residual_mode),
+        "--residual-staleness": (found.residual_staleness, staleness or found.residual_staleness),
+    }
+    errors = [
+        f"--ladder-layers {text}: {path} was measured with {name} {before}, not {now}: measure this model and wiring"
+        for name, (before, now) in measured.items()
+        if before != now
+    ]
+    if not errors and count > found.num_layers:
+        errors.append(f"--ladder-layers {text}: the model has only {found.num_layers} layers")
+    raise_user_errors(errors)
+    return sorted(found.order[:count]), found.residual_mode, found.residual_staleness

@@ -25,7 +25,7 @@ from examples.adapt_llama.evaluate import (
 from megatron_ladder.blueprint.model import ModelFlags
 from megatron_ladder.checkpoint.hf_directory import open_hf_directory
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
-from megatron_ladder.convert.cheapest_layers import Price, Sensitivity, write_sensitivity
+from megatron_ladder.convert.wiring import Price, Sensitivity, write_sensitivity
 from megatron_ladder.data.chat import Conversation
 from megatron_ladder.data.chat_template import Message, RenderedConversation
 from megatron_ladder.errors import UserError

@@ -1,4 +1,4 @@
-"""Exported models whose lanes, or ranks of desync, read different streams, compared with their formulas in float64."""
+"""Exported models whose lanes, or ranks of desync, read different streams, compared with the reference in float64."""
 
 import json
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, pad, silu
+from torch.nn.functional import cross_entropy, pad
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -66,69 +66,6 @@ DESYNCED = [
 def text_of(config: ModelConfig) -> str:
     lanes = f"{config.lanes}-lanes" if config.lanes else f"{config.desync_tp}-ranks-{config.desync_interval}"
     return f"{config.residual_mode}-{lanes}-staleness-{config.residual_staleness}-{len(config.ladder_layers)}"
-
-
-def lane_logits(weights: dict[str, Tensor], config: ModelConfig, tokens: Tensor) -> Tensor:
-    """Logits [b, s, V] of a model with lanes, by its formula, one lane after another."""
-    d, lanes, length = config.head_dim, config.lanes, tokens.shape[1]
-    angles = torch.arange(length).double()[:, None] * 1e4 ** (-torch.arange(0, d, 2).double() / d)
-    turns = torch.polar(torch.ones_like(angles), angles)
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt() * weights[f"{name}.weight"]
-
-    def inputs(name: str, x: Tensor, lane: int) -> Tensor:
-        width = len(weights[f"{name}.weight"]) // lanes
-        rows = slice(lane * width, (lane + 1) * width)
-        y = x @ weights[f"{name}.weight"][rows].T
-        return y + weights[f"{name}.bias"][rows] if f"{name}.bias" in weights else y
-
-    def output(name: str, x: Tensor, lane: int) -> Tensor:
-        width = x.shape[-1]
-        y = x @ weights[f"{name}.weight"][:, lane * width : (lane + 1) * width].T
-        return y + weights[f"{name}.bias"] if lane == 0 and f"{name}.bias" in weights else y
-
-    def rotated(x: Tensor) -> Tensor:
-        turned = torch.complex(*x.chunk(2, dim=-1)) * turns
-        return torch.cat([turned.real, turned.imag], dim=-1)
-
-    def attention(name: str, x: Tensor, lane: int) -> Tensor:
-        q, k, v = (inputs(f"{name}.{kind}_proj", x, lane).unflatten(-1, (-1, d)).transpose(1, 2) for kind in "qkv")
-        if config.qk_layernorm:
-            q, k = norm(q, f"{name}.q_norm"), norm(k, f"{name}.k_norm")
-        k, v = (heads.repeat_interleave(q.shape[1] // heads.shape[1], 1) for heads in (k, v))
-        scores = rotated(q) @ rotated(k).transpose(-1, -2) / d**0.5
-        seen = torch.ones(length, length, dtype=torch.bool).tril()
-        mixed = scores.where(seen, -torch.inf).softmax(-1) @ v
-        return output(f"{name}.o_proj", mixed.transpose(1, 2).flatten(2), lane)
-
-    def mlp(name: str, x: Tensor, lane: int) -> Tensor:
-        gate, up = (inputs(f"{name}.{kind}_proj", x, lane) for kind in ("gate", "up"))
-        return output(f"{name}.down_proj", silu(gate) * up, lane)
-
-    def partial_sum(layer: int, kind: str, x: Tensor, lane: int) -> Tensor:
-        normed = norm(x, f"layers.{layer}.{'mlp' if kind == 'mlp' else 'attention'}_norm")
-        parts = [mlp(f"layers.{layer}.mlp", normed, lane)] if "mlp" in kind else []
-        return sum(parts, attention(f"layers.{layer}.attention", normed, lane) if "attention" in kind else 0)
-
-    kinds = ["attention+mlp"] if config.residual_mode == "ladder-parallel" else ["attention", "mlp"]
-    embedded, outputs, included = weights["embedding.weight"][tokens], [], 0
-    for layer in range(config.num_layers):
-        for kind in kinds:
-            late = layer in config.ladder_layers and (kind != "mlp" or config.residual_mode != "ladder-attention")
-            included = max(included, len(outputs) - (config.residual_staleness if late else 0))
-            shared = embedded + sum(sum(partials) for partials in outputs[:included])
-            reads = [shared + sum(partials[lane] for partials in outputs[included:]) for lane in range(lanes)]
-            outputs.append([partial_sum(layer, kind, read, lane) for lane, read in enumerate(reads)])
-    last = norm(embedded + sum(sum(partials) for partials in outputs), "final_norm")
-    logits = last @ weights["embedding.weight" if config.tie_embeddings else "lm_head.weight"].T
-    return logits if config.logit_soft_cap is None else config.logit_soft_cap * (logits / config.logit_soft_cap).tanh()
-
-
-def expected_logits(weights: dict[str, Tensor], config: ModelConfig, tokens: Tensor) -> Tensor:
-    if config.lanes:
-        return lane_logits(weights, config, tokens)
-    return reference_logits(weights, ReferenceConfig.like(config), tokens)
 
 
 class ExactRotary(nn.Module):
@@ -189,11 +126,11 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], toleranc
 
 
 @pytest.mark.parametrize("config", LANED + DESYNCED, ids=text_of)
-def test_logits_and_gradients_follow_the_formula(config: ModelConfig, exact: Build) -> None:
+def test_logits_and_gradients_are_those_of_the_reference(config: ModelConfig, exact: Build) -> None:
     module, weights = exact(config)
     tokens = some_tokens(2, 10)
     leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
-    logits = expected_logits(leaves, config, tokens)
+    logits = reference_logits(leaves, ReferenceConfig.like(config), tokens)
     cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
     gradients = {hf_name(name): leaf.grad for name, leaf in leaves.items()}
     assert_close(gradients_of(module, tokens), {"logits": logits.detach(), **gradients})  # type: ignore[dict-item]
@@ -217,7 +154,7 @@ def test_greedy_tokens_are_the_same_with_every_cache_and_padding(config: ModelCo
     expected = []
     for tokens in prompts:
         for _ in range(6):
-            newest = expected_logits(weights, config, tokens)[:, -1:].argmax(-1)
+            newest = reference_logits(weights, ReferenceConfig.like(config), tokens)[:, -1:].argmax(-1)
             tokens = torch.cat([tokens, newest], dim=1)
         expected.append(tokens[:, -6:])
     padded = torch.cat([pad(prompt, (9 - prompt.shape[1], 0)) for prompt in prompts])
@@ -242,7 +179,9 @@ def test_hidden_states_are_complete_streams(config: ModelConfig, exact: Build) -
     first_layers = replace(config, num_layers=2, ladder_layers=config.ladder_layers[:2])
     complete = states[2] / (states[2].square().mean(-1, keepdim=True) + 1e-5).sqrt() * weights["final_norm.weight"]
     head = weights["embedding.weight" if config.tie_embeddings else "lm_head.weight"]
-    assert_close({"logits": complete @ head.T}, {"logits": expected_logits(shorter, first_layers, tokens)})
+    assert_close(
+        {"logits": complete @ head.T}, {"logits": reference_logits(shorter, ReferenceConfig.like(first_layers), tokens)}
+    )
 
 
 def test_a_model_without_lanes_has_the_projections_of_transformers() -> None:
@@ -356,7 +295,11 @@ def test_exported_models_run_in_transformers_and_can_be_imported(changes: dict[s
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     tokens = some_tokens(2, 12)
     with torch.no_grad():
-        assert_close({"logits": module(tokens).logits}, {"logits": expected_logits(weights, config, tokens)}, 1e-5)
+        assert_close(
+            {"logits": module(tokens).logits},
+            {"logits": reference_logits(weights, ReferenceConfig.like(config), tokens)},
+            1e-5,
+        )
     module.save_pretrained(tmp_path / "saved")
     assert AutoConfig.from_pretrained(tmp_path / "saved", trust_remote_code=True).lane_count == 2
     convert("import", "--hf", tmp_path / "saved", "--save", tmp_path / "again")

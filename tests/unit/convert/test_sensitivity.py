@@ -104,7 +104,9 @@ def test_prices_and_order_are_those_of_a_plain_loop(
     found, tokens = measure(tmp_path, changes, *words)
     check(found, changes, wiring, tokens)
     report = capsys.readouterr().out
-    assert f"| 1 | {found['order'][0]} | {found['cheapest'][0][0]:+.4f} ± {found['cheapest'][0][1]:.4f} |" in report
+    alone, cheapest, upper = (found["layers"][found["order"][1]], found["cheapest"][1], found["upper"][1])
+    cells = " | ".join(f"{increase:+.4f} ± {error:.4f}" for increase, error in (alone, cheapest, upper))
+    assert f"\n| 2 | {found['order'][1]} | {cells} |\n" in report
 
 
 def test_two_ranks_equal_a_plain_loop(tmp_path: Path) -> None:
@@ -178,8 +180,8 @@ def test_a_model_is_rewired_with_its_cheapest_layers(tmp_path: Path) -> None:
         ("best:2@{file}.md", [], "No such file"),
         ("best:2@{other}", [], "not a file of convert_checkpoint.py sensitivity"),
         ("best:2@{shorter}", [], "layers 3, not 4"),
-        ("best:2@{unknown}", [], "residual_mode 'nonsense'"),
-        ("best:2@{text}", [], "residual_staleness '1'"),
+        ("best:2@{unknown}", [], "Invalid enum value 'nonsense'"),
+        ("best:2@{text}", [], "residual_staleness"),
     ],
 )
 def test_files_that_do_not_belong_to_the_request_are_errors(

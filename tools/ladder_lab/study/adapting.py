@@ -23,8 +23,8 @@ from ladder_lab.study.scheduling import Job
 from ladder_lab.study.schema import CHECKPOINTS, Trial, rate_key, read_result, read_study, write_json
 from ladder_lab.study.wirings import STANDARD
 from megatron_ladder.checkpoint.publish import published_checkpoints
-from megatron_ladder.convert.carry_out import carry_out
 from megatron_ladder.convert.conversions import plan_reshape
+from megatron_ladder.convert.copying import carry_out
 from megatron_ladder.convert.options import ReshapeOptions
 from megatron_ladder.errors import UserError
 
