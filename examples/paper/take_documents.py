@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from megatron_ladder.command_line import parse_command_line  # noqa: E402
 from megatron_ladder.data.reading.find import find_sources  # noqa: E402
-from megatron_ladder.data.reading.protocol import Reading  # noqa: E402
+from megatron_ladder.data.reading.protocol import Reading, read_blocks  # noqa: E402
 from megatron_ladder.errors import UserError, run_program  # noqa: E402
 from megatron_ladder.files import write_atomically  # noqa: E402
 
@@ -41,12 +41,11 @@ def documents(inputs: Sequence[str], keys: tuple[str, ...]) -> Iterator[str]:
         UserError: an input is missing, or a record has no text.
     """
     reading = Reading(keys)
-    for source in find_sources(inputs, reading):
-        for block in source.blocks(reading):
-            parsed = block.read(reading)
-            if parsed.bad:
-                raise UserError(f"--input {source.name}: {parsed.bad[0].reason}")
-            yield from (text for text in parsed.columns[0] if text)
+    for block in read_blocks(find_sources(inputs, reading), reading):
+        parsed = block.read(reading)
+        for bad in parsed.bad:
+            raise UserError(f"{block.place(bad.number)}: {bad.reason}")
+        yield from (text for text in parsed.columns[0] if text)
 
 
 def main(argv: Sequence[str]) -> None:

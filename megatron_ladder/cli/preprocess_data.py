@@ -48,9 +48,6 @@ class PreprocessConfig:
     """Append the end-of-document token to each document."""
     workers: int = flag(1, minimum=1)
     """Number of tokenizer processes."""
-    partitions: int = flag(1, minimum=1)
-    """Number of input files to read in parallel. Use it when one reader is too slow for the workers, as with compressed
-    files and data sets. The output does not depend on it."""
     skip_bad_lines: int = flag(0, minimum=0)
     """Number of malformed, non-UTF-8 or oversized lines that may be skipped. Skipped lines are listed; with one more,
     nothing is written."""
@@ -101,7 +98,7 @@ def main(argv: Sequence[str]) -> None:
         max_bytes=config.max_document_megabytes << 20,
         max_bad=config.skip_bad_lines,
     )
-    options = PreprocessOptions(config.workers, config.partitions, config.log_interval, _print_message)
+    options = PreprocessOptions(config.workers, config.log_interval, _print_message)
     if config.chat:
         sources = find_sources(config.input, reading)
         task = chat_task(tokenizer, config.chat_template, reading, config.append_eod)

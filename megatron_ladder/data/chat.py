@@ -134,9 +134,8 @@ class _ChatTask(Task):
             try:
                 rendered.append(encoder.render(read_messages(self.reading.keys, values)))
             except ChatTemplateError as error:
-                number = place if parsed.numbers is None else parsed.numbers[place]
-                bad.append(BadRecord(number, f"{encoder.template.name} rejects it: {error}"))
-        return Parsed((rendered,), parsed.records, tuple(sorted(bad)))
+                bad.append(BadRecord(parsed.numbers[place], f"{encoder.template.name} rejects it: {error}"))
+        return Parsed((rendered,), (), tuple(sorted(bad)))
 
     def encode(self, columns: Sequence[list[Any]]) -> tuple[KeyTokens, ...]:
         found = _load_conversation_encoder(self.source, self.template, self.sha256).encode(columns[0])

@@ -19,18 +19,17 @@ adjacent in .bin, so a document is one range of tokens in both cases, and the re
 import mmap
 import os
 import struct
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Self
+from typing import IO, Any, BinaryIO, NamedTuple, Self
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from megatron_ladder.errors import UserError
-from megatron_ladder.files import publish, read_if_exists, temporary_path
+from megatron_ladder.files import publish, read_if_exists, sync_directory, temporary_path
 
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -43,7 +42,6 @@ COPIED_TOKENS = 1 << 23
 """Tokens that are read at once when a whole data set is copied or verified."""
 _INDEX_BLOCK = 1 << 20
 """Entries of an index that are written at once."""
-_READ_BYTES = 1 << 20
 SAMPLED_BLOCKS, _SAMPLED_BYTES = 64, 4096
 """Number and size of the blocks of .bin that distinguish data sets with equal indices without reading all tokens."""
 
@@ -78,103 +76,65 @@ def format_checksum(hasher: xxhash.xxh3_128) -> str:
     return f"xxh3_128:{hasher.hexdigest()}"
 
 
-class HashedFile:
+class _HashedFile:
     """A file that is written from its beginning to its end and computes its checksum."""
 
-    def __init__(self, path: Path, mode: str = "w+b") -> None:
-        self.path, self.size = path, 0
-        self._file: IO[bytes] = open(path, mode)  # noqa: SIM115 - closed by close()
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: IO[bytes] = open(path, "xb")  # noqa: SIM115 - closed by close()
         self._hasher = xxhash.xxh3_128()
-
-    @classmethod
-    def reopen(cls, path: Path, size: int, checksum: str) -> "HashedFile | None":
-        """Truncate a file to `size` bytes and continue after them; return None if their checksum differs."""
-        if not path.is_file():
-            return None
-        self = cls(path, "r+b")
-        while self.size < size and (block := self._file.read(min(size - self.size, _READ_BYTES))):
-            self._hasher.update(block)
-            self.size += len(block)
-        if self.size < size or self.checksum != checksum:
-            self.close()
-            return None
-        self._file.truncate(size)
-        self._file.seek(size)
-        return self
 
     def append(self, content: "bytes | NDArray[Any]") -> None:
         """Write bytes, or those of a contiguous array."""
         view = content.view(np.uint8).data if isinstance(content, np.ndarray) else memoryview(content)
         self._file.write(view)
         self._hasher.update(view)
-        self.size += len(view)
 
-    def sync(self) -> None:
-        """Make all content durable."""
+    def finish(self) -> str:
+        """Make all content durable, close the file, and return the checksum."""
         self._file.flush()
         os.fsync(self._file.fileno())
-
-    @property
-    def checksum(self) -> str:
-        """Checksum of all content."""
+        self._file.close()
         return format_checksum(self._hasher)
 
-    def close(self) -> None:
-        """Close the file."""
+    def remove(self) -> None:
+        """Close and delete the file, unless it has been renamed."""
         self._file.close()
+        self.path.unlink(missing_ok=True)
 
 
-def write_index(
-    path: Path, dtype: "np.dtype[Any]", lengths: NDArray[np.int32], document_ends: NDArray[np.int64] | None = None
-) -> str:
-    """Write a durable .idx file in blocks and return its checksum.
+class Checksums(NamedTuple):
+    """Checksums of the files of a data set, see `format_checksum`; the names are those in the sidecar."""
 
-    `lengths` are the tokens of each sequence [S]; `document_ends` the numbers of sequences up to the end of each
-    document, by default one sequence per document.
-    """
-    code = next(code for code, name in _TOKEN_DTYPES.items() if np.dtype(name) == dtype)
-    documents = len(lengths) if document_ends is None else len(document_ends)
-    with closing(HashedFile(path)) as file:
-        file.append(_HEADER.pack(_MAGIC, _VERSION, code, len(lengths), documents + 1))
-        begins = range(0, len(lengths), _INDEX_BLOCK)
-        for begin in begins:
-            file.append(np.array(lengths[begin : begin + _INDEX_BLOCK], "<i4"))
-        offset = 0
-        for begin in begins:
-            ends = np.cumsum(lengths[begin : begin + _INDEX_BLOCK], dtype="<i8") * dtype.itemsize + offset
-            file.append(np.concatenate([np.array([offset], "<i8"), ends[:-1]]))
-            offset = int(ends[-1])
-        file.append(np.zeros(1, "<i8"))
-        for begin in range(0, documents, _INDEX_BLOCK):
-            end = min(begin + _INDEX_BLOCK, documents)
-            block = np.arange(begin + 1, end + 1) if document_ends is None else document_ends[begin:end]
-            file.append(np.ascontiguousarray(block, "<i8"))
-        file.sync()
-    return file.checksum
+    bin_checksum: str
+    idx_checksum: str
+    loss_mask_checksum: str | None
 
 
 class IndexedDatasetWriter:
     """Writes a data set under temporary names, which `publish` replaces: .bin first, .idx last."""
 
-    def __init__(self, prefix: Path, dtype: "np.dtype[Any]") -> None:
+    def __init__(self, prefix: Path, dtype: "np.dtype[Any]", has_loss_mask: bool = False) -> None:
         self.prefix, self.dtype = prefix, dtype
         self._lengths: list[NDArray[np.int32]] = []
-        self._document_ends: list[NDArray[np.int64]] = []
-        self._sequences = 0
-        self._bin = HashedFile(temporary_path(bin_path(prefix)), "xb")
+        self._bin = _HashedFile(temporary_path(bin_path(prefix)))
+        self._mask = _HashedFile(temporary_path(loss_mask_path(prefix))) if has_loss_mask else None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._bin.close()
-        self._bin.path.unlink(missing_ok=True)
+        self._bin.remove()
+        if self._mask is not None:
+            self._mask.remove()
 
     def add_document(self, token_ids: Sequence[int] | NDArray[Any]) -> None:
         """Append one document of any number of tokens."""
         self.add_documents(np.asarray(token_ids, dtype=np.int64), np.array([len(token_ids)], dtype=np.int32))
 
-    def add_documents(self, token_ids: NDArray[Any], lengths: NDArray[np.int32]) -> None:
+    def add_documents(
+        self, token_ids: NDArray[Any], lengths: NDArray[np.int32], loss_mask: NDArray[np.uint8] | None = None
+    ) -> None:
         """Append documents of `token_ids` [sum(lengths)]; raises ValueError for wrong lengths or too large ids."""
         if int(lengths.sum(dtype=np.int64)) != len(token_ids) or (len(lengths) and int(lengths.min()) < 0):
             raise ValueError(f"document lengths add up to {lengths.sum()}, not to {len(token_ids)} tokens")
@@ -182,45 +142,59 @@ class IndexedDatasetWriter:
             smallest, largest, limits = int(token_ids.min()), int(token_ids.max()), np.iinfo(self.dtype)
             if smallest < limits.min or largest > limits.max:
                 raise ValueError(f"token ids {smallest} to {largest} do not fit {self.dtype} of {self.prefix}")
-        self._bin.append(np.ascontiguousarray(token_ids, dtype=self.dtype))
-        self._add_index(lengths, np.arange(1, len(lengths) + 1))
-
-    def append(self, dataset: "IndexedDataset", report_bytes: Callable[[int], None]) -> str:
-        """Append a data set of the same type block by block, and return the checksum of its tokens.
-
-        `report_bytes` is called with the size of each block.
-        """
-        hasher = xxhash.xxh3_128()
-        for begin in range(0, len(dataset.tokens), COPIED_TOKENS):
-            dataset.check_size()
-            block = dataset.tokens[begin : begin + COPIED_TOKENS]
-            hasher.update(block.data)
-            self._bin.append(block)
-            report_bytes(block.nbytes)
-        self._add_index(np.diff(dataset.sequence_bounds), dataset.document_indices[1:])
-        return format_checksum(hasher)
-
-    def _add_index(self, lengths: NDArray[Any], document_ends: NDArray[np.int64]) -> None:
+        self._append(token_ids, loss_mask)
         self._lengths.append(lengths.astype("<i4"))
-        self._document_ends.append(document_ends + self._sequences)
-        self._sequences += len(lengths)
 
-    def publish(self) -> tuple[str, str]:
-        """Move the data set to its final name, replacing an existing one; return the checksums of .bin and .idx."""
+    def append(self, dataset: "IndexedDataset") -> None:
+        """Append a data set of the same type, of which each document is one sequence."""
+        mask = dataset.loss_mask
+        for begin in range(0, len(dataset.tokens), COPIED_TOKENS):
+            block = slice(begin, begin + COPIED_TOKENS)
+            self._append(dataset.tokens[block], None if mask is None else mask[block])
+        self._lengths.append(np.diff(dataset.document_bounds).astype("<i4"))
+
+    def _append(self, token_ids: NDArray[Any], loss_mask: NDArray[np.uint8] | None) -> None:
+        self._bin.append(np.ascontiguousarray(token_ids, dtype=self.dtype))
+        if self._mask is not None:
+            assert loss_mask is not None
+            self._mask.append(np.ascontiguousarray(loss_mask, dtype=np.uint8))
+
+    def publish(self) -> Checksums:
+        """Move the data set to its final name.
+
+        What looks complete is never a mixture of old and new files: an old sidecar and index are deleted first, the new
+        index follows the tokens, and each step is durable before the next.
+        """
         lengths = np.concatenate([np.empty(0, "<i4"), *self._lengths])
-        document_ends = np.concatenate([np.empty(0, np.int64), *self._document_ends])
-        self._bin.sync()
-        self._bin.close()
-        temporary_idx = temporary_path(idx_path(self.prefix))
+        idx = _HashedFile(temporary_path(idx_path(self.prefix)))
         try:
-            idx_checksum = write_index(temporary_idx, self.dtype, lengths, document_ends)
-            # An old index must never be next to a new .bin, even if this process is killed in between.
-            idx_path(self.prefix).unlink(missing_ok=True)
+            _write_index(idx, self.dtype, lengths)
+            mask_checksum = None if self._mask is None else self._mask.finish()
+            checksums = Checksums(self._bin.finish(), idx.finish(), mask_checksum)
+            for stale in (sidecar_path(self.prefix), idx_path(self.prefix), loss_mask_path(self.prefix)):
+                stale.unlink(missing_ok=True)
+            sync_directory(self.prefix.parent)
             publish(self._bin.path, bin_path(self.prefix))
-            publish(temporary_idx, idx_path(self.prefix))
+            if self._mask is not None:
+                publish(self._mask.path, loss_mask_path(self.prefix))
+            publish(idx.path, idx_path(self.prefix))
         finally:
-            temporary_idx.unlink(missing_ok=True)
-        return self._bin.checksum, idx_checksum
+            idx.remove()
+        return checksums
+
+
+def _write_index(file: _HashedFile, dtype: "np.dtype[Any]", lengths: NDArray[np.int32]) -> None:
+    """Write an index of documents of one sequence each, in blocks; `lengths` [S] are their tokens."""
+    code = next(code for code, name in _TOKEN_DTYPES.items() if np.dtype(name) == dtype)
+    file.append(_HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(lengths) + 1))
+    file.append(np.ascontiguousarray(lengths, "<i4"))
+    offset = 0
+    for begin in range(0, len(lengths), _INDEX_BLOCK):
+        ends = np.cumsum(lengths[begin : begin + _INDEX_BLOCK], dtype="<i8") * dtype.itemsize + offset
+        file.append(np.concatenate([np.array([offset], "<i8"), ends[:-1]]))
+        offset = int(ends[-1])
+    for begin in range(0, len(lengths) + 1, _INDEX_BLOCK):
+        file.append(np.arange(begin, min(begin + _INDEX_BLOCK, len(lengths) + 1), dtype="<i8"))
 
 
 class IndexedDataset:
@@ -233,7 +207,6 @@ class IndexedDataset:
         document_bounds [documents + 1] int64: document i is `tokens[bounds[i]:bounds[i + 1]]`.
         loss_mask [number of tokens] uint8: 1 for a token that counts in the loss, else 0; None without a file
             `<prefix>_loss_mask.bin`, and every token counts.
-        document_indices [documents + 1] int64: first sequence of each document, and the number of sequences.
         idx_checksum: checksum of the index file, see `format_checksum`.
     """
 
@@ -295,7 +268,7 @@ class IndexedDataset:
         offsets = np.frombuffer(content, "<i8", sequences, _HEADER.size + 4 * sequences)
         documents = np.frombuffer(content, "<i8", bounds, _HEADER.size + 12 * sequences)
         self.sequence_bounds, self.document_bounds = _token_bounds(path, lengths, offsets, documents, dtype.itemsize)
-        self.document_indices, self.idx_checksum = documents, format_checksum(xxhash.xxh3_128(content))
+        self.idx_checksum = format_checksum(xxhash.xxh3_128(content))
         return dtype
 
     def _open(self, path: Path) -> BinaryIO:

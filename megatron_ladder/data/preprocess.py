@@ -1,7 +1,7 @@
 """Converts documents to token files: worker processes tokenize blocks of the input, which are written in order.
 
-No output has its final name before the whole input is read. A run that was interrupted (by a signal, the network or
-the file system) resumes where it stopped; a run with wrong input leaves no files.
+The input is cut into shards of about a gigabyte. No output has its final name before the whole input is read, and a run
+that was interrupted or failed continues after the shards that it has finished.
 """
 
 import itertools
@@ -12,23 +12,20 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron_ladder.data.encoding import KeyTokens, Task, TextTask
-from megatron_ladder.data.partial import Partial
-from megatron_ladder.data.reading.find import find_sources, group_blocks
-from megatron_ladder.data.reading.protocol import GROUP_BYTES, BadRecord, Block, Reading, Source, WrongInputError
+from megatron_ladder.data.partial import FinishedShard, Partial
+from megatron_ladder.data.reading.find import find_sources
+from megatron_ladder.data.reading.protocol import GROUP_BYTES, Block, Reading, Shard, Source
 from megatron_ladder.data.sidecar import Sidecar
 from megatron_ladder.data.tokenizers import Tokenizer, source_of
 from megatron_ladder.errors import UserError
 from megatron_ladder.processes import interrupts_blocked
 from megatron_ladder.progress import ProgressBar
-
-_COMMIT_SECONDS = 5.0
-"""Time between two commits, which a killed run loses at most."""
 
 
 @dataclass(frozen=True)
@@ -36,48 +33,19 @@ class PreprocessOptions:
     """Options that do not change the tokens; the flags of preprocess_data.py, and a receiver of messages."""
 
     workers: int = 1
-    partitions: int = 1
     log_interval: int = 1000
     report: Callable[[str], None] = print
+    shard_bytes: int = 1 << 30
+    """Approximate size of the input whose output is finished or absent; an interrupted run loses at most one."""
 
 
 class _TokenizedGroup(NamedTuple):
-    """The result of a worker: `blocks` are source, records and bad records; `documents` includes empty ones."""
+    """The result of a worker: `bad` has one line per unreadable record; `documents` includes empty ones."""
 
     file_bytes: int
     documents: int
-    blocks: tuple[tuple[int, int, tuple[BadRecord, ...]], ...]
+    bad: list[str]
     keys: tuple[KeyTokens, ...]
-
-
-@dataclass
-class _InputPosition:
-    """The position in the input for the journal: completed groups of `group_blocks`, the last source and the records
-    read of it, and the bytes read and records skipped of all sources."""
-
-    groups: int = 0
-    source: int = 0
-    records: int = 0
-    file_bytes: int = 0
-    skipped: int = 0
-
-    def advance(self, group: _TokenizedGroup, sources: Sequence[Source], max_bad: int) -> list[str]:
-        """Count a group and return one line per skipped record; raises WrongInputError for more than `max_bad`."""
-        lines = list[str]()
-        for source, records, bad_records in group.blocks:
-            if source != self.source:
-                self.source, self.records = source, 0
-            for bad in bad_records:
-                where = f"{sources[source].place(self.records + bad.number)}: {bad.reason}"
-                if self.skipped >= max_bad:
-                    already = f" ({self.skipped} before it were skipped: --skip-bad-lines {max_bad})"
-                    raise WrongInputError(where + (already if max_bad else ""))
-                lines.append(where)
-                self.skipped += 1
-            self.records += records
-        self.groups += 1
-        self.file_bytes += group.file_bytes
-        return lines
 
 
 def preprocess(
@@ -92,7 +60,7 @@ def preprocess(
 
     Raises:
         UserError: an input is missing, malformed (`file:line`) or without text, or the output cannot be written.
-        RuntimeError, OSError: a file or the network failed during the run; all progress is kept.
+        OSError: a file or the network failed during the run.
     """
     reading, options = reading or Reading(), options or PreprocessOptions()
     task = TextTask(source_of(tokenizer), tokenizer.sha256, tokenizer.vocab_size, tokenizer.eod_id, reading, append_eod)
@@ -103,106 +71,126 @@ def run_task(
     sources: Sequence[Source], output_prefix: Path, tokenizer: Tokenizer, task: Task, options: PreprocessOptions
 ) -> dict[str, Sidecar]:
     """Process all sources with a task and publish its outputs; returns and raises as `preprocess`."""
-    inputs = [source.identity() for source in sources]
-    can_resume = all(source.name != "-" for source in sources)
-    try:
-        opened = Partial(output_prefix, task, inputs, can_resume, options.report)
-    except OSError as error:
-        raise UserError(f"--output-prefix {output_prefix}: cannot be written: {error}") from None
-    with opened as partial:
-        if partial.sidecars is not None:
-            options.report("an earlier run finished without publishing its output: publishing it")
-            sidecars = partial.sidecars
-        else:
-            position = _tokenize_rest(sources, task, partial, options)
-            sidecars = [
-                Sidecar(
-                    tokenizer.kind,
-                    tokenizer.sha256,
-                    tokenizer.vocab_size,
-                    tokenizer.eod_id,
-                    task.append_eod,
-                    conversations=task.conversations,
-                    skipped=position.skipped,
-                    **dataset.finish(),
-                )
-                for dataset in partial.datasets
-            ]
-            for name, sidecar in zip(task.outputs, sidecars, strict=True):
-                if sidecar.documents == 0:
-                    shown = " ".join(source.name for source in sources[:3]) + (" ..." if len(sources) > 3 else "")
-                    raise WrongInputError(f"--input {shown}: no document with a non-empty {name!r}: nothing is written")
-        partial.publish(sidecars)
-    return dict(zip(task.outputs, sidecars, strict=True))
+    shards = list(_joined_shards(sources, task.reading, options.shard_bytes))
+    with Partial(output_prefix, task, options.report) as partial:
+        made_of = [partial.made_of(members) for members in shards]
+        found = [partial.find(number, one) for number, one in enumerate(made_of)]
+        if any(found):
+            options.report(
+                f"resuming: an earlier run has finished {len(found) - found.count(None)} of {len(found)} shards"
+            )
+        finished = _make_missing(shards, made_of, found, task, partial, options)
+        for place, name in enumerate(task.outputs):
+            if not any(shard.counts[place].documents for shard in finished):
+                shown = " ".join(source.name for source in sources[:3]) + (" ..." if len(sources) > 3 else "")
+                partial.discard()
+                raise UserError(f"--input {shown}: no document with a non-empty {name!r}: nothing is written")
+        return partial.join(finished, tokenizer.kind)
 
 
-def _tokenize_rest(
-    sources: Sequence[Source], task: Task, partial: Partial, options: PreprocessOptions
-) -> _InputPosition:
-    """Tokenize from the position in the journal to the end of the input, and return that position."""
-    position = _InputPosition(**partial.place)
-    if position.groups:
-        done = sum(dataset.documents for dataset in partial.datasets)
-        options.report(f"resuming after {position.file_bytes / 1e6:,.1f} MB and {done:,} documents of an earlier run")
-    groups = itertools.islice(group_blocks(sources, task.reading, options.partitions), position.groups, None)
-    sizes = [source.total_bytes for source in sources]
-    expected = sum(size or GROUP_BYTES * options.workers for size in sizes)
+def _joined_shards(sources: Sequence[Source], reading: Reading, most_bytes: int) -> Iterator[tuple[Shard, ...]]:
+    """Yield all shards in order; small ones together, up to `most_bytes`."""
+    joined: list[Shard] = []
+    size = 0
+    for shard in (shard for source in sources for shard in source.shards(reading, most_bytes)):
+        own = most_bytes if shard.total_bytes is None else shard.total_bytes
+        if joined and size + own > most_bytes:
+            yield tuple(joined)
+            joined, size = [], 0
+        joined.append(shard)
+        size += own
+    yield tuple(joined)
+
+
+def _make_missing(
+    shards: Sequence[tuple[Shard, ...]],
+    made_of: Sequence[dict[str, object]],
+    found: Sequence[FinishedShard | None],
+    task: Task,
+    partial: Partial,
+    options: PreprocessOptions,
+) -> list[FinishedShard]:
+    """Return the records of all shards, after tokenizing those that were not `found`."""
+    sizes = [[shard.total_bytes for shard in members] for members in shards]
+    total = None if any(None in members for members in sizes) else sum(size or 0 for size in itertools.chain(*sizes))
+    missing = [number for number, record in enumerate(found) if record is None]
+    expected = sum(size or options.shard_bytes for number in missing for size in sizes[number])
+    done = sum(size or 0 for number, record in enumerate(found) if record is not None for size in sizes[number])
     workers = min(options.workers, math.ceil(expected / GROUP_BYTES))
-    total = None if None in sizes else sum(size or 0 for size in sizes)
+    finished = list(found)
+    skipped = 0
+    for record in found:
+        skipped = _count_skipped(skipped, [] if record is None else record.skipped, task.reading.max_bad)
     read_bytes = documents = shown_documents = 0
-    try:
-        with (
-            ProgressBar("tokenized", total, done=position.file_bytes) as bar,
-            closing(_tokenize_all(groups, task, workers)) as tokenized,
-        ):
-            for group in tokenized:
-                for line in position.advance(group, sources, task.reading.max_bad):
-                    options.report(f"skipped {line}")
-                    partial.skip(line)
-                for dataset, part in zip(partial.datasets, group.keys, strict=True):
-                    dataset.add(part)
-                read_bytes, documents = read_bytes + group.file_bytes, documents + group.documents
-                if documents - shown_documents >= options.log_interval:
-                    bar.advance(read_bytes, documents=documents)
-                    read_bytes, shown_documents = 0, documents
-                partial.commit(vars(position), at_least_seconds=_COMMIT_SECONDS)
-            bar.advance(read_bytes, documents=documents)
-    except KeyboardInterrupt:
-        options.report(f"interrupted: run the same command again to resume; {partial.folder} keeps the progress")
-        raise
-    except (OSError, UserError) as error:
-        if partial.is_kept_after(error):
-            options.report(f"stopped: run the same command again to resume; {partial.folder} keeps the progress")
-        if isinstance(error, OSError) and error.errno:
-            where = error.filename or f"{partial.folder} or the input"
-            raise RuntimeError(f"{where}: {error.strerror}") from error
-        raise
-    return position
+    with (
+        ProgressBar("tokenized", total, done=done) as bar,
+        closing(
+            _tokenize_all(_groups([shards[number] for number in missing], task.reading), task, workers)
+        ) as tokenized,
+    ):
+        for number in missing:
+            with partial.begin(number, made_of[number]) as writer:
+                for group, is_last in tokenized:
+                    skipped = _count_skipped(skipped, group.bad, task.reading.max_bad)
+                    for line in group.bad:
+                        options.report(f"skipped {line}")
+                    writer.add(group.keys, group.bad)
+                    read_bytes, documents = read_bytes + group.file_bytes, documents + group.documents
+                    if documents - shown_documents >= options.log_interval:
+                        bar.advance(read_bytes, documents=documents)
+                        read_bytes, shown_documents = 0, documents
+                    if is_last:
+                        break
+                finished[number] = writer.finish()
+        bar.advance(read_bytes, documents=documents)
+    return [record for record in finished if record is not None]
+
+
+def _count_skipped(before: int, lines: Sequence[str], max_bad: int) -> int:
+    """Return the number of skipped records with these; raises UserError for more than `max_bad`."""
+    if before + len(lines) > max_bad:
+        first = lines[max_bad - before]
+        raise UserError(first + (f" ({max_bad} before it were skipped: --skip-bad-lines {max_bad})" if max_bad else ""))
+    return before + len(lines)
+
+
+def _groups(shards: Sequence[tuple[Shard, ...]], reading: Reading) -> Iterator[tuple[tuple[Block, ...], bool]]:
+    """Yield all blocks in groups of ~GROUP_BYTES, and whether each group is the last one of an element of `shards`."""
+    for members in shards:
+        group: list[Block] = []
+        size = 0
+        for block in (block for shard in members for block in shard.blocks(reading)):
+            if size >= GROUP_BYTES:
+                yield tuple(group), False
+                group, size = [], 0
+            group.append(block)
+            size += block.text_bytes
+        yield tuple(group), True
 
 
 def _tokenize_all(
-    groups: Iterator[tuple[tuple[int, Block], ...]], task: Task, workers: int
-) -> Generator[_TokenizedGroup, None, None]:
+    groups: Iterator[tuple[tuple[Block, ...], bool]], task: Task, workers: int
+) -> Generator[tuple[_TokenizedGroup, bool], None, None]:
     """Yield tokenized groups in the order of the input; raises a worker's error, or BrokenProcessPool if one dies."""
     if workers <= 1:
-        yield from (_tokenize_group(task, group) for group in groups)
+        yield from ((_tokenize_group(task, group), is_last) for group, is_last in groups)
         return
     # Not multiprocessing.Pool, which waits forever for a worker that was killed.
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_initialize_worker)
-    try:
+    with ExitStack() as stack:
+        stack.callback(pool.shutdown, wait=True, cancel_futures=True)
         with interrupts_blocked():
             # A task starts a worker if none is idle.
             for _ in range(workers):
                 pool.submit(os.getpid)
-        ahead: deque[Future[_TokenizedGroup]] = deque(
-            pool.submit(_tokenize_group, task, group) for group in itertools.islice(groups, 2 * workers)
-        )
-        while ahead:
-            done = ahead.popleft().result()
-            ahead.extend(pool.submit(_tokenize_group, task, group) for group in itertools.islice(groups, 1))
-            yield done
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        ahead = deque[tuple[Future[_TokenizedGroup], bool]]()
+        for group, is_last in groups:
+            ahead.append((pool.submit(_tokenize_group, task, group), is_last))
+            if len(ahead) > 2 * workers:
+                future, was_last = ahead.popleft()
+                yield future.result(), was_last
+        for future, was_last in ahead:
+            yield future.result(), was_last
 
 
 def _initialize_worker() -> None:
@@ -218,10 +206,13 @@ def _initialize_worker() -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def _tokenize_group(task: Task, group: Sequence[tuple[int, Block]]) -> _TokenizedGroup:
-    parsed = [task.prepare(block.read(task.reading)) for _, block in group]
-    ends = tuple((number, result.records, result.bad) for (number, _), result in zip(group, parsed, strict=True))
-    by_key = zip(*(result.columns for result in parsed), strict=True)
-    columns = [list(itertools.chain.from_iterable(of_blocks)) for of_blocks in by_key]
-    file_bytes = sum(block.file_bytes for _, block in group)
-    return _TokenizedGroup(file_bytes, len(columns[0]), ends, task.encode(columns))
+def _tokenize_group(task: Task, group: Sequence[Block]) -> _TokenizedGroup:
+    parsed = [task.prepare(block.read(task.reading)) for block in group]
+    bad = [
+        f"{block.place(number)}: {reason}"
+        for block, one in zip(group, parsed, strict=True)
+        for number, reason in one.bad
+    ]
+    columns = [[value for one in parsed for value in one.columns[place]] for place in range(len(task.outputs))]
+    file_bytes = sum(block.file_bytes for block in group)
+    return _TokenizedGroup(file_bytes, len(columns[0]), bad, task.encode(columns))

@@ -5,17 +5,16 @@ A data set without a sidecar (such as Megatron's own) is read without the checks
 
 import dataclasses
 import json
-import typing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
 
 from megatron_ladder.data.indexed import IndexedDataset, idx_path, loss_mask_path, sampled_checksum, sidecar_path
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.files import read_if_exists, write_atomically
-
-_FORMAT_VERSION = 1
 
 _CONTENT_LABELS = {
     "documents": "number of documents",
@@ -35,9 +34,9 @@ class Sidecar:
 
     The tokenizer's type is the first of its synonyms, and its hash is that of its model file. `append_eod` records
     whether every document ends with `eod_id`. Documents do not include empty ones, which were left out; tokens include
-    end-of-document tokens. A checksum is `xxh3_128:` and 32 hexadecimal digits, or None if the file does not exist or
-    an earlier release wrote it. Each document is one conversation, which training packs whole, if `conversations` is
-    set. `skipped` counts unreadable lines.
+    end-of-document tokens. A checksum is `xxh3_128:` and 32 hexadecimal digits, or None if it is unknown or the file
+    does not exist. Each document is one conversation, which training packs whole, if `conversations` is set. `skipped`
+    counts unreadable lines.
     """
 
     tokenizer_type: str
@@ -53,16 +52,18 @@ class Sidecar:
     loss_mask_checksum: str | None = None
     conversations: bool = False
     skipped: int = 0
+    format_version: Literal[1] = 1
 
     @property
     def has_loss_mask(self) -> bool:
-        """Whether a loss mask belongs to the data set; conversations of every release have one."""
+        """Whether a loss mask belongs to the data set."""
         return self.conversations or self.loss_mask_checksum is not None
 
 
 def write_sidecar(prefix: Path, sidecar: Sidecar) -> None:
     """Write the sidecar of a data set atomically."""
-    values = {"format_version": _FORMAT_VERSION} | dataclasses.asdict(sidecar)
+    values = dataclasses.asdict(sidecar)
+    values = {"format_version": values.pop("format_version")} | values
     write_atomically(sidecar_path(prefix), json.dumps(values, indent=2) + "\n")
 
 
@@ -80,16 +81,9 @@ def _parse(path: Path, content: bytes | None) -> Sidecar | None:
     if content is None:
         return None
     try:
-        values = json.loads(content)
-        if values["format_version"] > _FORMAT_VERSION:
-            raise UserError(f"{path}: found format version {values['format_version']}, expected {_FORMAT_VERSION}")
-        types = typing.get_type_hints(Sidecar)
-        known = {name: values[name] for name in types if name in values}
-        if wrong := [name for name, value in known.items() if not isinstance(value, types[name])]:
-            raise TypeError(f"{wrong[0]} is {known[wrong[0]]!r:.60}")
-        return Sidecar(**known)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{path}: not the sidecar of a data set ({error!r}): preprocess the data again") from None
+        return msgspec.json.decode(content, type=Sidecar)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(f"{path}: not the sidecar of a data set ({error}): preprocess the data again") from None
 
 
 def check_index(dataset: IndexedDataset) -> Sidecar | None:

@@ -41,13 +41,13 @@ Encode = Callable[[Sequence[str]], Sequence[list[int]]]
 
 
 class ShardBlock(NamedTuple):
-    """The documents of a block of a shard, and its unreadable records."""
+    """The documents of a block of a shard, and its unreadable records, whose reasons begin with their locations."""
 
     texts: list[str]
     bad: tuple[BadRecord, ...] = ()
 
 
-class Shard(Protocol):
+class TextShard(Protocol):
     """A part of the input that is read in order."""
 
     @property
@@ -56,9 +56,6 @@ class Shard(Protocol):
 
     def blocks(self, first: int) -> Iterator[ShardBlock]:
         """Yield its blocks, which are always the same, without the first `first` ones."""
-
-    def place(self, block: int, record: int) -> str:
-        """Return the location of a record of a block, both counted from 0: `file:line` for a file of lines."""
 
 
 class StreamPosition(NamedTuple):
@@ -78,7 +75,7 @@ class StreamPosition(NamedTuple):
 class StreamPlan:
     """Everything that determines the samples; the same in every layout."""
 
-    shards: tuple[Shard, ...]
+    shards: tuple[TextShard, ...]
     streams: int
     seq_length: int
     seed: int
@@ -117,14 +114,14 @@ class SkippedRecords:
         self._limit, self._report = limit, report
         self._known = {(shard, block, record) for shard, block, record in known}
 
-    def add(self, shard: int, block: int, bad: Sequence[BadRecord], place: Callable[[int, int], str]) -> None:
-        """Count the bad records of a block, located by `place(block, record)`; raises UserError for too many."""
+    def add(self, shard: int, block: int, bad: Sequence[BadRecord]) -> None:
+        """Count the bad records of a block; raises UserError for too many."""
         for record in bad:
             found = (shard, block, record.number)
             # A block with too many bad records was not read to its end.
             if found in self._known and len(bad) <= self._limit:
                 continue
-            where = f"--streaming {place(block, record.number)}: {record.reason}"
+            where = f"--streaming {record.reason}"
             if len(self._known) >= self._limit:
                 already = f" ({len(self._known)} before it were skipped: --streaming-skip-bad-lines {self._limit})"
                 raise UserError(where + (already if self._limit else ""))
@@ -202,7 +199,7 @@ class _ShardStream:
                 source = self._plan.shards[own[place]]
                 for number, documents in enumerate(source.blocks(block), start=block):
                     if documents.bad:
-                        self._skipped.add(own[place], number, documents.bad, source.place)
+                        self._skipped.add(own[place], number, documents.bad)
                     yield documents.texts, StreamPosition(epoch, place, number + 1)
                 block = 0
             epoch, shard = epoch + 1, 0
@@ -258,8 +255,8 @@ def positions_of(states: Sequence[Mapping[str, Any]]) -> dict[int, StreamPositio
 
 
 def skipped_of(states: Sequence[Mapping[str, Any]]) -> list[Sequence[int]]:
-    """Return the skipped records from the states of all ranks; states of early releases have none."""
-    return [found for state in states for found in state.get("skipped", ())]
+    """Return the skipped records from the states of all ranks."""
+    return [found for state in states for found in state["skipped"]]
 
 
 def choose_streams(requested: int | None, shards: int, data_parallel_size: int) -> int:

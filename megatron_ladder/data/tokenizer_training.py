@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import sentencepiece
 import tokenizers
 
-from megatron_ladder.data.reading.find import group_blocks
-from megatron_ladder.data.reading.protocol import Reading, Source
+from megatron_ladder.data.reading.protocol import Reading, Source, read_blocks
 from megatron_ladder.errors import UserError
 
 MAX_LINE_BYTES = 1 << 16
@@ -59,13 +58,10 @@ class TextSample:
             yield piece
 
     def _pieces(self) -> Iterator[str]:
-        records: dict[int, int] = {}
-        for number, block in itertools.chain.from_iterable(group_blocks(self._sources, self._reading)):
+        for block in read_blocks(self._sources, self._reading):
             parsed = block.read(self._reading)
-            before = records.get(number, 0)
             for bad in parsed.bad:
-                raise UserError(f"{self._sources[number].place(before + bad.number)}: {bad.reason}")
-            records[number] = before + parsed.records
+                raise UserError(f"{block.place(bad.number)}: {bad.reason}")
             for text in itertools.chain.from_iterable(parsed.columns):
                 if self._in_lines:
                     yield from text.split("\n")

@@ -1,22 +1,23 @@
 """Parquet files: one block per row group; large row groups are divided."""
 
 import functools
-import threading
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from megatron_ladder.data.reading.protocol import (
     GROUP_BYTES,
     Block,
+    FileShard,
     FileSource,
     Parsed,
     Reading,
-    WrongInputError,
+    Shard,
     parsed_records,
     reason_against,
-    too_large,
 )
 from megatron_ladder.errors import UserError
 
@@ -30,54 +31,49 @@ _OPEN_ROW_GROUPS = 8
 """Row groups that a process keeps open, so that it can continue with their next rows."""
 
 
-class _InvalidText(str):
-    """Replaces a value that cannot be decoded; its text is the reason."""
+@dataclass(frozen=True)
+class _InvalidValue:
+    """Replaces a value that cannot be decoded."""
+
+    reason: str
 
 
-def check_rows(columns: tuple[list[Any], ...], reading: Reading) -> Parsed:
-    """Remove the rows of a table that contain no text."""
+def parse_rows(columns: Sequence[Sequence[Any]], reading: Reading) -> Parsed:
+    """Return the rows of a table that can be tokenized."""
+
+    def reason(row: tuple[Any, ...]) -> str | None:
+        invalid = next((value for value in row if isinstance(value, _InvalidValue)), None)
+        return reason_against(row, reading) if invalid is None else invalid.reason
+
     rows = enumerate(zip(*columns, strict=True))
-    return parsed_records(((number, _reason(row, reading) or row) for number, row in rows), len(columns[0]), reading)
+    return parsed_records(((number, reason(row) or row) for number, row in rows), reading)
 
 
-def _reason(row: tuple[Any, ...], reading: Reading) -> str | None:
-    for key, value in zip(reading.keys, row, strict=True):
-        if isinstance(value, _InvalidText):
-            return str(value)
-        if not reading.texts_only:
-            continue
-        # A character has at most 4 bytes, so that only long texts are encoded.
-        if isinstance(value, str) and 4 * len(value) > reading.max_bytes:
-            size = len(value.encode(errors="replace"))
-            if size > reading.max_bytes:
-                return too_large(size, reading)
-        reason = reason_against(key, value)
-        if reason is not None:
-            return reason
-    return None
+def _values(column: Any, key: str) -> list[Any]:
+    try:
+        return list(column.to_pylist())
+    except UnicodeDecodeError:  # Some are not UTF-8, so all are converted one by one.
+        return [_value(scalar, key) for scalar in column]
 
 
 def _value(scalar: Any, key: str) -> Any:
     try:
         return scalar.as_py()
     except UnicodeDecodeError as error:
-        return _InvalidText(f"byte 0x{error.object[error.start]:02x} under {key!r} is not UTF-8 ({error.reason})")
+        return _InvalidValue(f"byte 0x{error.object[error.start]:02x} under {key!r} is not UTF-8 ({error.reason})")
 
 
 @dataclass(frozen=True)
-class RowGroup:
+class _RowGroupPart:
     """Some rows of a row group; `text_bytes` is the decompressed size of the columns that are read."""
 
     path: Path
     number: int
+    rows: range
+    rows_before: int
+    """Rows of the file before this row group."""
     text_bytes: int
     file_bytes: int
-    rows: range
-
-    def beginning(self, text_bytes: int) -> "RowGroup":
-        """Return its first rows, with about `text_bytes` of text."""
-        count = max(1, len(self.rows) * text_bytes // max(self.text_bytes, 1))
-        return self if count >= len(self.rows) else replace(self, text_bytes=text_bytes, rows=self.rows[:count])
 
     def read(self, reading: Reading) -> Parsed:
         """Read the columns; raises UserError if the file is damaged."""
@@ -85,72 +81,60 @@ class RowGroup:
 
         status = self.path.stat()
         version = (status.st_ino, status.st_size, status.st_mtime_ns)
-        columns: tuple[list[Any], ...] = tuple([] for _ in reading.keys)
         try:
-            for batch in _row_iterator(self.path, version, self.number, reading.keys).take(self.rows):
-                for column, key in zip(columns, reading.keys, strict=True):
-                    values = batch.column(key)
-                    try:
-                        column += values.to_pylist()
-                    except UnicodeDecodeError:  # Some are not UTF-8, so all are converted one by one.
-                        column += [_value(scalar, key) for scalar in values]
+            batches = _row_reader(self.path, version, self.number, reading.keys).take(self.rows)
         except (pyarrow.ArrowException, OSError) as error:
             if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno):
                 raise
             problem = f"{self.path}: row group {self.number}: damaged ({error})"
-            raise WrongInputError(f"{problem}: download the file again") from None
-        return check_rows(columns, reading)
+            raise UserError(f"{problem}: download the file again") from None
+        columns = [[value for batch in batches for value in _values(batch.column(key), key)] for key in reading.keys]
+        return parse_rows(columns, reading)
+
+    def place(self, number: int) -> str:
+        """Return the row, counted from 0 as in tables."""
+        return f"{self.path}: row {self.rows_before + self.rows.start + number}"
 
 
-class _RowIterator:
+class _RowReader:
     """Reads the rows of one row group in order, which can only be decoded from its beginning, and continues after them.
 
     Each worker that reads a part of a row group decodes all of it; tokenizing takes much longer than that.
     """
 
     def __init__(self, path: Path, version: tuple[int, ...], number: int, keys: tuple[str, ...]) -> None:
-        """`version` changes with the content, so that a rewritten file gets another iterator from the cache."""
+        """`version` changes with the content, so that a rewritten file gets another reader from the cache."""
         self._path, self._number, self._keys = path, number, keys
-        self._lock = threading.Lock()
-        self._batches: Generator[Any, None, None] | None = None
-        self._next = 0
-        self._left: Any = None
+        self._batches: Iterator[Any] = iter(())
+        self._next, self._left = -1, None
 
     def take(self, rows: range) -> list[Any]:
         """Return batches with these rows; raises the errors of pyarrow."""
-        with self._lock:
-            try:
-                return self._take(rows)
-            except BaseException:
-                self._batches = None
-                raise
-
-    def _take(self, rows: range) -> list[Any]:
-        if self._batches is None or rows.start < self._next:
-            self._batches, self._next, self._left = self._read(), 0, None
+        begin, self._next = self._next, -1  # An error leaves -1, and the next call starts again.
+        if not 0 <= begin <= rows.start:
+            self._batches, begin, self._left = self._read(), 0, None
         found = []
-        while self._next < rows.stop:
-            while not self._left:
-                self._left = next(self._batches)
-            missing = rows.start - self._next
-            count = min(missing if missing > 0 else rows.stop - self._next, len(self._left))
-            if missing <= 0:
-                found.append(self._left.slice(0, count))
-            self._left = self._left.slice(count) if count < len(self._left) else None
-            self._next += count
+        while begin < rows.stop:
+            batch = self._left or next(self._batches)
+            skipped = min(rows.start - begin, len(batch)) if rows.start > begin else 0
+            count = min(rows.stop - begin - skipped, len(batch) - skipped)
+            found.append(batch.slice(skipped, count))
+            self._left = batch.slice(skipped + count)
+            begin += skipped + count
+        self._next = begin
         return found
 
-    def _read(self) -> Generator[Any, None, None]:
+    def _read(self) -> Iterator[Any]:
         import pyarrow
         import pyarrow.parquet
 
         with pyarrow.parquet.ParquetFile(self._path, buffer_size=_BUFFER_BYTES) as file:
-            at_once = min(_BATCH_ROWS, _rows_of_a_part(file.metadata.row_group(self._number), self._keys))
-            yield from file.iter_batches(at_once, row_groups=[self._number], columns=list(self._keys))
+            rows = _rows_of_a_part(file.metadata.row_group(self._number), self._keys)
+            yield from file.iter_batches(min(_BATCH_ROWS, rows), row_groups=[self._number], columns=list(self._keys))
         raise pyarrow.ArrowInvalid("it has fewer rows than its metadata says")
 
 
-_row_iterator = functools.lru_cache(maxsize=_OPEN_ROW_GROUPS)(_RowIterator)
+_row_reader = functools.lru_cache(maxsize=_OPEN_ROW_GROUPS)(_RowReader)
 
 
 def _text_bytes(group: Any, keys: tuple[str, ...]) -> int:
@@ -168,12 +152,30 @@ def _rows_of_a_part(group: Any, keys: tuple[str, ...]) -> int:
 
 
 @dataclass(frozen=True)
+class _RowGroups(FileShard):
+    """A row group, or all of a file; its parts are the blocks."""
+
+    parts: tuple[_RowGroupPart, ...]
+    is_whole: bool
+
+    @property
+    def total_bytes(self) -> int:
+        return super().total_bytes if self.is_whole else sum(part.file_bytes for part in self.parts)
+
+    @property
+    def label(self) -> str:
+        if self.is_whole:
+            return super().label
+        several = f" {len(self.parts)}" if len(self.parts) > 1 else ""
+        return f"{self.path.name} {self.parts[0].number} {self.total_bytes}{several}"
+
+    def blocks(self, reading: Reading, first: int = 0) -> Iterator[Block]:
+        return iter(self.parts[first:])
+
+
+@dataclass(frozen=True)
 class ParquetFile(FileSource):
     """A Parquet file with a column for each key."""
-
-    def place(self, number: int) -> str:
-        """Return the row, counted from 0 as in tables."""
-        return f"{self.path}: row {number}"
 
     def check(self, reading: Reading) -> None:
         """Raise UserError if the file cannot be read or lacks a column."""
@@ -181,28 +183,31 @@ class ParquetFile(FileSource):
             import pyarrow
             import pyarrow.parquet
         except ImportError:
-            raise UserError(f"--input {self.path}: Parquet needs pyarrow: pip install pyarrow") from None
+            raise UserError(f"{reading.input_flag} {self.path}: Parquet needs pyarrow: pip install pyarrow") from None
         try:
             names = pyarrow.parquet.read_schema(self.path).names
         except (pyarrow.ArrowException, OSError) as error:
             if isinstance(error, OSError) and error.errno:
                 raise
-            raise UserError(f"--input {self.path}: not a Parquet file ({error})") from None
-        missing = [key for key in reading.keys if key not in names]
-        if missing:
-            raise UserError(missing_columns(str(self.path), missing, names))
+            raise UserError(f"{reading.input_flag} {self.path}: not a Parquet file ({error})") from None
+        check_columns(str(self.path), names, reading)
 
-    def blocks(self, reading: Reading) -> Iterator[Block]:
-        return self.row_groups(reading)
+    def shards(self, reading: Reading, part_bytes: int | None) -> Iterator[Shard]:
+        parts = self._parts(reading)
+        if part_bytes is None:
+            yield _RowGroups(self.path, tuple(parts), is_whole=True)
+        else:
+            for _, group in groupby(parts, key=attrgetter("number")):
+                yield _RowGroups(self.path, tuple(group), is_whole=False)
 
-    def row_groups(self, reading: Reading) -> Iterator[RowGroup]:
+    def _parts(self, reading: Reading) -> Iterator[_RowGroupPart]:
         """Yield row groups, and parts of about GROUP_BYTES of larger row groups."""
         import pyarrow.parquet
 
-        with pyarrow.parquet.ParquetFile(self.path) as file:
-            metadata = file.metadata
-            groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-        for number, group in enumerate(groups):
+        metadata = pyarrow.parquet.read_metadata(self.path)
+        rows_before = 0
+        for number in range(metadata.num_row_groups):
+            group = metadata.row_group(number)
             rows, step = group.num_rows, _rows_of_a_part(group, reading.keys)
             text_bytes = _text_bytes(group, reading.keys)
             file_bytes = sum(group.column(place).total_compressed_size for place in range(group.num_columns))
@@ -212,12 +217,15 @@ class ParquetFile(FileSource):
                 text, share = (
                     size * end // max(rows, 1) - size * begin // max(rows, 1) for size in (text_bytes, file_bytes)
                 )
-                yield RowGroup(self.path, number, text, share, range(begin, end))
+                yield _RowGroupPart(self.path, number, range(begin, end), rows_before, text, share)
+            rows_before += rows
 
 
-def missing_columns(name: str, missing: list[str], found: list[str]) -> str:
-    """Return the message about columns that a table lacks."""
-    return (
-        f"--input {name}: no column {', '.join(missing)} (columns found: {', '.join(found)}): "
-        "name the text's column with --json-keys"
-    )
+def check_columns(name: str, found: Sequence[str], reading: Reading) -> None:
+    """Raise UserError if a table lacks a column that is read."""
+    missing = [key for key in reading.keys if key not in found]
+    if missing:
+        raise UserError(
+            f"{reading.input_flag} {name}: no column {', '.join(missing)} (columns found: {', '.join(found)}): "
+            f"name the text's column with {reading.keys_flag}"
+        )

@@ -1,6 +1,7 @@
-"""Sources of documents: a source is cut into blocks, each of which can be read separately.
+"""What is read: an input consists of sources, a source is cut into shards, a shard into blocks, a block holds records.
 
-One process cuts blocks and many processes read them. A source gives the same blocks each time.
+Shards can be read concurrently. One process cuts blocks and many processes read them. A shard always gives the same
+blocks.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,26 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from megatron_ladder.errors import UserError
-
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 
 SPAN_BYTES = 1 << 20
-"""Approximate size of one read; what is parsed should still be in the processor's cache."""
+"""Approximate size of one read. The order of streamed samples depends on it."""
 
 GROUP_BYTES = 4 << 20
-"""Approximate amount of text that is tokenized at once. Parsing evicts a library's words from the processor's cache,
-so the two should not alternate too often; larger groups would need more memory and delay progress reports."""
-
-
-class WrongInputError(UserError):
-    """The content of the input is wrong, so reading it again would fail again."""
+"""Approximate amount of text that is tokenized at once, and of a part of a large Parquet row group. The order of
+streamed samples depends on it."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What is read of every record, and which errors are tolerated."""
+    """What is read of every record, which errors are tolerated, and the flags that messages name."""
 
     keys: tuple[str, ...] = ("text",)
     """Keys of a JSON object, or columns of a table."""
@@ -37,6 +32,10 @@ class Reading:
     """Size limit of a line, or of a file of plain text."""
     max_bad: int = 0
     """Number of unreadable records that may be skipped."""
+    input_flag: str = "--input"
+    keys_flag: str = "--json-keys"
+    size_flag: str | None = "--max-document-megabytes"
+    """Flag of `max_bytes`; None if the limit is fixed."""
 
 
 class BadRecord(NamedTuple):
@@ -51,16 +50,14 @@ class Parsed(NamedTuple):
 
     columns: tuple[list[Any], ...]
     """For each key, the values of all readable records."""
-    records: int
-    """Lines or rows of the block, including those without a document; the next block continues the numbering."""
+    numbers: Sequence[int]
+    """Record number of each value, counted as in BadRecord."""
     bad: tuple[BadRecord, ...] = ()
     """In order. Reading ends after `max_bad` + 1 of them."""
-    numbers: tuple[int, ...] | None = None
-    """Record number of each value, counted as in BadRecord; None for 0, 1, 2 and so on."""
 
 
 class Block(Protocol):
-    """Some records of a source; small, so that it can be sent to another process."""
+    """Some records of a shard; small, so that it can be sent to another process."""
 
     @property
     def text_bytes(self) -> int:
@@ -68,14 +65,35 @@ class Block(Protocol):
 
     @property
     def file_bytes(self) -> int:
-        """Its share of `Source.total_bytes`."""
+        """Its share of `Shard.total_bytes`."""
 
     def read(self, reading: Reading) -> Parsed:
         """Read the values of the keys."""
 
+    def place(self, number: int) -> str:
+        """Return the location of record `number` of the block: `file:line` for a file of lines."""
+
+
+class Shard(Protocol):
+    """A part of a source that is read in order."""
+
+    @property
+    def label(self) -> str:
+        """A name that distinguishes it from other and from changed shards, without its directory."""
+
+    @property
+    def total_bytes(self) -> int | None:
+        """Its part of the file; None if unknown."""
+
+    def identity(self) -> list[Any] | None:
+        """Return values that distinguish it from a changed one, JSON-able; None if it can be read only once."""
+
+    def blocks(self, reading: Reading, first: int = 0) -> Iterator[Block]:
+        """Yield its blocks of about SPAN_BYTES in order, without the first ones."""
+
 
 class Source(Protocol):
-    """An origin of documents."""
+    """An input that the user named."""
 
     @property
     def name(self) -> str:
@@ -85,26 +103,15 @@ class Source(Protocol):
     def total_bytes(self) -> int | None:
         """Size of the file; None if unknown."""
 
-    @property
-    def can_be_read_again(self) -> bool:
-        """Whether `blocks` can be called twice and gives the same blocks."""
-
-    def identity(self) -> dict[str, Any]:
-        """Return values that distinguish this source from a changed one; JSON-able."""
-
-    def blocks(self, reading: Reading) -> Iterator[Block]:
-        """Yield the source in order, cut into blocks of about SPAN_BYTES."""
-
-    def place(self, number: int) -> str:
-        """Return where record `number`, counted from 0, is located: `file:line` for a file of lines."""
+    def shards(self, reading: Reading, part_bytes: int | None) -> Iterator[Shard]:
+        """Cut it: ranges of about `part_bytes` of an uncompressed file, row groups. None: files stay whole."""
 
 
 @dataclass(frozen=True)
 class FileSource:
-    """The part of `Source` that all local files share; records are lines. It is identified by its size and time."""
+    """What all local files share."""
 
     path: Path
-    can_be_read_again = True
 
     @property
     def name(self) -> str:
@@ -114,16 +121,29 @@ class FileSource:
     def total_bytes(self) -> int:
         return self.path.stat().st_size
 
-    def identity(self) -> dict[str, Any]:
-        status = self.path.stat()
-        return {"input": str(self.path), "bytes": status.st_size, "changed": status.st_mtime_ns}
 
-    def place(self, number: int) -> str:
-        return f"{self.path}:{number + 1}"
+@dataclass(frozen=True)
+class FileShard(FileSource):
+    """What shards of local files share; a file that is not cut is a source, too."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.path.name} {self.total_bytes}"
+
+    def identity(self) -> list[Any] | None:
+        """Return the path, the time of its last change, and the label."""
+        return [str(self.path), self.path.stat().st_mtime_ns, self.label]
 
 
-def parsed_records(rows: Iterable[tuple[int, Sequence[Any] | str]], records: int, reading: Reading) -> Parsed:
-    """Return the readable ones of `records` records; `rows` are numbers, and values or a reason against them."""
+def read_blocks(sources: Sequence[Source], reading: Reading) -> Iterator[Block]:
+    """Yield the blocks of all sources in order."""
+    for source in sources:
+        for shard in source.shards(reading, None):
+            yield from shard.blocks(reading)
+
+
+def parsed_records(rows: Iterable[tuple[int, Sequence[Any] | str]], reading: Reading) -> Parsed:
+    """Return the readable records; `rows` are their numbers, and the values or a reason against them."""
     columns: tuple[list[Any], ...] = tuple([] for _ in reading.keys)
     bad: list[BadRecord] = []
     numbers: list[int] = []
@@ -136,25 +156,29 @@ def parsed_records(rows: Iterable[tuple[int, Sequence[Any] | str]], records: int
         numbers.append(number)
         for column, value in zip(columns, row, strict=True):
             column.append(value)
-    return Parsed(columns, records, tuple(bad), None if len(numbers) == records else tuple(numbers))
+    return Parsed(columns, numbers, tuple(bad))
 
 
 def too_large(size: int, reading: Reading) -> str:
     """Return the reason why a document is not read."""
-    return (
-        f"{size:,} bytes exceed the size limit of a document: raise --max-document-megabytes, "
-        f"now {reading.max_bytes >> 20}"
-    )
+    limit = reading.max_bytes >> 20
+    fix = f"{limit} megabytes" if reading.size_flag is None else f"raise {reading.size_flag}, now {limit}"
+    return f"{size:,} bytes exceed the size limit of a document: {fix}"
 
 
-def reason_against(key: str, value: Any) -> str | None:
-    """Return why a value is not a text that can be tokenized; None if it is one."""
-    if not isinstance(value, str):
-        return f"expected a text under {key!r}, found {type(value).__name__}"
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        return f"\\u{ord(value[error.start]):04x} under {key!r} is half of a surrogate pair"
+def reason_against(row: Sequence[Any], reading: Reading) -> str | None:
+    """Return why the values of a record cannot be tokenized; None if they can."""
+    for key, value in zip(reading.keys, row, strict=True):
+        if not reading.texts_only:
+            break
+        if not isinstance(value, str):
+            return f"expected a text under {key!r}, found {type(value).__name__}"
+        try:
+            size = len(value) if value.isascii() else len(value.encode())
+        except UnicodeEncodeError as error:
+            return f"\\u{ord(value[error.start]):04x} under {key!r} is half of a surrogate pair"
+        if size > reading.max_bytes:
+            return too_large(size, reading)
     return None
 
 

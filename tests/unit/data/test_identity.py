@@ -63,8 +63,8 @@ def test_the_sidecar_detects_changes_between_sampled_blocks(tmp_path: Path) -> N
     def write() -> dict[str, Any]:
         with IndexedDatasetWriter(tmp_path / "d", np.dtype("<i4")) as writer:
             writer.add_documents(tokens, np.array([len(tokens)], np.int32))
-            bin_checksum, idx_checksum = writer.publish()
-        write_sidecar(tmp_path / "d", replace(sidecar, bin_checksum=bin_checksum, idx_checksum=idx_checksum))
+            checksums = writer.publish()
+        write_sidecar(tmp_path / "d", replace(sidecar, **checksums._asdict()))
         return describe(tmp_path / "d")
 
     before = write()

@@ -1,27 +1,58 @@
+"""Whole runs of preprocessing: what they write, and what they keep if they are interrupted or fail."""
+
+import contextlib
+import errno
+import fcntl
+import gzip
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from megatron_ladder.cli import preprocess_data, train_tokenizer
 from megatron_ladder.data.indexed import IndexedDataset
+from megatron_ladder.data.inspect import verify
+from megatron_ladder.data.partial import Partial
 from megatron_ladder.data.preprocess import PreprocessOptions, preprocess
 from megatron_ladder.data.reading.find import find_sources
 from megatron_ladder.data.reading.protocol import GROUP_BYTES, Reading
-from megatron_ladder.data.sidecar import Sidecar, read_sidecar
+from megatron_ladder.data.sidecar import check_sidecar, read_sidecar
 from megatron_ladder.data.tokenizer_training import TextSample
-from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
-from megatron_ladder.errors import UserError
-from megatron_ladder.progress import ProgressBar
+from megatron_ladder.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer
+from megatron_ladder.errors import ExitCode, UserError, exit_code_of
+from tests.helpers.commands import REPOSITORY_ROOT
 from tests.helpers.patience import patient
 
-ROOT = Path(__file__).resolve().parents[3]
+SHARD = 20_000
+TEXTS = [f"document {number} of some" for number in range(6000)]
+KEPT = "stopped: run the same command again to resume;"
+
+
+def write_lines(path: Path, texts: list[str] = TEXTS) -> Path:
+    content = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+def run(inputs: list[Any], prefix: Path, append_eod: bool = False, **reading: Any) -> list[str]:
+    """Preprocess bytes in small shards and return the messages."""
+    reported: list[str] = []
+    options = PreprocessOptions(report=reported.append, shard_bytes=SHARD)
+    preprocess(inputs, prefix, ByteTokenizer(), append_eod, Reading(**reading), options)
+    return reported
+
+
+def files_of(prefix: Path) -> list[bytes]:
+    return [Path(f"{prefix}_text_document.{suffix}").read_bytes() for suffix in ("bin", "idx", "json")]
 
 
 def documents_of(prefix: Path) -> list[list[int]]:
@@ -29,96 +60,51 @@ def documents_of(prefix: Path) -> list[list[int]]:
     return [dataset.document(number).tolist() for number in range(len(dataset))]
 
 
-def run(
-    inputs: list[Path],
-    prefix: Path,
-    tokenizer: Tokenizer,
-    append_eod: bool = False,
-    json_keys: tuple[str, ...] = ("text",),
-    workers: int = 1,
-    report: Callable[[str], None] = lambda line: None,
-) -> dict[str, Sidecar]:
-    options = PreprocessOptions(workers=workers, report=report)
-    return preprocess(inputs, prefix, tokenizer, append_eod, Reading(json_keys), options)
+def texts_of(prefix: Path) -> list[str]:
+    return [bytes(document).decode() for document in documents_of(Path(f"{prefix}_text_document"))]
 
 
 def test_json_lines_and_plain_text(tmp_path: Path, sentencepiece_tokenizer: SentencePieceTokenizer) -> None:
-    lines = tmp_path / "a.jsonl"
-    lines.write_bytes(
+    (tmp_path / "a.jsonl").write_bytes(
         b'\xef\xbb\xbf{"text": "one\\ttwo", "n": 1}\r\n\n  \n{"text": ""}\n{"text": "caf\\u00e9 \\ud83c\\udf89"}'
     )
-    code = tmp_path / "b.py"
-    code.write_bytes(b"\xef\xbb\xbfdef f():\r\n\treturn 1\n")
+    (tmp_path / "b.py").write_bytes(b"\xef\xbb\xbfdef f():\r\n\treturn 1\n")
     (tmp_path / "empty.txt").write_text("")
-    sidecars = run(
-        [lines, tmp_path / "empty.txt", code],
-        tmp_path / "out",
-        sentencepiece_tokenizer,
-        append_eod=True,
-    )
+    inputs = [tmp_path / "a.jsonl", tmp_path / "empty.txt", tmp_path / "b.py"]
+    sidecar = preprocess(inputs, tmp_path / "out", sentencepiece_tokenizer, append_eod=True)["text"]
     texts = ["one\ttwo", "café 🎉", "def f():\r\n\treturn 1\n"]
     expected = [[*sentencepiece_tokenizer.encode(text), 2] for text in texts]
     assert documents_of(tmp_path / "out_text_document") == expected
-    sidecar = sidecars["text"]
     assert read_sidecar(tmp_path / "out_text_document") == sidecar
     assert (sidecar.documents, sidecar.tokens) == (3, sum(map(len, expected)))
     assert sidecar.largest_id == max(map(max, expected))
     assert (sidecar.vocab_size, sidecar.eod_id, sidecar.append_eod) == (600, 2, True)
     assert sidecar.tokenizer_sha256 == sentencepiece_tokenizer.sha256
+    assert len([line for line in verify(tmp_path / "out_text_document") if "equals that in the sidecar" in line]) == 2
 
 
 def test_a_data_set_for_each_key(tmp_path: Path, hugging_face_tokenizer: HuggingFaceTokenizer) -> None:
     lines = tmp_path / "a.jsonl"
     lines.write_text('{"body": "first", "title": "1"}\n{"body": "second", "title": ""}\n')
-    run([lines], tmp_path / "out", hugging_face_tokenizer, json_keys=("body", "title"))
+    preprocess([lines], tmp_path / "out", hugging_face_tokenizer, reading=Reading(("body", "title")))
     encode = hugging_face_tokenizer.encode
     assert documents_of(tmp_path / "out_body_document") == [encode("first"), encode("second")]
     assert documents_of(tmp_path / "out_title_document") == [encode("1")]
 
 
-def big_file(path: Path, span_bytes: int, bad_line: int | None = None) -> list[str]:
-    """Write JSON lines of about four spans, one line longer than a span, and return the texts."""
-    texts = [f"document {number} " + "word " * (span_bytes // 2500) for number in range(1400)]
-    texts[700] = "long " * (span_bytes // 4)
-    with open(path, "w") as file:
-        for number, text in enumerate(texts, start=1):
-            file.write("{oops\n" if number == bad_line else json.dumps({"text": text}) + "\n")
-    return texts
-
-
-class RecordedProgress(ProgressBar):
-    """Records the amounts that are displayed."""
-
-    instances: ClassVar[list["RecordedProgress"]] = []
-
-    def __init__(self, description: str, total: float | None, done: float) -> None:
-        super().__init__(description, total, done=done)
-        self.total, self.done, self.documents = total, done, 0
-        self.instances.append(self)
-
-    def advance(self, amount: float, **notes: Any) -> None:
-        self.done += amount
-        self.documents = notes["documents"]
-        super().advance(amount, **notes)
-
-
-def test_workers_keep_the_order(
-    tmp_path: Path, hugging_face_tokenizer: HuggingFaceTokenizer, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("workers", [1, 2])
+def test_shards_and_workers_do_not_change_the_output(
+    tmp_path: Path, hugging_face_tokenizer: HuggingFaceTokenizer, workers: int
 ) -> None:
-    for name in ("reading.files.SPAN_BYTES", "reading.find.GROUP_BYTES", "preprocess.GROUP_BYTES"):
-        monkeypatch.setattr(f"megatron_ladder.data.{name}", 20_000)
-    texts = big_file(tmp_path / "big.jsonl", 20_000)
-    assert (tmp_path / "big.jsonl").stat().st_size > 4 * 20_000
-    with monkeypatch.context() as patch:
-        patch.setattr("megatron_ladder.data.preprocess.ProgressBar", RecordedProgress)
-        run([tmp_path / "big.jsonl"], tmp_path / "one", hugging_face_tokenizer)
-    (progress,) = RecordedProgress.instances
-    assert progress.total == progress.done == (tmp_path / "big.jsonl").stat().st_size and progress.documents == 1400
-    run([tmp_path / "big.jsonl"], tmp_path / "two", hugging_face_tokenizer, workers=2)
-    for suffix in ("bin", "idx", "json"):
-        paths = [tmp_path / f"{name}_text_document.{suffix}" for name in ("one", "two")]
-        assert paths[0].read_bytes() == paths[1].read_bytes()
-    assert documents_of(tmp_path / "one_text_document") == hugging_face_tokenizer.encode_batch(texts)
+    """Compare many shards with one; a text is longer than a shard and than a read."""
+    texts = [*(f"document {number} " + "word " * (number % 90) for number in range(4000)), "long " * 300_000, "last"]
+    write_lines(tmp_path / "a.jsonl", texts)
+    for name, shard_bytes, used in (("one", 1 << 30, 1), ("many", 200_000, workers)):
+        options = PreprocessOptions(used, report=lambda line: None, shard_bytes=shard_bytes)
+        preprocess([tmp_path / "a.jsonl"], tmp_path / name, hugging_face_tokenizer, True, options=options)
+    assert files_of(tmp_path / "one") == files_of(tmp_path / "many")
+    expected = [[*ids, hugging_face_tokenizer.eod_id] for ids in hugging_face_tokenizer.encode_batch(texts)]
+    assert documents_of(tmp_path / "many_text_document") == expected
 
 
 @pytest.mark.parametrize(
@@ -133,77 +119,281 @@ def test_workers_keep_the_order(
         (b"[" * 100_000, 1, "unreadable JSON"),
     ],
 )
-def test_a_bad_line_is_located_and_leaves_no_files(
-    tmp_path: Path, sentencepiece_tokenizer: SentencePieceTokenizer, content: bytes, line: int, reason: str
-) -> None:
-    path = tmp_path / "bad.jsonl"
-    path.write_bytes(content)
+def test_a_bad_line_is_located_and_leaves_no_files(tmp_path: Path, content: bytes, line: int, reason: str) -> None:
+    (tmp_path / "bad.jsonl").write_bytes(content)
     with pytest.raises(UserError, match=rf"bad\.jsonl:{line}: {reason}"):
-        run([path], tmp_path / "out", sentencepiece_tokenizer)
+        run([tmp_path / "bad.jsonl"], tmp_path / "out")
     assert os.listdir(tmp_path) == ["bad.jsonl"]
 
 
-def test_an_error_keeps_the_previous_output(tmp_path: Path, sentencepiece_tokenizer: SentencePieceTokenizer) -> None:
-    good, bad = tmp_path / "good.txt", tmp_path / "bad.txt"
-    good.write_text("something")
-    bad.write_bytes(b"line 1\nline 2\n\xe9t\xe9")
-    run([good], tmp_path / "out", sentencepiece_tokenizer)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(UserError, match=r"bad\.txt:3: byte 0xe9 is not UTF-8"):
-        run([good, bad], tmp_path / "out", sentencepiece_tokenizer)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_the_sidecar_is_published_last(
-    tmp_path: Path, sentencepiece_tokenizer: SentencePieceTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "a.txt").write_text("something")
-    run([tmp_path / "a.txt"], tmp_path / "out", sentencepiece_tokenizer)
-    seen = []
-    rename = os.replace
-
-    def watched(source: Path, target: Path) -> None:
-        seen.append((target.suffix, (tmp_path / "out_text_document.json").exists()))
-        rename(source, target)
-
-    monkeypatch.setattr(os, "replace", watched)
-    run([tmp_path / "a.txt"], tmp_path / "out", sentencepiece_tokenizer)
-    assert seen == [(".bin", False), (".idx", False), (".json", False)]
-
-
 @pytest.mark.parametrize("content", ["", "\n\n", '{"text": ""}\n'])
-def test_an_input_without_documents_leaves_no_files(
-    tmp_path: Path, sentencepiece_tokenizer: SentencePieceTokenizer, content: str
-) -> None:
+def test_an_input_without_documents_leaves_no_files(tmp_path: Path, content: str) -> None:
     (tmp_path / "none.jsonl").write_text(content)
     with pytest.raises(UserError, match=r"--input .*none\.jsonl: no document with a non-empty 'text'"):
-        run([tmp_path / "none.jsonl"], tmp_path / "out", sentencepiece_tokenizer)
+        run([tmp_path / "none.jsonl"], tmp_path / "out")
     assert os.listdir(tmp_path) == ["none.jsonl"]
 
 
-def test_all_unreadable_inputs_are_reported(tmp_path: Path, sentencepiece_tokenizer: SentencePieceTokenizer) -> None:
-    (tmp_path / "plain.txt").write_text("a")
-    inputs = [tmp_path / "missing", tmp_path, tmp_path / "plain.txt"]
-    with pytest.raises(UserError) as caught:
-        run(inputs, tmp_path / "out", sentencepiece_tokenizer, json_keys=("body",))
-    missing, directory, plain = caught.value.messages
-    assert "missing: no such file" in missing and "is a directory" in directory and "no keys body" in plain
-    with pytest.raises(UserError, match="--output-prefix .*plain.txt/out: cannot be written"):
-        run([inputs[2]], tmp_path / "plain.txt" / "out", sentencepiece_tokenizer)
+def test_an_error_keeps_the_previous_output(tmp_path: Path) -> None:
+    (tmp_path / "good.txt").write_text("something")
+    (tmp_path / "bad.txt").write_bytes(b"line 1\nline 2\n\xe9t\xe9")
+    run([tmp_path / "good.txt"], tmp_path / "out")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(UserError, match=r"bad\.txt:3: byte 0xe9 is not UTF-8"):
+        run([tmp_path / "good.txt", tmp_path / "bad.txt"], tmp_path / "out")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    with pytest.raises(UserError, match="--output-prefix .*good.txt/out: cannot be written"):
+        run([tmp_path / "good.txt"], tmp_path / "good.txt" / "out")
+
+
+def test_bad_lines_are_skipped_counted_and_listed(tmp_path: Path) -> None:
+    """A run continues counting after an error, in whichever shard the bad lines are."""
+    texts = dict(enumerate(TEXTS))
+    lines = [json.dumps({"text": text}).encode() for text in TEXTS]
+    for number, line in ((5, b'{"text": 1}'), (3000, b"\xff"), (5900, b"{")):
+        lines[number] = line
+        del texts[number]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    with pytest.raises(UserError, match=r"a\.jsonl:5901: not JSON.*\(2 before it were skipped: --skip-bad-lines 2\)"):
+        run([tmp_path / "a.jsonl"], tmp_path / "out", max_bad=2)
+    reported = run([tmp_path / "a.jsonl"], tmp_path / "out", max_bad=3)
+    assert reported[0].startswith("resuming: an earlier run has finished ")
+    assert [line.split(": ")[0] for line in reported[1:]] == [f"skipped {tmp_path}/a.jsonl:5901"]
+    sidecar = read_sidecar(tmp_path / "out_text_document")
+    assert sidecar is not None and sidecar.skipped == 3
+    assert texts_of(tmp_path / "out") == list(texts.values())
+
+
+def test_a_large_text_is_rejected(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x" * (2 << 20))
+    (tmp_path / "b.txt").write_text("small")
+    command = f"--input {tmp_path}/?.txt --output-prefix {tmp_path}/out --tokenizer-type ByteTokenizer".split()
+    with pytest.raises(UserError, match=r"a\.txt:1: 2,097,152 bytes .*--max-document-megabytes, now 1"):
+        preprocess_data.main([*command, "--max-document-megabytes", "1"])
+    preprocess_data.main([*command, "--max-document-megabytes", "1", "--skip-bad-lines", "1"])
+    assert np.array_equal(IndexedDataset(tmp_path / "out_text_document").tokens, list(b"small"))
+
+
+class Stopped(BaseException):
+    """Simulates a killed process."""
+
+
+@pytest.fixture
+def stop_after(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Kill the run when it begins the shard after so many, unless the number is negative."""
+    left = [-1]
+    begin = Partial.begin
+
+    def stopped(self: Partial, *arguments: Any) -> Any:
+        if left[0] == 0:
+            raise Stopped
+        left[0] -= 1
+        return begin(self, *arguments)
+
+    monkeypatch.setattr(Partial, "begin", stopped)
+    return left
+
+
+def interrupted(tmp_path: Path, stop_after: list[int], shards: int = 3, append_eod: bool = False) -> None:
+    """Kill a run after some shards; the next one runs to its end."""
+    write_lines(tmp_path / "a.jsonl")
+    stop_after[0] = shards
+    with pytest.raises(Stopped):
+        run([tmp_path / "a.jsonl"], tmp_path / "out", append_eod)
+    stop_after[0] = -1
+
+
+@pytest.mark.parametrize("shards", [1, 7])
+def test_a_killed_run_continues_after_its_finished_shards(tmp_path: Path, stop_after: list[int], shards: int) -> None:
+    interrupted(tmp_path, stop_after, shards)
+    assert not list(tmp_path.glob("out_*")) and (tmp_path / ".out.partial").is_dir()
+    finished = {path: path.stat().st_mtime_ns for path in (tmp_path / ".out.partial").glob("*.json")}
+    assert len(finished) == shards
+    # What a killed writer left.
+    (tmp_path / ".out.partial" / f"{shards:05}_text.bin.0123abcd.partial").write_bytes(b"torn")
+    (tmp_path / "out_text_document.bin.0123abcd.partial").write_bytes(b"torn")
+    stop_after[0] = -(-(tmp_path / "a.jsonl").stat().st_size // SHARD) - shards
+    (reported,) = run([tmp_path / "a.jsonl"], tmp_path / "out")
+    assert stop_after[0] == 0 and f"has finished {shards} of" in reported
+    stop_after[0] = -1
+    run([tmp_path / "a.jsonl"], tmp_path / "whole")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    assert not (tmp_path / ".out.partial").exists() and not list(tmp_path.glob("*.partial"))
+
+
+def test_shards_of_other_flags_or_input_are_made_again(
+    tmp_path: Path,
+    stop_after: list[int],
+    sentencepiece_tokenizer: SentencePieceTokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def reasons(reported: list[str]) -> set[str]:
+        return set(re.findall("of an earlier run has other (.*): starting it from scratch", "\n".join(reported)))
+
+    interrupted(tmp_path, stop_after)
+    reported = run([tmp_path / "a.jsonl"], tmp_path / "out", append_eod=True)
+    assert reasons(reported) == {"--append-eod, end-of-document token"}
+    interrupted(tmp_path, stop_after, append_eod=True)
+    monkeypatch.setattr(ByteTokenizer, "eod_id", 9)
+    reported = run([tmp_path / "a.jsonl"], tmp_path / "out", append_eod=True)
+    assert reasons(reported) == {"end-of-document token"}
+    assert {document[-1] for document in documents_of(tmp_path / "out_text_document")} == {9}
+    interrupted(tmp_path, stop_after)
+    monkeypatch.setattr(ByteTokenizer, "eod_id", 8)
+    assert reasons(run([tmp_path / "a.jsonl"], tmp_path / "out")) == set()
+    interrupted(tmp_path, stop_after)
+    options = PreprocessOptions(report=(reported := []).append, shard_bytes=SHARD)
+    preprocess([tmp_path / "a.jsonl"], tmp_path / "out", sentencepiece_tokenizer, options=options)
+    assert reasons(reported) == {"tokenizer"}
+    interrupted(tmp_path, stop_after)
+    os.utime(write_lines(tmp_path / "a.jsonl", TEXTS[::-1]), (1, 1))
+    assert reasons(run([tmp_path / "a.jsonl"], tmp_path / "out")) == {"input"}
+    assert texts_of(tmp_path / "out") == TEXTS[::-1]
+
+
+def test_a_corrected_file_is_the_only_one_that_is_read_again(tmp_path: Path) -> None:
+    inputs = [write_lines(tmp_path / f"{name}.jsonl", TEXTS[:400]) for name in "abc"]
+    (tmp_path / "b.jsonl").write_text((tmp_path / "a.jsonl").read_text() + "{torn\n")
+    with pytest.raises(UserError, match=r"b\.jsonl:401: not JSON"):
+        run(inputs, tmp_path / "out")
+    write_lines(tmp_path / "b.jsonl", TEXTS[400:800])
+    assert run(inputs, tmp_path / "out")[0].startswith("resuming: an earlier run has finished 1 of 3 shards")
+    assert texts_of(tmp_path / "out") == [*TEXTS[:400], *TEXTS[400:800], *TEXTS[:400]]
+
+
+@pytest.mark.parametrize("step", range(8))
+def test_a_crash_while_publishing_leaves_no_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    for name in ("a", "b"):
+        # Documents and tokens are equal in number and differ only in content.
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{name * 9}"}}\n{{"text": "{name}"}}\n')
+    prefix = tmp_path / "out_text_document"
+    run([tmp_path / "a.jsonl"], tmp_path / "out")
+    left = [step]
+
+    def crash_in_time(function: Any) -> Any:
+        def counted(path: Any, *arguments: Any, **others: Any) -> Any:
+            target = Path(arguments[0]) if arguments else path
+            if target.parent == tmp_path and ".partial" not in target.name:
+                if left[0] == 0:
+                    raise Stopped
+                left[0] -= 1
+            return function(path, *arguments, **others)
+
+        return counted
+
+    crashed = False
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", crash_in_time(os.replace))
+        patched.setattr(Path, "unlink", crash_in_time(Path.unlink))
+        try:
+            run([tmp_path / "b.jsonl"], tmp_path / "out")
+        except Stopped:
+            crashed = True
+    # The old sidecar is deleted first, then the index and the mask; then .bin, .idx and .json are published.
+    assert crashed == (step < 6)
+    try:
+        found = bytes(IndexedDataset(prefix).tokens.tolist())
+        check_sidecar(IndexedDataset(prefix), ByteTokenizer())
+    except UserError:
+        found = b""
+    assert found == (b"a" * 10 if step < 2 else b"" if step < 5 else b"b" * 10)
+    run([tmp_path / "b.jsonl"], tmp_path / "out")
+    assert bytes(IndexedDataset(prefix).tokens.tolist()) == b"b" * 10
+    check_sidecar(IndexedDataset(prefix), ByteTokenizer())
+    assert not list(tmp_path.glob("*.partial")) and not (tmp_path / ".out.partial").exists()
+
+
+def test_concurrent_runs_with_the_same_output_are_rejected(tmp_path: Path, stop_after: list[int]) -> None:
+    interrupted(tmp_path, stop_after)
+    script = "import fcntl, sys; file = open(sys.argv[1], 'a'); fcntl.flock(file, 2); print(flush=True); input()"
+    command = [sys.executable, "-c", script, str(tmp_path / ".out.partial" / "lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(UserError, match="--output-prefix .*out: another process is writing there"):
+            run([tmp_path / "a.jsonl"], tmp_path / "out")
+        other.communicate(b"\n")
+    assert run([tmp_path / "a.jsonl"], tmp_path / "out")[0].startswith("resuming")
+
+
+def test_a_file_system_without_locks_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    reported = run([write_lines(tmp_path / "a.jsonl", TEXTS[:9])], tmp_path / "out")
+    assert any("this file system has no locks (No locks available)" in line for line in reported)
+
+
+class Hub:
+    """A data set of the hub: `datasets.load_dataset` and its result, of five shards."""
+
+    column_names = None
+    num_shards = 5
+
+    def __init__(self) -> None:
+        self.fails_to_open: Exception | None = None
+        self.fails_to_read: Exception | None = None
+        self.number = 0
+
+    def load_dataset(self, *arguments: object, **others: object) -> "Hub":
+        if self.fails_to_open is not None:
+            raise self.fails_to_open
+        return self
+
+    def shard(self, num_shards: int, index: int) -> "Hub":
+        self.number = index
+        return self
+
+    def select_columns(self, names: list[str]) -> "Hub":
+        return self
+
+    def iter(self, rows: int) -> Iterator[dict[str, Any]]:
+        if self.number > 2 and self.fails_to_read is not None:
+            raise self.fails_to_read
+        own = TEXTS[1200 * self.number : 1200 * self.number + 1200]
+        for begin in range(0, len(own), rows):
+            yield {"text": own[begin : begin + rows]}
+
+
+def test_finished_shards_survive_failures_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Hub()
+    monkeypatch.setattr("datasets.load_dataset", hub.load_dataset)
+    reported: list[str] = []
+    options = PreprocessOptions(report=reported.append)
+
+    def attempt() -> None:
+        preprocess(["hf://nobody/texts"], tmp_path / "out", ByteTokenizer(), options=options)
+
+    for read, opened, raised, error in (
+        (ConnectionResetError(errno.ECONNRESET, "reset"), None, ConnectionError, "cannot read it .*the same command"),
+        (None, TimeoutError("the hub does not answer"), ConnectionError, "cannot open it .*the same command"),
+        (None, FileNotFoundError("doesn't exist on the Hub"), UserError, "cannot open it"),
+        (ValueError("JSON parse error"), None, UserError, "cannot read it .ValueError: JSON parse error"),
+    ):
+        hub.fails_to_read, hub.fails_to_open = read, opened
+        with pytest.raises(raised, match=f"--input hf://nobody/texts: datasets {error}") as caught:
+            attempt()
+        expected = ExitCode.USER_ERROR if raised is UserError else ExitCode.INTERNAL
+        assert exit_code_of(caught.value) == expected
+        assert len(list((tmp_path / ".out.partial").glob("*.json"))) == 3
+    assert reported[-1].startswith(KEPT)
+    hub.fails_to_read = hub.fails_to_open = None
+    attempt()
+    assert texts_of(tmp_path / "out") == TEXTS and "has finished 3 of 5 shards" in reported[-1]
 
 
 def test_a_command_line_with_two_workers_and_a_bad_line(
     tmp_path: Path, sentencepiece_tokenizer: SentencePieceTokenizer
 ) -> None:
-    big_file(tmp_path / "big.jsonl", GROUP_BYTES, bad_line=1300)
-    command = [
-        sys.executable,
-        str(ROOT / "tools" / "preprocess_data.py"),
-        "--input",
-        str(tmp_path / "big.jsonl"),
-    ]
-    command += ["--output-prefix", str(tmp_path / "out"), "--tokenizer-type", "SentencePieceTokenizer"]
-    command += ["--tokenizer-model", str(sentencepiece_tokenizer.files[0]), "--workers", "2"]
+    texts = [f"document {number} " + "word " * (GROUP_BYTES // 2500) for number in range(1400)]
+    path = write_lines(tmp_path / "big.jsonl", texts)
+    lines = path.read_bytes().split(b"\n")
+    lines[1299] = b"{oops"
+    path.write_bytes(b"\n".join(lines))
+    command = [sys.executable, REPOSITORY_ROOT / "tools" / "preprocess_data.py", "--input", path, "--workers", "2"]
+    command += ["--output-prefix", tmp_path / "out", "--tokenizer-type", "SentencePieceTokenizer"]
+    command += ["--tokenizer-model", sentencepiece_tokenizer.files[0]]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=patient(60), check=False)
     assert ended.returncode == 2
     *progress, error = ended.stderr.splitlines()
@@ -213,26 +403,43 @@ def test_a_command_line_with_two_workers_and_a_bad_line(
     assert os.listdir(tmp_path) == ["big.jsonl"]
 
 
+def test_ctrl_c_while_workers_start_prints_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "some text"}\n' * (2 * GROUP_BYTES // 20))
+    words = f"--input {tmp_path}/in.jsonl --output-prefix {tmp_path}/out --tokenizer-type ByteTokenizer".split()
+    process = subprocess.Popen(
+        [sys.executable, "tools/preprocess_data.py", *words, "--workers", "2"],
+        cwd=REPOSITORY_ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stderr is not None
+
+    def is_importing(child: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.Error, OSError):
+            return "numpy" in Path(f"/proc/{child.pid}/maps").read_text()
+        return False
+
+    while not any(map(is_importing, psutil.Process(process.pid).children())):
+        assert process.poll() is None
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(60) == 1
+    assert process.stderr.read() == ""
+
+
 def test_command_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text(Path(np.__file__).read_text())
-    train = [
-        "--input",
-        str(tmp_path / "a.txt"),
-        "--vocab-size",
-        "400",
-        "--model-prefix",
-        str(tmp_path / "m.x"),
-    ]
+    train = f"--input {tmp_path}/a.txt --vocab-size 400 --model-prefix {tmp_path}/m.x".split()
     train_tokenizer.main(train)
-    run = ["--input", str(tmp_path / "a.txt"), "--output-prefix", str(tmp_path / "out")]
-    run += ["--tokenizer-type", "Llama2Tokenizer", "--tokenizer-model", str(tmp_path / "m.x.model")]
-    preprocess_data.main([*run, "--append-eod"])
+    command = f"--input {tmp_path}/a.txt --output-prefix {tmp_path}/out --tokenizer-type Llama2Tokenizer".split()
+    command += ["--tokenizer-model", str(tmp_path / "m.x.model")]
+    preprocess_data.main([*command, "--append-eod"])
     assert SentencePieceTokenizer(tmp_path / "m.x.model").vocab_size == 400
     tokens = IndexedDataset(tmp_path / "out_text_document").tokens
     assert tokens[-1] == 2
     assert f"out_text_document: 1 documents, {len(tokens):,} tokens" in capsys.readouterr().out
     with pytest.raises(UserError) as caught:
-        preprocess_data.main([*run, "--workers", "0", "--json-keys", "a/b", "a/b"])
+        preprocess_data.main([*command, "--workers", "0", "--json-keys", "a/b", "a/b"])
     assert len(caught.value.messages) == 3
 
 

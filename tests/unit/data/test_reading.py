@@ -1,3 +1,5 @@
+"""Documents of every input format, and what is wrong with an input."""
+
 import errno
 import gzip
 import io
@@ -15,67 +17,79 @@ import pytest
 import requests
 from backports import zstd
 
-from megatron_ladder.data.reading.files import HugeLine, _cut_lines, _parse_lines
-from megatron_ladder.data.reading.find import find_sources, group_blocks
+from megatron_ladder.data.reading.find import find_sources
 from megatron_ladder.data.reading.hub import _is_network_error
-from megatron_ladder.data.reading.parquet import ParquetFile, RowGroup
-from megatron_ladder.data.reading.protocol import Block, Reading, WrongInputError
+from megatron_ladder.data.reading.lines import _cut_lines, _parse_lines
+from megatron_ladder.data.reading.protocol import GROUP_BYTES, SPAN_BYTES, Block, Reading, read_blocks
 from megatron_ladder.errors import UserError
 
-TEXTS = [f"number {number} é🎉\n" * (number % 40) for number in range(400)]
+TEXTS = [f"number {number} é🎉\n" * (number * 37 % 700) for number in range(600)]
 CONTENT = "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in TEXTS).encode()
+assert len(CONTENT) > 5 * SPAN_BYTES
 
 
-def read_all(inputs: list[str | Path], reading: Reading | None = None, side_by_side: int = 1) -> list[list[object]]:
+def blocks_of(inputs: list[str | Path], reading: Reading | None = None) -> list[Block]:
+    reading = reading or Reading()
+    return list(read_blocks(find_sources(inputs, reading), reading))
+
+
+def read_all(inputs: list[str | Path], reading: Reading | None = None) -> list[list[object]]:
     """Return the concatenated columns of all sources, which must not have bad records."""
     reading = reading or Reading()
-    columns: list[list[object]] = [[] for _ in reading.keys]
-    for group in group_blocks(find_sources(inputs, reading), reading, side_by_side):
-        for _, block in group:
-            parsed = block.read(reading)
-            assert not parsed.bad
-            for column, values in zip(columns, parsed.columns, strict=True):
-                column += values
-    return columns
+    parsed = [block.read(reading) for block in blocks_of(inputs, reading)]
+    assert not any(one.bad for one in parsed)
+    return [[value for one in parsed for value in one.columns[place]] for place in range(len(reading.keys))]
 
 
-@pytest.fixture
-def small_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("files.SPAN_BYTES", "find.GROUP_BYTES"):
-        monkeypatch.setattr(f"megatron_ladder.data.reading.{name}", 3000)
+def bad_records(inputs: list[str | Path], reading: Reading) -> list[tuple[str, str]]:
+    """Return locations and reasons."""
+    found = [(block, block.read(reading)) for block in blocks_of(inputs, reading)]
+    return [(block.place(number), reason) for block, parsed in found for number, reason in parsed.bad]
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def formats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a directory with the same documents in every format."""
-    (tmp_path / "a.jsonl").write_bytes(CONTENT)
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(CONTENT))
-    (tmp_path / "c.jsonl.zst").write_bytes(zstd.compress(CONTENT[:9000]) + zstd.compress(CONTENT[9000:]))
+    folder = tmp_path_factory.mktemp("formats")
+    (folder / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + CONTENT)
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(CONTENT, 1))
+    (folder / "c.jsonl.zst").write_bytes(zstd.compress(CONTENT[:9000]) + zstd.compress(CONTENT[9000:]))
     table = pyarrow.table({"id": list(range(len(TEXTS))), "text": TEXTS})
-    pyarrow.parquet.write_table(table, tmp_path / "d.parquet", row_group_size=150)
-    return tmp_path
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet", "hf://{folder}/a.jsonl"])
-def test_every_format_gives_the_same_documents(folder: Path, name: str, small_spans: None) -> None:
-    word = name.format(folder=folder) if name.startswith("hf") else str(folder / name)
-    assert read_all([word]) == [TEXTS]
-
-
-def test_a_directory_through_datasets(folder: Path) -> None:
+    pyarrow.parquet.write_table(table, folder / "d.parquet", row_group_size=150)
     (folder / "set").mkdir()
     (folder / "set" / "train.jsonl").write_bytes(CONTENT)
     (folder / "set" / "test.jsonl").write_text('{"id": 0, "text": "only"}\n')
-    assert read_all([f"hf://{folder}/set"]) == [TEXTS]
-    assert read_all([f"hf://{folder}/set@test"], Reading(("text", "id"), texts_only=False)) == [["only"], [0]]
+    return folder
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet", "hf://{}/set", "-"])
+def test_every_format_gives_the_same_documents(formats: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(CONTENT)))
+    assert read_all([name.format(formats) if name.startswith(("hf", "-")) else formats / name]) == [TEXTS]
+
+
+def test_blocks_are_small_and_whole_lines(formats: Path) -> None:
+    blocks = blocks_of([formats / "a.jsonl"])
+    assert len(blocks) > 5 and all(block.text_bytes < SPAN_BYTES + 40_000 for block in blocks)
+    assert sum(block.file_bytes for block in blocks) == (formats / "a.jsonl").stat().st_size
+    cuts = list(_cut_lines("x", io.BytesIO(CONTENT), 1 << 20))
+    assert len(cuts) > 5 and b"".join(cut.content for cut in cuts) == CONTENT
+    assert all(cut.content.endswith(b"\n") for cut in cuts)
+
+
+def test_a_directory_through_datasets(formats: Path, tmp_path: Path) -> None:
+    name = f"hf://{formats}/set"
+    assert read_all([f"{name}@test"], Reading(("text", "id"), texts_only=False)) == [["only"], [0]]
     with pytest.raises(UserError, match=r"no column body \(columns found: id, text\)"):
-        read_all([f"hf://{folder}/set"], Reading(("body",)))
+        read_all([name], Reading(("body",)))
     with pytest.raises(UserError, match="hf://.*@dev: datasets cannot open it"):
-        read_all([f"hf://{folder}/set@dev"])
-    (folder / "torn").mkdir()
-    (folder / "torn" / "train.jsonl").write_text('{"text": "whole"}\n{torn\n')
+        read_all([f"{name}@dev"])
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "train.jsonl").write_text('{"text": "whole"}\n{torn\n')
     with pytest.raises(UserError, match="hf://.*torn: datasets cannot read it"):
-        read_all([f"hf://{folder}/torn"])
+        read_all([f"hf://{tmp_path}/torn"])
+    with pytest.raises(UserError, match=r"hf://.*a\.jsonl: is a file: leave out hf://"):
+        read_all([f"hf://{formats}/a.jsonl"])
 
 
 def test_a_name_on_the_hub_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +133,6 @@ def caused_by(error: Exception) -> Exception:
         (ConnectionResetError(errno.ECONNRESET, "reset"), True),
         (OSError(errno.ESTALE, "stale"), True),
         (TimeoutError(), True),
-        (requests.ConnectionError(), True),
         (huggingface_hub.errors.LocalEntryNotFoundError("cannot locate"), True),
         (Timeout(), True),
         (answered(503), True),
@@ -128,156 +141,114 @@ def caused_by(error: Exception) -> Exception:
         (huggingface_hub.errors.HFValidationError("a/b/c"), False),
         (FileNotFoundError(errno.ENOENT, "none"), False),
         (OSError("a reader's word for damage"), False),
-        (EOFError(), False),
     ],
 )
 def test_network_errors_are_distinguished_from_content_errors(error: Exception, expected: bool) -> None:
     assert _is_network_error(error) == _is_network_error(caused_by(error)) == expected
 
 
-def test_structured_values_fill_groups(tmp_path: Path, small_spans: None) -> None:
-    messages = [[{"role": "user", "content": text}, {"role": "assistant", "content": "ja"}] for text in TEXTS]
-    lines = "".join(json.dumps({"messages": value}) + "\n" for value in messages)
-    (tmp_path / "a.jsonl").write_text(lines * 4)
-    reading = Reading(("messages",), texts_only=False)
-    word = f"hf://{tmp_path}/a.jsonl"
-    assert read_all([word], reading) == [messages * 4]
-    blocks = [block for group in group_blocks(find_sources([word], reading), reading) for _, block in group]
-    assert len(list(group_blocks(find_sources([word], reading), reading))) == len(blocks) > 5
-    size = len("".join(json.dumps(value, ensure_ascii=False) for value in messages)) * 4
-    assert sum(block.text_bytes for block in blocks) == pytest.approx(size, rel=0.1)
+def test_patterns_are_sorted_and_expanded(formats: Path, tmp_path: Path) -> None:
+    names = [source.name for source in find_sources([f"{formats}/[ab].*", str(formats / "d.parquet")], Reading())]
+    assert names == [str(formats / name) for name in ("a.jsonl", "b.jsonl.gz", "d.parquet")]
+    (tmp_path / "w[1].txt").write_text("odd name")
+    assert read_all([str(tmp_path / "w[1].txt")]) == [["odd name"]]
 
 
-def test_patterns_are_sorted_and_expanded(folder: Path) -> None:
-    names = [source.name for source in find_sources([f"{folder}/[ab].*", str(folder / "d.parquet")], Reading())]
-    assert names == [str(folder / name) for name in ("a.jsonl", "b.jsonl.gz", "d.parquet")]
-    (folder / "w[1].txt").write_text("odd name")
-    assert read_all([str(folder / "w[1].txt")]) == [["odd name"]]
-    with pytest.raises(UserError, match=r"--input .*\*\.json: no file matches"):
-        find_sources([f"{folder}/*.json"], Reading())
+def test_all_unreadable_inputs_are_reported(formats: Path, tmp_path: Path) -> None:
+    (tmp_path / "plain.txt").write_text("a")
+    (tmp_path / "x.parquet").write_bytes(b"x" * 100)
+    (tmp_path / "x.csv.gz").write_bytes(b"")
+    inputs = [tmp_path / "missing", tmp_path, tmp_path / "plain.txt", tmp_path / "x.parquet", tmp_path / "x.csv.gz"]
+    with pytest.raises(UserError) as caught:
+        find_sources([*inputs, formats / "d.parquet", f"{tmp_path}/*.json", "-", "-"], Reading(("text", "body")))
+    for line, expected in zip(
+        caught.value.messages,
+        (
+            "missing: no such file",
+            "is a directory",
+            "no keys text body",
+            "x.parquet: not a Parquet file",
+            "only JSON lines can be read compressed",
+            "no column body (columns found: id, text)",
+            "*.json: no file matches",
+            "standard input can be read only once",
+        ),
+        strict=True,
+    ):
+        assert expected in line
 
 
-def test_sources_read_concurrently_keep_their_order(folder: Path, small_spans: None) -> None:
-    (folder / "other.jsonl.gz").write_bytes(gzip.compress(b'{"text": "other"}\n' * 900))
-    inputs: list[str | Path] = [folder / name for name in ("b.jsonl.gz", "other.jsonl.gz", "c.jsonl.zst", "d.parquet")]
-    for side_by_side in (1, 2, 7):
-        assert read_all(inputs, side_by_side=side_by_side) == [TEXTS + ["other"] * 900 + TEXTS * 2]
-
-
-def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(CONTENT)))
-    assert read_all(["-"]) == [TEXTS]
-    with pytest.raises(UserError, match="standard input can be read only once"):
-        find_sources(["-", "-"], Reading())
-
-
-@pytest.mark.parametrize("side_by_side", [1, 2])
 @pytest.mark.parametrize("name", ["b.jsonl.gz", "c.jsonl.zst"])
-def test_a_damaged_file_is_reported(folder: Path, name: str, side_by_side: int) -> None:
-    whole = (folder / name).read_bytes()
+def test_a_damaged_compressed_file_is_reported(formats: Path, tmp_path: Path, name: str) -> None:
+    whole = (formats / name).read_bytes()
     for content in (whole[:-20], b"no such format" * 100, whole[:50] + b"\x99" * 50 + whole[100:]):
-        (folder / name).write_bytes(content)
+        (tmp_path / name).write_bytes(content)
         with pytest.raises(UserError, match=rf"{name}: damaged, or not (gzip|Zstandard)"):
-            read_all([folder / name], side_by_side=side_by_side)
+            read_all([tmp_path / name])
 
 
-def test_a_read_error_is_not_reported_as_damage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: object) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(gzip.GzipFile, "read", fail)
-    with pytest.raises(OSError, match=r"Input/output error: '.*b\.jsonl\.gz'"):
-        read_all([folder / "b.jsonl.gz"])
-
-
-def cut_parquet(path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch) -> list[RowGroup]:
-    """Return the blocks of a file with two row groups, in parts of about 1000 bytes."""
-    table = pyarrow.table({"text": texts})
-    pyarrow.parquet.write_table(table, path, row_group_size=-(-len(texts) // 2), use_dictionary=False)
-    monkeypatch.setattr("megatron_ladder.data.reading.parquet.GROUP_BYTES", 1000)
-    blocks = list(ParquetFile(path).blocks(Reading()))
-    assert all(isinstance(block, RowGroup) for block in blocks)
-    return blocks  # type: ignore[return-value]
-
-
-def texts_of(block: Block) -> list[str]:
-    (texts,) = block.read(Reading()).columns
-    return texts
-
-
-def test_a_large_row_group_is_divided(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = []
-    open_file = pyarrow.parquet.ParquetFile
-
-    def counted(path: Path, **others: object) -> object:
-        opened.append(path)
-        return open_file(path, **others)
-
-    blocks = cut_parquet(folder / "e.parquet", TEXTS, monkeypatch)
-    assert len(blocks) > 20 and [block.number for block in blocks] == sorted(block.number for block in blocks)
-    monkeypatch.setattr(pyarrow.parquet, "ParquetFile", counted)
-    parts = [texts_of(block) for block in blocks]
-    assert len(opened) == 2, "rows in order are decoded once"
-    assert [text for part in parts for text in part] == TEXTS
-    assert 1000 <= max(sum(len(text.encode()) for text in part) for part in parts) < 3000
-    assert [texts_of(block) for block in blocks[::-1]] == parts[::-1]
-    metadata = open_file(folder / "e.parquet").metadata
-    for number in range(2):
-        column = metadata.row_group(number).column(0)
-        shares = [(block.text_bytes, block.file_bytes) for block in blocks if block.number == number]
-        assert tuple(map(sum, zip(*shares, strict=True))) == (
-            column.total_uncompressed_size,
-            column.total_compressed_size,
-        )
-
-
-def test_a_rewritten_file_is_read_from_its_beginning(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = cut_parquet(folder / "e.parquet", TEXTS, monkeypatch)
-    assert texts_of(before[0]) == TEXTS[: len(before[0].rows)]
-    # The same number of rows and parts.
-    after = cut_parquet(folder / "e.parquet", [text.upper() for text in TEXTS], monkeypatch)
-    rows = after[1].rows
-    assert rows == before[1].rows and texts_of(after[1]) == [text.upper() for text in TEXTS[rows.start : rows.stop]]
-
-
-def test_a_column_with_a_dot_in_its_name_has_a_size(folder: Path) -> None:
-    table = pyarrow.table({"text.raw": TEXTS, "text.rawest": TEXTS, "talk": [[{"content": text}] for text in TEXTS]})
-    pyarrow.parquet.write_table(table, folder / "e.parquet", use_dictionary=False)
-    assert read_all([folder / "e.parquet"], Reading(("text.raw",))) == [TEXTS]
-    sizes = [
-        sum(block.text_bytes for block in ParquetFile(folder / "e.parquet").blocks(Reading((key,))))
-        for key in ("text.raw", "talk")
-    ]
-    assert sizes == pytest.approx([sum(len(text.encode()) + 4 for text in TEXTS)] * 2, rel=0.02)
-
-
-def test_damaged_parquet_is_reported(folder: Path) -> None:
-    content = bytearray((folder / "d.parquet").read_bytes())
-    column = pyarrow.parquet.ParquetFile(folder / "d.parquet").metadata.row_group(1).column(1)
-    begin = column.dictionary_page_offset or column.data_page_offset
-    content[begin + 40 : begin + 400] = b"\xff" * 360
-    (folder / "d.parquet").write_bytes(content)
-    reading = Reading()
-    blocks = list(find_sources([folder / "d.parquet"], reading)[0].blocks(reading))
-    assert texts_of(blocks[0]) == TEXTS[:150]
-    for _ in range(2):
-        with pytest.raises(WrongInputError, match=r"d\.parquet: row group 1: damaged \(.+\)"):
-            blocks[1].read(reading)
-
-
-def test_a_read_error_of_parquet_is_not_reported_as_damage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (source,) = find_sources([folder / "d.parquet"], Reading())
-    block = next(source.blocks(Reading()))
+def test_a_read_error_is_not_reported_as_damage(formats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block, *_) = blocks_of([formats / "d.parquet"])
 
     def fail(*arguments: object, **others: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
+    monkeypatch.setattr(gzip.GzipFile, "read", fail)
+    with pytest.raises(OSError, match=r"Input/output error: '.*b\.jsonl\.gz'"):
+        read_all([formats / "b.jsonl.gz"])
     monkeypatch.setattr(pyarrow.parquet, "ParquetFile", fail)
     with pytest.raises(OSError, match="Input/output error"):
         block.read(Reading())
-    monkeypatch.setattr(pyarrow.parquet, "read_schema", fail)
-    with pytest.raises(OSError, match="Input/output error"):
-        find_sources([folder / "d.parquet"], Reading())
+
+
+def write_large_groups(path: Path, texts: list[str]) -> list[list[str]]:
+    """Write a file with two row groups of several parts, and return the texts of the parts."""
+    table = pyarrow.table({"text": texts})
+    pyarrow.parquet.write_table(table, path, row_group_size=-(-len(texts) // 2), use_dictionary=False)
+    return [list(block.read(Reading()).columns[0]) for block in blocks_of([path])]
+
+
+def test_a_large_row_group_is_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts, path = [text + str(number) for number in range(6) for text in TEXTS], tmp_path / "e.parquet"
+    parts = write_large_groups(path, texts)
+    assert len(parts) > 3 and [text for part in parts for text in part] == texts
+    assert max(sum(len(text.encode()) for text in part) for part in parts) < 1.5 * GROUP_BYTES
+    blocks = blocks_of([path])
+    assert [block.read(Reading()).columns[0] for block in blocks[::-1]] == parts[::-1]
+    metadata = pyarrow.parquet.read_metadata(path)
+    columns = [metadata.row_group(number).column(0) for number in range(2)]
+    assert sum(block.text_bytes for block in blocks) == sum(column.total_uncompressed_size for column in columns)
+    assert sum(block.file_bytes for block in blocks) == sum(column.total_compressed_size for column in columns)
+    # Rows in order are decoded once.
+    opened: list[Path] = []
+    real = pyarrow.parquet.ParquetFile
+    monkeypatch.setattr(pyarrow.parquet, "ParquetFile", lambda file, **k: opened.append(file) or real(file, **k))
+    os.utime(path, (1, 1))
+    assert [block.read(Reading()).columns[0] for block in blocks] == parts and len(opened) == 2
+    # A rewritten file is read from its beginning.
+    assert write_large_groups(path, [text.upper() for text in texts])[1][0] == parts[1][0].upper()
+
+
+def test_a_column_with_a_dot_in_its_name_has_a_size(tmp_path: Path) -> None:
+    table = pyarrow.table({"text.raw": TEXTS, "text.rawest": TEXTS, "talk": [[{"content": text}] for text in TEXTS]})
+    pyarrow.parquet.write_table(table, tmp_path / "e.parquet", use_dictionary=False, compression="none")
+    assert read_all([tmp_path / "e.parquet"], Reading(("text.raw",))) == [TEXTS]
+    for key in ("text.raw", "talk"):
+        size = sum(block.text_bytes for block in blocks_of([tmp_path / "e.parquet"], Reading((key,), False)))
+        assert size == pytest.approx(sum(len(text.encode()) + 4 for text in TEXTS), rel=0.02)
+
+
+def test_damaged_parquet_is_reported(formats: Path, tmp_path: Path) -> None:
+    content = bytearray((formats / "d.parquet").read_bytes())
+    column = pyarrow.parquet.ParquetFile(formats / "d.parquet").metadata.row_group(1).column(1)
+    begin = column.dictionary_page_offset or column.data_page_offset
+    content[begin + 40 : begin + 400] = b"\xff" * 360
+    (tmp_path / "d.parquet").write_bytes(content)
+    blocks = blocks_of([tmp_path / "d.parquet"])
+    assert blocks[0].read(Reading()).columns == (TEXTS[:150],)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"d\.parquet: row group 1: damaged \(.+\)"):
+            blocks[1].read(Reading())
 
 
 def not_utf8(values: list[bytes]) -> pyarrow.Array:
@@ -288,41 +259,31 @@ def test_rows_that_are_not_utf8_are_bad_records(tmp_path: Path) -> None:
     texts = [b"one", b"two \xff", b"three", b"\xe6\x97"]
     contents = pyarrow.StructArray.from_arrays([not_utf8(texts)], ["content"])
     messages = pyarrow.ListArray.from_arrays(pyarrow.array([0, 1, 2, 3, 4], pyarrow.int32()), contents)
-    pyarrow.parquet.write_table(pyarrow.table({"text": not_utf8(texts), "messages": messages}), tmp_path / "a.parquet")
+    table = pyarrow.table({"text": not_utf8(texts), "messages": messages})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=3)
     for key, expected in (("text", ["one", "three"]), ("messages", [[{"content": "one"}], [{"content": "three"}]])):
         reading = Reading((key,), texts_only=key == "text", max_bad=9)
-        (block,) = ParquetFile(tmp_path / "a.parquet").blocks(reading)
-        parsed = block.read(reading)
-        assert (parsed.columns, parsed.records, parsed.numbers) == ((expected,), 4, (0, 2))
-        assert [bad.number for bad in parsed.bad] == [1, 3]
-        assert parsed.bad[0].reason == f"byte 0xff under {key!r} is not UTF-8 (invalid start byte)"
+        parsed = [block.read(reading) for block in blocks_of([tmp_path / "a.parquet"], reading)]
+        assert [one.columns[0] for one in parsed] == [expected, []] and list(parsed[0].numbers) == [0, 2]
+        assert bad_records([tmp_path / "a.parquet"], reading) == [
+            (f"{tmp_path}/a.parquet: row 1", f"byte 0xff under {key!r} is not UTF-8 (invalid start byte)"),
+            (f"{tmp_path}/a.parquet: row 3", f"byte 0xe6 under {key!r} is not UTF-8 (unexpected end of data)"),
+        ]
 
 
-def test_a_file_that_lacks_a_column(folder: Path) -> None:
-    with pytest.raises(UserError, match=r"d\.parquet: no column body \(columns found: id, text\)"):
-        find_sources([folder / "d.parquet"], Reading(("text", "body")))
-    (folder / "d.parquet").write_bytes(b"x" * 100)
-    with pytest.raises(UserError, match=r"d\.parquet: not a Parquet file"):
-        find_sources([folder / "d.parquet"], Reading())
-
-
-def test_a_missing_library_is_reported(folder: Path) -> None:
+def test_a_missing_library_is_reported(formats: Path) -> None:
     script = (
         "import sys; sys.modules.update({name: None for name in ('pyarrow', 'backports', 'compression', 'datasets')})\n"
         "from megatron_ladder.data.reading.find import find_sources\n"
         "from megatron_ladder.data.reading.protocol import Reading\n"
-        "for word in sys.argv[1:]:\n"
-        "    try: next(find_sources([word], Reading())[0].blocks(Reading()))\n"
-        "    except Exception as error: print(error)\n"
+        "try: find_sources(sys.argv[1:], Reading())\n"
+        "except Exception as error: print(error)\n"
     )
-    words = [str(folder / "d.parquet"), str(folder / "c.jsonl.zst"), f"hf://{folder}"]
-    done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, env=environment())
+    words = [str(formats / "d.parquet"), str(formats / "c.jsonl.zst"), f"hf://{formats}"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[3])}
+    done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, env=environment)
     lines = done.stdout.splitlines()
     assert [line.rpartition("pip install ")[2] for line in lines] == ["pyarrow", "backports.zstd", "datasets"]
-
-
-def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[3])}
 
 
 LINES = [
@@ -344,6 +305,7 @@ LINES = [
     b"  \t",
     b"",
     b'{"text": "crlf"}\r',
+    b'{"text":\n"a"}',
 ]
 
 
@@ -351,11 +313,10 @@ LINES = [
 def test_blocks_are_parsed_like_single_lines(line: bytes) -> None:
     """Compare a block around one line with the result of Python's decoder for each line."""
     parsed = _parse_lines(b'{"text": "before"}\n' + line + b'\n{"text": "after"}', Reading(max_bad=9))
-    expected = text_of(line)
-    texts = ["before", "after"] if expected is None else ["before", expected, "after"]
-    assert parsed.columns == (texts,) and parsed.records == 3
-    is_bad = expected is None and bool(line.strip())
-    assert [record.number for record in parsed.bad] == [1] * is_bad
+    expected = [text_of(one) for one in line.split(b"\n")]
+    assert parsed.columns == (["before", *(text for text in expected if text is not None), "after"],)
+    bad = [number for number, one in enumerate(line.split(b"\n"), 1) if one.strip() and text_of(one) is None]
+    assert [record.number for record in parsed.bad] == bad
 
 
 def text_of(line: bytes) -> str | None:
@@ -366,50 +327,26 @@ def text_of(line: bytes) -> str | None:
         return None
 
 
-@pytest.mark.parametrize("filler", [b"z", b"zz ", " \u00e9\u65e5".encode(), "\u65e5".encode()])
-@pytest.mark.parametrize("place", [0, 1, 2, 3, 9_000])
-@pytest.mark.parametrize("wrong", [b"\xff", b"\xe6\x97", b"\xe6\x97 "])
-def test_invalid_utf8_is_found_anywhere(
-    filler: bytes, place: int, wrong: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Test a key that is not read, which msgspec skips, with characters across any boundary."""
-    notes = b"z" * place + filler * 5_000
-    good = b'{"text": "a", "note": "' + notes + b'"}\n'
-    bad = b'{"text": "b", "note": "' + notes + wrong + notes + b'"}\n'
-    parsed = _parse_lines(good + bad + good, Reading(max_bad=9))
-    assert parsed.columns == (["a", "a"],)
-    assert [(record.number, "is not UTF-8" in record.reason) for record in parsed.bad] == [(1, True)]
-    # Valid content is not read again.
-    monkeypatch.delattr("megatron_ladder.data.reading.files._parse_line")
-    assert _parse_lines(good * 3, Reading()).columns == (["a"] * 3,)
+def test_a_huge_line_is_never_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third line is larger than a span and the limit together, the sixth only larger than the limit."""
+    most, megabyte = [0], 1 << 20
 
+    class Counted(io.BufferedReader):
+        def read(self, size: int | None = -1, /) -> bytes:
+            content = super().read(size)
+            most[0] = max(most[0], len(content))
+            return content
 
-def test_an_object_on_two_lines_is_rejected() -> None:
-    parsed = _parse_lines(b'{"text":\n"a"}\n', Reading(max_bad=9))
-    assert parsed.columns == ([],) and [record.number for record in parsed.bad] == [0, 1]
-
-
-def test_a_huge_line_is_never_in_memory(tmp_path: Path, small_spans: None) -> None:
-    reading = Reading(max_bytes=10_000, max_bad=9)
-    lines = [json.dumps({"text": "y" * size}) for size in (10, 2000, 40_000, 10, 9_000, 12_000, 10)]
-    content = "\n".join(lines).encode()
-    (tmp_path / "a.jsonl").write_bytes(content)
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(content))
+    monkeypatch.setattr("builtins.open", lambda path, mode: Counted(io.FileIO(path)))
+    reading = Reading(max_bytes=megabyte, max_bad=9)
+    sizes = (10, 2000, 9 * megabyte, 10, 900_000, megabyte, 10)
+    content = "\n".join(json.dumps({"text": "y" * size}) for size in sizes).encode()
+    Path(tmp_path / "a.jsonl").write_bytes(content)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(content, 1))
     for name in ("a.jsonl", "b.jsonl.gz"):
-        (source,) = find_sources([tmp_path / name], reading)
-        records, bad, texts = 0, [], []
-        for block in source.blocks(reading):
-            parsed = block.read(reading)
-            bad += [(source.place(records + record.number)[-1], record.reason[:5]) for record in parsed.bad]
-            records += parsed.records
-            texts += parsed.columns[0]
-            assert isinstance(block, HugeLine) or block.text_bytes < 20_000
-        assert bad == [("3", "40,01"), ("6", "12,01")]
-        assert ([len(text) for text in texts], records) == ([10, 2000, 10, 9000, 10], 7)
-
-
-def test_blocks_of_a_stream_are_whole_lines(small_spans: None) -> None:
-    cuts = list(_cut_lines(io.BytesIO(CONTENT), 1 << 20))
-    contents = [cut.content for cut in cuts if not isinstance(cut, HugeLine)]
-    assert len(contents) == len(cuts) > 10 and b"".join(contents) == CONTENT
-    assert all(content.endswith(b"\n") for content in contents)
+        found = bad_records([tmp_path / name], reading)
+        assert [place for place, _ in found] == [f"{tmp_path}/{name}:{line}" for line in (3, 6)]
+        assert all("exceed the size limit of a document: raise --max-document-megabytes, now 1" in r for _, r in found)
+        texts = [text for block in blocks_of([tmp_path / name], reading) for text in block.read(reading).columns[0]]
+        assert [len(text) for text in texts] == [10, 2000, 10, 900_000, 10]
+    assert most[0] <= SPAN_BYTES + reading.max_bytes

@@ -1,6 +1,4 @@
-import dataclasses
 import gzip
-import io
 import json
 import pickle
 import re
@@ -14,9 +12,8 @@ import pyarrow.parquet
 import pytest
 
 from megatron_ladder.data import shards as shards_module
-from megatron_ladder.data.reading import files as files_module
+from megatron_ladder.data.reading import lines as lines_module
 from megatron_ladder.data.reading import parquet as parquet_module
-from megatron_ladder.data.reading.protocol import Reading
 from megatron_ladder.data.shards import StreamInput, find_input
 from megatron_ladder.errors import UserError
 from tests.helpers.operations import Operations
@@ -49,50 +46,13 @@ def test_shards_contain_every_line_once(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_blocks_can_be_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards_module, "SPAN_BYTES", 1000)
+    monkeypatch.setattr(lines_module, "SPAN_BYTES", 1000)
     monkeypatch.setattr(shards_module, "_MIN_BYTES", 20_000)
     path = write_lines(tmp_path / "a.jsonl", TEXTS)
     for shard in find_input([str(path)], "text").shards:
         blocks = list(shard.blocks(0))
         assert len(blocks) > 3 and all(block.texts for block in blocks)
         assert all(list(shard.blocks(first)) == blocks[first:] for first in range(len(blocks) + 2))
-
-
-class Counted(io.BufferedReader):
-    """A file that records the largest single read and the total."""
-
-    most = total = 0
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        return self._count(super().read(size))
-
-    def readline(self, size: int | None = -1, /) -> bytes:
-        return self._count(super().readline(size))
-
-    def _count(self, content: bytes) -> bytes:
-        Counted.most, Counted.total = max(Counted.most, len(content)), Counted.total + len(content)
-        return content
-
-
-def test_a_huge_line_is_never_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shard in which it begins skips it in pieces; shards inside it read at most to their own end."""
-    for module in (shards_module, files_module):
-        monkeypatch.setattr(module, "SPAN_BYTES", 1000)
-        monkeypatch.setattr(module, "open", lambda path, mode: Counted(io.FileIO(path)), raising=False)
-    monkeypatch.setattr(shards_module, "_MIN_BYTES", 20_000)
-    path, huge = tmp_path / "a.jsonl", "y" * 300_000
-    write_lines(path, [*TEXTS[:30], huge, *TEXTS[30:60]])
-    monkeypatch.setattr(Counted, "most", 0)
-    reading = Reading(max_bytes=2000)
-    shards = [dataclasses.replace(shard, reading=reading) for shard in find_input([str(path)], "text").shards]  # type: ignore[type-var]
-    blocks = [(number, block) for number, shard in enumerate(shards) for _, block in shard._spans()]  # type: ignore[attr-defined]
-    (bad,) = [(number, bad) for number, block in blocks for bad in block.read(reading).bad]
-    assert bad[0] == 0 and "300,0" in bad[1].reason and "exceed the size limit of a document" in bad[1].reason
-    texts = [text for _, block in blocks for text in block.read(reading).columns[0]]
-    assert texts == TEXTS[:60]
-    assert Counted.most <= 3000
-    monkeypatch.setattr(Counted, "total", 0)
-    assert list(shards[5]._spans()) == [] and Counted.total <= 21_001  # type: ignore[attr-defined]
 
 
 def test_every_format(tmp_path: Path) -> None:
@@ -191,8 +151,7 @@ def test_a_hub_shard_can_be_entered_in_its_middle(tmp_path: Path, converted: lis
             assert sum(converted) == max(0, 1000 - 256 * first)
 
 
-@pytest.mark.parametrize("word", ["hf://{}", "hf://{}/a.parquet"])
-def test_previous_row_groups_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+def test_previous_row_groups_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from datasets.packaged_modules.parquet.parquet import Parquet
 
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS * 2}), tmp_path / "a.parquet", row_group_size=100)
@@ -205,7 +164,7 @@ def test_previous_row_groups_are_not_read(tmp_path: Path, monkeypatch: pytest.Mo
 
     original = Parquet._generate_tables
     monkeypatch.setattr(Parquet, "_generate_tables", tables)
-    (shard,) = find_input([word.format(tmp_path)], "text").shards
+    (shard,) = find_input([f"hf://{tmp_path}"], "text").shards
     assert next(shard.blocks(2)).texts == (TEXTS * 2)[512:768]
     assert read == [100, 100, 100]
 
@@ -217,9 +176,8 @@ def test_a_large_row_group_is_one_shard_of_several_blocks(tmp_path: Path, monkey
     groups = [TEXTS[begin : begin + 300] for begin in range(0, len(TEXTS), 300)]
     assert [[text for part in shard.blocks(0) for text in part.texts] for shard in shards] == groups
     assert len({shard.name for shard in shards}) == len(groups)
-    first, second, *_ = shards[1].blocks(0)
+    _, second, *_ = shards[1].blocks(0)
     assert next(shards[1].blocks(1)).texts == second.texts
-    assert shards[1].place(1, 5) == f"{tmp_path / 'a.parquet'}: row {300 + len(first.texts) + 5}"
 
 
 def test_each_of_many_files_is_a_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,16 +199,15 @@ def test_inputs_that_cannot_be_streamed(tmp_path: Path) -> None:
 def bad_places(inputs: list[Path | str], first: int = 0) -> list[str]:
     """Return locations and reasons of all bad records."""
     return [
-        f"{shard.place(block, bad.number)}: {bad.reason}"
+        bad.reason
         for shard in find_input(list(map(str, inputs)), "text", 9).shards
-        for block, documents in enumerate(shard.blocks(first), start=first)
+        for documents in shard.blocks(first)
         for bad in documents.bad
     ]
 
 
 def test_bad_records_are_located_in_their_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (shards_module, files_module):
-        monkeypatch.setattr(module, "SPAN_BYTES", 1000)
+    monkeypatch.setattr(lines_module, "SPAN_BYTES", 1000)
     monkeypatch.setattr(shards_module, "_MIN_BYTES", 20_000)
     lines = [json.dumps({"text": text}) for text in TEXTS]
     lines[3], lines[250], lines[499] = '{"text": 1}', "{", '{"body": ""}'
@@ -262,7 +219,7 @@ def test_bad_records_are_located_in_their_file(tmp_path: Path, monkeypatch: pyte
         assert [place.partition(" ")[0] for place in found] == [f"{tmp_path}/{name}:{line}:" for line in (4, 251, 500)]
         assert "expected a text" in found[0] and "not JSON" in found[1] and "--streaming-key" in found[2]
     assert bad_places([tmp_path / "b.jsonl.gz"], first=5) == bad_places([tmp_path / "b.jsonl.gz"])[1:]
-    monkeypatch.setattr(shards_module, "_LINES_COUNTED_BYTES", 0)
+    monkeypatch.setattr(lines_module, "_LINES_COUNTED_BYTES", 0)
     (_, far, _) = bad_places([tmp_path / "a.jsonl"])
     found_at = re.match(r".*/a\.jsonl: line (\d+) after byte (\d+): not JSON", far)
     assert found_at and content[int(found_at[2]) :].split(b"\n")[int(found_at[1]) - 1] == b"{"

@@ -128,7 +128,7 @@ def test_hub_files_are_compared_by_content_not_commit(monkeypatch: pytest.Monkey
         def info(self, path: str) -> dict[str, Any]:
             return {"size": 7, "blob_id": contents[path.rpartition("/")[2]], "last_commit": None}
 
-    source = HubSource.parse("hf://somebody/texts:en")
+    source = HubSource.parse("hf://somebody/texts:en", "--streaming")
 
     def at(commit: str) -> list[dict[str, Any]]:
         files = [f"hf://datasets/somebody/texts@{commit}/en/{name}" for name in contents]

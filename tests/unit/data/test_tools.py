@@ -1,27 +1,19 @@
 """Inspecting data sets, and detecting damaged ones."""
 
-import contextlib
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import xxhash
 
 from megatron_ladder.cli.inspect_data import main as inspect_data
 from megatron_ladder.data.indexed import IndexedDataset, IndexedDatasetWriter, loss_mask_path
 from megatron_ladder.data.inspect import _histogram, parse_documents, verify
-from megatron_ladder.data.reading.protocol import GROUP_BYTES
 from megatron_ladder.data.sidecar import Sidecar, check_index, read_sidecar, write_sidecar
 from megatron_ladder.data.tokenizers import SentencePieceTokenizer
 from megatron_ladder.errors import UserError
-from tests.helpers.commands import REPOSITORY_ROOT
 
 MakeDataset = Callable[..., IndexedDataset]
 SIDECAR = Sidecar("T", "ab", 100_000, 2, True, largest_id=0, documents=0, tokens=0)
@@ -32,9 +24,9 @@ def write(prefix: Path, lengths: list[int], dtype: str = "<u2", **changes: objec
     tokens = np.random.default_rng(len(lengths)).integers(0, 60_000, sum(lengths))
     with IndexedDatasetWriter(prefix, np.dtype(dtype)) as writer:
         writer.add_documents(tokens, np.array(lengths, np.int32))
-        bin_checksum, idx_checksum = writer.publish()
+        checksums = writer.publish()
     counted = replace(SIDECAR, largest_id=int(tokens.max()), documents=len(lengths), tokens=len(tokens))
-    known = replace(counted, bin_checksum=bin_checksum, idx_checksum=idx_checksum)
+    known = replace(counted, **checksums._asdict())
     write_sidecar(prefix, replace(known, **changes))
     return prefix
 
@@ -164,27 +156,3 @@ def test_lengths_between_powers_of_two() -> None:
         ["1,024-2,047", "1"],
     ]
     assert lines[0] == "  tokens per document: minimum 0, median 4, 90% 1,023, 99% 1,024, maximum 1,024"
-
-
-def test_ctrl_c_while_workers_start_prints_no_traceback(tmp_path: Path) -> None:
-    (tmp_path / "in.jsonl").write_text('{"text": "some text"}\n' * (2 * GROUP_BYTES // 20))
-    words = f"--input {tmp_path}/in.jsonl --output-prefix {tmp_path}/out --tokenizer-type ByteTokenizer".split()
-    process = subprocess.Popen(
-        [sys.executable, "tools/preprocess_data.py", *words, "--workers", "2"],
-        cwd=REPOSITORY_ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stderr is not None
-
-    def is_importing(child: psutil.Process) -> bool:
-        with contextlib.suppress(psutil.Error, OSError):
-            return "numpy" in Path(f"/proc/{child.pid}/maps").read_text()
-        return False
-
-    while not any(map(is_importing, psutil.Process(process.pid).children())):
-        assert process.poll() is None
-    os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(60) == 1
-    assert process.stderr.read() == ""
