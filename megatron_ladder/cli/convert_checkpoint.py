@@ -48,14 +48,12 @@ def main(argv: Sequence[str]) -> None:
         conversion = plan_import(options)
     elif isinstance(options, ExportOptions):
         conversion = plan_export(options)
-    elif isinstance(options, ArrangeOptions):
-        from megatron_ladder.convert.arrangement import arrange
-
-        # Errors of the flags come before the measurement.
-        plan_reshape(options)
-        conversion = plan_reshape(options, arrange(options))
     else:
         conversion = plan_reshape(options)
+    if isinstance(options, ArrangeOptions):
+        from megatron_ladder.convert.arrangement import arrange
+
+        conversion = plan_reshape(options, arrange(options))
     carry_out(conversion, options, functools.partial(print, flush=True))
 
 

@@ -122,8 +122,7 @@ def plan_reshape(options: ReshapeOptions, orders: Mapping[str, Permutation] = Ma
         replaced,
         facts=(f"{checkpoint.directory}: iteration {iteration}, {', '.join(kinds)}, wiring: {wiring_text(model)}",),
         notes=[*notes, *checkpoint.warnings],
-        verify_source=lambda: source.verify(only_weights=False),
-        reading=checkpoint.keeping_files_open,
+        verified_source=lambda: source.verified(only_weights=False),
     )
 
 
@@ -197,25 +196,19 @@ def plan_export(options: ExportOptions) -> Conversion:
         weight_map = {tensor.key: file for file, tensors in files.items() for tensor in tensors}
         index = {"metadata": {"total_size": total_bytes(files)}, "weight_map": dict(sorted(weight_map.items()))}
         other_files[INDEX_NAME] = json_file(index)
-
-    def publish(work: Path) -> Path:
-        publish_hf(work, options.hf, options.overwrite)
-        return options.hf
-
     return Conversion(
         files=files,
         work=hf_work(options.hf, _fingerprint(checkpoint.directory, files, sorted(other_files.items()))),
         target=options.hf,
         small_files=lambda work: other_files,
-        publish=publish,
+        publish=lambda work: publish_hf(work, options.hf, options.overwrite),
         facts=(
             f"{checkpoint.directory}: iteration {checkpoint.iteration}, wiring: {wiring_text(source.model)}",
             f"written as {model_type} in {dtype}"
             + (f", with {', '.join(code)}: load it with trust_remote_code=True" if code else ""),
         ),
         notes=checkpoint.warnings,
-        verify_source=lambda: source.verify(only_weights=True),
-        reading=checkpoint.keeping_files_open,
+        verified_source=lambda: source.verified(only_weights=True),
         check_logits=lambda work: compare_logits(
             work, source.model, checkpoint.directory, model_type, new_dtype, own_code=True
         ),

@@ -28,8 +28,6 @@ from megatron_ladder.errors import UserError
 from megatron_ladder.files import atomic_writer, write_atomically
 from megatron_ladder.progress import ProgressBar
 
-_FILES_LISTED = 8
-
 
 class _UnusableNumberError(UserError):
     """A weight is not finite, or does not fit in the new element type."""
@@ -123,10 +121,8 @@ class Conversion:
     """The complete temporary directory -> the published directory."""
     facts: Sequence[str]
     notes: Sequence[str] = ()
-    verify_source: Callable[[], None] = lambda: None
-    """Raises UserError if files of the source are damaged."""
-    reading: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-    """Called around all reading."""
+    verified_source: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    """The context of all reading; raises UserError if files of the source are damaged."""
     check_logits: Callable[[Path], str] | None = None
     """The complete temporary directory -> a line about logits; for --verify."""
 
@@ -142,23 +138,18 @@ def carry_out(conversion: Conversion, options: ConversionOptions, report: Callab
     began, files, work = time.monotonic(), conversion.files, conversion.work
     for line in (*conversion.facts, *(f"*** {note} ***" for note in conversion.notes)):
         report(line)
-    names = [*files]
-    listed = names if len(names) <= _FILES_LISTED else names[: _FILES_LISTED - 1]
-    for name in listed:
-        report(f"  {name}: {size_text(total_bytes({name: files[name]}))}, {len(files[name])} tensors")
-    if len(listed) < len(names):
-        report(f"  and {len(names) - len(listed)} more files")
+    for name, tensors in files.items():
+        report(f"  {name}: {size_text(total_bytes({name: tensors}))}, {len(tensors)} tensors")
     size = size_text(total_bytes(files))
-    report(f"{size} in {len(names)} files -> {conversion.target}")
+    report(f"{size} in {len(files)} files -> {conversion.target}")
     if options.dry_run:
         report("nothing was written (--dry-run)")
         return
     continued = work.exists()
     if not continued:
         check_space(conversion.target, total_bytes(files))
-    conversion.verify_source()
     try:
-        with work_directory(work, report), conversion.reading():
+        with conversion.verified_source(), work_directory(work, report):
             if continued:
                 report(f"continues an interrupted conversion in {work}")
             _write_files(files, work)

@@ -82,8 +82,8 @@ def check_hf_target(target: Path, overwrite: bool) -> None:
         raise UserError(f"--hf {target}: has no config.json, and --overwrite replaces only models; choose another")
 
 
-def publish_hf(work: Path, target: Path, overwrite: bool) -> None:
-    """Rename a complete directory to the target's name, and remove the old target afterwards.
+def publish_hf(work: Path, target: Path, overwrite: bool) -> Path:
+    """Rename a complete directory to the target's name, remove the old target afterwards, and return the new one.
 
     Raises:
         UserError: the target has appeared since the first check; it is left alone, and `work` stays.
@@ -102,6 +102,7 @@ def publish_hf(work: Path, target: Path, overwrite: bool) -> None:
     sync_directory(target.absolute().parent)
     if old.exists():
         shutil.rmtree(old)
+    return target
 
 
 def check_save_target(save: Path, iteration: int, overwrite: bool) -> list[str]:

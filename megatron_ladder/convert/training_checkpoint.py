@@ -3,6 +3,7 @@
 A converted checkpoint has whole tensors in files of bounded size, which every layout of ranks can read.
 """
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -56,12 +57,15 @@ class TrainingCheckpoint:
         stored = self.checkpoint.stored("weight")["embedding.weight"].dtype
         return "bfloat16" if stored == "float32" and training.get("bf16") else stored
 
-    def verify(self, only_weights: bool) -> None:
-        """Raise UserError if the contents of files differ from the checksums in the manifest."""
+    @contextlib.contextmanager
+    def verified(self, only_weights: bool) -> Iterator[None]:
+        """Keep files open for reading; raise UserError if their contents differ from the checksums in the manifest."""
         try:
             self.checkpoint.verify("verifying the source", only_weights=only_weights)
         except UserError as error:
             raise UserError(*(f"{line}; choose another checkpoint with --load" for line in error.messages)) from None
+        with self.checkpoint.keeping_files_open():
+            yield
 
 
 def open_training_checkpoint(load: Path) -> TrainingCheckpoint:
