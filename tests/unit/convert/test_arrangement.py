@@ -165,13 +165,6 @@ def test_effects_are_those_of_the_formula(tmp_path: Path) -> None:
     torch.testing.assert_close(sub_blocks[2].effects_of(2)[0].sum(), found.sum(), rtol=1e-4, atol=0)
 
 
-def test_a_row_of_zeros_in_the_embedding_is_no_obstacle(tmp_path: Path) -> None:
-    config = tiny_config(num_key_value_heads=4)
-    weights = make_weights(ReferenceConfig.like(config), 3)
-    weights["embedding.weight"][:40] = 0
-    arranged(tmp_path, config, weights, "--lanes", "2")
-
-
 def test_weights_that_are_not_finite_are_an_error(tmp_path: Path) -> None:
     config = tiny_config(num_key_value_heads=4)
     weights = make_weights(ReferenceConfig.like(config), 3)

@@ -15,7 +15,7 @@ from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.publish import published_checkpoints
 from megatron_ladder.convert import conversions
 from megatron_ladder.errors import UserError
-from tests.unit.convert.hand_made import CONFIG, SHAPES, entries, safetensors, write_directory
+from tests.unit.convert.hand_made import SHAPES, entries, safetensors, write_directory
 from tests.unit.convert.saved_models import (
     assert_equal_bits,
     convert,
@@ -104,15 +104,6 @@ def test_a_changed_source_is_converted_from_scratch(tmp_path: Path, monkeypatch:
     os.utime(directory / "model.safetensors", ns=(1, 1))
     convert(*words, "--verify")
     Checkpoint.open(tmp_path / "ours").verify()
-
-
-def test_another_configuration_makes_another_checkpoint(tmp_path: Path) -> None:
-    directory = write_directory(tmp_path / "hf")
-    for config in (CONFIG, {**CONFIG, "rms_norm_eps": 1e-6}):
-        write_directory(directory, config)
-        convert("import", "--hf", directory, "--save", tmp_path / "ours", "--overwrite")
-        assert Checkpoint.open(tmp_path / "ours").model().norm_epsilon == config["rms_norm_eps"]
-    assert [path.name for path in (tmp_path / "ours").iterdir() if path.is_dir()] == ["iter_0000000.1"]
 
 
 def test_overwriting(tmp_path: Path) -> None:

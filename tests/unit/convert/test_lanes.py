@@ -1,4 +1,4 @@
-"""Exported models whose lanes, or ranks of desync, read different streams, compared with the reference in float64."""
+"""The exported module in float64, with and without lanes or ranks of desync, compared with the reference."""
 
 import json
 from collections.abc import Callable
@@ -40,6 +40,13 @@ def desynced(interval: int, ranks: int, **changes: Any) -> ModelConfig:
     return tiny_config(residual_mode="desync", desync_interval=interval, desync_tp=ranks, **changes)
 
 
+LADDERS = [
+    laned("ladder", 1, (1, 2), lanes=0, num_layers=4),
+    laned("ladder", 1, (0,), lanes=0, num_layers=1),
+    laned("ladder", 3, (1, 2, 4), lanes=0, qk_layernorm=True),
+    laned("ladder-parallel", 1, (1, 2, 4), lanes=0),
+    laned("ladder-attention", 1, (1, 2, 4), lanes=0),
+]
 LANED = [
     laned("ladder", 1),
     laned("ladder", 1, **FOUR, **BIASES),
@@ -125,7 +132,7 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], toleranc
         assert error < tolerance, f"{name}: {error}"
 
 
-@pytest.mark.parametrize("config", LANED + DESYNCED, ids=text_of)
+@pytest.mark.parametrize("config", LADDERS + LANED + DESYNCED, ids=text_of)
 def test_logits_and_gradients_are_those_of_the_reference(config: ModelConfig, exact: Build) -> None:
     module, weights = exact(config)
     tokens = some_tokens(2, 10)
@@ -137,7 +144,7 @@ def test_logits_and_gradients_are_those_of_the_reference(config: ModelConfig, ex
     assert hf_type(config) == "megatron_ladder"
 
 
-@pytest.mark.parametrize("config", [LANED[2], LANED[6], LANED[8], LANED[11], DESYNCED[3]], ids=text_of)
+@pytest.mark.parametrize("config", [LADDERS[2], LANED[6], LANED[8], DESYNCED[3]], ids=text_of)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputation_gives_the_same_gradients(config: ModelConfig, reentrant: bool, exact: Build) -> None:
     module, _ = exact(config)
@@ -147,7 +154,7 @@ def test_recomputation_gives_the_same_gradients(config: ModelConfig, reentrant: 
     assert_close(gradients_of(module, tokens), expected, 1e-13)
 
 
-@pytest.mark.parametrize("config", [LANED[4], LANED[8], LANED[11], DESYNCED[1]], ids=text_of)
+@pytest.mark.parametrize("config", [LADDERS[2], LADDERS[3], LANED[4], LANED[11], DESYNCED[1]], ids=text_of)
 def test_greedy_tokens_are_the_same_with_every_cache_and_padding(config: ModelConfig, exact: Build) -> None:
     module, weights = exact(config)
     prompts = [some_tokens(1, length) for length in (3, 9, 6)]
@@ -210,6 +217,12 @@ def test_pipelines_that_pass_one_tensor_are_rejected(exact: Build) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"residual_mode": "other"}, "residual_mode 'other'"),
+        ({"residual_staleness": 0}, "residual_staleness 0"),
+        ({"ladder_layers": [4]}, "ladder_layers [4]"),
+        ({"ladder_layers": [1, 1]}, "ladder_layers [1, 1]"),
+        ({"ladder_layers": 7}, "ladder_layers 7"),
+        ({"ladder_layers": 1, "residual_mode": "parallel"}, "no meaning with residual_mode 'parallel'"),
         ({"lanes": -1}, "lanes -1 must be 0 or at least 2"),
         ({"lanes": 3}, "num_attention_heads 32 is not divisible by lanes 3"),
         ({"lanes": 32, "intermediate_size": 100}, "intermediate_size 100 is not divisible by lanes 32"),
@@ -225,7 +238,7 @@ def test_pipelines_that_pass_one_tensor_are_rejected(exact: Build) -> None:
         ),
     ],
 )
-def test_lanes_that_transformers_cannot_compute_are_rejected(changes: dict[str, Any], words: str) -> None:
+def test_wirings_that_transformers_cannot_compute_are_rejected(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError) as refusal:
         MegatronLadderConfig(num_hidden_layers=4, **changes)
     assert words in str(refusal.value)

@@ -1,7 +1,6 @@
 """Files next to the weights, as read by the libraries that use them."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -140,13 +139,6 @@ def test_an_imported_tokenizer_names_no_code_that_is_not_exported(tmp_path: Path
         tmp_path / "back", load_tokenizer("HuggingFaceTokenizer", directory / "tokenizer.json"), ["a b"], questions
     )
     assert AutoTokenizer.from_pretrained(tmp_path / "back").encode("b") == [2] and not questions
-
-
-def test_documented_tokenizers_have_permission() -> None:
-    """Otherwise transformers asks a question, and the command waits."""
-    pages = [path.read_text() for folder in ("docs", "examples") for path in (ROOT / folder).rglob("*.md")]
-    calls = [call for page in pages for call in re.findall(r"AutoTokenizer\.from_pretrained\(([^)]*)\)", page)]
-    assert len(calls) > 1 and all("trust_remote_code=True" in call for call in calls), calls
 
 
 def test_more_ids_than_the_model_has_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
