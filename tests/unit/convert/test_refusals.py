@@ -158,8 +158,6 @@ def test_index_and_headers_must_agree(tmp_path: Path) -> None:
     assert f"a.safetensors: {Q}: is missing" in message and f"b.safetensors: {Q}: is here" in message
     message = rejection(write_sharded(tmp_path / "two", a={"stray": [2]}))
     assert "a.safetensors: stray: is here, but model.safetensors.index.json does not list it" in message
-    message = rejection(write_sharded(tmp_path / "three", {"absent": "a.safetensors"}))
-    assert "a.safetensors: absent: is missing" in message
     message = rejection(write_sharded(tmp_path / "four", {"absent": "c.safetensors"}))
     assert "c.safetensors: file not found" in message
 
@@ -238,12 +236,6 @@ def test_pickled_weights_are_read_without_running_code(tmp_path: Path) -> None:
     ):
         torch.save({**good, Q: odd}, directory / "pytorch_model.bin")
         assert "pytorch_model.bin" in (message := rejection(directory)) and Q in message
-    whole = bytearray((directory / "pytorch_model.bin").read_bytes())
-    for position in range(whole.find(b"data.pkl"), whole.find(b"data.pkl") + 400, 7):
-        damaged = bytearray(whole)
-        damaged[position] ^= 0x55
-        (directory / "pytorch_model.bin").write_bytes(damaged)
-        assert "pytorch_model.bin" in rejection(directory)
     torch.save([1, 2], directory / "pytorch_model.bin")
     assert "not a dictionary of tensors" in rejection(directory)
 

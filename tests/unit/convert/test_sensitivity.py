@@ -226,13 +226,6 @@ def test_data_that_cannot_be_measured_is_an_error(
         read_batches(SensitivityOptions(**given), open_model(tmp_path / "run", None, None))
 
 
-def test_errors_name_the_flag(tmp_path: Path) -> None:
-    write_tokens(tmp_path / "data", 100)
-    words = ("--load", tmp_path / "none", "--data", tmp_path / "data", "--output", tmp_path / "out.json")
-    with pytest.raises(UserError, match="^--load "):
-        convert("sensitivity", *words)
-
-
 def test_a_model_with_own_partials_is_rejected() -> None:
     options = SensitivityOptions(load=Path("run"), data=Path("data"), output=Path("out.json"))
     lanes = tiny_config(residual_mode="ladder", ladder_layers=(0, 1), lanes=2)
