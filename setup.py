@@ -36,7 +36,7 @@ WANDB = ["wandb>=0.20,<1"]
 # To run evaluation tasks on the generation engine.
 EVAL = ["lm-eval[hf]>=0.4.13,<0.5"]
 # To fit the planner's model to measurements, and for statistics of studies.
-LAB = ["scipy>=1.14,<2"]
+LAB = ["pandas>=2.2,<4", "scipy>=1.14,<2"]
 TEST = [
     "build>=1.3,<2",
     "mypy>=1.18",

@@ -11,7 +11,6 @@ from ladder_lab.plan.options import (  # noqa: E402
     DESCRIPTIONS,
     KINDS,
     CalibrateOptions,
-    InferenceOptions,
     LayoutOptions,
     parse_options,
 )
@@ -38,14 +37,9 @@ def main(argv: Sequence[str]) -> None:
 
         print_layouts(options)
         return
-    if isinstance(options, InferenceOptions):
-        from ladder_lab.plan.inference import print_inference
+    from ladder_lab.plan.inference import print_inference
 
-        print_inference(options)
-        return
-    from ladder_lab.plan.published import print_paper
-
-    print_paper(options)
+    print_inference(options)
 
 
 if __name__ == "__main__":

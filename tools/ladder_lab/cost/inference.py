@@ -1,9 +1,9 @@
 """Time and memory of generation on a GPU and an interconnect.
 
-The step-time model of `serving.py`, with the constants of its fit to the published runs, for an engine of today instead
-of the authors' program: keys and values have their own heads and only the places in use, attention writes no scores to
-memory, the output head is cut over the ranks, and prefill computes the logits of the last position alone. CUDA graphs
-are assumed, so that no launch is visible.
+The constants are those of a fit to 170 runs published by the authors of arXiv 2501.06589. The engine is one of today
+instead of the authors' program: keys and values have their own heads and only the places in use, attention writes no
+scores to memory, the output head is cut over the ranks, and prefill computes the logits of the last position alone.
+CUDA graphs are assumed, so that no launch is visible.
 
 A sub-block of a decode step reads its matrices and its part of the cache, or computes its products if that takes
 longer, and has kernels that cost the same whatever its size. The rates scale with a GPU's memory and peak; the
@@ -22,7 +22,6 @@ from ladder_lab.cost.links import (
     gpu_contention,
 )
 from ladder_lab.cost.machines import Gpu, LinkPreset
-from ladder_lab.cost.serving import ServingTimes
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import Branch, SubBlockTensors, head_tensor, layer_tensors, model_tensors
 
@@ -44,7 +43,6 @@ class Fitted:
 
 SINGLE = Fitted(0.923, 32.1, {"standard": 2.1, "ladder": 4.7, "parallel": -4.9})
 BATCH = Fitted(0.876, 45.9, {"standard": 7.1, "ladder": 7.5, "parallel": -2.4})
-"""From the fit of `serving.py` to 170 runs published by the authors of arXiv 2501.06589, as are the constants below."""
 FLOOR_GROWTH = 3.3
 """Growth of the floor with each doubling of the batch beyond 4, us."""
 ATTENTION_FLOOR = 0.625
@@ -82,6 +80,19 @@ class InferenceRequest:
 
 
 @dataclass(frozen=True)
+class InferenceTimes:
+    """Seconds of prefill, which gives the first token, and of decoding the others."""
+
+    prefill: float
+    decode: float
+
+    @property
+    def total(self) -> float:
+        """The sum."""
+        return self.prefill + self.decode
+
+
+@dataclass(frozen=True)
 class InferenceMemory:
     """Bytes of one GPU."""
 
@@ -104,13 +115,13 @@ def inference_memory(request: InferenceRequest) -> InferenceMemory:
     return InferenceMemory(weights, places * _cache_bytes(request) * request.model.num_layers)
 
 
-def predict_inference(request: InferenceRequest) -> ServingTimes:
+def predict_inference(request: InferenceRequest) -> InferenceTimes:
     """Return the seconds of prefill, which gives the first token, and of decoding the others."""
     # The mean of all steps: attention covers the prompt and half of the new tokens.
     positions = request.prompt + request.new_tokens / 2
     step = _pass_seconds(request, request.batch, lambda one, count: _decode_seconds(request, one, count, positions))
     prefill = _pass_seconds(request, request.batch * request.prompt, lambda one, count: _prefill_seconds(request, one))
-    return ServingTimes(prefill, (request.new_tokens - 1) * step)
+    return InferenceTimes(prefill, (request.new_tokens - 1) * step)
 
 
 def _pass_seconds(request: InferenceRequest, tokens: int, seconds_of: Callable[[SubBlockTensors, int], float]) -> float:

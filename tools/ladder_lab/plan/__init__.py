@@ -1,1 +1,1 @@
-"""Plans the layout of a run and predicts its time, and predicts published runs."""
+"""Plans the layout of a run and predicts its time."""

@@ -1,16 +1,13 @@
 """`tools/plan.py inference`: what each wiring would gain for a model on a machine."""
 
-import csv
 import json
-import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ladder_lab.bench.sizes import find_size
-from ladder_lab.cost.inference import InferenceRequest, inference_memory, predict_inference
+from ladder_lab.cost.inference import InferenceRequest, InferenceTimes, inference_memory, predict_inference
 from ladder_lab.cost.machines import GPUS, LINK_ERROR, PRESETS, LinkPreset
-from ladder_lab.cost.serving import ServingTimes
 from ladder_lab.markdown import markdown_table
 from ladder_lab.plan.layouts import SMALLEST_DIFFERENCE, verdict
 from ladder_lab.plan.options import InferenceOptions, write_output
@@ -27,7 +24,7 @@ class _Prediction:
     """One wiring."""
 
     wiring: str
-    times: ServingTimes
+    times: InferenceTimes
     tokens_per_second: float
     decode_step_seconds: float
     speed_up: float
@@ -81,24 +78,21 @@ def print_inference(options: InferenceOptions) -> None:
 def _predict_wirings(request: InferenceRequest, models: Mapping[str, ModelConfig]) -> dict[str, _Prediction]:
     """Predict the model in several wirings, among them `standard`; `no-comm` is added."""
 
-    def times_of(link_factor: float) -> dict[str, ServingTimes]:
+    def times_of(link_factor: float) -> dict[str, InferenceTimes]:
         own = {
             name: predict_inference(replace(request, model=model, reduce_factor=link_factor))
             for name, model in models.items()
         }
         return own | {"no-comm": predict_inference(replace(request, model=models["standard"], reduce_factor=0.0))}
 
-    def total(times: ServingTimes) -> float:
-        return times.prefill + times.decode
-
     here, fast, slow = (times_of(factor) for factor in (1.0, 1 / LINK_ERROR, LINK_ERROR))
     found = {}
     for name, times in here.items():
-        ratios = [total(link["standard"]) / total(link[name]) for link in (fast, here, slow)]
+        ratios = [link["standard"].total / link[name].total for link in (fast, here, slow)]
         found[name] = _Prediction(
             name,
             times,
-            request.batch * request.new_tokens / total(times),
+            request.batch * request.new_tokens / times.total,
             times.decode / max(request.new_tokens - 1, 1),
             ratios[1],
             (min(ratios), max(ratios)),
@@ -120,73 +114,48 @@ def _recommend(predictions: Mapping[str, _Prediction]) -> str:
     return f"Recommendation: fastest {verdict(times)}, {best:.2f}; {adapt}."
 
 
-COLUMNS = ("model", "gpu", "tp", "link", "batch", "prompt", "generate", "weight_bits", "tokens_per_second")
-
-
 def _print_errors(path: Path) -> None:
     """Print measured and predicted tokens per second of decoding, one row for each of a CSV file.
 
     Raises:
         UserError: the file cannot be read, or a row is not a measurement.
     """
-    rows, errors = [], []
-    for number, row in enumerate(_read_measurements(path), start=1):
-        try:
-            request = _measured_request(row)
-            measured = float(row["tokens_per_second"])
-            predicted = request.batch * (request.new_tokens - 1) / predict_inference(request).decode
-            errors.append(predicted / measured - 1)
-        except (ValueError, ZeroDivisionError) as error:
-            raise UserError(f"--measurements {path}, row {number}: {error}") from None
-        setting = [row["model"], f"{row['tp']} x {row['gpu']}", row["link"], row["batch"], row["weight_bits"]]
-        cells = [*setting, f"{measured:.1f}", f"{predicted:.1f}", f"{100 * errors[-1]:+.0f} %"]
-        others = [text for name, text in row.items() if name not in COLUMNS]
-        rows.append(dict(zip([*HEAD, *(name for name in row if name not in COLUMNS)], [*cells, *others], strict=True)))
-    print(markdown_table(rows))
-    sizes = sorted(map(abs, errors))
-    median, high = 100 * statistics.median(sizes), 100 * sizes[min(len(sizes) * 9 // 10, len(sizes) - 1)]
-    print(
-        f"\nmedian error {median:.0f} %, 90th percentile {high:.0f} %, median of signed errors "
-        f"{100 * statistics.median(errors):+.0f} %, of {len(errors)}"
-    )
+    # Imported here because pandas is part of the extra [lab] and slow to import.
+    import pandas as pd
 
-
-HEAD = ("model", "GPUs", "link", "batch", "bits", "measured tokens/s", "predicted", "error")
-
-
-def _measured_request(row: Mapping[str, str]) -> InferenceRequest:
-    for column, known in (("gpu", GPUS), ("link", PRESETS)):
-        if row[column] not in known:
-            raise ValueError(f"{column} {row[column]!r} is not one of {', '.join(known)}")
-    return InferenceRequest(
-        find_size(row["model"]),
-        GPUS[row["gpu"]],
-        PRESETS[row["link"]],
-        int(row["tp"]),
-        int(row["batch"]),
-        int(row["prompt"]),
-        int(row["generate"]),
-        float(row["weight_bits"]),
-    )
-
-
-def _read_measurements(path: Path) -> list[dict[str, str]]:
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, restval="")
-            rows = list(reader)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"--measurements {path}: cannot be read: {error}") from None
-    missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
-    if missing or not rows:
-        problem = f"no column {', '.join(missing)}" if missing else "no rows below the first line"
-        raise UserError(f"--measurements {path}: {problem}; expected the columns {', '.join(COLUMNS)}")
-    raise_user_errors(
-        f"--measurements {path}, row {number}: more cells than the first line has columns: remove them"
-        for number, row in enumerate(rows, 1)
-        if None in row
+        table = pd.read_csv(path, dtype=str, keep_default_na=False)
+        predicted = pd.Series([_measured_request(row) for row in table.to_dict("records")], table.index)
+        measured = table.tokens_per_second.astype(float)
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise UserError(f"--measurements {path}: not a table of measurements: {error!r}") from None
+    errors = 100 * (predicted / measured - 1)
+    table = table.assign(
+        GPUs=table.tp + " x " + table.gpu,
+        bits=table.weight_bits,
+        **{
+            "measured tokens/s": measured.map("{:.1f}".format),
+            "predicted": predicted.map("{:.1f}".format),
+            "error": errors.map("{:+.0f} %".format),
+        },
     )
-    return rows
+    shown = ["model", "GPUs", "link", "batch", "bits", "measured tokens/s", "predicted", "error"]
+    others = table.columns.difference([*shown, "gpu", "tp", "prompt", "generate", "weight_bits", "tokens_per_second"])
+    print(markdown_table(table[[*shown, *others]].to_dict("records")))
+    sizes = errors.abs()
+    print(
+        f"\nmedian error {sizes.median():.0f} %, 90th percentile {sizes.quantile(0.9, 'higher'):.0f} %, median of "
+        f"signed errors {errors.median():+.0f} %, of {len(errors)}"
+    )
+
+
+def _measured_request(row: Mapping[str, str]) -> float:
+    """Return the predicted tokens per second of decoding for a row of measurements."""
+    sizes = (int(row[name]) for name in ("tp", "batch", "prompt", "generate"))
+    request = InferenceRequest(
+        find_size(row["model"]), GPUS[row["gpu"]], PRESETS[row["link"]], *sizes, float(row["weight_bits"])
+    )
+    return request.batch * (request.new_tokens - 1) / predict_inference(request).decode
 
 
 def _request_of(options: InferenceOptions) -> InferenceRequest:

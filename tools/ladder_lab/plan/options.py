@@ -15,7 +15,7 @@ from megatron_ladder.errors import UserError
 from megatron_ladder.files import write_atomically
 from megatron_ladder.flags import flag
 
-Command = Literal["layouts", "inference", "calibrate", "paper"]
+Command = Literal["layouts", "inference", "calibrate"]
 COMMANDS: tuple[Command, ...] = get_args(Command)
 
 
@@ -113,33 +113,19 @@ class InferenceOptions:
     """File for all predictions."""
 
 
-@dataclass(frozen=True)
-class PaperOptions:
-    """Published runs. Fits the serving model to one table of the paper's program and predicts another."""
-
-    fit: Path
-    """CSV with columns model, p2p, tensor_parallel, batch, wiring, prefill_seconds, decode_511_tokens_seconds."""
-    predict: Path
-    """CSV with the first five of these columns; further columns are kept."""
-    json: Path = flag(output="file")
-    """File for the rows of the second table with their predictions."""
-
-
 DESCRIPTIONS: dict[Command, str] = {
     "layouts": "Lists the layouts that fit a cluster, fastest first, and where each wiring pays. Needs no GPU.",
     "inference": "Predicts tokens per second of each wiring, and says whether a ladder would help a machine.",
     "calibrate": "Measures this machine for the predictions.",
-    "paper": "Predicts runs of the paper's program from other runs.",
 }
 KINDS: dict[Command, type] = {
     "layouts": LayoutOptions,
     "inference": InferenceOptions,
     "calibrate": CalibrateOptions,
-    "paper": PaperOptions,
 }
 
 
-def parse_options(argv: Sequence[str]) -> LayoutOptions | InferenceOptions | CalibrateOptions | PaperOptions:
+def parse_options(argv: Sequence[str]) -> LayoutOptions | InferenceOptions | CalibrateOptions:
     """Read the subcommand (`layouts` by default, `--calibrate` as `calibrate`) and its flags; raise UserError."""
     words = ["calibrate" if word == "--calibrate" else word for word in argv]
     words.sort(key=lambda word: word != "calibrate")
@@ -152,7 +138,7 @@ def parse_options(argv: Sequence[str]) -> LayoutOptions | InferenceOptions | Cal
     others = "".join(f"\n  plan.py {name:10} {text}" for name, text in DESCRIPTIONS.items() if name != command)
     description = f"{DESCRIPTIONS[command]}\n\nOther subcommands:{others}"
     (options,) = parse_command_line([KINDS[command]], words, f"plan.py {command}", description, found=errors)
-    assert isinstance(options, LayoutOptions | InferenceOptions | CalibrateOptions | PaperOptions)
+    assert isinstance(options, LayoutOptions | InferenceOptions | CalibrateOptions)
     if isinstance(options, LayoutOptions | InferenceOptions):
         try:
             find_size(options.model)
