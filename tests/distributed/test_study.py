@@ -2,21 +2,18 @@
 
 from pathlib import Path
 
-from ladder_lab.study.commands import resolve_trial
-from ladder_lab.study.options import Request, RunOptions
-from ladder_lab.study.schema import Trial
+from ladder_lab.study.trials import Request, Trial, resolve_trial
 from megatron_ladder.blueprint.model import key_value_replicas
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.parallel.layout import parameter_sections
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import Pieces, assert_pieces, mesh_of
-from tests.unit.ladder_lab.study.test_pairs import SIZE, matrices
+from tests.unit.ladder_lab.test_study import SIZE, matrices
 
 
 def initial_matrices(wiring: str, seed: int) -> Pieces:
     """Return this rank's parts of all initial weights except norms."""
-    request = Request(RunOptions(Path("out"), sizes=(SIZE,)), ())
-    run = resolve_trial(request, Trial("tokens", wiring, SIZE, seed, 1e-3, 10), [])
+    run = resolve_trial(Request(Path("out"), {}, 1), Trial("tokens", SIZE, wiring, seed, 1e-3, 10), [])
     ranks = run.parallel.tensor_model_parallel_size
     model = LanguageModel(run.model, mesh_of(ranks, key_value_replicas(run.model, ranks)), seed=run.training.seed)
     return [

@@ -27,8 +27,7 @@ def write_tokens(prefix: Path) -> Path:
 
 @pytest.mark.slow
 def test_standard_models_are_adapted(tmp_path: Path) -> None:
-    """A file in place of the folder of rewired models stops the first start after the standard models. The second start
-    finishes; the third one trains nothing and writes the same report."""
+    """The second start trains nothing and writes the same report."""
     out = tmp_path / "study"
     command = [
         sys.executable,
@@ -36,7 +35,7 @@ def test_standard_models_are_adapted(tmp_path: Path) -> None:
         "adapt",
         "--output-dir",
         out,
-        "--sizes",
+        "--size",
         SIZE,
         "--seeds",
         "1",
@@ -58,17 +57,11 @@ def test_standard_models_are_adapted(tmp_path: Path) -> None:
         "--split",
         "90,10,0",
     ]
-    (out / "rewired").parent.mkdir()
-    (out / "rewired").touch()
-    stopped = run_command(command, timeout=600)
-    assert stopped.returncode != 0
-    (out / "rewired").unlink()
     done = run_command(command, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "[20/20]" in done.stdout and "] tokens-" not in done.stdout
     results = {path.parent.name: json.loads(path.read_text()) for path in out.glob("trials/*/result.json")}
     losses = {name: result["validation"][-1][1] for name, result in results.items()}
-    assert len(losses) == 20 and {result["attempts"] for result in results.values()} == {1}
+    assert len(losses) == 20
     for seed in (1, 2):
 
         def loss(part: str, seed: int = seed) -> float:
@@ -78,11 +71,10 @@ def test_standard_models_are_adapted(tmp_path: Path) -> None:
         models = {loss(f"upper{upper}-0pct") for upper in (0, 1, 2)}
         assert len(models) == 3, "each model computes another loss on the same samples"
         assert loss("upper2-50pct") < loss("upper2-5pct"), "longer healing is better"
-    assert not (out / "rewired").exists() and not list(out.glob("trials/adapt-*/checkpoints/iter_*"))
-    report = (out / "adaptation.md").read_text()
+    assert not list(out.glob("trials/*/rewired*")) and not list(out.glob("trials/adapt-*/checkpoints"))
+    report = (out / "report.md").read_text()
     assert len(re.findall(r"^\| [012]", report, re.MULTILINE)) == 5
-    assert "Compared with the original standard model" in report
     times = {path: path.stat().st_mtime_ns for path in out.glob("trials/*/result.json")}
     again = run_command(command, timeout=120)
-    assert again.returncode == 0 and (out / "adaptation.md").read_text() == report
+    assert again.returncode == 0 and (out / "report.md").read_text() == report
     assert {path: path.stat().st_mtime_ns for path in out.glob("trials/*/result.json")} == times

@@ -16,8 +16,7 @@ from tests.helpers.patience import patient
 SIZE = "2x32x64x2x2x512"
 FLAGS = (
     f"--sizes {SIZE} --wirings standard ladder desync-2x --timed-wirings none --seeds 1 --iterations 40 "
-    "--learning-rates 1e-2 --seq-length 32 --micro-batch-size 4 --global-batch-size 8 --evaluations 2 --eval-iters 2 "
-    "--saves 8"
+    "--learning-rates 1e-2 --seq-length 32 --micro-batch-size 4 --global-batch-size 8 --evaluations 2 --eval-iters 2"
 ).split()
 
 
@@ -63,20 +62,17 @@ def test_a_stopped_study_resumes(tmp_path: Path) -> None:
     assert study.returncode == 0 and "the same command resumes the study" in printed
     assert running_pretraining(folder) == []
 
-    rejected = run_command([*command, "--seeds", "2"], timeout=120)
-    assert rejected.returncode == 2 and "seeds: was [1], now [1, 2]" in rejected.stderr
-    assert "tuning iterations" not in rejected.stderr
+    rejected = run_command([*command, "--iterations", "41"], timeout=120)
+    assert rejected.returncode == 2 and "iterations: was 40, now 41" in rejected.stderr
 
     done = run_command(command, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     results = {path.parent.name: json.loads(path.read_text()) for path in folder.glob("trials/*/result.json")}
     assert sorted(result["trial"]["wiring"] for result in results.values()) == ["desync-2x", "ladder", "standard"]
-    assert max(result["attempts"] for result in results.values()) > 1
     for result in results.values():
         assert [step for step, _ in result["validation"]] == [20, 40]
-        assert [step for step, _ in result["training"]] == list(range(1, 41))
     assert (folder / "report.md").is_file() and list(folder.glob("*.png"))
-    assert not list(folder.glob("trials/*/checkpoints/iter_*"))
+    assert not list(folder.glob("trials/*/checkpoints"))
 
     times = {path: path.stat().st_mtime_ns for path in folder.glob("trials/*/result.json")}
     again = run_command(command, timeout=120)

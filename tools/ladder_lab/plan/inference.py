@@ -151,10 +151,9 @@ def _print_errors(path: Path) -> None:
 
 def _measured_request(row: Mapping[str, str]) -> float:
     """Return the predicted tokens per second of decoding for a row of measurements."""
-    sizes = (int(row[name]) for name in ("tp", "batch", "prompt", "generate"))
-    request = InferenceRequest(
-        find_size(row["model"]), GPUS[row["gpu"]], PRESETS[row["link"]], *sizes, float(row["weight_bits"])
-    )
+    ranks, batch, prompt, new_tokens = (int(row[name]) for name in ("tp", "batch", "prompt", "generate"))
+    model, gpu, link = find_size(row["model"]), GPUS[row["gpu"]], PRESETS[row["link"]]
+    request = InferenceRequest(model, gpu, link, ranks, batch, prompt, new_tokens, float(row["weight_bits"]))
     return request.batch * (request.new_tokens - 1) / predict_inference(request).decode
 
 

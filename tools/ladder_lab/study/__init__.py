@@ -1,1 +1,1 @@
-"""Grids of trainings that are compared: at equal tokens, at equal time, and after an adaptation."""
+"""Studies: grids of training runs with several wirings, and adaptations of standard models."""

@@ -1,42 +1,44 @@
-"""The options of `tools/study.py`; the defaults are a study that takes about three hours on two cores."""
+"""The command line of `tools/study.py`; the defaults of `run` are a study that takes about three hours on two cores."""
 
+import importlib.util
+import itertools
+import shlex
+import shutil
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ladder_lab.bench.options import FEWEST_ROUNDS
-from ladder_lab.bench.sizes import SHAPE, SIZES
-from ladder_lab.study.wirings import DEFAULT_WIRINGS
+from ladder_lab.bench.options import parse_alpha
+from ladder_lab.bench.sizes import SHAPE, SIZES, find_size
+from ladder_lab.study.trials import STANDARD, TUNING_SEED, Request, Trial, resolve_trial, training_flag_errors
 from ladder_lab.wirings import NAMED_WIRINGS
-from megatron_ladder.flags import flag
+from megatron_ladder.blueprint.model import tensor_parallel_errors
+from megatron_ladder.command_line import parse_command_line, take_subcommand
+from megatron_ladder.errors import raise_user_errors
+from megatron_ladder.flags import flag, flag_name
 
 OWN_LINK = "own"
 """Value of --link that selects the interconnect of the trials."""
 NONE = "none"
 """Value of --timed-wirings that selects no wiring."""
+DEFAULT_WIRINGS = (STANDARD, "parallel", "ladder", "ladder-parallel", "staleness-2", "desync-2x", "own-partials-1")
+DESCRIPTIONS = {
+    "run": "Train a grid of wirings and seeds, at equal tokens and at equal time, and report on it. Resumes a stopped "
+    "study.",
+    "adapt": "Train standard models, rewire their upper layers, heal them, and report on it. Resumes a stopped study.",
+    "report": "Report on the finished trials of a study.",
+}
 
 
 @dataclass(frozen=True)
-class RunOptions:
-    """Study. Flags after -- (parallelism, precision, data) are passed to pretrain_ladder.py for every trial."""
+class TrainingOptions:
+    """Trials. Flags after -- (parallelism, precision, data) are passed to pretrain_ladder.py for every trial."""
 
     output_dir: Path = flag(output="directory")
-    """Folder of the study. A study with the same settings in this folder is resumed; --wirings, --timed-wirings and
-    --seeds can have further values."""
-    report_dir: Path | None = flag(None, output="directory")
-    """Folder for report.md and its pictures; --output-dir if not given."""
-    small: bool = False
-    """Use smaller defaults, for a test of the whole program in about ten minutes on two cores. The results are not
-    meaningful."""
-    wirings: tuple[str, ...] = flag(DEFAULT_WIRINGS, choices=NAMED_WIRINGS)
-    """Wirings to compare. hybrid is ladder in the upper half of the layers. own-partials-N is ladder of staleness N in
-    which every rank is a lane (--lanes); like desync-2x and desync-4x it runs on two tensor-parallel ranks, and so
-    takes two slots of --jobs."""
-    timed_wirings: tuple[str, ...] = flag((), choices=(*NAMED_WIRINGS, NONE))
-    """Wirings of --wirings that are also trained for the time that standard takes, or none; all if not given."""
-    sizes: tuple[str, ...] = flag(("12x32x96x2x2x512",), details=f"Names: {', '.join(SIZES)}; numbers: {SHAPE}.")
-    """Shapes of the model, by name or in numbers. The default corpus gets the vocabulary of the size."""
+    """Folder of the study. A study with the same settings in this folder is resumed."""
     seeds: tuple[int, ...] = flag((1, 2, 3), minimum=0)
-    """Seeds. Trials with the same seed share initial weights and order of data."""
+    """Seeds. Trials with the same seed share initial weights and order of data. Further ones can be added later."""
     iterations: int = flag(944, minimum=1)
     """Steps at equal tokens, and of standard at equal time."""
     seq_length: int = flag(128, minimum=1)
@@ -48,23 +50,31 @@ class RunOptions:
     learning_rates: tuple[float, ...] = flag((8e-3, 1.6e-2, 3.2e-2), above=0)
     """Highest learning rates to try for every wiring, and up to three further ones if the best is at the edge. The rate
     with the lowest final validation loss is used; a single rate is used without a trial."""
-    learning_rates_from: Path | None = flag(None, excludes="--learning-rates")
-    """Folder of a finished study, usually of a smaller model: instead of trying --learning-rates, use its rate of each
-    wiring, times the ratio of its hidden size to that of the model."""
-    tuning_iterations: int | None = flag(None, minimum=1)
-    """Steps of a trial that tries a learning rate; --iterations if not given. A shorter run may favour another rate."""
-    tuning_seed: int = flag(100, minimum=0)
-    """Seed of those trials; it must not be one of --seeds."""
-    warm_up_share: float = flag(0.1, minimum=0, below=1)
-    """Share of a trial's steps in which its learning rate rises."""
-    last_rate_share: float = flag(0.1, minimum=0, maximum=1)
-    """Lowest learning rate, at the end of the cosine, as a share of the highest."""
     evaluations: int = flag(7, minimum=1)
     """Evaluations of a trial, evenly spaced; the last one evaluates the finished model."""
     eval_iters: int = flag(24, minimum=1)
     """Steps' worth of samples in one evaluation."""
-    saves: int = flag(4, minimum=1)
-    """Checkpoints of a trial while it runs; a killed trial loses the work since the last one."""
+    jobs: int = flag(2, minimum=1)
+    """Processes with one thread each that run at the same time. With --launcher: trials at the same time."""
+    launcher: str | None = None
+    """Command to put before pretrain_ladder.py, such as "deepspeed --hostfile hosts"; combine it with --jobs 1."""
+
+
+@dataclass(frozen=True)
+class GridOptions:
+    """Grid. The models to compare, and the interconnect of the comparison at equal time."""
+
+    wirings: tuple[str, ...] = flag(DEFAULT_WIRINGS, choices=NAMED_WIRINGS)
+    """Wirings to compare; further ones can be added later. hybrid is ladder in the upper half of the layers.
+    own-partials-N is ladder of staleness N in which every rank is a lane (--lanes); like desync-2x and desync-4x it
+    runs on two tensor-parallel ranks, and so takes two of --jobs."""
+    timed_wirings: tuple[str, ...] = flag((), choices=(*NAMED_WIRINGS, NONE))
+    """Wirings of --wirings that are also trained for the time that standard takes, or none; all if not given."""
+    sizes: tuple[str, ...] = flag(("12x32x96x2x2x512",), details=f"Names: {', '.join(SIZES)}; numbers: {SHAPE}.")
+    """Shapes of the model, by name or in numbers. The default corpus gets the vocabulary of the size."""
+    learning_rates_from: Path | None = flag(None, excludes="--learning-rates")
+    """Folder of a finished study, usually of a smaller model: instead of trying --learning-rates, use its rate of each
+    wiring, times the ratio of its hidden size to that of the model."""
     link: str = "1.2c"
     """Interconnect of the trials at equal time: the time of one all-reduce on an emulated wire between
     --timing-ranks processes of this machine, as multiples of the computation of the mean sub-block (1.2c), or
@@ -72,38 +82,15 @@ class RunOptions:
     the one to compare on."""
     timing_ranks: int = flag(2, minimum=2)
     """Tensor-parallel processes of the timed steps."""
-    timing_rounds: int = flag(15, minimum=FEWEST_ROUNDS)
-    """Rounds of the timed steps; every wiring runs once in each."""
-    jobs: int = flag(2, minimum=1)
-    """Processes with one thread each that run at the same time. With --launcher: trials at the same time."""
-    launcher: str | None = None
-    """Command to put before pretrain_ladder.py, such as "deepspeed --hostfile hosts"; combine it with --jobs 1."""
-    keep_checkpoints: bool = False
-    """Keep the checkpoints of finished trials at equal tokens and time, which are otherwise removed."""
-
-
-@dataclass(frozen=True)
-class SmallRunOptions(RunOptions):
-    """Study, small. A test of the whole program in minutes; its results are not meaningful."""
-
-    sizes: tuple[str, ...] = ("8x64x192x4x4x1024",)
-    seeds: tuple[int, ...] = flag((1, 2), minimum=0)
-    iterations: int = flag(60, minimum=1)
-    micro_batch_size: int = flag(8, minimum=1)
-    global_batch_size: int = flag(8, minimum=1)
-    learning_rates: tuple[float, ...] = flag((4e-3, 8e-3), above=0)
-    tuning_iterations: int | None = flag(20, minimum=1)
-    evaluations: int = flag(3, minimum=1)
-    eval_iters: int = flag(4, minimum=1)
-    saves: int = flag(2, minimum=1)
-    timing_rounds: int = flag(7, minimum=FEWEST_ROUNDS)
 
 
 @dataclass(frozen=True)
 class AdaptOptions:
     """Adaptation. The layers of the standard models to rewire, and the healing runs."""
 
-    adapt_layers: tuple[int, ...] = flag((), minimum=0)
+    size: str = flag("12x32x96x2x2x512", details=f"Names: {', '.join(SIZES)}; numbers: {SHAPE}.")
+    """Shape of the model, by name or in numbers. The default corpus gets the vocabulary of the size."""
+    adapt_layers: tuple[int, ...] = flag((), minimum=1)
     """Numbers of upper layers that become ladder; a quarter, a half, three quarters and all of them if not given. The
     control with none is always included."""
     healing_percent: tuple[int, ...] = flag((1, 3, 10), minimum=1, maximum=100)
@@ -113,23 +100,125 @@ class AdaptOptions:
 
 
 @dataclass(frozen=True)
-class Request:
-    """A command line of `run` or `adapt`, with the words after -- and the trainer's flags of the default corpus."""
-
-    options: RunOptions
-    training_flags: tuple[str, ...]
-    adapt: AdaptOptions | None = None
-    command: tuple[str, ...] = ()
-    data_flags: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class ReportOptions:
     """Report. Write report.md and its pictures again."""
 
     output_dir: Path = flag(output="directory")
     """Folder of the study."""
-    report_dir: Path | None = flag(None, output="directory")
-    """Folder for report.md and its pictures; --output-dir if not given."""
-    compare_with: Path | None = None
-    """Folder of a repetition of the study: also print whether its losses are within the spread of this study's."""
+
+
+SECTIONS: dict[str, tuple[type, ...]] = {
+    "run": (TrainingOptions, GridOptions),
+    "adapt": (TrainingOptions, AdaptOptions),
+    "report": (ReportOptions,),
+}
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """A command line of `run` or `adapt`: how its trials are trained, and what it compares."""
+
+    request: Request
+    training: TrainingOptions
+    compared: GridOptions | AdaptOptions
+
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        """The shapes of the models."""
+        return self.compared.sizes if isinstance(self.compared, GridOptions) else (self.compared.size,)
+
+    @property
+    def wirings(self) -> tuple[str, ...]:
+        """The wirings that are trained from scratch."""
+        return self.compared.wirings if isinstance(self.compared, GridOptions) else (STANDARD,)
+
+    @property
+    def timed_wirings(self) -> tuple[str, ...]:
+        """The wirings that are also trained at equal time; standard, the reference, is always included."""
+        if isinstance(self.compared, AdaptOptions) or self.compared.timed_wirings == (NONE,):
+            return ()
+        return tuple(dict.fromkeys((STANDARD, *(self.compared.timed_wirings or self.wirings))))
+
+
+def parse_options(argv: Sequence[str]) -> Parsed | ReportOptions:
+    """Parse `run|adapt|report` and the flags. Raises UserError with one message per error."""
+    command, _ = take_subcommand(argv, DESCRIPTIONS, "study.py", "Runs and reports grids of training runs.")
+    split = argv.index("--") if "--" in argv and command != "report" else len(argv)
+    words, training_flags = argv[1:split], tuple(argv[split + 1 :])
+    errors: list[str] = []
+    options, *compared = parse_command_line(
+        SECTIONS[command], words, f"study.py {command}", DESCRIPTIONS[command], found=errors
+    )
+    errors += [
+        f"{name} is not installed, but reports of studies need it: pip install 'megatron-ladder[{extra}]'"
+        for name, extra in {"matplotlib": "plot", "pandas": "lab", "scipy": "lab"}.items()
+        if importlib.util.find_spec(name) is None
+    ]
+    if isinstance(options, ReportOptions):
+        raise_user_errors(errors)
+        return options
+    common = {name: getattr(options, name) for name in ("seq_length", "micro_batch_size", "global_batch_size")}
+    request = Request(
+        options.output_dir,
+        {**common, "eval_iters": options.eval_iters},
+        options.evaluations,
+        training_flags,
+        launcher=options.launcher,
+    )
+    parsed = Parsed(request, options, compared[0])
+    errors += [*_find_errors(parsed), *training_flag_errors(training_flags)]
+    if not errors:
+        # The trainer's checks, which need valid options.
+        for size, wiring in itertools.product(parsed.sizes, parsed.wirings):
+            trial = Trial("tokens", size, wiring, 1, max(options.learning_rates), options.iterations)
+            resolve_trial(request, trial, errors)
+    raise_user_errors(errors)
+    return parsed
+
+
+def _find_errors(parsed: Parsed) -> Iterator[str]:
+    yield from _repeated(parsed.training, "seeds", "learning_rates")
+    if TUNING_SEED in parsed.training.seeds:
+        yield f"--seeds {TUNING_SEED}: is the seed of the trials that choose a learning rate: give another one"
+    for size in parsed.sizes:
+        try:
+            find_size(size)
+        except ValueError as error:
+            yield f"--size {size}: {error}"
+            return
+    if isinstance(parsed.compared, GridOptions):
+        yield from _grid_errors(parsed, parsed.compared)
+    else:
+        layers = find_size(parsed.compared.size).num_layers
+        for upper in parsed.compared.adapt_layers:
+            if upper > layers:
+                yield f"--adapt-layers {upper}: expected numbers of upper layers, 1 to {layers}; 0 is always included"
+    launcher = parsed.training.launcher
+    if launcher is not None:
+        program = (shlex.split(launcher) or ["an empty command"])[0]
+        if shutil.which(program) is None:
+            yield f"--launcher {launcher}: {program} is not an executable program"
+
+
+def _grid_errors(parsed: Parsed, grid: GridOptions) -> Iterator[str]:
+    timed = parsed.timed_wirings
+    yield from _repeated(grid, "wirings", "timed_wirings", "sizes")
+    if invalid := [name for name in timed if name not in grid.wirings]:
+        yield f"--timed-wirings {' '.join(invalid)}: expected some of --wirings, or {NONE}"
+    if STANDARD not in grid.wirings:
+        yield f"--wirings {' '.join(grid.wirings)}: add {STANDARD}, with which all others are compared"
+    if not timed or grid.link == OWN_LINK:
+        return
+    alpha = parse_alpha(grid.link)
+    if alpha is None or alpha[0] == 0:
+        yield f"--link {grid.link}: expected a time such as 1.2c or 2ms, or {OWN_LINK}"
+    for size in grid.sizes:
+        for error in tensor_parallel_errors(find_size(size), grid.timing_ranks):
+            yield f"--timing-ranks {grid.timing_ranks}: {error}"
+
+
+def _repeated(options: Any, *names: str) -> Iterator[str]:
+    for name in names:
+        values = getattr(options, name)
+        for value in dict.fromkeys(value for value in values if values.count(value) > 1):
+            yield f"{flag_name(name)} {value}: is given twice"

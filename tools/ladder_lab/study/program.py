@@ -1,339 +1,412 @@
-"""Runs a study, from its command line to its report, and resumes it."""
+"""Runs studies, from their command line to their report, and resumes them.
 
-import functools
+1. tuning: every learning rate for every wiring, with a separate seed; the lowest validation loss wins. If the best rate
+   is at the edge of the tried ones, rates beyond it are tried.
+2. tokens: every wiring with every seed, for the same number of steps.
+3. time: some wirings again, for as many steps as they can do in the time of standard.
+
+An adaptation trains standard models (1 and 2), rewires their upper layers, and trains them for a short time (healing).
+The control is the standard model itself, trained for as long.
+"""
+
+import json
+import math
 import platform
+import shlex
+import shutil
+import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ladder_lab.bench.options import FEWEST_ROUNDS
+from ladder_lab.bench.paired import RatioVerdict
 from ladder_lab.bench.sizes import find_size
-from ladder_lab.study import commands, grid, outcome, schema
-from ladder_lab.study.command_line import timed_wirings
-from ladder_lab.study.commands import environment_of, folder_of
-from ladder_lab.study.options import OWN_LINK, Request, RunOptions
+from ladder_lab.study.options import OWN_LINK, AdaptOptions, GridOptions, Parsed
 from ladder_lab.study.report import write_report
-from ladder_lab.study.results import read_results
-from ladder_lab.study.scheduling import GridProgress, Job, run_jobs
-from ladder_lab.study.schema import Result, StepTimes, Study, Trial, rate_key, read_result, write_json
-from ladder_lab.study.wirings import STANDARD
-from megatron_ladder.blueprint.tensors import parameter_count
-from megatron_ladder.config.run import RunConfig
-from megatron_ladder.data.sidecar import read_sidecar
-from megatron_ladder.errors import ExitCode, UserError
+from ladder_lab.study.trials import (
+    CHECKPOINTS,
+    ROOT,
+    STANDARD,
+    TUNING_SEED,
+    Request,
+    StudyStopped,
+    Trial,
+    TrialRunner,
+    common_flags,
+    flag_words,
+    last_lines,
+    read_training_flags,
+    trial_flags,
+)
+from megatron_ladder.errors import ExitCode, UserError, raise_user_errors
+from megatron_ladder.files import write_atomically
 from megatron_ladder.processes import received_signals
 from megatron_ladder.train.lock import SaveLock
 
-OUTPUT_NAME = "output.txt"
-LAST_LINES = 12
+STUDY_NAME = "study.json"
+MOST_FURTHER = 3
+"""Most learning rates that are tried beyond the grid."""
+SEED_OFFSET = 1000
+"""Added to the seeds of adapted models, including the control, so that healing sees the data in another order."""
+TIMING_ROUNDS, TIMING_ATTEMPTS = 15, 3
+"""Rounds of a measurement of step times, and most measurements until the benchmark finds one sound."""
 _SPLIT = "96,4,0"
+_EXTENSIBLE = ("wirings", "timed_wirings", "seeds")
+"""Settings to which a later start can add values, because a trial depends on none but its own."""
 _DATA_FIELDS = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "streaming")
-TIMING_ATTEMPTS = 3
-"""Most measurements of step times until the benchmark finds them sound."""
 
 
-class _StudyStopped(Exception):
-    """A signal requested the end."""
-
-
-def run_study(request: Request, kind: "type[StudyRun] | None" = None) -> None:
+def run_study(parsed: Parsed) -> None:
     """Run the missing trials of a study and write its report. Raises UserError, and SystemExit if trials fail."""
-    options = request.options
-    chosen = _transferred_rates(options)
-    options.output_dir.mkdir(parents=True, exist_ok=True)
-    with SaveLock(options.output_dir, flag="--output-dir"), received_signals() as received:
-        request, data = _prepare_data(request)
-        check = functools.partial(_reject_other_ranks, options)
-        study = schema.load_or_create_study(options.output_dir, _describe(request, data, chosen), check)
-        run = (kind or StudyRun)(request, study, received)
+    folder = parsed.request.output_dir
+    chosen = _transferred_rates(parsed)
+    folder.mkdir(parents=True, exist_ok=True)
+    with SaveLock(folder, flag="--output-dir"), received_signals() as received:
+        parsed = replace(parsed, request=_prepare_data(parsed))
+        runner = TrialRunner(parsed.request, parsed.training.jobs, received)
+        study = _Study(parsed, runner, chosen)
+        study.load()
         try:
-            run.run()
-        except _StudyStopped:
-            done, expected = len(run.progress.done), len(run.progress.expected)
-            run.progress.say(
-                f"stopped: {done} of about {expected} trials are done, and the running ones were saved; the same "
-                "command resumes the study"
-            )
+            if isinstance(parsed.compared, AdaptOptions):
+                _adapt(study, parsed.compared)
+            else:
+                _compare(study, parsed.compared)
+        except StudyStopped:
+            print("stopped: the running trials were saved; the same command resumes the study", flush=True)
             return
-        finally:
-            run.progress.close()
-        if any(result.trial.kind == "tokens" for result in run.results.values()):
-            print(f"report: {run.report(options.report_dir or options.output_dir)}", flush=True)
-    if run.failures:
-        lines = [f"{len(run.failures)} parts of the study failed:", *run.failures, "the same command runs them again"]
-        print(*(f"error: {line}" for line in lines), sep="\n", file=sys.stderr, flush=True)
+        if report := write_report(folder):
+            print(f"report: {report}", flush=True)
+    if runner.failures:
+        lines = [f"{len(runner.failures)} parts of the study failed:", *runner.failures]
+        print(*(f"error: {line}" for line in [*lines, "the same command runs them again"]), sep="\n", file=sys.stderr)
         sys.exit(ExitCode.INTERNAL)
 
 
-def _prepare_data(request: Request) -> tuple[Request, str]:
-    """Return the request with the flags of the data, and its description; builds the default corpus if needed."""
-    data = commands.read_training_flags(request.training_flags, []).data
-    given = [value for value in (getattr(data, name) for name in _DATA_FIELDS) if value]
-    if given:
-        words = [str(word) for value in given for word in (value if isinstance(value, tuple) else [value])]
-        return request, " ".join(words) + _describe_tokens([*data.data_path, *data.train_data_path])
-    folder = request.options.output_dir / "data"
-    vocabularies = {find_size(size).vocab_size for size in request.options.sizes}
-    if len(vocabularies) > 1:
-        found = ", ".join(map(str, sorted(vocabularies)))
-        fix = "give sizes with the same vocabulary, or other data after --"
-        raise UserError(f"--sizes have vocabularies of {found}, but the default corpus has one: {fix}")
-    if not (folder / "valid_text_document.json").is_file():
-        script = Path(__file__).resolve().parents[3] / "examples" / "prepare_corpus.py"
-        words = ["--output-dir", str(folder), "--vocab-size", str(vocabularies.pop())]
-        if subprocess.run([sys.executable, str(script), *words]).returncode:
-            raise UserError(f"{script} failed: give other data after --")
-    sources = folder / "train_text_document"
-    # Validation text of the same kind, because wirings are compared by how well they learn it.
-    flags = ("--data-path", str(sources), "--split", _SPLIT)
-    tokenizer = ("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(folder / "tokenizer.model"))
-    about = f"the sources of Python {platform.python_version()}'s standard library, the last of them held out"
-    return replace(request, data_flags=(*flags, *tokenizer)), f"{about} (--split {_SPLIT}){_describe_tokens([sources])}"
+@dataclass
+class _Study:
+    """The state of a study, of which `study.json` has the settings, the chosen rates and the step times."""
+
+    parsed: Parsed
+    runner: TrialRunner
+    chosen: dict[str, float]
+    """`size/wiring` -> learning rate."""
+    step_times: dict[str, Any] = field(default_factory=dict)
+    """Size -> {wiring -> the row of the benchmark}."""
+
+    @property
+    def models(self) -> list[tuple[str, str]]:
+        """Size and wiring of every model that is trained from scratch."""
+        return [(size, wiring) for size in self.parsed.sizes for wiring in self.parsed.wirings]
+
+    def trial(self, kind: Any, size: str, wiring: str, seed: int, **changes: Any) -> Trial:
+        """Return a trial at the chosen rate and the number of steps at equal tokens, unless `changes` has others."""
+        rate = self.chosen.get(f"{size}/{wiring}", 0.0)
+        return replace(Trial(kind, size, wiring, seed, rate, self.parsed.training.iterations), **changes)
+
+    def settings(self) -> dict[str, Any]:
+        """Return everything on which results depend."""
+        training, compared = self.parsed.training, self.parsed.compared
+        found: dict[str, Any] = {name: getattr(self.parsed, name) for name in ("sizes", "wirings", "timed_wirings")}
+        found |= {name: getattr(training, name) for name in ("seeds", "iterations", "learning_rates", "evaluations")}
+        if isinstance(compared, GridOptions):
+            found["link"] = compared.link
+            if compared.learning_rates_from is not None:
+                found |= {"learning_rates": [], "given_rates": self.chosen}
+        else:
+            found |= {name: value for name, value in vars(compared).items() if name != "size"}
+        shapes = {size: vars(find_size(size))["hidden_size"] for size in self.parsed.sizes}
+        request = self.parsed.request
+        words = {"training_flags": common_flags(request), "data": request.data_flags or "given", "hidden_sizes": shapes}
+        return json.loads(json.dumps({**found, **words}))
+
+    def load(self) -> None:
+        """Read the study of the folder, or write this one. Raises UserError if other settings differ."""
+        path = self.parsed.request.output_dir / STUDY_NAME
+        now: dict[str, Any] = self.settings()
+        if path.exists():
+            before = json.loads(path.read_text(encoding="utf-8"))
+
+            def is_extended(name: str, old: Any) -> bool:
+                new: Any = now.get(name)
+                if name == "given_rates":
+                    return isinstance(new, dict) and old.items() <= new.items()
+                return old == new or (name in _EXTENSIBLE and set(old) <= set(new))
+
+            raise_user_errors(
+                f"{path}: {name.replace('_', ' ')}: was {json.dumps(old)}, now {json.dumps(now.get(name))}: give "
+                "another --output-dir, or the same settings" + " and further ones" * (name in _EXTENSIBLE)
+                for name, old in before["settings"].items()
+                if not is_extended(name, old)
+            )
+            # Trials were trained with the rates and for the lengths that were found before.
+            self.chosen |= before["chosen"]
+            self.step_times = before["step_times"]
+        self.save()
+
+    def save(self) -> None:
+        """Write the state atomically."""
+        state = {
+            "settings": self.settings(),
+            "chosen": self.chosen,
+            "step_times": self.step_times,
+            "tokens_per_step": self.parsed.training.global_batch_size * self.parsed.training.seq_length,
+            "machine": f"{platform.processor() or platform.machine()}, Python {platform.python_version()}",
+            "commands": [shlex.join(["python", "tools/study.py", *sys.argv[1:]])],
+        }
+        write_atomically(self.parsed.request.output_dir / STUDY_NAME, json.dumps(state, indent=1) + "\n")
+
+    def tune(self) -> None:
+        """Choose the learning rates of the models that have none."""
+        rates, open_models = (
+            self.parsed.training.learning_rates,
+            [m for m in self.models if "/".join(m) not in self.chosen],
+        )
+        if len(rates) == 1:
+            self.chosen |= {"/".join(model): rates[0] for model in open_models}
+        else:
+            tried = {model: sorted(rates) for model in open_models}
+            while not self.runner.failures:
+                trials = [self._tuning(model, rate) for model, values in tried.items() for rate in values]
+                self.runner.run(trials)
+                losses = {model: self._losses(model, values) for model, values in tried.items()}
+                further = {
+                    model: value
+                    for model, found in losses.items()
+                    if len(found) < len(rates) + MOST_FURTHER and (value := value_beyond(found)) is not None
+                }
+                if not further or self.runner.failures:
+                    break
+                tried |= {model: sorted([*tried[model], value]) for model, value in further.items()}
+            if self.runner.failures:
+                # Otherwise some wirings would have tried fewer rates than others.
+                return
+            for model, found in losses.items() if open_models else ():
+                if math.isfinite(min(found.values())):
+                    self.chosen["/".join(model)] = min(found, key=lambda rate: found[rate])
+                else:
+                    self.runner.failures.append(f"{'/'.join(model)}: every learning rate diverged: not trained further")
+        self.save()
+
+    def _tuning(self, model: tuple[str, str], rate: float) -> Trial:
+        return self.trial("tuning", *model, TUNING_SEED, learning_rate=rate)
+
+    def _losses(self, model: tuple[str, str], rates: Sequence[float]) -> dict[float, float]:
+        results = {rate: self.runner.results.get(self._tuning(model, rate)) for rate in rates}
+        return {rate: result["validation"][-1][1] for rate, result in results.items() if result is not None}
 
 
-def _describe_tokens(prefixes: Sequence[Path]) -> str:
-    found = [(prefix, read_sidecar(prefix)) for prefix in prefixes]
-    return "".join(f", {one.tokens:,} tokens in {prefix.name}" for prefix, one in found if one is not None)
+def value_beyond(losses: Mapping[float, float]) -> float | None:
+    """Return the next value of the geometric series beyond the best value; None if the best is between two others.
+
+    Args:
+        losses: the loss of each value that was tried.
+    """
+    values = sorted(losses)
+    best = min(values, key=lambda value: losses[value], default=math.inf)
+    if len(values) < 2 or best not in (values[0], values[-1]) or not math.isfinite(losses[best]):
+        return None
+    neighbour = values[1] if best == values[0] else values[-2]
+    # Names and command lines of trials contain it.
+    return float(f"{best * best / neighbour:.3g}")
 
 
-def _describe(request: Request, data: str, chosen: dict[str, float]) -> Study:
-    options = request.options
-    shapes = {size: find_size(size) for size in options.sizes}
-    first = Trial("tokens", options.wirings[0], options.sizes[0], 0, options.learning_rates[0], options.iterations)
-    same = "wirings seeds tuning_seed iterations seq_length link".split()
-    return Study(
-        **{name: getattr(options, name) for name in same},
-        learning_rates=options.learning_rates if options.learning_rates_from is None else (),
-        chosen=chosen,
-        tuning_iterations=options.tuning_iterations or options.iterations,
-        timed_wirings=timed_wirings(options),
-        sizes={size: {name: getattr(shapes[size], name) for name in commands.SHAPE_FIELDS} for size in shapes},
-        tokens_per_step=commands.resolve_trial(request, first, []).tokens_per_step,
-        training_flags=commands.common_flags(request),
-        data=data,
-        machine=commands.describe_machine(),
-        command=request.command,
-        schedule={"warm_up": options.warm_up_share, "last": options.last_rate_share},
-    )
-
-
-def _transferred_rates(options: RunOptions) -> dict[str, float]:
+def _transferred_rates(parsed: Parsed) -> dict[str, float]:
     """Return the rates of the first size of `--learning-rates-from`, times the ratio of the hidden sizes, if given."""
-    source = options.learning_rates_from
+    source = parsed.compared.learning_rates_from if isinstance(parsed.compared, GridOptions) else None
     if source is None:
         return {}
-    other = schema.read_study(source)
-    if other is None:
-        raise UserError(f"--learning-rates-from {source}: not a study: expected the --output-dir of one")
-    size, shape = next(iter(other.sizes.items()))
-    rates = {wiring: other.rate(size, wiring) for wiring in options.wirings}
+    try:
+        other = json.loads((source / STUDY_NAME).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"--learning-rates-from {source}: not a study: expected the --output-dir of one") from None
+    size, hidden = next(iter(other["settings"]["hidden_sizes"].items()))
+    rates = {wiring: other["chosen"].get(f"{size}/{wiring}") for wiring in parsed.wirings}
     if missing := [wiring for wiring, rate in rates.items() if rate is None]:
         raise UserError(
             f"--learning-rates-from {source}: has chosen no rate for {', '.join(missing)}: add these --wirings to that "
             "study, or leave them out"
         )
-    ratios = {new: shape["hidden_size"] / find_size(new).hidden_size for new in options.sizes}
     return {
-        rate_key(new, wiring): float(f"{rate * ratio:.4g}")
-        for new, ratio in ratios.items()
+        f"{new}/{wiring}": float(f"{rate * hidden / find_size(new).hidden_size:.4g}")
+        for new in parsed.sizes
         for wiring, rate in rates.items()
-        if rate is not None
     }
 
 
-def _reject_other_ranks(options: RunOptions, study: Study) -> None:
-    """Raise a UserError if further step times would be measured with another number of ranks than the first ones."""
-    others = {times.ranks for times in study.step_times.values()} - {options.timing_ranks}
-    if options.link != OWN_LINK and others and any(grid.untimed_wirings(study, size) for size in study.sizes):
-        raise UserError(
-            f"--timing-ranks {options.timing_ranks}: the step times of this study were measured with {others.pop()}; "
-            "use that number, or another --output-dir"
-        )
+def _prepare_data(parsed: Parsed) -> Request:
+    """Return the request with the flags of the data; builds the default corpus if no data are given."""
+    request = parsed.request
+    given = read_training_flags(request.training_flags, []).data
+    if any(getattr(given, name) for name in _DATA_FIELDS):
+        return request
+    folder, vocabularies = request.output_dir / "data", {find_size(size).vocab_size for size in parsed.sizes}
+    if len(vocabularies) > 1:
+        found = ", ".join(map(str, sorted(vocabularies)))
+        fix = "give sizes with the same vocabulary, or other data after --"
+        raise UserError(f"--sizes have vocabularies of {found}, but the default corpus has one: {fix}")
+    if not (folder / "valid_text_document.json").is_file():
+        script = ROOT / "examples" / "prepare_corpus.py"
+        words = ["--output-dir", str(folder), "--vocab-size", str(vocabularies.pop())]
+        if subprocess.run([sys.executable, str(script), *words]).returncode:
+            raise UserError(f"{script} failed: give other data after --")
+    # Validation text of the same kind, because wirings are compared by how well they learn it.
+    data = ("--data-path", str(folder / "train_text_document"), "--split", _SPLIT)
+    tokenizer = ("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(folder / "tokenizer.model"))
+    return replace(request, data_flags=(*data, *tokenizer))
 
 
-class StudyRun:
-    """One start of a study, with a message for each failed part and the results of finished trials by name."""
-
-    def __init__(self, request: Request, study: Study, received: Sequence[int]) -> None:
-        self.request = request
-        self.options = request.options
-        self.study = study
-        self.failures: list[str] = []
-        self.results: dict[str, Result] = {}
-        self.progress = GridProgress(self._position)
-        self._received = received
-        self._resolved: dict[tuple[str, str], RunConfig] = {}
-        self._further: list[Trial] = []
-        self._diverged: set[str] = set()
-
-    def run(self) -> None:
-        """Run all missing trials, in order. Raises `_StudyStopped` when a signal arrives."""
-        self._expect()
-        self._tune(grid.tuning_trials(self.study))
-        if self.failures:
-            # Otherwise some wirings would have tried fewer rates than others.
-            return
-        self._choose()
-        if self.options.link != OWN_LINK:
-            self._time_steps()
-        self._train(grid.token_trials(self.study))
-        if self.options.link == OWN_LINK:
-            self._time_steps()
-        self._train(grid.time_trials(self.study))
-
-    def report(self, output: Path) -> Path | None:
-        """Write the report into a folder."""
-        return write_report(read_results(self.options.output_dir), output)
-
-    def _update(self, **changes: Any) -> None:
-        self.study = replace(self.study, **changes)
-        schema.write_study(self.options.output_dir, self.study)
-        self._expect()
-
-    def _expect(self) -> None:
-        self.progress.expected = [*grid.expected_trials(self.study, self._diverged), *self._further]
-
-    def _tune(self, trials: Sequence[Trial]) -> None:
-        """Run the tuning trials, and further ones while a best learning rate is at the edge."""
-        self._train(trials)
-        while not self.failures and (further := grid.further_trials(self.study, self._losses())):
-            self._further += further
-            self.progress.expected = [*self.progress.expected, *further]
-            self._train(further)
-
-    def _losses(self) -> dict[Trial, float]:
-        return {result.trial: result.final_loss for result in self.results.values()}
-
-    def _choose(self) -> None:
-        study, losses = self.study, self._losses()
-        # Earlier choices stay, because trials were trained with them.
-        chosen = {**grid.choose_learning_rates(study, losses), **study.chosen}
-        self._diverged = {rate_key(*model) for model in study.models} - chosen.keys()
-        self._update(chosen=chosen)
-        if len(study.learning_rates) > 1:
-            self.progress.say(f"learning rates: {', '.join(f'{key} {rate:g}' for key, rate in chosen.items())}")
-        for model in study.models:
-            key = rate_key(*model)
-            if key not in chosen:
-                self.failures.append(f"{key}: every learning rate diverged: not trained further")
-            elif key not in study.chosen and grid.is_at_the_edge(chosen[key], grid.tried_rates(study, losses, *model)):
-                self.progress.say(f"*** {key}: {chosen[key]:g} is at the edge of the rates tried ***")
-
-    def _train(self, trials: Sequence[Trial]) -> None:
-        left = {trial.name: trial for trial in trials if not self._collect(trial)}
-
-        def on_end(job: Job, code: int) -> None:
-            self._finish(left[job.name], job, code)
-
-        def on_poll(running: Sequence[Job]) -> None:
-            self.progress.update([left[job.name] for job in running])
-
-        if not run_jobs(map(self._job, left.values()), self.options.jobs, self._received, on_end, on_poll):
-            raise _StudyStopped
-
-    def _job(self, trial: Trial) -> Job:
-        folder = folder_of(self.options, trial)
-        for name in outcome.remove_unevaluated_end(folder, trial.iterations):
-            self.progress.say(f"{trial.name}: removed {name}: interrupted before the last evaluation")
-        self.progress.start(trial)
-        slots = self._configuration(trial).world_size if self.options.launcher is None else 1
-        return Job(trial.name, self._command(trial), environment_of(self.options), folder / OUTPUT_NAME, slots)
-
-    def _command(self, trial: Trial) -> tuple[str, ...]:
-        return commands.training_command(self.request, trial, self._configuration(trial).world_size)
-
-    def _configuration(self, trial: Trial) -> RunConfig:
-        # Except for seed, learning rate and length.
-        key = (trial.size, trial.wiring)
-        if key not in self._resolved:
-            self._resolved[key] = commands.resolve_trial(self.request, trial, [])
-        return self._resolved[key]
-
-    def _collect(self, trial: Trial) -> bool:
-        """Return whether a trial is done. If so, store its result and remove its checkpoints."""
-        folder = folder_of(self.options, trial)
-        result = read_result(folder)
-        if result is None:
-            run, history = self._configuration(trial), outcome.read_history(folder)
-            parameters = parameter_count(run.model).total
-            result = outcome.result_of(trial, history, parameters, run.tokens_per_step, self._command(trial))
-            if result is None:
-                return False
-            # Only here, because a later start can have another --keep-checkpoints.
-            if trial.kind == "tuning" or not self.options.keep_checkpoints:
-                outcome.remove_checkpoints(folder)
-            write_json(folder / schema.RESULT_NAME, result)
-        self.results[trial.name] = result
-        self.progress.done.add(trial.name)
-        return True
-
-    def _finish(self, trial: Trial, job: Job, code: int) -> None:
-        if self._collect(trial):
-            result = self.results[trial.name]
-            text = f"validation loss {result.final_loss:.4f}, {result.tokens_per_second:,.0f} tokens/s"
-            self.progress.end(trial, f"{text}, {result.seconds:,.0f} s")
-        elif self._received:
-            self.progress.end(trial, "stopped", is_done=False)
-        else:
-            reason = f"exit code {code}" if code else "no validation loss of the last step: add validation data"
-            self.progress.end(trial, f"failed: {reason}; the end of {job.output}:\n{_last_lines(job.output)}", False)
-            self.failures.append(f"{trial.name}: {reason}: see {job.output}")
-
-    def _time_steps(self) -> None:
-        for size in self.study.sizes:
-            if not (untimed := grid.untimed_wirings(self.study, size)):
-                continue
-            times = self._own_times(size) if self.options.link == OWN_LINK else self._measured_times(size, untimed)
-            if times is not None and not times.speedup.keys().isdisjoint(untimed):
-                # Trials have the lengths that earlier times gave them.
-                before = self.study.step_times.get(size)
-                times = times if before is None else before.extended_by(times)
-                self._update(step_times={**self.study.step_times, size: times})
-
-    def _measured_times(self, size: str, wirings: Sequence[str]) -> StepTimes | None:
-        """Measure the step times of wirings and of standard, with no other job; None after a failure."""
-        folder = self.options.output_dir / "timing" / size
-        rows, output = folder / "rows.json", folder / OUTPUT_NAME
-        wirings = (STANDARD, *(name for name in wirings if name != STANDARD))
-        command = commands.timing_command(self.options, wirings, size, rows)
-        job = Job(f"step times of {size}", command, environment_of(self.options), output, self.options.jobs)
-        codes: list[int] = []
-        for _ in range(TIMING_ATTEMPTS):
-            rows.unlink(missing_ok=True)
-            self.progress.say(f"{job.name}: measuring with {self.options.link}")
-            if not run_jobs([job], job.slots, self._received, lambda _, code: codes.append(code)):
-                raise _StudyStopped
-            if not rows.is_file():
-                self.failures.append(f"{job.name}: exit code {codes[-1]}: see {output}; no trials at equal time")
-                self.progress.say(f"{job.name}: failed:\n{_last_lines(output)}")
-                return None
-            times, doubts = outcome.read_step_times(rows, wirings, size, command)
-            if not doubts:
-                break
-        for doubt in doubts:
-            self.progress.say(f"*** step times: {doubt}, in {TIMING_ATTEMPTS} attempts ***")
-        ratios = ", ".join(f"{wiring} {ratio:.3f}" for wiring, ratio in times.speedup.items())
-        self.progress.say(f"{job.name}: {times.interconnect}: standard over wiring: {ratios}")
-        return times
-
-    def _own_times(self, size: str) -> StepTimes | None:
-        """Take step times from the trials at equal tokens; None until all have finished, so that they never change."""
-        timed = [trial for trial in grid.token_trials(self.study) if trial.wiring in self.study.timed_wirings]
-        if any(trial.size == size and trial.name not in self.results for trial in timed):
-            return None
-        ranks = commands.read_training_flags(self.request.training_flags, []).parallel.tensor_model_parallel_size
-        return outcome.times_of_trials([*self.results.values()], self.study, size, ranks)
-
-    def _position(self, trial: Trial) -> tuple[int, float | None]:
-        """Return the last iteration of a trial, and its loss if it is running."""
-        if trial.name in self.results:
-            return trial.iterations, None
-        history = outcome.read_history(folder_of(self.options, trial))
-        return history.iteration, float(history.progress[-1]["loss"]) if history.progress else None
+def _compare(study: _Study, grid: GridOptions) -> None:
+    """Run the grid: learning rates, equal tokens, step times, equal time."""
+    study.tune()
+    if not study.chosen:
+        return
+    seeds = study.parsed.training.seeds
+    trained = [model for model in study.models if "/".join(model) in study.chosen]
+    # Seeds are the outermost loop, so that an interrupted study has whole pairs.
+    study.runner.run(study.trial("tokens", *model, seed) for seed in seeds for model in trained)
+    for size in study.parsed.sizes:
+        _time_steps(study, grid, size)
+    study.runner.run(
+        study.trial("time", size, wiring, seed, iterations=steps)
+        for seed in seeds
+        for size, times in study.step_times.items()
+        for wiring, row in times.items()
+        if (steps := max(1, round(study.parsed.training.iterations * row["speedup"])))
+        != study.parsed.training.iterations
+        and (size, wiring) in trained
+    )
 
 
-def _last_lines(path: Path) -> str:
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
-    return "\n".join(f"    {line}" for line in lines)
+def _time_steps(study: _Study, grid: GridOptions, size: str) -> None:
+    """Add the step times of wirings at a size that have none; a trial keeps the length that earlier times gave it."""
+    known = study.step_times.get(size, {})
+    wirings = [wiring for wiring in study.parsed.timed_wirings if wiring not in known]
+    if not wirings:
+        return
+    if grid.link == OWN_LINK:
+        found = _own_times(study, size, wirings)
+    else:
+        found = _measured_times(study, grid, size, [STANDARD, *(name for name in wirings if name != STANDARD)])
+    study.step_times[size] = {**found, **known}
+    study.save()
+
+
+def _own_times(study: _Study, size: str, wirings: Sequence[str]) -> dict[str, Any]:
+    """Take the speed-ups from the trials at equal tokens, paired by seed."""
+    tokens = study.parsed.training.global_batch_size * study.parsed.training.seq_length
+
+    def speeds(wiring: str) -> dict[int, float]:
+        trials = {seed: study.trial("tokens", size, wiring, seed) for seed in study.parsed.training.seeds}
+        results = {seed: study.runner.results.get(trial) for seed, trial in trials.items()}
+        return {seed: result["tokens_per_second"] for seed, result in results.items() if result is not None}
+
+    standard, found = speeds(STANDARD), {}
+    for wiring in wirings:
+        own = speeds(wiring)
+        if ratios := [own[seed] / standard[seed] for seed in own if standard.get(seed)]:
+            found[wiring] = {
+                "speedup": statistics.median(ratios),
+                "spread": max(ratios) - min(ratios),
+                "seconds": tokens / statistics.median(own.values()),
+                "link": "that of the trials, from their tokens per second",
+            }
+    return found
+
+
+def _measured_times(study: _Study, grid: GridOptions, size: str, wirings: Sequence[str]) -> dict[str, Any]:
+    """Measure step times with the benchmark; nothing after a failure."""
+    folder = study.parsed.request.output_dir / "timing" / size
+    rows, output, training = folder / "rows.json", folder / "output.txt", study.parsed.training
+    values = {
+        "tp": grid.timing_ranks,
+        "sizes": size,
+        "batch": training.micro_batch_size,
+        "sequence": training.seq_length,
+        "alpha": grid.link,
+        "rounds": max(TIMING_ROUNDS, FEWEST_ROUNDS),
+        "json": rows,
+        "wirings": ",".join(wirings),
+    }
+    command = [sys.executable, str(ROOT / "tools" / "benchmark.py"), "train", *flag_words(values)]
+    found: dict[str, Any] = {}
+    for _ in range(TIMING_ATTEMPTS):
+        rows.unlink(missing_ok=True)
+        print(f"step times of {size}: measuring with {grid.link}", flush=True)
+        code = study.runner.execute(command, output)
+        if study.runner.received:
+            raise StudyStopped
+        if not rows.is_file():
+            study.runner.failures.append(f"step times of {size}: exit code {code}: see {output}")
+            print(last_lines(output), flush=True)
+            return {}
+        table = json.loads(rows.read_text(encoding="utf-8"))
+        found = {
+            row["wiring"]: {
+                "speedup": row["ratio_to_standard"],
+                "spread": row["spread"],
+                "seconds": row["median_seconds"],
+                "link": f"{row['interconnect']}, an all-reduce takes {1e3 * row['alpha_seconds']:.3f} ms "
+                f"({row['alpha']})" + f"; {row['verdict']}" * (row["verdict"] != RatioVerdict.SOUND.value),
+            }
+            for row in table
+            if row["wiring"] in wirings
+        }
+        found[STANDARD] |= {"speedup": 1.0, "spread": 0.0}
+        if all(row["verdict"] == RatioVerdict.SOUND.value for row in table):
+            break
+    return found
+
+
+def _adapt(study: _Study, options: AdaptOptions) -> None:
+    """Train standard models, rewire their upper layers, and evaluate and heal each."""
+    size, request, training = options.size, study.parsed.request, study.parsed.training
+    study.tune()
+    if f"{size}/{STANDARD}" not in study.chosen:
+        return
+    standards = [study.trial("tokens", size, STANDARD, seed) for seed in training.seeds]
+    study.runner.run(standards, keeps=True)
+    layers = find_size(size).num_layers
+    uppers = sorted({0, *(options.adapt_layers or (layers * quarters // 4 for quarters in (1, 2, 3, 4)))})
+    adapted = list(_adapted_trials(study, options, uppers))
+
+    def source(trial: Trial) -> Path:
+        standard = study.trial("tokens", size, STANDARD, trial.seed)
+        return request.folder(standard) / (f"rewired-{trial.upper}" if trial.upper else CHECKPOINTS)
+
+    def flags_of(trial: Trial) -> list[str]:
+        given: dict[str, object] = {"ladder_layers": trial.upper} if trial.upper else {}
+        given |= {"load": source(trial), "seed": trial.seed + SEED_OFFSET}
+        # Later flags override earlier ones.
+        end = ["--finetune", *([] if trial.iterations else ["--skip-train"])]
+        return [*trial_flags(request, trial), *flag_words(given), *end]
+
+    # A seed whose standard model failed is left out.
+    trained = {trial.seed for trial in standards if trial in study.runner.results}
+    for trial in adapted:
+        target = source(trial)
+        if trial.seed in trained and not target.exists():
+            tool = [sys.executable, str(ROOT / "tools" / "convert_checkpoint.py"), "reshape"]
+            load = target.parent / CHECKPOINTS
+            values = {"load": load, "save": target, "ladder_layers": trial.upper}
+            if code := study.runner.execute([*tool, *flag_words(values)], target.parent / "rewiring.txt"):
+                raise UserError(f"{target}: rewiring failed with exit code {code}: see {target.parent}/rewiring.txt")
+    study.runner.run([trial for trial in adapted if trial.seed in trained], flags_of=flags_of)
+    if not study.runner.failures:
+        for rewired in request.output_dir.glob("*/*/rewired-*"):
+            shutil.rmtree(rewired)
+
+
+def _adapted_trials(study: _Study, options: AdaptOptions, uppers: Sequence[int]) -> Iterator[Trial]:
+    """Yield the trials of adapted models, short ones first; 0 percent evaluates right after rewiring."""
+    training, rate = study.parsed.training, study.chosen[f"{options.size}/{STANDARD}"]
+    for percent in sorted({0, *options.healing_percent}):
+        steps = max(1, round(training.iterations * percent / 100)) if percent else 0
+        for seed in training.seeds:
+            for upper in uppers:
+                wiring = "ladder" if upper else STANDARD
+                share = float(f"{options.healing_rate_share * rate:.3g}")
+                yield Trial("adapt", options.size, wiring, seed, share, steps, upper, percent)

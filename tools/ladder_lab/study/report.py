@@ -1,215 +1,261 @@
-"""The reports of a study: one page of Markdown with its pictures, and the comparison with a repeated study."""
+"""The report of a study: tables of losses with paired differences, step times, and curves.
 
+Two runs with the same seed form a pair: they share initial weights and order of samples, so their difference does not
+contain the effect of the seed. All losses are in nats per token. Time is counted in steps of standard under the
+interconnect: an iteration of a wiring takes 1 / speedup.
+"""
+
+import json
 import math
-import shlex
 from collections.abc import Mapping, Sequence
-from pathlib import Path, PurePath
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+from scipy import stats
 
 from ladder_lab.markdown import markdown_table
-from ladder_lab.study import tables
-from ladder_lab.study.adaptation import write_adaptation
-from ladder_lab.study.figures import draw_curves, draw_differences, drawable, write_png
-from ladder_lab.study.options import ReportOptions
-from ladder_lab.study.results import BUDGETS, Budget, Comparison, StudyResults, read_results
-from ladder_lab.study.schema import changed_fields
-from ladder_lab.study.statistics import LossVerdict, deviation, mean
-from ladder_lab.study.tables import number
-from ladder_lab.study.wirings import STANDARD
+from ladder_lab.study.trials import STANDARD, read_results
+from megatron_ladder.errors import UserError
 from megatron_ladder.files import write_atomically
 
+if TYPE_CHECKING:
+    pass
 
-def report_study(options: ReportOptions) -> None:
-    """Write the reports of a folder's finished trials, and print the comparison with another study if requested."""
-    results = read_results(options.output_dir)
-    output = options.report_dir or options.output_dir
-    adaptation = write_adaptation(options.output_dir, output)
-    if adaptation is None or results.study.wirings != (STANDARD,):
-        print(f"report: {write_report(results, output)}", flush=True)
-    if adaptation is not None:
-        print(f"report: {adaptation}", flush=True)
-    if options.compare_with is not None:
-        print(_compare_studies(results, read_results(options.compare_with)), flush=True)
+REPORT_NAME, STUDY_NAME = "report.md", "study.json"
+CONFIDENCE = 0.95
+SHOWN_FROM = 0.3
+"""Share of the run that is not drawn, because its losses fall too fast to show differences."""
+NOTHING = "–"
+Curve = Sequence[tuple[float, float]]
+"""Positions, ascending, and the validation loss at each."""
 
 
-def write_report(results: StudyResults, output: Path) -> Path:
-    """Write `report.md` and its pictures into a folder, each of them atomically, and return the report's path."""
-    output.mkdir(parents=True, exist_ok=True)
-    has_differences = len(results.wirings("tokens")) > 1
-    drawn = {"curves": draw_curves, **({"differences": draw_differences} if has_differences else {})}
-    pictures: dict[str, list[str]] = {}
-    for size in results.study.sizes:
-        pictures[size] = [f"{name}-{size}.png" for name in drawn] if drawable(results, size) else []
-        for file, draw in zip(pictures[size], drawn.values(), strict=False):
-            write_png(draw(results, size), output / file)
-    write_atomically(output / "report.md", _report_text(results, pictures))
-    return output / "report.md"
+def write_report(folder: Path) -> Path | None:
+    """Write `report.md` and its pictures into the folder of a study, and return its path; None without results.
+
+    Raises UserError if the folder has no study.
+    """
+    try:
+        study = json.loads((folder / STUDY_NAME).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{folder}: no {STUDY_NAME}; expected the folder of a study") from None
+    results = read_results(folder)
+    if not results:
+        return None
+    runs = pd.DataFrame([{**one["trial"], **one, "loss": one["validation"][-1][1]} for one in results])
+    wirings = study["settings"]["wirings"]
+    order = runs.wiring.map(lambda wiring: wirings.index(wiring) if wiring in wirings else len(wirings))
+    runs = runs.iloc[order.argsort(kind="stable")]
+    commands = "\n".join(study["commands"])
+    parts = ["# Study", f"```sh\n{commands}\n```", f"On {study['machine']}.", _losses_of_rates(runs)]
+    if "adapt_layers" in study["settings"]:
+        parts += _adaptation(study, runs)
+    else:
+        for size in study["settings"]["sizes"]:
+            parts += _comparison(study, runs[runs["size"] == size], size, folder)
+    write_atomically(folder / REPORT_NAME, "\n\n".join(filter(None, parts)) + "\n")
+    return folder / REPORT_NAME
 
 
-def _report_text(results: StudyResults, pictures: Mapping[str, list[str]]) -> str:
-    study = results.study
-    parts = [f"# Wirings compared: {' and '.join(study.sizes)}", "## Results"]
-    for size in study.sizes:
-        for budget in BUDGETS if len(results.wirings("time")) > 1 else BUDGETS[:1]:
-            comparisons = results.comparisons(budget, size)
-            judged = sum(not math.isnan(one.adjusted_p) for one in comparisons.values())
-            parts.append(f"{f'{size}, at' if len(study.sizes) > 1 else 'At'} equal {budget}, with 95 % intervals:")
-            parts.append(_bullets([_finding(wiring, one, judged) for wiring, one in comparisons.items()]))
-    if missing := results.missing():
-        parts.append("**This study is not finished.** Trials still to run (and how many):\n\n" + _bullets(missing))
-    parts += ["## Setup", *_setup(results)]
-    for size in study.sizes:
-        suffix = f" ({size})" if len(study.sizes) > 1 else ""
-        parts += [f"## Learning rates{suffix}", *_learning_rates(results, size)]
-        parts += [f"## Equal tokens{suffix}", *_equal_tokens(results, size)]
-        parts += [f"## Equal time{suffix}", *_equal_time(results, size)]
-        if pictures.get(size):
-            parts += [f"## Pictures{suffix}", *(f"![{name}]({name})" for name in pictures[size])]
-    return "\n\n".join(filter(None, parts)) + "\n"
+def paired(losses: Mapping[int, float], baseline: Mapping[int, float]) -> dict[str, float]:
+    """Return mean, 95 % interval and p-value of the differences from the baseline's losses of the same seeds.
+
+    They are NaN where fewer pairs exist than a value needs, or if a run diverged.
+    """
+    apart = np.array([losses[seed] - baseline[seed] for seed in sorted(losses.keys() & baseline.keys())])
+    nothing = dict.fromkeys(("low", "high", "p"), math.nan)
+    if not len(apart) or not np.isfinite(apart).all():
+        return {"mean": math.nan, **nothing}
+    if len(apart) < 2 or np.ptp(apart) == 0:
+        return {"mean": float(apart.mean()), **nothing}
+    test = stats.ttest_1samp(apart, 0.0)
+    low, high = test.confidence_interval(CONFIDENCE)
+    return {"mean": float(apart.mean()), "low": float(low), "high": float(high), "p": float(test.pvalue)}
 
 
-def _finding(wiring: str, one: Comparison, judged: int) -> str:
-    """Return one sentence on one of the `judged` comparisons of a table."""
-    paired, (low, high) = one.difference, one.difference.interval
-    if paired.pairs == 0:
-        return f"**{wiring}** has no pair of runs with {STANDARD} yet."
-    if paired.verdict is LossVerdict.DIVERGED:
-        return f"**{wiring}** has no verdict, because a run of its {paired.pairs} pairs diverged."
-    if paired.verdict is LossVerdict.TOO_FEW:
-        return f"**{wiring}** has no verdict from a single pair (difference {number(paired.mean, '+.4f')} nats)."
-    if paired.verdict is LossVerdict.NO_DIFFERENCE:
-        span = f"{number(max(0.0, -low))} nats better to {number(max(0.0, high))} nats worse"
-        return f"**{wiring}** shows no significant difference from {STANDARD}: {span}."
-    least, most = sorted((abs(low), abs(high)))
-    significance = f", {'also' if one.holds_among_all else 'but not'} significant among {judged} comparisons"
-    note = f"{significance} (Holm's p {tables.adjusted_p(one)})" if judged > 1 else ""
-    return f"**{wiring}** ends {number(least)} to {number(most)} nats {paired.verdict.value} than {STANDARD}{note}."
+def holm(probabilities: Sequence[float]) -> list[float]:
+    """Adjust p-values for several comparisons (Holm 1979). NaN values are not counted and stay NaN."""
+    given = pd.Series(probabilities, dtype=float).dropna().sort_values()
+    factors = np.arange(len(given), 0, -1)
+    adjusted = (given * factors).cummax().clip(upper=1.0)
+    return [float(adjusted.get(index, math.nan)) for index in range(len(probabilities))]
 
 
-def _setup(results: StudyResults) -> list[str]:
-    study, finished = results.study, results.finished.values()
-    timings = [words for times in study.step_times.values() for words in (times.command, *times.later_commands)]
-    every = [study.command, *timings]
-    commands = [shlex.join(map(_portable, words)) for words in dict.fromkeys(every) if words]
-    tokens = study.iterations * study.tokens_per_step
+def first_reaching(curve: Curve, loss: float) -> float | None:
+    """Return where a curve first reaches a loss, interpolating linearly; None if it never does."""
+    positions, losses = (np.array(values, dtype=float) for values in zip(*curve, strict=True))
+    reached = np.flatnonzero(losses <= loss)
+    if not len(reached):
+        return None
+    at = reached[0]
+    if at == 0 or not math.isfinite(losses[at - 1]):
+        return float(positions[at])
+    return float(np.interp(loss, losses[[at, at - 1]], positions[[at, at - 1]]))
+
+
+def _number(value: float, form: str = ".4f") -> str:
+    return NOTHING if math.isnan(value) else f"{value:{form}}".replace("-", "−")
+
+
+def _mean_and_deviation(values: Sequence[float], form: str = ".4f") -> str:
+    """Format `mean ± sample standard deviation`; the mean alone for a single value, a dash for none."""
+    given = pd.Series(values, dtype=float)
+    spread = "" if len(given) < 2 else f" ± {_number(float(given.std()), form)}"
+    return _number(float(given.mean()), form) + spread
+
+
+def _losses_of_rates(runs: pd.DataFrame) -> str:
+    tuning = runs[runs.kind == "tuning"]
+    if tuning.empty:
+        return ""
+    table = tuning.pivot_table(index=["size", "wiring"], columns="learning_rate", values="loss")
     rows = [
-        f"Data: {study.data}",
-        f"Training: {study.iterations:,} iterations of {study.tokens_per_step:,} tokens ({tokens / 1e6:,.2f}M tokens), "
-        f"sequences of {study.seq_length:,}; flags of every run: `{shlex.join(study.training_flags)}`",
+        {"size": size, "wiring": wiring} | {f"{rate:g}": _number(loss) for rate, loss in row.items()}
+        for (size, wiring), row in table.iterrows()
     ]
-    warm_up, last = study.schedule["warm_up"], study.schedule["last"]
-    rows.append(f"Schedule: warm-up over {warm_up:.0%} of a run, then decay to {last:.0%} of the highest rate")
-    rows.append(f"Seeds: {', '.join(map(str, study.seeds))}; runs with the same seed are compared in pairs")
-    rows.append(f"Wirings: {', '.join(study.wirings)}")
-    versions: dict[str, dict[str, None]] = {}
-    for name, version in (item for one in finished for item in one.versions.items()):
-        versions.setdefault(name, {})[version] = None
-    software = {name: ", ".join(found) for name, found in versions.items()}
-    rows += [f"{name}: {value}" for name, value in {**study.machine, **software}.items()]
-    if finished:
-        hours = sum(one.seconds for one in finished) / 3600
-        stops = sum(one.attempts - 1 for one in finished)
-        rows.append(f"Done: {len(finished)} runs, {hours:.2f} hours of steps in total, {stops} interruptions")
-    return ["```sh\n" + "\n".join(commands) + "\n```", _bullets(rows), tables.sizes_table(results)]
+    return "Final validation losses by learning rate:\n\n" + markdown_table(rows)
 
 
-def _portable(word: str) -> str:
-    path = PurePath(word)
-    if path.is_absolute() and path.name.startswith("python"):
-        return "python"
-    return f"tools/{path.name}" if path.is_absolute() and path.parent.name == "tools" else word
+def _by_seed(runs: pd.DataFrame) -> dict[int, float]:
+    return dict(zip(runs.seed, runs.loss, strict=True))
 
 
-def _learning_rates(results: StudyResults, size: str) -> list[str]:
-    study = results.study
-    if len(study.learning_rates) == 1:
-        return [f"{study.learning_rates[0]:g} for every wiring, without tuning."]
-    if not study.learning_rates:
-        caption = "Those of another study, times the ratio of the hidden sizes (`--learning-rates-from`)."
-        return [caption, tables.learning_rates_table(results, size)]
-    caption = (
-        f"Final validation loss of one run of {study.tuning_iterations:,} iterations (seed {study.tuning_seed}) per "
-        "rate. (edge) marks a chosen rate that is the lowest or highest one tried."
-    )
-    return [caption, tables.learning_rates_table(results, size)]
+def _comparison(study: Mapping[str, Any], runs: pd.DataFrame, size: str, folder: Path) -> list[str]:
+    """Return the tables of one size at equal tokens and, if it is timed, at equal time."""
+    times = study["step_times"].get(size, {})
+    chosen = runs[runs.learning_rate == runs.wiring.map(lambda wiring: study["chosen"].get(f"{size}/{wiring}"))]
+    tokens = chosen[(chosen.kind == "tokens") & (chosen.iterations == study["settings"]["iterations"])]
+    steps = {wiring: max(1, round(study["settings"]["iterations"] * row["speedup"])) for wiring, row in times.items()}
+    # A wiring with as many steps at equal time as at equal tokens, like standard, is trained once.
+    timed = chosen[chosen.kind.isin(["tokens", "time"]) & (chosen.iterations == chosen.wiring.map(steps))]
+    per_step = {"tokens": lambda wiring: study["tokens_per_step"] / 1e6, "time": lambda w: 1 / times[w]["speedup"]}
+    groups = {"tokens": tokens, **({"time": timed} if len(timed.wiring.unique()) > 1 else {})}
+    parts = [f"## {size}"]
+    curves: dict[str, dict[str, list[Curve]]] = {}
+    for budget, found in groups.items():
+        scaled = found.assign(
+            curve=[
+                [(step * per_step[budget](wiring), loss) for step, loss in validation]
+                for wiring, validation in zip(found.wiring, found.validation, strict=True)
+            ]
+        )
+        curves[budget] = {wiring: list(own.curve) for wiring, own in scaled.groupby("wiring", sort=False)}
+        unit = "million tokens" if budget == "tokens" else f"steps of {STANDARD} under the interconnect"
+        parts += [f"### Equal {budget}", _outcomes(scaled, unit)]
+    if times:
+        parts += [_step_times(times)]
+    if any(STANDARD in by_wiring for by_wiring in curves.values()):
+        name = f"curves-{size}.png"
+        _draw(curves, folder / name)
+        parts.append(f"![Validation loss]({name})")
+    return parts
 
 
-def _equal_tokens(results: StudyResults, size: str) -> list[str]:
-    outcome = (
-        "Losses are in nats per token, mean over seeds ± sample standard deviation, and intervals those of the mean "
-        "paired difference. A verdict is bold if it also holds among all comparisons (Holm's p at most 0.05)."
-    )
-    reached = (
-        f"Tokens until a run reaches the final loss of {STANDARD} with the same seed (share of the whole run), "
-        "interpolated on the validation curve. Tokens/s are those on this machine, without the stated interconnect."
-    )
-    return _outcomes(results, "tokens", size, outcome, reached)
-
-
-def _equal_time(results: StudyResults, size: str) -> list[str]:
-    study = results.study
-    if len(results.wirings("time")) < 2:
-        return ["No wiring is trained for equal time in this study."]
-    if size not in study.step_times:
-        return ["The step times are not measured yet."]
-    times = study.step_times[size]
-    interconnect = (
-        f"Interconnect: {times.interconnect} (`--link {study.link}`), {times.ranks} tensor-parallel processes. Every "
-        f"wiring was trained for the time of {STANDARD}'s {study.iterations:,} iterations, by these step times."
-    )
-    steps = (
-        "Forward and backward of a step in fp32 on CPUs, without the optimizer, wirings interleaved"
-        if times.command
-        else "Steps of the runs at equal tokens"
-    )
-    ratios = f"{steps}: the median, the median of the paired ratios, and their interquartile range."
-    outcome = f"{STANDARD}'s runs are those at equal tokens. The intervals take the measured ratios as exact."
-    reached = f"Steps of {STANDARD} until a run reaches {STANDARD}'s final loss (share of the whole time):"
-    measured = [interconnect, ratios, tables.step_times_table(results, size)]
-    return [*measured, *_outcomes(results, "time", size, outcome, reached)]
-
-
-def _outcomes(results: StudyResults, budget: Budget, size: str, outcome: str, reached: str) -> list[str]:
-    if not any(results.runs(budget, size, one) for one in results.wirings(budget)):
-        return ["No run is done yet."]
-    outcomes, reaching = (table(results, budget, size) for table in (tables.outcomes_table, tables.reaching_table))
-    return [outcome, outcomes, reached, reaching]
-
-
-def _bullets(rows: Sequence[str]) -> str:
-    return "\n".join(f"- {row}" for row in rows)
-
-
-def _compare_studies(before: StudyResults, after: StudyResults) -> str:
-    """Compare means of two runs of a study over common seeds, with the deviation over all seeds of the first."""
-    warnings = []
-    if changed := changed_fields(before.study, after.study):
-        warnings.append(f"The two folders are not runs of the same study: {', '.join(changed)} differ.")
-    rates, new_rates = before.study.chosen, after.study.chosen
-    if rates != new_rates:
-        changes = {key: (rate, new_rates.get(key, rate)) for key, rate in rates.items()}
-        different = [f"{key} ({rate:g}, then {now:g})" for key, (rate, now) in changes.items() if rate != now]
-        warnings.append(f"The chosen learning rates differ: {', '.join(different) or 'one study is incomplete'}.")
+def _outcomes(runs: pd.DataFrame, unit: str) -> str:
+    """Return a table of final losses, paired differences from standard, and where its final loss is reached."""
+    groups = {wiring: own for wiring, own in runs.groupby("wiring", sort=False)}
+    baseline = groups.pop(STANDARD, None)
+    if baseline is None:
+        return f"No run of {STANDARD} is done yet."
+    targets = _by_seed(baseline)
+    differences = {wiring: paired(_by_seed(own), targets) for wiring, own in groups.items()}
+    adjusted = dict(zip(differences, holm([one["p"] for one in differences.values()]), strict=True))
     rows = []
-    for size in before.study.sizes:
-        # Standard's runs at equal time are those at equal tokens.
-        cases = [(budget, one) for budget in BUDGETS for one in before.wirings(budget)[budget == "time" :]]
-        for budget, wiring in cases:
-            losses, new_losses = (one.final_losses(budget, size, wiring) for one in (before, after))
-            seeds = [seed for seed in losses if seed in new_losses]
-            pairs = [[by_seed[seed] for seed in seeds] for by_seed in (losses, new_losses)]
-            apart, spread = mean(pairs[1]) - mean(pairs[0]), deviation([*losses.values()])
-            within = "yes" if abs(apart) <= spread else "**no**"
-            lengths = (one.iterations(budget, size, wiring) for one in (before, after))
-            row = {
+    for wiring, own in {STANDARD: baseline, **groups}.items():
+        places = [
+            first_reaching(curve, targets[seed])
+            for seed, curve in zip(own.seed, own.curve, strict=True)
+            if seed in targets
+        ]
+        reached = [place for place in places if place is not None]
+        one = differences.get(wiring)
+        interval = p = verdict = NOTHING
+        if one is not None and not math.isnan(one["low"]):
+            interval, p = f"{_number(one['low'], '+.4f')} to {_number(one['high'], '+.4f')}", f"{adjusted[wiring]:.3f}"
+            better = "better" if one["mean"] < 0 else "worse"
+            verdict = "no difference found" if one["low"] <= 0 <= one["high"] else better
+            verdict = f"**{verdict}**" if verdict == better and adjusted[wiring] <= 1 - CONFIDENCE else verdict
+        rows.append(
+            {
                 "wiring": wiring,
-                "size": size,
-                "at equal": budget,
-                "iterations": ", ".join(dict.fromkeys(str(length or tables.NOTHING) for length in lengths)),
-                "seeds": str(len(seeds)),
-                "first": tables.mean_and_deviation(pairs[0]),
-                "second": tables.mean_and_deviation(pairs[1]),
-                "second less first": number(apart, "+.4f"),
-                "within the spread": within if math.isfinite(apart) and math.isfinite(spread) else tables.NOTHING,
+                "iterations": f"{own.iterations.iloc[0]:,}",
+                "runs": str(len(own)),
+                "final validation loss": _mean_and_deviation(own.loss),
+                f"less {STANDARD}'s": NOTHING if one is None else _number(one["mean"], "+.4f"),
+                "95 % interval": interval,
+                "verdict": verdict,
+                "p (Holm)": p,
+                f"{unit} to {STANDARD}'s final loss": _mean_and_deviation(reached, ".3g")
+                + (f" ({len(reached)} of {len(places)} runs)" if len(reached) < len(places) else ""),
+                "tokens/s": _mean_and_deviation(own.tokens_per_second, ",.0f"),
             }
-            rows.append(row)
-    return "\n\n".join([*warnings, markdown_table(rows)])
+        )
+    note = "A verdict is bold if it also holds among all comparisons of the table."
+    return f"{markdown_table(rows)}\n\n{note}"
+
+
+def _step_times(times: Mapping[str, Any]) -> str:
+    rows = [
+        {
+            "wiring": wiring,
+            "step, ms": f"{1e3 * row['seconds']:.2f}",
+            f"{STANDARD} / wiring": f"{row['speedup']:.3f}",
+            "spread": f"{row['spread']:.3f}",
+            "interconnect": row["link"],
+        }
+        for wiring, row in times.items()
+    ]
+    return "Step times, with the wirings interleaved:\n\n" + markdown_table(rows)
+
+
+def _draw(curves: Mapping[str, Mapping[str, Sequence[Curve]]], path: Path) -> None:
+    """Draw mean and range over seeds of the validation losses, over tokens and over time, as a PNG."""
+    # Imported here because matplotlib takes a second to import.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(1.5 + 4.5 * len(curves), 4.5), layout="constrained")
+    for axes, (budget, by_wiring) in zip(
+        np.atleast_1d(figure.subplots(1, len(curves), sharey=True)), curves.items(), strict=True
+    ):
+        for wiring, found in by_wiring.items():
+            table = pd.concat([pd.Series(dict(curve)) for curve in found], axis=1).dropna()
+            table = table[table.index >= SHOWN_FROM * table.index.max()]
+            (line,) = axes.plot(table.index, table.mean(axis=1), label=wiring)
+            axes.fill_between(table.index, table.min(axis=1), table.max(axis=1), color=line.get_color(), alpha=0.15)
+        axes.set_xlabel("million tokens" if budget == "tokens" else f"time (steps of {STANDARD} under the link)")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    figure.supylabel("validation loss (nats per token)")
+    figure.savefig(path, format="png", dpi=130)
+
+
+def _adaptation(study: Mapping[str, Any], runs: pd.DataFrame) -> list[str]:
+    """Return the tables of losses of rewired models, and of their differences from the control."""
+    adapted = runs[runs.kind == "adapt"]
+    losses, differences = [], []
+    for upper, own in adapted.groupby("upper"):
+        name = {"upper layers": "0, the control" if upper == 0 else f"{upper:.0f}"}
+        by_percent = {
+            f"healed {percent:.0f} %" if percent else "zero-shot": one for percent, one in own.groupby("percent")
+        }
+        losses.append({**name, **{head: _mean_and_deviation(one.loss) for head, one in by_percent.items()}})
+        if upper == 0:
+            control = {head: _by_seed(one) for head, one in by_percent.items()}
+            continue
+        found = {head: paired(_by_seed(one), control.get(head, {})) for head, one in by_percent.items()}
+        texts = {
+            head: _number(one["mean"], "+.4f")
+            + ("" if math.isnan(one["low"]) else f" ({_number(one['low'], '+.4f')} to {_number(one['high'], '+.4f')})")
+            for head, one in found.items()
+        }
+        differences.append({**name, **texts})
+    return [
+        "The upper layers of standard models became ladder; the tensors stay. Healing is a new training run from them, "
+        "with a new AdamW and another order of the data. The control is the standard model, trained for as long.",
+        "Validation loss, mean and standard deviation over the seeds:",
+        markdown_table(losses),
+        "Difference from the control of the same seed and length, with 95 % intervals:",
+        markdown_table(differences),
+    ]

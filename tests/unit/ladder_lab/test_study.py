@@ -1,0 +1,335 @@
+"""tools/study.py: its command line, whole studies with fake training runs, and the statistics of its report."""
+
+import json
+import math
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from ladder_lab.study import program, report, trials
+from ladder_lab.study.options import DEFAULT_WIRINGS, Parsed, parse_options
+from ladder_lab.study.report import first_reaching, holm, paired, write_report
+from ladder_lab.study.trials import Request, Trial, resolve_trial, training_command, trial_flags
+from ladder_lab.wirings import NAMED_WIRINGS
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.config.run import RunConfig
+from megatron_ladder.errors import UserError
+from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.parallel.layout import parameter_sections
+
+FIRST = "--output-dir out --sizes 4x32x64x4x2x300"
+SIZE = "2x24x40x2x1x50"
+
+
+def parsed(words: str, first: str = f"run {FIRST}") -> Parsed:
+    found = parse_options(f"{first} {words}".split())
+    assert isinstance(found, Parsed)
+    return found
+
+
+def test_defaults_are_the_study_of_two_cores() -> None:
+    options = parsed("", "run --output-dir out")
+    assert options.wirings == options.timed_wirings == DEFAULT_WIRINGS
+    assert len(options.training.seeds) >= 3 and options.training.jobs == 2
+    assert parsed("--timed-wirings ladder parallel").timed_wirings == ("standard", "ladder", "parallel")
+    assert parsed("--timed-wirings none").timed_wirings == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("--wirings standard gated", "--wirings gated: expected one of standard, ladder"),
+        ("--wirings ladder parallel", "--wirings ladder parallel: add standard, with which all others are compared"),
+        ("--timed-wirings standard hybrid", "--timed-wirings hybrid: expected some of --wirings, or none"),
+        ("--learning-rates-from out --learning-rates 1e-3", "--learning-rates-from"),
+        ("--sizes 8x3", "--size 8x3: expected one of small"),
+        ("--seeds 1 100", "--seeds 100: is the seed of the trials that choose a learning rate"),
+        ("--seeds 1 1", "--seeds 1: is given twice"),
+        ("--link 0", "--link 0: expected a time such as 1.2c or 2ms, or own"),
+        ("--timing-ranks 3", "--timing-ranks 3: --num-attention-heads 4 is not divisible"),
+        ("--launcher no-such-program", "--launcher no-such-program: no-such-program is not an executable"),
+        ("-- --train-iters 5", "--train-iters after --: a study sets this flag for each trial"),
+        ("-- --no-such-flag 5", "--no-such-flag is not a flag of this program"),
+        # Errors of the trainer.
+        ("--global-batch-size 33", "--global-batch-size 33 is not a multiple of --micro-batch-size 32"),
+        ("-- --tensor-model-parallel-size 3", "--num-attention-heads 4 is not divisible"),
+    ],
+)
+def test_errors_name_the_flag(words: str, error: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parsed(words)
+    assert any(one.startswith(error) for one in caught.value.messages), caught.value.messages
+    with pytest.raises(UserError, match="--adapt-layers 5: expected numbers of upper layers, 1 to 4"):
+        parsed("--adapt-layers 5 --size 4x32x64x4x2x300", "adapt --output-dir out")
+
+
+def trial_of(wiring: str, **changes: Any) -> Trial:
+    values = {"kind": "tokens", "size": "4x32x64x4x2x300", "seed": 3, "learning_rate": 2e-3, "iterations": 50}
+    return Trial(wiring=wiring, **{**values, **changes})
+
+
+def resolved(wiring: str, words: str = "", **changes: Any) -> RunConfig:
+    errors: list[str] = []
+    run = resolve_trial(parsed(words).request, trial_of(wiring, **changes), errors)
+    assert errors == []
+    return run
+
+
+def test_trials_differ_only_in_their_wiring() -> None:
+    runs = {wiring: resolved(wiring) for wiring in NAMED_WIRINGS}
+    two_ranks = {name for name, run in runs.items() if run.world_size == 2}
+    assert two_ranks == {name for name in runs if name.startswith(("desync", "own"))}
+    assert len({(run.optimizer, run.training, run.data) for run in runs.values()}) == 1
+    assert {run.training.seed for run in runs.values()} == {3}
+
+
+def test_a_schedule_has_the_length_of_its_trial() -> None:
+    long, short = resolved("ladder", iterations=200), resolved("ladder", iterations=50, kind="tuning")
+    assert (long.optimizer.lr, long.optimizer.min_lr) == (short.optimizer.lr, short.optimizer.min_lr) == (2e-3, 2e-4)
+    assert (long.optimizer.lr_warmup_iters, short.optimizer.lr_warmup_iters) == (20, 5)
+    # Five evaluations for any number of steps, the last one of the finished model.
+    assert resolved("ladder", "--evaluations 5", iterations=137).logging.eval_interval == 28
+    assert (long.training.train_iters, long.optimizer.lr_decay_iters) == (200, None)
+    assert resolved("ladder", "-- --bf16").training.bf16
+
+
+def test_trials_run_locally_or_through_a_launcher() -> None:
+    request = parsed("").request
+    flags = trial_flags(replace(request, data_flags=("--train-data-path", "x")), trial_of("desync-2x"))
+    command = training_command(request, flags, 1)
+    assert command[0] == sys.executable and Path(command[1]).name == "pretrain_ladder.py" and command[2:] == flags
+    assert flags[flags.index("--train-data-path") + 1] == "x"
+    assert flags[flags.index("--save") + 1] == flags[flags.index("--load") + 1]
+    assert "run_ranks" in training_command(request, flags, 2)[3]
+    launched = replace(request, launcher="launch --hosts 'a b'")
+    assert training_command(launched, flags, 2)[:3] == ["launch", "--hosts", "a b"]
+
+
+def matrices(wiring: str, seed: int = 3) -> dict[str, Tensor]:
+    """Map canonical names to initial weights, except norms, whose number depends on the wiring."""
+    run = resolve_trial(Request(Path("out"), {}, 1), Trial("tokens", SIZE, wiring, seed, 1e-3, 10), [])
+    model = LanguageModel(run.model, ProcessMesh.single(), seed=run.training.seed)
+    return {
+        section.name: section.view(parameter).detach()
+        for parameter, sections in parameter_sections(model)
+        for section in sections
+        if parameter.dim() == 2
+    }
+
+
+@pytest.mark.parametrize("wiring", [name for name, wiring in NAMED_WIRINGS.items() if wiring.shares_stream])
+def test_every_wiring_starts_from_the_weights_of_standard(wiring: str) -> None:
+    standard, other = matrices("standard"), matrices(wiring)
+    # Embedding, head, and in each layer q, k, v and o, gate, up and down.
+    assert set(other) == set(standard) and len(standard) == 2 + 2 * 7
+    assert all(torch.equal(other[name], weight) for name, weight in standard.items())
+    name = "layers.0.attention.q_proj.weight"
+    assert not torch.equal(matrices(wiring, seed=4)[name], standard[name])
+
+
+TRAINER = """
+import json, os, sys
+folder, last, loss, code = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
+os.makedirs(folder, exist_ok=True)
+with open(folder + "/run.jsonl", "a") as file:
+    for event in (
+        {"event": "progress", "iteration": last, "tokens_per_second": 20.0 / loss},
+        {"event": "evaluation", "iteration": last // 2, "loss": loss + 1},
+        *([] if code else [{"event": "evaluation", "iteration": last, "loss": loss}]),
+    ):
+        file.write(json.dumps({"time": "2026-01-01T00:00:00+00:00", **event}) + "\\n")
+print("went wrong" if code else "trains")
+sys.exit(code)
+"""
+"""Writes the record of a run. Arguments: folder, steps, last loss, exit code."""
+BENCHMARK = "import sys; open(sys.argv[1], 'w').write(sys.argv[2])"
+
+
+@dataclass
+class Stand:
+    """Studies with fake training runs, which make the higher of two learning rates the best one."""
+
+    folder: Path
+    words: str = "--wirings standard ladder"
+    started: Sequence[str] = ()
+    speedup: float = 1.5
+    code: Callable[[str], int] = lambda name: 0
+
+    def run(self, seeds: str = "1 2", more: str = "--iterations 10") -> dict[str, Any]:
+        """Run a study, and return its `study.json`."""
+        self.started = []
+        common = f"--sizes {SIZE} --seeds {seeds} --learning-rates 1e-3 2e-3 --evaluations 1"
+        data = "-- --data-path x"
+        program.run_study(parsed(f"{common} {self.words} {more} {data}", f"run --output-dir {self.folder}"))
+        return json.loads((self.folder / "study.json").read_text())
+
+    def command(self, request: Request, flags: Sequence[str], ranks: int) -> list[str]:
+        value = {name: flags[flags.index(name) + 1] for name in ("--save", "--train-iters", "--lr", "--residual-mode")}
+        name = Path(value["--save"]).parent.name
+        self.started = [*self.started, name]
+        loss = (3.0 if value["--residual-mode"] == "standard" else 3.1) + abs(float(value["--lr"]) - 2e-3)
+        code = self.code(name)
+        arguments = (value["--save"], value["--train-iters"], loss, code)
+        return [sys.executable, "-I", "-S", "-c", TRAINER, *map(str, arguments)]
+
+    def execute(self, run: Any, command: Sequence[str], output: Path) -> Any:
+        if "benchmark" not in str(command[1]):
+            return run(command, output)
+        link = {"alpha": "1.2c", "alpha_seconds": 0.001, "interconnect": "a wire", "verdict": "sound", "spread": 0.01}
+        rows = [
+            {"wiring": wiring, "ratio_to_standard": ratio, "median_seconds": 0.3 / ratio, **link}
+            for wiring, ratio in {"standard": 1.0, "ladder": self.speedup, "parallel": 1.2}.items()
+        ]
+        target = command[command.index("--json") + 1]
+        return run([sys.executable, "-c", BENCHMARK, target, json.dumps(rows)], output)
+
+
+@pytest.fixture
+def stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stand:
+    stand = Stand(tmp_path / "study")
+    original = trials.TrialRunner.execute
+    monkeypatch.setattr(trials, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(report, "_draw", lambda curves, path: path.touch())
+    monkeypatch.setattr(trials, "training_command", stand.command)
+    monkeypatch.setattr(
+        trials.TrialRunner,
+        "execute",
+        lambda runner, command, output: stand.execute(lambda *words: original(runner, *words), command, output),
+    )
+    return stand
+
+
+def kinds(names: Sequence[str]) -> list[str]:
+    return [name.split("-")[0] for name in names]
+
+
+def test_a_study_runs_once_and_reports(stand: Stand) -> None:
+    study = stand.run()
+    # 2 wirings x 2 rates and 2 further ones, 2 x 2 seeds at equal tokens, ladder x 2 seeds at equal time.
+    assert kinds(stand.started) == ["tuning"] * 6 + ["tokens"] * 4 + ["time"] * 2
+    assert ["lr0.004" in name for name in stand.started[4:6]] == [True, True]
+    assert set(study["chosen"].values()) == {2e-3}
+    assert all("ladder" in name and "it15" in name for name in stand.started[-2:])
+    text = (stand.folder / "report.md").read_text()
+    assert "| ladder | 10 | 2 | 3.1000 ± 0.0000 | +0.1000 |" in text and "| ladder | 15 | 2 |" in text
+    assert "| ladder | 200.00 | 1.500 | 0.010 | a wire, an all-reduce takes 1.000 ms (1.2c) |" in text
+    assert list(stand.folder.glob("curves-*.png")) and not list(stand.folder.rglob("checkpoints"))
+    stand.run()
+    assert stand.started == []
+
+
+def test_a_picture_has_a_panel_for_tokens_and_for_time(tmp_path: Path) -> None:
+    curve = [(1.0, 3.0), (2.0, 2.5), (3.0, 2.2)]
+    curves = {budget: {"standard": [curve, curve], "ladder": [curve]} for budget in ("tokens", "time")}
+    report._draw(curves, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_wirings_and_seeds_can_be_added_and_other_settings_are_rejected(stand: Stand) -> None:
+    stand.words = "--wirings standard --timed-wirings none"
+    stand.run()
+    stand.words = "--wirings standard ladder"
+    stand.run()
+    assert kinds(stand.started) == ["tuning"] * 3 + ["tokens"] * 2 + ["time"] * 2
+    # The length of a finished run at equal time never changes.
+    stand.words, stand.speedup = "--wirings standard parallel ladder", 2.0
+    study = stand.run("1 2 3")
+    assert {name: row["speedup"] for name, row in study["step_times"][SIZE].items()} == {
+        "standard": 1.0,
+        "ladder": 1.5,
+        "parallel": 1.2,
+    }
+    assert not any("ladder-seed1" in name or "ladder-seed2" in name for name in stand.started)
+    with pytest.raises(UserError, match=r"seeds: was \[1, 2, 3\], now \[1, 3\]: .* and further ones"):
+        stand.run("1 3")
+    with pytest.raises(UserError) as caught:
+        stand.run("1 2 3", "--iterations 11 --link 2c")
+    assert [message.split(": ")[1] for message in caught.value.messages] == ["iterations", "link"]
+
+
+def test_rates_of_a_smaller_model_are_scaled_to_the_hidden_size(stand: Stand) -> None:
+    small = stand.folder
+    stand.run()
+    stand.folder = small.with_name("large")
+    stand.words = f"--wirings standard ladder --timed-wirings none --learning-rates-from {small}"
+    words = f"--sizes 2x48x80x2x1x50 --seeds 1 --iterations 10 {stand.words} -- --data-path x"
+    stand.started = []
+    program.run_study(parsed(words, f"run --output-dir {stand.folder}"))
+    assert sorted(name.split("-lr")[1] for name in stand.started) == ["0.001-it10"] * 2
+    with pytest.raises(UserError, match="has chosen no rate for parallel"):
+        program.run_study(parsed("--wirings standard parallel --learning-rates-from " + str(small)))
+
+
+def test_a_failed_trial_is_reported_and_runs_again(stand: Stand, capfd: pytest.CaptureFixture[str]) -> None:
+    stand.code = lambda name: 1 if name.startswith("tokens") and "ladder-seed2" in name else 0
+    with pytest.raises(SystemExit):
+        stand.run()
+    printed = capfd.readouterr()
+    assert "went wrong" in printed.out and "exit code 1, or no last validation loss: see" in printed.err
+    stand.code = lambda name: 0
+    stand.run()
+    assert kinds(stand.started) == ["tokens"]
+
+
+def test_rates_that_diverge_are_not_chosen(stand: Stand, capfd: pytest.CaptureFixture[str]) -> None:
+    stand.code = lambda name: 3 if name.startswith("tuning") and ("ladder" in name or "lr0.002" in name) else 0
+    with pytest.raises(SystemExit):
+        stand.run()
+    assert f"{SIZE}/ladder: every learning rate diverged: not trained further" in capfd.readouterr().err
+    study = json.loads((stand.folder / "study.json").read_text())
+    assert study["chosen"] == {f"{SIZE}/standard": 1e-3}
+
+
+def test_a_signal_stops_the_study_which_resumes(stand: Stand, capfd: pytest.CaptureFixture[str]) -> None:
+    def interrupt(name: str) -> int:
+        if name.startswith("tokens"):
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Event().wait(0.2)
+        return 0
+
+    stand.code = interrupt
+    stand.run()
+    assert "the same command resumes the study" in capfd.readouterr().out
+    assert not (stand.folder / "report.md").exists()
+    stand.code = lambda name: 0
+    stand.run()
+    assert "tuning" not in kinds(stand.started) and (stand.folder / "report.md").exists()
+
+
+def test_a_folder_without_a_study_has_no_report(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no study.json; expected the folder of a study"):
+        write_report(tmp_path)
+
+
+def test_paired_differences_are_those_of_a_paired_test() -> None:
+    ours, theirs = {1: 3.01, 2: 3.12, 3: 3.25, 4: 9.0}, {1: 3.0, 2: 3.1, 3: 3.2, 5: 0.0}
+    found = paired(ours, theirs)
+    test = stats.ttest_rel([3.01, 3.12, 3.25], [3.0, 3.1, 3.2])
+    low, high = test.confidence_interval(0.95)
+    assert [found[name] for name in ("low", "high", "p")] == pytest.approx([low, high, test.pvalue])
+    assert found["mean"] == pytest.approx(0.08 / 3)
+    assert math.isnan(paired({1: math.inf, 2: 3.0}, {1: 3.0, 2: 3.0})["mean"])
+    assert math.isnan(paired({1: 3.1}, {1: 3.0})["p"]) and paired({1: 3.1}, {1: 3.0})["mean"] == pytest.approx(0.1)
+
+
+def test_holm_adjusts_as_in_its_paper() -> None:
+    # 4 x 0.005, 3 x 0.011, 2 x 0.02, and 0.04 not below the one before.
+    found = holm([0.011, 0.02, 0.005, math.nan, 0.04])
+    assert found[:3] == pytest.approx([0.033, 0.04, 0.02]) and math.isnan(found[3]) and found[4] == pytest.approx(0.04)
+
+
+def test_a_loss_is_first_reached_between_two_evaluations() -> None:
+    curve = [(10.0, 5.0), (20.0, 3.0), (30.0, 3.5), (40.0, 2.0)]
+    assert first_reaching(curve, 4.0) == pytest.approx(15.0)
+    assert first_reaching(curve, 6.0) == 10.0 and first_reaching(curve, 1.0) is None
+    assert first_reaching([(10.0, math.inf), (20.0, 3.0)], 4.0) == 20.0
