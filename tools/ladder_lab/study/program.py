@@ -42,6 +42,7 @@ from ladder_lab.study.trials import (
     read_training_flags,
     trial_flags,
 )
+from megatron_ladder.data.sidecar import read_sidecar
 from megatron_ladder.errors import ExitCode, UserError, raise_user_errors
 from megatron_ladder.files import write_atomically
 from megatron_ladder.processes import received_signals
@@ -149,7 +150,12 @@ class _Study:
 
     def save(self) -> None:
         """Write the state atomically."""
+        request = self.parsed.request
+        data = read_training_flags((*request.data_flags, *request.training_flags), []).data
+        prefixes = [Path(word) for word in map(str, (*data.data_path, *data.train_data_path))]
+        sidecars = {prefix: read_sidecar(prefix) for prefix in prefixes}
         state = {
+            "data": [f"{one.tokens:,} tokens in {prefix}" for prefix, one in sidecars.items() if one is not None],
             "settings": self.settings(),
             "chosen": self.chosen,
             "step_times": self.step_times,
@@ -157,7 +163,7 @@ class _Study:
             "machine": f"{platform.processor() or platform.machine()}, Python {platform.python_version()}",
             "commands": [shlex.join(["python", "tools/study.py", *sys.argv[1:]])],
         }
-        write_atomically(self.parsed.request.output_dir / STUDY_NAME, json.dumps(state, indent=1) + "\n")
+        write_atomically(request.output_dir / STUDY_NAME, json.dumps(state, indent=1) + "\n")
 
     def tune(self) -> None:
         """Choose the learning rates of the models that have none."""

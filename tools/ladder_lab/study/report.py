@@ -49,7 +49,12 @@ def write_report(folder: Path) -> Path | None:
     order = runs.wiring.map(lambda wiring: wirings.index(wiring) if wiring in wirings else len(wirings))
     runs = runs.iloc[order.argsort(kind="stable")]
     commands = "\n".join(study["commands"])
-    parts = ["# Study", f"```sh\n{commands}\n```", f"On {study['machine']}.", _losses_of_rates(runs)]
+    parts = [
+        "# Study",
+        f"```sh\n{commands}\n```",
+        ", ".join([f"On {study['machine']}", *study["data"]]) + ".",
+        _losses_of_rates(runs),
+    ]
     if "adapt_layers" in study["settings"]:
         parts += _adaptation(study, runs)
     else:
