@@ -66,6 +66,10 @@ class _Units:
         """The sum of 1 / rms^2 over all tokens."""
         self.norm = norm
         self.epsilon = epsilon
+        self.read_by: list[_Units] = []
+        """Units of later sub-blocks that read while the outputs of these are in flight."""
+        self.reads: list[_Units] = []
+        """Units of earlier sub-blocks whose outputs are in flight when these read."""
         self._weights = weights
 
     def inputs(self, members: NDArray[np.bool_] | slice = slice(None)) -> Tensor:
@@ -89,15 +93,23 @@ class _Units:
         outputs = self.outputs(members)
         return (self.moments[members] @ outputs).flatten(0, 1).t() @ outputs.flatten(0, 1)
 
-    def effects_on(self, consumed: Tensor) -> Tensor:
-        """Return the effect of each unit on the units of a `consumed` matrix, [units]."""
+    def effects_on(self, lanes: int) -> Tensor:
+        """Return the effect of each unit on later units, by the lane of those, [units, lanes]."""
         outputs = self.outputs()
-        return (outputs @ consumed @ outputs.transpose(1, 2) * self.moments).sum((1, 2))
+        consumed = (self._sum(units.consumed(lane) for units in self.read_by) for lane in range(lanes))
+        effects = [(outputs @ one @ outputs.transpose(1, 2) * self.moments).sum((1, 2)) for one in consumed]
+        return torch.stack(effects, 1)
 
-    def effects_of(self, produced: Tensor) -> Tensor:
-        """Return the effect on each unit of the units of a `produced` matrix, [units]."""
+    def effects_of(self, lanes: int) -> Tensor:
+        """Return the effects of earlier units on each unit, by the lane of those, [units, lanes]."""
         inputs = self.inputs()
-        return (inputs @ produced * inputs).sum((1, 2)) * self.inverse_square
+        produced = (self._sum(units.produced(lane) for units in self.reads) for lane in range(lanes))
+        return torch.stack([(inputs @ one * inputs).sum((1, 2)) * self.inverse_square for one in produced], 1)
+
+    def _sum(self, matrices: Iterable[Tensor]) -> Tensor:
+        """Return the sum of matrices [h, h], of which there may be none."""
+        nothing = self.norm.new_zeros(len(self.norm), len(self.norm), dtype=torch.float32)
+        return functools.reduce(torch.add, matrices, nothing)
 
     def record_activations(self, _: object, args: tuple[Tensor, ...]) -> None:
         """Add the moments of the input [s, b, width] of the output projection."""
@@ -123,32 +135,6 @@ class _Units:
         yield output.name, Permutation(1, of(output.shape[1]))
 
 
-class _SubBlock:
-    def __init__(self, branches: Sequence[_Units]) -> None:
-        self.branches = branches
-        self.read_by: list[_SubBlock] = []
-        """Later sub-blocks that read while the output of this one is in flight."""
-        self.reads: list[_SubBlock] = []
-        """Earlier sub-blocks whose outputs are in flight when this one reads."""
-
-    def effects_on(self, lanes: int) -> list[Tensor]:
-        """Return the effects of each branch's units on later units, by the lane of those, [units, lanes]."""
-        later = [units for sub_block in self.read_by for units in sub_block.branches]
-        consumed = [self._sum(units.consumed(lane) for units in later) for lane in range(lanes)]
-        return [torch.stack([units.effects_on(matrix) for matrix in consumed], 1) for units in self.branches]
-
-    def effects_of(self, lanes: int) -> list[Tensor]:
-        """Return the effects of earlier units on each branch's units, by the lane of those, [units, lanes]."""
-        earlier = [units for sub_block in self.reads for units in sub_block.branches]
-        produced = [self._sum(units.produced(lane) for units in earlier) for lane in range(lanes)]
-        return [torch.stack([units.effects_of(matrix) for matrix in produced], 1) for units in self.branches]
-
-    def _sum(self, matrices: Iterable[Tensor]) -> Tensor:
-        """Return the sum of matrices [h, h], of which there may be none."""
-        norm = self.branches[0].norm
-        return functools.reduce(torch.add, matrices, norm.new_zeros(len(norm), len(norm), dtype=torch.float32))
-
-
 @torch.inference_mode()
 def arrange(options: ArrangeOptions) -> Mapping[str, Permutation]:
     """Return the new order of the rows or columns of each tensor, by canonical name; none in a dry run.
@@ -167,12 +153,11 @@ def arrange(options: ArrangeOptions) -> Mapping[str, Permutation]:
     dtype = DTYPES[options.dtype or ("bf16" if device.type == "cuda" else "fp32")]
     model = LanguageModel(stored.config, ProcessMesh.single(), dtype=dtype, device=device)
     stored.fill(model)
-    sub_blocks = _measure(model, target, batches)
-    before = _share_inside(sub_blocks, target.lanes)
-    after = _improve(sub_blocks, target.lanes, before)
+    found = _measure(model, target, batches)
+    before = _share_inside(found, target.lanes)
+    after = _improve(found, target.lanes, before)
     print(f"effects of outputs in flight that are inside a lane: {before:.1%} before, {after:.1%} after", flush=True)
-    units = (units for sub_block in sub_blocks for units in sub_block.branches)
-    return dict(order for one in units for order in one.orders())
+    return dict(order for units in found for order in units.orders())
 
 
 def _arranged_model(model: ModelConfig, options: ArrangeOptions) -> ModelConfig:
@@ -196,8 +181,8 @@ def _arranged_model(model: ModelConfig, options: ArrangeOptions) -> ModelConfig:
     return target
 
 
-def _measure(model: LanguageModel, target: ModelConfig, batches: Sequence[MicroBatch]) -> list[_SubBlock]:
-    """Run the model over the data; return its sub-blocks with everything that the choice depends on."""
+def _measure(model: LanguageModel, target: ModelConfig, batches: Sequence[MicroBatch]) -> list[_Units]:
+    """Run the model over the data; return the units of each branch with everything that the choice depends on."""
     weights = {
         section.name: section.view(parameter)
         for parameter, sections in parameter_sections(model)
@@ -207,26 +192,22 @@ def _measure(model: LanguageModel, target: ModelConfig, batches: Sequence[MicroB
     outputs = {
         module.sections["weight"][0].name: module for module in model.modules() if isinstance(module, RowParallelLinear)
     }
-    found, hooks, in_flight = list[_SubBlock](), list[Any](), deque[_SubBlock]()
+    found, hooks, in_flight = list[_Units](), list[Any](), deque[list[_Units]]()
     for step, tensors in zip(model.stack.sub_blocks(), described, strict=True):
-        sub_block = _SubBlock(
-            [
-                _Units(branch, weights[tensors.norm.name], target.norm_epsilon, weights, target.lanes)
-                for branch in tensors.branches
-            ]
-        )
-        for units in sub_block.branches:
+        norm = weights[tensors.norm.name]
+        branches = [_Units(one, norm, target.norm_epsilon, weights, target.lanes) for one in tensors.branches]
+        while len(in_flight) > tensors.wired.staleness:
+            in_flight.popleft()
+        for units in branches:
             output = outputs[units.branch.output.weight.name]
             hooks.append(output.register_forward_pre_hook(units.record_activations))
             hooks.append(step.norm.register_forward_hook(units.record_read))
-        while len(in_flight) > tensors.wired.staleness:
-            in_flight.popleft()
-        for earlier in in_flight:
-            earlier.read_by.append(sub_block)
-            sub_block.reads.append(earlier)
-        in_flight.append(sub_block)
-        found.append(sub_block)
-    if not any(sub_block.reads for sub_block in found):
+            units.reads = [earlier for held in in_flight for earlier in held]
+            for earlier in units.reads:
+                earlier.read_by.append(units)
+        in_flight.append(branches)
+        found += branches
+    if not any(units.reads for units in found):
         raise UserError(_NOTHING_IN_FLIGHT)
     with ProgressBar("measuring activations", len(batches), " batches") as bar:
         for batch in batches:
@@ -237,29 +218,27 @@ def _measure(model: LanguageModel, target: ModelConfig, batches: Sequence[MicroB
     return found
 
 
-def _share_inside(sub_blocks: Sequence[_SubBlock], lanes: int) -> float:
+def _share_inside(found: Sequence[_Units], lanes: int) -> float:
     """Return the share of all effects on later sub-blocks that is inside a lane."""
     inside = total = 0.0
-    for sub_block in sub_blocks:
-        for units, effects in zip(sub_block.branches, sub_block.effects_on(lanes), strict=True):
-            inside += float(effects.gather(1, torch.from_numpy(units.lanes).to(effects.device).unsqueeze(1)).sum())
-            total += float(effects.sum())
+    for units in found:
+        effects = units.effects_on(lanes)
+        inside += float(effects.gather(1, torch.from_numpy(units.lanes).to(effects.device).unsqueeze(1)).sum())
+        total += float(effects.sum())
     # NaN fails, too.
     if not 0 < total < math.inf:
         raise BadNumbersError(f"the activations are not finite, or all zero: {BAD_NUMBERS_CAUSE}")
     return inside / total
 
 
-def _improve(sub_blocks: Sequence[_SubBlock], lanes: int, share: float) -> float:
+def _improve(found: Sequence[_Units], lanes: int, share: float) -> float:
     """Move units to other lanes until the gain of a sweep is small; return the share inside lanes."""
-    with ProgressBar("arranging", _MOST_SWEEPS * len(sub_blocks), " sub-blocks") as bar:
+    with ProgressBar("arranging", _MOST_SWEEPS * len(found), " branches") as bar:
         for _ in range(_MOST_SWEEPS):
-            for sub_block in sub_blocks:
-                effects = zip(sub_block.effects_on(lanes), sub_block.effects_of(lanes), strict=True)
-                for units, (on, of) in zip(sub_block.branches, effects, strict=True):
-                    units.lanes = _assign((on + of).cpu().numpy())
+            for units in found:
+                units.lanes = _assign((units.effects_on(lanes) + units.effects_of(lanes)).cpu().numpy())
                 bar.advance(1)
-            before, share = share, _share_inside(sub_blocks, lanes)
+            before, share = share, _share_inside(found, lanes)
             if share - before < _LEAST_GAIN:
                 break
     return share

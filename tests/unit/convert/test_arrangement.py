@@ -148,21 +148,21 @@ def test_effects_are_those_of_the_formula(tmp_path: Path) -> None:
     rows = torch.arange(64).view(4, 16)
     batches = [MicroBatch(rows, rows)]
     options = ArrangeOptions(load=tmp_path, save=tmp_path, data=tmp_path, lanes=2, residual_mode="ladder")
-    sub_blocks = arrangement._measure(model, arrangement._arranged_model(config, options), batches)
+    branches = arrangement._measure(model, arrangement._arranged_model(config, options), batches)
     for hook in hooks:
         hook.remove()
     g = weights["layers.1.attention_norm.weight"]
     into = torch.cat([weights[f"layers.1.attention.{which}_proj.weight"] for which in "qkv"])
     inverse = 1 / recorded["stream"].pow(2).mean(-1)
     # Both attention's lanes together.
-    found = sub_blocks[1].effects_on(2)[0].sum(1)
+    found = branches[1].effects_on(2).sum(1)
     for unit in (0, 7, 47):
         written = recorded["neurons"][:, unit, None] * weights["layers.0.mlp.down_proj.weight"][:, unit]
         read = (written * g) @ into.t()
         expected = read.pow(2).sum() * inverse.sum()
         torch.testing.assert_close(found[unit], expected, rtol=1e-4, atol=0)
     # And from the other side: the sum over all neurons of the effects on the heads is the same.
-    torch.testing.assert_close(sub_blocks[2].effects_of(2)[0].sum(), found.sum(), rtol=1e-4, atol=0)
+    torch.testing.assert_close(branches[2].effects_of(2).sum(), found.sum(), rtol=1e-4, atol=0)
 
 
 def test_weights_that_are_not_finite_are_an_error(tmp_path: Path) -> None:
