@@ -292,12 +292,8 @@ def _decide(candidates: _Candidates, rows: _Rows, uniform: Tensor | None, comple
         if rows.any_filtered:
             drawn = _draw_filtered(candidates, rows, uniform, total, complete)
             codes = torch.where(rows.filtered, drawn, codes)
-    return torch.stack((_mask_non_finite(highest, codes), positions), dim=1)
-
-
-def _mask_non_finite(highest: Tensor, tokens: Tensor) -> Tensor:
-    """Replace the tokens [b] of rows whose logits are not finite; the maximum of logits with a NaN is NaN."""
-    return tokens.masked_fill(~highest.isfinite(), NO_TOKEN)
+    # The maximum of logits with a NaN is NaN.
+    return torch.stack((codes.masked_fill(~highest.isfinite(), NO_TOKEN), positions), dim=1)
 
 
 def _draw_filtered(candidates: _Candidates, rows: _Rows, uniform: Tensor, total: Tensor, complete: bool) -> Tensor:

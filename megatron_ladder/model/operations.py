@@ -1,6 +1,6 @@
 """The operations between the collectives of a model, as one value that is passed to its modules.
 
-Another implementation (NVIDIA apex, torch.compile, the packed product in `generate/packed.py`) is another
+Another implementation (NVIDIA apex, torch.compile, the packed product in `generate/loading.py`) is another
 `Operations` value. Operations are functions of tensors alone: they start no collective and wait for none, so replacing
 them leaves the order of launches and waits as it is.
 """

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.generate.packed import PACKED_OPERATIONS, load_packed
+from megatron_ladder.generate.loading import PACKED_OPERATIONS, _load_packed
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.parallel.layout import parameter_sections
@@ -60,7 +60,7 @@ def build(
     if packed:
         options = replace(options, operations=PACKED_OPERATIONS)
         model = LanguageModel(config, mesh, options, dtype=dtype, device=torch.device("meta"))
-        load_packed(model, lambda part: fill_slices(part, weights))
+        _load_packed(model, lambda part: fill_slices(part, weights))
     else:
         model = LanguageModel(config, mesh, options, dtype=dtype)
         fill_slices(model, weights)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_ladder.generate.packed import PACKED_OPERATIONS, _can_pack
+from megatron_ladder.generate.loading import PACKED_OPERATIONS, _can_pack
 from tests.unit.generate.tiny_model import reference_of, tiny_config, tiny_model
 
 DTYPES = [

@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer
-from megatron_ladder.generate.text import IncrementalDecoder, StopFinder
+from megatron_ladder.generate.slots import IncrementalDecoder, StopFinder
 from tests.unit.generate.plain_tokenizers import Bytes, Words
 from tests.unit.generate.tiny_model import train_tokenizer
 

@@ -15,7 +15,7 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.data.tokenizer_training import train_sentencepiece
 from megatron_ladder.data.tokenizers import SentencePieceTokenizer
 from megatron_ladder.generate.engine import GenerationEngine
-from megatron_ladder.generate.packed import PACKED_OPERATIONS, load_packed
+from megatron_ladder.generate.loading import PACKED_OPERATIONS, _load_packed
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.operations import Operations
 from megatron_ladder.model.stack import StackOptions
@@ -82,7 +82,7 @@ def tiny_model(
     if packed:
         options = StackOptions(operations=operations or PACKED_OPERATIONS)
         model = LanguageModel(config, mesh, options, dtype=dtype, device=torch.device("meta"))
-        load_packed(model, lambda part: fill_slices(part, weights))
+        _load_packed(model, lambda part: fill_slices(part, weights))
     else:
         model = LanguageModel(config, mesh, StackOptions(operations=operations or Operations()), dtype=dtype)
         fill_slices(model, weights)
