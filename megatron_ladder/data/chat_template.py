@@ -1,37 +1,32 @@
 """Chat templates: convert the messages of a conversation to text, and locate the assistant's answers in it.
 
 Templates are in Jinja, in Hugging Face's two places: `chat_template` in tokenizer_config.json, or a file
-chat_template.jinja next to it. They run in Jinja's sandbox with the functions that transformers provides, except for
-the current time, so that equal messages give equal text.
+chat_template.jinja next to it. transformers renders them, in its sandbox and with its functions.
 
 The assistant's answers are the contents of `{% generation %}` blocks. If a template has no such block, answers are
 found by rendering beginnings of the conversation: up to the prompt for an answer, and up to the answer's end.
 """
 
-import json
+import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megatron_ladder.data.tokenizers import parse_json_object
 from megatron_ladder.errors import UserError
 
 _CONFIG_FILE, _MAP_FILE, _TEMPLATE_FILE = "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
-_MARKS = "generation_marks"
-"""Name of the environment's global that holds the marks."""
 Message = dict[str, Any]
 """`role`, `content`, and anything else that the template may read."""
 
-
 _REASON_CHARACTERS = 1000
 """Characters of a template's error to keep, because a template can raise errors of any length."""
+_BLOCK = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
+_NO_TIME = (
+    "it asks for the current time, and equal conversations must give equal tokens: write a fixed date in a copy of the "
+    "template, and pass the copy with --chat-template"
+)
 
 
 class ChatTemplateError(Exception):
@@ -45,23 +40,8 @@ class RenderedConversation(NamedTuple):
     answers: tuple[tuple[int, int], ...]
 
 
-class _Generation(Extension):
-    """`{% generation %}` ... `{% endgeneration %}`, which writes marks around its content."""
-
-    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
-
-    def _marked(self, caller: Callable[[], str]) -> str:
-        marks: tuple[str, str] = self.environment.globals[_MARKS]  # type: ignore[assignment]
-        return caller().join(marks)
-
-
 class TemplateSource(NamedTuple):
-    """A template that is not compiled. Compiling it would already compute its constant expressions."""
+    """A template that is not compiled."""
 
     source: str
     tokens: Mapping[str, str]
@@ -74,51 +54,44 @@ class ChatTemplate:
     """A compiled template."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], name: str) -> None:
-        """The arguments are those of `TemplateSource`; raises UserError if the template is invalid."""
-        self.source, self.name = source, name
+        """The arguments are those of `TemplateSource`; raises UserError if it is invalid or transformers is missing."""
+        try:
+            from transformers.utils.chat_template_utils import render_jinja_template
+        except ImportError:
+            raise UserError(
+                '--chat: needs transformers, which the extra hf installs: pip install -e ".[hf]"'
+            ) from None
+        self.source, self.name, self._tokens, self._library = source, name, tokens, render_jinja_template
         # Random, so that no conversation can contain them.
         key = secrets.token_hex(16)
         self._begin, self._end = f"\0{key}[", f"\0{key}]"
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-        )
-
-        def raise_exception(message: str) -> None:
-            raise jinja2.TemplateError(message)
-
-        def to_json(
-            value: object,
-            ensure_ascii: bool = False,
-            indent: int | None = None,
-            separators: tuple[str, str] | None = None,
-            sort_keys: bool = False,
-        ) -> str:
-            return json.dumps(
-                value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-            )
-
-        environment.filters["tojson"] = to_json  # Jinja's own filter escapes < for HTML.
-        environment.globals |= {"raise_exception": raise_exception, _MARKS: (self._begin, self._end), **tokens}
+        self._has_generation_blocks = _BLOCK.search(source) is not None
+        # Blocks become calls of a macro that writes marks around its content. Jinja drops the line feed after a macro.
+        self._marked = (
+            f"{{% macro strftime_now(format) %}}{{{{ raise_exception({_NO_TIME!r}) }}}}{{% endmacro %}}"
+            f"{{% macro marked_{key}() %}}{self._begin}{{{{ caller() }}}}{self._end}{{% endmacro %}}\n"
+        ) + _BLOCK.sub(lambda tag: f"{tag[1]}{'endcall' if tag[2] else f'call marked_{key}()'}{tag[3]}", source)
         try:
-            self._template = environment.from_string(source)
-            self._has_generation_blocks = environment.parse(source).find(nodes.ExtensionAttribute) is not None
-        except (jinja2.TemplateError, RecursionError) as error:
+            for one in (source, self._marked):
+                render_jinja_template([], chat_template=one)
+        except Exception as error:  # Jinja's errors, a RecursionError, or an ImportError for an old Jinja.
             raise UserError(f"{name}: not a chat template: {error}") from None
 
     def render(self, messages: Sequence[Message], turn_ends: tuple[str, ...] = ()) -> RenderedConversation:
         """Return the text of a conversation and the positions of the assistant's answers; raises ChatTemplateError.
 
-        `turn_ends` may end an answer; without generation blocks, white space after them does not belong to the answer.
+        The text depends only on the messages: a template cannot ask for the time. `turn_ends` may end an answer;
+        without generation blocks, white space after them does not belong to the answer.
         """
-        text = self._render(messages)
+        text = self._render(self._marked, messages)
         if self._has_generation_blocks:
             return _without_marks(text, self._begin, self._end)
         answers = []
         for index, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
-            before = self._render(messages[:index], add_generation_prompt=True)
-            after = self._render(messages[: index + 1])
+            before = self._render(self._marked, messages[:index], add_generation_prompt=True)
+            after = self._render(self._marked, messages[: index + 1])
             if not (text.startswith(after) and after.startswith(before)):
                 raise ChatTemplateError(
                     "it renders earlier messages differently when later ones follow, so the assistant's answers cannot "
@@ -131,18 +104,18 @@ class ChatTemplate:
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """Return the text up to the assistant's answer; raises ChatTemplateError if the messages are rejected."""
-        text = self._render(messages, add_generation_prompt=True)
-        return _without_marks(text, self._begin, self._end).text if self._has_generation_blocks else text
+        return self._render(self.source, messages, add_generation_prompt=True)
 
-    def _render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+    def _render(self, source: str, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         try:
-            # None as in transformers, because templates compare with none, and an undefined value is not none.
-            return self._template.render(
-                messages=list(messages), tools=None, documents=None, add_generation_prompt=add_generation_prompt
+            ((text,), _) = self._library(
+                [list(messages)], chat_template=source, add_generation_prompt=add_generation_prompt, **self._tokens
             )
         except Exception as error:  # A template is a program, which can raise anything.
-            reason = str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
+            is_jinjas = type(error).__module__.startswith("jinja2")
+            reason = str(error) if is_jinjas else f"{type(error).__name__}: {error}"
             raise ChatTemplateError(reason[:_REASON_CHARACTERS]) from None
+        return str(text)
 
 
 def _without_marks(text: str, begin: str, end: str) -> RenderedConversation:

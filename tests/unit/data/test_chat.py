@@ -1,8 +1,10 @@
 """Conversations against transformers' own templates and masks."""
 
 import dataclasses
+import datetime
 import itertools
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +143,37 @@ def test_a_template_that_rewrites_earlier_messages_is_rejected() -> None:
 def test_a_template_runs_in_a_sandbox(source: str, error: str) -> None:
     with pytest.raises(ChatTemplateError, match=error):
         ChatTemplate(source, {}, "here").render(MESSAGES)
+
+
+def test_a_template_cannot_ask_for_the_time_in_training_data() -> None:
+    dated = "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% endif %}{{ messages[0].content }}"
+    template = ChatTemplate(dated, {}, "here")
+    with pytest.raises(ChatTemplateError, match="asks for the current time.*write a fixed date in a copy"):
+        template.render(MESSAGES)
+    assert template.prompt(MESSAGES) == f"{datetime.datetime.now():%Y}Be brief.\n"
+    unasked = ChatTemplate(
+        "\n  {% if false %}{{ strftime_now('%Y') }}{% endif %}\n\n  {{ bos }}x", {"bos": "<s>"}, "here"
+    )
+    assert unasked.render(MESSAGES).text == unasked.prompt(MESSAGES) == "\n\n  <s>x"
+
+
+def test_generation_blocks_inside_macros_and_filters() -> None:
+    """Their places are not known until the whole text is rendered."""
+    source = (
+        "{% macro turn(m) %}\n  {%- generation %}\n {{ m.content }}{% endgeneration -%}\n{% endmacro %}"
+        "{% set all %}{% for m in messages %}[{{ turn(m) if m.role == 'assistant' else m.content }}]{% endfor %}"
+        "{% endset %}{{ all | trim }}"
+    )
+    template = ChatTemplate(source, {}, "here")
+    text, answers = template.render(MESSAGES)
+    assert [text[begin:end].strip() for begin, end in answers] == [MESSAGES[2]["content"], MESSAGES[4]["content"]]
+    assert text == template.prompt(MESSAGES)
+
+
+def test_transformers_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.utils.chat_template_utils", None)
+    with pytest.raises(UserError, match=r"--chat: needs transformers, .*pip install -e \"\.\[hf\]\""):
+        ChatTemplate("", {}, "here")
 
 
 def test_locations_of_templates(folder: Path, tmp_path: Path) -> None:
