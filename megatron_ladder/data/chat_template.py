@@ -58,9 +58,7 @@ class ChatTemplate:
         try:
             from transformers.utils.chat_template_utils import render_jinja_template
         except ImportError:
-            raise UserError(
-                '--chat: needs transformers, which the extra hf installs: pip install -e ".[hf]"'
-            ) from None
+            raise UserError('--chat: needs transformers, which the extra hf installs: pip install -e ".[hf]"') from None
         self.source, self.name, self._tokens, self._library = source, name, tokens, render_jinja_template
         # Random, so that no conversation can contain them.
         key = secrets.token_hex(16)

@@ -1,7 +1,7 @@
 """Detects whether a resumed run reads the data, in the order, with which its checkpoint was trained."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,111 +12,102 @@ from megatron_ladder.data.indexed import SAMPLED_BLOCKS, format_checksum, sample
 from megatron_ladder.data.loader import DataSource
 from megatron_ladder.data.reading.hub import HubSource
 from megatron_ladder.data.reading.protocol import Source
-from megatron_ladder.data.sidecar import content_changes
 
 _TOTAL_BLOCKS = 1 << 13
 """Approximate number of blocks that are read of all files together; every rank reads them when it starts."""
 _MAX_LISTED = 8
 """Changed sources that are listed one by one."""
 
-_EARLIER_NAMES = ("train_documents", "train_tokens", "tokenizer_sha256")
-"""Everything that the oldest checkpoints record about their data."""
-
 # Entries of descriptions -> names in messages.
-_EARLIER_LABELS = {name: f"--data-path or --tokenizer-model: {name}" for name in _EARLIER_NAMES}
+_TOKENIZER_LABELS = {"tokenizer_sha256": "--tokenizer-model: sha256"}
 _STREAM_LABELS = {
     "streams": "--streaming-shards: the number of streams",
     "window_documents": "--streaming-shuffle-buffer: the number of documents in a shuffle buffer",
     "eod_id": "--tokenizer-model: the end-of-document token",
     "shards": "--streaming: the number of shards of the input",
 }
-_SOURCE_LABELS = {"files": "number of files", "bytes": "size in bytes", "sample": "checksum of blocks"}
+_SOURCE_LABELS = {"name": "name", "files": "number of files", "bytes": "size in bytes", "sample": "checksum of blocks"}
+_ORDER_LABELS = {
+    "order": "--megatron-order: the order of samples",
+    "run_samples": "--train-iters, --global-batch-size: the number of samples, on which --megatron-order depends,",
+}
+_CONTENT_LABELS = {
+    "documents": "number of documents",
+    "tokens": "number of tokens",
+    "dtype": "type of the tokens",
+    "idx_checksum": "checksum of .idx",
+    "bin_checksum": "checksum of .bin in the sidecar",
+    "bin_sample": "checksum of blocks of .bin",
+    "loss_mask_sample": "checksum of blocks of the loss mask",
+}
 
 
 def describe_training(source: DataSource, tokenizer_sha256: str | None) -> dict[str, Any]:
     """Return the description of the training data and its order that checkpoints store; JSON-able."""
-    return {
-        "train_documents": sum(len(member.documents) for member in source.sources),
-        "train_tokens": sum(member.tokens for member in source.sources),
-        "tokenizer_sha256": tokenizer_sha256,
-        "train": source.describe(),
-    }
+    return {"tokenizer_sha256": tokenizer_sha256, "train": source.describe()}
 
 
 def data_changes(stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """Return one line per difference of a checkpoint's description, which may lack entries, and this run's."""
+    """Return one line per difference of a checkpoint's description, if it has one, and this run's."""
     try:
-        return _differences(stored, found)
+        return list(_differences(stored, found)) if stored else []
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         return [f"the description of the data cannot be read ({error!r})"]
 
 
-def _differences(stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    if "stream" in stored or "stream" in found:
-        return _stream_changes(stored, found)
-    if "train" not in stored:
-        return _changes(_EARLIER_LABELS, stored, found)
-    lines = _order_changes(stored["train"], found["train"])
-    return lines + _changes({"tokenizer_sha256": _EARLIER_LABELS["tokenizer_sha256"]}, stored, found)
+def _differences(stored: dict[str, Any], found: dict[str, Any]) -> Iterator[str]:
+    if "stream" in stored and "stream" in found:
+        yield from _stream_changes(stored["stream"], found["stream"])
+    elif "stream" in found:
+        yield "--streaming: the data is streamed text, was token files (--data-path)"
+    elif "stream" in stored:
+        yield "--data-path: the data is token files, was streamed text (--streaming)"
+    else:
+        yield from _order_changes(stored["train"], found["train"])
+    yield from _changes(_TOKENIZER_LABELS, stored, found)
 
 
 def _changes(labels: Mapping[str, str], stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """Return one phrase per entry that differs. Entries that an earlier release did not record are not compared."""
+    """Return one phrase per entry that differs."""
     return [
-        f"{label} is {found[name]}, was {stored[name]}"
+        f"{label} is {found.get(name)}, was {stored.get(name)}"
         for name, label in labels.items()
-        if name in stored and name in found and stored[name] != found[name]
+        if stored.get(name) != found.get(name)
     ]
 
 
 def _stream_changes(stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    if "stream" not in stored:
-        return ["--streaming: the data is streamed text, was token files (--data-path)"]
-    if "stream" not in found:
-        return ["--data-path: the data is token files, was streamed text (--streaming)"]
-    was, now = stored["stream"], found["stream"]
-    lines = _source_changes(was["sources"], now["sources"]) if "sources" in was else []
+    was, now = stored["sources"], found["sources"]
+    if len(was) != len(now):
+        lines = [f"--streaming: the number of sources is {len(now)}, was {len(was)}"]
+    else:
+        pairs = [(new["name"], _changes(_SOURCE_LABELS, old, new)) for old, new in zip(was, now, strict=True)]
+        lines = [f"--streaming {name}: {', '.join(changed)}" for name, changed in pairs if changed]
+    if len(lines) > _MAX_LISTED:
+        lines = [*lines[:_MAX_LISTED], f"--streaming: {len(lines) - _MAX_LISTED} more sources changed"]
     if lines:
         # The sources explain a different number of shards.
-        now = {name: value for name, value in now.items() if name != "shards"}
-    elif was.get("shards_sha256") != now["shards_sha256"] and was.get("shards") == now["shards"]:
+        found = found | {"shards": stored["shards"]}
+    elif stored["shards_sha256"] != found["shards_sha256"] and stored["shards"] == found["shards"]:
         lines.append("--streaming: names or sizes of files have changed")
-    lines += _changes(_STREAM_LABELS, was, now)
-    return lines + _changes({"tokenizer_sha256": "--tokenizer-model: sha256"}, stored, found)
-
-
-def _source_changes(stored: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> list[str]:
-    if len(stored) != len(found):
-        return [f"--streaming: the number of sources is {len(found)}, was {len(stored)}"]
-    lines = []
-    for number, (old, new) in enumerate(zip(stored, found, strict=True), start=1):
-        if old["name"] != new["name"]:
-            lines.append(f"--streaming: source {number} is {new['name']}, was {old['name']}")
-        elif changed := _changes(_SOURCE_LABELS, old, new):
-            lines.append(f"--streaming {new['name']}: {', '.join(changed)}")
-    if len(lines) > _MAX_LISTED:
-        return [*lines[:_MAX_LISTED], f"--streaming: {len(lines) - _MAX_LISTED} more sources changed"]
-    return lines
+    return lines + _changes(_STREAM_LABELS, stored, found)
 
 
 def _order_changes(stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    if stored["order"] != found["order"]:
-        return [f"--megatron-order: the order of samples is {found['order']!r}, was {stored['order']!r}"]
-    if stored.get("run_samples") != found.get("run_samples"):
-        return [
-            f"--train-iters, --global-batch-size: the run reads {found.get('run_samples')} samples, was "
-            f"{stored.get('run_samples')}, and --megatron-order depends on this number"
-        ]
+    if lines := _changes(_ORDER_LABELS, stored, found):
+        return lines
     if len(stored["sets"]) != len(found["sets"]):
         was = " ".join(entry["prefix"] for entry in stored["sets"])
         return [f"--data-path: {len(found['sets'])} data sets, was {len(stored['sets'])}: {was}"]
-    lines = []
     for old, new in zip(stored["sets"], found["sets"], strict=True):
-        changed = content_changes(old["content"], new["content"])
-        if old["documents"] != new["documents"] and not changed:
-            changed.append(f"--split: training documents are {new['documents']}, was {old['documents']}")
-        if old.get("weight") != new.get("weight"):
-            changed.append(f"weight is {new.get('weight')}, was {old.get('weight')}")
+        was, now = old["content"], new["content"]
+        if None in (was["bin_checksum"], now["bin_checksum"]):
+            # The checksum of a data set without a sidecar is unknown.
+            now = now | {"bin_checksum": was["bin_checksum"]}
+        changed = _changes(_CONTENT_LABELS, was, now)
+        if not changed:
+            changed = _changes({"documents": "--split: the range of training documents"}, old, new)
+        changed += _changes({"weight": "weight"}, old, new)
         name = new["prefix"] if old["prefix"] == new["prefix"] else f"{new['prefix']} (was {old['prefix']})"
         lines += [f"{name}: {change}" for change in changed]
     return lines

@@ -1,20 +1,12 @@
 """A cache of sample orders on disk, so that the processes of a machine build an order once and share one copy.
 
-A file `order_<key>.bin` contains arrays of int64 after a header, all little-endian:
-
-    bytes        content
-    8            magic `MLORDER` and a digit, the version of this format
-    16           XXH3-128 of the description that determines the order, which is also the file's name
-    16           XXH3-128 of everything after the header
-    8            u64, number of arrays A
-    8 * A        u64, length of each
-
-The description contains everything that determines an order (content of the data, split, seed, sequence length, epoch),
-so a file is never out of date. A damaged file is rebuilt. Runs can share a directory, and it can be deleted.
+`order_<key>.bin` holds an XXH3-128 of the rest, the number of arrays, the length of each, and the arrays, all as
+little-endian int64. The key is a hash of everything that determines the order (content of the data, split, seed, sequence
+length, epoch), so a file is never out of date. A damaged file is rebuilt. Runs can share a directory, and it can be
+deleted.
 """
 
 import json
-import struct
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,52 +19,40 @@ from numpy.typing import NDArray
 
 from megatron_ladder.files import atomic_writer, lock_file, remove_temporary_files
 
-_MAGIC = b"MLORDER1"
-_HEADER = struct.Struct("<8s16s16sQ")
-
+_DIGEST_BYTES = 16
 _Arrays = tuple[NDArray[np.int64], ...]
 
 
 def load_or_build(
     folder: Path, description: Mapping[str, Any], build: Callable[[], Sequence[NDArray[np.int64]]]
 ) -> _Arrays:
-    """Return the arrays of `description`, mapped from a file in `folder`; the file is built if it is missing.
+    """Return the arrays of `description` (JSON-able), mapped from a file in `folder`, which is built if it is missing.
 
     One process builds and the others wait. The lock is the kernel's, so it ends with the process that holds it. A
     directory that cannot be locked or written costs time and memory, but is not an error.
-
-    Args:
-        description: JSON-able; the order of its keys does not matter.
     """
-    key = xxhash.xxh3_128_digest(json.dumps(description, sort_keys=True).encode())
-    path = folder / f"order_{key.hex()}.bin"
-    found = _read_order(path, key)
+    key = xxhash.xxh3_128_hexdigest(json.dumps(description, sort_keys=True).encode())
+    path = folder / f"order_{key}.bin"
+    found = _read_order(path)
     if found is not None:
         return found
-    with _locked(path.with_suffix(".lock")) as locked:
-        found = _read_order(path, key)
+    with _locked(path.with_suffix(".lock")) as is_locked:
+        found = _read_order(path)
         if found is not None:
             return found
         arrays = tuple(build())
-        # Without a lock, another process may have been faster, and others may map its file already.
-        if not locked and (found := _read_order(path, key)) is not None:
-            return found
         try:
-            if locked:
+            if is_locked:
                 remove_temporary_files(path)
-            parts = [np.array([len(array) for array in arrays], "<u8")]
-            parts += [np.ascontiguousarray(array, "<i8") for array in arrays]
-            hasher = xxhash.xxh3_128()
-            for part in parts:
-                hasher.update(part.data)
+            lengths = np.array([len(arrays), *map(len, arrays)], "<i8")
+            content = np.concatenate([lengths, *arrays]).astype("<i8", copy=False)
             with atomic_writer(path) as file:
-                file.write(_HEADER.pack(_MAGIC, key, hasher.digest(), len(arrays)))
-                for part in parts:
-                    file.write(part.data)
+                file.write(xxhash.xxh3_128_digest(content.data))
+                file.write(content.data)
         except OSError as error:
             warnings.warn(f"--data-cache-path {folder}: the order of samples is not cached: {error}", stacklevel=2)
             return arrays
-    return _read_order(path, key) or arrays
+    return _read_order(path) or arrays
 
 
 @contextmanager
@@ -90,20 +70,15 @@ def _locked(path: Path) -> Iterator[bool]:
         yield error is None
 
 
-def _read_order(path: Path, key: bytes) -> _Arrays | None:
-    """Return the arrays of a file, mapped and read-only; None if there is no complete file with this key."""
+def _read_order(path: Path) -> _Arrays | None:
+    """Return the arrays of a file, mapped and read-only; None if there is no complete file."""
     try:
         # Given a Path, NumPy would look at each of its directories.
         content = np.memmap(str(path), np.uint8, mode="r").data
     except (OSError, ValueError):
         return None
-    if len(content) < _HEADER.size:
+    if content[:_DIGEST_BYTES] != xxhash.xxh3_128_digest(content[_DIGEST_BYTES:]):
         return None
-    magic, stored_key, digest, count = _HEADER.unpack_from(content)
-    begin = _HEADER.size + 8 * count
-    if (magic, stored_key) != (_MAGIC, key) or len(content) < begin:
-        return None
-    lengths = np.frombuffer(content, "<u8", count, _HEADER.size).tolist()
-    if len(content) != begin + 8 * sum(lengths) or xxhash.xxh3_128_digest(content[_HEADER.size :]) != digest:
-        return None
-    return tuple(np.split(np.frombuffer(content, "<i8", sum(lengths), begin), np.cumsum(lengths)[:-1]))
+    values = np.frombuffer(content, "<i8", offset=_DIGEST_BYTES)
+    count = int(values[0])
+    return tuple(np.split(values[1 + count :], np.cumsum(values[1:count])))

@@ -16,17 +16,6 @@ from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.files import read_if_exists, write_atomically
 
-_CONTENT_LABELS = {
-    "documents": "number of documents",
-    "tokens": "number of tokens",
-    "dtype": "type of the tokens",
-    "idx_checksum": "checksum of .idx",
-    "bin_checksum": "checksum of .bin in the sidecar",
-    "bin_sample": "checksum of blocks of .bin",
-    "loss_mask_sample": "checksum of blocks of the loss mask",
-}
-"""Entries of content_of -> names in messages."""
-
 
 @dataclass(frozen=True)
 class Sidecar:
@@ -153,13 +142,3 @@ def content_of(dataset: IndexedDataset) -> dict[str, Any]:
         "bin_sample": sampled_checksum(dataset.tokens),
         "loss_mask_sample": None if dataset.loss_mask is None else sampled_checksum(dataset.loss_mask),
     }
-
-
-def content_changes(stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """Return one phrase per difference of two contents. An unknown .bin checksum is not a difference."""
-    return [
-        f"{label} is {found[name]}, was {stored[name]}"
-        for name, label in _CONTENT_LABELS.items()
-        if name in stored and stored[name] != found[name]
-        if name != "bin_checksum" or None not in (stored[name], found[name])
-    ]

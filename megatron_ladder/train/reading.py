@@ -63,8 +63,7 @@ class TextStreams:
     def load_state_dict(self, states: list[Any]) -> None:
         """Restore the states of any number of ranks, unless the input is divided differently now."""
         plan = self._plan.cut()
-        # Plans of earlier releases have fewer keys.
-        if all(plan | state["plan"] == plan for state in states):
+        if all({**state["plan"]} == plan for state in states):
             self._positions, self._skipped = positions_of(states), skipped_of(states)
 
     def resume(self, manifest: Mapping[str, Any]) -> None:
