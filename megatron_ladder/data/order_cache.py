@@ -1,9 +1,9 @@
 """A cache of sample orders on disk, so that the processes of a machine build an order once and share one copy.
 
 `order_<key>.bin` holds an XXH3-128 of the rest, the number of arrays, the length of each, and the arrays, all as
-little-endian int64. The key is a hash of everything that determines the order (content of the data, split, seed, sequence
-length, epoch), so a file is never out of date. A damaged file is rebuilt. Runs can share a directory, and it can be
-deleted.
+little-endian int64. The key is a hash of everything that determines the order (content of the data, split, seed,
+sequence length, epoch), so a file is never out of date. A damaged file is rebuilt. Runs can share a directory, and it
+can be deleted.
 """
 
 import json

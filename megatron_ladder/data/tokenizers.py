@@ -9,8 +9,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
+import msgspec
 import sentencepiece
 import tokenizers
 
@@ -19,7 +20,6 @@ from megatron_ladder.errors import UserError
 from megatron_ladder.files import hub_hint, read_if_exists
 
 DESCRIPTION_FILE = "megatron_ladder_tokenizer.json"
-_FORMAT_VERSION = 1
 
 _COMMON_END_TOKENS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|im_end|>")
 """Searched in this order if no companion file names the end-of-document token."""
@@ -118,15 +118,6 @@ class SentencePieceTokenizer(Tokenizer):
         if self.eod_id < 0:
             raise UserError(f"--tokenizer-model {model}: has no end-of-sequence piece: train it with an eos_id")
         self.bos_id = self._processor.bos_id() if self._processor.bos_id() >= 0 else None
-
-    def pieces_outside_of_text(self) -> frozenset[str]:
-        """Return the pieces that represent no text (control tokens, single bytes), as spelled in the vocabulary."""
-        processor = self._processor
-        return frozenset(
-            processor.id_to_piece(number)
-            for number in range(self.vocab_size)
-            if processor.is_control(number) or processor.is_byte(number) or processor.is_unknown(number)
-        )
 
     def encode(self, text: str) -> list[int]:
         return list(self._processor.encode(text))
@@ -315,19 +306,24 @@ def source_of(tokenizer: Tokenizer) -> TokenizerSource:
     return TokenizerSource(tokenizer.kind, tokenizer.files[0], merge_file)
 
 
+class _Description(msgspec.Struct):
+    """The content of DESCRIPTION_FILE."""
+
+    format_version: Literal[1]
+    tokenizer_type: str
+    file: str | None
+    merge_file: str | None
+    sha256: str
+    vocab_size: int
+
+
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     """Return file names and contents for a copy of the tokenizer: its files as loaded, and a description of them."""
     source = source_of(tokenizer)
-    description = {
-        "format_version": _FORMAT_VERSION,
-        "tokenizer_type": tokenizer.kind,
-        "file": source.tokenizer_model and source.tokenizer_model.name,
-        "merge_file": source.merge_file and source.merge_file.name,
-        "sha256": tokenizer.sha256,
-        "vocab_size": tokenizer.vocab_size,
-    }
+    names = [path and path.name for path in (source.tokenizer_model, source.merge_file)]
+    description = _Description(1, tokenizer.kind, *names, tokenizer.sha256, tokenizer.vocab_size)
     contents = {file.name: content for file, content in zip(tokenizer.files, tokenizer.contents, strict=True)}
-    return contents | {DESCRIPTION_FILE: (json.dumps(description, indent=2) + "\n").encode()}
+    return contents | {DESCRIPTION_FILE: (json.dumps(msgspec.to_builtins(description), indent=2) + "\n").encode()}
 
 
 def load_tokenizer_from_directory(directory: Path) -> Tokenizer:
@@ -336,23 +332,16 @@ def load_tokenizer_from_directory(directory: Path) -> Tokenizer:
     content = read_if_exists(path)
     if content is None:
         raise UserError(f"{path}: no such file: {directory} contains no tokenizer")
-    description = parse_json_object(path, content)
-    missing = {"tokenizer_type", "file", "sha256"} - set(description)
-    if missing:
-        raise UserError(f"{path}: lacks {', '.join(sorted(missing))}: copy the tokenizer again")
-    files = [
-        directory / Path(name).name if isinstance(name, str) else None
-        for name in (description["file"], description.get("merge_file"))
-    ]
-    vocab_size = description.get("vocab_size", 2)
-    if type(vocab_size) is not int:
-        raise UserError(f"{path}: vocab_size is {vocab_size!r:.60}, expected an integer: copy the tokenizer again")
-    tokenizer = load_source(TokenizerSource(description["tokenizer_type"], files[0], files[1], vocab_size - 1))
-    if tokenizer.sha256 != description["sha256"]:
+    try:
+        found = msgspec.json.decode(content, type=_Description)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(f"{path}: {error}: copy the tokenizer again") from None
+    files = [directory / Path(name).name if name else None for name in (found.file, found.merge_file)]
+    tokenizer = load_source(TokenizerSource(found.tokenizer_type, *files, found.vocab_size - 1))
+    if tokenizer.sha256 != found.sha256:
         changed = tokenizer.files[0] if tokenizer.files else path
         raise UserError(
-            f"{changed}: sha256 is {tokenizer.sha256}, {path.name} expects {description['sha256']}: "
-            "copy the tokenizer again"
+            f"{changed}: sha256 is {tokenizer.sha256}, {path.name} expects {found.sha256}: copy the tokenizer again"
         )
     return tokenizer
 
@@ -368,9 +357,6 @@ def _read_model_file(flag: str, model: Path, expected: str) -> bytes:
 def parse_json_object(path: Path, content: bytes) -> dict[str, Any]:
     """Return the object in the content of a file; raises UserError for other content."""
     try:
-        values = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not JSON ({error})") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: expected a JSON object, found {type(values).__name__}")
-    return values
+        return msgspec.json.decode(content, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(f"{path}: not a JSON object ({error})") from None

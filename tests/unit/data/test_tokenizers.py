@@ -142,8 +142,8 @@ def test_hostile_files_next_to_a_tokenizer_are_rejected(hugging_face_directory: 
         ("tokenizer.json", deep, "not a tokenizer.json"),
         ("tokenizer.json", content.strip().removesuffix("}") + f', "more": {deep}}}', "not a tokenizer.json"),
         ("tokenizer.json", json.dumps(json.loads(tokenizers.Tokenizer(tokenizers.models.BPE()).to_str())), "empty"),
-        ("tokenizer_config.json", deep, "not JSON"),
-        ("tokenizer_config.json", f'{{"eos_token": {deep}}}', "not JSON"),
+        ("tokenizer_config.json", deep, "not a JSON object"),
+        ("tokenizer_config.json", f'{{"eos_token": {deep}}}', "not a JSON object"),
         ("tokenizer_config.json", '{"eos_token": [1]}', r"eos_token \[1\] is not in the vocabulary"),
         ("special_tokens_map.json", '{"eos_token": {"content": {}}}', "eos_token {} is not in the vocabulary"),
     ):
@@ -221,13 +221,8 @@ def test_a_changed_copy_is_rejected(sentencepiece_tokenizer: SentencePieceTokeni
     with pytest.raises(UserError, match=r"tiny\.model: sha256 is"):
         load_tokenizer_from_directory(tmp_path)
     (tmp_path / "megatron_ladder_tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match="lacks file, sha256, tokenizer_type"):
+    with pytest.raises(UserError, match="Object missing required field `format_version`: copy the tokenizer again"):
         load_tokenizer_from_directory(tmp_path)
-    for vocab_size in ("null", "[]", '"2"', "1e400"):
-        text = f'{{"tokenizer_type": "NullTokenizer", "file": null, "sha256": "", "vocab_size": {vocab_size}}}'
-        (tmp_path / "megatron_ladder_tokenizer.json").write_text(text)
-        with pytest.raises(UserError, match="vocab_size is .*, expected an integer"):
-            load_tokenizer_from_directory(tmp_path)
     with pytest.raises(UserError, match="contains no tokenizer"):
         load_tokenizer_from_directory(tmp_path / "nowhere")
 
