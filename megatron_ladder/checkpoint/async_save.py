@@ -3,7 +3,6 @@ collectives.
 """
 
 import contextlib
-import json
 import os
 import threading
 import time
@@ -11,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -90,8 +89,8 @@ def run_in_thread(work: Callable[[], T], name: str) -> Future[T]:
     return future
 
 
-def gather_through_files(directory: Path, rank: int, size: int, timeout_seconds: float, value: Any) -> list[Any]:
-    """Gather one JSON value per rank on rank 0 through files in a shared directory.
+def gather_through_files(directory: Path, rank: int, size: int, timeout_seconds: float, value: bytes) -> list[bytes]:
+    """Gather the bytes of every rank on rank 0 through files in a shared directory.
 
     Saves in the background finish at different times on every rank, while the training threads use the process groups,
     which two threads must not share. All ranks write to one directory anyway.
@@ -110,7 +109,7 @@ def gather_through_files(directory: Path, rank: int, size: int, timeout_seconds:
         # If the disk is full even for this file, rank 0 notices by waiting.
         with contextlib.suppress(OSError):
             temporary = temporary_path(files[rank])
-            temporary.write_text(json.dumps(value))
+            temporary.write_bytes(value)
             os.replace(temporary, files[rank])
         return []
     deadline = time.monotonic() + timeout_seconds
@@ -118,7 +117,7 @@ def gather_through_files(directory: Path, rank: int, size: int, timeout_seconds:
         if time.monotonic() > deadline:
             raise TimeoutError(f"{name_ranks(missing)} did not finish writing in {timeout_seconds:g} s")
         time.sleep(_POLL_SECONDS)
-    values = [value, *(json.loads(file.read_bytes()) for file in files[1:])]
+    values = [value, *(file.read_bytes() for file in files[1:])]
     for file in files[1:]:
         file.unlink()
     return values

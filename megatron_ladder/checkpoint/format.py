@@ -16,15 +16,15 @@ from __future__ import annotations
 import contextlib
 import stat
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
+from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.checkpoint.boxes import Box, cut_span, intersection
-from megatron_ladder.checkpoint.checksum import file_error
-from megatron_ladder.checkpoint.manifest import TensorTable, decode_manifest, manifest_checksum
+from megatron_ladder.checkpoint.checksum import file_checksum
+from megatron_ladder.checkpoint.manifest import TensorTable, decode_manifest, manifest_checksum, writer_of
 from megatron_ladder.checkpoint.publish import (
     LATEST_NAME,
     MANIFEST_NAME,
@@ -33,16 +33,7 @@ from megatron_ladder.checkpoint.publish import (
     publishing_order,
     read_latest,
 )
-from megatron_ladder.checkpoint.tensor_file import (
-    BY_NAME,
-    BY_STORED_NAME,
-    TensorPosition,
-    element_name,
-    open_to_read,
-    read_header,
-    read_part,
-)
-from megatron_ladder.checkpoint.tilings import StoredTensor, writer_of
+from megatron_ladder.checkpoint.tensor_file import StoredTensor, element_name, open_safetensors, stored_tensor
 from megatron_ladder.errors import UserError, limited, raise_user_errors
 from megatron_ladder.files import hub_hint
 from megatron_ladder.progress import ProgressBar
@@ -67,8 +58,6 @@ CARRIED = (
 """Files of a Hugging Face directory that travel with the model through import, training and export; none holds code."""
 
 _VERIFYING_THREADS = 8
-_FILES_OPEN = 128
-"""Most files kept open while loading; a process may usually open 1,024, fewer than the ranks of a large run wrote."""
 
 
 class Checkpoint:
@@ -82,8 +71,8 @@ class Checkpoint:
         """Problems of newer checkpoints that were passed over."""
         self.manifest_checksum = manifest_checksum
         self._table = table
-        self._headers: dict[str, dict[str, TensorPosition]] = {}
-        self._kept: dict[Path, BinaryIO] | None = None
+        self._files: dict[str, Any] = {}
+        """Open data files by name."""
 
     @staticmethod
     def open(path: Path) -> Checkpoint:
@@ -99,29 +88,9 @@ class Checkpoint:
         """Open a checkpoint that another rank found complete; only the manifest is read."""
         return _open_directory(directory)
 
-    @contextlib.contextmanager
-    def keeping_files_open(self) -> Iterator[None]:
-        """Keep the last files that were read open for further reads in the block, which one thread makes."""
-        self._kept = {}
-        try:
-            yield
-        finally:
-            for file in self._kept.values():
-                file.close()
-            self._kept = None
-
-    def _opened(self, path: Path) -> contextlib.AbstractContextManager[BinaryIO]:
-        if self._kept is None:
-            return open_to_read(path)
-        if path in self._kept:
-            file = self._kept.pop(path)
-        else:
-            if len(self._kept) >= _FILES_OPEN:
-                self._kept.pop(next(iter(self._kept))).close()
-            file = open_to_read(path)
-        # Now the last one, and so the last to be closed.
-        self._kept[path] = file
-        return contextlib.nullcontext(file)
+    def close(self) -> None:
+        """Release the data files; further reads open them again."""
+        self._files.clear()
 
     @property
     def iteration(self) -> int:
@@ -156,64 +125,47 @@ class Checkpoint:
         """Fill `out` with a box of a weight, converted to its dtype; raise as `read`."""
         self.read(name, "weight", offset, extent, out)
 
-    def read(self, name: str, kind: str, offset: Sequence[int], extent: Sequence[int], out: torch.Tensor) -> None:
+    def read(
+        self,
+        name: str,
+        kind: str,
+        offset: Sequence[int],
+        extent: Sequence[int],
+        out: torch.Tensor,
+        shape: Sequence[int] | None = None,
+    ) -> None:
         """Fill `out` with a box of a stored tensor, reading only the bytes around that box.
 
         Args:
             out: [*extent], on any device, contiguous or not. Only weights are converted to its dtype.
+            shape: the shape that the whole tensor must have, if it is known.
 
         Raises:
-            UserError: the tensor is not stored, is too small or has another dtype, or its file is damaged.
+            UserError: the tensor is not stored, has another shape, is too small or has another dtype, or its file is
+                damaged.
             ValueError: the shape of `out` is not `extent`.
         """
         wanted = Box(tuple(offset), tuple(extent))
         if tuple(out.shape) != wanted.extent:
             raise ValueError(f"{name}: {wanted} cannot be read into a tensor of shape {list(out.shape)}")
-        stored = self._stored(name, kind)
-        if not wanted.fits(stored.global_shape):
-            raise self._another_model(f"{kind} of {name} has the shape {list(stored.global_shape)}", str(wanted))
+        if name not in self._table[kind]:
+            raise self._another_model(f"holds {kind} of {len(self._table[kind])} tensors", name)
+        stored = self._table[kind][name]
+        if not wanted.fits(stored.shape) or (shape is not None and stored.shape != tuple(shape)):
+            expected = str(wanted) if shape is None else str(list(shape))
+            raise self._another_model(f"{kind} of {name} has the shape {list(stored.shape)}", expected)
         dtype = element_name(out.dtype)
         if dtype != stored.dtype and kind != "weight":
             raise UserError(f"{self.directory}: {kind} of {name} is stored as {stored.dtype}, expected {dtype}")
-        target = out.detach()
         for index in stored.overlapping(wanted):
             box = stored.box(index)
-            shared = intersection(box, wanted)
+            shared = box.intersection(wanted)
             assert shared is not None
-            begin, path = self.position(stored, index).begin, self.directory / stored.file(index)
-            part = target[shared.within(wanted).slices()]
-            read_part(path, begin, box.extent, shared.within(box), stored.dtype, part, opened=self._opened)
-
-    def read_span(
-        self, name: str, kind: str, global_shape: Sequence[int], held: Box, start: int, out_flat: torch.Tensor
-    ) -> None:
-        """Fill `out_flat` with an interval of a flattened box, as in `saving.CheckpointWriter.add_span`.
-
-        Raises:
-            UserError: as for `read`, or the shape of the stored tensor is not `global_shape`.
-        """
-        stored = self._stored(name, kind)
-        if stored.global_shape != tuple(global_shape):
-            found = f"{kind} of {name} has the shape {list(stored.global_shape)}"
-            raise self._another_model(found, str(list(global_shape)))
-        for box, begin in cut_span(held, start, out_flat.numel()):
-            piece = out_flat[begin : begin + box.numel].view(box.extent)
-            self.read(name, kind, box.offset, box.extent, piece)
+            part = self._part(stored, index)[shared.within(box).slices()]
+            out.detach()[shared.within(wanted).slices()].copy_(part)
 
     def verify(self, progress: str | None = None, rank: int = 0, ranks: int = 1, only_weights: bool = False) -> None:
         """Read files in parallel, and compare checksums and headers with the manifest.
-
-        Args: as for `verify_checksums`.
-
-        Raises:
-            UserError: files are damaged; one line per file.
-        """
-        self.verify_headers(self.verify_checksums(progress, rank, ranks, only_weights))
-
-    def verify_checksums(
-        self, progress: str | None = None, rank: int = 0, ranks: int = 1, only_weights: bool = False
-    ) -> set[str]:
-        """Read files in parallel, compare checksums with the manifest, and return the names of the files.
 
         Another thread may read tensors meanwhile.
 
@@ -226,10 +178,8 @@ class Checkpoint:
         Raises:
             UserError: files are damaged; one line per file.
         """
-        skipped = set[str]()
-        if only_weights:
-            files = {kind: set[str]().union(*(t.files() for t in self._table[kind].values())) for kind in self._table}
-            skipped = set[str]().union(*files.values()) - files["weight"]
+        others = [stored for kind, named in self._table.items() if kind != "weight" for stored in named.values()]
+        skipped = {file for stored in others for file in stored.files()} if only_weights else set()
         records = [
             record
             for record in self.manifest["files"]
@@ -244,43 +194,48 @@ class Checkpoint:
                         bar.advance(count)
 
             def check(record: dict[str, Any]) -> str | None:
-                return file_error(self.directory / record["name"], record["checksum"], report)
+                path, expected = self.directory / record["name"], record["checksum"]
+                try:
+                    found = file_checksum(path, report)
+                except OSError as error:
+                    return f"{path}: cannot be read: {error.strerror}"
+                damaged = f"{path}: damaged: the manifest records {expected}, the contents have {found}"
+                return None if found == expected else damaged
 
             with ThreadPoolExecutor(_VERIFYING_THREADS) as threads:
                 raise_user_errors(limited([error for error in threads.map(check, records) if error is not None]))
-        return {record["name"] for record in records}
+        names = {record["name"] for record in records}
+        for stored in (stored for named in self._table.values() for stored in named.values()):
+            for index in stored.boxes_in(names):
+                self._part(stored, index)
 
-    def verify_headers(self, names: Collection[str]) -> None:
-        """Compare the headers of files with the manifest; raise UserError if one differs."""
-        for tensors in self._table.values():
-            for stored in tensors.values():
-                for index in stored.boxes_in(names):
-                    self.position(stored, index)
-
-    def position(self, stored: StoredTensor, index: int) -> TensorPosition:
-        """Return the position of a box in its file; raise UserError if its header contradicts the manifest."""
-        file, key = stored.file(index), stored.key(index)
+    def _part(self, stored: StoredTensor, index: int) -> torch.Tensor:
+        """Return a box in its mapped file; raise UserError if the file contradicts the manifest."""
+        file, key, box = stored.file(index), stored.key(index), stored.box(index)
         path = self.directory / file
-        if file not in self._headers:
-            self._headers[file] = read_header(path, self._opened)
-        position = self._headers[file].get(key)
-        if position is None:
-            raise UserError(f"{path}: has no tensor {key!r}, which the manifest lists")
-        box = stored.box(index)
-        if position.shape != box.extent or BY_STORED_NAME.get(position.dtype) != BY_NAME[stored.dtype]:
+        if file not in self._files:
+            self._files[file] = open_safetensors(path)
+        found = stored_tensor(path, self._files[file], key)
+        dtype, shape = element_name(found.dtype), tuple(found.shape)
+        if (dtype, shape) != (stored.dtype, box.extent):
             raise UserError(
-                f"{path}: {key!r} is {position.dtype} of shape {list(position.shape)}, and the manifest lists "
-                f"{stored.dtype} of shape {list(box.extent)}"
+                f"{path}: {key!r} is {dtype} of shape {list(shape)}, and the manifest lists {stored.dtype} of shape "
+                f"{list(box.extent)}"
             )
-        return position
-
-    def _stored(self, name: str, kind: str) -> StoredTensor:
-        if name not in self._table[kind]:
-            raise self._another_model(f"holds {kind} of {len(self._table[kind])} tensors", name)
-        return self._table[kind][name]
+        return found
 
     def _another_model(self, found: str, expected: str) -> UserError:
         return UserError(f"{self.directory}: {found}, expected {expected}: the checkpoint belongs to another model")
+
+
+@contextlib.contextmanager
+def reporting_os_errors(where: object) -> Iterator[None]:
+    """Convert an OSError to a UserError about an argument or a directory."""
+    try:
+        yield
+    except OSError as error:
+        file = f"{error.filename} " if error.filename else ""
+        raise UserError(f"{where}: {file}cannot be read: {error.strerror or error}") from None
 
 
 def find_checkpoint(save: Path) -> Checkpoint | None:
@@ -296,10 +251,6 @@ def find_checkpoint(save: Path) -> Checkpoint | None:
         return _open_complete(save)
     if save.exists() and not save.is_dir():
         raise UserError(f"{save}: is a file, expected a directory of checkpoints")
-    if latest := read_latest(save):
-        # Usually no other checkpoint has to be looked at.
-        with contextlib.suppress(UserError):
-            return _open_complete(save / latest)
     candidates, errors = checkpoint_candidates(save)
     if not candidates and not errors:
         return None
@@ -350,15 +301,10 @@ def _open_complete(directory: Path) -> Checkpoint:
         path, expected = directory / record["name"], record["size"]
         try:
             found = path.lstat()
-            if is_link := stat.S_ISLNK(found.st_mode):
-                found = path.stat()
         except (FileNotFoundError, NotADirectoryError):
-            errors.append(f"{path}: is missing, or not a file")
-            continue
-        if is_link and path.resolve().parent != directory.resolve():
-            errors.append(f"{path}: is a link out of the directory of the checkpoint")
-        elif not stat.S_ISREG(found.st_mode):
-            errors.append(f"{path}: is missing, or not a file")
+            found = None
+        if found is None or not stat.S_ISREG(found.st_mode):
+            errors.append(f"{path}: is missing, or not a regular file")
         elif found.st_size != expected:
             errors.append(
                 f"{path}: truncated or changed: the manifest records {expected} bytes, the file has {found.st_size}"

@@ -12,23 +12,23 @@ Names in an index must stay in the directory. Links are followed only in the for
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import model_tensors
-from megatron_ladder.checkpoint.boxes import Box, intersection
 from megatron_ladder.checkpoint.format import GENERATION_CONFIG
 from megatron_ladder.checkpoint.hf_config import AUTHORS_TYPE, OWN_TYPE, model_config_from_hf, token_ids
-from megatron_ladder.checkpoint.manifest import is_plain_name
-from megatron_ladder.checkpoint.tensor_file import BY_STORED_NAME, element_name, parse_json, read_header, read_part
+from megatron_ladder.checkpoint.manifest import is_plain_name, parse_json
+from megatron_ladder.checkpoint.tensor_file import element_name, open_safetensors, stored_tensor
 from megatron_ladder.errors import UserError, limited, raise_user_errors
 from megatron_ladder.files import hub_hint
-
-if TYPE_CHECKING:
-    import torch
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
@@ -60,59 +60,26 @@ def hf_name(name: str) -> str:
     return name
 
 
-class StoredBox(NamedTuple):
-    """A rectangular part of a tensor, stored contiguously in row-major order from byte `begin` on.
-
-    `mapped` has the bytes of the file if they are mapped already; then `begin` counts from its start.
-    """
-
-    path: Path
-    begin: int
-    box: Box
-    mapped: memoryview | None = None
-
-
-@dataclass(frozen=True)
-class SourceTensor:
-    """A whole tensor, its name in its directory, and the boxes that tile it."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    boxes: tuple[StoredBox, ...]
-
-    @property
-    def whole(self) -> Box:
-        """Return the box of all elements."""
-        return Box.whole(self.shape)
-
-    def overlapping(self, wanted: Box) -> Iterator[tuple[StoredBox, Box]]:
-        """Yield the boxes that share elements with `wanted`, and the shared elements."""
-        for stored in self.boxes:
-            if (shared := intersection(stored.box, wanted)) is not None:
-                yield stored, shared
-
-
 @dataclass(frozen=True)
 class HFDirectory:
     """A directory whose files agree with its config.json.
 
-    `tensors` has the weights by canonical name, in the model's order. `tied_head` is the stored head of a model with
-    tied embeddings; it must equal the embedding.
+    `tensors` has the weights by canonical name, in the model's order; their data stay in the mapped files. `tied_head`
+    is the stored head of a model with tied embeddings; it must equal the embedding.
     """
 
     path: Path
     config: Mapping[str, Any]
     model: ModelConfig
-    tensors: dict[str, SourceTensor]
-    tied_head: SourceTensor | None
+    tensors: dict[str, Tensor]
+    tied_head: Tensor | None
 
     @property
     def dtype(self) -> str:
         """Return the element type of most weights."""
         sizes: Counter[str] = Counter()
         for tensor in self.tensors.values():
-            sizes[tensor.dtype] += max(tensor.shape)
+            sizes[element_name(tensor.dtype)] += max(tensor.shape)
         return sizes.most_common(1)[0][0]
 
     def token_ids(self) -> dict[str, Any]:
@@ -129,32 +96,16 @@ class HFDirectory:
 
     def check_tied_head(self) -> None:
         """Raise UserError if the stored head of a model with tied embeddings differs from the embedding."""
-        import torch
-
-        if self.tied_head is None:
-            return
-        head, embedding = (
-            torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
-            for tensor in (self.tied_head, self.tensors["embedding.weight"])
-        )
-        _read(self.tied_head, self.tied_head.whole, head)
-        _read(self.tensors["embedding.weight"], self.tied_head.whole, embedding)
-        if not torch.equal(head.view(torch.uint8), embedding.view(torch.uint8)):
+        head, embedding = self.tied_head, self.tensors["embedding.weight"]
+        if head is not None and not torch.equal(*(one.contiguous().view(torch.uint8) for one in (head, embedding))):
             raise UserError(
                 f"{self.path}: {_HEAD} differs from {_EMBEDDING} although tie_word_embeddings is true: it is unknown "
                 "which of them is the head"
             )
 
-    def read_weight(self, name: str, offset: Sequence[int], extent: Sequence[int], out: "torch.Tensor") -> None:
+    def read_weight(self, name: str, offset: Sequence[int], extent: Sequence[int], out: Tensor) -> None:
         """Fill `out` [*extent], of any dtype and on any device, with a box of a weight; raise UserError on failure."""
-        _read(self.tensors[name], Box(tuple(offset), tuple(extent)), out)
-
-
-def _read(source: SourceTensor, wanted: Box, out: "torch.Tensor") -> None:
-    for stored, shared in source.overlapping(wanted):
-        part = out[shared.within(wanted).slices()]
-        inner = shared.within(stored.box)
-        read_part(stored.path, stored.begin, stored.box.extent, inner, source.dtype, part, stored.mapped)
+        out.detach().copy_(self.tensors[name][Box(tuple(offset), tuple(extent)).slices()])
 
 
 def safe_path(directory: Path, name: str) -> Path:
@@ -192,7 +143,7 @@ def _read_json_file(directory: Path, name: str) -> dict[str, Any]:
     try:
         if path.stat().st_size > _MAX_JSON_BYTES:
             raise ValueError(f"it has {path.stat().st_size} bytes, more than {_MAX_JSON_BYTES}")
-        values = parse_json(path.read_bytes().decode())
+        values = parse_json(path.read_bytes())
         if not isinstance(values, dict):
             raise ValueError("it is not an object")
     except (OSError, ValueError) as error:
@@ -223,7 +174,7 @@ def open_hf_directory(path: Path) -> HFDirectory:
     tied_head = found.pop(_HEAD, None) if model.tie_embeddings else None
     embedding = tensors.get("embedding.weight")
     if tied_head is not None and embedding is not None:
-        head, expected = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in (tied_head, embedding))
+        head, expected = (f"{element_name(tensor.dtype)} {list(tensor.shape)}" for tensor in (tied_head, embedding))
         if head != expected:
             reason = f"as in {_EMBEDDING}, since tie_word_embeddings is true"
             errors.append(f"{path}: {_HEAD}: found {head}, expected {expected} {reason}")
@@ -236,7 +187,7 @@ def open_hf_directory(path: Path) -> HFDirectory:
     return HFDirectory(path, config, model, tensors, tied_head)
 
 
-def _read_tensors(path: Path) -> dict[str, SourceTensor]:
+def _read_tensors(path: Path) -> dict[str, Tensor]:
     """Return the tensors of all files of weights by name.
 
     Raises:
@@ -252,7 +203,7 @@ def _read_tensors(path: Path) -> dict[str, SourceTensor]:
     return _read_indexed(path, first) if first.endswith(".json") else _read_file(path, first)
 
 
-def _read_indexed(path: Path, index_name: str) -> dict[str, SourceTensor]:
+def _read_indexed(path: Path, index_name: str) -> dict[str, Tensor]:
     suffix = ".bin" if index_name == PICKLED_INDEX_NAME else ".safetensors"
     weight_map = _read_json_file(path, index_name).get("weight_map")
     where = path / index_name
@@ -261,7 +212,7 @@ def _read_indexed(path: Path, index_name: str) -> dict[str, SourceTensor]:
     files = sorted(set(weight_map.values()))
     errors = [f"{where}: {file!r} is not the name of a {suffix} file" for file in files if not file.endswith(suffix)]
     raise_user_errors(limited(errors))
-    found: dict[str, SourceTensor] = {}
+    found: dict[str, Tensor] = {}
     for file in files:
         try:
             held = _read_file(path, file)
@@ -279,53 +230,39 @@ def _read_indexed(path: Path, index_name: str) -> dict[str, SourceTensor]:
     return found
 
 
-def _read_file(path: Path, file: str) -> dict[str, SourceTensor]:
+def _read_file(path: Path, file: str) -> dict[str, Tensor]:
     real = safe_path(path, file)
     if file.endswith(".bin"):
         return _read_pickled(real)
-    found = {}
-    for name, position in read_header(real).items():
-        element = BY_STORED_NAME.get(position.dtype)
-        dtype = position.dtype if element is None else element.name
-        box = StoredBox(real, position.begin, Box.whole(position.shape))
-        found[name] = SourceTensor(name, position.shape, dtype, (box,))
-    return found
+    opened = open_safetensors(real)
+    return {key: stored_tensor(real, opened, key) for key in opened.keys()}  # noqa: SIM118
 
 
-def _read_pickled(path: Path) -> dict[str, SourceTensor]:
+def _read_pickled(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a pickled file, with their data left in the mapped file.
 
     Raises:
         UserError: the file is not a dictionary of tensors, or has the format before torch 1.6.
     """
-    import torch
-
     try:
         held = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # The unpickler raises errors of any kind for invalid files.
         reason = str(error).split("\n")[0] or type(error).__name__
         raise UserError(f"{path}: cannot be read with weights_only=True: {reason}") from None
     if not isinstance(held, dict) or not all(
-        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in held.items()
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in held.items()
     ):
         raise UserError(f"{path}: is not a dictionary of tensors")
-    found = {}
     for name, tensor in held.items():
         if tensor.device.type != "cpu":
             raise UserError(f"{path}: {name}: is a {tensor.device} tensor, whose data the file lacks; save it again")
-        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-        if not plain or not tensor.is_contiguous() or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-            raise UserError(f"{path}: {name}: is not a plain contiguous tensor; save the model as safetensors")
-        shape = tuple(tensor.shape)
-        data = tensor.detach().reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
-        box = StoredBox(path, 0, Box.whole(shape), mapped=data)
-        found[name] = SourceTensor(name, shape, element_name(tensor.dtype), (box,))
-    return found
+        plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+        if not plain or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+            raise UserError(f"{path}: {name}: is not a plain tensor; save the model as safetensors")
+    return held
 
 
-def _expected_tensors(
-    path: Path, model: ModelConfig, found: dict[str, SourceTensor], errors: list[str]
-) -> dict[str, SourceTensor]:
+def _expected_tensors(path: Path, model: ModelConfig, found: dict[str, Tensor], errors: list[str]) -> dict[str, Tensor]:
     """Remove the tensors of the model from `found` and return them; append an error for each missing or wrong one."""
     tensors = {}
     for spec in model_tensors(model):
@@ -335,10 +272,8 @@ def _expected_tensors(
             errors.append(f"{path}: {stored_name}: is missing; expected shape {list(shape)}")
         elif tensor.shape != shape:
             errors.append(f"{path}: {stored_name}: found shape {list(tensor.shape)}, expected {list(shape)}")
-        elif tensor.dtype not in FLOAT_DTYPES:
-            errors.append(
-                f"{path}: {stored_name}: found {tensor.dtype}, expected {', '.join(FLOAT_DTYPES)}: is it quantised?"
-            )
+        elif (dtype := element_name(tensor.dtype)) not in FLOAT_DTYPES:
+            errors.append(f"{path}: {stored_name}: found {dtype}, expected {', '.join(FLOAT_DTYPES)}: is it quantised?")
         else:
             tensors[spec.name] = tensor
     return tensors

@@ -6,21 +6,21 @@ master, and a bf16 weight is exactly its rounded value.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from megatron_ladder.checkpoint.boxes import Box
-from megatron_ladder.checkpoint.format import Checkpoint, checkpoint_candidates
+from megatron_ladder.checkpoint.format import Checkpoint, checkpoint_candidates, reporting_os_errors
 from megatron_ladder.checkpoint.optimizer_state import OptimizerState
 from megatron_ladder.checkpoint.publish import MANIFEST_NAME, is_published_name
 from megatron_ladder.checkpoint.saving import generator_states
 from megatron_ladder.comm.agreement import raise_on_all_ranks
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
-from megatron_ladder.parallel.layout import has_padding, parameter_sections, split_interval
+from megatron_ladder.parallel.layout import has_padding, parameter_sections
 
 
 class WeightSource(Protocol):
@@ -41,7 +41,7 @@ def load_weights(model: nn.Module, source: WeightSource) -> None:
         if has_padding(parameter, sections):
             parameter.zero_()
         for section in sections:
-            source.read_weight(section.name, section.offset, section.extent, section.view(parameter).detach())
+            source.read_weight(section.name, section.box.offset, section.box.extent, section.view(parameter))
 
 
 def load_newest(
@@ -97,25 +97,19 @@ def _open_on_all(
     Rank 0 looks at all files before the others read the manifest: thousands of ranks would overload a file system.
     `opened` is used instead if it has the same manifest.
     """
-    checkpoint, errors, checksum = None, ErrorCollector(), ""
-    for is_first in (True, False):
-        if (world.rank == 0) == is_first:
-            with errors.collect():
-                try:
-                    if is_first:
-                        checkpoint = Checkpoint.open(directory)
-                    elif opened is not None and (opened.directory, opened.manifest_checksum) == (directory, checksum):
-                        checkpoint = opened
-                    else:
-                        checkpoint = Checkpoint.open_unchecked(directory)
-                except OSError as error:
-                    reason = f"cannot be read: {error.strerror or error}"
-                    raise UserError(f"{error.filename or directory}: {reason}") from None
-                errors.add(*refuse(checkpoint))
-        if is_first:
-            found = None if checkpoint is None else checkpoint.manifest_checksum
-            messages, checksum = world.broadcast_object((errors.messages, found))
-            raise_user_errors(messages)
+    checkpoint, errors = None, ErrorCollector()
+    with errors.collect(), reporting_os_errors(directory):
+        if world.rank == 0:
+            checkpoint = Checkpoint.open(directory)
+            errors.add(*refuse(checkpoint))
+    messages, checksum = world.broadcast_object((errors.messages, checkpoint and checkpoint.manifest_checksum))
+    raise_user_errors(messages)
+    with errors.collect(), reporting_os_errors(directory):
+        if world.rank != 0:
+            is_open = opened is not None and (opened.directory, opened.manifest_checksum) == (directory, checksum)
+            checkpoint = opened if is_open else Checkpoint.open_unchecked(directory)
+            assert checkpoint is not None
+            errors.add(*refuse(checkpoint))
     raise_on_all_ranks(world, errors.messages)
     assert checkpoint is not None
     return checkpoint
@@ -131,8 +125,8 @@ def _load_state(
 ) -> None:
     """Read masters, moments, weights and generators; raise UserError on every rank if any rank finds an error."""
     errors = ErrorCollector()
-    with ThreadPoolExecutor(1) as thread, checkpoint.keeping_files_open():
-        verified = thread.submit(checkpoint.verify_checksums, progress, world.rank, world.size)
+    with ThreadPoolExecutor(1) as thread, closing(checkpoint):
+        verified = thread.submit(checkpoint.verify, progress, world.rank, world.size)
         restored: dict[str, Tensor] = {}
         counters = checkpoint.manifest.get("optimizer", {})
         if optimizer and counters.get("steps_taken", -1) < 0:
@@ -142,11 +136,11 @@ def _load_state(
             stored = checkpoint.stored("rng") if generators else {}
             for name, now in generator_states(world.rank).items():
                 # A rank that did not exist at the save, or has another kind of generator, keeps its fresh one.
-                if name in stored and stored[name].global_shape == tuple(now.shape):
+                if name in stored and stored[name].shape == tuple(now.shape):
                     checkpoint.read(name, "rng", (0,), tuple(now.shape), out=now)
                     restored[name] = now
         with errors.collect():
-            checkpoint.verify_headers(verified.result())
+            verified.result()
     raise_on_all_ranks(world, errors.messages)
     if optimizer:
         state.set_steps_taken(int(counters["steps_taken"]))
@@ -162,9 +156,7 @@ def _read_optimizer(checkpoint: Checkpoint, state: OptimizerState, moments: bool
         targets = {"weight": span.master}
         if moments:
             targets |= {which: state.moment(span, which) for which in span.moments}
-        for part in split_interval(span.sections, span.shape, span.start, span.length):
-            section = part.section
-            held = Box(section.offset, section.extent)
+        for section, box, begin in span.boxes():
             for kind, target in targets.items():
-                out = target.narrow(0, part.begin, part.length)
-                checkpoint.read_span(section.name, kind, section.global_shape, held, part.start, out)
+                out = target.narrow(0, begin, box.numel).view(box.extent)
+                checkpoint.read(section.name, kind, box.offset, box.extent, out, section.global_shape)

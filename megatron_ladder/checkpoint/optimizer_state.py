@@ -8,7 +8,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from megatron_ladder.parallel.layout import Section
+from megatron_ladder.blueprint.boxes import Box
+from megatron_ladder.parallel.layout import Section, split_interval
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's moments. Muon keeps the first."""
@@ -38,6 +39,15 @@ class Span(NamedTuple):
     def length(self) -> int:
         """Number of elements."""
         return self.weight.numel()
+
+    def boxes(self) -> Iterator[tuple[Section, Box, int]]:
+        """Iterate over the boxes of canonical tensors that make up the span; padding belongs to none.
+
+        Each comes with its section, and the position of its first element in the span.
+        """
+        for section, start, begin, length in split_interval(self.sections, self.shape, self.start, self.length):
+            for box, position in section.box.cut(start, length):
+                yield section, box, begin + position
 
     @property
     def master(self) -> Tensor:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ladder.checkpoint.checksum import DEFAULT_CHECKSUM
 from megatron_ladder.checkpoint.manifest import encode_manifest
 from megatron_ladder.files import TEMPORARY_SUFFIX, sync_directory, write_atomically, write_synced
 
@@ -76,9 +75,9 @@ def create_temporary_directory(
     return path
 
 
-def write_manifest(directory: Path, manifest: Mapping[str, Any], algorithm: str = DEFAULT_CHECKSUM) -> None:
+def write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
     """Write `manifest.json` atomically into the directory and fsync it."""
-    write_atomically(directory / MANIFEST_NAME, encode_manifest(manifest, algorithm))
+    write_atomically(directory / MANIFEST_NAME, encode_manifest(manifest))
 
 
 def publish(temporary: Path, save: Path, iteration: int) -> Path:

@@ -1,4 +1,4 @@
-"""One save of a training run's state, in two parts: `begin` needs all ranks and the state, `write` needs neither.
+"""One save of a training run's state, in two parts: the first needs all ranks and the state, `write` needs neither.
 
     begin   every rank records what it will write, or copies it to host memory; rank 0 checks for room and creates a
             directory. Collectives run here.
@@ -16,26 +16,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
+from msgspec import Struct
 from torch import Tensor
 
+from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.checkpoint.async_save import HostMemory
-from megatron_ladder.checkpoint.boxes import Box, cut_span
-from megatron_ladder.checkpoint.checksum import DEFAULT_CHECKSUM, file_checksum
-from megatron_ladder.checkpoint.manifest import merge_manifest
+from megatron_ladder.checkpoint.checksum import file_checksum
+from megatron_ladder.checkpoint.manifest import (
+    KINDS,
+    BoxRecord,
+    FileRecord,
+    Index,
+    Tiling,
+    file_name,
+    make_index,
+    merge_manifest,
+)
 from megatron_ladder.checkpoint.optimizer_state import OptimizerState, Span
 from megatron_ladder.checkpoint.publish import create_temporary_directory, publish, temporary_directory, write_manifest
 from megatron_ladder.checkpoint.retention import Retention, remove_old_checkpoints
-from megatron_ladder.checkpoint.tensor_file import BY_NAME, element_name, write_tensor_file
-from megatron_ladder.checkpoint.tilings import KINDS, BoxRecord, FileIndex, FileRecord, make_index
+from megatron_ladder.checkpoint.tensor_file import STORED_NAMES, box_key, element_name, write_tensor_file
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.parallel.layout import split_interval
 
 _OTHER_BYTES = 1 << 20
 """Room that a save needs besides its tensors: manifest, headers, tokenizer, overhead of the file system."""
 
-Gather = Callable[[Any], list[Any]]
-"""Receives the JSON value of a rank, and returns those of all ranks on rank 0."""
+Gather = Callable[[bytes], list[bytes]]
+"""Receives the bytes of a rank, and returns those of all ranks on rank 0."""
 _MasterPair = tuple[str, Tensor, Tensor]
 """The name of a weight, its master, and the weight that the model computes with, to which the master must round."""
 
@@ -47,17 +56,16 @@ class SaveError(Exception):
 class CheckpointWriter:
     """Writes the boxes that one rank holds.
 
-    `add` and `add_span` only record the tensors, which must not change until `finish` has written them: a save holds
+    `add` only records the tensors, which must not change until `finish` has written them: a save holds
     no second copy of the state.
     """
 
-    def __init__(self, directory: Path, rank: int, algorithm: str = DEFAULT_CHECKSUM) -> None:
-        """`directory` exists, and is not yet published; `algorithm` is that of the checksums."""
+    def __init__(self, directory: Path, rank: int) -> None:
+        """`directory` exists, and is not yet published."""
         self._directory = directory
         self._rank = rank
-        self._algorithm = algorithm
         self._tensors: dict[str, list[tuple[str, Tensor]]] = {}
-        self._boxes: list[BoxRecord] = []
+        self._boxes: dict[tuple[str, str], tuple[str, tuple[int, ...], list[BoxRecord]]] = {}
 
     def add(self, name: str, kind: str, global_shape: Sequence[int], offset: Sequence[int], tensor: Tensor) -> None:
         """Record one box of a canonical tensor.
@@ -71,31 +79,19 @@ class CheckpointWriter:
         Raises:
             ValueError: the box is not inside the tensor, or its kind, dtype or memory layout is not supported.
         """
-        box, dtype = Box(tuple(offset), tuple(tensor.shape)), element_name(tensor.dtype)
-        if kind not in KINDS or dtype not in BY_NAME:
+        box, dtype, shape = Box(tuple(offset), tuple(tensor.shape)), element_name(tensor.dtype), tuple(global_shape)
+        if kind not in KINDS or dtype not in STORED_NAMES:
             raise ValueError(f"{name}: kind {kind!r} or dtype {tensor.dtype} cannot be stored in a checkpoint")
-        if not box.fits(global_shape) or not tensor.is_contiguous():
+        if not box.fits(shape) or not tensor.is_contiguous():
             raise ValueError(
                 f"{name}: {list(tensor.shape)} elements at {list(offset)} are not contiguous, or not a box of a tensor "
-                f"of shape {list(global_shape)}"
+                f"of shape {list(shape)}"
             )
-        record = BoxRecord(name, kind, tuple(global_shape), box, dtype, self._rank)
-        self._tensors.setdefault(record.file, []).append((record.key, tensor))
-        self._boxes.append(record)
-
-    def add_span(
-        self, name: str, kind: str, global_shape: Sequence[int], held: Box, start: int, flat_tensor: Tensor
-    ) -> None:
-        """Record an interval of a flattened box; raise ValueError as `add`, or if it is not inside the box.
-
-        Args:
-            held: the box of the canonical tensor (a rank's slice).
-            start: first element of the interval in the flattened box.
-            flat_tensor: [elements of the interval], contiguous.
-        """
-        for box, begin in cut_span(held, start, flat_tensor.numel()):
-            piece = flat_tensor[begin : begin + box.numel].view(box.extent)
-            self.add(name, kind, global_shape, box.offset, piece)
+        *expected, boxes = self._boxes.setdefault((kind, name), (dtype, shape, []))
+        if expected != [dtype, shape]:
+            raise ValueError(f"{kind} of {name} was added as {expected} and as {[dtype, shape]}")
+        boxes.append(BoxRecord(box.offset, box.extent, self._rank))
+        self._tensors.setdefault(file_name(kind, self._rank), []).append((box_key(kind, name, box), tensor))
 
     def first_not_finite(self) -> str | None:
         """Return the kind and name of the first recorded tensor with an infinity or a NaN."""
@@ -107,13 +103,14 @@ class CheckpointWriter:
                 return f"{kind} of {name}"
         return None
 
-    def finish(self) -> FileIndex:
+    def finish(self) -> Index:
         """Write and fsync the files, and return their index; raise FileExistsError if this rank wrote here before."""
-        files: list[FileRecord] = []
-        for name, tensors in self._tensors.items():
-            size, checksum = write_tensor_file(self._directory / name, tensors, self._algorithm)
-            files.append({"name": name, "size": size, "checksum": checksum})
-        return make_index(files, self._boxes)
+        files = [
+            FileRecord(name, *write_tensor_file(self._directory / name, tensors))
+            for name, tensors in self._tensors.items()
+        ]
+        tensors = {key: (dtype, Tiling(shape, tuple(boxes))) for key, (dtype, shape, boxes) in self._boxes.items()}
+        return make_index(files, tensors)
 
     def discard(self) -> None:
         """Remove the written files."""
@@ -128,7 +125,6 @@ class SaveOptions:
     The state is copied to `host`, so that training may continue while it is written; None writes it in place.
     """
 
-    checksum: str = DEFAULT_CHECKSUM
     retention: Retention = Retention()
     host: HostMemory | None = None
 
@@ -148,33 +144,30 @@ class SaveOutcome(NamedTuple):
     bad_numbers: bool = False
 
 
-@dataclass(frozen=True)
+class _Part(Struct):
+    """What a rank wrote, or why it wrote nothing."""
+
+    index: Index | None = None
+    error: str | None = None
+    """The files cannot be written."""
+    not_finite: str | None = None
+    """The state has an infinity or a NaN."""
+    fault: str | None = None
+    """The optimizer's state contradicts the model."""
+
+
 class TrainingSave:
-    """A save that has begun; `write` ends it.
+    """A save that has begun; `write` ends it."""
 
-    `directory` is the temporary one; `total_bytes` is the size of the state of all ranks.
-    """
-
-    directory: Path
-    iteration: int
-    total_bytes: int
-    _save: Path
-    _header: Mapping[str, Any]
-    _writer: CheckpointWriter
-    _pairs: Sequence[_MasterPair]
-    _add_files: Callable[[Path], None]
-    _options: SaveOptions
-    _notes: tuple[str, ...]
-
-    @staticmethod
-    def begin(
+    def __init__(
+        self,
         save: Path,
         header: Mapping[str, Any],
         state: OptimizerState,
         world: CommGroup,
         add_files: Callable[[Path], None],
         options: SaveOptions,
-    ) -> "TrainingSave":
+    ) -> None:
         """Record or copy the state, and make room for it; a collective over `world`.
 
         Without `options.host` the state must not change until `write` has returned.
@@ -189,20 +182,19 @@ class TrainingSave:
         """
         spans = [span for span in state.spans() if span.owned]
         values = [[span.master, *(state.moment(span, which) for which in span.moments)] for span in spans]
-        own_bytes = sum(value.nbytes for row in values for value in row)
-        iteration = int(header["iteration"])
-        sizes = world.gather_objects(own_bytes)
-        room = world.broadcast_object(_make_room(save, iteration, sum(sizes)) if world.rank == 0 else None)
+        self.iteration = int(header["iteration"])
+        self._save, self._add_files, self._options = save, add_files, options
+        sizes = world.gather_objects(sum(value.nbytes for row in values for value in row))
+        room = world.broadcast_object(_make_room(save, self.iteration, sum(sizes)) if world.rank == 0 else None)
         if isinstance(room, str):
             raise SaveError(room)
-        token, total_bytes, notes = room
-        directory = temporary_directory(save, iteration, token)
-        writer = CheckpointWriter(directory, world.rank, options.checksum)
-        pairs = _record_state(writer, spans, values, options.host)
+        token, self.total_bytes, self._notes = room
+        self.directory = temporary_directory(save, self.iteration, token)
+        self._writer = CheckpointWriter(self.directory, world.rank)
+        self._pairs = _record_state(self._writer, spans, values, options.host)
         for name, generator_state in generator_states(world.rank).items():
-            writer.add(name, "rng", tuple(generator_state.shape), (0,), generator_state)
-        whole = {**header, "optimizer": {"steps_taken": state.steps_taken()}}
-        return TrainingSave(directory, iteration, total_bytes, save, whole, writer, pairs, add_files, options, notes)
+            self._writer.add(name, "rng", generator_state.shape, (0,), generator_state)
+        self._header = {**header, "optimizer": {"steps_taken": state.steps_taken()}}
 
     def write(self, gather: Gather) -> SaveOutcome | None:
         """Write this rank's files; on rank 0 wait for the other ranks and publish. Returns None on other ranks.
@@ -211,26 +203,24 @@ class TrainingSave:
             RuntimeError: on rank 0: on some rank, a finite master does not round to its weight.
         """
         try:
-            parts = gather(self._write_own())
-        except TimeoutError as error:
-            return self._give_up(str(error))
+            gathered = gather(msgspec.json.encode(self._write_own()))
         except OSError as error:
-            return self._give_up(_reason(error, self.directory))
-        if not parts:
+            return self._give_up(str(error) if isinstance(error, TimeoutError) else _reason(error, self.directory))
+        if not gathered:
             return None
-        if faults := [part["fault"] for part in parts if "fault" in part]:
+        parts = [msgspec.json.decode(part, type=_Part) for part in gathered]
+        if faults := [part.fault for part in parts if part.fault]:
             self._give_up("")
             raise RuntimeError(faults[0])
-        if bad := [part["bad"] for part in parts if "bad" in part]:
+        if bad := [part.not_finite for part in parts if part.not_finite]:
             return self._give_up(f"{bad[0]} is not finite")._replace(bad_numbers=True)
-        if errors := dict.fromkeys(part["error"] for part in parts if "error" in part):
+        if errors := dict.fromkeys(part.error for part in parts if part.error):
             return self._give_up("; ".join(errors))
-        indices, algorithm = [part["index"] for part in parts], self._options.checksum
+        indices = [part.index for part in parts if part.index is not None]
         try:
             self._add_files(self.directory)
-            written = {record["name"] for index in indices for record in index["files"]}
-            indices.append(make_index(_other_files(self.directory, written, algorithm), []))
-            write_manifest(self.directory, merge_manifest(self._header, indices), algorithm)
+            indices.append(make_index(self._other_files({file.name for index in indices for file in index.files}), {}))
+            write_manifest(self.directory, merge_manifest(self._header, indices))
             published = publish(self.directory, self._save, self.iteration)
         except OSError as error:
             return self._give_up(_reason(error, self.directory))
@@ -241,20 +231,28 @@ class TrainingSave:
             notes = (f"old checkpoints are not removed: {_reason(error, self._save)}",)
         return SaveOutcome(str(published), None, removed, self._notes + notes)
 
-    def _write_own(self) -> dict[str, Any]:
-        """Write this rank's files, and return their index or why there is none."""
+    def _write_own(self) -> _Part:
         if (bad := self._writer.first_not_finite()) is not None:
-            return {"bad": bad}
+            return _Part(not_finite=bad)
         for name, master, weight in self._pairs:
             bits = torch.int16 if weight.element_size() == 2 else torch.int32
             if not torch.equal(master.to(weight.device, weight.dtype).view(bits), weight.view(bits)):
-                return {"fault": f"the fp32 master of {name} does not round to the model's weight"}
+                return _Part(fault=f"the fp32 master of {name} does not round to the model's weight")
         try:
-            return {"index": self._writer.finish()}
+            return _Part(self._writer.finish())
         except OSError as error:
             # Frees room on a full disk, so that the hand-over file can be written.
             self._writer.discard()
-            return {"error": _reason(error, self.directory)}
+            return _Part(error=_reason(error, self.directory))
+
+    def _other_files(self, written: set[str]) -> list[FileRecord]:
+        """Fsync the files that no rank's writer wrote, such as the tokenizer's, and return their records."""
+        records = []
+        for path in sorted(path for path in self.directory.iterdir() if path.name not in written):
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+            records.append(FileRecord(path.name, path.stat().st_size, file_checksum(path)))
+        return records
 
     def _give_up(self, why: str) -> SaveOutcome:
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -302,14 +300,10 @@ def _record_state(
         if id(span) in weight_of:
             name = span.sections[0].name if span.sections else "a parameter that is not saved"
             pairs.append((name, row["weight"], weight_of[id(span)]))
-        for part in split_interval(span.sections, span.shape, span.start, span.length):
-            section = part.section
-            if not section.counted:
-                continue
-            held = Box(section.offset, section.extent)
-            for kind, value in row.items():
-                piece = value.narrow(0, part.begin, part.length)
-                writer.add_span(section.name, kind, section.global_shape, held, part.start, piece)
+        for section, box, begin in span.boxes():
+            for kind, value in row.items() if section.counted else ():
+                piece = value.narrow(0, begin, box.numel).view(box.extent)
+                writer.add(section.name, kind, section.global_shape, box.offset, piece)
     return pairs
 
 
@@ -319,18 +313,6 @@ def generator_states(rank: int) -> dict[str, Tensor]:
     if torch.cuda.is_available():
         states[f"rng.rank_{rank:05d}.cuda"] = torch.cuda.get_rng_state()
     return states
-
-
-def _other_files(directory: Path, written: set[str], algorithm: str) -> list[FileRecord]:
-    """Fsync the files that no rank's writer wrote, such as the tokenizer's, and return their records."""
-    records: list[FileRecord] = []
-    for path in sorted(directory.iterdir()):
-        if path.name not in written:
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-            checksum = file_checksum(path, algorithm=algorithm)
-            records.append({"name": path.name, "size": path.stat().st_size, "checksum": checksum})
-    return records
 
 
 def _reason(error: OSError, path: Path) -> str:

@@ -1,53 +1,46 @@
-"""Safetensors files: written in one pass with their checksum, and read without trust.
+"""Tensors in safetensors files.
+
+The safetensors library reads them: it maps a file, so a part of a tensor costs only its bytes. It does not write
+checkpoints, because it serialises only from memory and without a checksum of the bytes.
 
 Layout (https://github.com/huggingface/safetensors): u64 little-endian length n of the header; n bytes of JSON,
 key -> {"dtype", "shape", "data_offsets": [begin, end]}, padded with blanks; the data without holes, to which the
 offsets are relative.
-
-The safetensors library is not used here: it serialises only from memory, without a checksum of the written bytes, it
-does not return byte positions, and it accepts duplicate keys. Headers are read without importing torch.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import mmap
 import os
-from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from megatron_ladder.checkpoint.boxes import Box, flat_range, row_major_strides
-from megatron_ladder.checkpoint.checksum import CHECKSUMS, CHUNK_BYTES, DEFAULT_CHECKSUM, PIECE_BYTES
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from megatron_ladder.blueprint.boxes import Box
+from megatron_ladder.checkpoint.checksum import CHUNK_BYTES, PIECE_BYTES, formatted
 from megatron_ladder.errors import UserError
 
 if TYPE_CHECKING:
+    # Programs that only look at checkpoints start without torch, whose import takes seconds.
     import torch
 
 
-class ElementType(NamedTuple):
-    """An element type: its name in torch and in manifests, its name in safetensors, and its bytes."""
-
-    name: str
-    stored_name: str
-    size: int
-
-
-_ELEMENT_TYPES = (
-    ElementType("float32", "F32", 4),
-    ElementType("bfloat16", "BF16", 2),
-    ElementType("float16", "F16", 2),
-    ElementType("float64", "F64", 8),
-    ElementType("uint8", "U8", 1),
-    ElementType("int64", "I64", 8),
-)
-BY_NAME: dict[str, ElementType] = {element.name: element for element in _ELEMENT_TYPES}
-BY_STORED_NAME: dict[str, ElementType] = {element.stored_name: element for element in _ELEMENT_TYPES}
-
-_LENGTH_BYTES = 8
+STORED_NAMES: Mapping[str, str] = {
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float64": "F64",
+    "uint8": "U8",
+    "int64": "I64",
+}
+"""The element types of checkpoints: name in torch and in manifests -> name in safetensors."""
+ELEMENT_BYTES: Mapping[str, int] = {name: int(stored.strip("BFUI")) // 8 for name, stored in STORED_NAMES.items()}
 _MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
 
@@ -57,42 +50,76 @@ def element_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class TensorPosition(NamedTuple):
-    """A tensor in a file: its safetensors dtype, its shape, its first byte, and one past its last."""
+@dataclass(frozen=True, eq=False)
+class StoredTensor:
+    """A tensor on disk: the boxes that tile it, and the file and key of each."""
 
+    name: str
+    kind: str
     dtype: str
+    """The name in torch, such as `bfloat16`."""
     shape: tuple[int, ...]
-    begin: int
-    end: int
+    offsets: NDArray[np.int64]
+    """[boxes, dimensions]. Tensors that are distributed alike share these arrays."""
+    extents: NDArray[np.int64]
+    """[boxes, dimensions]."""
+    writers: NDArray[np.int64]
+    """[boxes]; the rank that wrote each."""
+    writer_files: Mapping[int, str]
+    """Writer -> name of its file."""
+
+    def box(self, index: int) -> Box:
+        """Return one of the boxes."""
+        return Box(tuple(self.offsets[index].tolist()), tuple(self.extents[index].tolist()))
+
+    def file(self, index: int) -> str:
+        """Return the name of the file that holds a box."""
+        return self.writer_files[int(self.writers[index])]
+
+    def key(self, index: int) -> str:
+        """Return the key of a box in its file."""
+        return box_key(self.kind, self.name, self.box(index))
+
+    def files(self) -> set[str]:
+        """Return the names of the files that hold the boxes."""
+        return {self.writer_files[writer] for writer in np.unique(self.writers).tolist()}
+
+    def boxes_in(self, files: Collection[str]) -> list[int]:
+        """Return the indices of the boxes in some files."""
+        chosen = [writer for writer in np.unique(self.writers).tolist() if self.writer_files[writer] in files]
+        return [int(index) for index in np.flatnonzero(np.isin(self.writers, chosen))] if chosen else []
+
+    def overlapping(self, wanted: Box) -> list[int]:
+        """Return the indices of the boxes that share elements with `wanted`."""
+        low = np.array(wanted.offset, np.int64)
+        high = low + np.array(wanted.extent, np.int64)
+        shared = (self.offsets < high) & (self.offsets + self.extents > low)
+        return [int(index) for index in np.flatnonzero(shared.all(axis=1))]
 
 
-class _FileLayout:
-    """The header of a file that is to be written, tensor after tensor."""
-
-    def __init__(self) -> None:
-        self.data_bytes = 0
-        self.entries: dict[str, Any] = {}
-        """key -> dtype, shape, data_offsets."""
-
-    def add(self, key: str, dtype: str, shape: Sequence[int]) -> None:
-        """Append a tensor; `dtype` is the name in torch."""
-        begin = self.data_bytes
-        self.data_bytes += math.prod(shape) * BY_NAME[dtype].size
-        stored_name = BY_NAME[dtype].stored_name
-        self.entries[key] = {"dtype": stored_name, "shape": list(shape), "data_offsets": [begin, self.data_bytes]}
-
-    def header(self) -> bytes:
-        """Return the bytes before the data; raise ValueError if they are more than readers accept."""
-        text = json.dumps({"__metadata__": {"format": "pt"}, **self.entries}, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        if len(text) > _MAX_HEADER_BYTES:
-            raise ValueError(f"{len(self.entries)} tensors need a header of {len(text)} bytes, over the limit")
-        return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+def box_key(kind: str, name: str, box: Box) -> str:
+    """Return the key of a box in a file of a checkpoint."""
+    return f"{kind}:{name}@{','.join(map(str, box.offset))}"
 
 
-def write_tensor_file(
-    path: Path, tensors: Sequence[tuple[str, torch.Tensor]], algorithm: str = DEFAULT_CHECKSUM
-) -> tuple[int, str]:
+def open_safetensors(path: Path) -> Any:
+    """Return a file as `safetensors.safe_open` does; raise UserError if it is not complete."""
+    try:
+        return safe_open(path, "pt")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: not a complete safetensors file: {error}") from None
+
+
+def stored_tensor(path: Path, file: Any, key: str) -> torch.Tensor:
+    """Return a tensor of an open file, whose data stay in the mapped file; raise UserError if there is none."""
+    try:
+        found: torch.Tensor = file.get_tensor(key)
+    except (KeyError, ValueError, SafetensorError):
+        raise UserError(f"{path}: has no usable tensor {key!r}") from None
+    return found
+
+
+def write_tensor_file(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[int, str]:
     """Write and fsync a new safetensors file.
 
     Args:
@@ -106,163 +133,32 @@ def write_tensor_file(
         FileExistsError: the file exists.
         ValueError: the header would be longer than readers accept.
     """
+    import torch
+
     ordered = sorted(tensors, key=lambda item: -item[1].element_size())
-    layout = _FileLayout()
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    size = 0
     for key, tensor in ordered:
-        layout.add(key, element_name(tensor.dtype), tensor.shape)
-    header = layout.header()
-    digest = CHECKSUMS[algorithm]()
+        offsets = [size, size := size + tensor.nbytes]
+        stored_name = STORED_NAMES[element_name(tensor.dtype)]
+        entries[key] = {"dtype": stored_name, "shape": list(tensor.shape), "data_offsets": offsets}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > _MAX_HEADER_BYTES:
+        raise ValueError(f"{len(tensors)} tensors need a header of {len(text)} bytes, over the limit")
+    header = len(text).to_bytes(8, "little") + text
+    hasher = xxhash.xxh3_128()
     with open(path, "xb") as file:
-        digest.update(header)
+        hasher.update(header)
         file.write(header)
         for _, tensor in ordered:
             flat = tensor.detach().view(-1)
-            elements = CHUNK_BYTES // tensor.element_size()
-            for first in range(0, flat.numel(), elements):
-                chunk = _memory(flat[first : first + elements].cpu())
-                for begin in range(0, len(chunk), PIECE_BYTES):
-                    piece = chunk[begin : begin + PIECE_BYTES]
-                    digest.update(piece)
+            for chunk in flat.split(CHUNK_BYTES // flat.element_size()):
+                data = chunk.cpu().view(torch.uint8).numpy().data
+                for begin in range(0, len(data), PIECE_BYTES):
+                    piece = data[begin : begin + PIECE_BYTES]
+                    hasher.update(piece)
                     file.write(piece)
         file.flush()
         os.fsync(file.fileno())
-    return len(header) + layout.data_bytes, f"{algorithm}:{digest.hexdigest()}"
-
-
-def _memory(tensor: torch.Tensor) -> memoryview:
-    import torch
-
-    return tensor.view(-1).view(torch.uint8).numpy().data
-
-
-def parse_json(text: str) -> Any:
-    """Parse JSON strictly: two readers must not see different values.
-
-    Raises:
-        ValueError: the text is not JSON, is nested too deeply, or has duplicate keys or numbers that are not finite.
-    """
-
-    def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            (key, _), *_ = Counter(key for key, _ in pairs).most_common(1)
-            raise ValueError(f"the key {key!r} occurs more than once")
-        return found
-
-    def finite(number: str) -> float:
-        if not math.isfinite(value := float(number)):
-            raise ValueError(f"{number:.40} is not a finite number")
-        return value
-
-    try:
-        return json.loads(text, object_pairs_hook=unique_keys, parse_constant=finite, parse_float=finite)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-
-
-def open_to_read(path: Path) -> BinaryIO:
-    """Open a file; `readinto` fills large tensors without a copy."""
-    return open(path, "rb")
-
-
-def read_header(
-    path: Path, opened: Callable[[Path], AbstractContextManager[BinaryIO]] = open_to_read
-) -> dict[str, TensorPosition]:
-    """Return the position of each tensor in a safetensors file; `opened` as in `read_part`.
-
-    Raises:
-        UserError: the file is not a complete safetensors file.
-    """
-    try:
-        with opened(path) as file:
-            file.seek(0)
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            if length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
-                raise ValueError(f"a header of {length} bytes in a file of {size} bytes")
-            return _parse_header(file.read(length), size)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: not a complete safetensors file: {error}") from None
-
-
-def _parse_header(text: bytes, file_size: int) -> dict[str, TensorPosition]:
-    header = parse_json(text.decode())
-    if not isinstance(header, dict):
-        raise ValueError("the header is not an object")
-    expected = data_begin = _LENGTH_BYTES + len(text)
-    found = {key: _position(key, value, data_begin) for key, value in header.items() if key != "__metadata__"}
-    for key, position in sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)):
-        if position.begin != expected:
-            raise ValueError(f"{key!r} begins at byte {position.begin}, expected {expected}")
-        expected = position.end
-    if expected != file_size:
-        raise ValueError(f"its tensors end at byte {expected}, and the file has {file_size} bytes")
-    return found
-
-
-def _position(key: str, value: Any, data_begin: int) -> TensorPosition:
-    try:
-        dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(f"the entry of {key!r} lacks dtype, shape or data_offsets") from None
-    sizes = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
-    if not isinstance(dtype, str) or not sizes or begin > end:
-        raise ValueError(f"the entry of {key!r} has an invalid dtype, shape or data_offsets")
-    element = BY_STORED_NAME.get(dtype)
-    if element is not None and end - begin != math.prod(shape) * element.size:
-        raise ValueError(f"{key!r} has {end - begin} bytes, which is not {dtype} of shape {list(shape)}")
-    return TensorPosition(dtype, shape, data_begin + begin, data_begin + end)
-
-
-def read_part(
-    path: Path,
-    begin: int,
-    extent: Sequence[int],
-    part: Box,
-    dtype: str,
-    out: torch.Tensor,
-    mapped: memoryview | None = None,
-    opened: Callable[[Path], AbstractContextManager[BinaryIO]] = open_to_read,
-) -> None:
-    """Fill `out` with a part of a stored tensor, reading only the bytes around the part.
-
-    Args:
-        begin: first byte of the stored tensor, in the file or in `mapped`.
-        extent: shape of the stored tensor.
-        part: the elements to read, relative to the stored tensor.
-        dtype: element type of the stored tensor.
-        out: [*part.extent], of any dtype, on any device, contiguous or not.
-        mapped: the bytes of the file if they are mapped already.
-        opened: returns the open file; only one thread reads from it.
-
-    Raises:
-        UserError: the file cannot be read or is too short.
-    """
-    import torch
-
-    stored_dtype: torch.dtype = getattr(torch, dtype)
-    first, end = flat_range(extent, part)
-    begin, count = begin + first * stored_dtype.itemsize, end - first
-    plain = out.is_contiguous() and out.dtype == stored_dtype and out.device.type == "cpu"
-    try:
-        if mapped is None and plain and count == part.numel:
-            remaining = _memory(out)
-            with opened(path) as file:
-                file.seek(begin)
-                while remaining and (read := file.readinto(remaining)):  # type: ignore[attr-defined]
-                    remaining = remaining[read:]
-            if remaining:
-                raise ValueError(f"ends {len(remaining)} bytes before the end of a tensor")
-            return
-        page = 0
-        source: Any = mapped
-        if source is None:
-            page = begin - begin % mmap.ALLOCATIONGRANULARITY
-            length = begin + count * stored_dtype.itemsize - page
-            with opened(path) as file:
-                # A private copy-on-write mapping, since torch warns about read-only memory; nothing writes to it.
-                source = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=page)
-        flat = torch.frombuffer(source, dtype=stored_dtype, count=count, offset=begin - page)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
-    out.copy_(flat.as_strided(part.extent, row_major_strides(extent)))
+    return len(header) + size, formatted(hasher)

@@ -103,8 +103,6 @@ class CheckpointConfig:
     save_retain_interval: int | None = flag(None, minimum=1, requires="--save")
     """Keep checkpoints whose iteration is a multiple of N, in addition to --keep-last-n-checkpoints or else the newest
     one, and remove all others."""
-    checksum: Literal["xxh3_128", "sha256"] = flag("xxh3_128", requires="--save")
-    """Checksum of checkpoint files, computed while they are written."""
     exit_on_missing_checkpoint: bool = flag(False, requires="--load")
     """Exit with an error if --load has no checkpoint, instead of starting from scratch."""
     finetune: bool = flag(False, requires="--load")

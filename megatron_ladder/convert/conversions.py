@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_ladder import __version__
-from megatron_ladder.checkpoint.boxes import Box
+from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.checkpoint.format import GENERATION_CONFIG
 from megatron_ladder.checkpoint.hf_config import token_ids
 from megatron_ladder.checkpoint.hf_directory import (
@@ -25,8 +25,9 @@ from megatron_ladder.checkpoint.hf_directory import (
     hf_name,
     open_hf_directory,
 )
+from megatron_ladder.checkpoint.manifest import KINDS
 from megatron_ladder.checkpoint.publish import MANIFEST_NAME, temporary_directory
-from megatron_ladder.checkpoint.tilings import KINDS, box_key
+from megatron_ladder.checkpoint.tensor_file import box_key, element_name
 from megatron_ladder.convert.copying import Conversion, CopiedTensor, Files, Permutation, divide, total_bytes
 from megatron_ladder.convert.logits import compare_logits
 from megatron_ladder.convert.options import CheckpointOptions, ExportOptions, ImportOptions, ReshapeOptions, shard_bytes
@@ -67,7 +68,7 @@ def plan_import(options: ImportOptions) -> Conversion:
         "versions": {"megatron_ladder": __version__},
     }
     tensors = [_imported(directory, name) for name in directory.tensors]
-    parameters = sum(tensor.whole.numel for tensor in directory.tensors.values())
+    parameters = sum(tensor.numel() for tensor in directory.tensors.values())
     return _checkpoint_conversion(
         options,
         options.hf,
@@ -86,12 +87,12 @@ def plan_import(options: ImportOptions) -> Conversion:
 
 def _imported(directory: HFDirectory, name: str) -> CopiedTensor:
     found = directory.tensors[name]
-    shape, dtype = found.shape, found.dtype
+    shape, dtype = tuple(found.shape), element_name(found.dtype)
 
     def read(out: Tensor) -> None:
-        directory.read_weight(name, (0,) * out.dim(), out.shape, out)
+        out.copy_(found)
 
-    source = f"{found.boxes[0].path}: {found.name}"
+    source = f"{directory.path}: {hf_name(name)}"
     return CopiedTensor(box_key("weight", name, Box.whole(shape)), name, "weight", shape, dtype, dtype, source, read)
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.checkpoint.format import CARRIED
 from megatron_ladder.checkpoint.hf_directory import CONFIG_NAME, open_hf_directory
+from megatron_ladder.checkpoint.manifest import KINDS
 from megatron_ladder.checkpoint.publish import MANIFEST_NAME, published_checkpoints, read_latest
-from megatron_ladder.checkpoint.tilings import KINDS
 from megatron_ladder.convert.outputs import size_text
 from megatron_ladder.convert.training_checkpoint import open_training_checkpoint
 from megatron_ladder.convert.wiring import wiring_text
@@ -48,7 +48,7 @@ def _training(path: Path) -> Iterator[str]:
     for kind in KINDS:
         if stored := checkpoint.stored(kind).values():
             dtypes = ", ".join(sorted({tensor.dtype for tensor in stored}))
-            yield f"{kind}: {len(stored)} tensors in {sum(tensor.num_boxes for tensor in stored)} boxes, {dtypes}"
+            yield f"{kind}: {len(stored)} tensors in {sum(len(tensor.writers) for tensor in stored)} boxes, {dtypes}"
     files = checkpoint.manifest["files"]
     yield f"{len(files)} files, {size_text(sum(file['size'] for file in files))}"
     if checkpoint.stored("exp_avg"):
@@ -62,9 +62,8 @@ def _hugging_face(path: Path) -> Iterator[str]:
     directory = open_hf_directory(path)
     yield f"{path}: a Hugging Face directory, model_type {directory.config['model_type']}"
     yield from _model(directory.model)
-    files = {stored.path for tensor in directory.tensors.values() for stored in tensor.boxes}
-    size = size_text(sum(file.stat().st_size for file in files))
-    yield f"weights: {len(directory.tensors)} tensors, mostly {directory.dtype}, {len(files)} files, {size}"
+    size = size_text(sum(tensor.nbytes for tensor in directory.tensors.values()))
+    yield f"weights: {len(directory.tensors)} tensors, mostly {directory.dtype}, {size}"
     other = [name for name in CARRIED if (path / name).exists()]
     yield f"other files: {', '.join(other) or 'none; without a tokenizer'}"
 

@@ -10,14 +10,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import model_tensors
-from megatron_ladder.checkpoint.boxes import Box
 from megatron_ladder.checkpoint.checksum import checksum_of, file_checksum
 from megatron_ladder.checkpoint.format import Checkpoint
-from megatron_ladder.checkpoint.manifest import encode_manifest, merge_manifest
+from megatron_ladder.checkpoint.manifest import (
+    KINDS,
+    BoxRecord,
+    FileRecord,
+    Tiling,
+    encode_manifest,
+    file_name,
+    make_index,
+    merge_manifest,
+    writer_of,
+)
 from megatron_ladder.checkpoint.publish import MANIFEST_NAME
-from megatron_ladder.checkpoint.tilings import KINDS, BoxRecord, FileRecord, box_key, file_name, make_index, writer_of
+from megatron_ladder.checkpoint.tensor_file import box_key
 from megatron_ladder.convert.copying import CopiedTensor, Files, divide
 from megatron_ladder.errors import UserError, limited, raise_user_errors
 
@@ -42,7 +52,7 @@ class TrainingCheckpoint:
         order = {tensor.name: index for index, tensor in enumerate(model_tensors(self.model))}
         for kind in KINDS:
             for name, stored in sorted(self.checkpoint.stored(kind).items(), key=lambda item: order.get(item[0], 0)):
-                shape, dtype = stored.global_shape, stored.dtype
+                shape, dtype = stored.shape, stored.dtype
 
                 def read(out: Any, name: str = name, kind: str = kind) -> None:
                     self.checkpoint.read(name, kind, (0,) * out.dim(), out.shape, out)
@@ -59,12 +69,12 @@ class TrainingCheckpoint:
 
     @contextlib.contextmanager
     def verified(self, only_weights: bool) -> Iterator[None]:
-        """Keep files open for reading; raise UserError if their contents differ from the checksums in the manifest."""
+        """Close the files afterwards; raise UserError if their contents differ from the checksums in the manifest."""
         try:
             self.checkpoint.verify("verifying the source", only_weights=only_weights)
         except UserError as error:
             raise UserError(*(f"{line}; choose another checkpoint with --load" for line in error.messages)) from None
-        with self.checkpoint.keeping_files_open():
+        with contextlib.closing(self.checkpoint):
             yield
 
 
@@ -90,7 +100,7 @@ def open_training_checkpoint(load: Path) -> TrainingCheckpoint:
         # Muon keeps one moment of the matrices of the layers.
         of_muon = kind == "exp_avg_sq" and checkpoint.optimizer == "muon"
         for name in {**expected, **stored}:
-            found = stored[name].global_shape if name in stored else None
+            found = stored[name].shape if name in stored else None
             if found != (shape := expected.get(name)) and not (of_muon and re.match(_MATRIX, name) and found is None):
                 errors.append(f"{path}: {kind} of {name}: found {_text(found)}, expected {_text(shape)}")
     raise_user_errors(limited(errors))
@@ -123,15 +133,11 @@ def manifest_bytes(files: Files, header: Mapping[str, Any], directory: Path, oth
 
     `header` has the keys besides files and tensors.
     """
-    boxes = [
-        BoxRecord(tensor.name, tensor.kind, tensor.shape, Box.whole(tensor.shape), tensor.dtype, writer_of(file))
-        for file, tensors in files.items()
-        for tensor in tensors
-    ]
-    records: list[FileRecord] = []
-    for name in files:
-        path = directory / name
-        records.append({"name": name, "size": path.stat().st_size, "checksum": file_checksum(path)})
-    for name, content in other_files.items():
-        records.append({"name": name, "size": len(content), "checksum": checksum_of(content)})
-    return encode_manifest(merge_manifest(header, [make_index(records, boxes)]))
+    records = [FileRecord(name, (directory / name).stat().st_size, file_checksum(directory / name)) for name in files]
+    records += [FileRecord(name, len(content), checksum_of(content)) for name, content in other_files.items()]
+    written = {}
+    for file, tensors in files.items():
+        for tensor in tensors:
+            whole = BoxRecord((0,) * len(tensor.shape), tensor.shape, writer_of(file))
+            written[tensor.kind, tensor.name] = (tensor.dtype, Tiling(tensor.shape, (whole,)))
+    return encode_manifest(merge_manifest(header, [make_index(records, written)]))

@@ -30,8 +30,8 @@ class GradientPiece(NamedTuple):
 
     def parts(self) -> Iterator[tuple[Section, Tensor]]:
         """Iterate over the sections in the piece and their elements, flat."""
-        for part in split_interval(self.sections, self.shape, self.start, self.gradient.numel()):
-            yield part.section, self.gradient.reshape(-1).narrow(0, part.begin, part.length)
+        for section, _, begin, length in split_interval(self.sections, self.shape, self.start, self.gradient.numel()):
+            yield section, self.gradient.reshape(-1).narrow(0, begin, length)
 
 
 def gradient_norm(

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_ladder.checkpoint.boxes import Box, cut_span
+from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.checkpoint.optimizer_state import Span
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.config.training import OptimizerConfig
@@ -71,7 +71,7 @@ class _Piece(NamedTuple):
 
     def regions(self, matrix: Tensor, elements: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
         """Yield the parts of the whole matrix and of this interval's elements that correspond to each other."""
-        for box, begin in cut_span(self.held, self.start, self.length):
+        for box, begin in self.held.cut(self.start, self.length):
             yield matrix[box.slices()], elements.narrow(0, begin, box.numel).view(box.extent)
 
 
@@ -126,8 +126,8 @@ class MuonWithAdamW(torch.optim.AdamW):
             if id(span.flat_master) not in updated:
                 continue
             for section, start, begin, length in split_interval(span.sections, span.shape, span.start, span.length):
-                held, is_sent = Box(section.offset, section.extent), span.owned and section.counted
-                piece = _Piece(section.name, section.global_shape, held, start, length, is_sent)
+                is_sent = span.owned and section.counted
+                piece = _Piece(section.name, section.global_shape, section.box, start, length, is_sent)
                 own.append((piece, span.flat_master, span.offset + begin))
         everyone: list[list[_Piece]] = world.broadcast_object(world.gather_objects([piece for piece, *_ in own]))
         shapes = {piece.name: piece.shape for pieces in everyone for piece in pieces}

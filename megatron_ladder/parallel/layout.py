@@ -9,11 +9,11 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.tensors import TensorSpec
 from megatron_ladder.comm.group import CommGroup
 
@@ -66,38 +66,27 @@ class Section:
         )
 
     @property
-    def offset(self) -> tuple[int, ...]:
-        """First element along each dimension of the canonical tensor."""
-        return tuple(self.global_start if i == self.dim else 0 for i in range(len(self.global_shape)))
-
-    @property
-    def extent(self) -> tuple[int, ...]:
-        """The section's shape."""
-        return tuple(self.length if i == self.dim else size for i, size in enumerate(self.global_shape))
+    def box(self) -> Box:
+        """The elements of the canonical tensor."""
+        shape = self.global_shape
+        offset = tuple(self.global_start if i == self.dim else 0 for i in range(len(shape)))
+        return Box(offset, tuple(self.length if i == self.dim else size for i, size in enumerate(shape)))
 
     def view(self, parameter: Tensor) -> Tensor:
         """Return the section of the local parameter (or of a tensor of its shape)."""
         return parameter.narrow(self.dim, self.local_start, self.length)
 
 
-class SectionInterval(NamedTuple):
-    """A run of elements of a local parameter, in row-major order, and their place in a canonical tensor."""
-
-    section: Section
-    start: int
-    """First element, in the row-major order of the section."""
-    begin: int
-    """First element, counted from the start of the run that was split."""
-    length: int
-    """Number of elements."""
-
-
 def split_interval(
     sections: Sequence[Section], shape: Sequence[int], start: int, length: int
-) -> Iterator[SectionInterval]:
+) -> Iterator[tuple[Section, int, int, int]]:
     """Yield the parts of elements `start` to `start + length` of a parameter of this shape that belong to its sections.
 
     For optimizers that flatten parameters and partition them at any element. Padding belongs to no part.
+
+    Yields:
+        The section, the part's first element in the row-major order of the section, its first element counted from
+        `start`, and its number of elements.
 
     Raises:
         ValueError: a section covers a part of every row, so that its elements are not contiguous.
@@ -112,7 +101,7 @@ def split_interval(
             raise ValueError(f"{section.name} is not contiguous in a parameter of shape {tuple(shape)}")
         low, high = max(start, first), min(start + length, first + count)
         if low < high:
-            yield SectionInterval(section, low - first, low - start, high - low)
+            yield section, low - first, low - start, high - low
 
 
 SHARDED_MARKS = ("model_parallel", "tensor_model_parallel")
@@ -164,7 +153,7 @@ def parameter_sections(model: nn.Module) -> Iterator[tuple[nn.Parameter, tuple[S
 
 def has_padding(parameter: Tensor, sections: Sequence[Section]) -> bool:
     """Return whether some elements of the local parameter belong to no section."""
-    return sum(math.prod(section.extent) for section in sections) < parameter.numel()
+    return sum(section.box.numel for section in sections) < parameter.numel()
 
 
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:

@@ -167,11 +167,11 @@ class CheckpointSaver:
         asynchronous, start = config.async_save and not final, time.perf_counter()
         self._event("save begin", iteration=iteration, reason=reason, asynchronous=asynchronous)
         retention = Retention(config.keep_last_n_checkpoints, config.save_retain_interval, self._loaded)
-        options = SaveOptions(config.checksum, retention, self._host if asynchronous else None)
+        options = SaveOptions(retention, self._host if asynchronous else None)
         try:
             header = self._header(iteration, consumed_samples)
             state, write_files = self._trainer.engine.state, self._small_files.write
-            saving = TrainingSave.begin(config.save, header, state, world, write_files, options)
+            saving = TrainingSave(config.save, header, state, world, write_files, options)
             if asynchronous:
                 seconds = 60 * self._trainer.run.parallel.distributed_timeout_minutes
                 gather = partial(gather_through_files, saving.directory, world.rank, world.size, seconds)

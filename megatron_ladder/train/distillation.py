@@ -8,7 +8,7 @@ from typing import TypedDict
 import torch
 
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas, tensor_parallel_errors
-from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.checkpoint.format import Checkpoint, reporting_os_errors
 from megatron_ladder.checkpoint.hf_directory import CONFIG_NAME, open_hf_directory
 from megatron_ladder.checkpoint.loading import WeightSource, load_weights
 from megatron_ladder.comm.agreement import raise_on_all_ranks
@@ -21,7 +21,6 @@ from megatron_ladder.files import hub_hint
 from megatron_ladder.model.language_model import Distillation, LanguageModel
 from megatron_ladder.model.operations import select_operations
 from megatron_ladder.model.stack import StackOptions
-from megatron_ladder.train.resume import reporting_os_errors
 
 
 class TeacherFindings(TypedDict):

@@ -5,13 +5,12 @@ one of two flags decides between the values; their names and meaning are Megatro
 freely, and the decay of the learning rate still ends where it did.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
-from megatron_ladder.checkpoint.format import Checkpoint, find_checkpoint
+from megatron_ladder.checkpoint.format import Checkpoint, find_checkpoint, reporting_os_errors
 from megatron_ladder.checkpoint.publish import (
     REPLACED_FILES,
     is_published_name,
@@ -80,15 +79,6 @@ def look_into_directories(flags: RunFlags) -> DirectoryFindings:
         "load_errors": load_errors.messages,
         "save_errors": save_errors.messages,
     }
-
-
-@contextmanager
-def reporting_os_errors(argument: str) -> Iterator[None]:
-    """Convert an OSError to a UserError about an argument."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{argument}: {error.filename} cannot be read: {error.strerror}") from None
 
 
 def open_found(findings: DirectoryFindings) -> Checkpoint | None:

@@ -239,7 +239,7 @@ def initial_pieces(config: ModelConfig, tensor_parallel: int) -> Pieces:
     for matrix in (model.embedding, model.lm_head):
         assert matrix is not None and not matrix.weight[matrix.valid :].any(), "padding is not zero"
     return [
-        (section.name, section.offset, section.view(parameter.detach()).clone())
+        (section.name, section.box.offset, section.view(parameter.detach()).clone())
         for parameter, sections in parameter_sections(model)
         for section in sections
     ]

@@ -32,7 +32,7 @@ def run_layers() -> dict[str, Tensor]:
         for layer in (up, down):
             for parameter, sections in parameter_sections(layer):
                 for section in sections:
-                    box = tuple(slice(o, o + e) for o, e in zip(section.offset, section.extent, strict=True))
+                    box = section.box.slices()
                     section.view(parameter).copy_(whole[section.name][box])
     x = torch.linspace(-1, 1, 18, dtype=DOUBLE).view(3, 1, 6).requires_grad_()
     in_flight = down(up(x).tanh())

@@ -17,7 +17,7 @@ def initial_matrices(wiring: str, seed: int) -> Pieces:
     ranks = run.parallel.tensor_model_parallel_size
     model = LanguageModel(run.model, mesh_of(ranks, key_value_replicas(run.model, ranks)), seed=run.training.seed)
     return [
-        (section.name, section.offset, section.view(parameter).detach().clone())
+        (section.name, section.box.offset, section.view(parameter).detach().clone())
         for parameter, sections in parameter_sections(model)
         for section in sections
         if parameter.dim() == 2 and "norm" not in section.name

@@ -73,7 +73,7 @@ def fill_slices(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     for parameter, sections in parameter_sections(module):
         parameter.fill_(PADDING)
         for section in sections:
-            box = tuple(slice(o, o + e) for o, e in zip(section.offset, section.extent, strict=True))
+            box = section.box.slices()
             section.view(parameter).copy_(weights[section.name][box])
 
 
@@ -82,7 +82,7 @@ def gradient_pieces(model: LanguageModel) -> Pieces:
     pieces: Pieces = []
     for parameter, sections in parameter_sections(model):
         assert parameter.grad is not None
-        pieces += [(s.name, s.offset, s.view(parameter.grad).clone()) for s in sections]
+        pieces += [(s.name, s.box.offset, s.view(parameter.grad).clone()) for s in sections]
     return pieces
 
 

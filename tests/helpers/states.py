@@ -37,7 +37,7 @@ def everything(save: Path) -> dict[tuple[str, str], Tensor]:
     values = {}
     for kind in ("weight", *MOMENTS):
         for name, stored in checkpoint.stored(kind).items():
-            shape = stored.global_shape
+            shape = stored.shape
             values[name, kind] = torch.empty(shape)
             checkpoint.read(name, kind, (0,) * len(shape), shape, out=values[name, kind])
     return values

@@ -93,7 +93,7 @@ def build_trainer_here(
         with gathered(model.parameters(), written=True), torch.no_grad():
             for parameter, sections in parameter_sections(model):
                 for section in sections:
-                    box = tuple(slice(o, o + e) for o, e in zip(section.offset, section.extent, strict=True))
+                    box = section.box.slices()
                     section.view(parameter).copy_(weights[section.name][box])
     engine, adamw = build_engine(run, model, deepspeed_json(run, []), mesh, device)
     implementations = {"norm": norm, "optimizer": adamw}
@@ -111,7 +111,7 @@ def weight_pieces(trainer: Trainer) -> Pieces:
     trainer.engine.finish_step()
     with gathered(trainer.model.parameters()):
         return [
-            (section.name, section.offset, section.view(parameter.detach()).clone())
+            (section.name, section.box.offset, section.view(parameter.detach()).clone())
             for parameter, sections in parameter_sections(trainer.model)
             for section in sections
         ]
@@ -132,7 +132,7 @@ def save_trainer(trainer: Trainer, save: Path, iteration: int) -> None:
     """On each rank: publish a checkpoint of the trainer's state."""
     header = {"iteration": iteration, "consumed_samples": 0, "model": trainer.run.model.to_dict()}
     world = trainer.mesh.world
-    saving = TrainingSave.begin(save, header, trainer.engine.state, world, lambda directory: None, SaveOptions())
+    saving = TrainingSave(save, header, trainer.engine.state, world, lambda directory: None, SaveOptions())
     outcome = world.broadcast_object(saving.write(world.gather_objects))
     assert outcome.error is None, outcome.error
 

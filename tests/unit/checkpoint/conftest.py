@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ladder.checkpoint.manifest import merge_manifest
+from megatron_ladder.checkpoint.manifest import Index, merge_manifest
 from megatron_ladder.checkpoint.publish import create_temporary_directory, publish, write_manifest
 from megatron_ladder.checkpoint.saving import CheckpointWriter
-from megatron_ladder.checkpoint.tilings import FileIndex
 
 State = dict[tuple[str, str], torch.Tensor]
 """(name, kind) -> canonical tensor"""
@@ -32,7 +31,7 @@ def small_state(seed: int) -> State:
     return state
 
 
-def write_halves(directory: Path, state: Mapping[tuple[str, str], torch.Tensor]) -> list[FileIndex]:
+def write_halves(directory: Path, state: Mapping[tuple[str, str], torch.Tensor]) -> list[Index]:
     """Rank 0 writes the first half of the rows of each tensor, rank 1 the second half."""
     writers = [CheckpointWriter(directory, rank) for rank in range(2)]
     for (name, kind), tensor in state.items():
@@ -59,7 +58,7 @@ def state() -> Callable[[int], State]:
 
 
 @pytest.fixture
-def write() -> Callable[[Path, State], list[FileIndex]]:
+def write() -> Callable[[Path, State], list[Index]]:
     return write_halves
 
 

@@ -1,23 +1,13 @@
 """Boxes compared with element-by-element counting."""
 
 import random
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_ladder.checkpoint.boxes import (
-    Box,
-    cut_span,
-    first_untiled,
-    flat_range,
-    intersection,
-)
-
-
-def whole(shape: Sequence[int]) -> Box:
-    return Box((0,) * len(shape), tuple(shape))
+from megatron_ladder.blueprint.boxes import Box
+from megatron_ladder.checkpoint.manifest import BoxRecord, FileRecord, Tiling, make_index, merge_manifest
 
 
 def random_box(rng: random.Random, shape: list[int]) -> Box:
@@ -47,7 +37,7 @@ def test_boxes_of_an_interval(
     length: int,
     pieces: list[tuple[tuple[int, ...], tuple[int, ...], int]],
 ) -> None:
-    found = [(box.offset, box.extent, begin) for box, begin in cut_span(whole(extent), start, length)]
+    found = [(box.offset, box.extent, begin) for box, begin in Box.whole(extent).cut(start, length)]
     assert found == pieces
 
 
@@ -58,7 +48,7 @@ def test_pieces_cover_the_interval_in_order() -> None:
         elements = torch.arange(int(np.prod(extent))).view(extent)
         start = rng.randrange(elements.numel())
         length = rng.randint(1, elements.numel() - start)
-        pieces = cut_span(whole(extent), start, length)
+        pieces = Box.whole(extent).cut(start, length)
         values = [elements[box.slices()].reshape(-1) for box, _ in pieces]
         assert torch.equal(torch.cat(values), torch.arange(start, start + length))
         assert [begin for _, begin in pieces] == [int(value[0]) - start for value in values]
@@ -69,14 +59,14 @@ def test_offsets_are_relative_to_the_canonical_tensor() -> None:
     canonical = torch.arange(6 * 8).view(6, 8)
     held = Box((2, 4), (3, 4))
     local = canonical[held.slices()].reshape(-1)
-    for box, begin in cut_span(held, 3, 7):
+    for box, begin in held.cut(3, 7):
         assert torch.equal(canonical[box.slices()].reshape(-1), local[3 + begin : 3 + begin + box.numel])
 
 
 @pytest.mark.parametrize(("start", "length"), [(-1, 3), (0, 0), (18, 3), (20, 1)])
 def test_interval_outside_the_box_is_rejected(start: int, length: int) -> None:
     with pytest.raises(ValueError, match=r"\[4, 5\]"):
-        cut_span(whole((4, 5)), start, length)
+        Box.whole((4, 5)).cut(start, length)
 
 
 def test_intersection_holds_the_shared_elements() -> None:
@@ -87,19 +77,10 @@ def test_intersection_holds_the_shared_elements() -> None:
         count = np.zeros(shape, int)
         count[a.slices()] += 1
         count[b.slices()] += 1
-        shared = intersection(a, b)
+        shared = a.intersection(b)
         assert (shared is None) == (not np.any(count == 2))
         if shared is not None:
             assert np.all(count[shared.slices()] == 2) and shared.numel == np.sum(count == 2)
-
-
-def test_flat_range_is_the_smallest_that_contains_the_box() -> None:
-    rng = random.Random(3)
-    for _ in range(300):
-        shape = random_shape(rng)
-        box = random_box(rng, shape)
-        inside = torch.arange(int(np.prod(shape))).view(shape)[box.slices()]
-        assert flat_range(shape, box) == (int(inside.min()), int(inside.max()) + 1)
 
 
 def split_at_random(rng: random.Random, box: Box, depth: int) -> list[Box]:
@@ -115,10 +96,16 @@ def split_at_random(rng: random.Random, box: Box, depth: int) -> list[Box]:
     return [piece for part in parts for piece in split_at_random(rng, part, depth - 1)]
 
 
-def first_error(shape: list[int], boxes: list[Box]) -> tuple[tuple[int, ...], bool] | None:
-    offsets = np.array([box.offset for box in boxes], np.int64).reshape(-1, len(shape))
-    extents = np.array([box.extent for box in boxes], np.int64).reshape(-1, len(shape))
-    return first_untiled(shape, offsets, extents)
+def tiling_error(shape: list[int], boxes: list[Box]) -> str:
+    """Return why a manifest with these boxes of a tensor is rejected, or an empty string."""
+    files = [FileRecord("rng_rank_00000.safetensors", 10**6, f"xxh3_128:{0:032x}")]
+    tiling = Tiling(tuple(shape), tuple(BoxRecord(box.offset, box.extent, 0) for box in boxes))
+    try:
+        header = {"iteration": 1, "consumed_samples": 1, "model": {}}
+        merge_manifest(header, [make_index(files, {("rng", "x"): ("uint8", tiling)})])
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def test_tiling_errors_are_found_where_counting_finds_them() -> None:
@@ -126,7 +113,7 @@ def test_tiling_errors_are_found_where_counting_finds_them() -> None:
     outcomes = {"whole": 0, "hole": 0, "overlap": 0}
     for _ in range(600):
         shape = random_shape(rng, longest=7)
-        boxes = split_at_random(rng, Box((0,) * len(shape), tuple(shape)), depth=4)
+        boxes = split_at_random(rng, Box.whole(shape), depth=4)
         rng.shuffle(boxes)
         change = rng.choice(["none", "drop", "repeat", "replace"])
         if change == "drop":
@@ -139,16 +126,13 @@ def test_tiling_errors_are_found_where_counting_finds_them() -> None:
         for box in boxes:
             count[box.slices()] += 1
         wrong = np.argwhere(count != 1)
-        error = first_error(shape, boxes)
+        error = tiling_error(shape, boxes)
         if len(wrong) == 0:
-            assert error is None
+            assert not error
             outcomes["whole"] += 1
         else:
-            index = tuple(wrong[0].tolist())
-            assert error == (index, bool(count[index] > 1))
-            outcomes["overlap" if error[1] else "hole"] += 1
+            repeated = count[tuple(wrong[0])] > 1
+            held = "more than one box holds" if repeated else "no box holds"
+            assert error == f"rng of x of shape {shape}: {held} the element {wrong[0].tolist()}"
+            outcomes["overlap" if repeated else "hole"] += 1
     assert min(outcomes.values()) > 50
-
-
-def test_without_boxes_the_first_element_is_missing() -> None:
-    assert first_error([3, 2], []) == ((0, 0), False)

@@ -13,13 +13,12 @@ import torch
 from safetensors import safe_open
 
 import megatron_ladder.checkpoint.format as format_module
-from megatron_ladder.checkpoint.boxes import Box
+from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.checkpoint.format import Checkpoint, find_checkpoint
 from megatron_ladder.checkpoint.loading import load_weights
-from megatron_ladder.checkpoint.manifest import merge_manifest
+from megatron_ladder.checkpoint.manifest import Index, merge_manifest
 from megatron_ladder.checkpoint.publish import write_manifest
 from megatron_ladder.checkpoint.saving import CheckpointWriter
-from megatron_ladder.checkpoint.tilings import FileIndex
 from megatron_ladder.errors import UserError
 from megatron_ladder.parallel.layout import ParallelModule, Section
 from megatron_ladder.progress import ProgressBar
@@ -105,7 +104,9 @@ def write_spans(directory: Path, spans: list[Span], state: State, header: Header
         for kind in KINDS:
             local = state[span.name, kind][span.held.slices()].reshape(-1)
             flat = local[span.start : span.start + span.length]
-            writer.add_span(span.name, kind, SHAPES[span.name], span.held, span.start, flat)
+            for box, begin in span.held.cut(span.start, span.length):
+                piece = flat[begin : begin + box.numel].view(box.extent)
+                writer.add(span.name, kind, SHAPES[span.name], box.offset, piece)
     manifest = merge_manifest(header(3), [writer.finish() for writer in writers.values()])
     write_manifest(directory, manifest)
 
@@ -126,7 +127,9 @@ def test_any_layout_reads_checkpoints_of_any_other(tmp_path: Path, seed: int, he
         for kind in KINDS:
             expected = state[span.name, kind][span.held.slices()].reshape(-1)[span.start :][: span.length]
             out = torch.full_like(expected, -7.0)
-            checkpoint.read_span(span.name, kind, SHAPES[span.name], span.held, span.start, out)
+            for box, begin in span.held.cut(span.start, span.length):
+                piece = out[begin : begin + box.numel].view(box.extent)
+                checkpoint.read(span.name, kind, box.offset, box.extent, piece, SHAPES[span.name])
             assert torch.equal(out, expected)
 
 
@@ -189,7 +192,7 @@ def test_contents(tmp_path: Path, save: Save, state: MakeState) -> None:
     assert (checkpoint.iteration, checkpoint.consumed_samples) == (100, 800)
     assert checkpoint.manifest["model"] == {"num_layers": 2}
     stored = {
-        kind: {name: (tensor.global_shape, tensor.dtype) for name, tensor in checkpoint.stored(kind).items()}
+        kind: {name: (tensor.shape, tensor.dtype) for name, tensor in checkpoint.stored(kind).items()}
         for kind in ("weight", "rng")
     }
     assert stored["weight"] == {"mlp.weight": ((6, 5), "bfloat16"), "norm.weight": ((7,), "bfloat16")}
@@ -234,7 +237,7 @@ def test_checkpoints_of_another_model_are_rejected(tmp_path: Path, save: Save, s
     with pytest.raises(UserError, match=r"weight of mlp.weight has the shape \[6, 5\].*\[0:6, 3:7\]"):
         checkpoint.read("mlp.weight", "weight", (0, 3), (6, 4), torch.empty(6, 4))
     with pytest.raises(UserError, match=r"\[6, 5\].*\[6, 6\]"):
-        checkpoint.read_span("mlp.weight", "exp_avg", (6, 6), Box((0, 0), (3, 5)), 0, torch.empty(15))
+        checkpoint.read("mlp.weight", "exp_avg", (0, 0), (3, 5), torch.empty(3, 5), shape=(6, 6))
     with pytest.raises(ValueError, match=r"\[5, 6\]"):
         checkpoint.read("mlp.weight", "weight", (0, 0), (6, 5), torch.empty(5, 6))
 
@@ -341,20 +344,22 @@ def test_verifying_shows_its_progress(
 
 
 def test_files_that_contradict_a_forged_manifest_are_rejected(
-    tmp_path: Path, state: MakeState, write: Callable[[Path, State], list[FileIndex]], header: Header
+    tmp_path: Path, state: MakeState, write: Callable[[Path, State], list[Index]], header: Header
 ) -> None:
     indices = write(tmp_path, state(1))
     manifest = merge_manifest(header(1), indices)
-    rows = manifest["tensors"]
-    number = list(zip(rows["kind"], rows["name"], strict=True)).index(("weight", "mlp.weight"))
+    row = next(row for row in manifest["tensors"] if row[:2] == ["mlp.weight", "weight"])
     out = torch.empty(6, 5, dtype=torch.bfloat16)
-    for column, value in (("name", "other.weight"), ("dtype", "float32")):
-        forged = rows | {column: [*rows[column][:number], value, *rows[column][number + 1 :]]}
+    for name, dtype, message in (
+        ("other.weight", "bfloat16", "has no usable tensor 'weight:other.weight@0,0'"),
+        ("mlp.weight", "float32", "and the manifest lists float32"),
+    ):
+        forged = [[name, "weight", dtype, row[3]] if one is row else one for one in manifest["tensors"]]
         write_manifest(tmp_path, manifest | {"tensors": forged})
         checkpoint = Checkpoint.open(tmp_path)
-        with pytest.raises(UserError, match="the manifest lists"):
-            checkpoint.read(forged["name"][number], "weight", (0, 0), (6, 5), out)
-        with pytest.raises(UserError, match="the manifest lists"):
+        with pytest.raises(UserError, match=message):
+            checkpoint.read(name, "weight", (0, 0), (6, 5), out)
+        with pytest.raises(UserError, match=message):
             checkpoint.verify()
 
 
@@ -362,11 +367,11 @@ def test_links_out_of_the_directory_are_rejected(tmp_path: Path, save: Save, sta
     path = save(tmp_path / "save", 100, "a", state(1)) / "weights_rank_00000.safetensors"
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="is a link out of"):
+    with pytest.raises(UserError, match="is missing, or not a regular file"):
         Checkpoint.open(path.parent)
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(UserError, match="not a file"):
+    with pytest.raises(UserError, match="not a regular file"):
         Checkpoint.open(path.parent)
 
 

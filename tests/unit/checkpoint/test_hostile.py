@@ -10,7 +10,7 @@ import pytest
 
 from megatron_ladder.checkpoint.checksum import file_checksum
 from megatron_ladder.checkpoint.loading import load_newest
-from megatron_ladder.checkpoint.manifest import merge_manifest
+from megatron_ladder.checkpoint.manifest import FileRecord, merge_manifest
 from megatron_ladder.checkpoint.publish import write_manifest
 from megatron_ladder.checkpoint.saving import CheckpointWriter
 from megatron_ladder.comm.group import CommGroup
@@ -44,11 +44,11 @@ def test_a_pickle_with_a_forged_manifest_is_rejected(tmp_path: Path, files: str)
         writer.add(name, kind, SHAPES[name], (0,) * tensor.dim(), tensor)
     writer.add("rng.rank_00000.cpu", "rng", (38,), (0,), next(iter(state.whole.values())).view(-1)[:1].repeat(38))
     index = writer.finish()
-    (record,) = [record for record in index["files"] if record["name"].startswith(files)]
-    file = directory / record["name"]
+    (record,) = [record for record in index.files if record.name.startswith(files)]
+    file = directory / record.name
     # torch.load and pickle.load would both read it.
     file.write_bytes(pickle.dumps(Payload(marker)))
-    record["size"], record["checksum"] = file.stat().st_size, file_checksum(file, lambda count: None)
+    index.files[index.files.index(record)] = FileRecord(record.name, file.stat().st_size, file_checksum(file))
     for other in ("mp_rank_00_model_states.pt", "pytorch_model.bin"):
         (directory / other).write_bytes(file.read_bytes())
     write_manifest(directory, merge_manifest(header_of(10), [index]))
@@ -65,7 +65,7 @@ def test_file_names_outside_the_directory_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "secret.safetensors").write_bytes(b"")
     for name in ("../secret.safetensors", "../../secret.safetensors", str(tmp_path / "secret.safetensors"), ".."):
         manifest = merge_manifest(header_of(10), [])
-        manifest["files"] = [{"name": name, "size": 0, "checksum": "xxh3_128:00"}]
+        manifest["files"] = [{"name": name, "size": 0, "checksum": f"xxh3_128:{0:032x}"}]
         write_manifest(directory, manifest)
         for load in (directory, directory.parent):
             with pytest.raises(UserError) as raised:

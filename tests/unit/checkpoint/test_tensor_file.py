@@ -4,17 +4,14 @@ import json
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import xxhash
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from megatron_ladder.checkpoint import checksum, tensor_file
-from megatron_ladder.checkpoint.boxes import Box
 from megatron_ladder.checkpoint.checksum import file_checksum
-from megatron_ladder.checkpoint.tensor_file import BY_NAME, BY_STORED_NAME, read_header, read_part, write_tensor_file
+from megatron_ladder.checkpoint.tensor_file import STORED_NAMES, open_safetensors, write_tensor_file
 from megatron_ladder.errors import UserError
 
 
@@ -27,7 +24,7 @@ def tensor_of(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 @pytest.fixture
 def tensors() -> list[tuple[str, torch.Tensor]]:
-    return [(f"t{size}.{name}", tensor_of(getattr(torch, name), size, 3)) for size in (1, 5) for name in BY_NAME]
+    return [(f"t{size}.{name}", tensor_of(getattr(torch, name), size, 3)) for size in (1, 5) for name in STORED_NAMES]
 
 
 @pytest.mark.parametrize("chunk_bytes", [8, 24, 1 << 24])
@@ -82,30 +79,6 @@ def test_a_file_is_never_overwritten(tmp_path: Path) -> None:
         write_tensor_file(tmp_path / "a.safetensors", [("x", torch.ones(2))])
 
 
-def test_files_of_the_library_are_read(tmp_path: Path, tensors: list[tuple[str, torch.Tensor]]) -> None:
-    path = tmp_path / "a.safetensors"
-    save_file(dict(tensors), path, metadata={"any": "thing"})
-    data, positions = path.read_bytes(), read_header(path)
-    assert set(positions) == {key for key, _ in tensors}
-    for key, tensor in tensors:
-        position = positions[key]
-        assert position.shape == tuple(tensor.shape)
-        assert getattr(torch, BY_STORED_NAME[position.dtype].name) == tensor.dtype
-        assert data[position.begin : position.end] == tensor.view(torch.uint8).numpy().tobytes()
-
-
-@pytest.mark.parametrize("part", [Box((0, 0), (2, 3)), Box((0, 1), (2, 2))], ids=["contiguous", "strided"])
-def test_short_files_are_reported(tmp_path: Path, part: Box) -> None:
-    path = tmp_path / "short"
-    path.write_bytes(bytes(30))
-    out = torch.zeros(part.extent)
-    with pytest.raises(UserError, match=f"{path}: cannot be read: "):
-        read_part(path, 8, (2, 3), part, "float32", out)
-    path.write_bytes(bytes(8) + np.arange(6, dtype=np.float32).tobytes())
-    read_part(path, 8, (2, 3), part, "float32", out)
-    assert torch.equal(out, torch.arange(6.0).view(2, 3)[part.slices()])
-
-
 def test_checksum_of_a_file_reports_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checksum, "PIECE_BYTES", 40)
     path = tmp_path / "any"
@@ -124,42 +97,31 @@ GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 
 @pytest.mark.parametrize(
-    ("data", "message"),
+    "data",
     [
-        (b"", "not a complete"),
-        (b"\x02\x00\x00", "header of 2 bytes"),
-        ((1 << 62).to_bytes(8, "little") + b"{}", "header of"),
-        (file_of([1]), "not an object"),
-        (file_of("{"), "not a complete"),
-        (file_of("[" * 100_000), "nested too deeply"),
-        (file_of('{"a": NaN}'), "NaN"),
-        (file_of('{"a": 1, "b": 2, "a": 3}'), "'a' occurs more than once"),
-        (b"\x02\x00\x00\x00\x00\x00\x00\x00\xff\xfe", "not a complete"),
-        (file_of({"a": GOOD}, bytes(7)), "end at byte"),
-        (file_of({"a": GOOD}, bytes(9)), "end at byte"),
-        (file_of({"a": 3}, bytes(8)), "'a' lacks"),
-        (file_of({"a": {"dtype": "F32", "shape": [2]}}, bytes(8)), "'a' lacks"),
-        (file_of({"a": GOOD | {"dtype": ["F32"]}}, bytes(8)), "invalid dtype"),
-        (file_of({"a": GOOD | {"shape": [-2]}}, bytes(8)), "invalid dtype"),
-        (file_of({"a": GOOD | {"shape": [2.0]}}, bytes(8)), "invalid dtype"),
-        (file_of({"a": GOOD | {"shape": [True]}}, bytes(8)), "invalid dtype"),
-        (file_of({"a": GOOD | {"shape": [3]}}, bytes(8)), r"8 bytes, which is not F32 of shape \[3\]"),
-        (file_of({"a": GOOD | {"data_offsets": [8, 0]}}, bytes(8)), "invalid dtype"),
-        (file_of({"a": GOOD | {"data_offsets": [8, 16]}}, bytes(16)), "'a' begins at byte"),
-        (file_of({"a": GOOD, "b": GOOD}, bytes(8)), "'b' begins at byte"),
+        b"",
+        b"\x02\x00\x00",
+        (1 << 62).to_bytes(8, "little") + b"{}",
+        (100_000_001).to_bytes(8, "little") + bytes(100),
+        b"\x02\x00\x00\x00\x00\x00\x00\x00\xff\xfe",
+        file_of("["),
+        file_of([1]),
+        file_of("[" * 100_000),
+        file_of({"a": GOOD}, bytes(7)),
+        file_of({"a": GOOD}, bytes(9)),
+        file_of({"a": GOOD | {"dtype": "X32"}}, bytes(8)),
+        file_of({"a": GOOD | {"shape": [-2]}}, bytes(8)),
+        file_of({"a": GOOD | {"shape": [3]}}, bytes(8)),
+        file_of({"a": GOOD | {"shape": [2**63, 2**63]}}, bytes(8)),
+        file_of({"a": GOOD | {"data_offsets": [8, 0]}}, bytes(8)),
+        file_of({"a": GOOD | {"data_offsets": [8, 16]}}, bytes(16)),
+        file_of({"a": GOOD, "b": GOOD}, bytes(8)),
     ],
 )
-def test_damaged_and_hostile_headers_are_rejected(tmp_path: Path, data: bytes, message: str) -> None:
+def test_damaged_and_hostile_headers_are_rejected(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "bad.safetensors"
     path.write_bytes(data)
-    with pytest.raises(UserError, match=message) as raised:
-        read_header(path)
-    assert str(path) in str(raised.value)
-
-
-def test_oversized_headers_are_rejected_before_they_are_read(tmp_path: Path) -> None:
-    path, length = tmp_path / "sparse.safetensors", 100_000_001
-    path.write_bytes(length.to_bytes(8, "little"))
-    os.truncate(path, 8 + length)
-    with pytest.raises(UserError, match=f"a header of {length} bytes"):
-        read_header(path)
+    with pytest.raises(UserError, match=f"{path}: not a complete safetensors file: "):
+        open_safetensors(path)
+    with pytest.raises(UserError, match="not a complete safetensors file: "):
+        open_safetensors(tmp_path / "missing.safetensors")

@@ -119,7 +119,7 @@ def add_vocabulary(directory: Path) -> None:
 
 
 def begin(save: Path, iteration: int, state: TinyState, world: CommGroup, options: SaveOptions) -> TrainingSave:
-    return TrainingSave.begin(save, header_of(iteration), state, world, add_vocabulary, options)
+    return TrainingSave(save, header_of(iteration), state, world, add_vocabulary, options)
 
 
 def save_at_once(

@@ -26,7 +26,6 @@ NEEDS = {
         "--async-save",
         "--keep-last-n-checkpoints 2",
         "--save-retain-interval 5",
-        "--checksum sha256",
         "--overwrite-checkpoints",
     ),
     "--load l": (

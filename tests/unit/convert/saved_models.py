@@ -17,8 +17,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.checkpoint.boxes import Box
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.loading import load_weights
 from megatron_ladder.checkpoint.manifest import merge_manifest
@@ -115,7 +115,9 @@ def write_cut_checkpoint(
             if optimizer == "muon" and name.endswith("_proj.weight"):
                 del parts["exp_avg_sq"]
             for kind, values in parts.items():
-                writer.add_span(name, kind, weight.shape, Box.whole(weight.shape), cuts[rank], values)
+                for box, begin in Box.whole(weight.shape).cut(cuts[rank], values.numel()):
+                    elements = values[begin : begin + box.numel].view(box.extent)
+                    writer.add(name, kind, weight.shape, box.offset, elements)
     writers[1].add("rng.rank_00001.cpu", "rng", (9,), (0,), torch.arange(9, dtype=torch.uint8))
     flags = {"training": run} if optimizer is None else {"training": run, "optimizer": {"optimizer": optimizer}}
     header = {

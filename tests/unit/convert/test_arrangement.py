@@ -44,8 +44,8 @@ def read_all(load: Path, kind: str = "weight") -> tuple[ModelConfig, dict[str, T
     checkpoint = Checkpoint.open(load)
     found = {}
     for name, stored in checkpoint.stored(kind).items():
-        found[name] = torch.empty(stored.global_shape)
-        checkpoint.read(name, kind, [0] * len(stored.global_shape), stored.global_shape, found[name])
+        found[name] = torch.empty(stored.shape)
+        checkpoint.read(name, kind, [0] * len(stored.shape), stored.shape, found[name])
     return checkpoint.model(), found
 
 

@@ -175,8 +175,8 @@ def test_reshape_keeps_every_number(tmp_path: Path, optimizer: str) -> None:
     for kind in ("weight", "exp_avg", "exp_avg_sq", "rng"):
         assert after.stored(kind).keys() == before.stored(kind).keys()
         for name, stored in after.stored(kind).items():
-            shape, dtype, values = stored.global_shape, getattr(torch, stored.dtype), []
-            assert (shape, stored.dtype) == (before.stored(kind)[name].global_shape, before.stored(kind)[name].dtype)
+            shape, dtype, values = stored.shape, getattr(torch, stored.dtype), []
+            assert (shape, stored.dtype) == (before.stored(kind)[name].shape, before.stored(kind)[name].dtype)
             for checkpoint in (before, after):
                 values.append(torch.empty(shape, dtype=dtype))
                 checkpoint.read(name, kind, (0,) * len(shape), shape, values[-1])

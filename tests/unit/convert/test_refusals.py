@@ -46,7 +46,6 @@ def test_code_of_a_plain_model_and_unknown_models_are_rejected(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"model_type": "llama", "model_type": "gemma"}', ["'model_type'", "more than once"]),
         ("[]", ["not an object"]),
         ('{"model_type": ', ["config.json"]),
         ('{"rms_norm_eps": NaN}', ["NaN"]),
@@ -116,28 +115,22 @@ def reshaped(name: str, shape: list[int]) -> bytes:
     return safetensors(entries({**SHAPES, name: shape}))
 
 
-DUPLICATE = '{"a": {"dtype": "BF16", "shape": [1], "data_offsets": [0, 2]}, "a": {"dtype": "BF16", "shape": [1], ' + (
-    '"data_offsets": [0, 2]}}'
-)
-
-
 @pytest.mark.parametrize(
     ("weights", "words"),
     [
-        (safetensors(entries(SHAPES))[:-1], ["model.safetensors", "tensors end at byte"]),
+        (safetensors(entries(SHAPES))[:-1], ["model.safetensors", "file not fully covered"]),
         (safetensors(entries(SHAPES))[:5], ["model.safetensors", "header"]),
-        (safetensors(entries(SHAPES)) + b"\0", ["tensors end at byte"]),
-        (safetensors(entries(SHAPES), length=1 << 62), ["a header of 4611686018427387904 bytes"]),
-        (safetensors(DUPLICATE, data=bytes(2)), ["'a'", "more than once"]),
-        (overlapping(), [Q, "begins at byte"]),
-        (with_header(lambda header: header[Q].update(shape=[8, 9])), [Q, "128 bytes", "BF16", "[8, 9]"]),
-        (with_header(lambda header: header[Q].update(dtype="F32")), [Q, "128 bytes", "F32"]),
-        (with_header(lambda header: header[Q].update(shape=[-8, -8])), [Q]),
+        (safetensors(entries(SHAPES)) + b"\0", ["file not fully covered"]),
+        (safetensors(entries(SHAPES), length=1 << 62), ["header too large"]),
+        (overlapping(), ["invalid offset", Q]),
+        (with_header(lambda header: header[Q].update(shape=[8, 9])), ["invalid shape, data type, or offset"]),
+        (with_header(lambda header: header[Q].update(dtype="F32")), ["invalid shape, data type, or offset"]),
+        (with_header(lambda header: header[Q].update(shape=[-8, -8])), ["integer `-8`"]),
         (reshaped(Q, [8, 4]), [Q, "found shape [8, 4]", "expected [8, 8]"]),
         (renamed(Q, "model.layers.1.self_attn.q.weight"), [Q, "is missing", "self_attn.q.weight", "unexpected tensor"]),
         (renamed(Q, "model.layers.2.self_attn.q_proj.weight"), ["model.layers.2", "unexpected tensor"]),
-        (safetensors(entries(SHAPES, "I8")), ["model.embed_tokens.weight", "found I8", "quantised"]),
-        (safetensors(entries(SHAPES, "F8_E4M3")), ["found F8_E4M3"]),
+        (safetensors(entries(SHAPES, "I8")), ["model.embed_tokens.weight", "found int8", "quantised"]),
+        (safetensors(entries(SHAPES, "F8_E4M3")), ["found float8_e4m3fn"]),
         (safetensors(entries(SHAPES, "I64")), ["found int64", "bfloat16"]),
     ],
 )
@@ -230,7 +223,6 @@ def test_pickled_weights_are_read_without_running_code(tmp_path: Path) -> None:
     for odd in (
         torch.empty(8, 8, dtype=torch.bfloat16, device="meta"),
         torch.eye(8).to_sparse(),
-        torch.eye(8)[:, ::2],
         torch.quantize_per_tensor(torch.eye(8), 0.1, 0, torch.qint8),
         torch.eye(8, dtype=torch.complex64).conj(),
     ):
