@@ -24,7 +24,6 @@ from ladder_lab.cost.links import (  # noqa: E402
     WireModel,
     backward_seconds,
     forward_seconds,
-    outputs_added,
 )
 from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, resolve_model  # noqa: E402
 from megatron_ladder.blueprint.wiring import SubBlockKind  # noqa: E402
@@ -103,16 +102,16 @@ def model(residual_mode: str, layers: int, late: str | None = None, staleness: i
     return config
 
 
-def named_sub_blocks(config: ModelConfig) -> Iterator[tuple[str, str, int, int]]:
-    """Yield the label, colour, computation in c and staleness of each sub-block."""
+def named_sub_blocks(config: ModelConfig) -> Iterator[tuple[str, str, int, tuple[int, ...]]]:
+    """Yield the label, colour, computation in c and missing outputs of each sub-block."""
     for layer, sub_blocks in enumerate(config.wired_layers):
-        for kind, staleness, *_ in sub_blocks:
-            yield f"{LABELS[kind]}{layer}", kind.value, 1 + (kind is SubBlockKind.ATTENTION_MLP), staleness
+        for kind, missing, *_ in sub_blocks:
+            yield f"{LABELS[kind]}{layer}", kind.value, 1 + (kind is SubBlockKind.ATTENTION_MLP), missing
 
 
 def forward_blocks(config: ModelConfig, reduce: float) -> list[SubBlockTime]:
     """Return the step-time model's input for a forward pass; `reduce` is the time of an all-reduce."""
-    return [SubBlockTime(width, reduce, staleness) for _, _, width, staleness in named_sub_blocks(config)]
+    return [SubBlockTime(width, reduce, missing) for _, _, width, missing in named_sub_blocks(config)]
 
 
 def forward_row(title: str, note: str, config: ModelConfig, reduce: float, serial: bool = True) -> Row:
@@ -133,8 +132,8 @@ def backward_row(title: str, note: str, config: ModelConfig, reduce: float, mirr
     names = list(named_sub_blocks(config))
     clock = RecordingClock(WireModel())
     blocks = [
-        SubBlockTime(width, reduce, staleness, dgrad_seconds=1.4 * width, wgrad_seconds=0.6 * width)
-        for _, _, width, staleness in names
+        SubBlockTime(width, reduce, missing, dgrad_seconds=1.4 * width, wgrad_seconds=0.6 * width)
+        for _, _, width, missing in names
     ]
     end = backward_seconds(blocks, clock.wire, launch_before_wgrad=mirrored, wait_at_once=not mirrored, clock=clock)
     names.reverse()
@@ -261,14 +260,12 @@ def who_reads_what(panels: Sequence[tuple[str, ModelConfig]]) -> str:
         blocks = list(named_sub_blocks(config))
         x0, y0 = left + 34 + panel * 226, top + 30
         body.append(text(x0, top + 2, name, 13, bold=True))
-        for i, (label, *_), added in zip(
-            range(len(blocks)), blocks, outputs_added([staleness for *_, staleness in blocks]), strict=True
-        ):
+        for i, (label, *_, missing) in enumerate(blocks):
             y = y0 + i * cell
             body.append(text(x0 - 6, y + 14, label, 11, MUTED, "end"))
             body.append(text(x0 + (i + 0.5) * cell - 1, y0 - 6, label, 9, MUTED, "middle"))
             for output in range(len(blocks)):
-                fill = "#f4f5f7" if output >= i else FILLS["attention" if output < added else "reduce"]
+                fill = "#f4f5f7" if output >= i else FILLS["reduce" if i - output in missing else "attention"]
                 body.append(box(x0 + output * cell, y, cell - 2, cell - 2, fill))
     rows = 2 * panels[0][1].num_layers
     body.append(text(left, top + 54 + rows * cell, "Row: the sub-block that reads. Column: whose output.", 12, MUTED))

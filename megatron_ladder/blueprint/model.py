@@ -2,11 +2,18 @@
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal
 
-from megatron_ladder.blueprint.wiring import DESYNC_INTERVALS, WIRINGS, ResidualMode, WiredSubBlock, Wiring
+from megatron_ladder.blueprint.wiring import (
+    DESYNC_INTERVALS,
+    WIRINGS,
+    ResidualMode,
+    SubBlockKind,
+    WiredSubBlock,
+    Wiring,
+)
 from megatron_ladder.errors import UserError, raise_user_errors
 from megatron_ladder.flags import ValueType, flag, flag_name, to_plain, value_errors
 
@@ -131,10 +138,14 @@ class ModelConfig(ModelTraits):
         return self.wiring.stream == "shared" and not self.lanes
 
     @property
+    def layer_kinds(self) -> Sequence[tuple[SubBlockKind, ...]]:
+        """The kinds of the sub-blocks of every layer."""
+        return [self.wiring.sub_blocks] * self.num_layers
+
+    @property
     def wired_layers(self) -> list[tuple[WiredSubBlock, ...]]:
         """The sub-blocks of every layer."""
-        layers, staleness = self.ladder_layers, self.residual_staleness
-        return self.wiring.layers(self.num_layers, layers, staleness, self.desync_interval)
+        return self.wiring.layers(self.layer_kinds, self.ladder_layers, self.residual_staleness, self.desync_interval)
 
     def canonical(self) -> "ModelConfig":
         """Return the model itself, or if its reads miss nothing, the same computation in its plain wiring."""

@@ -314,11 +314,13 @@ class ModelFlops:
     sequence_length: int
 
     @cached_property
-    def layer(self) -> int:
-        """Forward, of one layer. A kernel that skips masked scores computes (s + 1) / (2 s) of those counted here."""
+    def layers(self) -> tuple[int, ...]:
+        """Forward, of each layer. A kernel that skips masked scores computes (s + 1) / (2 s) of those counted here."""
         s = self.sequence_length
-        branches = [branch for sub_block in layer_tensors(self.model)[0] for branch in sub_block.branches]
-        return sum(s * (branch.product_flops + branch.score_flops(s)) for branch in branches)
+        return tuple(
+            sum(s * (one.product_flops + one.score_flops(s)) for sub_block in layer for one in sub_block.branches)
+            for layer in layer_tensors(self.model)
+        )
 
     @property
     def head(self) -> int:
@@ -328,7 +330,7 @@ class ModelFlops:
     @property
     def forward(self) -> int:
         """Model FLOPs of a forward pass."""
-        return self.model.num_layers * self.layer + self.head
+        return sum(self.layers) + self.head
 
     @property
     def training(self) -> int:
@@ -336,9 +338,9 @@ class ModelFlops:
         return 3 * self.forward
 
     def training_on_hardware(self, recomputed_layers: int) -> int:
-        """Return the hardware FLOPs of a training step's share of one sequence.
+        """Return the hardware FLOPs of a training step's share of one sequence, with so many first layers recomputed.
 
         A layer whose sub-blocks are recomputed runs its forward pass again, so its products count four times instead
         of three. Masked scores that a kernel skips, or recomputes inside its own backward, are not considered.
         """
-        return self.training + recomputed_layers * self.layer
+        return self.training + sum(self.layers[:recomputed_layers])

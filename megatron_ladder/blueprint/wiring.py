@@ -1,20 +1,27 @@
-"""The wirings: which sub-blocks a layer has, and how late each of them may read the residual stream.
+"""The wirings: how the sub-blocks of a layer read the residual stream.
 
-One rule computes every wiring but one (`model/stack.py` writes it out): sub-block i reads the stream when at most
-`staleness` outputs of earlier sub-blocks are missing from it. For ladder that is the paper's
+A sub-block names the outputs that are missing from the stream it reads, counted back from the newest:
 
-    x_i = x_{i-1} + AllReduce(h_i(x_{i-2}))          (arXiv 2501.06589)
+    sub-block            0    1    2    3    4               reads of sub-block 4
+    ()                   y0 + y1 + y2 + y3      standard     everything
+    (1,)                 y0 + y1 + y2           ladder       all but its predecessor's output
+    (1, 2)               y0 + y1                staleness 2  all but the last two
+    (2,)                 y0 + y1 + y3                        the newest, but not the one before it
 
-since the output of h_{i-1} is the missing one. The exception is desync: no output is missing, but each tensor-parallel
-rank has its own stream (`model/desync.py`).
+Ladder is the paper's x_i = x_{i-1} + AllReduce(h_i(x_{i-2})) (arXiv 2501.06589). An output that a sub-block has seen
+stays in the stream, so what a sub-block misses is its predecessor's output, or missed by its predecessor as well.
+`model/stack.py` computes every wiring but one by this rule. The exception is desync: no output is missing, but each
+tensor-parallel rank has its own stream (`model/desync.py`).
 
 A new wiring is a new row of `WIRINGS`. The command line, the model, the names of its tensors, all counts, conversion,
 the exported Hugging Face module, the planner, the benchmarks and the studies derive from that table.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 
@@ -36,8 +43,8 @@ class WiredSubBlock(NamedTuple):
     """A sub-block of one layer."""
 
     kind: SubBlockKind
-    staleness: int
-    """Outputs of earlier sub-blocks that may be missing from the stream that it reads."""
+    missing: tuple[int, ...]
+    """Outputs that the stream which it reads lacks, counted back from the newest: 1 is that of its predecessor."""
     reads_shared: bool = True
     """Whether that stream is the same on all tensor-parallel ranks."""
     leaves_shared: bool = True
@@ -71,45 +78,91 @@ class Wiring:
         return ("ladder_layers", "residual_staleness", "lanes") if self.late else ()
 
     def layers(
-        self, num_layers: int, ladder_layers: Sequence[int], staleness: int, interval: int
+        self, kinds: Sequence[Sequence[SubBlockKind]], ladder_layers: Sequence[int], staleness: int, interval: int
     ) -> list[tuple[WiredSubBlock, ...]]:
         """Return the sub-blocks of every layer.
 
         Args:
+            kinds: those of every layer.
             ladder_layers: layers whose late sub-blocks read late; no sub-block of the others does.
+            staleness: outputs that a late sub-block misses, unless an earlier sub-block has seen them.
             interval: sub-blocks between two sums of per-rank streams. The last sub-block always ends in a sum.
         """
-        width, last = len(self.sub_blocks), len(self.sub_blocks) * num_layers - 1
         late_layers = set(ladder_layers)
+        sub_blocks = [(layer, kind) for layer, of_layer in enumerate(kinds) for kind in of_layer]
+        missing = limit_to_unseen(
+            range(1, staleness + 1) if layer in late_layers and kind in self.late else () for layer, kind in sub_blocks
+        )
 
-        def shared_after(index: int) -> bool:
-            return self.stream == "shared" or (index + 1) % interval == 0 or index == last
+        def is_shared_before(index: int) -> bool:
+            return self.stream == "shared" or index % interval == 0 or index == len(sub_blocks)
 
-        return [
-            tuple(
-                WiredSubBlock(
-                    kind,
-                    staleness if layer in late_layers and kind in self.late else 0,
-                    reads_shared=shared_after(width * layer + place - 1),
-                    leaves_shared=shared_after(width * layer + place),
-                )
-                for place, kind in enumerate(self.sub_blocks)
-            )
-            for layer in range(num_layers)
-        ]
+        wired = (
+            WiredSubBlock(kind, backs, is_shared_before(index), is_shared_before(index + 1))
+            for index, ((_, kind), backs) in enumerate(zip(sub_blocks, missing, strict=True))
+        )
+        return [tuple(itertools.islice(wired, len(of_layer))) for of_layer in kinds]
 
 
-def pending_before(layers: Sequence[Sequence[WiredSubBlock]], layer: int) -> int:
-    """Return how many outputs are missing from the stream that enters `layer`; they cross a pipeline cut with it.
+def limit_to_unseen(may_miss: Iterable[Iterable[int]]) -> Iterator[tuple[int, ...]]:
+    """Yield what each sub-block misses of the outputs that it may miss: those that no earlier sub-block has seen."""
+    before: tuple[int, ...] = ()
+    for index, backs in enumerate(may_miss):
+        # Outputs from before the model do not exist.
+        before = tuple(back for back in sorted(backs) if back > index or back == 1 or back - 1 in before)
+        yield before
 
-    The previous layer drains down to what the first sub-block of `layer` allows. After the last layer, nothing is
-    missing.
+
+@dataclass(frozen=True)
+class ReadPlan:
+    """When each output enters the stream: everything forward and backward need to know about a wiring.
+
+    Sub-blocks and their outputs are numbered through the model. Read `count`, after the last sub-block, is the head's.
     """
-    pending = 0
-    for sub_blocks in layers[:layer]:
-        for sub_block in sub_blocks:
-            pending = min(pending, sub_block.staleness) + 1
-    return min(pending, layers[layer][0].staleness) if layer < len(layers) else 0
+
+    first_reads: tuple[int, ...]
+    """For each output, the first read that sees it."""
+
+    @staticmethod
+    def of(missing: Iterable[Sequence[int]]) -> "ReadPlan":
+        """Return the plan of sub-blocks that miss these outputs, or raise ValueError if one misses what was seen."""
+        sets = [tuple(sorted(backs)) for backs in missing]
+        for index, (backs, allowed) in enumerate(zip(sets, limit_to_unseen(sets), strict=True)):
+            if backs != allowed:
+                wrong = ", ".join(str(back) for back in backs if back not in allowed)
+                raise ValueError(f"sub-block {index} misses output {wrong} before it, which does not exist or was seen")
+        return ReadPlan(
+            tuple(
+                next((read for read in range(output + 1, len(sets)) if read - output not in sets[read]), len(sets))
+                for output in range(len(sets))
+            )
+        )
+
+    @cached_property
+    def _arrivals(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for output, read in enumerate(self.first_reads):
+            found.setdefault(read, []).append(output)
+        return found
+
+    def arriving(self, read: int) -> Sequence[int]:
+        """Return the outputs that a read is the first to see, oldest first."""
+        return self._arrivals.get(read, ())
+
+    def missing(self, read: int) -> list[int]:
+        """Return the outputs of earlier sub-blocks that a read does not see, oldest first; they cross a cut there."""
+        return [output for output in range(read) if self.first_reads[output] > read]
+
+    def is_ordered(self, cut: int) -> bool:
+        """Whether the outputs that cross a cut are seen in order, and before all outputs from behind it."""
+        crossing = [self.first_reads[output] for output in self.missing(cut)]
+        last = max(crossing, default=cut)
+        return crossing == sorted(crossing) and all(read >= last for read in self.first_reads[cut:last])
+
+
+def plan_reads(layers: Iterable[Iterable[WiredSubBlock]]) -> ReadPlan:
+    """Return the plan of the sub-blocks of all layers; raise ValueError as `ReadPlan.of`."""
+    return ReadPlan.of(sub_block.missing for sub_blocks in layers for sub_block in sub_blocks)
 
 
 _ATTENTION, _MLP, _BOTH = SubBlockKind.ATTENTION, SubBlockKind.MLP, SubBlockKind.ATTENTION_MLP

@@ -54,6 +54,22 @@ def enter_tensor_parallel_region(group: CommGroup, *tensors: Tensor) -> tuple[Te
     return tensors if group.size == 1 else _EnterTogether.apply(group, *tensors)
 
 
+class _ShareGradient(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / ctx.ranks, None
+
+
+def share_gradient(tensor: Tensor, group: CommGroup) -> Tensor:
+    """Return `tensor`, which all ranks have computed alike; each rank gets an equal part of its gradient."""
+    return tensor if group.size == 1 else _ShareGradient.apply(tensor, group.size)
+
+
 def sum_gradient_rows(weight: Tensor, start: int, stop: int, group: CommGroup) -> Tensor:
     """Return `weight`; rows `start` to `stop` of its gradient are summed over `group`.
 

@@ -17,7 +17,6 @@ Exchanging units does not change what the model computes without own partials.
 import functools
 import importlib.util
 import math
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -192,20 +191,19 @@ def _measure(model: LanguageModel, target: ModelConfig, batches: Sequence[MicroB
     outputs = {
         module.sections["weight"][0].name: module for module in model.modules() if isinstance(module, RowParallelLinear)
     }
-    found, hooks, in_flight = list[_Units](), list[Any](), deque[list[_Units]]()
+    found, hooks, made = list[_Units](), list[Any](), list[list[_Units]]()
     for step, tensors in zip(model.stack.sub_blocks(), described, strict=True):
         norm = weights[tensors.norm.name]
         branches = [_Units(one, norm, target.norm_epsilon, weights, target.lanes) for one in tensors.branches]
-        while len(in_flight) > tensors.wired.staleness:
-            in_flight.popleft()
         for units in branches:
             output = outputs[units.branch.output.weight.name]
             hooks.append(output.register_forward_pre_hook(units.record_activations))
             hooks.append(step.norm.register_forward_hook(units.record_read))
-            units.reads = [earlier for held in in_flight for earlier in held]
+            missing = (made[-back] for back in reversed(tensors.wired.missing) if back <= len(made))
+            units.reads = [earlier for held in missing for earlier in held]
             for earlier in units.reads:
                 earlier.read_by.append(units)
-        in_flight.append(branches)
+        made.append(branches)
         found += branches
     if not any(units.reads for units in found):
         raise UserError(_NOTHING_IN_FLIGHT)

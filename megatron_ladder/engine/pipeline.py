@@ -35,13 +35,15 @@ class _Stage(nn.Module):
         self.coming: deque[ModelInputs] = deque()
         """The micro-batches that are still to be processed, in order."""
         self.loss_scale = torch.ones(())
+        self.micro_batches = 1
+        """Their number in a step, by which DeepSpeed divides the loss."""
         self.predictions: list[Tensor] | None = None
         """Receives the predictions of each micro-batch, whose loss is then not computed."""
 
     def forward(self, entering: Tensor) -> Tensor:
         """Map the previous stage's state [1 + pending, s, b, h], or ids [b, s], to this one's, or to the loss."""
         _, labels, loss_mask, positions, document_bounds = to_device(self.coming.popleft(), entering.device)
-        leaving = self.model.stage(entering, positions, document_bounds)
+        leaving = self.model.stage(entering, positions, document_bounds, self.loss_scale / self.micro_batches)
         if not self.model.is_last:
             return leaving
         if self.predictions is None:
@@ -111,7 +113,7 @@ class PipelinedEngine(Engine):
     def forward_backward(self, micro_batches: Sequence[ModelInputs], scale: Tensor) -> Tensor:
         count = self.wrapped.micro_batches
         assert len(micro_batches) == count
-        # DeepSpeed divides the loss by the number of micro-batches.
+        self._stage.micro_batches = count
         self._stage.loss_scale = scale * self._gradient_divisor * count
         self._stage.model.stack.partial_sums.expect(count)
         with self._reducing(count):

@@ -1,52 +1,41 @@
-"""The rule of `stack.py`, mirrored: backward with the reduces of input gradients in flight.
+"""The walk of `sub_block.py`, mirrored: backward with the reduces of input gradients in flight.
 
-With y_j the output of sub-block j, a forward pass is a list of two kinds of events: sub-block i reads the stream, and
-y_j is added to it. Backward visits them in reverse, carrying g, the gradient of the stream:
+Ladder (`~~~` is the wire; d_i is this rank's gradient at the input of h_i):
 
-    y_j was added     the gradient of y_j is g
-    h_i read          g = g + all_reduce(d_i), with d_i this rank's gradient at the input of h_i
+    compute   [ backward of h_3 ][ backward of h_2 ][ backward of h_1 ][ ...
+    wire                    ~~~~ d_3 ~~~~      ~~~~ d_2 ~~~~
+                                                    ^ wait, norm backward, add to g: g includes the reads from h_3 on
 
-So the body of sub-block i can go backward once g includes every read that came after the addition of y_i. Let
-`known_at[i]` be the first of these reads (`first_reads`). Earlier reads may still be in flight:
+With f_j the first read that sees output j and G the gradient of the stream after the last sub-block,
 
-    g = gradient of the output; pending = []
-    for i in n-1 .. 0:
-        while pending and pending.first >= known_at[i]:  g = g + norm_backward(pending.pop_first().wait())
-        pending.append(start_all_reduce(body_backward(h_i, g)))
-    while pending:                                       g = g + norm_backward(pending.pop_first().wait())
+    gradient of y_j = g at f_j = G + sum over reads i >= f_j of all_reduce(d_i)
 
-For ladder, known_at[i] = i + 2: the reduce of h_{i+1} runs under the backward of h_i. For standard it is i + 1, and the
-reduce runs only under the gradient of its own column-parallel weight. Norms go backward after the wait, so the
-gradients of their weights are complete.
-
-With sequence parallelism, forward gathers the normed stream before a body runs. Backward does the same with the
-gradient of an output, and gathers the input of the column-parallel product again, which is not kept. The read of a
-gradient (wait, norm, add, gather) runs alongside the backward of the preceding body (`comm/side_queue.py`). Norms read
-only this rank's positions, so the gradients of their weights are partial.
+so g grows by one read after another, whatever the order in which outputs arrive, and an output that is seen later than
+a younger one takes g as it was when the walk passed f_j. Usually a norm goes backward after the sum of its gradient,
+and its weight's gradient is complete. With own partials it goes backward before, since each lane has normed another
+stream, and part k of y_j also gets the unreduced gradients of the reads that added it: those before f_j.
 
 Autograd would run these steps in another order (newest node first: launch, wait, launch, wait). Therefore one autograd
-Function covers the whole range. It keeps local graphs for each sub-block and walks them itself.
+Function covers the whole range. It keeps local graphs for each sub-block and walks them itself. With sequence
+parallelism, it gathers the gradient of an output, and again the input of the column-parallel product, which is not
+kept; norms have read only this rank's positions, so the gradients of their weights are partial sums.
 
-Ranges. Reads and outputs that a range leaves to the next one belong to the same list. The outputs that leave a range
-unreduced are q slots of its state. With h_n, h_n+1 .. the sub-blocks of the next range, the gradient of the last slot
-is that of the stream when g includes all reads that include it. Earlier reads are missing from it and cross the cut as
-forward's outputs do: unreduced, to be reduced by the range before under its own first sub-blocks. So the gradient of a
-state [1 + q, s, b, h] is, from the last slot to the first:
+At a cut, the gradient of the state has as many slots as the state: the stream's, then for each missing output one for
+each of its parts. If the outputs arrive in order, the reads behind the cut that miss some of them cross unreduced, and
+the range before reduces them under its own first sub-blocks:
 
-    slot q                the gradient of the last output, complete
-    slots q-1 .. 1        this rank's part of what the reads that include output k and not k+1 add to it
-    slot 0                the same for reads that include none of the q outputs
+    first slot            g at the last output's first read
+    slot of output k      sum of the unreduced gradients of the reads from the first read of output k - 1 on (for the
+                          first output, from the cut on) that miss output k
 
-With q = 0 the one slot is the complete gradient of the stream. Gradients cross after the backward of their norm, which
-is linear in the gradient; its weight receives an unreduced gradient, so the weight's gradient is partial. The norm of a
-sharded stream covers a rank's own positions and cannot pass an unreduced gradient of all positions. There the slots
-cross reduced, in the first of the parts that the state has for them.
+Otherwise, and for a sharded stream, whose norms cannot pass on an unreduced gradient of all positions, they cross
+complete: g at the cut, and the gradient of each part as far as it arises behind the cut.
 """
 
+import functools
+import itertools
 from collections import deque
-from collections.abc import Sequence
-from functools import partial
-from itertools import pairwise
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,20 +43,20 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megatron_ladder.blueprint.wiring import ReadPlan
 from megatron_ladder.comm.inflight import InFlight, Launch, leave_unreduced
 from megatron_ladder.comm.side_queue import SideQueue
-from megatron_ladder.comm.stream import StreamLayout
-from megatron_ladder.model.sub_block import SequenceContext, SubBlock, walk
+from megatron_ladder.model.sub_block import Output, SequenceContext, SubBlock, add_losses, output_parts, walk
 from megatron_ladder.parallel.input_gradient import InputGradient
 from megatron_ladder.parallel.linear import reached_by_backward
 from megatron_ladder.parallel.partial_gradients import PartialGradients, PartialSums
 
 
 class LocalReading(NamedTuple):
-    """The first local graph of a sub-block, from the stream through the norm, and its result."""
+    """The first local graph of a lane of a sub-block, from the stream through the norm, and its result."""
 
     stream: Tensor
-    """What the sub-block read; a leaf that collects its gradient."""
+    """What the lane read; a leaf that collects its gradient."""
     normed_edge: GradientEdge | None
     """None if only the stream is kept for backward."""
     normed: Tensor
@@ -77,224 +66,332 @@ class LocalReading(NamedTuple):
 
 
 class _Graph(NamedTuple):
-    """The two local graphs of one sub-block: from the stream through the norm, and from there to the partial sum."""
+    """The two local graphs of a lane: from the stream through the norm, and from there to partial sum and losses."""
 
     stream: Tensor
     normed_edge: GradientEdge
     normed: Tensor
     partial: GradientEdge
+    losses: dict[str, GradientEdge]
     input_gradient: InputGradient
 
 
-def _first_reads(stalenesses: Sequence[int], pending_in: int) -> list[int]:
-    """Return the first sub-block whose read includes each output, in the order in which outputs are added.
-
-    The outputs are the `pending_in` ones that enter the range, followed by those of its sub-blocks. The result is the
-    number of sub-blocks for an output that no read of the range includes.
-    """
-    count = len(stalenesses)
-    added_before = [pending_in + index - staleness for index, staleness in enumerate(stalenesses)]
-    return [
-        next((index for index, added in enumerate(added_before) if added > output), count)
-        for output in range(pending_in + count)
-    ]
-
-
 class ForwardRecord:
-    """A `ForwardPass` over a range of sub-blocks that records what the mirrored backward needs."""
+    """A `ForwardPass` over a range of sub-blocks that records what the mirrored backward needs.
+
+    Attributes:
+        losses: those of the bodies, summed by name.
+    """
 
     def __init__(
         self,
         steps: Sequence[SubBlock],
         context: SequenceContext,
-        layout: StreamLayout,
-        pending: tuple[int, int],
+        plan: ReadPlan,
+        first: int,
+        launch: Launch,
         sums: PartialSums,
-        side_queue: SideQueue | None,
+        queue: SideQueue | None,
     ) -> None:
-        """Prepare a pass with so many outputs pending before and after it; reads run ahead in `side_queue`."""
+        """Prepare a pass over sub-blocks from `first` on; `launch` starts sums, and `queue` runs reads ahead."""
         self.steps = steps
         self.context = context
-        self.layout = layout
-        self.sharded = layout.shards > 1
-        self.side_queue = side_queue
+        self.plan = plan
+        self.first, self.last = first, first + len(steps)
+        self.launch = launch
+        self.layout = steps[0].layout
+        self.sharded = self.layout.shards > 1
+        self.queue = queue
         self.partial_gradients = PartialGradients(sums)
-        self.pending_in, self.pending_out = pending
-        count = len(steps)
-        reduced_here = self.pending_in + count - self.pending_out
-        reads = _first_reads([step.staleness for step in steps], self.pending_in)
-        self.known_at = [
-            read if output < reduced_here else count + 1 + output - reduced_here for output, read in enumerate(reads)
-        ]
-        """For each output, the first read that its gradient needs; `count + k` are the reads that begin with slot k of
-        the state that leaves."""
-        self.first_whole = self.known_at[self.pending_in - 1] if self.pending_in else 0
-        """Gradients of reads before this one cross to the range before."""
-        self._kept: list[_Graph | LocalReading | Tensor] = []
-        """For each sub-block its graphs, or only the stream that it read if it is recomputed."""
+        self.losses: dict[str, Tensor] = {}
+        entering = plan.missing(first)
+        self.reduces_less = bool(entering) and self.crosses_unreduced(first)
+        """Whether some reads cross to the range before."""
+        self.first_reduced = plan.first_reads[entering[-1]] if self.reduces_less else first
+        """The first read whose gradient is reduced here."""
+        self._kept: list[list[_Graph | LocalReading | Tensor]] = []
+        """For each sub-block and lane its graphs, or only the stream that it read if it is recomputed."""
 
-    def read(self, index: int, stream: Tensor, output: Tensor | None) -> tuple[Tensor, LocalReading]:
+    def crosses_unreduced(self, cut: int) -> bool:
+        """Whether the reads behind a cut that miss outputs from before it are reduced by the range before."""
+        return not self.sharded and self.plan.is_ordered(cut)
+
+    def read(
+        self, step: int, stream: Tensor, output: Tensor | None, missing: Collection[Output]
+    ) -> tuple[Tensor, list[LocalReading]]:
         """See `ForwardPass.read`."""
         stream = stream if output is None else stream + output
-        return stream, self._read(index, stream.detach().requires_grad_(), with_graph=not self.steps[index].recompute)
+        leaves = (read.detach().requires_grad_() for read in self.steps[step].reads(stream, missing))
+        return stream, [self._read(step, leaf, with_graph=not self.steps[step].recompute) for leaf in leaves]
 
-    def start(self, index: int, reading: LocalReading, launch: Launch) -> InFlight:
+    def start(self, step: int, reading: list[LocalReading], launch: Launch) -> Output:
         """See `ForwardPass.start`."""
-        step = self.steps[index]
-        if step.recompute:
-            self._kept.append(reading.stream)
-            return step.body(reading.whole.wait(), self.context, launch=launch)
-        graph, output = self._build(index, reading, keeps_input=not self.sharded)
-        self._kept.append(graph)
-        return launch(output)
+        sub_block, parts = self.steps[step], []
+        kept: list[_Graph | LocalReading | Tensor] = []
+        for lane, read in enumerate(reading):
+            if sub_block.recompute:
+                in_flight, losses = sub_block.lanes[lane](read.whole.wait(), self.context, launch=leave_unreduced)
+                kept.append(read.stream)
+                parts.append(in_flight.partial)
+                add_losses(self.losses, losses)
+            else:
+                graph, part = self._build(step, lane, read, keeps_input=not self.sharded, losses=self.losses)
+                kept.append(graph)
+                parts.append(part)
+        self._kept.append(kept)
+        return sub_block.start_sum(parts, launch)
 
-    def gather_again(self, index: int) -> None:
+    def gather_again(self, step: int) -> None:
         """Start to gather the tensor that the backward of a sub-block needs whole and forward did not keep."""
-        kept = self._kept[index]
-        with self.steps[index].named("gather"):
+        (kept,) = self._kept[step]
+        with self.steps[step].named("gather"):
             if isinstance(kept, _Graph):
                 kept.input_gradient.input_again = self.layout.start_read(kept.normed)
             elif isinstance(kept, Tensor):
                 # CUDA runs the backward of an operation on the stream of its forward, which is then that of the queue.
                 # The wait for the gather makes the computation run after the chain, without a join. The reading keeps
                 # what the chain uses until then.
-                read = partial(self._read, index, kept, with_graph=True)
-                self._kept[index] = read() if self.side_queue is None else self.side_queue.run(read, uses=None)
+                read = functools.partial(self._read, step, kept, with_graph=True)
+                self._kept[step] = [read() if self.queue is None else self.queue.run(read, uses=None)]
 
-    def pop_graph(self) -> _Graph:
+    def pop_graphs(self) -> list[_Graph]:
         """Remove and return the graphs of the last sub-block that has not gone backward."""
         kept = self._kept.pop()
-        if isinstance(kept, _Graph):
-            return kept
-        index = len(self._kept)
-        with self.steps[index].named("recompute"):
-            if isinstance(kept, Tensor):
-                kept = self._read(index, kept, with_graph=True)
-            return self._build(index, kept, keeps_input=True)[0]
+        graphs = [one for one in kept if isinstance(one, _Graph)]
+        if graphs:
+            return graphs
+        step = len(self._kept)
+        with self.steps[step].named("recompute"):
+            readings = [self._read(step, one, with_graph=True) if isinstance(one, Tensor) else one for one in kept]
+            return [
+                self._build(step, lane, reading, keeps_input=True)[0]
+                for lane, reading in enumerate(readings)
+                if isinstance(reading, LocalReading)
+            ]
 
-    def _crosses_unreduced(self, index: int) -> bool:
-        """Whether the range before reduces the gradient of what a sub-block read."""
-        return index < self.first_whole and not self.sharded
-
-    def _read(self, index: int, leaf: Tensor, with_graph: bool) -> LocalReading:
-        norm = self.steps[index].norm
+    def _read(self, step: int, leaf: Tensor, with_graph: bool) -> LocalReading:
+        norm = self.steps[step].norm
         with torch.set_grad_enabled(with_graph):
-            is_partial = with_graph and self._crosses_unreduced(index)
+            is_partial = with_graph and self.first + step < self.first_reduced
             weight = self.partial_gradients.defer(norm.weight) if is_partial else None
             normed = norm(leaf, weight, self.partial_gradients)
         detached = normed.detach()
         edge = get_gradient_edge(normed) if with_graph else None
         return LocalReading(leaf, edge, detached, self.layout.start_read(detached))
 
-    def _build(self, index: int, reading: LocalReading, keeps_input: bool) -> tuple[_Graph, Tensor]:
-        """Run a body with a graph. The graph keeps an edge to the partial sum and not the tensor, whose storage the
-        reduce overwrites."""
-        sum_gradient = leave_unreduced if self._crosses_unreduced(index) else self.layout.start_write
-        input_gradient = InputGradient(sum_gradient, self.partial_gradients, keeps_input)
+    def _build(
+        self,
+        step: int,
+        lane: int,
+        reading: LocalReading,
+        keeps_input: bool,
+        losses: dict[str, Tensor] | None = None,
+    ) -> tuple[_Graph, Tensor]:
+        """Run a body with a graph, and add its losses to `losses`. The graph keeps an edge to the partial sum and not
+        the tensor, whose storage the reduce overwrites."""
+        input_gradient = InputGradient(self.launch, self.partial_gradients, keeps_input)
         with torch.enable_grad():
             normed = reached_by_backward(reading.whole.wait())
-            output = self.steps[index].body(normed, self.context, input_gradient, leave_unreduced).partial
+            body = self.steps[step].lanes[lane]
+            in_flight, found = body(normed, self.context, input_gradient, leave_unreduced)
+        add_losses(losses, {name: loss.detach() for name, loss in found.items()})
+        edges = {name: get_gradient_edge(loss) for name, loss in found.items()}
+        partial = in_flight.partial
         assert reading.normed_edge is not None
-        graph = _Graph(reading.stream, reading.normed_edge, reading.normed, get_gradient_edge(output), input_gradient)
-        return graph, output.detach()
+        graph = _Graph(
+            reading.stream, reading.normed_edge, reading.normed, get_gradient_edge(partial), edges, input_gradient
+        )
+        return graph, partial.detach()
+
+
+class _Read(NamedTuple):
+    """The gradient of a read, or of several that crossed a cut together, on its way into g."""
+
+    number: int
+    """The first of the reads."""
+    gradient: _Graph | InFlight
+    """The sum over the ranks: that of what the norm returned, or of what it read."""
 
 
 class _BackwardWalk:
-    def __init__(self, record: ForwardRecord, state_gradient: Tensor) -> None:
+    def __init__(self, record: ForwardRecord, state_gradient: Tensor, losses: Mapping[str, Tensor]) -> None:
         self._record = record
-        self._in_flight: deque[tuple[int, _Graph | InFlight]] = deque()
-        self._crossing: dict[int, _Graph | InFlight] = {}
-        """Reads whose gradients cross to the range before."""
+        self._losses = losses
+        self._first_reads = record.plan.first_reads
+        self._gradient = state_gradient[0]
+        """g."""
+        self._pending: deque[_Read] = deque()
+        """Reads that g does not include yet, newest first."""
+        self._own: deque[tuple[int, Sequence[Tensor]]] = deque()
+        """With own partials, number and unreduced gradients of the reads that some output's parts still need."""
+        self._passed: dict[int, Tensor] = {}
+        """g as it was at some reads."""
         self._ahead: InFlight | None = None
         """The gradient of the output of the sub-block that goes backward next."""
-        *later_reads, self._gradient = [state_gradient[0], *state_gradient[1 :: record.layout.shards]]
-        for index, part in reversed(list(enumerate(later_reads, start=len(record.steps)))):
-            if index < record.first_whole:
-                self._crossing[index] = InFlight(part, None)
-            else:
-                in_flight = InFlight(part, None) if record.sharded else record.layout.start_write(part.clone())
-                self._in_flight.append((index, in_flight))
+        self._entering, leaving = record.plan.missing(record.first), record.plan.missing(record.last)
+        bounds = [record.first, *(self._first_reads[output] for output in self._entering)]
+        self._crossing = list(itertools.starmap(range, itertools.pairwise(bounds))) if record.reduces_less else []
+        """The reads whose unreduced gradients cross to the range before, by slot of the state."""
+        self._sums: list[Sequence[Tensor] | None] = [None for _ in self._crossing]
+        """The sums of these gradients."""
+        slots = [
+            parts[: len(record.steps[0].lanes)].unbind(0) for parts in output_parts(state_gradient, record.steps[0])
+        ]
+        self._behind: dict[int, Sequence[Tensor]] = {}
+        """The complete gradients that outputs get from behind the cut."""
+        if record.crosses_unreduced(record.last):
+            bounds = [record.last, *(self._first_reads[output] for output in leaving)]
+            for (first, after), parts in reversed(list(zip(itertools.pairwise(bounds), slots, strict=True))):
+                if first < after:
+                    self._keep_crossed(first, parts)
+        else:
+            self._behind = dict(zip(leaving, slots, strict=True))
+        # The outputs whose gradients are needed, in this order.
+        needed = [*reversed(range(record.first, record.last)), *([] if self._crossing else reversed(self._entering))]
+        reads = [self._first_reads[output] for output in needed if output not in self._behind]
+        earliest = itertools.accumulate(reads, min)
+        self._later = {read for read, least in zip(reads, earliest, strict=True) if read > least}
+        """The reads at which g is needed after it has gone on."""
+        latest = [*itertools.accumulate((self._first_reads[output] for output in reversed(needed)), max)][::-1]
+        self._latest = dict(zip(needed, latest, strict=True))
+        """For each output, the latest first read of it and those needed after it."""
 
     def run(self) -> Tensor:
         record = self._record
         if record.sharded:
             record.gather_again(len(record.steps) - 1)
-        for index in reversed(range(len(record.steps))):
-            graph = record.pop_graph()
-            output_gradient = (self._join() or self._start_output_gradient(index)).wait()
-            if record.sharded and index > 0:
-                record.gather_again(index - 1)
-            if record.side_queue is not None and index > 0:
-                self._read_ahead(index - 1, record.side_queue)
-            with record.steps[index].named("backward"):
-                torch.autograd.backward([graph.partial], [output_gradient])
-            if index < record.first_whole:
-                self._crossing[index] = graph
+        for number in reversed(range(record.first, record.last)):
+            graphs, step = record.pop_graphs(), number - record.first
+            if record.sharded:
+                gradients: Sequence[Tensor] = [(self._join() or self._start_gather(number)).wait()]
             else:
-                self._in_flight.append((index, graph))
-        self._absorb(record.first_whole)
+                gradients = self._output_gradients(number)
+            if record.sharded and step > 0:
+                record.gather_again(step - 1)
+            if record.queue is not None and step > 0 and self._first_reads[number - 1] > number:
+                # The gradient of the next output does not depend on the sub-block that is about to run.
+                uses = (self._gradient, *self._pending)
+                self._ahead = record.queue.run(functools.partial(self._start_gather, number - 1), uses)
+            with record.steps[step].named("backward"):
+                self._differentiate(number, graphs, gradients)
         entered = self._entered_state_gradient()
         record.partial_gradients.end_pass()
         return entered
 
-    def _start_output_gradient(self, index: int) -> InFlight:
-        record = self._record
-        self._absorb(record.known_at[record.pending_in + index])
-        if not record.sharded:
-            return InFlight(self._gradient, None)
-        with record.steps[index].named("gather"):
-            return record.layout.start_read(self._gradient)
+    def _keep_crossed(self, first: int, parts: Sequence[Tensor]) -> None:
+        """Reduce the gradients of reads behind this range, or pass them on to the range before."""
+        step = self._record.steps[0]
+        if first < self._record.first_reduced:
+            self._cross(first, parts)
+            return
+        whole = step.start_sum(parts if step.reads_own else [parts[0].clone()], self._record.launch).whole
+        self._keep(_Read(first, whole), parts)
 
-    def _read_ahead(self, index: int, side_queue: SideQueue) -> None:
-        """Start on a sub-block's output gradient unless it depends on the sub-block that is running."""
-        if self._record.known_at[self._record.pending_in + index] > index + 1:
-            uses = (self._gradient, *self._in_flight)
-            self._ahead = side_queue.run(lambda: self._start_output_gradient(index), uses)
+    def _keep(self, read: _Read, own: Sequence[Tensor]) -> None:
+        self._pending.append(read)
+        if self._record.steps[0].reads_own:
+            self._own.append((read.number, own))
+
+    def _cross(self, read: int, parts: Sequence[Tensor]) -> None:
+        slot = next(slot for slot, reads in enumerate(self._crossing) if read in reads)
+        earlier = self._sums[slot]
+        self._sums[slot] = parts if earlier is None else list(map(torch.add, earlier, parts))
+
+    def _start_gather(self, number: int) -> InFlight:
+        with self._record.steps[number - self._record.first].named("gather"):
+            return self._record.layout.start_read(self._output_gradients(number)[0])
 
     def _join(self) -> InFlight | None:
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and self._record.side_queue is not None:
-            self._record.side_queue.join()
+        if ahead is not None and self._record.queue is not None:
+            self._record.queue.join()
         return ahead
 
-    def _absorb(self, first: int) -> None:
-        while self._in_flight and self._in_flight[0][0] >= first:
-            self._gradient = self._gradient + self._read_gradient(*self._in_flight.popleft())
+    def _output_gradients(self, output: int) -> Sequence[Tensor]:
+        """Return the gradient of each lane's part of an output."""
+        gradients, step = self._behind.get(output), self._record.steps[0]
+        if gradients is None:
+            self._absorb(self._first_reads[output])
+            gradients = [self._passed.get(self._first_reads[output], self._gradient)] * len(step.lanes)
+        if step.reads_own:
+            while self._own and self._own[0][0] >= self._latest[output]:
+                self._own.popleft()
+            missed = [own for number, own in self._own if number < self._first_reads[output]]
+            for own in (*missed, *(parts for parts in self._sums if parts is not None)):
+                gradients = list(map(torch.add, gradients, own))
+        return gradients
 
-    def _read_gradient(self, index: int, waiting: _Graph | InFlight) -> Tensor:
-        if isinstance(waiting, InFlight):
-            return waiting.wait()
-        gradient = waiting.input_gradient.wait()
-        with self._record.steps[index].named("norm backward"):
-            torch.autograd.backward([waiting.normed_edge], [gradient])
-        assert waiting.stream.grad is not None
-        return waiting.stream.grad
+    def _absorb(self, first: int) -> None:
+        """Add all reads from `first` on to g."""
+        while self._pending and self._pending[0].number >= first:
+            read = self._pending.popleft()
+            for later in [later for later in self._later if later > read.number]:
+                self._later.remove(later)
+                self._passed[later] = self._gradient
+            self._gradient = self._gradient + self._read_gradient(read)
+
+    def _read_gradient(self, read: _Read) -> Tensor:
+        if isinstance(read.gradient, InFlight):
+            return read.gradient.wait()
+        gradient = read.gradient.input_gradient.wait()
+        with self._record.steps[read.number - self._record.first].named("norm backward"):
+            torch.autograd.backward([read.gradient.normed_edge], [gradient])
+        assert read.gradient.stream.grad is not None
+        return read.gradient.stream.grad
+
+    def _differentiate(self, number: int, graphs: Sequence[_Graph], gradients: Sequence[Tensor]) -> None:
+        """Run the backward of a sub-block, for the gradients of its output's parts."""
+        step, crosses = self._record.steps[number - self._record.first], number < self._record.first_reduced
+        own: list[Tensor] = []
+        for graph, gradient in zip(graphs, gradients, strict=True):
+            if crosses or step.reads_own:
+                starts_sum = graph is graphs[-1] and not crosses
+                graph.input_gradient.launch = functools.partial(self._end_read, step, graph, own, starts_sum)
+            # Every rank has computed the losses.
+            of_losses = [self._losses[name] / step.group.size for name in graph.losses]
+            torch.autograd.backward([graph.partial, *graph.losses.values()], [gradient, *of_losses])
+        if crosses:
+            self._cross(number, own)
+            return
+        summed = graphs[-1].input_gradient.in_flight if step.reads_own else graphs[-1]
+        assert summed is not None
+        self._keep(_Read(number, summed), own)
+
+    def _end_read(
+        self, step: SubBlock, graph: _Graph, own: list[Tensor], starts_sum: bool, normed_gradient: Tensor
+    ) -> InFlight:
+        """Run the backward of a norm before the sum over the ranks, which that of the last lane starts."""
+        torch.autograd.backward([graph.normed_edge], [normed_gradient])
+        assert graph.stream.grad is not None
+        own.append(graph.stream.grad)
+        return step.start_sum(own, self._record.launch).whole if starts_sum else leave_unreduced(own[-1])
 
     def _entered_state_gradient(self) -> Tensor:
-        """Return the slots of the gradient that crosses to the range before."""
-        record, gradient, shards = self._record, self._gradient, self._record.layout.shards
-        slots = []
-        for low, high in pairwise([0, *record.known_at[: record.pending_in]]):
-            parts = [self._read_gradient(index, self._crossing[index]) for index in reversed(range(low, high))]
-            slots.append(sum(parts[1:], parts[0]) if parts else torch.zeros_like(gradient))
-        first, *others = [*slots, gradient]
-        state = gradient.new_zeros(1 + record.pending_in * shards, *gradient.shape)
-        state[0] = first
-        for place, slot in enumerate(others):
-            state[1 + place * shards] = slot
+        """Return the gradient of the state that entered, which goes to the range before."""
+        slots: list[Sequence[Tensor] | None] = self._sums
+        if not self._crossing:
+            slots = [*reversed([self._output_gradients(output) for output in reversed(self._entering)])]
+        self._absorb(self._record.first_reduced)
+        gradient, step = self._gradient, self._record.steps[0]
+        state = gradient.new_zeros(1 + len(slots) * len(step.lanes) * step.layout.shards, *gradient.shape)
+        state[0] = gradient
+        for parts, slot in zip(output_parts(state, step), slots, strict=True):
+            for place, part in enumerate(slot or ()):
+                parts[place] = part
         return state
 
 
 class _MirroredRange(Function):
     @staticmethod
-    def forward(ctx: Any, state: Tensor, record: ForwardRecord) -> Tensor:
+    def forward(ctx: Any, state: Tensor, record: ForwardRecord) -> tuple[Tensor, ...]:
         ctx.record = record
-        layout = record.layout
-        return walk(state, record, record.pending_out, layout, layout.start_write, record.side_queue)
+        leaving = walk(state, record, record.plan, record.first, record.launch, record.queue)
+        return leaving, *record.losses.values()
 
     @staticmethod
-    def backward(ctx: Any, state_gradient: Tensor) -> tuple[Tensor, None]:
-        return _BackwardWalk(ctx.record, state_gradient).run(), None
+    def backward(ctx: Any, state_gradient: Tensor, *losses: Tensor) -> tuple[Tensor, None]:
+        named = dict(zip(ctx.record.losses, losses, strict=True))
+        return _BackwardWalk(ctx.record, state_gradient, named).run(), None
 
 
 def walk_mirrored(state: Tensor, record: ForwardRecord) -> Tensor:
@@ -302,5 +399,7 @@ def walk_mirrored(state: Tensor, record: ForwardRecord) -> Tensor:
 
     Parameters get their gradients from inside that backward, as under reentrant checkpointing.
     """
-    result: Tensor = _MirroredRange.apply(state, record)
+    leaving, *losses = _MirroredRange.apply(state, record)
+    add_losses(record.context.losses, dict(zip(record.losses, losses, strict=True)))
+    result: Tensor = leaving
     return result

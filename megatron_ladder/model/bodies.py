@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ladder.blueprint.tensors import Branch, SubBlockTensors
-from megatron_ladder.comm.inflight import InFlight, Launch, leave_unreduced, start_all_reduce
+from megatron_ladder.comm.inflight import Launch, leave_unreduced, start_all_reduce
 from megatron_ladder.model.documents import document_attention
 from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.operations import BuildContext
-from megatron_ladder.model.sub_block import SequenceContext
+from megatron_ladder.model.sub_block import BodyOutput, SequenceContext
 from megatron_ladder.parallel.input_gradient import InputGradient
 from megatron_ladder.parallel.linear import ColumnParallelLinear, RowParallelLinear
 
@@ -76,7 +76,13 @@ class _AttentionHeads(nn.Module):
         return attended.permute(2, 0, 1, 3).flatten(2)
 
 
-class Attention(nn.Module):
+class Body(nn.Module):
+    """A `SubBlockBody` without losses."""
+
+    loss_names: tuple[str, ...] = ()
+
+
+class Attention(Body):
     """Causal grouped-query attention over this rank's heads: fused q, k, v projection, heads, output projection."""
 
     def __init__(self, build: BuildContext, layer: int, tensors: SubBlockTensors) -> None:
@@ -92,12 +98,13 @@ class Attention(nn.Module):
         context: SequenceContext,
         input_gradient: InputGradient | None = None,
         launch: Launch | None = None,
-    ) -> InFlight:
+    ) -> BodyOutput:
         """See `SubBlockBody`."""
-        return self.o_proj(self.heads(self.qkv_proj(normed, input_gradient), context, input_gradient), launch)
+        attended = self.heads(self.qkv_proj(normed, input_gradient), context, input_gradient)
+        return BodyOutput(self.o_proj(attended, launch))
 
 
-class MLP(nn.Module):
+class MLP(Body):
     """SwiGLU, `down(silu(gate(x)) * up(x))`: fused gate and up projection, SwiGLU, down projection."""
 
     def __init__(self, build: BuildContext, layer: int, tensors: SubBlockTensors) -> None:
@@ -113,12 +120,13 @@ class MLP(nn.Module):
         context: SequenceContext,
         input_gradient: InputGradient | None = None,
         launch: Launch | None = None,
-    ) -> InFlight:
+    ) -> BodyOutput:
         """See `SubBlockBody`."""
-        return self.down_proj(self.operations.swiglu(self.gate_up_proj(normed, input_gradient)), launch)
+        inner = self.operations.swiglu(self.gate_up_proj(normed, input_gradient))
+        return BodyOutput(self.down_proj(inner, launch))
 
 
-class AttentionMLP(nn.Module):
+class AttentionMLP(Body):
     """Attention and MLP of one norm in parallel (PaLM): one input projection, and one sum of both outputs."""
 
     def __init__(self, build: BuildContext, layer: int, tensors: SubBlockTensors) -> None:
@@ -136,7 +144,7 @@ class AttentionMLP(nn.Module):
         context: SequenceContext,
         input_gradient: InputGradient | None = None,
         launch: Launch | None = None,
-    ) -> InFlight:
+    ) -> BodyOutput:
         """See `SubBlockBody`."""
         widths = self.in_proj.widths
         projected = self.in_proj(normed, input_gradient)
@@ -144,4 +152,4 @@ class AttentionMLP(nn.Module):
         of_attention = self.o_proj(self.heads(heads, context, input_gradient), leave_unreduced)
         of_mlp = self.down_proj(self.operations.swiglu(gate_up), leave_unreduced)
         partial = of_attention.partial + of_mlp.partial
-        return start_all_reduce(partial, self.o_proj.group) if launch is None else launch(partial)
+        return BodyOutput(start_all_reduce(partial, self.o_proj.group) if launch is None else launch(partial))

@@ -45,7 +45,8 @@ def walk_desync(
         if before:
             stream, norm_weight = enter_tensor_parallel_region(step.group, stream, step.norm.weight)
         with step.named("forward"):
-            partial = step.partial_sum(stream, context, norm_weight)
+            partial, losses = step.partial_sum(stream, context, norm_weight)
+        assert not losses, "ranks with separate streams have different losses"
         if not after:
             stream = stream + partial
             continue

@@ -4,11 +4,13 @@ Layouts: token ids and labels [b, s]; hidden_states [s, b, h]; state [1 + pendin
 logits_shard_v [s, b, padded V / t].
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import TensorSpec, embedding_tensor, final_norm_tensor, head_tensor
@@ -69,10 +71,7 @@ class LanguageModel(nn.Module):
         self.config = config
         self.group = mesh.tensor
         self.distillation = distillation
-        self.extra_losses = ("z loss",) * bool(z_loss_coeff) + ("distillation loss",) * (distillation is not None)
-        """Names of the losses that `loss` has the gradient of, but does not contain."""
         self._z_loss_coeff = z_loss_coeff
-        self._extra_loss_sums = torch.zeros(len(self.extra_losses), dtype=torch.float64)
         self.compute_dtype = dtype
         self.is_first, self.is_last = layers.start == 0, layers.stop == config.num_layers
         self.copies_embedding = config.tie_embeddings and self.is_last and not self.is_first
@@ -82,6 +81,10 @@ class LanguageModel(nn.Module):
             sections = self.embedding.sections
             sections["weight"] = tuple(replace(section, counted=False) for section in sections["weight"])
         self.stack = TransformerStack(build, layers, options)
+        self._head_losses = ("z loss",) * bool(z_loss_coeff) + ("distillation loss",) * (distillation is not None)
+        self.extra_losses = (*self._head_losses, *self.stack.loss_names)
+        """Names of the losses that the model has the gradient of, but its loss does not contain."""
+        self._extra_loss_sums = torch.zeros(len(self.extra_losses), dtype=torch.float64)
         if self.is_last:
             self.final_norm = RMSNorm(build, final_norm_tensor(config))
         self.lm_head: VocabParallelHead | None = None
@@ -134,12 +137,19 @@ class LanguageModel(nn.Module):
         if self.distillation is not None and torch.is_grad_enabled():
             # First, while the student keeps nothing for backward yet.
             soft = self.distillation.soft_targets(tokens, positions, document_bounds)
-        hidden_states = self.hidden_states(tokens, self.training_context(tokens, positions, document_bounds))
+        context = self.training_context(tokens, positions, document_bounds)
+        hidden_states = self.hidden_states(tokens, context)
         if predicts:
             return self.predictions(hidden_states, labels)
-        return self.loss(hidden_states, labels, loss_mask, soft)
+        return self._with_losses_of_bodies(self.loss(hidden_states, labels, loss_mask, soft), context)
 
-    def stage(self, entering: Tensor, positions: Tensor | None = None, document_bounds: Tensor | None = None) -> Tensor:
+    def stage(
+        self,
+        entering: Tensor,
+        positions: Tensor | None = None,
+        document_bounds: Tensor | None = None,
+        loss_scale: Tensor | float = 1.0,
+    ) -> Tensor:
         """Run a pipeline stage: token ids [b, s] on the first stage, a state on the others -> a state.
 
         Args:
@@ -147,11 +157,12 @@ class LanguageModel(nn.Module):
             document_bounds: [documents + 1] int32 on the CPU: the start of each document among the b * s tokens, row
                 after row, and b * s. Every row begins a document, and tokens attend only within their document. None:
                 every token attends to all earlier ones of its row.
+            loss_scale: the gradient of the loss, which this stage's own extra losses get as well.
         """
         state = self.embedding(entering).unsqueeze(0) if self.is_first else entering
         length = state.shape[1] * self.stack.layout.shards
-        leaving: Tensor = self.stack(state, self._context(length, state.device, positions, document_bounds))
-        return leaving
+        context = self._context(length, state.device, positions, document_bounds)
+        return self._with_losses_of_bodies(self.stack(state, context), context, loss_scale)
 
     def loss(
         self, hidden_states: Tensor, labels: Tensor, loss_mask: Tensor | None = None, soft: SoftTargets | None = None
@@ -165,9 +176,24 @@ class LanguageModel(nn.Module):
         if not torch.is_grad_enabled():
             return self._loss(hidden_states, Targets(labels.t(), weights))[0]
         losses = self._loss(hidden_states, Targets(labels.t(), weights, self._z_loss_coeff, soft=soft))
-        if self.extra_losses:
-            self._extra_loss_sums = self._extra_loss_sums.to(losses.device) + losses[1:].detach()
+        self._add_extra_losses(dict(zip(self._head_losses, losses[1:], strict=True)))
         return losses[0]
+
+    def _with_losses_of_bodies(
+        self, x: Tensor, context: SequenceContext, scale: Tensor | float | None = None
+    ) -> Tensor:
+        """Return x, with whose backward that of the bodies' losses runs, for the gradient `scale` or that of x."""
+        if not context.losses:
+            return x
+        self._add_extra_losses(context.losses)
+        carrying: Tensor = _Carrying.apply(x, torch.stack([*context.losses.values()]).sum(), scale)
+        return carrying
+
+    def _add_extra_losses(self, losses: Mapping[str, Tensor]) -> None:
+        for name, loss in losses.items():
+            place = self.extra_losses.index(name)
+            self._extra_loss_sums = self._extra_loss_sums.to(loss.device)
+            self._extra_loss_sums[place] += loss.detach()
 
     def predictions(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
         """The stream after the last layer [s, b, h] -> the loss of each label, and the token with the largest logit.
@@ -198,7 +224,19 @@ class LanguageModel(nn.Module):
         positions = torch.arange(length, device=device).unsqueeze(1) if positions is None else positions.t()
         table = rotary_table(self.config, positions, self.compute_dtype)
         documents = None if document_bounds is None else DocumentBounds.of(document_bounds, device)
-        return SequenceContext(table, documents=documents)
+        return SequenceContext(table, documents=documents, losses={} if torch.is_grad_enabled() else None)
+
+
+class _Carrying(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor | float | None) -> Tensor:
+        ctx.scale, ctx.dtype = scale, loss.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        scale = gradient if ctx.scale is None else torch.as_tensor(ctx.scale, device=gradient.device)
+        return gradient, scale.to(ctx.dtype), None
 
 
 @dataclass(frozen=True)

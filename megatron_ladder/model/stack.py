@@ -1,21 +1,19 @@
-"""The decoder's layers as one list of sub-blocks around one residual stream, and the rule that walks it.
+"""The decoder's layers as one list of sub-blocks around one residual stream.
 
-    r = embedding(tokens); pending = []                     # outputs whose all-reduce is in flight
-    for each sub-block h_i with staleness s_i:
-        while len(pending) > s_i:  r = r + pending.pop_first().wait()
-        pending.append(start_all_reduce(h_i(r)))            # in flight under the next s_i sub-blocks
-    while pending:                 r = r + pending.pop_first().wait()
+    r = embedding(tokens); pending = {}                     # outputs whose all-reduce is in flight
+    for each sub-block h_i:
+        for each y_j in pending that h_i does not miss:  r = r + pending.pop(y_j).wait()
+        pending[y_i] = start_all_reduce(h_i(r))             # in flight under the sub-blocks that miss y_i
+    for each y_j in pending:                             r = r + pending.pop(y_j).wait()
 
-With s = 0 everywhere this is the ordinary transformer; with s = 1 it is Ladder Residual. With own partials, h_i also
-reads this rank's parts of what is pending (`own_partials.py`). Outside the rule is desync, which has a separate walk
-(`desync.py`).
+If nothing is missing, this is the ordinary transformer; if each sub-block misses its predecessor's output, it is Ladder
+Residual (`blueprint/wiring.py`). With own partials, h_i also reads this rank's parts of what it misses, x_i^k = r + sum
+over the missing outputs j of y_j^k, with y_j^k the part of lane k, one of the lanes into which heads and neurons are
+divided. Outside the rule is desync, which has a separate walk (`desync.py`).
 
-A stack is a range of layers. Its state, the stream and the outputs still missing from it, enters and leaves as
-one tensor [1 + pending, s, b, h], so that a pipeline can cut a model of any wiring at any layer. The missing
-outputs cross the cut unreduced: the next range starts their reduce, which runs under its first sub-block.
-
-With sequence parallelism a rank's stream holds its own positions, a reduce is a reduce-scatter, and an all-gather
-precedes each sub-block (`comm/stream.py`); the state is [1 + pending x t, s/t, b, h] with t ranks.
+A stack is a range of layers, so that a pipeline can cut a model of any wiring at any layer. The stream and the outputs
+that the first sub-block behind the cut misses cross it as one tensor (`sub_block.py`). These outputs cross unreduced:
+the next range starts their reduce, which runs under its first sub-block.
 """
 
 from collections.abc import Sequence
@@ -26,21 +24,24 @@ from torch import Tensor, nn
 
 from megatron_ladder.blueprint.model import key_value_replicas, local_lanes
 from megatron_ladder.blueprint.tensors import layer_tensors
-from megatron_ladder.blueprint.wiring import SubBlockKind, WiredSubBlock, pending_before
+from megatron_ladder.blueprint.wiring import SubBlockKind, WiredSubBlock, plan_reads
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.side_queue import CudaSideQueue, SideQueue
 from megatron_ladder.comm.spans import Span, no_span
 from megatron_ladder.model.backward import ForwardRecord, walk_mirrored
-from megatron_ladder.model.bodies import MLP, Attention, AttentionMLP
+from megatron_ladder.model.bodies import MLP, Attention, AttentionMLP, Body
 from megatron_ladder.model.desync import walk_desync
 from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.operations import BuildContext, Operations
-from megatron_ladder.model.own_partials import LaneRange, walk_lanes
 from megatron_ladder.model.sub_block import AutogradPass, SequenceContext, SubBlock, walk
 from megatron_ladder.parallel.partial_gradients import PartialSums
 
-_BODIES = {SubBlockKind.ATTENTION: Attention, SubBlockKind.MLP: MLP, SubBlockKind.ATTENTION_MLP: AttentionMLP}
+BODIES: dict[SubBlockKind, type[Body]] = {
+    SubBlockKind.ATTENTION: Attention,
+    SubBlockKind.MLP: MLP,
+    SubBlockKind.ATTENTION_MLP: AttentionMLP,
+}
 
 
 @dataclass(frozen=True)
@@ -66,27 +67,30 @@ def _body_name(kind: SubBlockKind, lane: int) -> str:
 class _TransformerLayer(nn.Module):
     def __init__(self, build: BuildContext, layer: int) -> None:
         super().__init__()
-        self.wired: Sequence[WiredSubBlock] = build.config.wired_layers[layer]
         self.norms = nn.ModuleDict()
         self.bodies = nn.ModuleDict()
+        self._reads_own = build.config.lanes > 0
         self._lanes = range(local_lanes(build.config, build.mesh.tensor.size))
+        self._kinds = build.config.layer_kinds[layer]
         for tensors in layer_tensors(build.config)[layer]:
             kind = tensors.wired.kind
-            self.norms[kind.value] = RMSNorm(build, tensors.norm, own_input=build.config.lanes > 0)
+            self.norms[kind.value] = RMSNorm(build, tensors.norm, own_input=self._reads_own)
             for lane in self._lanes:
                 lane_build = build
                 if len(self._lanes) > 1:
                     lane_build = replace(build, mesh=build.mesh.of_lane(lane, build.config.lanes))
-                body = _BODIES[kind](lane_build, layer * len(self._lanes) + lane, tensors)
+                body = BODIES[kind](lane_build, layer * len(self._lanes) + lane, tensors)
                 self.bodies[_body_name(kind, lane)] = body
 
     def sub_blocks(self, mesh: ProcessMesh, recompute: bool, name: str, span: Span) -> list[SubBlock]:
         steps = []
-        for kind, staleness, *_ in self.wired:
-            norm, lanes = self.norms[kind.value], [self.bodies[_body_name(kind, lane)] for lane in self._lanes]
+        for kind in self._kinds:
+            norm, bodies = self.norms[kind.value], (self.bodies[_body_name(kind, lane)] for lane in self._lanes)
             assert isinstance(norm, RMSNorm)
+            lanes = [body for body in bodies if isinstance(body, Body)]
+            name_of_kind = f"{name}.{kind.value}"
             steps.append(
-                SubBlock(norm, lanes, staleness, mesh.tensor, mesh.stream, recompute, f"{name}.{kind.value}", span)
+                SubBlock(norm, lanes, self._reads_own, mesh.tensor, mesh.stream, recompute, name_of_kind, span)
             )
         return steps
 
@@ -95,9 +99,8 @@ class TransformerStack(nn.Module):
     """A contiguous range of layers.
 
     Attributes:
-        pending_in: number of outputs that are missing from the stream when it enters.
-        pending_out: number of outputs that are missing when it leaves.
         partial_sums: gradients whose sum over the ranks may wait for the last of several backward passes.
+        loss_names: names of the losses that bodies of the whole model return.
     """
 
     def __init__(self, build: BuildContext, layers: range, options: StackOptions) -> None:
@@ -109,56 +112,49 @@ class TransformerStack(nn.Module):
         if (replicas := key_value_replicas(config, mesh.tensor.size)) != mesh.kv_replica.size:
             heads = f"{config.num_key_value_heads} key and value heads on {mesh.tensor.size} tensor-parallel ranks"
             raise ValueError(f"{heads} have kv_replicas={replicas}, and the mesh has {mesh.kv_replica.size}")
+        kinds = dict.fromkeys(kind for of_layer in config.layer_kinds for kind in of_layer)
+        self.loss_names = tuple(dict.fromkeys(name for kind in kinds for name in BODIES[kind].loss_names))
+        if self.loss_names and not config.shares_stream:
+            raise ValueError(f"{', '.join(self.loss_names)}: ranks that read different streams have different losses")
         wired = config.wired_layers
-        self._range = layers
         self.options = options
         self.mesh = mesh
         self.layout = mesh.stream
         self.side_queue: SideQueue | None = None
-        self._lanes = local_lanes(config, mesh.tensor.size) if config.lanes else 0
+        self._reads_own = config.lanes > 0
+        self._parts = local_lanes(config, mesh.tensor.size) * mesh.stream.shards
         self.desync = config.wiring.stream == "per rank"
         sub_blocks = [sub_block for layer in layers for sub_block in wired[layer]]
         self.synchronised = [sub_blocks[0].reads_shared, *(sub_block.leaves_shared for sub_block in sub_blocks)]
         self.partial_sums = PartialSums(mesh.tensor)
         self._steps: Sequence[SubBlock] | None = None
+        self._first = sum(len(sub_blocks) for sub_blocks in wired[: layers.start])
         self.layers = nn.ModuleDict({str(layer): _TransformerLayer(build, layer) for layer in layers})
         self.rewire(wired)
 
     def rewire(self, wired_layers: Sequence[Sequence[WiredSubBlock]]) -> None:
-        """Change how late the sub-blocks read; `wired_layers` are those of all layers of the model."""
-        self.pending_in = pending_before(wired_layers, self._range.start)
-        self.pending_out = pending_before(wired_layers, self._range.stop)
-        for number, layer in self.layers.items():
-            assert isinstance(layer, _TransformerLayer)
-            layer.wired = wired_layers[int(number)]
-        self._steps = None
+        """Change what the sub-blocks miss; `wired_layers` are those of all layers of the model."""
+        self.plan = plan_reads(wired_layers)
 
     @property
     def slots_in(self) -> int:
         """Number of slots of the state that enters: the stream, and the parts of the missing outputs."""
-        return 1 + self.pending_in * (self._lanes or self.layout.shards)
+        return 1 + len(self.plan.missing(self._first)) * self._parts
 
     def forward(self, state: Tensor, context: SequenceContext) -> Tensor:
-        """Map the state with `pending_in` missing outputs to the state with `pending_out` missing outputs."""
-        steps = self.sub_blocks()
-        overlap = self.options.tp_overlap
+        """Map the state that enters the range to the one that leaves it."""
+        steps, overlap = self.sub_blocks(), self.options.tp_overlap
         if self.side_queue is None and self.layout.shards > 1 and overlap and state.is_cuda:
             # Not earlier: ZeRO-3 builds the stack on another device.
             self.side_queue = CudaSideQueue(state.device)
         if self.desync:
             return walk_desync(state[0], steps, self.synchronised, context).unsqueeze(0)
-        if self._lanes:
-            launch = self.layout.start_write if overlap else self._write_blocking
-            pending = self.pending_in, self.pending_out
-            return walk_lanes(state, LaneRange(steps, context, pending, launch, self.partial_sums))
-        mirrored = overlap and self.options.mirrored_backward
-        if mirrored and self.mesh.tensor.size > 1 and torch.is_grad_enabled():
-            pending = self.pending_in, self.pending_out
-            return walk_mirrored(
-                state, ForwardRecord(steps, context, self.layout, pending, self.partial_sums, self.side_queue)
-            )
-        launch, side_queue = (self.layout.start_write, self.side_queue) if overlap else (self._write_blocking, None)
-        return walk(state, AutogradPass(steps, context), self.pending_out, self.layout, launch, side_queue)
+        launch, queue = (self.layout.start_write, self.side_queue) if overlap else (self._write_blocking, None)
+        mirrored = overlap and self.options.mirrored_backward and self.mesh.tensor.size > 1
+        if torch.is_grad_enabled() and (mirrored or self._reads_own):
+            record = ForwardRecord(steps, context, self.plan, self._first, launch, self.partial_sums, queue)
+            return walk_mirrored(state, record)
+        return walk(state, AutogradPass(steps, context), self.plan, self._first, launch, queue)
 
     def sub_blocks(self) -> Sequence[SubBlock]:
         """Return the steps of all layers of this range."""

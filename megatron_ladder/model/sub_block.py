@@ -1,23 +1,35 @@
 """The steps of a model, and the one forward walk over them.
 
+Ladder, in which each sub-block misses the output of its predecessor (`~~~` is the wire):
+
+    compute   [ norm h_0(r) ][ norm h_1(r) ][ norm h_2(r + y_0) ][ ...
+    wire                     ~~~~~ y_0 ~~~~~ ~~~~~ y_1 ~~~~~
+                             ^ launch        ^ wait, add to r; the norm adds the last one on its way
+
+    for each sub-block i:
+        r = r + wait(y_j)                for the outputs j that sub-block i is the first to see
+        y_i = launch(h_i(r))             with own partials: h_i(r + this rank's parts of what is missing from r)
+
 Layouts: the stream and the outputs added to it are [s, b, h], or this rank's positions of that (`comm/stream.py`);
-bodies compute with [s, b, h]. Pipeline stages exchange one tensor, the state: the stream, and the outputs that are
-missing from it as unreduced partial sums, each in as many parts as the stream has shards:
-[1 + pending x shards, s / shards, b, h].
+bodies compute with [s, b, h]. Pipeline stages exchange one tensor, the state: the stream, and the missing outputs as
+unreduced partial sums, [1 + pending x parts, s / shards, b, h]. An output has as many parts as the stream has shards
+(its positions), or, with own partials, as the rank has lanes.
 """
 
-from collections import deque
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megatron_ladder.blueprint.wiring import ReadPlan
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.inflight import InFlight, Launch, leave_unreduced
+from megatron_ladder.comm.regions import share_gradient
 from megatron_ladder.comm.side_queue import SideQueue
 from megatron_ladder.comm.spans import Span, no_span
 from megatron_ladder.comm.stream import StreamLayout
@@ -48,11 +60,27 @@ class SequenceContext(NamedTuple):
     """In training, the documents of the rows, outside of which no query attends; None means one document per row."""
     attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None
     """Replaces the model's `Operations.attend`."""
+    losses: dict[str, Tensor] | None = None
+    """In training, receives the losses of the bodies, summed by name."""
+
+
+class BodyOutput(NamedTuple):
+    """What a body returns."""
+
+    in_flight: InFlight
+    """The handle of its output, [s, b, h] or this rank's positions of it."""
+    losses: Mapping[str, Tensor] = MappingProxyType({})
+    """Scalars by name that training adds to the loss, which is a sum over target tokens. They are equal on all
+    tensor-parallel ranks; each rank's backward gets the gradient divided by the number of ranks, so that all gradients
+    inside the body are partial sums. A loss counts once for each micro-batch, also if the body is recomputed."""
 
 
 class SubBlockBody(Protocol):
     """What a sub-block computes between its norm and the sum over the ranks: an input projection, work on this rank's
     share of it, and an output projection."""
+
+    loss_names: tuple[str, ...]
+    """Names of the losses that it returns."""
 
     def __call__(
         self,
@@ -60,15 +88,22 @@ class SubBlockBody(Protocol):
         context: SequenceContext,
         input_gradient: InputGradient | None = None,
         launch: Launch | None = None,
-    ) -> InFlight:
-        """Return the handle of the output, [s, b, h] or this rank's positions of it.
+    ) -> BodyOutput:
+        """Compute the output of the normed stream, all positions, [s, b, h].
 
         Args:
-            normed: the normed stream, all positions, [s, b, h].
-            context: the positions, and what their queries may attend to.
             input_gradient: receives the gradient of `normed`; None leaves it to autograd.
             launch: starts the sum over the ranks, as in `RowParallelLinear`.
         """
+
+
+class Output(NamedTuple):
+    """An output that is missing from the stream."""
+
+    whole: InFlight
+    """Its sum over the ranks."""
+    own: tuple[Tensor, ...] = ()
+    """With own partials, the parts of this rank's lanes, which the sub-blocks that miss the output read."""
 
 
 class SubBlock(NamedTuple):
@@ -77,8 +112,8 @@ class SubBlock(NamedTuple):
     norm: RMSNorm
     lanes: Sequence[SubBlockBody]
     """The body; with own partials, one for each lane of this rank."""
-    staleness: int
-    """Number of earlier outputs that may be missing from the stream it reads."""
+    reads_own: bool
+    """Own partials: each lane adds its parts of the missing outputs to what it reads."""
     group: CommGroup
     """The ranks that its output is summed over."""
     layout: StreamLayout
@@ -104,20 +139,46 @@ class SubBlock(NamedTuple):
         """Whether this forward pass keeps only the input."""
         return self.recompute and torch.is_grad_enabled()
 
-    def partial_sum(self, stream: Tensor, context: SequenceContext, norm_weight: Tensor | None = None) -> Tensor:
-        """Return this rank's partial sum of the output for a stream, [s, b, h].
+    def reads(self, stream: Tensor, missing: Iterable[Output]) -> list[Tensor]:
+        """Return what each lane reads."""
+        found = [stream for _ in self.lanes]
+        for output in missing if self.reads_own else ():
+            found = [read + part for read, part in zip(found, output.own, strict=True)]
+        return found
+
+    def start_sum(self, parts: Sequence[Tensor], launch: Launch) -> Output:
+        """Start the sum of an output, or of the gradient of a read, of which each lane has a part."""
+        if not self.reads_own:
+            return Output(launch(parts[0]))
+        # Not in place, because the parts are read.
+        return Output(launch(functools.reduce(torch.add, parts) if len(parts) > 1 else parts[0].clone()), tuple(parts))
+
+    def partial_sum(
+        self, stream: Tensor, context: SequenceContext, norm_weight: Tensor | None = None
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return this rank's partial sum of the output for a stream, [s, b, h], and the losses of the body.
 
         Recomputation repeats the gather of a sharded stream, because its result is not kept. It does not repeat the sum
         over the ranks, which is started outside. `norm_weight` replaces the norm's weight.
         """
 
-        def compute(stream: Tensor) -> Tensor:
+        def compute(stream: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
             normed = self.layout.start_read(self.norm(stream, norm_weight)).wait()
-            return self.body(normed, context, launch=leave_unreduced).partial
+            output = self.body(normed, context, launch=leave_unreduced)
+            return output.in_flight.partial, output.losses
 
         if self.recomputes:
-            return checkpoint(compute, stream, use_reentrant=False, preserve_rng_state=False)
+            found: tuple[Tensor, Mapping[str, Tensor]] = checkpoint(
+                compute, stream, use_reentrant=False, preserve_rng_state=False
+            )
+            return found
         return compute(stream)
+
+
+def add_losses(total: dict[str, Tensor] | None, losses: Mapping[str, Tensor]) -> None:
+    """Add losses by name, if they are wanted."""
+    if total is not None:
+        total.update({name: total[name] + loss if name in total else loss for name, loss in losses.items()})
 
 
 Reading = TypeVar("Reading")
@@ -131,14 +192,16 @@ class ForwardPass(Protocol[Reading]):
     def steps(self) -> Sequence[SubBlock]:
         """The sub-blocks, in order."""
 
-    def read(self, index: int, stream: Tensor, output: Tensor | None) -> tuple[Tensor, Reading]:
-        """Add `output` to the stream if there is one, norm the stream for step `index` and start to gather it.
+    def read(
+        self, step: int, stream: Tensor, output: Tensor | None, missing: Collection[Output]
+    ) -> tuple[Tensor, Reading]:
+        """Add `output` to the stream if there is one, norm the stream for a step and start to gather it.
 
-        Return the stream after the addition, and the reading.
+        `missing` are the outputs that the stream then lacks. Return the stream after the addition, and the reading.
         """
 
-    def start(self, index: int, reading: Reading, launch: Launch) -> InFlight:
-        """Run the body of step `index` and launch the sum of its output.
+    def start(self, step: int, reading: Reading, launch: Launch) -> Output:
+        """Run the body of a step and launch the sum of its output.
 
         The sum may overwrite the partial sum: no graph may depend on its values.
         """
@@ -153,86 +216,94 @@ class NormedStream(NamedTuple):
 
 
 class AutogradPass(NamedTuple):
-    """The forward pass whose backward is left to autograd, and the one without a backward."""
+    """The forward pass whose backward is left to autograd, and the one without a backward, as always with own parts."""
 
     steps: Sequence[SubBlock]
     context: SequenceContext
 
-    def read(self, index: int, stream: Tensor, output: Tensor | None) -> tuple[Tensor, NormedStream]:
+    def read(
+        self, step: int, stream: Tensor, output: Tensor | None, missing: Collection[Output]
+    ) -> tuple[Tensor, list[NormedStream]]:
         """See `ForwardPass.read`."""
-        step = self.steps[index]
-        if step.recomputes:
+        sub_block = self.steps[step]
+        if sub_block.recomputes or sub_block.reads_own:
             stream = stream if output is None else stream + output
-            return stream, NormedStream(stream, None)
-        stream, normed = (stream, step.norm(stream)) if output is None else step.norm(stream, output=output)
-        return stream, NormedStream(stream, step.layout.start_read(normed))
+            if sub_block.recomputes:
+                return stream, [NormedStream(stream, None)]
+            reads = sub_block.reads(stream, missing)
+            return stream, [NormedStream(read, InFlight(sub_block.norm(read), None)) for read in reads]
+        norm = sub_block.norm
+        stream, normed = (stream, norm(stream)) if output is None else norm(stream, output=output)
+        return stream, [NormedStream(stream, sub_block.layout.start_read(normed))]
 
-    def start(self, index: int, reading: NormedStream, launch: Launch) -> InFlight:
+    def start(self, step: int, reading: list[NormedStream], launch: Launch) -> Output:
         """See `ForwardPass.start`."""
-        step = self.steps[index]
-        if reading.whole is None:
-            return launch(step.partial_sum(reading.stream, self.context))
-        return step.body(reading.whole.wait(), self.context, launch=launch)
+        sub_block = self.steps[step]
+        if sub_block.reads_own:
+            parts = [
+                body(normed.wait(), self.context, launch=leave_unreduced).in_flight.partial
+                for body, (_, normed) in zip(sub_block.lanes, reading, strict=True)
+                if normed is not None
+            ]
+            return sub_block.start_sum(parts, launch)
+        ((stream, normed),) = reading
+        if normed is None:
+            partial, losses = sub_block.partial_sum(stream, self.context)
+            in_flight = launch(partial)
+        else:
+            in_flight, losses = sub_block.body(normed.wait(), self.context, launch=launch)
+        add_losses(self.context.losses, {name: share_gradient(loss, sub_block.group) for name, loss in losses.items()})
+        return Output(in_flight)
 
 
 def walk(
-    state: Tensor,
-    forward: ForwardPass[Reading],
-    pending_out: int,
-    layout: StreamLayout,
-    launch: Launch,
-    side_queue: SideQueue | None,
+    state: Tensor, forward: ForwardPass[Reading], plan: ReadPlan, first: int, launch: Launch, queue: SideQueue | None
 ) -> Tensor:
-    """Walk a range of sub-blocks by the rule of `stack.py`.
+    """Walk a range of sub-blocks by the rule at the top of this file.
 
     Args:
         state: the stream, and the outputs that are missing from it.
-        pending_out: outputs that may be missing from the stream that leaves.
+        first: number of the first sub-block of the range in the plan.
         launch: starts to sum a partial sum over the ranks.
-        side_queue: runs the read of the next sub-block (wait, add, norm, gather) under the current one where the
-            wiring allows it; None reads when the sub-block starts.
+        queue: runs the read of the next sub-block (wait, add, norm, gather) under the current one where the plan
+            allows it; None reads when the sub-block starts.
 
     Returns:
         The state that leaves. Its missing outputs are unreduced.
     """
-    parts, positions, *rest = state.shape
-    stream = state[0]
-    entered = state[1:].reshape((parts - 1) // layout.shards, layout.shards * positions, *rest).unbind(0)
-    steps = forward.steps
-    # A range shorter than its staleness passes on outputs that it neither made nor read.
-    reduced_here = len(entered) + len(steps) - pending_out
-    pending = deque(
-        launch(part.clone()) if number < reduced_here else leave_unreduced(part) for number, part in enumerate(entered)
-    )
-    ahead: list[Reading] = []
+    steps, last = forward.steps, first + len(forward.steps)
+    # They may include outputs that this range neither made nor read.
+    leaving = plan.missing(last)
+    stream, pending, ahead = state[0], dict[int, Output](), list[Reading]()
+    for number, parts in zip(plan.missing(first), output_parts(state, steps[0]), strict=True):
+        whole = parts.unbind(0) if steps[0].reads_own else [parts.flatten(0, 1).clone()]
+        pending[number] = steps[0].start_sum(whole, leave_unreduced if number in leaving else launch)
 
-    def read(index: int, missing: int) -> Reading:
+    def read(number: int) -> Reading:
         nonlocal stream
-        step = steps[index]
-        stream = _drain(stream, pending, missing + 1)
-        # The norm can add the newest output that it does not miss on its way.
-        output = pending.popleft().wait() if len(pending) > missing else None
-        with step.named("norm forward"):
-            stream, reading = forward.read(index, stream, output)
+        arriving = plan.arriving(number) if number > first else ()
+        for output in arriving[:-1]:
+            stream = stream + pending.pop(output).whole.wait()
+        newest = pending.pop(arriving[-1]).whole.wait() if arriving else None
+        with steps[number - first].named("norm forward"):
+            stream, reading = forward.read(number - first, stream, newest, pending.values())
         return reading
 
-    for index, step in enumerate(steps):
-        if side_queue is not None and ahead:
-            side_queue.join()
-        reading = ahead.pop() if ahead else read(index, step.staleness)
-        if side_queue is not None and index + 1 < len(steps) and steps[index + 1].staleness > 0:
-            # The output of the sub-block that is about to run will be missing as well.
-            missing = steps[index + 1].staleness - 1
-            ahead.append(side_queue.run(partial(read, index + 1, missing), uses=(stream, *pending)))
+    for number, step in enumerate(steps, start=first):
+        if queue is not None and ahead:
+            queue.join()
+        reading = ahead.pop() if ahead else read(number)
+        if queue is not None and number + 1 < last and number not in plan.arriving(number + 1):
+            ahead.append(queue.run(functools.partial(read, number + 1), uses=(stream, *pending.values())))
         with step.named("forward"):
-            is_reduced = len(entered) + index < reduced_here
-            pending.append(forward.start(index, reading, launch if is_reduced else leave_unreduced))
-    stream = _drain(stream, pending, pending_out)
-    leaving = (in_flight.partial.reshape(-1, *stream.shape) for in_flight in pending)
-    return torch.cat([stream.unsqueeze(0), *leaving])
+            pending[number] = forward.start(number - first, reading, leave_unreduced if number in leaving else launch)
+    for output in plan.arriving(last):
+        stream = stream + pending.pop(output).whole.wait()
+    parts_left = [part for output in pending.values() for part in output.own or [output.whole.partial]]
+    return torch.cat([part.reshape(-1, *stream.shape) for part in (stream, *parts_left)])
 
 
-def _drain(stream: Tensor, pending: deque[InFlight], remaining: int) -> Tensor:
-    while len(pending) > remaining:
-        stream = stream + pending.popleft().wait()
-    return stream
+def output_parts(state: Tensor, step: SubBlock) -> Sequence[Tensor]:
+    """Return the parts of each missing output in a state, or of each gradient in that of a state: [parts, s, b, h]."""
+    count = len(step.lanes) * step.layout.shards
+    return [state[start : start + count] for start in range(1, len(state), count)]

@@ -21,7 +21,7 @@ class InputGradient:
     Attributes:
         launch: starts to sum the parts of the ranks; may be replaced before backward.
         partial_gradients: collects those of replicated parameters inside the sub-block.
-        in_flight: the gradient, once backward has computed this rank's part of it.
+        in_flight: the gradient, once backward has computed this rank's part of it for all uses of the input.
         input_again: the layer's input, which the caller gathers again for backward; None until that gather starts.
     """
 
@@ -32,10 +32,24 @@ class InputGradient:
         self.keeps_input = keeps_input
         self.input_again: InFlight | None = None
         self.in_flight: InFlight | None = None
+        self._uses = 0
+        self._part: Tensor | None = None
 
-    def start(self, output_gradient: Tensor, weight: Tensor) -> None:
-        """Compute this rank's part of the input's gradient, [s, b, out/t] @ [out/t, in], and start the sum."""
-        self.in_flight = self.launch(output_gradient @ weight)
+    def use(self, x: Tensor) -> Tensor:
+        """Return the input for one of its uses by the body, whose gradient for it joins the sum."""
+        self.expect()
+        return _Used.apply(x, self)
+
+    def expect(self) -> None:
+        """Count one more use of the input."""
+        self._uses += 1
+
+    def add(self, part: Tensor) -> None:
+        """Add this rank's gradient of one use; that of the last one starts the sum over the ranks."""
+        self._part = part if self._part is None else self._part + part
+        self._uses -= 1
+        if self._uses == 0:
+            self.in_flight, self._part = self.launch(self._part), None
 
     def wait(self) -> Tensor:
         """Return the gradient of the input: [s, b, in] summed, this rank's positions of it, or its part of the sum."""
@@ -43,9 +57,22 @@ class InputGradient:
         return self.in_flight.wait()
 
 
+class _Used(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, input_gradient: InputGradient) -> Tensor:
+        ctx.input_gradient = input_gradient
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        ctx.input_gradient.add(gradient)
+        return None, None
+
+
 class _LinearWithInputGradient(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, input_gradient: InputGradient) -> Tensor:
+        input_gradient.expect()
         ctx.save_for_backward(weight, *([x] if input_gradient.keeps_input else []))
         ctx.input_gradient = input_gradient
         ctx.has_bias = bias is not None
@@ -54,7 +81,7 @@ class _LinearWithInputGradient(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, Tensor | None, None]:
         weight, *kept = ctx.saved_tensors
-        ctx.input_gradient.start(gradient, weight)
+        ctx.input_gradient.add(gradient @ weight)
         x = kept[0] if kept else ctx.input_gradient.input_again.wait()
         rows = gradient.reshape(-1, weight.shape[0])
         weight_gradient = rows.t() @ x.reshape(-1, weight.shape[1])

@@ -123,9 +123,13 @@ class ColumnParallelLinear(ParallelModule):
         bias = self._bias_of_all_columns()
         if input_gradient is not None:
             return linear_with_input_gradient(hidden_states, weight, bias, input_gradient)
-        if self.sum_input_gradient:
-            hidden_states = copy_to_tensor_parallel_region(hidden_states, self.group)
-        return self.linear(hidden_states, weight, bias)
+        return self.linear(self.share_input(hidden_states), weight, bias)
+
+    def share_input(self, hidden_states: Tensor, input_gradient: InputGradient | None = None) -> Tensor:
+        """Return the layer's input for another use on this rank, whose gradient is summed as the layer's is."""
+        if input_gradient is not None:
+            return input_gradient.use(hidden_states)
+        return copy_to_tensor_parallel_region(hidden_states, self.group) if self.sum_input_gradient else hidden_states
 
     def _bias_of_all_columns(self) -> Tensor | None:
         if self.bias is None:

@@ -128,9 +128,11 @@ def test_a_sharded_stream_is_traced(gloo_pools: GlooPools, tmp_path: Path) -> No
     (path,) = tmp_path.iterdir()
     names = names_of(read_events(path), 4)
     second = names[names.index("layers.0.mlp forward") :]
-    assert second[:5] == [
+    # On a CPU, the chain runs after the sub-block.
+    assert second[:6] == [
         "layers.0.mlp forward",
         "all_gather wait",
+        "reduce_scatter start",
         "reduce_scatter wait",
         "layers.1.attention norm forward",
         "all_gather start",

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from megatron_ladder.blueprint.model import ModelConfig, local_lanes
-from megatron_ladder.blueprint.wiring import pending_before
+from megatron_ladder.blueprint.wiring import plan_reads
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.model.backward import _first_reads
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.operations import BuildContext, Operations
 from megatron_ladder.model.stack import StackOptions, TransformerStack
@@ -334,16 +333,6 @@ def test_standard_overlaps_the_reduce_with_the_weight_gradient(gloo_pools: GlooP
     assert gloo_pools(2).run(weight_gradient_events, small_model(num_layers=2)) == [expected, expected]
 
 
-def test_first_reads() -> None:
-    assert _first_reads([0, 0, 0], 0) == [1, 2, 3]
-    assert _first_reads([1, 1, 1, 1], 0) == [2, 3, 4, 4]
-    # One output enters a ladder range of two sub-blocks; the first sub-block reads without it.
-    assert _first_reads([1, 1], 1) == [1, 2, 2]
-    assert _first_reads([2, 2, 2, 2], 0) == [3, 4, 4, 4]
-    # Standard after ladder first drains all outputs.
-    assert _first_reads([1, 1, 0, 0], 0) == [2, 2, 3, 4]
-
-
 def test_no_overlap_waits_at_once(gloo_pools: GlooPools) -> None:
     config = small_model(num_layers=3, **LADDER)
     expected = " ".join(f"B{i} L{i} W{i}" for i in range(6))
@@ -415,7 +404,9 @@ def chained_ranges(config: ModelConfig, cut: int, sequence_parallel: bool = Fals
     (whole * weight).sum().backward()
     crossing = parts[0](cut_input, context)
     parts_of_an_output = mesh.stream.shards * local_lanes(config, mesh.tensor.size)
-    assert crossing.shape[0] == 1 + pending_before(config.wired_layers, cut) * parts_of_an_output
+    wired = config.wired_layers
+    pending = plan_reads(wired).missing(sum(map(len, wired[:cut])))
+    assert crossing.shape[0] == 1 + len(pending) * parts_of_an_output
     # The receiving process has a new leaf, whose gradient is sent back.
     received = crossing.detach().clone().requires_grad_()
     chained = parts[1](received, context)
@@ -458,11 +449,3 @@ def test_chained_desync_ranges_equal_the_whole(gloo_pools: GlooPools, wiring: di
     for cut in (1, 2):
         for output, gradient in gloo_pools(2).run(chained_ranges, config, cut):
             assert output < 1e-12 and gradient < 1e-11
-
-
-def test_a_ladder_boundary_carries_one_pending_output() -> None:
-    wired = small_model(num_layers=4, residual_mode="ladder", ladder_layers=(1, 2)).wired_layers
-    assert [pending_before(wired, layer) for layer in range(5)] == [0, 1, 1, 0, 0]
-    two_late = small_model(num_layers=4, residual_mode="ladder", ladder_layers=(1, 2), residual_staleness=2)
-    # Outputs that the preceding standard layer has drained cannot be missing again.
-    assert [pending_before(two_late.wired_layers, layer) for layer in range(5)] == [0, 1, 2, 0, 0]

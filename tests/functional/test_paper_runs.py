@@ -93,7 +93,9 @@ def test_every_run_is_valid_and_fits(size: str, wiring: str) -> None:
         "desync-4x": [0] * layers,
     }
     width = 1 if "parallel" in wiring else 2
-    assert [[sub_block.staleness for sub_block in layer] for layer in wired] == [[s] * width for s in expected[wiring]]
+    assert [[len(sub_block.missing) for sub_block in layer] for layer in wired] == [
+        [s] * width for s in expected[wiring]
+    ]
     sums = sum(sub_block.leaves_shared for layer in wired for sub_block in layer)
     assert sums == width * layers // {"desync-2x": 2, "desync-4x": 4}.get(wiring, 1)
 

@@ -15,7 +15,8 @@ Some arguments are not read. They exist because a graph has no other dependencie
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -142,41 +143,44 @@ class Pending(NamedTuple):
 
 
 class PendingOutputs:
-    """Outputs that are missing from the residual stream, oldest first."""
+    """Outputs that are missing from the residual stream, by number, oldest first."""
 
-    def __init__(self, all_reduces: AllReduces | None, summed: Sequence[Tensor] = ()) -> None:
+    def __init__(self, all_reduces: AllReduces | None, summed: Mapping[int, Tensor] = MappingProxyType({})) -> None:
         """
         Args:
             all_reduces: None for a single rank, whose outputs are complete.
-            summed: outputs that a previous pipeline stage did not add.
+            summed: outputs that a previous pipeline stage did not add, oldest first, counted back from the newest.
         """
         self._all_reduces = all_reduces
-        self._pending = [Pending(output, None) for output in summed]
+        self._pending = {-back: Pending(output, None) for back, output in summed.items()}
+        self._launched = 0
         self._latest: Tensor | None = None
 
-    def __len__(self) -> int:
-        return len(self._pending)
+    def arriving(self, missing: Collection[int]) -> list[int]:
+        """Return the outputs that a sub-block sees which misses these, counted back from the newest."""
+        return [number for number in self._pending if self._launched - number not in missing]
 
     def launch(self, partial: Tensor) -> None:
         """Append an output, given this rank's part of its sum."""
-        if self._all_reduces is None:
-            self._pending.append(Pending(partial, None))
-        else:
+        output = Pending(partial, None)
+        if self._all_reduces is not None:
             buffer = torch.ops.ladder.start(partial, self._latest, self._all_reduces.name)
-            self._pending.append(Pending(buffer, partial))
+            output = Pending(buffer, partial)
             self._latest = buffer
+        self._pending[self._launched] = output
+        self._launched += 1
 
     def add_own_parts(self, stream: Tensor) -> Tensor:
         """Return the sum of the stream and this rank's parts of all outputs."""
-        for output in self._pending:
+        for output in self._pending.values():
             assert output.partial is not None, "a sum from another stage has no parts"
             stream = stream + output.partial
         return stream
 
-    def pop(self) -> Tensor:
-        """Wait for the oldest output and remove it."""
-        oldest = self._pending.pop(0)
-        if oldest.partial is None:
-            return oldest.buffer
-        self._latest = torch.ops.ladder.wait(oldest.buffer, oldest.partial, self._latest, self._all_reduces.name)
+    def pop(self, number: int) -> Tensor:
+        """Wait for an output and remove it."""
+        buffer, partial = self._pending.pop(number)
+        if partial is None:
+            return buffer
+        self._latest = torch.ops.ladder.wait(buffer, partial, self._latest, self._all_reduces.name)
         return self._latest

@@ -1,12 +1,12 @@
 """A Llama-family decoder of any wiring in vLLM's layers.
 
-The one rule, with s_i the staleness of sub-block h_i:
+The one rule:
 
-    r = embedding(tokens); pending = []                     outputs whose all-reduce is in flight
+    r = embedding(tokens); pending = {}                     outputs whose all-reduce is in flight
     for each sub-block h_i:
-        while len(pending) > s_i:  r = r + wait(pending.pop_first())
-        pending.append(start_all_reduce(h_i(norm_i(r))))    runs while the next s_i sub-blocks compute
-    while pending:                 r = r + wait(pending.pop_first())
+        for each y_j in pending that h_i does not miss:  r = r + wait(pending.pop(y_j))
+        pending[y_i] = start_all_reduce(h_i(norm_i(r)))     runs while the sub-blocks that miss y_i compute
+    for each y_j in pending:                             r = r + wait(pending.pop(y_j))
 
 With own partials, every rank is a lane, and h_i(norm_i(r + this rank's parts of the pending outputs)) is launched.
 
@@ -135,22 +135,23 @@ class LadderMLP(nn.Module):
 
 
 def read_stream(
-    norm: RMSNorm, stream: Tensor, pending: PendingOutputs, staleness: int, reads_own_parts: bool
+    norm: RMSNorm, stream: Tensor, pending: PendingOutputs, missing: tuple[int, ...], reads_own_parts: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the normed stream, from which at most `staleness` outputs are missing, and that stream.
+    """Return the normed stream, from which the `missing` outputs are missing, and that stream.
 
     With `reads_own_parts`, this rank's parts of the missing outputs are normed with it.
     """
-    if reads_own_parts and staleness > 0:
-        while len(pending) > staleness:
-            stream = stream + pending.pop()
+    arriving = pending.arriving(missing)
+    if reads_own_parts and missing:
+        for number in arriving:
+            stream = stream + pending.pop(number)
         return norm(pending.add_own_parts(stream)), stream
-    while len(pending) > staleness + 1:
-        stream = stream + pending.pop()
-    if len(pending) <= staleness:
+    for number in arriving[:-1]:
+        stream = stream + pending.pop(number)
+    if not arriving:
         return norm(stream), stream
     # One kernel adds and norms. It overwrites both tensors, which nothing else reads.
-    return norm(pending.pop(), stream)
+    return norm(pending.pop(arriving[-1]), stream)
 
 
 class LadderDecoderLayer(nn.Module):
@@ -169,9 +170,9 @@ class LadderDecoderLayer(nn.Module):
 
     def forward(self, positions: Tensor, stream: Tensor, pending: PendingOutputs) -> Tensor:
         """Compute the sub-blocks, which change `pending`; return the stream [tokens, hidden_size]."""
-        for kind, staleness in self.sub_blocks:
+        for kind, missing in self.sub_blocks:
             norm = self.post_attention_layernorm if kind == "mlp" else self.input_layernorm
-            normed, stream = read_stream(norm, stream, pending, staleness, self.reads_own_parts)
+            normed, stream = read_stream(norm, stream, pending, missing, self.reads_own_parts)
             if kind == "mlp":
                 partial = self.mlp(normed)
             else:
@@ -222,10 +223,12 @@ class MegatronLadderModel(nn.Module):
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps) if stages.is_last_rank else PPMissingLayer()
         # Pending outputs cross between stages as sums: vLLM sends one slice of each tensor from each tensor-parallel
         # rank and joins the slices in the next stage.
-        self.received = [f"pending_{i}" for i in range(config.missing_before(self.start_layer))]
-        self.sent = [f"pending_{i}" for i in range(config.missing_before(self.end_layer))]
+        self.received, self.sent = (
+            {back: f"pending_{back}" for back in reversed(config.missing_before(layer))}
+            for layer in (self.start_layer, self.end_layer)
+        )
         self.make_empty_intermediate_tensors = make_empty_intermediate_tensors_factory(
-            ["stream", *self.received], config.hidden_size
+            ["stream", *self.received.values()], config.hidden_size
         )
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
@@ -245,15 +248,17 @@ class MegatronLadderModel(nn.Module):
             pending = PendingOutputs(self.all_reduces)
         else:
             stream = intermediate_tensors["stream"]
-            pending = PendingOutputs(self.all_reduces, [intermediate_tensors[name] for name in self.received])
+            summed = {back: intermediate_tensors[name] for back, name in self.received.items()}
+            pending = PendingOutputs(self.all_reduces, summed)
         for layer in islice(self.layers, self.start_layer, self.end_layer):
             stream = layer(positions, stream, pending)
         if get_pp_group().is_last_rank:
-            normed, _ = read_stream(self.norm, stream, pending, 0, reads_own_parts=False)
+            normed, _ = read_stream(self.norm, stream, pending, (), reads_own_parts=False)
             return normed
-        while len(pending) > len(self.sent):
-            stream = stream + pending.pop()
-        return IntermediateTensors({"stream": stream, **{name: pending.pop() for name in self.sent}})
+        for number in pending.arriving(self.sent):
+            stream = stream + pending.pop(number)
+        sent = zip(self.sent.values(), pending.arriving(()), strict=True)
+        return IntermediateTensors({"stream": stream, **{name: pending.pop(number) for name, number in sent}})
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load tensors with the names of a Hugging Face directory; return the parameters that were loaded."""

@@ -160,17 +160,23 @@ class MegatronLadderConfig(PreTrainedConfig):
         """The number of lanes, or of ranks of desync, that read different streams; 0 if there are none."""
         return self.lanes or self.desync_tp or 0
 
-    def sub_blocks(self, layer: int) -> list[tuple[str, int]]:
-        """Return the sub-blocks of a layer, each with how many sub-blocks late it reads the residual stream.
+    def sub_blocks(self, layer: int) -> list[tuple[str, tuple[int, ...]]]:
+        """Return the sub-blocks of a layer, each with the outputs that it misses, counted back from the newest.
 
-        In desync, the outputs since the last sum of the streams are missing: a rank has only its partial sums of them.
+        An output that a sub-block has seen stays in the residual stream. In desync, the outputs since the last sum of
+        the streams are missing: a rank has only its partial sums of them.
         """
-        table = SUB_BLOCK_TABLE[self.residual_mode]
-        if self.residual_mode in PER_RANK_MODES:
-            first = len(table) * layer
-            return [(kind, (first + place) % self.desync_interval) for place, (kind, _) in enumerate(table)]
-        staleness = self.residual_staleness if layer in self.ladder_layers else 0
-        return [(kind, staleness if late else 0) for kind, late in table]
+        table, missing, found = SUB_BLOCK_TABLE[self.residual_mode], tuple[int, ...](), []
+        for index in range(len(table) * (layer + 1)):
+            kind, reads_late = table[index % len(table)]
+            may_miss = self.residual_staleness if reads_late and index // len(table) in self.ladder_layers else 0
+            if self.residual_mode in PER_RANK_MODES:
+                may_miss = index % self.desync_interval
+            missing = tuple(
+                back for back in range(1, may_miss + 1) if back <= index and (back == 1 or back - 1 in missing)
+            )
+            found.append((kind, missing))
+        return found[-len(table) :]
 
     def averaged(self, layer: int) -> list[bool]:
         """Return for each sub-block whether the mean of its partial sums enters the stream instead of their sum.
@@ -183,20 +189,14 @@ class MegatronLadderConfig(PreTrainedConfig):
             return [False] * width
         return [index % self.desync_interval != 0 and index < width * self.num_hidden_layers for index in following]
 
-    def norm_shape(self, staleness: int) -> int | tuple[int, int]:
+    def norm_shape(self, missing: tuple[int, ...]) -> int | tuple[int, int]:
         """Return the shape of the norm of a sub-block: in desync, one row per rank if the streams differ."""
-        per_rank = self.residual_mode in PER_RANK_MODES and staleness > 0
+        per_rank = self.residual_mode in PER_RANK_MODES and missing
         return (self.lane_count, self.hidden_size) if per_rank else self.hidden_size
 
-    def missing_before(self, layer: int) -> int:
-        """Return how many outputs may be missing from the stream that enters a layer; none after the last layer."""
-        if layer == self.num_hidden_layers:
-            return 0
-        pending = 0
-        for earlier in range(layer):
-            for _, staleness in self.sub_blocks(earlier):
-                pending = min(pending, staleness) + 1
-        return min(pending, self.sub_blocks(layer)[0][1])
+    def missing_before(self, layer: int) -> tuple[int, ...]:
+        """Return what the first sub-block of a layer misses; nothing is missing after the last layer."""
+        return () if layer == self.num_hidden_layers else self.sub_blocks(layer)[0][1]
 
 
 __all__ = ["MegatronLadderConfig"]

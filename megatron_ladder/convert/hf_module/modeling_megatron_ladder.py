@@ -1,18 +1,15 @@
 """A Llama-family decoder whose sub-blocks may read the residual stream late (Ladder Residual, arXiv 2501.06589).
 
-With x_i the residual stream [b, s, h] after sub-block h_i (attention or MLP with its norm, or both side by side), and s
-how late the sub-block reads it,
-
-    x_i = x_{i-1} + h_i(x_{i-1-s})
-
-so s = 0 is the ordinary transformer and s = 1 the ladder. A sub-block that reads less late than its predecessor sees
-every output in between, and no later sub-block can read an older stream. A layer therefore passes on the streams that
-the next layer may still read, newest first. Everything else is the Llama and Qwen3 of transformers.
+A sub-block (attention or MLP with its norm, or both side by side) reads a residual stream [b, s, h] from which some
+outputs of earlier sub-blocks are missing: none in the ordinary transformer, its predecessor's in the ladder. An output
+that a sub-block has seen stays in the stream. A layer therefore passes on the complete stream, and if the next layer
+misses something, also the stream that it reads and the missing outputs, oldest first. Everything else is the Llama and
+Qwen3 of transformers.
 
 With T lanes (own partials), heads and neurons form T groups. With y_j^k the partial sum of output j over group k, lane
 k reads
 
-    x_{i-1-s} + sum over the missing outputs j of y_j^k
+    stream + sum over the missing outputs j of y_j^k
 
 and normalises it separately. A layer then also passes on the partial sums [b, s, T, h] of the missing outputs. This is
 desync as well, with its tensor-parallel ranks as lanes: the outputs since the last sum of the ranks' streams are
@@ -75,10 +72,21 @@ def _divide_into_lanes(module: nn.Module, lanes: int) -> None:
             setattr(module, name, divided)
 
 
-class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
-    """One layer: streams in, streams out, newest first. A single stream is a tensor, several are a tuple.
+def _see(
+    stream: Tensor, pending: list[tuple[int, Tensor, Any]], missing: tuple[int, ...]
+) -> tuple[Tensor, list[tuple[int, Tensor, Any]]]:
+    """Add the pending outputs that are not missing to the stream, oldest first; return it and those left."""
+    for back, output, _ in pending:
+        if back not in missing:
+            stream = stream + output
+    return stream, [one for one in pending if one[0] in missing]
 
-    With lanes, the partial sums of the outputs that are missing from the oldest stream follow, newest first.
+
+class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
+    """One layer: a state in, a state out. If no output is missing, the state is one stream, otherwise a tuple.
+
+    The tuple is the complete stream, the stream without the missing outputs, these outputs, and with lanes their
+    partial sums.
     """
 
     def __init__(self, config: MegatronLadderConfig, layer_idx: int) -> None:
@@ -94,14 +102,14 @@ class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
             _divide_into_lanes(self.self_attn, self.lanes)
             _divide_into_lanes(self.mlp, self.lanes)
         self.sub_blocks, self.averaged = config.sub_blocks(layer_idx), config.averaged(layer_idx)
-        shapes = [config.norm_shape(staleness) for _, staleness in self.sub_blocks]
+        shapes = [config.norm_shape(missing) for _, missing in self.sub_blocks]
         self.input_layernorm = LlamaRMSNorm(shapes[0], eps=config.rms_norm_eps)
         if len(self.sub_blocks) > 1:
             self.post_attention_layernorm = LlamaRMSNorm(shapes[1], eps=config.rms_norm_eps)
         self.layer_idx = layer_idx
-        self.streams_in = 1 + config.missing_before(layer_idx)
-        self.streams_out = 1 + config.missing_before(layer_idx + 1)
-        self.tensors_in = 2 * self.streams_in - 1 if self.lanes else self.streams_in
+        self.missing_in, self.missing_out = config.missing_before(layer_idx), config.missing_before(layer_idx + 1)
+        of_outputs = len(self.missing_in) * (2 if self.lanes else 1)
+        self.tensors_in = 2 + of_outputs if of_outputs else 1
 
     def __call__(self, hidden_states: Tensor | tuple[Tensor, ...], **kwargs: Any) -> Any:
         # Recomputation supports gradients of positional tensors, but not of a tuple of tensors.
@@ -109,42 +117,50 @@ class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
         return super().__call__(*streams, **kwargs)
 
     def forward(self, *state: Tensor, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
-        """Streams [b, s, h] and partial sums [b, s, lanes, h] -> the same; `kwargs` are those of Llama's attention.
+        """Map one state to the next, partial sums being [b, s, lanes, h]; `kwargs` are those of Llama's attention.
 
         Raises:
             ValueError: too few tensors, as in a pipeline of another program that passes on only one.
         """
         if len(state) < self.tensors_in:
-            partial_sums = f" with {self.streams_in - 1} partial sums" if self.lanes else ""
+            partial_sums = " and their partial sums" if self.lanes else ""
             raise ValueError(
-                f"layer {self.layer_idx} needs the last {self.streams_in} residual streams{partial_sums} and was given "
-                f"{len(state)}: a ladder cannot be cut into pipeline stages here, use tensor parallelism"
+                f"layer {self.layer_idx} needs two residual streams and {len(self.missing_in)} missing "
+                f"outputs{partial_sums} and was given {len(state)} tensor(s): a ladder cannot be cut into pipeline "
+                "stages here, use tensor parallelism"
             )
-        streams, partials = state[: self.streams_in], state[self.streams_in :]
-        for (kind, staleness), averaged in zip(self.sub_blocks, self.averaged, strict=True):
-            # The first sub-blocks of the model have no stream as old as they may read.
-            missing = min(staleness, len(streams) - 1)
+        complete, count = state[0], len(self.missing_in)
+        stream = state[1] if count else complete
+        # Each with its number counted back from the newest, and None without lanes.
+        outputs, partials = state[2 : 2 + count], state[2 + count :] or (None,) * count
+        pending = list(zip(sorted(self.missing_in, reverse=True), outputs, partials, strict=True))
+        for (kind, missing), averaged in zip(self.sub_blocks, self.averaged, strict=True):
+            stream, pending = _see(stream, pending, missing)
             norm = self.post_attention_layernorm if kind == "mlp" else self.input_layernorm
-            normed = self._normed(norm, streams[missing], partials[:missing])
+            normed = self._normed(norm, stream, [partial for *_, partial in reversed(pending) if partial is not None])
             if kind == "mlp":
                 output = self.mlp(normed)
             else:
                 output, _ = self.self_attn(hidden_states=normed, **kwargs)
                 if kind == "attention_mlp":
                     output = output + self.mlp(normed)
+            if self.lanes and output.dim() == normed.dim():
+                raise ValueError(
+                    f"layer {self.layer_idx} returned no partial sums of its {self.lanes} lanes: its linear layers "
+                    "were replaced, as quantisation and adapters do, which this wiring does not support"
+                )
+            partial = output if self.lanes else None
             if self.lanes:
-                if output.dim() == normed.dim():
-                    raise ValueError(
-                        f"layer {self.layer_idx} returned no partial sums of its {self.lanes} lanes: its linear layers "
-                        "were replaced, as quantisation and adapters do, which this wiring does not support"
-                    )
-                partials = (output, *partials)
                 output = output.mean(-2) if averaged else output.sum(-2)
-            streams = (streams[0] + output, *streams)
-        state = (*streams[: self.streams_out], *partials[: self.streams_out - 1])
-        return state[0] if len(state) == 1 else state
+            complete = complete + output
+            pending = [(back + 1, earlier, parts) for back, earlier, parts in pending] + [(1, output, partial)]
+        stream, pending = _see(stream, pending, self.missing_out)
+        if not pending:
+            return complete
+        _, outputs, partials = zip(*pending, strict=True)
+        return (complete, stream, *outputs, *(partials if self.lanes else ()))
 
-    def _normed(self, norm: nn.Module, stream: Tensor, partials: tuple[Tensor, ...]) -> Tensor:
+    def _normed(self, norm: nn.Module, stream: Tensor, partials: list[Tensor]) -> Tensor:
         """Return the normed read: [b, s, h] if all lanes read the same, and [b, s, lanes * h] with partial sums."""
         if not partials:
             return norm(stream)

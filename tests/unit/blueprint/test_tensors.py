@@ -152,7 +152,7 @@ def test_recomputed_layers_run_forward_again() -> None:
 
         def __init__(self, flops: ModelFlops) -> None:
             super().__init__()
-            columns, rest = divmod(flops.layer, 2 * flops.sequence_length * SMALL.hidden_size)
+            columns, rest = divmod(flops.layers[0], 2 * flops.sequence_length * SMALL.hidden_size)
             assert rest == 0
             self.inner = torch.nn.Parameter(torch.randn(SMALL.hidden_size, columns))
 

@@ -208,9 +208,11 @@ def test_pipelines_that_pass_one_tensor_are_rejected(exact: Build) -> None:
     stream = module.model.embed_tokens(some_tokens(1, 4))
     rotary = module.model.rotary_emb(stream, torch.arange(4).unsqueeze(0))
     state = module.model.layers[0](stream, position_embeddings=rotary, attention_mask=None)
-    assert [tuple(one.shape) for one in state] == [(1, 4, 32), (1, 4, 32), (1, 4, 2, 32)]
+    assert [tuple(one.shape) for one in state] == [(1, 4, 32), (1, 4, 32), (1, 4, 32), (1, 4, 2, 32)]
     for passed in (state[0], state[:2]):
-        with pytest.raises(ValueError, match="layer 1 needs the last 2 residual streams with 1 partial sums and was"):
+        with pytest.raises(
+            ValueError, match="layer 1 needs two residual streams and 1 missing outputs and their partial sums and was"
+        ):
             module.model.layers[1](passed, position_embeddings=rotary, attention_mask=None)
 
 

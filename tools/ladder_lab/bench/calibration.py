@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ladder_lab.bench.variants import Variant
 from ladder_lab.cost.links import SubBlockTime, WireModel, backward_seconds, forward_seconds
-from megatron_ladder.blueprint.wiring import WIRINGS
+from megatron_ladder.blueprint.wiring import WIRINGS, limit_to_unseen
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.sub_block import SubBlock
 
@@ -96,17 +96,18 @@ class Calibration:
         ]
         # A desynchronised interval has one reduce, at its end in forward and at its beginning in backward.
         interval = max(1, named.desync_interval)
+        intervals = [tuple(zip(*times[at : at + interval], strict=True)) for at in range(0, len(times), interval)]
+        late = range(1, named.staleness + 1)
+        missing_of_intervals = limit_to_unseen(late if reads_late[0] else () for *_, reads_late in intervals)
         steps = [
             SubBlockTime(
                 forward_seconds=sum(forward),
                 reduce_seconds=reduce_seconds,
-                staleness=named.staleness if reads_late[0] else 0,
+                missing=missing,
                 dgrad_seconds=sum(backward) - weight_gradient[0],
                 wgrad_seconds=weight_gradient[0],
             )
-            for forward, backward, weight_gradient, reads_late in (
-                tuple(zip(*times[start : start + interval], strict=True)) for start in range(0, len(times), interval)
-            )
+            for (forward, backward, weight_gradient, _), missing in zip(intervals, missing_of_intervals, strict=True)
         ]
         total = forward_seconds(steps, wire, head_seconds=self.head)
         if any(self.backward):
@@ -188,7 +189,7 @@ def time_backward(
     backward: list[list[float]] = [[] for _ in range(per_layer)]
     weight_gradient: list[list[float]] = [[] for _ in range(per_layer)]
     for number, step in [*enumerate(steps)] * rounds:
-        partial = step.partial_sum(hidden_states.detach().requires_grad_(), context)
+        partial, _ = step.partial_sum(hidden_states.detach().requires_grad_(), context)
         backward[number % per_layer].append(clock.time(functools.partial(partial.backward, torch.ones_like(partial))))
         # The product of the output's gradient and the input, for the first matrix of the sub-block.
         assert isinstance(step.body, nn.Module)

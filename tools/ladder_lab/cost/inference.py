@@ -131,7 +131,7 @@ def _pass_seconds(request: InferenceRequest, tokens: int, seconds_of: Callable[[
     """
     reduce = request.reduce_seconds(tokens)
     steps = [
-        SubBlockTime(seconds_of(one, len(sub_blocks)), reduce if one.wired.leaves_shared else 0.0, one.wired.staleness)
+        SubBlockTime(seconds_of(one, len(sub_blocks)), reduce if one.wired.leaves_shared else 0.0, one.wired.missing)
         for sub_blocks in layer_tensors(request.model)
         for one in sub_blocks
     ]
@@ -160,7 +160,7 @@ def _decode_seconds(request: InferenceRequest, one: SubBlockTensors, sub_blocks:
     """Return the time of one sub-block in a decode step; a layer has `sub_blocks`."""
     constants, rate = _constants(request), _read_rate(request)
     floor = constants.floor + (FLOOR_GROWTH * math.log2(request.batch / 4) if request.batch > 4 else 0.0)
-    kind = "parallel" if sub_blocks == 1 else "ladder" if one.wired.staleness else "standard"
+    kind = "parallel" if sub_blocks == 1 else "ladder" if one.wired.missing else "standard"
     seconds = constants.glue[kind] * MICROSECOND / sub_blocks
     for branch in one.branches:
         numbers = branch.weights_per_token / request.ranks

@@ -1,7 +1,7 @@
 """Time of a step of a wiring on a wire.
 
-The step-time model walks the same list of sub-blocks by the same rule as the model does (a sub-block of staleness s
-starts when at most s of the earlier outputs are missing), but it advances a clock instead of computing. It assumes that
+The step-time model walks the same list of sub-blocks by the same plan as the model does (a sub-block waits for the
+outputs that it is the first to see), but it advances a clock instead of computing. It assumes that
 all ranks behave the same, and simulates one. With sub-blocks of compute time c and all-reduce time t a layer takes
 
     wiring                    serial wire             pipelined wire
@@ -18,6 +18,8 @@ the sub-block ends, and the sub-block s + 1 positions later is the first to wait
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from megatron_ladder.blueprint.wiring import ReadPlan
 
 MICROSECOND = 1e-6
 KILOBYTE = 2**10
@@ -45,14 +47,14 @@ class SubBlockTime:
     """Seconds that one sub-block takes on a rank.
 
     `reduce_seconds` is the wire time of the all-reduce of its output, and of its input gradient, which has the same
-    size. `staleness` is the number of earlier outputs that may be missing from the stream when it starts. Backward is
+    size. `missing` are the outputs that the stream lacks when it starts, counted back from the newest. Backward is
     split into the gradient of its input and the rest: the weight gradient of its column-parallel layer, which no other
     sub-block needs.
     """
 
     forward_seconds: float
     reduce_seconds: float
-    staleness: int = 0
+    missing: tuple[int, ...] = ()
     dgrad_seconds: float = 0.0
     wgrad_seconds: float = 0.0
 
@@ -110,7 +112,7 @@ class SimulatedClock:
             self.now += self.wire.contention * overlapped
 
     def wait(self, collective: SimulatedCollective) -> None:
-        """Wait until `collective` is done; collectives must be waited for in launch order."""
+        """Wait until `collective` is done."""
         self.compute(self.wire.finish_seconds)
         while collective.seconds_left > 0:
             moving = self._moving()
@@ -145,14 +147,15 @@ def forward_seconds(
     same wire, for callers that need more than the total.
     """
     clock = SimulatedClock(wire) if clock is None else clock
-    pending: deque[SimulatedCollective] = deque()
-    for block in sub_blocks:
-        while len(pending) > block.staleness:
-            clock.wait(pending.popleft())
+    plan = ReadPlan.of(block.missing for block in sub_blocks)
+    launched: list[SimulatedCollective] = []
+    for index, block in enumerate(sub_blocks):
+        for output in plan.arriving(index):
+            clock.wait(launched[output])
         clock.compute(block.forward_seconds)
-        pending.append(clock.launch(block.reduce_seconds))
-    while pending:
-        clock.wait(pending.popleft())
+        launched.append(clock.launch(block.reduce_seconds))
+    for output in plan.arriving(len(sub_blocks)):
+        clock.wait(launched[output])
     clock.compute(head_seconds)
     return clock.now
 
@@ -181,11 +184,11 @@ def backward_seconds(
     """
     clock = SimulatedClock(wire) if clock is None else clock
     clock.compute(head_seconds)
-    added = outputs_added([block.staleness for block in sub_blocks])
+    first_reads = ReadPlan.of(block.missing for block in sub_blocks).first_reads
     in_flight: deque[tuple[int, SimulatedCollective]] = deque()
     for index in reversed(range(len(sub_blocks))):
         block = sub_blocks[index]
-        while in_flight and in_flight[0][0] > index:
+        while in_flight and in_flight[0][0] >= first_reads[index]:
             clock.wait(in_flight.popleft()[1])
         clock.compute(block.dgrad_seconds if launch_before_wgrad else block.dgrad_seconds + block.wgrad_seconds)
         reduce = clock.launch(block.reduce_seconds)
@@ -194,16 +197,7 @@ def backward_seconds(
         if wait_at_once:
             clock.wait(reduce)
         else:
-            in_flight.append((added[index], reduce))
+            in_flight.append((index, reduce))
     while in_flight:
         clock.wait(in_flight.popleft()[1])
     return clock.now
-
-
-def outputs_added(staleness: Sequence[int]) -> list[int]:
-    """Return how many outputs, counted from the first, are in the stream that each sub-block reads."""
-    added, done = [], 0
-    for index, missing in enumerate(staleness):
-        done = max(done, index - missing)
-        added.append(done)
-    return added

@@ -32,10 +32,10 @@ Stage i of a pipeline of p stages holds those of min(p - i, micro-batches) micro
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from ladder_lab.cost.links import outputs_added
 from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.partition import uniform_partition
 from megatron_ladder.blueprint.tensors import (
     embedding_tensor,
     final_norm_tensor,
@@ -43,6 +43,7 @@ from megatron_ladder.blueprint.tensors import (
     loss_chunk_tokens,
     padded_vocab_size,
 )
+from megatron_ladder.blueprint.wiring import plan_reads
 
 Precision = Literal["fp32", "bf16"]
 FP32_BYTES = 4
@@ -93,21 +94,46 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
-def _layer_parameters(model: ModelConfig, tensor: int) -> int:
-    return sum(sub_block.parameters(tensor) for sub_block in layer_tensors(model)[0])
+class _LayerNumbers(NamedTuple):
+    """Numbers of one layer on a tensor-parallel rank."""
+
+    parameters: int
+    matrices: int
+    """Parameters in matrices, which Muon updates."""
+    activations: float
+    """Numbers per token that are kept inside the sub-blocks, all of them cut over the tensor-parallel ranks."""
+
+
+@lru_cache(maxsize=256)
+def _numbers_of_layers(model: ModelConfig, tensor: int) -> list[_LayerNumbers]:
+    return [
+        _LayerNumbers(
+            sum(sub_block.parameters(tensor) for sub_block in layer),
+            sum(
+                matrix.weight.local_numel(tensor)
+                for sub_block in layer
+                for branch in sub_block.branches
+                for matrix in (*branch.inputs, branch.output)
+            ),
+            sum(sub_block.activations(tensor) for sub_block in layer),
+        )
+        for layer in layer_tensors(model)
+    ]
+
+
+def _numbers_of_stage(model: ModelConfig, layout: Layout, stage: int) -> list[_LayerNumbers]:
+    layers = stage_layers(model, layout.pipeline, stage)
+    return _numbers_of_layers(model, layout.tensor)[layers.start : layers.stop]
 
 
 def _orthogonal_parameters(model: ModelConfig, layout: Layout, stage: int) -> int:
     """Return how many of a stage's parameters per rank are updated by Muon: the matrices of its layers."""
-    branches = (branch for sub_block in layer_tensors(model)[0] for branch in sub_block.branches)
-    matrices = (matrix for branch in branches for matrix in (*branch.inputs, branch.output))
-    of_layer = sum(matrix.weight.local_numel(layout.tensor) for matrix in matrices)
-    return stage_layers(model, layout.pipeline, stage) * of_layer if layout.muon else 0
+    return sum(layer.matrices for layer in _numbers_of_stage(model, layout, stage)) if layout.muon else 0
 
 
-def stage_layers(model: ModelConfig, pipeline: int, stage: int) -> int:
+def stage_layers(model: ModelConfig, pipeline: int, stage: int) -> range:
     """Return the layers of a pipeline stage; the first stages have one more if the layers do not divide evenly."""
-    return model.num_layers // pipeline + (stage < model.num_layers % pipeline)
+    return uniform_partition(model.num_layers, pipeline)[stage]
 
 
 def stage_parameters(model: ModelConfig, layout: Layout, stage: int) -> int:
@@ -116,7 +142,7 @@ def stage_parameters(model: ModelConfig, layout: Layout, stage: int) -> int:
     The first stage has the embedding, and the last one the head, even if its matrix is tied to the embedding.
     """
     matrix = embedding_tensor(model).local_numel(layout.tensor)
-    count = stage_layers(model, layout.pipeline, stage) * _layer_parameters(model, layout.tensor)
+    count = sum(layer.parameters for layer in _numbers_of_stage(model, layout, stage))
     last = layout.pipeline - 1
     count += matrix * (stage == 0) + final_norm_tensor(model).numel * (stage == last)
     return count + matrix * (stage == last and not (model.tie_embeddings and stage == 0))
@@ -148,25 +174,25 @@ def _layers_activation_bytes(
 ) -> float:
     """Return what a stage's layers keep of a micro-batch. A stream that several sub-blocks read is kept once."""
     layers = stage_layers(model, layout.pipeline, stage)
-    sub_blocks = layers * len(model.wiring.sub_blocks)
+    sub_blocks = sum(map(len, model.layer_kinds[layers.start : layers.stop]))
     size = _NUMBER_BYTES[precision]
     stream = tokens * model.hidden_size / (layout.tensor if layout.sequence_parallel else 1)
-    first = sum(stage_layers(model, layout.pipeline, earlier) for earlier in range(stage))
-    inputs = _streams_read(model, first, first + layers) * stream * size
+    inputs = _streams_read(model, layers.start, layers.stop) * stream * size
     if layout.recompute:
         return inputs
     if precision == "bf16" and not layout.fused_norms:
         # A norm of several operators keeps its own fp32 copy, so nothing is shared.
         inputs = sub_blocks * stream * size
     norms = sub_blocks * stream * (size + _unfused_bytes(layout, precision))
-    return inputs + norms + layers * _inner_activations(model, layout.tensor, tokens) * size
+    inner = sum(layer.activations for layer in _numbers_of_stage(model, layout, stage))
+    return inputs + norms + tokens * inner * size
 
 
 @lru_cache(maxsize=256)
 def _streams_read(model: ModelConfig, start: int, stop: int) -> int:
-    added = outputs_added([one.wired.staleness for layer in layer_tensors(model) for one in layer])
-    width = len(model.wiring.sub_blocks)
-    return len(set(added[width * start : width * stop]))
+    plan, kinds = plan_reads(model.wired_layers), model.layer_kinds
+    first, last = (sum(map(len, kinds[:layer])) for layer in (start, stop))
+    return 1 + sum(len(plan.arriving(read)) > 0 for read in range(first + 1, last))
 
 
 def _unfused_bytes(layout: Layout, precision: Precision) -> int:
@@ -177,11 +203,6 @@ def _unfused_bytes(layout: Layout, precision: Precision) -> int:
     if layout.fused_norms:
         return 0
     return FP32_BYTES if precision == "fp32" else FP32_BYTES + _NUMBER_BYTES[precision]
-
-
-def _inner_activations(model: ModelConfig, tensor: int, tokens: int) -> float:
-    """Return the numbers that one layer keeps inside its sub-blocks, all of them cut over the tensor-parallel ranks."""
-    return tokens * sum(sub_block.activations(tensor) for sub_block in layer_tensors(model)[0])
 
 
 def _head_activation_bytes(model: ModelConfig, layout: Layout, tokens: int, precision: Precision) -> float:
@@ -200,13 +221,14 @@ def stage_memory(
     held = min(layout.pipeline - stage, micro_batches)
     activations = held * _layers_activation_bytes(model, layout, stage, tokens, precision)
     if layout.recompute:
-        activations += _inner_activations(model, layout.tensor, tokens) * size
+        largest = max(layer.activations for layer in _numbers_of_stage(model, layout, stage))
+        activations += tokens * largest * size
     if stage == layout.pipeline - 1:
         rows = padded_vocab_size(model.vocab_size, layout.tensor) // layout.tensor
         activations += LOSS_BYTES * loss_chunk_tokens(tokens) * rows
         activations += _head_activation_bytes(model, layout, tokens, precision)
     if layout.zero >= 3:
-        weights += 2 * size * _layer_parameters(model, layout.tensor)
+        weights += 2 * size * max(layer.parameters for layer in _numbers_of_stage(model, layout, stage))
     return Memory(weights, gradients, optimizer, activations)
 
 

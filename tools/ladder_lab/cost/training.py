@@ -21,14 +21,14 @@ A desync interval is one sub-block with one exposed reduce in each pass: at its 
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from ladder_lab.cost.hardware import Cluster
 from ladder_lab.cost.links import SubBlockTime, WireModel, backward_seconds, forward_seconds
 from ladder_lab.cost.memory import FP32_BYTES, Layout, stage_layers, stage_parameters
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import ModelFlops, layer_tensors, padded_vocab_size
-from megatron_ladder.blueprint.wiring import pending_before
+from megatron_ladder.blueprint.wiring import plan_reads
 
 WEIGHT_BYTES = 2
 STREAM_PASSES = 5.5
@@ -98,13 +98,13 @@ class LayerTime:
             # A flash kernel skips the masked half of the scores.
             flops = sum(one.product_flops + one.score_flops(self.sequence) / 2 for one in sub_block.branches)
             seconds = self.sequence * self.micro_batch * flops / rate + streams
-            dgrad, staleness = seconds * (2 if self.recompute else 1), sub_block.wired.staleness
-            times.append(SubBlockTime(seconds, self.reduce_seconds, staleness, dgrad, wgrad_seconds=seconds))
+            dgrad, missing = seconds * (2 if self.recompute else 1), sub_block.wired.missing
+            times.append(SubBlockTime(seconds, self.reduce_seconds, missing, dgrad, wgrad_seconds=seconds))
         if not self.model.desync_interval:
             return times
         forward = self._period * sum(one.forward_seconds for one in times)
         dgrad = self._period * sum(one.dgrad_seconds for one in times)
-        return [SubBlockTime(forward, self.reduce_seconds, 0, dgrad, wgrad_seconds=forward)]
+        return [SubBlockTime(forward, self.reduce_seconds, (), dgrad, wgrad_seconds=forward)]
 
     @property
     def _period(self) -> int:
@@ -139,6 +139,13 @@ class LayerTime:
         return compute, total
 
 
+@lru_cache(maxsize=256)
+def _outputs_at_cuts(model: ModelConfig) -> int:
+    """Return how many outputs cross a pipeline cut before the last layer."""
+    wired = model.wired_layers
+    return len(plan_reads(wired).missing(sum(map(len, wired[:-1]))))
+
+
 def step_time(times: LayerTime, layout: Layout, global_batch: int) -> StepTime:
     """Return the time of one step of `global_batch` samples, a multiple of data-parallel ranks x micro-batch."""
     micro_batches = global_batch // (layout.data * layout.micro_batch)
@@ -146,7 +153,7 @@ def step_time(times: LayerTime, layout: Layout, global_batch: int) -> StepTime:
     compute, slowest = max(stages, key=lambda stage: stage[1])
     sending = 0.0
     if layout.pipeline > 1:
-        pending = pending_before(times.model.wired_layers, times.model.num_layers - 1)
+        pending = _outputs_at_cuts(times.model)
         # The missing outputs cross unreduced, so each rank sends the whole of its partial sums.
         state = times.stream_bytes * (1 / (times.tensor if times.sequence_parallel else 1) + pending)
         distance = layout.tensor * layout.data
@@ -164,7 +171,7 @@ def step_time(times: LayerTime, layout: Layout, global_batch: int) -> StepTime:
 
 def _stage_seconds(times: LayerTime, layout: Layout, stage: int) -> tuple[float, float]:
     """Return the seconds of one micro-batch on one stage as `LayerTime.passes` does, with embedding and head."""
-    compute, total = times.passes(stage_layers(times.model, layout.pipeline, stage))
+    compute, total = times.passes(len(stage_layers(times.model, layout.pipeline, stage)))
     if stage == 0:
         total += times.reduce_seconds
     if stage == layout.pipeline - 1:

@@ -11,8 +11,8 @@ from ladder_lab.cost.links import (
     backward_seconds,
     forward_seconds,
     gpu_contention,
-    outputs_added,
 )
+from megatron_ladder.blueprint.wiring import limit_to_unseen
 
 SERIAL, PIPELINED = WireModel(serial=True), WireModel(serial=False)
 MICROSECONDS = 1e-6
@@ -30,7 +30,8 @@ def layers(wiring: str, count: int, c: float, t: float) -> list[SubBlockTime]:
         "ladder-attention": (1, 0),
     }[wiring]
     c *= 2 // len(staleness)
-    return [SubBlockTime(c, t, late, dgrad_seconds=c, wgrad_seconds=c) for late in staleness] * count
+    missing = limit_to_unseen(range(1, late + 1) for late in staleness * count)
+    return [SubBlockTime(c, t, backs, dgrad_seconds=c, wgrad_seconds=c) for backs in missing]
 
 
 def a_layer(total: Sequence[float], between: int) -> float:
@@ -76,7 +77,7 @@ def test_waiting_at_once_hides_nothing() -> None:
 
 
 def test_schedules_drawn_by_hand() -> None:
-    one = SubBlockTime(1.0, 5.0, 2)
+    one = SubBlockTime(1.0, 5.0, (1, 2))
     # Sub-blocks end at 1 2 3; y0 is there at 6, so the next end at 7 8 9; y3 is there at 12, so the next ends at 13.
     assert forward_seconds([one] * 4, PIPELINED) == pytest.approx(12)
     assert forward_seconds([one] * 6, PIPELINED) == pytest.approx(14)
@@ -84,7 +85,7 @@ def test_schedules_drawn_by_hand() -> None:
     # One after another: y0 6, y1 11, y2 16, y3 21.
     assert forward_seconds([one] * 4, SERIAL, 0.25) == pytest.approx(21.25)
     # Standard, ladder, ladder, standard: two end at 1 2; y0 is there at 3: 4; y1 at 5 and y2 at 7: 8; y3 at 10.
-    hybrid = [SubBlockTime(1.0, 2.0, s, dgrad_seconds=1.0) for s in (0, 1, 1, 0)]
+    hybrid = [SubBlockTime(1.0, 2.0, s, dgrad_seconds=1.0) for s in ((), (1,), (1,), ())]
     assert forward_seconds(hybrid, SERIAL) == pytest.approx(10)
     # Backward of 3 ends at 1, its reduce at 3: 2 ends at 4. Of 2 and 3, only 3 read the output of 1: that ends at 5
     # without waiting. Only 2 and 3 read the output of 0: it waits for 2's reduce at 6 and ends at 7. Then 1's reduce
@@ -100,9 +101,9 @@ def test_no_time_on_the_wire_is_the_bound() -> None:
 
 
 def test_a_free_reduce_queues_on_a_serial_wire() -> None:
-    blocks = [SubBlockTime(1.0, 5.0, 1), SubBlockTime(1.0, 0.0, 1)]
+    blocks = [SubBlockTime(1.0, 5.0, (1,)), SubBlockTime(1.0, 0.0, (1,))]
     assert forward_seconds(blocks, SERIAL) == pytest.approx(6)
-    late = [SubBlockTime(1.0, 5.0, 2), SubBlockTime(1.0, 0.0, 2), SubBlockTime(1.0, 0.0, 0)]
+    late = [SubBlockTime(1.0, 5.0, (1, 2)), SubBlockTime(1.0, 0.0, (1, 2)), SubBlockTime(1.0, 0.0, ())]
     assert forward_seconds(late, SERIAL) == pytest.approx(7)
 
 
@@ -138,18 +139,12 @@ def recurrence(
 @pytest.mark.parametrize("seed", range(20))
 def test_random_stacks_follow_the_recurrence(seed: int) -> None:
     dice = random.Random(seed)
-    blocks = [
-        SubBlockTime(dice.uniform(0, 2), dice.uniform(0, 3), dice.choice((0, 1, 1, 2)), dice.uniform(0, 2))
-        for _ in range(dice.randrange(1, 25))
+    missing = limit_to_unseen(dice.choice(((), (1,), (1, 2), (2,))) for _ in range(dice.randrange(1, 25)))
+    blocks = [SubBlockTime(dice.uniform(0, 2), dice.uniform(0, 3), backs, dice.uniform(0, 2)) for backs in missing]
+    # Outputs in the stream when each sub-block reads it.
+    reads = [
+        {output for output in range(index) if index - output not in block.missing} for index, block in enumerate(blocks)
     ]
-    # Outputs in the stream when each sub-block reads it, from the rule as it is written for the model.
-    reads, stream, pending = list[set[int]](), set[int](), list[int]()
-    for index, block in enumerate(blocks):
-        while len(pending) > block.staleness:
-            stream.add(pending.pop(0))
-        reads.append(set(stream))
-        pending.append(index)
-    assert outputs_added([block.staleness for block in blocks]) == [len(outputs) for outputs in reads]
     # In backward sub-block j reads the gradients of all that read its output.
     order = list(reversed(range(len(blocks))))
     place = {index: position for position, index in enumerate(order)}

@@ -80,7 +80,7 @@ def test_a_pass_takes_the_time_of_the_step_time_model(
         pending.append(launch(link))
     for work in pending:
         work.wait()
-    steps = [SubBlockTime(seconds, ratio * 25 * MICRO, staleness) for seconds in compute]
+    steps = [SubBlockTime(seconds, ratio * 25 * MICRO, tuple(range(1, staleness + 1))) for seconds in compute]
     assert device.compute.now == pytest.approx(forward_seconds(steps, WireModel(serial)), rel=1e-4)
     assert link.waited_seconds == pytest.approx(device.compute.now - sum(compute), abs=1e-8)
 
