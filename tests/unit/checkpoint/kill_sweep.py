@@ -150,8 +150,7 @@ def save_alone(save: Path, iteration: int, seed: int, options: SaveOptions) -> N
 
 
 SCENARIOS: dict[str, tuple[Callable[..., None], int, Retention]] = {
-    "again": (save_alone, 100, Retention()),
-    "retention": (save_alone, 200, Retention(keep_last=1)),
+    "again": (save_alone, 100, Retention(keep_last=1)),
     "background": (save_in_background, 200, Retention(keep_last=2)),
 }
 """Function, iteration and retention of the killed save; iterations 50 and 100 exist before."""

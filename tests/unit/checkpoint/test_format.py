@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors import safe_open
 
-import megatron_ladder.checkpoint.format as format_module
 from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.checkpoint.format import Checkpoint, find_checkpoint
 from megatron_ladder.checkpoint.loading import load_weights
@@ -21,7 +20,6 @@ from megatron_ladder.checkpoint.publish import write_manifest
 from megatron_ladder.checkpoint.saving import CheckpointWriter
 from megatron_ladder.errors import UserError
 from megatron_ladder.parallel.layout import ParallelModule, Section
-from megatron_ladder.progress import ProgressBar
 
 State = dict[tuple[str, str], torch.Tensor]
 Save = Callable[[Path, int, str, State], Path]
@@ -115,7 +113,7 @@ def tensor_ranks(spans: list[Span]) -> int:
     return SHAPES["qkv"][0] // next(span for span in spans if span.name == "qkv").held.extent[0]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_any_layout_reads_checkpoints_of_any_other(tmp_path: Path, seed: int, header: Header) -> None:
     rng = random.Random(seed)
     state = canonical_state(seed)
@@ -186,19 +184,6 @@ def test_weights_are_in_separate_files_that_safetensors_opens(tmp_path: Path, sa
     assert torch.equal(out, state(1)["mlp.weight", "weight"])
 
 
-def test_contents(tmp_path: Path, save: Save, state: MakeState) -> None:
-    save(tmp_path, 100, "a", state(1))
-    checkpoint = Checkpoint.open(tmp_path)
-    assert (checkpoint.iteration, checkpoint.consumed_samples) == (100, 800)
-    assert checkpoint.manifest["model"] == {"num_layers": 2}
-    stored = {
-        kind: {name: (tensor.shape, tensor.dtype) for name, tensor in checkpoint.stored(kind).items()}
-        for kind in ("weight", "rng")
-    }
-    assert stored["weight"] == {"mlp.weight": ((6, 5), "bfloat16"), "norm.weight": ((7,), "bfloat16")}
-    assert stored["rng"] == {"rank_00000.cpu": ((33,), "uint8")}
-
-
 def test_weights_are_converted_and_moments_are_not(tmp_path: Path, save: Save, state: MakeState) -> None:
     save(tmp_path, 100, "a", state(1))
     checkpoint = Checkpoint.open(tmp_path)
@@ -208,15 +193,6 @@ def test_weights_are_converted_and_moments_are_not(tmp_path: Path, save: Save, s
         assert torch.equal(out, state(1)["mlp.weight", "weight"].to(dtype))
     with pytest.raises(UserError, match="exp_avg of mlp.weight is stored as float32, expected bfloat16"):
         checkpoint.read("mlp.weight", "exp_avg", (0, 0), (6, 5), torch.empty(6, 5, dtype=torch.bfloat16))
-
-
-def test_parameters_are_filled_in_place(tmp_path: Path, save: Save, state: MakeState) -> None:
-    save(tmp_path, 100, "a", state(1))
-    expected = state(1)["mlp.weight", "weight"]
-    for dtype in (torch.float32, torch.bfloat16):
-        parameter = torch.nn.Parameter(torch.zeros(6, 5, dtype=dtype))
-        Checkpoint.open(tmp_path).read_weight("mlp.weight", (0, 0), (6, 5), parameter)
-        assert torch.equal(parameter, expected.to(dtype)) and parameter.requires_grad
 
 
 def test_models_are_filled_and_their_padding_becomes_zero(tmp_path: Path, save: Save, state: MakeState) -> None:
@@ -300,47 +276,6 @@ def test_damage_to_any_file_is_reported(tmp_path: Path, damage: str, save: Save,
         assert found.directory.name == "iter_0000100"
         assert any(str(damaged) in line for line in found.warnings)
         assert "iter_0000100: is used instead" in found.warnings[-1]
-
-
-def test_sizes_and_checksums_are_reported(tmp_path: Path, save: Save, state: MakeState) -> None:
-    path = save(tmp_path, 100, "a", state(1)) / "weights_rank_00001.safetensors"
-    checkpoint, size = Checkpoint.open(tmp_path), path.stat().st_size
-    expected = next(f["checksum"] for f in checkpoint.manifest["files"] if f["name"] == path.name)
-    flip_a_bit(path)
-    with pytest.raises(UserError, match=f"the manifest records {expected}, the contents have xxh3_128:"):
-        checkpoint.verify()
-    truncate(path)
-    with pytest.raises(UserError, match=f"the manifest records {size} bytes, the file has {size - 1}"):
-        Checkpoint.open(tmp_path)
-
-
-def test_files_that_vanish_are_reported(tmp_path: Path, save: Save, state: MakeState) -> None:
-    path = save(tmp_path, 100, "a", state(1)) / "weights_rank_00001.safetensors"
-    checkpoint = Checkpoint.open(tmp_path)
-    path.unlink()
-    with pytest.raises(UserError, match=f"{path}: cannot be read: No such file"):
-        checkpoint.verify()
-
-
-def test_verifying_shows_its_progress(
-    tmp_path: Path, save: Save, state: MakeState, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory = save(tmp_path, 100, "a", state(1))
-    bars: list[tuple[str, float]] = []
-    advanced: list[float] = []
-
-    class Bar(ProgressBar):
-        def __init__(self, description: str, total: float) -> None:
-            super().__init__(description, total)
-            bars.append((description, total))
-
-        def advance(self, amount: float, **notes: object) -> None:
-            advanced.append(amount)
-
-    monkeypatch.setattr(format_module, "ProgressBar", Bar)
-    Checkpoint.open(tmp_path).verify("verifying")
-    total = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-    assert bars == [("verifying", total)] and sum(advanced) == total and len(advanced) == 6
 
 
 def test_files_that_contradict_a_forged_manifest_are_rejected(
