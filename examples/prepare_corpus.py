@@ -2,9 +2,8 @@
 
 python examples/prepare_corpus.py --output-dir corpus --max-megabytes 1
 
-Training text is the code of this Python's standard library: 700 files, about 12 MB of code, comments and English
-documentation, the same for everyone with the same Python version. Validation text is `pydoc_data/topics.py`, the
-language reference that `help()` prints: related, but not trained on.
+The text is the code of this Python's standard library: 700 files, about 12 MB of code, comments and English
+documentation, the same for everyone with the same Python version. Every twentieth file is held out for validation.
 """
 
 import contextlib
@@ -23,7 +22,8 @@ from megatron_ladder.errors import UserError, run_program  # noqa: E402
 from megatron_ladder.files import write_atomically  # noqa: E402
 from megatron_ladder.flags import flag  # noqa: E402
 
-VALIDATION_FILE = Path("pydoc_data", "topics.py")
+HELD_OUT = 20
+"""One of so many files is validation text."""
 EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
@@ -36,11 +36,11 @@ class CorpusOptions:
     vocab_size: int = flag(4096, minimum=1)
     """Vocabulary size of the tokenizer, including 256 bytes and 3 control tokens."""
     max_megabytes: float | None = flag(None, above=0)
-    """Use approximately this much training text; all of it by default."""
+    """Use approximately this much text; all of it by default."""
 
 
 def library_sources(library: Path) -> list[Path]:
-    """Return the training files in a fixed order: no tests, no installed packages, and nothing that is not UTF-8."""
+    """Return the files in a fixed order: no tests, no installed packages, and nothing that is not UTF-8."""
     found = []
     for folder, subfolders, names in os.walk(library):
         subfolders[:] = set(subfolders) - EXCLUDED_FOLDERS
@@ -48,7 +48,7 @@ def library_sources(library: Path) -> list[Path]:
             with contextlib.suppress(UnicodeDecodeError):
                 path.read_bytes().decode()
                 found.append(path)
-    return sorted(path for path in found if path != library / VALIDATION_FILE)
+    return sorted(found)
 
 
 def limit_bytes(paths: Sequence[Path], library: Path, limit: float) -> list[Path]:
@@ -71,9 +71,8 @@ def main(argv: Sequence[str]) -> None:
     from megatron_ladder.data.tokenizers import SentencePieceTokenizer
 
     library = Path(sysconfig.get_paths()["stdlib"])
-    validation = library / VALIDATION_FILE
     sources = library_sources(library)
-    if not sources or not validation.is_file():
+    if not sources:
         raise UserError(f"{library}: this Python has no source files of its library: use another one")
     if options.max_megabytes is not None:
         sources = limit_bytes(sources, library, options.max_megabytes * 1e6)
@@ -81,10 +80,12 @@ def main(argv: Sequence[str]) -> None:
     print(f"corpus: {len(sources)} files, {size / 1e6:.1f} MB of the library of Python {sys.version.split()[0]}")
     print(f"tokenizer: training {options.vocab_size} pieces, which takes some seconds", flush=True)
     options.output_dir.mkdir(parents=True, exist_ok=True)
+    held_out = sources[::HELD_OUT]
+    training = [path for path in sources if path not in held_out]
     model = options.output_dir / "tokenizer.model"
-    write_atomically(model, train_sentencepiece((path.read_bytes().decode() for path in sources), options.vocab_size))
+    write_atomically(model, train_sentencepiece((path.read_bytes().decode() for path in training), options.vocab_size))
     tokenizer = SentencePieceTokenizer(model)
-    for name, inputs in (("train", sources), ("valid", [validation])):
+    for name, inputs in (("train", training), ("valid", held_out)):
         prefix = options.output_dir / name
         sidecar = preprocess(inputs, prefix, tokenizer, append_eod=True)["text"]
         print(f"{name}: {prefix}_text_document: {sidecar.documents:,} documents, {sidecar.tokens:,} tokens")
