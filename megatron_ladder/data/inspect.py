@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from megatron_ladder.data.indexed import (
     COPIED_TOKENS,
@@ -21,8 +20,6 @@ from megatron_ladder.errors import UserError, raise_user_errors
 
 _SHOWN_IDS = 16
 """Token ids of a document that are printed before its text."""
-_BAR = 40
-"""Width of a histogram's longest bar, in characters."""
 
 
 def summary(dataset: IndexedDataset) -> Iterator[str]:
@@ -46,18 +43,8 @@ def summary(dataset: IndexedDataset) -> Iterator[str]:
             f"{sidecar.tokenizer_sha256[:12]}; end of document {sidecar.eod_id}"
             f"{' after each' if sidecar.append_eod else ', not appended'}; largest id {sidecar.largest_id:,}"
         )
-    yield from _histogram(np.diff(dataset.document_bounds))
-
-
-def _histogram(lengths: NDArray[np.int64]) -> Iterator[str]:
-    quantiles = np.quantile(lengths, [0, 0.5, 0.9, 0.99, 1]).round().astype(int).tolist()
+    quantiles = np.quantile(np.diff(dataset.document_bounds), [0, 0.5, 0.9, 0.99, 1]).round().astype(int).tolist()
     yield "  tokens per document: minimum {:,}, median {:,}, 90% {:,}, 99% {:,}, maximum {:,}".format(*quantiles)
-    # Bucket 0: no token; bucket k: 2^(k-1) to 2^k - 1.
-    counts = np.bincount(np.frexp(lengths.astype(np.float64))[1])
-    for bucket in np.flatnonzero(counts).tolist():
-        ends = "0" if bucket == 0 else f"{1 << bucket - 1:,}-{(1 << bucket) - 1:,}"
-        bar = "#" * max(1, round(_BAR * counts[bucket] / counts.max()))
-        yield f"  {ends:>25} {counts[bucket]:>13,} {bar}"
 
 
 def parse_documents(words: Sequence[str], documents: int) -> list[int]:

@@ -1,13 +1,13 @@
 """From the data sets that a command line names to samples for training, validation and test."""
 
 import itertools
-import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from megatron_ladder.config.data import DataConfig
@@ -67,22 +67,21 @@ def _read(flag: str, path: Path) -> str:
         raise UserError(f"{flag} {path}: cannot be read: {error}") from None
 
 
+class _Parts(msgspec.Struct, forbid_unknown_fields=True):
+    """The content of --per-split-data-args-path: texts, or lists of weights and prefixes."""
+
+    train: str | list[str | float] | None = None
+    valid: str | list[str | float] | None = None
+    test: str | list[str | float] | None = None
+
+
 def _read_parts(flag: str, path: Path) -> dict[str, list[str]]:
     try:
-        values: Any = json.loads(_read(flag, path))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{flag} {path}: not JSON: {error}") from None
-    unknown = [key for key in values if key not in _PARTS] if isinstance(values, dict) else [values]
-    if unknown:
-        raise UserError(f"{flag} {path}: expected an object with keys {', '.join(_PARTS)}, found {unknown[0]!r}")
-    given = {part: value for part, value in values.items() if value is not None}
-    own = {part: value.split() if isinstance(value, str) else value for part, value in given.items()}
-    raise_user_errors(
-        f"{flag} {path}: {part}: expected a text, or a list of weights and prefixes"
-        for part, words in own.items()
-        if not isinstance(words, list) or not all(isinstance(word, str | int | float) for word in words)
-    )
-    return {part: [str(word) for word in own.get(part, ())] for part in _PARTS}
+        found = msgspec.json.decode(_read(flag, path), type=_Parts)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise UserError(f"{flag} {path}: {error}: expected an object with keys {', '.join(_PARTS)}") from None
+    words = {part: getattr(found, part) or () for part in _PARTS}
+    return {part: value.split() if isinstance(value, str) else list(map(str, value)) for part, value in words.items()}
 
 
 def _named_sets(flag: str, words: Sequence[str]) -> dict[str, list[str]]:

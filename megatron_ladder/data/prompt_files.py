@@ -1,10 +1,15 @@
 """Files of prompts: plain text, or JSON lines with the key prompt."""
 
-import json
 from pathlib import Path
+
+import msgspec
 
 from megatron_ladder.data.reading.protocol import BYTE_ORDER_MARK, is_json_lines
 from megatron_ladder.errors import UserError
+
+
+class _Record(msgspec.Struct):
+    prompt: str
 
 
 def read_prompt_file(flag: str, path: Path, by_line: bool = False) -> list[tuple[str, str]]:
@@ -29,9 +34,8 @@ def read_prompt_file(flag: str, path: Path, by_line: bool = False) -> list[tuple
             continue
         if is_json_lines(path):
             try:
-                text = json.loads(line)["prompt"]
-                text.encode()
-            except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+                text = msgspec.json.decode(line, type=_Record).prompt
+            except (msgspec.MsgspecError, RecursionError):
                 example = '{"prompt": "Once"}'
                 raise UserError(
                     f"{source}:{number}: expected a JSON object with a text, for example {example}"

@@ -320,8 +320,8 @@ class _Description(msgspec.Struct):
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     """Return file names and contents for a copy of the tokenizer: its files as loaded, and a description of them."""
     source = source_of(tokenizer)
-    names = [path and path.name for path in (source.tokenizer_model, source.merge_file)]
-    description = _Description(1, tokenizer.kind, *names, tokenizer.sha256, tokenizer.vocab_size)
+    model, merges = (path.name if path else None for path in (source.tokenizer_model, source.merge_file))
+    description = _Description(1, tokenizer.kind, model, merges, tokenizer.sha256, tokenizer.vocab_size)
     contents = {file.name: content for file, content in zip(tokenizer.files, tokenizer.contents, strict=True)}
     return contents | {DESCRIPTION_FILE: (json.dumps(msgspec.to_builtins(description), indent=2) + "\n").encode()}
 
@@ -336,8 +336,8 @@ def load_tokenizer_from_directory(directory: Path) -> Tokenizer:
         found = msgspec.json.decode(content, type=_Description)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{path}: {error}: copy the tokenizer again") from None
-    files = [directory / Path(name).name if name else None for name in (found.file, found.merge_file)]
-    tokenizer = load_source(TokenizerSource(found.tokenizer_type, *files, found.vocab_size - 1))
+    model, merges = (directory / Path(name).name if name else None for name in (found.file, found.merge_file))
+    tokenizer = load_source(TokenizerSource(found.tokenizer_type, model, merges, found.vocab_size - 1))
     if tokenizer.sha256 != found.sha256:
         changed = tokenizer.files[0] if tokenizer.files else path
         raise UserError(

@@ -1,17 +1,12 @@
 """Local files and standard input: JSON lines, plain or compressed, and plain text with one document per file.
 
-msgspec decodes whole blocks of JSON lines at once and skips other keys without building objects. A block that it
-rejects is read again line by line with Python's own decoder, which decides what is an error and in which line.
-
 Plain files are cut into spans of whole lines without reading them. Compressed files and standard input can only be
 read from their beginning.
 """
 
-import functools
 import gzip
 import json
 import math
-import operator
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -19,8 +14,6 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
-
-import msgspec
 
 from megatron_ladder.data.reading.protocol import (
     BYTE_ORDER_MARK,
@@ -44,34 +37,9 @@ _LINES_COUNTED_BYTES = 1 << 30
 
 def _parse_lines(content: bytes, reading: Reading) -> Parsed:
     """Return the documents of whole lines (the last one may lack its line feed)."""
-    if len(content) <= reading.max_bytes:
-        columns = _parse_at_once(content, reading)
-        if columns is not None:
-            return Parsed(columns, range(len(columns[0])))
     numbered = enumerate(content.split(b"\n"))
     rows = ((number, _parse_line(line, reading)) for number, line in numbered if line and not line.isspace())
     return parsed_records(rows, reading)
-
-
-@functools.cache
-def _decoder(keys: tuple[str, ...], texts_only: bool) -> Any:
-    names = [f"value{place}" for place in range(len(keys))]
-    fields: list[tuple[str, Any]] = [(name, str if texts_only else Any) for name in names]
-    record = msgspec.defstruct("Record", fields, rename=dict(zip(names, keys, strict=True)), gc=not texts_only)
-    return msgspec.json.Decoder(record)
-
-
-def _parse_at_once(content: bytes, reading: Reading) -> tuple[list[Any], ...] | None:
-    """Return the columns, or None if the content has anything unusual."""
-    try:
-        if not content.isascii():
-            content.decode()  # msgspec checks only the values of the keys.
-        records = _decoder(reading.keys, reading.texts_only).decode_lines(content)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-    if len(records) != content.count(b"\n") + (bool(content) and not content.endswith(b"\n")):
-        return None
-    return tuple(list(map(operator.attrgetter(f"value{place}"), records)) for place in range(len(reading.keys)))
 
 
 def _parse_line(line: bytes, reading: Reading) -> list[Any] | str:
