@@ -1,6 +1,5 @@
 """Conversations against transformers' own templates and masks."""
 
-import dataclasses
 import datetime
 import itertools
 import json
@@ -16,11 +15,10 @@ import tokenizers
 import transformers
 
 from megatron_ladder.cli import preprocess_data
-from megatron_ladder.data.chat import Conversation, ConversationEncoder, chat_task, read_messages
+from megatron_ladder.data.chat import Conversation, ConversationEncoder, read_messages
 from megatron_ladder.data.chat_template import ChatTemplate, ChatTemplateError
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.inspect import verify
-from megatron_ladder.data.reading.protocol import Reading
 from megatron_ladder.data.sidecar import read_sidecar
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
 from megatron_ladder.errors import UserError
@@ -260,20 +258,9 @@ def test_preprocessing_conversations(folder: Path, tmp_path: Path) -> None:
     lines = [json.dumps({"id": 1, "messages": messages}) for messages in (MESSAGES[1:3], MESSAGES)]
     (tmp_path / "a.jsonl").write_text("\n\n".join(lines))
     (tmp_path / "template.jinja").write_text(MARKED)
-    command = [
-        "--input",
-        str(tmp_path / "a.jsonl"),
-        str(tmp_path / "b.parquet"),
-        "--output-prefix",
-        str(tmp_path / "out"),
-        "--tokenizer-type",
-        "HFTokenizer",
-        "--tokenizer-model",
-        str(folder),
-        "--chat",
-        "--chat-template",
-        str(tmp_path / "template.jinja"),
-    ]
+    command = f"--input {tmp_path}/a.jsonl {tmp_path}/b.parquet --output-prefix {tmp_path}/out --chat".split()
+    command += f"--tokenizer-type HFTokenizer --tokenizer-model {folder}".split()
+    command += ["--chat-template", str(tmp_path / "template.jinja")]
     preprocess_data.main(command)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     expected = []
@@ -291,41 +278,16 @@ def test_preprocessing_conversations(folder: Path, tmp_path: Path) -> None:
     assert documents_of(prefix) == [([*ids, 3], [*mask, 0]) for ids, mask in expected]
 
 
-def test_the_appended_token_is_part_of_the_task_identity(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "template").write_text(MARKED)
-    for append_eod in (True, False):
-        task = chat_task(HuggingFaceTokenizer(folder), tmp_path / "template", Reading(("messages",)), append_eod)
-        other = dataclasses.replace(task, eod_id=task.eod_id + 1)
-        assert (other.identity() != task.identity()) == append_eod
-
-
 def test_a_rejected_conversation_is_located(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = [{"instruction": f"say {n}", "output": "n" * n} for n in range(4)]
-    (tmp_path / "a.jsonl").write_text(
-        "\n".join(json.dumps(record) for record in records[:2])
-        + "\n\n"
-        + "\n".join(json.dumps(record) for record in records[2:])
-    )
+    lines = [json.dumps(record) for record in records]
+    (tmp_path / "a.jsonl").write_text("\n".join([*lines[:2], "", *lines[2:]]))
     (tmp_path / "template").write_text(
         "{% for m in messages %}{% if m.content == 'nn' %}{{ raise_exception('no nn') }}{% endif %}{{ m.content }}"
         "<|im_end|>{% endfor %}"
     )
-    command = [
-        "--input",
-        str(tmp_path / "a.jsonl"),
-        "--output-prefix",
-        str(tmp_path / "out"),
-        "--chat",
-        "--chat-keys",
-        "instruction",
-        "output",
-        "--tokenizer-type",
-        "HFTokenizer",
-        "--tokenizer-model",
-        str(folder),
-        "--chat-template",
-        str(tmp_path / "template"),
-    ]
+    command = f"--input {tmp_path}/a.jsonl --output-prefix {tmp_path}/out --chat --chat-keys instruction output".split()
+    command += f"--tokenizer-type HFTokenizer --tokenizer-model {folder} --chat-template {tmp_path}/template".split()
     with pytest.raises(UserError, match=r"a\.jsonl:4: .*rejects it: no nn"):
         preprocess_data.main(command)
     assert not list(tmp_path.glob("out*"))
@@ -343,6 +305,9 @@ def test_contradicting_flags_of_conversations(folder: Path, tmp_path: Path) -> N
     with pytest.raises(UserError, match="--chat-keys a b c d: expected one to three") as raised:
         preprocess_data.main([*command, "--chat", "--json-keys", "x", "--chat-keys", "a", "b", "c", "d"])
     assert "--json-keys selects texts" in str(raised.value)
+    with pytest.raises(UserError) as raised:
+        preprocess_data.main([*command, "--workers", "0", "--json-keys", "a/b", "a/b"])
+    assert len(raised.value.messages) == 3
 
 
 def test_sentencepiece_cannot_encode_conversations(sentencepiece_tokenizer: SentencePieceTokenizer) -> None:

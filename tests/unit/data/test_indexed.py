@@ -104,26 +104,12 @@ def read_as_megatron_does(prefix: Path) -> list[list[int]]:
     return [list(struct.unpack_from(f"<{length}{letter}", data, at)) for length, at in spans]
 
 
-def test_multimodal_indices_are_rejected(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="a mode for each sequence"):
-        IndexedDataset(put(tmp_path / "modes", U16_IDX + bytes(2), U16_BIN))
-
-
 def test_documents_of_several_and_of_no_sequences(tmp_path: Path) -> None:
     # As Megatron writes with --split-sentences: lengths 1, 0, 2 in documents of 2, 0 and 1 sequences.
     idx = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 3, 3, 4)
     idx += struct.pack("<3i", 1, 0, 2) + struct.pack("<3q", 0, 2, 2) + struct.pack("<4q", 0, 2, 2, 3)
     read = IndexedDataset(put(tmp_path / "sentences", idx, struct.pack("<3h", 7, 8, 9)))
     assert [read.document(i).tolist() for i in range(len(read))] == [[7], [], [8, 9]]
-
-
-@pytest.mark.parametrize("mask", [0x80, 0xFF, 0x04])
-def test_every_corrupted_byte_of_an_index_is_detected(tmp_path: Path, mask: int) -> None:
-    for position in range(len(U16_IDX)):
-        damaged = bytearray(U16_IDX)
-        damaged[position] ^= mask
-        with pytest.raises(UserError, match=r"damaged\.(idx|bin): .*expected|damaged.idx: document"):
-            IndexedDataset(put(tmp_path / "damaged", bytes(damaged), U16_BIN))
 
 
 def test_every_truncation_is_detected(tmp_path: Path) -> None:
@@ -179,22 +165,6 @@ def test_an_abandoned_writer_leaves_no_files(tmp_path: Path) -> None:
         raise KeyboardInterrupt
     assert sorted(os.listdir(tmp_path)) == ["old.bin", "old.idx"]
     assert IndexedDataset(tmp_path / "old").tokens.tolist() == [5, 6, 65_535, 7]
-
-
-def test_the_index_is_published_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(tmp_path / "d", U16_IDX, U16_BIN)
-    seen = []
-    rename = os.replace
-
-    def watched(source: Path, target: Path) -> None:
-        seen.append((target.name, (tmp_path / "d.idx").exists()))
-        rename(source, target)
-
-    monkeypatch.setattr(os, "replace", watched)
-    with IndexedDatasetWriter(tmp_path / "d", np.dtype("<u2")) as writer:
-        writer.add_document([1])
-        writer.publish()
-    assert seen == [("d.bin", False), ("d.idx", False)]
 
 
 def test_the_writer_rejects_ids_that_do_not_fit(tmp_path: Path) -> None:

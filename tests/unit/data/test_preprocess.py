@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import pytest
 
-from megatron_ladder.cli import preprocess_data, train_tokenizer
+from megatron_ladder.cli import preprocess_data
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.inspect import verify
 from megatron_ladder.data.partial import Partial
@@ -92,14 +92,13 @@ def test_a_data_set_for_each_key(tmp_path: Path, hugging_face_tokenizer: Hugging
     assert documents_of(tmp_path / "out_title_document") == [encode("1")]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
 def test_shards_and_workers_do_not_change_the_output(
-    tmp_path: Path, hugging_face_tokenizer: HuggingFaceTokenizer, workers: int
+    tmp_path: Path, hugging_face_tokenizer: HuggingFaceTokenizer
 ) -> None:
-    """Compare many shards with one; a text is longer than a shard and than a read."""
-    texts = [*(f"document {number} " + "word " * (number % 90) for number in range(4000)), "long " * 300_000, "last"]
+    """Compare one shard with many and two workers; a text is longer than a shard and than a read."""
+    texts = [*(f"document {number} " + "word " * (number % 90) for number in range(3000)), "long " * 220_000, "last"]
     write_lines(tmp_path / "a.jsonl", texts)
-    for name, shard_bytes, used in (("one", 1 << 30, 1), ("many", 200_000, workers)):
+    for name, shard_bytes, used in (("one", 1 << 30, 1), ("many", 200_000, 2)):
         options = PreprocessOptions(used, report=lambda line: None, shard_bytes=shard_bytes)
         preprocess([tmp_path / "a.jsonl"], tmp_path / name, hugging_face_tokenizer, True, options=options)
     assert files_of(tmp_path / "one") == files_of(tmp_path / "many")
@@ -261,7 +260,7 @@ def test_a_corrected_file_is_the_only_one_that_is_read_again(tmp_path: Path) -> 
     assert texts_of(tmp_path / "out") == [*TEXTS[:400], *TEXTS[400:800], *TEXTS[:400]]
 
 
-@pytest.mark.parametrize("step", range(8))
+@pytest.mark.parametrize("step", range(7))
 def test_a_crash_while_publishing_leaves_no_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     for name in ("a", "b"):
         # Documents and tokens are equal in number and differ only in content.
@@ -425,22 +424,6 @@ def test_ctrl_c_while_workers_start_prints_no_traceback(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(60) == 1
     assert process.stderr.read() == ""
-
-
-def test_command_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a.txt").write_text(Path(np.__file__).read_text())
-    train = f"--input {tmp_path}/a.txt --vocab-size 400 --model-prefix {tmp_path}/m.x".split()
-    train_tokenizer.main(train)
-    command = f"--input {tmp_path}/a.txt --output-prefix {tmp_path}/out --tokenizer-type Llama2Tokenizer".split()
-    command += ["--tokenizer-model", str(tmp_path / "m.x.model")]
-    preprocess_data.main([*command, "--append-eod"])
-    assert SentencePieceTokenizer(tmp_path / "m.x.model").vocab_size == 400
-    tokens = IndexedDataset(tmp_path / "out_text_document").tokens
-    assert tokens[-1] == 2
-    assert f"out_text_document: 1 documents, {len(tokens):,} tokens" in capsys.readouterr().out
-    with pytest.raises(UserError) as caught:
-        preprocess_data.main([*command, "--workers", "0", "--json-keys", "a/b", "a/b"])
-    assert len(caught.value.messages) == 3
 
 
 def test_a_training_sample_covers_the_whole_input(tmp_path: Path) -> None:

@@ -109,20 +109,6 @@ def test_every_document_occurs_once_per_epoch() -> None:
     assert expected <= set().union(*per_stream)
 
 
-def test_the_first_epoch_of_all_streams_is_the_whole_input() -> None:
-    """Use one block per window and 10 streams, so that the rows of the first epoch are known."""
-    shards = tuple(Numbers(100 * place, [12]) for place in range(8))
-    plan = StreamPlan(shards, 8, SEQ_LENGTH, 3, 100, EOD)
-    lengths = {place: sum(len(encode([str(100 * place + n)])[0]) + 1 for n in range(12)) for place in range(8)}
-    begun = []
-    for stream in range(8):
-        reader = reader_of(plan, stream, 8, batch=8)
-        tokens = [token for _ in range(3) for token in reader.read().tokens[0].tolist()[:-1]]
-        (place,) = {(token - 1) // 100 for token in tokens[: min(lengths.values()) - 1] if token != EOD}
-        begun.append(place)
-    assert sorted(begun) == list(range(8)) and begun != list(range(8))
-
-
 def test_windows_and_epochs_have_different_orders() -> None:
     """Use shards of one block, which is a window: each of two streams has eight of them per epoch."""
     shards = tuple(Numbers(124 * place, [30]) for place in range(16))
@@ -164,18 +150,6 @@ def test_another_number_of_ranks_reads_the_same_global_batches(before: int, afte
     assert rows_of(second, 19) == expected[11:]
 
 
-def test_a_resumed_run_may_change_the_batch_size() -> None:
-    rows = [reader_of(plan_of(), batch=4).read().tokens.tolist() for _ in range(1)]
-    small = reader_of(plan_of(), batch=4)
-    expected = [row for _ in range(20) for row in small.read().tokens.tolist()]
-    assert rows[0] == expected[:4]
-    begun = reader_of(plan_of(), batch=20)
-    found = begun.read().tokens.tolist()
-    odd = reader_of(plan_of(), batch=6, consumed=20, states=[begun.state()])
-    found += [row for _ in range(10) for row in odd.read().tokens.tolist()]
-    assert found == expected
-
-
 def test_ranks_resume_between_streams() -> None:
     """After 6 samples the next stream is 2, which belongs to rank 2 of 4."""
     plan = plan_of()
@@ -208,10 +182,6 @@ def test_a_state_has_five_numbers_per_stream() -> None:
     state = reader.state()
     assert set(state["positions"]) == {"1", "3"} and all(len(place) == 5 for place in state["positions"].values())
     assert state["skipped"] == []
-
-
-def test_seeds_differ() -> None:
-    assert rows_of([reader_of(plan_of(seed=1))], 3) != rows_of([reader_of(plan_of(seed=2))], 3)
 
 
 def test_input_without_text() -> None:
