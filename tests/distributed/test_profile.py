@@ -2,6 +2,7 @@
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from megatron_ladder.train.profile import step_contexts
 from megatron_ladder.train.step import train_step
 from tests.helpers.pool import GlooPools
 from tests.helpers.training import CPU, build_trainer_here, own_batches
-from tools.exposed_communication import _step_rows, _sub_block_rows
+from tools.exposed_communication import ExposedCommunicationConfig, _step_rows, _sub_block_rows
 
+KERNELS = ExposedCommunicationConfig.communication_kernels
 RECIPE = "--train-iters 5 --lr 1e-3 --micro-batch-size 2 --global-batch-size 4 --tensor-model-parallel-size 2".split()
 
 
@@ -32,6 +34,10 @@ def profiled_steps(argv: list[str], first_iteration: int = 1) -> list[float]:
         with around(iteration):
             losses.append(train_step(trainer, own_batches(trainer, [batch, batch]), iteration).loss_sum.item())
     return losses
+
+
+def records(table: Any) -> list[dict[str, Any]]:
+    return table.to_dict("records")
 
 
 def arguments(folder: Path, *, mode: str, ranks: str, start: int = 2, end: int = 4) -> list[str]:
@@ -137,7 +143,10 @@ def test_a_sharded_stream_is_traced(gloo_pools: GlooPools, tmp_path: Path) -> No
         "layers.1.attention norm forward",
         "all_gather start",
     ]
-    rows = {(row["name"], row["direction"]): row for row in _sub_block_rows(communication(read_events(path)))}
+    rows = {
+        (row["name"], row["direction"]): row
+        for row in records(_sub_block_rows(communication(read_events(path), KERNELS)))
+    }
     # For each of two micro-batches: the gather for the next sub-block, and the scatter.
     assert rows["layers.1.attention", "forward"]["collectives"] == 4
 
@@ -159,15 +168,15 @@ def test_each_collective_of_a_real_trace_has_its_sub_block(
     """Two micro-batches: every sub-block reduces its output and its input's gradient once in each."""
     gloo_pools(2).run(profiled_steps, [*arguments(tmp_path, mode="ladder", ranks="0"), *wiring])
     (path,) = tmp_path.iterdir()
-    found = communication(read_events(path))
+    found = communication(read_events(path), KERNELS)
     assert found.device == "cpu" and set(found.step_seconds) == {3, 4}
-    rows = {(row["name"], row["direction"]): row for row in _sub_block_rows(found)}
+    rows = {(row["name"], row["direction"]): row for row in records(_sub_block_rows(found))}
     sub_blocks = [f"layers.{layer}.{kind}" for layer in range(3) for kind in ("attention", "mlp")]
     assert list(rows)[:-1] == [(name, direction) for name in sub_blocks for direction in ("forward", "backward")]
     for row in list(rows.values())[:-1]:
         assert row["collectives"] == (forward if row["direction"] == "forward" else backward), row
     assert list(rows)[-1] == (ELSEWHERE, "")
-    for step in _step_rows(found):
+    for step in records(_step_rows(found)):
         assert 0 < step["exposed_seconds"] < step["seconds"]
         assert step["exposed_seconds"] <= step["in_flight_seconds"]
 
@@ -182,7 +191,7 @@ def test_data_parallel_collectives_belong_to_no_sub_block(gloo_pools: GlooPools,
     assert reduces > 8 and names.count("data all_gather start") == reduces
     # The weights of later layers arrive under the first one.
     assert "data all_gather wait" in names[names.index("layers.0.attention forward") :]
-    found = [one for one in communication(events).collectives if one.iteration == 4]
-    assert {one.owner.name for one in found} == {ELSEWHERE}
+    found = communication(events, KERNELS).collectives.query("iteration == 4")
+    assert {*found["name"]} == {ELSEWHERE}
     # The first step of the trace waits for the weights of the step before, which it has not seen start.
     assert len(found) > 2 * reduces

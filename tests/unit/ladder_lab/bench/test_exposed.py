@@ -7,18 +7,11 @@ from typing import Any
 
 import pytest
 
-from ladder_lab.bench.exposed import (
-    Communication,
-    Event,
-    _Interval,
-    _uncovered,
-    _union,
-    communication,
-    read_events,
-)
+from ladder_lab.bench.exposed import Communication, Event, communication, read_events
 from megatron_ladder.errors import UserError
-from tools.exposed_communication import main
+from tools.exposed_communication import ExposedCommunicationConfig, main
 
+KERNELS = ExposedCommunicationConfig.communication_kernels
 MAIN, AUTOGRAD_THREAD, GLOO_THREAD = 1, 2, 9
 
 
@@ -50,9 +43,9 @@ def launch(moment: float, correlation: int, thread: int = MAIN) -> Event:
 def found_of(found: Communication) -> dict[tuple[int, str, str], tuple[float, float]]:
     """Map (step, sub-block, direction) to the microseconds in flight and exposed."""
     sums: dict[tuple[int, str, str], tuple[float, float]] = {}
-    for collective in found.collectives:
-        key = (collective.iteration, *collective.owner)
-        in_flight, exposed = (round(1e6 * s, 6) for s in (collective.in_flight_seconds, collective.exposed_seconds))
+    for row in found.collectives.itertuples():
+        key = (row.iteration, row.name, row.direction)
+        in_flight, exposed = (round(1e6 * s, 6) for s in (row.in_flight_seconds, row.exposed_seconds))
         before = sums.get(key, (0.0, 0.0))
         sums[key] = (before[0] + in_flight, before[1] + exposed)
     return sums
@@ -94,7 +87,7 @@ def cpu_trace() -> list[Event]:
 
 
 def test_on_a_cpu_waits_are_exposed() -> None:
-    found = communication(cpu_trace())
+    found = communication(cpu_trace(), KERNELS)
     assert found.device == "cpu"
     assert found.step_seconds == pytest.approx({7: 1e-3, 8: 0.5e-3})
     assert found_of(found) == {
@@ -140,7 +133,7 @@ def cuda_trace() -> list[Event]:
 
 
 def test_on_cuda_communication_without_other_kernels_is_exposed() -> None:
-    found = communication(cuda_trace())
+    found = communication(cuda_trace(), KERNELS)
     assert found.device == "cuda"
     assert found_of(found) == {
         (1, "layers.0.attention", "forward"): (50, 40),
@@ -152,21 +145,8 @@ def test_on_cuda_communication_without_other_kernels_is_exposed() -> None:
 
 def test_the_pattern_selects_communication_kernels() -> None:
     events = [*cuda_trace()[:-1], kernel("one_shot_all_reduce_kernel", 1400, 1500, 7, 7)]
-    assert found_of(communication(events))[1, "outside of sub-blocks", ""] == (100, 100)
+    assert found_of(communication(events, KERNELS))[1, "outside of sub-blocks", ""] == (100, 100)
     assert (1, "outside of sub-blocks", "") not in found_of(communication(events, "nccl"))
-
-
-def test_intervals() -> None:
-    cover = _union([_Interval(5, 7), _Interval(0, 2), _Interval(1, 3), _Interval(3, 4)])
-    assert cover == [(0, 4), (5, 7)]
-    assert [_uncovered(_Interval(*i), cover) for i in ((0, 4), (1, 6), (4, 5), (-2, 10), (6, 6), (8, 9))] == [
-        0,
-        1,
-        1,
-        6,
-        0,
-        1,
-    ]
 
 
 def write(path: Path, events: list[Event]) -> Path:
@@ -176,11 +156,9 @@ def write(path: Path, events: list[Event]) -> Path:
 
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
-def test_the_command_writes_tables_json_and_a_picture(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_tables_and_json(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = write(tmp_path / name, cpu_trace())
-    main(["--trace", str(trace), "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")])
+    main(["--trace", str(trace), "--json", str(tmp_path / "out.json")])
     printed = capsys.readouterr().out
     assert "| 7 | 1.000 | 5 | 0.512 | 0.162 | 16.2% |" in printed
     # Mean of two steps.
@@ -192,7 +170,6 @@ def test_the_command_writes_tables_json_and_a_picture(
     assert result["steps"][1]["exposed_seconds"] == pytest.approx(70e-6)
     total = sum(row["exposed_seconds"] for row in result["sub_blocks"])
     assert total == pytest.approx((162e-6 + 70e-6) / 2)
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_invalid_traces_are_rejected(tmp_path: Path) -> None:
@@ -206,5 +183,5 @@ def test_invalid_traces_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="it contains no training step"):
         main(["--trace", str(without_steps)])
     with pytest.raises(UserError) as caught:
-        main(["--trace", str(without_steps), "--plot", "x.txt", "--communication-kernels", "("])
-    assert [error.split()[0] for error in caught.value.messages] == ["--communication-kernels", "--plot"]
+        main(["--trace", str(without_steps), "--communication-kernels", "("])
+    assert [error.split()[0] for error in caught.value.messages] == ["--communication-kernels"]
