@@ -1,6 +1,5 @@
 """Predicts layouts, memory and step times of a training run before it starts; needs no GPU."""
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,28 +9,18 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from ladder_lab.plan.options import (  # noqa: E402
     DESCRIPTIONS,
     KINDS,
-    CalibrateOptions,
     LayoutOptions,
     parse_options,
 )
 from megatron_ladder.cli.programs import Command  # noqa: E402
-from megatron_ladder.comm.ranks import run_ranks  # noqa: E402
 from megatron_ladder.errors import run_program  # noqa: E402
 
 COMMANDS = tuple(Command((kind,), verb, DESCRIPTIONS[verb]) for verb, kind in KINDS.items())
 
 
 def main(argv: Sequence[str]) -> None:
-    """Read the command line and run its subcommand; calibration runs as several ranks."""
+    """Read the command line and run its subcommand."""
     options = parse_options(argv)
-    if isinstance(options, CalibrateOptions):
-        if "WORLD_SIZE" not in os.environ:
-            run_ranks(__file__, argv, options.tp)
-            return
-        from ladder_lab.plan.measure import run_rank
-
-        run_rank(options)
-        return
     if isinstance(options, LayoutOptions):
         from ladder_lab.plan.program import print_layouts
 

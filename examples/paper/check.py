@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path += [str(REPOSITORY), str(REPOSITORY / "tools")]
 
 from examples.paper.runs import RECIPE, SIZES, WIRINGS  # noqa: E402
-from ladder_lab.cost.hardware import CLUSTERS, UNCALIBRATED_RANGE, Cluster  # noqa: E402
+from ladder_lab.cost.hardware import CLUSTERS, TIME_RANGE, Cluster  # noqa: E402
 from ladder_lab.cost.memory import RESERVED_BYTES, Layout, worst_memory  # noqa: E402
 from ladder_lab.cost.training import LayerTime, step_time  # noqa: E402
 from megatron_ladder.blueprint.tensors import parameter_count  # noqa: E402
@@ -191,7 +191,7 @@ def check(options: CheckOptions, flags: Sequence[str]) -> Iterator[str]:
             f"\n{run.training.train_iters:,} steps of {run.tokens_per_step:,} tokens, {tokens / 1e9:.1f} billion, on "
             f"{run.world_size} GPUs of {cluster.name}, each with {cluster.memory_bytes / 1e9:.0f} GB. Parameters: "
             "with one embedding matrix, as the runs have it, and untied. Times are predictions, "
-            f"{100 * UNCALIBRATED_RANGE:.0f} % to both sides."
+            f"{100 * TIME_RANGE:.0f} % to both sides."
         )
 
 

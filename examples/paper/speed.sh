@@ -72,7 +72,7 @@ measure() {
     local size=$1 p2p=$2 name=$1-p2p-$2 batch=(4) status=0 command
     [ "$size" != llama-70b ] || batch=(1 4 16 64)
     command=(tools/benchmark.py serve --sizes "$(shape "$size")" --batch "${batch[@]}" --rounds "$rounds"
-        --json "$folder/$name.json" --plot "$folder/$name.png")
+        --json "$folder/$name.json")
     if "$tiny"; then
         command=(python3 "${command[@]}" --prompt 8 --generate 12 --alpha "$([ "$p2p" = on ] && echo 0.5c || echo 1c)")
     elif [ "$size" = llama-405b ]; then

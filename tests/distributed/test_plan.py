@@ -1,16 +1,13 @@
-"""Assumptions of the planner: bytes that DeepSpeed's optimizers allocate, and a calibration over gloo."""
+"""Assumptions of the planner: bytes that DeepSpeed's optimizers, and a forward pass, allocate."""
 
 import gc
-import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
 
-from ladder_lab.cost.hardware import CLUSTERS
 from ladder_lab.cost.memory import (
     Layout,
     Precision,
@@ -20,8 +17,6 @@ from ladder_lab.cost.memory import (
     _state_bytes,
     stage_parameters,
 )
-from ladder_lab.plan.calibration import ClusterCalibration, apply_calibration
-from ladder_lab.plan.measure import _Measurement, _Sizes
 from megatron_ladder.blueprint.model import ModelConfig, ResidualMode
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.stack import StackOptions
@@ -30,7 +25,7 @@ from megatron_ladder.train.step import train_step
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import mesh_of
 from tests.helpers.steps import steps_of_batches
-from tests.helpers.training import build_trainer_here, own_batches, run_of
+from tests.helpers.training import build_trainer_here, own_batches
 
 SHAPE = "--hidden-size 128 --ffn-hidden-size 352 --train-iters 4 --lr 1e-3 --micro-batch-size 2".split()
 TOLERANCE = 0.001
@@ -137,47 +132,3 @@ def test_activations_of_two_ranks(
 ) -> None:
     for kept, counted in gloo_pools(2).run(kept_of_a_pass, wiring, recompute, sequence_parallel):
         assert counted == pytest.approx(kept, rel=0.02)
-
-
-TINY = _Sizes((1 << 10, 1 << 12, 1 << 14, 1 << 16), ("small-train", "small"), 64, torch.float32, tokens=1)
-
-
-def calibrate() -> ClusterCalibration:
-    """Calibrate on each rank."""
-    torch.set_num_threads(1)
-    return _Measurement(TINY, torch.device("cpu"), rounds=3).run()
-
-
-def test_a_calibration_over_gloo(gloo_pools: GlooPools) -> None:
-    first, second = gloo_pools(2).run(calibrate)
-    assert first == second, "the slowest rank's times, known to all"
-    assert [reduce.num_bytes for reduce in first.reduces] == list(TINY.reduce_bytes)
-    assert first.ranks == 2 and first.device == "CPU"
-    assert all(timed.seconds > 0 for timed in (*first.reduces, *first.decodes))
-    # Read by a rank: half of the layers' matrices, the norms whole, half of the head, none of the embedding.
-    h, f, layers = 512, 704, 6
-    numbers = layers * ((4 * h * h + 3 * h * f) / 2 + 2 * h) + h + 2048 / 2 * h
-    assert first.decodes[0].weight_bytes == 4 * numbers
-    product = first.product
-    assert product.flops % (2 * 64**3) == 0
-    assert math.isfinite(product.together_seconds) and product.together_seconds > 0
-    known = apply_calibration(CLUSTERS["h100"], with_plain_decoding(first), "here")
-    assert known.calibrated and known.all_reduce_seconds(1 << 12, 2) > 0
-
-
-def test_a_calibration_bounds_collectives_as_training_does(gloo_pools: GlooPools) -> None:
-    run = run_of([*SHAPE, "--global-batch-size", "4"], 2)
-    assert gloo_pools(2).run(bounds_of_calibration) == [[run.parallel.tp_comm_max_ctas]] * 2
-
-
-def bounds_of_calibration() -> list[int]:
-    """On each rank: return the bound of every group that a calibration times reduces in."""
-    with mock.patch("megatron_ladder.comm.mesh.overlapped_group_options", return_value=None) as options:
-        _Measurement(TINY, torch.device("cpu"), rounds=3)
-    return [call.args[1] for call in options.call_args_list]
-
-
-def with_plain_decoding(calibration: ClusterCalibration) -> ClusterCalibration:
-    """Three rounds on a busy machine may be inconsistent; only the times of reduces matter here."""
-    small, large = calibration.decodes
-    return replace(calibration, decodes=(replace(small, seconds=0.1), replace(large, seconds=1.0)))

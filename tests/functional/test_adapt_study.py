@@ -70,7 +70,7 @@ def test_standard_models_are_adapted(tmp_path: Path) -> None:
 
         models = {loss(f"upper{upper}-0pct") for upper in (0, 1, 2)}
         assert len(models) == 3, "each model computes another loss on the same samples"
-        assert loss("upper2-50pct") < loss("upper2-5pct"), "longer healing is better"
+        assert loss("upper2-50pct") < loss("upper2-0pct"), "healing helps"
     assert not list(out.glob("trials/*/rewired*")) and not list(out.glob("trials/adapt-*/checkpoints"))
     report = (out / "report.md").read_text()
     assert len(re.findall(r"^\| [012]", report, re.MULTILINE)) == 5

@@ -11,7 +11,7 @@ import pytest
 
 from ladder_lab.cost.hardware import CLUSTERS
 from ladder_lab.cost.machines import PRESETS
-from ladder_lab.plan.options import CalibrateOptions, LayoutOptions, parse_options
+from ladder_lab.plan.options import LayoutOptions, parse_options
 from ladder_lab.plan.program import _cluster_of
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
 from megatron_ladder.errors import UserError
@@ -107,13 +107,6 @@ def test_errors_of_measurements(tmp_path: Path, capsys: pytest.CaptureFixture[st
             main(["inference", "--measurements", str(table)])
 
 
-def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    picture = tmp_path / "plan.png"
-    main(["layouts", "--gpus", "8", "--batch", "16", "--wirings", "standard", "ladder", "--plot", str(picture)])
-    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert "ladder-parallel" not in capsys.readouterr().out
-
-
 def test_flags_replace_figures() -> None:
     words = (
         "--cluster h200 --node-latency-us 30 --node-bandwidth-gbs 400 --network-latency-us 5 --gpus-per-node 4 "
@@ -130,21 +123,15 @@ def test_flags_replace_figures() -> None:
     assert cluster.sources["memory_bytes_per_second"] == CLUSTERS["h200"].sources["memory_bytes_per_second"]
 
 
-def test_calibrate_in_two_spellings() -> None:
-    for words in (["calibrate", "--output", "a.json"], ["--output", "a.json", "--calibrate"]):
-        assert parse_options(words) == CalibrateOptions(Path("a.json"))
-
-
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        ("layout", ["expected one of layouts, inference, calibrate first"]),
+        ("layout", ["expected one of layouts, inference first"]),
         (
             "--model gpt --cluster a100 --wirings no-comm --gpus 0 --contention 2",
             ["--model gpt", "--cluster a100", "--wirings no-comm", "--gpus 0", "--contention 2"],
         ),
         ("--node-latency-us -1 --top 0", ["--top 0", "--node-latency-us -1.0"]),
-        ("calibrate --output a --tp 1 --rounds 1", ["--tp 1", "--rounds 1"]),
     ],
 )
 def test_every_error_names_its_flag(words: str, parts: list[str]) -> None:

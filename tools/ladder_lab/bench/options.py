@@ -75,8 +75,6 @@ class ComparisonOptions:
     """Passed by the deepspeed launcher; ignored."""
     json: Path | None = flag(None, output="file")
     """File for the results: a list of rows."""
-    plot: Path | None = flag(None, output="file")
-    """PNG of the speed-ups: over the interconnect's time, for one size; with serve, of every wiring."""
 
     @property
     def ranks(self) -> int:
@@ -150,10 +148,6 @@ def parse_options(argv: Sequence[str]) -> tuple[Case, BenchmarkOptions] | Reques
     if given.cuda_graph and case != "decode":
         errors.append(f"--cuda-graph: only the step of decode can be captured, found {case}; remove the flag")
     errors += _find_errors(passes, given)
-    if passes.plot is not None and len(passes.sizes) > 1:
-        errors.append(f"--plot {passes.plot}: a plot shows one size, but --sizes has {len(passes.sizes)}")
-    if passes.plot is not None and not {*passes.wirings} - {"standard", "no-comm", "no-comm-parallel"}:
-        errors.append(f"--plot {passes.plot}: no wiring to compare with standard: add one to --wirings")
     raise_user_errors(errors)
     return CASES[CASES.index(case)], passes
 

@@ -8,7 +8,7 @@ from ladder_lab.bench.comparison import WiringComparison
 from ladder_lab.bench.interconnect import start_ranks
 from ladder_lab.bench.options import BenchmarkOptions, Case
 from ladder_lab.bench.paired import RatioVerdict
-from ladder_lab.bench.results import TABLE_HEAD, BenchmarkRow, plot_speed_up, results_table
+from ladder_lab.bench.results import TABLE_HEAD, BenchmarkRow, results_table
 from ladder_lab.bench.sizes import find_size
 from ladder_lab.bench.variants import VARIANTS, bound_of
 from ladder_lab.bench.workloads import Workload
@@ -43,14 +43,9 @@ def _measure(case: Case, options: BenchmarkOptions, place: RankInfo) -> list[Ben
             if place.rank == 0:
                 print(results_table(new), flush=True)
         comparison.interconnect.close()
-    for output in (options.json, options.plot):
-        if place.rank == 0 and output is not None:
-            output.parent.mkdir(parents=True, exist_ok=True)
     if place.rank == 0 and options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(options.json, json.dumps([vars(row) for row in rows], indent=1) + "\n")
-    if place.rank == 0 and options.plot is not None:
-        title = f"{case}, {rows[0].size}, {options.ranks} ranks, {rows[0].interconnect}"
-        plot_speed_up(rows, title, prediction.by_modules[False].sub_block, options.plot)
     stop_process_group()
     return rows
 

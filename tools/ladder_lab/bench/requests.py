@@ -5,7 +5,6 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from ladder_lab.bench.calibration import Prediction
@@ -14,7 +13,7 @@ from ladder_lab.bench.interconnect import start_ranks
 from ladder_lab.bench.options import RequestsOptions
 from ladder_lab.bench.paired import PairedTimes, RatioVerdict, measure
 from ladder_lab.bench.paper import Peers, published_speed
-from ladder_lab.bench.results import RequestRow, plot_requests, requests_table
+from ladder_lab.bench.results import RequestRow, requests_table
 from ladder_lab.bench.sizes import find_size, full_name
 from ladder_lab.bench.variants import VARIANTS, Variant, bound_of
 from ladder_lab.bench.workloads import Workload, random_ids
@@ -133,8 +132,9 @@ def _measure(options: RequestsOptions, place: RankInfo) -> list[RequestRow]:
                 if place.rank == 0:
                     print(f"\n{_heading(comparison, options, size, new[0])}\n\n{requests_table(new)}", flush=True)
         comparison.interconnect.close()
-    if place.rank == 0:
-        _write(options, rows)
+    if place.rank == 0 and options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(options.json, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     stop_process_group()
     return rows
 
@@ -145,16 +145,6 @@ def _heading(comparison: WiringComparison, options: RequestsOptions, size: str, 
         f"{comparison.interconnect.describe(options)}, all-reduce {row.alpha} = "
         f"{1e3 * row.decode_reduce_seconds:.3f} ms in decode, {1e3 * row.prefill_reduce_seconds:.3f} ms in prefill"
     )
-
-
-def _write(options: RequestsOptions, rows: Sequence[RequestRow]) -> None:
-    for output in (options.json, options.plot):
-        if output is not None:
-            output.parent.mkdir(parents=True, exist_ok=True)
-    if options.json is not None:
-        write_atomically(options.json, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    if options.plot is not None:
-        plot_requests(rows, options.plot)
 
 
 def _predict(comparison: WiringComparison, options: RequestsOptions, batch: int, text: str) -> _RequestPrediction:

@@ -1,18 +1,11 @@
-"""The results of a benchmark: rows, their table, and a plot of the speed-up over the interconnect's time."""
+"""The results of a benchmark: rows and their tables."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ladder_lab.bench.paired import RatioVerdict
 from ladder_lab.markdown import markdown_table
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-HEADROOM = 1.08
-"""How far the ratio axis reaches above the curves; the bound leaves the plot at the top."""
 TABLE_HEAD = (
     "| all-reduce | wiring | ms | standard / it | spread | model | share | exposed ms a layer | |\n"
     "|---|---|---|---|---|---|---|---|---|"
@@ -120,76 +113,3 @@ def requests_table(rows: Sequence[RequestRow]) -> str:
             for row in rows
         ]
     )
-
-
-def plot_requests(rows: Sequence[RequestRow], path: Path) -> "Figure":
-    """Draw the speed-up of every wiring as a PNG, with a panel for each setting.
-
-    Bars are measured medians with their spread, grey areas the model's ranges, and stars the paper's figures.
-    """
-    from matplotlib.figure import Figure
-
-    settings = list(dict.fromkeys((row.size, row.batch, row.alpha) for row in rows))
-    columns = min(4, len(settings))
-    lines = -(-len(settings) // columns)
-    figure = Figure(figsize=(1 + 3.2 * columns, 0.6 + 3.2 * lines), layout="constrained")
-    panels = list(figure.subplots(lines, columns, squeeze=False, sharey=True).flat)
-    for unused in panels[len(settings) :]:
-        unused.set_axis_off()
-    for panel, (size, batch, alpha) in zip(panels, settings, strict=False):
-        own = [row for row in rows if (row.size, row.batch, row.alpha) == (size, batch, alpha)]
-        own = [row for row in own if row.wiring != "standard"]
-        places = range(len(own))
-        panel.bar(places, [row.speed_up for row in own], yerr=[row.spread / 2 for row in own], capsize=3, color="C0")
-        for place, row in zip(places, own, strict=True):
-            low, high = row.predicted_range
-            panel.bar(place, high - low, bottom=low, width=0.95, color="0.5", alpha=0.35)
-            if row.published_speed_up is not None:
-                panel.plot(place, row.published_speed_up, marker="*", color="C3", markersize=12)
-        panel.axhline(1.0, color="black", linewidth=0.8)
-        panel.set_xticks(places, [row.wiring for row in own], rotation=60, ha="right", fontsize=8)
-        panel.set_title(f"{size}, batch {batch}, {alpha}", fontsize=9)
-        panel.grid(axis="y", alpha=0.3)
-    figure.supylabel("speed-up over the standard wiring")
-    figure.savefig(path, format="png", dpi=120)
-    return figure
-
-
-def plot_speed_up(rows: Sequence[BenchmarkRow], title: str, sub_block_seconds: float, path: Path) -> "Figure":
-    """Draw measured medians with their spread, predictions dashed, and the bound as the edge of a grey area, as a PNG.
-
-    The unit of the axis of interconnect times is `sub_block_seconds`.
-    """
-    # Imported here because matplotlib comes with the extra [plot] and takes a second to import.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5.5), layout="constrained")
-    axes = figure.subplots()
-    bound = [row for row in rows if row.wiring == "no-comm"]
-    measured = [row for row in rows if row.wiring not in ("standard", "no-comm", "no-comm-parallel")]
-    highest = max(max(row.ratio_to_standard + row.spread / 2, row.predicted_ratio) for row in measured)
-    top = HEADROOM * max(1.0, highest)
-    lowest = min(row.ratio_to_standard - row.spread / 2 for row in [*measured, *bound])
-
-    def points(curve: Sequence[BenchmarkRow]) -> tuple[list[float], list[float]]:
-        return [row.alpha_seconds / sub_block_seconds for row in curve], [row.ratio_to_standard for row in curve]
-
-    times, ratios = points(bound)
-    axes.plot(times, ratios, color="0.35", linewidth=1.5, label="no-comm (bound)")
-    axes.fill_between(times, ratios, [max(top, ratio) for ratio in ratios], color="0.88", linewidth=0)
-    for number, wiring in enumerate(dict.fromkeys(row.wiring for row in measured)):
-        curve = [row for row in measured if row.wiring == wiring]
-        times, ratios = points(curve)
-        halves, color = [row.spread / 2 for row in curve], f"C{number}"
-        axes.errorbar(times, ratios, yerr=halves, color=color, marker="o", markersize=5, capsize=3, label=wiring)
-        axes.plot(times, [row.predicted_ratio for row in curve], color=color, linestyle="--", linewidth=1)
-    axes.plot([], [], color="0.35", linestyle="--", linewidth=1, label="step-time model")
-    axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set_ylim(min(0.95, lowest - 0.05), top)
-    axes.set_xlabel("time of one all-reduce (sub-blocks)")
-    axes.set_ylabel("speed-up over the standard wiring")
-    axes.set_title(title)
-    axes.grid(alpha=0.3)
-    axes.legend(loc="upper left")
-    figure.savefig(path, format="png", dpi=120)
-    return figure

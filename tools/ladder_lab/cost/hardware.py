@@ -1,7 +1,7 @@
 """Figures of a cluster's GPUs and links, each with its source.
 
-`CLUSTERS` are from data sheets and from fits to published runs. A calibration replaces them with measurements of the
-user's machine; without one, predicted times are uncertain by `UNCALIBRATED_RANGE` to either side.
+`CLUSTERS` are from data sheets and from fits to published runs, so predicted times are uncertain by `TIME_RANGE` to
+either side.
 """
 
 import math
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ladder_lab.cost.links import GIGABYTE_PER_SECOND, MEGABYTE, MICROSECOND, wire_bytes
 
-UNCALIBRATED_RANGE = 0.15
+TIME_RANGE = 0.15
 """Relative error of times predicted from figures of links and chips alone."""
 HOP = 0.25
 """Assumed share of the network's latency in an all-reduce that one hop of a ring takes; 5 us on InfiniBand."""
@@ -27,8 +27,7 @@ class Cluster:
     two times: `node_root_seconds` per square root of the MB, and a ring's bytes at the bandwidth. Each doubling of the
     participating nodes adds `network_seconds`; the network's bandwidth is that of one adapter in one direction.
 
-    `sources` maps a field to the source of its figure. `calibrated` states that the figures of computation and of links
-    inside a node were measured on this machine.
+    `sources` maps a field to the source of its figure.
     """
 
     name: str
@@ -46,7 +45,6 @@ class Cluster:
     contention: float
     contention_bytes: float
     sources: Mapping[str, str]
-    calibrated: bool = False
 
     def all_reduce_seconds(self, num_bytes: float, ranks: int, stride: int = 1) -> float:
         """Return the time of one all-reduce of `num_bytes` on each of `ranks` GPUs, of a node every `stride`-th.

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from ladder_lab.cost.hardware import UNCALIBRATED_RANGE, Cluster
+from ladder_lab.cost.hardware import Cluster
 from ladder_lab.cost.memory import RESERVED_BYTES, Layout, Memory, worst_memory
 from ladder_lab.cost.training import LayerTime, StepTime, model_flop_utilisation, step_time
 from ladder_lab.wirings import NAMED_WIRINGS
@@ -41,11 +41,6 @@ class LayoutPlan:
     memory: Memory
     time: StepTime
     utilisation: float
-
-
-def uncertainty(cluster: Cluster, layout: Layout) -> float:
-    """Return the relative uncertainty of a step time to either side; 0 if every figure it depends on was measured."""
-    return 0.0 if cluster.calibrated and layout.gpus <= cluster.gpus_per_node else UNCALIBRATED_RANGE
 
 
 def _layouts(request: PlanRequest) -> Iterator[Layout]:
@@ -147,8 +142,6 @@ class SweepRow:
         return self.seconds["standard"] / self.seconds[wiring]
 
 
-BORDER_STEPS = 6
-"""Bisection steps between two neighbouring factors, for 1 % or better."""
 FACTORS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 
 
@@ -165,29 +158,3 @@ def sweep(request: PlanRequest, layout: Layout, factors: Sequence[float] = FACTO
             seconds[wiring] = step_time(times, layout, request.global_batch).total
         rows.append(SweepRow(factor, times.reduce_seconds, seconds))
     return rows
-
-
-def pays_from(request: PlanRequest, layout: Layout, wiring: str) -> float | None:
-    """Return the time of an all-reduce above which a wiring is faster than standard by more than `SMALLEST_DIFFERENCE`.
-
-    None means that it is not faster on any interconnect of `FACTORS`; 0, that it is faster even with free reduces. The
-    gain may shrink again when reduces take longer than the computation; only its beginning counts here.
-    """
-    only = replace(request, wirings=(wiring,))
-
-    def pays(factor: float) -> bool:
-        (row,) = sweep(only, layout, (factor,))
-        return row.speed_up(wiring) > 1 + SMALLEST_DIFFERENCE
-
-    tried = (0.0, *FACTORS)
-    first = next((index for index, factor in enumerate(tried) if pays(factor)), None)
-    if first is None:
-        return None
-    if first == 0:
-        return 0.0
-    low, high = tried[first - 1], tried[first]
-    for _ in range(BORDER_STEPS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if pays(middle) else (middle, high)
-    (row,) = sweep(only, layout, (high,))
-    return row.reduce_seconds

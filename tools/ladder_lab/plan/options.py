@@ -15,7 +15,7 @@ from megatron_ladder.errors import UserError
 from megatron_ladder.files import write_atomically
 from megatron_ladder.flags import flag
 
-Command = Literal["layouts", "inference", "calibrate"]
+Command = Literal["layouts", "inference"]
 COMMANDS: tuple[Command, ...] = get_args(Command)
 
 
@@ -40,8 +40,6 @@ class LayoutOptions:
     """Optimizer, for the memory of its state; the time of its step is not estimated."""
     top: int = flag(10, minimum=1)
     """Number of layouts to list."""
-    calibration: Path | None = None
-    """File that `plan.py calibrate` wrote on a machine of this cluster; its measurements replace the preset."""
     gpus_per_node: int | None = flag(None, minimum=1)
     """GPUs per node."""
     gpu_memory_gb: float | None = flag(None, above=0)
@@ -63,22 +61,6 @@ class LayoutOptions:
     """Share of an overlap that a large collective gives back; about 0.2 if its multiprocessors are bounded."""
     json: Path | None = flag(None, output="file")
     """File for all layouts."""
-    plot: Path | None = flag(None, output="file")
-    """PNG of the wirings' speed-up over the interconnect's time, at the best tensor-parallel layout."""
-
-
-@dataclass(frozen=True)
-class CalibrateOptions:
-    """Calibration. Measures this machine with one process per GPU or CPU core; the processes share a model."""
-
-    output: Path = flag(output="file")
-    """File for the measurements, to be read with --calibration."""
-    tp: int = flag(2, minimum=2)
-    """Processes. The program starts them."""
-    rounds: int = flag(9, minimum=3)
-    """Measurements of each kind, of which the median counts."""
-    small: bool = False
-    """Use sizes that two CPU cores measure in seconds; implied without a GPU."""
 
 
 @dataclass(frozen=True)
@@ -116,19 +98,16 @@ class InferenceOptions:
 DESCRIPTIONS: dict[Command, str] = {
     "layouts": "Lists the layouts that fit a cluster, fastest first, and where each wiring pays. Needs no GPU.",
     "inference": "Predicts tokens per second of each wiring, and says whether a ladder would help a machine.",
-    "calibrate": "Measures this machine for the predictions.",
 }
 KINDS: dict[Command, type] = {
     "layouts": LayoutOptions,
     "inference": InferenceOptions,
-    "calibrate": CalibrateOptions,
 }
 
 
-def parse_options(argv: Sequence[str]) -> LayoutOptions | InferenceOptions | CalibrateOptions:
-    """Read the subcommand (`layouts` by default, `--calibrate` as `calibrate`) and its flags; raise UserError."""
-    words = ["calibrate" if word == "--calibrate" else word for word in argv]
-    words.sort(key=lambda word: word != "calibrate")
+def parse_options(argv: Sequence[str]) -> LayoutOptions | InferenceOptions:
+    """Read the subcommand (`layouts` by default) and its flags; raise UserError with one message per error."""
+    words = list(argv)
     errors: list[str] = []
     command: Command = "layouts"
     if words and words[0] in COMMANDS:
@@ -138,12 +117,11 @@ def parse_options(argv: Sequence[str]) -> LayoutOptions | InferenceOptions | Cal
     others = "".join(f"\n  plan.py {name:10} {text}" for name, text in DESCRIPTIONS.items() if name != command)
     description = f"{DESCRIPTIONS[command]}\n\nOther subcommands:{others}"
     (options,) = parse_command_line([KINDS[command]], words, f"plan.py {command}", description, found=errors)
-    assert isinstance(options, LayoutOptions | InferenceOptions | CalibrateOptions)
-    if isinstance(options, LayoutOptions | InferenceOptions):
-        try:
-            find_size(options.model)
-        except ValueError as error:
-            errors.append(f"--model {options.model}: {error}")
+    assert isinstance(options, LayoutOptions | InferenceOptions)
+    try:
+        find_size(options.model)
+    except ValueError as error:
+        errors.append(f"--model {options.model}: {error}")
     if errors:
         raise UserError(*errors)
     return options

@@ -1,18 +1,15 @@
 """`tools/plan.py layouts`: prints a plan as tables, and writes it as JSON and as a picture."""
 
-import importlib.util
 import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from ladder_lab.bench.sizes import find_size
-from ladder_lab.cost.hardware import CLUSTERS, Cluster
+from ladder_lab.cost.hardware import CLUSTERS, TIME_RANGE, Cluster
 from ladder_lab.cost.links import GIGABYTE_PER_SECOND, MICROSECOND
 from ladder_lab.cost.memory import Layout
-from ladder_lab.plan.calibration import apply_calibration, read_calibration
 from ladder_lab.plan.layouts import (
     PLANNED_WIRINGS,
     LayoutPlan,
@@ -20,9 +17,7 @@ from ladder_lab.plan.layouts import (
     SweepRow,
     best_of_each_grid,
     fitting_plans,
-    pays_from,
     sweep,
-    uncertainty,
     verdict,
 )
 from ladder_lab.plan.options import LayoutOptions, write_output
@@ -45,8 +40,6 @@ UNITS: Mapping[str, tuple[str, float]] = {
 
 def print_layouts(options: LayoutOptions) -> None:
     """Print the plan and write the files that the options name; raise UserError if nothing fits."""
-    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise UserError("--plot: matplotlib is not installed: pip install matplotlib")
     model, cluster = find_size(options.model), _cluster_of(options)
     wirings = tuple(wiring for wiring in PLANNED_WIRINGS if wiring in options.wirings)
     muon = options.optimizer == "muon"
@@ -61,16 +54,11 @@ def print_layouts(options: LayoutOptions) -> None:
     print(f"{options.model}, " + _report_text(request, plans, options.top), flush=True)
     if options.json is not None:
         write_output(options.json, _report_json(request, plans))
-    layout = _tensor_parallel_layout(plans)
-    if options.plot is not None and layout is not None:
-        _plot_sweep(request, layout, options.plot)
 
 
 def _cluster_of(options: LayoutOptions) -> Cluster:
-    """Return the preset, with the measurements of a calibration, and with the figures of the flags on top."""
+    """Return the preset with the figures of the flags."""
     cluster = CLUSTERS[options.cluster]
-    if options.calibration is not None:
-        cluster = apply_calibration(cluster, read_calibration(options.calibration), str(options.calibration))
     changed: dict[str, Any] = {}
     sources = dict(cluster.sources)
     for name, (field, unit) in UNITS.items():
@@ -99,7 +87,6 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def _plan_cells(request: PlanRequest, plan: LayoutPlan) -> list[object]:
     layout, memory, time = plan.layout, plan.memory, plan.time
-    uncertain = uncertainty(request.cluster, layout)
     parts = [memory.weights, memory.gradients, memory.optimizer, memory.activations]
     gigabytes = " + ".join(f"{part / GIGABYTE:.1f}" for part in parts)
     seconds = " + ".join(f"{part:.2f}" for part in (time.compute, time.exposed_tensor, time.bubble, time.exposed_data))
@@ -113,15 +100,13 @@ def _plan_cells(request: PlanRequest, plan: LayoutPlan) -> list[object]:
         "yes" if layout.sequence_parallel else "no",
         plan.wiring,
         f"{memory.total / GIGABYTE:.1f} = {gigabytes}",
-        f"{_range(time.total, uncertain, '.2f')} = {seconds}",
-        _range(100 * plan.utilisation, uncertain, ".0f") + " %",
+        f"{_range(time.total, '.2f')} = {seconds}",
+        _range(100 * plan.utilisation, ".0f") + " %",
     ]
 
 
-def _range(value: float, uncertain: float, form: str) -> str:
-    if uncertain == 0.0:
-        return f"{value:{form}}"
-    return f"{value * (1 - uncertain):{form}} to {value * (1 + uncertain):{form}}"
+def _range(value: float, form: str) -> str:
+    return f"{value * (1 - TIME_RANGE):{form}} to {value * (1 + TIME_RANGE):{form}}"
 
 
 def _layouts_verdict(plans: Sequence[LayoutPlan]) -> str:
@@ -174,26 +159,8 @@ def _command(request: PlanRequest, plan: LayoutPlan) -> str:
     return "\n".join([*lines, line])
 
 
-def _borders_table(request: PlanRequest, plans: Sequence[LayoutPlan]) -> str:
-    """Return a table of where each wiring begins to pay, in the fastest layout of every tensor-parallel size."""
-    late = [wiring for wiring in request.wirings if wiring != "standard"]
-    layouts: dict[int, Layout] = {}
-    for plan in plans:
-        layouts.setdefault(plan.layout.tensor, plan.layout)
-    rows = []
-    for layout in layouts.values():
-        if layout.tensor > 1:
-            (here,) = sweep(request, layout, (1.0,))
-            borders = [pays_from(request, layout, wiring) for wiring in late]
-            texts = ["never" if s is None else f"{1e6 * s:.0f} us" if s else "always" for s in borders]
-            us = f"{1e6 * here.reduce_seconds:.0f} us"
-            rows.append([layout.tensor, layout.micro_batch, us, *texts, here.winner])
-    return _table(["TP", "micro-batch", "all-reduce here", *late, "fastest here"], rows)
-
-
 def _report_text(request: PlanRequest, plans: Sequence[LayoutPlan], top: int) -> str:
     cluster = request.cluster
-    calibrated = "measured on this machine" if cluster.calibrated else "not measured here, so times are ranges"
     head = [
         "TP",
         "PP",
@@ -209,7 +176,7 @@ def _report_text(request: PlanRequest, plans: Sequence[LayoutPlan], top: int) ->
     ]
     parts = [
         f"{request.gpus} GPUs of {cluster.name}, {request.global_batch} samples of {request.sequence} tokens per "
-        f"step, bf16; figures {calibrated}.",
+        f"step, bf16; figures not measured here, so times are ranges.",
         _table(head, [_plan_cells(request, plan) for plan in best_of_each_grid(plans)[:top]]),
         _layouts_verdict(plans),
         "Command of the first row; add --train-iters, --lr, the data and --save:",
@@ -221,8 +188,6 @@ def _report_text(request: PlanRequest, plans: Sequence[LayoutPlan], top: int) ->
             f"Wirings of {_describe_layout(layout)}, as speed-ups over standard; the fastest by more than 3 %, or a "
             "tie:",
             _sweep_table(sweep(request, layout)),
-            "Time of an all-reduce above which a wiring is faster than standard by more than 3 %:",
-            _borders_table(request, plans),
         ]
     sources = "\n".join(f"  {name}: {source}" for name, source in cluster.sources.items())
     parts.append(f"Figures of {cluster.name}:\n{sources}")
@@ -247,7 +212,7 @@ def _report_json(request: PlanRequest, plans: Sequence[LayoutPlan]) -> str:
                 "wiring": plan.wiring,
                 "memory_bytes": {**asdict(plan.memory), "total": plan.memory.total},
                 "step_seconds": {**asdict(plan.time), "total": plan.time.total},
-                "relative_uncertainty": uncertainty(request.cluster, plan.layout),
+                "relative_uncertainty": TIME_RANGE,
                 "model_flop_utilisation": plan.utilisation,
             }
             for plan in plans
@@ -255,26 +220,3 @@ def _report_json(request: PlanRequest, plans: Sequence[LayoutPlan]) -> str:
         "interconnects": {"layout": None if layout is None else asdict(layout), "rows": interconnects},
     }
     return json.dumps(report, indent=1) + "\n"
-
-
-def _plot_sweep(request: PlanRequest, layout: Layout, path: Path) -> None:
-    """Write a PNG of the wirings' speed-ups over the time of an all-reduce; requires matplotlib."""
-    # Imported here because matplotlib is part of the extra [plot] and slow to import.
-    from matplotlib.figure import Figure
-
-    rows = sweep(request, layout, [2 ** (exponent / 4) for exponent in range(-16, 17)])
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    times = [1e6 * row.reduce_seconds for row in rows]
-    for wiring in rows[0].seconds:
-        axes.plot(times, [row.speed_up(wiring) for row in rows], label=wiring)
-    here = next(1e6 * row.reduce_seconds for row in rows if row.factor == 1.0)
-    axes.axvline(here, color="0.5", linestyle=":", label=request.cluster.name)
-    axes.set_xscale("log")
-    axes.set_xlabel("time of one all-reduce (us)")
-    axes.set_ylabel("predicted speed-up over the standard wiring")
-    axes.set_title(_describe_layout(layout))
-    axes.grid(alpha=0.3)
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", dpi=120)

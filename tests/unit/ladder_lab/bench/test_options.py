@@ -88,8 +88,6 @@ def test_all_errors_are_reported_together() -> None:
             "--tp-all-reduce symmetric and --emulated-tp exclude each other",
         ),
         ("--cuda-graph", "--cuda-graph requires --device cuda"),
-        ("--wirings standard --plot a.png", "--plot a.png: no wiring to compare with standard: add one to --wirings"),
-        ("--sizes small,small-llama --plot a.png", "--plot a.png: a plot shows one size, but --sizes has 2"),
         ("--alpha 1c,fast", "--alpha fast"),
     ],
 )
@@ -106,7 +104,7 @@ def test_only_decode_can_be_captured() -> None:
 
 
 def test_requests_have_options_of_their_own() -> None:
-    options = parse_options("serve --batch 1 4 --prompt 16 --generate 8 --sizes small,small-llama --plot a.png".split())
+    options = parse_options("serve --batch 1 4 --prompt 16 --generate 8 --sizes small,small-llama".split())
     assert isinstance(options, RequestsOptions) and options.batch == (1, 4)
     assert (options.sizes, options.alpha, options.p2p) == (("small", "small-llama"), ("0", "0.5c", "1c", "2c"), "on")
     with pytest.raises(UserError, match="--p2p off requires --device cuda"):

@@ -14,9 +14,7 @@ from ladder_lab.plan.layouts import (
     _layouts,
     best_of_each_grid,
     fitting_plans,
-    pays_from,
     sweep,
-    uncertainty,
     verdict,
 )
 from ladder_lab.plan.program import _report_text, _training_words
@@ -79,28 +77,12 @@ def test_wirings_part_as_the_interconnect_slows() -> None:
     assert set(sweep(only, Layout(tensor=8, data=2), (1.0,))[0].seconds) == {"standard", "ladder"}
 
 
-def test_the_border_is_where_three_per_cent_are() -> None:
-    asked, layout = request_of(), Layout(tensor=8, data=2)
-    border = pays_from(asked, layout, "ladder")
-    here = sweep(asked, layout, (1.0,))[0].reduce_seconds
-    assert border is not None
-    below, above = sweep(asked, layout, (0.98 * border / here, 1.001 * border / here))
-    assert below.speed_up("ladder") < 1.03 < above.speed_up("ladder")
-    assert pays_from(asked, Layout(tensor=1, data=16), "ladder") is None
-
-
-def test_figures_that_nobody_measured_are_ranges() -> None:
-    calibrated = replace(H100, calibrated=True)
-    assert uncertainty(H100, Layout()) == 0.15
-    assert uncertainty(calibrated, Layout(tensor=8)) == 0.0
-    assert uncertainty(calibrated, Layout(tensor=8, data=2)) == 0.15, "the network was not measured"
+def test_times_are_ranges() -> None:
     asked = request_of(gpus=8, batch=8)
     plans = fitting_plans(asked)
     total = plans[0].time.total
     text = _report_text(asked, plans, 3)
     assert f"{0.85 * total:.2f} to {1.15 * total:.2f} = " in text and "so times are ranges" in text
-    measured = _report_text(replace(asked, cluster=calibrated), plans, 3)
-    assert f"| {total:.2f} = " in measured and " to " not in measured.split("Layout:")[0]
 
 
 @pytest.mark.parametrize("model", ["llama-1b", "llama-70b", "paper-3.5b"])
@@ -145,4 +127,3 @@ def test_desync_needs_ranks_and_a_whole_stream() -> None:
     assert any(layout.sequence_parallel for layout in layouts["staleness-2"])
     (slow,) = sweep(asked, Layout(tensor=4, sequence_parallel=True), (4.0,))
     assert slow.seconds["standard"] > slow.seconds["desync-2x"] > slow.seconds["desync-4x"]
-    assert pays_from(asked, Layout(tensor=4), "desync-4x") is not None
