@@ -94,18 +94,19 @@ def start_ranks(options: ComparisonOptions, place: RankInfo) -> torch.device:
 def make_interconnect(options: ComparisonOptions, shape: ModelConfig, device: torch.device) -> Interconnect:
     """Build the interconnect; a collective call of all ranks."""
     replicas = key_value_replicas(shape, options.ranks)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     spec = LinkSpec(0.0, 0.0, options.link == "serial")
     if options.emulated_tp is not None:
         link = CudaLink(options.emulated_tp, spec, device, sms=options.comm_sms)
         replica = NoCommGroup(CommGroup(range(replicas), 0, None))
         mesh = replace(ProcessMesh.single(), tensor=link, kv_replica=replica)
         name = f"emulated {options.link} wire and ranks"
-        return Interconnect(name, mesh, link, NoCommGroup(link), device, torch.bfloat16)
+        return Interconnect(name, mesh, link, NoCommGroup(link), device, dtype)
     mesh = ProcessMesh.build(options.tp, kv_replicas=replicas, tp_comm_max_ctas=options.comm_sms)
     no_comm = NoCommGroup(mesh.tensor)
     if options.device == "cpu":
         wire = EmulatedLink(mesh.tensor, spec, spin_seconds=SPIN_SECONDS)
-        return Interconnect(f"emulated {options.link} wire", mesh, wire, no_comm, device, torch.float32)
-    group = select_all_reduce(options.tp_all_reduce, mesh.tensor, device, torch.bfloat16)
+        return Interconnect(f"emulated {options.link} wire", mesh, wire, no_comm, device, dtype)
+    group = select_all_reduce(options.tp_all_reduce, mesh.tensor, device, dtype)
     name = "symmetric" if isinstance(group, SymmetricMemoryGroup) else "nccl"
-    return Interconnect(name, mesh, MeteredGroup(group), no_comm, device, torch.bfloat16)
+    return Interconnect(name, mesh, MeteredGroup(group), no_comm, device, dtype)

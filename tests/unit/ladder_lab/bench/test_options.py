@@ -46,12 +46,6 @@ def test_lists_are_split_at_blanks_and_commas() -> None:
     assert options.wirings == ("standard", "ladder", "desync-2x")
 
 
-def test_presets_replace_or_extend_times() -> None:
-    options = options_of("decode --tp 8 --link-preset nvlink,no-p2p")
-    assert (options.alpha, options.link_preset) == ((), ("nvlink", "no-p2p"))
-    assert options_of("decode --tp 8 --link-preset nvlink --alpha 1c").alpha == ("1c",)
-
-
 def test_one_gpu_emulates_a_group_and_several_form_one() -> None:
     emulated = options_of("decode --device cuda --emulated-tp 8 --sizes llama-8b --link-preset nvlink")
     assert (emulated.ranks, emulated.processes, emulated.own_interconnect) == (8, 1, False)
@@ -89,27 +83,10 @@ def test_all_errors_are_reported_together() -> None:
         ),
         ("--cuda-graph", "--cuda-graph requires --device cuda"),
         ("--alpha 1c,fast", "--alpha fast"),
+        ("--tp 8 --link-preset efa", "--link-preset efa"),
     ],
 )
 def test_contradictions_are_rejected(words: str, error: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_options(["decode", *words.split()])
     assert len(caught.value.messages) == 1 and caught.value.messages[0].startswith(error)
-
-
-def test_only_decode_can_be_captured() -> None:
-    assert options_of("decode --device cuda --cuda-graph").cuda_graph
-    with pytest.raises(UserError, match="only the step of decode can be captured, found train"):
-        parse_options("train --device cuda --cuda-graph".split())
-
-
-def test_requests_have_options_of_their_own() -> None:
-    options = parse_options("serve --batch 1 4 --prompt 16 --generate 8 --sizes small,small-llama".split())
-    assert isinstance(options, RequestsOptions) and options.batch == (1, 4)
-    assert (options.sizes, options.alpha, options.p2p) == (("small", "small-llama"), ("0", "0.5c", "1c", "2c"), "on")
-    with pytest.raises(UserError, match="--p2p off requires --device cuda"):
-        parse_options("serve --p2p off".split())
-    with pytest.raises(UserError, match="--p2p off and --tp-all-reduce exclude each other"):
-        parse_options("serve --device cuda --p2p off --tp-all-reduce auto".split())
-    with pytest.raises(UserError, match="--sequence"):
-        parse_options("serve --sequence 16".split())

@@ -26,8 +26,4 @@ def test_published_settings(size: str, wiring: str, peers: Peers | None, batch: 
     assert published_speed(size, wiring, peers, 8, batch, 1024, 512) == expected
     assert published_speed(size, wiring, peers, 4, batch, 1024, 512) == NOTHING
     assert published_speed(size, wiring, peers, 8, batch, 1024, 256) == NOTHING
-
-
-def test_405b_was_measured_on_two_hosts() -> None:
     assert published_speed("llama-405b", "ladder", "on", 16, 4, 1024, 512) == PublishedSpeed(speed_up=1.31)
-    assert published_speed("llama-405b", "ladder", "on", 8, 4, 1024, 512) == NOTHING

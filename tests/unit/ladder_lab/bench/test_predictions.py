@@ -8,7 +8,6 @@ from ladder_lab.bench.variants import VARIANTS
 from ladder_lab.cost.links import WireModel
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.model.language_model import LanguageModel
-from tests.unit.comm import fake_cuda
 from tests.unit.generate.tiny_model import tiny_config
 
 SERIAL = WireModel()
@@ -45,15 +44,6 @@ def test_a_pass_over_a_slow_wire(wiring: str, seconds: float) -> None:
 )
 def test_training_over_a_slow_wire(wiring: str, exposed: float) -> None:
     assert TRAINING.predict(VARIANTS[wiring], 7.0, SERIAL) == pytest.approx(97 + exposed)
-
-
-def test_events_in_a_captured_step_are_external(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA gives no time to any other event that is recorded in a graph."""
-    device = fake_cuda.install(monkeypatch)
-    clock = DeviceClock(torch.device("cuda"))
-    assert not clock.mark().external
-    device.capturing = True
-    assert clock.mark().external and clock.captures()
 
 
 class CountingClock(DeviceClock):

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -15,7 +14,6 @@ from ladder_lab.bench.options import BenchmarkOptions, Case, RequestsOptions
 from ladder_lab.bench.results import BenchmarkRow, results_table
 from ladder_lab.bench.sizes import SIZES
 from ladder_lab.bench.workloads import Workload
-from ladder_lab.cost.machines import PRESETS
 from ladder_lab.link.cuda_link import CudaLink
 from ladder_lab.link.link import NoCommGroup
 from megatron_ladder.comm.launch import RankInfo
@@ -59,7 +57,7 @@ def test_one_gpu_is_rank_0_of_an_emulated_group(device: fake_cuda.Device, monkey
     # Two key and value heads on four ranks: two replicas each.
     replica = made.mesh.kv_replica
     assert isinstance(replica, NoCommGroup) and replica.size == 2
-    assert "emulated" in made.name and made.dtype == torch.bfloat16
+    assert "emulated" in made.name
     made.set_wire(2e-3)
     assert made.wire.spec.seconds(10**6) == 2e-3
 
@@ -73,7 +71,7 @@ def measured(case: Case, options: BenchmarkOptions, text: str) -> tuple[str, dic
     return heading, {row.wiring: row for row in program._rows(comparison, workload, "tiny", prediction, text)}
 
 
-@pytest.mark.parametrize(("case", "reduces"), [("decode", 2), ("prefill", 2), ("train", 4)])
+@pytest.mark.parametrize(("case", "reduces"), [("decode", 2), ("train", 4)])
 def test_a_share_of_a_larger_group_runs_alone(
     device: fake_cuda.Device, monkeypatch: pytest.MonkeyPatch, case: Case, reduces: int
 ) -> None:
@@ -82,7 +80,8 @@ def test_a_share_of_a_larger_group_runs_alone(
     synchronised: list[Interconnect] = []
     monkeypatch.setattr(Interconnect, "synchronize", lambda self: synchronised.append(self))
     options = emulated(device, monkeypatch, wirings=("standard", "ladder"))
-    _, rows = measured(case, options, "100us")
+    heading, rows = measured(case, options, "100us")
+    assert "rank 0 of 4 emulated ones (its results are wrong numbers)" in heading
     assert list(rows) == ["standard", "ladder", "no-comm"]
     # Standard and the bound for the calibration, then all three, each in one warm-up round and four that count.
     assert len(synchronised) == (2 + 3) * (1 + 4)
@@ -125,14 +124,6 @@ def test_decoding_is_timed_by_replays(device: fake_cuda.Device, monkeypatch: pyt
     assert all(graph.closed for graph in ReplayedStep.made)
 
 
-def test_reduces_are_counted_without_replays(device: fake_cuda.Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workloads, "CudaStepGraph", ReplayedStep)
-    options = emulated(device, monkeypatch, wirings=("standard",), cuda_graph=True)
-    workload = Workload("decode", 1, options.sequence, options.tokens, cuda_graph=True)
-    # The wire counts the reduces of each layer and that of the embedding.
-    assert WiringComparison(options, TINY, ALONE, CPU).calibrate(workload).always_waiting == 1
-
-
 def test_requests_replay_a_step_that_was_captured_before(
     device: fake_cuda.Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,35 +143,6 @@ def test_requests_replay_a_step_that_was_captured_before(
     assert all(graph.closed for graph in ReplayedStep.made)
 
 
-def test_every_line_names_emulated_parts(device: fake_cuda.Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = emulated(device, monkeypatch, wirings=("standard", "desync-2x"))
-    heading, by_wiring = measured("decode", options, "nvlink")
-    rows = list(by_wiring.values())
-    assert rows[0].alpha_seconds == PRESETS["nvlink"].seconds(64 * 2, 4), "a bf16 vector on four ranks"
-    table = results_table(rows)
-    assert "rank 0 of 4 emulated ones (its results are wrong numbers)" in heading
-    assert all("emulated" in line for line in table.splitlines()) and len(table.splitlines()) == 3
-    required = {
-        "case",
-        "wiring",
-        "alpha_seconds",
-        "median_seconds",
-        "ratio_to_standard",
-        "predicted_ratio",
-        "spread",
-    }
-    assert required <= set(vars(rows[0]))
-
-
-def test_synchronize_waits_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
-    nothing: Any = None
-    for device in (CPU, torch.device("cuda", 3)):
-        Interconnect("", nothing, nothing, nothing, device, torch.bfloat16).synchronize()
-    assert waited == [torch.device("cuda", 3)]
-
-
 def test_missing_hardware_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="--device cuda: torch finds no GPU here"):
@@ -195,26 +157,3 @@ def test_missing_hardware_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
         start_ranks(replace(options, tp=4), RankInfo(2, 4, 2))
     with pytest.raises(UserError, match="--tp 2 needs 2 processes, but the launcher started 4"):
         start_ranks(options, RankInfo(0, 4, 0))
-
-
-def test_ranks_of_several_hosts_use_the_gpus_of_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(interconnect, "start_process_group", lambda place, minutes: torch.device("cuda", 1))
-    assert start_ranks(BenchmarkOptions(device="cuda", tp=4), RankInfo(3, 4, 1)) == torch.device("cuda", 1)
-
-
-def test_real_groups_are_bounded_and_metered(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, Any]] = []
-    mesh = SimpleNamespace(tensor=NoCommGroup(CudaLinkless(2)))
-    monkeypatch.setattr(interconnect.ProcessMesh, "build", lambda tp, **options: asked.append(options) or mesh)
-    made = make_interconnect(BenchmarkOptions(device="cuda", comm_sms=8), TINY, CPU)
-    assert asked == [{"kv_replicas": 1, "tp_comm_max_ctas": 8}]
-    assert made.name == "nccl" and isinstance(made.wire, interconnect.MeteredGroup)
-
-
-class CudaLinkless(NoCommGroup):
-    """A group with a size and nothing else."""
-
-    def __init__(self, size: int) -> None:
-        self.ranks, self.rank, self.size, self.process_group = tuple(range(size)), 0, size, None

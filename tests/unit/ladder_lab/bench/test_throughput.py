@@ -1,6 +1,5 @@
 """Training throughput: model sizes, utilisation, and the whole command at a small size."""
 
-import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from ladder_lab.bench.paired import PairedTimes
 from ladder_lab.bench.sizes import SIZES
 from ladder_lab.bench.throughput import PRODUCTS_AT_ONCE, ThroughputWorkload, _rows, _transformers_llama
 from megatron_ladder.blueprint.tensors import parameter_count
-from megatron_ladder.errors import BadNumbersError, UserError
+from megatron_ladder.errors import BadNumbersError
 from tools.throughput import main
 
 CPU = torch.device("cpu")
@@ -60,16 +59,3 @@ def test_the_command_at_a_small_size(tmp_path: Path, capsys: pytest.CaptureFixtu
     printed = capsys.readouterr().out
     assert "2x64x96x8x8x128, 1 of 2 layers, fp32, torch.compile eager, on CPU" in printed
     assert printed.count("| ladder |") == 2
-
-
-def test_all_errors_are_reported_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    words = "--size huge --wirings ladder desync --batch 0 --sequence 4 -1 --rounds 3 --backend none".split()
-    with pytest.raises(UserError) as caught:
-        main(words)
-    starts = ["--wirings desync", "--sequence -1", "--batch 0", "--rounds 3", "--size huge"]
-    assert [error.startswith(s) for error, s in zip(caught.value.messages, starts, strict=True)] == [True] * 5
-    with pytest.raises(UserError, match="transformers is not"):
-        main(["--backend", "none"])
-    with pytest.raises(UserError, match="--layers 7: small-train has 6 layers"):
-        main("--size small-train --layers 7 --no-transformers --backend none".split())
