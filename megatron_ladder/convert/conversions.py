@@ -10,8 +10,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from torch import Tensor
-
 from megatron_ladder import __version__
 from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.checkpoint.format import GENERATION_CONFIG
@@ -88,12 +86,8 @@ def plan_import(options: ImportOptions) -> Conversion:
 def _imported(directory: HFDirectory, name: str) -> CopiedTensor:
     found = directory.tensors[name]
     shape, dtype = tuple(found.shape), element_name(found.dtype)
-
-    def read(out: Tensor) -> None:
-        out.copy_(found)
-
     source = f"{directory.path}: {hf_name(name)}"
-    return CopiedTensor(box_key("weight", name, Box.whole(shape)), name, "weight", shape, dtype, dtype, source, read)
+    return CopiedTensor(box_key("weight", name, Box.whole(shape)), name, "weight", shape, dtype, source, lambda: found)
 
 
 def plan_reshape(options: ReshapeOptions, orders: Mapping[str, Permutation] = MappingProxyType({})) -> Conversion:

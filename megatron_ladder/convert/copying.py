@@ -51,11 +51,10 @@ class CopiedTensor:
     kind: str
     shape: tuple[int, ...]
     dtype: str
-    stored_dtype: str
     source: str
     """For messages."""
-    read: Callable[[Tensor], None]
-    """Fills a tensor [*shape] of `stored_dtype`; raises UserError."""
+    read: Callable[[], Tensor]
+    """Returns the tensor as it is stored; raises UserError."""
     order: Permutation | None = None
 
     @property
@@ -70,8 +69,7 @@ class CopiedTensor:
             UserError: the source cannot be read.
             _UnusableNumberError: a weight is not finite, or a number does not fit in the new element type.
         """
-        stored = torch.empty(self.shape, dtype=_dtype(self.stored_dtype))
-        self.read(stored)
+        stored = self.read()
         if self.order is not None:
             stored = stored.index_select(self.order.dim, torch.from_numpy(self.order.source))
         if self.kind == "weight" and not stored.isfinite().all():

@@ -7,8 +7,12 @@ import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.model import ModelConfig
@@ -53,12 +57,14 @@ class TrainingCheckpoint:
         for kind in KINDS:
             for name, stored in sorted(self.checkpoint.stored(kind).items(), key=lambda item: order.get(item[0], 0)):
                 shape, dtype = stored.shape, stored.dtype
-
-                def read(out: Any, name: str = name, kind: str = kind) -> None:
-                    self.checkpoint.read(name, kind, (0,) * out.dim(), out.shape, out)
-
                 key, source = box_key(kind, name, Box.whole(shape)), f"{self.checkpoint.directory}: {name}"
-                yield CopiedTensor(key, name, kind, shape, dtype, dtype, source, read)
+                yield CopiedTensor(key, name, kind, shape, dtype, source, partial(self._read, name, kind))
+
+    def _read(self, name: str, kind: str) -> Tensor:
+        stored = self.checkpoint.stored(kind)[name]
+        whole = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+        self.checkpoint.read(name, kind, (0,) * whole.dim(), stored.shape, whole)
+        return whole
 
     @property
     def trained_dtype(self) -> str:
