@@ -14,13 +14,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ladder_lab.cost.links import (
-    MICROSECOND,
-    SubBlockTime,
-    WireModel,
-    forward_seconds,
-    gpu_contention,
-)
+from ladder_lab.cost.links import MICROSECOND, SubBlockTime, WireModel, forward_seconds, gpu_contention
 from ladder_lab.cost.machines import Gpu, LinkPreset
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import Branch, SubBlockTensors, head_tensor, layer_tensors, model_tensors

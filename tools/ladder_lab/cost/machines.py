@@ -255,13 +255,7 @@ PRESETS: Mapping[str, LinkPreset] = {
             source="TCP sockets, one GPU per node: 45.8 us for a broadcast to 2 ranks (NVIDIA/nccl-tests#82), so an "
             "all-reduce takes at least that; 90 % of the wire's rate (assumed)",
         ),
-        _preset(
-            "10gbe",
-            (2, 8),
-            lambda n: 46 * math.log2(n),
-            1.1,
-            source="as 25gbe, at 10 Gb/s (assumed)",
-        ),
+        _preset("10gbe", (2, 8), lambda n: 46 * math.log2(n), 1.1, source="as 25gbe, at 10 Gb/s (assumed)"),
         _preset(
             "thunderbolt-5",
             (2, 4),

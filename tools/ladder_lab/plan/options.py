@@ -99,10 +99,7 @@ DESCRIPTIONS: dict[Command, str] = {
     "layouts": "Lists the layouts that fit a cluster, fastest first, and where each wiring pays. Needs no GPU.",
     "inference": "Predicts tokens per second of each wiring, and says whether a ladder would help a machine.",
 }
-KINDS: dict[Command, type] = {
-    "layouts": LayoutOptions,
-    "inference": InferenceOptions,
-}
+KINDS: dict[Command, type] = {"layouts": LayoutOptions, "inference": InferenceOptions}
 
 
 def parse_options(argv: Sequence[str]) -> LayoutOptions | InferenceOptions:

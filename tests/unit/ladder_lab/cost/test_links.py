@@ -5,13 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from ladder_lab.cost.links import (
-    SubBlockTime,
-    WireModel,
-    backward_seconds,
-    forward_seconds,
-    gpu_contention,
-)
+from ladder_lab.cost.links import SubBlockTime, WireModel, backward_seconds, forward_seconds, gpu_contention
 from megatron_ladder.blueprint.wiring import limit_to_unseen
 
 SERIAL, PIPELINED = WireModel(serial=True), WireModel(serial=False)
