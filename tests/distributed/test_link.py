@@ -238,38 +238,6 @@ def test_the_latest_rank_decides(gloo_pools: GlooPools, after: int) -> None:
     assert busy < 0.5 * waited + 0.005, "a long wait must release the core"
 
 
-def long_hold() -> tuple[Timing, float, float]:
-    """Return a sum over a slow wire, the seconds in its wait, and its processor seconds."""
-    with closing(EmulatedLink(everyone(), LinkSpec(0.05, 0.0, serial=True))) as link:
-        launched = launch(link, torch.ones(3))
-        began = time.thread_time()
-        timing = finish(launched)
-        return timing, link.waited_seconds, time.thread_time() - began
-
-
-def test_a_long_hold_sleeps(gloo_pools: GlooPools) -> None:
-    for timing, waited, busy in gloo_pools(2).run(long_hold):
-        assert 0.005 < waited <= (timing.done - timing.before) * 1e-9
-        assert busy < 0.5 * waited + 0.005
-
-
-def reset_and_count() -> list[tuple[int, bool]]:
-    """Return the collectives, and whether there was any wait, at three moments."""
-    with closing(EmulatedLink(everyone(), LinkSpec(1e-3, 0.0, serial=True))) as link:
-        seen = [(link.collectives, link.waited_seconds > 0)]
-        link.all_reduce(torch.ones(3))
-        work = link.start_all_reduce(torch.ones(3))
-        assert work is not None
-        work.wait()
-        seen.append((link.collectives, link.waited_seconds > 0))
-        link.reset_counters()
-        return [*seen, (link.collectives, link.waited_seconds > 0)]
-
-
-def test_counters(gloo_pools: GlooPools) -> None:
-    assert gloo_pools(2).run(reset_and_count) == [[(0, False), (2, True), (0, False)]] * 2
-
-
 def other_collectives() -> list[Tensor]:
     """Return the results of operations that the link delegates to the real group."""
     rank = torch.tensor([float(dist.get_rank())])
@@ -323,20 +291,6 @@ def test_a_model_computes_the_same_bits_over_a_link(gloo_pools: GlooPools) -> No
     for expected, got in zip(over_gloo, over_link, strict=True):
         assert len(got) > 10
         assert all(ours.equal(theirs) for ours, theirs in zip(got, expected, strict=True))
-
-
-def without_communication() -> list[Tensor]:
-    """Return the results of reduces, which do nothing, and of a gather, which still works."""
-    group = NoCommGroup(everyone())
-    own = torch.tensor([float(dist.get_rank())])
-    started = own.clone()
-    assert group.start_all_reduce(started) is None
-    return [started, group.all_reduce(own.clone()), group.all_gather(own, 0)]
-
-
-def test_without_communication_reduces_do_nothing(gloo_pools: GlooPools) -> None:
-    results = [[tensor.tolist() for tensor in rank] for rank in gloo_pools(2).run(without_communication)]
-    assert results == [[[0], [0], [0, 1]], [[1], [1], [0, 1]]]
 
 
 def our_mappings() -> list[str]:
@@ -429,40 +383,8 @@ def test_every_rank_reports_missing_shared_memory(gloo_pools: GlooPools, tmp_pat
     assert not list(tmp_path.iterdir())
 
 
-def bad_tensors() -> None:
-    with closing(EmulatedLink(everyone(), FREE)) as link:
-        for tensor in (torch.ones(4, 4).t(), torch.ones(3, device="meta")):
-            with pytest.raises(ValueError, match="contiguous tensor on the CPU"):
-                link.start_all_reduce(tensor)
-
-
-def test_unsupported_tensors_are_rejected(gloo_pools: GlooPools) -> None:
-    gloo_pools(2).run(bad_tensors)
-
-
 def test_a_single_rank_does_not_wait() -> None:
     with closing(EmulatedLink(CommGroup.alone(), LinkSpec(10.0, 0.0, serial=True))) as link:
         tensor = torch.ones(3)
         assert link.start_all_reduce(tensor) is None
         assert link.all_reduce(tensor) is tensor and tensor.tolist() == [1, 1, 1]
-
-
-def test_wire_time() -> None:
-    assert LinkSpec(1e-3, 2e-6, serial=True).seconds(500) == pytest.approx(2e-3)
-    for alpha, beta in ((-1e-6, 0.0), (0.0, -1e-6), (float("nan"), 0.0), (0.0, float("inf"))):
-        with pytest.raises(ValueError, match="expected a time of 0 or more"):
-            LinkSpec(alpha, beta, serial=True)
-
-
-class _LostGroup(CommGroup):
-    def broadcast_object(self, value: object) -> object:
-        raise LostPeerError("rank 1 is gone")
-
-
-def test_a_lost_peer_or_an_interrupt_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "SHARED_FOLDER", tmp_path)
-    with pytest.raises(LostPeerError, match="rank 1 is gone"):
-        _map_shared(_LostGroup([0, 1], 0, None), 4096)
-    with patch("os.posix_fallocate", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-        _map_shared(CommGroup.alone(), 4096)
-    assert not list(tmp_path.iterdir())

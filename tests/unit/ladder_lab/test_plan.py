@@ -1,10 +1,8 @@
 """tools/plan.py as a command: without torch, fast, and with all errors reported."""
 
 import json
-import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -144,15 +142,3 @@ def test_every_error_names_its_flag(words: str, parts: list[str]) -> None:
 def test_nothing_fits() -> None:
     with pytest.raises(UserError, match="--gpus 8: no layout of llama-405b fits 80 GB a GPU"):
         main(["--model", "llama-405b", "--gpus", "8", "--batch", "8"])
-
-
-def test_the_tool_starts(tmp_path: Path) -> None:
-    began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "plan.py"), "--model", "nothing"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2 and "error: --model nothing" in done.stderr and time.monotonic() - began < patient(30)

@@ -1,5 +1,6 @@
 """tools/study.py: its command line, whole studies with fake training runs, and the statistics of its report."""
 
+import functools
 import json
 import math
 import os
@@ -31,6 +32,7 @@ FIRST = "--output-dir out --sizes 4x32x64x4x2x300"
 SIZE = "2x24x40x2x1x50"
 
 
+@functools.cache
 def parsed(words: str, first: str = f"run {FIRST}") -> Parsed:
     found = parse_options(f"{first} {words}".split())
     assert isinstance(found, Parsed)

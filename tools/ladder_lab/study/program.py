@@ -151,7 +151,7 @@ class _Study:
     def save(self) -> None:
         """Write the state atomically."""
         request = self.parsed.request
-        data = read_training_flags((*request.data_flags, *request.training_flags), []).data
+        data = read_training_flags((*request.data_flags, *request.training_flags)).data
         prefixes = [Path(word) for word in map(str, (*data.data_path, *data.train_data_path))]
         sidecars = {prefix: read_sidecar(prefix) for prefix in prefixes}
         state = {
@@ -246,7 +246,7 @@ def _transferred_rates(parsed: Parsed) -> dict[str, float]:
 def _prepare_data(parsed: Parsed) -> Request:
     """Return the request with the flags of the data; builds the default corpus if no data are given."""
     request = parsed.request
-    given = read_training_flags(request.training_flags, []).data
+    given = read_training_flags(request.training_flags).data
     if any(getattr(given, name) for name in _DATA_FIELDS):
         return request
     folder, vocabularies = request.output_dir / "data", {find_size(size).vocab_size for size in parsed.sizes}

@@ -4,6 +4,7 @@ The result is written last and atomically, so a trial that has it is done.
 """
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -46,6 +47,7 @@ STOP_SECONDS, GRACE_SECONDS = 60.0, 120.0
 SHAPE_FIELDS = tuple(
     "num_layers hidden_size ffn_hidden_size num_attention_heads num_key_value_heads vocab_size".split()
 )
+_PLACEHOLDERS = ("--train-iters", "2", "--lr", "1")
 _STUDY_FIELDS = (
     *"save load save_interval train_iters seed lr min_lr lr_warmup_iters eval_interval log_interval".split(),
     *"residual_mode ladder_layers residual_staleness lanes desync_interval tie_embeddings".split(),
@@ -103,15 +105,16 @@ def flag_words(values: Mapping[str, object]) -> list[str]:
     return [word for name, value in values.items() for word in (flag_name(name), str(value))]
 
 
-def read_training_flags(words: Sequence[str], errors: list[str]) -> RunFlags:
+@functools.cache
+def read_training_flags(words: tuple[str, ...]) -> RunFlags:
     """Parse the flags after -- as the trainer does, with placeholders for its required flags."""
-    return parse_run(["--train-iters", "2", "--lr", "1", *words], errors)
+    return parse_run([*_PLACEHOLDERS, *words], [])
 
 
 def training_flag_errors(words: Sequence[str]) -> list[str]:
     """Return one message for each flag after -- that the trainer does not know, or that a study sets."""
     errors: list[str] = []
-    read_training_flags(words, errors)
+    parse_run([*_PLACEHOLDERS, *words], errors)
     # Without the placeholders; by field, so that aliases, negations and the file of --config count as well.
     given = parse_run(words, []).given
     problem = "a study sets this flag for each trial: remove it, see --help"
@@ -143,7 +146,7 @@ def trial_flags(request: Request, trial: Trial) -> list[str]:
         "load": save,
     }
     wiring = NAMED_WIRINGS[trial.wiring]
-    given = read_training_flags(request.training_flags, []).parallel.tensor_model_parallel_size
+    given = read_training_flags(request.training_flags).parallel.tensor_model_parallel_size
     ranks = max(given, wiring.fewest_ranks)
     return [
         *flag_words({name: getattr(shape, name) for name in SHAPE_FIELDS}),

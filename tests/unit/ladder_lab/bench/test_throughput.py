@@ -9,21 +9,12 @@ import torch
 
 from ladder_lab.bench.paired import PairedTimes
 from ladder_lab.bench.sizes import SIZES
-from ladder_lab.bench.throughput import PRODUCTS_AT_ONCE, ThroughputWorkload, _rows, _transformers_llama
-from megatron_ladder.blueprint.tensors import parameter_count
+from ladder_lab.bench.throughput import PRODUCTS_AT_ONCE, ThroughputWorkload, _rows
 from megatron_ladder.errors import BadNumbersError
 from tools.throughput import main
 
 CPU = torch.device("cpu")
 SMALL = replace(SIZES["small-train"], num_layers=1, hidden_size=64, ffn_hidden_size=96, vocab_size=128, head_dim=8)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_transformers_model_has_the_same_sizes(tied: bool) -> None:
-    config = replace(SMALL, tie_embeddings=tied, num_key_value_heads=2)
-    model = _transformers_llama(config, torch.bfloat16, CPU)
-    assert sum(parameter.numel() for parameter in model.parameters()) == parameter_count(config).total
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
 def test_utilisation_and_ratios() -> None:
@@ -45,7 +36,7 @@ def test_utilisation_and_ratios() -> None:
 
 def test_the_command_at_a_small_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.compiler.reset()
-    words = "--size 2x64x96x8x8x128 --layers 1 --sequence 8 12 --matrix 64 --rounds 4 --backend eager".split()
+    words = "--size 2x64x96x8x8x128 --layers 1 --sequence 8 --matrix 64 --rounds 4 --backend eager".split()
     try:
         main([*words, "--json", str(tmp_path / "rows.json")])
     except BadNumbersError as error:
@@ -53,9 +44,9 @@ def test_the_command_at_a_small_size(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert "too noisy to judge" in str(error)
     found = json.loads((tmp_path / "rows.json").read_text())
     assert [(row["way"], row["sequence"], row["layers"]) for row in found] == [
-        (way, sequence, 1) for sequence in (8, 12) for way in ("standard", "ladder", "transformers")
+        (way, sequence, 1) for sequence in (8,) for way in ("standard", "ladder", "transformers")
     ]
     assert all(row["utilisation"] > 0 and row["speed_over_transformers"] > 0 for row in found)
     printed = capsys.readouterr().out
     assert "2x64x96x8x8x128, 1 of 2 layers, fp32, torch.compile eager, on CPU" in printed
-    assert printed.count("| ladder |") == 2
+    assert printed.count("| ladder |") == 1

@@ -35,15 +35,3 @@ def test_gathers_go_around() -> None:
     assert cluster.gather_seconds(MB, 1) == 0.0
     assert cluster.gather_seconds(MB, 8) == pytest.approx(cluster.all_reduce_seconds(MB, 8) / 2)
     assert cluster.gather_seconds(MB, 4, stride=8) == pytest.approx(1.5 * MB / 50e9 / 2 + 3 * HOP * 20e-6)
-
-
-def test_sending() -> None:
-    cluster = CLUSTERS["h200"]
-    assert cluster.send_seconds(MB, 4) == pytest.approx(4.1e-6 + MB / 282e9)
-    assert cluster.send_seconds(MB, 8) == pytest.approx(20e-6 + MB / 50e9)
-
-
-def test_contention_grows_to_its_limit() -> None:
-    cluster = CLUSTERS["h100"]
-    assert cluster.contention_of(0.33 * MB) == pytest.approx(0.57 / 2)
-    assert cluster.contention_of(1e12) == pytest.approx(0.57, rel=1e-3)

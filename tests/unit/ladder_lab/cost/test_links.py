@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from ladder_lab.cost.links import SubBlockTime, WireModel, backward_seconds, forward_seconds, gpu_contention
+from ladder_lab.cost.links import SubBlockTime, WireModel, backward_seconds, forward_seconds
 from megatron_ladder.blueprint.wiring import limit_to_unseen
 
 SERIAL, PIPELINED = WireModel(serial=True), WireModel(serial=False)
@@ -87,20 +87,6 @@ def test_schedules_drawn_by_hand() -> None:
     assert backward_seconds(hybrid, SERIAL) == pytest.approx(10)
 
 
-def test_no_time_on_the_wire_is_the_bound() -> None:
-    for wiring, *_ in CLOSED_FORMS:
-        assert forward_seconds(layers(wiring, 5, 1.0, 0.0), SERIAL, 0.5) == pytest.approx(10.5)
-        assert backward_seconds(layers(wiring, 5, 1.0, 0.0), PIPELINED, 0.5) == pytest.approx(20.5)
-    assert forward_seconds([], SERIAL, 0.5) == 0.5
-
-
-def test_a_free_reduce_queues_on_a_serial_wire() -> None:
-    blocks = [SubBlockTime(1.0, 5.0, (1,)), SubBlockTime(1.0, 0.0, (1,))]
-    assert forward_seconds(blocks, SERIAL) == pytest.approx(6)
-    late = [SubBlockTime(1.0, 5.0, (1, 2)), SubBlockTime(1.0, 0.0, (1, 2)), SubBlockTime(1.0, 0.0, ())]
-    assert forward_seconds(late, SERIAL) == pytest.approx(7)
-
-
 def test_what_collectives_cost_the_processor() -> None:
     wire = WireModel(launch_seconds=0.25, finish_seconds=0.5)
     for t, exposed in ((0.0, 0.5), (0.25, 0.5), (3.0, 3.0)):
@@ -150,8 +136,3 @@ def test_random_stacks_follow_the_recurrence(seed: int) -> None:
             [blocks[j] for j in order], mirrored, wire.serial, [blocks[j].dgrad_seconds for j in order]
         )
         assert backward_seconds(blocks, wire) == pytest.approx(backward)
-
-
-def test_what_a_gpu_gives_back() -> None:
-    assert gpu_contention(16 * KILOBYTE) == pytest.approx(0.0258, abs=1e-4)
-    assert gpu_contention(GIGABYTE) == pytest.approx(0.57, abs=0.001)

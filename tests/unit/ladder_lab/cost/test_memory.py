@@ -15,7 +15,6 @@ from ladder_lab.cost.memory import (
     stage_layers,
     stage_memory,
     stage_parameters,
-    worst_memory,
 )
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.blueprint.tensors import padded_vocab_size, parameter_count
@@ -129,21 +128,3 @@ def test_states_of_four_data_parallel_ranks(precision: Precision, zero: int, exp
 def test_bf16_needs_zero() -> None:
     with pytest.raises(ValueError, match="ZeRO 1"):
         _state_bytes(1, Layout(zero=0), "bf16")
-
-
-def test_what_a_layout_saves() -> None:
-    model, tokens = SIZES["llama-70b"], 4096
-    h, f, d, heads, kv = 8192, 28672, 128, 64, 8
-    plain = Layout(tensor=8)
-    inner = tokens * (3 * (heads + kv) * d + 4 * f) / 8
-    assert _layers_activation_bytes(model, plain, 0, tokens, "bf16") == 80 * 2 * (4 * tokens * h + inner)
-    cut = replace(plain, sequence_parallel=True)
-    assert _layers_activation_bytes(model, cut, 0, tokens, "bf16") == 80 * 2 * (4 * tokens * h / 8 + inner)
-    kept = replace(plain, recompute=True)
-    assert _layers_activation_bytes(model, kept, 0, tokens, "bf16") == 80 * 2 * 2 * tokens * h
-    # Stage 1 of 4 has 20 layers and holds three micro-batches, or as many as there are.
-    piped = replace(plain, pipeline=4)
-    for micro_batches, held in ((8, 3), (2, 2)):
-        memory = stage_memory(model, piped, 1, tokens, micro_batches)
-        assert memory.activations == held * 20 * 2 * (4 * tokens * h + inner)
-    assert worst_memory(model, piped, tokens, 8) == stage_memory(model, piped, 0, tokens, 8)

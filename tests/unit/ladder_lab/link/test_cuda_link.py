@@ -50,19 +50,6 @@ def test_ends_follow_the_rule(device: fake_cuda.Device, serial: bool) -> None:
     assert link.collectives == PIPELINED_LANES
 
 
-def test_compute_continues_until_it_waits(device: fake_cuda.Device) -> None:
-    link = make_link(device, 100 * MICRO, serial=True)
-    device.compute.now = 10 * MICRO
-    work = launch(link)
-    assert device.compute.now == 10 * MICRO
-    device.compute.now += 60 * MICRO
-    work.wait()
-    assert device.compute.now == pytest.approx(110 * MICRO)
-    assert link.waited_seconds == pytest.approx(40 * MICRO)
-    link.reset_counters()
-    assert (link.waited_seconds, link.collectives) == (0, 0)
-
-
 @pytest.mark.parametrize("serial", [True, False])
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 @pytest.mark.parametrize("ratio", [0.4, 1.0, 2.5])
@@ -94,16 +81,6 @@ def test_the_wire_carries_the_bytes_of_a_ring_for_the_time_of_the_spec(device: f
     assert device.compute.now == pytest.approx(9 * MICRO)
 
 
-def test_only_sums_take_the_wire(device: fake_cuda.Device) -> None:
-    link = make_link(device, MICRO, serial=True)
-    values = torch.tensor([[1.0, 2.0]])
-    assert link.all_reduce(values, torch.distributed.ReduceOp.MAX).equal(values)
-    assert link.all_gather(values, 1).tolist() == [[1.0, 2.0] * 8]
-    assert link.broadcast(values).equal(values) and link.gather_objects("a") == ["a"] * 8
-    assert (link.collectives, device.compute.now) == (0, 0)
-    assert make_link(device, MICRO, serial=True, size=1).start_all_reduce(values) is None
-
-
 def test_halves_of_an_all_reduce_take_half_of_its_time(device: fake_cuda.Device) -> None:
     kernels = fake_cuda.Kernels(device)
     link = CudaLink(4, LinkSpec(4 * MICRO, 1e-9, serial=True), CPU, sms=16, kernels=kernels)
@@ -117,18 +94,6 @@ def test_halves_of_an_all_reduce_take_half_of_its_time(device: fake_cuda.Device)
     work.wait()
     assert device.compute.now == pytest.approx(20 * MICRO)
     assert kernels.carried == [{"bytes": 12000, "wire_ns": 10000, "sms": 16}] * 2
-
-
-def test_side_streams_have_priority_over_the_compute_stream(device: fake_cuda.Device) -> None:
-    make_link(device, MICRO, serial=True)
-    assert [stream.priority for stream in device.streams] == [0, -1, -1]
-
-
-def test_waits_in_a_captured_graph_are_not_timed(device: fake_cuda.Device) -> None:
-    link = make_link(device, 7 * MICRO, serial=True)
-    device.capturing = True
-    launch(link).wait()
-    assert device.compute.now == pytest.approx(7 * MICRO) and link.waited_seconds == 0
 
 
 class Recorded(CommGroup):
