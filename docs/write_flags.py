@@ -18,10 +18,12 @@ Megatron's other flags are accepted if they request the default behaviour, and r
 def row(one: Flag) -> str:
     """Return the line of one flag in the table of its section."""
     first, *others = one.spellings
-    value = f" {one.placeholder}{' ...' if one.many else ''}" if one.placeholder else ""
+    value = (
+        f" {one.value_type.placeholder}{' ...' if one.value_type.many else ''}" if one.value_type.placeholder else ""
+    )
     also = f" (also {', '.join(f'`{other}`' for other in others)})" if others else ""
-    default = "required" if one.required else f"`{one.default}`" if one.default is not None else ""
-    cells = (f"`{first}{value}`{also}", default, one.limits, one.documentation)
+    default = "required" if one.is_required else f"`{one.shown_default}`" if one.shown_default else ""
+    cells = (f"`{first}{value}`{also}", default, str(one.limits), one.documentation)
     return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 
 

@@ -4,30 +4,22 @@ Keyword arguments are the flags of the programs, as in `train_iters=100` for `--
 UserError. Under a launcher, all processes must make the same calls. `docs/api.md` has examples.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, resolve_model
-from megatron_ladder.comm.agreement import Peers
-from megatron_ladder.comm.launch import (
-    check_device,
-    from_rank_0,
-    read_rank_info,
-    reporting_errors,
-    stop_process_group,
-)
+from megatron_ladder.comm.launch import read_rank_info
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.command_line import flag_words, parse_command_line
+from megatron_ladder.config.run import read_run_words
 from megatron_ladder.convert.conversions import plan_export, plan_import
 from megatron_ladder.convert.copying import carry_out
 from megatron_ladder.convert.options import ExportOptions, ImportOptions
 from megatron_ladder.data.batches import GlobalBatchLoader, UnreadBatches
-from megatron_ladder.data.samples import Samples
 from megatron_ladder.errors import UserError, raise_user_errors
 from megatron_ladder.generate.loading import open_model
 from megatron_ladder.generate.options import ModelOptions, OutputOptions, PromptOptions, SamplingOptions
@@ -35,11 +27,8 @@ from megatron_ladder.generate.program import build_engine, check_hardware, new_r
 from megatron_ladder.generate.prompts import PromptEncoder, prompt_errors, read_prompts
 from megatron_ladder.generate.requests import Generation
 from megatron_ladder.model.language_model import LanguageModel
-from megatron_ladder.train.checkpoints import CheckpointSaver
-from megatron_ladder.train.inputs import read_inputs
-from megatron_ladder.train.lock import SaveLock
-from megatron_ladder.train.reading import TextStreams, sample_batches, training_batches
-from megatron_ladder.train.setup import Trainer, build_trainer
+from megatron_ladder.train.opening import OpenRun, open_run
+from megatron_ladder.train.reading import sample_batches, training_batches
 from megatron_ladder.train.step import StepResult, evaluate, train_step
 
 _POSITIONS = 2048
@@ -58,16 +47,10 @@ def build_model(vocab_size: int, seed: int = 1234, **flags: Any) -> LanguageMode
 class TrainingRun:
     """A run between its steps; `training` creates it."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        checkpoints: CheckpointSaver,
-        batches: GlobalBatchLoader | UnreadBatches,
-        valid: Mapping[str, Samples],
-        iteration: int,
-    ) -> None:
-        self._trainer, self._checkpoints, self._batches, self._valid = trainer, checkpoints, batches, valid
-        self.iteration = iteration
+    def __init__(self, opened: OpenRun, batches: GlobalBatchLoader | UnreadBatches) -> None:
+        self._trainer, self._checkpoints, self._batches = opened.trainer, opened.checkpoints, batches
+        self._valid = opened.inputs.sources.valid
+        self.iteration = opened.iteration
         """Number of steps done, including those of the checkpoint that the run resumed."""
 
     @property
@@ -122,29 +105,20 @@ def training(**flags: Any) -> Iterator[TrainingRun]:
 
     With `load`, the run resumes. The caller trains, evaluates and saves, so flags that schedule this have no effect.
     """
-    place, peers = read_rank_info(), Peers()
-    with ExitStack() as stack:
-        with reporting_errors(place):
-            inputs = read_inputs(flag_words(flags), place, partial(from_rank_0, place, stack))
-            check_device(place)
-            if inputs.run.logging.skip_train:
-                raise UserError("skip_train=True: training() needs training data: remove it, and call run.evaluate()")
-            if inputs.run.checkpoint.save is not None and place.rank == 0:
-                stack.enter_context(SaveLock(inputs.run.checkpoint.save))
-        try:
-            trainer = build_trainer(inputs, place, peers)
-            streams = None if inputs.stream is None else TextStreams(trainer, inputs, inputs.stream)
-            with CheckpointSaver(trainer, inputs, lambda event, /, **fields: None, streams) as checkpoints:
-                iteration, consumed_samples = checkpoints.resume()
-                # The caller may read the weights of `model`.
-                trainer.engine.finish_step()
-                with closing(training_batches(trainer, inputs, streams, consumed_samples)) as batches:
-                    yield TrainingRun(trainer, checkpoints, batches, inputs.sources.valid, iteration)
-            stop_process_group()
-        finally:
-            # After an error, without waiting for the other processes.
-            if dist.is_initialized():
-                dist.destroy_process_group()
+    words = read_run_words(flag_words(flags))
+    if words.words.get("skip_train") == "true":
+        raise UserError("skip_train=True: training() needs training data: remove it, and call run.evaluate()")
+    try:
+        with open_run(words) as opened:
+            # The caller may read the weights of `model`.
+            opened.trainer.engine.finish_step()
+            batches = training_batches(opened.trainer, opened.inputs, opened.streams, opened.consumed_samples)
+            with closing(batches):
+                yield TrainingRun(opened, batches)
+    finally:
+        # After an error, without waiting for the other processes.
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 class TextGenerator:

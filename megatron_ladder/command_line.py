@@ -1,39 +1,41 @@
 """Reads command lines into dataclasses whose fields are flags (see `flags.py`).
 
-All errors of a command line are collected and raised together as one UserError.
+All invalid words and values of a command line are collected and raised together as one UserError.
 """
 
 import argparse
-import dataclasses
 import difflib
 import inspect
-import types
-import typing
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from megatron_ladder import __version__
-from megatron_ladder.errors import UserError, faulty_flags, names_any, raise_user_errors
-from megatron_ladder.flags import ValueType, flag_name, section_flags, value_errors, with_valid_numbers
+from megatron_ladder.errors import Problem, UserError, raise_user_errors
+from megatron_ladder.flags import Flag, flag_name, limit_problems, section_flags
 
 Config = TypeVar("Config")
+ReadOther = Callable[[str, Sequence[str]], list[str] | None]
+"""Reads a flag of another program with its values; returns its errors, or None if it is unknown there as well."""
 
 
-class _CollectingParser(argparse.ArgumentParser):
-    """An ArgumentParser that raises its errors, so that they can be reported with the others."""
+@dataclass
+class FlagWords:
+    """The words of a command line by flag, before they are converted to values."""
 
-    def error(self, message: str) -> NoReturn:
-        raise UserError((message[:1].lower() + message[1:]).removeprefix("argument "))
+    words: dict[str, str | list[str] | None] = field(default_factory=dict)
+    """By the name of the field; None is a value that is None."""
+    problems: list[str] = field(default_factory=list)
+    faulty: set[str] = field(default_factory=set)
+    """Names of the fields with a problem, whose values are unknown."""
 
 
-def _build_parser(config_classes: Sequence[type], program: str, description: str) -> argparse.ArgumentParser:
-    """Build a parser with one argument group per dataclass. It leaves values as text for `parse_command_line`."""
-    parser = _CollectingParser(
+def _help_parser(config_classes: Sequence[type], program: str, description: str) -> argparse.ArgumentParser:
+    """Return a parser that prints the help, with one argument group per dataclass."""
+    parser = argparse.ArgumentParser(
         prog=program,
         usage="%(prog)s [flags]",
         description=description,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_version(parser)
@@ -41,67 +43,137 @@ def _build_parser(config_classes: Sequence[type], program: str, description: str
         title = inspect.cleandoc(config_class.__doc__ or config_class.__name__).split("\n")[0]
         group = parser.add_argument_group(title.rstrip("."))
         for one in section_flags(config_class):
-            default = "required" if one.required else f"default: {one.default}" if one.default is not None else ""
-            facts = "; ".join(part for part in (one.limits, default) if part)
+            default = f"default: {one.shown_default}" if one.shown_default else "required" * one.is_required
+            facts = "; ".join(part for part in (str(one.limits), default) if part)
             text = (one.documentation + (f" ({facts})" if facts else "")).replace("%", "%%")
-            options: dict[str, Any] = {"dest": one.field_name, "help": text}
-            if not one.placeholder or one.placeholder.startswith("["):
-                options |= {"const": "false" if one.turns_off else "true"}
-                if one.placeholder:
-                    options |= {"nargs": "?", "metavar": one.placeholder.strip("[]")}
-                else:
-                    options |= {"action": "store_const"}
-                opposite = flag_name(one.field_name if one.turns_off else f"no_{one.field_name}")
-                const = "true" if one.turns_off else "false"
-                group.add_argument(
-                    opposite, dest=one.field_name, action="store_const", const=const, help=argparse.SUPPRESS
-                )
-            elif one.many:
-                options |= {"action": "extend", "nargs": "+", "metavar": one.placeholder}
-            else:
-                options |= {"metavar": one.placeholder}
-            group.add_argument(*one.spellings, **options)
+            placeholder = one.value_type.placeholder
+            options: dict[str, Any] = {"action": "store_true"}
+            if placeholder:
+                nargs = "+" if one.value_type.many else "?" if one.switches_to else None
+                options = {"nargs": nargs, "metavar": placeholder.strip("[]")}
+            group.add_argument(*one.spellings, help=text, **options)
     return parser
 
 
 def parse_command_line(
+    config_classes: Sequence[type], argv: Sequence[str], program: str, description: str
+) -> list[Any]:
+    """Read `argv` into one instance of each dataclass, in order.
+
+    Raise a UserError with one message per invalid word or value. `--help` and `--version` end the program.
+    """
+    return build_sections(config_classes, read_words(config_classes, argv, program, description))
+
+
+def parse_config(
+    config_class: type[Config],
+    argv: Sequence[str],
+    program: str,
+    description: str | None,
+    find_errors: Callable[[Config], Iterable[str]] = lambda config: (),
+) -> Config:
+    """Read `argv` into one dataclass.
+
+    Args:
+        description: docstring of the program; the help shows its first paragraph.
+        find_errors: checks that `flag` cannot declare.
+
+    Raise a UserError with one message per error of the command line.
+    """
+    summary = " ".join((description or "").split("\n\n")[0].split())
+    config: Config
+    (config,) = parse_command_line([config_class], argv, program, summary)
+    raise_user_errors(find_errors(config))
+    return config
+
+
+def read_words(
     config_classes: Sequence[type],
     argv: Sequence[str],
     program: str,
     description: str,
-    found: list[str] | None = None,
-    settings: Mapping[str, str | list[str] | None] = types.MappingProxyType({}),
-    given: set[str] | None = None,
-) -> list[Any]:
-    """Read `argv` into one instance of each dataclass, in order.
+    read_other: ReadOther = lambda name, values: None,
+) -> FlagWords:
+    """Return the words of a command line by flag; `--help` and `--version` end the program."""
+    if {"-h", "--help", "--version"} & set(argv):
+        _help_parser(config_classes, program, description).parse_args(["--version" if "--version" in argv else "-h"])
+    flags = [one for config_class in config_classes for one in section_flags(config_class)]
+    known = {spelling: one for one in flags for spelling in one.spellings}
+    known |= {one.opposite: one for one in flags if one.switches_to is not None}
+    found = FlagWords()
+    for name, attached, following in _groups(argv, found):
+        if name in known:
+            _read_flag(known[name], name, attached, following, found)
+        else:
+            _read_unknown(name, attached or following, known, read_other, found)
+    return found
 
-    Args:
-        found: list to which errors are appended instead of raising them, for a caller that checks more. A value that
-            cannot be read, or a number that is not allowed, is then the default, or 1 if there is none. Flags with an
-            error in this list are not also reported as missing.
-        settings: the words of flags that are not in `argv`, by the name of the field; None is a value that is None.
-        given: receives the names of the fields whose values are in `argv` or `settings` and could be read.
 
-    Raise a UserError with one message per error of the command line.
-    """
-    errors: list[str] = []
-    parser = _build_parser(config_classes, program, description)
-    known = [option for action in parser._actions for option in action.option_strings]
-    words = _take_unknown_flags(list(argv), known, errors)
-    try:
-        namespace = parser.parse_args(words)
-    except UserError as error:
-        raise UserError(*(found or ()), *errors, *error.messages) from None
-    unread: set[str] = set()
-    words_of = {**settings, **vars(namespace)}
-    faulty = faulty_flags([*errors, *(found or ())])
-    configs = [cls(**_read_values(cls, words_of, faulty, errors, unread)) for cls in config_classes]
-    faulty = faulty_flags([*errors, *(found or ())])
-    errors += [error for error in value_errors(configs, unread) if not names_any(error, faulty)]
-    if given is not None:
-        given |= {name for name, words in words_of.items() if words is not None} - unread
-    _raise_or_append(errors, found)
-    return [with_valid_numbers(config) for config in configs]
+def _groups(argv: Sequence[str], found: FlagWords) -> list[tuple[str, list[str], list[str]]]:
+    """Return each flag with the word after its equals sign, and the words up to the next flag."""
+    groups: list[tuple[str, list[str], list[str]]] = []
+    for word in argv:
+        if is_flag(word):
+            name, equals, value = word.partition("=")
+            groups.append((name, [value] if equals else [], []))
+        elif groups:
+            groups[-1][2].append(word)
+        else:
+            found.problems.append(f"{word}: expected a flag")
+    return groups
+
+
+def _read_flag(one: Flag, name: str, attached: list[str], following: list[str], found: FlagWords) -> None:
+    """Add the words of a flag, and a problem if there are too few or too many."""
+    alone = {one.opposite: "false" if one.switches_to == "true" else "true"}.get(name)
+    takes_word = bool(one.value_type.placeholder) and alone is None
+    if attached and not takes_word:
+        found.problems.append(Problem(name, f" takes no value, found {attached[0]}"))
+    own = (attached or (following if one.value_type.many else following[:1])) if takes_word else []
+    rest = following if attached or not takes_word else following[len(own) :]
+    found.problems += [f"{word}: expected a flag, after the value of {name}" for word in rest]
+    if one.value_type.many and own:
+        before = found.words.get(one.field_name)
+        found.words[one.field_name] = [*(before if isinstance(before, list) else ()), *own]
+    elif own or (alone or one.switches_to) is not None:
+        found.words[one.field_name] = own[0] if own else alone or one.switches_to
+    else:
+        found.problems.append(Problem(name, ": expected a value"))
+        found.faulty.add(one.field_name)
+
+
+def _read_unknown(
+    name: str, values: Sequence[str], known: Mapping[str, Flag], read_other: ReadOther, found: FlagWords
+) -> None:
+    if (problems := read_other(name, values)) is not None:
+        found.problems += problems
+        return
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    found.faulty |= {known[one].field_name for one in near}
+    hint = f"did you mean {near[0]}?" if near else "see --help"
+    found.problems.append(Problem(name, f" is not a flag of this program: {hint}"))
+
+
+def build_sections(config_classes: Sequence[type], found: FlagWords) -> list[Any]:
+    """Return one instance of each dataclass; raise a UserError with all problems of words and values."""
+    problems, values = list(found.problems), dict[str, Any]()
+    flags = [one for config_class in config_classes for one in section_flags(config_class)]
+    for one in (one for one in flags if one.field_name not in found.faulty):
+        words = found.words.get(one.field_name, one.default)
+        if one.field_name in found.words and words is not None:
+            try:
+                values[one.name] = one.value_type.read(words)
+            except ValueError as error:
+                problems.append(Problem(flag_name(one.field_name), f": {error}"))
+        elif one.is_required:
+            problems.append(Problem(one.name, " is required"))
+        else:
+            values[one.name] = words
+    raise_user_errors([*problems, *limit_problems(flags, values)])
+    return [
+        config_class(**{one.field_name: values[one.name] for one in section_flags(config_class)})
+        for config_class in config_classes
+    ]
 
 
 def flag_words(flags: Mapping[str, Any]) -> list[str]:
@@ -146,80 +218,6 @@ def take_subcommand(
     raise UserError(f"{found}expected one of {', '.join(descriptions)} first{hint}")
 
 
-def _raise_or_append(errors: Sequence[str], found: list[str] | None) -> None:
-    if found is None:
-        raise_user_errors(errors)
-    else:
-        found += errors
-
-
-def parse_config(
-    config_class: type[Config],
-    argv: Sequence[str],
-    program: str,
-    description: str | None,
-    find_errors: Callable[[Config], Iterable[str]] = lambda config: (),
-    found: list[str] | None = None,
-) -> Config:
-    """Read `argv` into one dataclass.
-
-    Args:
-        description: docstring of the program; the help shows its first paragraph.
-        find_errors: checks that `flag` cannot declare.
-        found: as in `parse_command_line`.
-
-    Raise a UserError with one message per error of the command line.
-    """
-    errors: list[str] = []
-    summary = " ".join((description or "").split("\n\n")[0].split())
-    (config,) = parse_command_line([config_class], argv, program, summary, errors)
-    errors += find_errors(config)
-    _raise_or_append(errors, found)
-    return config
-
-
 def is_flag(word: str) -> bool:
     """Return whether a word of a command line is a flag; negative numbers are not."""
     return word.startswith("--") and len(word) > 2 and not word[2].isdigit()
-
-
-def _take_unknown_flags(words: list[str], known: Sequence[str], errors: list[str]) -> list[str]:
-    """Remove unknown flags with their values, and suggest the most similar known flag."""
-    kept: list[str] = []
-    skipping = False
-    for word in words:
-        name = word.partition("=")[0]
-        if is_flag(word):
-            skipping = name not in known
-            if skipping:
-                near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-                hint = f"did you mean {near[0]}?" if near else "see --help"
-                errors.append(f"{name} is not a flag of this program: {hint}")
-        if not skipping:
-            kept.append(word)
-    return kept
-
-
-def _read_values(
-    config_class: type, given: Mapping[str, Any], faulty: Collection[str], errors: list[str], unread: set[str]
-) -> dict[str, Any]:
-    """Return the values of the given fields. Flags that are already `faulty` are not reported as missing."""
-    hints = typing.get_type_hints(config_class)
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(config_class):
-        name, value_type = field.name, ValueType.of(hints[field.name])
-        if name in given:
-            try:
-                values[name] = None if given[name] is None else value_type.read(given[name])
-                continue
-            except ValueError as error:
-                errors.append(f"{flag_name(name)}: {error}")
-        elif field.default is dataclasses.MISSING:
-            if flag_name(name) not in faulty:
-                errors.append(f"{flag_name(name)} is required")
-        else:
-            continue
-        unread.add(name)
-        if field.default is dataclasses.MISSING:
-            values[name] = value_type.stand_in
-    return values

@@ -7,14 +7,13 @@ an exit code, in the same way for all programs.
 import contextlib
 import faulthandler
 import os
-import re
 import select
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
-from typing import NoReturn
+from typing import NoReturn, Self
 
 
 class ExitCode(IntEnum):
@@ -41,6 +40,37 @@ class UserError(Exception):
     def __init__(self, *messages: str) -> None:
         self.messages = tuple(dict.fromkeys(messages))
         super().__init__("\n".join(self.messages))
+
+
+class Problem(str):
+    """A message about a flag, such as `--lr 0: expected above 0 (run.yaml:3)`, with the place where it was set."""
+
+    flag: str
+    text: str
+    place: str
+
+    def __new__(cls, flag: str, text: str, place: str = "") -> Self:
+        """`text` follows the flag: a space and its value, or a colon."""
+        self = super().__new__(cls, f"{flag}{text}" + (f" ({place})" if place else ""))
+        self.flag, self.text, self.place = flag, text, place
+        return self
+
+    def __reduce__(self) -> tuple[type["Problem"], tuple[str, str, str]]:
+        return Problem, (self.flag, self.text, self.place)
+
+
+@contextlib.contextmanager
+def showing_places(places: Mapping[str, str]) -> Iterator[None]:
+    """Add the place of its flag to each problem that ends the block."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(
+            *(
+                Problem(one.flag, one.text, places.get(one.flag, "")) if isinstance(one, Problem) else one
+                for one in error.messages
+            )
+        ) from None
 
 
 class BadNumbersError(Exception):
@@ -70,13 +100,15 @@ class ErrorCollector:
     def collect(self, flag: str = "") -> Iterator[None]:
         """Add the messages of a UserError that ends the block; code after the block runs in any case.
 
-        Messages that do not begin with a flag are put after `flag`.
+        They become problems of `flag`, if it is given, unless they begin with another flag.
         """
         try:
             yield
         except UserError as error:
-            begin = f"{flag} " if flag else ""
-            self.messages += [line if line.startswith("--") else begin + line for line in error.messages]
+            for message in error.messages:
+                text = message.removeprefix(f"{flag} ")
+                about_flag = flag and not text.startswith("--") and not isinstance(message, Problem)
+                self.messages.append(Problem(flag, f" {text}") if about_flag else message)
 
     def raise_if_any(self) -> None:
         """Raise a UserError with all messages if there are any."""
@@ -93,17 +125,6 @@ def raise_user_errors(messages: Iterable[str]) -> None:
     """Raise a UserError with the messages if there are any."""
     if found := list(messages):
         raise UserError(*found)
-
-
-def faulty_flags(messages: Iterable[str]) -> set[str]:
-    """Return the flags with an error: the first word of each message, and the spelling that it suggests."""
-    names = [re.findall(r"^--[\w-]+|(?<=did you mean )[\w-]+", message) for message in messages]
-    return {"--" + name.removeprefix("--").replace("_", "-") for found in names for name in found}
-
-
-def names_any(message: str, flags: Set[str]) -> bool:
-    """Return whether a message names one of these flags."""
-    return not flags.isdisjoint(re.findall(r"--[\w-]+", message))
 
 
 GRACE_SECONDS = 5.0

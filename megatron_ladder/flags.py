@@ -23,10 +23,11 @@ import math
 import textwrap
 import types
 import typing
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union
 
+from megatron_ladder.errors import Problem
 from megatron_ladder.files import OutputKind, output_problem
 
 
@@ -104,12 +105,6 @@ def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
-def _spelling(field: "dataclasses.Field[Any]") -> str:
-    return flag_name("no_" + field.name if field.default is True else field.name)
-
-
-# Parsing sources dominates the time to read a command line, and studies read many command lines.
-@functools.cache
 def _field_docstrings(config_class: type) -> dict[str, str]:
     documented: dict[str, str] = {}
     for ancestor in reversed(config_class.__mro__):
@@ -158,6 +153,8 @@ class ValueType:
             raise ValueError(f"{word!r} is not one of {', '.join(self.choices)}")
         if self.scalar is bool:
             return word == "true"
+        if self.scalar is Path and not word:
+            raise ValueError("the path is empty")
         if self.scalar not in (int, float):
             return self.scalar(word)
         try:
@@ -167,12 +164,6 @@ class ValueType:
         if not math.isfinite(number):
             raise ValueError(f"{word!r} is not finite")
         return number
-
-    @property
-    def stand_in(self) -> Any:
-        """A harmless replacement for a value that cannot be read."""
-        value = self.choices[0] if self.choices else self.scalar("1")
-        return (value,) if self.many else value
 
     @property
     def placeholder(self) -> str:
@@ -185,101 +176,112 @@ class ValueType:
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """A flag as shown in `--help` and in the reference pages, all texts on one line.
-
-    `spellings` are the flag and its aliases. A switch has no placeholder; if it is on by default, it `turns_off`. There
-    is no `default` to show for switches, required flags, and flags whose default the documentation describes.
-    """
+    """A field of a dataclass as a flag."""
 
     field_name: str
     spellings: tuple[str, ...]
-    placeholder: str
-    many: bool
+    """The flag and its aliases."""
+    value_type: ValueType
     documentation: str
-    default: str | None
-    required: bool
-    turns_off: bool
-    limits: str
+    """One line."""
+    default: Any
+    """`dataclasses.MISSING` if the flag is required."""
+    limits: _Limits
+
+    @property
+    def name(self) -> str:
+        """The first spelling; a switch that is on by default is spelled as what turns it off."""
+        return self.spellings[0]
+
+    @property
+    def is_required(self) -> bool:
+        """Whether there is no default."""
+        return self.default is dataclasses.MISSING
+
+    @property
+    def switches_to(self) -> str | None:
+        """The value of the flag without a word after it, if it may stand alone."""
+        if self.value_type.scalar is bool:
+            return "false" if self.default is True else "true"
+        return "true" if "true" in self.value_type.choices else None
+
+    @property
+    def opposite(self) -> str:
+        """The spelling that restores the default of a switch."""
+        return flag_name(self.field_name if self.default is True else f"no_{self.field_name}")
+
+    @property
+    def shown_default(self) -> str:
+        """Empty for switches, required flags, and flags whose default the documentation describes."""
+        if self.value_type.scalar is bool or self.default in (None, (), dataclasses.MISSING):
+            return ""
+        return " ".join(map(str, self.default)) if isinstance(self.default, tuple) else str(self.default)
 
 
-def section_flags(config_class: type) -> list[Flag]:
+# Parsing sources dominates the time to read a command line, and studies read many command lines.
+@functools.cache
+def section_flags(config_class: type) -> tuple[Flag, ...]:
     """Return all flags of a dataclass, inherited ones last."""
-    documented = _field_docstrings(config_class)
-    hints = typing.get_type_hints(config_class)
+    documented, hints = _field_docstrings(config_class), typing.get_type_hints(config_class)
     flags = []
     for field in sorted(dataclasses.fields(config_class), key=lambda f: f.name not in config_class.__annotations__):
-        value_type = ValueType.of(hints[field.name])
-        default = None
-        if value_type.scalar is not bool and field.default not in (None, (), dataclasses.MISSING):
-            default = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else str(field.default)
+        name = flag_name(f"no_{field.name}" if field.default is True else field.name)
+        documentation = f"{documented.get(field.name, '')} {field.metadata.get('details', '')}"
         flags.append(
             Flag(
                 field_name=field.name,
-                spellings=(_spelling(field), *field.metadata.get("aliases", ())),
-                placeholder=value_type.placeholder,
-                many=value_type.many,
-                documentation=" ".join(f"{documented[field.name]} {field.metadata.get('details', '')}".split()),
-                default=default,
-                required=field.default is dataclasses.MISSING,
-                turns_off=field.default is True,
-                limits=str(field.metadata.get("limits", "")),
+                spellings=(name, *field.metadata.get("aliases", ())),
+                value_type=ValueType.of(hints[field.name]),
+                documentation=" ".join(documentation.split()),
+                default=field.default,
+                limits=field.metadata.get("limits", _Limits()),
             )
         )
-    return flags
+    return tuple(flags)
 
 
-def value_errors(configs: Sequence[Any], skipped: Collection[str] = ()) -> list[str]:
-    """Check the sections of one command line, except `skipped` fields, against what their flags allow.
+def value_errors(configs: Sequence[Any]) -> list[Problem]:
+    """Check the sections of one command line against what their flags allow; return one line per error."""
+    pairs = [(one, getattr(config, one.field_name)) for config in configs for one in section_flags(config.__class__)]
+    return limit_problems([one for one, _ in pairs], {one.name: value for one, value in pairs})
 
-    Return one line per error. `requires` and `excludes` refer to flags of any section.
+
+def limit_problems(flags: Iterable[Flag], values: Mapping[str, Any]) -> list[Problem]:
+    """Check the values of flags, by name, against their limits; flags without a value have an error already.
+
+    `requires` and `excludes` refer to any of these flags.
     """
-    errors: list[str] = []
-    for config in configs:
-        for field in dataclasses.fields(config):
-            limits: _Limits | None = field.metadata.get("limits")
-            if limits is None or field.name in skipped:
-                continue
-            value, name = getattr(config, field.name), _spelling(field)
-            before = len(errors)
-            for one in value if isinstance(value, tuple) else (value,):
-                if isinstance(one, int | float) and not limits.contain(one):
-                    errors.append(f"{name} {one}: expected {limits.bounds}")
-                if isinstance(one, str) and limits.choices and one not in limits.choices:
-                    errors.append(f"{name} {one}: expected one of {', '.join(limits.choices)}")
-                problem = output_problem(one, limits.output) if limits.output and isinstance(one, Path) else None
-                errors += [f"{name} {one}: cannot be written: {problem}: give another path"] if problem else []
-            if value == field.default or len(errors) > before:
-                continue
-            shown = name if isinstance(value, bool | tuple) else f"{name} {value}"
-            errors += [f"{shown} requires {other}" for other in limits.requires if not _has(configs, other)]
-            contradicted = [other for other in limits.excludes if _has(configs, other)]
-            errors += [f"{shown} and {other} exclude each other: give one of them" for other in contradicted]
-    return errors
+    known = {one.name: one for one in flags}
+    problems: list[Problem] = []
 
+    def holds(condition: str, unknown: bool) -> bool:
+        """Whether a flag has the value in `condition`, or, if that has none, any but its default."""
+        name, _, wanted = condition.partition(" ")
+        default = known[name].default
+        if name not in values:
+            return unknown
+        return str(values[name]) == wanted if wanted else values[name] != default
 
-def with_valid_numbers(config: Any) -> Any:
-    """Return a section with the default, or 1 if there is none, instead of each number that its flag does not allow."""
-    hints = typing.get_type_hints(type(config))
-    changes: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        limits: _Limits | None = field.metadata.get("limits")
-        value = getattr(config, field.name)
-        values = value if isinstance(value, tuple) else (value,)
-        if limits is not None and not all(limits.contain(one) for one in values if isinstance(one, int | float)):
-            is_required = field.default is dataclasses.MISSING
-            changes[field.name] = ValueType.of(hints[field.name]).stand_in if is_required else field.default
-    return dataclasses.replace(config, **changes)
-
-
-def _has(configs: Sequence[Any], condition: str) -> bool:
-    """Whether a flag was given with the value in `condition`, or, if that has none, with a value of any kind."""
-    name, _, wanted = condition.partition(" ")
-    for config in configs:
-        for field in dataclasses.fields(config):
-            if _spelling(field) == name:
-                value = getattr(config, field.name)
-                return str(value) == wanted if wanted else value != field.default
-    raise ValueError(f"no flag {name} in {', '.join(type(config).__name__ for config in configs)}")
+    for name, value in values.items():
+        limits, before = known[name].limits, len(problems)
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, int | float) and not limits.contain(one):
+                problems.append(Problem(name, f" {one}: expected {limits.bounds}"))
+            if isinstance(one, str) and limits.choices and one not in limits.choices:
+                problems.append(Problem(name, f" {one}: expected one of {', '.join(limits.choices)}"))
+            problem = output_problem(one, limits.output) if limits.output and isinstance(one, Path) else None
+            if problem:
+                problems.append(Problem(name, f" {one}: cannot be written: {problem}: give another path"))
+        if value == known[name].default or len(problems) > before:
+            continue
+        shown = "" if isinstance(value, bool | tuple) else f" {value}"
+        for other in limits.requires:
+            if not holds(other, unknown=True):
+                problems.append(Problem(name, f"{shown} requires {other}"))
+        for other in limits.excludes:
+            if holds(other, unknown=False):
+                problems.append(Problem(name, f"{shown} and {other} exclude each other: give one of them"))
+    return problems
 
 
 def to_plain(config: Any) -> dict[str, Any]:

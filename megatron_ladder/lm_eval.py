@@ -20,7 +20,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megatron_ladder.command_line import flag_words, parse_command_line
 from megatron_ladder.data.chat_template import ChatTemplate, ChatTemplateError, Message, read_chat_template
-from megatron_ladder.errors import ExitCode, UserError, raise_user_errors
+from megatron_ladder.errors import ErrorCollector, ExitCode, UserError, raise_user_errors
 from megatron_ladder.generate.evaluation import Evaluator
 from megatron_ladder.generate.loading import special_prefix
 from megatron_ladder.generate.options import SamplingOptions
@@ -131,10 +131,12 @@ class LadderLM(TemplateLM):
         if not given.pop("do_sample"):
             given["temperature"] = 0.0
         unknown = sorted(given.keys() - {entry.name for entry in fields(SamplingParameters)})
-        errors = [f"{name} is not supported; remove it" for name in unknown]
+        errors = ErrorCollector()
+        errors.add(*(f"{name} is not supported; remove it" for name in unknown))
         known = {name: value for name, value in given.items() if name not in unknown}
-        (sampling,) = parse_command_line([SamplingOptions], flag_words(known), "generation", "", found=errors)
-        raise_user_errors(f"generation_kwargs of the task, or --gen_kwargs: {error}" for error in errors)
+        with errors.collect():
+            (sampling,) = parse_command_line([SamplingOptions], flag_words(known), "generation", "")
+        raise_user_errors(f"generation_kwargs of the task, or --gen_kwargs: {error}" for error in errors.messages)
         ids = tuple(self.tok_encode(context)[new_tokens - max_length :]) or (self.prefix_token_id,)
         seed = request_seed(sampling.seed, ids, sample)
         parameters = SamplingParameters.like(sampling, seed=seed, logprobs=False, top_logprobs=0)

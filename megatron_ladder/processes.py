@@ -12,7 +12,6 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 # An option of prctl(2), from <linux/prctl.h>.
@@ -43,21 +42,6 @@ def start_child(
             os._exit(1)
 
     return subprocess.Popen(command, preexec_fn=prepare, **popen_options)
-
-
-def start_ticks(pid: int) -> int | None:
-    """Return the clock ticks from boot to the start of a process; None if it does not exist or is a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    # proc(5): the state is field 3 and the start time field 22; the first two precede the closing parenthesis.
-    return None if fields[0] in "ZX" else int(fields[19])
-
-
-def boot_id() -> str:
-    """Return a name of this machine's current boot."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def end_children(

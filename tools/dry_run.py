@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from megatron_ladder.cli.programs import Command  # noqa: E402
 from megatron_ladder.command_line import flag_words, parse_command_line  # noqa: E402
 from megatron_ladder.config.run import SECTIONS, RunFlags, parse_run  # noqa: E402
-from megatron_ladder.errors import UserError, raise_user_errors, run_program  # noqa: E402
+from megatron_ladder.errors import ErrorCollector, UserError, run_program  # noqa: E402
 from megatron_ladder.flags import flag  # noqa: E402
 
 PROGRAM = "dry_run.py"
@@ -45,10 +45,10 @@ def parse_options(argv: Sequence[str]) -> tuple[DryRunOptions, RunFlags, list[st
         values, words = own.parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise UserError(str(error).removeprefix("argument ")) from None
-    errors: list[str] = []
-    (options,) = parse_command_line([DryRunOptions], flag_words(vars(values)), PROGRAM, "", errors)
-    flags = parse_run(words, errors)
-    raise_user_errors(errors)
+    errors = ErrorCollector()
+    with errors.collect():
+        (options,) = parse_command_line([DryRunOptions], flag_words(vars(values)), PROGRAM, "")
+    flags = parse_run(words, errors.messages)
     return options, flags, words
 
 

@@ -92,12 +92,9 @@ def read_command(words: Sequence[str], processes: int) -> RunConfig:
     Raises:
         UserError: with one message per error.
     """
-    errors: list[str] = []
-    flags = parse_run(words, errors)
-    run = resolve_run(flags, flags.model.vocab_size or 1, processes, errors)
-    deepspeed_json(run, errors)
-    if errors:
-        raise UserError(*errors)
+    flags = parse_run(words)
+    run = resolve_run(flags, flags.model.vocab_size or 1, processes)
+    deepspeed_json(run)
     return run
 
 

@@ -14,7 +14,7 @@ from megatron_ladder.blueprint.wiring import (
     WiredSubBlock,
     Wiring,
 )
-from megatron_ladder.errors import UserError, raise_user_errors
+from megatron_ladder.errors import Problem, UserError, raise_user_errors
 from megatron_ladder.flags import ValueType, flag, flag_name, to_plain, value_errors
 
 FFN_MULTIPLE = 256
@@ -280,21 +280,26 @@ def resolve_model(
     if flags.head_dim is None and hidden % heads:
         head_dim = 2
         errors.append(
-            f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}: "
-            "change one of them, or give --head-dim"
+            Problem(
+                "--hidden-size",
+                f" {hidden} is not divisible by --num-attention-heads {heads}: change one of them, or give --head-dim",
+            )
         )
     wiring = WIRINGS[flags.residual_mode]
     for name in ("ladder_layers", "residual_staleness", "lanes", "desync_interval"):
         if name not in wiring.takes and getattr(flags, name) != getattr(ModelFlags, name):
             taking = " or ".join(mode for mode, other in WIRINGS.items() if name in other.takes)
             errors.append(
-                f"{flag_name(name)} {getattr(flags, name)} has no meaning with --residual-mode "
-                f"{flags.residual_mode}: give --residual-mode {taking}, or leave it out"
+                Problem(
+                    flag_name(name),
+                    f" {getattr(flags, name)} has no meaning with --residual-mode {flags.residual_mode}: give "
+                    f"--residual-mode {taking}, or leave it out",
+                )
             )
     try:
         layers = parse_layers("all" if flags.ladder_layers is None else flags.ladder_layers, flags.num_layers)
     except ValueError as error:
-        errors.append(f"--ladder-layers {flags.ladder_layers}: {error} (--num-layers {flags.num_layers})")
+        errors.append(Problem("--ladder-layers", f" {flags.ladder_layers}: {error} (--num-layers {flags.num_layers})"))
         layers = ()
     desync = wiring.stream == "per rank"
     derived = {
@@ -319,41 +324,54 @@ def resolve_model(
 
 def model_errors(config: ModelConfig) -> list[str]:
     """Return one line, with the names of the flags, for each value or combination that no model can have."""
-    errors = value_errors([config])
+    errors: list[str] = [*value_errors([config])]
     if errors:
         return errors
     if config.num_attention_heads % config.num_key_value_heads:
         errors.append(
-            f"--num-attention-heads {config.num_attention_heads} is not divisible by "
-            f"--num-key-value-heads {config.num_key_value_heads}: every key head serves as many query heads"
+            Problem(
+                "--num-attention-heads",
+                f" {config.num_attention_heads} is not divisible by "
+                f"--num-key-value-heads {config.num_key_value_heads}: every key head serves as many query heads",
+            )
         )
     if config.rope_scaling == "none" and config.rope_scaling_factor != 1.0:
         errors.append(
-            f"--rope-scaling-factor {config.rope_scaling_factor} has no meaning with --rope-scaling none: "
-            "give --rope-scaling linear or llama3"
+            Problem(
+                "--rope-scaling-factor",
+                f" {config.rope_scaling_factor} has no meaning with --rope-scaling none: "
+                "give --rope-scaling linear or llama3",
+            )
         )
     if config.head_dim % 2:
-        errors.append(f"--head-dim {config.head_dim} is odd: the rotary embedding needs pairs")
+        errors.append(Problem("--head-dim", f" {config.head_dim} is odd: the rotary embedding needs pairs"))
     if config.rope_scaling == "llama3" and config.rope_high_freq_factor <= config.rope_low_freq_factor:
         errors.append(
-            f"--rope-high-freq-factor {config.rope_high_freq_factor} must be above "
-            f"--rope-low-freq-factor {config.rope_low_freq_factor}"
+            Problem(
+                "--rope-high-freq-factor",
+                f" {config.rope_high_freq_factor} must be above --rope-low-freq-factor {config.rope_low_freq_factor}",
+            )
         )
     if any(not 0 <= layer < config.num_layers for layer in config.ladder_layers):
-        errors.append(f"--ladder-layers {list(config.ladder_layers)} has layers outside 0-{config.num_layers - 1}")
+        errors.append(
+            Problem("--ladder-layers", f" {list(config.ladder_layers)} has layers outside 0-{config.num_layers - 1}")
+        )
     if config.residual_mode not in WIRINGS:
-        errors.append(f"--residual-mode {config.residual_mode} is not one of {', '.join(WIRINGS)}")
+        errors.append(Problem("--residual-mode", f" {config.residual_mode} is not one of {', '.join(WIRINGS)}"))
     elif config.wiring.stream == "per rank":
         if config.desync_interval not in DESYNC_INTERVALS:
             possible = " or ".join(map(str, DESYNC_INTERVALS))
-            errors.append(f"--desync-interval {config.desync_interval} is not {possible}")
+            errors.append(Problem("--desync-interval", f" {config.desync_interval} is not {possible}"))
         if config.desync_tp is None or config.desync_tp < 2:
             errors.append(
-                f"--residual-mode desync with --tensor-model-parallel-size {config.desync_tp}: there is nothing to "
-                "desynchronise; use at least 2 ranks, or --residual-mode standard"
+                Problem(
+                    "--residual-mode",
+                    f" desync with --tensor-model-parallel-size {config.desync_tp}: there is nothing to "
+                    "desynchronise; use at least 2 ranks, or --residual-mode standard",
+                )
             )
     if config.lanes and config.residual_mode in WIRINGS and not config.wiring.late:
-        errors.append(f"--lanes {config.lanes} has no meaning with --residual-mode {config.residual_mode}")
+        errors.append(Problem("--lanes", f" {config.lanes} has no meaning with --residual-mode {config.residual_mode}"))
     elif config.lanes:
         errors += _division_errors(config, "lanes", config.lanes)
     return errors
@@ -364,13 +382,19 @@ def tensor_parallel_errors(config: ModelConfig, tensor_parallel: int) -> list[st
     errors = _division_errors(config, "tensor_model_parallel_size", tensor_parallel)
     if config.lanes % tensor_parallel:
         errors.append(
-            f"--lanes {config.lanes} is not a multiple of --tensor-model-parallel-size {tensor_parallel}: a rank "
-            "computes one or several whole lanes"
+            Problem(
+                "--lanes",
+                f" {config.lanes} is not a multiple of --tensor-model-parallel-size {tensor_parallel}: a rank "
+                "computes one or several whole lanes",
+            )
         )
     if config.desync_tp not in (None, tensor_parallel):
         errors.append(
-            f"--tensor-model-parallel-size {tensor_parallel}: this desync model has per-rank norms for "
-            f"{config.desync_tp} tensor-parallel ranks: use {config.desync_tp}"
+            Problem(
+                "--tensor-model-parallel-size",
+                f" {tensor_parallel}: this desync model has per-rank norms for "
+                f"{config.desync_tp} tensor-parallel ranks: use {config.desync_tp}",
+            )
         )
     return [*errors, *_lane_errors(config, tensor_parallel)]
 
@@ -395,8 +419,8 @@ def _lane_errors(config: ModelConfig, tensor_parallel: int) -> list[str]:
 
 def _division_errors(config: ModelConfig, divisor: str, parts: int) -> list[str]:
     """Return one line for each size that cannot be divided into this many parts."""
-    errors = [
-        f"{flag_name(name)} {getattr(config, name)} is not divisible by {flag_name(divisor)} {parts}"
+    errors: list[str] = [
+        Problem(flag_name(name), f" {getattr(config, name)} is not divisible by {flag_name(divisor)} {parts}")
         for name in ("num_attention_heads", "ffn_hidden_size")
         if getattr(config, name) % parts
     ]
@@ -404,8 +428,11 @@ def _division_errors(config: ModelConfig, divisor: str, parts: int) -> list[str]
     # With as many of them as query heads, the error above is the cause.
     if kv_heads != config.num_attention_heads and kv_heads % parts and parts % kv_heads:
         errors.append(
-            f"--num-key-value-heads {kv_heads} and {flag_name(divisor)} {parts}: one must divide the other (heads are "
-            "sharded or replicated)"
+            Problem(
+                "--num-key-value-heads",
+                f" {kv_heads} and {flag_name(divisor)} {parts}: one must divide the other (heads are "
+                "sharded or replicated)",
+            )
         )
     return errors
 

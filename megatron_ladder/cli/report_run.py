@@ -203,19 +203,19 @@ def _find_errors(config: ReportRunConfig) -> Iterator[str]:
         yield from image_errors("--output", config.output)
 
 
-def parse_options(argv: Sequence[str], found: list[str] | None = None) -> ReportRunConfig:
-    """Read the command line, appending errors to `found` if it is given."""
+def parse_options(argv: Sequence[str]) -> ReportRunConfig:
+    """Read the command line."""
     words = list(argv)
     first = int(words[:1] == ["--status"])
     if words[first:] and not words[first].startswith("-"):
         words[first:first] = ["--run"]
-    return parse_config(ReportRunConfig, words, "report_run.py", __doc__, _find_errors, found)
+    return parse_config(ReportRunConfig, words, "report_run.py", __doc__, _find_errors)
 
 
 def main(argv: Sequence[str]) -> None:
     """Read the record, print the report and draw the picture; with --status, print and return only how it ended."""
     errors = ErrorCollector()
-    config = parse_options(argv, errors.messages)
+    config = parse_options(argv)
     events: list[dict[str, Any]] = []
     try:
         events = read_record(config.run)

@@ -6,7 +6,7 @@ any other flag is rejected with its replacement. No flag is silently ignored.
 
 from collections.abc import Sequence
 
-from megatron_ladder.command_line import is_flag
+from megatron_ladder.errors import Problem
 
 _SWITCHES = """
     --swiglu --use-rotary-position-embeddings --untie-embeddings-and-output-weights --disable-bias-linear
@@ -103,33 +103,20 @@ REFUSED: dict[str, str] = {flag: reason for reason, flags in _REFUSED_BY_REASON.
 """Flag -> the reason why it is rejected, or its replacement."""
 
 
-def take_megatron_flags(words: Sequence[str], errors: list[str], taken: set[str] | None = None) -> list[str]:
-    """Return the words of a command line without these flags and their values, appending one line per error.
-
-    `taken` receives the accepted flags.
-    """
-    kept: list[str] = []
-    position = 0
-    while position < len(words):
-        name, equals, attached = words[position].partition("=")
-        position += 1
-        if name not in REFUSED and name not in ACCEPTED:
-            kept.append(words[position - 1])
-            continue
-        values = [attached] if equals else []
-        while not equals and position < len(words) and not is_flag(words[position]):
-            values.append(words[position])
-            position += 1
-        if name in REFUSED:
-            errors.append(f"{name} is not supported: {REFUSED[name]}")
-        elif ACCEPTED[name] and (len(values) != 1 or not _matches(values[0], ACCEPTED[name])):
-            expected = " or ".join(ACCEPTED[name])
-            errors.append(f"{name} {' '.join(values)}: only {expected} is supported; leave the flag out")
-        elif not ACCEPTED[name] and values:
-            errors.append(f"{name} takes no value, found {' '.join(values)}")
-        elif taken is not None:
-            taken.add(name)
-    return kept
+def read_megatron_flag(name: str, values: Sequence[str], taken: set[str]) -> list[str] | None:
+    """Return the errors of a flag with its values, or None if it is not Megatron's; `taken` receives accepted flags."""
+    if name in REFUSED:
+        # A file may say that it does not want it.
+        return [] if values == ["false"] else [Problem(name, f" is not supported: {REFUSED[name]}")]
+    if name not in ACCEPTED:
+        return None
+    allowed = ACCEPTED[name]
+    if allowed and (len(values) != 1 or not _matches(values[0], allowed)):
+        return [Problem(name, f" {' '.join(values)}: only {' or '.join(allowed)} is supported; leave the flag out")]
+    if not allowed and values:
+        return [Problem(name, f" takes no value, found {' '.join(values)}")]
+    taken.add(name)
+    return []
 
 
 def _matches(value: str, allowed: Sequence[str]) -> bool:

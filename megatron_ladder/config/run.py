@@ -2,15 +2,16 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, resolve_model, tensor_parallel_errors
-from megatron_ladder.command_line import is_flag, parse_command_line
+from megatron_ladder.command_line import FlagWords, build_sections, read_words
 from megatron_ladder.config.data import CheckpointConfig, DataConfig
-from megatron_ladder.config.file import NOT_IN_FILES, FileFlags, flag_values, read_config_file
-from megatron_ladder.config.megatron_flags import take_megatron_flags
+from megatron_ladder.config.file import NOT_IN_FILES, read_config_file
+from megatron_ladder.config.megatron_flags import read_megatron_flag
 from megatron_ladder.config.training import (
     LoggingConfig,
     OptimizerConfig,
@@ -19,8 +20,8 @@ from megatron_ladder.config.training import (
     ReliabilityConfig,
     TrainingConfig,
 )
-from megatron_ladder.errors import ErrorCollector, faulty_flags, names_any, raise_user_errors
-from megatron_ladder.flags import flag_name, to_plain
+from megatron_ladder.errors import ErrorCollector, Problem, raise_user_errors, showing_places
+from megatron_ladder.flags import flag_name, section_flags, to_plain
 
 PROGRAM = "pretrain_ladder.py"
 DESCRIPTION = """Pretrains a Llama-family transformer with Ladder Residual, tensor-, pipeline- and data-parallel.
@@ -52,21 +53,14 @@ class _Sections:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFlags(_Sections):
-    """The values of the command line and of the file of --config."""
+    """The values of the command line and of the files of --config."""
 
     model: ModelFlags
     """Sizes and wiring, some of them still open."""
     given: frozenset[str] = frozenset()
-    """Names of the fields that have a valid value on the command line or in the file."""
-    faulty: frozenset[str] = frozenset()
-    """Flags that have an error of their own. Other errors that name one of them are consequences."""
+    """Names of the fields that have a value on the command line or in a file."""
     places: Mapping[str, str] = field(default_factory=dict)
-    """File and line of each flag that the file sets."""
-
-    def explain(self, errors: Sequence[str]) -> list[str]:
-        """Return errors found after parsing with their places, without consequences of flags that are faulty."""
-        causes = [error for error in errors if not names_any(error, self.faulty)]
-        return [_with_place(error, self.places) for error in causes]
+    """File and line of each flag that a file sets."""
 
     def describe(self, run: "RunConfig", checkpoint: Path | None = None) -> dict[str, Any]:
         """Return the values of all flags, by key of a configuration file that repeats a run that loads a checkpoint."""
@@ -78,8 +72,8 @@ class RunFlags(_Sections):
         values |= {"global_batch_size": run.global_batch_size, "load": None if checkpoint is None else str(checkpoint)}
         if checkpoint is None:
             # These flags had no effect.
-            every = [(one, one.metadata.get("limits")) for section in SECTIONS for one in fields(section)]
-            values |= {one.name: one.default for one, limits in every if "--load" in getattr(limits, "requires", ())}
+            every = (one for section in SECTIONS for one in section_flags(section))
+            values |= {one.field_name: one.default for one in every if "--load" in one.limits.requires}
         return {name: value for name, value in values.items() if name not in NOT_IN_FILES}
 
 
@@ -144,73 +138,103 @@ class RunConfig(_Sections):
         return {**sections, **{name: getattr(self, name) for name in derived}}
 
 
-def parse_run(argv: Sequence[str], errors: list[str]) -> RunFlags:
-    """Read the command line, appending one line to `errors` for each value that is not valid by itself."""
-    found, file, words_of = ErrorCollector(), FileFlags({}, [], {}), flag_values(argv)
-    path, unknown = words_of.get("--config", ""), set[str]()
-    # The parser reports a missing path.
-    if path and not is_flag(path):
-        with found.collect():
-            file = read_config_file(Path(path), SECTIONS, found.messages)
-        if found.messages and not file.places:
+@dataclass
+class RunWords(FlagWords):
+    """The words of the command line and of the files of --config, each read once."""
+
+    places: dict[str, str] = field(default_factory=dict)
+    """File and line of each flag that a file sets."""
+    taken: set[str] = field(default_factory=set)
+    """Flags of Megatron that are accepted."""
+
+    def to_flags(self) -> RunFlags:
+        """Convert the words to values; raises UserError with one line per word and value that is not valid."""
+        with showing_places(self.places):
+            sections = dict(zip(_SECTION_TYPES, build_sections(SECTIONS, self), strict=True))
+            given = frozenset(name for name, words in self.words.items() if words is not None)
+            flags = RunFlags(**sections, given=given, places=self.places)
+            raise_user_errors(error for error in _megatron_problems(flags) if error.flag in self.taken)
+        return flags
+
+
+def read_run_words(argv: Sequence[str]) -> RunWords:
+    """Read the command line, and the files of --config, of which later ones and the command line override earlier ones.
+
+    Problems are kept for `RunWords.to_flags`.
+    """
+    taken, places = set[str](), dict[str, str]()
+    read_other = partial(read_megatron_flag, taken=taken)
+    given, of_files = read_words(SECTIONS, argv, PROGRAM, DESCRIPTION, read_other), FlagWords()
+    for path in given.words.get("config") or ():
+        one, problems = FlagWords(), ErrorCollector()
+        with problems.collect():
+            read_config_file(Path(path), SECTIONS, read_other, one, places)
+        if problems.messages:
             # The flags that the file would set are unknown.
-            unknown = {flag_name(one.name) for section in SECTIONS for one in fields(section)} - words_of.keys()
-    places = {flag: place for flag, place in file.places.items() if flag not in words_of}
-    given, taken, sections = set[str](), set[str](), list[Any]()
-    with found.collect():
-        words = take_megatron_flags([*file.words, *argv], found.messages, taken)
-        sections = parse_command_line(
-            SECTIONS, words, PROGRAM, DESCRIPTION, found=found.messages, settings=file.settings, given=given
-        )
-    unknown -= set(map(flag_name, given)) | {"--config"}
-    errors += [_with_place(message, places) for message in found.messages if not names_any(message, unknown)]
-    if not sections:
-        raise_user_errors(errors)
-    faulty = frozenset(faulty_flags(errors)) | unknown
-    flags = RunFlags(
-        **dict(zip(_SECTION_TYPES, sections, strict=True)), given=frozenset(given), faulty=faulty, places=places
+            every = {field.field_name for section in SECTIONS for field in section_flags(section)}
+            of_files.faulty |= every - given.words.keys()
+        of_files.problems += [*problems.messages, *one.problems]
+        of_files.faulty |= one.faulty
+        of_files.words |= one.words
+    for name in given.words:
+        for flag in (flag_name(name), flag_name(f"no_{name}")):
+            places.pop(flag, None)
+    return RunWords(
+        of_files.words | given.words,
+        of_files.problems + given.problems,
+        of_files.faulty | given.faulty,
+        places,
+        taken,
     )
-    errors += flags.explain([error for error in _megatron_errors(flags) if error.split()[0] in taken])
-    return flags
 
 
-def _megatron_errors(flags: RunFlags) -> Iterator[str]:
+def parse_run(argv: Sequence[str], known: Sequence[str] = ()) -> RunFlags:
+    """Read the command line; raises UserError with `known` errors, and one line per value that is not valid by itself.
+
+    Combinations are checked by `resolve_run`.
+    """
+    words = read_run_words(argv)
+    words.problems = [*known, *words.problems]
+    return words.to_flags()
+
+
+def _megatron_problems(flags: RunFlags) -> Iterator[Problem]:
     """Yield one line for each accepted flag of Megatron that these flags contradict."""
     model, stages, load = flags.model, flags.parallel.pipeline_model_parallel_size, flags.checkpoint.load
-    if model.tie_embeddings:
-        yield "--untie-embeddings-and-output-weights and --tie-embeddings exclude each other: give one of them"
-    if model.add_attention_output_bias or model.add_mlp_bias:
-        given = "--add-mlp-bias" if model.add_mlp_bias else "--add-attention-output-bias"
-        yield f"--disable-bias-linear and {given} exclude each other: give one of them"
+    contradictions = {
+        "--untie-embeddings-and-output-weights": "--tie-embeddings" if model.tie_embeddings else "",
+        "--disable-bias-linear": "--add-mlp-bias" * model.add_mlp_bias
+        or "--add-attention-output-bias" * model.add_attention_output_bias,
+        "--no-pipeline-parallel": f"--pipeline-model-parallel-size {stages}" if stages > 1 else "",
+    }
+    for flag, other in contradictions.items():
+        if other:
+            yield Problem(flag, f" and {other} exclude each other: give one of them")
     if model.num_key_value_heads is None and load is None:
-        yield "--group-query-attention requires --num-query-groups"
-    if stages > 1:
-        yield f"--no-pipeline-parallel and --pipeline-model-parallel-size {stages} exclude each other: give one of them"
+        yield Problem("--group-query-attention", " requires --num-query-groups")
     if load is None:
-        yield "--use-checkpoint-args requires --load"
+        yield Problem("--use-checkpoint-args", " requires --load")
 
 
-def _with_place(error: str, places: Mapping[str, str]) -> str:
-    place = places.get(error.split(" ")[0].rstrip(":"))
-    return error if place is None else f"{error} ({place})"
-
-
-def resolve_run(flags: RunFlags, vocab_size: int, world_size: int, errors: list[str]) -> RunConfig:
-    """Derive the values that the flags leave open, appending one line to `errors` for each invalid combination."""
-    found: list[str] = []
-    run = _resolve(flags, vocab_size, world_size, found)
-    errors += flags.explain(found)
+def resolve_run(flags: RunFlags, vocab_size: int, world_size: int) -> RunConfig:
+    """Derive the values that the flags leave open; raises UserError with one line per invalid combination."""
+    errors: list[str] = []
+    with showing_places(flags.places):
+        run = _resolve(flags, vocab_size, world_size, errors)
+        raise_user_errors(errors)
     return run
 
 
 def _resolve(flags: RunFlags, vocab_size: int, world_size: int, errors: list[str]) -> RunConfig:
     training, parallel = flags.training, flags.parallel
-    tensor_parallel = max(1, parallel.tensor_model_parallel_size)
-    stages = max(1, parallel.pipeline_model_parallel_size)
+    tensor_parallel, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     model = resolve_model(flags.model, vocab_size, training.seq_length, tensor_parallel, errors)
     errors += [
-        f"{flag_name(name)} {getattr(flags.model, name)} has no effect with --rope-scaling {model.rope_scaling}: give "
-        "--rope-scaling llama3, or leave it out"
+        Problem(
+            flag_name(name),
+            f" {getattr(flags.model, name)} has no effect with --rope-scaling {model.rope_scaling}: give "
+            "--rope-scaling llama3, or leave it out",
+        )
         for name in _LLAMA3_ROPE
         # Checkpoints may contain values that earlier versions accepted.
         if name in flags.given and model.rope_scaling != "llama3" and getattr(model, name) != getattr(ModelFlags, name)
@@ -221,139 +245,166 @@ def _resolve(flags: RunFlags, vocab_size: int, world_size: int, errors: list[str
     errors += _profile_errors(flags.profile, training.train_iters, world_size, flags.logging)
     name = flags.logging.eval_callable
     if name is not None and not re.fullmatch(r"\w+(\.\w+)*:\w+", name):
-        errors.append(f"--eval-callable {name}: expected MODULE:FUNCTION")
+        errors.append(Problem("--eval-callable", f" {name}: expected MODULE:FUNCTION"))
     data_parallel = 1
     if world_size % (tensor_parallel * stages):
         errors.append(
-            f"--tensor-model-parallel-size {tensor_parallel}"
-            + (f" x --pipeline-model-parallel-size {stages}" if stages != 1 else "")
-            + f" does not divide the {world_size} launched processes: "
-            "launch a multiple of it, as in `deepspeed --num_gpus N`"
+            Problem(
+                "--tensor-model-parallel-size",
+                f" {tensor_parallel}"
+                + (f" x --pipeline-model-parallel-size {stages}" if stages != 1 else "")
+                + f" does not divide the {world_size} launched processes: "
+                "launch a multiple of it, as in `deepspeed --num_gpus N`",
+            )
         )
     else:
         errors += tensor_parallel_errors(model, tensor_parallel)
         data_parallel = world_size // (tensor_parallel * stages)
-    samples_at_once = max(training.micro_batch_size, 1) * data_parallel
+    samples_at_once = training.micro_batch_size * data_parallel
     global_batch_size = samples_at_once if training.global_batch_size is None else training.global_batch_size
     if global_batch_size % samples_at_once:
         errors.append(
-            f"--global-batch-size {global_batch_size} is not a multiple of --micro-batch-size "
-            f"{training.micro_batch_size} x {data_parallel} data-parallel processes = {samples_at_once} "
-            f"({world_size} processes / --tensor-model-parallel-size {tensor_parallel} / "
-            f"--pipeline-model-parallel-size {stages})"
+            Problem(
+                "--global-batch-size",
+                f" {global_batch_size} is not a multiple of --micro-batch-size "
+                f"{training.micro_batch_size} x {data_parallel} data-parallel processes = {samples_at_once} "
+                f"({world_size} processes / --tensor-model-parallel-size {tensor_parallel} / "
+                f"--pipeline-model-parallel-size {stages})",
+            )
         )
     return RunConfig(
         **{name: getattr(flags, name) for name in _SECTION_TYPES} | {"model": model},
         world_size=world_size,
         data_parallel_size=data_parallel,
         global_batch_size=global_batch_size,
-        accumulation_steps=max(1, global_batch_size // samples_at_once),
+        accumulation_steps=global_batch_size // samples_at_once,
     )
 
 
-def _training_errors(training: TrainingConfig, optimizer: OptimizerConfig, model: ModelConfig) -> Iterator[str]:
+def _training_errors(training: TrainingConfig, optimizer: OptimizerConfig, model: ModelConfig) -> Iterator[Problem]:
     if optimizer.min_lr > optimizer.lr:
-        yield f"--min-lr {optimizer.min_lr} is above --lr {optimizer.lr}"
+        yield Problem("--min-lr", f" {optimizer.min_lr} is above --lr {optimizer.lr}")
     decay_iters, end = optimizer.lr_decay_iters, f"--lr-decay-iters {optimizer.lr_decay_iters}"
     if decay_iters is None:
         decay_iters, end = training.train_iters, f"--train-iters {training.train_iters}"
     if (optimizer.lr_wsd_decay_iters or 0) > max(0, decay_iters - optimizer.lr_warmup_iters):
-        yield (
-            f"--lr-wsd-decay-iters {optimizer.lr_wsd_decay_iters} is more than {end} leaves after --lr-warmup-iters "
-            f"{optimizer.lr_warmup_iters}"
+        yield Problem(
+            "--lr-wsd-decay-iters",
+            f" {optimizer.lr_wsd_decay_iters} is more than {end} leaves after --lr-warmup-iters "
+            f"{optimizer.lr_warmup_iters}",
         )
     decays = optimizer.lr_decay_style != "constant"
-    if decays and optimizer.lr_warmup_iters and optimizer.lr_warmup_iters >= decay_iters > 0:
-        yield f"--lr-warmup-iters {optimizer.lr_warmup_iters} leaves no step of {end} for the decay"
+    if decays and optimizer.lr_warmup_iters and optimizer.lr_warmup_iters >= decay_iters:
+        yield Problem("--lr-warmup-iters", f" {optimizer.lr_warmup_iters} leaves no step of {end} for the decay")
     if training.compile_sub_blocks == "true" and training.norm_implementation == "apex":
-        yield "--compile-sub-blocks compiles torch's norm: leave out --norm-implementation apex or --compile-sub-blocks"
-    if training.recompute_granularity == "selective":
-        yield (
-            "--recompute-granularity selective recomputes the score matrix, which the attention kernels used here "
-            "never store: leave it out, or use full"
+        yield Problem(
+            "--compile-sub-blocks",
+            " compiles torch's norm: leave out --norm-implementation apex or --compile-sub-blocks",
         )
-    if training.recompute_num_layers is not None and training.recompute_num_layers > model.num_layers > 0:
-        yield f"--recompute-num-layers {training.recompute_num_layers} is above --num-layers {model.num_layers}"
+    if training.recompute_granularity == "selective":
+        yield Problem(
+            "--recompute-granularity",
+            " selective recomputes the score matrix, which the attention kernels used here "
+            "never store: leave it out, or use full",
+        )
+    if training.recompute_num_layers is not None and training.recompute_num_layers > model.num_layers:
+        yield Problem(
+            "--recompute-num-layers", f" {training.recompute_num_layers} is above --num-layers {model.num_layers}"
+        )
 
 
-def _layout_errors(flags: RunFlags, model: ModelConfig) -> Iterator[str]:
+def _layout_errors(flags: RunFlags, model: ModelConfig) -> Iterator[Problem]:
     training, parallel = flags.training, flags.parallel
     if training.seq_length > model.max_position_embeddings:
-        yield (
-            f"--seq-length {training.seq_length} is longer than --max-position-embeddings "
-            f"{model.max_position_embeddings}"
+        yield Problem(
+            "--seq-length",
+            f" {training.seq_length} is longer than --max-position-embeddings {model.max_position_embeddings}",
         )
     if parallel.sequence_parallel:
         if not model.shares_stream:
             other = f"--lanes {model.lanes}" if model.lanes else f"--residual-mode {model.residual_mode}"
-            yield (
-                f"--sequence-parallel shards one stream that all ranks read, but with {other} each rank reads another "
-                "one: leave one of them out"
+            yield Problem(
+                "--sequence-parallel",
+                f" shards one stream that all ranks read, but with {other} each rank reads another "
+                "one: leave one of them out",
             )
-        tensor_parallel = max(1, parallel.tensor_model_parallel_size)
+        tensor_parallel = parallel.tensor_model_parallel_size
         if training.seq_length % tensor_parallel:
-            yield (
-                f"--seq-length {training.seq_length} cannot be cut by --sequence-parallel into "
-                f"{tensor_parallel} equal parts: make it a multiple of --tensor-model-parallel-size"
+            yield Problem(
+                "--seq-length",
+                f" {training.seq_length} cannot be cut by --sequence-parallel into "
+                f"{tensor_parallel} equal parts: make it a multiple of --tensor-model-parallel-size",
             )
     if training.distill_from is not None and parallel.pipeline_model_parallel_size > 1:
-        yield (
-            f"--distill-from {training.distill_from} with --pipeline-model-parallel-size "
+        yield Problem(
+            "--distill-from",
+            f" {training.distill_from} with --pipeline-model-parallel-size "
             f"{parallel.pipeline_model_parallel_size} is not supported: the teacher would run on the last stage "
-            "alone, and all other stages would wait for it: use tensor-parallel ranks instead of stages"
+            "alone, and all other stages would wait for it: use tensor-parallel ranks instead of stages",
         )
-    if parallel.pipeline_model_parallel_size > model.num_layers > 0:
-        yield (
-            f"--pipeline-model-parallel-size {parallel.pipeline_model_parallel_size} is above --num-layers "
-            f"{model.num_layers}: each stage needs at least one layer"
+    if parallel.pipeline_model_parallel_size > model.num_layers:
+        yield Problem(
+            "--pipeline-model-parallel-size",
+            f" {parallel.pipeline_model_parallel_size} is above --num-layers "
+            f"{model.num_layers}: each stage needs at least one layer",
         )
 
 
-def _engine_errors(training: TrainingConfig, optimizer: OptimizerConfig, parallel: ParallelConfig) -> Iterator[str]:
+def _engine_errors(training: TrainingConfig, optimizer: OptimizerConfig, parallel: ParallelConfig) -> Iterator[Problem]:
     """Reject combinations of precision, ZeRO stage and offloading that DeepSpeed does not support or gets wrong."""
     stage, offloads = parallel.zero_stage, parallel.offload_optimizer != "none"
     if training.bf16 and stage == "0":
-        yield "--bf16 needs --zero-stage 1, 2 or 3: only those optimizers keep fp32 master weights and gradients"
+        yield Problem(
+            "--bf16", " needs --zero-stage 1, 2 or 3: only those optimizers keep fp32 master weights and gradients"
+        )
     if parallel.pipeline_model_parallel_size > 1:
         if stage in ("2", "3"):
-            yield (
-                f"--zero-stage {stage} with --pipeline-model-parallel-size {parallel.pipeline_model_parallel_size}: "
-                "a stage needs whole gradients over all its micro-batches, so use --zero-stage 0 or 1"
+            yield Problem(
+                "--zero-stage",
+                f" {stage} with --pipeline-model-parallel-size {parallel.pipeline_model_parallel_size}: "
+                "a stage needs whole gradients over all its micro-batches, so use --zero-stage 0 or 1",
             )
         if offloads:
-            yield "--offload-optimizer cpu with --pipeline-model-parallel-size is not supported: leave it out"
+            yield Problem(
+                "--offload-optimizer", " cpu with --pipeline-model-parallel-size is not supported: leave it out"
+            )
     if offloads and stage == "0":
-        yield "--offload-optimizer cpu needs --zero-stage 1, 2 or 3: DeepSpeed offloads what ZeRO shards"
+        yield Problem("--offload-optimizer", " cpu needs --zero-stage 1, 2 or 3: DeepSpeed offloads what ZeRO shards")
     if optimizer.optimizer == "muon":
         if stage == "3" or offloads:
             given = "--offload-optimizer cpu" if offloads else "--zero-stage 3"
-            yield f"--optimizer muon needs whole gradients on the device, not {given}: use --zero-stage 0, 1 or 2"
+            yield Problem(
+                "--optimizer", f" muon needs whole gradients on the device, not {given}: use --zero-stage 0, 1 or 2"
+            )
         if optimizer.optimizer_implementation == "apex":
-            yield "--optimizer muon has no --optimizer-implementation apex: leave it out"
+            yield Problem("--optimizer", " muon has no --optimizer-implementation apex: leave it out")
     elif optimizer.optimizer_implementation == "apex":
         if offloads:
-            yield "--optimizer-implementation apex needs a GPU, not --offload-optimizer cpu: use torch"
+            yield Problem("--optimizer-implementation", " apex needs a GPU, not --offload-optimizer cpu: use torch")
         if stage == "3":
             # ZeRO-3 updates its sub-groups one by one, and apex counts each update of a group as a step.
-            yield "--optimizer-implementation apex miscounts steps with --zero-stage 3: use torch"
+            yield Problem("--optimizer-implementation", " apex miscounts steps with --zero-stage 3: use torch")
 
 
-def _profile_errors(profile: ProfileConfig, train_iters: int, world_size: int, logging: LoggingConfig) -> Iterator[str]:
+def _profile_errors(
+    profile: ProfileConfig, train_iters: int, world_size: int, logging: LoggingConfig
+) -> Iterator[Problem]:
     if not profile.profile:
         return
     start, end = profile.profile_step_start, profile.profile_step_end
     if start >= end:
-        yield (
-            f"--profile-step-start {start} and --profile-step-end {end} select no step: make the end larger than the "
-            "start"
+        yield Problem(
+            "--profile-step-start",
+            f" {start} and --profile-step-end {end} select no step: make the end larger than the start",
         )
     elif end > train_iters:
-        yield f"--profile-step-end {end} is above --train-iters {train_iters}: the profile would not end"
+        yield Problem("--profile-step-end", f" {end} is above --train-iters {train_iters}: the profile would not end")
     absent = sorted({rank for rank in profile.profile_ranks if rank >= world_size})
     if absent or not profile.profile_ranks:
-        yield (
-            f"--profile-ranks {' '.join(map(str, absent))}: expected ranks from 0 to {world_size - 1} of the "
-            f"{world_size} launched processes"
+        yield Problem(
+            "--profile-ranks",
+            f" {' '.join(map(str, absent))}: expected ranks from 0 to {world_size - 1} of the "
+            f"{world_size} launched processes",
         )
     if profile.folder(logging.tensorboard_dir) is None:
-        yield "--profile needs a directory for its traces: give --profile-dir or --tensorboard-dir"
+        yield Problem("--profile", " needs a directory for its traces: give --profile-dir or --tensorboard-dir")

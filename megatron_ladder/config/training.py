@@ -13,9 +13,9 @@ class TrainingConfig:
 
     train_iters: int = flag(minimum=1)
     """Optimizer steps of the whole run, including the steps of earlier runs that it resumes."""
-    config: Path | None = None
-    """YAML or TOML file with values of flags. Its keys are flags without dashes, as in `micro_batch_size: 4`; switches
-    are true or false. Flags of the command line override the file."""
+    config: tuple[Path, ...] = ()
+    """YAML or TOML files with values of flags. Their keys are flags without dashes, as in `micro_batch_size: 4`;
+    switches are true or false. Later files override earlier ones, and flags of the command line override both."""
     seq_length: int = flag(2048, minimum=1)
     """Tokens per sample."""
     micro_batch_size: int = flag(1, minimum=1)
@@ -175,7 +175,7 @@ class LoggingConfig:
     by name, which are logged. Python finds the module in PYTHONPATH or the current directory."""
     eval_callable_interval: int | None = flag(None, minimum=1, requires="--eval-callable")
     """Steps between calls of --eval-callable; --eval-interval by default."""
-    skip_train: bool = False
+    skip_train: bool = flag(False, requires="--load")
     """Do not train or save: evaluate the model from --load and exit. The results are recorded in --save."""
     tensorboard_dir: Path | None = None
     """Directory for TensorBoard event files."""

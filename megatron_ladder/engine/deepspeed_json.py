@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.config.run import RunConfig
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import UserError, raise_user_errors
 
 _BUCKET_NUMBERS = 500_000_000
 """DeepSpeed's default size of a bucket of gradients."""
@@ -58,8 +58,8 @@ _INSTEAD = {
 """Blocks that are refused, with the replacement to name."""
 
 
-def deepspeed_json(run: RunConfig, errors: list[str]) -> dict[str, Any]:
-    """Return DeepSpeed's configuration; `errors` receives one line per key of the file that cannot be used.
+def deepspeed_json(run: RunConfig) -> dict[str, Any]:
+    """Return DeepSpeed's configuration; raises UserError with one line per key of the file that cannot be used.
 
     Its clipping is always off, because this package clips by the norm that it computes in every layout.
     """
@@ -86,12 +86,7 @@ def deepspeed_json(run: RunConfig, errors: list[str]) -> dict[str, Any]:
     }
     path = run.parallel.deepspeed_config
     if path is not None:
-        try:
-            given = read_deepspeed_config(path)
-        except UserError as error:
-            errors += error.messages
-        else:
-            errors += _merge(values, given, path)
+        raise_user_errors(_merge(values, read_deepspeed_config(path), path))
     values["gradient_clipping"] = 0.0
     # Our own guard looks at every gradient; DeepSpeed's check is two more collectives and one more wait per step.
     values["bf16.check_grad_overflow"] = False

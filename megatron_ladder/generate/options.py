@@ -141,7 +141,7 @@ SECTIONS = (ModelOptions, PromptOptions, SamplingOptions, OutputOptions)
 def parse_options(argv: Sequence[str]) -> GenerateOptions:
     """Parse the command line; raises UserError with one line for each error that needs no file to be found."""
     errors: list[str] = []
-    options = GenerateOptions(*parse_command_line(SECTIONS, argv, "generate.py", _DESCRIPTION, found=errors))
+    options = GenerateOptions(*parse_command_line(SECTIONS, argv, "generate.py", _DESCRIPTION))
     prompts, sampling, output = options.prompts, options.sampling, options.output
     if not (prompts.given or prompts.interactive) and sys.stdin.isatty():
         errors.append("there is no prompt; use --prompt, --prompt-file, --tokens or --interactive, or pipe a text")

@@ -1,9 +1,8 @@
 """The teacher of --distill-from: found and checked before a process group exists, then built on every rank."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypedDict
 
 import torch
 
@@ -16,20 +15,12 @@ from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.run import RunConfig, RunFlags
 from megatron_ladder.engine.build import compute_dtype
-from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
+from megatron_ladder.errors import ErrorCollector, UserError
 from megatron_ladder.files import hub_hint
 from megatron_ladder.model.language_model import Distillation, LanguageModel
 from megatron_ladder.model.operations import select_operations
 from megatron_ladder.model.stack import StackOptions
-
-
-class TeacherFindings(TypedDict):
-    """What rank 0 finds in --distill-from for all ranks; JSON-able."""
-
-    directory: str | None
-    """The checkpoint or Hugging Face directory; None without a teacher."""
-    warnings: Sequence[str]
-    errors: Sequence[str]
+from megatron_ladder.train.resume import FoundModel
 
 
 @dataclass(frozen=True)
@@ -43,42 +34,34 @@ class StoredTeacher:
     """The source of the weights, unless it is a Hugging Face directory, whose files have no checksums."""
 
 
-def find_teacher(flags: RunFlags) -> TeacherFindings:
-    """Look for the model of --distill-from; a run that does not train needs none."""
-    path, errors = flags.training.distill_from, ErrorCollector()
-    if path is None or flags.logging.skip_train:
-        return {"directory": None, "warnings": (), "errors": ()}
-    directory, warnings = path, tuple[str, ...]()
-    with errors.collect("--distill-from"), reporting_os_errors(f"--distill-from {path}"):
+def find_teacher(flags: RunFlags) -> FoundModel | None:
+    """Look for the model of --distill-from, if it is given; raises UserError if there is none."""
+    path = flags.training.distill_from
+    if path is None:
+        return None
+    with reporting_os_errors(f"--distill-from {path}"):
         if not path.is_dir():
             raise UserError(f"{path}: no such directory{hub_hint(path)}")
-        if not (path / CONFIG_NAME).exists():
-            checkpoint = Checkpoint.open(path)
-            directory, warnings = checkpoint.directory, checkpoint.warnings
-    return {"directory": str(directory), "warnings": warnings, "errors": errors.messages}
+        if (path / CONFIG_NAME).exists():
+            return FoundModel(str(path))
+        checkpoint = Checkpoint.open(path)
+        return FoundModel(str(checkpoint.directory), tuple(checkpoint.warnings))
 
 
-def open_teacher(findings: TeacherFindings) -> StoredTeacher | None:
-    """Open the model that rank 0 found, if any; raise UserError if rank 0 found errors, or it cannot be read."""
-    raise_user_errors(findings["errors"])
-    if findings["directory"] is None:
-        return None
-    directory = Path(findings["directory"])
+def open_teacher(found: FoundModel) -> StoredTeacher:
+    """Open the model that rank 0 found; raise UserError if it cannot be read."""
+    directory = Path(found.directory)
     if (directory / CONFIG_NAME).exists():
         opened = open_hf_directory(directory)
         return StoredTeacher(directory, opened.model, opened)
-    checkpoint = Checkpoint.open_unchecked(directory)
-    checkpoint.warnings = tuple(findings["warnings"])
+    checkpoint = found.open()
     return StoredTeacher(checkpoint.directory, checkpoint.model(), checkpoint, checkpoint)
 
 
-def teacher_errors(run: RunConfig, teacher: StoredTeacher, vocabulary_is_known: bool) -> Iterator[str]:
-    """Yield one line for each reason why a model cannot teach that of a run.
-
-    `vocabulary_is_known` is False if the size of the run's vocabulary is only a placeholder.
-    """
+def teacher_errors(run: RunConfig, teacher: StoredTeacher) -> Iterator[str]:
+    """Yield one line for each reason why a model cannot teach that of a run."""
     config, named, save = teacher.config, f"--distill-from {teacher.directory}", run.checkpoint.save
-    if vocabulary_is_known and config.vocab_size != run.model.vocab_size:
+    if config.vocab_size != run.model.vocab_size:
         yield (
             f"{named}: the teacher has a vocabulary of {config.vocab_size} ids, and the model one of "
             f"{run.model.vocab_size}: both must use one tokenizer; if they do, give --vocab-size {config.vocab_size}"

@@ -2,13 +2,13 @@
 
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
+import msgspec
+
 from megatron_ladder.checkpoint.format import Checkpoint
-from megatron_ladder.checkpoint.publish import is_published_name
 from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.config.data import DataConfig
 from megatron_ladder.config.run import RunConfig, RunFlags, parse_run, resolve_run
@@ -30,44 +30,80 @@ from megatron_ladder.data.tokenizers import (
 )
 from megatron_ladder.engine.deepspeed_json import deepspeed_json
 from megatron_ladder.engine.optimizer import find_fused_adam
-from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
+from megatron_ladder.errors import ErrorCollector, Problem, UserError, raise_user_errors, showing_places
 from megatron_ladder.flags import flag_name
 from megatron_ladder.model.operations import require_compiler, select_operations
 from megatron_ladder.train.curves import check_wandb
 from megatron_ladder.train.distillation import StoredTeacher, find_teacher, open_teacher, teacher_errors
 from megatron_ladder.train.resume import (
+    FoundModel,
     check_same_data,
     complete_flags,
-    look_into_directories,
+    look_for_checkpoint,
+    look_into_save,
     model_differences,
-    open_found,
     resumed_run,
 )
 
 Ask = Callable[[float, Callable[[], Any]], Any]
-"""Receives a time limit in minutes, and a function that rank 0 calls; returns the function's value on every rank."""
+"""Receives a time limit in minutes, and a function that rank 0 calls; returns the function's JSON-able value on every
+rank."""
 SamplePrompt = tuple[str, tuple[int, ...]]
 """The text and the ids of one of --sample-prompts."""
 
 
-@dataclass(frozen=True)
-class RunInputs:
-    """A validated run."""
+class Findings(msgspec.Struct):
+    """What rank 0 finds for all ranks, so that a thousand of them do not look at the same directories."""
+
+    checkpoint: FoundModel | None = None
+    """In --load."""
+    teacher: FoundModel | None = None
+    stream: dict[str, Any] | None = None
+    """The record of the input of --streaming."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedRun:
+    """A run whose values are all known, before its data is opened."""
 
     run: RunConfig
-    deepspeed: dict[str, Any]
-    tokenizer: Tokenizer | None
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+    tokenizer: Tokenizer | None = None
+    checkpoint: Checkpoint | None = None
+    values: dict[str, Any] = field(default_factory=dict)
+    """The values of all flags, by key of a configuration file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInputs(ResolvedRun):
+    """Everything that a run reads, opened."""
+
     sources: Sources
-    checkpoint: Checkpoint | None
     eod_id: int | None = None
     """The data's end-of-document token, if a tokenizer or a data set's sidecar defines it."""
     stream: StreamPlan | None = None
     """The training input of --streaming, which replaces the training source."""
-    values: dict[str, Any] = field(default_factory=dict)
-    """The values of all flags, by key of a configuration file."""
     sample_prompts: tuple[SamplePrompt, ...] = ()
     teacher: StoredTeacher | None = None
     """The model of --distill-from, if the run trains."""
+
+
+def read_inputs(flags: RunFlags, place: RankInfo, ask: Ask = lambda minutes, look: look()) -> RunInputs:
+    """Look at files, resolve the flags, and open what they name; raises UserError with the errors of the first stage
+    that has any, one line per error.
+
+    `ask` returns the findings of rank 0, see `launch.from_rank_0`; by default, this rank looks.
+    """
+    own_input: list[StreamInput] = []
+
+    def look() -> Any:
+        with showing_places(flags.places):
+            return msgspec.to_builtins(_look(flags, own_input))
+
+    findings = msgspec.convert(ask(flags.parallel.distributed_timeout_minutes, look), Findings)
+    with showing_places(flags.places):
+        resolved = _resolve(flags, findings, place)
+        return _open(resolved, findings, own_input, place)
 
 
 def read_dry_run(argv: Sequence[str], world_size: int) -> RunConfig:
@@ -75,87 +111,94 @@ def read_dry_run(argv: Sequence[str], world_size: int) -> RunConfig:
 
     Raises UserError with one line per error.
     """
-    errors, vocab_size = ErrorCollector(), None
-    flags = parse_run(argv, errors.messages)
-    with errors.collect():
-        checkpoint = open_found(look_into_directories(flags))
-        if checkpoint is not None:
-            flags = complete_flags(flags, checkpoint)
-        _, vocab_size = _load_vocabulary(flags, checkpoint)
-    run = resolve_run(flags, vocab_size or 1, world_size, errors.messages)
-    errors.raise_if_any()
+    flags = parse_run(argv)
+    with showing_places(flags.places):
+        found = look_for_checkpoint(flags)
+        _, _, run = _complete(flags, None if found is None else found.open(), world_size)
     return run
 
 
-def read_inputs(argv: Sequence[str], place: RankInfo, ask: Ask = lambda minutes, look: look()) -> RunInputs:
-    """Read the command line and open the files that it names; raises UserError with one line per error.
+def _look(flags: RunFlags, own_input: list[StreamInput]) -> Findings:
+    """Look for checkpoints, teacher and input of --streaming, which `own_input` receives; create --save."""
+    findings, errors, data = Findings(), ErrorCollector(), flags.data
+    with errors.collect("--load"):
+        findings.checkpoint = look_for_checkpoint(flags)
+    with errors.collect("--save"):
+        look_into_save(flags)
+    if not flags.logging.skip_train:
+        with errors.collect("--distill-from"):
+            findings.teacher = find_teacher(flags)
+        if data.streaming:
+            with errors.collect("--streaming"):
+                own_input.append(find_input(data.streaming, data.streaming_key, data.streaming_skip_bad_lines))
+                findings.stream = own_input[0].record()
+    errors.raise_if_any()
+    return findings
 
-    `ask` returns the findings of rank 0, see `launch.from_rank_0`; by default, this rank looks.
-    """
-    errors, found = ErrorCollector(), ErrorCollector()
-    flags = parse_run(argv, errors.messages)
-    streams = bool(flags.data.streaming) and not errors.messages and not flags.logging.skip_train
-    look = _Look(flags, streams)
-    findings = ask(flags.parallel.distributed_timeout_minutes, look)
-    checkpoint, load_errors = None, ErrorCollector()
-    with load_errors.collect():
-        checkpoint = open_found(findings["directories"])
-        if checkpoint is not None:
-            flags = complete_flags(flags, checkpoint)
-    if load_errors.messages:
-        errors.add(*flags.explain(load_errors.messages))
-        # The sizes that it would provide are unknown.
-        unknown = {"seq_length", *(one.name for one in fields(flags.model))} - flags.given | {"load"}
-        flags = replace(flags, faulty=flags.faulty | set(map(flag_name, unknown)))
-    tokenizer, vocab_size = None, None
-    with found.collect():
-        tokenizer, vocab_size = _load_vocabulary(flags, checkpoint)
-    run = resolve_run(flags, vocab_size or 1, place.world_size, errors.messages)
-    _check_machine(run, place, found)
-    flags_are_valid = not errors.messages and not found.messages
-    deepspeed = deepspeed_json(run, found.messages)
-    found.add(*findings["directories"]["save_errors"])
+
+def _complete(
+    flags: RunFlags, checkpoint: Checkpoint | None, world_size: int
+) -> tuple[RunFlags, Tokenizer | None, RunConfig]:
+    """Return the flags with the values of a checkpoint, the tokenizer, and the run of so many processes."""
+    errors, tokenizer, vocab_size, runs = ErrorCollector(), None, None, list[RunConfig]()
     if checkpoint is not None:
-        found.add(*model_differences(run, checkpoint, vocab_size is not None))
-        run = resumed_run(run, checkpoint, found)
-    teacher = None
-    with found.collect("--distill-from"):
-        teacher = open_teacher(findings["teacher"])
-    if teacher is not None:
-        found.add(*teacher_errors(run, teacher, vocab_size is not None))
-    sources, stream, eod_id = None, None, None
-    with found.collect():
-        if run.training.seq_length > 0:
-            sources = _open_sources(run, tokenizer)
-            eod_id = _find_eod(run.data, sources, tokenizer)
-    if run.logging.skip_train:
-        if run.checkpoint.load is None:
-            found.add("--skip-train evaluates the model of a checkpoint: give --load as well")
+        flags = complete_flags(flags, checkpoint)
+    with errors.collect():
+        tokenizer, vocab_size = _load_vocabulary(flags, checkpoint)
+    with errors.collect():
+        runs.append(resolve_run(flags, vocab_size or 1, world_size))
+    errors.raise_if_any()
+    return flags, tokenizer, runs[0]
+
+
+def _resolve(flags: RunFlags, findings: Findings, place: RankInfo) -> ResolvedRun:
+    """Complete the flags from the checkpoint, and compare them with it, with this machine and with DeepSpeed's JSON."""
+    errors, deepspeed = ErrorCollector(), dict[str, Any]()
+    checkpoint = None
+    with errors.collect("--load"):
+        checkpoint = None if findings.checkpoint is None else findings.checkpoint.open()
+    errors.raise_if_any()
+    flags, tokenizer, run = _complete(flags, checkpoint, place.world_size)
+    _check_machine(run, place, errors)
+    with errors.collect():
+        deepspeed = deepspeed_json(run)
+    if checkpoint is not None:
+        errors.add(*model_differences(run, checkpoint))
+        run = resumed_run(run, checkpoint, errors)
+    errors.raise_if_any()
+    values = flags.describe(run, None if checkpoint is None else checkpoint.directory)
+    return ResolvedRun(run=run, deepspeed=deepspeed, tokenizer=tokenizer, checkpoint=checkpoint, values=values)
+
+
+def _open(resolved: ResolvedRun, findings: Findings, own_input: Sequence[StreamInput], place: RankInfo) -> RunInputs:
+    """Open data, prompts and teacher, and compare the data with the checkpoint's."""
+    run, tokenizer, checkpoint, errors = resolved.run, resolved.tokenizer, resolved.checkpoint, ErrorCollector()
+    teacher, stream, sources, eod_id = None, None, Sources(None, {}, None), None
+    prompts: tuple[SamplePrompt, ...] = ()
+    if findings.teacher is not None:
+        with errors.collect("--distill-from"):
+            teacher = open_teacher(findings.teacher)
+            errors.add(*teacher_errors(run, teacher))
+    with errors.collect():
+        sources = _open_sources(run, tokenizer)
+        eod_id = _find_eod(run.data, sources, tokenizer)
         only_losses = run.logging.sample_prompts is None and run.logging.eval_callable is None
-        if only_losses and run.logging.eval_iters < 1:
-            found.add(f"--eval-iters {run.logging.eval_iters}: --skip-train only evaluates: give 1 or more")
-        elif only_losses and sources is not None and not sources.valid:
-            found.add("--skip-train needs validation data: give --valid-data-path, or a --split with a share of it")
-    elif run.data.streaming and flags_are_valid:
-        with found.collect():
-            raise_user_errors(findings["input_errors"])
-            text_input = look.text_input or StreamInput.from_record(findings["input"])
+        if run.logging.skip_train and only_losses and not sources.valid:
+            fix = "--valid-data-path, or a --split with a share of it, and --eval-iters of 1 or more"
+            errors.add(Problem("--skip-train", f" needs validation data: give {fix}"))
+    if findings.stream is not None:
+        with errors.collect("--streaming"):
+            text_input = own_input[0] if own_input else StreamInput.from_record(findings.stream)
             if place.rank > 0 and place.local_rank == 0:
                 text_input.check_files()
             stream = _open_stream(run, tokenizer, checkpoint, text_input)
-    prompts: tuple[SamplePrompt, ...] = ()
-    with found.collect():
+    with errors.collect("--sample-prompts"):
         prompts = _read_sample_prompts(run, tokenizer)
-    knows_data = sources is not None and (sources.train is not None or stream is not None)
-    if checkpoint is not None and sources is not None and knows_data and not run.loads_only_weights:
-        with found.collect():
-            data = describe_data(sources, tokenizer, stream)
-            check_same_data(checkpoint, data, run.data.allow_data_change, place.rank)
-    errors.add(*flags.explain(found.messages))
     errors.raise_if_any()
-    assert sources is not None
-    values = flags.describe(run, None if checkpoint is None else checkpoint.directory)
-    return RunInputs(run, deepspeed, tokenizer, sources, checkpoint, eod_id, stream, values, prompts, teacher)
+    if checkpoint is not None and (sources.train or stream) and not run.loads_only_weights:
+        check_same_data(checkpoint, describe_data(sources, tokenizer, stream), run.data.allow_data_change, place.rank)
+    opened: dict[str, Any] = {"eod_id": eod_id, "stream": stream, "sample_prompts": prompts, "teacher": teacher}
+    return RunInputs(**vars(resolved), sources=sources, **opened)
 
 
 def describe_data(sources: Sources, tokenizer: Tokenizer | None, stream: StreamPlan | None = None) -> dict[str, Any]:
@@ -213,12 +256,8 @@ def _check_machine(run: RunConfig, place: RankInfo, errors: ErrorCollector) -> N
     if place.rank == 0:
         with errors.collect():
             check_wandb(run)
-    save = run.checkpoint.save
-    if save is not None and is_published_name(save.name):
-        errors.add(f"--save {save}: is the name of a single checkpoint: give the directory above it")
-        save = None
     folders = {
-        "--save": save,
+        "--save": run.checkpoint.save,
         "--tensorboard-dir": run.logging.tensorboard_dir,
         "--wandb-save-dir": run.logging.wandb_save_dir,
         "--profile-dir": run.profile.profile_dir if run.profile.profile else None,
@@ -294,28 +333,6 @@ def _find_eod(data: DataConfig, sources: Sources, tokenizer: Tokenizer | None) -
     ]
     raise_user_errors(errors)
     return eod_id
-
-
-class _Look:
-    """Finds for all ranks, when rank 0 calls it, checkpoints, teacher and input of --streaming; creates --save."""
-
-    def __init__(self, flags: RunFlags, streams: bool) -> None:
-        self._flags, self._streams = flags, streams
-        self.text_input: StreamInput | None = None
-
-    def __call__(self) -> dict[str, Any]:
-        data, errors = self._flags.data, ErrorCollector()
-        if self._streams:
-            with errors.collect():
-                self.text_input = find_input(data.streaming, data.streaming_key, data.streaming_skip_bad_lines)
-        record = None if self.text_input is None else self.text_input.record()
-        directories, save = look_into_directories(self._flags), self._flags.checkpoint.save
-        if save is not None and not is_published_name(save.name):
-            # Now, so that no other rank has to. Every host reports why it cannot write there.
-            with suppress(OSError):
-                save.mkdir(parents=True, exist_ok=True)
-        teacher = find_teacher(self._flags)
-        return {"directories": directories, "teacher": teacher, "input": record, "input_errors": errors.messages}
 
 
 def _open_stream(

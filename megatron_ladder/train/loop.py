@@ -1,122 +1,61 @@
 """A run, from its command line to its last checkpoint."""
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
-from megatron_ladder.comm.agreement import Peers
-from megatron_ladder.comm.launch import (
-    check_device,
-    from_rank_0,
-    naming_lost_peers,
-    read_rank_info,
-    reporting_errors,
-    stop_process_group,
-)
 from megatron_ladder.comm.watch import HangWatch
-from megatron_ladder.config.file import CONFIG_NAME, config_file_text
-from megatron_ladder.files import write_atomically
-from megatron_ladder.train.checkpoints import CheckpointSaver
+from megatron_ladder.config.run import RunWords
 from megatron_ladder.train.evaluation import Evaluations
-from megatron_ladder.train.inputs import RunInputs, read_inputs
-from megatron_ladder.train.lock import SaveLock
-from megatron_ladder.train.log import (
-    RunLog,
-    banner,
-    describe_start,
-    print_if_possible,
-    print_rank_0,
-    record_lost_peers,
-    recording_failures,
-    report_finding,
-)
+from megatron_ladder.train.log import RunLog, print_rank_0, record_lost_peers, report_finding
+from megatron_ladder.train.opening import OpenRun, open_run
 from megatron_ladder.train.profile import ActivationMeter, step_contexts
-from megatron_ladder.train.reading import TextStreams, packing_notes, training_batches
-from megatron_ladder.train.record import RunRecord
-from megatron_ladder.train.setup import Trainer, build_trainer
+from megatron_ladder.train.reading import training_batches
+from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import train_step
 from megatron_ladder.train.stop import Stopper, StopReason, StopSignals
 
 
-class _Session(NamedTuple):
-    inputs: RunInputs
-    streams: TextStreams | None
-    evaluations: Evaluations
-    checkpoints: CheckpointSaver
-    stopper: Stopper
-    record: RunRecord
-
-
-def pretrain(argv: Sequence[str], signals: StopSignals | None = None) -> None:
+def pretrain(words: RunWords, signals: StopSignals | None = None) -> None:
     """Run the training that a command line describes; `signals` request a graceful shutdown, if they are handled.
 
     Raises UserError before anything starts; BadNumbersError after too many consecutive steps whose numbers were not
     finite; LostPeerError if another rank ended, or a collective timed out.
     """
-    start, place, peers = time.monotonic(), read_rank_info(), Peers()
-    with ExitStack() as whole_run:
-        with reporting_errors(place):
-            inputs = read_inputs(argv, place, partial(from_rank_0, place, whole_run))
-            check_device(place)
-            folder = inputs.run.checkpoint.save
-            if folder is not None and place.rank == 0:
-                whole_run.enter_context(SaveLock(folder))
-        stopper = Stopper(inputs.run.reliability, signals, place.rank, start)
-        record = RunRecord(folder, place.rank)
-        record.write_first("launch")
-        with recording_failures(record, peers), naming_lost_peers(peers):
-            trainer = build_trainer(inputs, place, peers)
-            print_rank_0("\n".join([banner(trainer), *packing_notes(inputs.sources)]), place.rank)
-            streams = None if inputs.stream is None else TextStreams(trainer, inputs, inputs.stream)
-            evaluations = Evaluations(trainer, inputs)
-            with CheckpointSaver(trainer, inputs, record.write, streams) as checkpoints:
-                iteration, consumed_samples = checkpoints.resume()
-                record.write_first("start", **describe_start(trainer, iteration))
-                if folder is not None and place.rank == 0 and not inputs.run.logging.skip_train:
-                    _write_config(folder, inputs)
-                session = _Session(inputs, streams, evaluations, checkpoints, stopper, record)
-                if inputs.run.logging.skip_train:
-                    reason = _evaluate_loaded(trainer, session, iteration)
-                else:
-                    reason = _train(trainer, session, iteration, consumed_samples)
-            record.write_first("stop", reason=reason, code=0)
-            stop_process_group()
+    start = time.monotonic()
+    with open_run(words) as opened:
+        config = opened.trainer.run
+        stopper = Stopper(config.reliability, signals, opened.trainer.mesh.world.rank, start)
+        evaluations = Evaluations(opened.trainer, opened.inputs)
+        run = _evaluate_loaded if config.logging.skip_train else _train
+        opened.end = run(opened, evaluations, stopper)
 
 
-def _write_config(folder: Path, inputs: RunInputs) -> None:
-    note = f"All values of a run on {inputs.run.world_size} processes; --config of this file repeats the run."
-    try:
-        write_atomically(folder / CONFIG_NAME, config_file_text(inputs.values, note))
-    except OSError as error:
-        # A failing save is no reason to stop, either.
-        print_if_possible(f"*** {folder / CONFIG_NAME}: could not be written: {error.strerror} ***")
-
-
-def _evaluate_loaded(trainer: Trainer, session: _Session, iteration: int) -> str:
-    """Evaluate the model of a checkpoint after `iteration` steps, and return why the run ends."""
-    with RunLog(trainer, iteration + 1, session.record, trains=False) as log:
-        session.evaluations.run(iteration, log, partial(_stops, trainer, session.stopper), everything=True)
-    reason = _agreed_stop_reason(trainer, session.stopper)
+def _evaluate_loaded(opened: OpenRun, evaluations: Evaluations, stopper: Stopper) -> str:
+    """Evaluate the model of a checkpoint, and return why the run ends."""
+    trainer, iteration = opened.trainer, opened.iteration
+    with RunLog(trainer, iteration + 1, opened.record, trains=False) as log:
+        evaluations.run(iteration, log, partial(_stops, trainer, stopper), everything=True)
+    reason = _agreed_stop_reason(trainer, stopper)
     if reason is None:
         return "evaluated"
     print_rank_0(f"{reason.text}: ends the evaluation", trainer.mesh.world.rank)
     return reason.text
 
 
-def _train(trainer: Trainer, session: _Session, iteration: int, consumed_samples: int) -> str:
-    """Train until --train-iters or a stop request, and return why the run ends; `iteration` steps were done before."""
-    run, rank, record = trainer.run, trainer.mesh.world.rank, session.record
+def _train(opened: OpenRun, evaluations: Evaluations, stopper: Stopper) -> str:
+    """Train until --train-iters or a stop request, and return why the run ends."""
+    trainer, record, iteration = opened.trainer, opened.record, opened.iteration
+    run, rank = trainer.run, trainer.mesh.world.rank
     last, first = run.training.train_iters, iteration + 1
     if iteration >= last:
         print_rank_0(f"nothing to do: {iteration} of {last} steps are done", rank)
         return "nothing to do"
-    reason = _agreed_stop_reason(trainer, session.stopper)
+    reason = _agreed_stop_reason(trainer, stopper)
     if reason is not None:
         print_rank_0(f"{reason.text}: ends before its first step; nothing was trained, so nothing is saved", rank)
         return reason.text
@@ -124,7 +63,7 @@ def _train(trainer: Trainer, session: _Session, iteration: int, consumed_samples
     startup = timedelta(minutes=run.parallel.distributed_timeout_minutes)
     running = timedelta(seconds=run.parallel.distributed_timeout_seconds_after_first_step)
     with (
-        closing(training_batches(trainer, session.inputs, session.streams, consumed_samples)) as batches,
+        closing(training_batches(trainer, opened.inputs, opened.streams, opened.consumed_samples)) as batches,
         RunLog(trainer, first, record) as log,
         ActivationMeter(trainer.engine.module, trainer.device) as meter,
         HangWatch(trainer.peers, startup, running, partial(record_lost_peers, record, trainer.peers)) as watch,
@@ -141,12 +80,12 @@ def _train(trainer: Trainer, session: _Session, iteration: int, consumed_samples
         while iteration < last and reason is None:
             iteration += 1
             with profiled(iteration):
-                result = train_step(trainer, next(batches), iteration, session.stopper.votes)
+                result = train_step(trainer, next(batches), iteration, stopper.votes)
             watch.step_done(iteration)
-            session.checkpoints.poll()
+            opened.checkpoints.poll()
             report_finding(record, rank, iteration, result)
             trainer.guard.stop_if_hopeless(result.finding)
-            reason = session.stopper.reason(result.extra_sums, iteration)
+            reason = stopper.reason(result.extra_sums, iteration)
             is_final = reason is not None or iteration == last
             if not result.skipped:
                 losses.append(result.loss)
@@ -158,29 +97,29 @@ def _train(trainer: Trainer, session: _Session, iteration: int, consumed_samples
             # The checkpoint comes before the evaluation, so that a failing evaluation does not cost the last steps.
             if is_final or _is_due(iteration, run.checkpoint.save_interval):
                 with not_training():
-                    reason = _save_checkpoint(trainer, session, iteration, batches.consumed_samples, reason)
-            if session.evaluations.are_due(iteration) and not (reason and reason.urgent):
+                    reason = _save_checkpoint(opened, stopper, iteration, batches.consumed_samples, reason)
+            if evaluations.are_due(iteration) and not (reason and reason.urgent):
                 with not_training():
-                    session.evaluations.run(iteration, log, partial(_stops, trainer, session.stopper))
+                    evaluations.run(iteration, log, partial(_stops, trainer, stopper))
     if reason is not None:
         print_rank_0(f"{reason.text}: ends after iteration {iteration} of {last}", rank)
     return reason.text if reason else "all steps are done"
 
 
 def _save_checkpoint(
-    trainer: Trainer, session: _Session, iteration: int, consumed_samples: int, reason: StopReason | None
+    opened: OpenRun, stopper: Stopper, iteration: int, consumed_samples: int, reason: StopReason | None
 ) -> StopReason | None:
     """Save after a step; return why the run ends now (`reason` if known before), or None. All ranks must call it."""
-    final = reason is not None or iteration == trainer.run.training.train_iters
-    session.checkpoints.save(iteration, consumed_samples, reason.text if reason else "interval", final)
+    final = reason is not None or iteration == opened.trainer.run.training.train_iters
+    opened.checkpoints.save(iteration, consumed_samples, reason.text if reason else "interval", final)
     if reason is not None and reason.urgent:
         return reason
     # A save may take longer than a launcher waits after its signal, which then leaves no time for another step, or for
     # an evaluation.
-    urgent = _agreed_stop_reason(trainer, session.stopper)
+    urgent = _agreed_stop_reason(opened.trainer, stopper)
     if urgent is not None and not final:
         # Waits for the save in flight and repeats it only if it failed.
-        session.checkpoints.save(iteration, consumed_samples, urgent.text, final=True)
+        opened.checkpoints.save(iteration, consumed_samples, urgent.text, final=True)
     return urgent or reason
 
 

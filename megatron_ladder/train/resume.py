@@ -5,10 +5,12 @@ one of two flags decides between the values; their names and meaning are Megatro
 freely, and the decay of the learning rate still ends where it did.
 """
 
-from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
+
+import msgspec
 
 from megatron_ladder.checkpoint.format import Checkpoint, find_checkpoint, reporting_os_errors
 from megatron_ladder.checkpoint.publish import (
@@ -22,7 +24,7 @@ from megatron_ladder.config.file import CONFIG_NAME
 from megatron_ladder.config.run import RunConfig, RunFlags
 from megatron_ladder.config.training import OptimizerConfig
 from megatron_ladder.data.identity import data_changes
-from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
+from megatron_ladder.errors import ErrorCollector, Problem, UserError
 from megatron_ladder.flags import flag_name
 from megatron_ladder.train.record import RECORD_NAME
 
@@ -52,54 +54,29 @@ _WSD = ("lr_wsd_decay_iters", "lr_wsd_decay_style")
 """Only effective in the style `WSD`."""
 
 
-class DirectoryFindings(TypedDict):
-    """What rank 0 finds in --load and --save for all ranks: the checkpoint, its warnings, and errors; JSON-able."""
+class FoundModel(msgspec.Struct):
+    """A model that rank 0 has found for all ranks: a checkpoint, or a directory of Hugging Face."""
 
-    checkpoint: str | None
-    warnings: Sequence[str]
-    load_errors: Sequence[str]
-    save_errors: Sequence[str]
+    directory: str
+    warnings: tuple[str, ...] = ()
 
-
-def look_into_directories(flags: RunFlags) -> DirectoryFindings:
-    """Look for the checkpoint that --load names, and for obstacles in --save."""
-    checkpoint, load_errors, save_errors = None, ErrorCollector(), ErrorCollector()
-    load, save = flags.checkpoint.load, flags.checkpoint.save
-    with load_errors.collect(), reporting_os_errors(f"--load {load}"):
-        checkpoint = _find_loaded(flags)
-    with save_errors.collect(), reporting_os_errors(f"--save {save}"):
-        for path in () if save is None else (save / name for name in (*REPLACED_FILES, RECORD_NAME, CONFIG_NAME)):
-            if path.exists() and not path.is_file():
-                save_errors.add(f"--save {save}: {path.name} is not a file: remove it, or give another directory")
-        if not flags.logging.skip_train:
-            _check_save_directory(flags.checkpoint)
-    return {
-        "checkpoint": None if checkpoint is None else str(checkpoint.directory),
-        "warnings": () if checkpoint is None else checkpoint.warnings,
-        "load_errors": load_errors.messages,
-        "save_errors": save_errors.messages,
-    }
+    def open(self) -> Checkpoint:
+        """Open the checkpoint; raises UserError if it cannot be read."""
+        checkpoint = Checkpoint.open_unchecked(Path(self.directory))
+        checkpoint.warnings = self.warnings
+        return checkpoint
 
 
-def open_found(findings: DirectoryFindings) -> Checkpoint | None:
-    """Open the checkpoint that rank 0 found, if any; raise UserError if rank 0 found errors, or it cannot be read."""
-    raise_user_errors(findings["load_errors"])
-    if findings["checkpoint"] is None:
-        return None
-    checkpoint = Checkpoint.open_unchecked(Path(findings["checkpoint"]))
-    checkpoint.warnings = tuple(findings["warnings"])
-    return checkpoint
-
-
-def _find_loaded(flags: RunFlags) -> Checkpoint | None:
+def look_for_checkpoint(flags: RunFlags) -> FoundModel | None:
     """Return the checkpoint that --load names, if any; raise UserError if it is damaged, or the run requires one."""
     load = flags.checkpoint.load
     if load is None:
         return None
-    if is_published_name(load.name) and not load.exists():
-        raise UserError(f"--load {load}: there is no such checkpoint: give {load.parent} to load the newest one")
-    if (checkpoint := find_checkpoint(load)) is not None:
-        return checkpoint
+    with reporting_os_errors(f"--load {load}"):
+        if is_published_name(load.name) and not load.exists():
+            raise UserError(f"--load {load}: there is no such checkpoint: give {load.parent} to load the newest one")
+        if (checkpoint := find_checkpoint(load)) is not None:
+            return FoundModel(str(checkpoint.directory), tuple(checkpoint.warnings))
     for flag, required in (
         ("--exit-on-missing-checkpoint", flags.checkpoint.exit_on_missing_checkpoint),
         ("--skip-train", flags.logging.skip_train),
@@ -112,6 +89,25 @@ def _find_loaded(flags: RunFlags) -> Checkpoint | None:
             "scratch, or a directory with a checkpoint"
         )
     return None
+
+
+def look_into_save(flags: RunFlags) -> None:
+    """Create --save, if it is given; raise UserError if the run cannot save there, or must not."""
+    save, errors = flags.checkpoint.save, ErrorCollector()
+    if save is None:
+        return
+    if is_published_name(save.name):
+        raise UserError(f"--save {save}: is the name of a single checkpoint: give the directory above it")
+    with errors.collect(), reporting_os_errors(f"--save {save}"):
+        for path in (save / name for name in (*REPLACED_FILES, RECORD_NAME, CONFIG_NAME)):
+            if path.exists() and not path.is_file():
+                errors.add(f"--save {save}: {path.name} is not a file: remove it, or give another directory")
+        if not flags.logging.skip_train:
+            _check_save_directory(flags.checkpoint)
+    errors.raise_if_any()
+    # Now, so that no other rank has to. Every host reports why it cannot write there.
+    with suppress(OSError):
+        save.mkdir(parents=True, exist_ok=True)
 
 
 def _check_save_directory(options: CheckpointConfig) -> None:
@@ -160,15 +156,11 @@ def complete_flags(flags: RunFlags, checkpoint: Checkpoint) -> RunFlags:
     return replace(flags, model=replace(flags.model, **values), training=training)
 
 
-def model_differences(run: RunConfig, checkpoint: Checkpoint, vocabulary_is_known: bool) -> list[str]:
-    """Return one line per difference between the run's model and order of samples and those of a checkpoint.
-
-    `vocabulary_is_known` is False if the vocabulary's size is only a placeholder.
-    """
+def model_differences(run: RunConfig, checkpoint: Checkpoint) -> list[Problem]:
+    """Return one line per difference between the run's model and order of samples and those of a checkpoint."""
     model = checkpoint.model()
     stored, given = model.to_dict(), run.model.to_dict()
-    ignored = _FREE_TO_CHANGE if vocabulary_is_known else (*_FREE_TO_CHANGE, "vocab_size")
-    pairs = {name: (given[name], stored[name]) for name in stored if name not in ignored}
+    pairs = {name: (given[name], stored[name]) for name in stored if name not in _FREE_TO_CHANGE}
     # Derived values are compared only if the wirings agree, and reported under the name of a flag.
     streams = pairs.pop("desync_tp")
     if model.residual_mode == run.model.residual_mode:
@@ -182,7 +174,7 @@ def model_differences(run: RunConfig, checkpoint: Checkpoint, vocabulary_is_know
     if not run.loads_only_weights:
         pairs |= {name: (getattr(run.training, name), training[name]) for name in _DEFINES_ORDER if name in training}
     return [
-        f"{flag_name(name)} {ours}: {checkpoint.directory} was trained with {theirs}"
+        Problem(flag_name(name), f" {ours}: {checkpoint.directory} was trained with {theirs}")
         for name, (ours, theirs) in pairs.items()
         if ours != theirs
     ]
@@ -193,9 +185,10 @@ def _optimizer_difference(run: RunConfig, checkpoint: Checkpoint) -> str | None:
     stored, given = checkpoint.optimizer, run.optimizer.optimizer
     if (stored == "muon") == (given == "muon"):
         return None
-    return (
-        f"--optimizer {given}: {checkpoint.directory} was trained with {stored}: give --optimizer {stored}, or "
-        "--no-load-optim to start the optimizer from scratch"
+    return Problem(
+        "--optimizer",
+        f" {given}: {checkpoint.directory} was trained with {stored}: give --optimizer {stored}, or --no-load-optim to "
+        "start the optimizer from scratch",
     )
 
 
@@ -220,9 +213,11 @@ def resumed_run(run: RunConfig, checkpoint: Checkpoint, errors: ErrorCollector) 
     compared = [name for name in _in_effect(ours["lr_decay_style"], has_muon) if name in in_theirs]
     errors.add(
         *(
-            f"{flag_name(name)} {ours[name]}: {directory} was trained with {theirs[name]}: give "
-            "--override-opt-param-scheduler to change it, or --use-checkpoint-opt-param-scheduler to keep the stored "
-            "value"
+            Problem(
+                flag_name(name),
+                f" {ours[name]}: {directory} was trained with {theirs[name]}: give --override-opt-param-scheduler to "
+                "change it, or --use-checkpoint-opt-param-scheduler to keep the stored value",
+            )
             for name in compared
             if ours[name] != theirs[name]
         )

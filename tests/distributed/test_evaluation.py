@@ -17,6 +17,7 @@ from megatron_ladder.errors import UserError
 from megatron_ladder.train import loop
 from megatron_ladder.train.evaluation import EvaluatedModel, Evaluations
 from megatron_ladder.train.inputs import RunInputs
+from megatron_ladder.train.opening import OpenRun
 from megatron_ladder.train.prediction import Predictor
 from megatron_ladder.train.record import RunRecord, read_record
 from tests.distributed.test_loop import write_tokens
@@ -101,12 +102,12 @@ def train(argv: list[str], prefixes: Sequence[str], save: Path) -> str:
     arguments = DataArguments([], [train_set], named, [])
     sources = open_sources(arguments, "1", OrderOptions(run.training.seq_length, 1))
     prompts = (("5 6", (5, 6)), ("7", (7,)))
-    inputs = RunInputs(run, {}, NullTokenizer(100), sources, None, sample_prompts=prompts)
+    inputs = RunInputs(run=run, tokenizer=NullTokenizer(100), sources=sources, sample_prompts=prompts)
     stopper: Any = mock.MagicMock(votes=lambda: [0.0], reason=lambda *_: None)
     try:
-        session = loop._Session(inputs, None, Evaluations(trainer, inputs), mock.MagicMock(), stopper, record)
+        opened = OpenRun(trainer, inputs, None, mock.MagicMock(), record, iteration=0, consumed_samples=0)
         with mock.patch.object(loop, "HangWatch"):
-            loop._train(trainer, session, 0, 0)
+            loop._train(opened, Evaluations(trainer, inputs), stopper)
     except UserError as error:
         return str(error)
     return ""

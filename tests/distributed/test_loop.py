@@ -13,6 +13,7 @@ from megatron_ladder.data.loader import DataArguments, OrderOptions, open_source
 from megatron_ladder.train import loop
 from megatron_ladder.train.evaluation import Evaluations
 from megatron_ladder.train.inputs import RunInputs
+from megatron_ladder.train.opening import OpenRun
 from megatron_ladder.train.record import RunRecord, read_record
 from megatron_ladder.train.stop import Stopper, StopSignals
 from tests.helpers.pool import GlooPools
@@ -54,10 +55,11 @@ def train(
 
     checkpoints: Any = mock.MagicMock(save=save_checkpoint)
     stopper = Stopper(run.reliability, signals, rank, 0.0)
-    inputs = RunInputs(run, {}, None, sources, None)
-    session = loop._Session(inputs, None, Evaluations(trainer, inputs), checkpoints, stopper, record)
+    inputs = RunInputs(run=run, sources=sources)
+    opened = OpenRun(trainer, inputs, None, checkpoints, record, iteration=0, consumed_samples=0)
     with mock.patch.object(loop, "HangWatch"), mock.patch.object(trainer.engine, "evaluate", evaluate):
-        reason = loop._evaluate_loaded(trainer, session, 0) if loaded else loop._train(trainer, session, 0, 0)
+        run_opened = loop._evaluate_loaded if loaded else loop._train
+        reason = run_opened(opened, Evaluations(trainer, inputs), stopper)
     record.write_first("stop", iteration=0, reason=reason)
     assert reason == "SIGTERM" or not in_evaluation
     # Only rank 0 writes.

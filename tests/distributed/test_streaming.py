@@ -25,7 +25,9 @@ def read(argv: list[str], path: str, steps: int, consumed: int, states: list[Any
     """Return the rows of every step and the final state, on each rank."""
     trainer, tokenizer = build_trainer_here([*RECIPE, *argv]), NullTokenizer(100)
     plan = StreamPlan(find_input([path], "text").shards, 4, trainer.run.training.seq_length, 1, 20, tokenizer.eod_id)
-    inputs = RunInputs(trainer.run, {}, tokenizer, Sources(None, {}, None), None, tokenizer.eod_id, plan)
+    inputs = RunInputs(
+        run=trainer.run, tokenizer=tokenizer, sources=Sources(None, {}, None), eod_id=tokenizer.eod_id, stream=plan
+    )
     streams = TextStreams(trainer, inputs, plan)
     if states:
         streams.load_state_dict(states)

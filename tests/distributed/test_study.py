@@ -13,7 +13,7 @@ from tests.unit.ladder_lab.test_study import SIZE, matrices
 
 def initial_matrices(wiring: str, seed: int) -> Pieces:
     """Return this rank's parts of all initial weights except norms."""
-    run = resolve_trial(Request(Path("out"), {}, 1), Trial("tokens", SIZE, wiring, seed, 1e-3, 10), [])
+    run = resolve_trial(Request(Path("out"), {}, 1), Trial("tokens", SIZE, wiring, seed, 1e-3, 10))
     ranks = run.parallel.tensor_model_parallel_size
     model = LanguageModel(run.model, mesh_of(ranks, key_value_replicas(run.model, ranks)), seed=run.training.seed)
     return [

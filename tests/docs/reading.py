@@ -106,9 +106,9 @@ def _read_program(script: str, words: Sequence[str], processes: int | None) -> l
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             if script == "pretrain_ladder.py":
-                _read_training(given, processes, OPEN_END in words, errors)
+                _read_training(given, processes, OPEN_END in words)
             else:
-                errors += _read_tool(script, given)
+                _read_tool(script, given)
     except UserError as error:
         errors += error.messages
     except SystemExit as end:
@@ -118,26 +118,23 @@ def _read_program(script: str, words: Sequence[str], processes: int | None) -> l
     return [f"{script}: {line}" for line in errors if not line.endswith(NOT_HERE)]
 
 
-def _read_tool(script: str, words: Sequence[str]) -> list[str]:
+def _read_tool(script: str, words: Sequence[str]) -> None:
     parsed = load_program(PROGRAM_OF[script]).parse_options(words)
     if script == "tools/dry_run.py":
         options, _, run = parsed
-        errors: list[str] = []
-        _read_training(run, options.ranks, False, errors)
-        return errors
-    return []
+        _read_training(run, options.ranks, False)
 
 
-def _read_training(words: Sequence[str], processes: int | None, open_end: bool, errors: list[str]) -> None:
+def _read_training(words: Sequence[str], processes: int | None, open_end: bool) -> None:
     if "--config" in words:
         # The file may be written when the command runs, and may have the required flags.
         position = list(words).index("--config")
         words, open_end = [*words[:position], *words[position + 2 :], "--train-iters", "1", "--lr", "1"], True
-    flags = parse_run(words, errors)
+    flags = parse_run(words)
     if open_end:
         return
     if processes is None:
         processes = flags.parallel.tensor_model_parallel_size * flags.parallel.pipeline_model_parallel_size
-    run = resolve_run(flags, flags.model.vocab_size or VOCABULARY, processes, errors)
+    run = resolve_run(flags, flags.model.vocab_size or VOCABULARY, processes)
     if run.parallel.deepspeed_config is None:
-        deepspeed_json(run, errors)
+        deepspeed_json(run)

@@ -99,10 +99,7 @@ def training_command(output: str) -> list[str]:
 
 
 def resolved(words: list[str]) -> RunConfig:
-    errors: list[str] = []
-    run = resolve_run(parse_run(words, errors), VOCABULARY, 8, errors)
-    assert not errors
-    return run
+    return resolve_run(parse_run(words), VOCABULARY, 8)
 
 
 def test_the_command_lines_for_the_8b(tmp_path: Path) -> None:
@@ -118,7 +115,7 @@ def test_the_command_lines_for_the_8b(tmp_path: Path) -> None:
     measuring = next(line for line in done.stdout.splitlines() if " sensitivity " in line)
     assert "--greedy-layers 16 " in measuring and str(source) in measuring
     assert f"--ladder-layers best:16@{tmp_path}/run/sensitivity.json" in done.stdout
-    assert not parse_run(words, []).given & {field.name for field in fields(ModelFlags)}
+    assert not parse_run(words).given & {field.name for field in fields(ModelFlags)}
     model = open_hf_directory(source).model
     run = resolved([*words, *model.to_words()])
     assert run.model == model

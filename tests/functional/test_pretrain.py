@@ -164,47 +164,15 @@ def check_evaluation_of_what_was_saved(tokens: Path, tmp_path: Path) -> None:
 
 
 def test_all_errors_are_reported_once(tmp_path: Path) -> None:
-    done = run_command(
-        [
-            *deepspeed(2),
-            "--train-iters",
-            "2",
-            "--lr",
-            "1e-3",
-            "--hidden-size",
-            "65",
-            "--num-attention-heads",
-            "4",
-            "--num-experts",
-            "8",
-            "--learning-rate",
-            "3",
-            "--tensor-model-parallel-size",
-            "2",
-            "--seq-length",
-            "64",
-            "--max-position-embeddings",
-            "32",
-            "--data-path",
-            tmp_path / "nothing",
-            "--tokenizer-type",
-            "HFTokenizer",
-            "--tokenizer-model",
-            tmp_path / "none.json",
-        ],
-        timeout=60,
+    words = (
+        "--train-iters 2 --lr 1e-3 --hidden-size 65 --num-attention-heads 4 --tensor-model-parallel-size 2 "
+        f"--seq-length 64 --max-position-embeddings 32 --tokenizer-type HFTokenizer --tokenizer-model {tmp_path}/none"
     )
+    done = run_command([*deepspeed(2), *words.split()], timeout=60)
     assert done.returncode == 2, done.stdout + done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    starts = [
-        "--num-experts is not supported",
-        "--learning-rate is not a flag",
-        "--hidden-size 65 is not divisible",
-        "--seq-length 64 is longer than",
-        f"--tokenizer-model {tmp_path}/none.json",
-        f"--data-path {tmp_path}/nothing.idx",
-    ]
-    assert [line.removeprefix("error: ").startswith(s) for line, s in zip(errors, starts, strict=True)] == [True] * 6
+    starts = [f"--tokenizer-model {tmp_path}/none", "--hidden-size 65 is not divisible", "--seq-length 64 is longer"]
+    assert [line.removeprefix("error: ").startswith(s) for line, s in zip(errors, starts, strict=True)] == [True] * 3
     assert "Traceback" not in done.stderr
 
 

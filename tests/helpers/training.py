@@ -61,9 +61,7 @@ def deepspeed_is_started() -> bool:
 
 def run_of(argv: Sequence[str], world_size: int) -> RunConfig:
     """Return the run of a valid command line."""
-    errors: list[str] = []
-    run = resolve_run(parse_run([*SIZES, *argv], errors), 101, world_size, errors)
-    assert not errors, errors
+    run = resolve_run(parse_run([*SIZES, *argv]), 101, world_size)
     return run
 
 
@@ -95,7 +93,7 @@ def build_trainer_here(
                 for section in sections:
                     box = section.box.slices()
                     section.view(parameter).copy_(weights[section.name][box])
-    engine, adamw = build_engine(run, model, deepspeed_json(run, []), mesh, device)
+    engine, adamw = build_engine(run, model, deepspeed_json(run), mesh, device)
     implementations = {"norm": norm, "optimizer": adamw}
     return Trainer(run, mesh, device, model, engine, build_schedule(run), implementations)
 

@@ -13,6 +13,7 @@ import pytest
 
 from megatron_ladder import __version__
 from megatron_ladder.command_line import parse_command_line
+from megatron_ladder.errors import UserError
 from megatron_ladder.flags import flag_name
 from tests.helpers.programs import PROGRAMS, load_program, script_of
 
@@ -96,10 +97,10 @@ def test_programs_check_what_they_write_before_the_work(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     output = tmp_path / "file" / "x.png"
     for section, name in paths:
-        errors: list[str] = []
-        parse_command_line([section], [name, str(output)], "program", "", errors)
+        with pytest.raises(UserError) as raised:
+            parse_command_line([section], [name, str(output)], "program", "")
         problem = f"cannot be written: {output.parent} is not a directory: give another path"
-        assert f"{name} {output}: {problem}" in errors, section
+        assert f"{name} {output}: {problem}" in raised.value.messages, section
 
 
 def test_without_the_environment_one_line_names_it(tmp_path: Path) -> None:

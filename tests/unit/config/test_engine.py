@@ -2,15 +2,14 @@
 
 import pytest
 
-from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
+from megatron_ladder.config.run import RunConfig
+from tests.helpers.runs import run_or_errors
 
 BASE = "--train-iters 100 --lr 1e-3 --seq-length 128 --hidden-size 64 --num-attention-heads 4"
 
 
 def read(words: str) -> tuple[RunConfig, list[str]]:
-    errors: list[str] = []
-    run = resolve_run(parse_run(f"{BASE} {words}".split(), errors), 1000, 4, errors)
-    return run, errors
+    return run_or_errors(f"{BASE} {words}".split(), 1000, 4)
 
 
 @pytest.mark.parametrize("stage", "0123")

@@ -1,33 +1,39 @@
 """The configuration file: values of flags in YAML and TOML, next to those of the command line."""
 
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from megatron_ladder.config.file import config_file_text
-from megatron_ladder.config.run import RunFlags, parse_run, resolve_run
+from megatron_ladder.config.run import RunFlags, parse_run, read_run_words, resolve_run
 from megatron_ladder.errors import UserError
 
 BASE = "train_iters: 10\nlr: 1e-4\n"
 
 
-def read(tmp_path: Path, text: str | bytes, words: str = "", name: str = "run.yaml") -> tuple[RunFlags, list[str]]:
+def read(tmp_path: Path, text: str | bytes, words: str = "", name: str = "run.yaml") -> RunFlags:
     path = tmp_path / name
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    errors: list[str] = []
-    flags = parse_run(["--config", str(path), *words.split()], errors)
-    resolve_run(flags, 1000, 1, errors)
-    return flags, [error.replace(str(path), name) for error in errors]
+    flags = parse_run(["--config", str(path), *words.split()])
+    resolve_run(flags, 1000, 1)
+    return flags
+
+
+def errors_of(tmp_path: Path, text: str | bytes, words: str = "", name: str = "run.yaml") -> list[str]:
+    with pytest.raises(UserError) as raised:
+        read(tmp_path, text, words, name)
+    return [error.replace(str(tmp_path / name), name) for error in raised.value.messages]
 
 
 @pytest.mark.parametrize(
     ("text", "value"), [("true", "true"), ("off", "false"), ("No", "false"), ("auto", "auto"), ("'true'", "true")]
 )
 def test_a_switch_with_a_third_value(tmp_path: Path, text: str, value: str) -> None:
-    flags, errors = read(tmp_path, f"{BASE}compile_sub_blocks: {text}\nnum_layers: 2\n")
-    assert flags.training.compile_sub_blocks == value and not [line for line in errors if "compile" in line]
+    assert read(tmp_path, f"{BASE}compile_sub_blocks: {text}\n").training.compile_sub_blocks == value
 
 
 FLAGS = (
@@ -83,16 +89,15 @@ def sections(flags: RunFlags) -> list[object]:
 
 @pytest.mark.parametrize("name", ["run.yaml", "run.toml"])
 def test_any_character_can_be_in_a_text(tmp_path: Path, name: str) -> None:
-    text = 'train_iters = 1\nlr = 1.0\nsave = "\U0001f680"' if name.endswith("toml") else "save: \U0001f680"
-    flags, _ = read(tmp_path, text, name=name)
-    assert flags.checkpoint.save == Path("\U0001f680")
+    text = 'train_iters = 1\nlr = 1.0\nsave = "\U0001f680"' if name.endswith("toml") else f"{BASE}save: \U0001f680"
+    assert read(tmp_path, text, name=name).checkpoint.save == Path("\U0001f680")
 
 
 @pytest.mark.parametrize(("name", "text"), [("run.yaml", YAML), ("run.toml", TOML)])
 def test_a_file_means_the_same_as_flags(tmp_path: Path, name: str, text: str) -> None:
-    expected = parse_run(FLAGS.split(), [])
-    flags, errors = read(tmp_path, text, name=name)
-    assert errors == [] and sections(flags) == sections(expected)
+    expected = parse_run(FLAGS.split())
+    flags = read(tmp_path, text, name=name)
+    assert sections(flags) == sections(expected)
     assert flags.training.bf16 and flags.given - {"config"} == expected.given
 
 
@@ -114,14 +119,13 @@ RUNS = (
 
 @pytest.mark.parametrize("words", [f"{model} {run}" for model in MODELS for run in (RUNS[0], RUNS[1])] + [*RUNS[2:]])
 def test_the_written_configuration_repeats_the_run(tmp_path: Path, words: str) -> None:
-    errors: list[str] = []
-    flags = parse_run(f"--train-iters 30 --lr 1e-5 --tensor-model-parallel-size 2 {words}".split(), errors)
-    run = resolve_run(flags, 1000, 4, errors)
+    flags = parse_run(f"--train-iters 30 --lr 1e-5 --tensor-model-parallel-size 2 {words}".split())
+    run = resolve_run(flags, 1000, 4)
     path = tmp_path / "config.yaml"
     path.write_text(config_file_text(flags.describe(run), "A note."))
-    again = parse_run(["--config", str(path)], errors)
-    repeated = resolve_run(again, 1000, 4, errors)
-    assert errors == [] and again.model.vocab_size == flags.model.vocab_size
+    again = parse_run(["--config", str(path)])
+    repeated = resolve_run(again, 1000, 4)
+    assert again.model.vocab_size == flags.model.vocab_size
     assert run.model == repeated.model and config_file_text(again.describe(repeated), "A note.") == path.read_text()
     for section in ("data", "checkpoint", "logging", "profile", "reliability", "parallel"):
         assert getattr(run, section) == getattr(repeated, section)
@@ -130,8 +134,8 @@ def test_the_written_configuration_repeats_the_run(tmp_path: Path, words: str) -
 
 def test_the_written_configuration_names_the_loaded_checkpoint() -> None:
     words = "--train-iters 30 --lr 1 --load c --no-load-optim --override-opt-param-scheduler --save c"
-    flags = parse_run(words.split(), [])
-    run = resolve_run(flags, 1000, 1, [])
+    flags = parse_run(words.split())
+    run = resolve_run(flags, 1000, 1)
     scratch, resumed = flags.describe(run), flags.describe(run, Path("c/iter_0000007"))
     assert (scratch["load"], scratch["load_optim"], scratch["override_opt_param_scheduler"]) == (None, True, False)
     assert (resumed["load"], resumed["load_optim"]) == ("c/iter_0000007", False)
@@ -140,11 +144,28 @@ def test_the_written_configuration_names_the_loaded_checkpoint() -> None:
 
 def test_the_command_line_wins(tmp_path: Path) -> None:
     text = f"{BASE}bf16: true\ntp_overlap: false\ndata_path: [a, b]\nsave: x\nmicro_batch_size: many\nseed: 5\n"
-    flags, errors = read(tmp_path, text, "--lr 2 --no-bf16 --tp-overlap --data-path c --micro-batch-size 2 --seed x1")
-    assert errors == ["--seed: 'x1' is not a whole number"]
+    words = "--lr 2 --no-bf16 --tp-overlap --data-path c --micro-batch-size 2"
+    flags = read(tmp_path, text, words)
     assert (flags.optimizer.lr, flags.training.bf16, flags.parallel.tp_overlap) == (2.0, False, True)
     assert flags.data.data_path == (Path("c"),) and flags.checkpoint.save == Path("x")
     assert flags.training.micro_batch_size == 2
+    assert errors_of(tmp_path, text, f"{words} --seed x1") == ["--seed: 'x1' is not a whole number"]
+
+
+def test_later_files_win(tmp_path: Path) -> None:
+    (tmp_path / "more.yaml").write_text("lr: 2\nbf16: true\n")
+    flags = read(tmp_path, f"{BASE}residual_mode: ladder\n", f"--config {tmp_path}/more.yaml")
+    assert (flags.optimizer.lr, flags.training.bf16, flags.model.residual_mode) == (2.0, True, "ladder")
+
+
+def test_a_file_that_can_be_read_once_is_read_once(tmp_path: Path) -> None:
+    """Such as that of `--config <(...)`."""
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=(f"{BASE}bf16: true\n",))
+    writer.start()
+    words = read_run_words(["--config", str(tmp_path / "pipe")])
+    writer.join()
+    assert words.to_flags().training.bf16 and words.to_flags().training.bf16
 
 
 @pytest.mark.parametrize(
@@ -170,7 +191,10 @@ def test_the_command_line_wins(tmp_path: Path) -> None:
         ('bf16: "yes"', "--bf16: expected true or false, found 'yes' (run.yaml:3)"),
         ("rope_scaling: no", "--rope-scaling: 'no' is not one of none, linear, llama3 (run.yaml:3)"),
         ("lr_warmup_iters: .inf", "--lr-warmup-iters: '.inf' is not a whole number (run.yaml:3)"),
-        ("data_path: [[a]]", "--data-path: expected a path in the list, found a list (run.yaml:3)"),
+        ("data_path: [[a]]", "--data-path: expected a path, found a list (run.yaml:3)"),
+        ("save: !x [a, b]", "--save: the tag !x has no meaning here: remove it (run.yaml:3)"),
+        ("save: ''", "--save: the path is empty (run.yaml:3)"),
+        ("swiglu: false", "--swiglu takes no value, found false (run.yaml:3)"),
         (
             "hidden_size: 65",
             "--hidden-size 65 is not divisible by --num-attention-heads 12: change one of them, or "
@@ -182,7 +206,7 @@ def test_the_command_line_wins(tmp_path: Path) -> None:
     ],
 )
 def test_an_invalid_key_or_value_is_one_error(tmp_path: Path, line: str, message: str) -> None:
-    found = read(tmp_path, BASE + line + "\n")[1]
+    found = errors_of(tmp_path, BASE + line + "\n")
     assert len(found) == 1 and found[0].startswith(message), found
 
 
@@ -200,32 +224,30 @@ def test_an_invalid_key_or_value_is_one_error(tmp_path: Path, line: str, message
     ],
 )
 def test_an_unreadable_file_is_reported_with_the_other_errors(tmp_path: Path, text: bytes, message: str) -> None:
-    found = read(tmp_path, text, "--lr 1 --train-iters x")[1]
+    found = errors_of(tmp_path, text, "--lr 1 --train-iters x")
     assert len(found) == 2 and found[0].startswith(message), found
     assert found[1] == "--train-iters: 'x' is not a whole number"
 
 
 def test_other_unreadable_files(tmp_path: Path) -> None:
-    found = read(tmp_path, "lr = 1\nlr = 2\n", "--lr 1 --train-iters 1", "run.toml")[1]
+    found = errors_of(tmp_path, "lr = 1\nlr = 2\n", "--lr 1 --train-iters 1", "run.toml")
     assert len(found) == 1 and found[0].startswith("--config run.toml: not TOML: Cannot overwrite a value"), found
-    assert read(tmp_path, "", "--lr 1 --train-iters 1")[1] == []
+    read(tmp_path, "", "--lr 1 --train-iters 1")
     for path, reason in ((tmp_path, "Is a directory"), (tmp_path / "absent.yaml", "No such file or directory")):
-        errors: list[str] = []
-        flags = parse_run(["--config", str(path)], errors)
-        resolve_run(flags, 1000, 1, errors)
-        assert errors == [f"--config {path}: cannot be read: {reason}"] and "--data-path" in flags.faulty
-    for words in (["--config"], ["--config", "--lr", "1"]):
-        with pytest.raises(UserError) as missing:
-            parse_run(words, [])
-        assert missing.value.messages == ("--config: expected one argument",)
+        with pytest.raises(UserError) as raised:
+            parse_run(["--config", str(path)])
+        assert raised.value.messages == (f"--config {path}: cannot be read: {reason}",)
+    with pytest.raises(UserError) as missing:
+        parse_run(["--config", "--lr", "1", "--train-iters", "1"])
+    assert missing.value.messages == ("--config: expected a value",)
 
 
 def test_reading_a_file_needs_no_torch(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(BASE)
     script = (
-        "import sys; from megatron_ladder.config.run import parse_run; errors = []; "
-        f"print(parse_run(['--config', {str(tmp_path / 'run.yaml')!r}], errors).optimizer.lr, errors, "
+        "import sys; from megatron_ladder.config.run import parse_run; "
+        f"print(parse_run(['--config', {str(tmp_path / 'run.yaml')!r}]).optimizer.lr, "
         "sorted({'torch', 'numpy', 'deepspeed'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["0.0001", "[]", "[]"]
+    assert done.stdout.split() == ["0.0001", "[]"]

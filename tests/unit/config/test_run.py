@@ -4,18 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ladder.command_line import _build_parser
-from megatron_ladder.config.megatron_flags import ACCEPTED, REFUSED, take_megatron_flags
-from megatron_ladder.config.run import SECTIONS, RunConfig, parse_run, resolve_run
+from megatron_ladder.config.megatron_flags import ACCEPTED, REFUSED
+from megatron_ladder.config.run import SECTIONS, RunConfig
 from megatron_ladder.config.training import ProfileConfig
+from megatron_ladder.flags import section_flags
+from tests.helpers.runs import run_or_errors
 
 BASE = "--train-iters 100 --lr 1e-3 --seq-length 128 --hidden-size 64 --num-attention-heads 4"
 
 
 def read(words: str, world_size: int = 4) -> tuple[RunConfig, list[str]]:
-    errors: list[str] = []
-    run = resolve_run(parse_run((BASE + " " + words).split(), errors), 1000, world_size, errors)
-    return run, errors
+    return run_or_errors((BASE + " " + words).split(), 1000, world_size)
 
 
 def test_batches_follow_from_the_layout() -> None:
@@ -120,14 +119,17 @@ def test_one_mistake_is_one_error(words: str, cause: str) -> None:
 
 
 def test_all_errors_are_reported_together() -> None:
-    found = read("--colour 3 --num-experts 4 --hidden-size 65 --global-batch-size 6 --min-lr 5")[1]
-    assert [line.split(" ")[0] for line in found] == [
-        "--num-experts",
+    """Values first, then how they fit together."""
+    found = read("--colour 3 --num-experts 4 --seed x --lr 0 --finetune")[1]
+    assert [line.split(" ")[0].rstrip(":") for line in found] == [
         "--colour",
-        "--hidden-size",
-        "--min-lr",
-        "--global-batch-size",
+        "--num-experts",
+        "--seed",
+        "--lr",
+        "--finetune",
     ]
+    found = read("--hidden-size 65 --global-batch-size 6 --min-lr 5")[1]
+    assert [line.split(" ")[0] for line in found] == ["--hidden-size", "--min-lr", "--global-batch-size"]
 
 
 def test_megatron_spellings_are_accepted() -> None:
@@ -153,7 +155,7 @@ def test_a_valid_profile_is_accepted() -> None:
 
 
 def test_no_flag_is_both_ours_and_megatrons() -> None:
-    known = {word for action in _build_parser(SECTIONS, "", "")._actions for word in action.option_strings}
+    known = {word for section in SECTIONS for one in section_flags(section) for word in (*one.spellings, one.opposite)}
     assert not known & (set(ACCEPTED) | set(REFUSED))
     assert not set(ACCEPTED) & set(REFUSED)
     assert all(REFUSED.values())
@@ -164,17 +166,12 @@ def test_a_constant_rate_can_warm_up_to_the_last_step() -> None:
 
 
 def test_other_megatron_flags_are_accepted_or_rejected() -> None:
-    errors: list[str] = []
-    words = "--lr 3 --num-experts 8 --swiglu --normalization LayerNorm --use-flash-attn yes --bf16".split()
-    assert take_megatron_flags(words, errors) == ["--lr", "3", "--bf16"]
-    assert errors == [
+    words = "--num-experts 8 --swiglu --normalization LayerNorm --use-flash-attn yes --attention-dropout 0. --bf16"
+    assert read(words)[1] == [
         f"--num-experts is not supported: {REFUSED['--num-experts']}",
         "--normalization LayerNorm: only rmsnorm is supported; leave the flag out",
         "--use-flash-attn takes no value, found yes",
     ]
-
-
-@pytest.mark.parametrize("value", ["0", "0.0", "0."])
-def test_accepted_numbers_in_any_notation(value: str) -> None:
-    errors: list[str] = []
-    assert take_megatron_flags(["--attention-dropout", value], errors) == [] and errors == []
+    assert read("--swiglu --normalization RMSNorm --attention-dropout 0.0 --fp16")[1] == [
+        "--fp16 is not supported: use --bf16"
+    ]

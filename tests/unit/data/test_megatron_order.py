@@ -185,18 +185,14 @@ def test_every_evaluation_reads_the_samples_after_those_of_the_one_before() -> N
     """Megatron keeps one iterator over validation data, which a resumed run continues."""
     flags = "--seq-length 16 --hidden-size 32 --num-attention-heads 4 --lr 1e-3 --vocab-size 50 --global-batch-size 4 "
     for iterations, interval in ((10, 5), (11, 5), (3, 5), (5, 1)):
-        errors: list[str] = []
         words = f"{flags} --train-iters {iterations} --eval-interval {interval} --eval-iters 3"
-        run, own = (
-            resolve_run(parse_run(f"{words} {order}".split(), errors), 50, 1, errors)
-            for order in ("--megatron-order", "")
-        )
+        run, own = (resolve_run(parse_run(f"{words} {order}".split()), 50, 1) for order in ("--megatron-order", ""))
         consumed, starts = 0, {}
         for iteration in range(1, iterations + 1):
             if iteration % interval == 0:
                 starts[iteration], consumed = consumed, consumed + 12
         starts.setdefault(iterations, consumed)
-        assert not errors and {iteration: run.validation_start(iteration) for iteration in starts} == starts
+        assert {iteration: run.validation_start(iteration) for iteration in starts} == starts
         assert run.validation_samples == (iterations // interval + 1) * 12 >= starts[iterations] + 12
         assert own.validation_start(iterations) == 0
 

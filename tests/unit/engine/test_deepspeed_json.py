@@ -8,21 +8,16 @@ import pytest
 
 from megatron_ladder.config.run import parse_run, resolve_run
 from megatron_ladder.engine.deepspeed_json import deepspeed_json
+from megatron_ladder.errors import UserError
 
 BASE = "--train-iters 100 --lr 1e-3 --seq-length 128 --hidden-size 64 --num-attention-heads 4"
 PARAMETERS = 12 * (4 * 64 * 64 + 3 * 64 * 256 + 2 * 64) + 64 + 2 * 1024 * 64
 """Twelve layers, final norm, and embedding and head of 1,000 words padded to 1,024."""
 
 
-def derived(words: str, errors: list[str] | None = None) -> dict[str, Any]:
+def derived(words: str) -> dict[str, Any]:
     """Return the configuration of a run on four ranks."""
-    found: list[str] = []
-    run = resolve_run(parse_run(f"{BASE} {words}".split(), found), 1000, 4, found)
-    assert found == []
-    config = deepspeed_json(run, found)
-    assert errors is not None or found == []
-    errors is None or errors.extend(found)
-    return config
+    return deepspeed_json(resolve_run(parse_run(f"{BASE} {words}".split()), 1000, 4))
 
 
 def test_the_flags_determine_batches_precision_and_stage() -> None:
@@ -55,10 +50,10 @@ def test_stages_on_one_data_parallel_rank(words: str, stage: int) -> None:
     assert derived(f"--tensor-model-parallel-size 4 {words}")["zero_optimization"]["stage"] == stage
 
 
-def merged(tmp_path: Path, given: object, words: str = "") -> tuple[dict[str, Any], list[str]]:
-    path, errors = tmp_path / "ds.json", list[str]()
+def merged(tmp_path: Path, given: object, words: str = "") -> dict[str, Any]:
+    path = tmp_path / "ds.json"
     path.write_text(given if isinstance(given, str) else json.dumps(given))
-    return derived(f"--deepspeed_config {path} --clip-grad 0.7 {words}", errors), errors
+    return derived(f"--deepspeed_config {path} --clip-grad 0.7 {words}")
 
 
 AUTO = "auto"
@@ -92,8 +87,7 @@ TRANSFORMERS = {
 
 @pytest.mark.parametrize("precision", ["--bf16", ""])
 def test_a_json_of_transformers_is_accepted(tmp_path: Path, precision: str) -> None:
-    config, errors = merged(tmp_path, TRANSFORMERS, f"--zero-stage 3 {precision}")
-    assert errors == []
+    config = merged(tmp_path, TRANSFORMERS, f"--zero-stage 3 {precision}")
     assert config["zero_optimization"] == derived("--zero-stage 3")["zero_optimization"] | {
         "overlap_comm": True,
         "contiguous_gradients": True,
@@ -108,8 +102,8 @@ def test_a_json_of_transformers_is_accepted(tmp_path: Path, precision: str) -> N
 
 def test_the_optimizer_is_offloaded_by_a_flag(tmp_path: Path) -> None:
     given = {"zero_optimization": {"offload_optimizer": {"device": AUTO, "pin_memory": False}}}
-    config, errors = merged(tmp_path, given, "--offload-optimizer cpu --zero-stage 2")
-    assert errors == [] and config["zero_force_ds_cpu_optimizer"] is False
+    config = merged(tmp_path, given, "--offload-optimizer cpu --zero-stage 2")
+    assert config["zero_force_ds_cpu_optimizer"] is False
     assert config["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": False}
 
 
@@ -136,5 +130,7 @@ def test_the_optimizer_is_offloaded_by_a_flag(tmp_path: Path) -> None:
     ],
 )
 def test_other_keys_and_contradictions_are_rejected(tmp_path: Path, given: object, message: str) -> None:
-    (found,) = merged(tmp_path, given)[1]
+    with pytest.raises(UserError) as raised:
+        merged(tmp_path, given)
+    (found,) = raised.value.messages
     assert found.startswith(f"--deepspeed_config {tmp_path}/ds.json: ") and message in found

@@ -126,9 +126,10 @@ def test_flags_replace_figures() -> None:
     [
         ("layout", ["expected one of layouts, inference first"]),
         (
-            "--model gpt --cluster a100 --wirings no-comm --gpus 0 --contention 2",
-            ["--model gpt", "--cluster a100", "--wirings no-comm", "--gpus 0", "--contention 2"],
+            "--cluster a100 --wirings no-comm --gpus 0 --contention 2",
+            ["--cluster a100", "--wirings no-comm", "--gpus 0", "--contention 2"],
         ),
+        ("--model gpt", ["--model gpt"]),
         ("--node-latency-us -1 --top 0", ["--top 0", "--node-latency-us -1.0"]),
     ],
 )

@@ -81,10 +81,7 @@ def trial_of(wiring: str, **changes: Any) -> Trial:
 
 
 def resolved(wiring: str, words: str = "", **changes: Any) -> RunConfig:
-    errors: list[str] = []
-    run = resolve_trial(parsed(words).request, trial_of(wiring, **changes), errors)
-    assert errors == []
-    return run
+    return resolve_trial(parsed(words).request, trial_of(wiring, **changes))
 
 
 def test_trials_differ_only_in_their_wiring() -> None:
@@ -119,7 +116,7 @@ def test_trials_run_locally_or_through_a_launcher() -> None:
 
 def matrices(wiring: str, seed: int = 3) -> dict[str, Tensor]:
     """Map canonical names to initial weights, except norms, whose number depends on the wiring."""
-    run = resolve_trial(Request(Path("out"), {}, 1), Trial("tokens", SIZE, wiring, seed, 1e-3, 10), [])
+    run = resolve_trial(Request(Path("out"), {}, 1), Trial("tokens", SIZE, wiring, seed, 1e-3, 10))
     model = LanguageModel(run.model, ProcessMesh.single(), seed=run.training.seed)
     return {
         section.name: section.view(parameter).detach()

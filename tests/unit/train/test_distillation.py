@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.config.run import parse_run
 from megatron_ladder.data.indexed import IndexedDatasetWriter
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.language_model import Distillation, LanguageModel
@@ -34,7 +35,7 @@ def read(folder: Path, teacher: Path, more: str = "", processes: int = 1) -> Run
             writer.add_document(np.arange(60))
         writer.publish()
     argv = [*SIZES, "--data-path", folder / "tokens", "--distill-from", teacher, *more.split()]
-    return read_inputs([str(word) for word in argv], RankInfo(0, processes, 0))
+    return read_inputs(parse_run([str(word) for word in argv]), RankInfo(0, processes, 0))
 
 
 def refusals(folder: Path, teacher: Path, more: str = "", processes: int = 1) -> list[str]:
@@ -137,7 +138,7 @@ def test_a_run_that_only_evaluates_needs_no_teacher(tmp_path: Path) -> None:
     words = f"--data-path {tmp_path}/tokens --split 1,1,0 --eval-iters 1 --train-iters 5 --lr 1 --seq-length 12"
     read(tmp_path, tmp_path / "load")
     words += f" --load {tmp_path}/load --skip-train --distill-from {tmp_path}/none"
-    assert read_inputs(words.split(), RankInfo(0, 1, 0)).teacher is None
+    assert read_inputs(parse_run(words.split()), RankInfo(0, 1, 0)).teacher is None
 
 
 def student_and_teacher(weight: float) -> tuple[LanguageModel, LanguageModel]:

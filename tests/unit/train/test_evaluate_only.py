@@ -45,7 +45,7 @@ def test_an_evaluation_hides_no_points(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log, "ModelFlops", MagicMock())
     monkeypatch.setattr(log, "Curves", curves)
     monkeypatch.setattr(loop, "_agreed_stop_reason", lambda *_: None)
-    assert loop._evaluate_loaded(trainer, MagicMock(), 4) == "evaluated"
+    assert loop._evaluate_loaded(MagicMock(trainer=trainer, iteration=4), MagicMock(), MagicMock()) == "evaluated"
     with log.RunLog(trainer, 5, MagicMock()):
         pass
     assert opened == [(4, False), (4, True)]

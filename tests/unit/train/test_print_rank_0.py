@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import pytest
 
-from megatron_ladder.train import loop
+from megatron_ladder.train import opening
 from megatron_ladder.train.log import print_rank_0
 from tests.helpers.commands import REPOSITORY_ROOT
 
@@ -41,9 +41,9 @@ def test_a_configuration_that_cannot_be_written_is_reported_if_possible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.yaml").mkdir()
-    monkeypatch.setattr(loop, "config_file_text", lambda values, note: "")
+    monkeypatch.setattr(opening, "config_file_text", lambda values, note: "")
     monkeypatch.setattr(sys, "stdout", HungUp())
-    loop._write_config(tmp_path, SimpleNamespace(run=SimpleNamespace(world_size=1), values={}))  # type: ignore[arg-type]
+    opening._write_config(tmp_path, SimpleNamespace(run=SimpleNamespace(world_size=1), values={}))  # type: ignore[arg-type]
 
 
 def test_a_run_succeeds_if_its_last_line_cannot_be_printed() -> None:

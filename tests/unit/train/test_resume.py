@@ -8,7 +8,7 @@ import pytest
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
 from megatron_ladder.engine.optimizer import build_schedule
-from megatron_ladder.errors import ErrorCollector
+from megatron_ladder.errors import ErrorCollector, UserError
 from megatron_ladder.train.resume import resumed_run, schedule_note
 
 BASE = "--seq-length 16 --hidden-size 32 --num-attention-heads 4 --load c"
@@ -17,10 +17,7 @@ OVERRIDE, KEEP = "--override-opt-param-scheduler", "--use-checkpoint-opt-param-s
 
 
 def run_of(words: str) -> RunConfig:
-    errors: list[str] = []
-    run = resolve_run(parse_run(f"{BASE} {words}".split(), errors), 100, 1, errors)
-    assert not errors, errors
-    return run
+    return resolve_run(parse_run(f"{BASE} {words}".split()), 100, 1)
 
 
 def checkpoint_of(run: RunConfig, kinds: tuple[str, ...] = ("weight", "exp_avg")) -> Any:
@@ -139,11 +136,10 @@ def test_a_resumed_run_keeps_its_optimizer() -> None:
 
 
 def test_contradicting_flags_are_reported() -> None:
-    errors: list[str] = []
     words = f"{TRAINED} {OVERRIDE} {KEEP} --finetune --keep-last-n-checkpoints 0 --save-retain-interval -1"
-    flags = parse_run(f"{BASE} {words}".replace(" --load c", "").split(), errors)
-    resolve_run(flags, 100, 1, errors)
-    assert [line.split(": ")[0] for line in errors] == [
+    with pytest.raises(UserError) as raised:
+        parse_run(f"{BASE} {words}".replace(" --load c", "").split())
+    assert [line.split(": ")[0] for line in raised.value.messages] == [
         "--keep-last-n-checkpoints 0",
         "--save-retain-interval -1",
         "--finetune requires --load",
@@ -154,5 +150,5 @@ def test_contradicting_flags_are_reported() -> None:
 
 
 def test_megatrons_older_spelling_is_accepted() -> None:
-    flags = parse_run(f"{BASE} {TRAINED} --override-opt_param-scheduler".split(), [])
+    flags = parse_run(f"{BASE} {TRAINED} --override-opt_param-scheduler".split())
     assert flags.checkpoint.override_opt_param_scheduler

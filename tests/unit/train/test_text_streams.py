@@ -15,7 +15,13 @@ from megatron_ladder.train.reading import TextStreams
 
 
 def streams_of(plan: StreamPlan, vocab_size: int = 100) -> tuple[TextStreams, RunInputs]:
-    inputs = RunInputs(cast(Any, None), {}, NullTokenizer(vocab_size), Sources(None, {}, None), None, vocab_size, plan)
+    inputs = RunInputs(
+        run=cast(Any, None),
+        tokenizer=NullTokenizer(vocab_size),
+        sources=Sources(None, {}, None),
+        eod_id=vocab_size,
+        stream=plan,
+    )
     return TextStreams(cast(Any, None), inputs, plan), inputs
 
 

@@ -137,7 +137,7 @@ def parse_options(argv: Sequence[str]) -> tuple[Case, BenchmarkOptions] | Reques
         errors.append(f"{found}expected one of {', '.join(cases)} first")
     program = f"benchmark.py {{{','.join(cases)}}}"
     kind = RequestsOptions if case == SERVE else BenchmarkOptions
-    (given,) = parse_command_line([kind], words, program, _DESCRIPTION, found=errors)
+    (given,) = parse_command_line([kind], words, program, _DESCRIPTION)
     if isinstance(given, RequestsOptions):
         options = _with_defaults(given, "small")
         errors += _find_errors(options, given)

@@ -85,9 +85,7 @@ def _shortened(run: RunConfig) -> RunConfig:
 
 
 def _run_ranks(run: RunConfig) -> dict[int, RankRecord]:
-    errors: list[str] = []
-    deepspeed = deepspeed_json(run, errors)
-    raise_user_errors(errors)
+    deepspeed = deepspeed_json(run)
     # Each process is one rank, since DeepSpeed has global state. Forks share what is imported here. DeepSpeed does not
     # know the meta device by this name.
     os.environ["DS_ACCELERATOR"] = "cpu"

@@ -105,7 +105,6 @@ KINDS: dict[Command, type] = {"layouts": LayoutOptions, "inference": InferenceOp
 def parse_options(argv: Sequence[str]) -> LayoutOptions | InferenceOptions:
     """Read the subcommand (`layouts` by default) and its flags; raise UserError with one message per error."""
     words = list(argv)
-    errors: list[str] = []
     command: Command = "layouts"
     if words and words[0] in COMMANDS:
         command = COMMANDS[COMMANDS.index(words.pop(0))]
@@ -113,14 +112,12 @@ def parse_options(argv: Sequence[str]) -> LayoutOptions | InferenceOptions:
         raise UserError(f"{words[0]}: expected one of {', '.join(COMMANDS)} first")
     others = "".join(f"\n  plan.py {name:10} {text}" for name, text in DESCRIPTIONS.items() if name != command)
     description = f"{DESCRIPTIONS[command]}\n\nOther subcommands:{others}"
-    (options,) = parse_command_line([KINDS[command]], words, f"plan.py {command}", description, found=errors)
+    (options,) = parse_command_line([KINDS[command]], words, f"plan.py {command}", description)
     assert isinstance(options, LayoutOptions | InferenceOptions)
     try:
         find_size(options.model)
     except ValueError as error:
-        errors.append(f"--model {options.model}: {error}")
-    if errors:
-        raise UserError(*errors)
+        raise UserError(f"--model {options.model}: {error}") from None
     return options
 
 

@@ -15,7 +15,7 @@ from ladder_lab.study.trials import STANDARD, TUNING_SEED, Request, Trial, resol
 from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.model import tensor_parallel_errors
 from megatron_ladder.command_line import parse_command_line, take_subcommand
-from megatron_ladder.errors import raise_user_errors
+from megatron_ladder.errors import ErrorCollector, raise_user_errors
 from megatron_ladder.flags import flag, flag_name
 
 OWN_LINK = "own"
@@ -146,9 +146,7 @@ def parse_options(argv: Sequence[str]) -> Parsed | ReportOptions:
     split = argv.index("--") if "--" in argv and command != "report" else len(argv)
     words, training_flags = argv[1:split], tuple(argv[split + 1 :])
     errors: list[str] = []
-    options, *compared = parse_command_line(
-        SECTIONS[command], words, f"study.py {command}", DESCRIPTIONS[command], found=errors
-    )
+    options, *compared = parse_command_line(SECTIONS[command], words, f"study.py {command}", DESCRIPTIONS[command])
     errors += [
         f"{name} is not installed, but reports of studies need it: pip install 'megatron-ladder[{extra}]'"
         for name, extra in {"matplotlib": "plot", "pandas": "lab", "scipy": "lab"}.items()
@@ -167,12 +165,13 @@ def parse_options(argv: Sequence[str]) -> Parsed | ReportOptions:
     )
     parsed = Parsed(request, options, compared[0])
     errors += [*_find_errors(parsed), *training_flag_errors(training_flags)]
-    if not errors:
-        # The trainer's checks, which need valid options.
-        for size, wiring in itertools.product(parsed.sizes, parsed.wirings):
-            trial = Trial("tokens", size, wiring, 1, max(options.learning_rates), options.iterations)
-            resolve_trial(request, trial, errors)
     raise_user_errors(errors)
+    # The trainer's checks, which need valid options.
+    found = ErrorCollector()
+    for size, wiring in itertools.product(parsed.sizes, parsed.wirings):
+        with found.collect():
+            resolve_trial(request, Trial("tokens", size, wiring, 1, max(options.learning_rates), options.iterations))
+    found.raise_if_any()
     return parsed
 
 

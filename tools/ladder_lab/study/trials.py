@@ -23,8 +23,8 @@ from typing import Any, Literal
 
 from ladder_lab.bench.sizes import find_size
 from ladder_lab.wirings import NAMED_WIRINGS
-from megatron_ladder.config.run import RunConfig, RunFlags, parse_run, resolve_run
-from megatron_ladder.errors import ExitCode
+from megatron_ladder.config.run import RunConfig, RunFlags, parse_run, read_run_words, resolve_run
+from megatron_ladder.errors import ErrorCollector, ExitCode
 from megatron_ladder.files import write_atomically
 from megatron_ladder.flags import flag_name
 from megatron_ladder.processes import end_children, start_child
@@ -108,17 +108,18 @@ def flag_words(values: Mapping[str, object]) -> list[str]:
 @functools.cache
 def read_training_flags(words: tuple[str, ...]) -> RunFlags:
     """Parse the flags after -- as the trainer does, with placeholders for its required flags."""
-    return parse_run([*_PLACEHOLDERS, *words], [])
+    return parse_run([*_PLACEHOLDERS, *words])
 
 
 def training_flag_errors(words: Sequence[str]) -> list[str]:
     """Return one message for each flag after -- that the trainer does not know, or that a study sets."""
-    errors: list[str] = []
-    parse_run([*_PLACEHOLDERS, *words], errors)
+    errors = ErrorCollector()
+    with errors.collect():
+        parse_run([*_PLACEHOLDERS, *words])
     # Without the placeholders; by field, so that aliases, negations and the file of --config count as well.
-    given = parse_run(words, []).given
+    given = read_run_words(words).words
     problem = "a study sets this flag for each trial: remove it, see --help"
-    return errors + [f"{flag_name(name)} after --: {problem}" for name in _STUDY_FIELDS if name in given]
+    return errors.messages + [f"{flag_name(name)} after --: {problem}" for name in _STUDY_FIELDS if name in given]
 
 
 def common_flags(request: Request) -> tuple[str, ...]:
@@ -159,11 +160,11 @@ def trial_flags(request: Request, trial: Trial) -> list[str]:
     ]
 
 
-def resolve_trial(request: Request, trial: Trial, errors: list[str]) -> RunConfig:
-    """Resolve a trial as the trainer will; appends one message per invalid value to `errors`."""
-    flags = parse_run(trial_flags(request, trial), errors)
+def resolve_trial(request: Request, trial: Trial) -> RunConfig:
+    """Resolve a trial as the trainer will; raises UserError with one message per invalid value."""
+    flags = parse_run(trial_flags(request, trial))
     processes = flags.parallel.tensor_model_parallel_size * flags.parallel.pipeline_model_parallel_size
-    return resolve_run(flags, find_size(trial.size).vocab_size, processes, errors)
+    return resolve_run(flags, find_size(trial.size).vocab_size, processes)
 
 
 def training_command(request: Request, flags: Sequence[str], ranks: int) -> list[str]:
@@ -214,7 +215,7 @@ class TrialRunner:
             key = (trial.size, trial.wiring)
             if key not in sizes:
                 is_local = self.request.launcher is None
-                sizes[key] = resolve_trial(self.request, trial, []).world_size if is_local else 1
+                sizes[key] = resolve_trial(self.request, trial).world_size if is_local else 1
             return sizes[key]
 
         def run_one(trial: Trial) -> None:

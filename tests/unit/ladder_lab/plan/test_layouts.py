@@ -93,10 +93,8 @@ def test_the_trainer_reads_the_command_of_a_plan(model: str) -> None:
     assert {plan.wiring for plan in named} == {"staleness-2", "desync-2x", "desync-4x"}
     plans += [next(plan for plan in named if plan.wiring == name) for name in ("staleness-2", "desync-2x", "desync-4x")]
     for plan in plans:
-        errors: list[str] = []
         words = [*_training_words(asked, plan), "--train-iters", "10", "--lr", "1e-3"]
-        run = resolve_run(parse_run(words, errors), asked.model.vocab_size, 64, errors)
-        assert not errors
+        run = resolve_run(parse_run(words), asked.model.vocab_size, 64)
         layout, parallel = plan.layout, run.parallel
         assert run.model == NAMED_WIRINGS[plan.wiring].of(asked.model, plan.layout.tensor)
         assert (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) == (

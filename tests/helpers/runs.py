@@ -1,0 +1,15 @@
+"""Runs of command lines, and what is wrong with them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_ladder.config.run import parse_run, resolve_run
+from megatron_ladder.errors import UserError
+
+
+def run_or_errors(argv: Sequence[str], vocab_size: int, world_size: int) -> tuple[Any, list[str]]:
+    """Return the run of a command line, or None and its errors."""
+    try:
+        return resolve_run(parse_run(argv), vocab_size, world_size), []
+    except UserError as error:
+        return None, list(error.messages)
