@@ -1,6 +1,7 @@
 """Trains a byte-pair tokenizer: a SentencePiece model, or a byte-level tokenizer.json."""
 
 import functools
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,7 +57,12 @@ def main(argv: Sequence[str]) -> None:
     amount = f"at most {amount}" if sample.input_bytes is None else f"{amount} of {sample.input_bytes / 1e6:.1f}"
     print(f"training {config.vocab_size} pieces on {amount} MB", flush=True)
     begun = time.monotonic()
-    model = (train_sentencepiece if is_sentencepiece else train_bpe)(sample, config.vocab_size)
+    # Libraries would ignore Ctrl-C for minutes or call it an error; here it ends the process.
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        model = (train_sentencepiece if is_sentencepiece else train_bpe)(sample, config.vocab_size)
+    finally:
+        signal.signal(signal.SIGINT, before)
     if sample.too_long:
         print(f"{sample.too_long:,} lines of more than {MAX_LINE_BYTES >> 10} KiB were left out")
     path.parent.mkdir(parents=True, exist_ok=True)

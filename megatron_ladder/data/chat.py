@@ -23,7 +23,7 @@ from megatron_ladder.data.chat_template import (
 )
 from megatron_ladder.data.encoding import KeyTokens, Task, load_unchanged
 from megatron_ladder.data.reading.protocol import BadRecord, Parsed, Reading
-from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, Tokenizer, TokenizerSource, source_of
+from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, Tokenizer, TokenizerSource
 from megatron_ladder.errors import UserError
 
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
@@ -151,16 +151,7 @@ class _ChatTask(Task):
 def chat_task(tokenizer: Tokenizer, template: Path | None, reading: Reading, append_eod: bool) -> Task:
     """Return the task of --chat; raises UserError as ConversationEncoder."""
     text = ConversationEncoder(tokenizer, template).template.source
-    return _ChatTask(
-        source_of(tokenizer),
-        tokenizer.sha256,
-        tokenizer.vocab_size,
-        tokenizer.eod_id,
-        reading,
-        append_eod,
-        template,
-        text,
-    )
+    return _ChatTask.of(tokenizer, reading, append_eod, template, text)
 
 
 @functools.cache

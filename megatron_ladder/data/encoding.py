@@ -5,14 +5,14 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ladder.data.indexed import token_dtype
 from megatron_ladder.data.reading.protocol import Parsed, Reading
-from megatron_ladder.data.tokenizers import Tokenizer, TokenizerSource, load_source
+from megatron_ladder.data.tokenizers import Tokenizer, TokenizerSource, load_source, source_of
 from megatron_ladder.errors import UserError
 
 
@@ -40,6 +40,12 @@ class Task(ABC):
     append_eod: bool
     conversations = False
     """Whether every document is a conversation, and its tokens have a loss mask."""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, reading: Reading, append_eod: bool, *own: Any) -> Self:
+        """Return the task of a loaded tokenizer; `own` are the fields of the subclass."""
+        ids = (tokenizer.sha256, tokenizer.vocab_size, tokenizer.eod_id)
+        return cls(source_of(tokenizer), *ids, reading, append_eod, *own)
 
     @property
     @abstractmethod

@@ -22,7 +22,7 @@ from megatron_ladder.data.partial import FinishedShard, Partial
 from megatron_ladder.data.reading.find import find_sources
 from megatron_ladder.data.reading.protocol import GROUP_BYTES, Block, Reading, Shard, Source
 from megatron_ladder.data.sidecar import Sidecar
-from megatron_ladder.data.tokenizers import Tokenizer, source_of
+from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.processes import interrupts_blocked
 from megatron_ladder.progress import ProgressBar
@@ -63,7 +63,7 @@ def preprocess(
         OSError: a file or the network failed during the run.
     """
     reading, options = reading or Reading(), options or PreprocessOptions()
-    task = TextTask(source_of(tokenizer), tokenizer.sha256, tokenizer.vocab_size, tokenizer.eod_id, reading, append_eod)
+    task = TextTask.of(tokenizer, reading, append_eod)
     return run_task(find_sources(inputs, reading), output_prefix, tokenizer, task, options)
 
 

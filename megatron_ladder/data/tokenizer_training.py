@@ -1,11 +1,8 @@
 """Training of tokenizers: SentencePiece models and byte-level tokenizer.json files."""
 
-import contextlib
 import io
 import itertools
 import math
-import signal
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 
 import sentencepiece
@@ -74,21 +71,6 @@ class TextSample:
                     begin = end
 
 
-@contextlib.contextmanager
-def _ended_by_interrupts() -> Iterator[None]:
-    """Let Ctrl-C end the process inside the block, where libraries would ignore it for minutes or call it an error."""
-    raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not raises or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@_ended_by_interrupts()
 def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
     """Train a byte-pair SentencePiece model and return its .model file; raises UserError if `vocab_size` does not fit.
 
@@ -125,7 +107,6 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
     return model.getvalue()
 
 
-@_ended_by_interrupts()
 def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
     """Return a tokenizer.json, trained like GPT-2's byte-pair encoding; raises UserError if `vocab_size` does not fit.
 

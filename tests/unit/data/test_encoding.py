@@ -8,7 +8,7 @@ import tokenizers
 
 from megatron_ladder.data.encoding import TextTask, join_documents
 from megatron_ladder.data.reading.protocol import Reading
-from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer, source_of
+from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 
 HARD_TEXTS = (
     *("", " ", "\n"),
@@ -25,9 +25,7 @@ HARD_TEXTS = (
 
 
 def encode(tokenizer: Tokenizer, append_eod: bool) -> tuple[list[int], list[int]]:
-    reading = Reading()
-    task = TextTask(source_of(tokenizer), tokenizer.sha256, tokenizer.vocab_size, tokenizer.eod_id, reading, append_eod)
-    (found,) = task.encode([list(HARD_TEXTS)])
+    (found,) = TextTask.of(tokenizer, Reading(), append_eod).encode([list(HARD_TEXTS)])
     assert found.token_ids.dtype == np.dtype("<u2") and found.largest_id == max(found.token_ids)
     return found.token_ids.tolist(), found.lengths.tolist()
 

@@ -186,10 +186,3 @@ def test_a_sidecar_of_a_later_release_and_a_missing_one(make_dataset: MakeDatase
         sidecar_path(prefix).write_text(text)
         with pytest.raises(UserError, match=r"numbers\.json: (found format version|not the sidecar)"):
             read_sidecar(prefix)
-
-
-def test_an_index_that_differs_from_its_sidecar_is_rejected(make_dataset: MakeDataset) -> None:
-    dataset = make_dataset([10] * 10)
-    write_sidecar(dataset.prefix, Sidecar("ByteTokenizer", "0" * 64, 257, 256, False, 99, 10, 99))
-    with pytest.raises(UserError, match="describes 10 documents and 99 tokens, the data set has 10 and 100"):
-        open_sources(shared(dataset.prefix), "1", ORDER)

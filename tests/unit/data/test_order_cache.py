@@ -110,14 +110,6 @@ def test_every_damage_of_a_file_is_detected(tmp_path: Path) -> None:
         assert path.read_bytes() == whole
 
 
-def test_one_of_several_processes_builds(tmp_path: Path) -> None:
-    processes = [start_builder(tmp_path, 0.3) for _ in range(4)]
-    printed = [process.communicate(timeout=patient(60))[0].splitlines() for process in processes]
-    assert sorted(len(lines) for lines in printed) == [1, 1, 1, 2]
-    assert {lines[-1] for lines in printed} == {"[[0, 1, 2, 3, 4], []]"}
-    assert not list(tmp_path.glob("*.partial"))
-
-
 def test_a_killed_builder_does_not_block_others(tmp_path: Path) -> None:
     first = start_builder(tmp_path, 600)
     assert first.stdout is not None and first.stdout.readline() == "builds\n"

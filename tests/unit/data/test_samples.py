@@ -40,18 +40,6 @@ def test_the_permutation_is_stable_across_releases() -> None:
     assert permutation(10, 1234, 1, 0).tolist() == [9, 2, 0, 7, 6, 1, 8, 4, 5, 3]
 
 
-@pytest.mark.parametrize("size", [0, 1, 2, 3, 1000, 1024, 1025])
-def test_permutation_is_the_stable_argsort(size: int) -> None:
-    assert permutation(size, 7, 3, 1).tolist() == by_definition(size, 7, 3, 1).tolist()
-
-
-def test_permutation_with_draws_with_equal_high_bits() -> None:
-    size, seed = 1 << 21, 19
-    draws = np.sort(np.random.PCG64(np.random.SeedSequence([seed, 0, 0])).random_raw(size))
-    assert np.any(np.diff(draws >> np.uint64(21)) == 0), "the seed was chosen to have such draws"
-    assert np.array_equal(permutation(size, seed, 0, 0), by_definition(size, seed, 0, 0))
-
-
 def test_a_negative_seed_is_a_user_error() -> None:
     with pytest.raises(UserError, match="--seed -1"):
         permutation(3, -1, 0, 0)

@@ -46,7 +46,7 @@ def test_every_corruption_of_an_index_is_detected(tmp_path: Path) -> None:
     whole = path.read_bytes()
     generator = np.random.default_rng(5)
     by_structure = 0
-    for at, byte in zip(generator.integers(0, len(whole), 300), generator.integers(0, 256, 300), strict=True):
+    for at, byte in zip(generator.integers(0, len(whole), 120), generator.integers(0, 256, 120), strict=True):
         if whole[at] == byte:
             continue
         path.write_bytes(whole[:at] + bytes([byte]) + whole[at + 1 :])
@@ -54,7 +54,7 @@ def test_every_corruption_of_an_index_is_detected(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"d\.(idx|bin)"):
             verify(prefix)
         by_structure += "checksum" not in refusals_of(prefix)[0]
-    assert by_structure > 250
+    assert by_structure > 100
     # Only the checksum detects the other two-byte type, and a moved document bound that keeps the order.
     for at, byte in ((17, 3), (len(whole) - 8 * 3, 5)):
         path.write_bytes(whole[:at] + bytes([byte]) + whole[at + 1 :])
