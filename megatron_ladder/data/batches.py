@@ -13,17 +13,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.data.samples import SampleRows, Samples
 from megatron_ladder.errors import UserError
-
-_COUNTS, _BEGINS = 1 << 40, 1 << 41
-"""Bits above a token id in a broadcast: the token counts as a label; it begins a document."""
-_HAS_MASK, _HAS_BEGINS, _IS_ERROR = 1, 2, 4
-"""Bits of the word before the tokens: which arrays the rows have, or that there are no rows because of an error."""
 
 
 class MicroBatch(NamedTuple):
@@ -150,18 +144,17 @@ class GlobalBatchLoader(Iterator[list[MicroBatch]]):
         self._thread.shutdown(cancel_futures=True)
 
     def _receive(self) -> SampleRows:
-        packed = torch.empty(self.shape.rows * (self.shape.seq_length + 1) + 1, dtype=torch.int64)
-        messages: tuple[str, ...] = ()
+        found: SampleRows | UserError | None = None
         if self._reader is not None:
             try:
-                packed = torch.from_numpy(_pack_rows(self._read()))
+                found = self._read()
             except UserError as error:
-                messages = error.messages
-                packed[0] = _IS_ERROR
-        packed = self._group.broadcast(packed)
-        if int(packed[0]) == _IS_ERROR:
-            raise UserError(*self._group.broadcast_object(messages))
-        return _unpack_rows(packed.numpy(), self.shape.rows)
+                found = error
+        found = self._group.broadcast_object(found)
+        if isinstance(found, SampleRows):
+            return found
+        assert isinstance(found, UserError)
+        raise found
 
     def _read(self) -> SampleRows:
         ahead = self._ahead or self._thread.submit(self._read_one)
@@ -215,21 +208,3 @@ def make_micro_batches(rows: SampleRows, rules: DocumentRules, micro_batch_size:
         of_mask, of_positions = (None if whole is None else whole[chosen] for whole in (mask, positions))
         batches.append(MicroBatch(tokens[chosen], labels[chosen], of_mask, of_positions, bounds))
     return batches
-
-
-def _pack_rows(rows: SampleRows) -> NDArray[np.int64]:
-    """Return the rows as one array [1 + n * (s + 1)], for one broadcast."""
-    packed = np.zeros(1 + rows.tokens.size, np.int64)
-    packed[1:] = rows.tokens.reshape(-1)
-    for array, bit, flag in ((rows.loss_mask, _COUNTS, _HAS_MASK), (rows.begins, _BEGINS, _HAS_BEGINS)):
-        if array is not None:
-            packed[0] |= flag
-            packed[1:] |= (array.reshape(-1) != 0) * np.int64(bit)
-    return packed
-
-
-def _unpack_rows(packed: NDArray[np.int64], count: int) -> SampleRows:
-    flags, words = int(packed[0]), packed[1:].reshape(count, -1)
-    mask = ((words & _COUNTS) != 0).astype(np.uint8) if flags & _HAS_MASK else None
-    begins = (words & _BEGINS) != 0 if flags & _HAS_BEGINS else None
-    return SampleRows(words & (_COUNTS - 1), mask, begins)

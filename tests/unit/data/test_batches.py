@@ -10,8 +10,6 @@ from megatron_ladder.data.batches import (
     DocumentRules,
     GlobalBatchLoader,
     UnreadBatches,
-    _pack_rows,
-    _unpack_rows,
     make_micro_batches,
 )
 from megatron_ladder.data.samples import SampleRows
@@ -80,16 +78,6 @@ def test_given_document_begins_override_end_tokens() -> None:
     assert batch.positions is not None and torch.equal(batch.positions, expected.positions)
     assert batch.document_bounds is not None
     assert torch.equal(seen(batch.document_bounds, 6, 15), expected.visible)
-
-
-def test_rows_survive_packing() -> None:
-    random = np.random.default_rng(4)
-    tokens = random.integers(0, 2**31, (3, 5))
-    mask, begins = random.integers(0, 2, (3, 5)).astype(np.uint8), random.random((3, 5)) < 0.5
-    for rows in (SampleRows(tokens, m, b) for m in (None, mask) for b in (None, begins)):
-        for found, expected in zip(_unpack_rows(_pack_rows(rows), 3), rows, strict=True):
-            assert (found is None) == (expected is None)
-            assert expected is None or np.array_equal(found, expected)
 
 
 class Counting:

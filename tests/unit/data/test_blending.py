@@ -47,13 +47,7 @@ def test_turns_by_hand() -> None:
 
 @pytest.mark.parametrize(
     ("weights", "expected"),
-    [
-        ("0.3 0.7", [3, 7]),
-        ("30 70", [3, 7]),
-        ("2 4 6", [1, 2, 3]),
-        ("1e-1 0.25", [2, 5]),
-        ("1/3 2/3", [1, 2]),
-    ],
+    [("0.3 0.7", [3, 7]), ("30 70", [3, 7]), ("2 4 6", [1, 2, 3]), ("1e-1 0.25", [2, 5]), ("1/3 2/3", [1, 2])],
 )
 def test_weights_become_integers(weights: str, expected: list[int]) -> None:
     assert _whole_weights([Fraction(word) for word in weights.split()]) == expected

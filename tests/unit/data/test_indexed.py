@@ -36,10 +36,7 @@ def put(prefix: Path, idx: bytes, data: bytes) -> Path:
 
 @pytest.mark.parametrize(
     ("vocab_size", "documents", "idx", "data"),
-    [
-        (65_499, [[5, 6, 65_535], [7]], U16_IDX, U16_BIN),
-        (65_500, [[5, 65_536], [7]], I32_IDX, I32_BIN),
-    ],
+    [(65_499, [[5, 6, 65_535], [7]], U16_IDX, U16_BIN), (65_500, [[5, 65_536], [7]], I32_IDX, I32_BIN)],
 )
 def test_files_equal_megatrons_bytes(
     tmp_path: Path, vocab_size: int, documents: list[list[int]], idx: bytes, data: bytes

@@ -82,12 +82,7 @@ def test_incomplete_characters_can_be_decoded(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize(
     ("texts", "vocab_size", "reason"),
-    [
-        (["abc"], 100, "required_chars"),
-        (["abc"], 5000, "too high"),
-        ([], 300, "no text"),
-        ([""], 300, "no text"),
-    ],
+    [(["abc"], 100, "required_chars"), (["abc"], 5000, "too high"), ([], 300, "no text"), ([""], 300, "no text")],
 )
 def test_vocabulary_sizes_that_do_not_fit_the_text(texts: list[str], vocab_size: int, reason: str) -> None:
     with pytest.raises(UserError, match=rf"--vocab-size {vocab_size}: .*{reason}"):
@@ -221,11 +216,7 @@ def test_invalid_tokenizer_files(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.model"
     wrong.write_bytes(b"not a model" * 30)
     for kind in ("SentencePieceTokenizer", "HFTokenizer"):
-        for path, reason in (
-            (wrong, "not a"),
-            (tmp_path, "is a directory|no such file"),
-            (tmp_path / "x", "no such"),
-        ):
+        for path, reason in ((wrong, "not a"), (tmp_path, "is a directory|no such file"), (tmp_path / "x", "no such")):
             with pytest.raises(UserError, match=rf"--tokenizer-model .*: {reason}"):
                 load_tokenizer(kind, path)
 
