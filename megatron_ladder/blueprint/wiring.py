@@ -153,11 +153,10 @@ class ReadPlan:
         """Return the outputs of earlier sub-blocks that a read does not see, oldest first; they cross a cut there."""
         return [output for output in range(read) if self.first_reads[output] > read]
 
-    def is_ordered(self, cut: int) -> bool:
-        """Whether the outputs that cross a cut are seen in order, and before all outputs from behind it."""
-        crossing = [self.first_reads[output] for output in self.missing(cut)]
-        last = max(crossing, default=cut)
-        return crossing == sorted(crossing) and all(read >= last for read in self.first_reads[cut:last])
+    @cached_property
+    def in_order(self) -> bool:
+        """Whether no output is seen before an older one."""
+        return all(earlier <= later for earlier, later in itertools.pairwise(self.first_reads))
 
 
 def plan_reads(layers: Iterable[Iterable[WiredSubBlock]]) -> ReadPlan:

@@ -21,7 +21,7 @@ parallelism, it gathers the gradient of an output, and again the input of the co
 kept; norms have read only this rank's positions, so the gradients of their weights are partial sums.
 
 At a cut, the gradient of the state has as many slots as the state: the stream's, then for each missing output one for
-each of its parts. If the outputs arrive in order, the reads behind the cut that miss some of them cross unreduced, and
+each of its parts. If all outputs arrive in order, the reads behind the cut that miss some of them cross unreduced, and
 the range before reduces them under its own first sub-blocks:
 
     first slot            g at the last output's first read
@@ -105,16 +105,12 @@ class ForwardRecord:
         self.partial_gradients = PartialGradients(sums)
         self.losses: dict[str, Tensor] = {}
         entering = plan.missing(first)
-        self.reduces_less = bool(entering) and self.crosses_unreduced(first)
-        """Whether some reads cross to the range before."""
-        self.first_reduced = plan.first_reads[entering[-1]] if self.reduces_less else first
+        self.crosses_unreduced = plan.in_order and not self.sharded
+        """Whether the reads behind a cut that miss outputs from before it are reduced by the range before."""
+        self.first_reduced = plan.first_reads[entering[-1]] if entering and self.crosses_unreduced else first
         """The first read whose gradient is reduced here."""
         self._kept: list[list[_Graph | LocalReading | Tensor]] = []
         """For each sub-block and lane its graphs, or only the stream that it read if it is recomputed."""
-
-    def crosses_unreduced(self, cut: int) -> bool:
-        """Whether the reads behind a cut that miss outputs from before it are reduced by the range before."""
-        return not self.sharded and self.plan.is_ordered(cut)
 
     def read(
         self, step: int, stream: Tensor, output: Tensor | None, missing: Collection[Output]
@@ -230,7 +226,7 @@ class _BackwardWalk:
         """The gradient of the output of the sub-block that goes backward next."""
         self._entering, leaving = record.plan.missing(record.first), record.plan.missing(record.last)
         bounds = [record.first, *(self._first_reads[output] for output in self._entering)]
-        self._crossing = list(itertools.starmap(range, itertools.pairwise(bounds))) if record.reduces_less else []
+        self._crossing = list(itertools.starmap(range, itertools.pairwise(bounds))) if record.crosses_unreduced else []
         """The reads whose unreduced gradients cross to the range before, by slot of the state."""
         self._sums: list[Sequence[Tensor] | None] = [None for _ in self._crossing]
         """The sums of these gradients."""
@@ -239,7 +235,7 @@ class _BackwardWalk:
         ]
         self._behind: dict[int, Sequence[Tensor]] = {}
         """The complete gradients that outputs get from behind the cut."""
-        if record.crosses_unreduced(record.last):
+        if record.crosses_unreduced:
             bounds = [record.last, *(self._first_reads[output] for output in leaving)]
             for (first, after), parts in reversed(list(zip(itertools.pairwise(bounds), slots, strict=True))):
                 if first < after:

@@ -6,7 +6,7 @@ float64 and then rounded to that dtype.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -53,13 +53,13 @@ class ReferenceConfig:
     """Sub-blocks between two sums of the ranks' streams; 0 without desync."""
     desync_tp: int | None = None
     """Number of ranks with separate streams."""
-    freshness: tuple[float, ...] = ()
-    """For each layer, the weight of the complete stream in what its sub-blocks read; 0 by default."""
+    missing: tuple[tuple[int, ...], ...] = ()
+    """For each sub-block, the outputs that it misses, counted back from the newest; by default, by `staleness`."""
 
     @classmethod
     def like(cls, config: Any) -> "ReferenceConfig":
         """Copy the fields of another object with attributes of these names."""
-        return cls(**{field.name: getattr(config, field.name) for field in fields(cls) if field.name != "freshness"})
+        return cls(**{field.name: getattr(config, field.name) for field in fields(cls) if field.name != "missing"})
 
     @property
     def one_norm(self) -> bool:
@@ -157,29 +157,36 @@ def _last_stream(weights: Weights, config: ReferenceConfig, stream: Tensor, sigh
     """The stream after the last layer."""
     if config.residual_mode == "desync":
         return desync_stream(config, stream, _sub_blocks_of_ranks(weights, config, sight))
+    # x_i^k = stream + all of what sub-block i sees + the k-th parts of what it misses; without lanes no part of that.
+    lanes = [
+        [one for layer in range(config.num_layers) for one in _sub_blocks(weights, f"layers.{layer}", config, sight)]
+    ]
     if config.lanes:
-        return _lane_stream(weights, config, stream, sight)
-    # x_i = x_{i-1} + h_i(x_{i-1-s}), with x_0 for what lies before it; what was read once is not unread.
-    streams, read = [stream], 0
-    for layer in range(config.num_layers):
-        for place, sub_block in enumerate(_sub_blocks(weights, f"layers.{layer}", config, sight)):
-            read = max(read, len(streams) - 1 - config.staleness(layer, place))
-            fresh = config.freshness[layer] if config.freshness else 0.0
-            streams.append(streams[-1] + sub_block(fresh * streams[-1] + (1 - fresh) * streams[read]))
-    return streams[-1]
-
-
-def _lane_stream(weights: Weights, config: ReferenceConfig, stream: Tensor, sight: Sight | None) -> Tensor:
-    """The stream after the last layer, where lane k reads x_i^k = r_read + the k-th parts of all later outputs."""
-    lanes = _sub_blocks_of_ranks(weights, replace(config, desync_tp=config.lanes), sight)
-    places = [(layer, place) for layer in range(config.num_layers) for place in range(2 - config.one_norm)]
-    streams, outputs, read = [stream], list[list[Tensor]](), 0
-    for index, where in enumerate(places):
-        read = max(read, index - config.staleness(*where))
-        inputs = [sum((output[lane] for output in outputs[read:]), streams[read]) for lane in range(config.lanes)]
+        lanes = _sub_blocks_of_ranks(weights, replace(config, desync_tp=config.lanes), sight)
+    outputs: list[list[Tensor]] = []
+    for index, missing in enumerate(_missing(config)):
+        inputs = [stream for _ in lanes]
+        for output, parts in enumerate(outputs):
+            for lane, part in enumerate(parts):
+                if output not in missing:
+                    inputs[lane] = inputs[lane] + sum(parts[1:], parts[0])
+                elif config.lanes:
+                    inputs[lane] = inputs[lane] + part
         outputs.append([sub_blocks[index](x) for sub_blocks, x in zip(lanes, inputs, strict=True)])
-        streams.append(sum(outputs[-1], streams[-1]))
-    return streams[-1]
+    return sum((part for parts in outputs for part in parts), stream)
+
+
+def _missing(config: ReferenceConfig) -> list[Collection[int]]:
+    """The outputs that each sub-block misses, by number."""
+    if config.missing:
+        return [{index - back for back in backs} for index, backs in enumerate(config.missing)]
+    places = [(layer, place) for layer in range(config.num_layers) for place in range(2 - config.one_norm)]
+    found, read = list[Collection[int]](), 0
+    for index, where in enumerate(places):
+        # What was read once is not unread.
+        read = max(read, index - config.staleness(*where))
+        found.append(range(read, index))
+    return found
 
 
 def _sub_blocks_of_ranks(

@@ -1,0 +1,157 @@
+"""Wirings in which each output arrives at any later sub-block, compared with the plain formula."""
+
+import random
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.wiring import ReadPlan, WiredSubBlock
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.stack import StackOptions
+from tests.helpers.pool import GlooPools
+from tests.helpers.recording import recorded_model
+from tests.helpers.sharded import Pieces, assert_pieces, fill_slices, gradient_pieces, mesh_of, small_model
+from tests.reference import ReferenceConfig, make_weights, reference_gradients
+
+TOLERANCE = 1e-11
+SIZES: dict[str, Any] = {
+    "hidden_size": 16,
+    "ffn_hidden_size": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "vocab_size": 17,
+}
+
+
+class Case(NamedTuple):
+    """A random model and how it is computed."""
+
+    config: ModelConfig
+    first_reads: tuple[int, ...]
+    missing: tuple[tuple[int, ...], ...]
+    bounds: tuple[int, ...]
+    """First layers of the ranges, and the number of layers."""
+    options: StackOptions
+    sequence_parallel: bool
+
+
+def random_case(seed: int, ranks: int) -> Case:
+    """Choose for each output the first sub-block that sees it, and from that what each sub-block misses."""
+    dice = random.Random(seed)
+    mode = dice.choice(("ladder", "ladder", "ladder-parallel"))
+    layers = dice.randrange(2, 4) if mode == "ladder" else dice.randrange(3, 6)
+    count = layers * (1 if mode == "ladder-parallel" else 2)
+    reads = tuple(min(output + 1 + dice.choice((0, 0, 1, 1, 2, 3)), count) for output in range(count))
+    if dice.random() < 0.5:
+        # In order, so that gradients cross cuts unreduced.
+        reads = tuple(accumulate(reads, max))
+    missing = tuple(tuple(i - j for j in reversed(range(i)) if reads[j] > i) for i in range(count))
+    lanes = dice.choice((0, 0, 2))
+    config = small_model(
+        num_layers=layers,
+        residual_mode=mode,
+        ladder_layers=tuple(range(layers)),
+        lanes=lanes,
+        qk_layernorm=lanes <= ranks and dice.random() < 0.5,
+        **SIZES,
+    )
+    cuts = sorted(dice.sample(range(1, layers), dice.randrange(layers)))
+    options = StackOptions(
+        tp_overlap=dice.random() < 0.9, recompute_layers=dice.choice((0, 9)), mirrored_backward=dice.random() < 0.9
+    )
+    is_sharded = ranks > 1 and not lanes and dice.random() < 0.5
+    return Case(config, reads, missing, (0, *cuts, layers), options, is_sharded)
+
+
+def wired(config: ModelConfig, missing: tuple[tuple[int, ...], ...]) -> list[tuple[WiredSubBlock, ...]]:
+    """Return the model's sub-blocks with what they miss."""
+    sets = iter(missing)
+    return [tuple(one._replace(missing=next(sets)) for one in layer) for layer in config.wired_layers]
+
+
+def inputs(seed: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, 17, (2, 7), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def run_cases(seeds: range, ranks: int) -> list[tuple[float, Pieces]]:
+    """Return loss and gradients of each case."""
+    found = []
+    for seed in seeds:
+        case = random_case(seed, ranks)
+        mesh = replace(mesh_of(2) if ranks > 1 else ProcessMesh.single(), sequence_parallel=case.sequence_parallel)
+        weights = make_weights(ReferenceConfig.like(case.config), seed, torch.float64)
+        parts, pieces, left = [], [], inputs(seed)[0]
+        entered: list[Tensor] = []
+        for bound in pairwise(case.bounds):
+            part = LanguageModel(case.config, mesh, case.options, layers=range(*bound), dtype=torch.float64)
+            fill_slices(part, weights)
+            part.stack.rewire(wired(case.config, case.missing))
+            entered.append(left.detach().clone().requires_grad_() if parts else left)
+            left = part.stage(entered[-1])
+            entered.append(left)
+            parts.append(part)
+        loss = parts[-1].loss(left[0], inputs(seed)[1])
+        loss.backward()
+        for index in reversed(range(len(parts) - 1)):
+            entered[2 * index + 1].backward(entered[2 * index + 2].grad)
+        for part in parts:
+            pieces += gradient_pieces(part)
+        found.append((loss.item(), pieces))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("seeds", [range(0, 75), range(75, 150)], ids=str)
+def test_random_wirings(gloo_pools: GlooPools, seeds: range, ranks: int) -> None:
+    """300 of them, with cuts, recomputation, own partials and sequence parallelism."""
+    results = gloo_pools(ranks).run(run_cases, seeds, ranks)
+    for seed, *of_ranks in zip(seeds, *results, strict=True):
+        case = random_case(seed, ranks)
+        assert ReadPlan.of(case.missing).first_reads == case.first_reads
+        reference = replace(ReferenceConfig.like(case.config), missing=case.missing)
+        weights = make_weights(reference, seed, torch.float64)
+        loss, gradients = reference_gradients(weights, reference, *inputs(seed), total_tokens=1.0)
+        assert [found for found, _ in of_ranks] == pytest.approx([float(loss)] * ranks, rel=TOLERANCE), case
+        assert_pieces([pieces for _, pieces in of_ranks], gradients, TOLERANCE)
+
+
+def events_of_cases(seeds: range) -> list[list[str]]:
+    """Return for each case launches and waits of reduces (`L3`, `W3`) and starts of sub-blocks forward (`B3`)."""
+    found = []
+    for seed in seeds:
+        case = random_case(seed, 2)
+        model, group = recorded_model(case.config, StackOptions())
+        model.stack.rewire(wired(case.config, case.missing))
+        for number, step in enumerate(model.stack.sub_blocks()):
+            step.norm.register_forward_pre_hook(lambda *_, name=f"B{number}", group=group: group.events.append(name))
+        state = torch.randn(1, 6, 2, case.config.hidden_size, requires_grad=True)
+        model.stack(state, model.training_context(inputs(seed)[0])).sum().backward()
+        found.append(group.events)
+    return found
+
+
+def test_an_output_is_waited_for_right_before_the_first_sub_block_that_sees_it(gloo_pools: GlooPools) -> None:
+    """Backward: the reduce of a read is waited for right before the first output that needs it."""
+    seeds = range(40)
+    for seed, events in zip(seeds, gloo_pools(2).run(events_of_cases, seeds)[0], strict=True):
+        reads = random_case(seed, 2).first_reads
+        count = len(reads)
+        expected = []
+        for index in range(count):
+            expected += [f"W{j}" for j in range(index) if reads[j] == index] + [f"B{index}", f"L{index}"]
+        expected += [f"W{j}" for j in range(count) if reads[j] == count]
+        flying = list[int]()
+        for index in reversed(range(count)):
+            # Backward's reduces continue the numbers, so that of sub-block i is 2 count - 1 - i.
+            expected += [f"W{2 * count - 1 - read}" for read in flying if read >= reads[index]]
+            flying = [read for read in flying if read < reads[index]] + [index]
+            expected.append(f"L{2 * count - 1 - index}")
+        expected += [f"W{2 * count - 1 - read}" for read in flying]
+        assert events == expected, seed
