@@ -235,8 +235,8 @@ class _Carrying(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        scale = gradient if ctx.scale is None else torch.as_tensor(ctx.scale, device=gradient.device)
-        return gradient, scale.to(ctx.dtype), None
+        scale = gradient if ctx.scale is None else ctx.scale
+        return gradient, torch.as_tensor(scale, dtype=ctx.dtype, device=gradient.device), None
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,12 @@ the streams of its own lanes, the gradient is summed over the ranks (`partial_ov
 residual stream has one weight per rank: the canonical weight is [ranks, n], and a rank holds its row, [1, n].
 """
 
-import torch
 from torch import Tensor, nn
 
 from megatron_ladder.blueprint.tensors import TensorSpec
-from megatron_ladder.comm.regions import copy_to_tensor_parallel_region
 from megatron_ladder.model.operations import BuildContext
 from megatron_ladder.parallel.layout import ParallelModule
-from megatron_ladder.parallel.partial_gradients import PartialGradients
+from megatron_ladder.parallel.partial_gradients import PartialGradients, sum_gradient
 
 
 class RMSNorm(ParallelModule):
@@ -40,11 +38,11 @@ class RMSNorm(ParallelModule):
 
         `partial_gradients` sums the parts later; without it, each sum is waited for where the gradient arises.
         """
-        if self.partial_over is None or not torch.is_grad_enabled():
-            return self.weight
-        if partial_gradients is None:
-            return copy_to_tensor_parallel_region(self.weight, self.partial_over)
-        return partial_gradients.defer(self.weight)
+        return (
+            self.weight
+            if self.partial_over is None
+            else sum_gradient(self.weight, self.partial_over, partial_gradients)
+        )
 
     def forward(
         self,

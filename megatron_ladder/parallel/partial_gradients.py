@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.regions import copy_to_tensor_parallel_region
 
 
 class _Parameter(NamedTuple):
@@ -84,3 +85,17 @@ class PartialGradients:
             self._sums.add(parameter, torch.zeros_like(stand_in) if stand_in.grad is None else stand_in.grad)
         self._deferred.clear()
         self._sums.end_pass()
+
+
+def sum_gradient(parameter: Tensor, group: CommGroup, partial_gradients: PartialGradients | None) -> Tensor:
+    """Return a parameter for a use on data that differ between ranks; the parts of its gradient are summed.
+
+    `partial_gradients` sums them later; without it, each sum is waited for where the gradient arises.
+    """
+    if not torch.is_grad_enabled():
+        return parameter
+    return (
+        copy_to_tensor_parallel_region(parameter, group)
+        if partial_gradients is None
+        else partial_gradients.defer(parameter)
+    )

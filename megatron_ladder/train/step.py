@@ -83,12 +83,12 @@ def train_step(
 
 
 def _count_targets(trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> Tensor:
-    """Return the number of target tokens in the global batch, weighted by their masks; 0 if this stage has none.
+    """Return the number of target tokens in the global batch, weighted by their masks.
 
     The result, a scalar in fp64 on the device, is not read by the host, which would have to wait for it.
     """
-    data, pipeline = trainer.mesh.data, trainer.mesh.pipeline
-    pairs = [(batch.labels, batch.loss_mask) for batch in micro_batches] if pipeline.rank == pipeline.size - 1 else []
+    data = trainer.mesh.data
+    pairs = [(batch.labels, batch.loss_mask) for batch in micro_batches]
     own = sum(labels.numel() if mask is None else float(mask.sum()) for labels, mask in pairs)
     count = torch.full((), own, dtype=torch.float64, device=trainer.device)
     return count * data.size if all(mask is None for _, mask in pairs) else data.all_reduce(count)
@@ -97,11 +97,12 @@ def _count_targets(trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> Ten
 @torch.no_grad()
 def evaluate(trainer: Trainer, batches: Iterator[list[MicroBatch]], global_batches: int) -> float:
     """Return the mean loss per target token over this many global batches; the same on every rank."""
+    data, pipeline = trainer.mesh.data, trainer.mesh.pipeline
     sums = torch.zeros(2, dtype=torch.float64, device=trainer.device)
     for _ in range(global_batches):
         micro_batches = next(batches)
         sums[0] += trainer.engine.evaluate(micro_batches)
-        sums[1] += _count_targets(trainer, micro_batches) / trainer.mesh.data.size
-    # Only the last stage has loss and number of tokens.
-    loss, tokens = trainer.mesh.pipeline.all_reduce(trainer.mesh.data.all_reduce(sums))
+        sums[1] += _count_targets(trainer, micro_batches) / data.size
+    # Only the last stage has the loss.
+    loss, tokens = pipeline.all_reduce(data.all_reduce(sums) * (pipeline.rank == pipeline.size - 1))
     return float(loss / tokens)
