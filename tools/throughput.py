@@ -111,9 +111,9 @@ def main(argv: Sequence[str]) -> None:
     )
     variants = [VARIANTS[wiring] for wiring in options.wirings]
     found = run(workload, options.sequence, variants, options.rounds, options.transformers, options.json)
-    doubtful = [row for row in found if row.verdict != RatioVerdict.SOUND.value]
+    doubtful = [row for row in found if row["verdict"] != RatioVerdict.SOUND.value]
     if doubtful:
-        raise BadNumbersError("; ".join(f"{row.way} at {row.sequence}: {row.verdict}" for row in doubtful))
+        raise BadNumbersError("; ".join(f"{row['way']} at {row['sequence']}: {row['verdict']}" for row in doubtful))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import functools
 import importlib
 import importlib.util
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,9 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ladder_lab.bench.paired import PairedTimes, RatioVerdict, measure
+from ladder_lab.bench.paired import PairedTimes, measure
 from ladder_lab.bench.variants import Variant
 from ladder_lab.bench.workloads import build_models
+from ladder_lab.markdown import markdown_table
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import ModelFlops
 from megatron_ladder.comm.group import CommGroup
@@ -59,25 +61,12 @@ class ThroughputWorkload:
         return self.batch * ModelFlops(self.config, self.sequence).training
 
 
-@dataclass(frozen=True)
-class ThroughputRow:
-    """Forward and backward of a micro-batch by one way to train, at one length.
+Row = dict[str, Any]
+"""Forward and backward of a micro-batch by one way to train, at one length.
 
-    `utilisation` is relative to the rate of one large product of the same rounds. It and `speed_over_transformers`
-    (None without transformers) are medians of paired ratios; `spread` is the interquartile range of the last one.
-    """
-
-    way: str
-    sequence: int
-    batch: int
-    layers: int
-    median_seconds: float
-    tokens_per_second: float
-    model_flops_per_second: float
-    utilisation: float
-    speed_over_transformers: float | None
-    spread: float
-    verdict: str
+`utilisation` is relative to the rate of one large product of the same rounds. It and `speed_over_transformers` (None
+without transformers) are medians of paired ratios; `spread` is the interquartile range of the last one.
+"""
 
 
 def _ways(
@@ -150,7 +139,7 @@ def check_transformers() -> None:
         raise UserError("transformers is not installed: pip install 'transformers>=5.0,<6', or give --no-transformers")
 
 
-def _rows(workload: ThroughputWorkload, times: PairedTimes) -> list[ThroughputRow]:
+def _rows(workload: ThroughputWorkload, times: PairedTimes) -> list[Row]:
     # The floor is the time of the product, scaled to the FLOPs of the model.
     scale = workload.flops / (PRODUCTS_AT_ONCE * 2 * workload.matrix**3)
     compared = TRANSFORMERS in times.seconds
@@ -162,36 +151,40 @@ def _rows(workload: ThroughputWorkload, times: PairedTimes) -> list[ThroughputRo
         judged = times.ratio(TRANSFORMERS, way) if compared else utilisation
         seconds = times.median(way)
         rows.append(
-            ThroughputRow(
-                way=way,
-                sequence=workload.sequence,
-                batch=workload.batch,
-                layers=workload.config.num_layers,
-                median_seconds=seconds,
-                tokens_per_second=workload.sequence * workload.batch / seconds,
-                model_flops_per_second=workload.flops / seconds,
-                utilisation=utilisation.median * scale,
-                speed_over_transformers=judged.median if compared else None,
-                spread=judged.spread * (1 if compared else scale),
-                verdict=judged.verdict().value,
-            )
+            {
+                "way": way,
+                "sequence": workload.sequence,
+                "batch": workload.batch,
+                "layers": workload.config.num_layers,
+                "median_seconds": seconds,
+                "tokens_per_second": workload.sequence * workload.batch / seconds,
+                "model_flops_per_second": workload.flops / seconds,
+                "utilisation": utilisation.median * scale,
+                "speed_over_transformers": judged.median if compared else None,
+                "spread": judged.spread * (1 if compared else scale),
+                "verdict": judged.verdict().value,
+            }
         )
     return rows
 
 
-def _table(found: Sequence[ThroughputRow]) -> str:
-    lines = [
-        "| sequence | batch | | ms | tokens/s | TFLOP/s | of the product's rate | over transformers | spread | |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+def _table(found: Sequence[Row]) -> str:
+    rows = [
+        {
+            "": row["way"],
+            "sequence": str(row["sequence"]),
+            "batch": str(row["batch"]),
+            "ms": f"{1e3 * row['median_seconds']:.2f}",
+            "tokens/s": f"{row['tokens_per_second']:,.0f}",
+            "TFLOP/s": f"{row['model_flops_per_second'] / 1e12:.2f}",
+            "of the product's rate": f"{row['utilisation']:.1%}",
+            "over transformers": f"{row['speed_over_transformers'] or math.nan:.3f}",
+            "spread": f"{row['spread']:.3f}",
+            "verdict": row["verdict"],
+        }
+        for row in found
     ]
-    for row in found:
-        ratio = "" if row.speed_over_transformers is None else f"{row.speed_over_transformers:.3f}"
-        lines.append(
-            f"| {row.sequence} | {row.batch} | {row.way} | {1e3 * row.median_seconds:.2f} "
-            f"| {row.tokens_per_second:,.0f} | {row.model_flops_per_second / 1e12:.2f} | {row.utilisation:.1%} "
-            f"| {ratio} | {row.spread:.3f} | {'' if row.verdict == RatioVerdict.SOUND.value else row.verdict} |"
-        )
-    return "\n".join(lines)
+    return markdown_table(rows)
 
 
 def run(
@@ -201,9 +194,9 @@ def run(
     rounds: int,
     with_transformers: bool,
     path: Path | None,
-) -> list[ThroughputRow]:
+) -> list[Row]:
     """Measure every length, print a table of each, and write all rows to `path`."""
-    found: list[ThroughputRow] = []
+    found: list[Row] = []
     for sequence in sequences:
         at_length = replace(workload, sequence=sequence)
         # Otherwise the second length is compiled for dynamic lengths, which is slower.
@@ -217,5 +210,5 @@ def run(
         timed.clear()
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps([vars(row) for row in found], indent=1) + "\n")
+        write_atomically(path, json.dumps(found, indent=1) + "\n")
     return found

@@ -1,8 +1,8 @@
-"""`tools/plan.py layouts`: prints a plan as tables, and writes it as JSON and as a picture."""
+"""`tools/plan.py layouts`: prints a plan as tables, and writes it as JSON."""
 
 import json
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -10,6 +10,7 @@ from ladder_lab.bench.sizes import find_size
 from ladder_lab.cost.hardware import CLUSTERS, TIME_RANGE, Cluster
 from ladder_lab.cost.links import GIGABYTE_PER_SECOND, MICROSECOND
 from ladder_lab.cost.memory import Layout
+from ladder_lab.markdown import markdown_table
 from ladder_lab.plan.layouts import (
     PLANNED_WIRINGS,
     LayoutPlan,
@@ -80,29 +81,21 @@ def _describe_layout(layout: Layout) -> str:
     return " ".join(parts)
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    texts = ["| " + " | ".join(map(str, cells)) + " |" for cells in (head, *rows)]
-    return "\n".join([texts[0], "|---" * len(head) + "|", *texts[1:]])
-
-
-def _plan_cells(request: PlanRequest, plan: LayoutPlan) -> list[object]:
+def _plan_cells(plan: LayoutPlan) -> dict[str, str]:
     layout, memory, time = plan.layout, plan.memory, plan.time
     parts = [memory.weights, memory.gradients, memory.optimizer, memory.activations]
     gigabytes = " + ".join(f"{part / GIGABYTE:.1f}" for part in parts)
     seconds = " + ".join(f"{part:.2f}" for part in (time.compute, time.exposed_tensor, time.bubble, time.exposed_data))
-    return [
-        layout.tensor,
-        layout.pipeline,
-        layout.data,
-        layout.zero,
-        layout.micro_batch,
-        "yes" if layout.recompute else "no",
-        "yes" if layout.sequence_parallel else "no",
-        plan.wiring,
-        f"{memory.total / GIGABYTE:.1f} = {gigabytes}",
-        f"{_range(time.total, '.2f')} = {seconds}",
-        _range(100 * plan.utilisation, ".0f") + " %",
-    ]
+    sizes = {"TP": layout.tensor, "PP": layout.pipeline, "DP": layout.data, "ZeRO": layout.zero}
+    return {name: str(size) for name, size in sizes.items()} | {
+        "micro-batch": str(layout.micro_batch),
+        "recompute": "yes" if layout.recompute else "no",
+        "seq. par.": "yes" if layout.sequence_parallel else "no",
+        "wiring": plan.wiring,
+        "GB: weights + gradients + optimizer + activations": f"{memory.total / GIGABYTE:.1f} = {gigabytes}",
+        "step s: compute + TP + PP + DP": f"{_range(time.total, '.2f')} = {seconds}",
+        "MFU": _range(100 * plan.utilisation, ".0f") + " %",
+    }
 
 
 def _range(value: float, form: str) -> str:
@@ -121,11 +114,12 @@ def _tensor_parallel_layout(plans: Sequence[LayoutPlan]) -> Layout | None:
 
 def _sweep_table(rows: Sequence[SweepRow]) -> str:
     """Return speed-ups over the standard wiring, from fast to slow interconnects."""
-    wirings, lines = list(rows[0].seconds), []
+    table = []
     for row in rows:
         interconnect = f"{1e6 * row.reduce_seconds:.0f} us" + (" (this cluster)" if row.factor == 1.0 else "")
-        lines.append([interconnect, *(f"{row.speed_up(wiring):.2f}" for wiring in wirings), row.winner])
-    return _table(["all-reduce", *wirings, "fastest"], lines)
+        speeds = {wiring: f"{row.speed_up(wiring):.2f}" for wiring in row.seconds}
+        table.append({"all-reduce": interconnect, **speeds, "fastest": row.winner})
+    return markdown_table(table)
 
 
 def _training_words(request: PlanRequest, plan: LayoutPlan) -> list[str]:
@@ -161,23 +155,10 @@ def _command(request: PlanRequest, plan: LayoutPlan) -> str:
 
 def _report_text(request: PlanRequest, plans: Sequence[LayoutPlan], top: int) -> str:
     cluster = request.cluster
-    head = [
-        "TP",
-        "PP",
-        "DP",
-        "ZeRO",
-        "micro-batch",
-        "recompute",
-        "seq. par.",
-        "wiring",
-        "GB: weights + gradients + optimizer + activations",
-        "step s: compute + TP + PP + DP",
-        "MFU",
-    ]
     parts = [
         f"{request.gpus} GPUs of {cluster.name}, {request.global_batch} samples of {request.sequence} tokens per "
-        f"step, bf16; figures not measured here, so times are ranges.",
-        _table(head, [_plan_cells(request, plan) for plan in best_of_each_grid(plans)[:top]]),
+        "step, bf16; figures not measured here, so times are ranges.",
+        markdown_table([_plan_cells(plan) for plan in best_of_each_grid(plans)[:top]]),
         _layouts_verdict(plans),
         "Command of the first row; add --train-iters, --lr, the data and --save:",
         _command(request, plans[0]),

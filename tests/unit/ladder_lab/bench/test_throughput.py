@@ -25,13 +25,13 @@ def test_utilisation_and_ratios() -> None:
     seconds = {"ladder": flops / 1000, "transformers": flops / 500, "product": float(PRODUCTS_AT_ONCE)}
     times = PairedTimes({way: tuple(second * drift for drift in (1, 2, 1, 3)) for way, second in seconds.items()})
     ladder, transformers = _rows(workload, times)
-    assert ladder.utilisation == pytest.approx(0.5) and transformers.utilisation == pytest.approx(0.25)
-    assert ladder.speed_over_transformers == pytest.approx(2.0) and transformers.speed_over_transformers == 1.0
-    assert ladder.median_seconds == pytest.approx(1.5 * flops / 1000)
-    assert ladder.tokens_per_second == pytest.approx(48 / (1.5 * flops / 1000))
-    assert (ladder.spread, ladder.verdict) == (pytest.approx(0.0), "sound")
+    assert ladder["utilisation"] == pytest.approx(0.5) and transformers["utilisation"] == pytest.approx(0.25)
+    assert ladder["speed_over_transformers"] == pytest.approx(2.0) and transformers["speed_over_transformers"] == 1.0
+    assert ladder["median_seconds"] == pytest.approx(1.5 * flops / 1000)
+    assert ladder["tokens_per_second"] == pytest.approx(48 / (1.5 * flops / 1000))
+    assert (ladder["spread"], ladder["verdict"]) == (pytest.approx(0.0), "sound")
     (alone,) = _rows(workload, PairedTimes({way: times.seconds[way] for way in ("ladder", "product")}))
-    assert alone.speed_over_transformers is None and alone.utilisation == pytest.approx(0.5)
+    assert alone["speed_over_transformers"] is None and alone["utilisation"] == pytest.approx(0.5)
 
 
 def test_the_command_at_a_small_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
