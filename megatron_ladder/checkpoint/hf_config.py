@@ -1,9 +1,11 @@
 """The `config.json` of a Hugging Face directory, read without trust."""
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
 
 from megatron_ladder.blueprint.model import LARGEST_SIZE, ModelConfig, model_errors
 from megatron_ladder.blueprint.wiring import PER_RANK_MODES, RESIDUAL_MODES, WIRINGS
@@ -27,142 +29,75 @@ ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3"}
 """`rope_type` -> `--rope-scaling`."""
 
 
-class _Keys:
-    """The keys of one `config.json`. An invalid key is recorded, and a harmless value replaces it."""
+_Size = Annotated[int, Meta(ge=1, le=LARGEST_SIZE)]
+_Count = Annotated[int, Meta(ge=0, le=LARGEST_SIZE)]
+_One = Annotated[float, Meta(ge=1, le=1)]
 
-    def __init__(self, config: Mapping[str, Any], source: str) -> None:
-        self._config = config
+
+class _Rope(Struct):
+    """One of the two spellings of a rotary embedding."""
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: float | None = None
+    factor: float | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_max_position_embeddings: _Size | None = None
+    partial_rotary_factor: _One | None = None
+
+
+class _Config(Struct):
+    """The keys that are read. Sizes must be present: the defaults of other programs are not assumed."""
+
+    num_hidden_layers: _Size
+    hidden_size: _Size
+    intermediate_size: _Size
+    num_attention_heads: _Size
+    vocab_size: _Size
+    max_position_embeddings: _Size
+    rms_norm_eps: float
+    num_key_value_heads: _Size | None = None
+    head_dim: _Size | None = None
+    initializer_range: float | None = None
+    hidden_act: Literal["silu", "swish"] = "silu"
+    tie_word_embeddings: bool | None = None
+    attention_bias: bool | None = None
+    attention_output_bias: bool | None = None
+    mlp_bias: bool | None = None
+    qk_norm: bool | None = None
+    final_logit_softcapping: float | None = None
+    sliding_window: _Size | None = None
+    use_sliding_window: bool | None = None
+    layer_types: list[Literal["full_attention"]] | None = None
+    partial_rotary_factor: _One | None = None
+    rope_theta: float | None = None
+    rope_parameters: _Rope | None = None
+    rope_scaling: _Rope | None = None
+    original_max_position_embeddings: _Size | None = None
+    ladder_layers: _Count | list[_Count] | None = None
+    residual_mode: str | None = None
+    residual_staleness: _Size | None = None
+    lanes: _Count | None = None
+    desync_interval: _Count | None = None
+    desync_tp: _Count | None = None
+
+
+class _Errors:
+    """Errors of one file."""
+
+    def __init__(self, source: str) -> None:
         self._source = source
-        self.errors: list[str] = []
+        self._messages: list[str] = []
 
-    def error(self, key: str, found: object, expected: str) -> None:
-        """Record an error."""
-        self.errors.append(f"{self._source}: {key}: found {found!s:.500}, expected {expected}")
+    def add(self, key: str, found: object, expected: str) -> None:
+        """Record an error; None stands for a key that is missing or null."""
+        shown = "nothing" if found is None else f"{found!r:.500}"
+        self._messages.append(f"{self._source}: {key}: found {shown}, expected {expected}")
 
-    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """Return a size, or `default` if the key is missing or null, which is an error without a default."""
-        value = self._config.get(key)
-        value = default if value is None else value
-        if type(value) is int and least <= value <= LARGEST_SIZE:
-            return value
-        self.error(key, self._found(key), f"an integer from {least} to {LARGEST_SIZE}")
-        return 1
-
-    def number(self, key: str, default: float | None = None, holder: str | None = None) -> float:
-        """Return a number, or `default` if the key is missing or null, which is an error without a default.
-
-        Args:
-            holder: key of the object that has the key; None if it is the whole file.
-        """
-        values = self._config if holder is None else self._config[holder]
-        value = values.get(key)
-        value = default if value is None else value
-        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
-            return float(value)
-        found = repr(value) if key in values else "no such key"
-        self.error(key if holder is None else f"{holder}.{key}", found, "a number")
-        return 1.0
-
-    def truth(self, key: str, default: bool) -> bool:
-        """Return true or false, or `default` if the key is missing or null."""
-        value = self._config.get(key)
-        if value is None or isinstance(value, bool):
-            return default if value is None else value
-        self.error(key, repr(value), "true or false")
-        return default
-
-    def expect(self, key: str, possible: Sequence[object], default: object = None) -> object:
-        """Return a value that must be one of `possible`, or `default` if the key is missing."""
-        value = self._config.get(key, default)
-        if value in possible:
-            return value
-        self.error(key, self._found(key), " or ".join(repr(one) for one in possible if one is not None))
-        return possible[0]
-
-    def layers(self, key: str, num_layers: int) -> tuple[int, ...]:
-        """Return the sorted indices of a list of layers, an integer N (the upper N), or null (none)."""
-        value = self._config.get(key)
-        if type(value) is int:
-            if 0 <= value <= num_layers:
-                return tuple(range(num_layers - value, num_layers))
-            self.error(key, value, f"at most the {num_layers} layers of num_hidden_layers")
-            return ()
-        listed = [] if value is None else value
-        indices = isinstance(listed, list) and all(type(layer) is int and 0 <= layer < num_layers for layer in listed)
-        if not indices or len(set(listed)) != len(listed):
-            self.error(key, repr(value), f"null, an integer, or different layers of 0-{num_layers - 1}")
-            return ()
-        return tuple(sorted(listed))
-
-    def check_full_attention(self, model_type: str) -> None:
-        """Require that every query sees all earlier positions: no sliding windows."""
-        window = self._config.get("sliding_window", 4096 if model_type == "mistral" else None)
-        if model_type == "mistral" and window is not None:
-            found = window if "sliding_window" in self._config else "no such key, which means 4096"
-            self.error("sliding_window", found, "null: sliding-window attention is not supported")
-        if model_type in ("qwen2", "qwen3") and self._config.get("use_sliding_window"):
-            self.error("use_sliding_window", True, "false: sliding-window attention is not supported")
-        kinds = self._config.get("layer_types") or []
-        unknown = sorted({str(kind) for kind in kinds} - {"full_attention"}) if isinstance(kinds, list) else [kinds]
-        if unknown:
-            self.error("layer_types", ", ".join(map(str, unknown)), "full_attention in every layer")
-
-    def rope(self) -> dict[str, Any]:
-        """Return the rotary embedding from `rope_parameters`, or `rope_theta` and `rope_scaling`, or both.
-
-        If a file has both spellings, they must agree, since programs differ in which one they read.
-        """
-        spellings = {key: self._config[key] for key in ("rope_parameters", "rope_scaling") if key in self._config}
-        thetas = {"rope_theta": self.number("rope_theta")} if self._config.get("rope_theta") is not None else {}
-        read: dict[str, dict[str, Any]] = {}
-        for key, value in spellings.items():
-            if value is not None and not isinstance(value, dict):
-                self.error(key, repr(value), "an object or null")
-                continue
-            rope = value or {}
-            if rope.get("rope_theta") is not None:
-                thetas[f"{key}.rope_theta"] = self.number("rope_theta", holder=key)
-            scaling = self._scaling(key, rope)
-            if scaling is not None:
-                read[key] = scaling
-        for what, values in (("rope_theta", thetas), ("rotary embedding", read)):
-            if len({str(value) for value in values.values()}) > 1:
-                found = " and ".join(f"{key} {value}" for key, value in values.items())
-                self.error(" and ".join(values), found, f"one {what}")
-        fields = next(iter(read.values()), {})
-        return {"rotary_base": next(iter(thetas.values()), 10000.0), **fields}
-
-    def _scaling(self, key: str, rope: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the fields of one spelling without the base, or None for an unsupported kind."""
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != rope.get("type", kind):
-            self.error(f"{key}.type", repr(rope["type"]), f"the same as rope_type, {kind!r}")
-        if any(isinstance(value, dict) for value in rope.values()):
-            kind = "one for each kind of layer"
-        if not isinstance(kind, str) or kind not in ROPE_TYPES:
-            self.error(f"{key}.rope_type", repr(kind), " or ".join(ROPE_TYPES))
-            return None
-        if rope.get("partial_rotary_factor") not in (None, 1.0):
-            self.error(f"{key}.partial_rotary_factor", rope["partial_rotary_factor"], "1.0")
-        fields: dict[str, Any] = {"rope_scaling": ROPE_TYPES[kind]}
-        if kind == "default":
-            return fields
-        fields["rope_scaling_factor"] = self.number("factor", holder=key)
-        if kind == "llama3":
-            for name in ("low_freq_factor", "high_freq_factor"):
-                fields[f"rope_{name}"] = self.number(name, holder=key)
-            name = "original_max_position_embeddings"
-            outer = self._config.get(name)
-            original = self.number(name, outer or self._config.get("max_position_embeddings"), holder=key)
-            if outer is not None and outer != original:
-                self.error(f"{name} and {key}.{name}", f"{outer} and {original}", "one number")
-            if not original.is_integer() or original > LARGEST_SIZE:
-                self.error(f"{key}.{name}", original, f"an integer from 1 to {LARGEST_SIZE}")
-            fields[f"rope_{name}"] = int(original)
-        return fields
-
-    def _found(self, key: str) -> str:
-        return repr(self._config[key]) if key in self._config else "no such key"
+    def raise_if_any(self) -> None:
+        """Raise a UserError with all errors, if there are any."""
+        raise_user_errors(self._messages)
 
 
 def model_config_from_hf(
@@ -170,109 +105,143 @@ def model_config_from_hf(
 ) -> ModelConfig:
     """Read the `config.json` of a Llama, Mistral, Qwen2, Qwen3, of the paper's authors' or of the project's own type.
 
-    Sizes must be present: the defaults of other programs are not assumed.
-
     Args:
         tensors: number of stored tensors, if known, which no number of layers can exceed.
 
     Raises:
-        UserError: the model is not supported, or the file contradicts itself; each line names `source`, the key, what
-            was found and what was expected.
+        UserError: the model is not supported, or the file contradicts itself; each line names `source` and the key.
     """
-    keys = _Keys(config, source)
-    model_type = config.get("model_type")
+    model_type, errors = config.get("model_type"), _Errors(source)
     if model_type not in READABLE_TYPES:
         raise UserError(f"{source}: model_type {model_type!r}: only {', '.join(READABLE_TYPES)} can be converted")
     if config.get("quantization_config") is not None:
-        keys.error("quantization_config", "a quantised checkpoint", "weights in float32, float16 or bfloat16")
-    keys.expect("hidden_act", ("silu", "swish"), default="silu")
-    keys.expect("partial_rotary_factor", (1.0, None))
-    keys.check_full_attention(model_type)
-    layers = keys.integer("num_hidden_layers")
+        raise UserError(f"{source}: quantization_config: the weights are quantised, expected float32 or bfloat16")
+    try:
+        read = msgspec.convert(config, _Config)
+    except msgspec.ValidationError as error:
+        raise UserError(f"{source}: {error}") from None
+    layers, heads = read.num_hidden_layers, read.num_attention_heads
     if tensors is not None and layers > tensors:
-        keys.error("num_hidden_layers", layers, f"at most {tensors}, the number of stored tensors")
-        raise_user_errors(keys.errors)
-    heads = keys.integer("num_attention_heads")
-    hidden_size = keys.integer("hidden_size")
-    usual_head_dim = max(hidden_size // heads, 1) if model_type != "qwen3" else None
-    default_heads = heads if model_type in ("llama", AUTHORS_TYPE) else None
+        errors.add("num_hidden_layers", layers, f"at most {tensors}, the number of stored tensors")
+        errors.raise_if_any()
+    is_llama, is_own = model_type in ("llama", AUTHORS_TYPE), model_type == OWN_TYPE
+    if model_type == "mistral" and config.get("sliding_window", 4096) is not None:
+        expected = "null (without the key, it is 4096): sliding-window attention is not supported"
+        errors.add("sliding_window", read.sliding_window, expected)
+    if model_type in ("qwen2", "qwen3") and read.use_sliding_window:
+        errors.add("use_sliding_window", True, "false: sliding-window attention is not supported")
+    if read.num_key_value_heads is None and not is_llama:
+        errors.add("num_key_value_heads", None, "a number")
+    if read.head_dim is None and model_type == "qwen3":
+        errors.add("head_dim", None, "a number")
+    if read.final_logit_softcapping is not None and not is_own:
+        expected = f"null in a {model_type} model, whose logits are not bounded"
+        errors.add("final_logit_softcapping", read.final_logit_softcapping, expected)
+    attention_bias = bool(read.attention_bias) and (is_llama or is_own or model_type == "qwen3")
     values: dict[str, Any] = {
         "num_layers": layers,
-        "hidden_size": hidden_size,
-        "ffn_hidden_size": keys.integer("intermediate_size"),
+        "hidden_size": read.hidden_size,
+        "ffn_hidden_size": read.intermediate_size,
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.integer("num_key_value_heads", default_heads),
-        "head_dim": keys.integer("head_dim", usual_head_dim),
-        "vocab_size": keys.integer("vocab_size"),
-        "max_position_embeddings": keys.integer("max_position_embeddings"),
-        "norm_epsilon": keys.number("rms_norm_eps"),
-        "tie_embeddings": keys.truth("tie_word_embeddings", False),
-        "init_method_std": keys.number("initializer_range", 0.02),
-        "logit_soft_cap": _soft_cap(keys, config, model_type),
-        **keys.rope(),
-        **_biases(keys, model_type),
-        **_wiring(keys, model_type, layers),
+        "num_key_value_heads": read.num_key_value_heads or heads,
+        "head_dim": read.head_dim or max(read.hidden_size // heads, 1),
+        "vocab_size": read.vocab_size,
+        "max_position_embeddings": read.max_position_embeddings,
+        "norm_epsilon": read.rms_norm_eps,
+        "tie_embeddings": bool(read.tie_word_embeddings),
+        "init_method_std": 0.02 if read.initializer_range is None else read.initializer_range,
+        "logit_soft_cap": read.final_logit_softcapping,
+        "add_qkv_bias": attention_bias or model_type == "qwen2",
+        "add_attention_output_bias": bool(read.attention_output_bias) if is_own else attention_bias,
+        "add_mlp_bias": bool(read.mlp_bias) and (is_llama or is_own),
+        "qk_layernorm": bool(read.qk_norm) if is_own else model_type == "qwen3",
+        **_rope(config, read, errors),
+        **_wiring(model_type, read, errors),
     }
-    raise_user_errors(keys.errors)
+    errors.raise_if_any()
     model = ModelConfig(**values)
     raise_user_errors(f"{source}: {error}" for error in model_errors(model))
     return model.canonical()
 
 
-def _soft_cap(keys: _Keys, config: Mapping[str, Any], model_type: str) -> float | None:
-    cap = config.get("final_logit_softcapping")
-    if cap is None:
-        return None
-    if model_type != OWN_TYPE:
-        keys.error("final_logit_softcapping", cap, f"null in a {model_type} model, whose logits are not bounded")
-    return keys.number("final_logit_softcapping")
+def _rope(config: Mapping[str, Any], read: _Config, errors: _Errors) -> dict[str, Any]:
+    """Return the rotary embedding from `rope_parameters`, or `rope_theta` and `rope_scaling`, or both.
+
+    If a file has both spellings, they must agree, since programs differ in which one they read.
+    """
+    thetas = {"rope_theta": read.rope_theta} if read.rope_theta is not None else {}
+    found: dict[str, dict[str, Any]] = {}
+    for key, rope in (("rope_parameters", read.rope_parameters), ("rope_scaling", read.rope_scaling)):
+        if key not in config:
+            continue
+        rope = rope or _Rope()
+        kind = rope.rope_type or rope.type or "default"
+        if kind != (rope.type or kind):
+            errors.add(f"{key}.type", rope.type, f"the same as rope_type, {kind!r}")
+        if any(isinstance(value, dict) for value in (config[key] or {}).values()):
+            kind = "one for each kind of layer"
+        if kind not in ROPE_TYPES:
+            errors.add(f"{key}.rope_type", kind, " or ".join(ROPE_TYPES))
+            continue
+        if rope.rope_theta is not None:
+            thetas[f"{key}.rope_theta"] = rope.rope_theta
+        outer, name = read.original_max_position_embeddings, "original_max_position_embeddings"
+        original = rope.original_max_position_embeddings or outer or read.max_position_embeddings
+        scaling = {"rope_scaling_factor": rope.factor} if kind != "default" else {}
+        if kind == "llama3":
+            scaling |= {
+                "rope_low_freq_factor": rope.low_freq_factor,
+                "rope_high_freq_factor": rope.high_freq_factor,
+                f"rope_{name}": original,
+            }
+            if outer not in (None, original):
+                errors.add(f"{name} and {key}.{name}", f"{outer} and {original}", "one number")
+        for field, value in scaling.items():
+            if value is None:
+                errors.add(f"{key}.{field.removeprefix('rope_').removeprefix('scaling_')}", None, "a number")
+        found[key] = {"rope_scaling": ROPE_TYPES[kind], **scaling}
+    for what, values in (("rope_theta", thetas), ("rotary embedding", found)):
+        if len({str(value) for value in values.values()}) > 1:
+            both = " and ".join(f"{key} {value}" for key, value in values.items())
+            errors.add(" and ".join(values), both, f"one {what}")
+    return {"rotary_base": next(iter(thetas.values()), 10000.0), **next(iter(found.values()), {})}
 
 
-def _biases(keys: _Keys, model_type: str) -> dict[str, bool]:
-    """Return which projections have biases, and whether queries and keys have norms."""
-    if model_type == OWN_TYPE:
-        return {
-            "add_qkv_bias": keys.truth("attention_bias", False),
-            "add_attention_output_bias": keys.truth("attention_output_bias", False),
-            "add_mlp_bias": keys.truth("mlp_bias", False),
-            "qk_layernorm": keys.truth("qk_norm", False),
-        }
-    attention = model_type in ("llama", AUTHORS_TYPE, "qwen3") and keys.truth("attention_bias", False)
-    return {
-        "add_qkv_bias": attention or model_type == "qwen2",
-        "add_attention_output_bias": attention,
-        "add_mlp_bias": model_type in ("llama", AUTHORS_TYPE) and keys.truth("mlp_bias", False),
-        "qk_layernorm": model_type == "qwen3",
-    }
-
-
-def _wiring(keys: _Keys, model_type: str, num_layers: int) -> dict[str, Any]:
-    """Return the fields of the wiring."""
-    layers = keys.layers("ladder_layers", num_layers)
+def _wiring(model_type: str, read: _Config, errors: _Errors) -> dict[str, Any]:
+    """Return the fields of the wiring. Layers are a list, an integer N (the upper N), or null (none)."""
+    given, count, mode = read.ladder_layers, read.num_hidden_layers, read.residual_mode
+    if isinstance(given, int):
+        layers = tuple(range(max(count - given, 0), count))
+        is_valid = given <= count
+    else:
+        layers = tuple(sorted(given or ()))
+        is_valid = len(set(layers)) == len(layers) and all(layer < count for layer in layers)
+    if not is_valid:
+        errors.add("ladder_layers", given, f"at most the {count} layers, or different indices of them")
+        return {}
     if model_type == AUTHORS_TYPE:
         return {"residual_mode": "ladder" if layers else "standard", "ladder_layers": layers}
     if model_type != OWN_TYPE:
         if layers:
-            keys.error("ladder_layers", list(layers), f"none in a {model_type} model, which has no ladder layers")
+            errors.add("ladder_layers", list(layers), f"none in a {model_type} model, which has no ladder layers")
         return {}
-    mode = str(keys.expect("residual_mode", RESIDUAL_MODES))
+    if mode not in RESIDUAL_MODES:
+        errors.add("residual_mode", mode, " or ".join(map(repr, RESIDUAL_MODES)))
+        return {}
     if layers and not WIRINGS[mode].late:
-        keys.error("ladder_layers", list(layers), f"none with residual_mode {mode!r}")
-    lanes = keys.integer("lanes", 0, least=0)
-    if lanes and not WIRINGS[mode].late:
-        keys.error("lanes", lanes, f"0 with residual_mode {mode!r}")
-    desync: dict[str, int] = {}
-    for key in ("desync_interval", "desync_tp"):
-        if mode in PER_RANK_MODES:
-            desync[key] = keys.integer(key)
-        else:
-            keys.expect(key, (None, 0))
+        errors.add("ladder_layers", list(layers), f"none with residual_mode {mode!r}")
+    if read.lanes and not WIRINGS[mode].late:
+        errors.add("lanes", read.lanes, f"0 with residual_mode {mode!r}")
+    desync = {"desync_interval": read.desync_interval or 0, "desync_tp": read.desync_tp or 0}
+    for key, number in desync.items():
+        if bool(number) != (mode in PER_RANK_MODES):
+            errors.add(key, number, f"{'a number' if not number else '0'} with residual_mode {mode!r}")
     return {
         "residual_mode": mode,
         "ladder_layers": layers,
-        "residual_staleness": keys.integer("residual_staleness", 1),
-        "lanes": lanes,
-        **desync,
+        "residual_staleness": read.residual_staleness or 1,
+        "lanes": read.lanes or 0,
+        **(desync if mode in PER_RANK_MODES else {}),
     }
 
 

@@ -264,13 +264,13 @@ def test_shared_key_and_value_heads_have_no_hugging_face_form(config: ModelConfi
     ("changes", "words"),
     [
         ({"intermediate_size": 49}, "--ffn-hidden-size 49 is not divisible by --lanes 2"),
-        ({"lanes": -2}, "lanes: found -2, expected an integer from 0"),
-        ({"lanes": "2"}, "lanes: found '2', expected an integer from 0"),
+        ({"lanes": -2}, ">= 0 - at `$.lanes`"),
+        ({"lanes": "2"}, "got `str` - at `$.lanes`"),
         ({"residual_mode": "parallel", "ladder_layers": []}, "lanes: found 2, expected 0 with residual_mode 'par"),
         ({"desync_interval": 2}, "desync_interval: found 2, expected 0"),
         ({"desync_tp": 2}, "desync_tp: found 2, expected 0"),
         ({"residual_mode": "desync", "ladder_layers": [], "lanes": 0, "desync_tp": 2}, "desync_interval: found 0"),
-        ({"residual_mode": "desync", "ladder_layers": [], "lanes": 0, "desync_interval": 2}, "desync_tp: found None"),
+        ({"residual_mode": "desync", "ladder_layers": [], "lanes": 0, "desync_interval": 2}, "desync_tp: found 0"),
         (
             {"residual_mode": "desync", "ladder_layers": [], "lanes": 0, "desync_interval": 3, "desync_tp": 2},
             "--desync-interval 3 is not 2 or 4",
