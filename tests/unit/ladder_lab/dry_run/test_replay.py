@@ -2,6 +2,7 @@
 1, 3, and a pipeline transfer from 0 to 1."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -32,28 +33,17 @@ def programs() -> Programs:
     return {rank: of(rank) for rank in range(4)}
 
 
+def changed(**fields: Any) -> Callable[[list[Collective], Programs], None]:
+    """Return a fault: the second launch of rank 3 differs in these fields."""
+
+    def plant(of_rank_3: list[Collective], all_programs: Programs) -> None:
+        of_rank_3[1] = of_rank_3[1]._replace(**fields)
+
+    return plant
+
+
 def missing(of_rank_3: list[Collective], all_programs: Programs) -> None:
     del of_rank_3[0]
-
-
-def swapped(of_rank_3: list[Collective], all_programs: Programs) -> None:
-    of_rank_3[:2] = reversed(of_rank_3[:2])
-
-
-def of_another_size(of_rank_3: list[Collective], all_programs: Programs) -> None:
-    of_rank_3[1] = of_rank_3[1]._replace(size=32)
-
-
-def of_another_dtype(of_rank_3: list[Collective], all_programs: Programs) -> None:
-    of_rank_3[1] = of_rank_3[1]._replace(dtype="float32")
-
-
-def of_another_kind(of_rank_3: list[Collective], all_programs: Programs) -> None:
-    of_rank_3[1] = of_rank_3[1]._replace(kind="reduce_scatter")
-
-
-def in_another_group(of_rank_3: list[Collective], all_programs: Programs) -> None:
-    of_rank_3[1] = of_rank_3[1]._replace(slot=DATA)
 
 
 def in_a_group_of_others(of_rank_3: list[Collective], all_programs: Programs) -> None:
@@ -83,27 +73,22 @@ def test_ranks_that_match_have_no_problems() -> None:
             "layers.0.mlp, but rank 2 launches all_reduce of 64 bytes (bfloat16) in layers.0.attention",
         ),
         (
-            swapped,
-            "group 'tensor' of ranks 2-3, collective 1: rank 3 launches all_reduce of 64 bytes (bfloat16) in "
-            "layers.0.mlp, but rank 2 launches all_reduce of 64 bytes (bfloat16) in layers.0.attention",
-        ),
-        (
-            of_another_size,
+            changed(size=32),
             "group 'tensor' of ranks 2-3, collective 2: rank 3 launches all_reduce of 32 bytes (bfloat16) in "
             "layers.0.mlp, but rank 2 launches all_reduce of 64 bytes (bfloat16) in layers.0.mlp",
         ),
         (
-            of_another_dtype,
+            changed(dtype="float32"),
             "group 'tensor' of ranks 2-3, collective 2: rank 3 launches all_reduce of 64 bytes (float32) in "
             "layers.0.mlp, but rank 2 launches all_reduce of 64 bytes (bfloat16) in layers.0.mlp",
         ),
         (
-            of_another_kind,
+            changed(kind="reduce_scatter"),
             "group 'tensor' of ranks 2-3, collective 2: rank 3 launches reduce_scatter of 64 bytes (bfloat16) in "
             "layers.0.mlp, but rank 2 launches all_reduce of 64 bytes (bfloat16) in layers.0.mlp",
         ),
         (
-            in_another_group,
+            changed(slot=DATA),
             "group 'data' of ranks 1, 3, collective 1: rank 3 launches all_reduce of 64 bytes (bfloat16) in "
             "layers.0.mlp, but rank 1 launches reduce_scatter of 64 bytes (bfloat16) in step",
         ),
@@ -126,7 +111,6 @@ def test_ranks_that_match_have_no_problems() -> None:
             "these ranks waits for the next one, and the last for the first",
         ),
     ],
-    ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_planted_fault_is_named(plant: Callable[[list[Collective], Programs], None], expected: str) -> None:
     faulty = programs()
