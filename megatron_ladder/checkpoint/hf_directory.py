@@ -212,20 +212,20 @@ def _read_indexed(path: Path, index_name: str) -> dict[str, Tensor]:
     files = sorted(set(weight_map.values()))
     errors = [f"{where}: {file!r} is not the name of a {suffix} file" for file in files if not file.endswith(suffix)]
     raise_user_errors(limited(errors))
-    found: dict[str, Tensor] = {}
+    found, places = dict[str, Tensor](), dict[str, str]()
     for file in files:
         try:
             held = _read_file(path, file)
         except UserError as error:
             errors.extend(error.messages)
             continue
-        listed = {name for name, named in weight_map.items() if named == file}
-        absent = sorted(listed - {*held})
-        errors += [f"{path / file}: {name}: is missing, but {index_name} lists it here" for name in absent]
-        for name in sorted({*held} - listed):
-            instead = f"lists it in {weight_map[name]}" if name in weight_map else "does not list it"
-            errors.append(f"{path / file}: {name}: is here, but {index_name} {instead}")
         found |= held
+        places |= dict.fromkeys(held, file)
+    errors += [
+        f"{where}: {name}: is in {places.get(name, 'no file')}, but listed in {weight_map.get(name, 'no file')}"
+        for name in sorted(places.keys() | weight_map.keys())
+        if places.get(name) != weight_map.get(name) and not errors
+    ]
     raise_user_errors(limited(errors))
     return found
 

@@ -35,8 +35,14 @@ from megatron_ladder.checkpoint.manifest import (
     merge_manifest,
 )
 from megatron_ladder.checkpoint.optimizer_state import OptimizerState, Span
-from megatron_ladder.checkpoint.publish import create_temporary_directory, publish, temporary_directory, write_manifest
-from megatron_ladder.checkpoint.retention import Retention, remove_old_checkpoints
+from megatron_ladder.checkpoint.publish import (
+    Retention,
+    create_temporary_directory,
+    publish,
+    remove_old_checkpoints,
+    temporary_directory,
+    write_manifest,
+)
 from megatron_ladder.checkpoint.tensor_file import STORED_NAMES, box_key, element_name, write_tensor_file
 from megatron_ladder.comm.group import CommGroup
 
@@ -45,6 +51,8 @@ _OTHER_BYTES = 1 << 20
 
 Gather = Callable[[bytes], list[bytes]]
 """Receives the bytes of a rank, and returns those of all ranks on rank 0."""
+_MODEL = "model"
+"""Key of the weights that the model computes with, next to the kinds of tensors that are saved."""
 _MasterPair = tuple[str, Tensor, Tensor]
 """The name of a weight, its master, and the weight that the model computes with, to which the master must round."""
 
@@ -181,17 +189,22 @@ class TrainingSave:
             SaveError: on every rank: there is no room, or no directory can be created.
         """
         spans = [span for span in state.spans() if span.owned]
-        values = [[span.master, *(state.moment(span, which) for which in span.moments)] for span in spans]
+        rows = [{"weight": span.master, **{w: state.moment(span, w) for w in span.moments}} for span in spans]
+        own_bytes = sum(value.nbytes for row in rows for value in row.values())
+        for span, row in zip(spans, rows, strict=True):
+            # In fp32 without ZeRO, weight and master are one tensor.
+            if span.weight.data_ptr() != span.master.data_ptr():
+                row[_MODEL] = span.weight
         self.iteration = int(header["iteration"])
         self._save, self._add_files, self._options = save, add_files, options
-        sizes = world.gather_objects(sum(value.nbytes for row in values for value in row))
+        sizes = world.gather_objects(own_bytes)
         room = world.broadcast_object(_make_room(save, self.iteration, sum(sizes)) if world.rank == 0 else None)
         if isinstance(room, str):
             raise SaveError(room)
         token, self.total_bytes, self._notes = room
         self.directory = temporary_directory(save, self.iteration, token)
         self._writer = CheckpointWriter(self.directory, world.rank)
-        self._pairs = _record_state(self._writer, spans, values, options.host)
+        self._pairs = _record_state(self._writer, spans, rows, options.host)
         for name, generator_state in generator_states(world.rank).items():
             self._writer.add(name, "rng", generator_state.shape, (0,), generator_state)
         self._header = {**header, "optimizer": {"steps_taken": state.steps_taken()}}
@@ -282,27 +295,20 @@ def _make_room(save: Path, iteration: int, total_bytes: int) -> tuple[str, int, 
 
 
 def _record_state(
-    writer: CheckpointWriter, spans: Sequence[Span], values: Sequence[Sequence[Tensor]], host: HostMemory | None
+    writer: CheckpointWriter, spans: Sequence[Span], rows: Sequence[Mapping[str, Tensor]], host: HostMemory | None
 ) -> list[_MasterPair]:
     """Add every span to the writer; return the pairs to compare before they are written."""
-    # In fp32 without ZeRO, weight and master are one tensor.
-    compared = [span for span in spans if span.weight.data_ptr() != span.master.data_ptr()]
-    flat = [value for row in values for value in row]
-    weights = [span.weight for span in compared]
     if host is not None:
-        copies = host.copies([*flat, *weights])
-        flat, weights = copies[: len(flat)], copies[len(flat) :]
+        copies = iter(host.copies([value for row in rows for value in row.values()]))
+        rows = [{kind: next(copies) for kind in row} for row in rows]
     pairs = []
-    remaining = iter(flat)
-    weight_of = {id(span): weight for span, weight in zip(compared, weights, strict=True)}
-    for span in spans:
-        row = {kind: next(remaining) for kind in ("weight", *span.moments)}
-        if id(span) in weight_of:
+    for span, row in zip(spans, rows, strict=True):
+        if _MODEL in row:
             name = span.sections[0].name if span.sections else "a parameter that is not saved"
-            pairs.append((name, row["weight"], weight_of[id(span)]))
+            pairs.append((name, row["weight"], row[_MODEL]))
         for section, box, begin in span.boxes():
-            for kind, value in row.items() if section.counted else ():
-                piece = value.narrow(0, begin, box.numel).view(box.extent)
+            for kind in ("weight", *span.moments) if section.counted else ():
+                piece = row[kind].narrow(0, begin, box.numel).view(box.extent)
                 writer.add(section.name, kind, section.global_shape, box.offset, piece)
     return pairs
 

@@ -91,8 +91,9 @@ class CheckpointConfig:
     """Directory of checkpoints, or one checkpoint, to resume from. It determines sizes and wiring of the model. If it
     has no checkpoint, the run reports that and starts from scratch, for which the sizes must be given."""
     overwrite_checkpoints: bool = flag(False, requires="--save")
-    """Start a new run in a --save directory that holds checkpoints of another run. They are not removed, but `latest`
-    names the new ones, so --load continues the new run. Without this flag it is an error."""
+    """Start a new run in a --save directory that holds checkpoints of another run. `latest` names the new ones, so
+    --load continues the new run. The old ones stay, unless flags that remove checkpoints count them: those of
+    iterations that the new run has passed. Without this flag it is an error."""
     save_interval: int | None = flag(None, minimum=1, requires="--save")
     """Steps between checkpoints; by default only the end of the run is saved."""
     async_save: bool = flag(False, requires="--save")

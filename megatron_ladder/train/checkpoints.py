@@ -20,8 +20,7 @@ from megatron_ladder import __version__
 from megatron_ladder.checkpoint.async_save import HostMemory, gather_through_files, run_in_thread
 from megatron_ladder.checkpoint.format import CARRIED, CHAT_TEMPLATE, GENERATION_CONFIG, TOKENIZERS, Checkpoint
 from megatron_ladder.checkpoint.loading import load_newest
-from megatron_ladder.checkpoint.publish import published_checkpoints
-from megatron_ladder.checkpoint.retention import Retention
+from megatron_ladder.checkpoint.publish import Retention, published_checkpoints
 from megatron_ladder.checkpoint.saving import SaveError, SaveOptions, SaveOutcome, TrainingSave
 from megatron_ladder.data.tokenizers import Tokenizer, tokenizer_files
 from megatron_ladder.errors import BadNumbersError, UserError

@@ -15,16 +15,13 @@ from safetensors import safe_open
 from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.checkpoint.format import Checkpoint, find_checkpoint
 from megatron_ladder.checkpoint.loading import load_weights
-from megatron_ladder.checkpoint.manifest import Index, merge_manifest
+from megatron_ladder.checkpoint.manifest import merge_manifest
 from megatron_ladder.checkpoint.publish import write_manifest
 from megatron_ladder.checkpoint.saving import CheckpointWriter
 from megatron_ladder.errors import UserError
 from megatron_ladder.parallel.layout import ParallelModule, Section
+from tests.unit.checkpoint.tiny_training import State, header_of, save_state, small_state, write_halves
 
-State = dict[tuple[str, str], torch.Tensor]
-Save = Callable[[Path, int, str, State], Path]
-MakeState = Callable[[int], State]
-Header = Callable[[int], dict[str, object]]
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 SHAPES = {"embedding": (16, 6), "qkv": (24, 6), "output": (6, 24), "norm": (6,), "experts": (3, 8, 5)}
 SHARDED = {"embedding": 0, "qkv": 0, "output": 1, "norm": None, "experts": 1}
@@ -93,7 +90,7 @@ def canonical_state(seed: int) -> State:
     }
 
 
-def write_spans(directory: Path, spans: list[Span], state: State, header: Header) -> None:
+def write_spans(directory: Path, spans: list[Span], state: State) -> None:
     writers: dict[int, CheckpointWriter] = {}
     for span in spans:
         writer = writers.setdefault(span.rank, CheckpointWriter(directory, span.rank))
@@ -105,7 +102,7 @@ def write_spans(directory: Path, spans: list[Span], state: State, header: Header
             for box, begin in span.held.cut(span.start, span.length):
                 piece = flat[begin : begin + box.numel].view(box.extent)
                 writer.add(span.name, kind, SHAPES[span.name], box.offset, piece)
-    manifest = merge_manifest(header(3), [writer.finish() for writer in writers.values()])
+    manifest = merge_manifest(header_of(3), [writer.finish() for writer in writers.values()])
     write_manifest(directory, manifest)
 
 
@@ -114,11 +111,11 @@ def tensor_ranks(spans: list[Span]) -> int:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_any_layout_reads_checkpoints_of_any_other(tmp_path: Path, seed: int, header: Header) -> None:
+def test_any_layout_reads_checkpoints_of_any_other(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     state = canonical_state(seed)
     written, read = layouts(rng), layouts(rng)
-    write_spans(tmp_path, written, state, header)
+    write_spans(tmp_path, written, state)
     checkpoint = Checkpoint.open(tmp_path)
     checkpoint.verify()
     for span in read:
@@ -132,10 +129,10 @@ def test_any_layout_reads_checkpoints_of_any_other(tmp_path: Path, seed: int, he
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_any_box_can_be_read_into_memory_of_any_layout(tmp_path: Path, seed: int, header: Header) -> None:
+def test_any_box_can_be_read_into_memory_of_any_layout(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     state = canonical_state(seed)
-    write_spans(tmp_path, layouts(rng), state, header)
+    write_spans(tmp_path, layouts(rng), state)
     checkpoint = Checkpoint.open(tmp_path)
     for (name, kind), tensor in state.items():
         for _ in range(10):
@@ -149,7 +146,7 @@ def test_any_box_can_be_read_into_memory_of_any_layout(tmp_path: Path, seed: int
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_bits_survive(tmp_path: Path, dtype: torch.dtype, header: Header) -> None:
+def test_bits_survive(tmp_path: Path, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     bits = torch.randint(0, 256, (64, dtype.itemsize), generator=generator, dtype=torch.uint8)
     bits[::5, 1:] = 255  # NaNs of different payloads
@@ -157,7 +154,7 @@ def test_bits_survive(tmp_path: Path, dtype: torch.dtype, header: Header) -> Non
     assert values.isnan().any()
     writer = CheckpointWriter(tmp_path, 0)
     writer.add("x", "exp_avg", (8, 8), (0, 0), values)
-    write_manifest(tmp_path, merge_manifest(header(1), [writer.finish()]))
+    write_manifest(tmp_path, merge_manifest(header_of(1), [writer.finish()]))
     out = torch.empty(8, 8, dtype=dtype)
     Checkpoint.open(tmp_path).read("x", "exp_avg", (0, 0), (8, 8), out)
     assert torch.equal(out.view(torch.uint8), values.view(torch.uint8))
@@ -166,8 +163,8 @@ def test_bits_survive(tmp_path: Path, dtype: torch.dtype, header: Header) -> Non
     assert torch.equal(column.view(torch.uint8), values[:, 2:5].contiguous().view(torch.uint8))
 
 
-def test_weights_are_in_separate_files_that_safetensors_opens(tmp_path: Path, save: Save, state: MakeState) -> None:
-    directory = save(tmp_path, 100, "a", state(1))
+def test_weights_are_in_separate_files_that_safetensors_opens(tmp_path: Path) -> None:
+    directory = save_state(tmp_path, 100, "a", small_state(1))
     names = sorted(path.name for path in directory.glob("*.safetensors"))
     groups = ("optimizer", "rng", "weights")
     assert names == [f"{group}_rank_0000{rank}.safetensors" for group in groups for rank in (0, 1)]
@@ -181,32 +178,32 @@ def test_weights_are_in_separate_files_that_safetensors_opens(tmp_path: Path, sa
         path.write_bytes(bytes(path.stat().st_size))
     out = torch.empty(6, 5, dtype=torch.bfloat16)
     Checkpoint.open(tmp_path).read("mlp.weight", "weight", (0, 0), (6, 5), out)
-    assert torch.equal(out, state(1)["mlp.weight", "weight"])
+    assert torch.equal(out, small_state(1)["mlp.weight", "weight"])
 
 
-def test_weights_are_converted_and_moments_are_not(tmp_path: Path, save: Save, state: MakeState) -> None:
-    save(tmp_path, 100, "a", state(1))
+def test_weights_are_converted_and_moments_are_not(tmp_path: Path) -> None:
+    save_state(tmp_path, 100, "a", small_state(1))
     checkpoint = Checkpoint.open(tmp_path)
     for dtype in (torch.float32, torch.float16):
         out = torch.empty(6, 5, dtype=dtype)
         checkpoint.read_weight("mlp.weight", (0, 0), (6, 5), out)
-        assert torch.equal(out, state(1)["mlp.weight", "weight"].to(dtype))
+        assert torch.equal(out, small_state(1)["mlp.weight", "weight"].to(dtype))
     with pytest.raises(UserError, match="exp_avg of mlp.weight is stored as float32, expected bfloat16"):
         checkpoint.read("mlp.weight", "exp_avg", (0, 0), (6, 5), torch.empty(6, 5, dtype=torch.bfloat16))
 
 
-def test_models_are_filled_and_their_padding_becomes_zero(tmp_path: Path, save: Save, state: MakeState) -> None:
-    save(tmp_path, 100, "a", state(1))
+def test_models_are_filled_and_their_padding_becomes_zero(tmp_path: Path) -> None:
+    save_state(tmp_path, 100, "a", small_state(1))
     model = ParallelModule()
     model.register_parameter("rows", torch.nn.Parameter(torch.full((6, 5), 7.0)))
     model.sections["rows"] = (Section("mlp.weight", (6, 5), global_start=2, length=4),)
     load_weights(model, Checkpoint.open(tmp_path))
-    assert torch.equal(model.rows[:4], state(1)["mlp.weight", "weight"][2:].float())
+    assert torch.equal(model.rows[:4], small_state(1)["mlp.weight", "weight"][2:].float())
     assert not model.rows[4:].any() and model.rows.requires_grad
 
 
-def test_checkpoints_of_another_model_are_rejected(tmp_path: Path, save: Save, state: MakeState) -> None:
-    save(tmp_path, 100, "a", state(1))
+def test_checkpoints_of_another_model_are_rejected(tmp_path: Path) -> None:
+    save_state(tmp_path, 100, "a", small_state(1))
     checkpoint = Checkpoint.open(tmp_path)
     with pytest.raises(UserError, match="expected lm_head.weight: the checkpoint belongs to another model"):
         checkpoint.read("lm_head.weight", "weight", (0,), (1,), torch.empty(1))
@@ -256,12 +253,12 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("damage", list(DAMAGE))
-def test_damage_to_any_file_is_reported(tmp_path: Path, damage: str, save: Save, state: MakeState) -> None:
-    whole = save(tmp_path / "whole", 200, "a", state(2))
+def test_damage_to_any_file_is_reported(tmp_path: Path, damage: str) -> None:
+    whole = save_state(tmp_path / "whole", 200, "a", small_state(2))
     for name in sorted(path.name for path in whole.iterdir()):
         directory = tmp_path / name
         for iteration, token in ((50, "a"), (100, "b"), (200, "c")):
-            save(directory, iteration, token, state(iteration // 100))
+            save_state(directory, iteration, token, small_state(iteration // 100))
         damaged = directory / "iter_0000200" / name
         DAMAGE[damage](damaged)
         with pytest.raises(UserError) as raised:
@@ -278,11 +275,9 @@ def test_damage_to_any_file_is_reported(tmp_path: Path, damage: str, save: Save,
         assert "iter_0000100: is used instead" in found.warnings[-1]
 
 
-def test_files_that_contradict_a_forged_manifest_are_rejected(
-    tmp_path: Path, state: MakeState, write: Callable[[Path, State], list[Index]], header: Header
-) -> None:
-    indices = write(tmp_path, state(1))
-    manifest = merge_manifest(header(1), indices)
+def test_files_that_contradict_a_forged_manifest_are_rejected(tmp_path: Path) -> None:
+    indices = write_halves(tmp_path, small_state(1))
+    manifest = merge_manifest(header_of(1), indices)
     row = next(row for row in manifest["tensors"] if row[:2] == ["mlp.weight", "weight"])
     out = torch.empty(6, 5, dtype=torch.bfloat16)
     for name, dtype, message in (
@@ -298,8 +293,8 @@ def test_files_that_contradict_a_forged_manifest_are_rejected(
             checkpoint.verify()
 
 
-def test_links_out_of_the_directory_are_rejected(tmp_path: Path, save: Save, state: MakeState) -> None:
-    path = save(tmp_path / "save", 100, "a", state(1)) / "weights_rank_00000.safetensors"
+def test_links_out_of_the_directory_are_rejected(tmp_path: Path) -> None:
+    path = save_state(tmp_path / "save", 100, "a", small_state(1)) / "weights_rank_00000.safetensors"
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match="is missing, or not a regular file"):
@@ -332,10 +327,10 @@ def test_broken_checkpoints_are_not_ignored(tmp_path: Path) -> None:
         find_checkpoint(tmp_path / "other")
 
 
-def test_every_broken_checkpoint_is_reported_if_none_is_complete(tmp_path: Path, save: Save, state: MakeState) -> None:
+def test_every_broken_checkpoint_is_reported_if_none_is_complete(tmp_path: Path) -> None:
     files = {100: "manifest.json", 200: "weights_rank_00000.safetensors", 300: "weights_rank_00000.safetensors"}
     for (iteration, file), damage in zip(files.items(), ("flipped", "truncated", "removed"), strict=True):
-        DAMAGE[damage](save(tmp_path, iteration, "a", state(1)) / file)
+        DAMAGE[damage](save_state(tmp_path, iteration, "a", small_state(1)) / file)
     with pytest.raises(UserError, match="none of its 3 checkpoints is complete") as raised:
         find_checkpoint(tmp_path)
     lines = raised.value.messages
@@ -356,11 +351,9 @@ def test_every_broken_checkpoint_is_reported_if_none_is_complete(tmp_path: Path,
         (b"", "iter_0000300", True),
     ],
 )
-def test_latest_is_preferred_but_not_trusted(
-    tmp_path: Path, save: Save, state: MakeState, latest: bytes | None, used: str, warned: bool
-) -> None:
+def test_latest_is_preferred_but_not_trusted(tmp_path: Path, latest: bytes | None, used: str, warned: bool) -> None:
     for seed, iteration in enumerate((100, 100, 200, 300)):
-        save(tmp_path, iteration, f"t{seed}", state(seed))
+        save_state(tmp_path, iteration, f"t{seed}", small_state(seed))
     if latest is None:
         (tmp_path / "latest").unlink()
     else:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron_ladder.checkpoint.format import find_checkpoint
 from megatron_ladder.checkpoint.publish import (
@@ -17,28 +16,10 @@ from megatron_ladder.checkpoint.publish import (
     temporary_directory,
     write_manifest,
 )
-
-State = dict[tuple[str, str], torch.Tensor]
-Save = Callable[[Path, int, str, State], Path]
-MakeState = Callable[[int], State]
+from tests.unit.checkpoint.tiny_training import holds, save_state, small_state
 
 
-def equals(path: Path, state: State) -> bool:
-    found = find_checkpoint(path)
-    assert found is not None
-    found.verify()
-    same = []
-    for (name, kind), tensor in state.items():
-        out = torch.empty_like(tensor)
-        found.read(name, kind, [0] * tensor.dim(), tensor.shape, out)
-        same.append(torch.equal(out, tensor))
-    assert all(same) or not any(same)
-    return all(same)
-
-
-def test_order_in_which_names_reach_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Save, state: MakeState
-) -> None:
+def test_order_in_which_names_reach_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[tuple[str, str]] = []
     random_part = re.compile(r"(?<=json)\.[0-9a-f]+(?=\.partial)")
     fsync, replace, rename = os.fsync, os.replace, os.rename
@@ -53,7 +34,7 @@ def test_order_in_which_names_reach_the_disk(
     monkeypatch.setattr(os, "fsync", recorded_fsync)
     monkeypatch.setattr(os, "replace", recorded("replace", replace))
     monkeypatch.setattr(os, "rename", recorded("rename", rename))
-    save(tmp_path / "save", 100, "a", state(1))
+    save_state(tmp_path / "save", 100, "a", small_state(1))
     data = [step for step in steps if step[1].endswith(".safetensors")]
     assert len(data) == 6 and steps[:6] == data
     assert steps[6:] == [
@@ -69,28 +50,26 @@ def test_order_in_which_names_reach_the_disk(
     ]
 
 
-def test_first_save_that_dies_leaves_no_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Save, state: MakeState
-) -> None:
+def test_first_save_that_dies_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def die(*_: Path) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "rename", die)
     with pytest.raises(KeyboardInterrupt):
-        save(tmp_path, 100, "a", state(1))
+        save_state(tmp_path, 100, "a", small_state(1))
     assert find_checkpoint(tmp_path) is None
     assert temporary_directory(tmp_path, 100, "a").is_dir()
 
 
-def test_saving_an_iteration_again_overwrites_nothing(tmp_path: Path, save: Save, state: MakeState) -> None:
-    names = [save(tmp_path, 100, f"t{seed}", state(seed)).name for seed in range(12)]
+def test_saving_an_iteration_again_overwrites_nothing(tmp_path: Path) -> None:
+    names = [save_state(tmp_path, 100, f"t{seed}", small_state(seed)).name for seed in range(12)]
     assert names == ["iter_0000100", *(f"iter_0000100.{n}" for n in range(1, 12))]
     assert (tmp_path / "latest").read_text() == "iter_0000100.11\n"
     assert published_checkpoints(tmp_path) == names
-    assert all(equals(tmp_path / name, state(seed)) for seed, name in enumerate(names))
-    assert equals(tmp_path, state(11))
+    assert all(holds(tmp_path / name, small_state(seed)) for seed, name in enumerate(names))
+    assert holds(tmp_path, small_state(11))
     shutil.rmtree(tmp_path / "iter_0000100.1")
-    assert save(tmp_path, 100, "again", state(3)).name == "iter_0000100.12"
+    assert save_state(tmp_path, 100, "again", small_state(3)).name == "iter_0000100.12"
 
 
 def test_temporary_name_depends_on_iteration_and_token(tmp_path: Path) -> None:
@@ -104,8 +83,8 @@ def test_temporary_name_depends_on_iteration_and_token(tmp_path: Path) -> None:
         create_temporary_directory(tmp_path, 7, "a")
 
 
-def test_only_remains_of_dead_saves_are_removed(tmp_path: Path, save: Save, state: MakeState) -> None:
-    save(tmp_path, 100, "a", state(1))
+def test_only_remains_of_dead_saves_are_removed(tmp_path: Path) -> None:
+    save_state(tmp_path, 100, "a", small_state(1))
     ours = [temporary_directory(tmp_path, 200, token) for token in ("dead", "alive")]
     for directory in ours:
         directory.mkdir()
@@ -128,7 +107,7 @@ def test_only_remains_of_dead_saves_are_removed(tmp_path: Path, save: Save, stat
     assert before - {path.name for path in tmp_path.iterdir()} == {ours[0].name}
     assert running.is_dir() and (outside / "kept").exists()
     assert all((directory / "kept").exists() for directory in foreign)
-    assert equals(tmp_path, state(1))
+    assert holds(tmp_path, small_state(1))
 
 
 def test_an_incomplete_directory_is_not_published(tmp_path: Path) -> None:

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ladder.checkpoint.publish import published_checkpoints
-from megatron_ladder.checkpoint.retention import Retention, remove_old_checkpoints
+from megatron_ladder.checkpoint.publish import Retention, published_checkpoints, remove_old_checkpoints
 from megatron_ladder.checkpoint.saving import SaveOptions
 from megatron_ladder.comm.group import CommGroup
 from tests.unit.checkpoint.tiny_training import TinyState, holds, save_at_once

@@ -19,8 +19,12 @@ from megatron_ladder.checkpoint import saving
 from megatron_ladder.checkpoint.async_save import HostMemory, gather_through_files
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.loading import load_newest
-from megatron_ladder.checkpoint.publish import create_temporary_directory, published_checkpoints, write_manifest
-from megatron_ladder.checkpoint.retention import Retention
+from megatron_ladder.checkpoint.publish import (
+    Retention,
+    create_temporary_directory,
+    published_checkpoints,
+    write_manifest,
+)
 from megatron_ladder.checkpoint.saving import SaveError, SaveOptions
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.errors import UserError

@@ -1,7 +1,7 @@
 """The state of a tiny run, and worlds of ranks without torch.distributed."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,10 @@ from torch import Tensor
 
 from megatron_ladder.checkpoint.async_save import gather_through_files, run_in_thread
 from megatron_ladder.checkpoint.format import find_checkpoint
+from megatron_ladder.checkpoint.manifest import Index, merge_manifest
 from megatron_ladder.checkpoint.optimizer_state import MOMENTS, Span
-from megatron_ladder.checkpoint.saving import SaveOptions, SaveOutcome, TrainingSave
+from megatron_ladder.checkpoint.publish import create_temporary_directory, publish, write_manifest
+from megatron_ladder.checkpoint.saving import CheckpointWriter, SaveOptions, SaveOutcome, TrainingSave
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.parallel.layout import Section
 
@@ -146,3 +148,37 @@ def holds(save: Path, whole: dict[tuple[str, str], Tensor]) -> bool:
         same.append(torch.equal(out, tensor))
     assert all(same) or not any(same)
     return all(same)
+
+
+State = dict[tuple[str, str], torch.Tensor]
+"""(name, kind) -> canonical tensor"""
+
+
+def small_state(seed: int) -> State:
+    """Return tensors of all kinds, as two ranks save them with `save_state`."""
+    generator = torch.Generator().manual_seed(seed)
+    state: State = {
+        ("mlp.weight", "weight"): torch.randn(6, 5, generator=generator).bfloat16(),
+        ("norm.weight", "weight"): torch.randn(7, generator=generator).bfloat16(),
+        ("rank_00000.cpu", "rng"): torch.randint(0, 256, (33,), generator=generator, dtype=torch.uint8),
+    }
+    for kind in ("exp_avg", "exp_avg_sq"):
+        state["mlp.weight", kind] = torch.randn(6, 5, generator=generator)
+        state["norm.weight", kind] = torch.randn(7, generator=generator)
+    return state
+
+
+def write_halves(directory: Path, state: Mapping[tuple[str, str], torch.Tensor]) -> list[Index]:
+    """Rank 0 writes the first half of the rows of each tensor, rank 1 the second half."""
+    writers = [CheckpointWriter(directory, rank) for rank in range(2)]
+    for (name, kind), tensor in state.items():
+        rows = tensor.shape[0] // 2
+        writers[0].add(name, kind, tensor.shape, [0] * tensor.dim(), tensor[:rows])
+        writers[1].add(name, kind, tensor.shape, [rows] + [0] * (tensor.dim() - 1), tensor[rows:])
+    return [writer.finish() for writer in writers]
+
+
+def save_state(save: Path, iteration: int, token: str, state: State) -> Path:
+    temporary = create_temporary_directory(save, iteration, token)
+    write_manifest(temporary, merge_manifest(header_of(iteration), write_halves(temporary, state)))
+    return publish(temporary, save, iteration)
