@@ -229,49 +229,37 @@ def _resolve(flags: RunFlags, vocab_size: int, world_size: int, errors: list[str
     training, parallel = flags.training, flags.parallel
     tensor_parallel, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     model = resolve_model(flags.model, vocab_size, training.seq_length, tensor_parallel, errors)
+    needed = f"has no effect with --rope-scaling {model.rope_scaling}: give --rope-scaling llama3, or leave it out"
     errors += [
-        Problem(
-            flag_name(name),
-            f" {getattr(flags.model, name)} has no effect with --rope-scaling {model.rope_scaling}: give "
-            "--rope-scaling llama3, or leave it out",
-        )
+        Problem(flag_name(name), f" {getattr(flags.model, name)} {needed}")
         for name in _LLAMA3_ROPE
         # Checkpoints may contain values that earlier versions accepted.
         if name in flags.given and model.rope_scaling != "llama3" and getattr(model, name) != getattr(ModelFlags, name)
     ]
-    errors += _training_errors(training, flags.optimizer, model)
-    errors += _layout_errors(flags, model)
-    errors += _engine_errors(training, flags.optimizer, parallel)
-    errors += _profile_errors(flags.profile, training.train_iters, world_size, flags.logging)
+    errors += _schedule_problems(training, flags.optimizer)
+    errors += _layout_problems(training, parallel, model)
+    errors += _implementation_problems(training, flags.optimizer, parallel)
+    errors += _profile_problems(flags.profile, training.train_iters, world_size, flags.logging)
     name = flags.logging.eval_callable
     if name is not None and not re.fullmatch(r"\w+(\.\w+)*:\w+", name):
         errors.append(Problem("--eval-callable", f" {name}: expected MODULE:FUNCTION"))
     data_parallel = 1
     if world_size % (tensor_parallel * stages):
-        errors.append(
-            Problem(
-                "--tensor-model-parallel-size",
-                f" {tensor_parallel}"
-                + (f" x --pipeline-model-parallel-size {stages}" if stages != 1 else "")
-                + f" does not divide the {world_size} launched processes: "
-                "launch a multiple of it, as in `deepspeed --num_gpus N`",
-            )
-        )
+        sizes = f" {tensor_parallel}" + (f" x --pipeline-model-parallel-size {stages}" if stages != 1 else "")
+        fix = "launch a multiple of it, as in `deepspeed --num_gpus N`"
+        text = f"{sizes} does not divide the {world_size} launched processes: {fix}"
+        errors.append(Problem("--tensor-model-parallel-size", text))
     else:
         errors += tensor_parallel_errors(model, tensor_parallel)
         data_parallel = world_size // (tensor_parallel * stages)
     samples_at_once = training.micro_batch_size * data_parallel
     global_batch_size = samples_at_once if training.global_batch_size is None else training.global_batch_size
     if global_batch_size % samples_at_once:
-        errors.append(
-            Problem(
-                "--global-batch-size",
-                f" {global_batch_size} is not a multiple of --micro-batch-size "
-                f"{training.micro_batch_size} x {data_parallel} data-parallel processes = {samples_at_once} "
-                f"({world_size} processes / --tensor-model-parallel-size {tensor_parallel} / "
-                f"--pipeline-model-parallel-size {stages})",
-            )
-        )
+        product = f"--micro-batch-size {training.micro_batch_size} x {data_parallel} data-parallel processes"
+        ranks = f"{world_size} processes / --tensor-model-parallel-size {tensor_parallel}"
+        ranks += f" / --pipeline-model-parallel-size {stages}"
+        text = f" {global_batch_size} is not a multiple of {product} = {samples_at_once} ({ranks})"
+        errors.append(Problem("--global-batch-size", text))
     return RunConfig(
         **{name: getattr(flags, name) for name in _SECTION_TYPES} | {"model": model},
         world_size=world_size,
@@ -281,130 +269,77 @@ def _resolve(flags: RunFlags, vocab_size: int, world_size: int, errors: list[str
     )
 
 
-def _training_errors(training: TrainingConfig, optimizer: OptimizerConfig, model: ModelConfig) -> Iterator[Problem]:
+def _schedule_problems(training: TrainingConfig, optimizer: OptimizerConfig) -> Iterator[Problem]:
+    warmup, last = optimizer.lr_warmup_iters, optimizer.lr_wsd_decay_iters
     if optimizer.min_lr > optimizer.lr:
         yield Problem("--min-lr", f" {optimizer.min_lr} is above --lr {optimizer.lr}")
     decay_iters, end = optimizer.lr_decay_iters, f"--lr-decay-iters {optimizer.lr_decay_iters}"
     if decay_iters is None:
         decay_iters, end = training.train_iters, f"--train-iters {training.train_iters}"
-    if (optimizer.lr_wsd_decay_iters or 0) > max(0, decay_iters - optimizer.lr_warmup_iters):
-        yield Problem(
-            "--lr-wsd-decay-iters",
-            f" {optimizer.lr_wsd_decay_iters} is more than {end} leaves after --lr-warmup-iters "
-            f"{optimizer.lr_warmup_iters}",
-        )
-    decays = optimizer.lr_decay_style != "constant"
-    if decays and optimizer.lr_warmup_iters and optimizer.lr_warmup_iters >= decay_iters:
-        yield Problem("--lr-warmup-iters", f" {optimizer.lr_warmup_iters} leaves no step of {end} for the decay")
+    if (last or 0) > max(0, decay_iters - warmup):
+        yield Problem("--lr-wsd-decay-iters", f" {last} is more than {end} leaves after --lr-warmup-iters {warmup}")
+    if optimizer.lr_decay_style != "constant" and warmup and warmup >= decay_iters:
+        yield Problem("--lr-warmup-iters", f" {warmup} leaves no step of {end} for the decay")
+
+
+def _layout_problems(training: TrainingConfig, parallel: ParallelConfig, model: ModelConfig) -> Iterator[Problem]:
+    length, longest, layers = training.seq_length, model.max_position_embeddings, model.num_layers
+    recomputed, stages = training.recompute_num_layers, parallel.pipeline_model_parallel_size
+    if length > longest:
+        yield Problem("--seq-length", f" {length} is longer than --max-position-embeddings {longest}")
+    if parallel.sequence_parallel and not model.shares_stream:
+        other = f"--lanes {model.lanes}" if model.lanes else f"--residual-mode {model.residual_mode}"
+        text = f" shards one stream that all ranks read, but with {other} each rank reads another one: leave one out"
+        yield Problem("--sequence-parallel", text)
+    if parallel.sequence_parallel and length % parallel.tensor_model_parallel_size:
+        text = f" {length} cannot be cut by --sequence-parallel into {parallel.tensor_model_parallel_size} equal parts"
+        yield Problem("--seq-length", f"{text}: make it a multiple of --tensor-model-parallel-size")
+    if stages > layers:
+        text = f" {stages} is above --num-layers {layers}: each stage needs at least one layer"
+        yield Problem("--pipeline-model-parallel-size", text)
+    if recomputed is not None and recomputed > layers:
+        yield Problem("--recompute-num-layers", f" {recomputed} is above --num-layers {layers}")
+
+
+def _implementation_problems(
+    training: TrainingConfig, optimizer: OptimizerConfig, parallel: ParallelConfig
+) -> Iterator[Problem]:
+    """Reject combinations that DeepSpeed or apex does not support or gets wrong."""
+    stage, stages = parallel.zero_stage, parallel.pipeline_model_parallel_size
+    offloads, has_apex = parallel.offload_optimizer != "none", optimizer.optimizer_implementation == "apex"
+    if stage in ("2", "3") and stages > 1:
+        why = "a stage needs whole gradients over all its micro-batches, so use --zero-stage 0 or 1"
+        yield Problem("--zero-stage", f" {stage} with --pipeline-model-parallel-size {stages}: {why}")
+    if optimizer.optimizer == "muon" and (stage == "3" or offloads):
+        given = "--offload-optimizer cpu" if offloads else "--zero-stage 3"
+        text = f" muon needs whole gradients on the device, not {given}: use --zero-stage 0, 1 or 2"
+        yield Problem("--optimizer", text)
     if training.compile_sub_blocks == "true" and training.norm_implementation == "apex":
-        yield Problem(
-            "--compile-sub-blocks",
-            " compiles torch's norm: leave out --norm-implementation apex or --compile-sub-blocks",
-        )
-    if training.recompute_granularity == "selective":
-        yield Problem(
-            "--recompute-granularity",
-            " selective recomputes the score matrix, which the attention kernels used here "
-            "never store: leave it out, or use full",
-        )
-    if training.recompute_num_layers is not None and training.recompute_num_layers > model.num_layers:
-        yield Problem(
-            "--recompute-num-layers", f" {training.recompute_num_layers} is above --num-layers {model.num_layers}"
-        )
+        text = " compiles torch's norm: leave out --norm-implementation apex or --compile-sub-blocks"
+        yield Problem("--compile-sub-blocks", text)
+    if has_apex and optimizer.optimizer == "muon":
+        yield Problem("--optimizer", " muon has no --optimizer-implementation apex: leave it out")
+    elif has_apex and offloads:
+        yield Problem("--optimizer-implementation", " apex needs a GPU, not --offload-optimizer cpu: use torch")
+    elif has_apex and stage == "3":
+        # ZeRO-3 updates its sub-groups one by one, and apex counts each update of a group as a step.
+        yield Problem("--optimizer-implementation", " apex miscounts steps with --zero-stage 3: use torch")
 
 
-def _layout_errors(flags: RunFlags, model: ModelConfig) -> Iterator[Problem]:
-    training, parallel = flags.training, flags.parallel
-    if training.seq_length > model.max_position_embeddings:
-        yield Problem(
-            "--seq-length",
-            f" {training.seq_length} is longer than --max-position-embeddings {model.max_position_embeddings}",
-        )
-    if parallel.sequence_parallel:
-        if not model.shares_stream:
-            other = f"--lanes {model.lanes}" if model.lanes else f"--residual-mode {model.residual_mode}"
-            yield Problem(
-                "--sequence-parallel",
-                f" shards one stream that all ranks read, but with {other} each rank reads another "
-                "one: leave one of them out",
-            )
-        tensor_parallel = parallel.tensor_model_parallel_size
-        if training.seq_length % tensor_parallel:
-            yield Problem(
-                "--seq-length",
-                f" {training.seq_length} cannot be cut by --sequence-parallel into "
-                f"{tensor_parallel} equal parts: make it a multiple of --tensor-model-parallel-size",
-            )
-    if training.distill_from is not None and parallel.pipeline_model_parallel_size > 1:
-        yield Problem(
-            "--distill-from",
-            f" {training.distill_from} with --pipeline-model-parallel-size "
-            f"{parallel.pipeline_model_parallel_size} is not supported: the teacher would run on the last stage "
-            "alone, and all other stages would wait for it: use tensor-parallel ranks instead of stages",
-        )
-    if parallel.pipeline_model_parallel_size > model.num_layers:
-        yield Problem(
-            "--pipeline-model-parallel-size",
-            f" {parallel.pipeline_model_parallel_size} is above --num-layers "
-            f"{model.num_layers}: each stage needs at least one layer",
-        )
-
-
-def _engine_errors(training: TrainingConfig, optimizer: OptimizerConfig, parallel: ParallelConfig) -> Iterator[Problem]:
-    """Reject combinations of precision, ZeRO stage and offloading that DeepSpeed does not support or gets wrong."""
-    stage, offloads = parallel.zero_stage, parallel.offload_optimizer != "none"
-    if training.bf16 and stage == "0":
-        yield Problem(
-            "--bf16", " needs --zero-stage 1, 2 or 3: only those optimizers keep fp32 master weights and gradients"
-        )
-    if parallel.pipeline_model_parallel_size > 1:
-        if stage in ("2", "3"):
-            yield Problem(
-                "--zero-stage",
-                f" {stage} with --pipeline-model-parallel-size {parallel.pipeline_model_parallel_size}: "
-                "a stage needs whole gradients over all its micro-batches, so use --zero-stage 0 or 1",
-            )
-        if offloads:
-            yield Problem(
-                "--offload-optimizer", " cpu with --pipeline-model-parallel-size is not supported: leave it out"
-            )
-    if offloads and stage == "0":
-        yield Problem("--offload-optimizer", " cpu needs --zero-stage 1, 2 or 3: DeepSpeed offloads what ZeRO shards")
-    if optimizer.optimizer == "muon":
-        if stage == "3" or offloads:
-            given = "--offload-optimizer cpu" if offloads else "--zero-stage 3"
-            yield Problem(
-                "--optimizer", f" muon needs whole gradients on the device, not {given}: use --zero-stage 0, 1 or 2"
-            )
-        if optimizer.optimizer_implementation == "apex":
-            yield Problem("--optimizer", " muon has no --optimizer-implementation apex: leave it out")
-    elif optimizer.optimizer_implementation == "apex":
-        if offloads:
-            yield Problem("--optimizer-implementation", " apex needs a GPU, not --offload-optimizer cpu: use torch")
-        if stage == "3":
-            # ZeRO-3 updates its sub-groups one by one, and apex counts each update of a group as a step.
-            yield Problem("--optimizer-implementation", " apex miscounts steps with --zero-stage 3: use torch")
-
-
-def _profile_errors(
+def _profile_problems(
     profile: ProfileConfig, train_iters: int, world_size: int, logging: LoggingConfig
 ) -> Iterator[Problem]:
     if not profile.profile:
         return
     start, end = profile.profile_step_start, profile.profile_step_end
     if start >= end:
-        yield Problem(
-            "--profile-step-start",
-            f" {start} and --profile-step-end {end} select no step: make the end larger than the start",
-        )
+        text = f" {start} and --profile-step-end {end} select no step: make the end larger than the start"
+        yield Problem("--profile-step-start", text)
     elif end > train_iters:
         yield Problem("--profile-step-end", f" {end} is above --train-iters {train_iters}: the profile would not end")
-    absent = sorted({rank for rank in profile.profile_ranks if rank >= world_size})
+    absent = " ".join(str(rank) for rank in sorted(set(profile.profile_ranks)) if rank >= world_size)
     if absent or not profile.profile_ranks:
-        yield Problem(
-            "--profile-ranks",
-            f" {' '.join(map(str, absent))}: expected ranks from 0 to {world_size - 1} of the "
-            f"{world_size} launched processes",
-        )
+        text = f" {absent}: expected ranks from 0 to {world_size - 1} of the {world_size} launched processes"
+        yield Problem("--profile-ranks", text)
     if profile.folder(logging.tensorboard_dir) is None:
         yield Problem("--profile", " needs a directory for its traces: give --profile-dir or --tensorboard-dir")

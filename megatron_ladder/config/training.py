@@ -23,16 +23,16 @@ class TrainingConfig:
     global_batch_size: int | None = flag(None, minimum=1)
     """Samples per optimizer step. It must be a multiple of micro-batch size x data-parallel size, which is the
     default; the quotient is the number of gradient accumulation steps."""
-    bf16: bool = False
+    bf16: bool = flag(False, excludes="--zero-stage 0")
     """Compute in bfloat16, with fp32 master weights and fp32 gradient accumulation. Without it,
     everything is fp32."""
     z_loss_coeff: float = flag(0.0, minimum=0)
     """Coefficient of the z-loss, the squared log of the softmax's normaliser at each target token, which keeps logits
     from drifting; PaLM uses 1e-4. It is reported separately: losses do not contain it."""
-    distill_from: Path | None = None
+    distill_from: Path | None = flag(None, excludes="--pipeline-model-parallel-size")
     """Checkpoint, directory of checkpoints, or Hugging Face directory of a teacher, whose distribution of the next
     token the model learns. The teacher has the same vocabulary, any sizes, and any wiring. It is frozen, in the
-    precision of the run. Not with --pipeline-model-parallel-size."""
+    precision of the run."""
     distill_weight: float = flag(0.9, minimum=0, maximum=1, requires="--distill-from")
     """Weight W of the distillation loss; the cross entropy has 1 - W. Hinton et al. (arXiv 1503.02531) found a
     considerably lower weight of the labels best. 1 learns from the teacher alone, as Minitron (arXiv 2407.14679)."""
@@ -41,9 +41,9 @@ class TrainingConfig:
     student), reported separately: other losses do not contain it. Language models usually use 1."""
     seed: int = 1234
     """Random seed of the initial weights and of the order of samples."""
-    recompute_granularity: Literal["full", "selective"] | None = None
-    """full: store only the input of each sub-block, and recompute the sub-block in the backward pass. selective, which
-    recomputes the score matrix in Megatron, is rejected: the attention kernels used here do not store it."""
+    recompute_granularity: Literal["full"] | None = None
+    """full: store only the input of each sub-block, and recompute the sub-block in the backward pass. The score matrix,
+    which Megatron's value selective recomputes, is never stored here."""
     recompute_num_layers: int | None = flag(None, minimum=0, requires="--recompute-granularity full")
     """Recompute only the first N layers; all layers by default."""
     norm_implementation: Literal["auto", "torch", "apex"] = "auto"
@@ -129,7 +129,9 @@ class ParallelConfig:
     zero_stage: Literal["0", "1", "2", "3"] = "1"
     """State that ZeRO shards over the data-parallel ranks. 0: nothing; 1: optimizer state; 2: also gradients; 3: also
     weights. --bf16 needs at least 1; pipeline parallelism allows at most 1."""
-    offload_optimizer: Literal["none", "cpu"] = "none"
+    offload_optimizer: Literal["none", "cpu"] = flag(
+        "none", excludes=("--zero-stage 0", "--pipeline-model-parallel-size")
+    )
     """cpu: keep optimizer state and fp32 master weights in host memory, and update them there."""
     tp_overlap: bool = True
     """Wait for each tensor-parallel all-reduce immediately after its launch. For comparison; results are the same."""

@@ -178,11 +178,6 @@ class RunLog:
         }
         self._log_metrics(iteration, values)
 
-    def activations(self, kept_bytes: int) -> None:
-        """Report the memory that the first forward pass keeps for backward, on the rank with the most."""
-        text = f"activations kept by one micro-batch: {kept_bytes / 1e6:,.1f} MB on the fullest process"
-        print_rank_0(text, self._rank)
-
     def validation(self, iteration: int, loss: float, name: str = "") -> None:
         """Report the loss of a validation set, which may have a name."""
         label = f"{name} " if name else ""

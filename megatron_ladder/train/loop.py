@@ -13,7 +13,7 @@ from megatron_ladder.config.run import RunWords
 from megatron_ladder.train.evaluation import Evaluations
 from megatron_ladder.train.log import RunLog, print_rank_0, record_lost_peers, report_finding
 from megatron_ladder.train.opening import OpenRun, open_run
-from megatron_ladder.train.profile import ActivationMeter, step_contexts
+from megatron_ladder.train.profile import step_contexts
 from megatron_ladder.train.reading import training_batches
 from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import train_step
@@ -65,7 +65,6 @@ def _train(opened: OpenRun, evaluations: Evaluations, stopper: Stopper) -> str:
     with (
         closing(training_batches(trainer, opened.inputs, opened.streams, opened.consumed_samples)) as batches,
         RunLog(trainer, first, record) as log,
-        ActivationMeter(trainer.engine.module, trainer.device) as meter,
         HangWatch(trainer.peers, startup, running, partial(record_lost_peers, record, trainer.peers)) as watch,
     ):
 
@@ -89,8 +88,6 @@ def _train(opened: OpenRun, evaluations: Evaluations, stopper: Stopper) -> str:
             is_final = reason is not None or iteration == last
             if not result.skipped:
                 losses.append(result.loss)
-            if iteration == first:
-                log.activations(meter.largest(trainer.mesh.world))
             if losses and (is_final or _is_due(iteration, run.logging.log_interval)):
                 log.training(iteration, sum(losses) / len(losses), result)
                 losses.clear()

@@ -1,4 +1,4 @@
-"""Measurements of a run: --profile traces, and the memory that a forward pass keeps for backward.
+"""The traces of --profile.
 
 Profiled ranks build their model with `record_function` as its `Span`, and with a tensor-parallel group that names its
 collectives. Other ranks, and runs without --profile, pay nothing per step. All ranks wait until the profilers have
@@ -7,17 +7,12 @@ started, so that their start does not look like communication, and until the tra
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
@@ -94,73 +89,3 @@ def _write_trace(profiler: profile, path: Path) -> None:
     with suppress(OSError):
         # The output may be on the same disk.
         print(text, flush=True)
-
-
-class _NewStorages(TorchDispatchMode):
-    """Records every storage that an operator creates, without keeping it alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
-                if storage.data_ptr() not in given:
-                    self._seen[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
-        return result
-
-    def alive(self) -> int:
-        return sum(size for reference, size in self._seen.values() if not reference.expired())
-
-
-class ActivationMeter:
-    """Measures a model's first forward pass with gradients, by CUDA's allocator or by the tensors created."""
-
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.kept_bytes: int | None = None
-        """Memory that the pass left occupied, including its output; None before it."""
-        self._device = device
-        self._before = 0
-        self._storages: _NewStorages | None = None
-        self._tracking, self._eager = ExitStack(), ExitStack()
-        self._hooks = ExitStack()
-        self._hooks.callback(model.register_forward_pre_hook(self._begin, prepend=True).remove)
-        self._hooks.callback(model.register_forward_hook(self._end).remove)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._hooks.close()
-        self._eager.close()
-
-    def largest(self, world: CommGroup) -> int:
-        """Return the maximum over all ranks, in bytes; all ranks must call it, after the pass and its backward."""
-        self._eager.close()
-        kept = torch.tensor(float(self.kept_bytes or 0), dtype=torch.float64, device=self._device)
-        return int(world.all_reduce(kept, torch.distributed.ReduceOp.MAX))
-
-    def _begin(self, *_: object) -> None:
-        if not torch.is_grad_enabled():
-            return
-        if self._device.type == "cuda":
-            self._before = torch.cuda.memory_allocated(self._device)
-        else:
-            # A dispatch mode cannot see into compiled functions. Recomputation in backward must run the same functions.
-            self._eager.enter_context(torch.compiler.set_stance("force_eager"))
-            self._storages = self._tracking.enter_context(_NewStorages())
-
-    def _end(self, *_: object) -> None:
-        if not torch.is_grad_enabled():
-            return
-        self._tracking.close()
-        if self._storages is None:
-            self.kept_bytes = torch.cuda.memory_allocated(self._device) - self._before
-        else:
-            self.kept_bytes = self._storages.alive()
-        self._storages = None
-        self._hooks.close()

@@ -13,7 +13,6 @@ from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.parallel.layout import parameter_sections
 from megatron_ladder.train.log import RunLog, banner
-from megatron_ladder.train.profile import ActivationMeter
 from megatron_ladder.train.record import RunRecord
 from megatron_ladder.train.step import evaluate, train_step
 from tests.helpers.pool import GlooPools
@@ -209,25 +208,22 @@ def test_checkpoints_move_between_layouts(gloo_pools: GlooPools, tmp_path: Path,
             assert_pieces([pieces for _, pieces in trained], weights, 0.0)
 
 
-def logged(argv: list[str], weights: Weights, batch: list[Batch]) -> tuple[str, float, int, str]:
-    """On each rank: return a step's log line, this rank's part of the loss, bytes of activations, and the banner."""
+def logged(argv: list[str], weights: Weights, batch: list[Batch]) -> tuple[str, float, str]:
+    """On each rank: return a step's log line, this rank's part of the loss, and the banner."""
     trainer = build_trainer_here(argv, weights)
     printing = contextlib.redirect_stdout(io.StringIO())
-    meter = ActivationMeter(trainer.engine.module, trainer.device)
-    with printing as printed, RunLog(trainer, 1, RunRecord(None)) as log, meter:
+    with printing as printed, RunLog(trainer, 1, RunRecord(None)) as log:
         result = train_step(trainer, own_batches(trainer, batch), 1)
         log.training(1, result.loss, result)
-    assert meter.kept_bytes is not None
-    return printed.getvalue(), result.loss_sum.item(), meter.kept_bytes, banner(trainer)
+    return printed.getvalue(), result.loss_sum.item(), banner(trainer)
 
 
 def test_only_rank_0_logs_the_loss_of_the_last_stage(gloo_pools: GlooPools) -> None:
     argv = [*RECIPE, *layout_flags((2, 2, 1))]
     weights = make_weights(ReferenceConfig.like(run_of(argv, 4).model), seed=1, dtype=torch.float32)
     results = gloo_pools(4).run(logged, argv, weights, steps_of_batches(1, 4)[0])
-    lines, losses, kept, banners = zip(*results, strict=True)
+    lines, losses, banners = zip(*results, strict=True)
     assert lines[1:] == ("", "", "") and losses[0] == 0.0 and losses[-1] > 1
     assert lines[0].count("\n") == 1 and f"| lm loss {losses[-1]:.4f} |" in lines[0]
-    assert min(kept) > 0
     # Four micro-batches need five slots to pass two stages, and one slot of each stage is idle.
     assert "layers 0-1, 2; the pipeline idles 20% of a step with 4 accumulation steps" in banners[0]

@@ -20,8 +20,8 @@ from ladder_lab.cost.memory import (
 from megatron_ladder.blueprint.model import ModelConfig, ResidualMode
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.stack import StackOptions
-from megatron_ladder.train.profile import ActivationMeter
 from megatron_ladder.train.step import train_step
+from tests.helpers.activations import ActivationMeter
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import mesh_of
 from tests.helpers.steps import steps_of_batches
@@ -114,7 +114,7 @@ def kept_of_a_pass(wiring: ResidualMode, recompute: bool, sequence_parallel: boo
     mesh = replace(mesh_of(2, 1), sequence_parallel=sequence_parallel)
     module = LanguageModel(model, mesh, StackOptions(recompute_layers=4 if recompute else 0), seed=1)
     ids = torch.arange(130).view(2, 65)
-    meter = ActivationMeter(module, torch.device("cpu"))
+    meter = ActivationMeter(module)
     loss = module(ids[:, :-1], ids[:, 1:])
     assert meter.kept_bytes is not None and loss.requires_grad
     layout = Layout(2, micro_batch=2, recompute=recompute, sequence_parallel=sequence_parallel, fused_norms=False)

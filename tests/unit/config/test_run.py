@@ -53,7 +53,21 @@ def test_batches_follow_from_the_layout() -> None:
             "--sequence-parallel --tensor-model-parallel-size 4 --seq-length 126",
             "--seq-length 126 cannot be cut by --sequence-parallel into 4 equal parts",
         ),
-        ("--recompute-granularity selective", "--recompute-granularity selective"),
+        ("--recompute-granularity selective", "--recompute-granularity: 'selective' is not one of full"),
+        ("--bf16 --zero-stage 0", "--bf16 and --zero-stage 0 exclude each other"),
+        ("--offload-optimizer cpu --zero-stage 0", "--offload-optimizer cpu and --zero-stage 0 exclude each other"),
+        ("--optimizer-implementation apex --zero-stage 3", "--optimizer-implementation apex miscounts steps"),
+        ("--optimizer-implementation apex --offload-optimizer cpu", "--optimizer-implementation apex needs a GPU"),
+        ("--pipeline-model-parallel-size 2 --zero-stage 2", "--zero-stage 2 with --pipeline-model-parallel-size 2: a"),
+        ("--pipeline-model-parallel-size 2 --zero-stage 3", "--zero-stage 3 with --pipeline-model-parallel-size 2: a"),
+        (
+            "--pipeline-model-parallel-size 2 --offload-optimizer cpu",
+            "--offload-optimizer cpu and --pipeline-model-parallel-size exclude each other",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --distill-from d",
+            "--distill-from d and --pipeline-model-parallel-size exclude each other",
+        ),
         ("--recompute-num-layers 2", "--recompute-num-layers 2 requires --recompute-granularity full"),
         ("--recompute-granularity full --recompute-num-layers 13", "--recompute-num-layers 13 is above --num-layers"),
         ("--compile-sub-blocks --norm-implementation apex", "--compile-sub-blocks compiles torch's norm"),
@@ -116,6 +130,13 @@ def test_an_invalid_value_or_combination_is_one_error(words: str, message: str) 
 def test_one_mistake_is_one_error(words: str, cause: str) -> None:
     found = read(words)[1]
     assert len(found) == 1 and found[0].startswith(cause), found
+
+
+@pytest.mark.parametrize("words", ["", "--bf16", "--offload-optimizer cpu", "--bf16 --offload-optimizer cpu"])
+def test_every_supported_stage_is_accepted(words: str) -> None:
+    for stage in "123" if words else "0123":
+        assert read(f"--zero-stage {stage} {words}")[1] == []
+    assert read(f"--pipeline-model-parallel-size 2 {words.removesuffix('--offload-optimizer cpu')}")[1] == []
 
 
 def test_all_errors_are_reported_together() -> None:

@@ -119,20 +119,6 @@ def test_a_missing_or_incomplete_teacher_is_refused(tmp_path: Path) -> None:
         assert error.startswith(f"--distill-from {tmp_path}/{name}{start}")
 
 
-@pytest.mark.parametrize(
-    ("more", "processes", "message"),
-    [
-        ("--pipeline-model-parallel-size 2", 2, "--pipeline-model-parallel-size 2 is not supported: the teacher would"),
-    ],
-)
-def test_runs_without_a_place_for_the_teacher_are_refused(
-    tmp_path: Path, more: str, processes: int, message: str
-) -> None:
-    write_teacher(tmp_path / "teacher")
-    found = refusals(tmp_path, tmp_path / "teacher", more, processes)
-    assert [line for line in found if line.startswith(f"--distill-from {tmp_path}/teacher with {message}")] == found[:1]
-
-
 def test_a_run_that_only_evaluates_needs_no_teacher(tmp_path: Path) -> None:
     write_teacher(tmp_path / "load", num_layers=2)
     words = f"--data-path {tmp_path}/tokens --split 1,1,0 --eval-iters 1 --train-iters 5 --lr 1 --seq-length 12"
