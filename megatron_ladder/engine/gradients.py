@@ -1,7 +1,8 @@
 """Norm, clipping and validity of the gradient: the same functions in every layout.
 
-The engine provides pieces: contiguous parts of a parameter's gradient that this rank holds after the reduction over
-data-parallel ranks. Each element of the model's gradient counts once, even if several ranks hold it.
+The engine provides pieces: contiguous parts of a parameter's gradient that this rank holds after the reduction over the
+ranks with the same parameter and other samples. Each element of the model's gradient counts once, even if several ranks
+hold it.
 """
 
 import math
@@ -26,7 +27,7 @@ class GradientPiece(NamedTuple):
     gradient: Tensor
     """The elements, in the storage that the optimizer reads; any shape."""
     owned: bool
-    """Whether this rank, of all data-parallel ranks that hold the same piece, counts it."""
+    """Whether this rank, of all ranks over which the gradient was reduced and that hold the same piece, counts it."""
 
     def parts(self) -> Iterator[tuple[Section, Tensor]]:
         """Iterate over the sections in the piece and their elements, flat."""

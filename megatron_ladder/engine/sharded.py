@@ -1,7 +1,8 @@
 """ZeRO stage 1 with its communication under computation.
 
-Parameters lie in buckets: contiguous vectors of weights and of their fp32 gradients. Each data-parallel rank owns an
-equal part of every bucket, whose master weights and moments it holds and updates.
+Parameters lie in buckets: contiguous vectors of weights and of their fp32 gradients. Each of the ranks over
+which a bucket is reduced, usually all data-parallel ones, owns an equal part of it, whose master weights and moments it
+holds and updates.
 
     compute   [ backward of the last micro-batch ][ norm, clip, step ][ forward of the next step
     wire          [ reduce-scatter ... ]                                [ all-gather ... ]
@@ -24,6 +25,7 @@ from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.parallel.layout import reduce_groups
 
 
 @dataclass(eq=False)
@@ -41,6 +43,8 @@ class _Bucket:
     """Summed over micro-batches, flat, fp32; this rank's part is then summed over the ranks, in place."""
     master: nn.Parameter
     """This rank's part in fp32, with its gradient. In an fp32 model it is `own_weights`."""
+    reduce_over: CommGroup
+    """Ranks with the same parameters and other samples, over which the bucket is divided."""
     copies: CommGroup | None
     """Pipeline stages with copies of the parameters, over which gradients are summed first."""
     unfinished: int = 0
@@ -74,7 +78,7 @@ class ShardedOptimizer:
 
         `groups` are the parameter groups of the model, the last one of norms and biases.
         """
-        self._data = mesh.data
+        reduce_over = reduce_groups(model, mesh.data)
         position = {parameter: index for index, parameter in enumerate(model.parameters())}
         tied = model.tied_weight if mesh.pipeline.size > 1 else None
         placed: list[tuple[tuple[bool, bool, int], _Bucket]] = []
@@ -82,8 +86,9 @@ class ShardedOptimizer:
         for index, group in enumerate(groups):
             ordered = sorted(group["params"], key=position.__getitem__, reverse=True)
             buckets = [
-                _bucket(parameters, dtype, mesh.data, mesh.ends if parameters[0] is tied else None)
-                for parameters in _cut(ordered, bucket_numbers, tied)
+                _bucket(parameters, dtype, over, mesh.ends if parameters[0] is tied else None)
+                for over in dict.fromkeys(reduce_over[parameter] for parameter in ordered)
+                for parameters in _cut([one for one in ordered if reduce_over[one] is over], bucket_numbers, tied)
             ]
             self.groups.append({**group, "params": [bucket.master for bucket in buckets]})
             # Norms and biases are the first weights to arrive, because some are read outside of their modules.
@@ -138,7 +143,7 @@ class ShardedOptimizer:
         for bucket in reversed(self.buckets):
             if bucket.own_weights.dtype != bucket.master.dtype:
                 bucket.own_weights.copy_(bucket.master)
-            in_flight = InFlight(*self._data.start_all_gather(bucket.own_weights, into=bucket.weights))
+            in_flight = InFlight(*bucket.reduce_over.start_all_gather(bucket.own_weights, into=bucket.weights))
             self._gathers.append((bucket, in_flight))
 
     def finish_gather(self) -> None:
@@ -175,7 +180,8 @@ class ShardedOptimizer:
         bucket.streams.clear()
         if bucket.copies is not None:
             bucket.copies.all_reduce(bucket.gradients)
-        self._reduces.append(InFlight(*self._data.start_reduce_scatter(bucket.gradients, into=bucket.master.grad)))
+        started = bucket.reduce_over.start_reduce_scatter(bucket.gradients, into=bucket.master.grad)
+        self._reduces.append(InFlight(*started))
 
     def _wait_for(self, buckets: Iterable[_Bucket]) -> None:
         while self._gathers and any(bucket is waiting for bucket in buckets for waiting, _ in self._gathers):
@@ -202,21 +208,21 @@ def _cut(
 
 
 def _bucket(
-    parameters: Sequence[nn.Parameter], dtype: torch.dtype, data: CommGroup, copies: CommGroup | None
+    parameters: Sequence[nn.Parameter], dtype: torch.dtype, over: CommGroup, copies: CommGroup | None
 ) -> _Bucket:
     """Return the bucket of these parameters, whose weights become views of it."""
     offsets, length = [], 0
     for parameter in parameters:
         offsets.append(length)
         length += parameter.numel()
-    own_length = -(-length // data.size)
-    weights = torch.zeros(own_length * data.size, dtype=dtype, device=parameters[0].device)
+    own_length = -(-length // over.size)
+    weights = torch.zeros(own_length * over.size, dtype=dtype, device=parameters[0].device)
     gradients = torch.zeros_like(weights, dtype=torch.float32)
     for parameter, offset in zip(parameters, offsets, strict=True):
         view = weights.narrow(0, offset, parameter.numel()).view(parameter.shape)
         view.copy_(parameter.detach())
         parameter.data = view
-    own_weights, own_gradients = (whole.narrow(0, data.rank * own_length, own_length) for whole in (weights, gradients))
+    own_weights, own_gradients = (whole.narrow(0, over.rank * own_length, own_length) for whole in (weights, gradients))
     master = nn.Parameter(own_weights.float())
     master.grad = own_gradients
-    return _Bucket(parameters, offsets, weights, own_weights, gradients, master, copies)
+    return _Bucket(parameters, offsets, weights, own_weights, gradients, master, over, copies)

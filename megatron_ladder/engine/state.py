@@ -121,13 +121,13 @@ class _FlatState(EngineState):
     """ZeRO-1 and 2: parameters are flattened, and each data-parallel rank updates a part of each flat vector."""
 
     @abstractmethod
-    def vectors(self) -> Iterator[tuple[Mapping[str, Any], Sequence[nn.Parameter], Sequence[int], Tensor]]:
-        """Yield for each flat vector its parameter group, its parameters, their starts, and this rank's part, fp32."""
+    def vectors(self) -> Iterator[tuple[Mapping[str, Any], Sequence[nn.Parameter], Sequence[int], Tensor, int]]:
+        """Yield for each flat vector its parameter group, its parameters, their starts, and this rank's part, fp32,
+        with the number of the part."""
 
     def spans(self) -> Iterator[Span]:
-        rank = dist.get_rank(self._engine.seq_data_parallel_group)
-        for group, parameters, offsets, flat_master in self.vectors():
-            low = rank * flat_master.numel()
+        for group, parameters, offsets, flat_master, part in self.vectors():
+            low = part * flat_master.numel()
             high = low + flat_master.numel()
             for parameter, offset in zip(parameters, offsets, strict=True):
                 first, last = max(offset, low), min(offset + parameter.numel(), high)
@@ -142,10 +142,11 @@ class _FlatState(EngineState):
 class _ShardedState(_FlatState):
     """ZeRO-1 (`ShardedOptimizer`)."""
 
-    def vectors(self) -> Iterator[tuple[Mapping[str, Any], Sequence[nn.Parameter], Sequence[int], Tensor]]:
+    def vectors(self) -> Iterator[tuple[Mapping[str, Any], Sequence[nn.Parameter], Sequence[int], Tensor, int]]:
         groups = {id(master): group for group in self.base.param_groups for master in group["params"]}
         for bucket in self._engine.optimizer.buckets:
-            yield groups[id(bucket.master)], bucket.parameters, bucket.offsets, bucket.master
+            part = bucket.reduce_over.rank
+            yield groups[id(bucket.master)], bucket.parameters, bucket.offsets, bucket.master, part
 
     def gradients(self) -> Iterator[Tensor]:
         for span in self.spans():
@@ -159,10 +160,11 @@ class _ShardedState(_FlatState):
 class _ZeroState(_FlatState):
     """ZeRO-2 (`DeepSpeedZeroOptimizer`), and ZeRO-1 and 2 with the optimizer offloaded."""
 
-    def vectors(self) -> Iterator[tuple[Mapping[str, Any], Sequence[nn.Parameter], Sequence[int], Tensor]]:
+    def vectors(self) -> Iterator[tuple[Mapping[str, Any], Sequence[nn.Parameter], Sequence[int], Tensor, int]]:
         optimizer = self._engine.optimizer
         parameters, offsets = optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets
-        return zip(self.base.param_groups, parameters, offsets, optimizer.single_partition_of_fp32_groups, strict=True)
+        masters, part = optimizer.single_partition_of_fp32_groups, dist.get_rank(self._engine.seq_data_parallel_group)
+        return zip(self.base.param_groups, parameters, offsets, masters, [part] * len(masters), strict=True)
 
     def copy_masters_to_weights(self) -> None:
         self._engine.optimizer.update_lp_params()

@@ -72,32 +72,32 @@ class _StaticCache:
 
 
 class _PromptColumns(NamedTuple):
-    """A `KeyValueCache` that stores the prompts of the first slots, which attend to themselves only."""
+    """A `StateCache` that stores the prompts of the first slots, which attend to themselves only."""
 
     cache: _StaticCache
 
-    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def update(self, number: int, *new: Tensor) -> tuple[Tensor, ...]:
         """Store keys and values [n, kv_heads/t, s, d] in the first s columns, and return them."""
-        for stored, new in (self.cache.keys[layer], keys), (self.cache.values[layer], values):
-            stored[: len(new), :, : new.shape[2]] = new.to(stored.dtype)
-        return keys, values
+        for stored, part in zip((self.cache.keys[number], self.cache.values[number]), new, strict=True):
+            stored[: len(part), :, : part.shape[2]] = part.to(stored.dtype)
+        return new
 
 
 class _TokenColumns(NamedTuple):
-    """A `KeyValueCache` that stores one token per sample, and returns it with all earlier ones."""
+    """A `StateCache` that stores one token per sample, and returns it with all earlier ones."""
 
     cache: _StaticCache
     rows: Tensor
     """[b kv_heads/t] int64, rows among the columns of all heads."""
     extent: int
 
-    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def update(self, number: int, *new: Tensor) -> tuple[Tensor, ...]:
         """Store keys and values [b, kv_heads/t, 1, d]; return those of the first `extent` columns."""
         filled = []
-        for stored, new in (self.cache.keys[layer], keys), (self.cache.values[layer], values):
-            stored.flatten(0, 2).index_copy_(0, self.rows, new.flatten(0, 2).to(stored.dtype))
-            filled.append(stored[: len(new), :, : self.extent])
-        return filled[0], filled[1]
+        for stored, part in zip((self.cache.keys[number], self.cache.values[number]), new, strict=True):
+            stored.flatten(0, 2).index_copy_(0, self.rows, part.flatten(0, 2).to(stored.dtype))
+            filled.append(stored[: len(part), :, : self.extent])
+        return tuple(filled)
 
 
 def prompt_width(longest: int, positions: int, device: torch.device) -> int:

@@ -46,13 +46,13 @@ def _output_projection(build: BuildContext, tensors: SubBlockTensors, branch: Br
 class _AttentionHeads(nn.Module):
     """Maps projections [s, b, sum of widths] of queries, keys and values to the heads' outputs [s, b, heads/t * d]."""
 
-    def __init__(self, build: BuildContext, layer: int, branch: Branch, widths: Sequence[int]) -> None:
+    def __init__(self, build: BuildContext, number: int, branch: Branch, widths: Sequence[int]) -> None:
         super().__init__()
         config = build.config
         self.operations = build.operations
         self.widths = tuple(widths)
         self.epsilon = config.norm_epsilon
-        self.layer = layer
+        self.number = number
         self.head_dim = config.head_dim
         self.q_norm, self.k_norm = None, None
         if branch.head_norms:
@@ -71,7 +71,7 @@ class _AttentionHeads(nn.Module):
         if context.documents is not None:
             return document_attention(q, k, v, context.documents).permute(2, 0, 1, 3).flatten(2)
         if context.cache is not None:
-            k, v = context.cache.extend(self.layer, k, v)
+            k, v = context.cache.update(self.number, k, v)
         attended = (context.attend or self.operations.attend)(q, k, v, context.mask)
         return attended.permute(2, 0, 1, 3).flatten(2)
 
@@ -85,11 +85,11 @@ class Body(nn.Module):
 class Attention(Body):
     """Causal grouped-query attention over this rank's heads: fused q, k, v projection, heads, output projection."""
 
-    def __init__(self, build: BuildContext, layer: int, tensors: SubBlockTensors) -> None:
+    def __init__(self, build: BuildContext, number: int, tensors: SubBlockTensors) -> None:
         super().__init__()
         (branch,) = tensors.branches
         self.qkv_proj = _input_projection(build, tensors)
-        self.heads = _AttentionHeads(build, layer, branch, self.qkv_proj.widths)
+        self.heads = _AttentionHeads(build, number, branch, self.qkv_proj.widths)
         self.o_proj = _output_projection(build, tensors, branch)
 
     def forward(
@@ -107,7 +107,7 @@ class Attention(Body):
 class MLP(Body):
     """SwiGLU, `down(silu(gate(x)) * up(x))`: fused gate and up projection, SwiGLU, down projection."""
 
-    def __init__(self, build: BuildContext, layer: int, tensors: SubBlockTensors) -> None:
+    def __init__(self, build: BuildContext, number: int, tensors: SubBlockTensors) -> None:
         super().__init__()
         self.operations = build.operations
         (branch,) = tensors.branches
@@ -129,12 +129,12 @@ class MLP(Body):
 class AttentionMLP(Body):
     """Attention and MLP of one norm in parallel (PaLM): one input projection, and one sum of both outputs."""
 
-    def __init__(self, build: BuildContext, layer: int, tensors: SubBlockTensors) -> None:
+    def __init__(self, build: BuildContext, number: int, tensors: SubBlockTensors) -> None:
         super().__init__()
         self.operations = build.operations
         attention, mlp = tensors.branches
         self.in_proj = _input_projection(build, tensors)
-        self.heads = _AttentionHeads(build, layer, attention, self.in_proj.widths[:3])
+        self.heads = _AttentionHeads(build, number, attention, self.in_proj.widths[:3])
         self.o_proj = _output_projection(build, tensors, attention)
         self.down_proj = _output_projection(build, tensors, mlp)
 

@@ -39,11 +39,17 @@ from megatron_ladder.model.rotary import RotaryTable
 from megatron_ladder.parallel.input_gradient import InputGradient
 
 
-class KeyValueCache(Protocol):
-    """Keys and values of earlier positions, for generation."""
+class StateCache(Protocol):
+    """What sub-blocks remember of earlier positions, in generation: a state for each sub-block and slot of the batch.
 
-    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new keys and values [b, kv_heads/t, s, d] of `layer`, and return those of all positions."""
+    The state of attention is its keys and values [b, kv_heads/t, positions, d].
+    """
+
+    def update(self, number: int, *new: Tensor) -> tuple[Tensor, ...]:
+        """Store what new positions add to a state, and return the state that they see.
+
+        `number` counts the sub-blocks of a kind, and those of each lane.
+        """
 
 
 class SequenceContext(NamedTuple):
@@ -51,7 +57,7 @@ class SequenceContext(NamedTuple):
 
     rotary: RotaryTable
     """Cosines and sines of the positions."""
-    cache: KeyValueCache | None = None
+    cache: StateCache | None = None
     """Earlier positions; None in training."""
     mask: Tensor | None = None
     """Boolean, True where a query may attend, broadcastable to [b, heads, s, positions]. None means causal: each query

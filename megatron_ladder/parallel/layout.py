@@ -111,6 +111,10 @@ SHARDED_MARKS = ("model_parallel", "tensor_model_parallel")
 class ParallelModule(nn.Module):
     """A module that describes its parameters by sections."""
 
+    reduce_over: CommGroup | None = None
+    """The ranks over which gradients are summed, if they are not all that process other samples (`ProcessMesh.data`):
+    those that hold the same parameters."""
+
     def __init__(self) -> None:
         super().__init__()
         self.sections: dict[str, tuple[Section, ...]] = {}
@@ -149,6 +153,14 @@ def parameter_sections(model: nn.Module) -> Iterator[tuple[nn.Parameter, tuple[S
         if isinstance(module, ParallelModule):
             for attribute, parameter in module.named_parameters(recurse=False):
                 yield parameter, module.sections[attribute]
+
+
+def reduce_groups(model: nn.Module, samples: CommGroup) -> dict[nn.Parameter, CommGroup]:
+    """Return the ranks over which the gradient of each parameter is summed; `samples` are those with other samples."""
+    modules = (module for module in model.modules() if isinstance(module, ParallelModule))
+    return {
+        parameter: module.reduce_over or samples for module in modules for parameter in module.parameters(recurse=False)
+    }
 
 
 def has_padding(parameter: Tensor, sections: Sequence[Section]) -> bool:
