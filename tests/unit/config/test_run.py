@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ladder.config.megatron_flags import ACCEPTED, REFUSED
-from megatron_ladder.config.run import SECTIONS, RunConfig
+from megatron_ladder.config.megatron_flags import REFUSED
+from megatron_ladder.config.run import RunConfig
 from megatron_ladder.config.training import ProfileConfig
-from megatron_ladder.flags import section_flags
 from tests.helpers.runs import run_or_errors
 
 BASE = "--train-iters 100 --lr 1e-3 --seq-length 128 --hidden-size 64 --num-attention-heads 4"
@@ -35,7 +34,6 @@ def test_batches_follow_from_the_layout() -> None:
         ("--min-lr 1", "--min-lr 1.0 is above --lr"),
         ("--lr-warmup-iters 100", "--lr-warmup-iters 100 leaves no step"),
         ("--pipeline-model-parallel-size 3", "1 x --pipeline-model-parallel-size 3 does not divide the 4 launched"),
-        ("--pipeline-model-parallel-size 0", "--pipeline-model-parallel-size 0: expected 1 or more"),
         ("--pipeline-model-parallel-size 4 --num-layers 3", "--pipeline-model-parallel-size 4 is above --num-layers 3"),
         (
             "--sequence-parallel --residual-mode desync --desync-interval 2 --tensor-model-parallel-size 2",
@@ -73,19 +71,8 @@ def test_batches_follow_from_the_layout() -> None:
         ("--compile-sub-blocks --norm-implementation apex", "--compile-sub-blocks compiles torch's norm"),
         ("--profile --profile-step-end 9 --profile-dir p", "--profile-step-start 10 and --profile-step-end 9"),
         ("--profile --profile-dir p --profile-ranks 8 0 4", "--profile-ranks 4 8: expected ranks from 0 to 3"),
-        ("--profile --profile-dir p --profile-ranks -1", "--profile-ranks -1: expected 0 or more"),
-        ("--profile --profile-dir p --profile-step-start -1", "--profile-step-start -1: expected 0 or more"),
         ("--profile --profile-dir p --profile-step-end 101", "--profile-step-end 101 is above --train-iters 100"),
         ("--profile", "--profile needs a directory for its traces"),
-        ("--profile-ranks 1", "--profile-ranks requires --profile"),
-        ("--loss-spike-factor 1", "--loss-spike-factor 1.0: expected above 1"),
-        ("--skip-loss-spikes", "--skip-loss-spikes requires --loss-spike-factor"),
-        ("--exit-duration-in-mins 0", "--exit-duration-in-mins 0.0: expected above 0"),
-        ("--finetune", "--finetune requires --load"),
-        ("--streaming-shards 4", "--streaming-shards 4 requires --streaming"),
-        ("--adam-beta2 1", "--adam-beta2 1.0: expected 0 or more, below 1"),
-        ("--train-iters 0", "--train-iters 0: expected 1 or more"),
-        ("--lr-decay-iters -5", "--lr-decay-iters -5: expected 1 or more"),
         ("--optimizer sgd", "--optimizer: 'sgd' is not one of adamw, adam, muon"),
         ("--optimizer muon --zero-stage 3", "whole gradients on the device, not --zero-stage 3: use --zero-stage 0"),
         ("--optimizer muon --offload-optimizer cpu", "on the device, not --offload-optimizer cpu: use"),
@@ -173,13 +160,6 @@ def test_megatron_spellings_are_accepted() -> None:
 def test_a_valid_profile_is_accepted() -> None:
     assert read("--profile --tensorboard-dir t --profile-step-start 0 --profile-step-end 100")[1] == []
     assert ProfileConfig(profile_dir=Path("p")).folder(Path("t")) == Path("p")
-
-
-def test_no_flag_is_both_ours_and_megatrons() -> None:
-    known = {word for section in SECTIONS for one in section_flags(section) for word in (*one.spellings, one.opposite)}
-    assert not known & (set(ACCEPTED) | set(REFUSED))
-    assert not set(ACCEPTED) & set(REFUSED)
-    assert all(REFUSED.values())
 
 
 def test_a_constant_rate_can_warm_up_to_the_last_step() -> None:
