@@ -1,22 +1,17 @@
 """The order of launches, waits and computations in the stack, and ranges of layers that are chained."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from megatron_ladder.blueprint.model import ModelConfig, local_lanes
-from megatron_ladder.blueprint.wiring import plan_reads
-from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.model.language_model import LanguageModel
-from megatron_ladder.model.operations import BuildContext, Operations
-from megatron_ladder.model.stack import StackOptions, TransformerStack
+from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.model.stack import StackOptions
 from tests.helpers.pool import GlooPools
 from tests.helpers.recording import HYBRID, LADDER, PARALLEL, InlineQueue, recorded_model
-from tests.helpers.sharded import mesh_of, small_model
+from tests.helpers.sharded import small_model
 
 LADDER_PARALLEL = {"residual_mode": "ladder-parallel", "ladder_layers": (0, 1, 2)}
 LADDER_ATTENTION = {"residual_mode": "ladder-attention", "ladder_layers": (0, 1, 2)}
@@ -167,98 +162,46 @@ def test_sharded_stream_is_read_under_the_previous_sub_block(
 
 
 class RecordingQueue(InlineQueue):
-    """A side queue that records chains with their number of inputs (`R2`) and joins (`J`)."""
+    """A side queue that records chains with their number of inputs (`R2`) and joins (`J`), and holds the inputs."""
 
-    def __init__(self, events: list[str]) -> None:
-        self.events = events
-
-    def run(self, chain: Callable[[], Any], uses: Any) -> Any:
-        self.events.append(f"R{len(uses)}")
-        return chain()
-
-    def join(self) -> None:
-        self.events.append("J")
-
-
-def side_queue_events(config: ModelConfig, training: bool) -> str:
-    """Return chains, joins and bodies (`B3`) of a forward pass, and, with `training`, of a backward pass."""
-    model, _ = recorded_model(config, StackOptions(), sequence_parallel=True)
-    events: list[str] = []
-    model.stack.side_queue = RecordingQueue(events)
-    for number, step in enumerate(model.stack.sub_blocks()):
-        assert isinstance(step.body, nn.Module)
-        step.body.register_forward_pre_hook(lambda *_, number=number: events.append(f"B{number}"))
-    with torch.set_grad_enabled(training):
-        state = torch.randn(1, 6, 2, config.hidden_size, requires_grad=training)
-        output = model.stack(state, model.training_context(torch.arange(24).view(2, 12)))
-        if training:
-            output.sum().backward()
-    return " ".join(events)
-
-
-def norms_in_the_side_queue(config: ModelConfig) -> list[bool]:
-    """Return for each recomputed norm, which autograd follows, whether a chain of the side queue computed it."""
-    model, _ = recorded_model(config, StackOptions(recompute_layers=3), sequence_parallel=True)
-    queue, found = CountingQueue(), []
-    model.stack.side_queue = queue
-    for step in model.stack.sub_blocks():
-        step.norm.register_forward_hook(lambda *_: found.append(queue.running) if torch.is_grad_enabled() else None)
-    state = torch.randn(1, 6, 2, config.hidden_size, requires_grad=True)
-    model.stack(state, model.training_context(torch.arange(24).view(2, 12))).sum().backward()
-    return found
-
-
-class CountingQueue(InlineQueue):
-    """A side queue that knows whether a chain is running."""
-
-    running = False
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.held: list[Any] = []
+        self.running = False
 
     def run(self, chain: Callable[[], Any], uses: Any) -> Any:
+        if uses is not None:
+            self.events.append(f"R{len(uses)}")
+            self.held.append(uses)
         self.running = True
         result = chain()
         self.running = False
         return result
 
-
-def test_recomputed_norms_belong_to_the_side_queue(gloo_pools: GlooPools) -> None:
-    """CUDA runs the backward of a norm on the stream of its forward; on the compute stream it would not overlap."""
-    config = small_model(num_layers=3, **LADDER)
-    assert gloo_pools(2).run(norms_in_the_side_queue, config) == [[True] * 6] * 2
-
-
-class HoldingQueue(InlineQueue):
-    """Holds what chains use until the streams join, as on CUDA."""
-
-    def __init__(self) -> None:
-        self.held: list[Any] = []
-
-    def run(self, chain: Callable[[], Any], uses: Any) -> Any:
-        if uses is not None:
-            self.held.append(uses)
-        return chain()
-
     def join(self) -> None:
+        self.events.append("J")
         self.held.clear()
 
 
-def chains_held_after_steps(config: ModelConfig) -> list[int]:
-    """Return for each of three steps with recomputation how many inputs of chains the side queue still holds."""
-    model, _ = recorded_model(config, StackOptions(recompute_layers=3), sequence_parallel=True)
-    queue = HoldingQueue()
-    model.stack.side_queue = queue
-    found = []
-    for _ in range(3):
-        state = torch.randn(1, 6, 2, config.hidden_size, requires_grad=True)
-        model.stack(state, model.training_context(torch.arange(24).view(2, 12))).sum().backward()
-        found.append(len(queue.held))
-    return found
+def side_queue_events(config: ModelConfig, recompute: int, training: bool) -> tuple[str, int, list[bool]]:
+    """Run a forward and, with `training`, a backward pass over a sharded stream with a side queue.
 
-
-@pytest.mark.parametrize("wiring", [{}, PARALLEL, LADDER, HYBRID], ids=["standard", "parallel", "ladder", "hybrid"])
-def test_a_step_leaves_nothing_in_the_side_queue(gloo_pools: GlooPools, wiring: dict[str, Any]) -> None:
-    """It would hold the inputs of recomputed sub-blocks on the GPU for ever."""
-    config = small_model(num_layers=3, **wiring)
-    assert gloo_pools(2).run(chains_held_after_steps, config) == [[0] * 3] * 2
+    Return chains, joins and starts of bodies (`B3`), how much the queue holds at the end, and for each norm that
+    autograd follows, whether a chain of the queue computed it.
+    """
+    model, _ = recorded_model(config, StackOptions(recompute_layers=recompute), sequence_parallel=True)
+    model.stack.side_queue = queue = RecordingQueue()
+    in_queue: list[bool] = []
+    for number, step in enumerate(model.stack.sub_blocks()):
+        assert isinstance(step.body, nn.Module)
+        step.body.register_forward_pre_hook(lambda *_, number=number: queue.events.append(f"B{number}"))
+        step.norm.register_forward_hook(lambda *_: in_queue.append(queue.running) if torch.is_grad_enabled() else None)
+    with torch.set_grad_enabled(training):
+        state = torch.randn(1, 6, 2, config.hidden_size, requires_grad=training)
+        output = model.stack(state, model.training_context(torch.arange(24).view(2, 12)))
+        if training:
+            output.sum().backward()
+    return " ".join(queue.events), len(queue.held), in_queue
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -266,7 +209,19 @@ def test_results_of_the_side_queue_are_joined_before_their_use(gloo_pools: GlooP
     """A chain uses the stream, and the outputs (or reads) that are in flight."""
     config = small_model(num_layers=3, **LADDER_PARALLEL)
     expected = "R1 B0 J R2 B1 J B2" + " R1 J R2 J" * training
-    assert gloo_pools(2).run(side_queue_events, config, training) == [expected, expected]
+    for events, *_ in gloo_pools(2).run(side_queue_events, config, 0, training):
+        assert events == expected
+
+
+@pytest.mark.parametrize("wiring", [{}, PARALLEL, LADDER, HYBRID], ids=["standard", "parallel", "ladder", "hybrid"])
+def test_a_step_leaves_nothing_in_the_side_queue(gloo_pools: GlooPools, wiring: dict[str, Any]) -> None:
+    """It would hold the inputs of recomputed sub-blocks on the GPU for ever.
+
+    CUDA runs the backward of a norm on the stream of its forward; on the compute stream it would not overlap.
+    """
+    for _, held, in_queue in gloo_pools(2).run(side_queue_events, small_model(num_layers=3, **wiring), 3, True):
+        assert held == 0
+        assert all(in_queue) and len(in_queue) == (3 if wiring is PARALLEL else 6)
 
 
 def sharded_backward_events(config: ModelConfig, options: StackOptions) -> str:
@@ -380,72 +335,3 @@ def test_desync_reduces_once_per_interval(
     config = small_model(num_layers=5, **wiring)
     options = StackOptions(recompute_layers=recompute)
     assert gloo_pools(2).run(desync_reduces, config, options) == [(intervals, intervals)] * 2
-
-
-def chained_ranges(config: ModelConfig, cut: int, sequence_parallel: bool = False) -> tuple[float, float]:
-    """Return the largest differences of output and of input gradient between two chained ranges and the whole."""
-    mesh = mesh_of(2) if torch.distributed.get_world_size() > 1 else ProcessMesh.single()
-    mesh = replace(mesh, sequence_parallel=sequence_parallel)
-    positions = 12 // mesh.stream.shards
-    model = LanguageModel(config, mesh, seed=1, dtype=torch.float64)
-    tokens = torch.arange(24).view(2, 12)
-    context = model.training_context(tokens)
-    parts = []
-    build = BuildContext(config, mesh, Operations(), torch.float64, torch.device("cpu"))
-    for layers in (range(cut), range(cut, config.num_layers)):
-        part = TransformerStack(build, layers, StackOptions())
-        part.load_state_dict({k: v for k, v in model.stack.state_dict().items() if int(k.split(".")[1]) in layers})
-        parts.append(part)
-    torch.manual_seed(0)
-    whole_input = torch.randn(1, positions, 2, config.hidden_size, dtype=torch.float64, requires_grad=True)
-    cut_input = whole_input.detach().clone().requires_grad_()
-    weight = torch.randn(1, positions, 2, config.hidden_size, dtype=torch.float64)
-    whole = model.stack(whole_input, context)
-    (whole * weight).sum().backward()
-    crossing = parts[0](cut_input, context)
-    parts_of_an_output = mesh.stream.shards * local_lanes(config, mesh.tensor.size)
-    wired = config.wired_layers
-    pending = plan_reads(wired).missing(sum(map(len, wired[:cut])))
-    assert crossing.shape[0] == 1 + len(pending) * parts_of_an_output
-    # The receiving process has a new leaf, whose gradient is sent back.
-    received = crossing.detach().clone().requires_grad_()
-    chained = parts[1](received, context)
-    (chained * weight).sum().backward()
-    assert received.grad is not None
-    crossing.backward(received.grad)
-    assert whole_input.grad is not None and cut_input.grad is not None
-    return (whole - chained).abs().max().item(), (whole_input.grad - cut_input.grad).abs().max().item()
-
-
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize(
-    "wiring",
-    [{}, LADDER, HYBRID, PARALLEL, LADDER_PARALLEL, STALENESS_2, LADDER_ATTENTION, OWN_PARTIALS],
-    ids=["standard", "ladder", "hybrid", "parallel", "ladder-parallel", "staleness-2", "ladder-attention", "lanes"],
-)
-def test_chained_ranges_equal_the_whole(gloo_pools: GlooPools, wiring: dict[str, Any], world: int) -> None:
-    config = small_model(num_layers=3, **wiring)
-    for cut in (1, 2):
-        for output, gradient in gloo_pools(world).run(chained_ranges, config, cut):
-            assert output < 1e-12 and gradient < 1e-11
-
-
-@pytest.mark.parametrize(
-    "wiring",
-    [{}, LADDER, HYBRID, LADDER_PARALLEL, STALENESS_2, LADDER_ATTENTION],
-    ids=["standard", "ladder", "hybrid", "ladder-parallel", "staleness-2", "ladder-attention"],
-)
-def test_chained_ranges_of_a_sharded_stream_equal_the_whole(gloo_pools: GlooPools, wiring: dict[str, Any]) -> None:
-    config = small_model(num_layers=3, **wiring)
-    for cut in (1, 2):
-        for output, gradient in gloo_pools(2).run(chained_ranges, config, cut, True):
-            assert output < 1e-12 and gradient < 1e-11
-
-
-@pytest.mark.parametrize("wiring", [DESYNC_2, DESYNC_4], ids=["desync-2", "desync-4"])
-def test_chained_desync_ranges_equal_the_whole(gloo_pools: GlooPools, wiring: dict[str, Any]) -> None:
-    """In desync-4, per-rank streams cross at layer 1 and a shared stream at layer 2."""
-    config = small_model(num_layers=3, **wiring)
-    for cut in (1, 2):
-        for output, gradient in gloo_pools(2).run(chained_ranges, config, cut):
-            assert output < 1e-12 and gradient < 1e-11
