@@ -22,7 +22,6 @@ from transformers import (
 from tests.reference import (
     ReferenceConfig,
     greedy_continuation,
-    inverse_frequencies,
     make_weights,
     reference_gradients,
     reference_logits,
@@ -155,53 +154,6 @@ def test_logits_and_gradients_are_transformers(config: ReferenceConfig, family: 
         theirs = model.get_parameter(".".join(["model", *words])).grad
         assert theirs is not None
         assert largest_error(gradients[name], theirs) < 2e-5
-
-
-class DoubleRotary(torch.nn.Module):
-    """Cosines and sines in float64; transformers has them in float32 only."""
-
-    def __init__(self, base: float, head_dim: int) -> None:
-        super().__init__()
-        self.frequencies = [1 / base ** (2 * i / head_dim) for i in range(head_dim // 2)] * 2
-
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        table = [[int(position) * frequency for frequency in self.frequencies] for position in position_ids[0]]
-        angles = torch.tensor([table], dtype=torch.float64)
-        return angles.cos(), angles.sin()
-
-
-@pytest.mark.parametrize(
-    ("config", "family"),
-    [
-        pytest.param(replace(LLAMA_CASES["biases"], num_key_value_heads=2), LlamaForCausalLM, id="llama"),
-        pytest.param(QWEN3, Qwen3ForCausalLM, id="qwen3"),
-    ],
-)
-def test_double_precision_is_double(config: ReferenceConfig, family: Family) -> None:
-    weights = make_weights(config, seed=2, dtype=torch.float64)
-    model = hugging_face_model(config, weights, family, dtype=torch.float64)
-    for path, module in list(model.named_modules()):
-        if type(module).__name__.endswith("RMSNorm"):
-            # transformers' norm goes through float32.
-            norm = torch.nn.RMSNorm(len(module.weight), eps=config.norm_epsilon)
-            norm.weight = module.weight
-            model.set_submodule(path, norm)
-    model.set_submodule("model.rotary_emb", DoubleRotary(config.rotary_base, config.head_dim))
-    tokens = random_ids(config, 2, 30)
-    expected = model(tokens).logits
-    assert expected.dtype == torch.float64
-    assert largest_error(reference_logits(weights, config, tokens), expected) < 1e-12
-
-
-def test_llama3_frequencies_are_transformers_and_reach_all_three_bands() -> None:
-    model = hugging_face_model(LLAMA3, make_weights(LLAMA3, seed=0))
-    expected = model.get_submodule("model.rotary_emb").inv_freq.double().tolist()
-    assert inverse_frequencies(LLAMA3) == pytest.approx(expected, rel=1e-6)
-    plain = inverse_frequencies(replace(LLAMA3, rope_scaling="none"))
-    ratios = [scaled / frequency for scaled, frequency in zip(inverse_frequencies(LLAMA3), plain, strict=True)]
-    assert ratios[0] == 1
-    assert 1 / 8 < ratios[1] < 1
-    assert ratios[2] == pytest.approx(1 / 8)
 
 
 # Wirings on sequences of one token, for which attention is o_proj(v_proj(x)): no other key, no rotation.
