@@ -1,6 +1,5 @@
 """Whole optimizer steps with DeepSpeed in every layout, compared with a plain AdamW on a plain model."""
 
-import itertools
 from pathlib import Path
 
 import pytest
@@ -9,65 +8,30 @@ import torch
 from megatron_ladder.train.step import evaluate, train_step
 from tests.helpers.activations import ActivationMeter
 from tests.helpers.pool import GlooPools
-from tests.helpers.sharded import Pieces, assert_pieces
-from tests.helpers.steps import RECIPE, STEPS, Batch, check_resume, check_steps, interrupted, steps_of_batches, train
+from tests.helpers.steps import RECIPE, STEPS, Batch, check_resume, check_steps, steps_of_batches, train
 from tests.helpers.training import (
     build_trainer_here,
-    load_trainer,
     own_batches,
     run_of,
-    weight_pieces,
 )
 from tests.reference import ReferenceConfig, Weights, make_weights, reference_loss
 
-LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)]
+LADDER = "--residual-mode ladder --ladder-layers 2 --qk-layernorm --add-attention-output-bias"
+DESYNC = "--residual-mode desync --add-attention-output-bias --desync-interval"
+"""Norm weights of every rank count in the gradient norm and do not decay, although they are rows of a matrix."""
 
 
 @pytest.mark.parametrize("zero_stage", ["0", "1"])
-@pytest.mark.parametrize(("tensor_parallel", "data_parallel"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("tensor_parallel", "data_parallel", "wiring"),
+    [(4, 1, LADDER), (2, 1, f"{DESYNC} 2"), (2, 2, f"{DESYNC} 4"), (4, 1, f"{DESYNC} 2")],
+)
 def test_steps_equal_a_plain_model(
-    gloo_pools: GlooPools, tensor_parallel: int, data_parallel: int, zero_stage: str
+    gloo_pools: GlooPools, tensor_parallel: int, data_parallel: int, wiring: str, zero_stage: str
 ) -> None:
-    world = tensor_parallel * data_parallel
-    argv = [
-        *RECIPE,
-        "--tensor-model-parallel-size",
-        str(tensor_parallel),
-        "--zero-stage",
-        zero_stage,
-        "--residual-mode",
-        "ladder",
-        "--ladder-layers",
-        "2",
-        "--global-batch-size",
-        "8",
-        "--qk-layernorm",
-        "--add-attention-output-bias",
-    ]
-    check_steps(gloo_pools, argv, world)
-
-
-@pytest.mark.parametrize("zero_stage", ["0", "1"])
-@pytest.mark.parametrize(("tensor_parallel", "data_parallel", "interval"), [(2, 1, 2), (2, 2, 4), (4, 1, 2)])
-def test_desync_steps_equal_a_plain_model(
-    gloo_pools: GlooPools, tensor_parallel: int, data_parallel: int, interval: int, zero_stage: str
-) -> None:
-    """Norm weights of every rank count in the gradient norm and do not decay, although they are rows of a matrix."""
-    argv = [
-        *RECIPE,
-        "--tensor-model-parallel-size",
-        str(tensor_parallel),
-        "--zero-stage",
-        zero_stage,
-        "--residual-mode",
-        "desync",
-        "--desync-interval",
-        str(interval),
-        "--global-batch-size",
-        "8",
-        "--add-attention-output-bias",
-    ]
-    check_steps(gloo_pools, argv, tensor_parallel * data_parallel)
+    """`test_zero.py` has more layouts and stages."""
+    layout = f"--tensor-model-parallel-size {tensor_parallel} --zero-stage {zero_stage} --global-batch-size 8"
+    check_steps(gloo_pools, [*RECIPE, *layout.split(), *wiring.split()], tensor_parallel * data_parallel)
 
 
 @pytest.mark.parametrize("recompute", [[], ["--recompute-granularity", "full"]], ids=["kept", "recomputed"])
@@ -130,57 +94,10 @@ def test_bf16_follows_fp32(gloo_pools: GlooPools) -> None:
         assert found != wanted
 
 
-RESUMED = list(itertools.product([(1, 1), (2, 2), (1, 2), (2, 4)], ["--zero-stage 0", "--zero-stage 1", "--bf16"]))
-RESUMED_AT_ONCE = [((1, 1), "--zero-stage 0"), ((1, 2), "--zero-stage 1"), ((2, 2), "--bf16"), ((2, 4), "--bf16")]
-
-
-@pytest.mark.parametrize(
-    ("layout", "precision"),
-    [pytest.param(*case, marks=[] if case in RESUMED_AT_ONCE else pytest.mark.slow) for case in RESUMED],
-)
-def test_resumed_steps_equal_uninterrupted_ones_bitwise(
-    gloo_pools: GlooPools, tmp_path: Path, layout: tuple[int, int], precision: str
-) -> None:
-    tensor_parallel, world = layout
-    argv = [
-        *RECIPE,
-        *precision.split(),
-        "--tensor-model-parallel-size",
-        str(tensor_parallel),
-        "--global-batch-size",
-        "8",
-        "--residual-mode",
-        "ladder",
-        "--ladder-layers",
-        "0,2",
-        "--tie-embeddings",
-    ]
-    check_resume(gloo_pools, tmp_path, argv, world)
-
-
 @pytest.mark.parametrize(("world", "precision"), [(2, "--zero-stage 0"), (4, "--zero-stage 1"), (4, "--bf16")])
 def test_desync_resumes_bitwise(gloo_pools: GlooPools, tmp_path: Path, world: int, precision: str) -> None:
     argv = [*RECIPE, *precision.split(), *"--tensor-model-parallel-size 2 --global-batch-size 8".split()]
     check_resume(gloo_pools, tmp_path, [*argv, "--residual-mode", "desync", "--desync-interval", "4"], world)
-
-
-def load_elsewhere(argv: list[str], save: str) -> Pieces:
-    """On each rank: return the weights of a checkpoint that another layout wrote."""
-    trainer = build_trainer_here([*argv, "--seed", "99"])
-    load_trainer(trainer, Path(save))
-    return weight_pieces(trainer)
-
-
-@pytest.mark.parametrize("precision", ["--zero-stage 1", pytest.param("--bf16", marks=pytest.mark.slow)])
-def test_a_checkpoint_is_read_in_another_layout(gloo_pools: GlooPools, tmp_path: Path, precision: str) -> None:
-    argv = [*RECIPE, *precision.split(), "--global-batch-size", "8", "--residual-mode", "ladder"]
-    batches = steps_of_batches(STEPS, 4)
-    ranks = gloo_pools(4).run(
-        interrupted, [*argv, "--tensor-model-parallel-size", "2"], batches, str(tmp_path / "save"), STEPS
-    )
-    (single,) = gloo_pools(1).run(load_elsewhere, argv, str(tmp_path / "save"))
-    full = {name: values for name, _, values in single}
-    assert_pieces([pieces for _, pieces in ranks], full, 0.0)
 
 
 def mean_loss(argv: list[str], weights: Weights, batches: list[list[Batch]]) -> float:
