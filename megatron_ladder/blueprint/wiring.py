@@ -149,9 +149,16 @@ class ReadPlan:
         """Return the outputs that a read is the first to see, oldest first."""
         return self._arrivals.get(read, ())
 
-    def missing(self, read: int) -> list[int]:
+    @cached_property
+    def _missing(self) -> list[list[int]]:
+        found = list[list[int]]([[]])
+        for read in range(1, len(self.first_reads) + 1):
+            found.append([output for output in (*found[-1], read - 1) if self.first_reads[output] > read])
+        return found
+
+    def missing(self, read: int) -> Sequence[int]:
         """Return the outputs of earlier sub-blocks that a read does not see, oldest first; they cross a cut there."""
-        return [output for output in range(read) if self.first_reads[output] > read]
+        return self._missing[read]
 
     @cached_property
     def in_order(self) -> bool:
