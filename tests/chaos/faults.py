@@ -4,14 +4,9 @@ import math
 import re
 import signal
 import socket
-import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-import torch
-
-from tests.chaos.ranks import Job
 from tests.chaos.runs import (
     ATTEMPT_SECONDS,
     MOMENTS,
@@ -230,78 +225,3 @@ def second_run(experiment: Experiment) -> str:
     experiment.finish(save)
     experiment.check(save)
     return "rejected with pid, host and start time of the first run; the lock of a killed run is taken over"
-
-
-def cost(experiment: Experiment, job_steps: int = 400) -> str:
-    """Measure the time of stopping, guarding and recording relative to a step."""
-    save = experiment.folder / "cost"
-    job: Job
-    flags = f"--train-iters {job_steps} --log-interval 10 --loss-spike-factor 100 --loss-spike-window 64"
-    job, _ = experiment.start(save, *flags.split(), prepare=timing(save))
-    codes = job.wait(4 * ATTEMPT_SECONDS)
-    assert set(codes.values()) == {0}, job.output.read_text()
-    hooks, steps = ([float(line) for line in (save / name).read_text().split()] for name in ("hooks", "steps"))
-    hook, step = statistics.median(hooks), statistics.median(steps)
-    mean = sum(hooks) / sum(steps)
-    return (
-        f"{1e6 * hook:.0f} us (median; {1e6 * statistics.mean(hooks):.0f} us mean) of a step of {1e3 * step:.1f} ms: "
-        f"{100 * hook / step:.2f} % (median), {100 * mean:.2f} % (of all time)"
-    )
-
-
-def timing(save: Path) -> Callable[[int], None]:
-    """Return a function that records the times of hooks and steps on rank 0."""
-
-    def prepare(rank: int) -> None:
-        from megatron_ladder.comm.watch import HangWatch
-        from megatron_ladder.train import guards, loop, record, stop
-        from megatron_ladder.train import step as step_module
-
-        spent, hooks, steps = [0.0], [], []
-
-        def timed(owner: object, name: str) -> None:
-            function = getattr(owner, name)
-
-            def call(*args: object, **kwargs: object) -> object:
-                began = time.perf_counter()
-                try:
-                    return function(*args, **kwargs)
-                finally:
-                    spent[0] += time.perf_counter() - began
-
-            setattr(owner, name, call)
-
-        for owner, name in (
-            (guards.Guard, "judge"),
-            (guards.Guard, "stop_if_hopeless"),
-            (stop.Stopper, "votes"),
-            (stop.Stopper, "reason"),
-            (record.RunRecord, "write"),
-            (loop, "report_finding"),
-            (HangWatch, "step_done"),
-        ):
-            timed(owner, name)
-        norm = step_module.gradient_norm
-
-        def norm_with_extra_sums(pieces, world, device, extra_sums):
-            # Measure the assembly of extra_sums on a copy; the collective runs in any case.
-            began = time.perf_counter()
-            torch.cat([torch.zeros(1, dtype=torch.float64), torch.tensor(extra_sums.tolist(), dtype=torch.float64)])
-            spent[0] += time.perf_counter() - began
-            return norm(pieces, world, device, extra_sums)
-
-        step_module.gradient_norm = norm_with_extra_sums
-        take_step = loop.train_step
-
-        def timed_step(trainer, micro_batches, iteration, votes):
-            hooks.append(spent[0])
-            steps.append(time.perf_counter())
-            if rank == 0 and iteration == trainer.run.training.train_iters:
-                for name, values in (("hooks", hooks), ("steps", steps)):
-                    parts = [after - before for before, after in zip(values[1:], values[2:], strict=False)]
-                    (save / name).write_text("\n".join(map(repr, parts)))
-            return take_step(trainer, micro_batches, iteration, votes)
-
-        loop.train_step = timed_step
-
-    return prepare

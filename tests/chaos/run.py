@@ -24,7 +24,7 @@ from tests.chaos.ranks import import_everything  # noqa: E402
 from tests.chaos.runs import Experiment, write_tokens  # noqa: E402
 from tests.helpers.patience import be_patient  # noqa: E402
 
-FAULTS = ("kill", "term", "ask", "second-signal", "stop", "nan", "lock", "cost")
+FAULTS = ("kill", "term", "ask", "second-signal", "stop", "nan", "lock")
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class ChaosConfig:
     layouts: tuple[Literal["tp", "pp", "dp"], ...] = ("tp", "pp", "dp")
     """Layouts of two processes, one after another."""
     faults: tuple[str, ...] = flag(
-        ("kill", "term", "ask", "second-signal", "stop", "nan", "lock"),
+        FAULTS,
         choices=[f"{layout}{name}" for layout in ("", "tp:", "pp:", "dp:") for name in FAULTS],
     )
     """kill: SIGKILL at random moments. term: SIGTERM or SIGINT during a start, a step and a save. ask: stop by steps,
     file and time. second-signal: a second SIGTERM. stop: SIGSTOP of a rank. nan: bad gradients. lock: two runs with one
-    directory. cost: time of the hooks. tp:kill: a fault of one layout only."""
+    directory. tp:kill: a fault of one layout only."""
     kills: int = 3
     """Number of kills, and of terminations, per layout."""
     seed: int = 0
@@ -69,7 +69,6 @@ def main(argv: Sequence[str]) -> None:
                 "stop": lambda e=experiment: faults.stopped_rank(e),
                 "nan": lambda e=experiment: faults.bad_numbers(e),
                 "lock": lambda e=experiment: faults.second_run(e),
-                "cost": lambda e=experiment: faults.cost(e),
             }
             for name in (fault.removeprefix(f"{layout}:") for fault in config.faults):
                 if name in known:
