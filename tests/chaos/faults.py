@@ -72,7 +72,9 @@ def terminations(experiment: Experiment, count: int) -> str:
         # A starting process without its handler would simply exit.
         job, before = experiment.start(save)
         if moment == "start":
-            time.sleep(0.1 + experiment.chance.uniform(0, 0.5 * experiment.start_seconds))
+            while not job.codes and not job.catches(signal.SIGTERM):
+                time.sleep(0.005)
+            time.sleep(experiment.chance.uniform(0, 0.5 * experiment.start_seconds))
         else:
             experiment.await_moment(job, save, moment, len(before))
         ranks = experiment.chance.choice([[0], [WORLD_SIZE - 1], range(WORLD_SIZE)])

@@ -104,6 +104,12 @@ class Job:
             time.sleep(0.005)
         return self.codes
 
+    def catches(self, number: int) -> bool:
+        """Return whether all ranks have a handler of a signal."""
+        status = [Path(f"/proc/{pid}/status").read_text() for pid in self._pids]
+        masks = [int(text.partition("SigCgt:")[2].split()[0], 16) for text in status]
+        return all(mask >> (number - 1) & 1 for mask in masks)
+
     def kill(self) -> None:
         """Kill the remaining ranks, as a launcher does after a failure."""
         for rank in range(len(self._pids)):

@@ -8,9 +8,10 @@ import pytest
 import tokenizers
 import torch.distributed as dist
 
+from megatron_ladder.config.run import read_run_words
 from megatron_ladder.data.sidecar import Sidecar, write_sidecar
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer
-from megatron_ladder.train import loop, setup
+from megatron_ladder.train import loop, opening, setup
 from tests.distributed.test_loop import write_tokens
 from tests.helpers.commands import free_port
 from tests.helpers.operations import Operations
@@ -52,10 +53,10 @@ def pretrain(argv: list[str], folder: Path, port: int) -> list[str]:
         patch.setenv("LOCAL_RANK", "0")
         patch.setattr(setup, "start_process_group", lambda *of_the_run: CPU)
         patch.setattr(setup, "start_deepspeed", lambda *of_the_run: None)
-        patch.setattr(loop, "stop_process_group", dist.barrier)
+        patch.setattr(opening, "stop_process_group", dist.barrier)
         patch.setattr(loop, "HangWatch", mock.MagicMock())
         operations = Operations(folder, patch)
-        loop.pretrain(argv)
+        loop.pretrain(read_run_words(argv))
         return [line for lines in operations.of_thread.values() for line in lines]
 
 
