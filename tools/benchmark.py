@@ -7,12 +7,9 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from ladder_lab.bench.options import CASES, SERVE, BenchmarkOptions, RequestsOptions, parse_options  # noqa: E402
-from megatron_ladder.cli.programs import Command  # noqa: E402
+from ladder_lab.bench.options import RequestsOptions, parse_options  # noqa: E402
 from megatron_ladder.comm.ranks import run_ranks  # noqa: E402
 from megatron_ladder.errors import run_program  # noqa: E402
-
-COMMANDS = (Command((BenchmarkOptions,), "|".join(CASES)), Command((RequestsOptions,), SERVE))
 
 
 def main(argv: Sequence[str]) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from megatron_ladder.cli.programs import Command  # noqa: E402
 from megatron_ladder.command_line import flag_words, parse_command_line  # noqa: E402
 from megatron_ladder.config.run import SECTIONS, RunFlags, parse_run  # noqa: E402
 from megatron_ladder.errors import ErrorCollector, UserError, run_program  # noqa: E402
@@ -31,13 +30,10 @@ class DryRunOptions:
     """File for the memory of the ranks that are built, and for all collectives of a step in order."""
 
 
-COMMANDS = (Command((DryRunOptions, *SECTIONS)),)
-
-
 def parse_options(argv: Sequence[str]) -> tuple[DryRunOptions, RunFlags, list[str]]:
     """Read the command line; return also the words that describe the run. Raises UserError with one line per error."""
     if {"-h", "--help"} & set(argv):
-        parse_command_line(COMMANDS[0].sections, ["--help"], PROGRAM, __doc__ or "")
+        parse_command_line([DryRunOptions, *SECTIONS], ["--help"], PROGRAM, __doc__ or "")
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     own.add_argument("--ranks")
     own.add_argument("--json")

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from ladder_lab.markdown import markdown_table  # noqa: E402
-from megatron_ladder.cli.programs import Command  # noqa: E402
 from megatron_ladder.command_line import parse_config  # noqa: E402
 from megatron_ladder.errors import UserError, run_program  # noqa: E402
 from megatron_ladder.files import write_atomically  # noqa: E402
@@ -37,7 +36,6 @@ class ExposedCommunicationConfig:
     symmetric memory."""
 
 
-COMMANDS = (Command((ExposedCommunicationConfig,)),)
 COUNTED = {
     "cpu": "CPU: exposed is the time inside waits; in flight is the time from launch to the end of the wait.",
     "cuda": "CUDA: exposed is the time of communication kernels while no other kernel runs; in flight is all.",

@@ -7,15 +7,10 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from ladder_lab.plan.options import (  # noqa: E402
-    DESCRIPTIONS,
-    KINDS,
     LayoutOptions,
     parse_options,
 )
-from megatron_ladder.cli.programs import Command  # noqa: E402
 from megatron_ladder.errors import run_program  # noqa: E402
-
-COMMANDS = tuple(Command((kind,), verb, DESCRIPTIONS[verb]) for verb, kind in KINDS.items())
 
 
 def main(argv: Sequence[str]) -> None:

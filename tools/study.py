@@ -6,11 +6,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from ladder_lab.study.options import DESCRIPTIONS, SECTIONS, ReportOptions, parse_options  # noqa: E402
-from megatron_ladder.cli.programs import Command  # noqa: E402
+from ladder_lab.study.options import ReportOptions, parse_options  # noqa: E402
 from megatron_ladder.errors import run_program  # noqa: E402
-
-COMMANDS = tuple(Command(sections, name, DESCRIPTIONS[name]) for name, sections in SECTIONS.items())
 
 
 def main(argv: Sequence[str]) -> None:

@@ -13,7 +13,6 @@ from ladder_lab.bench.options import FEWEST_ROUNDS  # noqa: E402
 from ladder_lab.bench.sizes import SHAPE, SIZES, find_size  # noqa: E402
 from ladder_lab.bench.variants import VARIANTS  # noqa: E402
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES  # noqa: E402
-from megatron_ladder.cli.programs import Command  # noqa: E402
 from megatron_ladder.command_line import parse_config  # noqa: E402
 from megatron_ladder.errors import BadNumbersError, ErrorCollector, run_program  # noqa: E402
 from megatron_ladder.flags import flag  # noqa: E402
@@ -45,9 +44,6 @@ class ThroughputOptions:
     """Measured rounds; every variant runs once per round."""
     json: Path | None = flag(None, output="file")
     """File for the results, as a list of rows."""
-
-
-COMMANDS = (Command((ThroughputOptions,)),)
 
 
 def _find_errors(options: ThroughputOptions) -> Iterator[str]:

@@ -5,11 +5,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ladder.cli.programs import Command
 from megatron_ladder.comm.ranks import run_ranks
 from megatron_ladder.convert.options import (
-    INSPECT,
-    VERBS,
     ArrangeOptions,
     ExportOptions,
     ImportOptions,
@@ -17,11 +14,6 @@ from megatron_ladder.convert.options import (
     parse_options,
 )
 from megatron_ladder.errors import run_program
-
-COMMANDS = (
-    *(Command((kind,), verb, text) for verb, (kind, text) in VERBS.items()),
-    Command((), "inspect DIR", f"{INSPECT} It has no flags."),
-)
 
 
 def main(argv: Sequence[str]) -> None:

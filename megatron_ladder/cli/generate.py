@@ -4,12 +4,9 @@ import functools
 import os
 from collections.abc import Sequence
 
-from megatron_ladder.cli.programs import Command
 from megatron_ladder.comm.ranks import run_ranks
 from megatron_ladder.errors import run_program
-from megatron_ladder.generate.options import SECTIONS, parse_options
-
-COMMANDS = (Command(SECTIONS),)
+from megatron_ladder.generate.options import parse_options
 
 
 def main(argv: Sequence[str]) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ladder.cli.programs import Command
 from megatron_ladder.command_line import parse_config
 from megatron_ladder.config.data import TokenizerType
 from megatron_ladder.errors import run_program
@@ -27,9 +26,6 @@ class InspectConfig:
     """File or directory of the tokenizer."""
     verify: bool = False
     """Read all data and compare it with the checksums that preprocessing recorded."""
-
-
-COMMANDS = (Command((InspectConfig,)),)
 
 
 def parse_options(argv: Sequence[str]) -> InspectConfig:

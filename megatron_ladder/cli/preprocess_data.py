@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ladder.cli.programs import Command
 from megatron_ladder.command_line import parse_config
 from megatron_ladder.config.data import TokenizerType
 from megatron_ladder.errors import run_program
@@ -55,9 +54,6 @@ class PreprocessConfig:
     """Maximum size of a line, or of a plain text file."""
     log_interval: int = flag(1000, minimum=1)
     """Documents between updates of the progress display."""
-
-
-COMMANDS = (Command((PreprocessConfig,)),)
 
 
 def _find_errors(config: PreprocessConfig) -> Iterator[str]:

@@ -6,13 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megatron_ladder.cli.programs import Command
-from megatron_ladder.config.run import SECTIONS, RunFlags, parse_run, read_run_words
+from megatron_ladder.config.run import RunFlags, parse_run, read_run_words
 from megatron_ladder.errors import ExitCode, UserError, run_program
 from megatron_ladder.train.record import RunRecord
 from megatron_ladder.train.stop import StopSignals
-
-COMMANDS = (Command(SECTIONS),)
 
 
 def parse_options(argv: Sequence[str]) -> RunFlags:

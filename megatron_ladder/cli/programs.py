@@ -1,7 +1,7 @@
 """The table of programs. `setup.py` runs this file, so it must not import anything of the package at its top level.
 
-A program NAME has a module NAME in this folder, with `entry_point`, `parse_options` and `COMMANDS`. From a checkout it
-is started as `tools/NAME.py`, after an installation as `megatron-ladder-NAME`.
+A program NAME has a module NAME in this folder, with `entry_point` and `parse_options`. From a checkout it is
+started as `tools/NAME.py`, after an installation as `megatron-ladder-NAME`.
 
 A program answers `--help` and wrong flags at once: its module, and the modules that it imports at the top, need only
 the standard library. Its `main` calls `parse_options` first, and then imports the modules that do the work.
@@ -9,8 +9,6 @@ the standard library. Its `main` calls `parse_options` first, and then imports t
 
 import importlib
 import sys
-from dataclasses import dataclass
-from types import ModuleType
 
 PROGRAMS = (
     "pretrain",
@@ -23,35 +21,12 @@ PROGRAMS = (
 )
 
 
-@dataclass(frozen=True)
-class Command:
-    """A program, or one of its subcommands.
-
-    `sections` are the dataclasses of its flags, in the order of `--help`. `words` precede the flags, such as `DIR` or a
-    subcommand. The description is one sentence, or empty if the docstring of the program's module describes it.
-    """
-
-    sections: tuple[type, ...]
-    words: str = ""
-    description: str = ""
-
-
-def script_of(program: str) -> str:
-    """Return the path of a program's script in a checkout."""
-    return "pretrain_ladder.py" if program == "pretrain" else f"tools/{program}.py"
-
-
-def load_program(program: str) -> ModuleType:
-    """Import the module of a program."""
-    return importlib.import_module(f"megatron_ladder.cli.{program}")
-
-
 def start(program: str) -> None:
     """Run a program from its script in a checkout."""
     if sys.version_info < (3, 11):  # noqa: UP036
         sys.stderr.write(f"error: {sys.executable} is Python {sys.version.split()[0]}: use Python 3.11 or newer\n")
         raise SystemExit(2)
-    load_program(program).entry_point()
+    importlib.import_module(f"megatron_ladder.cli.{program}").entry_point()
 
 
 def console_scripts() -> list[str]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ladder.cli.images import image_errors
-from megatron_ladder.cli.programs import Command
 from megatron_ladder.command_line import parse_config
 from megatron_ladder.errors import ErrorCollector, ExitCode, run_program
 from megatron_ladder.files import output_problem
@@ -34,9 +33,6 @@ class ReportRunConfig:
     status: bool = False
     """Only print how the last attempt ended, and exit with 0 (finished), 2 (invalid input), 3 (bad numbers) or 1 (worth
     another attempt). Launchers lose the exit codes of their ranks; the record has them."""
-
-
-COMMANDS = (Command((ReportRunConfig,)),)
 
 
 @dataclass

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron_ladder.cli.programs import Command
 from megatron_ladder.command_line import parse_config
 from megatron_ladder.errors import UserError, run_program
 from megatron_ladder.files import output_problem, write_atomically
@@ -34,7 +33,6 @@ class TrainTokenizerConfig:
     """Train on a sample of approximately this size, taken evenly from the whole input."""
 
 
-COMMANDS = (Command((TrainTokenizerConfig,)),)
 parse_options = functools.partial(parse_config, TrainTokenizerConfig, program="train_tokenizer.py", description=__doc__)
 
 

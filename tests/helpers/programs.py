@@ -4,14 +4,22 @@ import importlib
 from types import ModuleType
 
 from megatron_ladder.cli import programs
-from megatron_ladder.cli.programs import script_of
-
-__all__ = ["EXPERIMENTS", "PROGRAMS", "load_program", "script_of"]
 
 EXPERIMENTS = ("benchmark", "dry_run", "exposed_communication", "plan", "study", "throughput")
 PROGRAMS = (*programs.PROGRAMS, *EXPERIMENTS)
+SUBCOMMANDS = {
+    "benchmark": ("decode", "prefill", "train", "serve"),
+    "convert_checkpoint": ("import", "export", "reshape", "arrange", "sensitivity", "inspect"),
+    "plan": ("inference",),
+    "study": ("run", "adapt", "report"),
+}
+
+
+def script_of(program: str) -> str:
+    """Return the path of a program's script in a checkout."""
+    return "pretrain_ladder.py" if program == "pretrain" else f"tools/{program}.py"
 
 
 def load_program(program: str) -> ModuleType:
     """Import the module of a program."""
-    return importlib.import_module(f"tools.{program}") if program in EXPERIMENTS else programs.load_program(program)
+    return importlib.import_module(f"tools.{program}" if program in EXPERIMENTS else f"megatron_ladder.cli.{program}")
