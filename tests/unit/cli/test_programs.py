@@ -41,9 +41,8 @@ def answers(command_lines: Sequence[tuple[str, Sequence[str]]]) -> list[tuple[st
 
 
 def test_help_version_and_wrong_flags_need_only_the_standard_library() -> None:
-    lines = [
-        (program, words) for program in PROGRAMS for words in [[], *([one] for one in SUBCOMMANDS.get(program, ()))]
-    ]
+    subcommands = [(program, [name]) for program, names in SUBCOMMANDS.items() for name in names]
+    lines = [*((program, list[str]()) for program in PROGRAMS), *subcommands]
     flags = ("--help", "-h", "--version", "--wrong")
     found = iter(answers([(program, [*words, flag]) for program, words in lines for flag in flags]))
     for program, words in lines:
@@ -83,7 +82,6 @@ def test_help_of_the_trainer_begins_with_the_common_flags(capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("program", "flag"),
     [
-        ("pretrain", "--tensorboard-dir"),
         ("preprocess_data", "--output-prefix"),
         ("train_tokenizer", "--model-prefix"),
         ("report_run", "--output"),
