@@ -88,14 +88,7 @@ def state_of_a_step(argv: list[str]) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize(
     ("ranks", "precision", "zero", "optimizer"),
-    [
-        (1, "fp32", 1, "adamw"),
-        (2, "fp32", 0, "adamw"),
-        (2, "fp32", 0, "muon"),
-        (2, "fp32", 1, "muon"),
-        (2, "fp32", 1, "adamw"),
-        (2, "bf16", 1, "adamw"),
-    ],
+    [(2, "fp32", 0, "muon"), (2, "fp32", 1, "muon"), (2, "fp32", 1, "adamw"), (2, "bf16", 1, "adamw")],
 )
 def test_states_are_what_the_engine_allocates(
     gloo_pools: GlooPools, ranks: int, precision: Precision, zero: int, optimizer: str
@@ -126,7 +119,7 @@ def kept_of_a_pass(wiring: ResidualMode, recompute: bool, sequence_parallel: boo
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("wiring", ["standard", "ladder", "ladder-parallel", "ladder-attention"])
+@pytest.mark.parametrize("wiring", ["standard", "ladder-attention"])
 def test_activations_of_two_ranks(
     gloo_pools: GlooPools, wiring: ResidualMode, recompute: bool, sequence_parallel: bool
 ) -> None:

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from megatron_ladder.blueprint.partition import balanced_partition, uniform_partition
+from megatron_ladder.blueprint.partition import balanced_partition
 from megatron_ladder.config.run import parse_run, resolve_run
 from megatron_ladder.engine.build import partition
 
@@ -12,14 +12,6 @@ from megatron_ladder.engine.build import partition
 def sizes(ranges: list[range]) -> list[int]:
     assert [r.start for r in ranges] == [0, *(r.stop for r in ranges[:-1])]
     return [len(r) for r in ranges]
-
-
-@pytest.mark.parametrize(
-    ("layers", "stages", "expected"),
-    [(8, 1, [8]), (8, 4, [2, 2, 2, 2]), (7, 2, [4, 3]), (11, 4, [3, 3, 3, 2]), (3, 3, [1, 1, 1])],
-)
-def test_uniform(layers: int, stages: int, expected: list[int]) -> None:
-    assert sizes(uniform_partition(layers, stages)) == expected
 
 
 def test_the_heaviest_stage_is_as_light_as_in_any_partition() -> None:
@@ -36,10 +28,6 @@ def test_the_heaviest_stage_is_as_light_as_in_any_partition() -> None:
 
         every = ((0, *cut, 8) for cut in itertools.combinations(range(1, 8), stages - 1))
         assert heaviest((0, *(r.stop for r in found))) == min(map(heaviest, every))
-
-
-def test_among_equal_partitions_the_first_stages_get_less() -> None:
-    assert sizes(balanced_partition([1] * 5, 0, 0, 2)) == [2, 3]
 
 
 @pytest.mark.parametrize(

@@ -86,15 +86,6 @@ def test_a_parallel_layer_has_one_norm_less() -> None:
         assert parameter_count(SMALL).total - count.total == saved * SMALL.hidden_size
 
 
-@pytest.mark.parametrize(("interval", "own_norms"), [(2, (1, 1, 1)), (4, (1, 2, 1))])
-def test_a_desync_model_has_norms_of_each_rank(interval: int, own_norms: tuple[int, ...]) -> None:
-    model = replace(SMALL, residual_mode="desync", desync_interval=interval, desync_tp=4)
-    shared = parameter_count(SMALL).layers
-    assert parameter_count(model).layers == tuple(
-        layer + norms * 3 * SMALL.hidden_size for layer, norms in zip(shared, own_norms, strict=True)
-    )
-
-
 @pytest.mark.parametrize(
     ("layers", "hidden", "heads", "ffn", "published", "published_untied"),
     [

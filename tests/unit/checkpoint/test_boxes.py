@@ -19,28 +19,6 @@ def random_shape(rng: random.Random, longest: int = 5) -> list[int]:
     return [rng.randint(1, longest) for _ in range(rng.randint(1, 4))]
 
 
-@pytest.mark.parametrize(
-    ("extent", "start", "length", "pieces"),
-    [
-        ((10,), 3, 4, [((3,), (4,), 0)]),
-        ((4, 5), 0, 20, [((0, 0), (4, 5), 0)]),
-        ((4, 5), 5, 10, [((1, 0), (2, 5), 0)]),
-        ((4, 5), 6, 3, [((1, 1), (1, 3), 0)]),
-        ((4, 5), 3, 4, [((0, 3), (1, 2), 0), ((1, 0), (1, 2), 2)]),
-        ((4, 5), 3, 15, [((0, 3), (1, 2), 0), ((1, 0), (2, 5), 2), ((3, 0), (1, 3), 12)]),
-        ((2, 3, 4), 5, 19, [((0, 1, 1), (1, 1, 3), 0), ((0, 2, 0), (1, 1, 4), 3), ((1, 0, 0), (1, 3, 4), 7)]),
-    ],
-)
-def test_boxes_of_an_interval(
-    extent: tuple[int, ...],
-    start: int,
-    length: int,
-    pieces: list[tuple[tuple[int, ...], tuple[int, ...], int]],
-) -> None:
-    found = [(box.offset, box.extent, begin) for box, begin in Box.whole(extent).cut(start, length)]
-    assert found == pieces
-
-
 def test_pieces_cover_the_interval_in_order() -> None:
     rng = random.Random(1)
     for _ in range(400):
@@ -53,14 +31,6 @@ def test_pieces_cover_the_interval_in_order() -> None:
         assert torch.equal(torch.cat(values), torch.arange(start, start + length))
         assert [begin for _, begin in pieces] == [int(value[0]) - start for value in values]
         assert len(pieces) <= 2 * len(extent) - 1
-
-
-def test_offsets_are_relative_to_the_canonical_tensor() -> None:
-    canonical = torch.arange(6 * 8).view(6, 8)
-    held = Box((2, 4), (3, 4))
-    local = canonical[held.slices()].reshape(-1)
-    for box, begin in held.cut(3, 7):
-        assert torch.equal(canonical[box.slices()].reshape(-1), local[3 + begin : 3 + begin + box.numel])
 
 
 @pytest.mark.parametrize(("start", "length"), [(-1, 3), (0, 0), (18, 3), (20, 1)])

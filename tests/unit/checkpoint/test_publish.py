@@ -8,13 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ladder.checkpoint.format import find_checkpoint
 from megatron_ladder.checkpoint.publish import (
     create_temporary_directory,
-    publish,
     published_checkpoints,
     temporary_directory,
-    write_manifest,
 )
 from tests.unit.checkpoint.tiny_training import holds, save_state, small_state
 
@@ -50,17 +47,6 @@ def test_order_in_which_names_reach_the_disk(tmp_path: Path, monkeypatch: pytest
     ]
 
 
-def test_first_save_that_dies_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def die(*_: Path) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "rename", die)
-    with pytest.raises(KeyboardInterrupt):
-        save_state(tmp_path, 100, "a", small_state(1))
-    assert find_checkpoint(tmp_path) is None
-    assert temporary_directory(tmp_path, 100, "a").is_dir()
-
-
 def test_saving_an_iteration_again_overwrites_nothing(tmp_path: Path) -> None:
     names = [save_state(tmp_path, 100, f"t{seed}", small_state(seed)).name for seed in range(12)]
     assert names == ["iter_0000100", *(f"iter_0000100.{n}" for n in range(1, 12))]
@@ -70,17 +56,6 @@ def test_saving_an_iteration_again_overwrites_nothing(tmp_path: Path) -> None:
     assert holds(tmp_path, small_state(11))
     shutil.rmtree(tmp_path / "iter_0000100.1")
     assert save_state(tmp_path, 100, "again", small_state(3)).name == "iter_0000100.12"
-
-
-def test_temporary_name_depends_on_iteration_and_token(tmp_path: Path) -> None:
-    name = temporary_directory(tmp_path, 7, "4f1c")
-    assert name == temporary_directory(tmp_path, 7, "4f1c") == tmp_path / "iter_0000007.tmp-4f1c"
-    for token in ("", "..", "a/b", "a b"):
-        with pytest.raises(ValueError, match="token"):
-            temporary_directory(tmp_path, 7, token)
-    create_temporary_directory(tmp_path, 7, "a")
-    with pytest.raises(FileExistsError):
-        create_temporary_directory(tmp_path, 7, "a")
 
 
 def test_only_remains_of_dead_saves_are_removed(tmp_path: Path) -> None:
@@ -108,16 +83,3 @@ def test_only_remains_of_dead_saves_are_removed(tmp_path: Path) -> None:
     assert running.is_dir() and (outside / "kept").exists()
     assert all((directory / "kept").exists() for directory in foreign)
     assert holds(tmp_path, small_state(1))
-
-
-def test_an_incomplete_directory_is_not_published(tmp_path: Path) -> None:
-    temporary = create_temporary_directory(tmp_path, 100, "a")
-    with pytest.raises(ValueError, match="manifest"):
-        publish(temporary, tmp_path, 100)
-    assert published_checkpoints(tmp_path) == []
-
-
-def test_a_manifest_that_cannot_be_written_leaves_no_file(tmp_path: Path) -> None:
-    with pytest.raises(TypeError):
-        write_manifest(tmp_path, {"iteration": object()})
-    assert list(tmp_path.iterdir()) == []

@@ -17,10 +17,7 @@ def names(save: Path) -> list[str]:
 RETAINED = [
     (Retention(), [50, 100, 150, 200]),
     (Retention(keep_last=2), [150, 200]),
-    (Retention(keep_last=9), [50, 100, 150, 200]),
-    (Retention(interval=100), [100, 200]),
     (Retention(keep_last=2, interval=100), [100, 150, 200]),
-    (Retention(interval=1000), [200]),
     (Retention(keep_last=1, protected=Path("iter_0000050")), [50, 200]),
 ]
 

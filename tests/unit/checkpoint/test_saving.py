@@ -1,10 +1,8 @@
 """Saves: in the background, failing, and followed by the removal of old checkpoints; and the choice when loading."""
 
-import json
 import os
 import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,19 +14,16 @@ import pytest
 import torch
 
 from megatron_ladder.checkpoint import saving
-from megatron_ladder.checkpoint.async_save import HostMemory, gather_through_files
+from megatron_ladder.checkpoint.async_save import HostMemory
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.loading import load_newest
 from megatron_ladder.checkpoint.publish import (
     Retention,
-    create_temporary_directory,
     published_checkpoints,
-    write_manifest,
 )
 from megatron_ladder.checkpoint.saving import SaveError, SaveOptions
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.errors import UserError
-from tests.helpers.patience import patient
 from tests.unit.checkpoint.tiny_training import TinyState, begin, hand_over, holds, on_ranks, save_at_once
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -69,11 +64,6 @@ def test_a_rank_that_does_not_finish_is_reported(tmp_path: Path) -> None:
     outcome = on_ranks(2, rank)[0]
     assert outcome.directory == "" and outcome.error == "rank 1 did not finish writing in 0.2 s"
     assert names(tmp_path) == []
-
-
-def test_a_rank_that_cannot_hand_over_does_not_fail(tmp_path: Path) -> None:
-    """Rank 0 notices by waiting."""
-    assert gather_through_files(tmp_path / "absent", 1, 2, 1.0, b"") == []
 
 
 @pytest.mark.parametrize("copy", ["not owned", "not counted"])
@@ -158,32 +148,6 @@ def test_no_save_begins_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert names(tmp_path) == ["iter_0000100", "iter_0000200", "iter_0000200.1", "latest"]
 
 
-def test_a_directory_that_cannot_be_created_fails_the_save_of_all(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    answers = save_of_ranks(tmp_path / "file", 100, 1)
-    assert [type(answer) for answer in answers] == [SaveError] * 2 and "File exists" in str(answers[1])
-
-
-@pytest.mark.long
-def test_a_full_disk_only_fails_the_save(tmp_path: Path) -> None:
-    """On a real file system, wherever the room ends: `latest` and its checkpoint stay."""
-    script = f"mount -t tmpfs -o size=2m tmpfs {tmp_path} && exec {sys.executable} -m tests.unit.checkpoint.full_disk"
-    done = subprocess.run(
-        ["unshare", "--mount", "--propagation", "private", "bash", "-c", f"{script} {tmp_path}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=patient(120),
-    )
-    if "unshare" in done.stderr or "mount:" in done.stderr:
-        pytest.skip(f"cannot mount here: {done.stderr.strip()}")
-    assert done.returncode == 0, done.stderr
-    too_small, *full = json.loads(done.stdout)
-    assert all("a checkpoint needs 1.0 MiB, and 0.0 MiB are free" in answer for answer in too_small)
-    # The ranks' files, the tokenizer, the manifest and `latest`: the disk was full at each of their pages.
-    assert len(full) >= 8 and all("No space left on device" in answer for (answer,) in full)
-
-
 def failing_for(real: Callable[..., object], *names: str) -> Callable[..., None]:
     """Return a function that fails if its first argument is a path whose name begins with one of `names`."""
 
@@ -213,38 +177,9 @@ def test_one_failing_removal_does_not_prevent_others(tmp_path: Path, monkeypatch
     assert names(tmp_path) == ["iter_0000250", "latest"]
 
 
-def test_remains_of_dead_saves_that_cannot_be_removed_are_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for token in ("gone", "theirs"):
-        (tmp_path / f"iter_0000100.tmp-{token}").mkdir(parents=True)
-        os.utime(tmp_path / f"iter_0000100.tmp-{token}", (1000, 1000))
-    monkeypatch.setattr(shutil, "rmtree", failing_for(shutil.rmtree, "iter_0000100.tmp-theirs"))
-    outcomes = save_of_ranks(tmp_path, 200, 1)
-    assert [outcome.error for outcome in outcomes] == [None, None]
-    theirs = tmp_path / "iter_0000100.tmp-theirs"
-    assert outcomes[0].notes == (f"{theirs}: left by a failed save, cannot be removed: Permission denied",)
-    assert names(tmp_path) == [theirs.name, "iter_0000200", "latest"]
-    # Neither does a directory that cannot be listed fail the save.
-    monkeypatch.setattr(Path, "iterdir", failing_for(Path.iterdir, tmp_path.name))
-    create_temporary_directory(tmp_path, 300, "token", (noted := list[str]()).append)
-    assert noted == [f"{tmp_path}: cannot be searched for the remains of failed saves: Permission denied"]
-
-
 def load(save: Path, world: CommGroup, state: TinyState) -> tuple[str, list[str]]:
     checkpoint, faults = load_newest(save, state, world, lambda checkpoint: [])
     return checkpoint.directory.name, faults
-
-
-def test_counters_of_the_optimizer_are_required(tmp_path: Path) -> None:
-    save_at_once(tmp_path, 100, TinyState(1), CommGroup.alone())
-    manifest = tmp_path / "iter_0000100" / "manifest.json"
-    whole = json.loads(manifest.read_bytes())
-    del whole["manifest_checksum"]
-    for counters in ({}, {"steps_taken": -1}):
-        write_manifest(manifest.parent, {**whole, "optimizer": counters})
-        with pytest.raises(UserError, match="optimizer.steps_taken is missing or negative"):
-            load(tmp_path, CommGroup.alone(), TinyState(1))
 
 
 def flip(path: Path) -> None:
@@ -322,18 +257,6 @@ def test_a_named_checkpoint_is_the_only_candidate(tmp_path: Path) -> None:
         load_newest(tmp_path, TinyState(3), CommGroup.alone(), lambda checkpoint: ["of another model"])
 
 
-def test_loading_weights_only(tmp_path: Path) -> None:
-    """Moments and steps remain those of a fresh optimizer."""
-    save_at_once(tmp_path, 100, TinyState(1), CommGroup.alone())
-    state, fresh = TinyState(3), TinyState(3)
-    state.steps = fresh.steps = 0
-    load_newest(tmp_path, state, CommGroup.alone(), lambda c: [], optimizer=False, generators=False)
-    for span, other, stored in zip(state.spans(), fresh.spans(), TinyState(1).spans(), strict=True):
-        assert torch.equal(span.master, stored.master)
-        assert torch.equal(state.moment(span, "exp_avg"), fresh.moment(other, "exp_avg"))
-    assert state.steps == 0
-
-
 def test_generators_are_restored(tmp_path: Path) -> None:
     torch.manual_seed(3)
     save_at_once(tmp_path, 100, TinyState(1), CommGroup.alone())
@@ -342,13 +265,3 @@ def test_generators_are_restored(tmp_path: Path) -> None:
     assert not torch.equal(torch.rand(4), expected)
     load_newest(tmp_path, TinyState(3), CommGroup.alone(), lambda c: [])
     assert torch.equal(torch.rand(4), expected)
-
-
-def test_copies_in_host_memory_are_aligned_for_any_type() -> None:
-    tensors = [torch.arange(3, dtype=torch.uint8), torch.randn(5, dtype=torch.float64), torch.randn(1), torch.arange(7)]
-    host = HostMemory()
-    first = host.copies(tensors[:1])
-    copies = host.copies(tensors)
-    assert first[0].data_ptr() != tensors[0].data_ptr()
-    assert all(torch.equal(copy, tensor) for copy, tensor in zip(copies, tensors, strict=True))
-    assert {(copy.data_ptr() - copies[0].data_ptr()) % 256 for copy in copies} == {0}

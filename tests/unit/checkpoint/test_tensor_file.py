@@ -55,14 +55,6 @@ def test_bytes_on_disk(tmp_path: Path) -> None:
     assert path.read_bytes() == expected and size == len(expected)
 
 
-def test_parameters_and_views_are_written(tmp_path: Path) -> None:
-    whole = torch.nn.Parameter(torch.arange(12.0).view(4, 3))
-    path = tmp_path / "a.safetensors"
-    write_tensor_file(path, [("rows", whole[1:3])])
-    with safe_open(path, "pt") as file:
-        assert torch.equal(file.get_tensor("rows"), torch.tensor([[3.0, 4, 5], [6, 7, 8]]))
-
-
 def test_all_bytes_are_flushed_before_the_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))

@@ -31,7 +31,6 @@ from megatron_ladder.checkpoint.manifest import (
     merge_manifest,
 )
 from megatron_ladder.comm.group import CommGroup
-from tests.helpers.operations import Operations
 from tests.helpers.patience import patient
 from tests.unit.checkpoint import tiny_training
 from tests.unit.checkpoint.tiny_training import TinyState, on_ranks, save_at_once
@@ -102,30 +101,6 @@ def test_the_manifest_of_a_thousand_ranks_is_small_and_opens_fast() -> None:
         f"seconds: merge and encode {merged - start:.2f}, open {opened - merged:.2f}, find the boxes of a rank "
         f"{resumed - opened:.2f}; peak memory of rank 0 with all indices {memory / 2**10:.0f} MiB"
     )
-
-
-def test_only_rank_0_looks_at_the_files_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Resuming and saving: on 1,024 ranks, one operation per file of the checkpoint and rank would be 3 million."""
-    ranks = 2
-    saves = on_ranks(ranks, lambda world: save_at_once(tmp_path, 100, TinyState(1, world.rank, ranks), world))
-    assert {save.error for save in saves} == {None}
-    operations, states = Operations(tmp_path, monkeypatch), [TinyState(3, rank, ranks) for rank in range(ranks)]
-
-    def run(world: CommGroup) -> str:
-        state = states[world.rank]
-        found, faults = load_newest(tmp_path, state, world, lambda checkpoint: [])
-        state.train()
-        save_at_once(tmp_path, 200, state, world)
-        return f"{found.directory.name} {faults}"
-
-    assert on_ranks(ranks, run) == ["iter_0000100 []"] * ranks
-    first, other = (operations.of_thread[f"rank {rank}"] for rank in range(ranks))
-    assert len(other) <= 12, "\n".join(other)
-    own = ("manifest.json", "_rank_00001.safetensors")
-    assert all(line.startswith("open ") and line.endswith(own) for line in other), "\n".join(other)
-    assert len(first) > 20
-    looks = [line for line in first if "_0000100/" in line and "_rank_" in line and not line.startswith("open ")]
-    assert len(set(looks)) == len(looks) == 3 * ranks, looks
 
 
 def test_one_rank_reads_more_files_than_it_may_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,13 +29,6 @@ def errors_of(tmp_path: Path, text: str | bytes, words: str = "", name: str = "r
     return [error.replace(str(tmp_path / name), name) for error in raised.value.messages]
 
 
-@pytest.mark.parametrize(
-    ("text", "value"), [("true", "true"), ("off", "false"), ("No", "false"), ("auto", "auto"), ("'true'", "true")]
-)
-def test_a_switch_with_a_third_value(tmp_path: Path, text: str, value: str) -> None:
-    assert read(tmp_path, f"{BASE}compile_sub_blocks: {text}\n").training.compile_sub_blocks == value
-
-
 FLAGS = (
     "--train-iters 10 --lr 1e-4 --micro-batch-size 4 --bf16 --no-tp-overlap --data-path 0.3 a 0.7 b --split 99,1 "
     "--num-layers 24 --residual-mode ladder --ladder-layers 16-23 --rope-scaling none --profile-ranks 0 "
@@ -85,12 +78,6 @@ num_query_groups = 4
 
 def sections(flags: RunFlags) -> list[object]:
     return [getattr(flags, name) for name in ("model", "optimizer", "parallel", "data", "checkpoint", "profile")]
-
-
-@pytest.mark.parametrize("name", ["run.yaml", "run.toml"])
-def test_any_character_can_be_in_a_text(tmp_path: Path, name: str) -> None:
-    text = 'train_iters = 1\nlr = 1.0\nsave = "\U0001f680"' if name.endswith("toml") else f"{BASE}save: \U0001f680"
-    assert read(tmp_path, text, name=name).checkpoint.save == Path("\U0001f680")
 
 
 @pytest.mark.parametrize(("name", "text"), [("run.yaml", YAML), ("run.toml", TOML)])
@@ -150,12 +137,6 @@ def test_the_command_line_wins(tmp_path: Path) -> None:
     assert flags.data.data_path == (Path("c"),) and flags.checkpoint.save == Path("x")
     assert flags.training.micro_batch_size == 2
     assert errors_of(tmp_path, text, f"{words} --seed x1") == ["--seed: 'x1' is not a whole number"]
-
-
-def test_later_files_win(tmp_path: Path) -> None:
-    (tmp_path / "more.yaml").write_text("lr: 2\nbf16: true\n")
-    flags = read(tmp_path, f"{BASE}residual_mode: ladder\n", f"--config {tmp_path}/more.yaml")
-    assert (flags.optimizer.lr, flags.training.bf16, flags.model.residual_mode) == (2.0, True, "ladder")
 
 
 def test_a_file_that_can_be_read_once_is_read_once(tmp_path: Path) -> None:

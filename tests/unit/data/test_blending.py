@@ -39,20 +39,6 @@ def test_no_data_set_is_a_sample_ahead_or_behind() -> None:
         assert largest_deviation(weights, turns) <= 1 - Fraction(1, 2 * len(weights) - 2), weights
 
 
-def test_turns_by_hand() -> None:
-    # For two data sets each count is w n rounded, halves either way.
-    assert _turns_of([3, 7]).tolist() == [1, 0, 1, 1, 0, 1, 1, 1, 0, 1]
-    assert _turns_of([5]).tolist() == [0] * 5
-
-
-@pytest.mark.parametrize(
-    ("weights", "expected"),
-    [("0.3 0.7", [3, 7]), ("30 70", [3, 7]), ("2 4 6", [1, 2, 3]), ("1e-1 0.25", [2, 5]), ("1/3 2/3", [1, 2])],
-)
-def test_weights_become_integers(weights: str, expected: list[int]) -> None:
-    assert _whole_weights([Fraction(word) for word in weights.split()]) == expected
-
-
 def test_weights_of_a_long_period_are_rounded() -> None:
     weights = [Fraction(123_456_789), Fraction(987_654_321), Fraction(1)]
     whole = _whole_weights(weights)
@@ -84,22 +70,6 @@ def test_a_blend_of_data_sets_with_and_without_a_loss_mask(make_dataset: MakeDat
     sources = [SampleSource(IndexedDataset(p.prefix), range(1), SEQ_LENGTH, 7, shuffle=True) for p in (masked, plain)]
     rows = blend(sources, [Fraction(1), Fraction(1)]).samples(np.arange(6))
     assert rows.loss_mask is not None and sorted(rows.loss_mask.sum(1).tolist()) == [0, 0, 0, 5, 5, 5]
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("a", (["a"], None)),
-        ("a b", (["a", "b"], None)),
-        ("a b c", (["a", "b", "c"], None)),
-        ("1 a", (["a"], [1])),
-        ("0.25 a 3e-1 2b", (["a", "2b"], [Fraction(1, 4), Fraction(3, 10)])),
-    ],
-)
-def test_weights_precede_paths(words: str, expected: tuple[list[str], list[Fraction] | None]) -> None:
-    prefixes, weights = parse_blend("--data-path", words.split())
-    assert list(map(str, prefixes)) == expected[0]
-    assert (None if weights is None else list(weights)) == expected[1]
 
 
 @pytest.mark.parametrize("words", ["1 a 2", "1 a b 2", "a 1 2 b", "0 a 1 b", "-1 a 1 b", "nan a 1 b", "1 a 2 a", "a a"])
@@ -145,15 +115,3 @@ def test_invalid_files_of_parts(tmp_path: Path, text: str) -> None:
     (tmp_path / "parts").write_text(text)
     with pytest.raises(UserError, match="--per-split-data-args-path"):
         find_data(DataConfig(per_split_data_args_path=tmp_path / "parts"))
-
-
-def test_a_file_and_its_flag_exclude_each_other(tmp_path: Path) -> None:
-    both = DataConfig(
-        data_path=(Path("a"),),
-        data_args_path=tmp_path / "no",
-        train_data_path=(Path("t"),),
-        per_split_data_args_path=tmp_path / "no.json",
-    )
-    with pytest.raises(UserError) as raised:
-        find_data(both)
-    assert len(raised.value.messages) == 4

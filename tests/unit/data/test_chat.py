@@ -34,11 +34,8 @@ MARKED = (
     "{{ message.content }}<|im_end|>{% endgeneration %}{% else %}[{{ message.role | upper }}]"
     "{{ message.content | trim }}{% endif %}{% endfor %}{{ {'<ü>': messages | length} | tojson }}"
 )
-FUNCTIONS = (
-    "{% if tools is not none or documents is not none %}TOOLS{% endif %}"
-    "{{ {'b': [1], 'a': 'é'} | tojson(indent=1, separators=(',', ': '), sort_keys=True, ensure_ascii=True) }}"
-    "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}{% endif %}"
-)
+
+
 THINKING = (
     "{% for m in messages %}{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}"
     "{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
@@ -90,7 +87,7 @@ def tokens_of(encoder: ConversationEncoder, messages: list[dict[str, Any]]) -> C
     return found
 
 
-@pytest.mark.parametrize("template", [CHATML, MARKED, FUNCTIONS], ids=["chatml", "marked", "functions"])
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["chatml", "marked"])
 def test_ids_are_those_of_transformers(folder: Path, tmp_path: Path, template: str) -> None:
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     expected = theirs.apply_chat_template(
@@ -153,19 +150,6 @@ def test_a_template_cannot_ask_for_the_time_in_training_data() -> None:
         "\n  {% if false %}{{ strftime_now('%Y') }}{% endif %}\n\n  {{ bos }}x", {"bos": "<s>"}, "here"
     )
     assert unasked.render(MESSAGES).text == unasked.prompt(MESSAGES) == "\n\n  <s>x"
-
-
-def test_generation_blocks_inside_macros_and_filters() -> None:
-    """Their places are not known until the whole text is rendered."""
-    source = (
-        "{% macro turn(m) %}\n  {%- generation %}\n {{ m.content }}{% endgeneration -%}\n{% endmacro %}"
-        "{% set all %}{% for m in messages %}[{{ turn(m) if m.role == 'assistant' else m.content }}]{% endfor %}"
-        "{% endset %}{{ all | trim }}"
-    )
-    template = ChatTemplate(source, {}, "here")
-    text, answers = template.render(MESSAGES)
-    assert [text[begin:end].strip() for begin, end in answers] == [MESSAGES[2]["content"], MESSAGES[4]["content"]]
-    assert text == template.prompt(MESSAGES)
 
 
 def test_transformers_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,20 +278,6 @@ def test_a_rejected_conversation_is_located(folder: Path, tmp_path: Path, capsys
     preprocess_data.main([*command, "--skip-bad-lines", "1"])
     assert "3 documents" in capsys.readouterr().out
     assert len(documents_of(tmp_path / "out_instruction_document")) == 3
-
-
-def test_contradicting_flags_of_conversations(folder: Path, tmp_path: Path) -> None:
-    command = ["--input", "a.jsonl", "--output-prefix", str(tmp_path / "o"), "--tokenizer-type", "HFTokenizer"]
-    with pytest.raises(UserError, match="--chat-keys requires --chat"):
-        preprocess_data.main([*command, "--chat-keys", "a", "b"])
-    with pytest.raises(UserError, match="--chat-keys a a: a key is repeated"):
-        preprocess_data.main([*command, "--chat", "--chat-keys", "a", "a"])
-    with pytest.raises(UserError, match="--chat-keys a b c d: expected one to three") as raised:
-        preprocess_data.main([*command, "--chat", "--json-keys", "x", "--chat-keys", "a", "b", "c", "d"])
-    assert "--json-keys selects texts" in str(raised.value)
-    with pytest.raises(UserError) as raised:
-        preprocess_data.main([*command, "--json-keys", "a/b", "a/b"])
-    assert len(raised.value.messages) == 2
 
 
 def test_sentencepiece_cannot_encode_conversations(sentencepiece_tokenizer: SentencePieceTokenizer) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import sentencepiece
 import tokenizers
 
-from megatron_ladder.data.encoding import TextTask, join_documents
+from megatron_ladder.data.encoding import TextTask
 from megatron_ladder.data.reading.protocol import Reading
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 
@@ -43,10 +43,3 @@ def test_the_ids_are_those_of_sentencepiece(sentencepiece_tokenizer: SentencePie
     plain = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_tokenizer.files[0]))
     expected = [plain.encode(text) for text in HARD_TEXTS if text]
     assert encode(sentencepiece_tokenizer, append_eod=False) == (sum(expected, []), list(map(len, expected)))
-
-
-def test_documents_without_tokens_are_left_out() -> None:
-    ids, lengths = join_documents([[5, 6], [], [7]], 9)
-    assert (ids.tolist(), lengths.tolist()) == ([5, 6, 9, 7, 9], [3, 2])
-    ids, lengths = join_documents([[]], 9)
-    assert len(ids) == len(lengths) == 0

@@ -1,7 +1,6 @@
 """A resumed run continues with the same samples, or reports what changed."""
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -31,15 +30,6 @@ def rewrite(prefix: Path, tokens: np.ndarray, lengths: list[int]) -> None:
     with IndexedDatasetWriter(prefix, np.dtype("<i4")) as writer:
         writer.add_documents(tokens, np.array(lengths, np.int32))
         writer.publish()
-
-
-def test_moved_data_is_not_a_change(make_dataset: MakeDataset, tmp_path: Path) -> None:
-    prefix = make_dataset(LENGTHS).prefix
-    before = describe(prefix)
-    (tmp_path / "elsewhere").mkdir()
-    for ending in (".bin", ".idx"):
-        shutil.move(f"{prefix}{ending}", tmp_path / "elsewhere" / f"moved{ending}")
-    assert data_changes(before, describe(tmp_path / "elsewhere" / "moved")) == []
 
 
 def test_other_tokens_with_equal_counts_are_detected(make_dataset: MakeDataset) -> None:

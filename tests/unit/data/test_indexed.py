@@ -84,21 +84,6 @@ def test_every_token_type_of_megatron(tmp_path: Path, name: str) -> None:
         writer.add_document([3])
         writer.publish()
     assert (tmp_path / "ours.idx").read_bytes() == idx and (tmp_path / "ours.bin").read_bytes() == data
-    assert read_as_megatron_does(tmp_path / "ours") == [[1, 2], [3]]
-
-
-def read_as_megatron_does(prefix: Path) -> list[list[int]]:
-    """Read like Megatron: the header, three consecutive arrays, and sequences by their byte offset and length."""
-    idx, data = Path(f"{prefix}.idx").read_bytes(), Path(f"{prefix}.bin").read_bytes()
-    assert idx[:9] == b"MMIDIDX\x00\x00" and struct.unpack("<Q", idx[9:17]) == (1,)
-    letter = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}[idx[17]]
-    sequences, documents = struct.unpack("<QQ", idx[18:34])
-    lengths = struct.unpack_from(f"<{sequences}i", idx, 34)
-    pointers = struct.unpack_from(f"<{sequences}q", idx, 34 + 4 * sequences)
-    indices = struct.unpack_from(f"<{documents}q", idx, 34 + 12 * sequences)
-    assert len(idx) == 34 + 12 * sequences + 8 * documents and indices[-1] == sequences
-    spans = zip(lengths, pointers, strict=True)
-    return [list(struct.unpack_from(f"<{length}{letter}", data, at)) for length, at in spans]
 
 
 def test_documents_of_several_and_of_no_sequences(tmp_path: Path) -> None:
@@ -125,17 +110,6 @@ def test_documents_in_decreasing_order_are_rejected(tmp_path: Path) -> None:
     idx += struct.pack("<3i", 1, 1, 1) + struct.pack("<3q", 0, 2, 4) + struct.pack("<4q", 0, 2, 1, 3)
     with pytest.raises(UserError, match="document 1 begins at sequence 2 and ends at 1"):
         IndexedDataset(put(tmp_path / "backwards", idx, bytes(6)))
-
-
-def test_lengths_and_offsets_must_agree(tmp_path: Path) -> None:
-    for field, (lengths, offsets) in {
-        "length of sequence 1 is -1": ((2, -1), (0, 4)),
-        "byte offset of sequence 1 is 6, expected 2": ((1, 3), (0, 6)),
-    }.items():
-        idx = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 2, 3)
-        idx += struct.pack("<2i", *lengths) + struct.pack("<2q", *offsets) + struct.pack("<3q", 0, 1, 2)
-        with pytest.raises(UserError, match=field):
-            IndexedDataset(put(tmp_path / "odd", idx, U16_BIN))
 
 
 def test_an_empty_data_set_is_rejected(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_ladder.data.batches import BatchShape, DocumentRules, GlobalBatchLoader, SampleReader
-from megatron_ladder.data.indexed import IndexedDataset, loss_mask_path, sidecar_path
+from megatron_ladder.data.indexed import IndexedDataset, sidecar_path
 from megatron_ladder.data.loader import DataArguments, OrderOptions, check_tokenizer, open_sources
 from megatron_ladder.data.samples import SampleSource
 from megatron_ladder.data.sidecar import Sidecar, read_sidecar, write_sidecar
@@ -55,23 +55,6 @@ def test_a_global_batch_does_not_depend_on_the_layout(make_dataset: MakeDataset,
         assert global_batch(source, micro, size, consumed).tolist() == expected
 
 
-def test_labels_are_the_next_tokens(make_dataset: MakeDataset) -> None:
-    batch = next(loader_of(source_of(make_dataset), 12, 0, 1))[0]
-    assert batch.tokens.dtype == batch.labels.dtype == torch.int64
-    assert torch.equal(batch.tokens[:, 1:], batch.labels[:, :-1])
-    assert batch.loss_mask is None
-    assert batch.tokens.is_contiguous() and batch.labels.is_contiguous()
-
-
-def test_the_loss_mask_refers_to_labels(make_dataset: MakeDataset) -> None:
-    dataset = make_dataset([40])
-    loss_mask_path(dataset.prefix).write_bytes(bytes(number % 4 == 0 for number in range(40)))
-    source = SampleSource(IndexedDataset(dataset.prefix), range(1), SEQ_LENGTH, seed=3, shuffle=True)
-    for batch in next(loader_of(source, 3, 0, 2)):
-        assert batch.loss_mask is not None and batch.loss_mask.dtype == torch.float32
-        assert torch.equal(batch.loss_mask, (batch.labels % 4 == 0).float())
-
-
 def test_reading_resumes_where_it_stopped(make_dataset: MakeDataset) -> None:
     source = source_of(make_dataset)
     whole = loader_of(source, 2, 1, 3)
@@ -100,14 +83,6 @@ def test_one_data_set_is_split_in_three(make_dataset: MakeDataset) -> None:
     assert (sources.train.documents, sources.train.shuffle) == (range(8), True)
     assert (sources.valid[""].documents, sources.valid[""].shuffle) == (range(8, 10), False)
     assert sources.valid[""].samples(np.array([0])).tokens[0].tolist() == [80, 81, 82, 83, 84]
-
-
-def test_a_data_set_for_each_part(make_dataset: MakeDataset) -> None:
-    train, valid = make_dataset([50], "t").prefix, make_dataset([20], "v").prefix
-    sources = open_sources(DataArguments((), [str(train)], [str(valid)], ()), "969,30,1", ORDER)
-    assert sources.train is not None and sources.train.tokens == 50
-    assert sources.valid is not None and sources.valid[""].tokens == 20
-    assert sources.test is None
 
 
 def test_validation_sets_have_names(make_dataset: MakeDataset) -> None:

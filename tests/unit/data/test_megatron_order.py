@@ -50,13 +50,6 @@ def run_by_hand(lengths: list[int], first_token: int, samples: int | None) -> li
     return [cuts[number] for number in order]
 
 
-def test_one_epoch_in_numbers(make_dataset: MakeDataset) -> None:
-    # np.random.RandomState(42) shuffles 0..5 and then 0..4 like this, int32 and uint32 as in Megatron.
-    order = _MegatronSource(make_dataset([4] * 6), range(6), SEQ_LENGTH, 42, 5)._order_of(0)
-    assert order.documents.tolist() == [0, 1, 5, 2, 4, 3]
-    assert order.samples.tolist() == [3, 1, 2, 0, 4]
-
-
 @pytest.mark.parametrize(
     ("samples", "epochs", "is_apart"),
     [
@@ -93,12 +86,6 @@ def test_epochs_that_end_with_a_sample(make_dataset: MakeDataset, samples: int) 
     source = _MegatronSource(make_dataset(lengths), range(8), SEQ_LENGTH, SEED, samples)
     assert source.epochs == (samples + 12) // 12
     assert source.samples(np.arange(len(source))).tokens.tolist() == run_by_hand(lengths, 0, samples)
-
-
-def test_greedy_turns_by_hand() -> None:
-    # n = 0 and 1 both reach for w x 1: [.5, .3, .2] -> 0; then [-.5, .3, .2] -> 1; n = 2: [0, -.4, .4] -> 2; n = 3:
-    # [.5, -.1, -.4] -> 0; n = 4: [0, .2, -.2] -> 1; n = 5: [.5, -.5, 0] -> 0; n = 6: [0, -.2, .2] -> 2
-    assert _greedy_turns([0.5, 0.3, 0.2], 7).tolist() == [0, 1, 2, 0, 1, 0, 2]
 
 
 def shared(*words: object) -> DataArguments:

@@ -130,12 +130,6 @@ def test_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == [path.name, path.with_suffix(".lock").name]
 
 
-def test_an_unwritable_directory_is_a_warning(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="the order of samples is not cached"):
-        arrays = load_or_build(tmp_path / "gone", {"a": 1}, lambda: [np.arange(3)])
-    assert arrays[0].tolist() == [0, 1, 2]
-
-
 def test_without_locks_every_process_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")

@@ -46,17 +46,6 @@ def test_rows_are_filled_nearly_optimally(room: int, seed: int) -> None:
     assert np.array_equal(_pack(lengths, room), row_of)
 
 
-def test_conversations_go_where_the_least_room_remains() -> None:
-    """By hand: 7 opens row 0; 6 row 1; 4 fits row 1 exactly; 3 fits row 0 exactly; 2 and 2 need a third."""
-    assert _pack(np.array([2, 3, 7, 6, 4, 2]), 10).tolist() == [2, 0, 0, 1, 1, 2]
-
-
-def test_packing_a_million_conversations_is_fast() -> None:
-    lengths = np.random.default_rng(0).integers(1, 2050, 1_000_000)
-    fill = np.bincount(_pack(lengths, 2049), weights=lengths)
-    assert fill.max() <= 2049 and fill.mean() > 0.99 * 2049
-
-
 def test_an_epoch_contains_every_conversation_once(dataset: IndexedDataset) -> None:
     source = PackedSource(dataset, range(len(LENGTHS)), SEQ_LENGTH, seed=1, shuffle=True, pad_id=PAD)
     assert (source.conversations, source.cut, source.tokens) == (10, 1, sum(LENGTHS))

@@ -1,13 +1,10 @@
 """Whole runs of preprocessing: what they write, and what they keep if they are interrupted or fail."""
 
-import contextlib
 import errno
-import fcntl
 import gzip
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 from megatron_ladder.cli import preprocess_data
@@ -81,15 +77,6 @@ def test_json_lines_and_plain_text(tmp_path: Path, sentencepiece_tokenizer: Sent
     assert (sidecar.vocab_size, sidecar.eod_id, sidecar.append_eod) == (600, 2, True)
     assert sidecar.tokenizer_sha256 == sentencepiece_tokenizer.sha256
     assert len([line for line in verify(tmp_path / "out_text_document") if "equals that in the sidecar" in line]) == 2
-
-
-def test_a_data_set_for_each_key(tmp_path: Path, hugging_face_tokenizer: HuggingFaceTokenizer) -> None:
-    lines = tmp_path / "a.jsonl"
-    lines.write_text('{"body": "first", "title": "1"}\n{"body": "second", "title": ""}\n')
-    preprocess([lines], tmp_path / "out", hugging_face_tokenizer, reading=Reading(("body", "title")))
-    encode = hugging_face_tokenizer.encode
-    assert documents_of(tmp_path / "out_body_document") == [encode("first"), encode("second")]
-    assert documents_of(tmp_path / "out_title_document") == [encode("1")]
 
 
 def test_shards_and_workers_do_not_change_the_output(
@@ -250,16 +237,6 @@ def test_shards_of_other_flags_or_input_are_made_again(
     assert texts_of(tmp_path / "out") == TEXTS[::-1]
 
 
-def test_a_corrected_file_is_the_only_one_that_is_read_again(tmp_path: Path) -> None:
-    inputs = [write_lines(tmp_path / f"{name}.jsonl", TEXTS[:400]) for name in "abc"]
-    (tmp_path / "b.jsonl").write_text((tmp_path / "a.jsonl").read_text() + "{torn\n")
-    with pytest.raises(UserError, match=r"b\.jsonl:401: not JSON"):
-        run(inputs, tmp_path / "out")
-    write_lines(tmp_path / "b.jsonl", TEXTS[400:800])
-    assert run(inputs, tmp_path / "out")[0].startswith("resuming: an earlier run has finished 1 of 3 shards")
-    assert texts_of(tmp_path / "out") == [*TEXTS[:400], *TEXTS[400:800], *TEXTS[:400]]
-
-
 @pytest.mark.parametrize("step", range(7))
 def test_a_crash_while_publishing_leaves_no_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     for name in ("a", "b"):
@@ -313,15 +290,6 @@ def test_concurrent_runs_with_the_same_output_are_rejected(tmp_path: Path, stop_
             run([tmp_path / "a.jsonl"], tmp_path / "out")
         other.communicate(b"\n")
     assert run([tmp_path / "a.jsonl"], tmp_path / "out")[0].startswith("resuming")
-
-
-def test_a_file_system_without_locks_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    reported = run([write_lines(tmp_path / "a.jsonl", TEXTS[:9])], tmp_path / "out")
-    assert any("this file system has no locks (No locks available)" in line for line in reported)
 
 
 class Hub:
@@ -400,30 +368,6 @@ def test_a_command_line_with_two_workers_and_a_bad_line(
     # A slow machine prints its progress first.
     assert all(line.startswith("tokenized:") for line in progress)
     assert os.listdir(tmp_path) == ["big.jsonl"]
-
-
-def test_ctrl_c_while_workers_start_prints_no_traceback(tmp_path: Path) -> None:
-    (tmp_path / "in.jsonl").write_text('{"text": "some text"}\n' * (2 * GROUP_BYTES // 20))
-    words = f"--input {tmp_path}/in.jsonl --output-prefix {tmp_path}/out --tokenizer-type ByteTokenizer".split()
-    process = subprocess.Popen(
-        [sys.executable, "tools/preprocess_data.py", *words, "--workers", "2"],
-        cwd=REPOSITORY_ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stderr is not None
-
-    def is_importing(child: psutil.Process) -> bool:
-        with contextlib.suppress(psutil.Error, OSError):
-            return "numpy" in Path(f"/proc/{child.pid}/maps").read_text()
-        return False
-
-    while not any(map(is_importing, psutil.Process(process.pid).children())):
-        assert process.poll() is None
-    os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(60) == 1
-    assert process.stderr.read() == ""
 
 
 def test_a_training_sample_covers_the_whole_input(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from backports import zstd
 
 from megatron_ladder.data.reading.find import find_sources
 from megatron_ladder.data.reading.hub import _is_network_error
-from megatron_ladder.data.reading.lines import _cut_lines, _parse_lines
+from megatron_ladder.data.reading.lines import _parse_lines
 from megatron_ladder.data.reading.protocol import GROUP_BYTES, SPAN_BYTES, Block, Reading, read_blocks
 from megatron_ladder.errors import UserError
 
@@ -66,15 +65,6 @@ def formats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_format_gives_the_same_documents(formats: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(CONTENT)))
     assert read_all([name.format(formats) if name.startswith(("hf", "-")) else formats / name]) == [TEXTS]
-
-
-def test_blocks_are_small_and_whole_lines(formats: Path) -> None:
-    blocks = blocks_of([formats / "a.jsonl"])
-    assert len(blocks) > 5 and all(block.text_bytes < SPAN_BYTES + 40_000 for block in blocks)
-    assert sum(block.file_bytes for block in blocks) == (formats / "a.jsonl").stat().st_size
-    cuts = list(_cut_lines("x", io.BytesIO(CONTENT), 1 << 20))
-    assert len(cuts) > 5 and b"".join(cut.content for cut in cuts) == CONTENT
-    assert all(cut.content.endswith(b"\n") for cut in cuts)
 
 
 def test_a_directory_through_datasets(formats: Path, tmp_path: Path) -> None:
@@ -131,15 +121,11 @@ def caused_by(error: Exception) -> Exception:
     ("error", "expected"),
     [
         (ConnectionResetError(errno.ECONNRESET, "reset"), True),
-        (OSError(errno.ESTALE, "stale"), True),
-        (TimeoutError(), True),
         (huggingface_hub.errors.LocalEntryNotFoundError("cannot locate"), True),
         (Timeout(), True),
         (answered(503), True),
-        (answered(429), True),
         (answered(404), False),
         (huggingface_hub.errors.HFValidationError("a/b/c"), False),
-        (FileNotFoundError(errno.ENOENT, "none"), False),
         (OSError("a reader's word for damage"), False),
     ],
 )
@@ -187,20 +173,6 @@ def test_a_damaged_compressed_file_is_reported(formats: Path, tmp_path: Path, na
             read_all([tmp_path / name])
 
 
-def test_a_read_error_is_not_reported_as_damage(formats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (block, *_) = blocks_of([formats / "d.parquet"])
-
-    def fail(*arguments: object, **others: object) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(gzip.GzipFile, "read", fail)
-    with pytest.raises(OSError, match=r"Input/output error: '.*b\.jsonl\.gz'"):
-        read_all([formats / "b.jsonl.gz"])
-    monkeypatch.setattr(pyarrow.parquet, "ParquetFile", fail)
-    with pytest.raises(OSError, match="Input/output error"):
-        block.read(Reading())
-
-
 def write_large_groups(path: Path, texts: list[str]) -> list[list[str]]:
     """Write a file with two row groups of several parts, and return the texts of the parts."""
     table = pyarrow.table({"text": texts})
@@ -227,15 +199,6 @@ def test_a_large_row_group_is_divided(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [block.read(Reading()).columns[0] for block in blocks] == parts and len(opened) == 2
     # A rewritten file is read from its beginning.
     assert write_large_groups(path, [text.upper() for text in texts])[1][0] == parts[1][0].upper()
-
-
-def test_a_column_with_a_dot_in_its_name_has_a_size(tmp_path: Path) -> None:
-    table = pyarrow.table({"text.raw": TEXTS, "text.rawest": TEXTS, "talk": [[{"content": text}] for text in TEXTS]})
-    pyarrow.parquet.write_table(table, tmp_path / "e.parquet", use_dictionary=False, compression="none")
-    assert read_all([tmp_path / "e.parquet"], Reading(("text.raw",))) == [TEXTS]
-    for key in ("text.raw", "talk"):
-        size = sum(block.text_bytes for block in blocks_of([tmp_path / "e.parquet"], Reading((key,), False)))
-        assert size == pytest.approx(sum(len(text.encode()) + 4 for text in TEXTS), rel=0.02)
 
 
 def test_damaged_parquet_is_reported(formats: Path, tmp_path: Path) -> None:
@@ -269,21 +232,6 @@ def test_rows_that_are_not_utf8_are_bad_records(tmp_path: Path) -> None:
             (f"{tmp_path}/a.parquet: row 1", f"byte 0xff under {key!r} is not UTF-8 (invalid start byte)"),
             (f"{tmp_path}/a.parquet: row 3", f"byte 0xe6 under {key!r} is not UTF-8 (unexpected end of data)"),
         ]
-
-
-def test_a_missing_library_is_reported(formats: Path) -> None:
-    script = (
-        "import sys; sys.modules.update({name: None for name in ('pyarrow', 'backports', 'compression', 'datasets')})\n"
-        "from megatron_ladder.data.reading.find import find_sources\n"
-        "from megatron_ladder.data.reading.protocol import Reading\n"
-        "try: find_sources(sys.argv[1:], Reading())\n"
-        "except Exception as error: print(error)\n"
-    )
-    words = [str(formats / "d.parquet"), str(formats / "c.jsonl.zst"), f"hf://{formats}"]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[3])}
-    done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, env=environment)
-    lines = done.stdout.splitlines()
-    assert [line.rpartition("pip install ")[2] for line in lines] == ["pyarrow", "backports.zstd", "datasets"]
 
 
 LINES = [

@@ -40,11 +40,6 @@ def test_the_permutation_is_stable_across_releases() -> None:
     assert permutation(10, 1234, 1, 0).tolist() == [9, 2, 0, 7, 6, 1, 8, 4, 5, 3]
 
 
-def test_a_negative_seed_is_a_user_error() -> None:
-    with pytest.raises(UserError, match="--seed -1"):
-        permutation(3, -1, 0, 0)
-
-
 def test_samples_equal_the_definition_over_three_epochs(make_dataset: MakeDataset) -> None:
     source = SampleSource(make_dataset(LENGTHS), range(len(LENGTHS)), SEQ_LENGTH, seed=5, shuffle=True)
     expected = [sample for epoch in range(3) for sample in epoch_by_hand(LENGTHS, SEQ_LENGTH, 5, epoch)]
@@ -65,11 +60,6 @@ def test_every_token_is_a_label_once_per_epoch(make_dataset: MakeDataset, seq_le
         left_out = sum(lengths) - len(targets)
         assert len(set(targets.tolist())) == len(targets)
         assert 1 <= left_out <= seq_length
-
-
-def test_a_source_reads_only_its_documents(make_dataset: MakeDataset) -> None:
-    source = SampleSource(make_dataset([4, 6, 5, 9]), range(1, 3), 3, seed=0, shuffle=True)
-    assert set(source.samples(np.arange(len(source))).tokens.reshape(-1).tolist()) <= set(range(4, 15))
 
 
 def test_unshuffled_source_reads_in_order_and_wraps_around(make_dataset: MakeDataset) -> None:
@@ -93,15 +83,6 @@ def test_files_that_are_truncated_while_they_are_read(make_dataset: MakeDataset)
                 found = f"{path}: {left} bytes found, {size} when it was opened"
                 assert raised.value.messages[0].startswith(found)
         path.write_bytes(bytes(size))
-
-
-def test_epochs_and_seeds_differ(make_dataset: MakeDataset) -> None:
-    dataset = make_dataset([10] * 50)
-    source = SampleSource(dataset, range(50), 4, seed=1, shuffle=True)
-    other = SampleSource(dataset, range(50), 4, seed=2, shuffle=True)
-    numbers = np.arange(len(source))
-    assert not np.array_equal(source.samples(numbers).tokens, source.samples(numbers + len(source)).tokens)
-    assert not np.array_equal(source.samples(numbers).tokens, other.samples(numbers).tokens)
 
 
 def test_a_part_that_is_too_short(make_dataset: MakeDataset) -> None:
@@ -134,13 +115,6 @@ def test_splits_are_rounded_as_in_megatron(text: str, documents: int, sizes: tup
 def test_invalid_splits(text: str) -> None:
     with pytest.raises(UserError, match="--split"):
         _parse_split(text)
-
-
-def test_the_order_does_not_depend_on_the_token_type(make_dataset: MakeDataset) -> None:
-    narrow = SampleSource(make_dataset(LENGTHS, "narrow", 100), range(10), SEQ_LENGTH, 3, True)
-    wide = SampleSource(make_dataset(LENGTHS, "wide"), range(10), SEQ_LENGTH, 3, True)
-    assert narrow.dataset.tokens.dtype != wide.dataset.tokens.dtype
-    assert narrow.samples(np.arange(30)).tokens.tolist() == wide.samples(np.arange(30)).tokens.tolist()
 
 
 def with_loss_mask(dataset: IndexedDataset) -> IndexedDataset:

@@ -2,7 +2,6 @@ import gzip
 import json
 import pickle
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -151,24 +150,6 @@ def test_a_hub_shard_can_be_entered_in_its_middle(tmp_path: Path, converted: lis
             assert sum(converted) == max(0, 1000 - 256 * first)
 
 
-def test_previous_row_groups_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from datasets.packaged_modules.parquet.parquet import Parquet
-
-    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS * 2}), tmp_path / "a.parquet", row_group_size=100)
-    read: list[int] = []
-
-    def tables(self: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        for key, table in original(self, *args, **kwargs):
-            read.append(len(table))
-            yield key, table
-
-    original = Parquet._generate_tables
-    monkeypatch.setattr(Parquet, "_generate_tables", tables)
-    (shard,) = find_input([f"hf://{tmp_path}"], "text").shards
-    assert next(shard.blocks(2)).texts == (TEXTS * 2)[512:768]
-    assert read == [100, 100, 100]
-
-
 def test_a_large_row_group_is_one_shard_of_several_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet_module, "GROUP_BYTES", 1 << 10)
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), tmp_path / "a.parquet", row_group_size=300)
@@ -178,22 +159,6 @@ def test_a_large_row_group_is_one_shard_of_several_blocks(tmp_path: Path, monkey
     assert len({shard.name for shard in shards}) == len(groups)
     _, second, *_ = shards[1].blocks(0)
     assert next(shards[1].blocks(1)).texts == second.texts
-
-
-def test_each_of_many_files_is_a_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards_module, "_ENOUGH_SHARDS", 4)
-    for number in range(5):
-        write_lines(tmp_path / f"{number}.jsonl", TEXTS[100 * number : 100 * number + 100])
-    assert [len(part) for part in texts_of([tmp_path / "*.jsonl"])] == [100] * 5
-
-
-def test_inputs_that_cannot_be_streamed(tmp_path: Path) -> None:
-    for word, printed in (
-        ("-", "--streaming -: standard input cannot be read again"),
-        (str(tmp_path / "none.jsonl"), "--streaming .*none.jsonl: no such file"),
-    ):
-        with pytest.raises(UserError, match=printed):
-            find_input([word], "text")
 
 
 def bad_places(inputs: list[Path | str], first: int = 0) -> list[str]:

@@ -18,13 +18,11 @@ from megatron_ladder.data.streaming import (
     SkippedRecords,
     StreamPlan,
     StreamReader,
-    choose_streams,
     positions_of,
     skipped_of,
 )
 from megatron_ladder.errors import UserError
 from megatron_ladder.flags import value_errors
-from megatron_ladder.train.reading import TextStreams
 
 EOD, SEQ_LENGTH, STREAMS = 0, 7, 4
 
@@ -109,23 +107,6 @@ def test_every_document_occurs_once_per_epoch() -> None:
     assert expected <= set().union(*per_stream)
 
 
-def test_windows_and_epochs_have_different_orders() -> None:
-    """Use shards of one block, which is a window: each of two streams has eight of them per epoch."""
-    shards = tuple(Numbers(124 * place, [30]) for place in range(16))
-    orders, visits = [], []
-    for stream in range(2):
-        reader = reader_of(StreamPlan(shards, 2, SEQ_LENGTH, 3, 30, EOD), stream, 2, batch=2)
-        tokens = [token for _ in range(400) for token in reader.read().tokens[0].tolist()[:-1]]
-        numbers = documents_of(tokens[: tokens.index(EOD, 2700) + 1])
-        for shard, documents in itertools.groupby(numbers, lambda number: number // 124):
-            visits.append((stream, shard))
-            orders.append(tuple(number % 124 for number in documents))
-    whole = [order for order in orders if len(order) == 30]
-    assert len(whole) >= 2 * 2 * 8 and len(set(whole)) == len(whole)
-    of_first = [shard for stream, shard in visits if stream == 0]
-    assert sorted(of_first[:8]) != sorted(of_first[8:16])
-
-
 @pytest.mark.parametrize("window", [1, 12, 1000])
 @pytest.mark.parametrize("stop", [0, 1, 5, 23])
 def test_a_resumed_run_equals_an_uninterrupted_one(window: int, stop: int) -> None:
@@ -174,20 +155,6 @@ def test_resuming_rereads_only_one_window() -> None:
     reader_of(fresh, consumed=480, states=[begun.state()]).read()
     # A window is two or three blocks, and two rows of a stream are in at most two windows.
     assert sum(shard.read for shard in fresh.shards if isinstance(shard, Numbers)) <= 2 * 3 * STREAMS
-
-
-def test_a_state_has_five_numbers_per_stream() -> None:
-    reader = reader_of(plan_of(), rank=1, size=2)
-    rows_of([reader], 100)
-    state = reader.state()
-    assert set(state["positions"]) == {"1", "3"} and all(len(place) == 5 for place in state["positions"].values())
-    assert state["skipped"] == []
-
-
-def test_input_without_text() -> None:
-    plan = StreamPlan(tuple(Numbers(0, []) for _ in range(4)), 4, SEQ_LENGTH, 1, 10, EOD)
-    with pytest.raises(UserError, match="--streaming: the input has no text"):
-        reader_of(plan).read()
 
 
 class Texts:
@@ -294,33 +261,10 @@ def test_a_bad_record_is_an_error_by_default() -> None:
             spoiled_reader(0, []).read()
 
 
-def test_an_incompletely_read_block_is_rejected(tmp_path: Path) -> None:
-    """The parser stops after too many bad records, even if a checkpoint lists all of them."""
-    skipped = SkippedRecords(1, known=[[0, 0, 3], [0, 0, 4]])
-    bad = (BadRecord(3, "a:3: torn"), BadRecord(4, "a:4: torn"))
-    with pytest.raises(UserError, match="a:3: torn .2 before it were skipped"):
-        skipped.add(0, 0, bad)
-    skipped.add(0, 0, bad[:1])
-
-
 def test_ids_outside_of_the_vocabulary() -> None:
     reader = StreamReader(plan_of(), encode, BatchShape(SEQ_LENGTH, 8, 1), 0, 0, {}, 10)
     with pytest.raises(UserError, match="--tokenizer-model: gives token id .*, the model has ids 0 to 9"):
         reader.read()
-
-
-def test_number_of_streams() -> None:
-    assert choose_streams(None, 1000, 1) == choose_streams(None, 64, 8) == 64
-    assert choose_streams(None, 63, 2) == 32
-    assert choose_streams(None, 100, 3) == 63 and choose_streams(None, 3, 3) == 3
-    assert choose_streams(6, 6, 3) == 6
-    for asked, shards, size, printed in (
-        (None, 3, 4, r"--streaming-shards 4: the input has only 3 shards"),
-        (8, 7, 1, r"--streaming-shards 8: .* only 7 shards: .* request fewer"),
-        (6, 9, 4, r"--streaming-shards 6 is not a multiple of the data-parallel size 4"),
-    ):
-        with pytest.raises(UserError, match=printed):
-            choose_streams(asked, shards, size)
 
 
 def test_changes_of_streamed_input_are_reported() -> None:
@@ -339,15 +283,6 @@ def test_changes_of_streamed_input_are_reported() -> None:
     assert "--tokenizer-model: sha256 is cd, was ab" in data_changes(found, found | {"tokenizer_sha256": "cd"})
     assert "the data is streamed text" in data_changes({"train": {}}, found)[0]
     assert "the data is token files" in data_changes(found, {"train": {}})[0]
-
-
-def test_states_of_another_division_of_the_input_are_not_used() -> None:
-    plan = plan_of()
-    saved = plan.cut()
-    for state, taken in ((saved, True), (saved | {"eod_id": 5}, False), (saved | {"shards_sha256": "ab"}, False)):
-        streams = TextStreams(None, None, plan)  # type: ignore[arg-type]
-        streams.load_state_dict([{"plan": state, "positions": {"2": [1, 2, 3, 4, 5]}, "skipped": []}])
-        assert bool(streams._positions) == taken
 
 
 def test_flags_that_streaming_excludes() -> None:

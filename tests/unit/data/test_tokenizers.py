@@ -1,8 +1,4 @@
 import json
-import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,7 +20,6 @@ from megatron_ladder.data.tokenizers import (
     source_of,
 )
 from megatron_ladder.errors import UserError
-from tests.helpers.commands import REPOSITORY_ROOT
 from tests.helpers.tokenizer_copies import copy_tokenizer
 
 NASTY = [
@@ -65,11 +60,6 @@ def test_decoding_restores_the_text(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(ids) == text
     assert all(0 <= number < tokenizer.vocab_size for number in ids)
     assert bool(ids) == bool(text)
-
-
-def test_batches_equal_single_texts(tokenizer: Tokenizer) -> None:
-    assert tokenizer.encode_batch(NASTY) == [tokenizer.encode(text) for text in NASTY]
-    assert tokenizer.encode_batch([]) == []
 
 
 def test_incomplete_characters_can_be_decoded(tokenizer: Tokenizer) -> None:
@@ -130,25 +120,6 @@ def test_hostile_files_next_to_a_tokenizer_are_rejected(hugging_face_directory: 
         (tmp_path / path).unlink()
 
 
-def test_the_beginning_of_text_token_is_found(hugging_face_directory: Path, tmp_path: Path) -> None:
-    shutil.copy(hugging_face_directory / "tokenizer.json", tmp_path)
-    for beginning, expected in (("null", None), ('"el"', "el"), ('{"content": "el"}', "el"), ('"<nowhere>"', None)):
-        (tmp_path / "tokenizer_config.json").write_text(f'{{"eos_token": "<|end_of_turn|>", "bos_token": {beginning}}}')
-        found = HuggingFaceTokenizer(tmp_path)
-        assert found.bos_id == (None if expected is None else found.encode(expected)[0])
-    assert NullTokenizer(5).bos_id is None
-
-
-def test_truncation_and_padding_of_the_file_are_ignored(hugging_face_directory: Path, tmp_path: Path) -> None:
-    library = tokenizers.Tokenizer.from_file(str(hugging_face_directory / "tokenizer.json"))
-    expected = library.encode(NASTY[3]).ids
-    library.enable_truncation(4)
-    library.enable_padding(length=4)
-    library.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|end_of_turn|>"}')
-    assert HuggingFaceTokenizer(tmp_path).encode_batch([NASTY[3], ""]) == [expected, []]
-
-
 def test_a_copied_tokenizer_equals_the_original(tokenizer: Tokenizer, tmp_path: Path) -> None:
     copy_tokenizer(tokenizer, tmp_path / "checkpoint")
     moved = (tmp_path / "checkpoint").rename(tmp_path / "moved")
@@ -178,17 +149,6 @@ def test_copies_have_the_files_as_they_were_loaded(tokenizer: Tokenizer, tmp_pat
     loaded = load_tokenizer_from_directory(tmp_path / "checkpoint")
     assert (loaded.sha256, loaded.eod_id) == (tokenizer.sha256, tokenizer.eod_id)
     assert [file.read_bytes() for file in loaded.files] == [file.read_bytes() for file in tokenizer.files]
-
-
-def test_a_chat_template_is_copied_with_its_tokenizer(hugging_face_directory: Path, tmp_path: Path) -> None:
-    for file in hugging_face_directory.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
-    copy_tokenizer(HuggingFaceTokenizer(tmp_path), tmp_path / "checkpoint")
-    assert (tmp_path / "checkpoint" / "chat_template.jinja").read_text() == "{{ messages }}"
-    assert load_tokenizer_from_directory(tmp_path / "checkpoint").encode("a") == HuggingFaceTokenizer(
-        hugging_face_directory
-    ).encode("a")
 
 
 def test_a_changed_copy_is_rejected(sentencepiece_tokenizer: SentencePieceTokenizer, tmp_path: Path) -> None:
@@ -251,21 +211,6 @@ def test_the_null_tokenizer_reads_ids(tmp_path: Path) -> None:
     assert load_tokenizer_from_directory(tmp_path).sha256 == tokenizer.sha256 != NullTokenizer(99).sha256
 
 
-def test_bytes_are_tokens() -> None:
-    assert ByteTokenizer().encode("é\n") == [0xC3, 0xA9, 10]
-    assert ByteTokenizer().decode([0xC3, 256]) == "\ufffd"
-
-
-def test_missing_flags_of_a_type_are_named() -> None:
-    for kind, flags in (
-        ("HFTokenizer", "--tokenizer-model"),
-        ("GPT2BPETokenizer", "--vocab-file and --merge-file"),
-        ("NullTokenizer", "--vocab-size"),
-    ):
-        with pytest.raises(UserError, match=f"--tokenizer-type {kind} needs {flags}"):
-            load_source(TokenizerSource(kind))
-
-
 def test_trained_byte_pairs_include_line_feeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text("def f():\n        return 1\n\n" * 200)
     command = f"--input {tmp_path}/*.txt --model-prefix {tmp_path}/m --vocab-size 275 --model-type bpe".split()
@@ -277,34 +222,6 @@ def test_trained_byte_pairs_include_line_feeds(tmp_path: Path, capsys: pytest.Ca
         train_tokenizer.main([*command, "--vocab-size", "9000"])
     with pytest.raises(UserError, match="--vocab-size 256: expected 257 or more"):
         train_bpe(["a"], 256)
-
-
-def test_lines_too_long_for_sentencepiece_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    usual = Path(json.__file__).read_text()
-    (tmp_path / "a.txt").write_text(f"{usual}\n{'long ' * 14_000}\n{'é' * 40_000}\n{usual}")
-    train_tokenizer.main(f"--input {tmp_path}/a.txt --model-prefix {tmp_path}/m --vocab-size 400".split())
-    assert "2 lines of more than 64 KiB were left out" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("kind", ["sentencepiece", "bpe"])
-def test_ctrl_c_ends_training_without_a_message(kind: str, tmp_path: Path) -> None:
-    words = f"--input - --vocab-size 300 --model-type {kind} --model-prefix {tmp_path}/m".split()
-    process = subprocess.Popen(
-        [sys.executable, "tools/train_tokenizer.py", *words],
-        cwd=REPOSITORY_ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-    assert process.stdout.readline() == "training 300 pieces on at most 100.0 MB\n"
-    # The trainer has begun when the pipe, which holds 64 KiB, has accepted more.
-    process.stdin.write('{"text": "some text"}\n' * 10_000)
-    process.stdin.flush()
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == -signal.SIGINT
-    assert process.stderr.read() == "" and list(tmp_path.iterdir()) == []
 
 
 def test_an_empty_input_and_an_unusable_output_are_found_before_training(

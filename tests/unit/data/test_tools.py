@@ -10,7 +10,7 @@ import xxhash
 
 from megatron_ladder.cli.inspect_data import main as inspect_data
 from megatron_ladder.data.indexed import IndexedDataset, IndexedDatasetWriter, loss_mask_path
-from megatron_ladder.data.inspect import parse_documents, verify
+from megatron_ladder.data.inspect import verify
 from megatron_ladder.data.sidecar import Sidecar, check_index, read_sidecar, write_sidecar
 from megatron_ladder.data.tokenizers import SentencePieceTokenizer
 from megatron_ladder.errors import UserError
@@ -139,10 +139,3 @@ def test_inspecting_prints_texts(
     assert capsys.readouterr().out.splitlines()[-1].endswith(f" tokens: {ids}")
     with pytest.raises(UserError, match="--documents 3: expected numbers from 0 to 2"):
         inspect_data([str(tmp_path / "d"), "--documents", "3"])
-
-
-def test_parsing_document_numbers() -> None:
-    assert parse_documents(["0", "5-7"], 8) == [0, 5, 6, 7]
-    for word in ("a", "-1", "7-5", "1-", "8", "5-8"):
-        with pytest.raises(UserError, match=f"--documents {word}: "):
-            parse_documents([word], 8)

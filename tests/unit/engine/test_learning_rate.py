@@ -59,7 +59,3 @@ def test_no_room_for_decay_is_no_division_by_zero(style: DecayStyle) -> None:
     schedule = LearningRateSchedule(8.0, 4, min_lr=2.0, warmup_iters=4, decay_style=style)
     assert [schedule.at(n) for n in (4, 5)] == [8.0, 2.0]
     assert LearningRateSchedule(8.0, 4, decay_style="WSD", wsd_decay_iters=0).at(4) == 8.0
-
-
-def test_without_warmup_the_first_step_has_begun_to_decay() -> None:
-    assert LearningRateSchedule(8.0, 4, decay_style="linear").at(1) == 6.0

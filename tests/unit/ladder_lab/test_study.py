@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ from scipy import stats
 from torch import Tensor
 
 from ladder_lab.study import program, report, trials
-from ladder_lab.study.options import DEFAULT_WIRINGS, Parsed, parse_options
-from ladder_lab.study.report import first_reaching, holm, paired, write_report
-from ladder_lab.study.trials import Request, Trial, resolve_trial, training_command, trial_flags
+from ladder_lab.study.options import Parsed, parse_options
+from ladder_lab.study.report import first_reaching, holm, paired
+from ladder_lab.study.trials import Request, Trial, resolve_trial
 from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.run import RunConfig
@@ -39,32 +39,14 @@ def parsed(words: str, first: str = f"run {FIRST}") -> Parsed:
     return found
 
 
-def test_defaults_are_the_study_of_two_cores() -> None:
-    options = parsed("", "run --output-dir out")
-    assert options.wirings == options.timed_wirings == DEFAULT_WIRINGS
-    assert len(options.training.seeds) >= 3 and options.training.jobs == 2
-    assert parsed("--timed-wirings ladder parallel").timed_wirings == ("standard", "ladder", "parallel")
-    assert parsed("--timed-wirings none").timed_wirings == ()
-
-
 @pytest.mark.parametrize(
     ("words", "error"),
     [
         ("--wirings standard gated", "--wirings gated: expected one of standard, ladder"),
         ("--wirings ladder parallel", "--wirings ladder parallel: add standard, with which all others are compared"),
-        ("--timed-wirings standard hybrid", "--timed-wirings hybrid: expected some of --wirings, or none"),
-        ("--learning-rates-from out --learning-rates 1e-3", "--learning-rates-from"),
-        ("--sizes 8x3", "--size 8x3: expected one of small"),
         ("--seeds 1 100", "--seeds 100: is the seed of the trials that choose a learning rate"),
-        ("--seeds 1 1", "--seeds 1: is given twice"),
-        ("--link 0", "--link 0: expected a time such as 1.2c or 2ms, or own"),
-        ("--timing-ranks 3", "--timing-ranks 3: --num-attention-heads 4 is not divisible"),
-        ("--launcher no-such-program", "--launcher no-such-program: no-such-program is not an executable"),
         ("-- --train-iters 5", "--train-iters after --: a study sets this flag for each trial"),
-        ("-- --no-such-flag 5", "--no-such-flag is not a flag of this program"),
-        # Errors of the trainer.
         ("--global-batch-size 33", "--global-batch-size 33 is not a multiple of --micro-batch-size 32"),
-        ("-- --tensor-model-parallel-size 3", "--num-attention-heads 4 is not divisible"),
     ],
 )
 def test_errors_name_the_flag(words: str, error: str) -> None:
@@ -100,18 +82,6 @@ def test_a_schedule_has_the_length_of_its_trial() -> None:
     assert resolved("ladder", "--evaluations 5", iterations=137).logging.eval_interval == 28
     assert (long.training.train_iters, long.optimizer.lr_decay_iters) == (200, None)
     assert resolved("ladder", "-- --bf16").training.bf16
-
-
-def test_trials_run_locally_or_through_a_launcher() -> None:
-    request = parsed("").request
-    flags = trial_flags(replace(request, data_flags=("--train-data-path", "x")), trial_of("desync-2x"))
-    command = training_command(request, flags, 1)
-    assert command[0] == sys.executable and Path(command[1]).name == "pretrain_ladder.py" and command[2:] == flags
-    assert flags[flags.index("--train-data-path") + 1] == "x"
-    assert flags[flags.index("--save") + 1] == flags[flags.index("--load") + 1]
-    assert "run_ranks" in training_command(request, flags, 2)[3]
-    launched = replace(request, launcher="launch --hosts 'a b'")
-    assert training_command(launched, flags, 2)[:3] == ["launch", "--hosts", "a b"]
 
 
 def matrices(wiring: str, seed: int = 3) -> dict[str, Tensor]:
@@ -227,13 +197,6 @@ def test_a_study_runs_once_and_reports(stand: Stand) -> None:
     assert stand.started == []
 
 
-def test_a_picture_has_a_panel_for_tokens_and_for_time(tmp_path: Path) -> None:
-    curve = [(1.0, 3.0), (2.0, 2.5), (3.0, 2.2)]
-    curves = {budget: {"standard": [curve, curve], "ladder": [curve]} for budget in ("tokens", "time")}
-    report._draw(curves, tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
 def test_wirings_and_seeds_can_be_added_and_other_settings_are_rejected(stand: Stand) -> None:
     stand.words = "--wirings standard --timed-wirings none"
     stand.run()
@@ -254,19 +217,6 @@ def test_wirings_and_seeds_can_be_added_and_other_settings_are_rejected(stand: S
     with pytest.raises(UserError) as caught:
         stand.run("1 2 3", "--iterations 11 --link 2c")
     assert [message.split(": ")[1] for message in caught.value.messages] == ["iterations", "link"]
-
-
-def test_rates_of_a_smaller_model_are_scaled_to_the_hidden_size(stand: Stand) -> None:
-    small = stand.folder
-    stand.run()
-    stand.folder = small.with_name("large")
-    stand.words = f"--wirings standard ladder --timed-wirings none --learning-rates-from {small}"
-    words = f"--sizes 2x48x80x2x1x50 --seeds 1 --iterations 10 {stand.words} -- --data-path x"
-    stand.started = []
-    program.run_study(parsed(words, f"run --output-dir {stand.folder}"))
-    assert sorted(name.split("-lr")[1] for name in stand.started) == ["0.001-it10"] * 2
-    with pytest.raises(UserError, match="has chosen no rate for parallel"):
-        program.run_study(parsed("--wirings standard parallel --learning-rates-from " + str(small)))
 
 
 def test_a_failed_trial_is_reported_and_runs_again(stand: Stand, capfd: pytest.CaptureFixture[str]) -> None:
@@ -303,11 +253,6 @@ def test_a_signal_stops_the_study_which_resumes(stand: Stand, capfd: pytest.Capt
     stand.code = lambda name: 0
     stand.run()
     assert "tuning" not in kinds(stand.started) and (stand.folder / "report.md").exists()
-
-
-def test_a_folder_without_a_study_has_no_report(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no study.json; expected the folder of a study"):
-        write_report(tmp_path)
 
 
 def test_paired_differences_are_those_of_a_paired_test() -> None:

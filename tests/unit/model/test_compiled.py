@@ -72,13 +72,6 @@ def test_gradients_equal_those_of_the_uncompiled_model(
         assert (a.grad - b.grad).abs().max() <= 1e-11 * a.grad.abs().max()
 
 
-def test_add_norm_returns_the_sum_and_its_norm() -> None:
-    stream, output = torch.tensor([[1.0, -2.0]]), torch.tensor([[2.0, 6.0]])
-    total, normed = Operations().add_norm(stream, output, torch.tensor([1.0, 10.0]), 0.0)
-    assert total.tolist() == [[3.0, 4.0]]
-    assert normed.flatten().tolist() == pytest.approx([3 / 12.5**0.5, 40 / 12.5**0.5])
-
-
 def test_generation_equals_that_of_the_uncompiled_model() -> None:
     torch.compiler.reset()
     config = tiny_config(**MODELS["hybrid"])

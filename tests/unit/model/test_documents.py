@@ -81,12 +81,6 @@ def test_tokens_attend_within_their_document(packed: bool, monkeypatch: pytest.M
         assert torch.allclose(computed, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_documents_end_with_their_row() -> None:
-    bounds = torch.tensor([0, 10, 18], dtype=torch.int32)
-    with pytest.raises(AssertionError, match="documents end where rows end"):
-        document_attention(*inputs(), DocumentBounds.of(bounds, torch.device("cpu")))
-
-
 def test_half_precision_on_cuda_uses_the_packed_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU: tensors that only claim to be on one."""
 

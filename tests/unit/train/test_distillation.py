@@ -110,15 +110,6 @@ def test_teachers_that_cannot_teach_are_refused(tmp_path: Path) -> None:
     assert error.startswith(f"--distill-from {tmp_path}/heads/iter_0000010: is in --save {tmp_path}/heads, where ")
 
 
-def test_a_missing_or_incomplete_teacher_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "config.json").write_text("{}")
-    for name, start in (("none", ": no such directory"), ("empty", ": no checkpoint found"), ("hf", ": has neither ")):
-        (error,) = refusals(tmp_path, tmp_path / name)
-        assert error.startswith(f"--distill-from {tmp_path}/{name}{start}")
-
-
 def test_a_run_that_only_evaluates_needs_no_teacher(tmp_path: Path) -> None:
     write_teacher(tmp_path / "load", num_layers=2)
     words = f"--data-path {tmp_path}/tokens --split 1,1,0 --eval-iters 1 --train-iters 5 --lr 1 --seq-length 12"

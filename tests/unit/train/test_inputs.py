@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from megatron_ladder.checkpoint.manifest import decode_manifest
 from megatron_ladder.checkpoint.publish import write_manifest
@@ -21,8 +19,7 @@ from megatron_ladder.data.sidecar import Sidecar, write_sidecar
 from megatron_ladder.data.tokenizers import ByteTokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.train import inputs
-from megatron_ladder.train.inputs import RunInputs, describe_data, read_dry_run
-from megatron_ladder.train.setup import _shared_settings
+from megatron_ladder.train.inputs import RunInputs, describe_data
 from tests.helpers.operations import Operations
 from tests.unit.generate.tiny_model import reference_of, tiny_config, write_checkpoint
 
@@ -84,18 +81,6 @@ def test_all_invalid_inputs_are_reported_before_the_start(tmp_path: Path, monkey
     ):
         found = errors(words)
         assert [line.startswith(start) for line, start in zip(found, starts, strict=True)] == [True] * len(found), found
-
-
-def test_missing_apex_is_reported_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "apex", None)
-    words = f"--data-path {tmp_path}/a --norm-implementation apex --optimizer-implementation apex"
-    for device, reason in (("cpu", "apex's kernels need a CUDA device"), ("cuda", "NVIDIA's apex is not installed")):
-        monkeypatch.setattr(RankInfo, "device", lambda self, device=device: torch.device(device))
-        with pytest.raises(UserError) as raised:
-            read_inputs([*SIZES, *words.split()])
-        found = [message for message in raised.value.messages if "-implementation " in message]
-        starts = [f"--{one}-implementation apex: {reason}" for one in ("norm", "optimizer")]
-        assert [line.startswith(start) for line, start in zip(found, starts, strict=True)] == [True] * 2, found
 
 
 def test_missing_data_is_reported_with_its_flag(tmp_path: Path) -> None:
@@ -166,21 +151,6 @@ def test_a_tokenizer_without_a_file_has_a_vocabulary(tmp_path: Path) -> None:
             read_inputs([*sizes, *words.split()])
 
 
-def test_hosts_that_compile_and_hosts_that_do_not_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with IndexedDatasetWriter(tmp_path / "tokens", np.dtype(np.uint16)) as writer:
-        writer.add_document(np.arange(60))
-        writer.publish()
-    data, place = f"--data-path {tmp_path}/tokens --split 1 --eval-iters 0".split(), RankInfo(0, 1, 0)
-    read = read_inputs([*SIZES, *data], place)
-    monkeypatch.setattr(RankInfo, "device", lambda place: torch.device("cuda"))
-    problems = iter(["", "no compiler"])
-    monkeypatch.setattr("megatron_ladder.model.operations._compiler_problem", lambda device: next(problems))
-    monkeypatch.setattr("megatron_ladder.model.operations.compile_operations", lambda operations: operations)
-    one, other = _shared_settings(read, place), _shared_settings(read, place)
-    differences = [(name, value, other[name]) for name, value in one.items() if other[name] != value]
-    assert differences == [("implementation of the norm", "torch, compiled", "torch")]
-
-
 def test_sample_prompts_are_read_and_checked(tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "tokens", np.dtype(np.uint16)) as writer:
         writer.add_document(np.arange(60))
@@ -227,48 +197,6 @@ def test_a_desync_model_resumes_only_at_its_tensor_parallel_size(tmp_path: Path)
     assert differences_in(tmp_path, "--tensor-model-parallel-size 2 --residual-mode standard") == [
         "--residual-mode standard"
     ]
-
-
-def test_a_missing_checkpoint_is_an_error_if_one_is_required(tmp_path: Path) -> None:
-    def errors(words: str) -> list[str]:
-        with pytest.raises(UserError) as raised:
-            read_inputs([*SIZES, "--load", str(tmp_path), *words.split()])
-        return [message for message in raised.value.messages if "--load" in message]
-
-    assert errors("") == []
-    assert errors("--exit-on-missing-checkpoint") == [
-        f"--load {tmp_path}: holds no checkpoint, and --exit-on-missing-checkpoint requires one"
-    ]
-
-
-def test_save_must_have_files_where_a_run_writes_them(tmp_path: Path) -> None:
-    """Before training, not at the first save."""
-    names = ["latest", "latest.partial", "run.jsonl", "config.yaml"]
-    for name in names:
-        (tmp_path / "save" / name).mkdir(parents=True)
-    with pytest.raises(UserError) as raised:
-        read_inputs([*SIZES, "--save", f"{tmp_path}/save"])
-    start = f"--save {tmp_path}/save: "
-    found = [message.removeprefix(start) for message in raised.value.messages if message.startswith(start)]
-    assert [line.split(" ")[0] for line in found] == names and all("is not a file: " in line for line in found)
-
-
-def test_a_rejected_save_directory_is_not_created(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is the name of a single checkpoint"):
-        read_inputs([*SIZES, "--save", f"{tmp_path}/iter_0000007"])
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_data_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    writer = IndexedDatasetWriter(tmp_path / "tokens", np.dtype(np.uint16))
-    writer.add_document(np.full(40, 9))
-    writer.publish()
-    sidecar = tmp_path / "tokens.json"
-    sidecar.symlink_to(sidecar)
-    with pytest.raises(UserError) as raised:
-        read_inputs([*SIZES, "--data-path", f"{tmp_path}/tokens", "--split", "1"])
-    assert [message for message in raised.value.messages if f"{sidecar}: cannot be read: " in message]
-    assert "--data-cache-path" not in str(raised.value)
 
 
 def test_a_run_must_continue_the_checkpoints_that_save_holds(tmp_path: Path) -> None:
@@ -339,12 +267,6 @@ def test_only_rank_0_looks_into_directories_of_checkpoints(tmp_path: Path, monke
     assert found == [f"open {first.checkpoint.directory.name}/manifest.json"]
     with pytest.raises(UserError, match="(?s)--load .* cannot be read: File name too long.*--save .* name too long"):
         read_inputs([*SIZES, "--load", "x" * 300, "--save", "y" * 300], RankInfo(0, 2, 0), look)
-
-
-def test_a_dry_run_creates_no_directories(tmp_path: Path) -> None:
-    words = f"--save {tmp_path}/save --load {tmp_path}/save".split()
-    assert read_dry_run([*SIZES, *words], 2).world_size == 2
-    assert not (tmp_path / "save").exists()
 
 
 def test_an_evaluation_needs_a_model_and_validation_data(tmp_path: Path) -> None:

@@ -68,9 +68,3 @@ def test_a_file_system_without_locks_is_reported(
     monkeypatch.setattr(lock, "lock_file", lambda descriptor: problem)
     with SaveLock(tmp_path):
         assert f"--save {tmp_path}: this file system has no locks (No locks available)" in capsys.readouterr().out
-
-
-def test_a_lock_that_cannot_be_opened_is_a_user_error(tmp_path: Path) -> None:
-    (tmp_path / _LOCK_NAME).mkdir()
-    with pytest.raises(UserError, match=f"^--save {tmp_path}: run.lock: Is a directory: "), SaveLock(tmp_path):
-        pass

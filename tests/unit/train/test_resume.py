@@ -8,7 +8,7 @@ import pytest
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
 from megatron_ladder.engine.optimizer import build_schedule
-from megatron_ladder.errors import ErrorCollector, UserError
+from megatron_ladder.errors import ErrorCollector
 from megatron_ladder.train.resume import resumed_run, schedule_note
 
 BASE = "--seq-length 16 --hidden-size 32 --num-attention-heads 4 --load c"
@@ -48,14 +48,9 @@ def test_the_same_flags_continue_the_same_schedule() -> None:
     ("change", "flags"),
     [
         ("--lr 2e-3", ["--lr 0.002"]),
-        ("--min-lr 0", ["--min-lr 0.0"]),
         ("--lr-warmup-iters 5", ["--lr-warmup-iters 5"]),
-        ("--lr-decay-style linear", ["--lr-decay-style linear"]),
         ("--lr-decay-style WSD", ["--lr-decay-style WSD"]),
-        ("--lr-decay-iters 200", ["--lr-decay-iters 200"]),
-        ("--weight-decay 0", ["--weight-decay 0.0"]),
         ("--clip-grad 2 --adam-beta2 0.999", ["--clip-grad 2.0", "--adam-beta2 0.999"]),
-        ("--adam-eps 1e-6 --adam-beta1 0.8", ["--adam-beta1 0.8", "--adam-eps 1e-06"]),
     ],
 )
 def test_another_schedule_is_rejected_unless_a_flag_allows_it(change: str, flags: list[str]) -> None:
@@ -108,11 +103,6 @@ def test_finetuning_uses_its_own_schedule() -> None:
     assert not errors and run == run_of(words)
 
 
-def test_an_evaluation_has_no_schedule() -> None:
-    run, errors = resume(f"{TRAINED} --lr 2e-3 --weight-decay 0 --skip-train")
-    assert not errors and run.optimizer.lr == 2e-3
-
-
 def test_a_run_cannot_be_resumed_from_weights_alone() -> None:
     for words, refused in (("", True), ("--finetune", False), ("--no-load-optim", False), ("--skip-train", False)):
         errors = ErrorCollector()
@@ -133,22 +123,3 @@ def test_a_resumed_run_keeps_its_optimizer() -> None:
             assert resume(f"{words} {schedule}", trained)[1] == [flag]
         for free in ("--no-load-optim", "--finetune", "--skip-train"):
             assert resume(f"{words} {free}", trained)[1] == []
-
-
-def test_contradicting_flags_are_reported() -> None:
-    words = f"{TRAINED} {OVERRIDE} {KEEP} --finetune --keep-last-n-checkpoints 0 --save-retain-interval -1"
-    with pytest.raises(UserError) as raised:
-        parse_run(f"{BASE} {words}".replace(" --load c", "").split())
-    assert [line.split(": ")[0] for line in raised.value.messages] == [
-        "--keep-last-n-checkpoints 0",
-        "--save-retain-interval -1",
-        "--finetune requires --load",
-        f"{OVERRIDE} requires --load",
-        f"{OVERRIDE} and {KEEP} exclude each other",
-        f"{KEEP} requires --load",
-    ]
-
-
-def test_megatrons_older_spelling_is_accepted() -> None:
-    flags = parse_run(f"{BASE} {TRAINED} --override-opt_param-scheduler".split())
-    assert flags.checkpoint.override_opt_param_scheduler

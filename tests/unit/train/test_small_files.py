@@ -1,8 +1,6 @@
 """Files of an imported model in checkpoints: chat template, special token ids, generation settings."""
 
 import json
-import os
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -110,31 +108,3 @@ def test_files_of_another_tokenizer_are_not_taken_over(
     assert "hugging_face" not in manifest and manifest["tokenizer"]["type"] == "ByteTokenizer"
     said = capsys.readouterr().out
     assert "these are not taken over: chat_template.jinja, generation_config.json" in said
-
-
-def test_a_directory_that_cannot_be_removed_is_reported_once(
-    imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    theirs = tmp_path / "run" / "iter_0000001.tmp-theirs"
-    theirs.mkdir(parents=True)
-    os.utime(theirs, (1000, 1000))
-
-    def refuse(path: Path) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(shutil, "rmtree", refuse)
-    assert train(imported, tmp_path / "run", None, True, 1).name == "iter_0000002"
-    assert capsys.readouterr().out.count(f"*** {theirs}: left by a failed save, cannot be removed") == 1
-
-
-def test_the_runs_files_override_those_of_the_model(imported: Path, tmp_path: Path) -> None:
-    own = tmp_path / "own"
-    own.mkdir()
-    (own / "tokenizer.json").write_bytes((tmp_path / "hf" / "tokenizer.json").read_bytes())
-    config = '{"eos_token": "<eos>", "chat_template": "another"}'
-    (own / "tokenizer_config.json").write_text(config)
-    directory = train(imported, tmp_path / "run", load_tokenizer("HuggingFaceTokenizer", own), True, 1)
-    assert (directory / "tokenizer_config.json").read_text() == config
-    # It would override the template in the configuration.
-    assert not (directory / "chat_template.jinja").exists()
-    assert (directory / "generation_config.json").read_text() == EXTRA_FILES["generation_config.json"]

@@ -143,12 +143,6 @@ def test_on_cuda_communication_without_other_kernels_is_exposed() -> None:
     }
 
 
-def test_the_pattern_selects_communication_kernels() -> None:
-    events = [*cuda_trace()[:-1], kernel("one_shot_all_reduce_kernel", 1400, 1500, 7, 7)]
-    assert found_of(communication(events, KERNELS))[1, "outside of sub-blocks", ""] == (100, 100)
-    assert (1, "outside of sub-blocks", "") not in found_of(communication(events, "nccl"))
-
-
 def write(path: Path, events: list[Event]) -> Path:
     content = json.dumps({"traceEvents": [*events, {"ph": "M", "name": "process_name"}]}).encode()
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)

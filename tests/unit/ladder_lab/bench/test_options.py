@@ -14,29 +14,10 @@ def options_of(words: str) -> BenchmarkOptions:
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [
-        ("500us", (5e-4, "s")),
-        ("2ms", (2e-3, "s")),
-        ("0.5s", (0.5, "s")),
-        ("1c", (1.0, "c")),
-        ("0.5a", (0.5, "a")),
-        ("0", (0.0, "s")),
-        ("2", None),
-        ("c", None),
-        ("1x", None),
-        ("-1ms", None),
-    ],
+    [("500us", (5e-4, "s")), ("1c", (1.0, "c")), ("0.5a", (0.5, "a")), ("0", (0.0, "s")), ("2", None), ("-1ms", None)],
 )
 def test_interconnect_times(text: str, expected: tuple[float, str] | None) -> None:
     assert parse_alpha(text) == (None if expected is None else pytest.approx(expected))
-
-
-def test_defaults_fit_the_case() -> None:
-    assert options_of("train").sizes == ("small-train",)
-    parsed = parse_options("prefill --size small-llama --alpha 1c 2ms".split())
-    assert not isinstance(parsed, RequestsOptions) and parsed[0] == "prefill"
-    assert (parsed[1].sizes, parsed[1].alpha) == (("small-llama",), ("1c", "2ms"))
-    assert options_of("decode").alpha == ("0", "0.5c", "1c", "2c")
 
 
 def test_lists_are_split_at_blanks_and_commas() -> None:
@@ -75,19 +56,13 @@ def test_all_errors_are_reported_together() -> None:
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        ("--tp 1", "--tp 1: expected 2 or more"),
-        ("--device cuda --emulated-tp 1", "--emulated-tp 1: expected 2 or more"),
         ("--emulated-tp 8", "--emulated-tp 8 requires --device cuda"),
         ("--device cuda --alpha 1c", "--alpha and --link-preset are for emulated wires"),
-        ("--device cuda --link-preset nvlink", "--alpha and --link-preset are for emulated wires"),
-        ("--tp-all-reduce symmetric", "--tp-all-reduce symmetric requires --device cuda"),
         (
             "--device cuda --emulated-tp 8 --tp-all-reduce symmetric",
             "--tp-all-reduce symmetric and --emulated-tp exclude each other",
         ),
-        ("--cuda-graph", "--cuda-graph requires --device cuda"),
         ("--alpha 1c,fast", "--alpha fast"),
-        ("--tp 8 --link-preset efa", "--link-preset efa"),
     ],
 )
 def test_contradictions_are_rejected(words: str, error: str) -> None:

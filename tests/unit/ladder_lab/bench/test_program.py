@@ -7,15 +7,14 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from ladder_lab.bench import interconnect, program, requests, workloads
+from ladder_lab.bench import interconnect, program, workloads
 from ladder_lab.bench.comparison import WiringComparison
-from ladder_lab.bench.interconnect import Interconnect, make_interconnect, start_ranks
-from ladder_lab.bench.options import BenchmarkOptions, Case, RequestsOptions
+from ladder_lab.bench.interconnect import Interconnect, start_ranks
+from ladder_lab.bench.options import BenchmarkOptions, Case
 from ladder_lab.bench.results import BenchmarkRow, results_table
 from ladder_lab.bench.sizes import SIZES
 from ladder_lab.bench.workloads import Workload
 from ladder_lab.link.cuda_link import CudaLink
-from ladder_lab.link.link import NoCommGroup
 from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.errors import UserError
 from tests.unit.comm import fake_cuda
@@ -48,18 +47,6 @@ def emulated(device: fake_cuda.Device, monkeypatch: pytest.MonkeyPatch, **given:
 
     monkeypatch.setattr(interconnect, "CudaLink", link_of)
     return BenchmarkOptions(device="cuda", emulated_tp=4, sizes=("tiny",), sequence=8, tokens=1, rounds=4, **given)
-
-
-def test_one_gpu_is_rank_0_of_an_emulated_group(device: fake_cuda.Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = make_interconnect(emulated(device, monkeypatch, comm_sms=12), TINY, CPU)
-    assert isinstance(made.wire, CudaLink) and made.mesh.tensor is made.wire
-    assert (made.wire.size, made.wire.rank, made.wire.sms) == (4, 0, 12)
-    # Two key and value heads on four ranks: two replicas each.
-    replica = made.mesh.kv_replica
-    assert isinstance(replica, NoCommGroup) and replica.size == 2
-    assert "emulated" in made.name
-    made.set_wire(2e-3)
-    assert made.wire.spec.seconds(10**6) == 2e-3
 
 
 def measured(case: Case, options: BenchmarkOptions, text: str) -> tuple[str, dict[str, BenchmarkRow]]:
@@ -121,25 +108,6 @@ def test_decoding_is_timed_by_replays(device: fake_cuda.Device, monkeypatch: pyt
     assert "|  | " in results_table([rows["standard"]])
     # Standard and its bound for the calibration, then all three; one warm-up round and four that count.
     assert [graph.replays for graph in ReplayedStep.made] == [1 + 4] * 5
-    assert all(graph.closed for graph in ReplayedStep.made)
-
-
-def test_requests_replay_a_step_that_was_captured_before(
-    device: fake_cuda.Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One cache and one captured step at a time; the first token comes from prefill, the others from replays."""
-    monkeypatch.setattr(requests, "CudaStepGraph", ReplayedStep)
-    monkeypatch.setattr(ReplayedStep, "made", [])
-    passes = emulated(device, monkeypatch, cuda_graph=True)
-    shared = {name: getattr(passes, name) for name in ("device", "emulated_tp", "sizes", "rounds", "cuda_graph")}
-    options = RequestsOptions(**shared, wirings=("standard", "hybrid"), batch=(2,), prompt=8, generate=5)
-    comparison = WiringComparison(options, TINY, ALONE, CPU)
-    batch = requests._Requests(comparison, options, 2)
-    times = batch.time(options.rounds, None)
-    assert list(times.seconds) == ["standard", "hybrid", "no-comm"]
-    assert [len(first) for first in batch.first_token.values()] == [1 + 4] * 3
-    # One step before the timing, and four after the first token.
-    assert [graph.replays for graph in ReplayedStep.made] == [1 + 4] * 3 * (1 + 4)
     assert all(graph.closed for graph in ReplayedStep.made)
 
 

@@ -19,11 +19,8 @@ def test_a_shape_is_given_by_name_or_in_numbers() -> None:
     ("text", "expected"),
     [
         ("huge", "expected one of small, small-llama, .* such as 8x192x512x6x6x4096"),
-        ("2x24x40x6x3", "expected one of"),
         ("2x24x40x5x5x100", "hidden 24 is not divisible by 5 heads"),
-        ("2x24x40x6x4x100", "num-attention-heads 6 is not divisible by --num-key-value-heads 4"),
         ("2x24x0x6x0x100", "ffn-hidden-size 0: expected 1 or more; num-key-value-heads 0: expected"),
-        ("2x24x40x0x0x100", "num-attention-heads 0: expected 1 or more"),
     ],
 )
 def test_invalid_shapes_are_rejected(text: str, expected: str) -> None:

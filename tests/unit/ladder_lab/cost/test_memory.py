@@ -123,8 +123,3 @@ def test_stages_hold_the_whole_model() -> None:
 )
 def test_states_of_four_data_parallel_ranks(precision: Precision, zero: int, expected) -> None:
     assert _state_bytes(1000, Layout(data=4, zero=zero), precision) == tuple(1000 * each for each in expected)
-
-
-def test_bf16_needs_zero() -> None:
-    with pytest.raises(ValueError, match="ZeRO 1"):
-        _state_bytes(1, Layout(zero=0), "bf16")
