@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 from torch import equal
 
-from megatron_ladder.checkpoint import async_save, saving
+from megatron_ladder.checkpoint import saving
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.errors import BadNumbersError, UserError
 from megatron_ladder.train import checkpoints
@@ -126,33 +126,6 @@ def test_a_failing_save_does_not_stop_training_unless_it_is_the_last(
         whole = [f"iter_000000{number}" for number in (1, 2, 3, 4) if number != failing]
         assert sorted(path.name for path in folder.iterdir()) == [*whole, "latest"]
         assert Checkpoint.open(folder).directory.name == whole[-1]
-
-
-def loses_the_directory_of_parts(argv: list[str]) -> tuple[Events, int]:
-    """On each rank: return the events and the steps, while rank 0 cannot list the parts of the second save."""
-    real = async_save._missing
-    trainer, saver, events = saver_of(argv)
-
-    def missing(directory: Path, *arguments: Any) -> Any:
-        if "0000002" in str(directory):
-            raise OSError(116, "Stale file handle", str(directory))
-        return real(directory, *arguments)
-
-    with (
-        mock.patch.object(checkpoints, "describe_data", lambda *of_the_data: {}),
-        mock.patch.object(async_save, "_missing", missing),
-        saver,
-    ):
-        train(trainer, saver, 4)
-    return events, trainer.engine.state.steps_taken()
-
-
-def test_a_failing_file_system_does_not_stop_training(gloo_pools: GlooPools, tmp_path: Path) -> None:
-    ranks = gloo_pools(2).run(loses_the_directory_of_parts, ["--save", str(tmp_path), "--async-save"])
-    assert [steps for _, steps in ranks] == [4, 4]
-    (failed,) = [fields for kind, fields in ranks[0][0] if kind == "save failed"]
-    assert failed["iteration"] == 2 and "Stale file handle" in failed["error"]
-    assert {"iter_0000001", "iter_0000003", "iter_0000004"} <= {path.name for path in tmp_path.iterdir()}
 
 
 def saves_a_nan(argv: list[str], rank: int) -> str:

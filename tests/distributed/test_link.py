@@ -8,20 +8,17 @@ import random
 import time
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ladder_lab.link import shared_memory
 from ladder_lab.link.link import EmulatedLink, LinkSpec, LinkWork, NoCommGroup
-from ladder_lab.link.shared_memory import IN_FLIGHT, RECORDS, _map_shared
+from ladder_lab.link.shared_memory import RECORDS
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.errors import LostPeerError, UserError
+from megatron_ladder.errors import LostPeerError
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.stack import StackOptions
 from tests.helpers.pool import GlooPools
@@ -217,24 +214,6 @@ def test_the_latest_rank_decides(gloo_pools: GlooPools, after: int) -> None:
     assert busy < 0.5 * waited + 0.005, "a long wait must release the core"
 
 
-def across_modes() -> list[float]:
-    """Sum in inference mode, where the arena also grows, and after it, and sum an autograd leaf."""
-    with closing(EmulatedLink(everyone(), FREE)) as link:
-        leaf = torch.ones(3, requires_grad=True)
-        version = leaf._version
-        sums = [link.all_reduce(leaf)]
-        assert leaf._version == version and leaf.grad_fn is None
-        # More than a ring holds, so that the other mode reuses the same places.
-        for inference in (True, False, True):
-            with torch.inference_mode(inference):
-                sums += [link.all_reduce(torch.ones(100_000)) for _ in range(3 * IN_FLIGHT)]
-    return [total.sum().item() / total.numel() for total in sums]
-
-
-def test_every_mode_of_autograd(gloo_pools: GlooPools) -> None:
-    assert gloo_pools(2).run(across_modes) == [[2.0] * (1 + 9 * IN_FLIGHT)] * 2
-
-
 def loss_and_gradients(alpha_seconds: float | None) -> list[Tensor]:
     """Return a ladder model's loss and gradients, over the emulated wire or (None) over gloo."""
     mesh = mesh_of(2)
@@ -300,42 +279,3 @@ def lost_peer() -> str:
 def test_a_lost_peer_is_named(gloo_pools: GlooPools) -> None:
     expected = "ranks [1] have not launched all-reduce 2 of an emulated link within 0.2 s"
     assert gloo_pools(2).run(lost_peer) == [expected, ""]
-
-
-def refusals(folder: Path) -> list[str]:
-    """Return the errors when shared memory is unavailable."""
-    group, errors = everyone(), []
-    elsewhere = FileNotFoundError(2, "No such file or directory")
-    unreachable = {"side_effect": elsewhere} if group.rank == 1 else {"wraps": shared_memory._open}
-    with patch.object(shared_memory, "SHARED_FOLDER", folder):
-        with pytest.raises(UserError) as caught:
-            _map_shared(group, 1 << 62)
-        errors.append(str(caught.value))
-        with patch.object(shared_memory, "_open", **unreachable), pytest.raises(UserError) as caught:
-            _map_shared(group, 4096)
-        errors.append(str(caught.value))
-    with patch.object(shared_memory, "SHARED_FOLDER", folder / "missing"), pytest.raises(UserError) as caught:
-        _map_shared(group, 4096)
-    errors.append(str(caught.value))
-    with patch("platform.machine", return_value="aarch64"), pytest.raises(UserError) as caught:
-        EmulatedLink(group, FREE)
-    errors.append(str(caught.value))
-    return errors
-
-
-def test_every_rank_reports_missing_shared_memory(gloo_pools: GlooPools, tmp_path: Path) -> None:
-    ranks = gloo_pools(2).run(refusals, tmp_path)
-    assert ranks[0] == ranks[1]
-    too_large, elsewhere, missing, unordered = ranks[0]
-    assert "--shm-size" in too_large
-    assert "rank 1" in elsewhere and "one machine" in elsewhere
-    assert "an emulated link needs" in missing
-    assert "aarch64" in unordered
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_single_rank_does_not_wait() -> None:
-    with closing(EmulatedLink(CommGroup.alone(), LinkSpec(10.0, 0.0, serial=True))) as link:
-        tensor = torch.ones(3)
-        assert link.start_all_reduce(tensor) is None
-        assert link.all_reduce(tensor) is tensor and tensor.tolist() == [1, 1, 1]

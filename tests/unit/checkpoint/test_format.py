@@ -13,12 +13,10 @@ from safetensors import safe_open
 
 from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.checkpoint.format import Checkpoint, find_checkpoint
-from megatron_ladder.checkpoint.loading import load_weights
 from megatron_ladder.checkpoint.manifest import merge_manifest
 from megatron_ladder.checkpoint.publish import write_manifest
 from megatron_ladder.checkpoint.saving import CheckpointWriter
 from megatron_ladder.errors import UserError
-from megatron_ladder.parallel.layout import ParallelModule, Section
 from tests.unit.checkpoint.tiny_training import State, header_of, save_state, small_state, write_halves
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
@@ -172,16 +170,6 @@ def test_weights_are_converted_and_moments_are_not(tmp_path: Path) -> None:
         assert torch.equal(out, small_state(1)["mlp.weight", "weight"].to(dtype))
     with pytest.raises(UserError, match="exp_avg of mlp.weight is stored as float32, expected bfloat16"):
         checkpoint.read("mlp.weight", "exp_avg", (0, 0), (6, 5), torch.empty(6, 5, dtype=torch.bfloat16))
-
-
-def test_models_are_filled_and_their_padding_becomes_zero(tmp_path: Path) -> None:
-    save_state(tmp_path, 100, "a", small_state(1))
-    model = ParallelModule()
-    model.register_parameter("rows", torch.nn.Parameter(torch.full((6, 5), 7.0)))
-    model.sections["rows"] = (Section("mlp.weight", (6, 5), global_start=2, length=4),)
-    load_weights(model, Checkpoint.open(tmp_path))
-    assert torch.equal(model.rows[:4], small_state(1)["mlp.weight", "weight"][2:].float())
-    assert not model.rows[4:].any() and model.rows.requires_grad
 
 
 def test_checkpoints_of_another_model_are_rejected(tmp_path: Path) -> None:

@@ -129,10 +129,8 @@ def test_a_template_that_rewrites_earlier_messages_is_rejected() -> None:
     ("source", "error"),
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{{ messages[0].content + 1 }}", "can only concatenate"),
         ("{{ messages.append(1) }}", "unsafe"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
-        ("{{ raise_exception('a' * 10 ** 6) }}", "^a{1000}$"),
     ],
 )
 def test_a_template_runs_in_a_sandbox(source: str, error: str) -> None:
@@ -164,9 +162,6 @@ def test_locations_of_templates(folder: Path, tmp_path: Path) -> None:
 
     with pytest.raises(UserError, match="--chat: .* has no chat template .* pass one with --chat-template FILE"):
         source()
-    configure(folder, chat_template=["template", {"name": "default"}])
-    with pytest.raises(UserError, match="has no chat template"):
-        source()
     configure(folder, chat_template="in the configuration")
     assert source() == "in the configuration"
     configure(folder, chat_template=[{"name": "tool_use", "template": "a"}, {"name": "default", "template": "b"}])
@@ -178,8 +173,6 @@ def test_locations_of_templates(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "given").write_text("{% if %}")
     with pytest.raises(UserError, match=r"given: not a chat template: Expected an expression"):
         source(tmp_path / "given")
-    with pytest.raises(UserError, match="--chat-template .*nowhere: cannot be read"):
-        source(tmp_path / "nowhere")
     (folder / "chat_template.jinja").unlink()
     configure(folder)
 
@@ -198,11 +191,8 @@ def test_records_with_an_instruction() -> None:
     ("keys", "values", "error"),
     [
         (["a", "b"], [1, "x"], "expected a text under 'a', found int"),
-        (["a", "b"], ["x", None], "expected a text under 'b', found NoneType"),
-        (["a", "b", "c"], ["x", 1, "y"], "expected a text under 'b', found int"),
         (["messages"], [[]], "expected a list of messages under 'messages'"),
         (["messages"], [["a"]], r"messages\[0\]: expected an object with a 'role'"),
-        (["messages"], [[{"role": "user", "content": 3}]], r"messages\[0\]: expected a text under 'content'"),
     ],
 )
 def test_records_without_a_conversation(keys: list[str], values: list[Any], error: str) -> None:

@@ -105,13 +105,6 @@ def test_validation_sets_have_names(make_dataset: MakeDataset) -> None:
         assert str(raised.value).startswith(problem)
 
 
-def test_an_unused_part_may_be_short(make_dataset: MakeDataset) -> None:
-    prefix = make_dataset([50, 2]).prefix
-    with pytest.raises(UserError, match="the valid part"):
-        open_sources(shared(prefix), "1,1,0", ORDER)
-    assert open_sources(shared(prefix), "1,1,0", ORDER, parts=["train"]).valid == {}
-
-
 def test_contradicting_paths(make_dataset: MakeDataset) -> None:
     prefix = make_dataset([50]).prefix
     for paths, found in (

@@ -1,7 +1,5 @@
 """The cache of sample orders that processes share on disk."""
 
-import errno
-import fcntl
 import os
 import signal
 import subprocess
@@ -128,13 +126,3 @@ def test_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     path.rename(f"{path}.0a1b2c3d.partial")
     load_or_build(tmp_path, {"a": 1}, lambda: [np.arange(3)])
     assert sorted(os.listdir(tmp_path)) == [path.name, path.with_suffix(".lock").name]
-
-
-def test_without_locks_every_process_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.warns(UserWarning, match="cannot be locked"):
-        (array,) = load_or_build(tmp_path, {"a": 1}, lambda: [np.arange(3)])
-    assert array.tolist() == [0, 1, 2] and len(orders(tmp_path)) == 1

@@ -1,30 +1,24 @@
 """Whole runs of preprocessing: what they write, and what they keep if they are interrupted or fail."""
 
-import errno
 import gzip
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from megatron_ladder.cli import preprocess_data
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.inspect import verify
 from megatron_ladder.data.partial import Partial
 from megatron_ladder.data.preprocess import PreprocessOptions, preprocess
-from megatron_ladder.data.reading.find import find_sources
 from megatron_ladder.data.reading.protocol import GROUP_BYTES, Reading
 from megatron_ladder.data.sidecar import check_sidecar, read_sidecar
-from megatron_ladder.data.tokenizer_training import TextSample
 from megatron_ladder.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer
-from megatron_ladder.errors import ExitCode, UserError, exit_code_of
+from megatron_ladder.errors import UserError
 from tests.helpers.commands import REPOSITORY_ROOT
 from tests.helpers.patience import patient
 
@@ -112,7 +106,7 @@ def test_a_bad_line_is_located_and_leaves_no_files(tmp_path: Path, content: byte
     assert os.listdir(tmp_path) == ["bad.jsonl"]
 
 
-@pytest.mark.parametrize("content", ["", "\n\n", '{"text": ""}\n'])
+@pytest.mark.parametrize("content", ['{"text": ""}\n'])
 def test_an_input_without_documents_leaves_no_files(tmp_path: Path, content: str) -> None:
     (tmp_path / "none.jsonl").write_text(content)
     with pytest.raises(UserError, match=r"--input .*none\.jsonl: no document with a non-empty 'text'"):
@@ -148,16 +142,6 @@ def test_bad_lines_are_skipped_counted_and_listed(tmp_path: Path) -> None:
     sidecar = read_sidecar(tmp_path / "out_text_document")
     assert sidecar is not None and sidecar.skipped == 3
     assert texts_of(tmp_path / "out") == list(texts.values())
-
-
-def test_a_large_text_is_rejected(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("x" * (2 << 20))
-    (tmp_path / "b.txt").write_text("small")
-    command = f"--input {tmp_path}/?.txt --output-prefix {tmp_path}/out --tokenizer-type ByteTokenizer".split()
-    with pytest.raises(UserError, match=r"a\.txt:1: 2,097,152 bytes .*--max-document-megabytes, now 1"):
-        preprocess_data.main([*command, "--max-document-megabytes", "1"])
-    preprocess_data.main([*command, "--max-document-megabytes", "1", "--skip-bad-lines", "1"])
-    assert np.array_equal(IndexedDataset(tmp_path / "out_text_document").tokens, list(b"small"))
 
 
 class Stopped(BaseException):
@@ -208,10 +192,7 @@ def test_a_killed_run_continues_after_its_finished_shards(tmp_path: Path, stop_a
 
 
 def test_shards_of_other_flags_or_input_are_made_again(
-    tmp_path: Path,
-    stop_after: list[int],
-    sentencepiece_tokenizer: SentencePieceTokenizer,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, stop_after: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def reasons(reported: list[str]) -> set[str]:
         return set(re.findall("of an earlier run has other (.*): starting it from scratch", "\n".join(reported)))
@@ -224,13 +205,6 @@ def test_shards_of_other_flags_or_input_are_made_again(
     reported = run([tmp_path / "a.jsonl"], tmp_path / "out", append_eod=True)
     assert reasons(reported) == {"end-of-document token"}
     assert {document[-1] for document in documents_of(tmp_path / "out_text_document")} == {9}
-    interrupted(tmp_path, stop_after)
-    monkeypatch.setattr(ByteTokenizer, "eod_id", 8)
-    assert reasons(run([tmp_path / "a.jsonl"], tmp_path / "out")) == set()
-    interrupted(tmp_path, stop_after)
-    options = PreprocessOptions(report=(reported := []).append, shard_bytes=SHARD)
-    preprocess([tmp_path / "a.jsonl"], tmp_path / "out", sentencepiece_tokenizer, options=options)
-    assert reasons(reported) == {"tokenizer"}
     interrupted(tmp_path, stop_after)
     os.utime(write_lines(tmp_path / "a.jsonl", TEXTS[::-1]), (1, 1))
     assert reasons(run([tmp_path / "a.jsonl"], tmp_path / "out")) == {"input"}
@@ -292,64 +266,6 @@ def test_concurrent_runs_with_the_same_output_are_rejected(tmp_path: Path, stop_
     assert run([tmp_path / "a.jsonl"], tmp_path / "out")[0].startswith("resuming")
 
 
-class Hub:
-    """A data set of the hub: `datasets.load_dataset` and its result, of five shards."""
-
-    column_names = None
-    num_shards = 5
-
-    def __init__(self) -> None:
-        self.fails_to_open: Exception | None = None
-        self.fails_to_read: Exception | None = None
-        self.number = 0
-
-    def load_dataset(self, *arguments: object, **others: object) -> "Hub":
-        if self.fails_to_open is not None:
-            raise self.fails_to_open
-        return self
-
-    def shard(self, num_shards: int, index: int) -> "Hub":
-        self.number = index
-        return self
-
-    def select_columns(self, names: list[str]) -> "Hub":
-        return self
-
-    def iter(self, rows: int) -> Iterator[dict[str, Any]]:
-        if self.number > 2 and self.fails_to_read is not None:
-            raise self.fails_to_read
-        own = TEXTS[1200 * self.number : 1200 * self.number + 1200]
-        for begin in range(0, len(own), rows):
-            yield {"text": own[begin : begin + rows]}
-
-
-def test_finished_shards_survive_failures_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = Hub()
-    monkeypatch.setattr("datasets.load_dataset", hub.load_dataset)
-    reported: list[str] = []
-    options = PreprocessOptions(report=reported.append)
-
-    def attempt() -> None:
-        preprocess(["hf://nobody/texts"], tmp_path / "out", ByteTokenizer(), options=options)
-
-    for read, opened, raised, error in (
-        (ConnectionResetError(errno.ECONNRESET, "reset"), None, ConnectionError, "cannot read it .*the same command"),
-        (None, TimeoutError("the hub does not answer"), ConnectionError, "cannot open it .*the same command"),
-        (None, FileNotFoundError("doesn't exist on the Hub"), UserError, "cannot open it"),
-        (ValueError("JSON parse error"), None, UserError, "cannot read it .ValueError: JSON parse error"),
-    ):
-        hub.fails_to_read, hub.fails_to_open = read, opened
-        with pytest.raises(raised, match=f"--input hf://nobody/texts: datasets {error}") as caught:
-            attempt()
-        expected = ExitCode.USER_ERROR if raised is UserError else ExitCode.INTERNAL
-        assert exit_code_of(caught.value) == expected
-        assert len(list((tmp_path / ".out.partial").glob("*.json"))) == 3
-    assert reported[-1].startswith(KEPT)
-    hub.fails_to_read = hub.fails_to_open = None
-    attempt()
-    assert texts_of(tmp_path / "out") == TEXTS and "has finished 3 of 5 shards" in reported[-1]
-
-
 def test_a_command_line_with_two_workers_and_a_bad_line(
     tmp_path: Path, sentencepiece_tokenizer: SentencePieceTokenizer
 ) -> None:
@@ -368,11 +284,3 @@ def test_a_command_line_with_two_workers_and_a_bad_line(
     # A slow machine prints its progress first.
     assert all(line.startswith("tokenized:") for line in progress)
     assert os.listdir(tmp_path) == ["big.jsonl"]
-
-
-def test_a_training_sample_covers_the_whole_input(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("".join(f"{'abcdefghij' * 10} {number:06d}\n" for number in range(20_000)))
-    sources = find_sources([tmp_path / "a.txt"], Reading())
-    sample = TextSample(sources, Reading(), (tmp_path / "a.txt").stat().st_size // 100, in_lines=True)
-    numbers = [int(line.split()[-1]) for line in sample]
-    assert len(numbers) == 200 and len(np.unique(np.diff(numbers))) == 1

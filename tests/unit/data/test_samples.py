@@ -7,7 +7,7 @@ import pytest
 from megatron_ladder.data.indexed import IndexedDataset, bin_path, loss_mask_path
 from megatron_ladder.data.loader import _parse_split, _split_documents
 from megatron_ladder.data.packing import PackedSource
-from megatron_ladder.data.samples import SampleRows, SampleSource, permutation
+from megatron_ladder.data.samples import SampleSource, permutation
 from megatron_ladder.errors import UserError
 
 MakeDataset = Callable[..., IndexedDataset]
@@ -48,18 +48,6 @@ def test_samples_equal_the_definition_over_three_epochs(make_dataset: MakeDatase
     backwards = np.arange(len(expected))[::-1]
     assert source.samples(backwards).tokens.tolist() == expected[::-1]
     assert source.samples(np.arange(len(expected))).tokens.tolist() == expected
-
-
-@pytest.mark.parametrize("seq_length", [1, 2, 5, 21, 43])
-def test_every_token_is_a_label_once_per_epoch(make_dataset: MakeDataset, seq_length: int) -> None:
-    lengths = [3, 0, 11, 1, 1, 7, 0, 20, 1]
-    source = SampleSource(make_dataset(lengths), range(len(lengths)), seq_length, seed=1, shuffle=True)
-    for epoch in range(2):
-        read = source.samples(np.arange(len(source)) + epoch * len(source)).tokens
-        targets = read[:, 1:].reshape(-1)
-        left_out = sum(lengths) - len(targets)
-        assert len(set(targets.tolist())) == len(targets)
-        assert 1 <= left_out <= seq_length
 
 
 def test_unshuffled_source_reads_in_order_and_wraps_around(make_dataset: MakeDataset) -> None:
@@ -128,20 +116,3 @@ def test_the_loss_mask_follows_its_tokens(make_dataset: MakeDataset) -> None:
     rows = source.samples(np.arange(2 * len(source)))
     assert rows.loss_mask is not None and rows.loss_mask.dtype == np.uint8
     assert np.array_equal(rows.loss_mask, rows.tokens % 3 == 0)
-
-
-def test_samples_are_read_into_given_arrays(make_dataset: MakeDataset) -> None:
-    plain = SampleSource(make_dataset(LENGTHS), range(len(LENGTHS)), SEQ_LENGTH, 5, shuffle=True)
-    numbers, rows = np.array([len(plain), 3, 0, len(plain) + 1]), np.array([2, 0, 3, 1])
-    expected = plain.samples(numbers)
-    assert expected.loss_mask is None
-    masked = SampleSource(with_loss_mask(plain.dataset), range(len(LENGTHS)), SEQ_LENGTH, 5, shuffle=True)
-    shape = (4, SEQ_LENGTH + 1)
-    for dtype in (np.int32, np.int64):
-        out = SampleRows(np.full(shape, -1, dtype), None)
-        plain.fill(numbers, rows, out)
-        assert np.array_equal(out.tokens[rows], expected.tokens)
-        out = SampleRows(np.full(shape, -1, dtype), np.full(shape, 7, np.uint8))
-        masked.fill(numbers, rows, out)
-        assert np.array_equal(out.tokens[rows], expected.tokens)
-        assert np.array_equal(out.loss_mask, out.tokens % 3 == 0)

@@ -12,7 +12,6 @@ import pytest
 
 from megatron_ladder.data import shards as shards_module
 from megatron_ladder.data.reading import lines as lines_module
-from megatron_ladder.data.reading import parquet as parquet_module
 from megatron_ladder.data.shards import StreamInput, find_input
 from megatron_ladder.errors import UserError
 from tests.helpers.operations import Operations
@@ -148,17 +147,6 @@ def test_a_hub_shard_can_be_entered_in_its_middle(tmp_path: Path, converted: lis
             converted.clear()
             assert list(shard.blocks(first)) == whole[first:]
             assert sum(converted) == max(0, 1000 - 256 * first)
-
-
-def test_a_large_row_group_is_one_shard_of_several_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parquet_module, "GROUP_BYTES", 1 << 10)
-    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), tmp_path / "a.parquet", row_group_size=300)
-    shards = find_input([str(tmp_path / "a.parquet")], "text").shards
-    groups = [TEXTS[begin : begin + 300] for begin in range(0, len(TEXTS), 300)]
-    assert [[text for part in shard.blocks(0) for text in part.texts] for shard in shards] == groups
-    assert len({shard.name for shard in shards}) == len(groups)
-    _, second, *_ = shards[1].blocks(0)
-    assert next(shards[1].blocks(1)).texts == second.texts
 
 
 def bad_places(inputs: list[Path | str], first: int = 0) -> list[str]:

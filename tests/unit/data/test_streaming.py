@@ -197,17 +197,6 @@ def test_windows_without_tokens_are_skipped(window: int) -> None:
         assert [resumed.read().tokens.tolist() for _ in range(stop, min(stop + 5, 40))] == rows[stop : stop + 5]
 
 
-def test_one_shard_with_text_among_many_is_found() -> None:
-    """A stream reads one of 16 shards per epoch, and continues until it has read all of them."""
-    shards = (*(Texts(f"empty {n}", [""]) for n in range(15)), Texts("filled", ["7", "8"]))
-    plan = StreamPlan(shards, 16, SEQ_LENGTH, 1, 10, EOD)
-    reader = StreamReader(plan, encode_marked, BatchShape(SEQ_LENGTH, 16, 1), 0, 0, {}, 2000)
-    assert set(reader.read().tokens.ravel().tolist()) == {EOD, 7, 8}
-    nothing = dataclasses.replace(plan, shards=shards[:-1] + (Texts("none", ["", ""]),))
-    with pytest.raises(UserError, match="--streaming: the input has no text"):
-        StreamReader(nothing, encode_marked, BatchShape(SEQ_LENGTH, 16, 1), 0, 0, {}, 2000).read()
-
-
 def spoiled_plan(max_bad: int) -> StreamPlan:
     """Return a plan of three shards; the second and third have three bad records together."""
     texts: list[list[str | None]] = [["1", "2"], ["3", None, "4"], [None, "5", None, "6"]]
@@ -291,14 +280,9 @@ def test_flags_that_streaming_excludes() -> None:
     assert value_errors([right]) == []
     for changes, printed in (
         ({"streaming": (), "streaming_key": "a"}, "--streaming-key a requires --streaming"),
-        ({"streaming": (), "streaming_shards": 3}, "--streaming-shards 3 requires --streaming"),
         ({"data_path": (Path("a"),)}, "--streaming and --data-path exclude each other"),
         ({"megatron_order": True}, "--streaming and --megatron-order exclude each other"),
         ({"loss_on": "assistant"}, "--streaming and --loss-on assistant exclude each other"),
-        ({"streaming_shards": 0}, "--streaming-shards 0: expected 1 or more"),
-        ({"streaming_shuffle_buffer": 0}, "--streaming-shuffle-buffer 0: expected 1 or more"),
-        ({"streaming_skip_bad_lines": -1}, "--streaming-skip-bad-lines -1: expected 0 or more"),
-        ({"streaming": (), "streaming_skip_bad_lines": 2}, "--streaming-skip-bad-lines 2 requires --streaming"),
     ):
         data = dataclasses.replace(right, **changes)
         (line,) = value_errors([data])

@@ -163,15 +163,6 @@ def test_a_changed_copy_is_rejected(sentencepiece_tokenizer: SentencePieceTokeni
         load_tokenizer_from_directory(tmp_path / "nowhere")
 
 
-def test_all_names_of_a_type(sentencepiece_tokenizer: SentencePieceTokenizer, hugging_face_directory: Path) -> None:
-    for name in ("SentencePieceTokenizer", "Llama2Tokenizer", "GPTSentencePieceTokenizer"):
-        assert isinstance(load_tokenizer(name, sentencepiece_tokenizer.files[0]), SentencePieceTokenizer)
-    for name in ("HuggingFaceTokenizer", "HFTokenizer"):
-        assert isinstance(load_tokenizer(name, hugging_face_directory / "tokenizer.json"), HuggingFaceTokenizer)
-    with pytest.raises(UserError, match="--tokenizer-type Morse: expected one of SentencePieceTokenizer"):
-        load_tokenizer("Morse", hugging_face_directory)
-
-
 def test_invalid_tokenizer_files(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.model"
     wrong.write_bytes(b"not a model" * 30)
@@ -222,20 +213,3 @@ def test_trained_byte_pairs_include_line_feeds(tmp_path: Path, capsys: pytest.Ca
         train_tokenizer.main([*command, "--vocab-size", "9000"])
     with pytest.raises(UserError, match="--vocab-size 256: expected 257 or more"):
         train_bpe(["a"], 256)
-
-
-def test_an_empty_input_and_an_unusable_output_are_found_before_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "empty.txt").touch()
-    (tmp_path / "a.txt").write_text("a")
-    (tmp_path / "taken.model").mkdir()
-    for name, prefix, error in (
-        ("empty.txt", tmp_path / "m", "--input .*empty.txt: there is no text in it"),
-        ("a.txt", tmp_path / "empty.txt" / "m", "--model-prefix .*/m: cannot be written: .*.txt is not a directory"),
-        ("a.txt", "/proc/m", "--model-prefix /proc/m: cannot be written: /proc is not writable"),
-        ("a.txt", tmp_path / "taken", "--model-prefix .*/taken: cannot write .*taken.model: is a directory"),
-    ):
-        with pytest.raises(UserError, match=error):
-            train_tokenizer.main(f"--input {tmp_path}/{name} --vocab-size 300 --model-prefix {prefix}".split())
-    assert capsys.readouterr().out == ""

@@ -62,14 +62,6 @@ def test_inference_on_every_interconnect(link: str, tmp_path: Path, capsys: pyte
     assert "Recommendation: fastest" in printed and PRESETS[link].source in printed
 
 
-def test_inference_without_a_gain(capsys: pytest.CaptureFixture[str]) -> None:
-    free = ["--link-latency-us", "0", "--link-bandwidth-gbs", "1000000"]
-    main(["inference", *free])
-    assert "Recommendation: no gain; without any all-reduce the speed-up would be 1.00." in capsys.readouterr().out
-    main(["inference", "--model", "405b", "--batch", "64"])
-    assert "DOES NOT FIT 72 usable GB" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

@@ -66,14 +66,6 @@ def resolved(wiring: str, words: str = "", **changes: Any) -> RunConfig:
     return resolve_trial(parsed(words).request, trial_of(wiring, **changes))
 
 
-def test_trials_differ_only_in_their_wiring() -> None:
-    runs = {wiring: resolved(wiring) for wiring in NAMED_WIRINGS}
-    two_ranks = {name for name, run in runs.items() if run.world_size == 2}
-    assert two_ranks == {name for name in runs if name.startswith(("desync", "own"))}
-    assert len({(run.optimizer, run.training, run.data) for run in runs.values()}) == 1
-    assert {run.training.seed for run in runs.values()} == {3}
-
-
 def test_a_schedule_has_the_length_of_its_trial() -> None:
     long, short = resolved("ladder", iterations=200), resolved("ladder", iterations=50, kind="tuning")
     assert (long.optimizer.lr, long.optimizer.min_lr) == (short.optimizer.lr, short.optimizer.min_lr) == (2e-3, 2e-4)
@@ -228,15 +220,6 @@ def test_a_failed_trial_is_reported_and_runs_again(stand: Stand, capfd: pytest.C
     stand.code = lambda name: 0
     stand.run()
     assert kinds(stand.started) == ["tokens"]
-
-
-def test_rates_that_diverge_are_not_chosen(stand: Stand, capfd: pytest.CaptureFixture[str]) -> None:
-    stand.code = lambda name: 3 if name.startswith("tuning") and ("ladder" in name or "lr0.002" in name) else 0
-    with pytest.raises(SystemExit):
-        stand.run()
-    assert f"{SIZE}/ladder: every learning rate diverged: not trained further" in capfd.readouterr().err
-    study = json.loads((stand.folder / "study.json").read_text())
-    assert study["chosen"] == {f"{SIZE}/standard": 1e-3}
 
 
 def test_a_signal_stops_the_study_which_resumes(stand: Stand, capfd: pytest.CaptureFixture[str]) -> None:

@@ -133,8 +133,3 @@ def test_sub_blocks_are_compiled_on_cuda_where_that_works(monkeypatch: pytest.Mo
     require_compiler("--flag", cuda)
     (tmp_path / "Python.h").unlink()
     assert problem(cuda) == problem(cpu) and problem(cpu).startswith(f"{tmp_path}/Python.h is missing: install ")
-    installed.clear()
-    if find("triton") is None:
-        assert problem(cuda) == "the package triton is missing: install it"
-    programs.clear()
-    assert problem(cpu) == "no C++ compiler was found (g++ or $CXX): install one"

@@ -110,14 +110,6 @@ def test_teachers_that_cannot_teach_are_refused(tmp_path: Path) -> None:
     assert error.startswith(f"--distill-from {tmp_path}/heads/iter_0000010: is in --save {tmp_path}/heads, where ")
 
 
-def test_a_run_that_only_evaluates_needs_no_teacher(tmp_path: Path) -> None:
-    write_teacher(tmp_path / "load", num_layers=2)
-    words = f"--data-path {tmp_path}/tokens --split 1,1,0 --eval-iters 1 --train-iters 5 --lr 1 --seq-length 12"
-    read(tmp_path, tmp_path / "load")
-    words += f" --load {tmp_path}/load --skip-train --distill-from {tmp_path}/none"
-    assert read_inputs(parse_run(words.split()), RankInfo(0, 1, 0)).teacher is None
-
-
 def student_and_teacher(weight: float) -> tuple[LanguageModel, LanguageModel]:
     """Return models of one rank in fp64, the first of which learns from the second."""
     teacher = tiny_model(tiny_config(), reference_of(tiny_config(), 3)[0], dtype=torch.float64).requires_grad_(False)

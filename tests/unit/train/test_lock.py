@@ -1,6 +1,5 @@
 """Locks of a directory held by live and by dead processes."""
 
-import errno
 import json
 import os
 import subprocess
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from megatron_ladder.errors import UserError
-from megatron_ladder.train import lock
 from megatron_ladder.train.lock import _LOCK_NAME, SaveLock
 from tests.helpers.commands import REPOSITORY_ROOT
 
@@ -59,12 +57,3 @@ def test_a_second_run_is_rejected_with_the_holder_of_the_lock(tmp_path: Path) ->
         with SaveLock(tmp_path):
             assert json.loads((tmp_path / _LOCK_NAME).read_text())["pid"] == os.getpid()
     assert (tmp_path / _LOCK_NAME).read_text() == ""
-
-
-def test_a_file_system_without_locks_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    problem = OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-    monkeypatch.setattr(lock, "lock_file", lambda descriptor: problem)
-    with SaveLock(tmp_path):
-        assert f"--save {tmp_path}: this file system has no locks (No locks available)" in capsys.readouterr().out

@@ -20,13 +20,6 @@ def test_interconnect_times(text: str, expected: tuple[float, str] | None) -> No
     assert parse_alpha(text) == (None if expected is None else pytest.approx(expected))
 
 
-def test_lists_are_split_at_blanks_and_commas() -> None:
-    words = "decode --sizes small,small-llama --alpha 0.5c,1c 2c --wirings standard,ladder desync-2x"
-    options = options_of(words)
-    assert options.sizes == ("small", "small-llama") and options.alpha == ("0.5c", "1c", "2c")
-    assert options.wirings == ("standard", "ladder", "desync-2x")
-
-
 def test_one_gpu_emulates_a_group_and_several_form_one() -> None:
     emulated = options_of("decode --device cuda --emulated-tp 8 --sizes llama-8b --link-preset nvlink")
     assert (emulated.ranks, emulated.processes, emulated.own_interconnect) == (8, 1, False)
@@ -51,21 +44,3 @@ def test_all_errors_are_reported_together() -> None:
         with pytest.raises(UserError) as caught:
             parse_options(words.split())
         assert [m.startswith(s) for m, s in zip(caught.value.messages, starts, strict=True)] == [True] * len(starts)
-
-
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        ("--emulated-tp 8", "--emulated-tp 8 requires --device cuda"),
-        ("--device cuda --alpha 1c", "--alpha and --link-preset are for emulated wires"),
-        (
-            "--device cuda --emulated-tp 8 --tp-all-reduce symmetric",
-            "--tp-all-reduce symmetric and --emulated-tp exclude each other",
-        ),
-        ("--alpha 1c,fast", "--alpha fast"),
-    ],
-)
-def test_contradictions_are_rejected(words: str, error: str) -> None:
-    with pytest.raises(UserError) as caught:
-        parse_options(["decode", *words.split()])
-    assert len(caught.value.messages) == 1 and caught.value.messages[0].startswith(error)

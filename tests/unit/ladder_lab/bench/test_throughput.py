@@ -1,8 +1,6 @@
 """Training throughput: model sizes, utilisation, and the whole command at a small size."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +8,6 @@ import torch
 from ladder_lab.bench.paired import PairedTimes
 from ladder_lab.bench.sizes import SIZES
 from ladder_lab.bench.throughput import PRODUCTS_AT_ONCE, ThroughputWorkload, _rows
-from megatron_ladder.errors import BadNumbersError
-from tools.throughput import main
 
 CPU = torch.device("cpu")
 SMALL = replace(SIZES["small-train"], num_layers=1, hidden_size=64, ffn_hidden_size=96, vocab_size=128, head_dim=8)
@@ -32,21 +28,3 @@ def test_utilisation_and_ratios() -> None:
     assert (ladder["spread"], ladder["verdict"]) == (pytest.approx(0.0), "sound")
     (alone,) = _rows(workload, PairedTimes({way: times.seconds[way] for way in ("ladder", "product")}))
     assert alone["speed_over_transformers"] is None and alone["utilisation"] == pytest.approx(0.5)
-
-
-def test_the_command_at_a_small_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.compiler.reset()
-    words = "--size 2x64x96x8x8x128 --layers 1 --sequence 8 --matrix 64 --rounds 4 --backend eager".split()
-    try:
-        main([*words, "--json", str(tmp_path / "rows.json")])
-    except BadNumbersError as error:
-        # Passes of milliseconds are noisy on a shared machine.
-        assert "too noisy to judge" in str(error)
-    found = json.loads((tmp_path / "rows.json").read_text())
-    assert [(row["way"], row["sequence"], row["layers"]) for row in found] == [
-        (way, sequence, 1) for sequence in (8,) for way in ("standard", "ladder", "transformers")
-    ]
-    assert all(row["utilisation"] > 0 and row["speed_over_transformers"] > 0 for row in found)
-    printed = capsys.readouterr().out
-    assert "2x64x96x8x8x128, 1 of 2 layers, fp32, torch.compile eager, on CPU" in printed
-    assert printed.count("| ladder |") == 1

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from ladder_lab.cost.links import SubBlockTime, WireModel, forward_seconds
-from ladder_lab.link.cuda_groups import MeteredGroup
 from ladder_lab.link.cuda_link import PIPELINED_LANES, CudaLink
 from ladder_lab.link.link import LinkSpec
-from megatron_ladder.comm.group import CommGroup, Work
+from megatron_ladder.comm.group import Work
 from tests.unit.comm import fake_cuda
 
 CPU = torch.device("cpu")
@@ -79,57 +78,6 @@ def test_the_wire_carries_the_bytes_of_a_ring_for_the_time_of_the_spec(device: f
     assert link.all_reduce(tensor) is tensor and tensor.equal(torch.arange(2000, dtype=torch.bfloat16))
     assert kernels.carried == [{"bytes": 7000, "wire_ns": 9000, "sms": 12}]
     assert device.compute.now == pytest.approx(9 * MICRO)
-
-
-def test_halves_of_an_all_reduce_take_half_of_its_time(device: fake_cuda.Device) -> None:
-    kernels = fake_cuda.Kernels(device)
-    link = CudaLink(4, LinkSpec(4 * MICRO, 1e-9, serial=True), CPU, sms=16, kernels=kernels)
-    whole = torch.arange(4000.0).view(8, 500)
-    rows, work = link.start_reduce_scatter(whole)
-    assert work is not None and rows.equal(whole[:2])
-    work.wait()
-    assert device.compute.now == pytest.approx(10 * MICRO)
-    gathered, work = link.start_all_gather(rows)
-    assert work is not None and gathered.equal(torch.cat([rows] * 4))
-    work.wait()
-    assert device.compute.now == pytest.approx(20 * MICRO)
-    assert kernels.carried == [{"bytes": 12000, "wire_ns": 10000, "sms": 16}] * 2
-
-
-class Recorded(CommGroup):
-    """A group of two whose reduces take the device a millisecond."""
-
-    def __init__(self, device: fake_cuda.Device) -> None:
-        super().__init__([0, 1], 0, None)
-        self.device = device
-
-    def start_all_reduce(self, tensor: torch.Tensor) -> Work:
-        return self
-
-    def start_reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> tuple[torch.Tensor, Work]:
-        return tensor[:1], self
-
-    def start_all_gather(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> tuple[torch.Tensor, Work]:
-        return torch.cat([tensor] * 2), self
-
-    def wait(self) -> None:
-        self.device.compute.now += 1e-3
-
-    def all_reduce(self, tensor: torch.Tensor, op: Any = None) -> torch.Tensor:
-        self.wait()
-        return tensor
-
-
-def test_waits_for_a_real_group_are_metered(device: fake_cuda.Device) -> None:
-    group = MeteredGroup(Recorded(device))
-    work = group.start_all_reduce(torch.ones(1))
-    assert work is not None and group.waited_seconds == 0
-    work.wait()
-    group.all_reduce(torch.ones(1))
-    for given, work in (group.start_reduce_scatter(torch.ones(2)), group.start_all_gather(torch.ones(2))):
-        assert len(given) in (1, 4) and work is not None
-        work.wait()
-    assert (group.waited_seconds, group.collectives) == (pytest.approx(4e-3), 4)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton comes with torch for CUDA alone")
