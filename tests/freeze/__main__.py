@@ -39,7 +39,7 @@ def differences(expected: Any, found: Any, place: str = "") -> list[str]:
     return [] if expected == found else [f"{place}: {json.dumps(expected):.60} -> {json.dumps(found):.60}"]
 
 
-def run_all(cases: Mapping[str, str], chosen: set[str], root: Path, scratch: Path, jobs: int) -> Iterator[Any]:
+def run_all(cases: Mapping[str, str], chosen: frozenset[str], root: Path, scratch: Path, jobs: int) -> Iterator[Any]:
     """Run cases and those that they need, `jobs` at a time; yield name, seconds and results, or a message."""
     from tests.freeze.cases import needs
     from tests.freeze.processes import Place
@@ -101,11 +101,14 @@ def main() -> int:
     from tests.freeze.cases import all_cases
 
     cases = all_cases()
-    chosen = {
-        n for n in cases for pattern in options.names if fnmatch.fnmatchcase(n, pattern) or n.startswith(f"{pattern}/")
-    }
+    groups = [pattern if "/" in pattern or pattern == "*" else f"{pattern}/*" for pattern in options.names]
+    chosen = frozenset(name for pattern in groups for name in fnmatch.filter(cases, pattern))
     record = json.loads(options.expected.read_text()) if options.expected.exists() else {"cases": {}}
     recording, machine, failed = options.action == "record", this_machine(), []
+    if unknown := [pattern for pattern in groups if not fnmatch.filter(cases, pattern)]:
+        parser.error(f"no case is called {unknown[0]}")
+    if recording and len(chosen) < len(cases) and record.get("machine", machine) != machine:
+        parser.error(f"the record is of {record['machine']}, this is {machine}: record all cases")
     compared = 2 if recording or record["machine"] == machine else 1
     if compared == 1:
         print(f"floats are not compared: the record is of {record['machine']}, this is {machine}")
@@ -117,7 +120,7 @@ def main() -> int:
                 lines = [found]
             elif recording:
                 lines = []
-                record["cases"][name] = found
+                record["cases"] |= {name: found} if name in chosen else {}
             else:
                 lines = differences(record["cases"].get(name, [])[:compared], found[:compared])
             failed += [name] if lines else []
