@@ -21,7 +21,7 @@ from tests.helpers.training import SIZES, build_trainer_here
 
 RECIPE = [*SIZES, *"--train-iters 9 --lr 1e-3 --bf16 --residual-mode ladder --vocab-size 101".split()]
 LARGER = (
-    "--train-iters 2 --lr 1e-3 --bf16 --residual-mode ladder --num-layers 8 --hidden-size 2048 "
+    "--train-iters 2 --lr 1e-3 --bf16 --residual-mode ladder --num-layers 4 --hidden-size 2048 "
     "--num-attention-heads 16 --seq-length 2048 --vocab-size 32000"
 ).split()
 

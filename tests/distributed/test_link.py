@@ -235,34 +235,6 @@ def test_a_model_computes_the_same_bits_over_a_link(gloo_pools: GlooPools) -> No
         assert all(ours.equal(theirs) for ours, theirs in zip(got, expected, strict=True))
 
 
-def our_mappings() -> list[str]:
-    with open("/proc/self/maps") as maps:
-        return [line for line in maps if "/megatron_ladder_" in line]
-
-
-def open_and_close() -> tuple[list[bool], int, list[str]]:
-    """Return whether each mapping's file is removed, the mappings left, and the errors of a closed link."""
-    before = len(our_mappings())
-    link = EmulatedLink(everyone(), FREE)
-    link.all_reduce(torch.ones(100_000))
-    flying = launch(link, torch.ones(3))
-    gone = [line.endswith(" (deleted)\n") for line in our_mappings()[before:]]
-    link.close()
-    link.close()
-    messages = []
-    for use in (flying.work.wait, lambda: link.start_all_reduce(torch.ones(3))):
-        with pytest.raises(RuntimeError) as caught:
-            use()
-        messages.append(str(caught.value))
-    del flying, caught
-    return gone, len(our_mappings()) - before, messages
-
-
-def test_nothing_is_left_behind(gloo_pools: GlooPools) -> None:
-    messages = ["this emulated link is closed"] * 2
-    assert gloo_pools(2).run(open_and_close) == [([True, True], 0, messages)] * 2
-
-
 def lost_peer() -> str:
     """Return the error of a rank whose peer does not launch."""
     with closing(EmulatedLink(everyone(), FREE, timeout_seconds=0.2)) as link:

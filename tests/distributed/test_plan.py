@@ -3,7 +3,6 @@
 import gc
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,19 +10,13 @@ import torch
 from ladder_lab.cost.memory import (
     Layout,
     Precision,
-    _head_activation_bytes,
-    _layers_activation_bytes,
     _orthogonal_parameters,
     _state_bytes,
     stage_parameters,
 )
-from megatron_ladder.blueprint.model import ModelConfig, ResidualMode
-from megatron_ladder.model.language_model import LanguageModel
-from megatron_ladder.model.stack import StackOptions
+from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.train.step import train_step
-from tests.helpers.activations import ActivationMeter
 from tests.helpers.pool import GlooPools
-from tests.helpers.sharded import mesh_of
 from tests.helpers.steps import steps_of_batches
 from tests.helpers.training import build_trainer_here, own_batches
 
@@ -99,29 +92,3 @@ def test_states_are_what_the_engine_allocates(
         orthogonal = matrices if optimizer == "muon" else 0
         expected = sum(_state_bytes(parameters, Layout(data=ranks, zero=zero), precision, orthogonal))
         assert held == pytest.approx(expected, abs=TOLERANCE * 12 * parameters)
-
-
-def kept_of_a_pass(wiring: ResidualMode, recompute: bool, sequence_parallel: bool) -> tuple[int, float]:
-    """Return per rank the bytes that a forward pass of two samples keeps for backward, and the predicted bytes."""
-    model = WIDE.in_wiring(wiring)
-    mesh = replace(mesh_of(2, 1), sequence_parallel=sequence_parallel)
-    module = LanguageModel(model, mesh, StackOptions(recompute_layers=4 if recompute else 0), seed=1)
-    ids = torch.arange(130).view(2, 65)
-    meter = ActivationMeter(module)
-    loss = module(ids[:, :-1], ids[:, 1:])
-    assert meter.kept_bytes is not None and loss.requires_grad
-    layout = Layout(2, micro_batch=2, recompute=recompute, sequence_parallel=sequence_parallel, fused_norms=False)
-    counted = _layers_activation_bytes(model, layout, 0, 128, "fp32")
-    # The rotary table, one for all layers, which the planner leaves out.
-    table = 2 * 64 * model.head_dim * 4
-    return meter.kept_bytes, counted + _head_activation_bytes(model, layout, 128, "fp32") + table
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("wiring", ["standard", "ladder-attention"])
-def test_activations_of_two_ranks(
-    gloo_pools: GlooPools, wiring: ResidualMode, recompute: bool, sequence_parallel: bool
-) -> None:
-    for kept, counted in gloo_pools(2).run(kept_of_a_pass, wiring, recompute, sequence_parallel):
-        assert counted == pytest.approx(kept, rel=0.02)

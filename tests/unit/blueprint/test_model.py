@@ -100,22 +100,6 @@ def test_lanes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "name"),
-    [
-        ({"add_mlp_bias": True}, "--add-mlp-bias"),
-        ({"add_attention_output_bias": True}, "--add-attention-output-bias"),
-        ({"qk_layernorm": True}, "--qk-layernorm"),
-        ({"num_key_value_heads": 2}, "--num-key-value-heads 2"),
-    ],
-)
-def test_lanes_that_share_weights_need_a_rank_each(changes: dict[str, object], name: str) -> None:
-    config, errors = resolve(residual_mode="ladder", lanes=4, **changes)  # type: ignore[arg-type]
-    assert not errors and not tensor_parallel_errors(config, 4)
-    (found,) = tensor_parallel_errors(config, 2)
-    assert found.startswith(f"{name} with --lanes 4 on --tensor-model-parallel-size 2: ") and found.endswith("size 4")
-
-
-@pytest.mark.parametrize(
     "changes",
     [
         {},

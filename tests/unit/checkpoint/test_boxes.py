@@ -3,7 +3,6 @@
 import random
 
 import numpy as np
-import pytest
 import torch
 
 from megatron_ladder.blueprint.boxes import Box
@@ -31,12 +30,6 @@ def test_pieces_cover_the_interval_in_order() -> None:
         assert torch.equal(torch.cat(values), torch.arange(start, start + length))
         assert [begin for _, begin in pieces] == [int(value[0]) - start for value in values]
         assert len(pieces) <= 2 * len(extent) - 1
-
-
-@pytest.mark.parametrize(("start", "length"), [(-1, 3), (0, 0), (18, 3), (20, 1)])
-def test_interval_outside_the_box_is_rejected(start: int, length: int) -> None:
-    with pytest.raises(ValueError, match=r"\[4, 5\]"):
-        Box.whole((4, 5)).cut(start, length)
 
 
 def test_intersection_holds_the_shared_elements() -> None:

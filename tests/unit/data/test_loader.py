@@ -76,15 +76,6 @@ def test_id_outside_of_the_vocabulary(make_dataset: MakeDataset) -> None:
         list(zip(range(2), loader_of(source, 12, 0, 1, vocab_size=98), strict=False))
 
 
-def test_one_data_set_is_split_in_three(make_dataset: MakeDataset) -> None:
-    prefix = make_dataset([10] * 10).prefix
-    sources = open_sources(shared(prefix), "8,2,0", ORDER)
-    assert sources.train is not None and sources.valid and sources.test is None
-    assert (sources.train.documents, sources.train.shuffle) == (range(8), True)
-    assert (sources.valid[""].documents, sources.valid[""].shuffle) == (range(8, 10), False)
-    assert sources.valid[""].samples(np.array([0])).tokens[0].tolist() == [80, 81, 82, 83, 84]
-
-
 def test_validation_sets_have_names(make_dataset: MakeDataset) -> None:
     train, one, two = (str(make_dataset([50 + 10 * number], str(number)).prefix) for number in range(3))
 

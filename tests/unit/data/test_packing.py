@@ -1,6 +1,5 @@
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -105,16 +104,3 @@ def test_the_sidecar_marks_conversations(dataset: IndexedDataset) -> None:
     for asked in (None, "assistant"):
         with pytest.raises(UserError, match=r"numbers_loss_mask\.bin: no such file, .*numbers\.json: .*--loss-on all"):
             open_whole(bare, asked)
-
-
-def test_texts_with_a_missing_mask(dataset: IndexedDataset) -> None:
-    sidecar = Sidecar("HuggingFaceTokenizer", "ab", 100, 5, False, 52, 10, sum(LENGTHS), loss_mask_checksum="x")
-    write_sidecar(dataset.prefix, sidecar)
-    loss_mask_path(dataset.prefix).unlink()
-    bare = IndexedDataset(dataset.prefix)
-    with pytest.raises(UserError, match=r"numbers_loss_mask\.bin: no such file"):
-        open_whole(bare)
-    assert isinstance(open_whole(bare, "all"), SampleSource)
-    write_sidecar(dataset.prefix, replace(sidecar, loss_mask_checksum=None))
-    with pytest.raises(UserError, match="--loss-on assistant: .*numbers has no loss mask"):
-        open_whole(IndexedDataset(bare.prefix), "assistant")

@@ -133,13 +133,6 @@ def test_network_errors_are_distinguished_from_content_errors(error: Exception, 
     assert _is_network_error(error) == _is_network_error(caused_by(error)) == expected
 
 
-def test_patterns_are_sorted_and_expanded(formats: Path, tmp_path: Path) -> None:
-    names = [source.name for source in find_sources([f"{formats}/[ab].*", str(formats / "d.parquet")], Reading())]
-    assert names == [str(formats / name) for name in ("a.jsonl", "b.jsonl.gz", "d.parquet")]
-    (tmp_path / "w[1].txt").write_text("odd name")
-    assert read_all([str(tmp_path / "w[1].txt")]) == [["odd name"]]
-
-
 def test_all_unreadable_inputs_are_reported(formats: Path, tmp_path: Path) -> None:
     (tmp_path / "plain.txt").write_text("a")
     (tmp_path / "x.parquet").write_bytes(b"x" * 100)

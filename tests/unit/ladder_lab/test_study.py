@@ -23,7 +23,6 @@ from ladder_lab.study.report import first_reaching, holm, paired
 from ladder_lab.study.trials import Request, Trial, resolve_trial
 from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.config.run import RunConfig
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.parallel.layout import parameter_sections
@@ -55,25 +54,6 @@ def test_errors_name_the_flag(words: str, error: str) -> None:
     assert any(one.startswith(error) for one in caught.value.messages), caught.value.messages
     with pytest.raises(UserError, match="--adapt-layers 5: expected numbers of upper layers, 1 to 4"):
         parsed("--adapt-layers 5 --size 4x32x64x4x2x300", "adapt --output-dir out")
-
-
-def trial_of(wiring: str, **changes: Any) -> Trial:
-    values = {"kind": "tokens", "size": "4x32x64x4x2x300", "seed": 3, "learning_rate": 2e-3, "iterations": 50}
-    return Trial(wiring=wiring, **{**values, **changes})
-
-
-def resolved(wiring: str, words: str = "", **changes: Any) -> RunConfig:
-    return resolve_trial(parsed(words).request, trial_of(wiring, **changes))
-
-
-def test_a_schedule_has_the_length_of_its_trial() -> None:
-    long, short = resolved("ladder", iterations=200), resolved("ladder", iterations=50, kind="tuning")
-    assert (long.optimizer.lr, long.optimizer.min_lr) == (short.optimizer.lr, short.optimizer.min_lr) == (2e-3, 2e-4)
-    assert (long.optimizer.lr_warmup_iters, short.optimizer.lr_warmup_iters) == (20, 5)
-    # Five evaluations for any number of steps, the last one of the finished model.
-    assert resolved("ladder", "--evaluations 5", iterations=137).logging.eval_interval == 28
-    assert (long.training.train_iters, long.optimizer.lr_decay_iters) == (200, None)
-    assert resolved("ladder", "-- --bf16").training.bf16
 
 
 def matrices(wiring: str, seed: int = 3) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from megatron_ladder.data.tokenizers import ByteTokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.train import inputs
 from megatron_ladder.train.inputs import RunInputs, describe_data
-from tests.helpers.operations import Operations
 from tests.unit.generate.tiny_model import reference_of, tiny_config, write_checkpoint
 
 SIZES = (
@@ -219,34 +218,6 @@ def test_finetuning_may_change_length_and_order_of_samples(tmp_path: Path) -> No
     assert differences_in(tmp_path, "--finetune") == []
     assert differences_in(tmp_path, "--skip-train") == []
     assert differences_in(tmp_path, "--skip-train --residual-mode ladder") == ["--residual-mode ladder"]
-
-
-def test_only_rank_0_looks_into_directories_of_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other ranks receive what it found in --load and --save."""
-    config = tiny_config()
-    write_checkpoint(tmp_path, config, reference_of(config)[0])
-    with IndexedDatasetWriter(tmp_path / "tokens", np.dtype(np.uint16)) as writer:
-        writer.add_document(np.arange(60))
-        writer.publish()
-    words = (
-        f"--train-iters 20 --lr 1 --seq-length 8 --data-path {tmp_path}/tokens --split 1 --eval-iters 0 "
-        f"--load {tmp_path} --save {tmp_path} --no-load-optim"
-    ).split()
-    findings: list[Any] = []
-
-    def look(minutes: float, look_around: Callable[[], Any]) -> Any:
-        findings.append(json.loads(json.dumps(look_around())))
-        return findings[-1]
-
-    first = read_inputs(words, RankInfo(0, 2, 0), look)
-    operations = Operations(tmp_path, monkeypatch)
-    other = read_inputs(words, RankInfo(1, 2, 1), lambda minutes, look_around: findings[0])
-    assert first.checkpoint is not None and other.checkpoint is not None
-    assert other.checkpoint.directory == first.checkpoint.directory and other.run == first.run
-    found = [line for line in operations.of_thread["MainThread"] if " tokens" not in line]
-    assert found == [f"open {first.checkpoint.directory.name}/manifest.json"]
-    with pytest.raises(UserError, match="(?s)--load .* cannot be read: File name too long.*--save .* name too long"):
-        read_inputs([*SIZES, "--load", "x" * 300, "--save", "y" * 300], RankInfo(0, 2, 0), look)
 
 
 def test_an_evaluation_needs_a_model_and_validation_data(tmp_path: Path) -> None:

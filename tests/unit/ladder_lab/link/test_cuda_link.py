@@ -1,6 +1,5 @@
 """The emulated link on a GPU, with fake streams: timings by the rule and by the step-time model."""
 
-import importlib.util
 import random
 from collections import deque
 from typing import Any
@@ -78,27 +77,3 @@ def test_the_wire_carries_the_bytes_of_a_ring_for_the_time_of_the_spec(device: f
     assert link.all_reduce(tensor) is tensor and tensor.equal(torch.arange(2000, dtype=torch.bfloat16))
     assert kernels.carried == [{"bytes": 7000, "wire_ns": 9000, "sms": 12}]
     assert device.compute.now == pytest.approx(9 * MICRO)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton comes with torch for CUDA alone")
-@pytest.mark.parametrize("serial", [True, False])
-def test_kernels_compile(serial: bool) -> None:
-    """Compile for an H100, without a GPU or a driver."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
-
-    from ladder_lab.link import stand_in_kernels as kernels
-
-    target = GPUTarget("cuda", 90, 32)
-    stamp = ASTSource(kernels._stamp, {"launched": "*i64", "slot": "i32"})
-    assert "%globaltimer" in compile(stamp, target=target, options={"num_warps": 1}).asm["ptx"]
-    types = {name: "i32" for name in ("slot", "before", "words", "moved", "wire_ns")}
-    types |= {"launched": "*i64", "ends": "*i64", "source": "*i32", "sink": "*i32"}
-    constants = {"SERIAL": serial, "BLOCK": kernels.BLOCK}
-    types |= dict.fromkeys(constants, "constexpr")
-    carry = compile(
-        ASTSource(kernels._carry, types, constexprs=constants), target=target, options={"num_warps": kernels.WARPS}
-    )
-    # The two holding loops: before each block, and until the end.
-    assert carry.asm["ptx"].count("%globaltimer") == 2
-    assert carry.asm["ptx"].count("ld.global.b64") == 1 + serial

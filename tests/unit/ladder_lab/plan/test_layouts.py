@@ -8,7 +8,6 @@ from ladder_lab.bench.sizes import SIZES
 from ladder_lab.cost.hardware import CLUSTERS
 from ladder_lab.cost.memory import RESERVED_BYTES, Layout
 from ladder_lab.plan.layouts import (
-    PLANNED_WIRINGS,
     PlanRequest,
     SweepRow,
     _layouts,
@@ -98,13 +97,3 @@ def test_the_trainer_reads_the_command_of_a_plan(model: str) -> None:
         assert (run.training.micro_batch_size, run.global_batch_size) == (layout.micro_batch, 128)
         assert (run.recompute_layers > 0, parallel.sequence_parallel) == (layout.recompute, layout.sequence_parallel)
         assert run.training.bf16 and run.training.seq_length == 4096
-
-
-def test_desync_needs_ranks_and_a_whole_stream() -> None:
-    asked = request_of("llama-1b", 4, 8, PLANNED_WIRINGS)
-    layouts = {name: {plan.layout for plan in fitting_plans(asked) if plan.wiring == name} for name in PLANNED_WIRINGS}
-    assert layouts["desync-4x"] and layouts["desync-2x"] == layouts["desync-4x"]
-    assert all(layout.tensor > 1 and not layout.sequence_parallel for layout in layouts["desync-2x"])
-    assert any(layout.sequence_parallel for layout in layouts["staleness-2"])
-    (slow,) = sweep(asked, Layout(tensor=4, sequence_parallel=True), (4.0,))
-    assert slow.seconds["standard"] > slow.seconds["desync-2x"] > slow.seconds["desync-4x"]
