@@ -79,6 +79,7 @@ def _run_here(name: str, words: str, place: Any) -> None:
 
     try:
         os.setpgid(0, 0)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.alarm(CASE_SECONDS)
         os.environ["TORCH_EXTENSIONS_DIR"] = str(place.folder / "extensions")
         results: Any = run_case(name, words, place)
@@ -139,4 +140,6 @@ if __name__ == "__main__":
     os.environ.clear()
     offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     os.environ.update(kept, DS_ACCELERATOR="cpu", GLOO_SOCKET_IFNAME="lo", **offline)
+    # So that `run_all` ends its cases.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main())
