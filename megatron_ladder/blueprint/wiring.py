@@ -36,7 +36,7 @@ class SubBlockKind(Enum):
     @property
     def norm(self) -> str:
         """Name of the norm in front of it, as checkpoints have it."""
-        return "mlp_norm" if self is SubBlockKind.MLP else "attention_norm"
+        return {"attention": "attention_norm", "mlp": "mlp_norm", "attention_mlp": "attention_norm"}[self.value]
 
 
 class WiredSubBlock(NamedTuple):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.blueprint.wiring import PER_RANK_MODES, SUB_BLOCK_TABLE
+from megatron_ladder.blueprint.wiring import PER_RANK_MODES, SUB_BLOCK_TABLE, WIRINGS
 from megatron_ladder.checkpoint.hf_config import CLASSES, OWN_TYPE
 from megatron_ladder.errors import UserError
 
@@ -57,7 +57,8 @@ def hf_type(model: ModelConfig) -> str:
     divides = model.hidden_size % model.num_attention_heads == 0
     usual_heads = divides and model.head_dim == model.hidden_size // model.num_attention_heads
     q_bias, o_bias, mlp_bias = model.add_qkv_bias, model.add_attention_output_bias, model.add_mlp_bias
-    if model.ladder_layers or lanes or model.wiring.one_norm or model.logit_soft_cap is not None:
+    plain = model.wiring.sub_blocks == WIRINGS["standard"].sub_blocks
+    if model.ladder_layers or lanes or not plain or model.logit_soft_cap is not None:
         return OWN_TYPE
     if model.qk_layernorm:
         return "qwen3" if q_bias == o_bias and not mlp_bias else OWN_TYPE

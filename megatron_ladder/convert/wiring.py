@@ -130,9 +130,9 @@ def rewired(model: ModelConfig, options: CheckpointOptions) -> tuple[ModelConfig
             f"--residual-mode {mode}: its norms differ from rank to rank, and the source has one for all ranks: "
             "such a model can only be trained from the start"
         )
-    if new.one_norm != old.one_norm:
+    if new.sub_blocks != old.sub_blocks:
         has, needs = ("one norm", "two") if old.one_norm else ("two norms", "one")
-        possible = [name for name in SHARED_STREAM_MODES if WIRINGS[name].one_norm == old.one_norm]
+        possible = [name for name in SHARED_STREAM_MODES if WIRINGS[name].sub_blocks == old.sub_blocks]
         errors.append(
             f"--residual-mode {mode}: every layer of the source has {has}, and this wiring needs {needs}: "
             f"give --residual-mode {' or '.join(possible)}, or leave it out"
