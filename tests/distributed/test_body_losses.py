@@ -124,18 +124,17 @@ def run(
     ]
 
 
-@pytest.mark.parametrize("wiring", WIRINGS)
 @pytest.mark.parametrize(
-    ("ranks", "options", "cuts", "sequence_parallel"),
+    ("wiring", "ranks", "options", "cuts", "sequence_parallel"),
     [
-        (1, StackOptions(recompute_layers=2), (), False),
-        (1, StackOptions(), (1, 2, 3), False),
-        (2, StackOptions(recompute_layers=2), (), False),
-        (2, StackOptions(recompute_layers=1), (1, 3), False),
-        (2, StackOptions(tp_overlap=False, recompute_layers=2), (), False),
-        (2, StackOptions(mirrored_backward=False), (2,), True),
-        (2, StackOptions(recompute_layers=2), (), True),
-        (2, StackOptions(), (2,), True),
+        ("ladder", 1, StackOptions(recompute_layers=2), (), False),
+        ("standard", 1, StackOptions(), (1, 2, 3), False),
+        ("ladder", 2, StackOptions(recompute_layers=2), (), False),
+        ("ladder", 2, StackOptions(recompute_layers=1), (1, 3), False),
+        ("standard", 2, StackOptions(tp_overlap=False, recompute_layers=2), (), False),
+        ("standard", 2, StackOptions(mirrored_backward=False), (2,), True),
+        ("ladder", 2, StackOptions(recompute_layers=2), (), True),
+        ("standard", 2, StackOptions(), (2,), True),
     ],
     ids=["1", "1-cut", "2", "2-cut", "2-blocking", "2-sharded-autograd", "2-sharded", "2-sharded-cut"],
 )

@@ -48,7 +48,6 @@ def gradients_and_events(
 @pytest.mark.parametrize(
     ("wiring", "options", "sequence_parallel"),
     [
-        (LADDER | {"qk_layernorm": True}, StackOptions(), False),
         (LADDER, StackOptions(recompute_layers=3), False),
         (HYBRID, StackOptions(tp_overlap=False, recompute_layers=2), False),
         (PARALLEL, StackOptions(), False),
@@ -56,7 +55,6 @@ def gradients_and_events(
         ({}, StackOptions(mirrored_backward=False), False),
     ],
     ids=[
-        "ladder-qk-norm",
         "ladder-recomputed",
         "hybrid-blocking",
         "parallel",

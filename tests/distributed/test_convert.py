@@ -29,19 +29,7 @@ def logits_here(directory: str, tokens: Tensor) -> Tensor:
     return logits[..., : model.config.vocab_size].transpose(0, 1)
 
 
-def test_logits_of_two_ranks_match_transformers(gloo_pools: GlooPools, tmp_path: Path) -> None:
-    """The files have whole tensors; each of two ranks reads its part."""
-    theirs = save_model(tmp_path / "hf")
-    convert("import", "--hf", tmp_path / "hf", "--save", tmp_path / "ours")
-    tokens = torch.randint(0, 301, (2, 40))
-    with torch.no_grad():
-        expected = theirs(tokens).logits
-    for found in gloo_pools(2).run(logits_here, str(tmp_path / "ours"), tokens):
-        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_one_process_of_transformers_computes_all_lanes(gloo_pools: GlooPools, tmp_path: Path, ranks: int) -> None:
+def test_one_process_of_transformers_computes_all_lanes(gloo_pools: GlooPools, tmp_path: Path) -> None:
     save_model(tmp_path / "hf")
     lanes = ("--lanes", 2, "--residual-staleness", 2, "--ladder-layers", "1-3")
     convert("import", "--hf", tmp_path / "hf", "--save", tmp_path / "ours", *lanes)
@@ -50,7 +38,7 @@ def test_one_process_of_transformers_computes_all_lanes(gloo_pools: GlooPools, t
     tokens = torch.randint(0, 301, (2, 40))
     with torch.no_grad():
         expected = theirs(tokens).logits
-    for found in gloo_pools(ranks).run(logits_here, str(tmp_path / "ours"), tokens):
+    for found in gloo_pools(2).run(logits_here, str(tmp_path / "ours"), tokens):
         assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 

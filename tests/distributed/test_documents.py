@@ -74,16 +74,12 @@ def expected_batches(flags: str) -> list[list[MicroBatch]]:
 @pytest.mark.parametrize(
     ("world", "layout", "flags", "readers"),
     [
-        (1, "", ALL, [0]),
-        (1, "", "--reset-attention-mask", [0]),
         (1, "", "--reset-position-ids --recompute-granularity full", [0]),
-        (2, "--tensor-model-parallel-size 2 --sequence-parallel", ALL, [0]),
         (2, "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full", ALL, [0]),
         (2, "--tensor-model-parallel-size 2 --no-tp-overlap", ALL, [0]),
         (2, "--pipeline-model-parallel-size 2", ALL, [0, 1]),
         (2, "--residual-mode parallel --zero-stage 3", ALL, [0, 1]),
         (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", ALL, [0, 2]),
-        (4, "--pipeline-model-parallel-size 4 --num-layers 5", ALL, [0, 1, 2, 3]),
         (4, "--pipeline-model-parallel-size 4 --num-layers 5", "--eod-mask-loss", [0, 3]),
     ],
 )

@@ -63,7 +63,6 @@ def torch_training(
 @pytest.mark.parametrize(
     ("world", "words"),
     [
-        pytest.param(*(1, "--zero-stage 0"), marks=pytest.mark.slow),
         pytest.param(
             *(4, "--zero-stage 0 --tensor-model-parallel-size 2 --residual-mode ladder --add-attention-output-bias"),
             marks=pytest.mark.slow,

@@ -60,14 +60,14 @@ def check_stages(gloo_pools: GlooPools, layout: Layout, flags: str) -> None:
 
 
 def grid() -> list[object]:
-    """Return all combinations; without --slow, every pair of layout and wiring occurs with one ZeRO stage."""
+    """Return all combinations; without --slow, every pair of layout and stage, and of wiring and stage, occurs."""
     return [
         pytest.param(
             layout,
             flags,
             str(zero),
             id=f"{'x'.join(map(str, layout))}-{name}-zero{zero}",
-            marks=[] if (row + column) % 2 == zero else pytest.mark.slow,
+            marks=[] if column == (2 * row % 4 + zero) ^ (row // 2) else pytest.mark.slow,
         )
         for row, layout in enumerate(LAYOUTS)
         for column, (name, flags) in enumerate(WIRINGS.items())
@@ -176,7 +176,7 @@ def part_of_a_run(
     return losses, weight_pieces(trainer)
 
 
-@pytest.mark.parametrize("precision", ["--zero-stage 0", "--zero-stage 1", "--bf16"])
+@pytest.mark.parametrize("precision", ["--zero-stage 0", "--bf16"])
 def test_checkpoints_move_between_layouts(gloo_pools: GlooPools, tmp_path: Path, precision: str) -> None:
     """The embeddings are tied; a pipeline holds two copies and saves one."""
     recipe = [*RECIPE, *precision.split(), *"--residual-mode ladder --tie-embeddings".split()]

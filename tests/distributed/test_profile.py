@@ -129,38 +129,15 @@ def test_a_failed_trace_does_not_end_the_run(gloo_pools: GlooPools, tmp_path: Pa
     assert len(gloo_pools(2).run(profiled_steps, argv)[0]) == 5
 
 
-def test_a_sharded_stream_is_traced(gloo_pools: GlooPools, tmp_path: Path) -> None:
-    gloo_pools(2).run(profiled_steps, [*arguments(tmp_path, mode="ladder", ranks="0"), "--sequence-parallel"])
-    (path,) = tmp_path.iterdir()
-    names = names_of(read_events(path), 4)
-    second = names[names.index("layers.0.mlp forward") :]
-    # On a CPU, the chain runs after the sub-block.
-    assert second[:6] == [
-        "layers.0.mlp forward",
-        "all_gather wait",
-        "reduce_scatter start",
-        "reduce_scatter wait",
-        "layers.1.attention norm forward",
-        "all_gather start",
-    ]
-    rows = {
-        (row["name"], row["direction"]): row
-        for row in records(_sub_block_rows(communication(read_events(path), KERNELS)))
-    }
-    # For each of two micro-batches: the gather for the next sub-block, and the scatter.
-    assert rows["layers.1.attention", "forward"]["collectives"] == 4
-
-
 @pytest.mark.parametrize(
     ("wiring", "forward", "backward"),
     [
         ([], 2, 2),
-        (["--no-tp-overlap"], 2, 2),
         # Forward gathers its input and scatters its output. Backward also gathers its output's gradient, and gathers
         # its input again, because it is not kept.
         (["--sequence-parallel"], 4, 6),
     ],
-    ids=["overlap", "autograd", "sequence-parallel"],
+    ids=["overlap", "sequence-parallel"],
 )
 def test_each_collective_of_a_real_trace_has_its_sub_block(
     gloo_pools: GlooPools, tmp_path: Path, wiring: list[str], forward: int, backward: int

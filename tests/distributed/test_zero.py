@@ -64,7 +64,6 @@ def test_steps_equal_a_plain_model(gloo_pools: GlooPools, layout: str, wiring: s
         "--zero-stage 3 --residual-mode ladder-parallel --recompute-granularity full",
         "--zero-stage 2 --residual-mode ladder --offload-optimizer cpu",
         "--zero-stage 3 --residual-mode ladder --offload-optimizer cpu",
-        "--zero-stage 0 --residual-mode ladder --residual-staleness 2 --lanes 2 --qk-layernorm --add-mlp-bias",
         "--zero-stage 1 --residual-mode ladder --residual-staleness 4 --lanes 4 --num-key-value-heads 4",
         "--zero-stage 2 --residual-mode ladder --lanes 4 --num-key-value-heads 4 --recompute-granularity full",
         "--zero-stage 3 --residual-mode ladder --residual-staleness 2 --lanes 4 --num-key-value-heads 4",
@@ -114,7 +113,7 @@ def test_a_checkpoint_survives_changes_of_stage_and_layout(
     check_journey(gloo_pools, tmp_path, recipe, journey)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=slow), "muon"])
 def test_lanes_survive_changes_of_stage_and_layout(gloo_pools: GlooPools, tmp_path: Path, optimizer: str) -> None:
     """A rank of the first layout computes one lane, and the ranks of the others two or all four."""
     recipe = [*RECIPE, *"--global-batch-size 8 --residual-mode ladder --lanes 4 --num-key-value-heads 4".split()]
@@ -150,6 +149,9 @@ def test_bf16_gives_equal_losses_in_every_stage(gloo_pools: GlooPools) -> None:
         gloo_pools(4).run(train, [*argv, *words.split()], weights, batches)[0][0]
         for words in ("--zero-stage 1", "--zero-stage 2", "--zero-stage 3", "--zero-stage 1 --offload-optimizer cpu")
     ]
+    plain = [word for word in argv if word != "--bf16"]
+    for found, wanted in zip(histories[0], gloo_pools(4).run(train, plain, weights, batches)[0][0], strict=True):
+        assert found == pytest.approx(wanted, rel=2e-2) and found != wanted
     for history in histories[1:]:
         for found, wanted in zip(history, histories[0], strict=True):
             assert found == pytest.approx(wanted, rel=1e-6)
@@ -175,7 +177,6 @@ def norm_with_small_parts(argv: list[str], parts: int) -> float:
         "--zero-stage 1",
         "--zero-stage 2",
         "--zero-stage 3",
-        pytest.param("--zero-stage 2 --offload-optimizer cpu", marks=slow),
     ],
 )
 def test_bf16_gradients_accumulate_in_fp32(gloo_pools: GlooPools, words: str) -> None:

@@ -117,12 +117,8 @@ def observe(argv: list[str]) -> Observed:
     "words",
     [
         "--residual-mode ladder --tie-embeddings --qk-layernorm --add-attention-output-bias --add-mlp-bias",
-        "--residual-mode ladder --ladder-layers 2 --recompute-granularity full --qk-layernorm",
-        "--residual-mode standard --add-qkv-bias",
-        "--residual-mode ladder --sequence-parallel --qk-layernorm --tie-embeddings",
         "--residual-mode standard --sequence-parallel --recompute-granularity full",
         "--residual-mode standard --no-tp-overlap --recompute-granularity full --tie-embeddings --qk-layernorm",
-        "--residual-mode desync --desync-interval 4 --qk-layernorm",
         "--residual-mode desync --desync-interval 2 --recompute-granularity full",
         "--residual-mode ladder-parallel --recompute-granularity full --recompute-num-layers 1",
         "--residual-mode ladder --lanes 2 --recompute-granularity full --recompute-num-layers 1 --qk-layernorm",
@@ -168,10 +164,9 @@ def parts_and_weights(argv: list[str]) -> tuple[list[tuple[int, int, int]], list
     return sizes, marks, weight_pieces(build_trainer_here(argv))
 
 
-@pytest.mark.parametrize("precision", [[], ["--bf16"]])
-def test_a_model_is_partitioned_while_it_is_built(gloo_pools: GlooPools, precision: list[str]) -> None:
+def test_a_model_is_partitioned_while_it_is_built(gloo_pools: GlooPools) -> None:
     """Its initial weights equal those of every other layout bitwise."""
-    argv = [*RECIPE, *precision, "--tensor-model-parallel-size", "2", "--residual-mode", "ladder", "--qk-layernorm"]
+    argv = [*RECIPE, "--bf16", "--tensor-model-parallel-size", "2", "--residual-mode", "ladder", "--qk-layernorm"]
     plain = gloo_pools(4).run(parts_and_weights, argv)
     partitioned = gloo_pools(4).run(parts_and_weights, [*argv, "--zero-stage", "3"])
     for (whole, marks, weights), (sizes, marks_kept, gathered) in zip(plain, partitioned, strict=True):

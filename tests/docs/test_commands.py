@@ -72,31 +72,3 @@ def span_errors(page: str, text: str) -> list[str]:
 @pytest.mark.parametrize("page", page_paths())
 def test_the_programs_accept_the_commands_of_a_page(page: str) -> None:
     assert page_errors(page, read_page(page)) == []
-
-
-def fenced(command: str, mark: str = "") -> str:
-    return f"{mark}\n```bash\n{command}\n```\n"
-
-
-TRAINING = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --train-iters 3 --lr 1e-3 "
-    "--data-path corpus_text_document --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model"
-)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (fenced("python tools/generate.py --model m --json --stream"), "--json and --stream exclude each other"),
-        (fenced("cd x && python tools/inspect_data.py p --verfy", "<!-- not run: why -->"), "--verfy is not a flag"),
-        (fenced(f"deepspeed --num_gpus 8 pretrain_ladder.py {TRAINING} --tensor-model-parallel-size 3"), "the 8 la"),
-        (fenced("bash examples/multi_node.sh --node-ranks N"), "examples/multi_node.sh has no flag --node-ranks"),
-        (fenced("pip install x"), "pip is not our program"),
-        (fenced("ls", "<!-- not run -->"), "a reason is missing"),
-        ("```bash\npython tools/inspect_data.py\n", "a fence is not closed"),
-        ("and `--micro-batch-sise`", "--micro-batch-sise is not a flag of any program"),
-    ],
-)
-def test_an_error_is_found(text: str, message: str) -> None:
-    errors = page_errors("a.md", text)
-    assert len(errors) >= 1 and message in errors[0], errors

@@ -69,21 +69,13 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize(
     ("model_type", "changes"),
     [
-        ("llama", {}),
-        ("llama", {"add_qkv_bias": True, "add_attention_output_bias": True, "add_mlp_bias": True}),
         ("llama", {"rope_scaling": "linear", "rope_scaling_factor": 2.0, "rotary_base": 5e5, "head_dim": 12}),
-        ("mistral", {"hidden_size": 34}),
         ("qwen2", {"add_qkv_bias": True, "tie_embeddings": True, "norm_epsilon": 1e-6}),
         ("qwen3", {"qk_layernorm": True, "head_dim": 12}),
-        ("megatron_ladder", {"add_attention_output_bias": True}),
         ("megatron_ladder", HYBRID | {"logit_soft_cap": 0.5, "tie_embeddings": True}),
-        ("megatron_ladder", {"qk_layernorm": True, "add_qkv_bias": True}),
         ("megatron_ladder", {"add_qkv_bias": True, "head_dim": 12}),
-        ("megatron_ladder", {"residual_mode": "ladder", "ladder_layers": tuple(range(6)), "residual_staleness": 5}),
         ("megatron_ladder", {"residual_mode": "parallel"}),
         ("megatron_ladder", HYBRID | {"residual_mode": "ladder-parallel", "residual_staleness": 3}),
-        ("megatron_ladder", HYBRID | {"residual_mode": "ladder-attention"}),
-        ("megatron_ladder", HYBRID | {"qk_layernorm": True, "head_dim": 12, "hidden_size": 34}),
         (
             "megatron_ladder",
             HYBRID
@@ -146,9 +138,8 @@ def test_saving_and_loading_changes_nothing(tmp_path: Path) -> None:
         assert torch.equal(body.eval()(tokens).last_hidden_state, first.model(tokens).last_hidden_state)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_larger_vocabulary_keeps_the_bound_of_the_logits(tied: bool, tmp_path: Path) -> None:
-    model, tokens = random_model(tiny_config(logit_soft_cap=0.5, tie_embeddings=tied)), random_tokens(1, 8)
+def test_a_larger_vocabulary_keeps_the_bound_of_the_logits(tmp_path: Path) -> None:
+    model, tokens = random_model(tiny_config(logit_soft_cap=0.5, tie_embeddings=True)), random_tokens(1, 8)
     module = opened(write_hf(model, tmp_path / "model"))
     with torch.no_grad():
         before = module(tokens).logits
@@ -201,11 +192,6 @@ def test_servers_can_replace_the_attention(monkeypatch: pytest.MonkeyPatch, tmp_
         expected = module_of(model).model(tokens).last_hidden_state
     assert calls == served
     assert_close(found[0], expected)
-
-
-@pytest.mark.parametrize(("ladder_layers", "expected"), [(2, [4, 5]), (0, []), (None, []), ([3, 1], [1, 3])], ids=str)
-def test_ladder_layers_in_the_notation_of_the_authors(ladder_layers: Any, expected: list[int]) -> None:
-    assert MegatronLadderConfig(num_hidden_layers=6, ladder_layers=ladder_layers).ladder_layers == expected
 
 
 def test_the_tensor_parallel_plan_has_every_matrix_and_query_norm() -> None:

@@ -62,9 +62,8 @@ def test_an_interrupted_conversion_continues_after_its_complete_files(
     assert_equal_bits(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "back"))
 
 
-@pytest.mark.parametrize("damage", ["other bytes", "cannot be read"])
 def test_files_that_fail_verification_are_written_again(
-    tmp_path: Path, export: list[object], damage: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, export: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two of four files are wrong; both are written again, and the others are kept."""
     names = [f"model-0000{number}-of-00004.safetensors" for number in range(1, 5)]
@@ -74,7 +73,7 @@ def test_files_that_fail_verification_are_written_again(
         if Path(target).name in (names[1], names[3]):
             content = bytearray(Path(source).read_bytes())
             content[-1] ^= 1
-            Path(source).write_bytes(content if damage == "other bytes" else b"")
+            Path(source).write_bytes(content if Path(target).name == names[1] else b"")
         real(source, target)
 
     with monkeypatch.context() as patch:

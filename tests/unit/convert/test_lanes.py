@@ -42,29 +42,21 @@ def desynced(interval: int, ranks: int, **changes: Any) -> ModelConfig:
 
 LADDERS = [
     laned("ladder", 1, (1, 2), lanes=0, num_layers=4),
-    laned("ladder", 1, (0,), lanes=0, num_layers=1),
     laned("ladder", 3, (1, 2, 4), lanes=0, qk_layernorm=True),
     laned("ladder-parallel", 1, (1, 2, 4), lanes=0),
     laned("ladder-attention", 1, (1, 2, 4), lanes=0),
 ]
 LANED = [
     laned("ladder", 1),
-    laned("ladder", 1, **FOUR, **BIASES),
     laned("ladder", 2, **FOUR, qk_layernorm=True, add_qkv_bias=True),
-    laned("ladder", 4, **BIASES, tie_embeddings=True),
     laned("ladder", 4, **FOUR, head_dim=12, hidden_size=34),
-    laned("ladder", 1, (1, 2, 4), **BIASES),
     laned("ladder", 4, (2, 3, 5), **FOUR, logit_soft_cap=0.5),
     laned("ladder-parallel", 1, **BIASES),
     laned("ladder-parallel", 2, **FOUR, qk_layernorm=True, **BIASES),
-    laned("ladder-parallel", 4, (1, 2, 3, 5), **FOUR),
-    laned("ladder-attention", 1, **FOUR, **BIASES),
     laned("ladder-attention", 2, (0, 2, 3), **BIASES),
-    laned("ladder-attention", 4, **FOUR),
 ]
 DESYNCED = [
     desynced(2, 2),
-    desynced(4, 2, **BIASES, qk_layernorm=True),
     desynced(2, 4, num_key_value_heads=4, add_attention_output_bias=True),
     desynced(4, 4, num_key_value_heads=4, num_layers=5, tie_embeddings=True, **BIASES),
 ]
@@ -144,17 +136,17 @@ def test_logits_and_gradients_are_those_of_the_reference(config: ModelConfig, ex
     assert hf_type(config) == "megatron_ladder"
 
 
-@pytest.mark.parametrize("config", [LADDERS[2], LANED[6], LANED[8], DESYNCED[3]], ids=text_of)
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_recomputation_gives_the_same_gradients(config: ModelConfig, reentrant: bool, exact: Build) -> None:
+@pytest.mark.parametrize("config", [LADDERS[1], LANED[3], LANED[5], DESYNCED[2]], ids=text_of)
+def test_recomputation_gives_the_same_gradients(config: ModelConfig, exact: Build) -> None:
     module, _ = exact(config)
     tokens = some_tokens(2, 10)
     expected = gradients_of(module.train(), tokens)
-    module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    assert_close(gradients_of(module, tokens), expected, 1e-13)
+    for reentrant in (True, False):
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        assert_close(gradients_of(module, tokens), expected, 1e-13)
 
 
-@pytest.mark.parametrize("config", [LADDERS[2], LADDERS[3], LANED[4], LANED[11], DESYNCED[1]], ids=text_of)
+@pytest.mark.parametrize("config", [LADDERS[1], LANED[6], DESYNCED[1]], ids=text_of)
 def test_greedy_tokens_are_the_same_with_every_cache_and_padding(config: ModelConfig, exact: Build) -> None:
     module, weights = exact(config)
     prompts = [some_tokens(1, length) for length in (3, 9, 6)]
@@ -173,7 +165,7 @@ def test_greedy_tokens_are_the_same_with_every_cache_and_padding(config: ModelCo
         assert torch.equal(together, torch.cat(expected)), options
 
 
-@pytest.mark.parametrize("config", [LADDERS[2], LANED[2], DESYNCED[3]], ids=text_of)
+@pytest.mark.parametrize("config", [LADDERS[1], LANED[1], DESYNCED[2]], ids=text_of)
 def test_hidden_states_are_complete_streams(config: ModelConfig, exact: Build) -> None:
     """In desync, where the ranks' streams differ, they are the mean of these streams."""
     module, weights = exact(config)
@@ -220,20 +212,11 @@ def test_pipelines_that_pass_one_tensor_are_rejected(exact: Build) -> None:
     ("changes", "words"),
     [
         ({"residual_mode": "other"}, "residual_mode 'other'"),
-        ({"residual_staleness": 0}, "residual_staleness 0"),
         ({"ladder_layers": [4]}, "ladder_layers [4]"),
-        ({"ladder_layers": [1, 1]}, "ladder_layers [1, 1]"),
-        ({"ladder_layers": 7}, "ladder_layers 7"),
         ({"ladder_layers": 1, "residual_mode": "parallel"}, "no meaning with residual_mode 'parallel'"),
-        ({"lanes": -1}, "lanes -1 must be 0 or at least 2"),
         ({"lanes": 3}, "num_attention_heads 32 is not divisible by lanes 3"),
-        ({"lanes": 32, "intermediate_size": 100}, "intermediate_size 100 is not divisible by lanes 32"),
         ({"lanes": 8, "num_key_value_heads": 4}, "num_key_value_heads 4 is not divisible by lanes 8: with a shared"),
-        ({"lanes": 2, "residual_mode": "standard"}, "lanes 2 has no meaning with residual_mode 'standard'"),
         ({"desync_tp": 2}, "desync_interval 0 and desync_tp 2 have no meaning with residual_mode 'ladder'"),
-        ({"residual_mode": "desync", "desync_tp": 2}, "'desync' with desync_interval 0 and desync_tp 2"),
-        ({"residual_mode": "desync", "desync_interval": 2, "desync_tp": 1}, "desync_interval 2 and desync_tp 1"),
-        ({"residual_mode": "desync", "desync_interval": 2, "desync_tp": 2, "lanes": 2}, "lanes 2 has no meaning"),
         (
             {"residual_mode": "desync", "desync_interval": 2, "desync_tp": 4, "num_key_value_heads": 2},
             "num_key_value_heads 2 is not divisible by desync_tp 4",
@@ -264,12 +247,8 @@ def test_shared_key_and_value_heads_have_no_hugging_face_form(config: ModelConfi
     ("changes", "words"),
     [
         ({"intermediate_size": 49}, "--ffn-hidden-size 49 is not divisible by --lanes 2"),
-        ({"lanes": -2}, ">= 0 - at `$.lanes`"),
         ({"lanes": "2"}, "got `str` - at `$.lanes`"),
-        ({"residual_mode": "parallel", "ladder_layers": []}, "lanes: found 2, expected 0 with residual_mode 'par"),
         ({"desync_interval": 2}, "desync_interval: found 2, expected 0"),
-        ({"desync_tp": 2}, "desync_tp: found 2, expected 0"),
-        ({"residual_mode": "desync", "ladder_layers": [], "lanes": 0, "desync_tp": 2}, "desync_interval: found 0"),
         ({"residual_mode": "desync", "ladder_layers": [], "lanes": 0, "desync_interval": 2}, "desync_tp: found 0"),
         (
             {"residual_mode": "desync", "ladder_layers": [], "lanes": 0, "desync_interval": 3, "desync_tp": 2},

@@ -1,6 +1,5 @@
 """The wiring of converted models: flags override that of the source, and leave the rest of it unchanged."""
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from megatron_ladder.train.resume import model_differences
 from tests.unit.convert.hand_made import CONFIG, write_directory
 from tests.unit.convert.saved_models import convert, our_logits, save_model, small_config
 
-MASKS = [mask for size in range(5) for mask in itertools.combinations(range(4), size)]
+MASKS: list[tuple[int, ...]] = [(), (0,), (1, 3), (2, 3), (0, 1, 2), (0, 1, 2, 3)]
 STANDARD: dict[str, Any] = {}
 LATE = {"residual_mode": "ladder", "ladder_layers": (1, 2), "residual_staleness": 2}
 LANES = LATE | {"lanes": 2}
@@ -53,7 +52,7 @@ def by_recurrence(llama: LlamaForCausalLM, ladder: tuple[int, ...], tokens: Tens
     return logits
 
 
-def test_every_mask_of_four_layers_follows_the_recurrence(tmp_path: Path) -> None:
+def test_hybrids_of_four_layers_follow_the_recurrence(tmp_path: Path) -> None:
     llama = save_model(tmp_path / "hf")
     assert isinstance(llama, LlamaForCausalLM)
     tokens = torch.randint(0, 301, (2, 20))
@@ -74,22 +73,14 @@ def test_every_mask_of_four_layers_follows_the_recurrence(tmp_path: Path) -> Non
     ("source", "flags", "expected"),
     [
         (STANDARD, {"ladder_layers": "1"}, ("ladder", (2,), 1, 0)),
-        (STANDARD, {"residual_mode": "ladder"}, ("ladder", (0, 1, 2), 1, 0)),
         (STANDARD, {"ladder_layers": "all", "residual_staleness": 2}, ("ladder", (0, 1, 2), 2, 0)),
-        (STANDARD, {"lanes": 0}, ("standard", (), 1, 0)),
         (STANDARD, {"lanes": 2}, ("ladder", (0, 1, 2), 1, 2)),
-        (STANDARD, {"lanes": 2, "residual_mode": "ladder-attention"}, ("ladder-attention", (0, 1, 2), 1, 2)),
         (LATE, {"lanes": 2}, ("ladder", (1, 2), 2, 2)),
-        (LATE, {"lanes": 0}, ("ladder", (1, 2), 2, 0)),
         (LATE, {"ladder_layers": "1"}, ("ladder", (2,), 2, 0)),
-        (LATE, {"residual_mode": "standard"}, ("standard", (), 1, 0)),
         (LANES, {}, ("ladder", (1, 2), 2, 2)),
         (LANES, {"lanes": 0}, ("ladder", (1, 2), 2, 0)),
-        (LANES, {"residual_staleness": 3}, ("ladder", (1, 2), 3, 2)),
         (LANES, {"ladder_layers": "1"}, ("ladder", (2,), 2, 2)),
-        (LANES, {"residual_mode": "ladder-attention"}, ("ladder-attention", (0, 1, 2), 1, 0)),
         (LANES, {"residual_mode": "standard", "lanes": 0}, ("standard", (), 1, 0)),
-        (LANES, {"ladder_layers": "none"}, ("standard", (), 1, 0)),
     ],
 )
 def test_flags_override_one_property(source: dict[str, Any], flags: dict[str, Any], expected: object) -> None:
@@ -105,7 +96,6 @@ def test_flags_override_one_property(source: dict[str, Any], flags: dict[str, An
     [
         ({"residual_mode": "desync", "desync_interval": 4, "desync_tp": 4}, {"ladder_layers": "1"}, "source is desync"),
         ({}, {"residual_mode": "parallel"}, "every layer of the source has two norms"),
-        ({}, {"residual_mode": "ladder-parallel"}, "every layer of the source has two norms"),
         ({}, {"residual_mode": "desync"}, "can only be trained from the start"),
         ({}, {"ladder_layers": "4"}, "the upper 4 layers of 3 do not exist"),
         ({}, {"residual_mode": "standard", "ladder_layers": "1"}, "has no meaning with --residual-mode standard"),

@@ -14,13 +14,9 @@ import torch
 from tokenizers import models
 
 from megatron_ladder.cli.generate import main
-from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.errors import UserError
-from megatron_ladder.generate.loading import load_model, open_model
-from megatron_ladder.generate.options import PromptOptions, parse_options, token_ids
-from megatron_ladder.generate.program import _summary, _TextOutput
-from megatron_ladder.generate.prompts import Prompt, PromptEncoder, read_prompts
-from megatron_ladder.generate.requests import Generation, NewToken, Timings
+from megatron_ladder.generate.options import PromptOptions
+from megatron_ladder.generate.prompts import PromptEncoder, read_prompts
 from tests.reference import greedy_continuation, reference_logits
 from tests.unit.generate.tiny_model import (
     reference_of,
@@ -79,35 +75,16 @@ def test_a_terminal_is_not_read_as_a_prompt(monkeypatch: pytest.MonkeyPatch) -> 
     ("flags", "expected"),
     [
         ("--prompt a --stop=", "--stop: an empty text would end every continuation"),
-        ("--prompt a --min-p 1.5", "--min-p 1.5: "),
-        ("--prompt a --repetition-penalty 0", "--repetition-penalty 0.0: "),
         ("--prompt a --repetition-penalty 1e-300", "--repetition-penalty 1e-300: expected 0.01 to 100"),
-        ("--prompt a --repetition-penalty 1e300", "--repetition-penalty 1e+300: "),
-        ("--prompt a --presence-penalty 3", "--presence-penalty 3.0: "),
-        ("--prompt a --json --logprobs --top-logprobs 21", "--top-logprobs 21: "),
         ("--prompt a --json --top-logprobs 2", "--top-logprobs 2 requires --logprobs"),
-        ("--prompt a --num-samples 0", "--num-samples 0: "),
         ("--prompt a --logprobs", "--logprobs requires --json or --score"),
-        ("--prompt a --interactive", "--interactive and --prompt exclude each other"),
-        ("--interactive --num-samples 2", "--interactive and --num-samples exclude each other"),
-        ("--interactive --json", "--interactive and --json exclude each other"),
         ("--tokens 1 --chat", "--tokens and --chat exclude each other"),
-        ("--prompt a --system b", "--system b requires --chat"),
         ("--tokens , ", "--tokens: the prompt is empty"),
-        ("--interactive --score", "--score and --interactive exclude each other"),
     ],
 )
 def test_invalid_flags(flags: str, expected: str) -> None:
     (error,) = errors_of(["--model", "M", *flags.split()])
     assert error.startswith(expected)
-
-
-def test_flags_are_parsed() -> None:
-    options = parse_options("--model M --prompt a b --prompt c --tp 2 --no-overlap --tokens 7,90 12".split())
-    assert options.prompts.prompt == ("a", "b", "c")
-    assert token_ids(options.prompts.tokens) == (7, 90, 12)
-    assert (options.model.tp, options.model.overlap) == (2, False)
-    assert parse_options(["--model", "M", "--prompt=--dashes", "--local_rank=1"]).prompts.prompt == ("--dashes",)
 
 
 def test_ids_need_no_tokenizer(without_tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,13 +99,6 @@ def test_ids_need_no_tokenizer(without_tokenizer: Path, capsys: pytest.CaptureFi
     assert (printed["prompt"], printed["text"]) == (None, None)
     assert (printed["prompt_ids"], printed["ids"]) == ([7, 60, 12], expected)
     assert (printed["prompt_tokens"], printed["generated_tokens"], printed["finish_reason"]) == (3, 5, "length")
-
-
-def test_weights_are_converted_to_the_dtype(without_tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--model", str(without_tokenizer), "--tokens", "7", "--dtype", "bf16", "--max-new-tokens", "2"])
-    captured = capsys.readouterr()
-    assert len(captured.out.split()) == 2
-    assert "standard, 3 layers, bf16 on cpu, tensor parallel 1" in captured.err
 
 
 def test_a_damaged_checkpoint_is_rejected(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,14 +167,6 @@ def test_flags_of_sampling_reach_the_sampler(run_folder: Path, capsys: pytest.Ca
     assert ids(*uniform, "--seed", "2")[0] != first
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_overlap_reaches_the_model(run_folder: Path, overlap: bool) -> None:
-    stored = open_model(run_folder, None, None)
-    model = load_model(stored, ProcessMesh.single(), torch.float32, torch.device("cpu"), overlap)
-    assert model.stack.options.tp_overlap is overlap
-    assert not any(parameter.requires_grad for parameter in model.parameters())
-
-
 def test_prompt_files(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(tmp_path, ["def size(x):\n    return x\n"] * 20)
     text, lines = tmp_path / "a.txt", tmp_path / "b.jsonl"
@@ -229,16 +191,11 @@ def test_a_prompt_that_is_not_utf8_is_rejected(run_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("a.txt", b"", "a.txt: the prompt is empty"),
         ("a.txt", b"caf\xe9s", "a.txt: not UTF-8: invalid continuation byte at byte 3"),
         ("a.txt", None, "a.txt: cannot be read: No such file or directory"),
         ("a.jsonl", b"\n\n", "a.jsonl: the file contains no prompt"),
         ("a.jsonl", b'{"prompt": "x"}\n{"text": "x"}', "a.jsonl:2: expected a JSON object"),
-        ("a.jsonl", b'{"prompt": 3}', "a.jsonl:1: expected a JSON object"),
-        ("a.jsonl", b'["prompt"]', "a.jsonl:1: expected a JSON object"),
-        ("a.jsonl", b'{"prompt"', "a.jsonl:1: expected a JSON object"),
         ("a.jsonl", b'{"prompt": "\\ud800"}', "a.jsonl:1: expected a JSON object"),
-        ("a.jsonl", b'{"prompt": ""}', "a.jsonl:1: the prompt is empty"),
     ],
 )
 def test_bad_prompt_files(tmp_path: Path, run_folder: Path, name: str, content: bytes | None, expected: str) -> None:
@@ -367,32 +324,3 @@ def test_flags_that_need_a_tokenizer(without_tokenizer: Path) -> None:
     assert [error.split(" needs")[0] for error in found] == ["--stop"]
     found = errors_of(["--model", str(without_tokenizer), "--interactive", "--chat"])
     assert [error.split(" needs")[0] for error in found] == ["--interactive", "--chat"]
-
-
-def test_text_of_several_prompts_is_written_in_order() -> None:
-    shown: list[str] = []
-    prompts = [Prompt("", text, (1,)) for text in ("A", "B", "C")]
-    tokenizer = object()
-    output = _TextOutput(prompts, tokenizer, shown.append)  # type: ignore[arg-type]
-    steps = [
-        (NewToken(0, 1, " a", None), "--- 1 of 3 ---\nA a"),
-        (NewToken(1, 1, " b", None), ""),
-        (NewToken(2, 1, " c", "eos"), ""),
-        (NewToken(1, 1, " b", None), ""),
-        (NewToken(0, 1, "!", "length"), "!\n--- 2 of 3 ---\nB b b"),
-        (NewToken(1, 1, "?", "eos"), "?\n--- 3 of 3 ---\nC c\n"),
-    ]
-    for token, expected in steps:
-        output.add(token)
-        assert "".join(shown) == expected
-        shown.clear()
-
-
-def test_summary_counts_a_batch() -> None:
-    timings = Timings(0.5, 10.0, 25.25)
-    generations = [Generation((1, 2), (3, 4, 5), None, "eos", timings), Generation((1,), (3,), None, "eos", timings)]
-    assert _summary(generations) == (
-        "2 prompts: 3 tokens in, 4 out; first token after 500 ms; tokens/s: prefill 10.0, decode 25.2"
-    )
-    alone = [Generation((1, 2), (3,), None, "eos", Timings(0.5, 4.0, None))]
-    assert _summary(alone) == "1 prompt: 2 tokens in, 1 out; first token after 500 ms; tokens/s: prefill 4.0"

@@ -1,6 +1,5 @@
 """The decode loop in one process, compared with recomputation of the whole text for every token."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,7 +9,6 @@ from torch import Tensor
 
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.errors import BadNumbersError
-from megatron_ladder.generate import scoring
 from megatron_ladder.generate import slots as slots_module
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.requests import GenerationRequest, NewToken
@@ -39,11 +37,14 @@ class ForcedTokens:
         return Chosen(next(self.tokens).tolist(), None)
 
 
+PLAIN, PACKED = (False, torch.float64, 1e-11), (True, torch.float32, 1e-5)
+HALF = (True, torch.bfloat16, 2e-2)
+
+
 @pytest.mark.parametrize(
-    ("packed", "dtype", "tolerance"),
-    [(False, torch.float64, 1e-11), (True, torch.float32, 1e-5), (True, torch.bfloat16, 2e-2)],
+    ("name", "packed", "dtype", "tolerance"),
+    [*((name, *PLAIN) for name in MODELS), ("standard", *PACKED), ("lanes", *PACKED), ("ladder", *HALF)],
 )
-@pytest.mark.parametrize("name", MODELS)
 def test_logits_with_the_cache_equal_recomputation(
     name: str, packed: bool, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,18 +134,6 @@ def test_pieces_join_to_the_text_of_the_ids() -> None:
     assert any(0xC2 <= generation.ids[-1] <= 0xF4 for generation in generations)
 
 
-def test_timings_count_tokens_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every reading of the clock is two seconds after the one before."""
-    clock = iter(range(0, 1000, 2))
-    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
-    config = tiny_config()
-    engine = tiny_engine(config, reference_of(config)[0])
-    (generation, _) = engine.generate([GenerationRequest((1, 2, 3), 4), GenerationRequest((1,), 3)])
-    assert generation.timings == (2.0, 4 / 2.0, (3 + 2) / (3 * 2.0))
-    (generation,) = engine.generate([GenerationRequest((1, 2, 3), 1)])
-    assert generation.timings == (2.0, 1.5, None)
-
-
 def test_non_finite_logits_are_an_error() -> None:
     config = tiny_config()
     weights, _ = reference_of(config)
@@ -173,17 +162,6 @@ def test_a_step_computes_the_slots_up_to_the_last_unfinished_sample(monkeypatch:
     monkeypatch.setattr(engine.model, "logits_shard", counted)
     engine.generate([GenerationRequest(PROMPTS[0], length, GREEDY) for length in (4, 2, 3)])
     assert rows == [3, 3, 3, 1]
-
-
-def test_scores_equal_the_log_probabilities_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With more positions than are scored at a time."""
-    config = tiny_config(**MODELS["ladder"])
-    monkeypatch.setattr(scoring, "_LOGITS_AT_ONCE", 3 * config.vocab_size)
-    weights, reference = reference_of(config)
-    ids = PROMPTS[2]
-    logprobs = reference_logits(weights, reference, torch.tensor([ids]))[0].log_softmax(-1)
-    expected = [logprobs[place, token].item() for place, token in enumerate(ids[1:])]
-    assert tiny_engine(config, weights).score(ids) == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_stop_string_can_span_tokens() -> None:

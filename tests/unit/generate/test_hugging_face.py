@@ -58,9 +58,8 @@ def test_supported_types_give_the_tokens_of_transformers(kind: str, tmp_path: Pa
     assert greedy_here(open_model(tmp_path, None, None)) == expected
 
 
-EXPORTED = {name: MODELS[name] for name in ("ladder", "hybrid")}
+EXPORTED = {"hybrid": MODELS["hybrid"]}
 EXPORTED["ladder-parallel"] = {"residual_mode": "ladder-parallel", "ladder_layers": (1, 2), "add_qkv_bias": True}
-EXPORTED["ladder-attention"] = {"residual_mode": "ladder-attention", "ladder_layers": (1, 2)}
 
 
 @pytest.mark.parametrize("name", EXPORTED)

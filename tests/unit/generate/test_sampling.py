@@ -44,9 +44,9 @@ def allowed(logits: list[float], top_k: int, top_p: float, min_p: float) -> set[
     return kept
 
 
-@pytest.mark.parametrize("min_p", [0.0, 0.1])
-@pytest.mark.parametrize("top_p", [0.01, 0.3, 0.7, 0.95, 1.0])
-@pytest.mark.parametrize("top_k", [0, 1, 5, 40, 1000])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"), [(0, 0.95, 0.0), (1, 1.0, 0.1), (5, 0.7, 0.0), (40, 0.3, 0.1), (1000, 0.01, 0.0)]
+)
 def test_filters_follow_their_definition(top_k: int, top_p: float, min_p: float) -> None:
     logits = (torch.randn(50, generator=torch.Generator().manual_seed(top_k)) * 3).double()
     descending, order = logits.sort(descending=True)
@@ -146,7 +146,7 @@ def test_logprobs_ignore_penalties_and_temperature() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
 def test_frequencies_follow_the_temperature(temperature: float) -> None:
     sampler = new_sampler(SamplingParameters(temperature=temperature, seed=5))
     logits = torch.tensor([[0.3, 1.5, -0.2]])
@@ -176,9 +176,9 @@ def test_seeds_differ_by_prompt_and_by_seed() -> None:
     assert len(set(draws)) == 4
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize(
-    "parameters", [SamplingParameters(temperature=0.0), SamplingParameters(), SamplingParameters(top_k=2)]
+    ("bad", "parameters"),
+    [(math.nan, GREEDY), (math.inf, SamplingParameters()), (math.nan, SamplingParameters(top_k=2))],
 )
 def test_non_finite_logits_give_no_token(bad: float, parameters: SamplingParameters) -> None:
     found = tokens_of(new_sampler(parameters, parameters), torch.tensor([[-1e9, -1e9, 3.0], [1.0, bad, 0.0]]))
@@ -209,12 +209,10 @@ class HostReads:
 @pytest.mark.parametrize(
     "parameters",
     [
-        [GREEDY] * 3,
         [SamplingParameters(seed=seed) for seed in range(3)],
-        [SamplingParameters(top_k=2), SamplingParameters(top_p=0.5), SamplingParameters(min_p=0.2)],
-        [GREEDY, SamplingParameters(temperature=0.7), SamplingParameters(top_k=3, top_p=0.9)],
+        [GREEDY, SamplingParameters(temperature=0.7), SamplingParameters(top_k=3, top_p=0.9, min_p=0.2)],
     ],
-    ids=["greedy", "all tokens", "filtered", "mixed"],
+    ids=["all tokens", "mixed"],
 )
 def test_the_host_reads_the_device_once_per_token(
     parameters: list[SamplingParameters], monkeypatch: pytest.MonkeyPatch

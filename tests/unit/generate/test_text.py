@@ -52,7 +52,7 @@ def test_ids_outside_the_tokenizer_have_no_text() -> None:
     assert pieces_of(IncrementalDecoder(Bytes(), [300, 97]), [300, 98, 256]) == ["", "b", "", ""]
 
 
-@pytest.mark.parametrize("cut", [0, 1, 7, 12])
+@pytest.mark.parametrize("cut", [0, 7])
 def test_sentencepiece_pieces_join_to_the_text(tmp_path: Path, cut: int) -> None:
     tokenizer = train_tokenizer(tmp_path, ["def size(x):\n    return x  # mega\n"] * 20)
     ids = tokenizer.encode(TEXT)
