@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ladder.checkpoint.hf_directory import open_hf_directory
 from megatron_ladder.convert.inspection import inspect_directory
-from megatron_ladder.convert.training_checkpoint import open_training_checkpoint
 from megatron_ladder.data.tokenizers import load_tokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.files import hub_hint
@@ -65,8 +63,6 @@ def test_a_name_on_the_hub_is_recognised(tmp_path: Path, monkeypatch: pytest.Mon
     download = "hf download meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B`, and give Llama-3.1-8B"
     opened: list[tuple[Callable[[Path], object], str]] = [
         (lambda path: open_model(path, None, None), "--model meta-llama/Llama-3.1-8B: no such directory"),
-        (open_hf_directory, "--hf meta-llama/Llama-3.1-8B: no such directory"),
-        (open_training_checkpoint, "--load meta-llama/Llama-3.1-8B: no such directory"),
         (lambda path: list(inspect_directory(path)), "meta-llama/Llama-3.1-8B: no such directory"),
         (lambda path: load_tokenizer("HuggingFaceTokenizer", path), "--tokenizer-model meta-llama/Llama-3.1-8B: "),
     ]

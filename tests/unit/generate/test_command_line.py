@@ -101,6 +101,13 @@ def test_ids_need_no_tokenizer(without_tokenizer: Path, capsys: pytest.CaptureFi
     assert (printed["prompt_tokens"], printed["generated_tokens"], printed["finish_reason"]) == (3, 5, "length")
 
 
+def test_weights_are_converted_to_the_dtype(without_tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--model", str(without_tokenizer), "--tokens", "7", "--dtype", "bf16", "--max-new-tokens", "2"])
+    captured = capsys.readouterr()
+    assert len(captured.out.split()) == 2
+    assert "standard, 3 layers, bf16 on cpu, tensor parallel 1" in captured.err
+
+
 def test_a_damaged_checkpoint_is_rejected(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Only files that generation reads are compared with their checksums."""
     folder = shutil.copytree(run_folder, tmp_path / "run")

@@ -1,5 +1,6 @@
 """The decode loop in one process, compared with recomputation of the whole text for every token."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -132,6 +133,18 @@ def test_pieces_join_to_the_text_of_the_ids() -> None:
     assert [generation.text for generation in generations] == texts
     assert ["".join(token.text for token in tokens if token.sample == sample) for sample in range(30)] == texts
     assert any(0xC2 <= generation.ids[-1] <= 0xF4 for generation in generations)
+
+
+def test_timings_count_tokens_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every reading of the clock is two seconds after the one before."""
+    clock = iter(range(0, 1000, 2))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    config = tiny_config()
+    engine = tiny_engine(config, reference_of(config)[0])
+    (generation, _) = engine.generate([GenerationRequest((1, 2, 3), 4), GenerationRequest((1,), 3)])
+    assert generation.timings == (2.0, 4 / 2.0, (3 + 2) / (3 * 2.0))
+    (generation,) = engine.generate([GenerationRequest((1, 2, 3), 1)])
+    assert generation.timings == (2.0, 1.5, None)
 
 
 def test_non_finite_logits_are_an_error() -> None:
