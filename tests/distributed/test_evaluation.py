@@ -1,6 +1,7 @@
 """Evaluations of a model in training, in many layouts, compared with a plain model in one process."""
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,11 @@ def broken(model: EvaluatedModel) -> dict[str, float]:
     raise KeyError("a missing answer")
 
 
+def leaving(model: EvaluatedModel) -> dict[str, float]:
+    """A function of a user that ends the process."""
+    sys.exit("no such task")
+
+
 def train(argv: list[str], prefixes: Sequence[str], save: Path) -> str:
     """On each rank: train with evaluations; return the error."""
     trainer = build_trainer_here([*RECIPE, *argv, "--tokenizer-type", "NullTokenizer"])
@@ -136,6 +142,7 @@ def test_errors_of_the_function_end_every_rank(
     words = f"{TP} --eval-interval 2 --eval-iters 1 --sample-prompts p --sample-tokens 2 --eval-callable".split()
     for function, problem in (
         ("broken", "failed after iteration 2: KeyError: 'a missing answer' (traceback on rank 0): fix it"),
+        ("leaving", "failed after iteration 2: SystemExit: no such task (traceback on rank 0): fix it"),
         ("nowhere", "cannot be imported: AttributeError: "),
     ):
         for message in gloo_pools(2).run(train, [*words, name.format(function)], prefixes, tmp_path / function):
