@@ -1,5 +1,6 @@
-"""The training loop with real trainers: the order of saves, evaluations and stops."""
+"""The training loop with real trainers: the order of saves, evaluations and stops, and what is logged."""
 
+import math
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,6 +13,7 @@ from megatron_ladder.data.indexed import IndexedDatasetWriter
 from megatron_ladder.data.loader import DataArguments, OrderOptions, open_sources
 from megatron_ladder.train import loop
 from megatron_ladder.train.evaluation import Evaluations
+from megatron_ladder.train.guards import Finding
 from megatron_ladder.train.inputs import RunInputs
 from megatron_ladder.train.opening import OpenRun
 from megatron_ladder.train.record import RunRecord, read_record
@@ -20,6 +22,7 @@ from tests.helpers.pool import GlooPools
 from tests.helpers.training import build_trainer_here
 
 RECIPE = "--train-iters 4 --lr 1e-2 --micro-batch-size 2 --eval-interval 2 --eval-iters 2 --log-interval 1".split()
+SKIPPED = Finding("bad numbers", True, "the loss is nan")
 
 
 def write_tokens(prefix: Path, seed: int = 0) -> str:
@@ -33,9 +36,18 @@ def write_tokens(prefix: Path, seed: int = 0) -> str:
 
 
 def train(
-    argv: list[str], prefix: str, save: Path, signal_at: int = 0, in_evaluation: bool = False, loaded: bool = False
+    argv: list[str],
+    prefix: str,
+    save: Path,
+    signal_at: int = 0,
+    in_evaluation: bool = False,
+    loaded: bool = False,
+    bad_step: int = 0,
 ) -> list[tuple[str, int]]:
-    """On each rank: train, with a SIGTERM to rank 1 during a save or an evaluation; return both kinds in order."""
+    """On each rank: train, with a SIGTERM to rank 1 during a save or an evaluation; return both kinds in order.
+
+    The loss of step `bad_step` is not a number.
+    """
     trainer = build_trainer_here([*RECIPE, *argv, "--save", str(save)])
     run, rank, signals = trainer.run, dist.get_rank(), StopSignals()
     sources = open_sources(DataArguments([prefix], [], [], []), "8,2", OrderOptions(run.training.seq_length, 1))
@@ -46,18 +58,26 @@ def train(
         if iteration == signal_at and rank == 1:
             signals.received.append(15)
 
-    real = trainer.engine.evaluate
+    real, real_step = trainer.engine.evaluate, loop.train_step
 
     def evaluate(micro_batches: Any) -> Any:
         if in_evaluation and rank == 1:
             signals.received.append(15)
         return real(micro_batches)
 
+    def step(trainer: Any, micro_batches: Any, iteration: int, votes: Any) -> Any:
+        result = real_step(trainer, micro_batches, iteration, votes)
+        return result._replace(loss=math.nan, finding=SKIPPED) if iteration == bad_step else result
+
     checkpoints: Any = mock.MagicMock(save=save_checkpoint)
     stopper = Stopper(run.reliability, signals, rank, 0.0)
     inputs = RunInputs(run=run, sources=sources)
     opened = OpenRun(trainer, inputs, None, checkpoints, record, iteration=0, consumed_samples=0)
-    with mock.patch.object(loop, "HangWatch"), mock.patch.object(trainer.engine, "evaluate", evaluate):
+    with (
+        mock.patch.object(loop, "HangWatch"),
+        mock.patch.object(loop, "train_step", step),
+        mock.patch.object(trainer.engine, "evaluate", evaluate),
+    ):
         run_opened = loop._evaluate_loaded if loaded else loop._train
         reason = run_opened(opened, Evaluations(trainer, inputs), stopper)
     record.write_first("stop", iteration=0, reason=reason)
@@ -93,3 +113,10 @@ def test_a_signal_ends_an_evaluation(gloo_pools: GlooPools, tmp_path: Path) -> N
     (tmp_path / "loaded").mkdir()
     found, _ = gloo_pools(2).run(train, ["--zero-stage", "2"], prefix, tmp_path / "loaded", 0, True, True)
     assert found == [("stop", 0)]
+
+
+def test_the_logged_mean_leaves_out_skipped_steps(gloo_pools: GlooPools, tmp_path: Path) -> None:
+    prefix = write_tokens(tmp_path / "tokens")
+    gloo_pools(1).run(train, ["--log-interval", "2"], prefix, tmp_path, bad_step=2)
+    logged = [float(event["loss"]) for event in read_record(tmp_path) if event["event"] == "progress"]
+    assert len(logged) == 2 and all(map(math.isfinite, logged))
