@@ -79,7 +79,6 @@ setup(
         "lab": LAB,
         "plot": PLOT,
         "test": TEST,
-        "wandb": WANDB,
     },
     entry_points={
         "console_scripts": runpy.run_path(str(ROOT / "megatron_ladder" / "cli" / "programs.py"))["console_scripts"](),
