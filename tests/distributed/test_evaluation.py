@@ -30,7 +30,7 @@ RECIPE = "--train-iters 4 --lr 1e-2 --micro-batch-size 2 --global-batch-size 4".
 TP, PP, DP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--zero-stage"
 LAYOUTS = [
     f"{TP} --residual-mode ladder --ladder-layers 1-2 --sequence-parallel --tie-embeddings",
-    f"{TP} --residual-mode desync --desync-interval 4",
+    f"{TP} --residual-mode desync --desync-interval 4 --vocab-size 500",
     f"{PP} --residual-mode ladder --residual-staleness 2 --zero-stage 0",
     f"{DP} 1 --residual-mode ladder-parallel",
     f"{DP} 3 --residual-mode ladder",

@@ -93,7 +93,7 @@ def train(
         ("--exit-interval 2", 0, [("save", 2), ("evaluation", 2)]),
         ("--exit-interval 2", 2, [("save", 2)]),
         ("--save-interval 2", 4, [("save", 2), ("evaluation", 2), ("save", 4)]),
-        ("", 0, [("evaluation", 2), ("save", 4), ("evaluation", 4)]),
+        ("--eval-interval 3", 0, [("evaluation", 3), ("save", 4), ("evaluation", 4)]),
     ],
     ids=["scheduled end", "signal at a scheduled end", "signal at the last step", "last step"],
 )
