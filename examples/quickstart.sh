@@ -88,6 +88,6 @@ files that it has not read. In $PWD:
 
 Next, from there:
     .venv/bin/tensorboard --logdir $quoted/tensorboard
-    .venv/bin/python tools/generate.py --model $quoted/checkpoint --tp $tp --prompt "import "
+    .venv/bin/python tools/generate.py --model $quoted/checkpoint --tp $tp --prompt "import"
     bash examples/quickstart.sh $quoted-standard --residual-mode standard
 END

@@ -262,7 +262,7 @@ class SlotBatch:
 
     @torch.inference_mode()
     def begin(self, requests: Sequence[GenerationRequest]) -> list[NewToken]:
-        """Begin all requests, in the place of earlier ones, and return the first token of each.
+        """Begin all requests, instead of earlier ones, and return the first token of each.
 
         Raises BadNumbersError if the logits of a prompt are not finite; the batch cannot be used again afterwards.
         """

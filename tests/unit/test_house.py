@@ -75,7 +75,7 @@ BUDGETS = {
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
 MOST_WORDS = 32_000
-"""Of README, docs/ and the READMEs of examples/."""
+"""Words in README, docs/ and the READMEs of examples/."""
 MOST_FILES_WITH_ONE_IMPORTER = 32
 MOST_REQUIREMENTS, MOST_EXTRAS = 12, 6
 CALLED_BY_NAME = ("cli/", "convert/hf_module/")
