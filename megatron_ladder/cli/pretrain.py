@@ -7,8 +7,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_ladder.config.run import RunFlags, parse_run, read_run_words
-from megatron_ladder.errors import ExitCode, UserError, run_program
-from megatron_ladder.train.record import RunRecord
+from megatron_ladder.errors import UserError, exit_code_of, run_program
+from megatron_ladder.train.record import RunRecord, read_record
 from megatron_ladder.train.stop import StopSignals
 
 
@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> None:
     """Run the training that the command line describes."""
     words = read_run_words(argv)
     # Importing torch takes seconds, in which a signal would otherwise end the process.
-    with StopSignals() as signals, _recording_refusals(words.words.get("save")):
+    with StopSignals() as signals, _recording_early_failures(words.words.get("save")):
         # Several processes report their errors to each other, which needs torch.
         if os.environ.get("WORLD_SIZE", "1") == "1":
             words.to_flags()
@@ -31,17 +31,24 @@ def main(argv: Sequence[str]) -> None:
 
 
 @contextmanager
-def _recording_refusals(save: object) -> Iterator[None]:
-    """Record invalid input in the directory of --save, as far as it is known, for `report_run.py --status`."""
+def _recording_early_failures(save: object) -> Iterator[None]:
+    """Record invalid input, and failures before the run owns the directory of --save, for `report_run.py --status`."""
+    folder = Path(str(save)) if save and os.environ.get("RANK", "0") == "0" else None
+    launches = _count_launches(folder)
     try:
         yield
-    except UserError:
-        if os.environ.get("RANK", "0") == "0" and save:
-            folder = Path(str(save))
+    except Exception as error:
+        if folder is not None and (isinstance(error, UserError) or _count_launches(folder) == launches):
             with suppress(OSError):
                 folder.mkdir(exist_ok=True)
-            RunRecord(folder).write("refused", code=int(ExitCode.USER_ERROR))
+            RunRecord(folder).write("refused", code=int(exit_code_of(error)))
         raise
+
+
+def _count_launches(folder: Path | None) -> int:
+    with suppress(OSError):
+        return 0 if folder is None else sum(event["event"] == "launch" for event in read_record(folder))
+    return 0
 
 
 entry_point = functools.partial(run_program, main)

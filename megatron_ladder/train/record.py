@@ -6,7 +6,7 @@ Each line is one `write` to a file opened for appending, so lines of several pro
 process that dies may leave an incomplete last line; the next writer starts a new line, and readers skip it.
 
 Each attempt to run begins with `launch`, before it loads anything, and ends with a `stop` of every rank that knows how
-it ended. Invalid input is `refused`, before the run owns the directory.
+it ended. An attempt that fails before it owns the directory is `refused`.
 
 Importing this file does not import torch.
 """
@@ -74,7 +74,7 @@ def attempt_outcome(events: Sequence[Mapping[str, Any]]) -> ExitCode:
     """
     kinds = [event["event"] for event in events]
     if kinds[-1:] == ["refused"]:
-        return ExitCode.USER_ERROR
+        return ExitCode.USER_ERROR if events[-1]["code"] == ExitCode.USER_ERROR else ExitCode.INTERNAL
     last = len(kinds) - kinds[::-1].index("launch") if "launch" in kinds else len(kinds)
     codes = {event["code"] for event in events[last:] if event["event"] == "stop"}
     for code in (ExitCode.BAD_NUMBERS, ExitCode.USER_ERROR):

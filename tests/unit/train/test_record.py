@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ladder.cli.pretrain import _recording_early_failures
+from megatron_ladder.errors import LostPeerError
 from megatron_ladder.train.record import RECORD_NAME, RunRecord, attempt_outcome, read_record
 from tests.helpers.patience import patient
 
@@ -63,12 +65,30 @@ def test_a_missing_directory_and_a_full_disk_are_ignored(tmp_path: Path) -> None
         (["launch", 4, 2], 2),
         (["launch", "start"], 1),
         (["launch", "start", 0, 4], 1),
-        (["launch", "start", 0, "refused"], 2),
-        (["refused", "launch", "start", 4], 1),
+        (["launch", "start", 0, ("refused", 2)], 2),
+        (["launch", "start", 0, ("refused", 4)], 1),
+        ([("refused", 2), "launch", "start", 4], 1),
         # A finished run was continued, and killed while it loaded.
         (["launch", "start", 0, "launch", "load"], 1),
     ],
 )
-def test_the_outcome_is_that_of_the_last_attempt(events: list[str | int], outcome: int) -> None:
-    record = [{"event": one} if isinstance(one, str) else {"event": "stop", "code": one} for one in events]
-    assert attempt_outcome(record) == outcome
+def test_the_outcome_is_that_of_the_last_attempt(events: list[str | int | tuple[str, int]], outcome: int) -> None:
+    """A word is an event, a number the code of a `stop`."""
+    pairs = [one if isinstance(one, tuple) else (one, 0) if isinstance(one, str) else ("stop", one) for one in events]
+    assert attempt_outcome([{"event": event, "code": code} for event, code in pairs]) == outcome
+
+
+@pytest.mark.parametrize(("has_launched", "events"), [(False, ["refused"]), (True, ["launch"])])
+def test_a_failure_before_the_launch_replaces_an_earlier_outcome(
+    has_launched: bool, events: list[str], tmp_path: Path
+) -> None:
+    """Otherwise a finished run that is continued and cannot connect would count as finished."""
+    record = RunRecord(tmp_path)
+    for event in ("launch", "stop"):
+        record.write(event, code=0)
+    with pytest.raises(LostPeerError), _recording_early_failures(tmp_path):
+        if has_launched:
+            record.write("launch")
+        raise LostPeerError("rank 1 did not arrive")
+    found = read_record(tmp_path)
+    assert [event["event"] for event in found[2:]] == events and attempt_outcome(found) == 1
