@@ -206,7 +206,7 @@ def test_a_stopped_rank_is_reported_with_stacks(tokens: Path, tmp_path: Path) ->
     report = first.stderr
     assert re.search(r"\*\*\* rank 0 on \S+ \(127.0.0.1\): no progress for \d+ s", report)
     # Wherever in a step the other one was stopped.
-    collective = r"all_(reduce|gather) \d+ in group '\w+' of ranks 0-1, \w+\[.*\]; with rank 1 on"
+    collective = r"(all_reduce|all_gather|broadcast) \d+ in group '\w+' of ranks 0-1, \w+\[.*\]; with rank 1 on"
     assert re.search(f"not finished: {collective}", report)
     # The thread that waits, from the program's first line to the handle.
     stacks = report[report.index("***") : report.index("*** end of the stacks of rank 0")]
