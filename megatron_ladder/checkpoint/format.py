@@ -14,6 +14,7 @@ boxes that hold them. There is no pickle. This module needs no process group, an
 from __future__ import annotations
 
 import contextlib
+import os
 import stat
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     # Programs that only look at checkpoints start without torch, whose import takes seconds.
     import torch
 
+HF_CONFIG = "config.json"
+"""The file that makes a directory one of Hugging Face."""
 GENERATION_CONFIG = "generation_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
@@ -238,6 +241,19 @@ def reporting_os_errors(where: object) -> Iterator[None]:
         raise UserError(f"{where}: {file}cannot be read: {error.strerror or error}") from None
 
 
+def is_hf_directory(path: Path) -> bool:
+    """Return whether a directory is one of Hugging Face; raise UserError if it holds training checkpoints as well."""
+    if not os.path.lexists(path / HF_CONFIG):
+        return False
+    names = published_checkpoints(path) or [MANIFEST_NAME] * is_published_name(path.name)
+    if names:
+        raise UserError(
+            f"{path}: holds {HF_CONFIG} of a Hugging Face model and {names[-1]} of a training, so it is unclear which "
+            "of them is meant: move one to another directory"
+        )
+    return True
+
+
 def find_checkpoint(save: Path) -> Checkpoint | None:
     """Open the current checkpoint of a directory of checkpoints, or one checkpoint; return None if there is none.
 
@@ -245,8 +261,14 @@ def find_checkpoint(save: Path) -> Checkpoint | None:
     it, or else the newest of all, and record why in `Checkpoint.warnings`. Checksums of data files are not compared.
 
     Raises:
-        UserError: there are checkpoints, but none is complete; one line per checkpoint.
+        UserError: there are checkpoints, but none is complete, one line per checkpoint; or it is a Hugging Face
+            directory.
     """
+    if is_hf_directory(save):
+        raise UserError(
+            f"{save}: is a Hugging Face directory, expected training checkpoints: convert it with "
+            f"tools/convert_checkpoint.py import --hf {save} --save DIR, and give DIR"
+        )
     if (save / MANIFEST_NAME).is_file() or (is_published_name(save.name) and save.exists()):
         return _open_complete(save)
     if save.exists() and not save.is_dir():

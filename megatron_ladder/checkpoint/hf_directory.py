@@ -23,14 +23,13 @@ from torch import Tensor
 from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import model_tensors
-from megatron_ladder.checkpoint.format import GENERATION_CONFIG
+from megatron_ladder.checkpoint.format import GENERATION_CONFIG, HF_CONFIG, find_checkpoint, is_hf_directory
 from megatron_ladder.checkpoint.hf_config import AUTHORS_TYPE, OWN_TYPE, model_config_from_hf, token_ids
 from megatron_ladder.checkpoint.manifest import is_plain_name, parse_json
 from megatron_ladder.checkpoint.tensor_file import element_name, open_safetensors, stored_tensor
 from megatron_ladder.errors import UserError, limited, raise_user_errors
 from megatron_ladder.files import hub_hint
 
-CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 PICKLED_NAME = "pytorch_model.bin"
@@ -88,7 +87,7 @@ class HFDirectory:
         Raises:
             UserError: as `hf_config.token_ids`, or generation_config.json cannot be read.
         """
-        ids = token_ids(self.config, self.path / CONFIG_NAME, self.model.vocab_size)
+        ids = token_ids(self.config, self.path / HF_CONFIG, self.model.vocab_size)
         if os.path.lexists(self.path / GENERATION_CONFIG):
             values = _read_json_file(self.path, GENERATION_CONFIG)
             ids |= token_ids(values, self.path / GENERATION_CONFIG, self.model.vocab_size)
@@ -159,8 +158,10 @@ def open_hf_directory(path: Path) -> HFDirectory:
     """
     if not path.is_dir():
         raise UserError(f"--hf {path}: no such directory{hub_hint(path)}")
-    config = _read_json_file(path, CONFIG_NAME)
-    source = str(path / CONFIG_NAME)
+    if not is_hf_directory(path) and find_checkpoint(path) is not None:
+        raise UserError(f"--hf {path}: holds training checkpoints, which need no import: give it to --load")
+    config = _read_json_file(path, HF_CONFIG)
+    source = str(path / HF_CONFIG)
     model_type = config.get("model_type")
     if "auto_map" in config and model_type not in (OWN_TYPE, AUTHORS_TYPE):
         raise UserError(

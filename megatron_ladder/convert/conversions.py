@@ -12,10 +12,9 @@ from typing import Any
 
 from megatron_ladder import __version__
 from megatron_ladder.blueprint.boxes import Box
-from megatron_ladder.checkpoint.format import GENERATION_CONFIG
+from megatron_ladder.checkpoint.format import GENERATION_CONFIG, HF_CONFIG
 from megatron_ladder.checkpoint.hf_config import token_ids
 from megatron_ladder.checkpoint.hf_directory import (
-    CONFIG_NAME,
     FLOAT_DTYPES,
     INDEX_NAME,
     WEIGHTS_NAME,
@@ -186,7 +185,7 @@ def plan_export(options: ExportOptions) -> Conversion:
     ids |= token_ids(checkpoint.manifest.get("hugging_face") or {}, checkpoint.directory / MANIFEST_NAME)
     other_files.setdefault(GENERATION_CONFIG, json_file({**ids, "_from_model_config": True}))
     code = module_files(source.model)
-    other_files |= {**code, CONFIG_NAME: json_file(hf_config(source.model, dtype=dtype, **ids))}
+    other_files |= {**code, HF_CONFIG: json_file(hf_config(source.model, dtype=dtype, **ids))}
     if len(files) > 1:
         weight_map = {tensor.key: file for file, tensors in files.items() for tensor in tensors}
         index = {"metadata": {"total_size": total_bytes(files)}, "weight_map": dict(sorted(weight_map.items()))}

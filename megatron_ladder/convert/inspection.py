@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.checkpoint.format import CARRIED
-from megatron_ladder.checkpoint.hf_directory import CONFIG_NAME, open_hf_directory
+from megatron_ladder.checkpoint.format import CARRIED, HF_CONFIG, is_hf_directory
+from megatron_ladder.checkpoint.hf_directory import open_hf_directory
 from megatron_ladder.checkpoint.manifest import KINDS
 from megatron_ladder.checkpoint.publish import MANIFEST_NAME, published_checkpoints, read_latest
 from megatron_ladder.convert.outputs import size_text
@@ -23,10 +23,10 @@ def inspect_directory(path: Path) -> Iterator[str]:
     """
     if not path.is_dir():
         raise UserError(f"{path}: no such directory{hub_hint(path)}")
-    names, is_hf = published_checkpoints(path), (path / CONFIG_NAME).is_file()
+    names, is_hf = published_checkpoints(path), is_hf_directory(path)
     if not (names or is_hf or read_latest(path) is not None or (path / MANIFEST_NAME).is_file()):
         raise UserError(
-            f"{path}: no checkpoint of a supported kind: expected iter_*/{MANIFEST_NAME}, or {CONFIG_NAME} and weights"
+            f"{path}: no checkpoint of a supported kind: expected iter_*/{MANIFEST_NAME}, or {HF_CONFIG} and weights"
         )
     if names:
         yield f"{path}: a training run's directory with {', '.join(names)}; latest names {read_latest(path) or 'none'}"

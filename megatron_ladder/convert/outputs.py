@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron_ladder.checkpoint.format import HF_CONFIG, is_hf_directory
 from megatron_ladder.checkpoint.publish import (
     REPLACED_FILES,
     is_published_name,
@@ -78,8 +79,8 @@ def check_hf_target(target: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise UserError(f"--hf {target}: exists and is not empty; choose another, or add --overwrite")
-    if not (target / "config.json").is_file():
-        raise UserError(f"--hf {target}: has no config.json, and --overwrite replaces only models; choose another")
+    if not is_hf_directory(target):
+        raise UserError(f"--hf {target}: has no {HF_CONFIG}, and --overwrite replaces only models; choose another")
 
 
 def publish_hf(work: Path, target: Path, overwrite: bool) -> Path:
@@ -118,6 +119,8 @@ def check_save_target(save: Path, iteration: int, overwrite: bool) -> list[str]:
         raise UserError(f"--save {save}: is the name of a single checkpoint; choose the directory above it")
     if save.exists() and not save.is_dir():
         raise UserError(f"--save {save}: is not a directory; choose another")
+    if is_hf_directory(save):
+        raise UserError(f"--save {save}: is a Hugging Face directory; choose another")
     for path in (save / name for name in REPLACED_FILES):
         if path.is_dir():
             raise UserError(f"--save {save}: {path.name} is not a file; remove it, or choose another directory")

@@ -359,6 +359,8 @@ def _prefixes_nearby(prefix: Path) -> str:
     """Return a hint for a user who gave a file instead of a prefix, or the prefix without `_text_document`."""
     name = prefix.name.removesuffix(".bin").removesuffix(".idx")
     nearby = sorted(path.with_suffix("") for path in prefix.parent.glob("*.idx") if path.name.startswith(name))
+    if not nearby and prefix.is_file():
+        return f": {prefix} holds no tokens: make them with tools/preprocess_data.py --input {prefix}"
     if not nearby:
         return " (give the path of a data set without .bin and .idx)"
     return f": did you mean {' or '.join(map(str, nearby[:3]))}?"

@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
-from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.checkpoint.format import Checkpoint, is_hf_directory
 from megatron_ladder.checkpoint.hf_config import token_ids
-from megatron_ladder.checkpoint.hf_directory import CONFIG_NAME, open_hf_directory, safe_path
+from megatron_ladder.checkpoint.hf_directory import open_hf_directory, safe_path
 from megatron_ladder.checkpoint.loading import load_weights
 from megatron_ladder.checkpoint.publish import MANIFEST_NAME
 from megatron_ladder.comm.agreement import raise_on_all_ranks
@@ -84,10 +84,7 @@ def open_model(
     if tokenizer_type is not None and tokenizer_model is not None:
         given = load_tokenizer(tokenizer_type, tokenizer_model)
     try:
-        if (directory / CONFIG_NAME).exists():
-            stored = _open_hf(directory, given)
-        else:
-            stored = _open_checkpoint(directory, given, flag)
+        stored = _open_hf(directory, given) if is_hf_directory(directory) else _open_checkpoint(directory, given, flag)
     except UserError as error:
         first, *more = error.messages
         raise UserError(first if first.startswith("--") else f"{flag} {first}", *more) from None

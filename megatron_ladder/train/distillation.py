@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas, tensor_parallel_errors
-from megatron_ladder.checkpoint.format import Checkpoint, reporting_os_errors
-from megatron_ladder.checkpoint.hf_directory import CONFIG_NAME, open_hf_directory
+from megatron_ladder.checkpoint.format import Checkpoint, is_hf_directory, reporting_os_errors
+from megatron_ladder.checkpoint.hf_directory import open_hf_directory
 from megatron_ladder.checkpoint.loading import WeightSource, load_weights
 from megatron_ladder.comm.agreement import raise_on_all_ranks
 from megatron_ladder.comm.group import CommGroup
@@ -42,7 +42,7 @@ def find_teacher(flags: RunFlags) -> FoundModel | None:
     with reporting_os_errors(f"--distill-from {path}"):
         if not path.is_dir():
             raise UserError(f"{path}: no such directory{hub_hint(path)}")
-        if (path / CONFIG_NAME).exists():
+        if is_hf_directory(path):
             return FoundModel(str(path))
         checkpoint = Checkpoint.open(path)
         return FoundModel(str(checkpoint.directory), tuple(checkpoint.warnings))
@@ -51,7 +51,7 @@ def find_teacher(flags: RunFlags) -> FoundModel | None:
 def open_teacher(found: FoundModel) -> StoredTeacher:
     """Open the model that rank 0 found; raise UserError if it cannot be read."""
     directory = Path(found.directory)
-    if (directory / CONFIG_NAME).exists():
+    if is_hf_directory(directory):
         opened = open_hf_directory(directory)
         return StoredTeacher(directory, opened.model, opened)
     checkpoint = found.open()

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_ladder.checkpoint.format import Checkpoint, find_checkpoint, reporting_os_errors
+from megatron_ladder.checkpoint.format import Checkpoint, find_checkpoint, is_hf_directory, reporting_os_errors
 from megatron_ladder.checkpoint.publish import (
     REPLACED_FILES,
     is_published_name,
@@ -78,11 +78,12 @@ def look_for_checkpoint(flags: RunFlags) -> FoundModel | None:
         if (checkpoint := find_checkpoint(load)) is not None:
             return FoundModel(str(checkpoint.directory), tuple(checkpoint.warnings))
     for flag, required in (
+        ("--finetune", flags.checkpoint.finetune),
         ("--exit-on-missing-checkpoint", flags.checkpoint.exit_on_missing_checkpoint),
         ("--skip-train", flags.logging.skip_train),
     ):
         if required:
-            raise UserError(f"--load {load}: holds no checkpoint, and {flag} requires one")
+            raise UserError(f"--load {load}: holds no checkpoint, and {flag} requires one: give a directory that does")
     if missing := [flag_name(name) for name in _SIZES if name not in flags.given]:
         raise UserError(
             f"--load {load}: holds no checkpoint that would provide {', '.join(missing)}: give the sizes to start from "
@@ -99,6 +100,8 @@ def look_into_save(flags: RunFlags) -> None:
     if is_published_name(save.name):
         raise UserError(f"--save {save}: is the name of a single checkpoint: give the directory above it")
     with errors.collect(), reporting_os_errors(f"--save {save}"):
+        if is_hf_directory(save):
+            errors.add(f"--save {save}: is a Hugging Face directory: give another")
         for path in (save / name for name in (*REPLACED_FILES, RECORD_NAME, CONFIG_NAME)):
             if path.exists() and not path.is_file():
                 errors.add(f"--save {save}: {path.name} is not a file: remove it, or give another directory")

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from megatron_ladder.checkpoint.checksum import checksum_of
 from megatron_ladder.checkpoint.manifest import encode_manifest
 from megatron_ladder.checkpoint.publish import write_manifest
 from megatron_ladder.errors import UserError
+from megatron_ladder.generate.loading import open_model
 from tests.unit.convert.hand_made import (
     CONFIG,
     SHAPES,
@@ -35,6 +37,33 @@ def rejection(directory: Path) -> str:
         convert("import", "--hf", directory, "--save", directory.parent / "refused")
     assert sorted(directory.parent.iterdir()) == before
     return str(caught.value)
+
+
+def test_swapped_directories_and_those_of_both_formats(tmp_path: Path) -> None:
+    hf, ours, both = write_directory(tmp_path / "hf"), tmp_path / "ours", tmp_path / "both"
+    convert("import", "--hf", hf, "--save", ours)
+    shutil.copytree(ours, both)
+    shutil.copytree(hf, both, dirs_exist_ok=True)
+    shutil.copytree(hf, ours / "both" / "iter_0000000")
+    new = tmp_path / "new"
+    commands: list[tuple[list[object], str]] = [
+        (["import", "--hf", ours, "--save", new], f"--hf {ours}: holds training checkpoints"),
+        (["import", "--hf", hf, "--save", hf], f"--save {hf}: is a Hugging Face directory"),
+        (["export", "--load", hf, "--hf", new], f"import --hf {hf} --save DIR"),
+        (["reshape", "--load", hf, "--save", new], f"import --hf {hf} --save DIR"),
+        (["export", "--load", ours, "--hf", both, "--overwrite"], f"{both}: holds config.json "),
+    ]
+    unclear = (both, ours / "both" / "iter_0000000")
+    for path in unclear:
+        opening = ["import", "--save", new, "--hf"], ["export", "--hf", new, "--load"], ["inspect"]
+        commands += [([*words, path], f"{path}: holds config.json ") for words in opening]
+    for command, words in commands:
+        with pytest.raises(UserError) as caught:
+            convert(*command)
+        assert words in str(caught.value) and not new.exists(), caught.value
+    for path in unclear:
+        with pytest.raises(UserError, match="unclear"):
+            open_model(path, None, None)
 
 
 def test_code_of_a_plain_model_and_unknown_models_are_rejected(tmp_path: Path) -> None:

@@ -112,6 +112,9 @@ def test_a_missing_data_set_suggests_similar_names(tmp_path: Path) -> None:
     for given in ("corpus", "corpus_text_document.bin", "corpus_text_document.idx"):
         with pytest.raises(UserError, match=r"no such file: did you mean .*/corpus_text_document\?"):
             IndexedDataset(tmp_path / given)
+    (tmp_path / "text.jsonl").write_text("{}")
+    with pytest.raises(UserError, match=r"preprocess_data\.py --input .*/text\.jsonl"):
+        IndexedDataset(tmp_path / "text.jsonl")
     with pytest.raises(UserError, match=r"other\.idx: no such file"):
         IndexedDataset(tmp_path / "other")
     with pytest.raises(UserError, match="is a directory: give the path"):

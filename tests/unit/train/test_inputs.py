@@ -20,6 +20,7 @@ from megatron_ladder.data.tokenizers import ByteTokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.train import inputs
 from megatron_ladder.train.inputs import RunInputs, describe_data
+from tests.unit.convert.hand_made import write_directory
 from tests.unit.generate.tiny_model import reference_of, tiny_config, write_checkpoint
 
 SIZES = (
@@ -134,6 +135,12 @@ def test_sizes_come_from_the_checkpoint(tmp_path: Path) -> None:
         read(f"--load {tmp_path}/empty")
     (error,) = raised.value.messages
     assert error.startswith(f"--load {tmp_path}/empty: holds no checkpoint that would provide --num-layers, ")
+    write_directory(tmp_path / "hf")
+    for name, why in (("empty", "holds no checkpoint, and --finetune requires one"), ("hf", "is a Hugging Face direc")):
+        with pytest.raises(UserError, match=f"--load {tmp_path}/{name}: {why}"):
+            read_inputs([*SIZES, *f"--load {tmp_path}/{name} --finetune".split()])
+    with pytest.raises(UserError, match=f"--save {tmp_path}/hf: is a Hugging Face directory"):
+        read(f"--finetune --save {tmp_path}/hf")
 
 
 def test_sample_prompts_are_read_and_checked(tmp_path: Path) -> None:
