@@ -7,25 +7,20 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from ladder_lab.bench.options import RequestsOptions, parse_options  # noqa: E402
+from ladder_lab.bench.options import parse_options  # noqa: E402
 from megatron_ladder.comm.ranks import run_ranks  # noqa: E402
 from megatron_ladder.errors import run_program  # noqa: E402
 
 
 def main(argv: Sequence[str]) -> None:
     """Read the command line and measure, as one rank or as the parent of several."""
-    parsed = parse_options(argv)
-    options = parsed if isinstance(parsed, RequestsOptions) else parsed[1]
-    if "WORLD_SIZE" not in os.environ and options.processes > 1:
-        run_ranks(__file__, argv, options.processes)
-    elif isinstance(parsed, RequestsOptions):
-        from ladder_lab.bench.requests import run_requests
-
-        run_requests(parsed)
+    case, options = parse_options(argv)
+    if "WORLD_SIZE" not in os.environ and options.tp > 1:
+        run_ranks(__file__, argv, options.tp)
     else:
         from ladder_lab.bench.program import run_rank
 
-        run_rank(*parsed)
+        run_rank(case, options)
 
 
 if __name__ == "__main__":

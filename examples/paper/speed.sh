@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measures every speed of inference that the paper publishes (arXiv 2501.06589), and ends in one report with pictures:
+# Measures every speed of inference that the paper publishes (arXiv 2501.06589), and ends in one report:
 #
 #     bash examples/paper/speed.sh FOLDER                       on one machine with 8 GPUs: all but 405B
 #     bash examples/paper/speed.sh FOLDER --hosts "A B"         on the first of two such hosts: 405B, over ssh with pdsh
@@ -8,7 +8,7 @@
 #
 # Weights are random, so nothing is downloaded. Started again, it measures what is missing in FOLDER, which hosts share.
 # Further flags: --only "SIZES" (of those in `sizes` below), --rounds N (default 7), --master-port N. --dry-run prints the
-# commands. FOLDER/report.md has our figures, the paper's and the step-time model's.
+# commands. FOLDER/report.md has our figures, the paper's and the model's.
 set -euo pipefail
 
 beginning=$PWD
@@ -67,33 +67,41 @@ shape() {
     esac
 }
 
-# measure SIZE P2P: writes FOLDER/SIZE-p2p-P2P.json and .png, unless they exist.
+# measure SIZE P2P BATCH: writes FOLDER/SIZE-p2p-P2P-batch-BATCH-prefill.json and -decode.json, unless they exist. Decoding
+# is timed at the mean number of positions.
 measure() {
-    local size=$1 p2p=$2 name=$1-p2p-$2 batch=(4) status=0 command
-    [ "$size" != llama-70b ] || batch=(1 4 16 64)
-    command=(tools/benchmark.py serve --sizes "$(shape "$size")" --batch "${batch[@]}" --rounds "$rounds"
-        --json "$folder/$name.json")
-    if "$tiny"; then
-        command=(python3 "${command[@]}" --prompt 8 --generate 12 --alpha "$([ "$p2p" = on ] && echo 0.5c || echo 1c)")
-    elif [ "$size" = llama-405b ]; then
-        [ ${#host_names[@]} -eq 2 ] || return 0
-        command=("${launcher[@]}" "${command[@]}" --device cuda --cuda-graph --tp 16 --p2p "$p2p")
-    else
-        [ ${#host_names[@]} -eq 0 ] || return 0
-        command=(python3 "${command[@]}" --device cuda --cuda-graph --tp 8 --p2p "$p2p")
-    fi
-    if [ -e "$folder/$name.json" ]; then
-        echo "$name: already measured"
-        return
-    fi
-    if "$dry_run"; then
-        printf '%q ' "${command[@]}" && echo
-        return
-    fi
-    printf '\n%s\n' "$name"
-    "${command[@]}" || status=$?
-    # 3: measured, but a ratio is too noisy to judge, which the report repeats.
-    [ "$status" -eq 0 ] || [ "$status" -eq 3 ] || exit "$status"
+    local size=$1 p2p=$2 batch=$3 case name status command positions
+    for case in prefill decode; do
+        name=$size-p2p-$p2p-batch-$batch-$case
+        [ "$case" = prefill ] && positions=1024 || positions=1280
+        command=(tools/benchmark.py "$case" --sizes "$(shape "$size")" --batch "$batch" --rounds "$rounds"
+            --wirings standard ladder hybrid parallel ladder-parallel --json "$folder/$name.json")
+        if "$tiny"; then
+            command=(python3 "${command[@]}" --sequence 8 --alpha "$([ "$p2p" = on ] && echo 0.5c || echo 1c)")
+        elif [ "$size" = llama-405b ]; then
+            [ ${#host_names[@]} -eq 2 ] || return 0
+            command=("${launcher[@]}" "${command[@]}" --device cuda --tp 16 --sequence "$positions")
+        else
+            [ ${#host_names[@]} -eq 0 ] || return 0
+            command=(python3 "${command[@]}" --device cuda --tp 8 --sequence "$positions")
+        fi
+        "$tiny" || [ "$case" = prefill ] || command+=(--cuda-graph)
+        # Emulates a machine without NVLink, as the authors did; the deepspeed launcher passes it to all hosts.
+        [ "$p2p" = on ] || command=(env NCCL_P2P_DISABLE=1 "${command[@]}")
+        if [ -e "$folder/$name.json" ]; then
+            echo "$name: already measured"
+            continue
+        fi
+        if "$dry_run"; then
+            printf '%q ' "${command[@]}" && echo
+            continue
+        fi
+        printf '\n%s\n' "$name"
+        status=0
+        "${command[@]}" || status=$?
+        # 3: measured, but a ratio is too noisy to judge, which the report repeats.
+        [ "$status" -eq 0 ] || [ "$status" -eq 3 ] || exit "$status"
+    done
 }
 
 "$dry_run" || mkdir -p "$folder"
@@ -102,8 +110,12 @@ if [ ${#host_names[@]} -gt 0 ]; then
     build_launcher
 fi
 for size in ${only:-"${sizes[@]}"}; do
-    measure "$size" on
-    # The deeper ladders were published with P2P alone.
-    [[ $size == paper-1.5b || $size == paper-4.5b-tp8 ]] || measure "$size" off
+    batches=(4)
+    [ "$size" != llama-70b ] || batches=(1 4 16 64)
+    for batch in "${batches[@]}"; do
+        measure "$size" on "$batch"
+        # The deeper ladders were published with P2P alone.
+        [[ $size == paper-1.5b || $size == paper-4.5b-tp8 ]] || measure "$size" off "$batch"
+    done
 done
 "$dry_run" || [ "${node_rank:-0}" != 0 ] || python3 examples/paper/speed_report.py "$folder"

@@ -2,129 +2,120 @@
 
     python examples/paper/speed_report.py FOLDER
 
-reads FOLDER/SIZE-p2p-on.json and SIZE-p2p-off.json and writes FOLDER/report.md. It does not import torch.
+reads FOLDER/SIZE-p2p-P2P-batch-BATCH-prefill.json and -decode.json and writes FOLDER/report.md. A request is one
+prefill and GENERATE - 1 decode steps. It does not import torch.
 """
 
+import csv
 import json
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path += [str(REPOSITORY), str(REPOSITORY / "tools")]
 
-from ladder_lab.bench.paper import GENERATE, PROMPT, Peers, PublishedSpeed, published_speed  # noqa: E402
-from ladder_lab.bench.results import RequestRow  # noqa: E402
+from ladder_lab.bench.results import BenchmarkRow  # noqa: E402
 from ladder_lab.markdown import markdown_table  # noqa: E402
 from megatron_ladder.errors import UserError, run_program  # noqa: E402
 from megatron_ladder.files import write_atomically  # noqa: E402
 
-SIZES = (
-    "paper-1.2b",
-    "paper-3.5b-tp8",
-    "llama-8b",
-    "llama-34b",
-    "llama-70b",
-    "bloom-176b",
-    "llama-405b",
-    "paper-1.5b",
-    "paper-4.5b-tp8",
-)
-PEERS: tuple[Peers, ...] = ("on", "off")
-NOT_PUBLISHED: tuple[tuple[str, Peers], ...] = (("paper-1.5b", "off"), ("paper-4.5b-tp8", "off"))
-TOY = "**Toy shapes** on two CPU cores over an emulated interconnect: the paper's figures only show where they belong."
+GENERATE = 512
+"""New tokens of a request of the paper; its prompts have 1,024."""
+PUBLISHED = Path(__file__).with_name("published_speeds.csv")
+"""The paper's tokens per second, and speed-ups over standard (abstract, tables and ICML 2025 poster). The authors' logs
+name the shape of their 1B: that of paper-1.2b. The setting of the models of equal speed is not stated: their log of
+paper-1.2b has 973.81 tokens/s at batch 4 with P2P."""
+Setting = tuple[str, str, str]
+"""Size, P2P and batch."""
+FILE = re.compile(r"(.+)-p2p-(on|off)-batch-(\d+)-decode\.json")
 
 
-def read_rows(folder: Path) -> dict[tuple[str, Peers], list[RequestRow]]:
-    """Return the rows of every file that exists, by size and P2P; raise UserError for a file of another program."""
+def read_published() -> dict[tuple[str, str, str, str], dict[str, float]]:
+    """Return the paper's figures by size, P2P, batch and wiring."""
+    with open(PUBLISHED, encoding="utf-8", newline="") as file:
+        return {
+            (row["size"], row["p2p"], row["batch"], row["wiring"]): {
+                name: float(row[name]) for name in ("tokens_per_second", "speed_up") if row[name]
+            }
+            for row in csv.DictReader(file)
+        }
+
+
+def _read(path: Path) -> dict[str, BenchmarkRow]:
+    try:
+        return {value["wiring"]: BenchmarkRow(**value) for value in json.loads(path.read_text(encoding="utf-8"))}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{path}: not written by tools/benchmark.py: {error}: remove it") from None
+
+
+def read_rows(folder: Path) -> dict[Setting, tuple[Mapping[str, BenchmarkRow], Mapping[str, BenchmarkRow]]]:
+    """Return prefill and decode by setting and wiring; raise UserError for a file of another program."""
     found = {}
-    for size in SIZES:
-        for peers in PEERS:
-            path = folder / f"{size}-p2p-{peers}.json"
-            if not path.exists():
-                continue
-            try:
-                values: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
-                found[size, peers] = [RequestRow(**value) for value in values]
-            except (OSError, ValueError, TypeError) as error:
-                raise UserError(f"{path}: not written by tools/benchmark.py serve: {error}: remove it") from None
+    for path in sorted(folder.glob("*-decode.json")):
+        if match := FILE.fullmatch(path.name):
+            size, peers, batch = match.groups()
+            found[size, peers, batch] = _read(Path(str(path).replace("-decode", "-prefill"))), _read(path)
     return found
 
 
-def published(size: str, peers: Peers, row: RequestRow) -> PublishedSpeed:
-    """Return the paper's figures for a row, also if a toy shape stands in for the size."""
-    return published_speed(size, row.wiring, peers, 16 if size == "llama-405b" else 8, row.batch, PROMPT, GENERATE)
+def request_seconds(prefill: float, step: float) -> float:
+    """Return the seconds of a request; prefill gives its first token."""
+    return prefill + (GENERATE - 1) * step
 
 
-def is_in_range(row: RequestRow) -> bool:
-    """Return whether the measured speed-up, give or take half of its spread, is in the model's range."""
-    low, high = row.predicted_range
-    return low - row.spread / 2 <= row.speed_up <= high + row.spread / 2
-
-
-def paper_table(rows: dict[tuple[str, Peers], list[RequestRow]]) -> str:
-    """Return one row for each figure of the paper that was measured."""
-    lines = []
-    for (size, peers), own in rows.items():
-        for row in own:
-            theirs = published(size, peers, row)
-            if theirs == PublishedSpeed():
-                continue
+def requests_table(folder: Path) -> tuple[str, set[tuple[str, str, str, str]]]:
+    """Return one row for each wiring in each setting, and which published figures have one."""
+    published, lines, measured = read_published(), [], set()
+    for (size, peers, batch), (prefill, decode) in read_rows(folder).items():
+        standard = request_seconds(prefill["standard"].median_seconds, decode["standard"].median_seconds)
+        for wiring in decode:
+            theirs = published.get((size, peers, batch, wiring), {})
+            measured |= {(size, peers, batch, wiring)} & published.keys()
+            first, step = prefill[wiring], decode[wiring]
+            seconds = request_seconds(first.median_seconds, step.median_seconds)
+            predicted = request_seconds(
+                prefill["standard"].median_seconds / first.predicted_ratio,
+                decode["standard"].median_seconds / step.predicted_ratio,
+            )
+            doubts = {first.verdict, step.verdict} - {"sound"}
             lines.append(
                 {
                     "size": size,
                     "P2P": peers,
-                    "batch": str(row.batch),
-                    "wiring": row.wiring,
-                    "tokens/s": f"{row.tokens_per_second:,.1f}",
-                    "paper's tokens/s": _number(theirs.tokens_per_second, ",.1f"),
-                    "speed-up": f"{row.speed_up:.3f}",
-                    "paper's speed-up": _number(theirs.speed_up, ".3g"),
-                    "model": "{:.2f} to {:.2f}".format(*row.predicted_range),
+                    "batch": batch,
+                    "wiring": wiring,
+                    "tokens/s": f"{int(batch) * GENERATE / seconds:,.1f}",
+                    "paper's": _number(theirs.get("tokens_per_second"), ",.1f"),
+                    "speed-up": f"{standard / seconds:.3f}",
+                    "paper's speed-up": _number(theirs.get("speed_up"), ".3g"),
+                    "model": f"{standard / predicted:.2f}",
+                    "": "; ".join(sorted(doubts)),
                 }
             )
-    return markdown_table(lines)
-
-
-def wirings_table(rows: dict[tuple[str, Peers], list[RequestRow]]) -> str:
-    """Return the speed-up of every wiring in every setting; those outside of the model's range are bold."""
-    lines = []
-    for (size, peers), own in rows.items():
-        for batch in dict.fromkeys(row.batch for row in own):
-            line = {"size": size, "P2P": peers, "batch": str(batch)}
-            for row in own:
-                if row.batch == batch and row.wiring != "standard":
-                    text = f"{row.speed_up:.2f}"
-                    line[row.wiring] = text if is_in_range(row) else f"**{text}**"
-            lines.append(line)
-    return markdown_table(lines)
+    return markdown_table(lines), measured
 
 
 def report(folder: Path) -> str:
     """Return the report's text."""
-    rows = read_rows(folder)
-    if not rows:
+    table, measured = requests_table(folder)
+    if not table:
         raise UserError(f"{folder}: no results: run examples/paper/speed.sh {folder}")
-    compared = [row for own in rows.values() for row in own if row.wiring != "standard"]
-    inside = sum(map(is_in_range, compared))
-    settings = [(size, peers) for size in SIZES for peers in PEERS if (size, peers) not in NOT_PUBLISHED]
-    missing = [f"{size}, P2P {peers}" for size, peers in settings if (size, peers) not in rows]
-    first = compared[0]
+    missing = [
+        f"* {size}, P2P {p2p}, batch {batch}, {wiring}"
+        for size, p2p, batch, wiring in read_published().keys() - measured
+    ]
     parts = [
         "# Speed of inference",
-        f"{first.prompt} prompt tokens, {first.generate} new tokens, {first.interconnect}. Speed-ups are over the "
-        "standard wiring in the same rounds. The paper is arXiv 2501.06589.",
-        *([TOY] if (first.prompt, first.generate) != (PROMPT, GENERATE) else []),
-        "## Figures of the paper",
-        paper_table(rows),
-        "## All wirings",
-        f"{inside} of {len(compared)} speed-ups are in the range of the step-time model; the others are bold.",
-        wirings_table(rows),
-        *(f"![{size}, P2P {peers}]({size}-p2p-{peers}.png)" for size, peers in rows),
+        f"{GENERATE} new tokens, from the times of a prefill and of a decode step. Speed-ups are over standard, and "
+        "the paper is arXiv 2501.06589. With --tiny, shapes are toys on two CPU cores over an emulated interconnect, "
+        "and the paper's figures only show where they belong.",
+        table,
     ]
     if missing:
-        parts += ["## Not measured", "\n".join(f"* {name}" for name in missing)]
+        parts += ["## Figures of the paper without a measurement", "\n".join(sorted(missing))]
     return "\n\n".join(parts) + "\n"
 
 

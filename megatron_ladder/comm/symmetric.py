@@ -35,7 +35,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(slots=True, eq=False)
-class StreamWork:
+class _StreamWork:
     """The handle of work on a side stream. The allocator does not know it, so the output is kept alive until `wait`."""
 
     tensor: Tensor
@@ -46,15 +46,15 @@ class StreamWork:
         torch.cuda.current_stream().wait_event(self.done)
 
 
-class SideStream:
+class _SideStream:
     """A high-priority stream. Its work runs in order, and after the work that the current stream has so far."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
 
-    def put(self, launch: Callable[[], object], after: torch.cuda.Event | None = None) -> torch.cuda.Event:
-        """Call `launch` on the side stream, after an event or the current stream, and return the event at its end."""
-        self._stream.wait_event(after or torch.cuda.current_stream().record_event())
+    def put(self, launch: Callable[[], object]) -> torch.cuda.Event:
+        """Call `launch` on the side stream, after the current stream, and return the event at its end."""
+        self._stream.wait_event(torch.cuda.current_stream().record_event())
         with torch.cuda.stream(self._stream):
             launch()
         return self._stream.record_event()
@@ -85,7 +85,7 @@ class SymmetricMemoryGroup(CommGroup):
         self._shared = symmetric_memory.empty(MOST_BYTES // dtype.itemsize, dtype=dtype, device=device)
         handle = symmetric_memory.rendezvous(self._shared, group.process_group)
         self._multicast = handle.multicast_ptr != 0
-        self._side = SideStream(device)
+        self._side = _SideStream(device)
 
     def start_all_reduce(self, tensor: Tensor) -> Work | None:
         """Start summing `tensor` (contiguous, any shape) in place."""
@@ -99,7 +99,7 @@ class SymmetricMemoryGroup(CommGroup):
         self._start(tensor).wait()
         return tensor
 
-    def _start(self, tensor: Tensor) -> StreamWork:
+    def _start(self, tensor: Tensor) -> _StreamWork:
         # As in torch.distributed, the write is hidden from autograd and from the tensor's version counter.
         flat = tensor.data.view(-1)
         shared = self._shared[: flat.numel()]
@@ -110,7 +110,7 @@ class SymmetricMemoryGroup(CommGroup):
             one_shot = ops.multimem_one_shot_all_reduce_out if self._multicast else ops.one_shot_all_reduce_out
             one_shot(shared, "sum", self._name, flat)
 
-        return StreamWork(tensor, self._side.put(reduce))
+        return _StreamWork(tensor, self._side.put(reduce))
 
     def _supports(self, tensor: Tensor) -> bool:
         fits = tensor.dtype == self._shared.dtype and 0 < tensor.numel() <= self._shared.numel()

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from ladder_lab.bench.comparison import WiringComparison
-from ladder_lab.bench.options import BenchmarkOptions, Case, RequestsOptions
+from ladder_lab.bench.options import BenchmarkOptions, Case
 from ladder_lab.bench.program import _rows
-from ladder_lab.bench.requests import _rows as _request_rows
-from ladder_lab.bench.results import BenchmarkRow, RequestRow
-from ladder_lab.bench.sizes import SIZES, find_size
+from ladder_lab.bench.results import BenchmarkRow
+from ladder_lab.bench.sizes import SIZES
 from ladder_lab.bench.variants import VARIANTS
 from ladder_lab.bench.workloads import Workload
 from ladder_lab.cost.links import WireModel
@@ -54,32 +53,6 @@ def test_standard_waits_for_every_reduce_and_no_comm_for_none(
         assert by_wiring["standard"].exposed_seconds_per_layer >= waiting * ALPHA * 0.9
         assert by_wiring["standard"].ratio_to_standard == 1.0
         assert 1.0 < by_wiring["ladder"].predicted_ratio < by_wiring["no-comm"].predicted_ratio
-
-
-def request_rows() -> list[RequestRow]:
-    """Return the rows over a wire whose time dwarfs the computation."""
-    place = RankInfo(torch.distributed.get_rank(), 2, 0)
-    wirings = ("standard", "ladder", "hybrid", "desync-4x")
-    options = RequestsOptions(wirings=wirings, rounds=4, prompt=4, generate=3, alpha=(f"{ALPHA}s",))
-    shape = find_size("3x64x128x4x4x256")
-    comparison = WiringComparison(options, shape, place, torch.device("cpu"))
-    rows = _request_rows(comparison, options, "tiny", 2, f"{ALPHA}s")
-    comparison.interconnect.close()
-    return rows
-
-
-def test_requests_wait_for_every_reduce_of_their_wiring(gloo_pools: GlooPools) -> None:
-    for standard, ladder, hybrid, desync, no_comm in gloo_pools(2).run(request_rows):
-        names = [row.wiring for row in (standard, ladder, hybrid, desync, no_comm)]
-        assert names == ["standard", "ladder", "hybrid", "desync-4x", "no-comm"]
-        # Of embedding and sub-blocks: the wire carries one after the other.
-        assert standard.decode_step_seconds >= 7 * ALPHA and standard.first_token_seconds >= 7 * ALPHA
-        assert ladder.decode_step_seconds >= 7 * ALPHA and hybrid.decode_step_seconds >= 7 * ALPHA
-        assert desync.decode_step_seconds >= 3 * ALPHA
-        assert no_comm.speed_up > 1 and no_comm.predicted > desync.predicted > standard.predicted == 1.0
-        seconds = standard.first_token_seconds + 2 * standard.decode_step_seconds
-        assert standard.tokens_per_second == pytest.approx(2 * 3 / seconds)
-        assert standard.speed_up == 1.0 and standard.published == ""
 
 
 def losses_of_variants() -> dict[str, float]:

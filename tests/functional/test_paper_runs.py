@@ -17,18 +17,16 @@ from examples.paper.check import (
     read_command,
 )
 from examples.paper.runs import SIZES, WIRINGS, tensor_parallel_problems, training_flags
-from examples.paper.speed_report import report
+from examples.paper.speed_report import read_published, report
 from examples.paper.take_documents import documents
-from ladder_lab.bench.options import RequestsOptions, parse_options
-from ladder_lab.bench.paper import published_speed
-from ladder_lab.bench.results import RequestRow
+from ladder_lab.bench.options import parse_options
+from ladder_lab.bench.results import BenchmarkRow
 from ladder_lab.cost.hardware import CLUSTERS
 from megatron_ladder.blueprint.tensors import parameter_count
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.language_model import LanguageModel
 from tests.helpers.commands import REPOSITORY_ROOT, clean_environment, run_command
-from tests.unit.ladder_lab.bench.made_up import request_row
 
 EXAMPLE = REPOSITORY_ROOT / "examples" / "paper"
 SCRIPT = EXAMPLE / "train.sh"
@@ -152,41 +150,39 @@ def speed_commands(*flags: str) -> list[list[str]]:
 
 
 def test_every_published_speed_has_a_command() -> None:
-    found = {}
+    found = set()
     for words in [*speed_commands(), *speed_commands("--hosts", "a b")]:
-        begin = words.index("serve")
-        options = parse_options(words[begin:])
-        assert isinstance(options, RequestsOptions) and options.cuda_graph and options.own_interconnect
-        for batch in options.batch:
-            for wiring in ("standard", "ladder"):
-                setting = (options.p2p, options.tp, batch, options.prompt, options.generate)
-                found[options.sizes[0], wiring, options.p2p, batch] = published_speed(
-                    options.sizes[0], wiring, *setting
-                )
+        begin = words.index("tools/benchmark.py") + 1
+        case, options = parse_options(words[begin:])
+        peers = "off" if words[:2] == ["env", "NCCL_P2P_DISABLE=1"] else "on"
+        assert (options.sequence, options.cuda_graph) == {"prefill": (1024, False), "decode": (1280, True)}[case]
+        assert options.device == "cuda" and options.tp == (16 if options.sizes == ("llama-405b",) else 8)
         if options.tp == 16:
-            assert words[0] == "deepspeed" and words[words.index("--master_addr") + 1] == "a"
+            assert "deepspeed" in words and words[words.index("--master_addr") + 1] == "a"
+        found |= {(options.sizes[0], peers, str(options.batch), wiring, case) for wiring in options.wirings}
+    published = read_published()
+    assert {(*key, case) for key in published for case in ("prefill", "decode")} <= found
     # 70B at four batch sizes, six sizes at batch 4, and two equal speeds for each of two models.
-    figures = [one for speed in found.values() for one in (speed.tokens_per_second, speed.speed_up) if one is not None]
-    assert len(figures) == 2 * 4 * 2 + 2 * 6 + 4
+    assert sum(map(len, published.values())) == 2 * 4 * 2 + 2 * 6 + 4
 
 
 def test_the_report_of_speeds(tmp_path: Path) -> None:
-    def write(name: str, rows: list[RequestRow]) -> None:
+    def write(name: str, **seconds: float) -> None:
+        rows = [
+            BenchmarkRow("decode", "", wiring, "nccl", "own", 1e-5, value, 1.0, 0.0, ratio, None, "sound")
+            for (wiring, value), ratio in zip(seconds.items(), (1.0, 1.25), strict=True)
+        ]
         (tmp_path / f"{name}.json").write_text(json.dumps([asdict(row) for row in rows]))
 
-    ladder = request_row("ladder", 1.5, batch=4, predicted_range=(1.2, 1.45), spread=0.02)
-    write("llama-70b-p2p-on", [request_row("standard", 1.0, batch=4), ladder])
-    write("llama-8b-p2p-off", [request_row("ladder", 1.3, batch=4, predicted_range=(1.2, 1.45))])
+    write("llama-70b-p2p-on-batch-4-prefill", standard=0.511, ladder=0.511)
+    write("llama-70b-p2p-on-batch-4-decode", standard=0.005, ladder=0.003)
     text = report(tmp_path)
-    assert "| llama-70b | on | 4 | standard | 100.0 | 258.6 | 1.000 |  | 1.00 to 1.00 |" in text
-    assert "| llama-70b | on | 4 | ladder | 100.0 |  | 1.500 | 1.28 | 1.20 to 1.45 |" in text
-    assert "| llama-8b | off | 4 | ladder | 100.0 |  | 1.300 | 1.4 | 1.20 to 1.45 |" in text
-    assert "1 of 2 speed-ups are in the range" in text and "| llama-70b | on | 4 | **1.50** |" in text
-    assert "![llama-70b, P2P on](llama-70b-p2p-on.png)" in text and "Toy" in text
-    # The deeper ladders were published with P2P alone.
-    assert text.count("\n* ") == 2 * 9 - 2 - 2 and "* llama-405b, P2P on" in text
-    (tmp_path / "llama-8b-p2p-on.json").write_text("[{}]")
-    with pytest.raises(UserError, match=r"llama-8b-p2p-on.json: not written by tools/benchmark.py serve"):
+    # 4 x 512 tokens in 0.511 + 511 x 0.005 s, and the model's factor for both passes.
+    assert "| llama-70b | on | 4 | standard | 668.0 | 258.6 | 1.000 |  | 1.00 |  |" in text
+    assert "| llama-70b | on | 4 | ladder | 1,002.0 |  | 1.500 | 1.28 | 1.25 |  |" in text
+    assert text.count("\n* ") == 16 + 12 + 4 - 2 and "* llama-405b, P2P on, batch 4, ladder" in text
+    (tmp_path / "llama-8b-p2p-on-batch-4-decode.json").write_text("[{}]")
+    with pytest.raises(UserError, match=r"llama-8b-p2p-on-batch-4-prefill.json: not written by tools/benchmark.py"):
         report(tmp_path)
 
 
@@ -195,8 +191,8 @@ def test_all_speeds_of_toy_shapes(tmp_path: Path) -> None:
     command = ["bash", SPEED, tmp_path, "--tiny", "--rounds", "4", "--only", "llama-8b paper-1.5b"]
     done = run_command(command, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "Toy" in (tmp_path / "report.md").read_text() and (tmp_path / "llama-8b-p2p-off.png").exists()
-    assert run_command(command, timeout=60).stdout.count("already measured") == 3
+    assert "| llama-8b | off | 4 | ladder |" in (tmp_path / "report.md").read_text()
+    assert run_command(command, timeout=60).stdout.count("already measured") == 6
 
 
 def test_documents_are_taken_in_order(tmp_path: Path) -> None:

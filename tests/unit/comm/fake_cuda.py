@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-NANOSECOND = 1e-9
 
 
 class Event:
@@ -66,41 +63,6 @@ class Device:
         before, self.current = self.current, stream
         yield
         self.current = before
-
-
-class Kernels:
-    """The kernels of an emulated link, in Python."""
-
-    def __init__(self, device: Device) -> None:
-        self.device = device
-        self.carried: list[dict[str, int]] = []
-        self.stamped: dict[int, float] = {}
-
-    def stamp(self, launched: Tensor, slot: int) -> None:
-        launched[slot] = round(self.device.current.now / NANOSECOND)
-        self.device.current.now += NANOSECOND
-        self.stamped[slot] = self.device.current.now
-
-    def carry(
-        self,
-        launched: Tensor,
-        ends: Tensor,
-        slot: int,
-        before: int,
-        scratch: Tensor,
-        num_bytes: int,
-        wire_ns: int,
-        *,
-        serial: bool,
-        sms: int,
-    ) -> None:
-        assert self.device.current.now >= self.stamped[slot], "the stamp might not exist yet"
-        begin = int(launched[slot])
-        if serial:
-            begin = max(begin, int(ends[before]))
-        ends[slot] = begin + wire_ns
-        self.device.current.now = max(self.device.current.now, int(ends[slot]) * NANOSECOND)
-        self.carried.append({"bytes": num_bytes, "wire_ns": wire_ns, "sms": sms})
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> Device:

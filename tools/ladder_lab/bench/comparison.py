@@ -17,7 +17,7 @@ from ladder_lab.bench.calibration import (
     time_forward,
 )
 from ladder_lab.bench.interconnect import make_interconnect
-from ladder_lab.bench.options import OWN, ComparisonOptions, parse_alpha
+from ladder_lab.bench.options import OWN, BenchmarkOptions, parse_alpha
 from ladder_lab.bench.paired import PairedTimes, measure
 from ladder_lab.bench.variants import VARIANTS, Variant, bound_of
 from ladder_lab.bench.workloads import Workload, build_models
@@ -40,7 +40,7 @@ class WiringComparison:
         waited: seconds per pass that each round of the last `time` spent in waits, by variant.
     """
 
-    def __init__(self, options: ComparisonOptions, shape: ModelConfig, place: RankInfo, device: torch.device) -> None:
+    def __init__(self, options: BenchmarkOptions, shape: ModelConfig, place: RankInfo, device: torch.device) -> None:
         """Build interconnect and models; a collective call of all ranks."""
         self.options, self.shape, self.place = options, shape, place
         self.interconnect = make_interconnect(options, shape, device)
@@ -100,11 +100,11 @@ class WiringComparison:
         reduces = self._wire.collectives // workload.units
         hideable = len(self.models["standard"].stack.sub_blocks()) * (2 if workload.case == "train" else 1)
         cost = contention = 0.0
-        if not self.options.own_interconnect:
+        if self.options.device == "cpu":
             cost = collective_cost(times.seconds["no-comm"], times.seconds["standard"], reduces * workload.units)
-        if self.interconnect.device.type == "cuda":
+        else:
             contention = min(BOUNDED_CONTENTION, gpu_contention(self.message_bytes(workload)))
-        serial = self.options.own_interconnect or self.options.link == "serial"
+        serial = self.options.device == "cuda" or self.options.link == "serial"
         wire = WireModel(serial, launch_seconds=cost / 2, finish_seconds=cost / 2, contention=contention)
         return Prediction(found, wire, reduces - hideable)
 
@@ -131,7 +131,7 @@ class WiringComparison:
 
     def _reduce_seconds(self, workload: Workload, text: str, prediction: Prediction) -> float:
         if text in PRESETS:
-            return PRESETS[text].seconds(self.message_bytes(workload), self.options.ranks)
+            return PRESETS[text].seconds(self.message_bytes(workload), self.options.tp)
         if text == OWN:
             dtype = self.interconnect.dtype
             numbers = self.message_bytes(workload) // dtype.itemsize

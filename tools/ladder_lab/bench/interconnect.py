@@ -1,16 +1,14 @@
 """The ranks of a benchmark and the interconnect between them."""
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from ladder_lab.bench.options import ComparisonOptions
-from ladder_lab.link.cuda_groups import MeteredGroup
-from ladder_lab.link.cuda_link import CudaLink
-from ladder_lab.link.link import EmulatedLink, LinkSpec, NoCommGroup, WireGroup
+from ladder_lab.bench.metered import MeteredGroup
+from ladder_lab.bench.options import BenchmarkOptions
+from ladder_lab.link.link import EmulatedLink, LinkSpec, NoCommGroup
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
-from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.launch import RankInfo, start_process_group
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.symmetric import SymmetricMemoryGroup, check_peers, select_all_reduce
@@ -27,22 +25,19 @@ class Interconnect:
 
     name: str
     mesh: ProcessMesh
-    wire: EmulatedLink | CudaLink | MeteredGroup
+    wire: EmulatedLink | MeteredGroup
     no_comm: NoCommGroup
     device: torch.device
     dtype: torch.dtype
 
-    def set_wire(self, seconds: float, seconds_per_byte: float = 0.0) -> None:
+    def set_wire(self, seconds: float) -> None:
         """Set the time of an all-reduce from now on; a wire that is not emulated has its own."""
-        if isinstance(self.wire, WireGroup):
-            self.wire.set_wire(seconds, seconds_per_byte)
+        if isinstance(self.wire, EmulatedLink):
+            self.wire.set_wire(seconds, 0.0)
 
-    def describe(self, options: ComparisonOptions) -> str:
+    def describe(self, ranks: int) -> str:
         """Describe ranks, precision and wire for the head of a table."""
-        ranks = f"{options.processes} processes"
-        if options.emulated_tp is not None:
-            ranks = f"one process, rank 0 of {options.ranks} emulated ones (its results are wrong numbers)"
-        return f"{ranks}, {str(self.dtype).removeprefix('torch.')} on {options.device}, {self.name}"
+        return f"{ranks} processes, {str(self.dtype).removeprefix('torch.')} on {self.device.type}, {self.name}"
 
     def synchronize(self) -> None:
         """Wait for the GPU."""
@@ -51,21 +46,18 @@ class Interconnect:
 
     def close(self) -> None:
         """Release the emulated wire."""
-        if isinstance(self.wire, WireGroup):
+        if isinstance(self.wire, EmulatedLink):
             self.wire.close()
 
 
-def start_ranks(options: ComparisonOptions, place: RankInfo) -> torch.device:
+def start_ranks(options: BenchmarkOptions, place: RankInfo) -> torch.device:
     """Join the other processes and return this one's device.
 
     Raises:
         UserError: the machine lacks what the flags need, or the launcher started another number of processes.
     """
-    if place.world_size != options.processes:
-        flag = "--tp" if options.emulated_tp is None else "--emulated-tp"
-        raise UserError(
-            f"{flag} {options.ranks} needs {options.processes} processes, but the launcher started {place.world_size}"
-        )
+    if place.world_size != options.tp:
+        raise UserError(f"--tp {options.tp} needs as many processes, but the launcher started {place.world_size}")
     if options.device == "cpu":
         # One thread and, if there are enough cores, a dedicated core for each rank.
         torch.set_num_threads(1)
@@ -79,32 +71,23 @@ def start_ranks(options: ComparisonOptions, place: RankInfo) -> torch.device:
     if place.local_rank >= count:
         raise UserError(
             f"--device cuda: rank {place.rank} is process {place.local_rank + 1} of its host, which has {count} GPUs: "
-            "lower --tp, start the ranks of several hosts with deepspeed or torchrun, or give --emulated-tp to run one "
-            "rank's share of a larger group on one GPU"
+            "lower --tp, or start the ranks of several hosts with deepspeed or torchrun"
         )
     device = torch.device("cuda", place.local_rank)
-    if options.emulated_tp is not None:
-        torch.cuda.set_device(device)
-        return device
     if options.tp_all_reduce == "symmetric":
         check_peers(place.world_size, device, torch.bfloat16)
     return start_process_group(place, TIMEOUT_MINUTES)
 
 
-def make_interconnect(options: ComparisonOptions, shape: ModelConfig, device: torch.device) -> Interconnect:
+def make_interconnect(options: BenchmarkOptions, shape: ModelConfig, device: torch.device) -> Interconnect:
     """Build the interconnect; a collective call of all ranks."""
-    replicas = key_value_replicas(shape, options.ranks)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    spec = LinkSpec(0.0, 0.0, options.link == "serial")
-    if options.emulated_tp is not None:
-        link = CudaLink(options.emulated_tp, spec, device, sms=options.comm_sms)
-        replica = NoCommGroup(CommGroup(range(replicas), 0, None))
-        mesh = replace(ProcessMesh.single(), tensor=link, kv_replica=replica)
-        name = f"emulated {options.link} wire and ranks"
-        return Interconnect(name, mesh, link, NoCommGroup(link), device, dtype)
-    mesh = ProcessMesh.build(options.tp, kv_replicas=replicas, tp_comm_max_ctas=options.comm_sms)
+    mesh = ProcessMesh.build(
+        options.tp, kv_replicas=key_value_replicas(shape, options.tp), tp_comm_max_ctas=options.comm_sms
+    )
     no_comm = NoCommGroup(mesh.tensor)
     if options.device == "cpu":
+        spec = LinkSpec(0.0, 0.0, options.link == "serial")
         wire = EmulatedLink(mesh.tensor, spec, spin_seconds=SPIN_SECONDS)
         return Interconnect(f"emulated {options.link} wire", mesh, wire, no_comm, device, dtype)
     group = select_all_reduce(options.tp_all_reduce, mesh.tensor, device, dtype)

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeVar, get_args
+from typing import Literal, get_args
 
 from ladder_lab.bench.sizes import SHAPE, SIZES, find_size
 from ladder_lab.bench.variants import VARIANTS
@@ -16,10 +16,8 @@ from megatron_ladder.flags import flag
 
 Case = Literal["decode", "prefill", "train"]
 CASES: tuple[Case, ...] = get_args(Case)
-SERVE = "serve"
 _DESCRIPTION = (
-    "Times wirings in alternation: decoding tokens, prefilling a prompt, forward and backward of a micro-batch, or "
-    "(serve) whole requests."
+    "Times wirings in alternation: decoding tokens, prefilling a prompt, or forward and backward of a micro-batch."
 )
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 DEFAULT_ALPHA = ("0", "0.5c", "1c", "2c")
@@ -32,8 +30,8 @@ MOST_SMS = 32
 
 
 @dataclass(frozen=True)
-class ComparisonOptions:
-    """Comparison. Wirings to compare, and their interconnect. Lists are given as A B C or A,B,C."""
+class BenchmarkOptions:
+    """Passes. Wirings to compare, their interconnect, and the size of the timed passes. Lists: A B C or A,B,C."""
 
     tp: int = 2
     """Tensor-parallel processes, each with a dedicated core or GPU. The program starts them, unless `deepspeed` or
@@ -54,21 +52,21 @@ class ComparisonOptions:
     link: Literal["serial", "pipelined"] = "serial"
     """Whether the emulated wire carries collectives one after another, as NCCL does, or concurrently."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Device: cpu computes in fp32 over an emulated wire; cuda computes in bf16 over the GPUs' interconnect, or over
-    an emulated one with --emulated-tp."""
-    emulated_tp: int | None = flag(None, requires="--device cuda")
-    """One process on one GPU runs one rank's share of a group of this size. The other ranks and the wire are emulated,
-    and results are wrong numbers."""
+    """Device: cpu computes in fp32 over an emulated wire; cuda computes in bf16 over the GPUs' interconnect."""
     comm_sms: int = flag(16, minimum=1, maximum=MOST_SMS)
-    """Multiprocessors that a collective occupies on a GPU: exactly for an emulated one, at most for NCCL."""
-    tp_all_reduce: Literal["auto", "nccl", "symmetric"] = flag(
-        "nccl", requires="--device cuda", excludes="--emulated-tp"
-    )
+    """Multiprocessors that a collective of NCCL occupies on a GPU at most."""
+    tp_all_reduce: Literal["auto", "nccl", "symmetric"] = flag("nccl", requires="--device cuda")
     """Implementation of small all-reduces between GPUs: NCCL, or a one-shot kernel over symmetric memory, which needs
     NVLink; auto uses the latter where it is possible."""
     cuda_graph: bool = flag(False, requires="--device cuda")
-    """With decode and serve, capture the decode step of each wiring in a CUDA graph and replay it for every token.
+    """With decode, capture the decode step of each wiring in a CUDA graph and replay it for every token.
     Exposed times are not measured then."""
+    batch: int = flag(1, minimum=1)
+    """Samples per batch."""
+    sequence: int = flag(128, minimum=1)
+    """Tokens of a sample; for decode, of the prompt."""
+    tokens: int = flag(8, minimum=1)
+    """Tokens decoded per timing."""
     rounds: int = flag(7, minimum=FEWEST_ROUNDS)
     """Rounds that count; every wiring runs once in each."""
     local_rank: int | None = flag(None, aliases=("--local_rank",))
@@ -76,109 +74,45 @@ class ComparisonOptions:
     json: Path | None = flag(None, output="file")
     """File for the results: a list of rows."""
 
-    @property
-    def ranks(self) -> int:
-        """Size of the tensor-parallel group, real or emulated."""
-        return self.tp if self.emulated_tp is None else self.emulated_tp
 
-    @property
-    def processes(self) -> int:
-        """Number of processes to start."""
-        return self.tp if self.emulated_tp is None else 1
-
-    @property
-    def own_interconnect(self) -> bool:
-        """Whether reduces use the GPUs' own interconnect."""
-        return self.device == "cuda" and self.emulated_tp is None
-
-
-@dataclass(frozen=True)
-class BenchmarkOptions(ComparisonOptions):
-    """Passes. Size of the timed passes, and the comparison. Lists are given as A B C or A,B,C."""
-
-    batch: int = flag(1, minimum=1)
-    """Samples per batch."""
-    sequence: int = flag(128, minimum=1)
-    """Tokens of a sample; for decode, of the prompt."""
-    tokens: int = flag(8, minimum=1)
-    """Tokens decoded per timing."""
-
-
-@dataclass(frozen=True)
-class RequestsOptions(ComparisonOptions):
-    """Requests. Random prompts to continue, and the comparison. Lists are given as A B C or A,B,C."""
-
-    wirings: tuple[str, ...] = flag(
-        ("standard", "ladder", "hybrid", "parallel", "ladder-parallel", "desync-2x", "desync-4x"),
-        details=f"Among {', '.join(VARIANTS)}.",
-    )
-    """Ways to compute, interleaved in every round. hybrid is ladder in the upper half of the layers; no-comm, which
-    omits the all-reduces, is always measured."""
-    batch: tuple[int, ...] = flag((1, 4, 16, 64), minimum=1)
-    """Batch sizes, measured one after the other."""
-    prompt: int = flag(1024, minimum=1)
-    """Tokens of each prompt."""
-    generate: int = flag(512, minimum=2)
-    """Tokens to generate for each prompt."""
-    p2p: Literal["on", "off"] = flag("on", requires="--device cuda", excludes=("--emulated-tp", "--tp-all-reduce"))
-    """Whether the GPUs of a host may access each other's memory. off emulates a machine without NVLink, as the authors
-    of the wiring did: NCCL then copies through the host's memory."""
-
-
-def parse_options(argv: Sequence[str]) -> tuple[Case, BenchmarkOptions] | RequestsOptions:
-    """Parse `decode|prefill|train|serve` and the flags; raise UserError with one message per error."""
+def parse_options(argv: Sequence[str]) -> tuple[Case, BenchmarkOptions]:
+    """Parse `decode|prefill|train` and the flags; raise UserError with one message per error."""
     errors: list[str] = []
-    words, cases = list(argv), (*CASES, SERVE)
+    words = list(argv)
     case: str = CASES[0]
-    if words and words[0] in cases:
+    if words and words[0] in CASES:
         case = words.pop(0)
     elif not {"-h", "--help", "--version"} & set(words):
         found = f"{words.pop(0)}: " if words and not is_flag(words[0]) else ""
-        errors.append(f"{found}expected one of {', '.join(cases)} first")
-    program = f"benchmark.py {{{','.join(cases)}}}"
-    kind = RequestsOptions if case == SERVE else BenchmarkOptions
-    (given,) = parse_command_line([kind], words, program, _DESCRIPTION)
-    if isinstance(given, RequestsOptions):
-        options = _with_defaults(given, "small")
-        errors += _find_errors(options, given)
-        raise_user_errors(errors)
-        return options
-    assert isinstance(given, BenchmarkOptions)
-    passes = _with_defaults(given, "small-train" if case == "train" else "small")
-    if given.cuda_graph and case != "decode":
-        errors.append(f"--cuda-graph: only the step of decode can be captured, found {case}; remove the flag")
-    errors += _find_errors(passes, given)
-    raise_user_errors(errors)
-    return CASES[CASES.index(case)], passes
-
-
-_Options = TypeVar("_Options", BenchmarkOptions, RequestsOptions)
-
-
-def _with_defaults(given: _Options, size: str) -> _Options:
+        errors.append(f"{found}expected one of {', '.join(CASES)} first")
+    (given,) = parse_command_line([BenchmarkOptions], words, f"benchmark.py {{{','.join(CASES)}}}", _DESCRIPTION)
     alpha, presets = _words(given.alpha), _words(given.link_preset)
-    if given.own_interconnect:
+    if given.device == "cuda":
         alpha = (OWN,)
     elif not alpha and not presets:
         alpha = DEFAULT_ALPHA
-    sizes = _words(given.sizes) or (size,)
-    return replace(given, wirings=_words(given.wirings), sizes=sizes, alpha=alpha, link_preset=presets)
+    sizes = _words(given.sizes) or ("small-train" if case == "train" else "small",)
+    options = replace(given, wirings=_words(given.wirings), sizes=sizes, alpha=alpha, link_preset=presets)
+    if given.cuda_graph and case != "decode":
+        errors.append(f"--cuda-graph: only the step of decode can be captured, found {case}; remove the flag")
+    errors += _find_errors(options, given)
+    raise_user_errors(errors)
+    return CASES[CASES.index(case)], options
 
 
 def _words(values: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(word for value in values for word in value.split(",") if word)
 
 
-def _find_errors(options: ComparisonOptions, given: ComparisonOptions) -> Iterator[str]:
-    if options.ranks < 2:
-        name = "--tp" if options.emulated_tp is None else "--emulated-tp"
-        yield f"{name} {options.ranks}: expected 2 or more; with fewer there is nothing to reduce"
+def _find_errors(options: BenchmarkOptions, given: BenchmarkOptions) -> Iterator[str]:
+    if options.tp < 2:
+        yield f"--tp {options.tp}: expected 2 or more; with fewer there is nothing to reduce"
     unknown = [name for name in options.wirings if name not in VARIANTS]
     if unknown:
         yield f"--wirings {' '.join(unknown)}: expected some of {', '.join(VARIANTS)}"
-    for size in options.sizes if options.ranks > 1 else ():
+    for size in options.sizes if options.tp > 1 else ():
         try:
-            yield from tensor_parallel_errors(find_size(size), options.ranks)
+            yield from tensor_parallel_errors(find_size(size), options.tp)
         except ValueError as error:
             yield f"--sizes {size}: {error}"
     for text in _words(given.alpha):
@@ -189,12 +123,11 @@ def _find_errors(options: ComparisonOptions, given: ComparisonOptions) -> Iterat
             yield f"--link-preset {preset}: expected some of {', '.join(PRESETS)}"
             continue
         try:
-            PRESETS[preset].seconds(1, max(options.ranks, 1))
+            PRESETS[preset].seconds(1, max(options.tp, 1))
         except ValueError as error:
-            yield f"--link-preset {error}: change --tp, or with --device cuda --emulated-tp"
-    if options.own_interconnect and (given.alpha or given.link_preset):
-        found = "--alpha and --link-preset are for emulated wires, but --device cuda times the GPUs' own"
-        yield f"{found}: remove them, or give --emulated-tp"
+            yield f"--link-preset {error}: change --tp"
+    if options.device == "cuda" and (given.alpha or given.link_preset):
+        yield "--alpha and --link-preset are for emulated wires, but --device cuda times the GPUs' own: remove them"
 
 
 def parse_alpha(text: str) -> tuple[float, str] | None:

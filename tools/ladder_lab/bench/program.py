@@ -86,7 +86,7 @@ def _heading(comparison: WiringComparison, workload: Workload, size: str, predic
     calibration, options = prediction.by_modules[False], comparison.options
     parts = " and ".join(f"{1e3 * seconds:.3f}" for seconds in calibration.forward)
     return (
-        f"{workload.case}, {size}, batch {workload.batch}, {comparison.interconnect.describe(options)}\n"
+        f"{workload.case}, {size}, batch {workload.batch}, {comparison.interconnect.describe(options.tp)}\n"
         f"attention and MLP {parts} ms forward, the rest of a pass {1e3 * calibration.head:.3f} ms, "
         f"a collective costs its processor {2e3 * prediction.wire.launch_seconds:.3f} ms\n\n"
         f"{TABLE_HEAD}"

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ladder_lab.bench.paired import RatioVerdict
-from ladder_lab.markdown import markdown_table
 
 TABLE_HEAD = (
     "| all-reduce | wiring | ms | standard / it | spread | model | share | exposed ms a layer | |\n"
@@ -51,65 +50,4 @@ def results_table(rows: Sequence[BenchmarkRow]) -> str:
         f"| {row.ratio_to_standard / row.predicted_ratio:.2f} | {exposed(row)} "
         f"| {'' if row.verdict == RatioVerdict.SOUND.value else row.verdict} |"
         for row in rows
-    )
-
-
-@dataclass(frozen=True)
-class RequestRow:
-    """One wiring with batches of whole requests: medians over the rounds.
-
-    The speed-up over standard is the median of the rounds' paired ratios, and the spread is their interquartile range.
-    """
-
-    size: str
-    wiring: str
-    interconnect: str
-    alpha: str
-    decode_reduce_seconds: float
-    prefill_reduce_seconds: float
-    """Times of one all-reduce in a decode step and in the prefill of the whole batch."""
-    ranks: int
-    batch: int
-    prompt: int
-    generate: int
-    tokens_per_second: float
-    """New tokens of the batch over the time of prefill and decoding."""
-    first_token_seconds: float
-    decode_step_seconds: float
-    speed_up: float
-    spread: float
-    predicted: float
-    """Speed-up according to the step-time model."""
-    predicted_range: tuple[float, float]
-    """The same for all-reduces `LINK_ERROR` times faster and slower."""
-    published_tokens_per_second: float | None
-    published_speed_up: float | None
-    """The paper's figures for this setting; None where it has none."""
-    verdict: str
-
-    @property
-    def published(self) -> str:
-        """The paper's figure as text."""
-        if self.published_tokens_per_second is not None:
-            return f"{self.published_tokens_per_second:,.1f} tokens/s"
-        return "" if self.published_speed_up is None else f"{self.published_speed_up:.3g}"
-
-
-def requests_table(rows: Sequence[RequestRow]) -> str:
-    """Return a Markdown table of the wirings in one setting."""
-    return markdown_table(
-        [
-            {
-                "wiring": row.wiring,
-                "tokens/s": f"{row.tokens_per_second:,.1f}",
-                "first token ms": f"{1e3 * row.first_token_seconds:.1f}",
-                "decode step ms": f"{1e3 * row.decode_step_seconds:.2f}",
-                "speed-up": f"{row.speed_up:.3f}",
-                "spread": f"{row.spread:.3f}",
-                "model (range)": "{:.2f} ({:.2f} to {:.2f})".format(row.predicted, *row.predicted_range),
-                "paper": row.published,
-                "": "" if row.verdict == RatioVerdict.SOUND.value else row.verdict,
-            }
-            for row in rows
-        ]
     )

@@ -17,8 +17,6 @@ end(k), asleep except for the last moment:
     wire                     ~~~~~~~~~~ alpha + bytes * beta ~~~~~~~~~~~~~~~~^ end
 
 The copy and the sum cost processor time and no wire time; the hold hides the sum.
-
-`cuda_link.py` is the GPU version.
 """
 
 import math
@@ -83,23 +81,7 @@ class LinkWork:
         self.link.complete(self)
 
 
-class WireGroup(CommGroup):
-    """Base class of the groups on an emulated wire, which count the collectives since the last reset."""
-
-    def __init__(self, ranks: Sequence[int], rank: int, group: dist.ProcessGroup | None, spec: LinkSpec) -> None:
-        super().__init__(ranks, rank, group)
-        self.spec = spec
-        self.collectives = 0
-
-    def set_wire(self, alpha_seconds: float, seconds_per_byte: float) -> None:
-        """Change the wire for collectives launched from now on; every rank must do so at the same point."""
-        self.spec = replace(self.spec, alpha_seconds=alpha_seconds, seconds_per_byte=seconds_per_byte)
-
-    def close(self) -> None:
-        """Release what the link holds. Not collective; collectives in flight can no longer be waited for."""
-
-
-class EmulatedLink(WireGroup):
+class EmulatedLink(CommGroup):
     """A group whose sums go over an emulated wire; other operations, and other reduce operators, use the real group.
 
     One thread of a process uses it. Every rank makes the same calls in the same order, except for `wait`. Tensors are
@@ -109,6 +91,7 @@ class EmulatedLink(WireGroup):
     until their ends.
 
     Attributes:
+        collectives: their number since the counters were reset.
         waited_seconds: time spent in `wait` since the counters were reset: exposed communication, including the sum
             and late peers.
     """
@@ -124,7 +107,9 @@ class EmulatedLink(WireGroup):
                 Linux), and be short if ranks share a core.
             timeout_seconds: after which a peer that does not launch counts as lost.
         """
-        super().__init__(group.ranks, group.rank, group.process_group, spec)
+        super().__init__(group.ranks, group.rank, group.process_group)
+        self.spec = spec
+        self.collectives = 0
         self.waited_seconds = 0.0
         self._spin_ns = round(spin_seconds * 1e9)
         self._timeout_ns = round(timeout_seconds * 1e9)
@@ -134,6 +119,10 @@ class EmulatedLink(WireGroup):
         self._without_sum: deque[LinkWork] = deque()
         self._board = Board(group) if self.size > 1 else None
         self._arena = Arena(group, FIRST_TENSOR_BYTES) if self.size > 1 else None
+
+    def set_wire(self, alpha_seconds: float, seconds_per_byte: float) -> None:
+        """Change the wire for collectives launched from now on; every rank must do so at the same point."""
+        self.spec = replace(self.spec, alpha_seconds=alpha_seconds, seconds_per_byte=seconds_per_byte)
 
     def reset_counters(self) -> None:
         """Set `waited_seconds` and `collectives` to zero."""
@@ -192,6 +181,7 @@ class EmulatedLink(WireGroup):
         self.waited_seconds += (time.monotonic_ns() - began) * 1e-9
 
     def close(self) -> None:
+        """Release what the link holds. Not collective; collectives in flight can no longer be waited for."""
         self._without_end.clear()
         self._without_sum.clear()
         if self._arena is not None:

@@ -2,14 +2,8 @@
 
 import pytest
 
-from ladder_lab.bench.options import BenchmarkOptions, RequestsOptions, parse_alpha, parse_options
+from ladder_lab.bench.options import parse_alpha, parse_options
 from megatron_ladder.errors import UserError
-
-
-def options_of(words: str) -> BenchmarkOptions:
-    parsed = parse_options(words.split())
-    assert not isinstance(parsed, RequestsOptions)
-    return parsed[1]
 
 
 @pytest.mark.parametrize(
@@ -20,11 +14,9 @@ def test_interconnect_times(text: str, expected: tuple[float, str] | None) -> No
     assert parse_alpha(text) == (None if expected is None else pytest.approx(expected))
 
 
-def test_one_gpu_emulates_a_group_and_several_form_one() -> None:
-    emulated = options_of("decode --device cuda --emulated-tp 8 --sizes llama-8b --link-preset nvlink")
-    assert (emulated.ranks, emulated.processes, emulated.own_interconnect) == (8, 1, False)
-    own = options_of("decode --device cuda --tp 4 --tp-all-reduce symmetric --sizes llama-8b")
-    assert (own.ranks, own.processes, own.own_interconnect, own.alpha) == (4, 4, True, ("own",))
+def test_gpus_have_their_own_interconnect() -> None:
+    _, own = parse_options("decode --device cuda --tp 4 --tp-all-reduce symmetric --sizes llama-8b".split())
+    assert (own.tp, own.alpha, own.sizes) == (4, ("own",), ("llama-8b",))
 
 
 def test_all_errors_are_reported_together() -> None:
@@ -33,7 +25,7 @@ def test_all_errors_are_reported_together() -> None:
         (
             "--sizes huge --tp 3 --alpha fast --link-preset wire infiniband",
             [
-                "expected one of decode, prefill, train, serve first",
+                "expected one of decode, prefill, train first",
                 "--sizes huge",
                 "--alpha fast",
                 "--link-preset wire",

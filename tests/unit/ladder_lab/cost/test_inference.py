@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 
-from ladder_lab.bench.paper import GENERATE, PROMPT, published_speed
+from examples.paper.speed_report import GENERATE, read_published
 from ladder_lab.bench.sizes import SIZES
 from ladder_lab.cost.inference import InferenceRequest, inference_memory, predict_inference
 from ladder_lab.cost.machines import GPUS, PRESETS
@@ -80,9 +80,9 @@ def test_memory_of_a_rank() -> None:
 def test_published_cells(link: str, peers: Literal["on", "off"], batch: int) -> None:
     """The authors' attention covers all places and writes its scores, which costs them a tenth at batch 16."""
     model = replace(SIZES["llama-70b"], vocab_size=32000)
-    request = InferenceRequest(model, GPUS["h100"], PRESETS[link], 8, batch, PROMPT, GENERATE)
-    paper = {w: published_speed("llama-70b", w, peers, 8, batch, PROMPT, GENERATE) for w in ("standard", "ladder")}
+    request = InferenceRequest(model, GPUS["h100"], PRESETS[link], 8, batch, 1024, GENERATE)
+    paper = {w: read_published()["llama-70b", peers, str(batch), w] for w in ("standard", "ladder")}
     standard = predict_inference(request).total
     found = predict_inference(replace(request, model=model.in_wiring("ladder"))).total
-    assert batch * GENERATE / standard == pytest.approx(paper["standard"].tokens_per_second, rel=0.12)
-    assert standard / found == pytest.approx(paper["ladder"].speed_up, rel=0.09)
+    assert batch * GENERATE / standard == pytest.approx(paper["standard"]["tokens_per_second"], rel=0.12)
+    assert standard / found == pytest.approx(paper["ladder"]["speed_up"], rel=0.09)

@@ -1,4 +1,4 @@
-"""Groups on GPUs whose collectives are metered."""
+"""A group on GPUs whose collectives are metered."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,13 +10,27 @@ from torch import Tensor
 from megatron_ladder.comm.group import CommGroup, Work
 
 
-class WaitMeter:
+@dataclass(slots=True, eq=False)
+class _MeteredWork:
+    """The handle of work whose wait is timed."""
+
+    work: Work
+    group: "MeteredGroup"
+
+    def wait(self) -> None:
+        """Wait for the work."""
+        self.group.hold(self.work.wait)
+
+
+class MeteredGroup(CommGroup):
     """Counts collectives, and measures how long the compute stream stalls in waits, with events on that stream.
 
     A wait for finished work measures a microsecond or so. During graph capture, events have no times.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: CommGroup) -> None:
+        super().__init__(group.ranks, group.rank, group.process_group)
+        self._group = group
         self.collectives = 0
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -44,27 +58,6 @@ class WaitMeter:
             self._waits[-1][1].synchronize()
         return sum(began.elapsed_time(ended) for began, ended in self._waits) * 1e-3
 
-
-@dataclass(slots=True, eq=False)
-class MeteredWork:
-    """The handle of work whose wait is timed."""
-
-    work: Work
-    meter: WaitMeter
-
-    def wait(self) -> None:
-        """Wait for the work."""
-        self.meter.hold(self.work.wait)
-
-
-class MeteredGroup(WaitMeter, CommGroup):
-    """A group on GPUs that counts its collectives and times the waits for them."""
-
-    def __init__(self, group: CommGroup) -> None:
-        WaitMeter.__init__(self)
-        CommGroup.__init__(self, group.ranks, group.rank, group.process_group)
-        self._group = group
-
     def start_all_reduce(self, tensor: Tensor) -> Work | None:
         """Start summing `tensor` in place."""
         return self._metered(self._group.start_all_reduce(tensor))
@@ -90,4 +83,4 @@ class MeteredGroup(WaitMeter, CommGroup):
         if work is None:
             return None
         self.collectives += 1
-        return MeteredWork(work, self)
+        return _MeteredWork(work, self)
