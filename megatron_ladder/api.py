@@ -55,7 +55,7 @@ class TrainingRun:
 
     @property
     def model(self) -> LanguageModel:
-        """This rank's part of the model, a torch module."""
+        """This rank's part of the model, a torch module. Weights that the caller changes are trained from there."""
         return self._trainer.model
 
     @property
@@ -69,6 +69,7 @@ class TrainingRun:
         Raises BadNumbersError after `max_consecutive_bad_steps` steps in a row whose numbers were not finite.
         """
         self.iteration += 1
+        self._trainer.engine.state.adopt_weights()
         result = train_step(self._trainer, next(self._batches), self.iteration)
         # The caller may read the weights of `model`.
         self._trainer.engine.finish_step()
@@ -96,6 +97,7 @@ class TrainingRun:
         config = self._trainer.run.checkpoint
         if config.save is None:
             raise UserError("save: the run has no directory; give save")
+        self._trainer.engine.state.adopt_weights()
         self._checkpoints.save(self.iteration, self._batches.consumed_samples, "call", final=not config.async_save)
 
 
@@ -108,6 +110,10 @@ def training(**flags: Any) -> Iterator[TrainingRun]:
     words = read_run_words(flag_words(flags))
     if words.words.get("skip_train") == "true":
         raise UserError("skip_train=True: training() needs training data: remove it, and call run.evaluate()")
+    if dist.is_initialized():
+        raise UserError(
+            "training: this process has process groups already: end the other training() block, or destroy them"
+        )
     try:
         with open_run(words) as opened:
             # The caller may read the weights of `model`.

@@ -81,6 +81,12 @@ class EngineState(OptimizerState, ABC):
         """Return the tensors that the optimizer updates; ZeRO-3 registers them with it only during a step."""
         return list({id(span.flat_master): span.flat_master for span in self.spans()}.values())
 
+    def adopt_weights(self) -> None:
+        """Make weights that were changed since the last step their own masters; the other masters stay precise."""
+        for span in self.spans():
+            weight = span.weight.to(span.master.device)
+            span.master.copy_(torch.where(span.master.to(weight.dtype) == weight, span.master, weight))
+
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the learning rate of the next step."""
         for group in self.base.param_groups:

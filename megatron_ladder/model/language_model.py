@@ -23,6 +23,7 @@ from megatron_ladder.model.stack import StackOptions, TransformerStack
 from megatron_ladder.model.sub_block import SequenceContext
 from megatron_ladder.parallel.layout import initialize
 from megatron_ladder.parallel.vocabulary import (
+    IGNORED,
     SoftTargets,
     Targets,
     VocabParallelEmbedding,
@@ -125,15 +126,18 @@ class LanguageModel(nn.Module):
 
         Args:
             tokens: [b, s] int64.
-            labels: [b, s] int64, the token that follows each.
+            labels: [b, s] int64, the token that follows each; -100 has no loss.
             loss_mask: [b, s] float, weight of each target token; None counts all.
             positions: [b, s] int64, rotary position of each token; None counts from 0 in every row.
             document_bounds: see `stage`.
 
         Return a scalar in fp32 (fp64 for an fp64 model), equal on every tensor-parallel rank. The caller divides by the
-        number of tokens of the whole global batch.
+        number of tokens of the whole global batch. Other ids than those of the vocabulary raise RuntimeError; on a GPU,
+        a later call raises it.
         """
-        soft = None
+        size, soft = self.config.vocab_size, None
+        known = (tokens >= 0) & (tokens < size) & ((labels == IGNORED) | ((labels >= 0) & (labels < size)))
+        torch._assert_async(known.all(), f"tokens and labels: expected 0 to {size - 1}; labels may be {IGNORED}")
         if self.distillation is not None and torch.is_grad_enabled():
             # First, while the student keeps nothing for backward yet.
             soft = self.distillation.soft_targets(tokens, positions, document_bounds)

@@ -34,6 +34,9 @@ from megatron_ladder.comm.stream import StreamLayout
 from megatron_ladder.parallel.layout import ParallelModule
 from megatron_ladder.parallel.linear import LinearFunction, linear
 
+IGNORED = -100
+"""Label of a token without a loss, as in `torch.nn.functional.cross_entropy`."""
+
 
 @dataclass(frozen=True)
 class SoftTargets:
@@ -57,7 +60,7 @@ class Targets:
     """The labels of a micro-batch, ids of the whole vocabulary, and what their losses are summed with.
 
     Attributes:
-        labels: [s, b] int64, equal on every rank.
+        labels: [s, b] int64, equal on every rank; `IGNORED` has no loss.
         weights: [s, b] float, weight of each loss; None counts all.
         z_loss_coeff: coefficient of the squared log normaliser.
         predicts: ask for the losses of all tokens and the predicted words instead of a sum.
@@ -279,6 +282,7 @@ class _ChunkedLoss(Function):
         wide = torch.promote_types(x.dtype, torch.float32)
         losses, normalizers = torch.empty(2, *shape, dtype=wide, device=x.device)
         weights = torch.ones_like(losses) if targets.weights is None else targets.weights.to(wide).contiguous()
+        weights = weights.masked_fill(targets.labels == IGNORED, 0.0)
         for_input = torch.empty_like(inputs) if wanted[0] else None
         for_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
         soft = targets.soft

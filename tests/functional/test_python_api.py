@@ -1,9 +1,11 @@
 """The Python interface, as examples/python_api.py uses it."""
 
+import math
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_ladder.checkpoint.hf_directory import open_hf_directory
 from megatron_ladder.errors import UserError
@@ -39,6 +41,18 @@ with training(**files, **sizes, **limits) as run:
     next(run.model.parameters()).data.fill_(float("nan"))
     print(">", run.step().skipped)
     attempt(run.step)
+for layout in {}, {"offload_optimizer": "cpu"}, {"zero_stage": 3}:
+    place = folder + "_".join(["", "bf16", *layout])
+    with training(**files, **sizes, train_iters=9, lr=1e-7, bf16=True, **layout, save=place) as run:
+        run.step()
+        import deepspeed
+        with deepspeed.zero.GatheredParameters(list(run.model.parameters()), modifier_rank=0):
+            for weight in run.model.parameters():
+                weight.data.zero_()
+        run.save()
+        run.step()
+        attempt(training(**files, **sizes, **limits).__enter__)
+        print(">", round(run.evaluate("held"), 3))
 gone = Path(folder + "_gone")
 with training(**files, **sizes, **limits, save=gone) as run:
     shutil.rmtree(gone)
@@ -62,6 +76,10 @@ def corpus(tmp_path: Path) -> Path:
     return tmp_path / "corpus"
 
 
+UNIFORM = f"{math.log(512):.3f}"
+"""Loss of a model whose weights are all zero."""
+
+
 def check_results(folder: Path) -> None:
     exported = open_hf_directory(folder / "exported")
     assert exported.model.ladder_layers == (0, 1)
@@ -83,6 +101,8 @@ def test_the_example_runs_twice_in_one_process(corpus: Path, tmp_path: Path) -> 
         "True",
         "iteration 2: the gradient's norm is nan, the loss nan: first bad parameter embedding.weight, on rank 0: 2 in "
         "a row, as many as --max-consecutive-bad-steps allows",
+        *["training: this process has process groups already: end the other training() block, or destroy them", UNIFORM]
+        * 3,
         f"--save {tmp_path}/run_gone: the last checkpoint could not be written",
         "--tp 2: the launcher started 1 processes; remove --tp, or start as many",
         "[]",
@@ -110,3 +130,8 @@ def test_errors_are_exceptions_with_one_message_each() -> None:
         build_model(vocab_size=10, num_attention_heads=3, hidden_size=64)
     with pytest.raises(UserError, match="no/such"):
         TextGenerator("no/such")
+    words = torch.tensor([[3, 5]])
+    model = build_model(vocab_size=5, num_attention_heads=1, num_layers=1, hidden_size=8)
+    for tokens, labels in (words, -words), (words % 5, words), (-words, words % 5):
+        with pytest.raises(RuntimeError, match="expected 0 to 4; labels may be -100"):
+            model(tokens, labels)

@@ -30,6 +30,7 @@ def problem(tokens: int, dtype: torch.dtype, soft_cap: float | None = None) -> P
     torch.nn.init.normal_(head.weight[:VOCAB])
     head.weight.data[VOCAB:] = 0
     labels = torch.randint(0, VOCAB, (tokens // 2, 2))
+    labels[::7] = -100  # Ignored, in `cross_entropy` too.
     return Problem(head, torch.randn(tokens // 2, 2, WIDTH).to(dtype).requires_grad_(), Targets(labels, labels % 3 / 2))
 
 
