@@ -114,24 +114,6 @@ def asked_to_end(experiment: Experiment) -> str:
     return "every run exits with code 0, saved or without training; resumed bitwise"
 
 
-def second_signal(experiment: Experiment) -> str:
-    """Send a second signal to a rank that waits for a stopped peer."""
-    save = experiment.folder / "impatient"
-    job, before = experiment.start(save)
-    experiment.await_moment(job, save, "step", len(before))
-    job.signal(1, signal.SIGSTOP)
-    job.signal(0, signal.SIGTERM)
-    time.sleep(2.2)
-    assert not job.codes
-    job.signal(0, signal.SIGTERM)
-    codes = job.wait(2.0, ranks=[0])
-    assert codes[0] == 128 + signal.SIGTERM, codes
-    job.kill()
-    experiment.finish(save)
-    experiment.check(save)
-    return "exits at once; resumed bitwise"
-
-
 def stopped_rank(experiment: Experiment) -> str:
     """SIGSTOP a random rank: the other rank reports it with its host and exits in time."""
     save, rank = experiment.folder / "stopped", experiment.chance.randrange(WORLD_SIZE)
@@ -207,23 +189,3 @@ def bad_numbers(experiment: Experiment) -> str:
     assert sum(event["event"] == "skip" for event in events(hopeless)) == in_a_row
     assert last_event(hopeless, "stop")["code"] == wanted
     return f"step {bad} is skipped, {skip['parameter']} reported; {in_a_row} in a row exit with code {wanted}"
-
-
-def second_run(experiment: Experiment) -> str:
-    """Two runs with one directory: the second is rejected; SIGKILL releases the lock of the first."""
-    save = experiment.folder / "shared"
-    job, before = experiment.start(save)
-    experiment.await_moment(job, save, "step", len(before))
-    other, _ = experiment.start(save)
-    # Stopped, so that the first run cannot end before the second checks the lock.
-    for rank in range(WORLD_SIZE):
-        job.signal(rank, signal.SIGSTOP)
-    codes = other.wait(ATTEMPT_SECONDS)
-    output = other.output.read_text()
-    job.kill()
-    assert set(codes.values()) == {2}, output
-    pid = next(event["pid"] for event in events(save) if event["event"] == "start")
-    assert f"another run writes there: pid {pid} on {socket.gethostname()}, started " in output, output
-    experiment.finish(save)
-    experiment.check(save)
-    return "rejected with pid, host and start time of the first run; the lock of a killed run is taken over"

@@ -24,7 +24,7 @@ from tests.chaos.ranks import import_everything  # noqa: E402
 from tests.chaos.runs import Experiment, write_tokens  # noqa: E402
 from tests.helpers.patience import be_patient  # noqa: E402
 
-FAULTS = ("kill", "term", "ask", "second-signal", "stop", "nan", "lock")
+FAULTS = ("kill", "term", "ask", "stop", "nan")
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,7 @@ class ChaosConfig:
         choices=[f"{layout}{name}" for layout in ("", "tp:", "pp:", "dp:") for name in FAULTS],
     )
     """kill: SIGKILL at random moments. term: SIGTERM or SIGINT during a start, a step and a save. ask: stop by steps,
-    file and time. second-signal: a second SIGTERM. stop: SIGSTOP of a rank. nan: bad gradients. lock: two runs with one
-    directory. tp:kill: a fault of one layout only."""
+    file and time. stop: SIGSTOP of a rank. nan: bad gradients. tp:kill: a fault of one layout only."""
     kills: int = 3
     """Number of kills, and of terminations, per layout."""
     seed: int = 0
@@ -65,10 +64,8 @@ def main(argv: Sequence[str]) -> None:
                 "kill": lambda e=experiment: faults.kills(e, config.kills),
                 "term": lambda e=experiment: faults.terminations(e, config.kills),
                 "ask": lambda e=experiment: faults.asked_to_end(e),
-                "second-signal": lambda e=experiment: faults.second_signal(e),
                 "stop": lambda e=experiment: faults.stopped_rank(e),
                 "nan": lambda e=experiment: faults.bad_numbers(e),
-                "lock": lambda e=experiment: faults.second_run(e),
             }
             for name in (fault.removeprefix(f"{layout}:") for fault in config.faults):
                 if name in known:

@@ -15,7 +15,6 @@ from ladder_lab.bench.workloads import Workload
 from ladder_lab.cost.links import WireModel
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
 from megatron_ladder.comm.launch import RankInfo
-from tests.helpers.data_parallel_overlap import measure
 from tests.helpers.pool import GlooPools
 
 ALPHA = 0.004
@@ -73,9 +72,3 @@ def test_variants_of_one_wiring_are_the_same_model(gloo_pools: GlooPools) -> Non
             assert same == pytest.approx([same[0]] * len(same), rel=1e-6) and len(same) > 1
         wirings = [losses[name] for name in (*SHARED_STREAM_MODES, "staleness-2")]
         assert len({round(value, 4) for value in wirings}) == len(SHARED_STREAM_MODES) + 1
-
-
-def test_most_data_parallel_communication_is_hidden(gloo_pools: GlooPools) -> None:
-    """`python -m tests.helpers.data_parallel_overlap` measures how much."""
-    for found in gloo_pools(2).run(measure, 4):
-        assert found.backward > 0 and found.exposed < found.wire / 2

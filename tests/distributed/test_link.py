@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ladder_lab.link.link import EmulatedLink, LinkSpec, LinkWork, NoCommGroup
-from ladder_lab.link.shared_memory import RECORDS
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.errors import LostPeerError
 from megatron_ladder.model.language_model import LanguageModel
@@ -142,31 +141,6 @@ def test_the_halves_of_an_all_reduce(gloo_pools: GlooPools) -> None:
         assert shapes == (2, 4)
 
 
-def many_in_flight(count: int, size: int) -> tuple[list[Tensor], list[Timing]]:
-    """Launch `count` sums before waiting for any; rank 0 waits for the last one first.
-
-    Sizes differ, so some do not fit at the end of the ring, and one in the middle needs a larger ring.
-    """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    sizes = [20_000 if number == count // 5 else size + 100 * (number % 5) for number in range(count)]
-    tensors = [torch.full((size,), number * world + rank, dtype=torch.float64) for number, size in enumerate(sizes)]
-    with closing(EmulatedLink(everyone(), LinkSpec(1e-6, 0.0, serial=True))) as link:
-        flying = [launch(link, tensor) for tensor in tensors]
-        order = list(range(count))[:: 1 if rank else -1]
-        timings = {number: finish(flying[number]) for number in order}
-    return tensors, [timings[number] for number in range(count)]
-
-
-@pytest.mark.parametrize(("world", "count", "size"), [(2, 2 * RECORDS + 9, 3), (4, 60, 1000), (2, 8, 300_000)])
-def test_any_number_may_be_in_flight(gloo_pools: GlooPools, world: int, count: int, size: int) -> None:
-    results = gloo_pools(world).run(many_in_flight, count, size)
-    assert_rule([timings for _, timings in results], serial=True)
-    for tensors, _ in results:
-        for number, tensor in enumerate(tensors):
-            expected = number * world * world + sum(range(world))
-            assert tensor.eq(expected).all(), f"sum {number}: {tensor.unique()}, expected {expected}"
-
-
 def launched_together(serial: bool) -> list[Timing]:
     """Launch five sums at once; wait for the third first and for the first last."""
     with closing(EmulatedLink(everyone(), LinkSpec(3e-3, 1e-6, serial))) as link:
@@ -188,30 +162,6 @@ def test_a_serial_wire_carries_one_at_a_time(gloo_pools: GlooPools, serial: bool
         for number, timing in enumerate(timings[:5]):
             shortest = (number + 1 if serial else 1) * 5 * MILLISECOND
             assert timing.done - timings[0].before >= shortest
-
-
-def late_peer(after: int) -> tuple[Timing, float, float]:
-    """Rank 1 launches a sum 60 ms late. Return its timing, the seconds in its wait, and its processor seconds."""
-    with closing(EmulatedLink(everyone(), replace(FREE, serial=False))) as link:
-        for _ in range(after):
-            link.all_reduce(torch.ones(3))
-        link.set_wire(2e-3, 0.0)
-        link.barrier()
-        link.reset_counters()
-        if dist.get_rank() == 1:
-            time.sleep(0.06)
-        launched = launch(link, torch.ones(3))
-        began = time.thread_time()
-        timing = finish(launched)
-        return timing, link.waited_seconds, time.thread_time() - began
-
-
-@pytest.mark.parametrize("after", [0, RECORDS])
-def test_the_latest_rank_decides(gloo_pools: GlooPools, after: int) -> None:
-    (first, waited, busy), (second, _, _) = gloo_pools(2).run(late_peer, after)
-    assert_rule([[first], [second]], serial=False)
-    assert first.done >= second.before + 2 * MILLISECOND
-    assert busy < 0.5 * waited + 0.005, "a long wait must release the core"
 
 
 def loss_and_gradients(alpha_seconds: float | None) -> list[Tensor]:

@@ -14,7 +14,6 @@ from ladder_lab.cost.memory import (
     _state_bytes,
     stage_parameters,
 )
-from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.train.step import train_step
 from tests.helpers.pool import GlooPools
 from tests.helpers.steps import steps_of_batches
@@ -23,16 +22,6 @@ from tests.helpers.training import build_trainer_here, own_batches
 SHAPE = "--hidden-size 128 --ffn-hidden-size 352 --train-iters 4 --lr 1e-3 --micro-batch-size 2".split()
 TOLERANCE = 0.001
 """Alignment of flat buffers, and batches."""
-WIDE = ModelConfig(
-    num_layers=4,
-    hidden_size=128,
-    ffn_hidden_size=352,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    vocab_size=512,
-    max_position_embeddings=128,
-)
 
 
 def live_storages() -> dict[int, torch.UntypedStorage]:

@@ -15,20 +15,13 @@ import numpy as np
 import pytest
 
 from examples.adapt_llama.evaluate import (
-    EvaluateOptions,
     HeldOut,
-    named_metrics,
     perplexity,
-    read_held_out,
-    write_task,
 )
 from megatron_ladder.blueprint.model import ModelFlags
 from megatron_ladder.checkpoint.hf_directory import open_hf_directory
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
-from megatron_ladder.convert.wiring import Price, Sensitivity, write_sensitivity
 from megatron_ladder.data.chat import Conversation
-from megatron_ladder.data.chat_template import Message, RenderedConversation
-from megatron_ladder.errors import UserError
 from tests.helpers.commands import REPOSITORY_ROOT, run_command
 
 SCRIPT = REPOSITORY_ROOT / "examples" / "adapt_llama" / "adapt.sh"
@@ -148,25 +141,6 @@ def held_out(answers: Sequence[str]) -> list[HeldOut]:
     ]
 
 
-def test_held_out_conversations_are_the_lines_that_preprocessing_accepts(tmp_path: Path) -> None:
-    """Other line separators within a text, an empty line, and a byte order mark."""
-
-    class Encoder:
-        def render(self, messages: Sequence[Message]) -> RenderedConversation:
-            return RenderedConversation(str(messages[-1]["content"]), ())
-
-        def encode(self, rendered: Sequence[RenderedConversation]) -> list[Conversation]:
-            return [held_out("a")[0].tokens for _ in rendered]
-
-    answers = ["one\u2028two", "three\x85", "four"]
-    messages = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": one}] for one in answers]
-    lines = [json.dumps({"messages": some}, ensure_ascii=False) for some in messages]
-    path = tmp_path / "held_out.jsonl"
-    path.write_text("\ufeff" + "\n\n".join(lines) + "\n", encoding="utf-8")
-    options = EvaluateOptions(models=("a=b",), tokenizer=tmp_path, held_out=path, output=tmp_path)
-    assert [one.text for one in read_held_out(options, Encoder())] == answers  # type: ignore[arg-type]
-
-
 def test_perplexity_counts_only_tokens_of_the_assistant() -> None:
     """By hand: probabilities 1/2, 1/4, 1/8 and 1/2 of four tokens have a geometric mean of 2 ** (-7 / 4)."""
     logs = [[-9.0, math.log(1 / 2), math.log(1 / 4)], [-9.0, math.log(1 / 8), math.log(1 / 2)]]
@@ -174,91 +148,6 @@ def test_perplexity_counts_only_tokens_of_the_assistant() -> None:
     assert perplexity(held_out("ab"), scores) == pytest.approx(2 ** (7 / 4))
     with pytest.raises(RuntimeError, match="scored tokens that training does not read"):
         perplexity(held_out("a"), [{"prompt_ids": [0, 1, 2, 3, 4], "logprobs": [0.0] * 4}])
-
-
-def test_the_local_task_has_one_right_answer(tmp_path: Path) -> None:
-    class Encoder:
-        class template:  # noqa: N801
-            prompt = staticmethod(len)
-
-    write_task(held_out("abcdeaf"), Encoder(), tmp_path)  # type: ignore[arg-type]
-    lines = [json.loads(line) for line in (tmp_path / "which_answer.jsonl").read_text().splitlines()]
-    assert [line["choices"][line["answer"]] for line in lines] == list("abcdeaf")
-    assert all(len(line["choices"]) == len(set(line["choices"])) == 4 for line in lines)
-    assert all(line["context"] == 1 for line in lines) and len({line["answer"] for line in lines}) > 1
-
-
-def test_metrics_of_lm_eval_are_chosen_by_name() -> None:
-    results = {
-        "a": {"alias": "a", "acc,none": 0.5, "acc_stderr,none": 0.1, "acc_norm,none": 0.6},
-        "g": {"exact_match,strict-match": 0.7},
-        "two": {"exact_match,strict-match": 0.7, "exact_match_stderr,strict-match": 0.1, "exact_match,loose": 0.8},
-    }
-    assert named_metrics(results, {"a": "acc_norm", "g": "exact_match"}) == {"a acc_norm": 0.6, "g exact_match": 0.7}
-    assert named_metrics(results, {"two": "exact_match,loose"}) == {"two exact_match,loose": 0.8}
-    with pytest.raises(UserError) as failure:
-        named_metrics(results, {"a": "mc1", "b": "acc", "two": "exact_match"})
-    assert str(failure.value).splitlines() == [
-        "--lm-eval-tasks a:mc1: lm-eval computed acc, acc_norm: name one of them",
-        "--lm-eval-tasks b:acc: lm-eval computed nothing: name one of them",
-        "--lm-eval-tasks two:exact_match: lm-eval computed exact_match,strict-match, exact_match,loose: "
-        "name one of them",
-    ]
-
-
-def test_other_ladder_layers(tmp_path: Path) -> None:
-    """A relative path is one of the directory in which the script is called."""
-    source, price = headers_alone(tmp_path / "Llama-3.1-8B-Instruct"), Price(0.1, 0.01)
-    order = (31, 1, 0, *range(2, 31))
-    measured = Sensitivity(str(source), 32, "ladder", 1, "data", 99, 2.0, (price,) * 32, order, 1, (price,), (price,))
-    write_sensitivity(tmp_path / "price.json", measured)
-    flags = ["--dry-run", "--source", source, "--run", tmp_path / "run", "--python", sys.executable]
-    done = run_command(["bash", SCRIPT, *flags, "--ladder-layers", "best:3@price.json"], timeout=120, cwd=tmp_path)
-    assert "wiring: ladder in layers 0-1,31 of 32" in done.stdout, done.stdout + done.stderr
-
-
-def test_the_sweep_compares_quality_and_speed(tmp_path: Path) -> None:
-    config = {
-        "num_hidden_layers": 32,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-    }
-    for layers in (16, 32):
-        for name, content in (
-            ("healed/config.json", config),
-            (
-                "evaluation/table.json",
-                {
-                    "source": {"perplexity": 6.0, "arc acc": 0.5},
-                    "unhealed": {"perplexity": 6.0 + layers},
-                    "healed": {"perplexity": 6.0 + layers / 64, "arc acc": 0.4},
-                },
-            ),
-        ):
-            path = tmp_path / str(layers) / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(content))
-    sweep = ["python3", SCRIPT.parent / "sweep.py", "--runs", tmp_path, "--layers", "32", "16", "--link", "no-p2p"]
-    done = run_command(sweep, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == (tmp_path / "sweep.md").read_text()
-    cells = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
-    assert cells[0] == ["ladder layers", "not healed", "perplexity", "arc acc", "speed-up", "range"]
-    assert [row[:4] for row in cells[2:]] == [
-        ["0", "", "6.000", "0.500"],
-        ["16", "22.000", "6.250", "0.400"],
-        ["32", "38.000", "6.500", "0.400"],
-    ]
-    half, whole = (float(row[4]) for row in cells[3:])
-    assert 1.1 < half < whole < 1.7
-    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
-    missing = run_command([*sweep[:-2], "24"], timeout=60)
-    assert missing.returncode == 2 and "24/evaluation/table.json: cannot be read" in missing.stderr
-    wrong = run_command(["bash", SCRIPT.parent / "sweep.sh", tmp_path, "--layers", "8 x"], timeout=30)
-    assert wrong.returncode == 2 and "--layers: x: expected numbers of ladder layers" in wrong.stderr
 
 
 def perplexities(text: str) -> dict[str, float]:

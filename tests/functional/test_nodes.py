@@ -2,8 +2,6 @@
 
 import os
 import re
-import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -193,41 +191,6 @@ def test_a_lost_host_is_named(tokens: Path, tmp_path: Path, across: str) -> None
     assert waits[across] in commands[0].stderr
 
 
-def test_a_stopped_rank_is_reported_with_stacks(tokens: Path, tmp_path: Path) -> None:
-    flags = ["--data-path", tokens, *FOREVER, "--tensor-model-parallel-size", "2"]
-    flags += ["--distributed-timeout-seconds-after-first-step", f"{patient(3):g}"]
-    first, second = start_ranks([flags, flags], tmp_path)
-    with running(first, second):
-        first.wait_for("iteration       3/", START)
-        second.process.send_signal(signal.SIGSTOP)
-        began = time.monotonic()
-        assert first.wait(60) == 4, first.stderr
-        assert time.monotonic() - began > 2
-    report = first.stderr
-    assert re.search(r"\*\*\* rank 0 on \S+ \(127.0.0.1\): no progress for \d+ s", report)
-    # Wherever in a step the other one was stopped.
-    collective = r"(all_reduce|all_gather|broadcast) \d+ in group '\w+' of ranks 0-1, \w+\[.*\]; with rank 1 on"
-    assert re.search(f"not finished: {collective}", report)
-    # The thread that waits, from the program's first line to the handle.
-    stacks = report[report.index("***") : report.index("*** end of the stacks of rank 0")]
-    assert "in train_step" in stacks and "in pretrain" in stacks and "hang watch" not in stacks
-    assert re.search(r"error: rank 0: LostPeerError: rank 1 on \S+ \(127.0.0.1\) is gone or does not answer", report)
-
-
-@pytest.mark.slow
-def test_a_killed_rank_is_named(tokens: Path, tmp_path: Path) -> None:
-    """The error comes long before the timeout, because its connections close."""
-    flags = ["--data-path", tokens, *FOREVER]
-    first, second = start_ranks([flags, flags], tmp_path)
-    with running(first, second):
-        first.wait_for("iteration       3/", START)
-        second.process.send_signal(signal.SIGKILL)
-        assert first.wait(60) == 4, first.stderr
-    assert "error: rank 0: LostPeerError: rank 1 on " in first.stderr
-    # The step's gradients or its log line: which of them waits is up to the moment.
-    assert re.search(r"in group '(data|world)' of ranks 0-1", first.stderr)
-
-
 def test_ranks_with_different_settings_do_not_start(tokens: Path, tmp_path: Path) -> None:
     common = ["--data-path", tokens, "--train-iters", "3"]
     others = ["--lr", "2e-2", "--seed", "7", "--tensor-model-parallel-size", "2"]
@@ -240,32 +203,6 @@ def test_ranks_with_different_settings_do_not_start(tokens: Path, tmp_path: Path
         assert flags == ["--seed", "--lr", "--tensor-model-parallel-size"], command.stderr
         assert re.search(r"--lr differs: 0.01 for rank 0 on \S+ \(127.0.0.1\) but 0.02 for rank 1 on", errors[1])
     assert all("Traceback" not in command.stderr for command in commands)
-
-
-def test_an_error_on_one_host_ends_the_others_immediately(tokens: Path, tmp_path: Path) -> None:
-    """Here its data is missing. The first rank is on the other host."""
-    good, bad = ["--data-path", tokens, "--train-iters", "3"], ["--data-path", tmp_path / "no", "--train-iters", "3"]
-    commands = start_ranks([good, bad], tmp_path)
-    with running(*commands):
-        assert [command.wait(START) for command in commands] == [2, 2]
-    first, second = (command.stderr for command in commands)
-    assert re.search(r"error: rank 1 on \S+ \(127.0.0.1\): --data-path \S+no", first), first
-    assert re.search(r"error: --data-path \S+no", second) and "rank 1" not in second
-
-
-def test_an_error_of_one_rank_ends_all_with_its_message(tmp_path: Path) -> None:
-    """Only data-parallel rank 1 reads the sample with an id that the vocabulary lacks."""
-    document = np.ones(16 * 64 + 1, dtype=np.int64)
-    document[16 * 40 :] = VOCABULARY + 5
-    writer = IndexedDatasetWriter(tmp_path / "tokens", np.dtype(np.uint16))
-    writer.add_document(document)
-    writer.publish()
-    flags = ["--data-path", tmp_path / "tokens", "--train-iters", "64", "--micro-batch-size", "1"]
-    commands = start_ranks([flags, flags], tmp_path)
-    with running(*commands):
-        assert [command.wait(START) for command in commands] == [4, 2]
-    assert "LostPeerError: rank 1 on" in commands[0].stderr
-    assert f"holds token id {VOCABULARY + 5}" in commands[1].stderr and "--tokenizer-model" in commands[1].stderr
 
 
 class Stubs:
@@ -331,22 +268,6 @@ def test_the_multi_host_script_starts_one_host(stubs: Stubs) -> None:
     (stubs.folder / "repository" / ".deepspeed_env").write_text("A=1\n# why\n")
     stumbling = stubs.run("multi_node.sh", "--node-rank", "0")
     assert stumbling.returncode == 2 and ".deepspeed_env: found '# why', expected NAME=VALUE" in stumbling.stderr
-
-
-@pytest.mark.slow
-def test_variables_are_passed_over_ssh(stubs: Stubs) -> None:
-    """The real launcher; a replacement of pdsh records the command that would run on the hosts."""
-    deepspeed = shutil.which("deepspeed", path=clean_environment()["PATH"])
-    stubs.add("deepspeed", f'exec "{deepspeed}" "$@"')
-    stubs.add("ssh", 'echo "$@" >&2')
-    stubs.add("pdsh", 'printf "%s\\n" "$@"')
-    (stubs.folder / "repository" / ".deepspeed_env").write_text("LADDER_TEST=seven\n")
-    done = stubs.run("multi_node.sh", "--hosts", "a b", "--train-iters", "7", DS_ACCELERATOR="cpu")
-    assert done.returncode == 0, done.stderr
-    words = done.stdout[done.stdout.index("\n-S\n") :].split()
-    assert words[words.index("-w") + 1] == "a,b" and words[-2:] == ["--train-iters", "7"]
-    assert "export LADDER_TEST=seven;" in done.stdout
-    assert {"deepspeed.launcher.launch", "--node_rank=%n", "--master_addr=a", "pretrain_ladder.py"} <= {*words}
 
 
 def test_a_slurm_job_starts_every_node(stubs: Stubs) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from examples.paper.evaluations import ADAPTATION, PUBLISHED, TASKS, average, main
+from examples.paper.evaluations import PUBLISHED, TASKS, average, main
 from megatron_ladder.errors import UserError
 from tests.helpers.commands import REPOSITORY_ROOT, run_command
 
@@ -138,30 +138,6 @@ def test_finished_tasks_are_skipped_and_settings_kept_apart(tmp_path: Path, lm_e
     assert rows_of(text)["1.2b-ladder"] == ["", "", "", "70.00", "", "", "", ""]
 
 
-def test_metrics_shots_and_needs_of_the_adaptation(tmp_path: Path, lm_eval: FakeLmEval) -> None:
-    numbers = {task.lm_eval: {f"{task.metric},none": 0.5} for task in ADAPTATION}
-    numbers["gsm8k_cot"] = {"exact_match,strict-match": 0.1, "exact_match,flexible-extract": 0.6}
-    numbers["arc_challenge"] = {"acc,none": 0.1, "acc_norm,none": 0.7}
-    numbers["humaneval_plus"] = {"pass@1,create_test": 0.4}
-    lm_eval.set(numbers)
-    text = run_here(tmp_path, "adaptation", name="16-healed")
-    shots = {call[call.index("--tasks") + 1]: call[call.index("--num_fewshot") + 1] for call in lm_eval.calls()}
-    assert shots == {
-        "mmlu": "5",
-        "arc_challenge": "25",
-        "openbookqa": "0",
-        "hellaswag": "10",
-        "truthfulqa_mc1": "0",
-        "gsm8k_cot": "8",
-        "ifeval": "0",
-    }
-    assert rows_of(text)["16-healed"] == ["50.00", "70.00", "50.00", "50.00", "50.00", "60.00", "", "50.00", "", ""]
-    assert "HumanEval+ needs `--run-code`" in text and "AlpacaEval 2 needs AlpacaEval and an OpenAI API key" in text
-    assert rows_of(run_here(tmp_path, "adaptation", "--run-code", name="16-healed"))["16-healed"][6] == "40.00"
-    (call,) = lm_eval.calls()
-    assert call[-1] == "1" and "--confirm_run_unsafe_code" in call
-
-
 def checkpoints(folder: Path) -> Path:
     folder.mkdir(parents=True)
     (folder / "latest").write_text("iter_0025000\n")
@@ -182,20 +158,3 @@ def test_the_script_exports_and_evaluates_the_newest_checkpoint(tmp_path: Path) 
     done = run_command([*words, "--wiring", "desync-2x", "--tp", "4", "--", "--tasks", "piqa"], timeout=60)
     (evaluate,) = map(shlex.split, done.stdout.splitlines())
     assert f"model={run},tp=4" in evaluate
-
-
-@pytest.mark.parametrize("unhealed", ["imported", "arranged"])
-def test_the_script_evaluates_an_adaptation(tmp_path: Path, unhealed: str) -> None:
-    adapted = checkpoints(tmp_path / "adapted" / "checkpoints").parent
-    checkpoints(adapted / unhealed)
-    (adapted / "healed").mkdir()
-    (adapted / "healed" / "config.json").write_text(json.dumps({"ladder_layers": list(range(16, 32))}))
-    words = ["bash", SCRIPT, "--adapted", adapted, "--source", tmp_path / "source", "--dry-run"]
-    done = run_command([*words, "--", "--tasks", "mmlu"], timeout=60)
-    assert done.returncode == 0, done.stderr
-    export, *evaluations = map(shlex.split, done.stdout.splitlines())
-    assert export[4:7] == [str(adapted / unhealed), "--hf", str(adapted / "unhealed")]
-    folder = adapted / "evaluation" / "paper-iter_0025000" / "lm_eval"
-    assert [words[-1] for words in evaluations] == [
-        str(folder / name / "mmlu_5-shot") for name in ("source", "16-unhealed", "16-healed")
-    ]

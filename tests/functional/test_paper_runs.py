@@ -18,7 +18,6 @@ from examples.paper.check import (
 )
 from examples.paper.runs import SIZES, WIRINGS, tensor_parallel_problems, training_flags
 from examples.paper.speed_report import read_published, report
-from examples.paper.take_documents import documents
 from ladder_lab.bench.options import parse_options
 from ladder_lab.bench.results import BenchmarkRow
 from ladder_lab.cost.hardware import CLUSTERS
@@ -114,31 +113,6 @@ def test_the_script_launches_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--size", "2b", "--wiring", "late"], "--size 2b: expected one of 1.2b, 1.5b, 3.5b, 4.5b, 3.5b-tp8"),
-        (["--wiring", "desync-2x"], "--tp 1: expected 2 or more with --wiring desync-2x, which has one stream per GPU"),
-        (["--wiring", "ladder", "--size", "4.5b", "--tp", "8"], "not divisible by it: use --size 4.5b-tp8"),
-        (["--wiring", "ladder", "--node-rank", "8"], "--node-rank 8: expected 0 to 7"),
-    ],
-)
-def test_errors_name_the_flag(words: list[str], message: str) -> None:
-    done = run_command(["bash", SCRIPT, "--dry-run", *words], timeout=30)
-    assert done.returncode == 2 and message in done.stderr
-
-
-def test_a_check_prints_a_row_for_each_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("PATH", clean_environment()["PATH"])
-    monkeypatch.setattr("examples.paper.check.SIZES", {"3.5b-tp8": SIZES["3.5b-tp8"]})
-    monkeypatch.setattr("examples.paper.check.WIRINGS", {name: WIRINGS[name] for name in ("ladder", "desync-4x")})
-    assert list(check(CheckOptions(), [])) == []
-    ladder, desync = (line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:4])
-    assert (ladder[1], ladder[5], desync[1], desync[5]) == ("ladder", "1 x 1 x 64", "desync-4x", "2 x 1 x 32")
-    # Of four sub-blocks, three read streams that differ between the two ranks, and each rank has its own norm there.
-    assert int(desync[3].replace(",", "")) - int(ladder[3].replace(",", "")) == 60 * 2304
-
-
 SPEED = EXAMPLE / "speed.sh"
 
 
@@ -193,22 +167,6 @@ def test_all_speeds_of_toy_shapes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "| llama-8b | off | 4 | ladder |" in (tmp_path / "report.md").read_text()
     assert run_command(command, timeout=60).stdout.count("already measured") == 6
-
-
-def test_documents_are_taken_in_order(tmp_path: Path) -> None:
-    lines = tmp_path / "texts.jsonl"
-    lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("one", "", "two\n", "three")))
-    assert list(documents([str(lines)], ("text",))) == ["one", "two\n", "three"]
-    command = ["python3", EXAMPLE / "take_documents.py", "--input", lines, "--output", tmp_path / "out.jsonl"]
-    done = run_command([*command, "--documents", "2"], timeout=30)
-    assert done.returncode == 0, done.stderr
-    taken = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert taken == [{"text": "one"}, {"text": "two\n"}]
-    short = run_command([*command, "--documents", "4"], timeout=30)
-    assert short.returncode == 2 and "--documents 4: --input contains only 3" in short.stderr
-    lines.write_text('{"txt": "one"}\n')
-    with pytest.raises(UserError, match="text"):
-        list(documents([str(lines)], ("text",)))
 
 
 @pytest.mark.slow

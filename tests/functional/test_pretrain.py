@@ -174,24 +174,3 @@ def test_all_errors_are_reported_once(tmp_path: Path) -> None:
     starts = [f"--tokenizer-model {tmp_path}/none", "--hidden-size 65 is not divisible", "--seq-length 64 is longer"]
     assert [line.removeprefix("error: ").startswith(s) for line, s in zip(errors, starts, strict=True)] == [True] * 3
     assert "Traceback" not in done.stderr
-
-
-def test_a_directory_without_a_complete_checkpoint_is_rejected(tokens: Path, tmp_path: Path) -> None:
-    (tmp_path / "save" / "iter_0000005").mkdir(parents=True)
-    (tmp_path / "save" / "latest").write_text("iter_0000005\n")
-    done = run_command(
-        [
-            sys.executable,
-            "pretrain_ladder.py",
-            *RECIPE,
-            "--data-path",
-            tokens,
-            "--train-iters",
-            "9",
-            "--load",
-            tmp_path / "save",
-        ],
-        timeout=60,
-    )
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "none of its 1 checkpoints is complete" in done.stderr and "manifest.json" in done.stderr

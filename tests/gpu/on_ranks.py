@@ -1,7 +1,6 @@
 """The parts of the checks that run on ranks: functions for `Machine.call`, on the GPU of the rank or on the CPU."""
 
 import contextlib
-import importlib
 import os
 import re
 import statistics
@@ -43,7 +42,6 @@ ROWS = (1, 1_000, 50_000)
 SUM_BYTES = 16 * 2**10
 """Size of the timed sums: the output of a sub-block for one token of a large model."""
 TIMED_SUMS = 50
-TIMED_PASSES = 20
 SYNCHRONISATIONS = re.compile(r"((cuda|cu)(Stream|Device|Event|Ctx)Synchronize|cudaMemcpy)(_pt[ds][sz])?")
 """Calls in which the host waits for the device."""
 ATTENTION = re.compile(
@@ -280,43 +278,3 @@ def _attention_of(work: Callable[[], object]) -> list[str]:
         work()
     matches = (ATTENTION.fullmatch(event.key) for event in profiler.key_averages())
     return sorted({match[1] or match[2] for match in matches if match is not None})
-
-
-def time_torchtitan(flavor: str, sequence: int) -> tuple[float, str]:
-    """Return the seconds of forward and backward of one sample in torchtitan's Llama 3, compiled as its trainer does.
-
-    If the installed version has another interface, return 0 and what is different. On a CPU, where its attention has no
-    backward, only the forward pass is timed, and nothing is compiled.
-    """
-    device = rank_device()
-    try:
-        llama3 = importlib.import_module("torchtitan.models.llama3")
-        with device:
-            model = llama3.model_registry(flavor, attn_backend="flex").model.build()
-            model.init_states(buffer_device=device)
-            ids = torch.randint(0, 2000, (1, sequence + 1))
-            positions = torch.arange(sequence).view(1, -1)
-            masks = model.get_attention_masks(positions=positions)
-        blocks = model.layers.values()
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        return 0.0, f"{type(error).__name__}: {error}"
-    if device.type == "cuda":
-        # Not `model.to`, which would make its complex table of angles real.
-        for parameter in model.parameters():
-            parameter.data = parameter.data.bfloat16()
-        for block in blocks:
-            block.compile(fullgraph=True)
-    model.requires_grad_(device.type == "cuda")
-    times = []
-    for _ in range(TIMED_PASSES):
-        model.zero_grad()
-        synchronise()
-        began = time.perf_counter()
-        logits = model(ids[:, :-1], positions=positions, attention_masks=masks)
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
-        if device.type == "cuda":
-            loss.backward()
-        synchronise()
-        times.append(time.perf_counter() - began)
-    # The first ones compile.
-    return statistics.median(times[TIMED_PASSES // 2 :]), ""

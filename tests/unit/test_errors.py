@@ -73,13 +73,6 @@ def test_a_reader_that_has_read_enough_is_no_error() -> None:
     assert (process.wait(30), process.stderr.read()) == (1, "")
 
 
-def test_a_closed_output_is_no_error() -> None:
-    command = [sys.executable, "-c", PROGRAM.format(body="print('nowhere')")]
-    closed = ["sh", "-c", 'exec "$0" "$@" >&-']
-    done = subprocess.run([*closed, *command], cwd=REPOSITORY_ROOT, env=clean_environment(), stderr=subprocess.PIPE)
-    assert (done.returncode, done.stderr) == (0, b"")
-
-
 def test_a_missing_package_is_one_line_and_a_missing_module_a_bug() -> None:
     done = run("import a_package_that_nobody_has.part")
     assert done.returncode == 2 and done.stderr.startswith("error: the Python package a_package_that_nobody_has is not")
@@ -89,6 +82,8 @@ def test_a_missing_package_is_one_line_and_a_missing_module_a_bug() -> None:
         assert done.returncode == 1 and "Traceback" in done.stderr
 
 
-def test_a_rank_reports_an_error_that_only_it_has() -> None:
-    done = run("raise errors.UserError('only here')", rank=1)
-    assert (done.returncode, done.stderr) == (2, "error: only here\n")
+def test_a_closed_output_is_no_error() -> None:
+    command = [sys.executable, "-c", PROGRAM.format(body="print('nowhere')")]
+    closed = ["sh", "-c", 'exec "$0" "$@" >&-']
+    done = subprocess.run([*closed, *command], cwd=REPOSITORY_ROOT, env=clean_environment(), stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (0, b"")

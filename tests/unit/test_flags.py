@@ -8,7 +8,7 @@ import pytest
 
 from megatron_ladder.command_line import FlagWords, _help_parser, build_sections, parse_command_line
 from megatron_ladder.errors import UserError
-from megatron_ladder.flags import flag, to_plain, value_errors
+from megatron_ladder.flags import flag
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,6 @@ def test_all_errors_are_reported_together() -> None:
     ]
 
 
-def test_the_opposite_of_a_switch_restores_its_default() -> None:
-    assert parse("--lr 1 --bf16 --no-overlap --no-bf16 --overlap") == Example(1.0)
-
-
 def test_words_of_a_file_are_converted_too() -> None:
     words: Any = {
         "lr": "1e-4",
@@ -113,11 +109,6 @@ def test_help_shows_docstrings() -> None:
     assert "--lr X The rate, in 100% of cases. (required)" in text
     assert "--steps N, --iterations N Steps. (default: 3)" in text
     assert "--no-overlap Turn overlap off." in text
-
-
-def test_json_compatible_values() -> None:
-    plain = to_plain(Example(0.5, style="linear", ids=(4, 5), folder=Path("x")))
-    assert plain["ids"] == [4, 5] and plain["folder"] == "x" and plain["style"] == "linear"
 
 
 @pytest.mark.parametrize("word", ["nan", "-inf"])
@@ -175,14 +166,3 @@ def test_values_within_their_limits_pass() -> None:
 )
 def test_a_value_outside_its_limits_is_one_error(words: str, error: str) -> None:
     assert bounded(words) == [error]
-
-
-def test_a_condition_on_an_unknown_flag_is_a_bug() -> None:
-    @dataclass(frozen=True)
-    class Wrong:
-        """Wrong."""
-
-        a: bool = flag(False, requires="--missing")
-
-    with pytest.raises(KeyError, match="--missing"):
-        value_errors([Wrong(a=True)])

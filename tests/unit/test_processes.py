@@ -39,13 +39,6 @@ def test_children_that_ignore_termination_are_killed() -> None:
     assert (stubborn.returncode, polite.returncode) == (-signal.SIGKILL, -signal.SIGTERM)
 
 
-def test_impatience_ends_the_grace_period() -> None:
-    child = start_child([sys.executable, "-c", IGNORES_TERMINATION + "; time.sleep(60)"], stdout=subprocess.PIPE)
-    assert child.stdout is not None and child.stdout.readline() == b"ready\n"
-    end_children([child], grace_seconds=600, is_impatient=lambda: True)
-    assert child.returncode == -signal.SIGKILL
-
-
 def test_a_child_ignores_signals_that_its_parent_answers() -> None:
     child = start_child(["sleep", "60"], ignored_signals=[signal.SIGINT])
     child.send_signal(signal.SIGINT)
@@ -60,14 +53,3 @@ def test_signals_are_collected_and_handlers_restored() -> None:
         os.kill(os.getpid(), signal.SIGINT)
     assert sorted(received) == [signal.SIGINT, signal.SIGTERM]
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_an_ignored_signal_stays_ignored() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with received_signals() as received:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        assert received == []
-    finally:
-        signal.signal(signal.SIGHUP, before)

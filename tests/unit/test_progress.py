@@ -22,13 +22,6 @@ def test_a_log_gets_lines_with_amount_rate_and_remaining_time(monkeypatch: pytes
     assert lines[-1].startswith("copied: 100%")
 
 
-def test_a_short_operation_is_silent_in_a_log() -> None:
-    log = io.StringIO()
-    with ProgressBar("copied", 10, stream=log) as bar:
-        bar.advance(10)
-    assert log.getvalue() == ""
-
-
 def test_earlier_work_does_not_count_for_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "PLAIN_SECONDS", 0.0)
     log = io.StringIO()

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 
 from megatron_ladder.checkpoint.publish import (
     create_temporary_directory,
-    published_checkpoints,
     temporary_directory,
 )
 from tests.unit.checkpoint.tiny_training import holds, save_state, small_state
@@ -45,17 +43,6 @@ def test_order_in_which_names_reach_the_disk(tmp_path: Path, monkeypatch: pytest
         ("replace", "latest"),
         ("fsync", "save"),
     ]
-
-
-def test_saving_an_iteration_again_overwrites_nothing(tmp_path: Path) -> None:
-    names = [save_state(tmp_path, 100, f"t{seed}", small_state(seed)).name for seed in range(12)]
-    assert names == ["iter_0000100", *(f"iter_0000100.{n}" for n in range(1, 12))]
-    assert (tmp_path / "latest").read_text() == "iter_0000100.11\n"
-    assert published_checkpoints(tmp_path) == names
-    assert all(holds(tmp_path / name, small_state(seed)) for seed, name in enumerate(names))
-    assert holds(tmp_path, small_state(11))
-    shutil.rmtree(tmp_path / "iter_0000100.1")
-    assert save_state(tmp_path, 100, "again", small_state(3)).name == "iter_0000100.12"
 
 
 def test_only_remains_of_dead_saves_are_removed(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ladder.checkpoint.publish import Retention, published_checkpoints, remove_old_checkpoints
+from megatron_ladder.checkpoint.publish import Retention, remove_old_checkpoints
 from megatron_ladder.checkpoint.saving import SaveOptions
 from megatron_ladder.comm.group import CommGroup
 from tests.unit.checkpoint.tiny_training import TinyState, holds, save_at_once
@@ -45,15 +45,3 @@ def test_iterations_saved_again_do_not_count(tmp_path: Path) -> None:
     assert retention.to_remove(tmp_path) == ["iter_0000150", "iter_0000200", "iter_0000050", "iter_0000100"]
     assert remove_old_checkpoints(tmp_path, retention)[1] == ()
     assert names(tmp_path) == ["iter_0000150.1", "iter_0000200.1", "latest"]
-
-
-def test_checkpoints_newer_than_latest_are_kept(tmp_path: Path) -> None:
-    """A run continues from iteration 50 in the directory of a run that had reached 200."""
-    for iteration in (50, 100, 200):
-        save_at_once(tmp_path, iteration, TinyState(1), CommGroup.alone())
-    options = SaveOptions(retention=Retention(keep_last=1))
-    save_at_once(tmp_path, 100, TinyState(2), CommGroup.alone(), options)
-    assert published_checkpoints(tmp_path) == ["iter_0000100.1", "iter_0000200"]
-    assert holds(tmp_path, TinyState(2).whole)
-    (tmp_path / "latest").unlink()
-    assert remove_old_checkpoints(tmp_path, Retention(keep_last=1)) == ((), ())

@@ -1,11 +1,8 @@
 """Saves: in the background, failing, and followed by the removal of old checkpoints; and the choice when loading."""
 
 import os
-import shutil
 import subprocess
 import threading
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,16 +14,10 @@ from megatron_ladder.checkpoint import saving
 from megatron_ladder.checkpoint.async_save import HostMemory
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.loading import load_newest
-from megatron_ladder.checkpoint.publish import (
-    Retention,
-    published_checkpoints,
-)
 from megatron_ladder.checkpoint.saving import SaveError, SaveOptions
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.errors import UserError
 from tests.unit.checkpoint.tiny_training import TinyState, begin, hand_over, holds, on_ranks, save_at_once
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def save_of_ranks(save: Path, iteration: int, seed: int, options: SaveOptions | None = None) -> list[Any]:
@@ -64,16 +55,6 @@ def test_a_rank_that_does_not_finish_is_reported(tmp_path: Path) -> None:
     outcome = on_ranks(2, rank)[0]
     assert outcome.directory == "" and outcome.error == "rank 1 did not finish writing in 0.2 s"
     assert names(tmp_path) == []
-
-
-@pytest.mark.parametrize("copy", ["not owned", "not counted"])
-def test_copies_that_other_ranks_save_are_not_written(tmp_path: Path, copy: str) -> None:
-    state = TinyState(1)
-    span = next(state.spans())
-    section = replace(span.sections[0], counted=copy != "not counted")
-    state._spans.append(span._replace(sections=[section], owned=copy != "not owned"))
-    save_at_once(tmp_path, 100, state, CommGroup.alone())
-    assert holds(tmp_path, state.whole)
 
 
 @pytest.mark.parametrize("in_background", [False, True])
@@ -146,35 +127,6 @@ def test_no_save_begins_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyP
         if not fits:
             assert str(answers[1]) == f"a checkpoint needs 1.0 MiB, and 1.0 MiB are free in {tmp_path}"
     assert names(tmp_path) == ["iter_0000100", "iter_0000200", "iter_0000200.1", "latest"]
-
-
-def failing_for(real: Callable[..., object], *names: str) -> Callable[..., None]:
-    """Return a function that fails if its first argument is a path whose name begins with one of `names`."""
-
-    def call(path: Path, *arguments: Any) -> None:
-        if path.name.startswith(names):
-            raise PermissionError(13, "Permission denied", str(path))
-        real(path, *arguments)
-
-    return call
-
-
-def test_one_failing_removal_does_not_prevent_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for iteration in (50, 100, 150):
-        save_at_once(tmp_path, iteration, TinyState(1), CommGroup.alone())
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", failing_for(os.rename, "iter_0000050"))
-        patch.setattr(shutil, "rmtree", failing_for(shutil.rmtree, "iter_0000100.tmp-"))
-        options = SaveOptions(retention=Retention(keep_last=1))
-        outcome = save_at_once(tmp_path, 200, TinyState(2), CommGroup.alone(), options)
-    assert outcome.error is None and outcome.removed == ("iter_0000100", "iter_0000150")
-    assert published_checkpoints(tmp_path) == ["iter_0000050", "iter_0000200"]
-    first, second = outcome.notes
-    assert first == f"{tmp_path / 'iter_0000050'}: old checkpoint, cannot be renamed: Permission denied"
-    assert second.endswith(": formerly iter_0000100, cannot be removed: Permission denied")
-    # The next save tries both again.
-    assert save_at_once(tmp_path, 250, TinyState(2), CommGroup.alone(), options).notes == ()
-    assert names(tmp_path) == ["iter_0000250", "latest"]
 
 
 def load(save: Path, world: CommGroup, state: TinyState) -> tuple[str, list[str]]:

@@ -1,7 +1,6 @@
 """Data files compared with the safetensors library, xxhash, and literal bytes."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -53,19 +52,6 @@ def test_bytes_on_disk(tmp_path: Path) -> None:
     header += b" " * (-len(header) % 8)
     expected = len(header).to_bytes(8, "little") + header + b"\x00\x00\xc0\x3f" + b"\x07\x09"
     assert path.read_bytes() == expected and size == len(expected)
-
-
-def test_all_bytes_are_flushed_before_the_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[int] = []
-    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
-    size, _ = write_tensor_file(tmp_path / "a.safetensors", [("x", torch.zeros(3))])
-    assert synced == [size]
-
-
-def test_a_file_is_never_overwritten(tmp_path: Path) -> None:
-    write_tensor_file(tmp_path / "a.safetensors", [("x", torch.zeros(2))])
-    with pytest.raises(FileExistsError):
-        write_tensor_file(tmp_path / "a.safetensors", [("x", torch.ones(2))])
 
 
 def file_of(header: object, data: bytes = b"") -> bytes:

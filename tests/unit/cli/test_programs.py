@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -68,15 +67,6 @@ def test_help_version_and_wrong_flags_need_only_the_standard_library() -> None:
 def test_a_mistake_lists_what_was_expected(program: str, words: list[str], expected: str) -> None:
     with pytest.raises(Exception, match="(?m)^" + expected.replace("?", r"\?")):
         load_program(program).parse_options(words)
-
-
-def test_help_of_the_trainer_begins_with_the_common_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        load_program("pretrain").parse_options(["--help"])
-    summary, _, details = capsys.readouterr().out.partition("\noptions:\n")
-    common = re.findall(r"--[\w-]+", summary)
-    assert len(common) > 20
-    assert [name for name in common if not re.search(rf"^  {name}\b", details, re.MULTILINE)] == []
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ladder.cli.report_run import _describe, _draw, _summarize, main
+from megatron_ladder.cli.report_run import _describe, _summarize, main
 from megatron_ladder.errors import UserError
 from megatron_ladder.train.record import RunRecord
 from tests.helpers.commands import REPOSITORY_ROOT
@@ -59,30 +59,6 @@ def test_a_start_that_failed_early_leaves_the_end_of_the_run_before() -> None:
     assert "4 -> 10: SIGTERM (exit code 0)" in _describe([*EVENTS, failed], _summarize([*EVENTS, failed]))
 
 
-def test_steps_lost_twice_count_twice() -> None:
-    events = [
-        event(0, "start", iteration=0),
-        progress(2, 2, 2, 2.0),
-        event(3, "start", iteration=0),
-        progress(5, 2, 2, 2.0),
-        event(6, "start", iteration=0),
-        progress(8, 2, 2, 2.0),
-    ]
-    summary = _summarize(events)
-    # The last one may run on.
-    assert (summary.steps, summary.lost_steps, summary.interruptions, summary.kept_seconds) == (2, 4, 2, 2.0)
-
-
-def test_an_attempt_ends_before_the_next_one_loads() -> None:
-    loads = [event(29, "load", iteration=4), event(29.5, "stop", reason="a failed start", code=1)]
-    events = [*EVENTS[:6], *loads, *EVENTS[7:]]
-    summary = _summarize(events)
-    first = summary.attempts[0]
-    assert (first.last, first.end) == (BEGAN + timedelta(seconds=9), None)
-    lines = {line.get_label(): line.get_xdata()[0] for line in _draw(events, summary).axes[0].lines}
-    assert lines["interrupted"] == pytest.approx(9 / 3600)
-
-
 def test_an_evaluation_of_an_older_checkpoint_loses_no_steps() -> None:
     looked = [
         event(60, "start", iteration=4, reason="evaluates"),
@@ -116,13 +92,3 @@ def test_errors_name_their_flag(tmp_path: Path) -> None:
     RunRecord(tmp_path).write("launch")
     with pytest.raises(UserError, match="records no start"):
         main(["--run", str(tmp_path)])
-
-
-def test_a_picture_that_cannot_be_written_is_found_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_record(tmp_path)
-    (tmp_path / "report.png").mkdir()
-    with pytest.raises(UserError, match=r"report.png cannot be written: is a directory: .* with --output"):
-        main([str(tmp_path)])
-    with pytest.raises(UserError, match=r"--output .*x.png: cannot be written: .*run.jsonl is not a directory"):
-        main([str(tmp_path), "--output", str(tmp_path / "run.jsonl" / "x.png")])
-    assert capsys.readouterr().out == ""

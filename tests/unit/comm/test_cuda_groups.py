@@ -9,10 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
-from megatron_ladder.comm import launch
-from megatron_ladder.comm.agreement import Host
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.comm.launch import RankInfo, start_process_group
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.nccl import explain_connections, overlapped_group_options
 from megatron_ladder.comm.symmetric import (
@@ -75,46 +72,10 @@ def test_only_tensor_parallel_groups_have_options(monkeypatch: pytest.MonkeyPatc
     assert len({id(group.process_group) for group in groups}) == 4, "separate communicators"
 
 
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({}, "not set, so CUDA has 8 queues: a reduce is launched before the product that hides it, but"),
-        ({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, "=8: a reduce is launched before"),
-        ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "--residual-staleness 2"),
-    ],
-)
-def test_the_number_of_queues_is_explained(environment: dict[str, str], expected: str) -> None:
-    assert expected in explain_connections(environment)
-
-
 @pytest.mark.parametrize("text", ["0", "33", "-1", "many", "", "1.0"])
 def test_invalid_numbers_of_queues(text: str) -> None:
     with pytest.raises(UserError, match="expected 1 to 32"):
         explain_connections({"CUDA_DEVICE_MAX_CONNECTIONS": text})
-
-
-def test_queues_are_checked_before_cuda_starts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    done: list[str] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(f"start {device}"))
-    monkeypatch.setattr(launch.dist, "init_process_group", lambda backend, **_: done.append(backend))
-    # There are no other ranks.
-    monkeypatch.setattr(launch, "_find_host", lambda: Host("node", "127.0.0.1"))
-    monkeypatch.setattr(launch, "open_store", lambda *_: None)
-    monkeypatch.setattr(launch, "agree", lambda store, rank, world_size, report, timeout: [report.host] * world_size)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "0")
-    with pytest.raises(UserError, match="CUDA_DEVICE_MAX_CONNECTIONS=0"):
-        start_process_group(RankInfo(0, 2, 0), 1.0)
-    assert done == []
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    start_process_group(RankInfo(0, 2, 0), 1.0)
-    assert done == ["start cuda:0", "nccl"] and "CUDA_DEVICE_MAX_CONNECTIONS=1:" in capsys.readouterr().err
-    start_process_group(RankInfo(1, 2, 1), 1.0)
-    assert capsys.readouterr().err == "", "one rank prints it"
 
 
 class Torch:
@@ -186,14 +147,6 @@ def test_other_sums_use_nccl(monkeypatch: pytest.MonkeyPatch, tensor: torch.Tens
     group.start_all_reduce(tensor)
     group.all_reduce(tensor)
     assert fake.one_shot == [] and len(fake.by_nccl) == 2
-
-
-def test_the_largest_one_shot_sum_and_other_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = Torch(monkeypatch)
-    group = make_group(fake)
-    group.start_all_reduce(torch.ones(MOST_BYTES // 2, dtype=torch.bfloat16))
-    group.all_reduce(torch.ones(8, dtype=torch.bfloat16), dist.ReduceOp.MAX)
-    assert fake.one_shot == [MOST_BYTES // 2] and len(fake.by_nccl) == 1
 
 
 def test_one_shot_sums_need_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,15 +139,3 @@ def test_gloo_uses_the_interface_that_leads_to_the_others(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
     _choose_interface(Host("here", here), [Host("any", one) for one in hosts])
     assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
-
-
-def test_a_first_host_with_a_loopback_name_uses_the_route_to_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("megatron_ladder.comm.launch._address_towards", {"10.0.0.2": "10.0.0.1"}.__getitem__)
-    interfaces = {"lo": [SimpleNamespace(address="127.0.1.1")], "fabric": [SimpleNamespace(address="10.0.0.1")]}
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: interfaces)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    _choose_interface(Host("a", "127.0.1.1"), [Host("a", "127.0.1.1"), Host("b", "10.0.0.2")])
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "fabric"

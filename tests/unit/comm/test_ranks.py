@@ -67,21 +67,6 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     assert gone(tmp_path)
 
 
-class Ended:
-    """A process that has ended, with the interface of `subprocess.Popen`."""
-
-    def __init__(self, code: int) -> None:
-        self.code = code
-
-    def poll(self) -> int:
-        return self.code
-
-
-def test_a_killed_rank_is_the_cause_of_other_failures() -> None:
-    processes = [Ended(0), Ended(1), Ended(-9), Ended(4)]
-    assert ranks._wait(processes, []) == (2, -9)  # type: ignore[arg-type]
-
-
 @pytest.mark.long
 def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "GRACE_SECONDS", 0.1)

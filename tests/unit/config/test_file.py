@@ -119,16 +119,6 @@ def test_the_written_configuration_repeats_the_run(tmp_path: Path, words: str) -
     assert run.optimizer.completed(30) == repeated.optimizer and run.accumulation_steps == repeated.accumulation_steps
 
 
-def test_the_written_configuration_names_the_loaded_checkpoint() -> None:
-    words = "--train-iters 30 --lr 1 --load c --no-load-optim --override-opt-param-scheduler --save c"
-    flags = parse_run(words.split())
-    run = resolve_run(flags, 1000, 1)
-    scratch, resumed = flags.describe(run), flags.describe(run, Path("c/iter_0000007"))
-    assert (scratch["load"], scratch["load_optim"], scratch["override_opt_param_scheduler"]) == (None, True, False)
-    assert (resumed["load"], resumed["load_optim"]) == ("c/iter_0000007", False)
-    assert resumed["override_opt_param_scheduler"]
-
-
 def test_the_command_line_wins(tmp_path: Path) -> None:
     text = f"{BASE}bf16: true\ntp_overlap: false\ndata_path: [a, b]\nsave: x\nmicro_batch_size: many\nseed: 5\n"
     words = "--lr 2 --no-bf16 --tp-overlap --data-path c --micro-batch-size 2"
@@ -190,19 +180,6 @@ def test_an_unreadable_file_is_reported_with_the_other_errors(tmp_path: Path, te
     found = errors_of(tmp_path, text, "--lr 1 --train-iters x")
     assert len(found) == 2 and found[0].startswith(message), found
     assert found[1] == "--train-iters: 'x' is not a whole number"
-
-
-def test_other_unreadable_files(tmp_path: Path) -> None:
-    found = errors_of(tmp_path, "lr = 1\nlr = 2\n", "--lr 1 --train-iters 1", "run.toml")
-    assert len(found) == 1 and found[0].startswith("--config run.toml: not TOML: Cannot overwrite a value"), found
-    read(tmp_path, "", "--lr 1 --train-iters 1")
-    for path, reason in ((tmp_path, "Is a directory"), (tmp_path / "absent.yaml", "No such file or directory")):
-        with pytest.raises(UserError) as raised:
-            parse_run(["--config", str(path)])
-        assert raised.value.messages == (f"--config {path}: cannot be read: {reason}",)
-    with pytest.raises(UserError) as missing:
-        parse_run(["--config", "--lr", "1", "--train-iters", "1"])
-    assert missing.value.messages == ("--config: expected a value",)
 
 
 def test_reading_a_file_needs_no_torch(tmp_path: Path) -> None:

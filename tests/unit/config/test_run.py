@@ -93,13 +93,6 @@ def test_one_mistake_is_one_error(words: str, cause: str) -> None:
     assert len(found) == 1 and found[0].startswith(cause), found
 
 
-@pytest.mark.parametrize("words", ["", "--bf16", "--offload-optimizer cpu", "--bf16 --offload-optimizer cpu"])
-def test_every_supported_stage_is_accepted(words: str) -> None:
-    for stage in "123" if words else "0123":
-        assert read(f"--zero-stage {stage} {words}")[1] == []
-    assert read(f"--pipeline-model-parallel-size 2 {words.removesuffix('--offload-optimizer cpu')}")[1] == []
-
-
 def test_all_errors_are_reported_together() -> None:
     """Values first, then how they fit together."""
     found = read("--colour 3 --num-experts 4 --seed x --lr 0 --finetune")[1]

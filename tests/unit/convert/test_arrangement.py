@@ -1,11 +1,9 @@
 """`convert_checkpoint.py arrange`: which heads and neurons share a lane."""
 
-import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,7 +14,7 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.convert import arrangement
 from megatron_ladder.convert.options import ArrangeOptions
 from megatron_ladder.data.batches import MicroBatch
-from megatron_ladder.errors import BadNumbersError, UserError
+from megatron_ladder.errors import UserError
 from megatron_ladder.model.language_model import LanguageModel
 from tests.helpers.sharded import fill_slices
 from tests.reference import ReferenceConfig, make_weights, reference_logits
@@ -162,38 +160,6 @@ def test_effects_are_those_of_the_formula(tmp_path: Path) -> None:
         torch.testing.assert_close(found[unit], expected, rtol=1e-4, atol=0)
     # And from the other side: the sum over all neurons of the effects on the heads is the same.
     torch.testing.assert_close(branches[2].effects_of(2).sum(), found.sum(), rtol=1e-4, atol=0)
-
-
-def test_weights_that_are_not_finite_are_an_error(tmp_path: Path) -> None:
-    config = tiny_config(num_key_value_heads=4)
-    weights = make_weights(ReferenceConfig.like(config), 3)
-    next(weight for name, weight in weights.items() if "mlp" in name)[:] = float("nan")
-    with pytest.raises(BadNumbersError, match="the activations are not finite, or all zero"):
-        arranged(tmp_path, config, weights, "--lanes", "2")
-
-
-def test_a_dry_run_measures_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = tiny_config(num_key_value_heads=4)
-    write_checkpoint(tmp_path / "run", config, make_weights(ReferenceConfig.like(config), 3))
-    write_tokens(tmp_path / "data", 200)
-    words = ("--load", tmp_path / "run", "--save", tmp_path / "new", "--tokens", 150, "--seq-length", 16, "--dry-run")
-    with pytest.raises(UserError, match="--lanes: give the number of lanes"):
-        convert("arrange", *words, "--data", tmp_path / "data")
-    with pytest.raises(UserError, match="none"):
-        convert("arrange", *words, "--data", tmp_path / "none", "--lanes", 2)
-    convert("arrange", *words, "--data", tmp_path / "data", "--lanes", 2)
-    assert "in 2 lanes with own partials" in capsys.readouterr().out and not (tmp_path / "new").exists()
-
-
-def test_every_lane_has_as_many_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    gains = np.random.default_rng(0).random((8, 2), np.float32)
-    found = arrangement._assign(gains)
-    halves = (set(chosen) for chosen in itertools.combinations(range(8), 4))
-    best = max(sum(float(gains[unit, int(unit not in half)]) for unit in range(8)) for half in halves)
-    assert np.bincount(found).tolist() == [4, 4]
-    assert gains[np.arange(8), found].sum() == pytest.approx(best)
-    monkeypatch.setattr(arrangement, "_UNITS_AT_ONCE", 4)
-    assert np.bincount(arrangement._assign(np.random.default_rng(1).random((30, 3), np.float32))).tolist() == [10] * 3
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """Results of conversions: equal bits and logits, whatever the layout, the element type and the number of files."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,7 @@ from megatron_ladder.checkpoint.hf_directory import hf_name
 from megatron_ladder.checkpoint.publish import write_manifest
 from megatron_ladder.convert.options import shard_bytes
 from megatron_ladder.errors import UserError
-from tests.helpers.commands import REPOSITORY_ROOT
-from tests.unit.convert.hand_made import CONFIG, write_directory
+from tests.unit.convert.hand_made import write_directory
 from tests.unit.convert.saved_models import (
     assert_equal_bits,
     convert,
@@ -196,29 +193,6 @@ def test_sizes_of_shards() -> None:
             shard_bytes(text)
 
 
-@pytest.mark.slow
-def test_memory_is_bounded_by_a_file(tmp_path: Path) -> None:
-    """A model of 60 MB in files of 5 MB takes few of them in memory."""
-    sizes = {"num_hidden_layers": 16, "hidden_size": 512, "intermediate_size": 1024, "vocab_size": 1000}
-    save_model(tmp_path / "hf", dtype=torch.bfloat16, **sizes)
-    assert (tmp_path / "hf" / "model.safetensors").stat().st_size > 60e6
-    convert("import", "--hf", tmp_path / "hf", "--save", tmp_path / "ours")
-    script = f"""
-import resource
-from megatron_ladder.cli.convert_checkpoint import main
-def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-words = ["export", "--load", {str(tmp_path / "ours")!r}, "--hf", {str(tmp_path / "back")!r}, "--max-shard-size", "5MB"]
-main([*words, "--dry-run"])
-before = peak()
-main(words)
-print(peak() - before)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=REPOSITORY_ROOT, capture_output=True, text=True, check=True
-    )
-    assert int(done.stdout.splitlines()[-1]) < 30e6
-
-
 def test_dry_run_writes_nothing_and_reports_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = write_directory(tmp_path / "hf")
     convert("import", "--hf", directory, "--save", tmp_path / "ours", "--dry-run", "--ladder-layers", "1")
@@ -226,12 +200,3 @@ def test_dry_run_writes_nothing_and_reports_the_plan(tmp_path: Path, capsys: pyt
     printed = capsys.readouterr().out
     assert "the wiring of the source, standard, is overridden: ladder in layers 1 of 2" in printed
     assert "weights_rank_00000.safetensors: 2.51 kB, 21 tensors" in printed and "nothing was written" in printed
-
-
-def test_code_in_a_directory_is_neither_run_nor_copied(tmp_path: Path) -> None:
-    config = {**CONFIG, "model_type": "llamaLadder", "ladder_layers": 1, "auto_map": {"AutoConfig": "evil.Config"}}
-    directory = write_directory(tmp_path / "hf", config)
-    (directory / "evil.py").write_text("raise SystemExit(7)")
-    convert("import", "--hf", directory, "--save", tmp_path / "ours", "--verify")
-    convert("export", "--load", tmp_path / "ours", "--hf", tmp_path / "back")
-    assert not list(tmp_path.glob("ours/*/*.py")) and not (tmp_path / "back" / "evil.py").exists()

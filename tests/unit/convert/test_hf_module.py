@@ -7,17 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
-    PreTrainedTokenizerFast,
     StaticCache,
-    pipeline,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -136,30 +131,6 @@ def test_saving_and_loading_changes_nothing(tmp_path: Path) -> None:
     assert type(body).__name__ == MegatronLadderModel.__name__
     with torch.no_grad():
         assert torch.equal(body.eval()(tokens).last_hidden_state, first.model(tokens).last_hidden_state)
-
-
-def test_a_larger_vocabulary_keeps_the_bound_of_the_logits(tmp_path: Path) -> None:
-    model, tokens = random_model(tiny_config(logit_soft_cap=0.5, tie_embeddings=True)), random_tokens(1, 8)
-    module = opened(write_hf(model, tmp_path / "model"))
-    with torch.no_grad():
-        before = module(tokens).logits
-        module.resize_token_embeddings(VOCAB + 3)
-        after = module(tokens).logits
-    assert_close(after[..., :VOCAB], before)
-    assert after.shape[-1] == VOCAB + 3 and after.abs().max() < 0.5
-
-
-def test_text_generation_pipeline(tmp_path: Path) -> None:
-    model = random_model(tiny_config(**HYBRID))
-    folder = write_hf(model, tmp_path / "model", pad_token_id=0)
-    words = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCAB)}, unk_token="w0"))
-    words.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", padding_side="left").save_pretrained(folder)
-    generate = pipeline("text-generation", model=str(folder), trust_remote_code=True)
-    options = {"max_new_tokens": 4, "do_sample": False, "return_full_text": False}
-    together = generate(["w5 w6 w7", "w8"], batch_size=2, **options)
-    for prompt, (found,) in zip(([5, 6, 7], [8]), together, strict=True):
-        assert found["generated_text"] == " ".join(f"w{token}" for token in greedy(model, torch.tensor([prompt]), 4)[0])
 
 
 def test_servers_can_replace_the_attention(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

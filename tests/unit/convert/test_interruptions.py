@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -59,32 +58,6 @@ def test_an_interrupted_conversion_continues_after_its_complete_files(
     assert f"continues an interrupted conversion in {work}" in capsys.readouterr().out
     assert {name: (tmp_path / "back" / name).stat().st_ino for name in whole} == whole
     assert not list((tmp_path / "back").glob("*.partial")) and not list(tmp_path.glob("back.tmp-*"))
-    assert_equal_bits(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "back"))
-
-
-def test_files_that_fail_verification_are_written_again(
-    tmp_path: Path, export: list[object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two of four files are wrong; both are written again, and the others are kept."""
-    names = [f"model-0000{number}-of-00004.safetensors" for number in range(1, 5)]
-    real = os.replace
-
-    def damaging(source: Path, target: Path) -> None:
-        if Path(target).name in (names[1], names[3]):
-            content = bytearray(Path(source).read_bytes())
-            content[-1] ^= 1
-            Path(source).write_bytes(content if Path(target).name == names[1] else b"")
-        real(source, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", damaging)
-        with pytest.raises(RuntimeError, match=f"{names[1]}: .*{names[3]}: .*writes these files again"):
-            convert(*export, "--verify")
-    (work,) = tmp_path.glob("back.tmp-*")
-    kept = {path.name: path.stat().st_ino for path in work.glob("*.safetensors")}
-    assert sorted(kept) == [names[0], names[2]]
-    convert(*export)
-    assert {name: (tmp_path / "back" / name).stat().st_ino for name in kept} == kept
     assert_equal_bits(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "back"))
 
 
@@ -160,14 +133,6 @@ def test_checkpoints_published_meanwhile_stay(
     (tmp_path / "another").mkdir()
     os.rename(work, tmp_path / "another" / "iter_0000000")
     Checkpoint.open(tmp_path / "another").verify()
-
-
-def test_directories_created_meanwhile_stay(tmp_path: Path, meanwhile: list[Callable[[], object]]) -> None:
-    convert("import", "--hf", write_directory(tmp_path / "hf"), "--save", tmp_path / "ours")
-    meanwhile.append(lambda: write_directory(tmp_path / "back", {"mine": True}))
-    with pytest.raises(UserError, match=r"exists and is not empty.*is complete in .*back\.tmp-"):
-        convert("export", "--load", tmp_path / "ours", "--hf", tmp_path / "back")
-    assert json.loads((tmp_path / "back" / "config.json").read_text()) == {"mine": True}
 
 
 def dying_after(name: str) -> Callable[[Path], None]:

@@ -149,13 +149,3 @@ def test_unsupported_values_are_rejected(changes: dict[str, Any], words: str) ->
     assert len(refusal.value.messages) == 1
     assert refusal.value.messages[0].startswith("there/config.json: ")
     assert words in refusal.value.messages[0]
-
-
-def test_missing_sizes_and_contradictions_are_reported() -> None:
-    with pytest.raises(UserError, match="Object missing required field `num_hidden_layers`"):
-        model_config_from_hf({"model_type": "llama", "rms_norm_eps": 1e-5})
-    wrong = {"final_logit_softcapping": 30.0, "ladder_layers": [3], "rope_scaling": {"rope_type": "yarn"}}
-    with pytest.raises(UserError) as refusal:
-        model_config_from_hf(LLAMA31 | wrong)
-    found = {error.split(": ")[1] for error in refusal.value.messages}
-    assert found == {"final_logit_softcapping", "ladder_layers", "rope_scaling.rope_type"}

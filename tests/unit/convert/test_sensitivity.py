@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.convert.options import SensitivityOptions
-from megatron_ladder.convert.sensitivity import _late_model, read_batches
+from megatron_ladder.convert.sensitivity import read_batches
 from megatron_ladder.data.indexed import IndexedDatasetWriter, loss_mask_path
 from megatron_ladder.data.sidecar import Sidecar, write_sidecar
 from megatron_ladder.errors import UserError
@@ -113,14 +113,6 @@ def test_two_ranks_equal_a_plain_loop(tmp_path: Path) -> None:
     check(found, *CASES["ladder"][::2], tokens)
 
 
-def test_fewer_greedy_layers_leave_the_others_in_the_order_of_their_last_measurement(tmp_path: Path) -> None:
-    found, tokens = measure(tmp_path, {}, "--greedy-layers", 2)
-    changes, _, wiring = CASES["ladder"]
-    first, second, *others = found["order"]
-    last = [statistics.fmean(losses_of(changes, wiring, tokens, [first, layer])) for layer in (second, *others)]
-    assert last == sorted(last) and found["greedy_layers"] == len(found["cheapest"]) == len(found["upper"]) == 2
-
-
 def test_conversations_are_measured_as_training_reads_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Compare with each conversation run alone; only the labels that the mask marks count."""
     config = tiny_config(num_layers=LAYERS)
@@ -213,10 +205,3 @@ def test_data_that_cannot_be_measured_is_an_error(
     write_checkpoint(tmp_path / "run", tiny_config(), reference_of(tiny_config())[0])
     with pytest.raises(UserError, match=message):
         read_batches(SensitivityOptions(**given), open_model(tmp_path / "run", None, None))
-
-
-def test_a_model_with_own_partials_is_rejected() -> None:
-    options = SensitivityOptions(load=Path("run"), data=Path("data"), output=Path("out.json"))
-    lanes = tiny_config(residual_mode="ladder", ladder_layers=(0, 1), lanes=2)
-    with pytest.raises(UserError, match="^--load run: a model of 2 lanes .*: measure the standard model"):
-        _late_model(lanes, options)

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tokenizers
@@ -19,11 +18,10 @@ from megatron_ladder.data.tokenizers import (
     load_tokenizer_from_directory,
 )
 from tests.helpers.tokenizer_copies import copy_tokenizer
-from tests.unit.convert.hand_made import CONFIG, write_directory
+from tests.unit.convert.hand_made import write_directory
 from tests.unit.convert.saved_models import convert
 from tests.unit.generate.tiny_model import train_tokenizer, write_checkpoint_with_tokenizer
 
-ROOT = Path(__file__).resolve().parents[3]
 TEXTS = ["def add(a, b):\n    return a + b\n", "  two  blanks\t", "\u6f22 12", " class"]
 
 
@@ -92,29 +90,6 @@ def test_tokenizers_of_two_files_and_of_none(tmp_path: Path, questions: list[str
     assert_transformers_loads(tmp_path / "pairs", ours, ["defde"], questions)
     convert("import", "--hf", tmp_path / "pairs", "--save", tmp_path / "again")
     assert load_tokenizer_from_directory(Checkpoint.open(tmp_path / "again").directory).encode("defde") == [4, 3]
-
-
-def test_files_of_a_hugging_face_directory_survive_a_round_trip(tmp_path: Path) -> None:
-    directory = write_directory(tmp_path / "hf", {**CONFIG, "eos_token_id": 5, "pad_token_id": 3})
-    write_word_tokenizer(directory)
-    texts = {
-        "tokenizer_config.json": '{"eos_token": "<eos>", "tokenizer_class": "PreTrainedTokenizerFast"}',
-        "chat_template.jinja": "{{ messages }}",
-        "generation_config.json": '{"eos_token_id": [0, 2], "temperature": 0.5}',
-    }
-    for name, text in {**texts, "modeling_evil.py": "raise SystemExit(7)", "notes.md": ""}.items():
-        (directory / name).write_text(text)
-    convert("import", "--hf", directory, "--save", tmp_path / "ours")
-    checkpoint = Checkpoint.open(tmp_path / "ours")
-    assert load_tokenizer_from_directory(checkpoint.directory).encode("a b b") == [1, 2, 2]
-    assert checkpoint.manifest["tokenizer"]["type"] == "HuggingFaceTokenizer"
-    convert("export", "--load", tmp_path / "ours", "--hf", tmp_path / "back")
-    for name in (*texts, "tokenizer.json"):
-        assert (tmp_path / "back" / name).read_bytes() == (directory / name).read_bytes()
-    config: dict[str, Any] = json.loads((tmp_path / "back" / "config.json").read_text())
-    assert config["eos_token_id"] == [0, 2] and config["pad_token_id"] == 3
-    kept = {"config.json", "model.safetensors", "tokenizer.json", *texts}
-    assert {path.name for path in (tmp_path / "back").iterdir()} == kept
 
 
 def test_transformers_opens_a_single_tokenizer_file(tmp_path: Path, questions: list[str]) -> None:

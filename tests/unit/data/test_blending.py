@@ -10,7 +10,7 @@ import pytest
 
 from megatron_ladder.config.data import DataConfig
 from megatron_ladder.data.blending import _MAX_TURNS, _turns_of, _whole_weights, blend, parse_blend
-from megatron_ladder.data.indexed import IndexedDataset, loss_mask_path
+from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.loader import DataArguments, OrderOptions, find_data, open_sources
 from megatron_ladder.data.samples import SampleRows, SampleSource
 from megatron_ladder.errors import UserError
@@ -64,14 +64,6 @@ def test_a_blend_keeps_the_order_of_each_data_set(make_dataset: MakeDataset) -> 
     assert out.tokens.tolist() == expected
 
 
-def test_a_blend_of_data_sets_with_and_without_a_loss_mask(make_dataset: MakeDataset) -> None:
-    masked, plain = make_dataset([30], "masked"), make_dataset([30], "plain")
-    loss_mask_path(masked.prefix).write_bytes(bytes(30))
-    sources = [SampleSource(IndexedDataset(p.prefix), range(1), SEQ_LENGTH, 7, shuffle=True) for p in (masked, plain)]
-    rows = blend(sources, [Fraction(1), Fraction(1)]).samples(np.arange(6))
-    assert rows.loss_mask is not None and sorted(rows.loss_mask.sum(1).tolist()) == [0, 0, 0, 5, 5, 5]
-
-
 @pytest.mark.parametrize("words", ["1 a 2", "1 a b 2", "a 1 2 b", "0 a 1 b", "-1 a 1 b", "nan a 1 b", "1 a 2 a", "a a"])
 def test_invalid_blends(words: str) -> None:
     with pytest.raises(UserError, match="--data-path"):
@@ -88,16 +80,6 @@ def test_every_data_set_of_a_blend_is_split(make_dataset: MakeDataset) -> None:
     c = make_dataset([50], "c").prefix
     unweighted = open_sources(DataArguments([str(a), str(c)], (), (), ()), "1", ORDER).train
     assert [len(member) for member in unweighted.sources] == [24, 12] and unweighted.weights == [2, 1]
-
-
-def test_all_errors_of_a_blend_are_reported(make_dataset: MakeDataset, tmp_path: Path) -> None:
-    good, short = make_dataset([50], "good").prefix, make_dataset([2], "short").prefix
-    words = DataArguments((), ["1", str(good), "1", f"{tmp_path}/x"], ["1", f"{tmp_path}/y", "2"], ())
-    with pytest.raises(UserError) as raised:
-        open_sources(words, "1", ORDER)
-    assert len(raised.value.messages) == 2 and "weight before each" in raised.value.messages[0]
-    with pytest.raises(UserError, match=r"short: the train part \(1 documents\) has 2 tokens"):
-        open_sources(DataArguments([str(good), str(short)], (), (), ()), "1", ORDER)
 
 
 def test_files_that_replace_flags(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from megatron_ladder.data.chat_template import ChatTemplate, ChatTemplateError
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.inspect import verify
 from megatron_ladder.data.sidecar import read_sidecar
-from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
+from megatron_ladder.data.tokenizers import HuggingFaceTokenizer
 from megatron_ladder.errors import UserError
 
 CHATML = (
@@ -108,34 +108,11 @@ def test_answers_without_generation_blocks_include_their_end_tokens(folder: Path
     assert texts == ["Ich heiße  Leiter.\n\nUnd du?<|im_end|>", "é<|im_end|>"]
 
 
-def test_answers_without_end_tokens_include_white_space() -> None:
-    template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}", {}, "here")
-    text, answers = template.render(MESSAGES, ("<|im_end|>",))
-    # The prompt for an answer does not name the speaker, so the name is part of the answer.
-    assert [text[begin:end] for begin, end in answers] == [
-        "assistant: Ich heiße  Leiter.\n\nUnd du?\n\n",
-        "assistant: é\n\n",
-    ]
-
-
 def test_a_template_that_rewrites_earlier_messages_is_rejected() -> None:
     template = ChatTemplate(THINKING, {}, "here")
     messages = [*MESSAGES[:2], {"role": "assistant", "content": "<think>x</think>y"}, *MESSAGES[3:]]
     with pytest.raises(ChatTemplateError, match=r"put {% generation %} and {% endgeneration %} around"):
         template.render(messages)
-
-
-@pytest.mark.parametrize(
-    ("source", "error"),
-    [
-        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{{ messages.append(1) }}", "unsafe"),
-        ("{{ ''.__class__.__mro__ }}", "unsafe"),
-    ],
-)
-def test_a_template_runs_in_a_sandbox(source: str, error: str) -> None:
-    with pytest.raises(ChatTemplateError, match=error):
-        ChatTemplate(source, {}, "here").render(MESSAGES)
 
 
 def test_a_template_cannot_ask_for_the_time_in_training_data() -> None:
@@ -268,8 +245,3 @@ def test_a_rejected_conversation_is_located(folder: Path, tmp_path: Path, capsys
     preprocess_data.main([*command, "--skip-bad-lines", "1"])
     assert "3 documents" in capsys.readouterr().out
     assert len(documents_of(tmp_path / "out_instruction_document")) == 3
-
-
-def test_sentencepiece_cannot_encode_conversations(sentencepiece_tokenizer: SentencePieceTokenizer) -> None:
-    with pytest.raises(UserError, match="--chat: --tokenizer-type SentencePieceTokenizer does not recognise"):
-        ConversationEncoder(sentencepiece_tokenizer)

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import numpy as np
 from megatron_ladder.data.identity import data_changes, describe_training
 from megatron_ladder.data.indexed import IndexedDataset, IndexedDatasetWriter, loss_mask_path
 from megatron_ladder.data.loader import DataArguments, OrderOptions, open_sources
-from megatron_ladder.data.sidecar import Sidecar, write_sidecar
 
 MakeDataset = Callable[..., IndexedDataset]
 LENGTHS = [7, 30, 2, 60]
@@ -45,33 +43,6 @@ def test_other_tokens_with_equal_counts_are_detected(make_dataset: MakeDataset) 
     assert len(data_changes(before, describe(prefix))) == 4
 
 
-def test_the_sidecar_detects_changes_between_sampled_blocks(tmp_path: Path) -> None:
-    tokens = np.arange(1 << 18)
-    sidecar = Sidecar("T", "ab", 1 << 18, 0, False, (1 << 18) - 1, 1, 1 << 18)
-
-    def write() -> dict[str, Any]:
-        with IndexedDatasetWriter(tmp_path / "d", np.dtype("<i4")) as writer:
-            writer.add_documents(tokens, np.array([len(tokens)], np.int32))
-            checksums = writer.publish()
-        write_sidecar(tmp_path / "d", replace(sidecar, **checksums._asdict()))
-        return describe(tmp_path / "d")
-
-    before = write()
-    tokens[2000] += 1
-    after = write()
-    assert [line.split(" is ")[0] for line in data_changes(before, after)] == [
-        f"{tmp_path}/d: checksum of .bin in the sidecar"
-    ]
-    without = describe_without_checksum(after)
-    assert data_changes(before, without) == [] == data_changes(without, before)
-
-
-def describe_without_checksum(described: dict[str, Any]) -> dict[str, Any]:
-    (one,) = described["train"]["sets"]
-    content = one["content"] | {"bin_checksum": None}
-    return described | {"train": described["train"] | {"sets": [one | {"content": content}]}}
-
-
 def test_changes_of_loss_mask_split_weights_and_data_sets(make_dataset: MakeDataset) -> None:
     a, b = make_dataset([10] * 10, "a").prefix, make_dataset([10] * 10, "b", vocab_size=100).prefix
     before = describe("0.3", a, "0.7", b, split="8,2")
@@ -100,11 +71,3 @@ def test_megatrons_order_depends_on_the_length_of_the_run(make_dataset: MakeData
     assert line.endswith("is 31, was 30")
     line, _ = data_changes(before, describe(prefix))
     assert line == "--megatron-order: the order of samples is ladder-1, was megatron"
-
-
-def test_another_tokenizer_and_no_description(make_dataset: MakeDataset) -> None:
-    found = describe(make_dataset(LENGTHS).prefix)
-    assert data_changes({}, found) == []
-    assert data_changes(found, found | {"tokenizer_sha256": "cd"}) == ["--tokenizer-model: sha256 is cd, was ab"]
-    (line,) = data_changes({"train": 5}, found)
-    assert line.startswith("the description of the data cannot be read (")

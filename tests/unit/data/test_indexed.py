@@ -94,19 +94,6 @@ def test_every_truncation_is_detected(tmp_path: Path) -> None:
         IndexedDataset(put(tmp_path / "cut", U16_IDX, U16_BIN + b"\0"))
 
 
-def test_documents_in_decreasing_order_are_rejected(tmp_path: Path) -> None:
-    idx = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 3, 4)
-    idx += struct.pack("<3i", 1, 1, 1) + struct.pack("<3q", 0, 2, 4) + struct.pack("<4q", 0, 2, 1, 3)
-    with pytest.raises(UserError, match="document 1 begins at sequence 2 and ends at 1"):
-        IndexedDataset(put(tmp_path / "backwards", idx, bytes(6)))
-
-
-def test_an_empty_data_set_is_rejected(tmp_path: Path) -> None:
-    idx = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 0, 1) + struct.pack("<q", 0)
-    with pytest.raises(UserError, match="has no token"):
-        IndexedDataset(put(tmp_path / "empty", idx, b""))
-
-
 def test_a_missing_data_set_suggests_similar_names(tmp_path: Path) -> None:
     put(tmp_path / "corpus_text_document", U16_IDX, U16_BIN)
     for given in ("corpus", "corpus_text_document.bin", "corpus_text_document.idx"):
@@ -119,15 +106,6 @@ def test_a_missing_data_set_suggests_similar_names(tmp_path: Path) -> None:
         IndexedDataset(tmp_path / "other")
     with pytest.raises(UserError, match="is a directory: give the path"):
         IndexedDataset(Path("."))
-
-
-def test_an_abandoned_writer_leaves_no_files(tmp_path: Path) -> None:
-    put(tmp_path / "old", U16_IDX, U16_BIN)
-    with pytest.raises(KeyboardInterrupt), IndexedDatasetWriter(tmp_path / "old", np.dtype("<u2")) as writer:
-        writer.add_document([1, 2, 3])
-        raise KeyboardInterrupt
-    assert sorted(os.listdir(tmp_path)) == ["old.bin", "old.idx"]
-    assert IndexedDataset(tmp_path / "old").tokens.tolist() == [5, 6, 65_535, 7]
 
 
 def test_the_writer_rejects_ids_that_do_not_fit(tmp_path: Path) -> None:

@@ -96,20 +96,6 @@ def test_validation_sets_have_names(make_dataset: MakeDataset) -> None:
         assert str(raised.value).startswith(problem)
 
 
-def test_contradicting_paths(make_dataset: MakeDataset) -> None:
-    prefix = make_dataset([50]).prefix
-    for paths, found in (
-        (((), (), (), ()), "--data-path is required"),
-        (((), (), [prefix], ()), "--data-path is required"),
-        (([prefix], [prefix], (), ()), "--data-path .* excludes --train-data-path"),
-        (((), ["1", "a", "b"], (), ()), "--train-data-path 1 a b: expected paths only, or a weight before each"),
-    ):
-        with pytest.raises(UserError, match=found):
-            open_sources(DataArguments(*([str(path) for path in words] for words in paths)), "1,0,0", ORDER)
-    with pytest.raises(UserError, match="--split 0,1,0 leaves no document"):
-        open_sources(shared(prefix), "0,1,0", ORDER)
-
-
 def test_sidecar_must_name_the_tokenizer(
     make_dataset: MakeDataset, sentencepiece_tokenizer: SentencePieceTokenizer
 ) -> None:

@@ -79,15 +79,6 @@ def test_runs_of_several_lengths(make_dataset: MakeDataset, samples: int | None,
         source.samples(np.array([len(source)]))
 
 
-@pytest.mark.parametrize("samples", [11, 12, 23, 24, 36])
-def test_epochs_that_end_with_a_sample(make_dataset: MakeDataset, samples: int) -> None:
-    # 48 tokens are 12 x 4, but the twelfth sample needs one more.
-    lengths = [3, 11, 1, 0, 7, 19, 2, 5]
-    source = _MegatronSource(make_dataset(lengths), range(8), SEQ_LENGTH, SEED, samples)
-    assert source.epochs == (samples + 12) // 12
-    assert source.samples(np.arange(len(source))).tokens.tolist() == run_by_hand(lengths, 0, samples)
-
-
 def shared(*words: object) -> DataArguments:
     return DataArguments(list(map(str, words)), (), (), ())
 
@@ -153,19 +144,6 @@ def test_validation_is_shuffled_over_all_evaluations(make_dataset: MakeDataset, 
     whole = open_sources(own, "1", order, ["train", "valid"])
     for part, count in ((whole.train, 7), (whole.valid[""], samples)):
         assert part.samples(np.arange(count)).tokens.tolist() == run_by_hand(lengths, 0, count)[:count]
-
-
-def test_a_blend_of_validation_data(make_dataset: MakeDataset) -> None:
-    """Shares that are empty in one of the data sets leave that data set out, for which Megatron fails."""
-    a, b, c = make_dataset(LENGTHS, "a").prefix, make_dataset([9, 4, 30], "b").prefix, make_dataset([50], "c").prefix
-    order = OrderOptions(SEQ_LENGTH, SEED, None, {"train": 8, "valid": 12})
-    for words in ((3, a, 1, b), (3, a, 4, c, 1, b)):
-        valid = open_sources(shared(*words), "60,40", order, ["valid"]).valid[""]
-        # Sequences 5-7 of a and 2 of b; 9 + 3 samples, for which 10 and 4 are prepared.
-        runs = [run_by_hand(LENGTHS[5:], sum(LENGTHS[:5]), 10), run_by_hand([30], 13, 4)]
-        turns = _greedy_turns([0.75, 0.25], 12).tolist()
-        expected = [runs[turn][turns[:place].count(turn)] for place, turn in enumerate(turns)]
-        assert valid.samples(np.arange(12)).tokens.tolist() == expected
 
 
 def test_every_evaluation_reads_the_samples_after_those_of_the_one_before() -> None:

@@ -1,6 +1,5 @@
 """The cache of sample orders that processes share on disk."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -118,11 +117,3 @@ def test_a_killed_builder_does_not_block_others(tmp_path: Path) -> None:
     first.wait()
     assert second.communicate(timeout=patient(60))[0].splitlines()[-1] == "[[0, 1, 2, 3, 4], []]"
     first.stdout.close()
-
-
-def test_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
-    load_or_build(tmp_path, {"a": 1}, lambda: [np.arange(3)])
-    (path,) = orders(tmp_path)
-    path.rename(f"{path}.0a1b2c3d.partial")
-    load_or_build(tmp_path, {"a": 1}, lambda: [np.arange(3)])
-    assert sorted(os.listdir(tmp_path)) == [path.name, path.with_suffix(".lock").name]

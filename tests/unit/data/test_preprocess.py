@@ -22,7 +22,6 @@ from megatron_ladder.errors import UserError
 
 SHARD = 20_000
 TEXTS = [f"document {number} of some" for number in range(6000)]
-KEPT = "stopped: run the same command again to resume;"
 
 
 def write_lines(path: Path, texts: list[str] = TEXTS) -> Path:
@@ -102,13 +101,6 @@ def test_a_bad_line_is_located_and_leaves_no_files(tmp_path: Path, content: byte
     with pytest.raises(UserError, match=rf"bad\.jsonl:{line}: {reason}"):
         run([tmp_path / "bad.jsonl"], tmp_path / "out")
     assert os.listdir(tmp_path) == ["bad.jsonl"]
-
-
-def test_an_input_without_documents_leaves_no_files(tmp_path: Path) -> None:
-    (tmp_path / "none.jsonl").write_text('{"text": ""}\n')
-    with pytest.raises(UserError, match=r"--input .*none\.jsonl: no document with a non-empty 'text'"):
-        run([tmp_path / "none.jsonl"], tmp_path / "out")
-    assert os.listdir(tmp_path) == ["none.jsonl"]
 
 
 def test_an_error_keeps_the_previous_output(tmp_path: Path) -> None:

@@ -1,25 +1,19 @@
 """Documents of every input format, and what is wrong with an input."""
 
-import errno
 import gzip
 import io
 import json
-import os
-import socket
 import sys
 from pathlib import Path
 
-import huggingface_hub.errors
 import pyarrow
 import pyarrow.parquet
 import pytest
-import requests
 from backports import zstd
 
 from megatron_ladder.data.reading.find import find_sources
-from megatron_ladder.data.reading.hub import _is_network_error
 from megatron_ladder.data.reading.lines import _parse_lines
-from megatron_ladder.data.reading.protocol import GROUP_BYTES, SPAN_BYTES, Block, Reading, read_blocks
+from megatron_ladder.data.reading.protocol import SPAN_BYTES, Block, Reading, read_blocks
 from megatron_ladder.errors import UserError
 
 TEXTS = [f"number {number} é🎉\n" * (number * 37 % 700) for number in range(600)]
@@ -82,57 +76,6 @@ def test_a_directory_through_datasets(formats: Path, tmp_path: Path) -> None:
         read_all([f"hf://{formats}/a.jsonl"])
 
 
-def test_a_name_on_the_hub_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: object, **others: object) -> None:
-        raise OSError("no network")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    with pytest.raises(ConnectionError, match="hf://nobody/nothing:en@train: datasets cannot open it .*hf:///PATH"):
-        read_all(["hf://nobody/nothing:en@train"])
-    with pytest.raises(UserError, match=r"expected hf://NAME\[:CONFIG\]\[@SPLIT\]"):
-        find_sources(["hf://"], Reading())
-
-
-class Timeout(Exception):
-    """An error of an HTTP library, without a known base class."""
-
-    __module__ = "httpx2._exceptions"
-
-
-def answered(status: int) -> Exception:
-    response = requests.Response()
-    response.status_code = status
-    return requests.HTTPError(response=response)
-
-
-def caused_by(error: Exception) -> Exception:
-    """Return an error of a library that hides its cause."""
-    try:
-        try:
-            raise error
-        except Exception:
-            raise ValueError("torn") from None
-    except ValueError as wrapped:
-        return wrapped
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (ConnectionResetError(errno.ECONNRESET, "reset"), True),
-        (huggingface_hub.errors.LocalEntryNotFoundError("cannot locate"), True),
-        (Timeout(), True),
-        (answered(503), True),
-        (answered(404), False),
-        (huggingface_hub.errors.HFValidationError("a/b/c"), False),
-        (OSError("a reader's word for damage"), False),
-    ],
-)
-def test_network_errors_are_distinguished_from_content_errors(error: Exception, expected: bool) -> None:
-    assert _is_network_error(error) == _is_network_error(caused_by(error)) == expected
-
-
 def test_all_unreadable_inputs_are_reported(formats: Path, tmp_path: Path) -> None:
     (tmp_path / "plain.txt").write_text("a")
     (tmp_path / "x.parquet").write_bytes(b"x" * 100)
@@ -164,34 +107,6 @@ def test_a_damaged_compressed_file_is_reported(formats: Path, tmp_path: Path, na
         (tmp_path / name).write_bytes(content)
         with pytest.raises(UserError, match=rf"{name}: damaged, or not (gzip|Zstandard)"):
             read_all([tmp_path / name])
-
-
-def write_large_groups(path: Path, texts: list[str]) -> list[list[str]]:
-    """Write a file with two row groups of several parts, and return the texts of the parts."""
-    table = pyarrow.table({"text": texts})
-    pyarrow.parquet.write_table(table, path, row_group_size=-(-len(texts) // 2), use_dictionary=False)
-    return [list(block.read(Reading()).columns[0]) for block in blocks_of([path])]
-
-
-def test_a_large_row_group_is_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    texts, path = [text + str(number) for number in range(6) for text in TEXTS], tmp_path / "e.parquet"
-    parts = write_large_groups(path, texts)
-    assert len(parts) > 3 and [text for part in parts for text in part] == texts
-    assert max(sum(len(text.encode()) for text in part) for part in parts) < 1.5 * GROUP_BYTES
-    blocks = blocks_of([path])
-    assert [block.read(Reading()).columns[0] for block in blocks[::-1]] == parts[::-1]
-    metadata = pyarrow.parquet.read_metadata(path)
-    columns = [metadata.row_group(number).column(0) for number in range(2)]
-    assert sum(block.text_bytes for block in blocks) == sum(column.total_uncompressed_size for column in columns)
-    assert sum(block.file_bytes for block in blocks) == sum(column.total_compressed_size for column in columns)
-    # Rows in order are decoded once.
-    opened: list[Path] = []
-    real = pyarrow.parquet.ParquetFile
-    monkeypatch.setattr(pyarrow.parquet, "ParquetFile", lambda file, **k: opened.append(file) or real(file, **k))
-    os.utime(path, (1, 1))
-    assert [block.read(Reading()).columns[0] for block in blocks] == parts and len(opened) == 2
-    # A rewritten file is read from its beginning.
-    assert write_large_groups(path, [text.upper() for text in texts])[1][0] == parts[1][0].upper()
 
 
 def test_damaged_parquet_is_reported(formats: Path, tmp_path: Path) -> None:

@@ -8,13 +8,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron_ladder.data.identity import data_changes, describe_sources
-from megatron_ladder.data.reading.hub import HubSource
+from megatron_ladder.data.identity import data_changes
 from megatron_ladder.data.shards import find_input
 from megatron_ladder.data.streaming import StreamPlan
 
@@ -73,42 +71,3 @@ def test_moved_files_are_not_a_change(tmp_path: Path) -> None:
     assert data_changes(before, described(moved / "c.jsonl", f"hf://{moved}/set")) == []
     (moved / "set" / "README.md").write_text("no data")
     assert data_changes(before, described(moved / "c.jsonl", f"hf://{moved}/set")) == []
-
-
-def test_sizes_names_and_numbers_of_sources(tmp_path: Path) -> None:
-    for name in "abcd":
-        write(tmp_path / f"{name}.jsonl", 1)
-    a, b, c, d = (tmp_path / f"{name}.jsonl" for name in "abcd")
-    before = described(a, b, c)
-    swapped = data_changes(before, described(b, a, c))
-    assert swapped == [
-        "--streaming b.jsonl: name is b.jsonl, was a.jsonl",
-        "--streaming a.jsonl: name is a.jsonl, was b.jsonl",
-    ]
-    assert data_changes(before, described(a, b, c, d)) == ["--streaming: the number of sources is 4, was 3"]
-    a.write_text(a.read_text() * 2)
-    (line,) = data_changes(before, described(a, b, c))
-    sizes = f"is {a.stat().st_size}, was {b.stat().st_size}"
-    assert line.startswith(f"--streaming a.jsonl: size in bytes {sizes}, checksum")
-
-
-def test_hub_files_are_compared_by_content_not_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    contents = {"a.parquet": "1a", "b.parquet": "2b"}
-
-    class Hub:
-        def info(self, path: str) -> dict[str, Any]:
-            return {"size": 7, "blob_id": contents[path.rpartition("/")[2]], "last_commit": None}
-
-    source = HubSource.parse("hf://somebody/texts:en", "--streaming")
-
-    def at(commit: str) -> list[dict[str, Any]]:
-        files = [f"hf://datasets/somebody/texts@{commit}/en/{name}" for name in contents]
-        monkeypatch.setattr(HubSource, "data_files", files)
-        return list(describe_sources([source]))
-
-    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda address: (Hub(), address))
-    first = at("c0ffee")
-    assert first[0]["name"] == "texts:en" and first[0]["files"] == 2 and first[0]["bytes"] == 14
-    assert at("beef") == first
-    contents["b.parquet"] = "3c"
-    assert at("beef")[0]["sample"] != first[0]["sample"]

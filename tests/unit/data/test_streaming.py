@@ -11,7 +11,6 @@ import pytest
 
 from megatron_ladder.config.data import DataConfig
 from megatron_ladder.data.batches import BatchShape
-from megatron_ladder.data.identity import data_changes
 from megatron_ladder.data.reading.protocol import BadRecord
 from megatron_ladder.data.streaming import (
     ShardBlock,
@@ -131,22 +130,6 @@ def test_another_number_of_ranks_reads_the_same_global_batches(before: int, afte
     assert rows_of(second, 19) == expected[11:]
 
 
-def test_ranks_resume_between_streams() -> None:
-    """After 6 samples the next stream is 2, which belongs to rank 2 of 4."""
-    plan = plan_of()
-    one = reader_of(plan, batch=1)
-    expected = [one.read().tokens[0].tolist() for _ in range(38)]
-    begun = reader_of(plan, batch=6)
-    found = begun.read().tokens.tolist()
-    ranks = [reader_of(plan, rank, 4, batch=8, consumed=6, states=[begun.state()]) for rank in range(4)]
-    for _ in range(4):
-        found += sorted(row for reader in ranks for row in reader.read().tokens.tolist())
-    assert found[:6] == expected[:6]
-    assert [found[begin : begin + 8] for begin in range(6, 38, 8)] == [
-        sorted(expected[begin : begin + 8]) for begin in range(6, 38, 8)
-    ]
-
-
 def test_resuming_rereads_only_one_window() -> None:
     plan = plan_of(window=12)
     begun = reader_of(plan)
@@ -213,19 +196,6 @@ def spoiled_reader(
     return StreamReader(plan, encode_marked, shape, rank, consumed, positions_of(states), 2000, skipped)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_each_rank_skips_and_reports_bad_records_once(size: int) -> None:
-    """Test many epochs and all ranks."""
-    places = ["b.jsonl:2", "c.jsonl:1", "c.jsonl:3"]
-    for rank in range(size):
-        reported: list[str] = []
-        reader = spoiled_reader(3, reported, rank, size)
-        tokens = {token for _ in range(60) for token in reader.read().tokens.ravel().tolist()}
-        assert tokens == {EOD, 1, 2, 3, 4, 5, 6}
-        assert sorted(reported) == [f"skipped: --streaming {place}: not JSON" for place in places]
-        assert reader.state()["skipped"] == [[1, 1, 0], [2, 0, 0], [2, 2, 0]]
-
-
 @pytest.mark.parametrize("stop", [0, 1, 2, 3, 4])
 def test_a_resumed_run_continues_counting_bad_records(stop: int) -> None:
     """Known records are not reported or counted again; the third record exceeds the limit before and after a stop."""
@@ -244,34 +214,10 @@ def test_a_resumed_run_continues_counting_bad_records(stop: int) -> None:
                 fewer.read()
 
 
-def test_a_bad_record_is_an_error_by_default() -> None:
-    with pytest.raises(UserError, match=r"--streaming [bc]\.jsonl:\d: not JSON$"):
-        for _ in range(10):
-            spoiled_reader(0, []).read()
-
-
 def test_ids_outside_of_the_vocabulary() -> None:
     reader = StreamReader(plan_of(), encode, BatchShape(SEQ_LENGTH, 8, 1), 0, 0, {}, 10)
     with pytest.raises(UserError, match="--tokenizer-model: gives token id .*, the model has ids 0 to 9"):
         reader.read()
-
-
-def test_changes_of_streamed_input_are_reported() -> None:
-    found: dict[str, Any] = {"tokenizer_sha256": "ab", "stream": plan_of().describe()}
-    assert json.loads(json.dumps(found)) == found and data_changes(found, found) == []
-    other = dataclasses.replace(plan_of(), shards=make_shards()[:-1] + (Numbers(5000, [1]),))
-    for changed, printed in (
-        (plan_of(window=13), "--streaming-shuffle-buffer: the number of documents .* is 13, was 12"),
-        (plan_of(streams=2), "--streaming-shards: the number of streams is 2, was 4"),
-        (dataclasses.replace(plan_of(), shards=make_shards()[:8]), "--streaming: the number of shards .* is 8, was 11"),
-        (other, "--streaming: names or sizes of files have changed"),
-        (dataclasses.replace(plan_of(), eod_id=5), "--tokenizer-model: the end-of-document token is 5, was 0"),
-    ):
-        (line,) = data_changes(found, found | {"stream": changed.describe()})
-        assert re.search(printed, line)
-    assert "--tokenizer-model: sha256 is cd, was ab" in data_changes(found, found | {"tokenizer_sha256": "cd"})
-    assert "the data is streamed text" in data_changes({"train": {}}, found)[0]
-    assert "the data is token files" in data_changes(found, {"train": {}})[0]
 
 
 def test_flags_that_streaming_excludes() -> None:

@@ -17,7 +17,6 @@ from megatron_ladder.data.tokenizers import (
     load_source,
     load_tokenizer,
     load_tokenizer_from_directory,
-    source_of,
 )
 from megatron_ladder.errors import UserError
 from tests.helpers.tokenizer_copies import copy_tokenizer
@@ -60,23 +59,6 @@ def test_decoding_restores_the_text(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(ids) == text
     assert all(0 <= number < tokenizer.vocab_size for number in ids)
     assert bool(ids) == bool(text)
-
-
-def test_incomplete_characters_can_be_decoded(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("ab🎉")
-    shown = [tokenizer.decode(ids[:count]) for count in range(len(ids) + 1)]
-    assert shown[0] == "" and shown[-1] == "ab🎉"
-    assert all(text.rstrip("\ufffd") in ("", "a", "ab") for text in shown[:-1])
-    assert tokenizer.decode([*ids, tokenizer.eod_id]) == "ab🎉"
-
-
-@pytest.mark.parametrize(
-    ("texts", "vocab_size", "reason"),
-    [(["abc"], 100, "required_chars"), (["abc"], 5000, "too high"), ([], 300, "no text"), ([""], 300, "no text")],
-)
-def test_vocabulary_sizes_that_do_not_fit_the_text(texts: list[str], vocab_size: int, reason: str) -> None:
-    with pytest.raises(UserError, match=rf"--vocab-size {vocab_size}: .*{reason}"):
-        train_sentencepiece(texts, vocab_size)
 
 
 def test_the_end_of_sequence_token_is_found(hugging_face_directory: Path, tmp_path: Path) -> None:
@@ -132,23 +114,6 @@ def test_a_copied_tokenizer_equals_the_original(tokenizer: Tokenizer, tmp_path: 
         tokenizer.eod_id,
     )
     assert loaded.encode(NASTY[5]) == tokenizer.encode(NASTY[5])
-
-
-def test_copies_have_the_files_as_they_were_loaded(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """A long run saves its tokenizer after the original files were deleted."""
-    for file in tokenizer.files:
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    source = source_of(tokenizer)
-    model, merges = (path and tmp_path / path.name for path in (source.tokenizer_model, source.merge_file))
-    read = load_source(TokenizerSource(tokenizer.kind, model, merges))
-    for file in read.files[:1]:
-        file.write_bytes(b"another")
-    for file in read.files[1:]:
-        file.unlink()
-    copy_tokenizer(read, tmp_path / "checkpoint")
-    loaded = load_tokenizer_from_directory(tmp_path / "checkpoint")
-    assert (loaded.sha256, loaded.eod_id) == (tokenizer.sha256, tokenizer.eod_id)
-    assert [file.read_bytes() for file in loaded.files] == [file.read_bytes() for file in tokenizer.files]
 
 
 def test_a_changed_copy_is_rejected(sentencepiece_tokenizer: SentencePieceTokenizer, tmp_path: Path) -> None:

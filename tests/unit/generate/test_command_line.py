@@ -17,7 +17,7 @@ from megatron_ladder.cli.generate import main
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.options import PromptOptions
 from megatron_ladder.generate.prompts import PromptEncoder, read_prompts
-from tests.reference import greedy_continuation, reference_logits
+from tests.reference import reference_logits
 from tests.unit.generate.tiny_model import (
     reference_of,
     tiny_config,
@@ -85,27 +85,6 @@ def test_a_terminal_is_not_read_as_a_prompt(monkeypatch: pytest.MonkeyPatch) -> 
 def test_invalid_flags(flags: str, expected: str) -> None:
     (error,) = errors_of(["--model", "M", *flags.split()])
     assert error.startswith(expected)
-
-
-def test_ids_need_no_tokenizer(without_tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    weights, reference = reference_of(tiny_config())
-    expected = greedy_continuation(weights, reference, (7, 60, 12), 5)
-    argv = ["--model", str(without_tokenizer), "--tokens", "7", "60,12", "--max-new-tokens", "5", "--temperature", "0"]
-    main(argv)
-    assert capsys.readouterr().out.split() == [str(number) for number in expected]
-    main([*argv, "--json"])
-    (line,) = capsys.readouterr().out.splitlines()
-    printed = json.loads(line)
-    assert (printed["prompt"], printed["text"]) == (None, None)
-    assert (printed["prompt_ids"], printed["ids"]) == ([7, 60, 12], expected)
-    assert (printed["prompt_tokens"], printed["generated_tokens"], printed["finish_reason"]) == (3, 5, "length")
-
-
-def test_weights_are_converted_to_the_dtype(without_tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--model", str(without_tokenizer), "--tokens", "7", "--dtype", "bf16", "--max-new-tokens", "2"])
-    captured = capsys.readouterr()
-    assert len(captured.out.split()) == 2
-    assert "standard, 3 layers, bf16 on cpu, tensor parallel 1" in captured.err
 
 
 def test_a_damaged_checkpoint_is_rejected(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,13 +167,6 @@ def test_prompt_files(tmp_path: Path) -> None:
     assert prompts[3].source == f"--prompt-file {lines}:3"
 
 
-def test_a_prompt_that_is_not_utf8_is_rejected(run_folder: Path) -> None:
-    """Python decodes invalid bytes of a command line to surrogates."""
-    (error,) = errors_of(["--model", str(run_folder), "--prompt", b"caf\xe9".decode(errors="surrogateescape")])
-    assert error.startswith("--prompt 'caf") and "'\\udce9' at character 4 is not a valid character" in error
-    assert error.isascii()
-
-
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
@@ -231,11 +203,6 @@ def test_prompts_that_cannot_be_continued(run_folder: Path, flags: list[str], ex
     assert error.startswith(expected)
 
 
-def test_the_longest_possible_prompt(without_tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--model", str(without_tokenizer), "--tokens", *["1"] * 95, "--max-new-tokens", "1"])
-    assert len(capsys.readouterr().out.split()) == 1
-
-
 def test_unusable_model_directories(tmp_path: Path, run_folder: Path, without_tokenizer: Path) -> None:
     text = ["--prompt", "a"]
     (error,) = errors_of(["--model", str(tmp_path / "none"), *text])
@@ -253,15 +220,6 @@ def test_unusable_model_directories(tmp_path: Path, run_folder: Path, without_to
     flags = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tokenizer)]
     (error,) = errors_of(["--model", str(without_tokenizer), *text, *flags])
     assert error.startswith(f"{tokenizer}: the tokenizer has 300 ids, but the model has only 67: use the tokenizer ")
-
-
-def test_a_missing_weight_is_named(tmp_path: Path) -> None:
-    config = tiny_config()
-    weights, _ = reference_of(config)
-    del weights["layers.1.mlp.up_proj.weight"]
-    write_checkpoint(tmp_path, config, weights)
-    (error,) = errors_of(["--model", str(tmp_path), "--tokens", "1"])
-    assert "layers.1.mlp.up_proj.weight" in error
 
 
 def lines_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
@@ -324,10 +282,3 @@ def test_scores_equal_those_of_the_reference(without_tokenizer: Path, capsys: py
     )
     (error,) = errors_of(argv[:-3])
     assert error == "--tokens: a single token has no score, because there is no token before it"
-
-
-def test_flags_that_need_a_tokenizer(without_tokenizer: Path) -> None:
-    found = errors_of(["--model", str(without_tokenizer), "--tokens", "1", "--stop", "x"])
-    assert [error.split(" needs")[0] for error in found] == ["--stop"]
-    found = errors_of(["--model", str(without_tokenizer), "--interactive", "--chat"])
-    assert [error.split(" needs")[0] for error in found] == ["--interactive", "--chat"]

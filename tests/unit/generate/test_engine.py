@@ -1,6 +1,5 @@
 """The decode loop in one process, compared with recomputation of the whole text for every token."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -105,22 +104,6 @@ def test_a_sample_ends_at_any_of_its_eos_ids_and_the_others_continue() -> None:
     assert [generation.finish_reason for generation in generations] == ["eos", "length", "eos", "length"]
 
 
-def test_tokens_arrive_one_by_one_in_order() -> None:
-    config = tiny_config()
-    engine = tiny_engine(config, reference_of(config)[0])
-    requests = [GenerationRequest((1, 2), 1, GREEDY), GenerationRequest((3,), 3, GREEDY)]
-    tokens: list[NewToken] = []
-    first, second = engine.generate(requests, tokens.append)
-    assert [(token.sample, token.id, token.finish_reason) for token in tokens] == [
-        (0, first.ids[0], "length"),
-        (1, second.ids[0], None),
-        (1, second.ids[1], None),
-        (1, second.ids[2], "length"),
-    ]
-    assert first.text is None
-    assert next(engine.stream(requests)) == tokens[0]
-
-
 def test_pieces_join_to_the_text_of_the_ids() -> None:
     """The model generates random bytes, many of which begin a character that is never completed."""
     config = tiny_config(vocab_size=256)
@@ -133,18 +116,6 @@ def test_pieces_join_to_the_text_of_the_ids() -> None:
     assert [generation.text for generation in generations] == texts
     assert ["".join(token.text for token in tokens if token.sample == sample) for sample in range(30)] == texts
     assert any(0xC2 <= generation.ids[-1] <= 0xF4 for generation in generations)
-
-
-def test_timings_count_tokens_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every reading of the clock is two seconds after the one before."""
-    clock = iter(range(0, 1000, 2))
-    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
-    config = tiny_config()
-    engine = tiny_engine(config, reference_of(config)[0])
-    (generation, _) = engine.generate([GenerationRequest((1, 2, 3), 4), GenerationRequest((1,), 3)])
-    assert generation.timings == (2.0, 4 / 2.0, (3 + 2) / (3 * 2.0))
-    (generation,) = engine.generate([GenerationRequest((1, 2, 3), 1)])
-    assert generation.timings == (2.0, 1.5, None)
 
 
 def test_non_finite_logits_are_an_error() -> None:
@@ -160,21 +131,6 @@ def test_non_finite_logits_are_an_error() -> None:
         engine.generate(requests_of(PROMPTS, GREEDY))
     with pytest.raises(BadNumbersError, match="the logits of the text"):
         engine.score((1, 17, 2))
-
-
-def test_a_step_computes_the_slots_up_to_the_last_unfinished_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tiny_config(**MODELS["ladder"])
-    engine = tiny_engine(config, reference_of(config)[0])
-    logits_shard = engine.model.logits_shard
-    rows: list[int] = []
-
-    def counted(hidden_states: Tensor) -> Tensor:
-        rows.append(hidden_states.shape[1])
-        return logits_shard(hidden_states)
-
-    monkeypatch.setattr(engine.model, "logits_shard", counted)
-    engine.generate([GenerationRequest(PROMPTS[0], length, GREEDY) for length in (4, 2, 3)])
-    assert rows == [3, 3, 3, 1]
 
 
 def test_a_stop_string_can_span_tokens() -> None:

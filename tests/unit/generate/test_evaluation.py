@@ -13,8 +13,6 @@ from megatron_ladder.data.tokenizers import ByteTokenizer, GPT2BPETokenizer, Hug
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.evaluation import Evaluator
 from megatron_ladder.generate.loading import special_prefix
-from megatron_ladder.generate.requests import GenerationRequest
-from megatron_ladder.generate.sampling import GREEDY
 from tests.reference import ReferenceConfig, Weights, greedy_continuation, reference_logits
 from tests.unit.generate.tiny_model import PROMPTS, reference_of, tiny_config, write_checkpoint
 
@@ -56,19 +54,6 @@ def test_scores_are_those_of_the_reference(evaluator: Evaluator) -> None:
     assert [score.logprob for score in found] == pytest.approx([logprob for logprob, _ in expected], abs=1e-4)
     assert [score.is_greedy for score in found] == [is_greedy for _, is_greedy in expected]
     assert (found[3], found[5].is_greedy, found[6].is_greedy) == ((0.0, True), True, False)
-
-
-def test_continuations_are_in_the_order_of_the_requests(evaluator: Evaluator) -> None:
-    weights, reference = reference_of(CONFIG)
-    prompts = [prompt[:6] for prompt in PROMPTS]
-    found = evaluator.generate([GenerationRequest(prompt, 4, GREEDY) for prompt in prompts])
-    expected = [tuple(greedy_continuation(weights, reference, prompt, 4)) for prompt in prompts]
-    assert [generation.ids for generation in found] == expected
-
-
-def test_a_continuation_must_fit(evaluator: Evaluator) -> None:
-    with pytest.raises(UserError, match="a text to score has 13 tokens, but the model has only 12 positions"):
-        evaluator.score([((1,), (2,) * 13)])
 
 
 def test_invalid_arguments_start_no_rank(tmp_path: Path) -> None:

@@ -17,11 +17,10 @@ from torch.utils._pytree import tree_leaves
 from megatron_ladder.cli.generate import main
 from megatron_ladder.errors import BadNumbersError, UserError
 from megatron_ladder.generate import engine as engine_module
-from megatron_ladder.generate import program, slots
+from megatron_ladder.generate import slots
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import GREEDY, SamplingParameters
-from megatron_ladder.generate.slots import prompt_width
 from tests.unit.generate.tiny_model import (
     MODELS,
     PROMPTS,
@@ -161,18 +160,6 @@ def test_a_batch_with_bad_numbers_is_not_used_again() -> None:
     assert (found.ids, len(graphs.made)) == (expected.ids, 2)
 
 
-@pytest.mark.usefixtures("no_collector")
-def test_the_program_frees_its_graph_before_the_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tiny_config(num_layers=1)
-    write_checkpoint(tmp_path, config, reference_of(config)[0])
-    graphs, alive = Graphs(), list[int]()
-    monkeypatch.setattr(program, "check_hardware", lambda *arguments: None)
-    monkeypatch.setattr(program, "CudaStepGraph", graphs)
-    monkeypatch.setattr(program, "stop_process_group", lambda: alive.append(len(graphs.alive)))
-    main(["--model", str(tmp_path), "--tokens", "4", "5", "--max-new-tokens", "3", "--cuda-graph"])
-    assert (len(graphs.made), alive) == (1, [0])
-
-
 def attend_to_sequences(
     q: Tensor,
     k: Tensor,
@@ -231,14 +218,6 @@ def test_attention_to_filled_columns_gives_the_same_tokens(
     assert engine.score(PROMPTS[3]) == pytest.approx(expected[1], rel=1e-5)
     steps = 2 if captured else 6
     assert calls == [len(requests) * config.num_key_value_heads] * (config.num_layers * steps)
-
-
-def test_few_prompt_widths_reach_a_gpu() -> None:
-    gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    widths = {longest: prompt_width(longest, 1000, gpu) for longest in range(1, 1001)}
-    assert set(widths.values()) == {128, 256, 384, 512, 640, 768, 896, 1000}
-    assert all(longest <= width < longest + 128 for longest, width in widths.items())
-    assert prompt_width(77, 1000, cpu) == 77
 
 
 def test_missing_gpu_and_compiler_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

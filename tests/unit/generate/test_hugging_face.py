@@ -2,8 +2,6 @@
 
 import io
 import json
-import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +15,6 @@ from megatron_ladder.cli.generate import main
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.convert.remote_code import hf_config
 from megatron_ladder.data.tokenizers import load_tokenizer
-from megatron_ladder.errors import UserError
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.loading import StoredModel, load_model, open_model
 from megatron_ladder.generate.prompts import PromptEncoder
@@ -173,22 +170,6 @@ def test_a_control_token_that_a_message_spells_out_is_text(tmp_path: Path) -> No
     assert tokenizer.decode(ids, skip_special_tokens=False) == "a <|end|> <tool_call> b<|end|>"
 
 
-def test_a_missing_chat_template_can_be_added(
-    chat_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The error recommends only flags that the program has, and its advice works."""
-    folder = shutil.copytree(chat_model, tmp_path / "base")
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-    argv = ["--model", str(folder), "--prompt", "hello you", "--chat"]
-    with pytest.raises(UserError) as raised:
-        main(argv)
-    assert str(raised.value).startswith(f"--chat: {folder} has no chat template ")
-    assert set(re.findall(r"--[a-z-]+", str(raised.value))) <= {"--chat"}
-    assert "copy one to chat_template.jinja there" in str(raised.value)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    assert ids_of(argv, capsys) == [3, 7, 8, 6]
-
-
 def test_a_conversation_includes_its_history(
     chat_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -216,25 +197,3 @@ def test_a_conversation_includes_its_history(
         else:
             assert prompts == [(1, 7), (1, 8)]
             assert captured.out.startswith("hello")
-
-
-def first_error_of(folder: Path) -> str:
-    with pytest.raises(UserError) as raised:
-        main(["--model", str(folder), "--tokens", "1"])
-    return raised.value.messages[0]
-
-
-def test_damaged_directories_are_rejected(tmp_path: Path) -> None:
-    save_model(tmp_path)
-    shard = tmp_path / "model.safetensors"
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[:-1])
-    assert first_error_of(tmp_path).startswith(f"--model {shard}: not a complete safetensors file: ")
-    shard.write_bytes(b"\0" * len(whole))
-    assert first_error_of(tmp_path).startswith(f"--model {shard}: not a complete safetensors file: ")
-    shard.unlink()
-    assert "no weights found" in first_error_of(tmp_path)
-    shard.write_bytes(whole)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "megatron_ladder"}))
-    assert "residual_mode" in first_error_of(tmp_path)

@@ -56,26 +56,6 @@ def test_filters_follow_their_definition(top_k: int, top_p: float, min_p: float)
     assert set(order[kept].tolist()) == allowed(logits.tolist(), top_k, top_p, min_p)
 
 
-def test_top_k_beyond_the_vocabulary_keeps_all_tokens() -> None:
-    """Even beyond 64 bits, and in a greedy row, which ignores its filters."""
-    huge = SamplingParameters(top_k=1 << 70, seed=3)
-    sampler = new_sampler(huge, SamplingParameters(temperature=0.0, top_k=1 << 70))
-    drawn = [tokens_of(sampler, torch.tensor([[0.0, 1.0, 2.0]] * 2)) for _ in range(100)]
-    assert {first for first, _ in drawn} == {0, 1, 2} and {second for _, second in drawn} == {2}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("parameters", [SamplingParameters(top_p=0.99), SamplingParameters(min_p=0.8)])
-def test_candidates_are_added_until_they_include_every_possible_token(parameters: SamplingParameters) -> None:
-    """With 600 nearly equal logits the first 64 candidates are too few; a draw near the end shows it."""
-    logits = torch.linspace(0, 0.1, 600).unsqueeze(0)
-    sampler = new_sampler(parameters, vocab_size=600)
-    drawn = {tokens_of(sampler, logits)[0] for _ in range(600)}
-    expected = allowed(logits[0].tolist(), 0, parameters.top_p, parameters.min_p)
-    assert drawn <= expected and len(drawn) > 300
-    assert min(drawn) < 60
-
-
 def test_a_draw_ignores_padding_and_finds_the_last_token() -> None:
     logits = torch.tensor([[-1e9, -1e9, 0.0, 1e3, 1e3]])
     assert tokens_of(new_sampler(SamplingParameters()), logits) == [2]
@@ -128,34 +108,6 @@ def test_most_likely_tokens_are_returned_with_the_chosen_one() -> None:
             assert [token for token, _ in alternatives] == expected.indices[row, : len(alternatives)].tolist()
             values = expected.values[row, : len(alternatives)].tolist()
             assert [logprob for _, logprob in alternatives] == pytest.approx(values, abs=1e-6)
-
-
-def test_logprobs_ignore_penalties_and_temperature() -> None:
-    sampler = new_sampler(
-        SamplingParameters(temperature=0.3, top_k=2, logprobs=True),
-        SamplingParameters(repetition_penalty=2.0),
-        vocab_size=4,
-    )
-    logits = torch.randn(2, 6, generator=torch.Generator().manual_seed(1))
-    expected = logits[:, :4].log_softmax(-1)
-    for _ in range(5):
-        chosen = sampler.choose(logits)
-        assert chosen.logprobs is not None
-        for row, (token, logprob) in enumerate(zip(chosen.tokens, chosen.logprobs, strict=True)):
-            assert abs(expected[row, token].item() - logprob) < 1e-6
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("temperature", [0.5, 2.0])
-def test_frequencies_follow_the_temperature(temperature: float) -> None:
-    sampler = new_sampler(SamplingParameters(temperature=temperature, seed=5))
-    logits = torch.tensor([[0.3, 1.5, -0.2]])
-    counts = Counter(tokens_of(sampler, logits)[0] for _ in range(1000))
-    weights = [math.exp(value / temperature) for value in logits[0].tolist()]
-    for token, weight in enumerate(weights):
-        probability = weight / sum(weights)
-        spread = math.sqrt(probability * (1 - probability) / 1000)
-        assert abs(counts[token] / 1000 - probability) < 4 * spread
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-30])
@@ -224,3 +176,28 @@ def test_the_host_reads_the_device_once_per_token(
     for _ in range(5):
         tokens_of(sampler, logits)
     assert (reads.copies, reads.scalars) == (5, 0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("parameters", [SamplingParameters(top_p=0.99), SamplingParameters(min_p=0.8)])
+def test_candidates_are_added_until_they_include_every_possible_token(parameters: SamplingParameters) -> None:
+    """With 600 nearly equal logits the first 64 candidates are too few; a draw near the end shows it."""
+    logits = torch.linspace(0, 0.1, 600).unsqueeze(0)
+    sampler = new_sampler(parameters, vocab_size=600)
+    drawn = {tokens_of(sampler, logits)[0] for _ in range(600)}
+    expected = allowed(logits[0].tolist(), 0, parameters.top_p, parameters.min_p)
+    assert drawn <= expected and len(drawn) > 300
+    assert min(drawn) < 60
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_frequencies_follow_the_temperature(temperature: float) -> None:
+    sampler = new_sampler(SamplingParameters(temperature=temperature, seed=5))
+    logits = torch.tensor([[0.3, 1.5, -0.2]])
+    counts = Counter(tokens_of(sampler, logits)[0] for _ in range(1000))
+    weights = [math.exp(value / temperature) for value in logits[0].tolist()]
+    for token, weight in enumerate(weights):
+        probability = weight / sum(weights)
+        spread = math.sqrt(probability * (1 - probability) / 1000)
+        assert abs(counts[token] / 1000 - probability) < 4 * spread

@@ -30,10 +30,6 @@ def test_an_incomplete_character_is_shown_at_the_end() -> None:
     assert pieces_of(decoder, [*b"ok", 0xF0, 0x9F]) == ["o", "k", "", "", "\ufffd"]
 
 
-def test_an_invalid_byte_is_shown_with_the_next_token() -> None:
-    assert pieces_of(IncrementalDecoder(Bytes(), []), [0x80, ord("a")]) == ["", "\ufffda", ""]
-
-
 def test_a_character_that_begins_in_the_prompt_is_completed() -> None:
     assert pieces_of(IncrementalDecoder(Bytes(), [ord("a"), 0xC3]), [0x9F, ord("b")]) == ["ß", "b", ""]
 
@@ -46,10 +42,6 @@ def test_the_space_before_a_word_is_kept() -> None:
 
 def test_control_tokens_have_no_text_and_remove_no_space() -> None:
     assert pieces_of(IncrementalDecoder(Words(), [1]), [3, 0, 0, 4]) == [" w3", "", "", " w4", ""]
-
-
-def test_ids_outside_the_tokenizer_have_no_text() -> None:
-    assert pieces_of(IncrementalDecoder(Bytes(), [300, 97]), [300, 98, 256]) == ["", "b", "", ""]
 
 
 @pytest.mark.parametrize("cut", [0, 7])
@@ -94,9 +86,3 @@ def test_a_possible_beginning_of_a_stop_string_is_held_back(
     assert [finder.push(piece) for piece in pieces] == shown
     assert finder.stopped == any(stop in "".join(pieces) for stop in stops)
     assert finder.push("more") == ("" if finder.stopped else "more")
-
-
-def test_held_back_text_is_shown_at_the_end() -> None:
-    finder = StopFinder(("END",))
-    assert finder.push("the EN") == "the "
-    assert (finder.finish(), finder.finish()) == ("EN", "")

@@ -65,16 +65,6 @@ def test_points_of_repeated_steps_are_hidden(tmp_path: Path, hide_later: bool, k
     assert steps(tmp_path) == kept
 
 
-def test_wandb_follows_the_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb = mock.MagicMock()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    flags = ["--wandb-project", "ladders", "--wandb-exp-name", "first", "--tensorboard-dir", tmp_path / "curves"]
-    run = run_with("--save", tmp_path, *flags)
-    assert log(run, {1: 2.5}) == [] and steps(tmp_path / "curves") == [1]
-    given = {"project": "ladders", "name": "first", "dir": tmp_path, "config": run.to_dict(), "sync_tensorboard": True}
-    assert wandb.mock_calls == [mock.call.init(**given), mock.call.init().finish(exit_code=0), mock.call.teardown()]
-
-
 def test_a_missing_package_and_a_missing_key_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_with("--wandb-project", "p", "--tensorboard-dir", tmp_path)
     with mock.patch.dict(sys.modules, {"wandb": None}), pytest.raises(UserError) as missing:
@@ -87,3 +77,13 @@ def test_a_missing_package_and_a_missing_key_are_errors(tmp_path: Path, monkeypa
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     with pytest.raises(UserError, match="^--wandb-project p: No API key configured.*WANDB_MODE=offline"):
         check_wandb(run)
+
+
+def test_wandb_follows_the_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = mock.MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    flags = ["--wandb-project", "ladders", "--wandb-exp-name", "first", "--tensorboard-dir", tmp_path / "curves"]
+    run = run_with("--save", tmp_path, *flags)
+    assert log(run, {1: 2.5}) == [] and steps(tmp_path / "curves") == [1]
+    given = {"project": "ladders", "name": "first", "dir": tmp_path, "config": run.to_dict(), "sync_tensorboard": True}
+    assert wandb.mock_calls == [mock.call.init(**given), mock.call.init().finish(exit_code=0), mock.call.teardown()]

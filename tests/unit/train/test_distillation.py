@@ -79,18 +79,6 @@ def test_a_hugging_face_directory_teaches(tmp_path: Path) -> None:
     assert torch.equal(*logits)
 
 
-def test_a_damaged_teacher_is_reported_before_training(tmp_path: Path) -> None:
-    write_teacher(tmp_path / "teacher")
-    inputs = read(tmp_path, tmp_path / "teacher")
-    assert inputs.teacher is not None
-    (file,) = inputs.teacher.directory.glob("weights*.safetensors")
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    with pytest.raises(UserError, match=f"^--distill-from {file}: "):
-        build_distillation(inputs.run, inputs.teacher, ProcessMesh.single(), torch.device("cpu"))
-
-
 def test_teachers_that_cannot_teach_are_refused(tmp_path: Path) -> None:
     write_teacher(tmp_path / "other", vocab_size=70, max_position_embeddings=8)
     named = f"--distill-from {tmp_path}/other/iter_0000010: the teacher has "
@@ -153,14 +141,3 @@ def test_the_teacher_is_no_part_of_the_student() -> None:
     assert alone.extra_losses == () and alone.take_extra_losses().numel() == 0
     assert all(map(torch.equal, teacher.parameters(), before))
     assert all(parameter.grad is None for parameter in teacher.parameters())
-
-
-def test_an_evaluation_does_not_run_the_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
-    student, teacher = student_and_teacher(weight=0.5)
-    monkeypatch.setattr(teacher.stack, "forward", lambda *_: pytest.fail("the teacher ran"))
-    ids = torch.arange(20).view(2, 10)
-    with torch.no_grad():
-        loss = student(ids[:, :-1], ids[:, 1:])
-        predicted = student(ids[:, :-1], ids[:, 1:], predicts=True)
-    torch.testing.assert_close(predicted[0].sum(), loss)
-    assert student.take_extra_losses().tolist() == [0.0]

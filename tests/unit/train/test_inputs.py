@@ -83,25 +83,6 @@ def test_all_invalid_inputs_are_reported_before_the_start(tmp_path: Path, monkey
         assert [line.startswith(start) for line, start in zip(found, starts, strict=True)] == [True] * len(found), found
 
 
-def test_missing_data_is_reported_with_its_flag(tmp_path: Path) -> None:
-    def errors(words: str) -> list[str]:
-        with pytest.raises(UserError) as raised:
-            read_inputs([*SIZES, *words.split()])
-        return [message.split(": ")[0] for message in raised.value.messages]
-
-    assert errors(f"--data-path {tmp_path}/a") == [f"--data-path {tmp_path}/a.idx"]
-    assert errors(f"--train-data-path {tmp_path}/a --valid-data-path x={tmp_path}/b") == [
-        f"--train-data-path {tmp_path}/a.idx",
-        f"--valid-data-path {tmp_path}/b.idx",
-    ]
-    with IndexedDatasetWriter(tmp_path / "short", np.dtype(np.uint16)) as writer:
-        writer.add_document(np.arange(3))
-        writer.publish()
-    assert errors(f"--train-data-path {tmp_path}/short") == [f"--train-data-path {tmp_path}/short"]
-    (tmp_path / "text.txt").write_text("text")
-    assert errors(f"--streaming {tmp_path}/text.txt") == ["--streaming requires --tokenizer-type and --tokenizer-model"]
-
-
 def test_sizes_come_from_the_checkpoint(tmp_path: Path) -> None:
     """The model, its vocabulary, the length and the seed of a resumed run need no flags."""
     config = tiny_config(residual_mode="ladder", ladder_layers=(1, 2), qk_layernorm=True, rotary_base=500.0)
@@ -225,31 +206,6 @@ def test_finetuning_may_change_length_and_order_of_samples(tmp_path: Path) -> No
     assert differences_in(tmp_path, "--finetune") == []
     assert differences_in(tmp_path, "--skip-train") == []
     assert differences_in(tmp_path, "--skip-train --residual-mode ladder") == ["--residual-mode ladder"]
-
-
-def test_an_evaluation_needs_a_model_and_validation_data(tmp_path: Path) -> None:
-    """It needs no training data."""
-    prefix = tmp_path / "tokens"
-    with IndexedDatasetWriter(prefix, np.dtype(np.uint16)) as writer:
-        writer.add_document(np.arange(40))
-        writer.publish()
-
-    def errors(words: str) -> list[str]:
-        with pytest.raises(UserError) as raised:
-            read_inputs([*SIZES, "--skip-train", *words.split()])
-        return [message.split(":")[0] for message in raised.value.messages]
-
-    valid = f"--valid-data-path {prefix} --eval-iters 1"
-    assert errors(valid) == ["--skip-train requires --load"]
-    assert errors(f"{valid} --load {tmp_path}") == [f"--load {tmp_path}"]
-    assert errors(f"{valid} --load {tmp_path}/iter_0000009") == [f"--load {tmp_path}/iter_0000009"]
-    config = tiny_config()
-    write_checkpoint(tmp_path, config, reference_of(config)[0])
-    load = f"--load {tmp_path}"
-    assert errors(f"{load} --data-path {prefix} --split 1") == ["--skip-train needs validation data"]
-    assert errors(f"{load} --data-path {prefix} --split 1 --eval-iters 0") == ["--skip-train needs validation data"]
-    sources = read_inputs([*SIZES, "--skip-train", *valid.split(), *load.split()]).sources
-    assert sources.train is None and sources.valid
 
 
 def test_changed_data_is_rejected_or_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,12 +97,6 @@ def test_values_without_effect_may_change() -> None:
     assert resume(f"{stable} --lr-wsd-decay-iters 10", stable)[1] == []
 
 
-def test_finetuning_uses_its_own_schedule() -> None:
-    words = "--train-iters 20 --lr 5e-5 --lr-decay-style linear --finetune --weight-decay 0"
-    run, errors = resume(words)
-    assert not errors and run == run_of(words)
-
-
 def test_a_run_cannot_be_resumed_from_weights_alone() -> None:
     for words, refused in (("", True), ("--finetune", False), ("--no-load-optim", False), ("--skip-train", False)):
         errors = ErrorCollector()

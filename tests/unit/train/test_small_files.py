@@ -14,7 +14,7 @@ from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.config.data import CheckpointConfig
 from megatron_ladder.config.training import OptimizerConfig
-from megatron_ladder.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
+from megatron_ladder.data.tokenizers import Tokenizer, load_tokenizer
 from megatron_ladder.generate.loading import open_model
 from megatron_ladder.train import checkpoints
 from megatron_ladder.train.checkpoints import CheckpointSaver
@@ -97,14 +97,3 @@ def test_imported_files_are_exported_after_two_runs(imported: Path, tmp_path: Pa
         assert (tmp_path / "back" / name).read_bytes() == (hf / name).read_bytes(), name
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     assert config["eos_token_id"] == [0, 2] and config["pad_token_id"] == 3
-
-
-def test_files_of_another_tokenizer_are_not_taken_over(
-    imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    directory = train(imported, tmp_path / "run", ByteTokenizer(), True, 1)
-    assert not {*EXTRA_FILES, "tokenizer.json"} & {path.name for path in directory.iterdir()}
-    manifest = Checkpoint.open(directory).manifest
-    assert "hugging_face" not in manifest and manifest["tokenizer"]["type"] == "ByteTokenizer"
-    said = capsys.readouterr().out
-    assert "these are not taken over: chat_template.jinja, generation_config.json" in said

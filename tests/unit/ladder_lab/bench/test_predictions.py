@@ -1,14 +1,10 @@
 """Predictions of a calibration, compared with values computed by hand."""
 
 import pytest
-import torch
 
-from ladder_lab.bench.calibration import Calibration, DeviceClock, time_forward
+from ladder_lab.bench.calibration import Calibration
 from ladder_lab.bench.variants import VARIANTS
 from ladder_lab.cost.links import WireModel
-from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.model.language_model import LanguageModel
-from tests.unit.generate.tiny_model import tiny_config
 
 SERIAL = WireModel()
 FORWARD = Calibration((3.0, 5.0), (0.0, 0.0), (0.0, 0.0), pass_seconds=33.0, layers=4)
@@ -44,28 +40,3 @@ def test_a_pass_over_a_slow_wire(wiring: str, seconds: float) -> None:
 )
 def test_training_over_a_slow_wire(wiring: str, exposed: float) -> None:
     assert TRAINING.predict(VARIANTS[wiring], 7.0, SERIAL) == pytest.approx(97 + exposed)
-
-
-class CountingClock(DeviceClock):
-    """Counts marks: eager ones are 1 s apart, captured ones 5 s."""
-
-    now, is_capturing = 0.0, False
-
-    def mark(self) -> float:
-        self.now += 5.0 if self.is_capturing else 1.0
-        return self.now
-
-    def captures(self) -> bool:
-        return self.is_capturing
-
-
-@pytest.mark.parametrize(("captured", "seconds"), [(False, 1.0), (True, 5.0)])
-def test_only_the_captured_step_counts_if_there_is_one(captured: bool, seconds: float) -> None:
-    config = tiny_config()
-    model, clock = LanguageModel(config, ProcessMesh.single(), seed=1), CountingClock(torch.device("cpu"))
-    finish = time_forward(model, clock)
-    tokens = torch.arange(8).view(2, 4)
-    for is_capturing in (False, captured, False):
-        clock.is_capturing = is_capturing
-        model.hidden_states(tokens, model.training_context(tokens))
-    assert finish() == (seconds, seconds)

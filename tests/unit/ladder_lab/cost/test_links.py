@@ -9,8 +9,6 @@ from ladder_lab.cost.links import SubBlockTime, WireModel, backward_seconds, for
 from megatron_ladder.blueprint.wiring import limit_to_unseen
 
 SERIAL, PIPELINED = WireModel(serial=True), WireModel(serial=False)
-MICROSECONDS = 1e-6
-KILOBYTE, MEGABYTE, GIGABYTE = 2**10, 2**20, 10**9
 
 
 def layers(wiring: str, count: int, c: float, t: float) -> list[SubBlockTime]:
@@ -62,14 +60,6 @@ def test_the_rival_hides_the_reduce_under_the_weight_gradient(t: float) -> None:
     assert a_layer(totals, 30) == pytest.approx(2.0 + max(2.0, t))
 
 
-def test_waiting_at_once_hides_nothing() -> None:
-    for wiring in ("ladder", "standard"):
-        blocks = layers(wiring, 10, 1.0, 3.0)
-        assert backward_seconds(blocks, SERIAL, 4.0, wait_at_once=True) == pytest.approx(4 + 20 * 2 + 20 * 3)
-        rival = backward_seconds(blocks, SERIAL, launch_before_wgrad=True, wait_at_once=True)
-        assert rival == pytest.approx(20 * (1 + 3))
-
-
 def test_schedules_drawn_by_hand() -> None:
     one = SubBlockTime(1.0, 5.0, (1, 2))
     # Sub-blocks end at 1 2 3; y0 is there at 6, so the next end at 7 8 9; y3 is there at 12, so the next ends at 13.
@@ -85,14 +75,6 @@ def test_schedules_drawn_by_hand() -> None:
     # without waiting. Only 2 and 3 read the output of 0: it waits for 2's reduce at 6 and ends at 7. Then 1's reduce
     # at 8, and its own at 10.
     assert backward_seconds(hybrid, SERIAL) == pytest.approx(10)
-
-
-def test_what_collectives_cost_the_processor() -> None:
-    wire = WireModel(launch_seconds=0.25, finish_seconds=0.5)
-    for t, exposed in ((0.0, 0.5), (0.25, 0.5), (3.0, 3.0)):
-        assert forward_seconds(layers("standard", 4, 1.0, t), wire) == pytest.approx(8 * (1.25 + exposed))
-    ladder = [forward_seconds(layers("ladder", n, 1.0, 1.0), wire) for n in (30, 60)]
-    assert a_layer(ladder, 30) == pytest.approx(2 * 1.75)
 
 
 @pytest.mark.parametrize("t", [0.5, 1.0, 3.0])

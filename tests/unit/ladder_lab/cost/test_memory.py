@@ -11,7 +11,6 @@ from ladder_lab.cost.memory import (
     Precision,
     _head_activation_bytes,
     _layers_activation_bytes,
-    _state_bytes,
     stage_layers,
     stage_memory,
     stage_parameters,
@@ -107,19 +106,3 @@ def test_stages_hold_the_whole_model() -> None:
     matrix = padded_vocab_size(model.vocab_size, 1) * model.hidden_size
     assert stage_parameters(tied, layout, 2) == stage_parameters(model, layout, 2)
     assert stage_parameters(tied, Layout(), 0) == stage_parameters(model, Layout(), 0) - matrix
-
-
-@pytest.mark.parametrize(
-    ("precision", "zero", "expected"),
-    [
-        ("fp32", 0, (4, 4, 8)),
-        ("fp32", 1, (4, 4, 2)),
-        ("fp32", 2, (4, 1, 3)),
-        ("fp32", 3, (1, 1, 3)),
-        ("bf16", 1, (2, 4, 3)),
-        ("bf16", 2, (2, 1, 3)),
-        ("bf16", 3, (0.5, 1, 3)),
-    ],
-)
-def test_states_of_four_data_parallel_ranks(precision: Precision, zero: int, expected) -> None:
-    assert _state_bytes(1000, Layout(data=4, zero=zero), precision) == tuple(1000 * each for each in expected)

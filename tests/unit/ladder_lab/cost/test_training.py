@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ladder_lab.bench.sizes import SIZES
-from ladder_lab.cost.hardware import CLUSTERS, HOP, Cluster
+from ladder_lab.cost.hardware import CLUSTERS, Cluster
 from ladder_lab.cost.links import WireModel, backward_seconds, forward_seconds
 from ladder_lab.cost.memory import Layout, stage_parameters
 from ladder_lab.cost.training import LayerTime, step_time
@@ -55,15 +55,6 @@ def test_layers_are_the_schedule_of_the_benchmark(wiring, factor: float) -> None
     assert times.passes(32)[1] == pytest.approx(expected, rel=1e-9)
 
 
-def test_standard_exposes_all_of_forward_and_what_weights_do_not_cover() -> None:
-    times = times_of(factor=3.0)
-    t = times.reduce_seconds
-    assert t == pytest.approx(3 * H100.all_reduce_seconds(2 * 4096 * 4096, 8))
-    exposed = 32 * sum(t + max(0.0, t - block.wgrad_seconds) for block in times.sub_blocks)
-    step = step_time(times, Layout(tensor=8), 2)
-    assert step.exposed_tensor == pytest.approx(2 * (exposed + 2 * t))
-
-
 @pytest.mark.parametrize("interval", [2, 4])
 def test_desync_exposes_one_reduce_per_interval_in_each_pass(interval: int) -> None:
     standard = times_of(factor=3.0)
@@ -71,32 +62,6 @@ def test_desync_exposes_one_reduce_per_interval_in_each_pass(interval: int) -> N
     compute, total = replace(standard, model=model).passes(32)
     assert compute == pytest.approx(standard.passes(32)[0])
     assert total - compute == pytest.approx(2 * 64 / interval * standard.reduce_seconds)
-
-
-def test_sequence_parallelism_gathers_again() -> None:
-    whole = times_of(factor=3.0)
-    cut = replace(whole, sequence_parallel=True)
-    t = whole.reduce_seconds
-    assert cut.reduce_seconds == t
-    exposed = sum(t + max(0.0, 1.5 * t - block.wgrad_seconds) for block in cut.sub_blocks)
-    assert cut.passes(32)[1] - cut.passes(32)[0] == pytest.approx(32 * exposed)
-    stream = 5.5 * 2 * 4096 * 4096 / 3.35e12
-    saved = [a.forward_seconds - b.forward_seconds for a, b in zip(whole.sub_blocks, cut.sub_blocks, strict=True)]
-    assert saved == pytest.approx([stream * 7 / 8] * 2)
-
-
-@pytest.mark.parametrize(("wiring", "streams"), [("standard", 1 / 8), ("ladder", 1 / 8 + 1)])
-def test_missing_outputs_cross_a_cut_whole(wiring: str, streams: float) -> None:
-    """A rank sends its part of a sharded stream, and its whole partial sums of the outputs that are missing from it."""
-    layout = Layout(tensor=8, pipeline=4)
-    free = replace(H100, network_seconds=0.0, network_bytes_per_second=1e30)
-    bubbles = [
-        step_time(replace(times_of(wiring, cluster=cluster), sequence_parallel=True), layout, 8).bubble
-        for cluster in (H100, free)
-    ]
-    # Ranks of the next stage are in another node.
-    sending = H100.network_seconds + streams * 2 * 4096 * 4096 / H100.network_bytes_per_second
-    assert bubbles[0] - bubbles[1] == pytest.approx(2 * 11 * sending)
 
 
 def test_a_pipeline_waits_for_its_other_stages() -> None:
@@ -112,28 +77,3 @@ def test_a_pipeline_waits_for_its_other_stages() -> None:
     # A late wiring hands on one more tensor.
     late = step_time(times_of("ladder", tensor=1), Layout(pipeline=4), 8)
     assert late.bubble - four.bubble == pytest.approx(2 * 11 * 2 * 4096 * 4096 / 282e9)
-
-
-def test_data_parallel_bytes() -> None:
-    parameters = stage_parameters(LLAMA, Layout(), 0)
-    # Two nodes of eight: the ring inside a node is slower than the eight adapters together.
-    inside = 1.75 * parameters / 282e9
-    latency = 4.1e-6 + 8 * 2.12e-6
-    hop = HOP * 20e-6
-    layout = Layout(data=16)
-    step = step_time(times_of(tensor=1), layout, 16)
-    gather = (latency + 2 * inside) / 2 + hop
-    # The reduce-scatter is hidden by backward, the all-gather by forward.
-    assert step.exposed_data == pytest.approx(0.0, abs=1e-9)
-    stage_2 = step_time(times_of(tensor=1), replace(layout, zero=2), 16)
-    backward = 2 / 3 * (step.compute - update_seconds(layout))
-    scatter = (latency + 4 * inside) / 2 + hop
-    assert scatter < backward
-    assert stage_2.exposed_data == pytest.approx(gather, rel=1e-2)
-    contended = step_time(times_of(tensor=1, cluster=H100), layout, 16)
-    assert contended.exposed_data == pytest.approx(0.57 * (scatter + gather), rel=1e-2)
-    contended = step_time(times_of(tensor=1, cluster=H100), replace(layout, zero=2), 16)
-    assert contended.exposed_data == pytest.approx(gather + 0.57 * scatter, rel=1e-2)
-    stage_3 = step_time(times_of(tensor=1, cluster=H100), replace(layout, zero=3), 16)
-    per_layer = 2 * 32 * (latency / 2 + hop) + 32 * (latency / 2 + hop) + 4 * inside
-    assert stage_3.exposed_data == pytest.approx(0.57 * per_layer, rel=1e-2)

@@ -6,14 +6,13 @@ import pytest
 
 from ladder_lab.bench.sizes import SIZES
 from ladder_lab.cost.hardware import CLUSTERS
-from ladder_lab.cost.memory import RESERVED_BYTES, Layout
+from ladder_lab.cost.memory import RESERVED_BYTES
 from ladder_lab.plan.layouts import (
     PlanRequest,
     SweepRow,
     _layouts,
     best_of_each_grid,
     fitting_plans,
-    sweep,
     verdict,
 )
 from ladder_lab.plan.program import _training_words
@@ -64,16 +63,6 @@ def test_a_winner_needs_more_than_three_per_cent() -> None:
     assert verdict([("a", 1.03), ("b", 1.0), ("c", 1.2)]) == "tie: a, b"
     assert verdict([("a", 2.0), ("b", 2.0)]) == "tie: a, b"
     assert SweepRow(1.0, 1e-6, {"standard": 1.0, "ladder": 0.98}).winner == "tie: standard, ladder"
-
-
-def test_wirings_part_as_the_interconnect_slows() -> None:
-    asked = request_of()
-    fast, _, slow = sweep(asked, Layout(tensor=8, data=2), (0.0, 1.0, 2.0))
-    assert fast.reduce_seconds == 0.0
-    assert fast.speed_up("ladder") == pytest.approx(1.0)
-    assert slow.speed_up("ladder") > 1.05 and slow.winner == "ladder-parallel"
-    only = replace(asked, wirings=("ladder",))
-    assert set(sweep(only, Layout(tensor=8, data=2), (1.0,))[0].seconds) == {"standard", "ladder"}
 
 
 @pytest.mark.parametrize("model", ["llama-1b", "llama-70b"])
