@@ -15,15 +15,15 @@ from megatron_ladder.errors import run_program  # noqa: E402
 
 def main(argv: Sequence[str]) -> None:
     """Read the command line and run its subcommand."""
-    options = parse_options(argv)
+    machine, options = parse_options(argv)
     if isinstance(options, LayoutOptions):
         from ladder_lab.plan.program import print_layouts
 
-        print_layouts(options)
+        print_layouts(machine, options)
         return
     from ladder_lab.plan.inference import print_inference
 
-    print_inference(options)
+    print_inference(machine, options)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Checks that the paper's runs are valid and fit in memory, without a GPU or a network.
 
     python examples/paper/check.py
-    python examples/paper/check.py --cluster h200 -- --hosts "a b" --gpus-per-host 4 --tp 4
+    python examples/paper/check.py --gpu h200 -- --hosts "a b" --gpus-per-host 4 --tp 4
 
 For every size and wiring, this program gets the command from train.sh (with the flags after --, and --tp 2 if the
 wiring needs tensor parallelism), parses it as the trainer does, counts the parameters of the model, and estimates
@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path += [str(REPOSITORY), str(REPOSITORY / "tools")]
 
 from examples.paper.runs import RECIPE, SIZES, WIRINGS  # noqa: E402
-from ladder_lab.cost.hardware import CLUSTERS, TIME_RANGE, Cluster  # noqa: E402
+from ladder_lab.cost.machines import GPUS, TIME_RANGE, Machine  # noqa: E402
 from ladder_lab.cost.memory import RESERVED_BYTES, Layout, worst_memory  # noqa: E402
 from ladder_lab.cost.training import LayerTime, step_time  # noqa: E402
 from megatron_ladder.blueprint.tensors import parameter_count  # noqa: E402
@@ -28,6 +28,7 @@ from megatron_ladder.command_line import parse_command_line  # noqa: E402
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run  # noqa: E402
 from megatron_ladder.engine.deepspeed_json import deepspeed_json  # noqa: E402
 from megatron_ladder.errors import UserError, raise_user_errors, run_program  # noqa: E402
+from megatron_ladder.flags import flag  # noqa: E402
 
 SCRIPT = REPOSITORY / "examples" / "paper" / "train.sh"
 COLUMNS = (
@@ -47,10 +48,10 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """Cluster. Flags after -- are passed to train.sh."""
+    """Machine. Flags after -- are passed to train.sh."""
 
-    cluster: str = "h100"
-    """Kind of GPUs and links, as in plan.py: h100 or h200."""
+    gpu: str = flag("h100", choices=GPUS)
+    """GPU, in its usual boxes, as in plan.py."""
     recipe: bool = False
     """Print only the recipe with its sources."""
 
@@ -98,7 +99,7 @@ def read_command(words: Sequence[str], processes: int) -> RunConfig:
     return run
 
 
-def estimate(run: RunConfig, cluster: Cluster) -> Estimate:
+def estimate(run: RunConfig, machine: Machine) -> Estimate:
     """Estimate memory and time of a run."""
     parallel, training = run.parallel, run.training
     layout = Layout(
@@ -115,7 +116,7 @@ def estimate(run: RunConfig, cluster: Cluster) -> Estimate:
     def step_seconds(late: range) -> float:
         times = LayerTime(
             replace(run.model, ladder_layers=tuple(late)),
-            cluster,
+            machine,
             layout.tensor,
             training.seq_length,
             layout.micro_batch,
@@ -163,7 +164,7 @@ def recipe_table() -> str:
 
 def check(options: CheckOptions, flags: Sequence[str]) -> Iterator[str]:
     """Print the table, and yield one message per run that is invalid or does not fit."""
-    cluster = CLUSTERS[options.cluster]
+    machine = Machine.usual(options.gpu)
     rows = []
     for size in SIZES:
         for wiring in WIRINGS:
@@ -174,20 +175,20 @@ def check(options: CheckOptions, flags: Sequence[str]) -> Iterator[str]:
             except UserError as error:
                 yield from (f"{size} {wiring}: {message}" for message in error.messages)
                 continue
-            planned = estimate(run, cluster)
+            planned = estimate(run, machine)
             rows.append(row(size, wiring, run, planned))
-            if planned.memory_bytes > cluster.memory_bytes:
+            if planned.memory_bytes > machine.gpu.memory_bytes:
                 yield (
-                    f"{size} {wiring}: {planned.memory_bytes / 1e9:.1f} GB do not fit {cluster.name}'s "
-                    f"{cluster.memory_bytes / 1e9:.0f}: give a smaller --micro-batch-size, or --tp"
+                    f"{size} {wiring}: {planned.memory_bytes / 1e9:.1f} GB do not fit {machine.gpu.name}'s "
+                    f"{machine.gpu.memory_bytes / 1e9:.0f}: give a smaller --micro-batch-size, or --tp"
                 )
     if rows:
         tokens = run.training.train_iters * run.tokens_per_step
         print(markdown(COLUMNS, rows))
         print(
             f"\n{run.training.train_iters:,} steps of {run.tokens_per_step:,} tokens, {tokens / 1e9:.1f} billion, on "
-            f"{run.world_size} GPUs of {cluster.name}, each with {cluster.memory_bytes / 1e9:.0f} GB. Parameters: "
-            "with one embedding matrix, as the runs have it, and untied. Times are predictions, "
+            f"{run.world_size} GPUs of {machine.gpu.name}, each with {machine.gpu.memory_bytes / 1e9:.0f} GB. "
+            "Parameters: with one embedding matrix, as the runs have it, and untied. Times are predictions, "
             f"{100 * TIME_RANGE:.0f} % to both sides."
         )
 
@@ -201,8 +202,6 @@ def main(argv: Sequence[str]) -> None:
     split = argv.index("--") if "--" in argv else len(argv)
     options: CheckOptions
     (options,) = parse_command_line([CheckOptions], argv[:split], "check.py", (__doc__ or "").split("\n")[0])
-    if options.cluster not in CLUSTERS:
-        raise UserError(f"--cluster {options.cluster}: expected one of {', '.join(CLUSTERS)}")
     if options.recipe:
         print(recipe_table())
         return

@@ -20,7 +20,7 @@ from examples.paper.runs import SIZES, WIRINGS, tensor_parallel_problems, traini
 from examples.paper.speed_report import read_published, report
 from ladder_lab.bench.options import parse_options
 from ladder_lab.bench.results import BenchmarkRow
-from ladder_lab.cost.hardware import CLUSTERS
+from ladder_lab.cost.machines import Machine
 from megatron_ladder.blueprint.tensors import parameter_count
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.errors import UserError
@@ -69,7 +69,7 @@ def test_every_run_is_valid_and_fits(size: str, wiring: str) -> None:
             2048,
             2048,
         )
-        assert estimate(run, CLUSTERS["h100"]).memory_bytes < 80e9
+        assert estimate(run, Machine.usual("h100")).memory_bytes < 80e9
     assert run.training.train_iters * run.tokens_per_step == 25_000 * 4_194_304
     optimizer = run.optimizer
     assert (optimizer.lr, optimizer.lr_warmup_iters, optimizer.lr_decay_style) == (3e-4, 2000, "cosine")

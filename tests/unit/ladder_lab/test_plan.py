@@ -46,28 +46,74 @@ def test_a_thousand_gpus_without_torch(tmp_path: Path) -> None:
     assert sum(first["step_seconds"][part] for part in parts) == pytest.approx(first["step_seconds"]["total"])
     assert first["relative_uncertainty"] == 0.15
     assert set(SHARED_STREAM_MODES) == set(report["interconnects"]["rows"][0]["seconds"])
-    assert "| TP | PP | DP | ZeRO |" in done.stdout and "(this cluster)" in done.stdout
+    assert "| TP | PP | DP | ZeRO |" in done.stdout and "(this machine)" in done.stdout
 
 
 @pytest.mark.parametrize("link", PRESETS)
-def test_inference_on_every_interconnect(link: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ranks, out = max(PRESETS[link].measured_ranks), tmp_path / "inference.json"
-    main(["inference", "--model", "8b", "--tp", str(ranks), "--link", link, "--json", str(out)])
+@pytest.mark.parametrize("model", ["8b", "llama-1b"])
+def test_inference_on_every_interconnect(
+    link: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks, out = min(8, max(PRESETS[link].known_ranks)), tmp_path / "inference.json"
+    main(["inference", "--model", model, "--tp", str(ranks), "--link", link, "--json", str(out)])
     printed, report = capsys.readouterr().out, json.loads(out.read_text())
     speed_ups = {one["wiring"]: one["speed_up"] for one in report["wirings"]}
-    assert speed_ups["standard"] == 1.0 < speed_ups["hybrid-16"] < speed_ups["ladder"]
-    assert speed_ups["no-comm"] == max(speed_ups.values()) or speed_ups["ladder-parallel"] > speed_ups["no-comm"]
+    hybrid = next(value for name, value in speed_ups.items() if name.startswith("hybrid"))
+    assert speed_ups["standard"] == 1.0 < hybrid < speed_ups["ladder"]
+    for end in (0, 1):
+        ranges = {one["wiring"]: one["speed_up_range"][end] for one in report["wirings"]}
+        assert ranges["no-comm"] == max(ranges.values())
+    assert speed_ups["no-comm"] == max(speed_ups.values())
     for one in report["wirings"]:
         assert one["speed_up_range"][0] <= one["speed_up"] <= one["speed_up_range"][1]
-    assert "Recommendation: fastest" in printed and PRESETS[link].source in printed
+    assert f"layers to ladder gives {hybrid:.2f}, all of them {speed_ups['ladder']:.2f}" in report["answer"]
+    assert report["fits"] and report["answer"] in printed and PRESETS[link].source in printed
+    assert "docs/studies.md" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--model 8b --tp 1", "Answer: no. A single GPU"),
+        ("--model 70b --gpu rtx-4090 --tp 4", "Answer: no. The model does not fit the 22 usable GB of a GPU; --tp 8"),
+        ("--model 405b --gpu rtx-4090 --tp 8 --batch 512", "lower --batch or --weight-bits"),
+        ("--model 13b --gpu rtx-4090 --tp 8 --batch 16", "Answer: one replica per box. TP 4 inside each box"),
+        ("--model 13b --gpu rtx-4090 --gpu-memory-gbs 100 --tp 8 --network ib-400", "Answer: yes. Adapting 20 of 40"),
+    ],
+)
+def test_the_answer_of_inference_is_a_sentence(words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["inference", *words.split()])
+    printed = capsys.readouterr().out
+    assert expected in printed and printed.count("Answer:") == 1
+    assert ("| ladder |" in printed) == ("fit" not in expected and "lower" not in expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--model 8b --batch 64", ["Answer: yes. ladder-parallel trains", "tokens/s, a billion tokens in"]),
+        ("--model 8b --gpus 16 --gpus-per-node 2 --batch 64", ["Answer: yes.", "one replica per box"]),
+        ("--model 1b --gpus 16 --batch 64 --wirings ladder", ["Answer: no.", "8 replicas per box"]),
+        ("--model 70b --gpus 64 --gpus-per-node 2 --batch 64", ["each replica spans"]),
+    ],
+)
+def test_the_answer_of_layouts_is_a_sentence(
+    words: str, expected: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(words.split())
+    printed = capsys.readouterr().out
+    assert all(part in printed for part in expected), printed
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
         ("--tp 3", "--tp 3 does not divide --model llama-70b: --num-attention-heads 64 is not divisible"),
-        ("--tp 16", "--link nvlink: nvlink: measured for 2 to 8 ranks, found 16: give --link-latency-us and"),
-        ("--link-latency-us 3", "--link-latency-us 3.0 requires --link-bandwidth-gbs"),
+        (
+            "--tp 16 --gpus-per-node 16",
+            "--link nvlink: known for 2 to 8 ranks, found 16: give --link-latency-us and --link-bandwidth-gbs",
+        ),
+        ("--gpu gb10 --tp 4", "--network dgx-spark: known for 2 ranks, found 4"),
     ],
 )
 def test_impossible_inference(words: str, expected: str) -> None:
@@ -80,8 +126,8 @@ def test_impossible_inference(words: str, expected: str) -> None:
     [
         ("layout", ["expected one of layouts, inference first"]),
         (
-            "--cluster a100 --wirings no-comm --gpus 0 --contention 2",
-            ["--cluster a100", "--wirings no-comm", "--gpus 0", "--contention 2"],
+            "--gpu v100 --wirings no-comm --gpus 0 --contention 2",
+            ["--gpu v100", "--wirings no-comm", "--gpus 0", "--contention 2"],
         ),
     ],
 )

@@ -36,6 +36,7 @@ SIZES: dict[str, ModelConfig] = {
     "paper-3.5b-tp8": _shape(40, 2304, 9216, 32, 32, STARCODER_VOCABULARY),
     "paper-4.5b-tp8": _shape(52, 2304, 9216, 32, 32, STARCODER_VOCABULARY),
     "llama-2-7b": _shape(32, 4096, 11008, 32, 32, 32000),
+    "llama-2-13b": _shape(40, 5120, 13824, 40, 40, 32000),
     "llama-2-70b": _shape(80, 8192, 28672, 64, 8, 32000),
     "qwen-2.5-72b": _shape(80, 8192, 29568, 64, 8, 152064),
     "llama-1b": _shape(16, 2048, 8192, 32, 8, LLAMA3_VOCABULARY, tied=True),
@@ -56,20 +57,15 @@ is CodeLlama, and those with a 2."""
 SHAPE = "LAYERSxHIDDENxFFNxHEADSxKEY_VALUE_HEADSxVOCABULARY"
 
 
-def full_name(text: str) -> str:
-    """Return the name in `SIZES` of a name that may be shortened (`70b`); other texts are returned as they are."""
-    return next((name for name in SIZES if text == re.sub(r"^\D+-", "", name)), text)
-
-
 def find_size(text: str) -> ModelConfig:
     """Return the shape for a name (`llama-70b`, or just `70b`), or for numbers in the order of `SHAPE`.
 
     Raises:
         ValueError: it is neither.
     """
-    name = full_name(text)
-    if name in SIZES:
-        return SIZES[name]
+    names = [name for name in SIZES if text == name or (text[:1].isdigit() and name.endswith(f"-{text}"))]
+    if names:
+        return SIZES[min(names, key=len)]
     if re.fullmatch(r"\d+(x\d+){5}", text) is None:
         raise ValueError(f"expected one of {', '.join(SIZES)}, or {SHAPE} such as 8x192x512x6x6x4096")
     layers, hidden, ffn, heads, key_value_heads, vocabulary = map(int, text.split("x"))

@@ -14,8 +14,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ladder_lab.cost.links import MICROSECOND, SubBlockTime, WireModel, forward_seconds, gpu_contention
-from ladder_lab.cost.machines import Gpu, LinkPreset
+from ladder_lab.cost.links import MICROSECOND, SubBlockTime, WireModel, forward_seconds
+from ladder_lab.cost.machines import Machine
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import Branch, SubBlockTensors, head_tensor, layer_tensors, model_tensors
 
@@ -57,8 +57,7 @@ class InferenceRequest:
 
     model: ModelConfig
     """With its wiring."""
-    gpu: Gpu
-    link: LinkPreset
+    machine: Machine
     ranks: int
     batch: int
     prompt: int
@@ -66,11 +65,11 @@ class InferenceRequest:
     weight_bits: float = 16
     """Bits of a number in the matrices of the layers."""
     reduce_factor: float = 1.0
-    """An all-reduce takes so many times as long as the preset's; 0 leaves all of them out."""
+    """An all-reduce takes so many times as long as the machine's; 0 leaves all of them out."""
 
     def reduce_seconds(self, tokens: int) -> float:
         """Return the time of an all-reduce of the stream of so many tokens."""
-        return self.reduce_factor * self.link.seconds(BYTES * tokens * self.model.hidden_size, self.ranks)
+        return self.reduce_factor * self.machine.all_reduce_seconds(BYTES * tokens * self.model.hidden_size, self.ranks)
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ def _pass_seconds(request: InferenceRequest, tokens: int, seconds_of: Callable[[
         for sub_blocks in layer_tensors(request.model)
         for one in sub_blocks
     ]
-    contention = gpu_contention(BYTES * tokens * request.model.hidden_size) if reduce else 0.0
+    contention = request.machine.contention_of(BYTES * tokens * request.model.hidden_size) if reduce else 0.0
     head = head_tensor(request.model).local_numel(request.ranks) * BYTES / _read_rate(request)
     outside = (TOKEN + SAMPLE * request.batch) * MICROSECOND
     # The all-reduce of the embedding, and the gather of the logits, whose latency is about the same.
@@ -141,7 +140,7 @@ def _constants(request: InferenceRequest) -> Fitted:
 
 
 def _read_rate(request: InferenceRequest) -> float:
-    return _constants(request).rate * request.gpu.memory_bytes_per_second
+    return _constants(request).rate * request.machine.gpu.memory_bytes_per_second
 
 
 def _cache_bytes(request: InferenceRequest) -> float:
@@ -159,22 +158,22 @@ def _decode_seconds(request: InferenceRequest, one: SubBlockTensors, sub_blocks:
     for branch in one.branches:
         numbers = branch.weights_per_token / request.ranks
         reading = numbers * request.weight_bits / 8 / rate
-        computing = 2 * numbers * request.batch / (FLOPS_SHARE * request.gpu.peak_flops)
+        computing = 2 * numbers * request.batch / (FLOPS_SHARE * request.machine.gpu.peak_flops)
         seconds += max(reading, computing) + _share_of_floor(branch) * floor * MICROSECOND
         if branch.score_width:
-            seconds += request.batch * positions * _cache_bytes(request) / request.gpu.memory_bytes_per_second
+            seconds += request.batch * positions * _cache_bytes(request) / request.machine.gpu.memory_bytes_per_second
     return seconds
 
 
 def _prefill_seconds(request: InferenceRequest, one: SubBlockTensors) -> float:
     """Return the time of one sub-block in prefill."""
     tokens = request.batch * request.prompt
-    streams = STREAM_PASSES * BYTES * tokens * request.model.hidden_size / request.gpu.memory_bytes_per_second
+    streams = STREAM_PASSES * BYTES * tokens * request.model.hidden_size / request.machine.gpu.memory_bytes_per_second
     seconds = 0.0
     for branch in one.branches:
         # A flash kernel skips the masked half of the scores.
         flops = tokens * (branch.product_flops + branch.score_flops(request.prompt) / 2) / request.ranks
-        seconds += flops / (FLOPS_SHARE * request.gpu.peak_flops)
+        seconds += flops / (FLOPS_SHARE * request.machine.gpu.peak_flops)
         seconds += _share_of_floor(branch) * PREFILL_FLOOR * MICROSECOND
     return seconds + streams
 

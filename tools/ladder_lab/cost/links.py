@@ -29,17 +29,21 @@ GIGABYTE_PER_SECOND = 1e9
 """Rates are decimal, as in data sheets."""
 
 
-def wire_bytes(num_bytes: int, ranks: int) -> float:
+def wire_bytes(num_bytes: float, ranks: int) -> float:
     """Return the bytes that each rank of a ring sends for an all-reduce: 2 (n - 1)/n S."""
     return 2 * (ranks - 1) / ranks * num_bytes
 
 
-def gpu_contention(num_bytes: int) -> float:
+CONTENTION = 0.57
+"""Largest compute share lost to a collective, per `gpu_contention`."""
+
+
+def gpu_contention(num_bytes: float, largest: float = CONTENTION) -> float:
     """Return the share of an overlap given back because a collective takes multiprocessors: 0.57 S / (S + 0.33 MB).
 
     It is from the fit in `machines.py`. 0.03 at 16 KB; a collective bounded in multiprocessors gives back about 0.2.
     """
-    return 0.57 * num_bytes / (num_bytes + 0.33 * MEGABYTE)
+    return largest * num_bytes / (num_bytes + 0.33 * MEGABYTE)
 
 
 @dataclass(frozen=True)

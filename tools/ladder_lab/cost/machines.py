@@ -10,50 +10,68 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ladder_lab.cost.links import GIGABYTE_PER_SECOND, KILOBYTE, MEGABYTE, MICROSECOND, wire_bytes
+from ladder_lab.cost.links import (
+    CONTENTION,
+    GIGABYTE_PER_SECOND,
+    KILOBYTE,
+    MEGABYTE,
+    MICROSECOND,
+    gpu_contention,
+    wire_bytes,
+)
 
 LINK_ERROR = 1.33
 """All-reduces so many times faster or slower give the range of a predicted speed-up."""
+TIME_RANGE = 0.15
+"""Relative error of training times predicted from figures of links and chips alone."""
+HOP = 0.25
+"""Assumed share of the network's latency in an all-reduce that one hop of a ring takes; 5 us on InfiniBand."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU: dense bf16 FLOP/s with sums in fp32, without sparsity."""
+    """One GPU: dense bf16 FLOP/s with sums in fp32, without sparsity.
+
+    Its usual box: GPUs in it, the link between them, the network between boxes, and a box's adapters to it.
+    """
 
     name: str
     memory_bytes: float
     memory_bytes_per_second: float
     peak_flops: float
+    box: tuple[int, str, str, int]
     source: str
 
 
-def _gpu(name: str, gigabytes: float, gigabytes_per_second: float, teraflops: float, source: str) -> Gpu:
-    return Gpu(name, gigabytes * 1e9, gigabytes_per_second * 1e9, teraflops * 1e12, source)
+def _gpu(
+    name: str, gigabytes: float, gigabytes_s: float, teraflops: float, box: tuple[int, str, str, int], source: str
+) -> Gpu:
+    figures = f"{gigabytes:g} GB, {gigabytes_s:,g} GB/s, {teraflops:,g} TFLOP/s"
+    return Gpu(name, gigabytes * 1e9, gigabytes_s * 1e9, teraflops * 1e12, box, f"{figures} ({source})")
 
 
+_HGX = (8, "nvlink", "ib-400", 8)
+_CONSUMER = (4, "pcie-4", "10gbe", 1)
+_WORKSTATION = (4, "pcie-4-p2p", "10gbe", 1)
+_SPARK = "NVIDIA data sheet; FLOP/s an eighth of the sparse FP4 rate (assumed)"
 GPUS: Mapping[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
-        _gpu("a100", 80, 2039, 312, "A100 SXM 80 GB: 2,039 GB/s, 312 TFLOP/s (NVIDIA data sheet)"),
-        _gpu("h100", 80, 3350, 989, "H100 SXM: 80 GB, 3.35 TB/s, 989 TFLOP/s (NVIDIA data sheet)"),
-        _gpu("h200", 141, 4800, 989, "H200 SXM: 141 GB, 4.8 TB/s, 989 TFLOP/s (NVIDIA data sheet)"),
-        _gpu("b200", 180, 8000, 2250, "B200: 180 GB, 8 TB/s, 2,250 TFLOP/s (NVIDIA HGX B200 data sheet)"),
-        _gpu("l40s", 48, 864, 362, "L40S: 48 GB, 864 GB/s, 362 TFLOP/s (NVIDIA data sheet)"),
-        _gpu("a6000", 48, 768, 154.8, "RTX A6000: 48 GB, 768 GB/s, 154.8 TFLOP/s (NVIDIA GA102 whitepaper)"),
-        _gpu("rtx-6000-ada", 48, 960, 364, "RTX 6000 Ada: 48 GB, 960 GB/s, 364 TFLOP/s (NVIDIA data sheet)"),
-        _gpu("rtx-pro-6000", 96, 1792, 503.8, "RTX PRO 6000: 96 GB, 1,792 GB/s, 503.8 TFLOP/s (NVIDIA data sheet)"),
-        _gpu("rtx-3090", 24, 936, 71, "RTX 3090: 24 GB, 936 GB/s, 71 TFLOP/s (NVIDIA GA102 whitepaper)"),
-        _gpu("rtx-4090", 24, 1008, 165.2, "RTX 4090: 24 GB, 1,008 GB/s, 165.2 TFLOP/s (NVIDIA Ada whitepaper)"),
-        _gpu("rtx-5090", 32, 1792, 209.5, "RTX 5090: 32 GB, 1,792 GB/s, 209.5 TFLOP/s (NVIDIA Blackwell whitepaper)"),
-        _gpu(
-            "gb10",
-            128,
-            273,
-            125,
-            "DGX Spark: 128 GB, 273 GB/s (NVIDIA data sheet); 125 TFLOP/s, an eighth of its sparse FP4 rate (assumed)",
-        ),
+        _gpu("h100", 80, 3350, 989, _HGX, "NVIDIA H100 data sheet, SXM"),
+        _gpu("h200", 141, 4800, 989, _HGX, "NVIDIA H200 data sheet, SXM"),
+        _gpu("b200", 180, 8000, 2250, (8, "nvlink-5", "ib-400", 8), "NVIDIA HGX B200 data sheet"),
+        _gpu("a100", 80, 2039, 312, (8, "nvlink-3", "ib-200", 8), "NVIDIA A100 data sheet, SXM 80 GB"),
+        _gpu("l40s", 48, 864, 362, (8, "pcie-4", "ib-200", 1), "NVIDIA data sheet"),
+        _gpu("a6000", 48, 768, 154.8, _WORKSTATION, "NVIDIA GA102 whitepaper"),
+        _gpu("rtx-6000-ada", 48, 960, 364, _WORKSTATION, "NVIDIA data sheet"),
+        _gpu("rtx-pro-6000", 96, 1792, 503.8, (4, "pcie-5-p2p", "10gbe", 1), "NVIDIA data sheet"),
+        _gpu("rtx-3090", 24, 936, 71, _CONSUMER, "NVIDIA GA102 whitepaper"),
+        _gpu("rtx-4090", 24, 1008, 165.2, _CONSUMER, "NVIDIA Ada whitepaper"),
+        _gpu("rtx-5090", 32, 1792, 209.5, (4, "pcie-5", "10gbe", 1), "NVIDIA Blackwell whitepaper"),
+        _gpu("gb10", 128, 273, 125, (1, "dgx-spark", "dgx-spark", 1), _SPARK),
     )
 }
+"""The boxes are assumptions: those of servers are NVIDIA's baseboards."""
 
 
 @dataclass(frozen=True)
@@ -61,41 +79,54 @@ class LinkPreset:
     """The time of one all-reduce on a kind of interconnect: a latency, and the longer of its steps and its bytes."""
 
     name: str
-    measured_ranks: range
-    figures: Callable[[int, int], tuple[float, float, float]]
+    known_ranks: range
+    figures: Callable[[float, int], tuple[float, float, float]]
     """(bytes of one rank's tensor, ranks) -> us of latency, us of steps, GB/s of the ring's bytes."""
     source: str
     """Where the figures are from."""
 
-    def seconds(self, num_bytes: int, ranks: int) -> float:
-        """Return the time for a tensor of `num_bytes` on each rank; raise ValueError if `ranks` was not measured."""
+    def parts(self, num_bytes: float, ranks: int) -> tuple[float, float, float]:
+        """Return the seconds of latency, of steps and on the wire; raise ValueError for an unknown number of ranks."""
         if ranks == 1:
-            return 0.0
-        if ranks not in self.measured_ranks:
-            known = " to ".join(map(str, dict.fromkeys((self.measured_ranks[0], self.measured_ranks[-1]))))
-            raise ValueError(f"{self.name}: measured for {known} ranks, found {ranks}")
+            return 0.0, 0.0, 0.0
+        if ranks not in self.known_ranks:
+            known = " to ".join(map(str, dict.fromkeys((self.known_ranks[0], self.known_ranks[-1]))))
+            raise ValueError(f"{self.name}: known for {known} ranks, found {ranks}")
         latency, steps, rate = self.figures(num_bytes, ranks)
         on_wire = wire_bytes(num_bytes, ranks) / (rate * GIGABYTE_PER_SECOND)
-        return latency * MICROSECOND + max(steps * MICROSECOND, on_wire)
+        return latency * MICROSECOND, steps * MICROSECOND, on_wire
+
+    def seconds(self, num_bytes: float, ranks: int) -> float:
+        """Return the time for a tensor of `num_bytes` on each rank; raise ValueError as `parts` does."""
+        latency, steps, on_wire = self.parts(num_bytes, ranks)
+        return latency + max(steps, on_wire)
+
+    def changed(self, latency: float | None, rate: float | None, per_doubling: bool = False) -> "LinkPreset":
+        """Return the link with a measured latency in us, or one for each doubling of the ranks, and rate in GB/s."""
+
+        def figures(num_bytes: float, ranks: int) -> tuple[float, float, float]:
+            own_latency, steps, own_rate = self.figures(num_bytes, ranks)
+            given = None if latency is None else latency * (math.log2(ranks) if per_doubling else 1)
+            return own_latency if given is None else given, steps, own_rate if rate is None else rate
+
+        if latency is None and rate is None:
+            return self
+        measured = self.known_ranks if latency is None else range(2, _BOXES[1])
+        return LinkPreset(self.name, measured, figures, f"command line; otherwise {self.source}")
 
 
+_BOXES = (2, 4096)
 _FIT = "fit to 170 runs published by the authors of arXiv 2501.06589"
 
 
-def _nvlink(num_bytes: int, ranks: int) -> tuple[float, float, float]:
+def _nvlink(num_bytes: float, ranks: int) -> tuple[float, float, float]:
     return 4.1 + 2.12 * ranks, 14 * math.sqrt(num_bytes / MEGABYTE), 282
 
 
-def _no_p2p(num_bytes: int, ranks: int) -> tuple[float, float, float]:
+def _no_p2p(num_bytes: float, ranks: int) -> tuple[float, float, float]:
     if ranks == 2:
         return 8, 89 * math.sqrt(num_bytes / MEGABYTE), 15.5
     return -4.1 + 6.05 * ranks, 1.16 * (ranks - 1) * math.log2(1 + num_bytes / (8 * KILOBYTE)), 233
-
-
-def _infiniband(num_bytes: int, ranks: int) -> tuple[float, float, float]:
-    small, large = math.sqrt(32 * KILOBYTE), math.sqrt(512 * KILOBYTE)
-    slope = (66 - 44) / (large - small)
-    return 44 - slope * small, slope * math.sqrt(num_bytes), 310
 
 
 def _preset(
@@ -114,7 +145,7 @@ def _preset(
     the MB up to 1 MB and as much beyond it, where the wire takes over.
     """
 
-    def figures(num_bytes: int, ranks: int) -> tuple[float, float, float]:
+    def figures(num_bytes: float, ranks: int) -> tuple[float, float, float]:
         size = num_bytes / MEGABYTE
         return latency(ranks), root * math.sqrt(size) + to_megabyte * min(size, 1.0), rate
 
@@ -143,15 +174,6 @@ PRESETS: Mapping[str, LinkPreset] = {
             range(2, 9),
             _no_p2p,
             f"H100 with NCCL_P2P_DISABLE=1: {_FIT}; for comparison: copies 37 GB/s (NVIDIA/nccl#1264)",
-        ),
-        # The square root between and beyond the fitted sizes is assumed: it fits NVLink.
-        LinkPreset(
-            "infiniband",
-            range(16, 17),
-            _infiniband,
-            "2 nodes of 8 H100 with an adapter of 400 Gb/s each: 44 us at 32 KB and 66 us at 512 KB, fit to runs of "
-            "the same authors; for comparison: 46-48 us at 1 KB and less (NVIDIA/nccl#1244), bus 310 GB/s "
-            "(NVIDIA/nccl#1031)",
         ),
         _preset(
             "nvlink-3",
@@ -216,7 +238,7 @@ PRESETS: Mapping[str, LinkPreset] = {
         ),
         _preset(
             "ib-400",
-            (2, 8),
+            _BOXES,
             lambda n: 20 * math.log2(n),
             47,
             root=20,
@@ -224,7 +246,7 @@ PRESETS: Mapping[str, LinkPreset] = {
         ),
         _preset(
             "ib-200",
-            (2, 8),
+            _BOXES,
             lambda n: 20 * math.log2(n),
             24,
             root=20,
@@ -232,7 +254,7 @@ PRESETS: Mapping[str, LinkPreset] = {
         ),
         _preset(
             "ib-100",
-            (2, 8),
+            _BOXES,
             lambda n: 20 * math.log2(n),
             12.2,
             root=20,
@@ -240,22 +262,23 @@ PRESETS: Mapping[str, LinkPreset] = {
         ),
         _preset(
             "efa",
-            (16, 16),
-            lambda n: 50.6,
-            57.2,
-            root=29,
-            source="2 nodes of 8 GPUs on AWS: 50.6 us at 8 B (p6-b200, dstackai/dstack#3961), bus 57.2 GB/s (p4d, "
-            "NVIDIA/nccl#527); medium sizes as InfiniBand (assumed)",
+            _BOXES,
+            lambda n: 39.7 * math.log2(n),
+            5,
+            root=20,
+            source="AWS, each GPU's part of the adapters: 2 nodes of 8 GPUs 50.6 us at 8 B (p6-b200, "
+            "dstackai/dstack#3961) and bus 57.2 GB/s (p4d, NVIDIA/nccl#527), both less NVLink's part; medium sizes as "
+            "InfiniBand (assumed)",
         ),
         _preset(
             "25gbe",
-            (2, 8),
+            _BOXES,
             lambda n: 46 * math.log2(n),
             2.8,
             source="TCP sockets, one GPU per node: 45.8 us for a broadcast to 2 ranks (NVIDIA/nccl-tests#82), so an "
             "all-reduce takes at least that; 90 % of the wire's rate (assumed)",
         ),
-        _preset("10gbe", (2, 8), lambda n: 46 * math.log2(n), 1.1, source="as 25gbe, at 10 Gb/s (assumed)"),
+        _preset("10gbe", _BOXES, lambda n: 46 * math.log2(n), 1.1, source="as 25gbe, at 10 Gb/s (assumed)"),
         _preset(
             "thunderbolt-5",
             (2, 4),
@@ -267,3 +290,68 @@ PRESETS: Mapping[str, LinkPreset] = {
     )
 }
 """An all-reduce of S bytes on each of n ranks, by name."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Boxes of equal GPUs, with a link inside and a network between them, whose adapters a box's GPUs share."""
+
+    gpu: Gpu
+    per_box: int
+    link: LinkPreset
+    network: LinkPreset
+    adapters: int
+    contention: float = CONTENTION
+    """The largest share of an overlap that a collective gives back."""
+
+    @classmethod
+    def usual(cls, gpu: str) -> "Machine":
+        """Return a GPU in its usual boxes."""
+        per_box, link, network, adapters = GPUS[gpu].box
+        return cls(GPUS[gpu], per_box, PRESETS[link], PRESETS[network], adapters)
+
+    def all_reduce_seconds(self, num_bytes: float, ranks: int, stride: int = 1) -> float:
+        """Return the time of one all-reduce of `num_bytes` on each of `ranks` GPUs, of a box every `stride`-th.
+
+        Ranks of one box reduce first, then the boxes, each GPU with its share of the bytes, as its neighbours do at
+        that time. Large tensors use both wires at once.
+        """
+        inside, boxes = self._spread(ranks, stride)
+        parts = self.link.parts(num_bytes, inside), self.network.parts(self._crowded(num_bytes / inside), boxes)
+        latencies, steps, wires = zip(*parts, strict=True)
+        return sum(latencies) + max(sum(steps), *wires)
+
+    def gather_seconds(self, num_bytes: float, ranks: int, stride: int = 1) -> float:
+        """Return the time of one all-gather or reduce-scatter of `num_bytes` in total, half the bytes of an all-reduce.
+
+        It uses a ring, so each further box adds `HOP` of the network's latency.
+        """
+        _, boxes = self._spread(ranks, stride)
+        if boxes == 1:
+            return self.all_reduce_seconds(num_bytes, ranks, stride) / 2
+        doublings, once = (self.network.parts(0, count)[0] for count in (boxes, 2))
+        return (self.all_reduce_seconds(num_bytes, ranks, stride) - doublings) / 2 + HOP * once * (boxes - 1)
+
+    def send_seconds(self, num_bytes: float, distance: int) -> float:
+        """Return the time to send a tensor to the GPU that is this many ranks away: that of two ranks' all-reduce."""
+        if distance < self.per_box:
+            return self.link.seconds(num_bytes, 2)
+        return self.network.seconds(self._crowded(num_bytes), 2)
+
+    def contention_of(self, num_bytes: float) -> float:
+        """Return the share of the overlap with a collective of this size that is given back."""
+        return gpu_contention(num_bytes, self.contention)
+
+    def describe(self) -> str:
+        """Return the sources of all figures."""
+        sources = {part.name: part.source for part in (self.link, self.network)}
+        return "\n".join(f"  {name}: {source}" for name, source in {self.gpu.name: self.gpu.source, **sources}.items())
+
+    def _spread(self, ranks: int, stride: int) -> tuple[int, int]:
+        """Return the ranks per box and the number of boxes."""
+        inside = min(ranks, max(1, self.per_box // stride))
+        return inside, math.ceil(ranks / inside)
+
+    def _crowded(self, num_bytes: float) -> float:
+        """Return the bytes through one adapter when every GPU of a box sends so many."""
+        return num_bytes * max(1.0, self.per_box / self.adapters)

@@ -1,10 +1,11 @@
 """Time of a training step in a layout and a wiring, split by cause.
 
 A sub-block computes its matrix products at the share of the peak that products reach, and moves the stream through
-memory `STREAM_PASSES` times. Backward takes twice as long, half of it for the weight gradients; with recomputation the
-forward pass is repeated. The layers follow the schedule of `links.py`, which the benchmark is compared with. On a
-serial wire, the reduce before a late sub-block overlaps with it, and in backward all reduces overlap with the
-gradient of the weight. The reduces of embedding and head are exposed in every wiring.
+memory `STREAM_PASSES` times. Backward takes twice as long; with recomputation the forward pass is repeated. The layers
+follow the schedule of `links.py`, which the benchmark is compared with. On a serial wire, the reduce before a late
+sub-block overlaps with it, and in backward all reduces overlap with the gradients of the column-parallel weights (q, k,
+v; gate, up), which take as long as their products in forward. The reduces of embedding and head are exposed in every
+wiring.
 
 A pipeline of p stages and m micro-batches takes the sum of all stages once and then m - 1 times the slowest one.
 
@@ -23,16 +24,18 @@ A desync interval is one sub-block with one exposed reduce in each pass: at its 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from ladder_lab.cost.hardware import Cluster
 from ladder_lab.cost.links import SubBlockTime, WireModel, backward_seconds, forward_seconds
+from ladder_lab.cost.machines import Machine
 from ladder_lab.cost.memory import FP32_BYTES, Layout, stage_layers, stage_parameters
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import ModelFlops, layer_tensors, padded_vocab_size
 from megatron_ladder.blueprint.wiring import plan_reads
 
 WEIGHT_BYTES = 2
+FLOPS_SHARE = 0.58
+"""Share of the peak that products reach, fitted to prefill of the runs in machines.py."""
 STREAM_PASSES = 5.5
-"""Times that a sub-block moves its stream through memory in forward, fitted to prefill of the runs in hardware.py."""
+"""Times that a sub-block moves its stream through memory in forward, by the same fit."""
 UPDATE_BYTES = 28
 """Bytes that AdamW reads and writes per parameter: gradient, master copy, two moments, and the weight."""
 GATHERED_AGAIN = 1.5
@@ -64,11 +67,11 @@ class StepTime:
 class LayerTime:
     """The time of layers of one wiring on one tensor-parallel group, for a micro-batch of given size.
 
-    An all-reduce takes `reduce_factor` times as long as the cluster's.
+    An all-reduce takes `reduce_factor` times as long as the machine's.
     """
 
     model: ModelConfig
-    cluster: Cluster
+    machine: Machine
     tensor: int
     sequence: int
     micro_batch: int
@@ -84,27 +87,31 @@ class LayerTime:
     @cached_property
     def reduce_seconds(self) -> float:
         """Time of one all-reduce, or of the reduce-scatter and all-gather that replace it."""
-        return self.reduce_factor * self.cluster.all_reduce_seconds(self.stream_bytes, self.tensor)
+        return self.reduce_factor * self.machine.all_reduce_seconds(self.stream_bytes, self.tensor)
 
     @cached_property
     def sub_blocks(self) -> list[SubBlockTime]:
         """The sub-blocks of `_period` layers."""
-        rate = self.cluster.peak_flops * self.cluster.flops_share * self.tensor
-        streams = STREAM_PASSES * self.stream_bytes / self.cluster.memory_bytes_per_second
+        rate = self.machine.gpu.peak_flops * FLOPS_SHARE * self.tensor
+        streams = STREAM_PASSES * self.stream_bytes / self.machine.gpu.memory_bytes_per_second
         if self.sequence_parallel:
             streams /= self.tensor
+        tokens = self.sequence * self.micro_batch
         times = []
         for sub_block in layer_tensors(self.model)[-1]:
             # A flash kernel skips the masked half of the scores.
             flops = sum(one.product_flops + one.score_flops(self.sequence) / 2 for one in sub_block.branches)
-            seconds = self.sequence * self.micro_batch * flops / rate + streams
-            dgrad, missing = seconds * (2 if self.recompute else 1), sub_block.wired.missing
-            times.append(SubBlockTime(seconds, self.reduce_seconds, missing, dgrad, wgrad_seconds=seconds))
+            inputs = sum(matrix.weight.numel for one in sub_block.branches for matrix in one.inputs)
+            forward, wgrad = tokens * flops / rate + streams, tokens * 2 * inputs / rate
+            dgrad = forward * (3 if self.recompute else 2) - wgrad
+            times.append(SubBlockTime(forward, self.reduce_seconds, sub_block.wired.missing, dgrad, wgrad))
         if not self.model.desync_interval:
             return times
-        forward = self._period * sum(one.forward_seconds for one in times)
-        dgrad = self._period * sum(one.dgrad_seconds for one in times)
-        return [SubBlockTime(forward, self.reduce_seconds, (), dgrad, wgrad_seconds=forward)]
+        forward, dgrad, wgrad = (
+            self._period * sum(getattr(one, name) for one in times)
+            for name in ("forward_seconds", "dgrad_seconds", "wgrad_seconds")
+        )
+        return [SubBlockTime(forward, self.reduce_seconds, (), dgrad, wgrad)]
 
     @property
     def _period(self) -> int:
@@ -114,7 +121,7 @@ class LayerTime:
     @cached_property
     def wire(self) -> WireModel:
         """A serial wire, like one NCCL communicator."""
-        return WireModel(serial=True, contention=self.cluster.contention_of(self.stream_bytes))
+        return WireModel(serial=True, contention=self.machine.contention_of(self.stream_bytes))
 
     @cached_property
     def _walked(self) -> tuple[tuple[float, float], tuple[float, float]]:
@@ -157,10 +164,10 @@ def step_time(times: LayerTime, layout: Layout, global_batch: int) -> StepTime:
         # The missing outputs cross unreduced, so each rank sends the whole of its partial sums.
         state = times.stream_bytes * (1 / (times.tensor if times.sequence_parallel else 1) + pending)
         distance = layout.tensor * layout.data
-        sending = 2 * (micro_batches + layout.pipeline - 1) * times.cluster.send_seconds(state, distance)
+        sending = 2 * (micro_batches + layout.pipeline - 1) * times.machine.send_seconds(state, distance)
     # The GPU that holds most.
     parameters = max(stage_parameters(times.model, layout, stage) for stage in {0, layout.pipeline - 1})
-    update = UPDATE_BYTES * parameters / layout.data / times.cluster.memory_bytes_per_second
+    update = UPDATE_BYTES * parameters / layout.data / times.machine.gpu.memory_bytes_per_second
     return StepTime(
         compute=micro_batches * compute + update,
         exposed_tensor=micro_batches * slowest - micro_batches * compute,
@@ -175,12 +182,12 @@ def _stage_seconds(times: LayerTime, layout: Layout, stage: int) -> tuple[float,
     if stage == 0:
         total += times.reduce_seconds
     if stage == layout.pipeline - 1:
-        rate = times.cluster.peak_flops * times.cluster.flops_share * times.tensor
+        rate = times.machine.gpu.peak_flops * FLOPS_SHARE * times.tensor
         head = 3 * ModelFlops(times.model, times.sequence).head * times.micro_batch / rate
         rows = padded_vocab_size(times.model.vocab_size, times.tensor) // times.tensor
         logits = times.sequence * times.micro_batch * rows
         # Logits, exponentials and their gradient in fp32, each written and read.
-        head += 6 * FP32_BYTES * logits / times.cluster.memory_bytes_per_second
+        head += 6 * FP32_BYTES * logits / times.machine.gpu.memory_bytes_per_second
         compute, total = compute + head, total + head + times.reduce_seconds
     return compute, total
 
@@ -189,14 +196,14 @@ def _exposed_data(times: LayerTime, layout: Layout, parameters: int, micro_batch
     """Return the exposed data-parallel time by the table at the top of this file."""
     if layout.data == 1:
         return 0.0
-    cluster = times.cluster
+    machine = times.machine
 
     def around(num_bytes: float, collectives: int = 1) -> float:
         share = num_bytes * parameters / collectives
-        return collectives * cluster.gather_seconds(share, layout.data, layout.tensor)
+        return collectives * machine.gather_seconds(share, layout.data, layout.tensor)
 
     def exposed(reduce: float, compute: float) -> float:
-        return max(0.0, reduce - compute) + cluster.contention_of(parameters) * min(reduce, compute)
+        return max(0.0, reduce - compute) + machine.contention_of(parameters) * min(reduce, compute)
 
     forward, backward = pass_seconds / 3, pass_seconds * 2 / 3
     if layout.zero == 2:
@@ -211,4 +218,4 @@ def _exposed_data(times: LayerTime, layout: Layout, parameters: int, micro_batch
 def model_flop_utilisation(times: LayerTime, layout: Layout, global_batch: int, seconds: float) -> float:
     """Return the model FLOPs of a step relative to the peak of all GPUs in so many seconds."""
     flops = ModelFlops(times.model, times.sequence).training * global_batch
-    return flops / (seconds * layout.gpus * times.cluster.peak_flops)
+    return flops / (seconds * layout.gpus * times.machine.gpu.peak_flops)

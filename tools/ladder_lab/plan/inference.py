@@ -1,16 +1,17 @@
 """`tools/plan.py inference`: what each wiring would gain for a model on a machine."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ladder_lab.bench.sizes import find_size
 from ladder_lab.cost.inference import InferenceRequest, InferenceTimes, inference_memory, predict_inference
-from ladder_lab.cost.machines import GPUS, LINK_ERROR, PRESETS, LinkPreset
+from ladder_lab.cost.machines import LINK_ERROR, PRESETS, Machine
 from ladder_lab.markdown import markdown_table
 from ladder_lab.plan.layouts import SMALLEST_DIFFERENCE, verdict
-from ladder_lab.plan.options import InferenceOptions, write_output
+from ladder_lab.plan.options import QUALITY, InferenceOptions, MachineOptions, write_output
 from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
 from megatron_ladder.errors import UserError, raise_user_errors
@@ -32,60 +33,64 @@ class _Prediction:
     speed_up_range: tuple[float, float]
 
 
-def print_inference(options: InferenceOptions) -> None:
+def print_inference(given: MachineOptions, options: InferenceOptions) -> None:
     """Print the predictions and write the file that the options name; raise UserError for an impossible layout."""
     if options.measurements is not None:
         _print_errors(options.measurements)
         return
-    request = _request_of(options)
-    models = _wirings(request.model, options)
-    predictions = _predict_wirings(request, models)
-    memory, link = inference_memory(request), request.reduce_seconds(request.batch)
-    gigabytes = f"{memory.total / 1e9:.1f} = {memory.weights / 1e9:.1f} weights + {memory.cache / 1e9:.1f} cache"
-    usable = USABLE_MEMORY * request.gpu.memory_bytes
-    fits = "" if memory.total <= usable else f"; DOES NOT FIT {usable / 1e9:.0f} usable GB: raise --tp or lower --batch"
+    request = _request_of(given, options)
+    predictions = _predict_wirings(request, _wirings(request.model, options))
+    machine, memory, link = request.machine, inference_memory(request), request.reduce_seconds(request.batch)
+    across = f" and {machine.network.name}" if request.ranks > machine.per_box else ""
     print(
-        f"{options.model} on {request.ranks} x {request.gpu.name} over {request.link.name}, batch {request.batch}, "
-        f"{request.prompt} prompt tokens, {request.new_tokens} new tokens\n"
-        f"GB per GPU: {gigabytes}{fits}\n"
-        f"one all-reduce: {1e6 * link:.0f} us in a decode step, "
-        f"{1e6 * request.reduce_seconds(request.batch * request.prompt):.0f} us in prefill\n"
+        f"{options.model} on {request.ranks} x {machine.gpu.name} over {machine.link.name}{across}, batch "
+        f"{request.batch}, {request.prompt} prompt tokens, {request.new_tokens} new tokens\n"
+        f"GB per GPU: {memory.total / 1e9:.1f} = {memory.weights / 1e9:.1f} weights + {memory.cache / 1e9:.1f} cache\n"
     )
-    rows = [
-        {
-            "wiring": one.wiring,
-            "tokens/s": f"{one.tokens_per_second:.1f}",
-            "first token ms": f"{1e3 * one.times.prefill:.1f}",
-            "decode step ms": f"{1e3 * one.decode_step_seconds:.2f}",
-            "speed-up": f"{one.speed_up:.2f}",
-            "range": "{:.2f} to {:.2f}".format(*one.speed_up_range),
-        }
-        for one in predictions.values()
-    ]
-    print(markdown_table(rows))
-    print(f"\n{_recommend(predictions)}\n")
-    print(
-        f"The range of a speed-up is for all-reduces {LINK_ERROR:g} times faster to slower. no-comm leaves them out: "
-        "wrong results, and the bound. docs/plan.md states the error of tokens/s on public measurements.\n"
-        f"  {request.gpu.name}: {request.gpu.source}\n"
-        f"  {request.link.name}: {request.link.source}"
-    )
+    sentence = _answer(request, predictions, options)
+    if _fits(request):
+        rows = [
+            {
+                "wiring": one.wiring,
+                "tokens/s": f"{one.tokens_per_second:.1f}",
+                "first token ms": f"{1e3 * one.times.prefill:.1f}",
+                "decode step ms": f"{1e3 * one.decode_step_seconds:.2f}",
+                "speed-up": f"{one.speed_up:.2f}",
+                "range": "{:.2f} to {:.2f}".format(*one.speed_up_range),
+            }
+            for one in predictions.values()
+        ]
+        print(
+            f"one all-reduce: {1e6 * link:.0f} us in a decode step, "
+            f"{1e6 * request.reduce_seconds(request.batch * request.prompt):.0f} us in prefill\n\n"
+            f"{markdown_table(rows)}\n\n{sentence} {QUALITY}\n\n"
+            f"The range of a speed-up is for all-reduces {LINK_ERROR:g} times faster to slower. no-comm is the "
+            "fastest wiring without all-reduces: wrong results, and the bound. docs/plan.md states the error of "
+            f"tokens/s on public measurements.\n{machine.describe()}"
+        )
+    else:
+        print(sentence)
     if options.json is not None:
-        report = {"memory": asdict(memory), "wirings": [asdict(one) for one in predictions.values()]}
+        report = {"memory": asdict(memory), "fits": _fits(request), "answer": sentence}
+        report["wirings"] = [asdict(one) for one in predictions.values()]
         write_output(options.json, json.dumps(report, indent=1) + "\n")
 
 
+def _fits(request: InferenceRequest) -> bool:
+    return inference_memory(request).total <= USABLE_MEMORY * request.machine.gpu.memory_bytes
+
+
 def _predict_wirings(request: InferenceRequest, models: Mapping[str, ModelConfig]) -> dict[str, _Prediction]:
-    """Predict the model in several wirings, among them `standard`; `no-comm` is added."""
+    """Predict the model in several wirings, among them `standard`; `no-comm`, their common bound, is added."""
 
     def times_of(link_factor: float) -> dict[str, InferenceTimes]:
-        own = {
+        return {
             name: predict_inference(replace(request, model=model, reduce_factor=link_factor))
             for name, model in models.items()
         }
-        return own | {"no-comm": predict_inference(replace(request, model=models["standard"], reduce_factor=0.0))}
 
-    here, fast, slow = (times_of(factor) for factor in (1.0, 1 / LINK_ERROR, LINK_ERROR))
+    bound = {"no-comm": min(times_of(0.0).values(), key=lambda times: times.total)}
+    here, fast, slow = (times_of(factor) | bound for factor in (1.0, 1 / LINK_ERROR, LINK_ERROR))
     found = {}
     for name, times in here.items():
         ratios = [link["standard"].total / link[name].total for link in (fast, here, slow)]
@@ -100,18 +105,51 @@ def _predict_wirings(request: InferenceRequest, models: Mapping[str, ModelConfig
     return found
 
 
-def _recommend(predictions: Mapping[str, _Prediction]) -> str:
-    """Say in one sentence which wiring to train or adapt to."""
-    times = [(name, 1 / one.speed_up) for name, one in predictions.items() if name != "no-comm"]
-    best = max(one.speed_up for name, one in predictions.items() if name != "no-comm")
+def _answer(request: InferenceRequest, predictions: Mapping[str, _Prediction], options: InferenceOptions) -> str:
+    """Say in one sentence whether to train or adapt to a wiring."""
+    usable = USABLE_MEMORY * request.machine.gpu.memory_bytes / 1e9
+    if not _fits(request):
+        more = (ranks for ranks in range(request.ranks, 65) if not tensor_parallel_errors(request.model, ranks))
+        enough = next((ranks for ranks in more if _fits(replace(request, ranks=ranks))), None)
+        fix = "lower --batch or --weight-bits" if enough is None else f"--tp {enough} is enough"
+        return f"Answer: no. The model does not fit the {usable:.0f} usable GB of a GPU; {fix}."
+    if request.ranks == 1:
+        return "Answer: no. A single GPU has no all-reduce to hide."
+    others = {name: one for name, one in predictions.items() if name != "no-comm"}
+    fastest = max(others.values(), key=lambda one: one.tokens_per_second)
+    replica = _fastest_replicas(request, options)
+    if replica is not None and replica.tokens_per_second >= fastest.tokens_per_second:
+        return (
+            f"Answer: one replica per box. TP {request.machine.per_box} inside each box generates "
+            f"{replica.tokens_per_second:.1f} tokens/s in {replica.wiring}, {replica.speed_up:.2f} times standard; TP "
+            f"{request.ranks} across boxes generates {fastest.tokens_per_second:.1f}."
+        )
     bound = predictions["no-comm"].speed_up
-    if min(best, bound) <= 1 + SMALLEST_DIFFERENCE:
-        return f"Recommendation: no gain; without any all-reduce the speed-up would be {bound:.2f}."
-    ladder = predictions["ladder"]
-    adapt = f"adapting a checkpoint to ladder gives {ladder.speed_up:.2f}"
-    if ladder.speed_up <= 1 + SMALLEST_DIFFERENCE:
-        adapt = "adapting a checkpoint to ladder gives no gain"
-    return f"Recommendation: fastest {verdict(times)}, {best:.2f}; {adapt}."
+    if min(fastest.speed_up, bound) <= 1 + SMALLEST_DIFFERENCE:
+        return f"Answer: no. No wiring gains; without any all-reduce the speed-up would be {bound:.2f}."
+    hybrid = next(one for name, one in predictions.items() if name.startswith("hybrid"))
+    layers = hybrid.wiring.removeprefix("hybrid-")
+    leader = verdict([(name, 1 / one.speed_up) for name, one in others.items()])
+    return (
+        f"Answer: yes. Adapting {layers} of {request.model.num_layers} layers to ladder gives {hybrid.speed_up:.2f}, "
+        f"all of them {predictions['ladder'].speed_up:.2f}; trained from scratch, the fastest is {leader}, "
+        f"{fastest.speed_up:.2f} = {fastest.tokens_per_second:.1f} tokens/s; the bound is {bound:.2f}."
+    )
+
+
+def _fastest_replicas(request: InferenceRequest, options: InferenceOptions) -> _Prediction | None:
+    """Return the fastest wiring of one replica in each box, with the tokens per second of all; None if none fits."""
+    per_box = request.machine.per_box
+    boxes = request.ranks // per_box
+    if boxes < 2 or tensor_parallel_errors(request.model, per_box):
+        return None
+    inside = replace(request, ranks=per_box, batch=math.ceil(request.batch / boxes))
+    if not _fits(inside):
+        return None
+    predictions = _predict_wirings(inside, _wirings(request.model, replace(options, tp=per_box)))
+    predictions.pop("no-comm")
+    best = max(predictions.values(), key=lambda one: one.tokens_per_second)
+    return replace(best, tokens_per_second=best.tokens_per_second * request.batch / inside.batch)
 
 
 def _print_errors(path: Path) -> None:
@@ -152,31 +190,24 @@ def _print_errors(path: Path) -> None:
 def _measured_request(row: Mapping[str, str]) -> float:
     """Return the predicted tokens per second of decoding for a row of measurements."""
     ranks, batch, prompt, new_tokens = (int(row[name]) for name in ("tp", "batch", "prompt", "generate"))
-    model, gpu, link = find_size(row["model"]), GPUS[row["gpu"]], PRESETS[row["link"]]
-    request = InferenceRequest(model, gpu, link, ranks, batch, prompt, new_tokens, float(row["weight_bits"]))
+    machine = replace(Machine.usual(row["gpu"]), per_box=ranks, link=PRESETS[row["link"]])
+    model = find_size(row["model"])
+    request = InferenceRequest(model, machine, ranks, batch, prompt, new_tokens, float(row["weight_bits"]))
     return request.batch * (request.new_tokens - 1) / predict_inference(request).decode
 
 
-def _request_of(options: InferenceOptions) -> InferenceRequest:
-    model, link = find_size(options.model), _link_of(options)
+def _request_of(given: MachineOptions, options: InferenceOptions) -> InferenceRequest:
+    model = find_size(options.model)
     errors = tensor_parallel_errors(model, options.tp)
     raise_user_errors(f"--tp {options.tp} does not divide --model {options.model}: {error}" for error in errors)
-    try:
-        link.seconds(1, options.tp)
-    except ValueError as error:
-        raise UserError(f"--link {options.link}: {error}: give --link-latency-us and --link-bandwidth-gbs") from None
     return InferenceRequest(
-        model, GPUS[options.gpu], link, options.tp, options.batch, options.prompt, options.generate, options.weight_bits
-    )
-
-
-def _link_of(options: InferenceOptions) -> LinkPreset:
-    """Return the preset, or the link that the command line describes."""
-    latency, rate = options.link_latency_us, options.link_bandwidth_gbs
-    if latency is None or rate is None:
-        return PRESETS[options.link]
-    return LinkPreset(
-        "command line", range(2, options.tp + 1), lambda num_bytes, ranks: (latency, 0.0, rate), "command line"
+        model,
+        given.machine(options.tp),
+        options.tp,
+        options.batch,
+        options.prompt,
+        options.generate,
+        options.weight_bits,
     )
 
 

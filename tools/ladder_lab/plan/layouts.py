@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from ladder_lab.cost.hardware import Cluster
+from ladder_lab.cost.machines import Machine
 from ladder_lab.cost.memory import RESERVED_BYTES, Layout, Memory, worst_memory
 from ladder_lab.cost.training import LayerTime, StepTime, model_flop_utilisation, step_time
 from ladder_lab.wirings import NAMED_WIRINGS
@@ -21,10 +21,10 @@ SMALLEST_DIFFERENCE = 0.03
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The model, the cluster and the batch to plan for."""
+    """The model, the machine and the batch to plan for."""
 
     model: ModelConfig
-    cluster: Cluster
+    machine: Machine
     gpus: int
     global_batch: int
     sequence: int
@@ -45,7 +45,7 @@ class LayoutPlan:
 
 def _layouts(request: PlanRequest) -> Iterator[Layout]:
     """Yield all layouts that divide the GPUs and the batch evenly, whether they fit in memory or not."""
-    most_tensor = min(request.gpus, MOST_NODES_OF_TENSOR * request.cluster.gpus_per_node)
+    most_tensor = min(request.gpus, MOST_NODES_OF_TENSOR * request.machine.per_box)
     for tensor in _divisors(request.gpus, most_tensor):
         if tensor_parallel_errors(request.model, tensor):
             continue
@@ -71,7 +71,7 @@ def _layer_time(request: PlanRequest, layout: Layout, wiring: str, reduce_factor
     named = NAMED_WIRINGS[wiring]
     return LayerTime(
         named.of(request.model, layout.tensor),
-        request.cluster,
+        request.machine,
         layout.tensor,
         request.sequence,
         layout.micro_batch,
@@ -98,7 +98,7 @@ def fitting_plans(request: PlanRequest) -> list[LayoutPlan]:
         times = layer_times[key]
         micro_batches = request.global_batch // (layout.data * layout.micro_batch)
         memory = worst_memory(times.model, layout, request.sequence, micro_batches)
-        if memory.total + RESERVED_BYTES <= request.cluster.memory_bytes:
+        if memory.total + RESERVED_BYTES <= request.machine.gpu.memory_bytes:
             time = step_time(times, layout, request.global_batch)
             utilisation = model_flop_utilisation(times, layout, request.global_batch, time.total)
             plans.append(LayoutPlan(layout, wiring, memory, time, utilisation))
@@ -125,7 +125,7 @@ def verdict(times: Sequence[tuple[str, float]]) -> str:
 class SweepRow:
     """The step times of all wirings of one layout on one interconnect.
 
-    An all-reduce takes `factor` times as long as on the cluster's; one of a micro-batch's stream, `reduce_seconds`.
+    An all-reduce takes `factor` times as long as on the machine's; one of a micro-batch's stream, `reduce_seconds`.
     """
 
     factor: float

@@ -1,13 +1,14 @@
 """The command line of `tools/plan.py`. It needs no torch."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from ladder_lab.bench.sizes import SHAPE, SIZES, find_size
-from ladder_lab.cost.hardware import CLUSTERS
-from ladder_lab.cost.machines import GPUS, PRESETS
+from ladder_lab.cost.links import CONTENTION
+from ladder_lab.cost.machines import GPUS, PRESETS, Machine
 from ladder_lab.plan.layouts import PLANNED_WIRINGS
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
 from megatron_ladder.command_line import parse_command_line
@@ -20,13 +21,76 @@ COMMANDS: tuple[Command, ...] = get_args(Command)
 
 
 @dataclass(frozen=True)
+class MachineOptions:
+    """Machine. Boxes of equal GPUs. Figures that are not given are those of the GPU's usual box."""
+
+    gpu: str = flag("h100", choices=GPUS)
+    """GPU."""
+    gpus_per_node: int | None = flag(None, minimum=1)
+    """GPUs of a box."""
+    link: str | None = flag(None, choices=PRESETS)
+    """Interconnect inside a box."""
+    network: str | None = flag(None, choices=PRESETS)
+    """Interconnect between boxes."""
+    network_adapters: int | None = flag(None, minimum=1)
+    """Adapters of a box, which its GPUs share."""
+    gpu_memory_gb: float | None = flag(None, above=0)
+    """Memory of one GPU, in 10^9 bytes."""
+    gpu_memory_gbs: float | None = flag(None, above=0)
+    """10^9 bytes per second that a GPU reads from its memory."""
+    peak_tflops: float | None = flag(None, above=0)
+    """Dense bf16 TFLOP/s of one GPU: 100 % utilisation."""
+    link_latency_us: float | None = flag(None, minimum=0)
+    """Time of a small all-reduce inside a box."""
+    link_bandwidth_gbs: float | None = flag(None, above=0)
+    """10^9 bytes per second that a large all-reduce moves in and out of each GPU of a box (bus bandwidth
+    of nccl-tests)."""
+    network_latency_us: float | None = flag(None, minimum=0)
+    """Additional time of a small all-reduce for each doubling of the boxes."""
+    network_bandwidth_gbs: float | None = flag(None, above=0)
+    """10^9 bytes per second through one adapter, in one direction."""
+    contention: float = flag(CONTENTION, minimum=0, maximum=1)
+    """Share of an overlap that a large collective gives back; about 0.2 if its multiprocessors are bounded."""
+
+    def machine(self, gpus: int) -> Machine:
+        """Return the machine; raise UserError if its interconnects are not known for so many GPUs."""
+        usual = Machine.usual(self.gpu)
+        given = {
+            "memory_bytes": (self.gpu_memory_gb, 1e9),
+            "memory_bytes_per_second": (self.gpu_memory_gbs, 1e9),
+            "peak_flops": (self.peak_tflops, 1e12),
+        }
+        figures: dict[str, Any] = {name: value * unit for name, (value, unit) in given.items() if value is not None}
+        if figures:
+            figures["source"] = f"command line; otherwise {usual.gpu.source}"
+        link, network = PRESETS.get(self.link or "", usual.link), PRESETS.get(self.network or "", usual.network)
+        machine = Machine(
+            replace(usual.gpu, **figures),
+            self.gpus_per_node or usual.per_box,
+            link.changed(self.link_latency_us, self.link_bandwidth_gbs),
+            network.changed(self.network_latency_us, self.network_bandwidth_gbs, per_doubling=True),
+            self.network_adapters or usual.adapters,
+            self.contention,
+        )
+        inside = min(gpus, machine.per_box)
+        for name, preset, ranks in (
+            ("link", machine.link, inside),
+            ("network", machine.network, math.ceil(gpus / inside)),
+        ):
+            try:
+                preset.seconds(1, ranks)
+            except ValueError as error:
+                fix = f"give --{name}-latency-us and --{name}-bandwidth-gbs, or another --gpus-per-node"
+                raise UserError(f"--{name} {error}: {fix}") from None
+        return machine
+
+
+@dataclass(frozen=True)
 class LayoutOptions:
     """Layouts. The model to train, and the cluster."""
 
     model: str = flag("llama-8b", details=f"Names: {', '.join(SIZES)}; numbers: {SHAPE}.")
-    """Shape of the model, by name or in numbers as in 8x192x512x6x6x4096."""
-    cluster: str = flag("h100", choices=CLUSTERS)
-    """Preset of the GPUs and links; h100 is the paper's nodes. The flags below replace single figures."""
+    """Shape of the model, by name (llama-8b, or just 8b) or in numbers as in 8x192x512x6x6x4096."""
     gpus: int = flag(8, minimum=1)
     """GPUs of the whole cluster."""
     global_batch_size: int = flag(512, aliases=("--batch",), minimum=1)
@@ -40,45 +104,18 @@ class LayoutOptions:
     """Optimizer, for the memory of its state; the time of its step is not estimated."""
     top: int = flag(10, minimum=1)
     """Number of layouts to list."""
-    gpus_per_node: int | None = flag(None, minimum=1)
-    """GPUs per node."""
-    gpu_memory_gb: float | None = flag(None, above=0)
-    """Memory of one GPU, in 10^9 bytes."""
-    peak_tflops: float | None = flag(None, above=0)
-    """Dense bf16 TFLOP/s of one GPU: 100 % utilisation."""
-    flops_share: float | None = flag(None, above=0, maximum=1)
-    """Share of the peak that the products of a model reach."""
-    node_latency_us: float | None = flag(None, minimum=0)
-    """Time of a small all-reduce inside a node."""
-    node_bandwidth_gbs: float | None = flag(None, above=0)
-    """10^9 bytes per second that an all-reduce moves in and out of each GPU inside a node (the bus bandwidth of
-    nccl-tests)."""
-    network_latency_us: float | None = flag(None, minimum=0)
-    """Additional time of a small all-reduce for each doubling of the nodes."""
-    network_bandwidth_gbs: float | None = flag(None, above=0)
-    """10^9 bytes per second from one GPU to another node, in one direction."""
-    contention: float | None = flag(None, minimum=0, maximum=1)
-    """Share of an overlap that a large collective gives back; about 0.2 if its multiprocessors are bounded."""
     json: Path | None = flag(None, output="file")
     """File for all layouts."""
 
 
 @dataclass(frozen=True)
 class InferenceOptions:
-    """Inference. The model, and the machine that generates with it."""
+    """Inference. The model, and the requests."""
 
     model: str = flag("llama-70b", details=f"Names: {', '.join(SIZES)}; numbers: {SHAPE}.")
     """Shape of the model, by name (llama-70b, or just 70b) or in numbers as in 8x192x512x6x6x4096."""
-    gpu: str = flag("h100", choices=GPUS)
-    """GPU."""
     tp: int = flag(8, minimum=1)
     """Tensor-parallel GPUs."""
-    link: str = flag("nvlink", choices=PRESETS)
-    """Interconnect between them."""
-    link_latency_us: float | None = flag(None, minimum=0, requires=("--link-bandwidth-gbs",))
-    """Time of a small all-reduce on your interconnect, instead of --link."""
-    link_bandwidth_gbs: float | None = flag(None, above=0, requires=("--link-latency-us",))
-    """10^9 bytes per second that a large all-reduce moves in and out of each GPU (the bus bandwidth of nccl-tests)."""
     batch: int = flag(4, minimum=1)
     """Equal requests at a time."""
     prompt: int = flag(1024, minimum=1)
@@ -102,7 +139,7 @@ DESCRIPTIONS: dict[Command, str] = {
 KINDS: dict[Command, type] = {"layouts": LayoutOptions, "inference": InferenceOptions}
 
 
-def parse_options(argv: Sequence[str]) -> LayoutOptions | InferenceOptions:
+def parse_options(argv: Sequence[str]) -> tuple[MachineOptions, LayoutOptions | InferenceOptions]:
     """Read the subcommand (`layouts` by default) and its flags; raise UserError with one message per error."""
     words = list(argv)
     command: Command = "layouts"
@@ -112,13 +149,12 @@ def parse_options(argv: Sequence[str]) -> LayoutOptions | InferenceOptions:
         raise UserError(f"{words[0]}: expected one of {', '.join(COMMANDS)} first")
     others = "".join(f"\n  plan.py {name:10} {text}" for name, text in DESCRIPTIONS.items() if name != command)
     description = f"{DESCRIPTIONS[command]}\n\nOther subcommands:{others}"
-    (options,) = parse_command_line([KINDS[command]], words, f"plan.py {command}", description)
-    assert isinstance(options, LayoutOptions | InferenceOptions)
+    machine, options = parse_command_line([MachineOptions, KINDS[command]], words, f"plan.py {command}", description)
     try:
         find_size(options.model)
     except ValueError as error:
         raise UserError(f"--model {options.model}: {error}") from None
-    return options
+    return machine, options
 
 
 def write_output(path: Path, text: str) -> None:
@@ -128,3 +164,9 @@ def write_output(path: Path, text: str) -> None:
         write_atomically(path, text)
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+QUALITY = (
+    "Wirings differ in quality as well: docs/paper.md has the paper's figures, docs/studies.md those of toy models, "
+    "and tools/study.py measures yours."
+)

@@ -1,18 +1,19 @@
 """`tools/plan.py layouts`: prints a plan as tables, and writes it as JSON."""
 
 import json
+import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from ladder_lab.bench.sizes import find_size
-from ladder_lab.cost.hardware import CLUSTERS, TIME_RANGE, Cluster
-from ladder_lab.cost.links import GIGABYTE_PER_SECOND, MICROSECOND
+from ladder_lab.cost.machines import TIME_RANGE
 from ladder_lab.cost.memory import Layout
 from ladder_lab.markdown import markdown_table
 from ladder_lab.plan.layouts import (
     PLANNED_WIRINGS,
+    SMALLEST_DIFFERENCE,
     LayoutPlan,
     PlanRequest,
     SweepRow,
@@ -21,34 +22,23 @@ from ladder_lab.plan.layouts import (
     sweep,
     verdict,
 )
-from ladder_lab.plan.options import LayoutOptions, write_output
+from ladder_lab.plan.options import QUALITY, LayoutOptions, MachineOptions, write_output
 from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.errors import UserError
 
 GIGABYTE = 1e9
-UNITS: Mapping[str, tuple[str, float]] = {
-    "gpus_per_node": ("gpus_per_node", 1),
-    "gpu_memory_gb": ("memory_bytes", 1e9),
-    "peak_tflops": ("peak_flops", 1e12),
-    "flops_share": ("flops_share", 1),
-    "node_bandwidth_gbs": ("node_bytes_per_second", GIGABYTE_PER_SECOND),
-    "network_latency_us": ("network_seconds", MICROSECOND),
-    "network_bandwidth_gbs": ("network_bytes_per_second", GIGABYTE_PER_SECOND),
-    "contention": ("contention", 1),
-}
-"""Flag -> the attribute of the cluster that it replaces, and the flag's unit."""
 
 
-def print_layouts(options: LayoutOptions) -> None:
-    """Print the plan and write the files that the options name; raise UserError if nothing fits."""
-    model, cluster = find_size(options.model), _cluster_of(options)
+def print_layouts(given: MachineOptions, options: LayoutOptions) -> None:
+    """Print the plan and write the file that the options name; raise UserError if nothing fits."""
+    model, machine = find_size(options.model), given.machine(options.gpus)
     wirings = tuple(wiring for wiring in PLANNED_WIRINGS if wiring in options.wirings)
     muon = options.optimizer == "muon"
-    request = PlanRequest(model, cluster, options.gpus, options.global_batch_size, options.seq_length, wirings, muon)
+    request = PlanRequest(model, machine, options.gpus, options.global_batch_size, options.seq_length, wirings, muon)
     plans = fitting_plans(request)
     if not plans:
         raise UserError(
-            f"--gpus {options.gpus}: no layout of {options.model} fits {cluster.memory_bytes / 1e9:.0f} GB a "
+            f"--gpus {options.gpus}: no layout of {options.model} fits {machine.gpu.memory_bytes / 1e9:.0f} GB a "
             f"GPU and divides --global-batch-size {options.global_batch_size} evenly: give more GPUs, or a batch size "
             "with more divisors"
         )
@@ -57,20 +47,31 @@ def print_layouts(options: LayoutOptions) -> None:
         write_output(options.json, _report_json(request, plans))
 
 
-def _cluster_of(options: LayoutOptions) -> Cluster:
-    """Return the preset with the figures of the flags."""
-    cluster = CLUSTERS[options.cluster]
-    changed: dict[str, Any] = {}
-    sources = dict(cluster.sources)
-    for name, (field, unit) in UNITS.items():
-        value = getattr(options, name)
-        if value is not None:
-            changed[field] = value * unit if unit != 1 else value
-            sources[field] = "command line"
-    if options.node_latency_us is not None:
-        changed |= {"node_base_seconds": options.node_latency_us * MICROSECOND, "node_rank_seconds": 0.0}
-        sources |= {"node_base_seconds": "command line", "node_rank_seconds": "command line"}
-    return replace(cluster, sources=sources, **changed)
+def tokens_per_second(request: PlanRequest, plan: LayoutPlan) -> float:
+    """Return the training speed of a plan."""
+    return request.global_batch * request.sequence / plan.time.total
+
+
+def answer(request: PlanRequest, plans: Sequence[LayoutPlan]) -> str:
+    """Say whether a wiring helps to train on this machine, how fast it is, and where its replicas are."""
+    best, standards = plans[0], [plan for plan in plans if plan.wiring == "standard"]
+    standard = (standards or fitting_plans(replace(request, wirings=("standard",))))[0]
+    gain = standard.time.total / best.time.total
+    if best.wiring != "standard" and gain > 1 + SMALLEST_DIFFERENCE:
+        text = f"Answer: yes. {best.wiring} trains {gain:.2f} times as fast as the fastest layout of standard."
+    else:
+        alone = ", which needs no tensor parallelism" if standard.layout.tensor == 1 else ""
+        text = f"Answer: no. No wiring is more than 3 % faster than the fastest layout of standard{alone}."
+    speed, replica = tokens_per_second(request, best), best.layout.tensor * best.layout.pipeline
+    per_box = request.machine.per_box
+    places = f"each replica spans {math.ceil(replica / per_box)} boxes"
+    if replica <= per_box:
+        places = "one replica per box" if replica == per_box else f"{per_box // replica} replicas per box"
+    where = f", {places}" if request.gpus > per_box else ""
+    return (
+        f"{text} The first row trains {_range(speed, ',.0f')} tokens/s, a billion tokens in "
+        f"{_range(1e9 / speed / 86400, '.2g')} days{where}. {QUALITY}"
+    )
 
 
 def _describe_layout(layout: Layout) -> str:
@@ -116,7 +117,7 @@ def _sweep_table(rows: Sequence[SweepRow]) -> str:
     """Return speed-ups over the standard wiring, from fast to slow interconnects."""
     table = []
     for row in rows:
-        interconnect = f"{1e6 * row.reduce_seconds:.0f} us" + (" (this cluster)" if row.factor == 1.0 else "")
+        interconnect = f"{1e6 * row.reduce_seconds:.0f} us" + (" (this machine)" if row.factor == 1.0 else "")
         speeds = {wiring: f"{row.speed_up(wiring):.2f}" for wiring in row.seconds}
         table.append({"all-reduce": interconnect, **speeds, "fastest": row.winner})
     return markdown_table(table)
@@ -142,7 +143,7 @@ def _training_words(request: PlanRequest, plan: LayoutPlan) -> list[str]:
 
 
 def _command(request: PlanRequest, plan: LayoutPlan) -> str:
-    per_node = request.cluster.gpus_per_node
+    per_node = request.machine.per_box
     launcher = f"--num_gpus {request.gpus}" if request.gpus <= per_node else "--hostfile HOSTS"
     lines, line = [], f"deepspeed --quiet {launcher} pretrain_ladder.py"
     for word in map(shlex.quote, _training_words(request, plan)):
@@ -154,10 +155,12 @@ def _command(request: PlanRequest, plan: LayoutPlan) -> str:
 
 
 def _report_text(request: PlanRequest, plans: Sequence[LayoutPlan], top: int) -> str:
-    cluster = request.cluster
+    machine = request.machine
     parts = [
-        f"{request.gpus} GPUs of {cluster.name}, {request.global_batch} samples of {request.sequence} tokens per "
-        "step, bf16; figures not measured here, so times are ranges.",
+        f"{request.gpus} x {machine.gpu.name}, {machine.per_box} per box, over {machine.link.name} and "
+        f"{machine.network.name}, {request.global_batch} samples of {request.sequence} tokens per step, bf16; figures "
+        "not measured here, so times are ranges.",
+        answer(request, plans),
         markdown_table([_plan_cells(plan) for plan in best_of_each_grid(plans)[:top]]),
         _layouts_verdict(plans),
         "Command of the first row; add --train-iters, --lr, the data and --save:",
@@ -170,8 +173,7 @@ def _report_text(request: PlanRequest, plans: Sequence[LayoutPlan], top: int) ->
             "tie:",
             _sweep_table(sweep(request, layout)),
         ]
-    sources = "\n".join(f"  {name}: {source}" for name, source in cluster.sources.items())
-    parts.append(f"Figures of {cluster.name}:\n{sources}")
+    parts.append(f"Figures:\n{machine.describe()}")
     return "\n\n".join(parts)
 
 
@@ -179,12 +181,16 @@ def _report_json(request: PlanRequest, plans: Sequence[LayoutPlan]) -> str:
     """Return all plans, fastest first, and the sweep as JSON."""
     layout = _tensor_parallel_layout(plans)
     rows = [] if layout is None else sweep(request, layout)
+    machine = request.machine
     interconnects = [{**asdict(row), "fastest": row.winner} for row in rows]
     report: dict[str, Any] = {
-        "cluster": asdict(request.cluster),
+        "machine": {"gpu": machine.gpu.name, "gpus_per_node": machine.per_box, "link": machine.link.name}
+        | {"network": machine.network.name, "network_adapters": machine.adapters, "contention": machine.contention},
         "gpus": request.gpus,
         "global_batch": request.global_batch,
         "sequence": request.sequence,
+        "answer": answer(request, plans),
+        "tokens_per_second": tokens_per_second(request, plans[0]),
         "verdict": _layouts_verdict(plans),
         "command": _command(request, plans[0]),
         "layouts": [

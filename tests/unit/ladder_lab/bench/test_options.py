@@ -23,13 +23,13 @@ def test_all_errors_are_reported_together() -> None:
     for words, starts in (
         ("decode --rounds 2 --comm-sms 0", ["--comm-sms 0: expected 1 to 32", "--rounds 2: expected 4 or more"]),
         (
-            "--sizes huge --tp 3 --alpha fast --link-preset wire infiniband",
+            "--sizes huge --tp 3 --alpha fast --link-preset wire dgx-spark",
             [
                 "expected one of decode, prefill, train first",
                 "--sizes huge",
                 "--alpha fast",
                 "--link-preset wire",
-                "--link-preset infiniband",
+                "--link-preset dgx-spark",
             ],
         ),
     ):

@@ -8,10 +8,11 @@ import pytest
 from examples.paper.speed_report import GENERATE, read_published
 from ladder_lab.bench.sizes import SIZES
 from ladder_lab.cost.inference import InferenceRequest, inference_memory, predict_inference
-from ladder_lab.cost.machines import GPUS, PRESETS
+from ladder_lab.cost.machines import PRESETS, Machine
 
 LLAMA = SIZES["llama-8b"]
-REQUEST = InferenceRequest(LLAMA, GPUS["h100"], PRESETS["nvlink"], 1, batch=1, prompt=1000, new_tokens=201)
+H100 = Machine.usual("h100")
+REQUEST = InferenceRequest(LLAMA, H100, 1, batch=1, prompt=1000, new_tokens=201)
 
 
 def step(request: InferenceRequest) -> float:
@@ -19,7 +20,7 @@ def step(request: InferenceRequest) -> float:
 
 
 def test_wirings_differ_by_their_reduces_and_their_adds() -> None:
-    request = replace(REQUEST, link=PRESETS["no-p2p"], ranks=8)
+    request = replace(REQUEST, machine=replace(H100, link=PRESETS["no-p2p"]), ranks=8)
     t = request.reduce_seconds(1)
     assert t == pytest.approx((-4.1 + 6.05 * 8 + 1.16 * 7) * 1e-6)
     without = step(replace(request, reduce_factor=0.0))
@@ -35,7 +36,7 @@ def test_wirings_differ_by_their_reduces_and_their_adds() -> None:
 
 
 def test_memory_of_a_rank() -> None:
-    request = replace(REQUEST, ranks=16, batch=3, link=PRESETS["infiniband"])
+    request = replace(REQUEST, ranks=16, batch=3)
     memory = inference_memory(request)
     # Eight key-value heads: two ranks hold each.
     matrices = 4096 * (4096 + 4096) / 16 + 4096 * 2 * 128 + 3 * 4096 * 14336 / 16
@@ -50,7 +51,7 @@ def test_memory_of_a_rank() -> None:
 def test_published_cells(link: str, peers: Literal["on", "off"], batch: int) -> None:
     """The authors' attention covers all places and writes its scores, which costs them a tenth at batch 16."""
     model = replace(SIZES["llama-70b"], vocab_size=32000)
-    request = InferenceRequest(model, GPUS["h100"], PRESETS[link], 8, batch, 1024, GENERATE)
+    request = InferenceRequest(model, replace(H100, link=PRESETS[link]), 8, batch, 1024, GENERATE)
     paper = {w: read_published()["llama-70b", peers, str(batch), w] for w in ("standard", "ladder")}
     standard = predict_inference(request).total
     found = predict_inference(replace(request, model=model.in_wiring("ladder"))).total

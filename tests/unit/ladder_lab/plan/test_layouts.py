@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ladder_lab.bench.sizes import SIZES
-from ladder_lab.cost.hardware import CLUSTERS
+from ladder_lab.cost.machines import Machine
 from ladder_lab.cost.memory import RESERVED_BYTES
 from ladder_lab.plan.layouts import (
     PlanRequest,
@@ -20,7 +20,7 @@ from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
 from megatron_ladder.config.run import parse_run, resolve_run
 
-H100 = CLUSTERS["h100"]
+H100 = Machine.usual("h100")
 
 
 def request_of(
@@ -54,7 +54,7 @@ def test_plans_fit_and_come_fastest_first() -> None:
     for plan in plans[:20]:
         flops = plan.utilisation * plan.time.total * 64 * 989e12
         assert 0 < plan.utilisation < 0.6 and flops == pytest.approx(plans[0].utilisation * totals[0] * 64 * 989e12)
-    bigger = replace(request_of("llama-70b", 64, 64), cluster=CLUSTERS["h200"])
+    bigger = replace(request_of("llama-70b", 64, 64), machine=Machine.usual("h200"))
     assert len(fitting_plans(bigger)) > len(plans)
 
 
