@@ -91,17 +91,3 @@ def test_a_reduce_that_one_rank_leaves_out_is_named(monkeypatch: pytest.MonkeyPa
         "(bfloat16) in layers.1.mlp forward, but rank 0 launches all_reduce of 768 bytes (bfloat16) in "
         "layers.1.attention forward",
     )
-
-
-@pytest.mark.slow
-def test_a_thousand_ranks_of_a_large_model_match(capsys: pytest.CaptureFixture[str]) -> None:
-    model = (
-        "--train-iters 2 --lr 1e-4 --bf16 --residual-mode ladder --num-layers 80 --hidden-size 8192 "
-        "--ffn-hidden-size 28672 --num-attention-heads 64 --num-key-value-heads 8 --seq-length 4096 "
-        "--vocab-size 128256 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --sequence-parallel "
-        "--global-batch-size 1024"
-    )
-    dry_run(model.split(), 1024)
-    report = capsys.readouterr().out
-    assert "*** stage" not in report, report
-    assert "launches of 1,024 ranks in 961 communicators match" in report

@@ -1,6 +1,5 @@
 """A run under ZeRO-3 on two ranks, from its start to a save and from its resume to another: operations on files."""
 
-import json
 from pathlib import Path
 from unittest import mock
 
@@ -79,19 +78,3 @@ def test_ranks_open_what_they_read_and_resume_bitwise(gloo_pools: GlooPools, tmp
     assert all(count <= most for count, most in zip(counts, (18, 13, 20), strict=True)), counts
     for path in sorted((tmp_path / "a" / "iter_0000004").glob("*.safetensors")):
         assert path.read_bytes() == (tmp_path / "b" / "iter_0000004" / path.name).read_bytes(), path
-
-
-def test_rank_0_looks_at_streamed_files(gloo_pools: GlooPools, tmp_path: Path) -> None:
-    words, pool = write_tokenizer(tmp_path), gloo_pools(2)
-    for number in range(20):
-        line = json.dumps({"text": " ".join(map(str, range(number, number + 60)))})
-        (tmp_path / f"{number:02}.jsonl").write_text(f"{line}\n")
-    words += f"--streaming {tmp_path}/*.jsonl --eval-iters 0 --save {tmp_path}/a --load {tmp_path}/a".split()
-    counts = []
-    for argv in ([*words, "--exit-interval", "2"], words):
-        first, other = pool.run(pretrain, argv, tmp_path, free_port())
-        looks = [line for line in other if not line.startswith("open ")]
-        assert len(looks) <= 5 and len(first) > 200, looks
-        # Reading the texts is no look.
-        counts.append(len([line for line in other if not (line.startswith("open ") and line.endswith(".jsonl"))]))
-    assert all(count <= most for count, most in zip(counts, (13, 20), strict=True)), counts

@@ -34,7 +34,7 @@ from tests.helpers.pool import GlooPools
 from tests.helpers.recording import recorded_model
 from tests.helpers.sharded import build, mesh_of
 from tests.reference import greedy_continuation
-from tests.unit.convert.saved_models import save_model, small_config, write_cut_checkpoint
+from tests.unit.convert.saved_models import save_model
 from tests.unit.generate.tiny_model import (
     MODELS,
     PROMPTS,
@@ -231,27 +231,6 @@ def test_a_hugging_face_directory_on_four_ranks(tmp_path: Path, gloo_pools: Gloo
         assert [[token for token, _ in row] for row in scores.alternatives] == ids.tolist()
         found = [logprob for row in scores.alternatives for _, logprob in row]
         assert found == pytest.approx(values.flatten().tolist(), abs=1e-5)
-
-
-def test_ranks_share_the_verification_of_the_weights(tmp_path: Path, gloo_pools: GlooPools) -> None:
-    """A damaged file of weights ends all ranks; nobody reads the optimizer's files."""
-    write_cut_checkpoint(tmp_path, small_config(), {})
-    for name in ("weights_rank_00001", "weights_rank_00002", "optimizer_rank_00000"):
-        file = tmp_path / "iter_0000030" / f"{name}.safetensors"
-        content = file.read_bytes()
-        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    first, second = gloo_pools(2).run(load_damaged_files, tmp_path)
-    assert first == second
-    assert ["damaged" in line and line[-11:] for line in first] == ["(on rank 0)", "(on rank 1)"]
-    assert ["rank_00002" in first[0], "rank_00001" in first[1]] == [True, True], first
-
-
-def load_damaged_files(folder: Path) -> tuple[str, ...]:
-    try:
-        load_model(open_model(folder, None, None), mesh_of(2), torch.float32, torch.device("cpu"), overlap=True)
-    except UserError as error:
-        return error.messages
-    return ()
 
 
 WITHOUT_OPTIONAL_PACKAGES = """

@@ -1,14 +1,11 @@
 """The process mesh: the ranks of each group, and the timeouts of groups."""
 
-import time
 from datetime import timedelta
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from megatron_ladder.comm.mesh import ProcessMesh
-from tests.helpers.patience import patient
 from tests.helpers.pool import GlooPools
 
 
@@ -42,22 +39,3 @@ def ranks_over_gloo() -> tuple[list[int], list[int]]:
 def test_stages_that_joined_other_groups_form_a_group_over_gloo(gloo_pools: GlooPools) -> None:
     """The first and the last stage have a group that those between them lack."""
     assert gloo_pools(4).run(ranks_over_gloo) == [([0, 1, 2, 3], [0, 1, 2, 3]), ([], []), ([], []), ([], [])]
-
-
-def waits_for_a_late_peer() -> float | None:
-    """Return, on rank 0, the seconds until a reduce with a missing peer raises an error."""
-    mesh = ProcessMesh.build(2, timeout=timedelta(seconds=1))
-    if dist.get_rank() == 1:
-        time.sleep(4)
-        return None
-    began = time.monotonic()
-    try:
-        mesh.tensor.all_reduce(torch.ones(2))
-    except RuntimeError:
-        return time.monotonic() - began
-    return None
-
-
-def test_timeout_applies_to_the_tensor_group(gloo_pools: GlooPools) -> None:
-    waited, _ = gloo_pools(2).run(waits_for_a_late_peer)
-    assert waited is not None and 0.9 <= waited < patient(4)

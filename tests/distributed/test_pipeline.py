@@ -2,29 +2,19 @@
 
 import contextlib
 import io
-from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.generate.loading import open_model
-from megatron_ladder.model.language_model import LanguageModel
-from megatron_ladder.model.stack import StackOptions
-from megatron_ladder.parallel.layout import parameter_sections
 from megatron_ladder.train.log import RunLog, banner
 from megatron_ladder.train.record import RunRecord
 from megatron_ladder.train.step import evaluate, train_step
 from tests.helpers.pool import GlooPools
-from tests.helpers.sharded import Pieces, assert_pieces
 from tests.helpers.steps import Batch, check_steps, loss_of, steps_of_batches, train
 from tests.helpers.training import (
     build_trainer_here,
-    load_trainer,
     own_batches,
     run_of,
-    save_trainer,
-    weight_pieces,
 )
 from tests.reference import ReferenceConfig, Weights, make_weights, reference_loss
 
@@ -157,55 +147,6 @@ def test_evaluation_is_the_mean_over_tokens_and_affects_no_step(gloo_pools: Gloo
     for before, losses in results:
         assert before == pytest.approx(expected, rel=1e-5)
         assert losses == undisturbed
-
-
-def part_of_a_run(
-    argv: list[str], batches: list[list[Batch]], first: int, load: Path | None, save: Path | None
-) -> tuple[list[float], Pieces]:
-    """On each rank: return the losses from step `first` on, and the final weights."""
-    # The seed differs, so weights that loading did not overwrite would be noticed.
-    trainer = build_trainer_here([*argv, "--seed", "1" if load is None else "99"])
-    if load is not None:
-        load_trainer(trainer, load)
-    losses = [
-        loss_of(trainer, train_step(trainer, own_batches(trainer, batch), iteration).loss_sum)
-        for iteration, batch in enumerate(batches, start=first)
-    ]
-    if save is not None:
-        save_trainer(trainer, save, first + len(batches) - 1)
-    return losses, weight_pieces(trainer)
-
-
-@pytest.mark.parametrize("precision", ["--zero-stage 0", "--bf16"])
-def test_checkpoints_move_between_layouts(gloo_pools: GlooPools, tmp_path: Path, precision: str) -> None:
-    """The embeddings are tied; a pipeline holds two copies and saves one."""
-    recipe = [*RECIPE, *precision.split(), *"--residual-mode ladder --tie-embeddings".split()]
-    staged, unstaged = [*recipe, *layout_flags((2, 2, 1))], [*recipe, *layout_flags((1, 1, 4))]
-    batches = steps_of_batches(STEPS, 4)
-    save, unstaged_save = tmp_path / "staged", tmp_path / "unstaged"
-    run = gloo_pools(4).run
-    whole = run(part_of_a_run, staged, batches, 1, None, None)
-    begun = run(part_of_a_run, staged, batches[:2], 1, None, save)
-    resumed = run(part_of_a_run, staged, batches[2:], 3, save, None)
-    for (losses, pieces), (losses_begun, _), (losses_resumed, pieces_resumed) in zip(
-        whole, begun, resumed, strict=True
-    ):
-        assert losses == losses_begun + losses_resumed
-        for (name, _, values), (_, _, values_resumed) in zip(pieces, pieces_resumed, strict=True):
-            assert torch.equal(values, values_resumed), name
-    tolerance = 2e-3 if precision == "--bf16" else 1e-5
-    moved = run(part_of_a_run, unstaged, batches[2:], 3, save, unstaged_save)
-    assert moved[0][0] == pytest.approx(whole[0][0][2:], rel=tolerance)
-    back = run(part_of_a_run, [*recipe, *layout_flags((1, 2, 2))], batches[2:], 3, save, None)
-    assert back[0][0] == pytest.approx(moved[0][0], rel=tolerance)
-    # Generation loads a checkpoint without knowing the layout that saved it.
-    for directory, trained in ((save, None), (unstaged_save, moved)):
-        stored = open_model(directory, None, None)
-        model = LanguageModel(stored.config, ProcessMesh.single(), StackOptions(), device=torch.device("cpu"))
-        stored.fill(model)
-        weights = {s.name: s.view(p).clone() for p, sections in parameter_sections(model) for s in sections}
-        if trained is not None and precision != "--bf16":
-            assert_pieces([pieces for _, pieces in trained], weights, 0.0)
 
 
 def logged(argv: list[str], weights: Weights, batch: list[Batch]) -> tuple[str, float, str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ladder.train.step import train_step
-from tests.helpers.activations import ActivationMeter
+from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.pool import GlooPools
 from tests.helpers.steps import RECIPE, Batch, check_resume, check_steps, steps_of_batches
 from tests.helpers.training import (
@@ -35,12 +35,19 @@ def test_steps_equal_a_plain_model(gloo_pools: GlooPools, world: int, words: str
 
 
 def kept_for_backward(argv: list[str], batches: list[list[Batch]]) -> int:
-    """On each rank: return the bytes that one forward pass keeps, on the rank with the most."""
+    """On each rank: return the bytes that one forward pass keeps, including its output."""
     trainer = build_trainer_here(argv)
-    meter = ActivationMeter(trainer.model)
+    kept: list[int] = []
+    memory = LiveBytes()
+    trainer.model.register_forward_pre_hook(lambda *_: memory.__enter__() and None, prepend=True)
+
+    def end(*_: object) -> None:
+        memory.__exit__(None, None, None)
+        kept.append(memory.live)
+
+    trainer.model.register_forward_hook(end)
     train_step(trainer, own_batches(trainer, batches[0]), 1)
-    assert meter.kept_bytes is not None
-    return meter.kept_bytes
+    return kept[0]
 
 
 @pytest.mark.parametrize(("mode", "recompute"), [("standard", False), ("ladder", True), ("ladder-parallel", False)])

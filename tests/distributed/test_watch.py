@@ -4,7 +4,6 @@ import contextlib
 import io
 import time
 from datetime import timedelta
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -64,26 +63,6 @@ def test_timeouts_are_short_after_the_first_step(gloo_pools: GlooPools) -> None:
     assert "started last: all_reduce 3 in group 'tensor'" in second and "in all_reduce" not in second
     for report in (first, second):
         assert "in comes_late" in report and report.rstrip().endswith(f"of rank {int(report is second)}")
-
-
-def lives_with_a_clock_that_is_set(seconds: float) -> str:
-    """Return the report of a rank whose wall clock jumps between two steps."""
-    mesh, peers, real = ProcessMesh.build(2), Peers([Host("a", "10.0.0.1"), Host("b", "10.0.0.2")]), time.time
-    report = io.StringIO()
-    with (
-        contextlib.redirect_stderr(report),
-        HangWatch(peers, startup=timedelta(seconds=SHORT), running=timedelta(seconds=SHORT)) as watch,
-    ):
-        watch.step_done()
-        with mock.patch.object(time, "time", lambda: real() + seconds):
-            comes_late(SHORT / 3, mesh)
-        watch.step_done()
-    return report.getvalue()
-
-
-def test_a_clock_that_is_set_is_no_hang(gloo_pools: GlooPools) -> None:
-    for seconds in (3600.0, -3600.0):
-        assert gloo_pools(2).run(lives_with_a_clock_that_is_set, seconds) == ["", ""]
 
 
 def records() -> list[tuple[str, str, tuple[int, ...], int, str, bool]]:

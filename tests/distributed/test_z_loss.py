@@ -3,53 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from megatron_ladder.blueprint.tensors import TensorSpec
-from megatron_ladder.parallel.vocabulary import Targets, VocabParallelHead
 from megatron_ladder.train.step import evaluate, train_step
 from tests.helpers.pool import GlooPools
-from tests.helpers.sharded import mesh_of
 from tests.helpers.steps import RECIPE, Batch, steps_of_batches
 from tests.helpers.training import build_trainer_here, own_batches, run_of
 from tests.reference import ReferenceConfig, Weights, make_weights
 from tests.reference.model import reference_logits
 
 COEFFICIENT = 0.02
-
-
-def sharded_gradients(x: Tensor, matrix: Tensor, targets: Targets, cap: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """On each of two ranks: return loss and z-loss, the gradients of the input and of this rank's words."""
-    mesh, device = mesh_of(2), torch.device("cpu")
-    tensor = TensorSpec("head", tuple(matrix.shape), sharded_dim=0, padded=True)
-    head = VocabParallelHead(tensor, mesh.tensor, mesh.stream, x.dtype, device, soft_cap=cap)
-    with torch.no_grad():
-        # Padding must not matter, whatever it contains.
-        head.weight.fill_(1e3)[: head.valid] = matrix[head.start : head.start + head.valid]
-    both = head(x.requires_grad_(), targets)
-    both[0].backward()
-    assert x.grad is not None and head.weight.grad is not None and not head.weight.grad[head.valid :].any()
-    return both.detach(), x.grad, head.weight.grad[: head.valid]
-
-
-@pytest.mark.parametrize(("words", "cap"), [(301, None), (301, 2.0), (120, None)], ids=["", "capped", "one rank's"])
-def test_gradients_equal_autograd_in_float64(gloo_pools: GlooPools, words: int, cap: float | None) -> None:
-    generator = torch.Generator().manual_seed(2)
-    x = torch.randn(50, 3, 8, generator=generator, dtype=torch.float64)
-    matrix = torch.randn(words, 8, generator=generator, dtype=torch.float64).requires_grad_()
-    labels = torch.randint(0, words, (50, 3), generator=generator)
-    weights = torch.rand(50, 3, generator=generator, dtype=torch.float64)
-    logits = x.requires_grad_() @ matrix.t()
-    logits = logits if cap is None else torch.tanh(logits / cap) * cap
-    loss = (F.cross_entropy(logits.transpose(1, 2), labels, reduction="none") * weights).sum()
-    z_loss = COEFFICIENT * (logits.logsumexp(-1).square() * weights).sum()
-    (loss + z_loss).backward()
-    targets = Targets(labels, weights, COEFFICIENT)
-    results = gloo_pools(2).run(sharded_gradients, x.detach(), matrix.detach(), targets, cap)
-    for both, gradient, _ in results:
-        torch.testing.assert_close(both, torch.stack((loss, z_loss)).detach(), rtol=1e-12, atol=0)
-        torch.testing.assert_close(gradient, x.grad, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(torch.cat([words for *_, words in results]), matrix.grad, rtol=1e-10, atol=1e-12)
 
 
 def step_and_evaluate(

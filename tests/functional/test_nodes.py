@@ -16,7 +16,6 @@ from megatron_ladder.command_line import parse_command_line
 from megatron_ladder.config.run import SECTIONS
 from megatron_ladder.data.indexed import IndexedDatasetWriter
 from tests.helpers.commands import REPOSITORY_ROOT, clean_environment, free_port, kill_tree, tracked_files
-from tests.helpers.hosts import Host, two_hosts, why_no_hosts
 from tests.helpers.patience import patient
 
 VOCABULARY = 96
@@ -25,13 +24,9 @@ RECIPE = (
     "--seq-length 16 --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --lr-warmup-iters 2 "
     f"--vocab-size {VOCABULARY} --split 1 --log-interval 1 --eval-iters 0 --residual-mode ladder"
 ).split()
-ACROSS = {"data": [], "pipeline": ["--pipeline-model-parallel-size", "2"]}
-"""Groups that communicate between two hosts with two ranks each: flags by the name of the group."""
 FOREVER = ["--train-iters", "1000000"]
 START = 240
 """Time limit for launchers and processes to start, also on a busy machine."""
-
-needs_hosts = pytest.mark.skipif(why_no_hosts() is not None, reason=why_no_hosts() or "")
 
 
 @pytest.fixture
@@ -93,39 +88,6 @@ def running(*commands: Command) -> Iterator[None]:
             kill_tree(command.process)
 
 
-def start_on(hosts: Sequence[Host], flags: Sequence[str | Path], folder: Path) -> list[Command]:
-    """`deepspeed --no_ssh` on each host, two ranks on each."""
-    hostfile = folder / "hostfile"
-    hostfile.write_text("".join(f"{host.name} slots=2\n" for host in hosts))
-    port = free_port()
-    return [
-        Command(
-            host.enter(
-                [
-                    "deepspeed",
-                    "--hostfile",
-                    hostfile,
-                    "--no_ssh",
-                    "--node_rank",
-                    str(number),
-                    "--master_addr",
-                    hosts[0].address,
-                    "--master_port",
-                    str(port),
-                    "pretrain_ladder.py",
-                    *RECIPE,
-                    "--tensor-model-parallel-size",
-                    "2",
-                    *flags,
-                ]
-            ),
-            folder,
-            host.name,
-        )
-        for number, host in enumerate(hosts)
-    ]
-
-
 def start_ranks(flags_of_ranks: Sequence[Sequence[str | Path]], folder: Path) -> list[Command]:
     """Start one process per rank on this machine, without a launcher that ends all ranks when one ends."""
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(len(flags_of_ranks))}
@@ -140,55 +102,6 @@ def start_ranks(flags_of_ranks: Sequence[Sequence[str | Path]], folder: Path) ->
         )
         for rank, flags in enumerate(flags_of_ranks)
     ]
-
-
-def losses(output: str) -> list[float]:
-    return [float(value) for value in re.findall(r"lm loss (\S+)", output)]
-
-
-@needs_hosts
-@pytest.mark.slow
-@pytest.mark.parametrize("across", ACROSS)
-def test_two_hosts_train_like_one_process(tokens: Path, tmp_path: Path, across: str) -> None:
-    flags = ["--data-path", tokens, "--train-iters", "5"]
-    alone = Command(["python", "pretrain_ladder.py", *RECIPE, *flags], tmp_path, "alone")
-    with running(alone):
-        assert alone.wait(START) == 0, alone.stderr
-    with two_hosts() as hosts:
-        commands = start_on(hosts, [*flags, *ACROSS[across]], tmp_path)
-        with running(*commands):
-            codes = [command.wait(START) for command in commands]
-    first, second = commands
-    assert codes == [0, 0], first.stdout + first.stderr + second.stdout + second.stderr
-    assert f"{across} 2" in first.stdout and "tensor 2" in first.stdout
-    # The log has four decimals.
-    assert losses(first.stdout) == pytest.approx(losses(alone.stdout), abs=1.1e-4)
-    assert len(losses(first.stdout)) == 5 and losses(second.stdout) == []
-
-
-@needs_hosts
-@pytest.mark.slow
-@pytest.mark.parametrize("across", ACROSS)
-def test_a_lost_host_is_named(tokens: Path, tmp_path: Path, across: str) -> None:
-    """Its network is disconnected first, so that the other host receives no sign that its processes ended."""
-    timeout = 6
-    flags = ["--data-path", tokens, *FOREVER, "--distributed-timeout-seconds-after-first-step", str(timeout)]
-    with two_hosts() as hosts:
-        commands = start_on(hosts, [*flags, *ACROSS[across]], tmp_path)
-        with running(*commands):
-            commands[0].wait_for("iteration       3/", START)
-            hosts[1].unplug()
-            hosts[1].kill()
-            began = time.monotonic()
-            # The launcher looks once a second, and the ranks give each other 5 s to speak.
-            assert commands[0].wait(timeout + 60) == 4, commands[0].stderr
-            assert timeout - 1 < time.monotonic() - began
-    report = [line for line in commands[0].stderr.splitlines() if "LostPeerError" in line]
-    # Whatever collective it hangs in, nobody of the first host is suspected.
-    named = r"error: rank [01]: LostPeerError: (one of )?ranks? [-23]+ on node-b \(10.77.0.2\) is gone"
-    assert report and all(re.search(named, line) for line in report), commands[0].stderr
-    waits = {"data": "in group 'data'", "pipeline": "exchanges a message with rank"}
-    assert waits[across] in commands[0].stderr
 
 
 def test_ranks_with_different_settings_do_not_start(tokens: Path, tmp_path: Path) -> None:

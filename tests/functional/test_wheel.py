@@ -5,10 +5,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-import pytest
-
 from tests.helpers.commands import REPOSITORY_ROOT, tracked_files
-from tests.helpers.patience import patient
 
 
 def test_a_wheel_contains_the_packages_and_nothing_else(tmp_path: Path) -> None:
@@ -29,15 +26,3 @@ def test_a_wheel_contains_the_packages_and_nothing_else(tmp_path: Path) -> None:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}
     packages = ("megatron_ladder/", "tools/ladder_lab/")
     assert found == {name.removeprefix("tools/") for name in tracked if name.startswith(packages)}
-
-
-@pytest.mark.slow
-def test_the_wheel_works_in_an_empty_environment() -> None:
-    done = subprocess.run(
-        ["bash", REPOSITORY_ROOT / "tests" / "wheel.sh"],
-        capture_output=True,
-        text=True,
-        timeout=patient(900),
-        check=False,
-    )
-    assert done.returncode == 0 and done.stdout.endswith("the wheel works\n"), done.stdout + done.stderr

@@ -1,48 +1,13 @@
 """Publishing: the process may die at any call, and `latest` still names a complete checkpoint."""
 
 import os
-import re
-from collections.abc import Callable
 from pathlib import Path
-
-import pytest
 
 from megatron_ladder.checkpoint.publish import (
     create_temporary_directory,
     temporary_directory,
 )
 from tests.unit.checkpoint.tiny_training import holds, save_state, small_state
-
-
-def test_order_in_which_names_reach_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps: list[tuple[str, str]] = []
-    random_part = re.compile(r"(?<=json)\.[0-9a-f]+(?=\.partial)")
-    fsync, replace, rename = os.fsync, os.replace, os.rename
-
-    def recorded_fsync(descriptor: int) -> None:
-        steps.append(("fsync", random_part.sub("", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)))
-        fsync(descriptor)
-
-    def recorded(name: str, real: Callable[..., None]) -> Callable[..., None]:
-        return lambda source, target: steps.append((name, target.name)) or real(source, target)
-
-    monkeypatch.setattr(os, "fsync", recorded_fsync)
-    monkeypatch.setattr(os, "replace", recorded("replace", replace))
-    monkeypatch.setattr(os, "rename", recorded("rename", rename))
-    save_state(tmp_path / "save", 100, "a", small_state(1))
-    data = [step for step in steps if step[1].endswith(".safetensors")]
-    assert len(data) == 6 and steps[:6] == data
-    assert steps[6:] == [
-        ("fsync", "manifest.json.partial"),
-        ("replace", "manifest.json"),
-        ("fsync", "iter_0000100.tmp-a"),
-        ("fsync", "iter_0000100.tmp-a"),
-        ("fsync", "latest.partial"),
-        ("rename", "iter_0000100"),
-        ("fsync", "save"),
-        ("replace", "latest"),
-        ("fsync", "save"),
-    ]
 
 
 def test_only_remains_of_dead_saves_are_removed(tmp_path: Path) -> None:

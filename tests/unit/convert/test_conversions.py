@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.hf_directory import hf_name
 from megatron_ladder.checkpoint.publish import write_manifest
-from megatron_ladder.convert.options import shard_bytes
 from megatron_ladder.errors import UserError
 from tests.unit.convert.hand_made import write_directory
 from tests.unit.convert.saved_models import (
@@ -183,14 +182,6 @@ def test_reshape_changes_both_copies_of_the_wiring(tmp_path: Path) -> None:
         found = torch.empty_like(weight)
         after.read_weight(name, (0,) * weight.dim(), weight.shape, found)
         assert torch.equal(found, weight), name
-
-
-def test_sizes_of_shards() -> None:
-    sizes = {"5GB": 5 * 10**9, "500 mb": 5 * 10**8, "1.5GiB": 3 * 2**29, "77": 77}
-    assert {text: shard_bytes(text) for text in sizes} == sizes
-    for text in ("", "GB", "5 TB", "0", "-1MB", "infGB"):
-        with pytest.raises(UserError, match=f"--max-shard-size {text}: expected"):
-            shard_bytes(text)
 
 
 def test_dry_run_writes_nothing_and_reports_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

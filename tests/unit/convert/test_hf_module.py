@@ -9,13 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     StaticCache,
 )
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from megatron_ladder.convert.hf_module.configuration_megatron_ladder import MegatronLadderConfig
 from megatron_ladder.convert.hf_module.modeling_megatron_ladder import MegatronLadderForCausalLM, MegatronLadderModel
@@ -131,38 +128,6 @@ def test_saving_and_loading_changes_nothing(tmp_path: Path) -> None:
     assert type(body).__name__ == MegatronLadderModel.__name__
     with torch.no_grad():
         assert torch.equal(body.eval()(tokens).last_hidden_state, first.model(tokens).last_hidden_state)
-
-
-def test_servers_can_replace_the_attention(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As vLLM and SGLang do: build the body from its configuration, and replace attention by name and layer."""
-    model = random_model(tiny_config(**HYBRID, qk_layernorm=True))
-    folder = write_hf(model, tmp_path / "model")
-    served = list(range(6))
-
-    def attend(module: nn.Module, *args: Any, attention_instances: list[int], **kwargs: Any) -> Any:
-        assert attention_instances[module.layer_idx] == len(calls) % 6
-        calls.append(module.layer_idx)
-        return sdpa_attention_forward(module, *args, **kwargs)
-
-    calls: list[int] = []
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "served", attend)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
-    body = AutoModel.from_config(config, trust_remote_code=True).eval()
-    weights = {name.removeprefix("model."): tensor for name, tensor in hf_tensors(model).items()}
-    body.load_state_dict({name: tensor for name, tensor in weights.items() if name != "lm_head.weight"})
-    body.config._attn_implementation = "served"
-    tokens = random_tokens(1, 9)
-    with torch.no_grad():
-        found = body(
-            input_ids=tokens,
-            position_ids=torch.arange(9).unsqueeze(0),
-            use_cache=False,
-            return_dict=False,
-            attention_instances=served,
-        )
-        expected = module_of(model).model(tokens).last_hidden_state
-    assert calls == served
-    assert_close(found[0], expected)
 
 
 def test_the_tensor_parallel_plan_has_every_matrix_and_query_norm() -> None:

@@ -1,15 +1,11 @@
 """The output of `inspect` for complete and broken directories."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megatron_ladder.convert.inspection import inspect_directory
-from megatron_ladder.data.tokenizers import load_tokenizer
 from megatron_ladder.errors import UserError
-from megatron_ladder.files import hub_hint
-from megatron_ladder.generate.loading import open_model
 from tests.unit.convert.hand_made import CONFIG, write_directory
 from tests.unit.convert.saved_models import convert, small_config, write_cut_checkpoint
 
@@ -55,25 +51,3 @@ def test_a_run_with_a_damaged_and_an_unfinished_checkpoint(tmp_path: Path) -> No
     for path, words in ((tmp_path, "no checkpoint of a supported kind"), (tmp_path / "absent", "no such directory")):
         with pytest.raises(UserError, match=words):
             lines_of(path)
-
-
-def test_a_name_on_the_hub_is_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    name = Path("meta-llama/Llama-3.1-8B")
-    download = "hf download meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B`, and give Llama-3.1-8B"
-    opened: list[tuple[Callable[[Path], object], str]] = [
-        (lambda path: open_model(path, None, None), "--model meta-llama/Llama-3.1-8B: no such directory"),
-        (lambda path: list(inspect_directory(path)), "meta-llama/Llama-3.1-8B: no such directory"),
-        (lambda path: load_tokenizer("HuggingFaceTokenizer", path), "--tokenizer-model meta-llama/Llama-3.1-8B: "),
-    ]
-    for open_path, start in opened:
-        with pytest.raises(UserError) as raised:
-            open_path(name)
-        assert str(raised.value).startswith(start) and download in str(raised.value)
-        with pytest.raises(UserError) as raised:
-            open_path(Path("nope"))
-        assert "no such" in str(raised.value) and "hub" not in str(raised.value)
-    for path in ("a/b/c", "/meta-llama/Llama", "../Llama", "checkpoints/../x", "Llama"):
-        assert hub_hint(Path(path)) == ""
-    Path("checkpoints").mkdir()
-    assert hub_hint(Path("checkpoints/llama")) == ""

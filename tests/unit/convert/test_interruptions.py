@@ -1,7 +1,6 @@
 """Conversions that are interrupted, repeated, or meet other programs: complete or nothing, and nothing else is lost."""
 
 import errno
-import fcntl
 import os
 import shutil
 from collections.abc import Callable
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from megatron_ladder.checkpoint.format import Checkpoint
-from megatron_ladder.checkpoint.publish import published_checkpoints
 from megatron_ladder.convert import conversions
 from megatron_ladder.errors import UserError
 from tests.unit.convert.hand_made import SHAPES, entries, safetensors, write_directory
@@ -145,15 +143,6 @@ def dying_after(name: str) -> Callable[[Path], None]:
     return remove
 
 
-def test_death_while_replacing_leaves_no_incomplete_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory, ours = write_directory(tmp_path / "hf"), tmp_path / "ours"
-    convert("import", "--hf", directory, "--save", ours)
-    monkeypatch.setattr(shutil, "rmtree", dying_after("manifest.json"))
-    with pytest.raises(ZeroDivisionError):
-        convert("import", "--hf", directory, "--save", ours, "--overwrite")
-    assert published_checkpoints(ours) == ["iter_0000000.1"]
-
-
 @pytest.mark.parametrize("step", ["before the new one is renamed", "while the old one is removed"])
 def test_an_export_killed_while_replacing_continues(tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     convert("import", "--hf", write_directory(tmp_path / "hf"), "--save", tmp_path / "ours")
@@ -171,20 +160,3 @@ def test_an_export_killed_while_replacing_continues(tmp_path: Path, step: str, m
     assert back.exists() == ("removed" in step)
     convert(*words)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "hf", "ours"]
-
-
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EWOULDBLOCK], ids=errno.errorcode.get)
-def test_the_temporary_directory_is_locked_where_the_file_system_can(
-    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def flock(descriptor: int, operation: int) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    words = ["import", "--hf", write_directory(tmp_path / "hf"), "--save", tmp_path / "ours"]
-    if number == errno.EWOULDBLOCK:
-        with pytest.raises(UserError, match="the same conversion is already running; wait for it"):
-            convert(*words)
-    else:
-        convert(*words)
-        assert "cannot be locked (No locks available); no other conversion must write there" in capsys.readouterr().out

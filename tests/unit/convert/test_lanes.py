@@ -1,7 +1,6 @@
 """The exported module in float64, with and without lanes or ranks of desync, compared with the reference."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -162,24 +161,6 @@ def test_greedy_tokens_are_the_same_with_every_cache_and_padding(config: ModelCo
         assert torch.equal(torch.cat(alone), torch.cat(expected)), options
         together = module.generate(padded, attention_mask=(padded != 0).long(), **options)[:, -6:]
         assert torch.equal(together, torch.cat(expected)), options
-
-
-@pytest.mark.parametrize("config", [LADDERS[1], LANED[1], DESYNCED[2]], ids=text_of)
-def test_hidden_states_are_complete_streams(config: ModelConfig, exact: Build) -> None:
-    """In desync, where the ranks' streams differ, they are the mean of these streams."""
-    module, weights = exact(config)
-    tokens = some_tokens(2, 10)
-    states = module(tokens, output_hidden_states=True).hidden_states
-    assert len(states) == config.num_layers + 1
-    assert all(state.shape == (2, 10, config.hidden_size) for state in states)
-    shorter = {name: weight for name, weight in weights.items() if not name.startswith("layers.")}
-    shorter |= {name: weight for name, weight in weights.items() if name.startswith(("layers.0.", "layers.1."))}
-    first_layers = replace(config, num_layers=2, ladder_layers=tuple(at for at in config.ladder_layers if at < 2))
-    complete = states[2] / (states[2].square().mean(-1, keepdim=True) + 1e-5).sqrt() * weights["final_norm.weight"]
-    head = weights["embedding.weight" if config.tie_embeddings else "lm_head.weight"]
-    assert_close(
-        {"logits": complete @ head.T}, {"logits": reference_logits(shorter, ReferenceConfig.like(first_layers), tokens)}
-    )
 
 
 @pytest.mark.parametrize(

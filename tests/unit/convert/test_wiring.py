@@ -8,13 +8,9 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from megatron_ladder.checkpoint.format import Checkpoint
-from megatron_ladder.config.run import parse_run, resolve_run
 from megatron_ladder.convert.options import ReshapeOptions
 from megatron_ladder.convert.wiring import rewired
 from megatron_ladder.errors import UserError
-from megatron_ladder.train.resume import model_differences
-from tests.unit.convert.hand_made import CONFIG, write_directory
 from tests.unit.convert.saved_models import convert, our_logits, save_model, small_config
 
 MASKS: list[tuple[int, ...]] = [(), (0,), (1, 3), (2, 3), (0, 1, 2), (0, 1, 2, 3)]
@@ -107,18 +103,3 @@ def test_a_wiring_that_needs_other_weights_is_rejected(
     options = ReshapeOptions(load=Path("run"), save=Path("new"), **flags)
     with pytest.raises(UserError, match=message):
         rewired(small_config(**source), options)
-
-
-@pytest.mark.parametrize("words", [[], ["--residual-mode", "ladder"]])
-def test_no_ladder_layers_are_the_standard_wiring(
-    tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    directory = write_directory(tmp_path / "hf", {**CONFIG, "model_type": "llamaLadder", "ladder_layers": None})
-    convert("import", "--hf", directory, "--save", tmp_path / "ours", "--ladder-layers", "none", *words)
-    assert "is overridden" not in capsys.readouterr().out
-    checkpoint = Checkpoint.open(tmp_path / "ours")
-    sizes = "--num-layers 2 --hidden-size 8 --ffn-hidden-size 12 --num-attention-heads 2 --num-key-value-heads 1"
-    for wiring in ("standard", "ladder --ladder-layers none"):
-        given = f"{sizes} --seq-length 32 --train-iters 1 --lr 1e-3 --load c --finetune --residual-mode {wiring}"
-        run = resolve_run(parse_run(given.split()), 16, 1)
-        assert not model_differences(run, checkpoint)

@@ -79,11 +79,6 @@ def test_a_part_and_a_loss_on_all(dataset: IndexedDataset) -> None:
     assert rows.loss_mask.tolist() == [[0, *[1] * 8, 0], [0, 1, 0, 1, *[0] * 6]]
 
 
-def test_a_part_without_conversations(dataset: IndexedDataset) -> None:
-    with pytest.raises(UserError, match="the valid part has no conversation"):
-        PackedSource(dataset, range(8, 9), SEQ_LENGTH, 1, False, part="valid")
-
-
 def open_whole(dataset: IndexedDataset, loss_on: LossOn | None = None) -> SampleSource | PackedSource:
     return open_source("train", dataset, range(len(LENGTHS)), OrderOptions(SEQ_LENGTH, 1, loss_on=loss_on))
 

@@ -1,6 +1,5 @@
 """Inspecting data sets, and detecting damaged ones."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from megatron_ladder.data.sidecar import Sidecar, check_index, read_sidecar, wri
 from megatron_ladder.data.tokenizers import SentencePieceTokenizer
 from megatron_ladder.errors import UserError
 
-MakeDataset = Callable[..., IndexedDataset]
 SIDECAR = Sidecar("T", "ab", 100_000, 2, True, largest_id=0, documents=0, tokens=0)
 
 
@@ -64,36 +62,6 @@ def test_every_corruption_of_an_index_is_detected(tmp_path: Path) -> None:
     assert refusals_of(prefix) == []
 
 
-def test_every_truncation_and_corruption_of_tokens_is_detected(tmp_path: Path) -> None:
-    prefix = write(tmp_path / "d", [5, 0, 3, 70, 1, 1, 200, 12])
-    path = tmp_path / "d.bin"
-    whole = path.read_bytes()
-    for size in np.random.default_rng(6).integers(0, len(whole), 20).tolist():
-        path.write_bytes(whole[:size])
-        assert refusals_of(prefix) == [
-            f"{path}: {size} bytes found, 584 expected by {tmp_path}/d.idx (292 tokens of 2 bytes): preprocess or "
-            "copy the data again"
-        ]
-    for at in (0, 100, 583):
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        with pytest.raises(UserError, match=r"d\.bin: found checksum xxh3_128:\w+, its sidecar"):
-            verify(prefix)
-    path.write_bytes(whole)
-    assert verify(prefix)[-1] == "verified: the checksum of .bin equals that in the sidecar"
-
-
-def test_verification_without_a_sidecar(make_dataset: MakeDataset) -> None:
-    dataset = make_dataset([7, 3])
-    lines = verify(dataset.prefix)
-    assert [line for line in lines if "checksum" in line] == [
-        f"verified: the checksum of .{ending} is unknown: a change that keeps the file valid is not detected"
-        for ending in ("idx", "bin")
-    ]
-    loss_mask_path(dataset.prefix).write_bytes(bytes(9) + b"\x02")
-    with pytest.raises(UserError, match="loss_mask.bin: has value 2, expected 0 and 1"):
-        verify(dataset.prefix)
-
-
 def test_a_changed_or_missing_loss_mask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prefix = write(tmp_path / "d", [4, 9], conversations=True)
     path, before = loss_mask_path(prefix), bytes([0, 1] * 6 + [1])
@@ -139,3 +107,21 @@ def test_inspecting_prints_texts(
     assert capsys.readouterr().out.splitlines()[-1].endswith(f" tokens: {ids}")
     with pytest.raises(UserError, match="--documents 3: expected numbers from 0 to 2"):
         inspect_data([str(tmp_path / "d"), "--documents", "3"])
+
+
+def test_every_truncation_and_corruption_of_tokens_is_detected(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "d", [5, 0, 3, 70, 1, 1, 200, 12])
+    path = tmp_path / "d.bin"
+    whole = path.read_bytes()
+    for size in np.random.default_rng(6).integers(0, len(whole), 20).tolist():
+        path.write_bytes(whole[:size])
+        assert refusals_of(prefix) == [
+            f"{path}: {size} bytes found, 584 expected by {tmp_path}/d.idx (292 tokens of 2 bytes): preprocess or "
+            "copy the data again"
+        ]
+    for at in (0, 100, 583):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(UserError, match=r"d\.bin: found checksum xxh3_128:\w+, its sidecar"):
+            verify(prefix)
+    path.write_bytes(whole)
+    assert verify(prefix)[-1] == "verified: the checksum of .bin equals that in the sidecar"

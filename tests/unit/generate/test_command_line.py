@@ -254,17 +254,6 @@ def test_samples_of_a_prompt_differ_and_the_first_does_not_depend_on_their_numbe
     assert all(pair[0][1] >= pair[1][1] for line in three for pair in line["top_logprobs"])
 
 
-def test_a_stop_string_ends_a_continuation(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["--model", str(run_folder), "--prompt", "def add(", "--max-new-tokens", "30", "--seed", "3"]
-    (whole,) = lines_of(argv, capsys)
-    stop = whole["text"][4:6]
-    (cut,) = lines_of([*argv, "--stop", "never there", stop], capsys)
-    assert (cut["text"], cut["finish_reason"]) == (whole["text"][: whole["text"].index(stop)], "stop")
-    for how in ([], ["--stream"]):
-        main([*argv, "--stop", stop, *how])
-        assert capsys.readouterr().out == "def add(" + cut["text"] + "\n"
-
-
 def test_scores_equal_those_of_the_reference(without_tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights, reference = reference_of(tiny_config())
     ids = (7, 60, 12, 3)

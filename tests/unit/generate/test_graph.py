@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_ladder.cli.generate import main
-from megatron_ladder.errors import BadNumbersError, UserError
+from megatron_ladder.errors import UserError
 from megatron_ladder.generate import engine as engine_module
 from megatron_ladder.generate import slots
 from megatron_ladder.generate.engine import GenerationEngine
@@ -146,18 +146,6 @@ def test_one_capture_serves_growing_conversations_until_it_is_too_small() -> Non
     del graph
     assert graphs.alive == []
     unfinished.close()
-
-
-def test_a_batch_with_bad_numbers_is_not_used_again() -> None:
-    """Its cache contains them, and masked values are multiplied by zero."""
-    engine, graphs = capturing_engine()
-    (expected,) = engine.generate([GenerationRequest((1, 2), 5, GREEDY)])
-    with torch.no_grad():
-        engine.model.embedding.weight[7] = torch.nan
-    with pytest.raises(BadNumbersError):
-        engine.generate([GenerationRequest((1, 7, 7, 7, 7, 7), 2, GREEDY)])
-    (found,) = engine.generate([GenerationRequest((1, 2), 5, GREEDY)])
-    assert (found.ids, len(graphs.made)) == (expected.ids, 2)
 
 
 def attend_to_sequences(

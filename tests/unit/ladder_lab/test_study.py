@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ladder_lab.study import program, report, trials
 from ladder_lab.study.options import Parsed, parse_options
-from ladder_lab.study.report import first_reaching, holm, paired
+from ladder_lab.study.report import holm, paired
 from ladder_lab.study.trials import Request, Trial, resolve_trial
 from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.comm.mesh import ProcessMesh
@@ -233,10 +233,3 @@ def test_holm_adjusts_as_in_its_paper() -> None:
     # 4 x 0.005, 3 x 0.011, 2 x 0.02, and 0.04 not below the one before.
     found = holm([0.011, 0.02, 0.005, math.nan, 0.04])
     assert found[:3] == pytest.approx([0.033, 0.04, 0.02]) and math.isnan(found[3]) and found[4] == pytest.approx(0.04)
-
-
-def test_a_loss_is_first_reached_between_two_evaluations() -> None:
-    curve = [(10.0, 5.0), (20.0, 3.0), (30.0, 3.5), (40.0, 2.0)]
-    assert first_reaching(curve, 4.0) == pytest.approx(15.0)
-    assert first_reaching(curve, 6.0) == 10.0 and first_reaching(curve, 1.0) is None
-    assert first_reaching([(10.0, math.inf), (20.0, 3.0)], 4.0) == 20.0

@@ -124,35 +124,6 @@ def test_sizes_come_from_the_checkpoint(tmp_path: Path) -> None:
         read(f"--finetune --save {tmp_path}/hf")
 
 
-def test_sample_prompts_are_read_and_checked(tmp_path: Path) -> None:
-    with IndexedDatasetWriter(tmp_path / "tokens", np.dtype(np.uint16)) as writer:
-        writer.add_document(np.arange(60))
-        writer.publish()
-    data = f"--data-path {tmp_path}/tokens --split 1 --eval-iters 0 --tokenizer-type NullTokenizer".split()
-    path, lines = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
-
-    def read(*words: object) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        return read_inputs([*SIZES, *data, *map(str, words)]).sample_prompts
-
-    def errors(*words: object) -> list[str]:
-        with pytest.raises(UserError) as raised:
-            read(*words)
-        return list(raised.value.messages)
-
-    path.write_text("1 2\r\n\n3\n")
-    lines.write_text('{"prompt": "4 5"}\n{"prompt": "6"}\n')
-    assert read("--sample-prompts", path, "--sample-tokens", 11) == (("1 2", (1, 2)), ("3", (3,)))
-    assert read("--sample-prompts", lines, "--sample-tokens", 4) == (("4 5", (4, 5)), ("6", (6,)))
-    assert errors("--sample-prompts", path, "--sample-tokens", 12) == [
-        f"--sample-prompts {path}:1: 2 tokens and --sample-tokens 12 do not fit into --seq-length 12: "
-        "shorten the prompt, or lower --sample-tokens"
-    ]
-    lines.write_text('{"prompt": "1"}\n{"prompt": 3}\n')
-    (message,) = errors("--sample-prompts", lines, "--sample-tokens", 1)
-    assert message.startswith(f"--sample-prompts {lines}:2: expected a JSON object")
-    assert errors("--eval-callable", "tasks.arc")[0] == "--eval-callable tasks.arc: expected MODULE:FUNCTION"
-
-
 def test_a_desync_model_resumes_only_at_its_tensor_parallel_size(tmp_path: Path) -> None:
     config = tiny_config(residual_mode="desync", desync_interval=4, desync_tp=2)
     write_checkpoint(tmp_path, config, reference_of(config)[0])
