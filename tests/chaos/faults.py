@@ -94,26 +94,6 @@ def terminations(experiment: Experiment, count: int) -> str:
     return f"{count} exits with code 0 and a checkpoint of the last step; resumed bitwise"
 
 
-def asked_to_end(experiment: Experiment) -> str:
-    """Stop by number of steps, by file and by time, one after another."""
-    save, switch = experiment.folder / "asked", experiment.folder / "switch"
-    switch.touch()
-    for flags, reason, steps, trains in (
-        ("--exit-interval 5", "--exit-interval 5", 5, True),
-        (f"--kill-switch-file {switch}", f"--kill-switch-file {switch}", 5, False),
-        # Expires before the first step.
-        ("--exit-duration-in-mins 1e-6", "--exit-duration-in-mins 1e-06", 5, False),
-        ("--exit-interval 4 --async-save", "--exit-interval 4", 8, True),
-    ):
-        job = experiment.finish(save, *flags.split())
-        assert last_event(save, "stop")["reason"] == reason, job.output.read_text()
-        assert newest_iteration(save) == last_step(save) == steps, job.output.read_text()
-        assert ("nothing was trained" in job.output.read_text()) == (not trains), job.output.read_text()
-    experiment.finish(save)
-    experiment.check(save)
-    return "every run exits with code 0, saved or without training; resumed bitwise"
-
-
 def stopped_rank(experiment: Experiment) -> str:
     """SIGSTOP a random rank: the other rank reports it with its host and exits in time."""
     save, rank = experiment.folder / "stopped", experiment.chance.randrange(WORLD_SIZE)

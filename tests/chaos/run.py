@@ -21,10 +21,11 @@ from megatron_ladder.command_line import parse_command_line  # noqa: E402
 from megatron_ladder.flags import flag  # noqa: E402
 from tests.chaos import faults  # noqa: E402
 from tests.chaos.ranks import import_everything  # noqa: E402
-from tests.chaos.runs import Experiment, write_tokens  # noqa: E402
+from tests.chaos.runs import VOCABULARY, Experiment  # noqa: E402
 from tests.helpers.patience import be_patient  # noqa: E402
+from tests.helpers.tokens import write_tokens  # noqa: E402
 
-FAULTS = ("kill", "term", "ask", "stop", "nan")
+FAULTS = ("kill", "term", "stop", "nan")
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class ChaosConfig:
         FAULTS,
         choices=[f"{layout}{name}" for layout in ("", "tp:", "pp:", "dp:") for name in FAULTS],
     )
-    """kill: SIGKILL at random moments. term: SIGTERM or SIGINT during a start, a step and a save. ask: stop by steps,
-    file and time. stop: SIGSTOP of a rank. nan: bad gradients. tp:kill: a fault of one layout only."""
+    """kill: SIGKILL at random moments. term: SIGTERM or SIGINT during a start, a step and a save. stop:
+    SIGSTOP of a rank. nan: bad gradients. tp:kill: a fault of one layout only."""
     kills: int = 3
     """Number of kills, and of terminations, per layout."""
     seed: int = 0
@@ -56,14 +57,13 @@ def main(argv: Sequence[str]) -> None:
     import_everything()
     with tempfile.TemporaryDirectory(prefix="chaos_") as scratch:
         folder = Path(scratch)
-        write_tokens(folder)
+        write_tokens(folder / "tokens", VOCABULARY)
         for layout in config.layouts:
             (folder / layout).mkdir()
             experiment = Experiment(layout, folder / layout, random.Random(f"{config.seed} {layout}"))
             known: dict[str, Callable[[], str]] = {
                 "kill": lambda e=experiment: faults.kills(e, config.kills),
                 "term": lambda e=experiment: faults.terminations(e, config.kills),
-                "ask": lambda e=experiment: faults.asked_to_end(e),
                 "stop": lambda e=experiment: faults.stopped_rank(e),
                 "nan": lambda e=experiment: faults.bad_numbers(e),
             }

@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 from safetensors import safe_open
 
 from megatron_ladder.checkpoint.publish import read_latest
-from megatron_ladder.data.indexed import IndexedDatasetWriter
 from megatron_ladder.train.record import read_record
 from tests.chaos.ranks import Job
 from tests.helpers.patience import patient
@@ -37,16 +35,6 @@ ATTEMPT_SECONDS = 60.0
 
 Moment = Literal["start", "step", "save"]
 MOMENTS: tuple[Moment, ...] = ("start", "step", "save")
-
-
-def write_tokens(folder: Path) -> Path:
-    """Write a data set of random tokens; return its prefix."""
-    random_ids = np.random.default_rng(0)
-    writer = IndexedDatasetWriter(folder / "tokens", np.dtype(np.uint16))
-    for _ in range(40):
-        writer.add_document(random_ids.integers(0, VOCABULARY, 50))
-    writer.publish()
-    return folder / "tokens"
 
 
 @dataclass

@@ -20,8 +20,8 @@ from megatron_ladder.train.inputs import RunInputs
 from megatron_ladder.train.opening import OpenRun
 from megatron_ladder.train.prediction import Predictor
 from megatron_ladder.train.record import RunRecord, read_record
-from tests.distributed.test_loop import write_tokens
 from tests.helpers.pool import GlooPools
+from tests.helpers.tokens import write_tokens
 from tests.helpers.training import build_trainer_here, run_of
 from tests.reference import ReferenceConfig, make_weights
 from tests.reference.model import greedy_continuation, reference_logits
@@ -112,7 +112,7 @@ def train(argv: list[str], prefixes: Sequence[str], save: Path) -> str:
 
 @pytest.mark.parametrize("layout", [PP, DP + " 3"])
 def test_all_evaluations_are_recorded(gloo_pools: GlooPools, tmp_path: Path, layout: str) -> None:
-    prefixes = [write_tokens(tmp_path / str(seed), seed) for seed in range(3)]
+    prefixes = [str(write_tokens(tmp_path / str(seed), seed=seed)) for seed in range(3)]
     words = (
         f"{layout} --log-interval 4 --eval-interval 2 --eval-iters 1 --sample-prompts p --sample-tokens 3 "
         "--eval-callable tests.distributed.test_evaluation:count_words --eval-callable-interval 4"
@@ -137,7 +137,7 @@ def test_all_evaluations_are_recorded(gloo_pools: GlooPools, tmp_path: Path, lay
 def test_errors_of_the_function_end_every_rank(
     gloo_pools: GlooPools, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    prefixes = [write_tokens(tmp_path / str(seed), seed) for seed in range(3)]
+    prefixes = [str(write_tokens(tmp_path / str(seed), seed=seed)) for seed in range(3)]
     name = "tests.distributed.test_evaluation:{}"
     words = f"{TP} --eval-interval 2 --eval-iters 1 --sample-prompts p --sample-tokens 2 --eval-callable".split()
     for function, problem in (

@@ -11,10 +11,10 @@ from megatron_ladder.config.run import read_run_words
 from megatron_ladder.data.sidecar import Sidecar, write_sidecar
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer
 from megatron_ladder.train import loop, opening, setup
-from tests.distributed.test_loop import write_tokens
 from tests.helpers.commands import free_port
 from tests.helpers.operations import Operations
 from tests.helpers.pool import GlooPools
+from tests.helpers.tokens import write_tokens
 from tests.helpers.training import CPU, deepspeed_is_started
 
 RECIPE = (
@@ -36,10 +36,10 @@ def write_tokenizer(folder: Path) -> list[str]:
 
 def write_data(folder: Path) -> list[str]:
     """Write a data set with a sidecar, and return flags."""
-    words, prefix = write_tokenizer(folder), write_tokens(folder / "tokens")
+    words, prefix = write_tokenizer(folder), write_tokens(folder / "tokens", documents=10)
     found = HuggingFaceTokenizer(folder / "tokenizer.json")
     sidecar = Sidecar(found.kind, found.sha256, found.vocab_size, 0, False, largest_id=100, documents=10, tokens=500)
-    write_sidecar(Path(prefix), sidecar)
+    write_sidecar(prefix, sidecar)
     return [*words, *f"--data-path {prefix} --split 8,2,0 --eval-iters 1".split()]
 
 

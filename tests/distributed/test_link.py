@@ -25,7 +25,6 @@ from tests.helpers.sharded import mesh_of, small_model
 
 FREE = LinkSpec(0.0, 0.0, serial=True)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
-MILLISECOND = 10**6
 
 
 def everyone() -> CommGroup:
@@ -139,29 +138,6 @@ def test_the_halves_of_an_all_reduce(gloo_pools: GlooPools) -> None:
         assert scatter_ns == gather_ns == 2_024_000
         assert apart == gather_ns, "a serial wire carries one after the other"
         assert shapes == (2, 4)
-
-
-def launched_together(serial: bool) -> list[Timing]:
-    """Launch five sums at once; wait for the third first and for the first last."""
-    with closing(EmulatedLink(everyone(), LinkSpec(3e-3, 1e-6, serial))) as link:
-        link.barrier()
-        flying = [launch(link, torch.ones(500)) for _ in range(5)]
-        timings = {number: finish(flying[number]) for number in (2, 4, 1, 3, 0)}
-        # Records left in the ring from the slow wire must not affect the new speed.
-        link.set_wire(1e-3, 0.0)
-        timings[5] = finish(launch(link, torch.ones(500)))
-    return [timings[number] for number in range(6)]
-
-
-@pytest.mark.parametrize("serial", [True, False])
-def test_a_serial_wire_carries_one_at_a_time(gloo_pools: GlooPools, serial: bool) -> None:
-    ranks = gloo_pools(2).run(launched_together, serial)
-    assert_rule(ranks, serial)
-    for timings in ranks:
-        assert [timing.wire for timing in timings] == [5 * MILLISECOND] * 5 + [MILLISECOND]
-        for number, timing in enumerate(timings[:5]):
-            shortest = (number + 1 if serial else 1) * 5 * MILLISECOND
-            assert timing.done - timings[0].before >= shortest
 
 
 def loss_and_gradients(alpha_seconds: float | None) -> list[Tensor]:

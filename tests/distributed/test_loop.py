@@ -5,11 +5,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megatron_ladder.data.indexed import IndexedDatasetWriter
 from megatron_ladder.data.loader import DataArguments, OrderOptions, open_sources
 from megatron_ladder.train import loop
 from megatron_ladder.train.evaluation import Evaluations
@@ -19,20 +17,11 @@ from megatron_ladder.train.opening import OpenRun
 from megatron_ladder.train.record import RunRecord, read_record
 from megatron_ladder.train.stop import Stopper, StopSignals
 from tests.helpers.pool import GlooPools
+from tests.helpers.tokens import write_tokens
 from tests.helpers.training import build_trainer_here
 
 RECIPE = "--train-iters 4 --lr 1e-2 --micro-batch-size 2 --eval-interval 2 --eval-iters 2 --log-interval 1".split()
 SKIPPED = Finding("bad numbers", True, "the loss is nan")
-
-
-def write_tokens(prefix: Path, seed: int = 0) -> str:
-    """Write a data set of random tokens; return its prefix."""
-    random = np.random.default_rng(seed)
-    writer = IndexedDatasetWriter(prefix, np.dtype(np.uint16))
-    for _ in range(10):
-        writer.add_document(random.integers(0, 101, 50))
-    writer.publish()
-    return str(prefix)
 
 
 def train(
@@ -100,14 +89,14 @@ def train(
 def test_a_scheduled_end_evaluates_and_a_signal_does_not_wait(
     gloo_pools: GlooPools, tmp_path: Path, flags: str, signal_at: int, expected: list[tuple[str, int]]
 ) -> None:
-    prefix = write_tokens(tmp_path / "tokens")
+    prefix = str(write_tokens(tmp_path / "tokens"))
     words = [*flags.split(), "--tensor-model-parallel-size", "2"]
     found, _ = gloo_pools(2).run(train, words, prefix, tmp_path, signal_at)
     assert found == [*expected, ("stop", 0)]
 
 
 def test_a_signal_ends_an_evaluation(gloo_pools: GlooPools, tmp_path: Path) -> None:
-    prefix = write_tokens(tmp_path / "tokens")
+    prefix = str(write_tokens(tmp_path / "tokens"))
     found, _ = gloo_pools(2).run(train, ["--zero-stage", "2"], prefix, tmp_path, in_evaluation=True)
     assert found == [("save", 3), ("stop", 0)], "the next step ends the run"
     (tmp_path / "loaded").mkdir()
@@ -116,7 +105,7 @@ def test_a_signal_ends_an_evaluation(gloo_pools: GlooPools, tmp_path: Path) -> N
 
 
 def test_the_logged_mean_leaves_out_skipped_steps(gloo_pools: GlooPools, tmp_path: Path) -> None:
-    prefix = write_tokens(tmp_path / "tokens")
+    prefix = str(write_tokens(tmp_path / "tokens"))
     gloo_pools(1).run(train, ["--log-interval", "2"], prefix, tmp_path, bad_step=2)
     logged = [float(event["loss"]) for event in read_record(tmp_path) if event["event"] == "progress"]
     assert len(logged) == 2 and all(map(math.isfinite, logged))

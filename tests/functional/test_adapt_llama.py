@@ -117,21 +117,6 @@ def test_the_command_lines_for_the_8b(tmp_path: Path) -> None:
     assert run.data.loss_on == "assistant" and run.training.seed == 7
 
 
-def test_the_command_lines_for_lanes(tmp_path: Path) -> None:
-    source = headers_alone(tmp_path / "Llama-3.1-8B-Instruct")
-    flags = ["--dry-run", "--source", source, "--run", tmp_path / "run", "--python", sys.executable, "--lanes"]
-    done = run_command(["bash", SCRIPT, *flags, "4"], timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "wiring: ladder in layers 16-31 of 32, in 4 lanes with own partials" in done.stdout
-    arranging = next(line for line in done.stdout.splitlines() if " arrange " in line)
-    assert f"--load {tmp_path}/run/imported --save {tmp_path}/run/arranged " in arranging
-    assert "--lanes 4 " in arranging
-    run = resolved([*training_command(done.stdout), *open_hf_directory(source).model.to_words()])
-    assert not run.parallel.sequence_parallel and run.training.micro_batch_size == 2
-    done = run_command(["bash", SCRIPT, *flags, "6"], timeout=120)
-    assert done.returncode == 2 and "--lanes 6" in done.stderr
-
-
 def held_out(answers: Sequence[str]) -> list[HeldOut]:
     """Return conversations of four tokens, the last two of which are the assistant's."""
     tokens = Conversation(np.array([1, 2, 3, 4]), np.array([0, 0, 1, 1], np.uint8))

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ladder.data.indexed import IndexedDatasetWriter
 from tests.helpers.commands import run_command
+from tests.helpers.tokens import write_documents
 
 SIZE, VOCABULARY = "2x32x64x4x2x96", 96
 
@@ -17,46 +17,19 @@ SIZE, VOCABULARY = "2x32x64x4x2x96", 96
 def write_tokens(prefix: Path) -> Path:
     """Write text that a model can learn: every token determines the next one, with some noise."""
     random = np.random.default_rng(0)
-    with IndexedDatasetWriter(prefix, np.dtype(np.uint16)) as writer:
-        for _ in range(200):
-            steps = np.where(random.random(100) < 0.9, 7, random.integers(0, VOCABULARY, 100))
-            writer.add_document(np.cumsum(steps) % VOCABULARY)
-        writer.publish()
-    return prefix
+    steps = np.where(random.random((200, 100)) < 0.9, 7, random.integers(0, VOCABULARY, (200, 100)))
+    return write_documents(prefix, *np.cumsum(steps, axis=1) % VOCABULARY)
 
 
 @pytest.mark.slow
 def test_standard_models_are_adapted(tmp_path: Path) -> None:
     """The second start trains nothing and writes the same report."""
     out = tmp_path / "study"
-    command = [
-        sys.executable,
-        "tools/study.py",
-        "adapt",
-        "--output-dir",
-        out,
-        "--size",
-        SIZE,
-        "--seeds",
-        "1",
-        "2",
-        "--iterations",
-        "60",
-        "--learning-rates",
-        "1e-2",
-        "--seq-length",
-        "16",
-        "--healing-percent",
-        "5",
-        "50",
-        "--eval-iters",
-        "4",
-        "--",
-        "--data-path",
-        write_tokens(tmp_path / "tokens"),
-        "--split",
-        "90,10,0",
-    ]
+    words = (
+        f"tools/study.py adapt --output-dir {out} --size {SIZE} --seeds 1 2 --iterations 60 --learning-rates 1e-2 "
+        "--seq-length 16 --healing-percent 5 50 --eval-iters 4 -- --split 90,10,0 --data-path"
+    )
+    command = [sys.executable, *words.split(), write_tokens(tmp_path / "tokens")]
     done = run_command(command, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     results = {path.parent.name: json.loads(path.read_text()) for path in out.glob("trials/*/result.json")}

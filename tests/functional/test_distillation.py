@@ -4,12 +4,11 @@ import hashlib
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from megatron_ladder.data.indexed import IndexedDatasetWriter
 from megatron_ladder.train.record import read_record
 from tests.helpers.commands import free_port, run_command
+from tests.helpers.tokens import write_tokens
 from tests.unit.convert.hf_models import random_model, write_hf
 from tests.unit.generate.tiny_model import reference_of, tiny_config, write_checkpoint
 
@@ -23,12 +22,7 @@ def deepspeed(processes: int) -> list[str]:
 
 @pytest.fixture
 def data(tmp_path: Path) -> list[str]:
-    random = np.random.default_rng(0)
-    with IndexedDatasetWriter(tmp_path / "tokens", np.dtype(np.uint16)) as writer:
-        for _ in range(40):
-            writer.add_document(random.integers(0, 67, 50))
-        writer.publish()
-    return ["--data-path", str(tmp_path / "tokens"), "--split", "1"]
+    return ["--data-path", str(write_tokens(tmp_path / "tokens", 67)), "--split", "1"]
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -46,24 +40,8 @@ def test_a_model_leaves_its_teacher_and_resumes_with_another(data: list[str], tm
     write_checkpoint(teacher, tiny_config(**MODEL), reference_of(tiny_config(**MODEL))[0])
     before = contents(teacher) | contents(hf)
     argv = [*RECIPE, *data, "--save", tmp_path / "a", "--tensorboard-dir", tmp_path / "tb"]
-    done = run_command(
-        [
-            *deepspeed(2),
-            *argv,
-            "--train-iters",
-            "3",
-            "--tensor-model-parallel-size",
-            "2",
-            "--load",
-            teacher,
-            "--finetune",
-            "--distill-from",
-            teacher,
-            "--distill-weight",
-            "0.5",
-        ],
-        timeout=120,
-    )
+    begun = f"--train-iters 3 --tensor-model-parallel-size 2 --load {teacher} --finetune --distill-weight 0.5".split()
+    done = run_command([*deepspeed(2), *argv, *begun, "--distill-from", teacher], timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     first, *others = distillation_losses(tmp_path / "a")
     assert abs(first) < 1e-5 and len(others) == 2 and min(others) > 1e-4

@@ -8,15 +8,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 
 from megatron_ladder.command_line import parse_command_line
 from megatron_ladder.config.run import SECTIONS
-from megatron_ladder.data.indexed import IndexedDatasetWriter
 from tests.helpers.commands import REPOSITORY_ROOT, clean_environment, free_port, kill_tree, tracked_files
 from tests.helpers.patience import patient
+from tests.helpers.tokens import write_tokens
 
 VOCABULARY = 96
 RECIPE = (
@@ -31,12 +30,7 @@ START = 240
 
 @pytest.fixture
 def tokens(tmp_path: Path) -> Path:
-    random = np.random.default_rng(0)
-    writer = IndexedDatasetWriter(tmp_path / "tokens", np.dtype(np.uint16))
-    for _ in range(40):
-        writer.add_document(random.integers(0, VOCABULARY, 50))
-    writer.publish()
-    return tmp_path / "tokens"
+    return write_tokens(tmp_path / "tokens", VOCABULARY)
 
 
 class Command:
@@ -152,20 +146,6 @@ class Stubs:
 @pytest.fixture
 def stubs(tmp_path: Path) -> Stubs:
     return Stubs(tmp_path)
-
-
-def test_the_multi_host_script_starts_all_hosts_over_ssh(stubs: Stubs) -> None:
-    missing = stubs.run("multi_node.sh")
-    assert missing.returncode == 2 and "no pdsh on the PATH" in missing.stderr
-    stubs.add("pdsh", "exit 1")
-    done = stubs.run("multi_node.sh", "--train-iters", "7")
-    assert done.returncode == 0, done.stderr
-    words = done.stdout.split("\n")
-    assert words[0] == "--hostfile" and words[2:6] == ["--master_addr", "node-1", "--master_port", "29500"]
-    assert "--no_ssh" not in words and words[6] == "pretrain_ladder.py"
-    after = words[words.index("hostfile:") :]
-    assert after[:3] == ["hostfile:", "node-1 slots=8", "node-2 slots=8"]
-    assert words[words.index("hostfile:") - 2 :][:2] == ["--train-iters", "7"]
 
 
 def test_the_multi_host_script_starts_one_host(stubs: Stubs) -> None:

@@ -99,28 +99,6 @@ def test_published_rows_have_the_published_averages(table: str) -> None:
         assert average(TASKS[table], values) == pytest.approx(AVERAGES[table][model], abs=0.0051)
 
 
-def test_the_table_has_our_row_above_the_published_one(tmp_path: Path, lm_eval: FakeLmEval) -> None:
-    text = run_here(tmp_path, "from-scratch")
-    names = [line.split(" | ")[0].strip("| ") for line in text.splitlines() if line.startswith("|")]
-    assert names[2:4] == ["1.2b-ladder", "1.2b-ladder, published"]
-    rows = rows_of(text)
-    assert rows["1.2b-ladder"] == ["30.00", "60.00", "40.00", "70.00", "80.00", "50.00", "18.50", "55.00"]
-    assert rows["1.2b-ladder, published"] == [
-        "31.31",
-        "67.76",
-        "41.18",
-        "71.49",
-        "86.60",
-        "55.17",
-        "18.42",
-        "58.92",
-    ]
-    assert rows["HellaSwag"][:2] == ["hellaswag", "0"] and rows["HellaSwag"][3] == "acc"
-    calls = lm_eval.calls()
-    assert [call[call.index("--tasks") + 1] for call in calls] == list(SCRATCH_NUMBERS)
-    assert all(call[call.index("--num_fewshot") + 1] == "0" and call[-1] is None for call in calls)
-
-
 def test_finished_tasks_are_skipped_and_settings_kept_apart(tmp_path: Path, lm_eval: FakeLmEval) -> None:
     lm_eval.set({task: values for task, values in SCRATCH_NUMBERS.items() if task != "piqa"})
     with pytest.raises(UserError, match="1.2b-ladder PIQA: lm_eval exited with code 3 and left no result"):

@@ -4,15 +4,14 @@ import os
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 
 from megatron_ladder.checkpoint.format import Checkpoint
-from megatron_ladder.data.indexed import IndexedDatasetWriter
 from megatron_ladder.train.record import read_record
 from tests.helpers.commands import free_port, run_command
+from tests.helpers.tokens import write_tokens
 
 VOCABULARY = 96
 RECIPE = (
@@ -22,18 +21,9 @@ RECIPE = (
 ).split()
 
 
-def write_tokens(prefix: Path, documents: list[np.ndarray]) -> Path:
-    writer = IndexedDatasetWriter(prefix, np.dtype(np.uint16))
-    for document in documents:
-        writer.add_document(document)
-    writer.publish()
-    return prefix
-
-
 @pytest.fixture
 def tokens(tmp_path: Path) -> Path:
-    random = np.random.default_rng(0)
-    return write_tokens(tmp_path / "tokens", [random.integers(0, VOCABULARY, 50) for _ in range(40)])
+    return write_tokens(tmp_path / "tokens", VOCABULARY)
 
 
 def deepspeed(processes: int) -> list[str]:
@@ -89,32 +79,13 @@ def test_one_process_reports_a_start_from_scratch_and_never_compiles(tokens: Pat
     extensions = tmp_path / "extensions"
     (extensions / "deepspeed_shm_comm").mkdir(parents=True)
     (extensions / "deepspeed_shm_comm" / "lock").touch()
-    done = run_command(
-        [
-            sys.executable,
-            "-X",
-            "importtime",
-            "pretrain_ladder.py",
-            *RECIPE,
-            "--data-path",
-            tokens,
-            "--split",
-            "90,10,0",
-            "--bf16",
-            "--train-iters",
-            "3",
-            "--load",
-            tmp_path / "empty",
-            "--eval-iters",
-            "1",
-            "--tensorboard-dir",
-            tmp_path / "tb",
-            "--save",
-            tmp_path / "saved",
-        ],
-        timeout=90,
-        env={"TORCH_EXTENSIONS_DIR": str(extensions)},
+    words = (
+        f"-X importtime pretrain_ladder.py --data-path {tokens} --split 90,10,0 --bf16 --train-iters 3 "
+        f"--load {tmp_path}/empty --tensorboard-dir {tmp_path}/tb --save {tmp_path}/saved"
     )
+    environment = {"TORCH_EXTENSIONS_DIR": str(extensions)}
+    argv = [sys.executable, *words.split(), *RECIPE, "--eval-iters", "1"]
+    done = run_command(argv, timeout=90, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"--load {tmp_path / 'empty'} holds no checkpoint: the run starts from scratch" in done.stdout
     assert "valid lm loss" in done.stdout and "ETA" in done.stdout
@@ -127,31 +98,11 @@ def test_one_process_reports_a_start_from_scratch_and_never_compiles(tokens: Pat
 
 def check_evaluation_of_what_was_saved(tokens: Path, tmp_path: Path) -> None:
     """The loss equals that after the last step of the checkpoint, whose sizes and wiring need no flags."""
-    done = run_command(
-        [
-            sys.executable,
-            "pretrain_ladder.py",
-            "--data-path",
-            tokens,
-            "--split",
-            "90,10,0",
-            "--train-iters",
-            "9",
-            "--micro-batch-size",
-            "2",
-            "--lr",
-            "1",
-            "--bf16",
-            "--load",
-            tmp_path / "saved",
-            "--eval-iters",
-            "1",
-            "--skip-train",
-            "--save",
-            tmp_path / "evaluated",
-        ],
-        timeout=90,
+    words = (
+        f"pretrain_ladder.py --data-path {tokens} --split 90,10,0 --train-iters 9 --micro-batch-size 2 --lr 1 --bf16 "
+        f"--load {tmp_path}/saved --eval-iters 1 --skip-train --save {tmp_path}/evaluated"
     )
+    done = run_command([sys.executable, *words.split()], timeout=90)
     assert done.returncode == 0, done.stdout + done.stderr
     trained, evaluated = (read_record(tmp_path / name) for name in ("saved", "evaluated"))
     (before,) = [event for event in trained if event["event"] == "evaluation"]

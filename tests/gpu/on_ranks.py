@@ -5,7 +5,7 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from ladder_lab.bench.exposed import Event, read_events
 from ladder_lab.link.link import EmulatedLink, LinkSpec
@@ -44,10 +43,6 @@ SUM_BYTES = 16 * 2**10
 TIMED_SUMS = 50
 SYNCHRONISATIONS = re.compile(r"((cuda|cu)(Stream|Device|Event|Ctx)Synchronize|cudaMemcpy)(_pt[ds][sz])?")
 """Calls in which the host waits for the device."""
-ATTENTION = re.compile(
-    r"(?!.*backward)(?:aten::_scaled_dot_product_(\w+?)(?:_attention)?(?:_for_cpu)?|\w+::_(varlen_attn)\w*)"
-)
-"""Attention operators, whose names contain the backend."""
 
 
 def describe_device() -> str:
@@ -249,32 +244,3 @@ def _engine(checkpoint: Path, dtype: str, captured: bool) -> GenerationEngine:
     model = load_model(stored, mesh, DTYPES[dtype], device, overlap=True)
     new_graph = CudaStepGraph if device.type == "cuda" else RepeatedStep
     return GenerationEngine(model, mesh, None, new_graph if captured else None)
-
-
-def attention_backends(argv: list[str], checkpoint: Path, dtype: str) -> Mapping[str, list[str]]:
-    """Return the attention operators of a training step, of eager decoding and of captured decoding."""
-    trainer = build_trainer_here(argv)
-    training = trainer.run.training
-    batch = steps_of_batches(1, 1, training.micro_batch_size, training.seq_length)[0]
-    eager, captured = (_engine(checkpoint, dtype, captured) for captured in (False, True))
-    request = GenerationRequest(PROMPTS[0], 4)
-
-    def decoding(engine: GenerationEngine) -> Callable[[], object]:
-        """The first token is the prefill's."""
-        stream = engine.stream([request])
-        next(stream)
-        return lambda: next(stream)
-
-    return {
-        "training": _attention_of(lambda: train_step(trainer, own_batches(trainer, batch), 1)),
-        "prefill": _attention_of(lambda: next(eager.stream([request]))),
-        "decoding": _attention_of(decoding(eager)),
-        "captured decoding": _attention_of(lambda: captured.generate([request])),
-    }
-
-
-def _attention_of(work: Callable[[], object]) -> list[str]:
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        work()
-    matches = (ATTENTION.fullmatch(event.key) for event in profiler.key_averages())
-    return sorted({match[1] or match[2] for match in matches if match is not None})

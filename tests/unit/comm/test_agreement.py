@@ -1,23 +1,16 @@
 """The checks at start-up, with ranks as threads around one store."""
 
-import os
-import re
-import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 
 import pytest
-from torch._C._distributed_c10d import HashStore, TCPStore
+from torch._C._distributed_c10d import HashStore
 
 from megatron_ladder.comm import agreement
 from megatron_ladder.comm.agreement import Host, Peers, RankReport, agree, name_ranks
 from megatron_ladder.comm.watch import _silent_ranks
 from megatron_ladder.errors import LostPeerError, UserError
-from tests.helpers.patience import patient
 
 HOSTS = [Host("node-a", "10.0.0.1"), Host("node-a", "10.0.0.1"), Host("node-b", "10.0.0.2"), Host("node-b", "10.0.0.2")]
 SOON = timedelta(seconds=20)
@@ -120,52 +113,6 @@ def test_a_board_that_does_not_answer_means_rank_0(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(agreement, "BOARD_SECONDS", 0.05)
     peers = Peers(HOSTS, HashStore())
     assert peers.silent([0, 3]) == [0] and peers.silent([2, 3]) == []
-
-
-STORE = """
-import time
-from datetime import timedelta
-from torch._C._distributed_c10d import TCPStore
-store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False)
-print(store.port, flush=True)
-time.sleep(100)
-"""
-
-
-@pytest.mark.long
-def test_a_board_in_a_stopped_process_blocks_nobody() -> None:
-    """After a timeout, torch's store waits without limit for the server to confirm the cancellation."""
-    server = subprocess.Popen([sys.executable, "-c", STORE], stdout=subprocess.PIPE, text=True)
-    try:
-        assert server.stdout is not None
-        port = int(server.stdout.readline())
-        peers = Peers(HOSTS)
-        peers.open_board(TCPStore("127.0.0.1", port, is_master=False, timeout=SOON, wait_for_workers=False))
-        peers.beat(2, 7)
-        peers.say_waiting(1, True)
-        assert peers.silent([0, 1, 2]) == [0, 2]
-        beat = peers.last_beats([2])
-        assert re.fullmatch(r"rank 2: \d\d:\d\d:\d\d UTC after iteration 7", beat)
-        server.send_signal(signal.SIGSTOP)
-        # The signal arrives later, and the server would answer until then.
-        os.waitpid(server.pid, os.WUNTRACED)
-        began = time.monotonic()
-        assert peers.silent([0, 1, 2]) == [0] and peers.last_beats([2]) == ""
-        peers.say_waiting(1, False)
-        assert time.monotonic() - began < agreement.BOARD_SECONDS + patient(1)
-        # One slow answer costs itself alone.
-        server.send_signal(signal.SIGCONT)
-        answered = time.monotonic() + patient(20)
-        while not peers.last_beats([2]) and time.monotonic() < answered:
-            time.sleep(0.05)
-        peers.say_waiting(2, True)
-        peers.say_waiting(1, False)
-        assert peers.silent([0, 1, 2]) == [0, 1]
-        peers.beat(2, 8)
-        assert peers.last_beats([2]).endswith("after iteration 8")
-    finally:
-        server.kill()
-        server.communicate()
 
 
 def test_if_all_partners_wait_another_rank_is_lost() -> None:

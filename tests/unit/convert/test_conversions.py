@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.hf_directory import hf_name
-from megatron_ladder.checkpoint.publish import write_manifest
 from megatron_ladder.errors import UserError
 from tests.unit.convert.hand_made import write_directory
 from tests.unit.convert.saved_models import (
@@ -73,25 +72,6 @@ def test_logits_match_transformers(tmp_path: Path, kind: str, changes: dict[str,
     again = type(reference).from_pretrained(back).eval()
     with torch.no_grad():
         assert (again(tokens).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
-
-
-def test_a_hybrid_of_several_element_types_keeps_its_bits_and_logits(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save_model(tmp_path / "hf", dtype=torch.bfloat16)
-    path = tmp_path / "hf" / "model.safetensors"
-    tensors = {name: tensor.float() if "norm" in name else tensor for name, tensor in load_file(path).items()}
-    save_file({name: tensor + 1e-4 * (tensor.dtype == torch.float32) for name, tensor in tensors.items()}, path)
-    convert("import", "--hf", tmp_path / "hf", "--save", tmp_path / "ours", "--ladder-layers", "2", "--verify")
-    convert("export", "--load", tmp_path / "ours", "--hf", tmp_path / "back", "--verify")
-    printed = capsys.readouterr().out
-    assert printed.count("verified: all 39 tensors are bitwise equal to their sources") == 2
-    assert printed.count("verified: logits on 64 random tokens agree") == 2
-    assert_equal_bits(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "back"))
-    config = json.loads((tmp_path / "back" / "config.json").read_text())
-    assert config["model_type"] == "megatron_ladder" and config["ladder_layers"] == [2, 3]
-    convert("import", "--hf", tmp_path / "back", "--save", tmp_path / "again")
-    assert Checkpoint.open(tmp_path / "ours").model() == Checkpoint.open(tmp_path / "again").model()
 
 
 def test_verify_compares_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,26 +142,6 @@ def test_reshape_keeps_every_number(tmp_path: Path, optimizer: str) -> None:
             assert torch.equal(*values), name
     names = {f"{group}_rank_00000.safetensors" for group in ("weights", "optimizer", "rng")}
     assert {file["name"] for file in after.manifest["files"]} == names | {"tokenizer.json"}
-
-
-def test_reshape_changes_both_copies_of_the_wiring(tmp_path: Path) -> None:
-    """The manifest has the wiring twice: in the model and in the run."""
-    weights = write_cut_checkpoint(tmp_path / "run", small_config(), {})
-    manifest = tmp_path / "run" / "iter_0000030" / "manifest.json"
-    stored = json.loads(manifest.read_text())
-    del stored["manifest_checksum"]
-    stored["run"]["model"] = stored["model"]
-    write_manifest(manifest.parent, stored)
-    convert("reshape", "--load", tmp_path / "run", "--save", tmp_path / "hybrid", "--ladder-layers", "2")
-    before, after = Checkpoint.open(tmp_path / "run"), Checkpoint.open(tmp_path / "hybrid")
-    assert after.model() == small_config(residual_mode="ladder", ladder_layers=(1, 2)) and after.iteration == 30
-    assert after.manifest["run"]["model"] == after.manifest["model"]
-    kept = {"model": 0, "files": 0, "run": 0}
-    assert {**after.manifest, **kept} == {**before.manifest, **kept}
-    for name, weight in weights.items():
-        found = torch.empty_like(weight)
-        after.read_weight(name, (0,) * weight.dim(), weight.shape, found)
-        assert torch.equal(found, weight), name
 
 
 def test_dry_run_writes_nothing_and_reports_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

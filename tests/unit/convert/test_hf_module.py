@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
-    StaticCache,
 )
 
 from megatron_ladder.convert.hf_module.configuration_megatron_ladder import MegatronLadderConfig
@@ -92,25 +91,6 @@ def test_exported_directories_match_the_training_model(
     tokens = random_tokens(2, 40)
     with torch.no_grad():
         assert_close(module(tokens).logits, our_logits(model, tokens))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "changes",
-    [{"residual_mode": "ladder", "ladder_layers": (1,)}, {"residual_mode": "ladder-parallel", "ladder_layers": (0, 1)}],
-)
-def test_it_compiles_into_one_graph(changes: dict[str, Any]) -> None:
-    """Prefill and a step with a cache; dynamo's graph runs uncompiled, because code generation needs a compiler."""
-    torch.compiler.reset()
-    module = module_of(random_model(tiny_config(num_layers=2, **changes)))
-    tokens = random_tokens(2, 9)
-    compiled = torch.compile(module, fullgraph=True, backend="eager")
-    with torch.no_grad():
-        assert_close(compiled(tokens).logits, module(tokens).logits)
-        cache = StaticCache(module.config, max_cache_len=16)
-        module(tokens[:, :8], past_key_values=cache)
-        step = compiled(tokens[:, 8:], past_key_values=cache, position_ids=torch.full((2, 1), 8))
-        assert_close(step.logits[:, -1], module(tokens).logits[:, -1])
 
 
 def test_saving_and_loading_changes_nothing(tmp_path: Path) -> None:

@@ -4,13 +4,11 @@ import errno
 import os
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from megatron_ladder.checkpoint.format import Checkpoint
-from megatron_ladder.convert import conversions
 from megatron_ladder.errors import UserError
 from tests.unit.convert.hand_made import SHAPES, entries, safetensors, write_directory
 from tests.unit.convert.saved_models import (
@@ -98,39 +96,6 @@ def test_overwriting(tmp_path: Path) -> None:
         (tmp_path / name / name).mkdir(parents=True)
         with pytest.raises(UserError, match=f"{name} is not a file; remove it"):
             convert("import", "--hf", directory, "--save", tmp_path / name)
-
-
-@pytest.fixture
-def meanwhile(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
-    """Actions of another program between the last byte of a conversion and its publication."""
-    actions: list[Callable[[], object]] = []
-
-    def after_actions(publish: Callable[..., object], *args: object) -> object:
-        for action in actions:
-            action()
-        return publish(*args)
-
-    for name in ("publish_save", "publish_hf"):
-        monkeypatch.setattr(conversions, name, partial(after_actions, getattr(conversions, name)))
-    return actions
-
-
-@pytest.mark.parametrize(("name", "words"), [("iter_0000030", []), ("iter_0000000.1", ["--overwrite"])])
-def test_checkpoints_published_meanwhile_stay(
-    tmp_path: Path, meanwhile: list[Callable[[], object]], name: str, words: list[str]
-) -> None:
-    directory, ours = write_directory(tmp_path / "hf"), tmp_path / "ours"
-    write_cut_checkpoint(tmp_path / "run", small_config(), {})
-    if words:
-        convert("import", "--hf", directory, "--save", ours)
-    meanwhile.append(lambda: os.rename(tmp_path / "run" / "iter_0000030", ours / name))
-    with pytest.raises(UserError, match=rf"{name}: another program published .*move it to another directory"):
-        convert("import", "--hf", directory, "--save", ours, *words)
-    Checkpoint.open(ours / name).verify()
-    (work,) = ours.glob("iter_0000000.tmp-*")
-    (tmp_path / "another").mkdir()
-    os.rename(work, tmp_path / "another" / "iter_0000000")
-    Checkpoint.open(tmp_path / "another").verify()
 
 
 def dying_after(name: str) -> Callable[[Path], None]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_ladder.config.run import parse_run, resolve_run
-from megatron_ladder.data.indexed import IndexedDataset, loss_mask_path
+from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.loader import DataArguments, OrderOptions, open_sources
 from megatron_ladder.data.megatron_order import _greedy_turns, _MegatronSource, _split_sequences
 from megatron_ladder.errors import UserError
@@ -179,23 +179,3 @@ def test_megatron_uses_sequences_as_documents(tmp_path: Path) -> None:
     order = OrderOptions(SEQ_LENGTH, SEED, None, {"train": 2, "valid": 2})
     sources = open_sources(shared(prefix), "1,1", order, ["train", "valid"])
     assert (sources.train.documents, sources.valid[""].documents) == (range(2), range(2, 4))
-
-
-def test_loss_on_applies_to_megatrons_order(make_dataset: MakeDataset) -> None:
-    masked, bare = make_dataset([40], "masked").prefix, make_dataset([40], "bare").prefix
-    loss_mask_path(masked).write_bytes(bytes(40))
-    both = shared(1, masked, 1, bare)
-    for loss_on, prefixes, has_mask in (
-        (None, both, True),
-        ("all", both, False),
-        ("assistant", shared(masked), True),
-        (None, shared(bare), False),
-    ):
-        for megatron_samples in ({"train": 8}, None):
-            order = OrderOptions(SEQ_LENGTH, SEED, None, megatron_samples, loss_on)
-            train = open_sources(prefixes, "1", order, ["train"]).train
-            rows = train.samples(np.arange(8))
-            assert train.has_loss_mask == (rows.loss_mask is not None) == has_mask
-            order = OrderOptions(SEQ_LENGTH, SEED, None, megatron_samples, "assistant")
-            with pytest.raises(UserError, match="--loss-on assistant: .*bare has no loss mask"):
-                open_sources(both, "1", order, ["train"])

@@ -240,20 +240,6 @@ def test_standard_input_is_a_prompt(
     assert error == "standard input: the prompt is empty; at least one token is required"
 
 
-def test_samples_of_a_prompt_differ_and_the_first_does_not_depend_on_their_number(
-    run_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    argv = ["--model", str(run_folder), "--prompt", "def", "class", "--max-new-tokens", "6", "--temperature", "3"]
-    alone = [line["ids"] for line in lines_of(argv, capsys)]
-    three = lines_of([*argv, "--num-samples", "3", "--logprobs", "--top-logprobs", "2"], capsys)
-    assert [line["prompt"] for line in three] == ["def"] * 3 + ["class"] * 3
-    assert [three[0]["ids"], three[3]["ids"]] == alone
-    assert len({tuple(line["ids"]) for line in three}) == 6
-    assert all(len(line["logprobs"]) == len(line["ids"]) and max(line["logprobs"]) < 0 for line in three)
-    assert all(len(line["top_logprobs"]) == len(line["ids"]) for line in three)
-    assert all(pair[0][1] >= pair[1][1] for line in three for pair in line["top_logprobs"])
-
-
 def test_scores_equal_those_of_the_reference(without_tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights, reference = reference_of(tiny_config())
     ids = (7, 60, 12, 3)

@@ -37,22 +37,6 @@ def test_unrelated_package_is_reported(unrelated_apex: None) -> None:
     assert operations == Operations() and "not NVIDIA's" in description
 
 
-def test_nvidias_package_is_used(unrelated_apex: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[object, ...]] = []
-    module = sys.modules["apex.normalization.fused_layer_norm"]
-    monkeypatch.setattr(module, "fused_rms_norm_affine", lambda *given: calls.append(given) or given[0], raising=False)
-    # apex without compiled kernels still imports.
-    operations, description = select_operations("auto", "false", CUDA)
-    assert operations == Operations() and "fused_layer_norm_cuda" in description and "--cuda_ext" in description
-    monkeypatch.setitem(sys.modules, "fused_layer_norm_cuda", ModuleType("fused_layer_norm_cuda"))
-    operations, description = select_operations("auto", "false", CUDA)
-    x, weight = torch.randn(2, 3), torch.ones(3)
-    assert operations.norm(x, weight, 1e-5) is x and description == "apex FusedRMSNorm"
-    assert calls == [(x, weight, weight.shape, 1e-5)]
-    total, normed = operations.add_norm(x, x, weight, 1e-5)
-    assert normed is total and torch.equal(total, 2 * x) and len(calls) == 2
-
-
 def test_apex_is_never_used_on_a_cpu(unrelated_apex: None) -> None:
     group = [{"params": [torch.nn.Parameter(torch.ones(2))], "weight_decay": 0.1}]
     optimizer, description = build_optimizer(group, OptimizerConfig(lr=0.1), CPU)

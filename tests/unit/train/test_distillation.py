@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,14 +11,13 @@ from torch import Tensor
 from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.run import parse_run
-from megatron_ladder.data.indexed import IndexedDatasetWriter
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.language_model import Distillation, LanguageModel
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.train.distillation import build_distillation
 from megatron_ladder.train.inputs import RunInputs, read_inputs
 from tests.helpers.sharded import fill_slices
-from tests.unit.convert.hf_models import random_model, write_hf
+from tests.helpers.tokens import write_documents
 from tests.unit.generate.tiny_model import reference_of, tiny_config, tiny_model, write_checkpoint
 
 SIZES = (
@@ -30,11 +28,8 @@ SIZES = (
 
 def read(folder: Path, teacher: Path, more: str = "", processes: int = 1) -> RunInputs:
     """Read a command line that distils from a directory."""
-    with IndexedDatasetWriter(folder / "tokens", np.dtype(np.uint16)) as writer:
-        for _ in range(2):
-            writer.add_document(np.arange(60))
-        writer.publish()
-    argv = [*SIZES, "--data-path", folder / "tokens", "--distill-from", teacher, *more.split()]
+    data = write_documents(folder / "tokens", range(60), range(60))
+    argv = [*SIZES, "--data-path", data, "--distill-from", teacher, *more.split()]
     return read_inputs(parse_run([str(word) for word in argv]), RankInfo(0, processes, 0))
 
 
@@ -63,20 +58,6 @@ def test_a_checkpoint_teaches_in_the_precision_of_the_run(tmp_path: Path, precis
     assert {(one.dtype, one.requires_grad) for one in found.teacher.parameters()} == {(dtype, False)}
     down = found.teacher.get_parameter("stack.layers.2.bodies.mlp.down_proj.weight")
     assert torch.equal(down, weights["layers.2.mlp.down_proj.weight"].to(dtype))
-
-
-def test_a_hugging_face_directory_teaches(tmp_path: Path) -> None:
-    expected = random_model(tiny_config(residual_mode="ladder", ladder_layers=(0, 2)))
-    inputs = read(tmp_path, write_hf(expected, tmp_path / "hf"), "--distill-weight 0.25 --distill-temperature 3")
-    assert inputs.teacher is not None
-    found = build_distillation(inputs.run, inputs.teacher, ProcessMesh.single(), torch.device("cpu"))
-    assert (found.weight, found.temperature) == (0.25, 3.0)
-    tokens = torch.arange(24).view(2, 12)
-    logits = [
-        model.logits_shard(model.hidden_states(tokens, model.training_context(tokens)))[..., :67]
-        for model in (found.teacher, expected)
-    ]
-    assert torch.equal(*logits)
 
 
 def test_teachers_that_cannot_teach_are_refused(tmp_path: Path) -> None:

@@ -7,19 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from megatron_ladder.checkpoint.manifest import decode_manifest
 from megatron_ladder.checkpoint.publish import write_manifest
 from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.config.run import parse_run
-from megatron_ladder.data.indexed import IndexedDatasetWriter, loss_mask_path
+from megatron_ladder.data.indexed import loss_mask_path
 from megatron_ladder.data.sidecar import Sidecar, write_sidecar
 from megatron_ladder.data.tokenizers import ByteTokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.train import inputs
 from megatron_ladder.train.inputs import RunInputs, describe_data
+from tests.helpers.tokens import write_documents
 from tests.unit.convert.hand_made import write_directory
 from tests.unit.generate.tiny_model import reference_of, tiny_config, write_checkpoint
 
@@ -41,10 +41,7 @@ def differences_in(save: Path, words: str) -> list[str]:
 
 def test_all_invalid_inputs_are_reported_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stage reports all its errors: numbers, what rank 0 finds, this machine, and files."""
-    prefix = tmp_path / "tokens"
-    writer = IndexedDatasetWriter(prefix, np.dtype(np.uint16))
-    writer.add_document(np.full(40, 99))
-    writer.publish()
+    prefix = write_documents(tmp_path / "tokens", [99] * 40)
     write_sidecar(prefix, Sidecar("t", "0" * 64, 100, 0, False, largest_id=99, documents=1, tokens=40))
     (tmp_path / "file").touch()
     data = f"--data-path {prefix} --split 1 --eval-iters 0"
@@ -88,9 +85,7 @@ def test_sizes_come_from_the_checkpoint(tmp_path: Path) -> None:
     config = tiny_config(residual_mode="ladder", ladder_layers=(1, 2), qk_layernorm=True, rotary_base=500.0)
     run = {"training": {"seq_length": 8, "seed": 5}}
     write_checkpoint(tmp_path, config, reference_of(config)[0], run=run)
-    with IndexedDatasetWriter(tmp_path / "tokens", np.dtype(np.uint16)) as writer:
-        writer.add_document(np.arange(60))
-        writer.publish()
+    write_documents(tmp_path / "tokens", range(60))
     words = f"--train-iters 20 --lr 1 --data-path {tmp_path}/tokens --split 1 --eval-iters 0 --load {tmp_path}"
 
     def read(more: str) -> RunInputs:
@@ -181,15 +176,9 @@ def test_finetuning_may_change_length_and_order_of_samples(tmp_path: Path) -> No
 
 def test_changed_data_is_rejected_or_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prefix = tmp_path / "tokens"
-
-    def rewrite(first: int) -> None:
-        with IndexedDatasetWriter(prefix, np.dtype(np.uint16)) as writer:
-            writer.add_document(np.arange(first, first + 40))
-            writer.publish()
-
     config = tiny_config()
     words = [*SIZES, *f"--data-path {prefix} --split 1 --eval-iters 0".split()]
-    rewrite(0)
+    write_documents(prefix, range(40))
     sources = read_inputs(words).sources
     write_checkpoint(tmp_path / "save", config, reference_of(config)[0], data=describe_data(sources, None))
     load = ["--load", str(tmp_path / "save"), "--no-load-optim"]
@@ -202,7 +191,7 @@ def test_changed_data_is_rejected_or_reported(tmp_path: Path, capsys: pytest.Cap
         return []
 
     assert about_data([*words, *load]) == []
-    rewrite(20)
+    write_documents(prefix, range(20, 60))
     (line,) = about_data([*words, *load])
     assert line.startswith(f"{prefix}: checksum of blocks of .bin is") and "--allow-data-change" in line
     capsys.readouterr()
@@ -217,11 +206,7 @@ def test_documents_must_end_with_the_expected_token(tmp_path: Path) -> None:
     made = Sidecar(
         tokenizer.kind, tokenizer.sha256, 257, eod_id=7, append_eod=True, largest_id=39, documents=1, tokens=40
     )
-    for name in "ab":
-        with IndexedDatasetWriter(tmp_path / name, np.dtype(np.uint16)) as writer:
-            writer.add_document(np.arange(40))
-            writer.publish()
-    a, b = tmp_path / "a", tmp_path / "b"
+    a, b = (write_documents(tmp_path / name, range(40)) for name in "ab")
 
     def errors(words: str, of_a: Sidecar, of_b: Sidecar) -> list[str]:
         write_sidecar(a, of_a)

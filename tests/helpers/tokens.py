@@ -1,0 +1,23 @@
+"""Data sets of made-up tokens."""
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from megatron_ladder.data.indexed import IndexedDatasetWriter
+
+
+def write_documents(prefix: Path, *documents: ArrayLike) -> Path:
+    """Write a data set of these documents; return its prefix."""
+    with IndexedDatasetWriter(prefix, np.dtype(np.uint16)) as writer:
+        for document in documents:
+            writer.add_document(document)
+        writer.publish()
+    return prefix
+
+
+def write_tokens(prefix: Path, vocabulary: int = 101, documents: int = 40, seed: int = 0) -> Path:
+    """Write a data set of random documents of 50 tokens; return its prefix."""
+    random = np.random.default_rng(seed)
+    return write_documents(prefix, *(random.integers(0, vocabulary, 50) for _ in range(documents)))
