@@ -55,12 +55,12 @@ def test_help_version_and_wrong_flags_need_only_the_standard_library() -> None:
 @pytest.mark.parametrize(
     ("program", "words", "expected"),
     [
-        ("benchmark", ["decod"], "decod: expected one of decode, prefill, train, serve first"),
+        ("benchmark", ["decod"], "decod: expected one of decode, prefill, train first"),
         ("benchmark", ["decod", "--tp", "1"], "--tp 1: expected 2 or more"),
         ("study", ["runn"], "runn: expected one of run, adapt, report first; did you mean run?"),
         ("convert_checkpoint", ["inspect"], "inspect: expected one directory"),
         ("convert_checkpoint", [], "expected one of import, export, reshape, arrange, sensitivity, inspect first"),
-        ("plan", ["--cluster", "a100"], "--cluster a100: expected one of h100, h200"),
+        ("plan", ["--gpu", "v100"], "--gpu v100: expected one of h100, h200"),
         ("benchmark", ["decode", "--wirings", "ladder,none"], "--wirings none: expected some of standard, "),
     ],
 )
@@ -75,7 +75,6 @@ def test_a_mistake_lists_what_was_expected(program: str, words: list[str], expec
         ("preprocess_data", "--output-prefix"),
         ("train_tokenizer", "--model-prefix"),
         ("report_run", "--output"),
-        ("throughput", "--json"),
         ("exposed_communication", "--json"),
     ],
 )
