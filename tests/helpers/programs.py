@@ -8,10 +8,10 @@ from megatron_ladder.cli import programs
 EXPERIMENTS = ("benchmark", "dry_run", "exposed_communication", "plan", "study")
 PROGRAMS = (*programs.PROGRAMS, *EXPERIMENTS)
 SUBCOMMANDS = {
-    "benchmark": ("decode", "prefill", "train", "serve"),
+    "benchmark": ("decode", "prefill", "train"),
     "convert_checkpoint": ("import", "export", "reshape", "arrange", "sensitivity", "inspect"),
     "plan": ("inference",),
-    "study": ("run", "adapt", "report"),
+    "study": ("run", "report"),
 }
 
 

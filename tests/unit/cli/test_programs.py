@@ -57,7 +57,7 @@ def test_help_version_and_wrong_flags_need_only_the_standard_library() -> None:
     [
         ("benchmark", ["decod"], "decod: expected one of decode, prefill, train first"),
         ("benchmark", ["decod", "--tp", "1"], "--tp 1: expected 2 or more"),
-        ("study", ["runn"], "runn: expected one of run, adapt, report first; did you mean run?"),
+        ("study", ["runn"], "runn: expected one of run, report first; did you mean run?"),
         ("convert_checkpoint", ["inspect"], "inspect: expected one directory"),
         ("convert_checkpoint", [], "expected one of import, export, reshape, arrange, sensitivity, inspect first"),
         ("plan", ["--gpu", "v100"], "--gpu v100: expected one of h100, h200"),

@@ -52,8 +52,6 @@ def test_errors_name_the_flag(words: str, error: str) -> None:
     with pytest.raises(UserError) as caught:
         parsed(words)
     assert any(one.startswith(error) for one in caught.value.messages), caught.value.messages
-    with pytest.raises(UserError, match="--adapt-layers 5: expected numbers of upper layers, 1 to 4"):
-        parsed("--adapt-layers 5 --size 4x32x64x4x2x300", "adapt --output-dir out")
 
 
 def matrices(wiring: str, seed: int = 3) -> dict[str, Tensor]:

@@ -119,10 +119,6 @@ _BOXES = (2, 4096)
 _FIT = "fit to 170 runs published by the authors of arXiv 2501.06589"
 
 
-def _nvlink(num_bytes: float, ranks: int) -> tuple[float, float, float]:
-    return 4.1 + 2.12 * ranks, 14 * math.sqrt(num_bytes / MEGABYTE), 282
-
-
 def _no_p2p(num_bytes: float, ranks: int) -> tuple[float, float, float]:
     if ranks == 2:
         return 8, 89 * math.sqrt(num_bytes / MEGABYTE), 15.5
@@ -132,10 +128,11 @@ def _no_p2p(num_bytes: float, ranks: int) -> tuple[float, float, float]:
 def _preset(
     name: str,
     ranks: tuple[int, int],
-    latency: Callable[[int], float],
     rate: float,
     source: str,
-    *,
+    latency: float = 0.0,
+    per_rank: float = 0.0,
+    per_doubling: float = 0.0,
     root: float = 0.0,
     to_megabyte: float = 0.0,
 ) -> LinkPreset:
@@ -147,26 +144,53 @@ def _preset(
 
     def figures(num_bytes: float, ranks: int) -> tuple[float, float, float]:
         size = num_bytes / MEGABYTE
-        return latency(ranks), root * math.sqrt(size) + to_megabyte * min(size, 1.0), rate
+        start = latency + per_rank * ranks + per_doubling * math.log2(ranks)
+        return start, root * math.sqrt(size) + to_megabyte * min(size, 1.0), rate
 
     return LinkPreset(name, range(ranks[0], ranks[1] + 1), figures, source)
 
 
+_NVLINK_SOURCE = (
+    f"NVLink 4 (H100, H200): {_FIT}; for comparison: 8 GPUs, NCCL in a CUDA graph 17.8 us at 16 KB, 20.9 us at 512 KB, "
+    "27.0 us at 1 MB (sgl-project/sglang#22734); bus 365-370 GB/s by ring (NVIDIA/nccl#1455)"
+)
+_NVLINK_5_SOURCE = (
+    "10.9 us at 1 KB and 15.2 us at 64 KB, 32 GB200 (sgl-project/sglang#37442); bus 649 GB/s, 8 GB300 "
+    "(vllm-project/vllm#53318)"
+)
 _STAGED = (
     f"without P2P: latency 8 us for 2 ranks ({_FIT}, NCCL_P2P_DISABLE=1) to 42.6 us for 8 RTX 4090 (NVIDIA/nccl#1530; "
     "8 RTX 3090: 54.2 us, NVIDIA/nccl#1439); medium sizes as 2 H100 through the host"
 )
-_PER_NODE = "one GPU per node; 20 us for 2 nodes (NVIDIA/nccl-tests#150), for each doubling of them the same (assumed)"
+_PCIE_4_SOURCE = (
+    "4 RTX 4090: 18.8 us at 32 KB, 152.7 us at 1 MB (tinygrad/open-gpu-kernel-modules#22), bus 24.7 GB/s "
+    "(tinygrad/open-gpu-kernel-modules#17); growth with the ranks that of pcie-5-p2p (assumed)"
+)
+_PCIE_5_SOURCE = (
+    "RTX PRO 6000: 4 GPUs 13.5 us at 1 KB and 85 us at 1 MB, 8 GPUs 24.2 us at 8 KB, bus 41-46 GB/s "
+    "(local-inference-lab/rtx6kpro, optimization/nccl-tuning.md)"
+)
+_SPARK_SOURCE = (
+    "2 GB10 over 200 Gb/s: 27.8 us at 8 KB, 39.5 us at 32 KB, 67 us at 64 KB (NVIDIA/dgx-spark-playbooks#103); bus 161 "
+    "Gb/s (tonyd2wild/DeepSeek-v4-Flash-Vision-Exp-DSpark-1M-NVFP4-KV-2x-DGX-Spark#35)"
+)
+_PER_NODE = "InfiniBand or RoCE, one GPU per node; 20 us for each doubling (assumed), as for 2 (NVIDIA/nccl-tests#150)"
+_EFA_SOURCE = (
+    "AWS, each GPU's part of the adapters: 2 nodes of 8 GPUs 50.6 us at 8 B (p6-b200, dstackai/dstack#3961) and bus "
+    "57.2 GB/s (p4d, NVIDIA/nccl#527), both less NVLink's part; medium sizes as InfiniBand (assumed)"
+)
+_ETHERNET_SOURCE = (
+    "TCP sockets, one GPU per node: 45.8 us for a broadcast to 2 ranks (NVIDIA/nccl-tests#82), so an all-reduce takes "
+    "at least that; 90 % of the wire's rate (assumed)"
+)
+_THUNDERBOLT_SOURCE = (
+    "RDMA between Macs: below 50 us (jeffgeerling.com, RDMA over Thunderbolt 5), 7.6 GB/s (pytorch/pytorch#189856); "
+    "TCP: a round trip of 341 to 950 us (exo-explore/exo#2295)"
+)
 PRESETS: Mapping[str, LinkPreset] = {
     preset.name: preset
     for preset in (
-        LinkPreset(
-            "nvlink",
-            range(2, 9),
-            _nvlink,
-            f"NVLink 4 (H100, H200): {_FIT}; for comparison: 8 GPUs, NCCL in a CUDA graph 17.8 us at 16 KB, 20.9 us at "
-            "512 KB, 27.0 us at 1 MB (sgl-project/sglang#22734); bus 365-370 GB/s by ring (NVIDIA/nccl#1455)",
-        ),
+        _preset("nvlink", (2, 8), 282, _NVLINK_SOURCE, latency=4.1, per_rank=2.12, root=14),
         # NVLS was left on, so large tensors went over NVSwitch. It takes more than 2 GPUs (vllm-project/vllm#9699), so
         # 2 are staged through the host.
         LinkPreset(
@@ -178,115 +202,41 @@ PRESETS: Mapping[str, LinkPreset] = {
         _preset(
             "nvlink-3",
             (2, 8),
-            lambda n: 4.1 + 2.12 * n,
             230,
+            "A100: bus 230.8 GB/s at 1 GB (NVIDIA/nccl#527); latency that of NVLink 4 (assumed)",
+            latency=4.1,
+            per_rank=2.12,
             root=14,
-            source="A100: bus 230.8 GB/s at 1 GB (NVIDIA/nccl#527); latency that of NVLink 4 (assumed)",
         ),
-        _preset(
-            "nvlink-5",
-            (2, 8),
-            lambda n: 10.9,
-            649,
-            root=17,
-            source="10.9 us at 1 KB and 15.2 us at 64 KB, 32 GB200 (sgl-project/sglang#37442); bus 649 GB/s, 8 GB300 "
-            "(vllm-project/vllm#53318)",
-        ),
+        _preset("nvlink-5", (2, 8), 649, _NVLINK_5_SOURCE, latency=10.9, root=17),
         _preset(
             "pcie-4",
             (2, 8),
-            lambda n: 5.77 * n - 3.5,
             12.8,
+            f"{_STAGED}; bus 12.8 GB/s, 4 RTX 4090 (tinygrad/open-gpu-kernel-modules#22)",
+            latency=-3.5,
+            per_rank=5.77,
             root=89,
-            source=f"{_STAGED}; bus 12.8 GB/s, 4 RTX 4090 (tinygrad/open-gpu-kernel-modules#22)",
         ),
         _preset(
             "pcie-5",
             (2, 8),
-            lambda n: 5.77 * n - 3.5,
             28,
+            f"{_STAGED}; bus 28 GB/s, 8 RTX 5090 (NVIDIA/nccl#1639)",
+            latency=-3.5,
+            per_rank=5.77,
             root=89,
-            source=f"{_STAGED}; bus 28 GB/s, 8 RTX 5090 (NVIDIA/nccl#1639)",
         ),
-        _preset(
-            "pcie-4-p2p",
-            (2, 8),
-            lambda n: 2.7 * n + 2.8,
-            24.7,
-            to_megabyte=139,
-            source="4 RTX 4090: 18.8 us at 32 KB, 152.7 us at 1 MB (tinygrad/open-gpu-kernel-modules#22), bus 24.7 "
-            "GB/s (tinygrad/open-gpu-kernel-modules#17); growth with the ranks that of pcie-5-p2p (assumed)",
-        ),
-        _preset(
-            "pcie-5-p2p",
-            (2, 8),
-            lambda n: 2.7 * n + 2.8,
-            41,
-            to_megabyte=70,
-            source="RTX PRO 6000: 4 GPUs 13.5 us at 1 KB and 85 us at 1 MB, 8 GPUs 24.2 us at 8 KB, bus 41-46 GB/s "
-            "(local-inference-lab/rtx6kpro, optimization/nccl-tuning.md)",
-        ),
-        _preset(
-            "dgx-spark",
-            (2, 2),
-            lambda n: 24,
-            20.1,
-            to_megabyte=690,
-            source="2 GB10 over 200 Gb/s: 27.8 us at 8 KB, 39.5 us at 32 KB, 67 us at 64 KB "
-            "(NVIDIA/dgx-spark-playbooks#103); bus 161 Gb/s "
-            "(tonyd2wild/DeepSeek-v4-Flash-Vision-Exp-DSpark-1M-NVFP4-KV-2x-DGX-Spark#35)",
-        ),
-        _preset(
-            "ib-400",
-            _BOXES,
-            lambda n: 20 * math.log2(n),
-            47,
-            root=20,
-            source=f"InfiniBand or RoCE, {_PER_NODE}; bus 46-49 GB/s (NVIDIA/nccl-tests#290)",
-        ),
-        _preset(
-            "ib-200",
-            _BOXES,
-            lambda n: 20 * math.log2(n),
-            24,
-            root=20,
-            source=f"InfiniBand or RoCE, {_PER_NODE}; bus 24 GB/s (NVIDIA/nccl#412)",
-        ),
-        _preset(
-            "ib-100",
-            _BOXES,
-            lambda n: 20 * math.log2(n),
-            12.2,
-            root=20,
-            source=f"InfiniBand or RoCE, {_PER_NODE}; bus 12.2 GB/s (NVIDIA/nccl-tests#29)",
-        ),
-        _preset(
-            "efa",
-            _BOXES,
-            lambda n: 39.7 * math.log2(n),
-            5,
-            root=20,
-            source="AWS, each GPU's part of the adapters: 2 nodes of 8 GPUs 50.6 us at 8 B (p6-b200, "
-            "dstackai/dstack#3961) and bus 57.2 GB/s (p4d, NVIDIA/nccl#527), both less NVLink's part; medium sizes as "
-            "InfiniBand (assumed)",
-        ),
-        _preset(
-            "25gbe",
-            _BOXES,
-            lambda n: 46 * math.log2(n),
-            2.8,
-            source="TCP sockets, one GPU per node: 45.8 us for a broadcast to 2 ranks (NVIDIA/nccl-tests#82), so an "
-            "all-reduce takes at least that; 90 % of the wire's rate (assumed)",
-        ),
-        _preset("10gbe", _BOXES, lambda n: 46 * math.log2(n), 1.1, source="as 25gbe, at 10 Gb/s (assumed)"),
-        _preset(
-            "thunderbolt-5",
-            (2, 4),
-            lambda n: 50,
-            7.6,
-            source="RDMA between Macs: below 50 us (jeffgeerling.com, RDMA over Thunderbolt 5), 7.6 GB/s "
-            "(pytorch/pytorch#189856); TCP: a round trip of 341 to 950 us (exo-explore/exo#2295)",
-        ),
+        _preset("pcie-4-p2p", (2, 8), 24.7, _PCIE_4_SOURCE, latency=2.8, per_rank=2.7, to_megabyte=139),
+        _preset("pcie-5-p2p", (2, 8), 41, _PCIE_5_SOURCE, latency=2.8, per_rank=2.7, to_megabyte=70),
+        _preset("dgx-spark", (2, 2), 20.1, _SPARK_SOURCE, latency=24, to_megabyte=690),
+        _preset("ib-400", _BOXES, 47, f"{_PER_NODE}; bus 46-49 GB/s (NVIDIA/nccl-tests#290)", per_doubling=20, root=20),
+        _preset("ib-200", _BOXES, 24, f"{_PER_NODE}; bus 24 GB/s (NVIDIA/nccl#412)", per_doubling=20, root=20),
+        _preset("ib-100", _BOXES, 12.2, f"{_PER_NODE}; bus 12.2 GB/s (NVIDIA/nccl-tests#29)", per_doubling=20, root=20),
+        _preset("efa", _BOXES, 5, _EFA_SOURCE, per_doubling=39.7, root=20),
+        _preset("25gbe", _BOXES, 2.8, _ETHERNET_SOURCE, per_doubling=46),
+        _preset("10gbe", _BOXES, 1.1, "as 25gbe, at 10 Gb/s (assumed)", per_doubling=46),
+        _preset("thunderbolt-5", (2, 4), 7.6, _THUNDERBOLT_SOURCE, latency=50),
     )
 }
 """An all-reduce of S bytes on each of n ranks, by name."""

@@ -4,11 +4,10 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from ladder_lab.bench.sizes import find_size
 from ladder_lab.cost.inference import InferenceRequest, InferenceTimes, inference_memory, predict_inference
-from ladder_lab.cost.machines import LINK_ERROR, PRESETS, Machine
+from ladder_lab.cost.machines import LINK_ERROR
 from ladder_lab.markdown import markdown_table
 from ladder_lab.plan.layouts import SMALLEST_DIFFERENCE, verdict
 from ladder_lab.plan.options import QUALITY, InferenceOptions, MachineOptions, write_output
@@ -35,9 +34,6 @@ class _Prediction:
 
 def print_inference(given: MachineOptions, options: InferenceOptions) -> None:
     """Print the predictions and write the file that the options name; raise UserError for an impossible layout."""
-    if options.measurements is not None:
-        _print_errors(options.measurements)
-        return
     request = _request_of(given, options)
     predictions = _predict_wirings(request, _wirings(request.model, options))
     machine, memory, link = request.machine, inference_memory(request), request.reduce_seconds(request.batch)
@@ -150,50 +146,6 @@ def _fastest_replicas(request: InferenceRequest, options: InferenceOptions) -> _
     predictions.pop("no-comm")
     best = max(predictions.values(), key=lambda one: one.tokens_per_second)
     return replace(best, tokens_per_second=best.tokens_per_second * request.batch / inside.batch)
-
-
-def _print_errors(path: Path) -> None:
-    """Print measured and predicted tokens per second of decoding, one row for each of a CSV file.
-
-    Raises:
-        UserError: the file cannot be read, or a row is not a measurement.
-    """
-    # Imported here because pandas is part of the extra [lab] and slow to import.
-    import pandas as pd
-
-    try:
-        table = pd.read_csv(path, dtype=str, keep_default_na=False)
-        predicted = pd.Series([_measured_request(row) for row in table.to_dict("records")], table.index)
-        measured = table.tokens_per_second.astype(float)
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise UserError(f"--measurements {path}: not a table of measurements: {error!r}") from None
-    errors = 100 * (predicted / measured - 1)
-    table = table.assign(
-        GPUs=table.tp + " x " + table.gpu,
-        bits=table.weight_bits,
-        **{
-            "measured tokens/s": measured.map("{:.1f}".format),
-            "predicted": predicted.map("{:.1f}".format),
-            "error": errors.map("{:+.0f} %".format),
-        },
-    )
-    shown = ["model", "GPUs", "link", "batch", "bits", "measured tokens/s", "predicted", "error"]
-    others = table.columns.difference([*shown, "gpu", "tp", "prompt", "generate", "weight_bits", "tokens_per_second"])
-    print(markdown_table(table[[*shown, *others]].to_dict("records")))
-    sizes = errors.abs()
-    print(
-        f"\nmedian error {sizes.median():.0f} %, 90th percentile {sizes.quantile(0.9, 'higher'):.0f} %, median of "
-        f"signed errors {errors.median():+.0f} %, of {len(errors)}"
-    )
-
-
-def _measured_request(row: Mapping[str, str]) -> float:
-    """Return the predicted tokens per second of decoding for a row of measurements."""
-    ranks, batch, prompt, new_tokens = (int(row[name]) for name in ("tp", "batch", "prompt", "generate"))
-    machine = replace(Machine.usual(row["gpu"]), per_box=ranks, link=PRESETS[row["link"]])
-    model = find_size(row["model"])
-    request = InferenceRequest(model, machine, ranks, batch, prompt, new_tokens, float(row["weight_bits"]))
-    return request.batch * (request.new_tokens - 1) / predict_inference(request).decode
 
 
 def _request_of(given: MachineOptions, options: InferenceOptions) -> InferenceRequest:

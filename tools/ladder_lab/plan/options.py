@@ -126,8 +126,6 @@ class InferenceOptions:
     """Bits of a weight of the layers: 16, 8 or 4; 4.5 with scales of groups."""
     ladder_layers: int | None = flag(None, minimum=1)
     """Ladder layers of the hybrid, the last ones of the model; half of them by default."""
-    measurements: Path | None = None
-    """CSV of measured standard models, whose columns replace these flags: prints the error of each prediction."""
     json: Path | None = flag(None, output="file")
     """File for all predictions."""
 

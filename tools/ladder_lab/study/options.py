@@ -26,7 +26,6 @@ DEFAULT_WIRINGS = (STANDARD, "parallel", "ladder", "ladder-parallel", "staleness
 DESCRIPTIONS = {
     "run": "Train a grid of wirings and seeds, at equal tokens and at equal time, and report on it. Resumes a stopped "
     "study.",
-    "adapt": "Train standard models, rewire their upper layers, heal them, and report on it. Resumes a stopped study.",
     "report": "Report on the finished trials of a study.",
 }
 
@@ -85,21 +84,6 @@ class GridOptions:
 
 
 @dataclass(frozen=True)
-class AdaptOptions:
-    """Adaptation. The layers of the standard models to rewire, and the healing runs."""
-
-    size: str = flag("12x32x96x2x2x512", details=f"Names: {', '.join(SIZES)}; numbers: {SHAPE}.")
-    """Shape of the model, by name or in numbers. The default corpus gets the vocabulary of the size."""
-    adapt_layers: tuple[int, ...] = flag((), minimum=1)
-    """Numbers of upper layers that become ladder; a quarter, a half, three quarters and all of them if not given. The
-    control with none is always included."""
-    healing_percent: tuple[int, ...] = flag((1, 3, 10), minimum=1, maximum=100)
-    """Lengths of healing, in percent of --iterations; each is a separate run."""
-    healing_rate_share: float = flag(0.1, above=0)
-    """Highest learning rate of every healing run, as a share of that of the standard models."""
-
-
-@dataclass(frozen=True)
 class ReportOptions:
     """Report. Write report.md and its pictures again."""
 
@@ -109,44 +93,33 @@ class ReportOptions:
 
 SECTIONS: dict[str, tuple[type, ...]] = {
     "run": (TrainingOptions, GridOptions),
-    "adapt": (TrainingOptions, AdaptOptions),
     "report": (ReportOptions,),
 }
 
 
 @dataclass(frozen=True)
 class Parsed:
-    """A command line of `run` or `adapt`: how its trials are trained, and what it compares."""
+    """A command line of `run`: how its trials are trained, and what it compares."""
 
     request: Request
     training: TrainingOptions
-    compared: GridOptions | AdaptOptions
-
-    @property
-    def sizes(self) -> tuple[str, ...]:
-        """The shapes of the models."""
-        return self.compared.sizes if isinstance(self.compared, GridOptions) else (self.compared.size,)
-
-    @property
-    def wirings(self) -> tuple[str, ...]:
-        """The wirings that are trained from scratch."""
-        return self.compared.wirings if isinstance(self.compared, GridOptions) else (STANDARD,)
+    grid: GridOptions
 
     @property
     def timed_wirings(self) -> tuple[str, ...]:
         """The wirings that are also trained at equal time; standard, the reference, is always included."""
-        if isinstance(self.compared, AdaptOptions) or self.compared.timed_wirings == (NONE,):
+        if self.grid.timed_wirings == (NONE,):
             return ()
-        return tuple(dict.fromkeys((STANDARD, *(self.compared.timed_wirings or self.wirings))))
+        return tuple(dict.fromkeys((STANDARD, *(self.grid.timed_wirings or self.grid.wirings))))
 
 
 def parse_options(argv: Sequence[str]) -> Parsed | ReportOptions:
-    """Parse `run|adapt|report` and the flags. Raises UserError with one message per error."""
+    """Parse `run|report` and the flags. Raises UserError with one message per error."""
     command, _ = take_subcommand(argv, DESCRIPTIONS, "study.py", "Runs and reports grids of training runs.")
     split = argv.index("--") if "--" in argv and command != "report" else len(argv)
     words, training_flags = argv[1:split], tuple(argv[split + 1 :])
     errors: list[str] = []
-    options, *compared = parse_command_line(SECTIONS[command], words, f"study.py {command}", DESCRIPTIONS[command])
+    options, *grid = parse_command_line(SECTIONS[command], words, f"study.py {command}", DESCRIPTIONS[command])
     errors += [
         f"{name} is not installed, but reports of studies need it: pip install 'megatron-ladder[{extra}]'"
         for name, extra in {"matplotlib": "plot", "pandas": "lab", "scipy": "lab"}.items()
@@ -163,12 +136,12 @@ def parse_options(argv: Sequence[str]) -> Parsed | ReportOptions:
         training_flags,
         launcher=options.launcher,
     )
-    parsed = Parsed(request, options, compared[0])
+    parsed = Parsed(request, options, grid[0])
     errors += [*_find_errors(parsed), *training_flag_errors(training_flags)]
     raise_user_errors(errors)
     # The trainer's checks, which need valid options.
     found = ErrorCollector()
-    for size, wiring in itertools.product(parsed.sizes, parsed.wirings):
+    for size, wiring in itertools.product(parsed.grid.sizes, parsed.grid.wirings):
         with found.collect():
             resolve_trial(request, Trial("tokens", size, wiring, 1, max(options.learning_rates), options.iterations))
     found.raise_if_any()
@@ -176,44 +149,30 @@ def parse_options(argv: Sequence[str]) -> Parsed | ReportOptions:
 
 
 def _find_errors(parsed: Parsed) -> Iterator[str]:
+    grid, timed = parsed.grid, parsed.timed_wirings
     yield from _repeated(parsed.training, "seeds", "learning_rates")
     if TUNING_SEED in parsed.training.seeds:
         yield f"--seeds {TUNING_SEED}: is the seed of the trials that choose a learning rate: give another one"
-    for size in parsed.sizes:
-        try:
-            find_size(size)
-        except ValueError as error:
-            yield f"--size {size}: {error}"
-            return
-    if isinstance(parsed.compared, GridOptions):
-        yield from _grid_errors(parsed, parsed.compared)
-    else:
-        layers = find_size(parsed.compared.size).num_layers
-        for upper in parsed.compared.adapt_layers:
-            if upper > layers:
-                yield f"--adapt-layers {upper}: expected numbers of upper layers, 1 to {layers}; 0 is always included"
     launcher = parsed.training.launcher
     if launcher is not None:
         program = (shlex.split(launcher) or ["an empty command"])[0]
         if shutil.which(program) is None:
             yield f"--launcher {launcher}: {program} is not an executable program"
-
-
-def _grid_errors(parsed: Parsed, grid: GridOptions) -> Iterator[str]:
-    timed = parsed.timed_wirings
     yield from _repeated(grid, "wirings", "timed_wirings", "sizes")
     if invalid := [name for name in timed if name not in grid.wirings]:
         yield f"--timed-wirings {' '.join(invalid)}: expected some of --wirings, or {NONE}"
     if STANDARD not in grid.wirings:
         yield f"--wirings {' '.join(grid.wirings)}: add {STANDARD}, with which all others are compared"
-    if not timed or grid.link == OWN_LINK:
-        return
+    is_emulated = timed and grid.link != OWN_LINK
     alpha = parse_alpha(grid.link)
-    if alpha is None or alpha[0] == 0:
+    if is_emulated and (alpha is None or alpha[0] == 0):
         yield f"--link {grid.link}: expected a time such as 1.2c or 2ms, or {OWN_LINK}"
     for size in grid.sizes:
-        for error in tensor_parallel_errors(find_size(size), grid.timing_ranks):
-            yield f"--timing-ranks {grid.timing_ranks}: {error}"
+        try:
+            errors = tensor_parallel_errors(find_size(size), grid.timing_ranks if is_emulated else 1)
+            yield from (f"--timing-ranks {grid.timing_ranks}: {error}" for error in errors)
+        except ValueError as error:
+            yield f"--sizes {size}: {error}"
 
 
 def _repeated(options: Any, *names: str) -> Iterator[str]:

@@ -4,20 +4,16 @@
    is at the edge of the tried ones, rates beyond it are tried.
 2. tokens: every wiring with every seed, for the same number of steps.
 3. time: some wirings again, for as many steps as they can do in the time of standard.
-
-An adaptation trains standard models (1 and 2), rewires their upper layers, and trains them for a short time (healing).
-The control is the standard model itself, trained for as long.
 """
 
 import json
 import math
 import platform
 import shlex
-import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,10 +21,9 @@ from typing import Any
 from ladder_lab.bench.options import FEWEST_ROUNDS
 from ladder_lab.bench.paired import RatioVerdict
 from ladder_lab.bench.sizes import find_size
-from ladder_lab.study.options import OWN_LINK, AdaptOptions, GridOptions, Parsed
+from ladder_lab.study.options import OWN_LINK, Parsed
 from ladder_lab.study.report import write_report
 from ladder_lab.study.trials import (
-    CHECKPOINTS,
     ROOT,
     STANDARD,
     TUNING_SEED,
@@ -40,7 +35,6 @@ from ladder_lab.study.trials import (
     flag_words,
     last_lines,
     read_training_flags,
-    trial_flags,
 )
 from megatron_ladder.data.sidecar import read_sidecar
 from megatron_ladder.errors import ExitCode, UserError, raise_user_errors
@@ -51,8 +45,6 @@ from megatron_ladder.train.lock import SaveLock
 STUDY_NAME = "study.json"
 MOST_FURTHER = 3
 """Most learning rates that are tried beyond the grid."""
-SEED_OFFSET = 1000
-"""Added to the seeds of adapted models, including the control, so that healing sees the data in another order."""
 TIMING_ROUNDS, TIMING_ATTEMPTS = 15, 3
 """Rounds of a measurement of step times, and most measurements until the benchmark finds one sound."""
 _SPLIT = "96,4,0"
@@ -72,10 +64,7 @@ def run_study(parsed: Parsed) -> None:
         study = _Study(parsed, runner, chosen)
         study.load()
         try:
-            if isinstance(parsed.compared, AdaptOptions):
-                _adapt(study, parsed.compared)
-            else:
-                _compare(study, parsed.compared)
+            _compare(study)
         except StudyStopped:
             print("stopped: the running trials were saved; the same command resumes the study", flush=True)
             return
@@ -101,7 +90,7 @@ class _Study:
     @property
     def models(self) -> list[tuple[str, str]]:
         """Size and wiring of every model that is trained from scratch."""
-        return [(size, wiring) for size in self.parsed.sizes for wiring in self.parsed.wirings]
+        return [(size, wiring) for size in self.parsed.grid.sizes for wiring in self.parsed.grid.wirings]
 
     def trial(self, kind: Any, size: str, wiring: str, seed: int, **changes: Any) -> Trial:
         """Return a trial at the chosen rate and the number of steps at equal tokens, unless `changes` has others."""
@@ -110,16 +99,17 @@ class _Study:
 
     def settings(self) -> dict[str, Any]:
         """Return everything on which results depend."""
-        training, compared = self.parsed.training, self.parsed.compared
-        found: dict[str, Any] = {name: getattr(self.parsed, name) for name in ("sizes", "wirings", "timed_wirings")}
+        training, grid = self.parsed.training, self.parsed.grid
+        found: dict[str, Any] = {
+            "sizes": grid.sizes,
+            "wirings": grid.wirings,
+            "timed_wirings": self.parsed.timed_wirings,
+        }
         found |= {name: getattr(training, name) for name in ("seeds", "iterations", "learning_rates", "evaluations")}
-        if isinstance(compared, GridOptions):
-            found["link"] = compared.link
-            if compared.learning_rates_from is not None:
-                found |= {"learning_rates": [], "given_rates": self.chosen}
-        else:
-            found |= {name: value for name, value in vars(compared).items() if name != "size"}
-        shapes = {size: vars(find_size(size))["hidden_size"] for size in self.parsed.sizes}
+        found["link"] = grid.link
+        if grid.learning_rates_from is not None:
+            found |= {"learning_rates": [], "given_rates": self.chosen}
+        shapes = {size: find_size(size).hidden_size for size in grid.sizes}
         request = self.parsed.request
         words = {"training_flags": common_flags(request), "data": request.data_flags or "given", "hidden_sizes": shapes}
         return json.loads(json.dumps({**found, **words}))
@@ -222,7 +212,7 @@ def value_beyond(losses: Mapping[float, float]) -> float | None:
 
 def _transferred_rates(parsed: Parsed) -> dict[str, float]:
     """Return the rates of the first size of `--learning-rates-from`, times the ratio of the hidden sizes, if given."""
-    source = parsed.compared.learning_rates_from if isinstance(parsed.compared, GridOptions) else None
+    source = parsed.grid.learning_rates_from
     if source is None:
         return {}
     try:
@@ -230,7 +220,7 @@ def _transferred_rates(parsed: Parsed) -> dict[str, float]:
     except FileNotFoundError:
         raise UserError(f"--learning-rates-from {source}: not a study: expected the --output-dir of one") from None
     size, hidden = next(iter(other["settings"]["hidden_sizes"].items()))
-    rates = {wiring: other["chosen"].get(f"{size}/{wiring}") for wiring in parsed.wirings}
+    rates = {wiring: other["chosen"].get(f"{size}/{wiring}") for wiring in parsed.grid.wirings}
     if missing := [wiring for wiring, rate in rates.items() if rate is None]:
         raise UserError(
             f"--learning-rates-from {source}: has chosen no rate for {', '.join(missing)}: add these --wirings to that "
@@ -238,7 +228,7 @@ def _transferred_rates(parsed: Parsed) -> dict[str, float]:
         )
     return {
         f"{new}/{wiring}": float(f"{rate * hidden / find_size(new).hidden_size:.4g}")
-        for new in parsed.sizes
+        for new in parsed.grid.sizes
         for wiring, rate in rates.items()
     }
 
@@ -249,7 +239,7 @@ def _prepare_data(parsed: Parsed) -> Request:
     given = read_training_flags(request.training_flags).data
     if any(getattr(given, name) for name in _DATA_FIELDS):
         return request
-    folder, vocabularies = request.output_dir / "data", {find_size(size).vocab_size for size in parsed.sizes}
+    folder, vocabularies = request.output_dir / "data", {find_size(size).vocab_size for size in parsed.grid.sizes}
     if len(vocabularies) > 1:
         found = ", ".join(map(str, sorted(vocabularies)))
         fix = "give sizes with the same vocabulary, or other data after --"
@@ -265,7 +255,7 @@ def _prepare_data(parsed: Parsed) -> Request:
     return replace(request, data_flags=(*data, *tokenizer))
 
 
-def _compare(study: _Study, grid: GridOptions) -> None:
+def _compare(study: _Study) -> None:
     """Run the grid: learning rates, equal tokens, step times, equal time."""
     study.tune()
     if not study.chosen:
@@ -274,8 +264,8 @@ def _compare(study: _Study, grid: GridOptions) -> None:
     trained = [model for model in study.models if "/".join(model) in study.chosen]
     # Seeds are the outermost loop, so that an interrupted study has whole pairs.
     study.runner.run(study.trial("tokens", *model, seed) for seed in seeds for model in trained)
-    for size in study.parsed.sizes:
-        _time_steps(study, grid, size)
+    for size in study.parsed.grid.sizes:
+        _time_steps(study, size)
     study.runner.run(
         study.trial("time", size, wiring, seed, iterations=steps)
         for seed in seeds
@@ -287,16 +277,16 @@ def _compare(study: _Study, grid: GridOptions) -> None:
     )
 
 
-def _time_steps(study: _Study, grid: GridOptions, size: str) -> None:
+def _time_steps(study: _Study, size: str) -> None:
     """Add the step times of wirings at a size that have none; a trial keeps the length that earlier times gave it."""
     known = study.step_times.get(size, {})
     wirings = [wiring for wiring in study.parsed.timed_wirings if wiring not in known]
     if not wirings:
         return
-    if grid.link == OWN_LINK:
+    if study.parsed.grid.link == OWN_LINK:
         found = _own_times(study, size, wirings)
     else:
-        found = _measured_times(study, grid, size, [STANDARD, *(name for name in wirings if name != STANDARD)])
+        found = _measured_times(study, size, [STANDARD, *(name for name in wirings if name != STANDARD)])
     study.step_times[size] = {**found, **known}
     study.save()
 
@@ -323,10 +313,10 @@ def _own_times(study: _Study, size: str, wirings: Sequence[str]) -> dict[str, An
     return found
 
 
-def _measured_times(study: _Study, grid: GridOptions, size: str, wirings: Sequence[str]) -> dict[str, Any]:
+def _measured_times(study: _Study, size: str, wirings: Sequence[str]) -> dict[str, Any]:
     """Measure step times with the benchmark; nothing after a failure."""
     folder = study.parsed.request.output_dir / "timing" / size
-    rows, output, training = folder / "rows.json", folder / "output.txt", study.parsed.training
+    rows, output, training, grid = folder / "rows.json", folder / "output.txt", study.parsed.training, study.parsed.grid
     values = {
         "tp": grid.timing_ranks,
         "sizes": size,
@@ -365,54 +355,3 @@ def _measured_times(study: _Study, grid: GridOptions, size: str, wirings: Sequen
         if all(row["verdict"] == RatioVerdict.SOUND.value for row in table):
             break
     return found
-
-
-def _adapt(study: _Study, options: AdaptOptions) -> None:
-    """Train standard models, rewire their upper layers, and evaluate and heal each."""
-    size, request, training = options.size, study.parsed.request, study.parsed.training
-    study.tune()
-    if f"{size}/{STANDARD}" not in study.chosen:
-        return
-    standards = [study.trial("tokens", size, STANDARD, seed) for seed in training.seeds]
-    study.runner.run(standards, keeps=True)
-    layers = find_size(size).num_layers
-    uppers = sorted({0, *(options.adapt_layers or (layers * quarters // 4 for quarters in (1, 2, 3, 4)))})
-    adapted = list(_adapted_trials(study, options, uppers))
-
-    def source(trial: Trial) -> Path:
-        standard = study.trial("tokens", size, STANDARD, trial.seed)
-        return request.folder(standard) / (f"rewired-{trial.upper}" if trial.upper else CHECKPOINTS)
-
-    def flags_of(trial: Trial) -> list[str]:
-        given: dict[str, object] = {"ladder_layers": trial.upper} if trial.upper else {}
-        given |= {"load": source(trial), "seed": trial.seed + SEED_OFFSET}
-        # Later flags override earlier ones.
-        end = ["--finetune", *([] if trial.iterations else ["--skip-train"])]
-        return [*trial_flags(request, trial), *flag_words(given), *end]
-
-    # A seed whose standard model failed is left out.
-    trained = {trial.seed for trial in standards if trial in study.runner.results}
-    for trial in adapted:
-        target = source(trial)
-        if trial.seed in trained and not target.exists():
-            tool = [sys.executable, str(ROOT / "tools" / "convert_checkpoint.py"), "reshape"]
-            load = target.parent / CHECKPOINTS
-            values = {"load": load, "save": target, "ladder_layers": trial.upper}
-            if code := study.runner.execute([*tool, *flag_words(values)], target.parent / "rewiring.txt"):
-                raise UserError(f"{target}: rewiring failed with exit code {code}: see {target.parent}/rewiring.txt")
-    study.runner.run([trial for trial in adapted if trial.seed in trained], flags_of=flags_of)
-    if not study.runner.failures:
-        for rewired in request.output_dir.glob("*/*/rewired-*"):
-            shutil.rmtree(rewired)
-
-
-def _adapted_trials(study: _Study, options: AdaptOptions, uppers: Sequence[int]) -> Iterator[Trial]:
-    """Yield the trials of adapted models, short ones first; 0 percent evaluates right after rewiring."""
-    training, rate = study.parsed.training, study.chosen[f"{options.size}/{STANDARD}"]
-    for percent in sorted({0, *options.healing_percent}):
-        steps = max(1, round(training.iterations * percent / 100)) if percent else 0
-        for seed in training.seeds:
-            for upper in uppers:
-                wiring = "ladder" if upper else STANDARD
-                share = float(f"{options.healing_rate_share * rate:.3g}")
-                yield Trial("adapt", options.size, wiring, seed, share, steps, upper, percent)

@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -19,9 +19,6 @@ from ladder_lab.markdown import markdown_table
 from ladder_lab.study.trials import STANDARD, read_results
 from megatron_ladder.errors import UserError
 from megatron_ladder.files import write_atomically
-
-if TYPE_CHECKING:
-    pass
 
 REPORT_NAME, STUDY_NAME = "report.md", "study.json"
 CONFIDENCE = 0.95
@@ -55,11 +52,8 @@ def write_report(folder: Path) -> Path | None:
         ", ".join([f"On {study['machine']}", *study["data"]]) + ".",
         _losses_of_rates(runs),
     ]
-    if "adapt_layers" in study["settings"]:
-        parts += _adaptation(study, runs)
-    else:
-        for size in study["settings"]["sizes"]:
-            parts += _comparison(study, runs[runs["size"] == size], size, folder)
+    for size in study["settings"]["sizes"]:
+        parts += _comparison(study, runs[runs["size"] == size], size, folder)
     write_atomically(folder / REPORT_NAME, "\n\n".join(filter(None, parts)) + "\n")
     return folder / REPORT_NAME
 
@@ -234,33 +228,3 @@ def _draw(curves: Mapping[str, Mapping[str, Sequence[Curve]]], path: Path) -> No
         axes.legend(fontsize="small")
     figure.supylabel("validation loss (nats per token)")
     figure.savefig(path, format="png", dpi=130)
-
-
-def _adaptation(study: Mapping[str, Any], runs: pd.DataFrame) -> list[str]:
-    """Return the tables of losses of rewired models, and of their differences from the control."""
-    adapted = runs[runs.kind == "adapt"]
-    losses, differences = [], []
-    for upper, own in adapted.groupby("upper"):
-        name = {"upper layers": "0, the control" if upper == 0 else f"{upper:.0f}"}
-        by_percent = {
-            f"healed {percent:.0f} %" if percent else "zero-shot": one for percent, one in own.groupby("percent")
-        }
-        losses.append({**name, **{head: _mean_and_deviation(one.loss) for head, one in by_percent.items()}})
-        if upper == 0:
-            control = {head: _by_seed(one) for head, one in by_percent.items()}
-            continue
-        found = {head: paired(_by_seed(one), control.get(head, {})) for head, one in by_percent.items()}
-        texts = {
-            head: _number(one["mean"], "+.4f")
-            + ("" if math.isnan(one["low"]) else f" ({_number(one['low'], '+.4f')} to {_number(one['high'], '+.4f')})")
-            for head, one in found.items()
-        }
-        differences.append({**name, **texts})
-    return [
-        "The upper layers of standard models became ladder; the tensors stay. Healing is a new training run from them, "
-        "with a new AdamW and another order of the data. The control is the standard model, trained for as long.",
-        "Validation loss, mean and standard deviation over the seeds:",
-        markdown_table(losses),
-        "Difference from the control of the same seed and length, with 95 % intervals:",
-        markdown_table(differences),
-    ]

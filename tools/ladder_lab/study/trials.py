@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
@@ -55,13 +55,13 @@ _STUDY_FIELDS = (
     *SHAPE_FIELDS,
 )
 
-Kind = Literal["tuning", "tokens", "time", "adapt"]
-"""Purpose of a trial: choose a learning rate, compare at equal tokens or time, or heal an adapted model."""
+Kind = Literal["tuning", "tokens", "time"]
+"""Purpose of a trial: choose a learning rate, or compare at equal tokens or time."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One training run; `upper` and `percent` are those of an adaptation: rewired layers, and length of healing."""
+    """One training run."""
 
     kind: Kind
     size: str
@@ -69,15 +69,12 @@ class Trial:
     seed: int
     learning_rate: float
     iterations: int
-    upper: int | None = None
-    percent: int | None = None
 
     @property
     def name(self) -> str:
         """Name of its folder."""
         words = [self.kind, self.size, self.wiring, f"seed{self.seed}", f"lr{self.learning_rate:g}"]
-        adapted = [f"upper{self.upper}", f"{self.percent}pct"] if self.upper is not None else []
-        return "-".join([*words, f"it{self.iterations}", *adapted])
+        return "-".join([*words, f"it{self.iterations}"])
 
 
 @dataclass(frozen=True)
@@ -131,8 +128,7 @@ def common_flags(request: Request) -> tuple[str, ...]:
 def trial_flags(request: Request, trial: Trial) -> list[str]:
     """Return the trainer's flags of a trial that starts from scratch, or resumes."""
     shape, rate, save = find_size(trial.size), trial.learning_rate, request.checkpoints(trial)
-    # The flags must be valid even for a run without steps.
-    iterations = max(1, trial.iterations)
+    iterations = trial.iterations
     schedule = {
         "seed": trial.seed,
         "train_iters": iterations,
@@ -196,19 +192,9 @@ class TrialRunner:
     results: dict[Trial, dict[str, Any]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
-    def run(
-        self, trials: Iterable[Trial], keeps: bool = False, flags_of: Callable[[Trial], list[str]] | None = None
-    ) -> None:
-        """Run what has no result.
-
-        Args:
-            keeps: whether the checkpoints of finished trials stay.
-            flags_of: the trainer's flags, if they are not `trial_flags`; such a trial starts from scratch.
-
-        Raises StudyStopped after a signal.
-        """
-        missing = [trial for trial in trials if not self._collect(trial, keeps)]
-
+    def run(self, trials: Iterable[Trial]) -> None:
+        """Run what has no result; raise StudyStopped after a signal."""
+        missing = [trial for trial in trials if not self._collect(trial)]
         sizes: dict[tuple[str, str], int] = {}
 
         def processes(trial: Trial) -> int:
@@ -219,12 +205,12 @@ class TrialRunner:
             return sizes[key]
 
         def run_one(trial: Trial) -> None:
-            if flags_of is not None or not self._can_resume(trial):
+            if not self._can_resume(trial):
                 shutil.rmtree(self.request.checkpoints(trial), ignore_errors=True)
-            flags = trial_flags(self.request, trial) if flags_of is None else flags_of(trial)
+            flags = trial_flags(self.request, trial)
             output = self.request.folder(trial) / OUTPUT_NAME
             code = self.execute(training_command(self.request, flags, processes(trial)), output)
-            if self._collect(trial, keeps, flags, code):
+            if self._collect(trial, flags, code):
                 print(f"{trial.name}: validation loss {self.results[trial]['validation'][-1][1]:.4f}", flush=True)
             elif not self.received:
                 print(f"{trial.name}: failed; the end of {output}:\n{last_lines(output)}", flush=True)
@@ -257,8 +243,8 @@ class TrialRunner:
         """Return whether a trial's checkpoints are not of its last step, after which it would not evaluate again."""
         return not (self.request.checkpoints(trial) / f"iter_{trial.iterations:07d}").is_dir()
 
-    def _collect(self, trial: Trial, keeps: bool, flags: Sequence[str] = (), code: int = 0) -> bool:
-        """Return whether a trial is done. If so, store its result, and remove its checkpoints unless they stay."""
+    def _collect(self, trial: Trial, flags: Sequence[str] = (), code: int = 0) -> bool:
+        """Return whether a trial is done. If so, store its result, and remove its checkpoints."""
         folder = self.request.folder(trial)
         with contextlib.suppress(FileNotFoundError):
             self.results[trial] = json.loads((folder / RESULT_NAME).read_text(encoding="utf-8"))
@@ -269,8 +255,7 @@ class TrialRunner:
         # Stored like the others: JSON has no tuples.
         self.results[trial] = json.loads(json.dumps({"trial": asdict(trial), **result, "flags": list(flags)}))
         write_atomically(folder / RESULT_NAME, json.dumps(self.results[trial], indent=1) + "\n")
-        if not keeps:
-            shutil.rmtree(folder / CHECKPOINTS)
+        shutil.rmtree(folder / CHECKPOINTS)
         return True
 
 

@@ -1,5 +1,8 @@
 """The model of generation compared with arithmetic written out."""
 
+import csv
+import math
+import statistics
 from dataclasses import replace
 from typing import Literal
 
@@ -9,6 +12,7 @@ from examples.paper.speed_report import GENERATE, read_published
 from ladder_lab.bench.sizes import SIZES
 from ladder_lab.cost.inference import InferenceRequest, inference_memory, predict_inference
 from ladder_lab.cost.machines import PRESETS, Machine
+from tests.helpers.commands import REPOSITORY_ROOT
 
 LLAMA = SIZES["llama-8b"]
 H100 = Machine.usual("h100")
@@ -57,3 +61,18 @@ def test_published_cells(link: str, peers: Literal["on", "off"], batch: int) -> 
     found = predict_inference(replace(request, model=model.in_wiring("ladder"))).total
     assert batch * GENERATE / standard == pytest.approx(paper["standard"]["tokens_per_second"], rel=0.12)
     assert standard / found == pytest.approx(paper["ladder"]["speed_up"], rel=0.09)
+
+
+def test_public_measurements_are_predicted_as_well_as_the_page_says() -> None:
+    """Nothing was fitted to them."""
+    errors = []
+    with open(REPOSITORY_ROOT / "docs" / "plan_measurements.csv", encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            ranks, batch, prompt, new_tokens = (int(row[name]) for name in ("tp", "batch", "prompt", "generate"))
+            machine = replace(Machine.usual(row["gpu"]), per_box=ranks, link=PRESETS[row["link"]])
+            model, bits = SIZES[row["model"]], float(row["weight_bits"])
+            request = InferenceRequest(model, machine, ranks, batch, prompt, new_tokens, bits)
+            predicted = batch * (new_tokens - 1) / predict_inference(request).decode
+            errors.append(abs(predicted / float(row["tokens_per_second"]) - 1))
+    assert len(errors) == 34 and statistics.median(errors) < 0.125
+    assert sorted(errors)[math.ceil(0.9 * 33)] < 0.325
