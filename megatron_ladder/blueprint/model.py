@@ -73,7 +73,7 @@ class ModelTraits:
 class ModelFlags(ModelTraits):
     """Model. Sizes and wiring of the decoder; defaults are Llama's."""
 
-    num_layers: int = flag(12, minimum=1)
+    num_layers: int = flag(12, minimum=1, maximum=100_000)
     """Transformer layers."""
     hidden_size: int = flag(768, minimum=1)
     """Width of the residual stream."""

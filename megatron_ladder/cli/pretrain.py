@@ -39,14 +39,15 @@ def _recording_early_failures(save: object) -> Iterator[None]:
         yield
     except Exception as error:
         if folder is not None and (isinstance(error, UserError) or _count_launches(folder) == launches):
-            with suppress(OSError):
+            # ValueError: the name is impossible.
+            with suppress(OSError, ValueError):
                 folder.mkdir(exist_ok=True)
-            RunRecord(folder).write("refused", code=int(exit_code_of(error)))
+                RunRecord(folder).write("refused", code=int(exit_code_of(error)))
         raise
 
 
 def _count_launches(folder: Path | None) -> int:
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         return 0 if folder is None else sum(event["event"] == "launch" for event in read_record(folder))
     return 0
 

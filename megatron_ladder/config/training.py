@@ -39,7 +39,7 @@ class TrainingConfig:
     distill_temperature: float = flag(1.0, above=0, requires="--distill-from")
     """Temperature T that divides the logits of both models. The distillation loss of a token is T^2 KL(teacher ||
     student), reported separately: other losses do not contain it. Language models usually use 1."""
-    seed: int = 1234
+    seed: int = flag(1234, minimum=0, maximum=2**32 - 1)
     """Random seed of the initial weights and of the order of samples."""
     recompute_granularity: Literal["full"] | None = None
     """full: store only the input of each sub-block, and recompute the sub-block in the backward pass. The score matrix,

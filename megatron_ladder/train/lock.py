@@ -51,6 +51,11 @@ class SaveLock:
         if problem is not None:
             advice = "make sure that no other run writes there"
             print(f"*** {self._where}: this file system has no locks ({problem.strerror}): {advice} ***", flush=True)
+        if os.fstat(self._descriptor).st_size > _MOST_BYTES:
+            os.close(self._descriptor)
+            raise UserError(
+                f"{self._where}: {_LOCK_NAME}: is no lock file of a run: move it, or give another directory"
+            )
         started = datetime.fromtimestamp(psutil.Process().create_time(), UTC).isoformat(timespec="seconds")
         me = {"host": socket.gethostname(), "pid": os.getpid(), "started": started}
         # The content is only for messages, so a full disk does not matter.
@@ -65,7 +70,7 @@ class SaveLock:
         os.close(self._descriptor)
 
     def _holder(self) -> str:
-        with contextlib.suppress(ValueError, LookupError, TypeError):
+        with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
             return "pid {pid} on {host}, started {started}".format_map(
                 json.loads(os.pread(self._descriptor, _MOST_BYTES, 0))
             )
