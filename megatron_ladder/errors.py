@@ -5,8 +5,10 @@ an exit code, in the same way for all programs.
 """
 
 import contextlib
+import errno
 import faulthandler
 import os
+import re
 import select
 import sys
 import time
@@ -146,6 +148,9 @@ def run_program(main: Callable[[Sequence[str]], None], argv: Sequence[str] | Non
     # Prints the stack if the system ends the process, for example because a mapped file was truncated.
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         faulthandler.enable()
+    if sys.stdout is not None and sys.stdout.errors == "strict":
+        # A terminal may lack characters of a text or of a path.
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         main(sys.argv[1:] if argv is None else argv)
     except UserError as error:
@@ -181,20 +186,25 @@ def _report(rank: int, messages: Sequence[str]) -> NoReturn:
     if rank != 0:
         time.sleep(GRACE_SECONDS)
     for message in messages:
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        print(f"error: {without_passwords(message)}", file=sys.stderr, flush=True)
     _end(ExitCode.USER_ERROR)
 
 
 def fail(error: Exception) -> NoReturn:
     """Print an error that is not the user's, and end the process; any thread may call this."""
-    code = exit_code_of(error)
-    if code is ExitCode.INTERNAL:
-        traceback.print_exception(error)
+    code, is_full = exit_code_of(error), isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    shown = traceback.format_exception(error) if code is ExitCode.INTERNAL and not is_full else []
     where = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-    print(f"error: {where}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    text = "".join([*shown, f"error: {where}{type(error).__name__}: {error}"])
+    print(without_passwords(text), file=sys.stderr, flush=True)
     if code is ExitCode.LOST_PEER:
         time.sleep(GRACE_SECONDS)
     _end(code)
+
+
+def without_passwords(text: str) -> str:
+    """Return a text without the credentials of addresses, as in `https://name:password@host`."""
+    return re.sub(r"://[^/\s@]+@", "://", text)
 
 
 def exit_code_of(error: BaseException) -> ExitCode:

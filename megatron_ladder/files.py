@@ -76,6 +76,10 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
             yield file
             _sync_file(file)
         publish(temporary, path)
+    except OSError as error:
+        # A full disk has no file name.
+        error.filename = error.filename or str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ladder.cli.images import image_errors
 from megatron_ladder.command_line import parse_config
 from megatron_ladder.errors import ErrorCollector, ExitCode, run_program
-from megatron_ladder.files import output_problem
+from megatron_ladder.files import atomic_writer, output_problem
 from megatron_ladder.flags import flag
 from megatron_ladder.train.record import EVALUATES, RECORD_NAME, attempt_outcome, read_record
 
@@ -136,7 +136,7 @@ def _describe(events: Sequence[dict[str, Any]], summary: _Summary) -> str:
     ]
     for number, attempt in enumerate(summary.attempts, start=1):
         end = attempt.end
-        how = "interrupted, no end is recorded" if end is None else f"{end['reason']} (exit code {end['code']})"
+        how = "interrupted, no end is recorded" if end is None else f"{end.get('reason')} (exit code {end['code']})"
         steps = f"{attempt.first} -> {attempt.reached}"
         lines.append(f"  start {number}, {attempt.start:%Y-%m-%d %H:%M:%S}: {steps}: {how}")
     return "\n".join(lines)
@@ -232,7 +232,8 @@ def main(argv: Sequence[str]) -> None:
     summary = _summarize(events)
     print(_describe(events, summary))
     output.parent.mkdir(parents=True, exist_ok=True)
-    _draw(events, summary).savefig(output, dpi=120)
+    with atomic_writer(output) as file:
+        _draw(events, summary).savefig(file, format=output.suffix[1:], dpi=120)
     print(f"plot: {output}")
 
 

@@ -32,9 +32,9 @@ def check_wandb(run: RunConfig) -> None:
     # A folder of the package's name in the current directory is imported as an empty module.
     except (ImportError, AttributeError) as error:
         raise UserError(f"--wandb-project {project}: {error}: pip install 'megatron-ladder[wandb]'") from None
-    except Exception as error:  # wandb's errors have no common base class.
+    except Exception as error:  # wandb's errors have no common base class, and their texts may hold the key.
         fix = "run `wandb login`, or set WANDB_MODE=offline"
-        raise UserError(f"--wandb-project {project}: {str(error).rstrip('.')}: {fix}") from None
+        raise UserError(f"--wandb-project {project}: no usable API key ({type(error).__name__}): {fix}") from None
 
 
 class Curves:
@@ -53,6 +53,9 @@ class Curves:
     def _open(self, run: RunConfig, folder: Path, purge_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        # TensorBoard raises the error of its thread at the next call, too.
+        hook = threading.excepthook
+        threading.excepthook = lambda args: None if "tensorboard" in type(args.thread).__module__ else hook(args)
         logging = run.logging
         if logging.wandb_project is not None:
             import wandb
@@ -109,5 +112,7 @@ class Curves:
             yield
         except Exception as error:  # wandb and file systems raise errors without a common base class.
             self._writer = None
-            where = f"--tensorboard-dir {self._folder}: cannot be written ({error})"
+            # The text of wandb's errors may hold a key.
+            reason = getattr(error, "strerror", None) or type(error).__name__
+            where = f"--tensorboard-dir {self._folder}: cannot be written ({reason})"
             self._warn(f"*** {where}: no more curves from iteration {iteration} on ***")

@@ -110,8 +110,8 @@ class Evaluations:
         """Whether there is something to evaluate after a step."""
         return self._validates_after(iteration) or self._calls_after(iteration)
 
-    def run(self, iteration: int, log: RunLog, stops: Callable[[], bool], everything: bool = False) -> None:
-        """Run and report what is due after a step, or `everything`; leave out the rest as soon as `stops` returns True.
+    def run(self, iteration: int, log: RunLog, stops: Callable[[], str | None], everything: bool = False) -> None:
+        """Run and report what is due after a step, or `everything`, until `stops` returns a reason.
 
         Raises UserError on every rank if the function of --eval-callable fails.
         """

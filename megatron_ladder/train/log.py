@@ -18,7 +18,7 @@ from megatron_ladder.blueprint.tensors import ModelFlops, padded_vocab_size, par
 from megatron_ladder.comm.agreement import Peers
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.engine.build import partition
-from megatron_ladder.errors import BadNumbersError, LostPeerError, exit_code_of
+from megatron_ladder.errors import BadNumbersError, LostPeerError, exit_code_of, without_passwords
 from megatron_ladder.model.language_model import Distillation
 from megatron_ladder.train.curves import Curves
 from megatron_ladder.train.record import EVALUATES, RunRecord
@@ -51,7 +51,6 @@ def banner(trainer: Trainer) -> str:
         wiring += f", in {model.lanes} lanes with own partials" if model.lanes else ""
     if model.wiring.stream == "per rank":
         wiring += f": {model.desync_tp} streams, summed after every {model.desync_interval} sub-blocks"
-    precision = "bf16, fp32 masters and gradient accumulation" if training.bf16 else "fp32"
     rows = {
         "processes": f"{trainer.mesh.describe()}, on {trainer.device.type}, ZeRO {parallel.zero_stage}"
         + (", optimizer on the host" if parallel.offload_optimizer == "cpu" else ""),
@@ -62,7 +61,7 @@ def banner(trainer: Trainer) -> str:
         **({} if trainer.model.distillation is None else {"teacher": _teacher(trainer.model.distillation)}),
         "parameters": f"{parameter_count(model).total:,}",
         "vocabulary": f"{model.vocab_size:,} words, padded to {vocab_size:,}",
-        "precision": precision,
+        "precision": "bf16, fp32 masters and gradient accumulation" if training.bf16 else "fp32",
         "batch": f"{run.global_batch_size} samples = {run.accumulation_steps} accumulation steps x "
         f"{run.data_parallel_size} data-parallel ranks x {training.micro_batch_size}",
         "tokens": f"{run.tokens_per_step:,} a step, {run.tokens_per_step * training.train_iters:,} in "
@@ -268,7 +267,7 @@ def recording_failures(record: RunRecord, peers: Peers) -> Iterator[None]:
     except Exception as error:
         # All ranks raise BadNumbersError; any other error may occur on one rank only.
         if record.rank == 0 or not isinstance(error, BadNumbersError):
-            reason, code = f"{type(error).__name__}: {error}", int(exit_code_of(error))
+            reason, code = without_passwords(f"{type(error).__name__}: {error}"), int(exit_code_of(error))
             record.write("stop", rank=record.rank, reason=reason, code=code)
         raise
 

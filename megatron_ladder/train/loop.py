@@ -17,7 +17,7 @@ from megatron_ladder.train.profile import step_contexts
 from megatron_ladder.train.reading import training_batches
 from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import train_step
-from megatron_ladder.train.stop import Stopper, StopReason, StopSignals
+from megatron_ladder.train.stop import Stopper, StopSignals
 
 
 def pretrain(words: RunWords, signals: StopSignals | None = None) -> None:
@@ -39,12 +39,12 @@ def _evaluate_loaded(opened: OpenRun, evaluations: Evaluations, stopper: Stopper
     """Evaluate the model of a checkpoint, and return why the run ends."""
     trainer, iteration = opened.trainer, opened.iteration
     with RunLog(trainer, iteration + 1, opened.record, trains=False) as log:
-        evaluations.run(iteration, log, partial(_stops, trainer, stopper), everything=True)
+        evaluations.run(iteration, log, partial(_agreed_stop_reason, trainer, stopper), everything=True)
     reason = _agreed_stop_reason(trainer, stopper)
     if reason is None:
         return "evaluated"
-    print_rank_0(f"{reason.text}: ends the evaluation", trainer.mesh.world.rank)
-    return reason.text
+    print_rank_0(f"{reason}: ends the evaluation", trainer.mesh.world.rank)
+    return reason
 
 
 def _train(opened: OpenRun, evaluations: Evaluations, stopper: Stopper) -> str:
@@ -57,8 +57,8 @@ def _train(opened: OpenRun, evaluations: Evaluations, stopper: Stopper) -> str:
         return "nothing to do"
     reason = _agreed_stop_reason(trainer, stopper)
     if reason is not None:
-        print_rank_0(f"{reason.text}: ends before its first step; nothing was trained, so nothing is saved", rank)
-        return reason.text
+        print_rank_0(f"{reason}: ends before its first step; nothing was trained, so nothing is saved", rank)
+        return reason
     losses: list[float] = []
     startup = timedelta(minutes=run.parallel.distributed_timeout_minutes)
     running = timedelta(seconds=run.parallel.distributed_timeout_seconds_after_first_step)
@@ -95,39 +95,33 @@ def _train(opened: OpenRun, evaluations: Evaluations, stopper: Stopper) -> str:
             if is_final or _is_due(iteration, run.checkpoint.save_interval):
                 with not_training():
                     reason = _save_checkpoint(opened, stopper, iteration, batches.consumed_samples, reason)
-            if evaluations.are_due(iteration) and not (reason and reason.urgent):
+            if evaluations.are_due(iteration):
                 with not_training():
-                    evaluations.run(iteration, log, partial(_stops, trainer, stopper))
+                    evaluations.run(iteration, log, partial(_agreed_stop_reason, trainer, stopper))
     if reason is not None:
-        print_rank_0(f"{reason.text}: ends after iteration {iteration} of {last}", rank)
-    return reason.text if reason else "all steps are done"
+        print_rank_0(f"{reason}: ends after iteration {iteration} of {last}", rank)
+    return reason or "all steps are done"
 
 
 def _save_checkpoint(
-    opened: OpenRun, stopper: Stopper, iteration: int, consumed_samples: int, reason: StopReason | None
-) -> StopReason | None:
+    opened: OpenRun, stopper: Stopper, iteration: int, consumed_samples: int, reason: str | None
+) -> str | None:
     """Save after a step; return why the run ends now (`reason` if known before), or None. All ranks must call it."""
     final = reason is not None or iteration == opened.trainer.run.training.train_iters
-    opened.checkpoints.save(iteration, consumed_samples, reason.text if reason else "interval", final)
-    if reason is not None and reason.urgent:
-        return reason
+    opened.checkpoints.save(iteration, consumed_samples, reason or "interval", final)
     # A save may take longer than a launcher waits after its signal, which then leaves no time for another step, or for
     # an evaluation.
     urgent = _agreed_stop_reason(opened.trainer, stopper)
     if urgent is not None and not final:
         # Waits for the save in flight and repeats it only if it failed.
-        opened.checkpoints.save(iteration, consumed_samples, urgent.text, final=True)
+        opened.checkpoints.save(iteration, consumed_samples, urgent, final=True)
     return urgent or reason
 
 
-def _agreed_stop_reason(trainer: Trainer, stopper: Stopper) -> StopReason | None:
+def _agreed_stop_reason(trainer: Trainer, stopper: Stopper) -> str | None:
     """Return why all ranks stop now, without waiting for a step, or None; all ranks must call it."""
     votes = torch.tensor(stopper.votes(), dtype=torch.float64, device=trainer.device)
     return stopper.reason(trainer.mesh.world.all_reduce(votes).tolist())
-
-
-def _stops(trainer: Trainer, stopper: Stopper) -> bool:
-    return _agreed_stop_reason(trainer, stopper) is not None
 
 
 def _is_due(iteration: int, interval: int | None) -> bool:

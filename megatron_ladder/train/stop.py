@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from typing import Self
 
 from megatron_ladder.config.training import ReliabilityConfig
 
@@ -71,14 +71,6 @@ class StopSignals:
                 os._exit(128 + number[0])
 
 
-class StopReason(NamedTuple):
-    """Why a run ends before --train-iters."""
-
-    text: str
-    urgent: bool
-    """Whether the process may be killed soon, so that nothing but a save may delay its end."""
-
-
 class Stopper:
     """Decides whether a run ends after the current step."""
 
@@ -102,7 +94,7 @@ class Stopper:
         late = minutes is not None and now - self._start > 60 * minutes
         return [float(vote) for vote in (*(number in received for number in _SIGNALS), late, self._killed)]
 
-    def reason(self, sums: Sequence[float], iteration: int = 0) -> StopReason | None:
+    def reason(self, sums: Sequence[float], iteration: int = 0) -> str | None:
         """Return why all ranks end after a step (0: before the first), or None; `sums` are all ranks' votes."""
         texts = [
             *(signal.Signals(number).name for number in _SIGNALS),
@@ -111,8 +103,8 @@ class Stopper:
         ]
         for text, votes in zip(texts, sums, strict=True):
             if votes > 0:
-                return StopReason(text, urgent=True)
+                return text
         interval = self._config.exit_interval
         if interval is not None and iteration > 0 and iteration % interval == 0:
-            return StopReason(f"--exit-interval {interval}", urgent=False)
+            return f"--exit-interval {interval}"
         return None

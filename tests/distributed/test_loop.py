@@ -69,7 +69,7 @@ def train(
     ):
         run_opened = loop._evaluate_loaded if loaded else loop._train
         reason = run_opened(opened, Evaluations(trainer, inputs), stopper)
-    record.write_first("stop", iteration=0, reason=reason)
+    record.write_first("stop", iteration=0, reason=reason, code=0)
     assert reason == "SIGTERM" or not in_evaluation
     # Only rank 0 writes.
     events = read_record(save) if rank == 0 else []

@@ -19,7 +19,9 @@ errors.run_program(main, [])
 
 
 def run(body: str, rank: int | None = None) -> subprocess.CompletedProcess[str]:
-    environment = clean_environment() | ({} if rank is None else {"RANK": str(rank)})
+    environment = (
+        clean_environment() | {"PYTHONIOENCODING": "utf-8:strict"} | ({} if rank is None else {"RANK": str(rank)})
+    )
     return subprocess.run(
         [sys.executable, "-c", PROGRAM.format(body=body)],
         capture_output=True,
@@ -37,6 +39,9 @@ def run(body: str, rank: int | None = None) -> subprocess.CompletedProcess[str]:
         ("raise errors.UserError('--a is wrong', '--b too')", 2, "error: --a is wrong\nerror: --b too\n"),
         ("raise errors.BadNumbersError('nan')", 3, "error: BadNumbersError: nan\n"),
         ("raise errors.LostPeerError('gone')", 4, "error: LostPeerError: gone\n"),
+        ("raise errors.UserError('https://me:secret@host/x fails')", 2, "error: https://host/x fails\n"),
+        ("raise OSError(28, 'Full', 'a.png')", 1, "error: OSError: [Errno 28] Full: 'a.png'\n"),
+        ("print('fine: \\udcff')", 0, ""),
     ],
 )
 def test_exit_codes(body: str, code: int, message: str) -> None:
@@ -49,6 +54,7 @@ def test_a_bug_shows_its_traceback() -> None:
     assert done.returncode == 1
     assert "Traceback" in done.stderr and 'File "<string>", line 5, in main' in done.stderr
     assert "error: rank 3: ZeroDivisionError: " in done.stderr.splitlines()[-1]
+    assert "secret" not in run("raise ValueError('https://me:secret@host')").stderr
 
 
 def test_a_process_that_the_system_ends_shows_its_stack() -> None:

@@ -29,6 +29,8 @@ def test_an_error_keeps_the_old_file_and_leaves_nothing_else(tmp_path: Path) -> 
     with pytest.raises(RuntimeError), atomic_writer(path) as file:
         file.write(b"new")
         raise RuntimeError
+    with pytest.raises(OSError, match=f"Full: '{path}'$"), atomic_writer(path):
+        raise OSError(28, "Full")
     assert path.read_text() == "old" and names(tmp_path) == ["a.json"]
 
 

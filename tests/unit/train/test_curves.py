@@ -15,9 +15,6 @@ from megatron_ladder.errors import UserError
 from megatron_ladder.train.curves import Curves, check_wandb
 from tests.helpers.training import run_of
 
-# TensorBoard's thread dies of the error, and may report that during a later test.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-
 
 def run_with(*flags: object) -> RunConfig:
     return run_of(["--train-iters", "4", "--lr", "1e-3", *map(str, flags)], 1)
@@ -52,7 +49,7 @@ def test_a_full_disk_ends_only_the_curves(
     log(run_with("--tensorboard-dir", tmp_path), {1: 2.0})
     monkeypatch.setattr(RecordWriter, method, fail)
     (said,) = log(run_with("--tensorboard-dir", tmp_path), {2: 2.0, 3: 2.0}, before=1)
-    assert said.startswith(f"*** --tensorboard-dir {tmp_path}: cannot be written ([Errno 28] No space left on device)")
+    assert said.startswith(f"*** --tensorboard-dir {tmp_path}: cannot be written (No space left on device)")
     assert "no more curves from iteration" in said
     assert steps(tmp_path) == ([1, 2, 3] if kept else [1])
 
@@ -75,7 +72,7 @@ def test_a_missing_package_and_a_missing_key_are_errors(tmp_path: Path, monkeypa
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    with pytest.raises(UserError, match="^--wandb-project p: No API key configured.*WANDB_MODE=offline"):
+    with pytest.raises(UserError, match="^--wandb-project p: no usable API key .*WANDB_MODE=offline"):
         check_wandb(run)
 
 

@@ -28,7 +28,7 @@ def test_events_are_read_in_order(tmp_path: Path) -> None:
 def test_lines_of_several_writers_do_not_mix(tmp_path: Path) -> None:
     record = RunRecord(tmp_path)
     with ThreadPoolExecutor(8) as threads:
-        list(threads.map(lambda number: record.write("progress", iteration=number, filler="x" * 300), range(200)))
+        list(threads.map(lambda number: record.write("load", iteration=number, filler="x" * 300), range(200)))
     assert sorted(event["iteration"] for event in read_record(tmp_path)) == list(range(200))
 
 
@@ -82,7 +82,8 @@ def test_an_incomplete_line_is_skipped(tmp_path: Path) -> None:
     record = RunRecord(tmp_path)
     record.write("start", iteration=1)
     with open(tmp_path / RECORD_NAME, "ab") as file:
-        file.write(b'{"time": "2026-01-31T12:00:00+00:00", "event": "prog\xc3')
+        for text in b'"save end"}', b'"start", "iteration": [1]}', b'"progress", "iteration": 1}', b'"prog\xc3':
+            file.write(b'\n{"time": "2026-01-31T12:00:00+00:00", "event": ' + text)
     assert [event["event"] for event in read_record(tmp_path)] == ["start"]
     record.write("stop", code=0)
     assert [event["event"] for event in read_record(tmp_path)] == ["start", "stop"]

@@ -85,12 +85,12 @@ def test_the_vote_of_any_rank_ends_the_run() -> None:
     assert others.reason([0.0] * 4, 7) is None
     signals.received.append(signal.SIGINT)
     sums = [a + b for a, b in zip(asked.votes(), others.votes(), strict=True)]
-    assert asked.reason(sums, 7) == others.reason(sums, 7) == ("SIGINT", True)
+    assert asked.reason(sums, 7) == others.reason(sums, 7) == "SIGINT"
 
 
 def test_time_steps_and_a_file_end_the_run(tmp_path: Path) -> None:
     late = Stopper(ReliabilityConfig(exit_duration_in_mins=2.0), None, 0, time.monotonic() - 121)
-    assert late.reason(late.votes()) == ("--exit-duration-in-mins 2.0", True)
+    assert late.reason(late.votes()) == "--exit-duration-in-mins 2.0"
     early = Stopper(ReliabilityConfig(exit_duration_in_mins=2.0, exit_interval=3), None, 0, time.monotonic() - 119)
     assert [early.reason(early.votes(), step) is not None for step in range(7)] == [s in (3, 6) for s in range(7)]
     switch = tmp_path / "stop"
@@ -98,5 +98,5 @@ def test_time_steps_and_a_file_end_the_run(tmp_path: Path) -> None:
     assert first.votes() == [0.0] * 4
     switch.touch()
     first._looked -= 1.1
-    assert first.reason(first.votes()) == (f"--kill-switch-file {switch}", True)
+    assert first.reason(first.votes()) == f"--kill-switch-file {switch}"
     assert second.votes() == [0.0] * 4, "only the first rank checks the file"
