@@ -42,7 +42,7 @@ class ProgressBar:
 
     Args:
         total: amount of work in `unit`; None if it is unknown.
-        unit: "B" for bytes, which are shown in powers of 1000; otherwise a word such as " trials".
+        unit: "B" for bytes, which are shown in powers of 1000; otherwise a word such as "trial", as in "2.00s/trial".
         done: amount that an earlier run did; it does not count for the rate.
         stream: stderr if not given.
     """

@@ -207,7 +207,7 @@ def _measure(model: LanguageModel, target: ModelConfig, batches: Sequence[MicroB
         found += branches
     if not any(units.reads for units in found):
         raise UserError(_NOTHING_IN_FLIGHT)
-    with ProgressBar("measuring activations", len(batches), " batches") as bar:
+    with ProgressBar("measuring activations", len(batches), "batch") as bar:
         for batch in batches:
             run_model(model, batch)
             bar.advance(1)
@@ -231,7 +231,7 @@ def _share_inside(found: Sequence[_Units], lanes: int) -> float:
 
 def _improve(found: Sequence[_Units], lanes: int, share: float) -> float:
     """Move units to other lanes until the gain of a sweep is small; return the share inside lanes."""
-    with ProgressBar("arranging", _MOST_SWEEPS * len(found), " branches") as bar:
+    with ProgressBar("arranging", _MOST_SWEEPS * len(found), "branch") as bar:
         for _ in range(_MOST_SWEEPS):
             for units in found:
                 units.lanes = _assign((units.effects_on(lanes) + units.effects_of(lanes)).cpu().numpy())

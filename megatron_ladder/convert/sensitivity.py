@@ -173,7 +173,7 @@ def _measure(
     passes = _Passes(engine, target, batches)
     total = 1 + sum(layers - chosen for chosen in range(greedy)) + greedy
     if engine.group.rank == 0:
-        passes.bar = ProgressBar("sensitivity", total, " passes")
+        passes.bar = ProgressBar("sensitivity", total, "pass")
     try:
         base = passes.losses(())
         alone: Mapping[int, Losses] = {}

@@ -131,7 +131,7 @@ class Evaluator:
             self._end_others()
 
     def _batches(self, description: str, order: Sequence[int]) -> Iterator[Sequence[int]]:
-        with ProgressBar(description, len(order), " texts") as bar:
+        with ProgressBar(description, len(order), "text") as bar:
             for first in range(0, len(order), self._batch_size):
                 numbers = order[first : first + self._batch_size]
                 yield numbers

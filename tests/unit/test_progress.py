@@ -25,6 +25,6 @@ def test_a_log_gets_lines_with_amount_rate_and_remaining_time(monkeypatch: pytes
 def test_earlier_work_does_not_count_for_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "PLAIN_SECONDS", 0.0)
     log = io.StringIO()
-    with ProgressBar("copied", 10, unit=" files", done=9, stream=log):
+    with ProgressBar("copied", 10, unit="file", done=9, stream=log):
         pass
-    assert "90% 9/10" in log.getvalue() and "? files/s" in log.getvalue()
+    assert "90% 9/10" in log.getvalue() and "?file/s" in log.getvalue()
