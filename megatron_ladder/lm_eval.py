@@ -164,10 +164,8 @@ class LadderLM(TemplateLM):
     def _chat_template(self) -> ChatTemplate:
         if self._template is None:
             tokenizer = self._evaluator.tokenizer
-            if not tokenizer.files:
-                raise UserError(f"--apply_chat_template: {tokenizer.kind} has no chat template; leave out the flag")
             fix = "copy one to chat_template.jinja there, or leave out the flag"
-            source = read_chat_template(tokenizer.files[0], None, "--apply_chat_template: ", fix)
+            source = read_chat_template(tokenizer, None, "--apply_chat_template: ", fix)
             self._template = ChatTemplate(*source)
         return self._template
 

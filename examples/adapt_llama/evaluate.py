@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from examples.lm_eval_runs import lm_eval_command, metric_of  # noqa: E402
 from megatron_ladder.command_line import parse_command_line  # noqa: E402
-from megatron_ladder.data.chat import Conversation, ConversationEncoder, read_messages  # noqa: E402
+from megatron_ladder.data.chat import Conversation, ConversationEncoder, read_messages, read_tools  # noqa: E402
 from megatron_ladder.data.chat_template import ChatTemplateError, Message  # noqa: E402
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer  # noqa: E402
 from megatron_ladder.errors import UserError, raise_user_errors, run_program  # noqa: E402
@@ -93,8 +93,9 @@ def read_held_out(options: EvaluateOptions, encoder: ConversationEncoder) -> lis
     for number, line in numbered[: options.conversations]:
         try:
             record = json.loads(line)
-            messages = read_messages(options.chat_keys, [record.get(key) for key in options.chat_keys])
-            rendered = encoder.render(messages)
+            values = [record.get(key) for key in options.chat_keys]
+            messages = read_messages(options.chat_keys, values, record.get("system"))
+            rendered = encoder.render(messages, read_tools(record.get("tools")))
         except (AttributeError, json.JSONDecodeError, ChatTemplateError) as error:
             raise UserError(f"--held-out {options.held_out}, line {number}: not a conversation: {error}") from None
         (tokens,) = encoder.encode([rendered])

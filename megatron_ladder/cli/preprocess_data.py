@@ -24,12 +24,10 @@ class PreprocessConfig:
     output_prefix: Path = flag(output="prefix")
     """Prefix of the output files: PREFIX_text_document.bin and .idx, and a .json file that describes them."""
     tokenizer_type: TokenizerType = flag()
-    """Type of the tokenizer: SentencePiece (three names), Hugging Face (two names), GPT-2's byte pairs, bytes, or
-    numbers that already are token ids. No type adds a bos token."""
-    tokenizer_model: Path | None = flag(None, aliases=("--vocab-file",))
-    """SentencePiece .model file; tokenizer.json or its directory; or GPT-2's vocab.json."""
-    merge_file: Path | None = None
-    """GPT-2's merges.txt; by default the one next to its vocab.json."""
+    """Type of the tokenizer: SentencePiece (three names), Hugging Face (two names), bytes, or numbers that already
+    are token ids. No type adds a bos token."""
+    tokenizer_model: Path | None = None
+    """SentencePiece .model file; tokenizer.json or its directory."""
     vocab_size: int | None = None
     """Number of token ids of NullTokenizer, without the end-of-document token."""
     json_keys: tuple[str, ...] = ("text",)
@@ -78,27 +76,28 @@ parse_options = functools.partial(
 def main(argv: Sequence[str]) -> None:
     """Read the command line and tokenize."""
     config = parse_options(argv)
-    from megatron_ladder.data.chat import chat_task
+    from megatron_ladder.data.chat import OPTIONAL_KEYS, ChatTask, ConversationEncoder
     from megatron_ladder.data.partial import dataset_prefix
     from megatron_ladder.data.preprocess import PreprocessOptions, preprocess, run_task
     from megatron_ladder.data.reading.find import find_sources
     from megatron_ladder.data.reading.protocol import Reading
-    from megatron_ladder.data.tokenizers import TokenizerSource, load_source
+    from megatron_ladder.data.tokenizers import load_tokenizer
 
-    tokenizer = load_source(
-        TokenizerSource(config.tokenizer_type, config.tokenizer_model, config.merge_file, config.vocab_size)
-    )
+    tokenizer = load_tokenizer(config.tokenizer_type, config.tokenizer_model, config.vocab_size)
     reading = Reading(
         config.chat_keys if config.chat else config.json_keys,
         texts_only=not config.chat,
+        optional_keys=OPTIONAL_KEYS if config.chat and len(config.chat_keys) == 1 else (),
         max_bytes=config.max_document_megabytes << 20,
         max_bad=config.skip_bad_lines,
     )
     options = PreprocessOptions(config.workers, config.log_interval, _print_message)
     if config.chat:
         sources = find_sources(config.input, reading)
-        task = chat_task(tokenizer, config.chat_template, reading, config.append_eod)
-        sidecars = run_task(sources, config.output_prefix, tokenizer, task, options)
+        encoder = ConversationEncoder(tokenizer, config.chat_template)
+        sidecars = run_task(
+            sources, config.output_prefix, ChatTask(tokenizer, reading, config.append_eod, encoder), options
+        )
     else:
         sidecars = preprocess(config.input, config.output_prefix, tokenizer, config.append_eod, reading, options)
     for key, sidecar in sidecars.items():

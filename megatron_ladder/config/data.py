@@ -12,7 +12,6 @@ TokenizerType = Literal[
     "GPTSentencePieceTokenizer",
     "HuggingFaceTokenizer",
     "HFTokenizer",
-    "GPT2BPETokenizer",
     "ByteTokenizer",
     "NullTokenizer",
 ]
@@ -50,9 +49,9 @@ class DataConfig:
     allow_data_change: bool = flag(False, requires="--load")
     """Resume a checkpoint with data, or an order of data, that differs from its earlier training."""
     tokenizer_type: TokenizerType | None = None
-    """Type of the tokenizer: SentencePiece (three names), Hugging Face (two names), GPT-2's byte pairs (merges.txt next
-    to its vocab.json), bytes, or numbers that already are token ids."""
-    tokenizer_model: Path | None = flag(None, aliases=("--vocab-file",))
+    """Type of the tokenizer: SentencePiece (three names), Hugging Face (two names), bytes, or numbers that already are
+    token ids."""
+    tokenizer_model: Path | None = None
     """File or directory of the tokenizer. It determines the vocabulary, and every checkpoint contains a copy."""
     reset_position_ids: bool = False
     """Restart rotary positions at 0 after each end-of-document token."""

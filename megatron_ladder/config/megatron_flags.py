@@ -81,7 +81,9 @@ _REFUSED_BY_REASON = {
     ),
     "attention is causal over the whole sequence": "--window-size",
     "use one --weight-decay": "--start-weight-decay --end-weight-decay --weight-decay-incr-style",
-    "put merges.txt next to the --vocab-file, where GPT2BPETokenizer finds it": "--merge-file",
+    "use --tokenizer-type HuggingFaceTokenizer with GPT-2's tokenizer.json, which holds both files": (
+        "--vocab-file --merge-file"
+    ),
     "use --rope-scaling linear --rope-scaling-factor": "--rotary-seq-len-interpolation-factor",
     "the training process reads the samples; leave the flag out": "--num-workers",
     "use --override-opt-param-scheduler": "--no-load-lr-state",

@@ -53,7 +53,7 @@ def plan_import(options: ImportOptions) -> Conversion:
     model, notes = rewired(directory.model, options)
     directory.check_tied_head()
     carried = read_carried(options.hf)
-    description, tokenizer, token_count = describe_tokenizer(options.hf, carried)
+    description, tokenizer, token_count = describe_tokenizer(options.hf)
     if token_count > model.vocab_size:
         notes.append(f"the tokenizer has {token_count} ids, the model {model.vocab_size}: larger ids must not occur")
     header = {

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ladder.checkpoint.format import CARRIED
+from megatron_ladder.checkpoint.format import CARRIED, CHAT_TEMPLATE
 from megatron_ladder.checkpoint.hf_directory import safe_path
 from megatron_ladder.errors import UserError
 
@@ -29,10 +29,8 @@ def read_carried(directory: Path) -> dict[str, bytes]:
     return found
 
 
-def describe_tokenizer(
-    directory: Path, carried: Mapping[str, bytes]
-) -> tuple[dict[str, bytes], dict[str, Any] | None, int]:
-    """Return what a training checkpoint records about a tokenizer besides its files, which `read_carried` has read.
+def describe_tokenizer(directory: Path) -> tuple[dict[str, bytes], dict[str, Any] | None, int]:
+    """Return what a training checkpoint records about the tokenizer of a directory.
 
     Returns:
         Files by name, the entry of the manifest, and one more than the largest id; {}, None and 0 without a tokenizer.
@@ -40,16 +38,13 @@ def describe_tokenizer(
     Raises:
         UserError: the tokenizer's file cannot be read, or has no end-of-text token.
     """
-    kinds = {"tokenizer.json": "HuggingFaceTokenizer", "tokenizer.model": "SentencePieceTokenizer"}
-    file = next((name for name in kinds if name in carried), None)
-    if file is None:
-        return {}, None, 0
     # Imports the tokenizer libraries, which nothing else here needs.
-    from megatron_ladder.data.tokenizers import DESCRIPTION_FILE, load_tokenizer, tokenizer_files
+    from megatron_ladder.data.tokenizers import find_tokenizer, tokenizer_files
 
-    tokenizer = load_tokenizer(kinds[file], directory / file)
-    entry = {"type": tokenizer.kind, "sha256": tokenizer.sha256}
-    return {DESCRIPTION_FILE: tokenizer_files(tokenizer)[DESCRIPTION_FILE]}, entry, tokenizer.vocab_size
+    tokenizer = find_tokenizer(directory)
+    if tokenizer is None:
+        return {}, None, 0
+    return tokenizer_files(tokenizer), {"type": tokenizer.kind, "sha256": tokenizer.sha256}, tokenizer.vocab_size
 
 
 def json_file(values: Mapping[str, Any]) -> bytes:
@@ -70,48 +65,26 @@ def exported_tokenizer(directory: Path, other_files: Mapping[str, bytes]) -> tup
     """
     files = {name: content for name, content in other_files.items() if name in CARRIED}
     # Imports the tokenizer libraries, which nothing else here needs.
-    from megatron_ladder.data.tokenizers import (
-        DESCRIPTION_FILE,
-        GPT2BPETokenizer,
-        SentencePieceTokenizer,
-        load_tokenizer_from_directory,
-        parse_json_object,
-    )
+    from megatron_ladder.data import tokenizers as kinds
 
-    if b'"auto_map"' in files.get(_CONFIG, b""):
-        # Names code of the model's source, which the directory does not have.
-        settings = parse_json_object(directory / _CONFIG, files[_CONFIG])
-        files[_CONFIG] = json_file({key: value for key, value in settings.items() if key != "auto_map"})
-    if DESCRIPTION_FILE not in other_files:
-        return files, {}
-    tokenizer = load_tokenizer_from_directory(directory)
-    end = {"eos_token_id": tokenizer.eod_id}
-    if not tokenizer.files:
-        # Bytes or numbers: transformers has no such tokenizer.
-        return files, end
-    contents = [other_files[file.name] for file in tokenizer.files]
-    config: dict[str, Any]
-    if tokenizer.kind == SentencePieceTokenizer.kind:
-        files.setdefault("tokenizer.model", contents[0])
-        import sentencepiece
-
-        pieces = sentencepiece.SentencePieceProcessor(model_proto=contents[0])
-        # Some models encode the first word of a text as if a blank preceded it.
-        prefix = pieces.encode("a", out_type=str)[0].startswith("\u2581")
-        config = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False, "legacy": False}
-        config["add_prefix_space"] = prefix
-        numbers = {f"{token}_token": getattr(pieces, f"{token}_id")() for token in ("bos", "eos", "unk")}
-        config |= {token: pieces.id_to_piece(number) for token, number in numbers.items() if number >= 0}
-    elif isinstance(tokenizer, GPT2BPETokenizer):
-        # PreTrainedTokenizerFast, which needs no configuration and so runs no code, reads only the third file.
-        files |= {"vocab.json": contents[0], "merges.txt": contents[1], "tokenizer.json": tokenizer.as_json().encode()}
-        config = {"tokenizer_class": "GPT2Tokenizer", "eos_token": GPT2BPETokenizer.END}
-    else:
-        import tokenizers
-
-        files.setdefault("tokenizer.json", contents[0])
-        token = tokenizers.Tokenizer.from_buffer(contents[0]).id_to_token(tokenizer.eod_id)
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": token}
-    config["clean_up_tokenization_spaces"] = False
-    files.setdefault(_CONFIG, json_file(config))
-    return files, end
+    source = kinds.parse_json_object(directory / _CONFIG, files[_CONFIG]) if _CONFIG in files else {}
+    # It names code of the model's source, which the directory does not have.
+    settings = {key: value for key, value in source.items() if key != "auto_map"}
+    tokenizer = kinds.find_tokenizer(directory)
+    if isinstance(tokenizer, kinds.SentencePieceTokenizer):
+        described = kinds.parse_json_object(directory / kinds.DESCRIPTION_FILE, other_files[kinds.DESCRIPTION_FILE])
+        files[kinds.DESCRIPTION_FILE] = json_file({**described, "file": "tokenizer.model"})
+        files |= {"tokenizer.model": tokenizer.contents[0], "tokenizer.json": tokenizer.as_json().encode()}
+        if "chat_template" not in settings and CHAT_TEMPLATE not in files:
+            # Only a template writes special tokens; in a text they are spelt out.
+            settings.setdefault("split_special_tokens", True)
+    elif isinstance(tokenizer, kinds.HuggingFaceTokenizer):
+        files["tokenizer.json"] = tokenizer.contents[0]
+    if tokenizer is not None and tokenizer.files:
+        # Other classes of transformers rebuild a tokenizer from parts of its file, without the normalizer.
+        defaults = tokenizer.named_tokens() | ({} if source else {"clean_up_tokenization_spaces": False})
+        settings = {**defaults, **settings, "tokenizer_class": "PreTrainedTokenizerFast"}
+    if settings != source:
+        files[_CONFIG] = json_file(settings)
+    # transformers has no tokenizer of bytes or numbers.
+    return files, {} if tokenizer is None else {"eos_token_id": tokenizer.eod_id}

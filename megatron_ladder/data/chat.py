@@ -4,14 +4,14 @@ The tokenizer's template renders the whole conversation, including the beginning
 prepended. As in transformers, a special token that is spelled out in a message becomes that token.
 """
 
-import functools
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import tokenizers
 from numpy.typing import NDArray
 
 from megatron_ladder.data.chat_template import (
@@ -21,21 +21,24 @@ from megatron_ladder.data.chat_template import (
     RenderedConversation,
     read_chat_template,
 )
-from megatron_ladder.data.encoding import KeyTokens, Task, load_unchanged
-from megatron_ladder.data.reading.protocol import BadRecord, Parsed, Reading
-from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, Tokenizer, TokenizerSource
-from megatron_ladder.errors import UserError
+from megatron_ladder.data.encoding import KeyTokens, Task
+from megatron_ladder.data.reading.protocol import BadRecord, Parsed
+from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 
+OPTIONAL_KEYS = ("system", "tools")
+"""Keys next to a list of messages: the text of a first message of the system, and the tools that the template lists."""
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""Roles of any template; another role must occur in the text of the template."""
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 """Speakers in ShareGPT's format -> roles; other names are used as roles unchanged."""
 
 
-def read_messages(keys: Sequence[str], values: Sequence[Any]) -> list[Message]:
+def read_messages(keys: Sequence[str], values: Sequence[Any], system: object = None) -> list[Message]:
     """Return the messages of a record; raises ChatTemplateError if it is not a conversation.
 
     `keys` names one list of objects with `role` and `content`, or `from` and `value`; or an instruction and an output;
     or an instruction, an input that is appended to it after an empty line, and an output. `values` are the record's
-    values.
+    values, and `system` precedes them unless it is empty.
     """
     if len(keys) > 1:
         for key, value in zip(keys, values, strict=True):
@@ -49,8 +52,9 @@ def read_messages(keys: Sequence[str], values: Sequence[Any]) -> list[Message]:
     found: list[Message] = []
     for place, message in enumerate(messages):
         if isinstance(message, dict) and isinstance(message.get("from"), str) and message.get("role") is None:
-            role = _SHAREGPT_ROLES.get(message["from"], message["from"])
-            message = {"role": role, "content": message.get("value")}
+            speaker = message["from"]
+            message = {"content": message.get("value"), **message, "role": _SHAREGPT_ROLES.get(speaker, speaker)}
+            del message["from"], message["value"]
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ChatTemplateError(f"{key}[{place}]: expected an object with a 'role'")
         if not isinstance(message.get("content", ""), str | list | None):
@@ -58,7 +62,26 @@ def read_messages(keys: Sequence[str], values: Sequence[Any]) -> list[Message]:
             raise ChatTemplateError(f"{key}[{place}]: expected a text under 'content', found {kind}")
         # In a column of a table every row has every key; those that a message lacks are null.
         found.append({name: value for name, value in message.items() if value is not None})
-    return found
+        if found[-1].get("weight", 1) not in (0, 1):
+            raise ChatTemplateError(f"{key}[{place}]: weight {found[-1]['weight']!r}: expected 0 or 1")
+    if system in (None, ""):
+        return found
+    if not isinstance(system, str) or found[0]["role"] == "system":
+        raise ChatTemplateError("'system' next to the messages: expected a text, and no other message of the system")
+    return [{"role": "system", "content": system}, *found]
+
+
+def read_tools(tools: object) -> list[dict[str, Any]] | None:
+    """Return the tools of a record, which may be JSON in a text; raises ChatTemplateError if they are not objects."""
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) and tools else tools
+    except (ValueError, RecursionError) as error:
+        raise ChatTemplateError(f"'tools' is not JSON: {error}") from None
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ChatTemplateError("expected a list of objects under 'tools'")
+    return tools
 
 
 class Conversation(NamedTuple):
@@ -73,24 +96,16 @@ class ConversationEncoder:
 
     def __init__(self, tokenizer: Tokenizer, template: Path | None = None) -> None:
         """`template` replaces the tokenizer's own; raises UserError without a template or a tokenizer.json."""
-        path = tokenizer.files[0] if tokenizer.files else Path()
-        if path.suffix != ".json" or tokenizer.kind != HuggingFaceTokenizer.kind:
-            raise UserError(
-                f"--chat: --tokenizer-type {tokenizer.kind} does not recognise special tokens in a text: use "
-                "HuggingFaceTokenizer with a tokenizer.json"
-            )
-        self.template: ChatTemplate = ChatTemplate(
-            *read_chat_template(path, template, fix="pass one with --chat-template FILE")
-        )
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
-        added = self._tokenizer.get_added_tokens_decoder().values()
-        self._specials = tuple(token.content for token in added if token.special)
+        source = read_chat_template(tokenizer, template, fix="pass one with --chat-template FILE")
+        assert isinstance(tokenizer, HuggingFaceTokenizer)
+        self.template, self._tokenizer = ChatTemplate(*source), tokenizer
 
-    def render(self, messages: Sequence[Message]) -> RenderedConversation:
+    def render(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None) -> RenderedConversation:
         """Return the text of a conversation; raises ChatTemplateError if the template rejects it."""
-        rendered = self.template.render(messages, self._specials)
+        for role in (message["role"] for message in messages):
+            if role not in _ROLES and not re.search(rf"['\"]{re.escape(role)}['\"]", self.template.source):
+                raise ChatTemplateError(f"the role {role!r} is none of {', '.join(_ROLES)}, and not in the template")
+        rendered = self.template.render(messages, self._tokenizer.special_tokens, tools)
         try:
             rendered.text.encode()
         except UnicodeEncodeError:
@@ -99,61 +114,53 @@ class ConversationEncoder:
 
     def encode(self, rendered: Sequence[RenderedConversation]) -> list[Conversation]:
         """Return the tokens of rendered conversations."""
-        encodings = self._tokenizer.encode_batch([text for text, _ in rendered], add_special_tokens=False)
+        encodings = self._tokenizer.encode_with_offsets([text for text, _ in rendered])
         conversations = []
-        for encoding, (_, answers) in zip(encodings, rendered, strict=True):
-            # First character and end of each token; a token that overlaps an answer counts.
-            offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        for (ids, places), (_, answers) in zip(encodings, rendered, strict=True):
+            # A token that overlaps an answer counts.
+            offsets = np.array(places, np.int64).reshape(-1, 2)
             mask = np.zeros(len(offsets), np.uint8)
             for begin, end in answers:
                 mask[(offsets[:, 0] < end) & (offsets[:, 1] > begin)] = 1
-            conversations.append(Conversation(np.array(encoding.ids, np.int64), mask))
+            conversations.append(Conversation(np.array(ids, np.int64), mask))
         return conversations
 
 
 @dataclass(frozen=True)
-class _ChatTask(Task):
+class ChatTask(Task):
     """Makes each record, which is a conversation, a document. There is one output, named after the first key."""
 
-    template: Path | None
-    template_text: str
-    conversations = True
+    encoder: ConversationEncoder
+
+    @property
+    def chat_template(self) -> str:
+        return self.encoder.template.source
 
     @property
     def outputs(self) -> tuple[str, ...]:
         return self.reading.keys[:1]
 
     def _flags(self) -> dict[str, Any]:
-        return {"--chat-template": self.template_text, "--chat-keys": list(self.reading.keys)}
+        return {"--chat-template": self.chat_template, "--chat-keys": list(self.reading.keys)}
 
     def prepare(self, parsed: Parsed) -> Parsed:
         """Return one column of rendered conversations; conversations that cannot be rendered are bad records."""
-        encoder = _load_conversation_encoder(self.source, self.template, self.sha256)
-        rendered, bad = list[Any](), list(parsed.bad)
+        rendered, bad, keys = list[Any](), list(parsed.bad), self.reading.keys
         for place, values in enumerate(zip(*parsed.columns, strict=True)):
+            system, tools = values[len(keys) :] or (None, None)
             try:
-                rendered.append(encoder.render(read_messages(self.reading.keys, values)))
+                messages = read_messages(keys, values[: len(keys)], system)
+                rendered.append(self.encoder.render(messages, read_tools(tools)))
             except ChatTemplateError as error:
-                bad.append(BadRecord(parsed.numbers[place], f"{encoder.template.name} rejects it: {error}"))
+                bad.append(BadRecord(parsed.numbers[place], f"{self.encoder.template.name} rejects it: {error}"))
         return Parsed((rendered,), (), tuple(sorted(bad)))
 
     def encode(self, columns: Sequence[list[Any]]) -> tuple[KeyTokens, ...]:
-        found = _load_conversation_encoder(self.source, self.template, self.sha256).encode(columns[0])
-        found = [conversation for conversation in found if len(conversation.token_ids)]
+        found = [conversation for conversation in self.encoder.encode(columns[0]) if len(conversation.token_ids)]
         if self.append_eod:
-            found = [Conversation(np.append(ids, self.eod_id), np.append(mask, np.uint8(0))) for ids, mask in found]
+            end = self.tokenizer.eod_id
+            found = [Conversation(np.append(ids, end), np.append(mask, np.uint8(0))) for ids, mask in found]
         lengths = np.array([len(conversation.token_ids) for conversation in found], np.int32)
         ids = np.concatenate([np.empty(0, np.int64), *(conversation.token_ids for conversation in found)])
         mask = np.concatenate([np.empty(0, np.uint8), *(conversation.loss_mask for conversation in found)])
         return (KeyTokens(ids.astype(self.dtype), lengths, int(ids.max(initial=-1)), mask),)
-
-
-def chat_task(tokenizer: Tokenizer, template: Path | None, reading: Reading, append_eod: bool) -> Task:
-    """Return the task of --chat; raises UserError as ConversationEncoder."""
-    text = ConversationEncoder(tokenizer, template).template.source
-    return _ChatTask.of(tokenizer, reading, append_eod, template, text)
-
-
-@functools.cache
-def _load_conversation_encoder(source: TokenizerSource, template: Path | None, sha256: str) -> ConversationEncoder:
-    return ConversationEncoder(load_unchanged(source, sha256), template)

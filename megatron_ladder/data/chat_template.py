@@ -7,18 +7,20 @@ The assistant's answers are the contents of `{% generation %}` blocks. If a temp
 found by rendering beginnings of the conversation: up to the prompt for an answer, and up to the answer's end.
 """
 
+import itertools
 import re
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_ladder.data.tokenizers import parse_json_object
+from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, Tokenizer, parse_json_object
 from megatron_ladder.errors import UserError
 
 _CONFIG_FILE, _MAP_FILE, _TEMPLATE_FILE = "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
 Message = dict[str, Any]
 """`role`, `content`, and anything else that the template may read."""
+Tools = list[dict[str, Any]] | None
 
 _REASON_CHARACTERS = 1000
 """Characters of a template's error to keep, because a template can raise errors of any length."""
@@ -75,40 +77,53 @@ class ChatTemplate:
         except Exception as error:  # Jinja's errors, a RecursionError, or an ImportError for an old Jinja.
             raise UserError(f"{name}: not a chat template: {error}") from None
 
-    def render(self, messages: Sequence[Message], turn_ends: tuple[str, ...] = ()) -> RenderedConversation:
+    def render(
+        self, messages: Sequence[Message], turn_ends: tuple[str, ...] = (), tools: Tools = None
+    ) -> RenderedConversation:
         """Return the text of a conversation and the positions of the assistant's answers; raises ChatTemplateError.
 
         The text depends only on the messages: a template cannot ask for the time. `turn_ends` may end an answer;
-        without generation blocks, white space after them does not belong to the answer.
+        without generation blocks, white space after them does not belong to the answer. An answer whose message has
+        `weight` 0 does not count.
         """
-        text = self._render(self._marked, messages)
+        of_assistant = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
+        rendered = RenderedConversation(self._render(self._marked, messages, tools), ())
         if self._has_generation_blocks:
-            return _without_marks(text, self._begin, self._end)
-        answers = []
-        for index, message in enumerate(messages):
-            if message.get("role") != "assistant":
-                continue
-            before = self._render(self._marked, messages[:index], add_generation_prompt=True)
-            after = self._render(self._marked, messages[: index + 1])
-            if not (text.startswith(after) and after.startswith(before)):
-                raise ChatTemplateError(
-                    "it renders earlier messages differently when later ones follow, so the assistant's answers cannot "
-                    "be located: put {% generation %} and {% endgeneration %} around them in a copy of the template, "
-                    "and pass the copy with --chat-template"
-                )
-            stripped = after.rstrip()
-            answers.append((len(before), len(stripped if stripped.endswith(turn_ends) else after)))
-        return RenderedConversation(text, tuple(answers))
+            rendered = _without_marks(rendered.text, self._begin, self._end)
+        else:
+            spans = tuple(self._find_answer(rendered.text, messages, index, turn_ends, tools) for index in of_assistant)
+            rendered = RenderedConversation(rendered.text, spans)
+        weights = [messages[index].get("weight", 1) for index in of_assistant]
+        if all(weights):
+            return rendered
+        if len(weights) != len(rendered.answers):
+            raise ChatTemplateError("a message has weight 0, and the template has no generation block per answer")
+        return rendered._replace(answers=tuple(itertools.compress(rendered.answers, weights)))
+
+    def _find_answer(
+        self, text: str, messages: Sequence[Message], index: int, turn_ends: tuple[str, ...], tools: Tools
+    ) -> tuple[int, int]:
+        before = self._render(self._marked, messages[:index], tools, add_generation_prompt=True)
+        after = self._render(self._marked, messages[: index + 1], tools)
+        if not (text.startswith(after) and after.startswith(before)):
+            raise ChatTemplateError(
+                "it renders earlier messages differently when later ones follow, so the assistant's answers cannot "
+                "be located: put {% generation %} and {% endgeneration %} around them in a copy of the template, "
+                "and pass the copy with --chat-template"
+            )
+        stripped = after.rstrip()
+        return len(before), len(stripped if stripped.endswith(turn_ends) else after)
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """Return the text up to the assistant's answer; raises ChatTemplateError if the messages are rejected."""
         return self._render(self.source, messages, add_generation_prompt=True)
 
-    def _render(self, source: str, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+    def _render(
+        self, source: str, messages: Sequence[Message], tools: Tools = None, add_generation_prompt: bool = False
+    ) -> str:
+        settings = {"tools": tools, "add_generation_prompt": add_generation_prompt, **self._tokens}
         try:
-            ((text,), _) = self._library(
-                [list(messages)], chat_template=source, add_generation_prompt=add_generation_prompt, **self._tokens
-            )
+            ((text,), _) = self._library([list(messages)], chat_template=source, **settings)
         except Exception as error:  # A template is a program, which can raise anything.
             is_jinjas = type(error).__module__.startswith("jinja2")
             reason = str(error) if is_jinjas else f"{type(error).__name__}: {error}"
@@ -128,18 +143,24 @@ def _without_marks(text: str, begin: str, end: str) -> RenderedConversation:
 
 
 def read_chat_template(
-    tokenizer_file: Path,
+    tokenizer: Tokenizer,
     given: Path | None = None,
     flag: str = "--chat: ",
     fix: str = f"copy one to {_TEMPLATE_FILE} there, or remove --chat",
 ) -> TemplateSource:
-    """Read the template next to a tokenizer.json, or `given`; raises UserError if it is missing or unreadable.
+    """Return the template that was loaded with a tokenizer, or read `given`.
 
-    `flag` begins the error if there is none, and `fix` ends it.
+    Raises UserError if it is missing or unreadable, or the tokenizer does not find in a text the tokens that a template
+    writes. `flag` begins the error if there is none, and `fix` ends it.
     """
-    folder = tokenizer_file.parent
+    if tokenizer.kind != HuggingFaceTokenizer.kind:
+        raise UserError(
+            f"{flag}{tokenizer.kind} does not recognise special tokens in a text: use HuggingFaceTokenizer with a "
+            "tokenizer.json"
+        )
+    folder, found = tokenizer.files[0].parent, dict(zip(tokenizer.files, tokenizer.contents, strict=True))
     config, mapped = (
-        parse_json_object(file, file.read_bytes()) if file.is_file() else {}
+        parse_json_object(file, found[file]) if file in found else {}
         for file in (folder / _CONFIG_FILE, folder / _MAP_FILE)
     )
     texts = {
@@ -148,11 +169,12 @@ def read_chat_template(
         if name.endswith("_token")
     }
     tokens = {name: text for name, text in texts.items() if isinstance(text, str)}
-    if given is not None:
-        return TemplateSource(_read_text(given, "--chat-template "), tokens, str(given))
-    file = folder / _TEMPLATE_FILE
-    if file.is_file():
-        return TemplateSource(_read_text(file), tokens, str(file))
+    file = given or folder / _TEMPLATE_FILE
+    if given is not None or file in found:
+        try:
+            return TemplateSource((file.read_bytes() if given else found[file]).decode(), tokens, str(file))
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{'--chat-template ' if given else ''}{file}: cannot be read: {error}") from None
     templates = config.get("chat_template")
     if isinstance(templates, list):
         # Several named templates; "default" is the one for plain conversations.
@@ -163,10 +185,3 @@ def read_chat_template(
             f"{flag}{folder} has no chat template (no {_TEMPLATE_FILE}, and no chat_template in {_CONFIG_FILE}): {fix}"
         )
     return TemplateSource(templates, tokens, str(folder / _CONFIG_FILE))
-
-
-def _read_text(path: Path, flag: str = "") -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{flag}{path}: cannot be read: {error}") from None

@@ -1,19 +1,17 @@
 """The work of a preprocessing worker after reading: converts the values of some records to tokens."""
 
 import array
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ladder.data.indexed import token_dtype
 from megatron_ladder.data.reading.protocol import Parsed, Reading
-from megatron_ladder.data.tokenizers import Tokenizer, TokenizerSource, load_source, source_of
-from megatron_ladder.errors import UserError
+from megatron_ladder.data.tokenizers import Tokenizer
 
 
 class KeyTokens(NamedTuple):
@@ -32,20 +30,14 @@ class KeyTokens(NamedTuple):
 class Task(ABC):
     """Converts records to tokens. It is sent to the worker processes, so it is small and immutable."""
 
-    source: TokenizerSource
-    sha256: str
-    vocab_size: int
-    eod_id: int
+    tokenizer: Tokenizer
     reading: Reading
     append_eod: bool
-    conversations = False
-    """Whether every document is a conversation, and its tokens have a loss mask."""
 
-    @classmethod
-    def of(cls, tokenizer: Tokenizer, reading: Reading, append_eod: bool, *own: Any) -> Self:
-        """Return the task of a loaded tokenizer; `own` are the fields of the subclass."""
-        ids = (tokenizer.sha256, tokenizer.vocab_size, tokenizer.eod_id)
-        return cls(source_of(tokenizer), *ids, reading, append_eod, *own)
+    @property
+    def chat_template(self) -> str | None:
+        """The template with which every document was made, which is a conversation with a loss mask; else None."""
+        return None
 
     @property
     @abstractmethod
@@ -55,13 +47,13 @@ class Task(ABC):
     @property
     def dtype(self) -> "np.dtype[Any]":
         """Type of the token files: Megatron's choice for the vocabulary."""
-        return token_dtype(self.vocab_size)
+        return token_dtype(self.tokenizer.vocab_size)
 
     def identity(self) -> dict[str, Any]:
         """Return everything except the input that determines the tokens; JSON-able."""
-        values = {"tokenizer": self.sha256, **self._flags(), "--append-eod": self.append_eod}
+        values = {"tokenizer": self.tokenizer.sha256, **self._flags(), "--append-eod": self.append_eod}
         values["--max-document-megabytes"] = self.reading.max_bytes >> 20
-        return values | ({"end-of-document token": self.eod_id} if self.append_eod else {})
+        return values | ({"end-of-document token": self.tokenizer.eod_id} if self.append_eod else {})
 
     @abstractmethod
     def _flags(self) -> dict[str, Any]:
@@ -88,22 +80,12 @@ class TextTask(Task):
         return {"--json-keys": list(self.reading.keys)}
 
     def encode(self, columns: Sequence[list[Any]]) -> tuple[KeyTokens, ...]:
-        tokenizer = load_unchanged(self.source, self.sha256)
-        end = self.eod_id if self.append_eod else None
+        end = self.tokenizer.eod_id if self.append_eod else None
         found = []
         for texts in columns:
-            ids, lengths = join_documents(tokenizer.encode_batch(texts), end)
+            ids, lengths = join_documents(self.tokenizer.encode_batch(texts), end)
             found.append(KeyTokens(ids.astype(self.dtype), lengths, int(ids.max(initial=-1))))
         return tuple(found)
-
-
-@functools.cache
-def load_unchanged(source: TokenizerSource, sha256: str) -> Tokenizer:
-    """Load a tokenizer in a worker; raises UserError if it differs from the one that other processes use."""
-    tokenizer = load_source(source)
-    if tokenizer.sha256 != sha256:
-        raise UserError(f"--tokenizer-model {source.tokenizer_model}: changed while it was used: start again")
-    return tokenizer
 
 
 def join_documents(documents: Sequence[list[int]], end: int | None) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

@@ -21,7 +21,7 @@ from megatron_ladder.data.sidecar import Sidecar, write_sidecar
 from megatron_ladder.errors import UserError
 from megatron_ladder.files import lock_file, read_if_exists, remove_temporary_files, write_atomically
 
-_FORMAT = 4
+_FORMAT = 5
 
 
 class _Counts(msgspec.Struct):
@@ -48,7 +48,9 @@ class ShardWriter:
         self._found = FinishedShard(made_of, [_Counts() for _ in task.outputs], [])
         self._stack = ExitStack()
         self._writers = [
-            self._stack.enter_context(IndexedDatasetWriter(_part_of(prefix, name), task.dtype, task.conversations))
+            self._stack.enter_context(
+                IndexedDatasetWriter(_part_of(prefix, name), task.dtype, task.chat_template is not None)
+            )
             for name in task.outputs
         ]
 
@@ -127,7 +129,11 @@ class Partial:
     def made_of(self, shards: Sequence[Shard]) -> dict[str, Any]:
         """Return everything that determines the output of some shards; JSON-able."""
         inputs = [shard.identity() for shard in shards]
-        return {"format": _FORMAT, "input": inputs, "--chat": self._task.conversations} | self._task.identity()
+        return {
+            "format": _FORMAT,
+            "input": inputs,
+            "--chat": self._task.chat_template is not None,
+        } | self._task.identity()
 
     def find(self, number: int, made_of: dict[str, Any]) -> FinishedShard | None:
         """Return the record of a shard if an earlier run has finished it, and would make it of the same."""
@@ -147,7 +153,7 @@ class Partial:
             path.unlink()
         return ShardWriter(self.folder / f"{number:05}", self._task, made_of)
 
-    def join(self, shards: Sequence[FinishedShard], tokenizer_type: str) -> dict[str, Sidecar]:
+    def join(self, shards: Sequence[FinishedShard]) -> dict[str, Sidecar]:
         """Join all shards of each output, publish them under their final names, and return their sidecars."""
         task, skipped, sidecars = self._task, sum(len(shard.skipped) for shard in shards), {}
         for place, name in enumerate(task.outputs):
@@ -155,24 +161,25 @@ class Partial:
             # A killed run may have left them.
             for path_of in (bin_path, idx_path, loss_mask_path):
                 remove_temporary_files(path_of(prefix))
-            with IndexedDatasetWriter(prefix, task.dtype, task.conversations) as writer:
+            with IndexedDatasetWriter(prefix, task.dtype, task.chat_template is not None) as writer:
                 for number, shard in enumerate(shards):
                     if shard.counts[place].tokens:
                         writer.append(IndexedDataset(_part_of(self.folder / f"{number:05}", name)))
                 checksums = writer.publish()
             counts = [shard.counts[place] for shard in shards]
             sidecars[name] = Sidecar(
-                tokenizer_type,
-                task.sha256,
-                task.vocab_size,
-                task.eod_id,
+                task.tokenizer.kind,
+                task.tokenizer.sha256,
+                task.tokenizer.vocab_size,
+                task.tokenizer.eod_id,
                 task.append_eod,
                 largest_id=max(found.largest_id for found in counts),
                 documents=sum(found.documents for found in counts),
                 tokens=sum(found.tokens for found in counts),
                 **checksums._asdict(),
-                conversations=task.conversations,
+                conversations=task.chat_template is not None,
                 skipped=skipped,
+                chat_template=task.chat_template,
             )
             write_sidecar(prefix, sidecars[name])
         return sidecars

@@ -63,12 +63,12 @@ def preprocess(
         OSError: a file or the network failed during the run.
     """
     reading, options = reading or Reading(), options or PreprocessOptions()
-    task = TextTask.of(tokenizer, reading, append_eod)
-    return run_task(find_sources(inputs, reading), output_prefix, tokenizer, task, options)
+    task = TextTask(tokenizer, reading, append_eod)
+    return run_task(find_sources(inputs, reading), output_prefix, task, options)
 
 
 def run_task(
-    sources: Sequence[Source], output_prefix: Path, tokenizer: Tokenizer, task: Task, options: PreprocessOptions
+    sources: Sequence[Source], output_prefix: Path, task: Task, options: PreprocessOptions
 ) -> dict[str, Sidecar]:
     """Process all sources with a task and publish its outputs; returns and raises as `preprocess`."""
     shards = list(_joined_shards(sources, task.reading, options.shard_bytes))
@@ -85,7 +85,7 @@ def run_task(
                 shown = " ".join(source.name for source in sources[:3]) + (" ..." if len(sources) > 3 else "")
                 partial.discard()
                 raise UserError(f"--input {shown}: no document with a non-empty {name!r}: nothing is written")
-        return partial.join(finished, tokenizer.kind)
+        return partial.join(finished)
 
 
 def _joined_shards(sources: Sequence[Source], reading: Reading, most_bytes: int) -> Iterator[tuple[Shard, ...]]:

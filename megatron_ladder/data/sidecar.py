@@ -5,6 +5,7 @@ A data set without a sidecar (such as Megatron's own) is read without the checks
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,8 +25,8 @@ class Sidecar:
     The tokenizer's type is the first of its synonyms, and its hash is that of its model file. `append_eod` records
     whether every document ends with `eod_id`. Documents do not include empty ones, which were left out; tokens include
     end-of-document tokens. A checksum is `xxh3_128:` and 32 hexadecimal digits, or None if it is unknown or the file
-    does not exist. Each document is one conversation, which training packs whole, if `conversations` is set. `skipped`
-    counts unreadable lines.
+    does not exist. Each document is one conversation, which training packs whole, if `conversations` is set, and
+    `chat_template` is the template that rendered it. `skipped` counts unreadable lines.
     """
 
     tokenizer_type: str
@@ -41,6 +42,7 @@ class Sidecar:
     loss_mask_checksum: str | None = None
     conversations: bool = False
     skipped: int = 0
+    chat_template: str | None = None
     format_version: Literal[1] = 1
 
     @property
@@ -53,6 +55,8 @@ def write_sidecar(prefix: Path, sidecar: Sidecar) -> None:
     """Write the sidecar of a data set atomically."""
     values = dataclasses.asdict(sidecar)
     values = {"format_version": values.pop("format_version")} | values
+    if sidecar.chat_template is None:
+        del values["chat_template"]
     write_atomically(sidecar_path(prefix), json.dumps(values, indent=2) + "\n")
 
 
@@ -125,6 +129,16 @@ def check_sidecar(dataset: IndexedDataset, tokenizer: Tokenizer) -> None:
             f"({sidecar.tokenizer_type}, {sidecar.vocab_size} ids, sha256 "
             f"{sidecar.tokenizer_sha256[:12]}): give that one, or preprocess the data with this one"
         )
+
+
+def chat_templates(datasets: Sequence[IndexedDataset]) -> dict[str, Path]:
+    """Return the templates with which conversations were made, each with the prefix of its first data set."""
+    found: dict[str, Path] = {}
+    for dataset in datasets:
+        sidecar = sidecar_of(dataset)
+        if sidecar is not None and sidecar.chat_template is not None:
+            found.setdefault(sidecar.chat_template, dataset.prefix)
+    return found
 
 
 def content_of(dataset: IndexedDataset) -> dict[str, Any]:

@@ -5,15 +5,17 @@ Ids are those of the text alone: no tokenizer adds a beginning-of-sequence token
 
 import functools
 import hashlib
+import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
 import msgspec
 import sentencepiece
 import tokenizers
+from sentencepiece import sentencepiece_model_pb2
 
 from megatron_ladder.config.data import TokenizerType
 from megatron_ladder.errors import UserError
@@ -56,6 +58,15 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids; control tokens give no text, and incomplete characters give U+FFFD."""
+
+    def named_tokens(self) -> dict[str, str]:
+        """Return special tokens by their names in transformers, such as `eos_token`."""
+        return {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle only what another process needs to load the same tokenizer, once."""
+        model = self.files[0] if self.files else None
+        return _load_unchanged, (self.sha256, self.kind, model, self.vocab_size - 1)
 
 
 class ByteTokenizer(Tokenizer):
@@ -125,6 +136,100 @@ class SentencePieceTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._processor.decode([int(number) for number in ids]))
 
+    def named_tokens(self) -> dict[str, str]:
+        return {
+            f"{name}_token": self._processor.id_to_piece(number)
+            for name in ("bos", "eos", "unk")
+            if (number := getattr(self._processor, f"{name}_id")()) >= 0
+        }
+
+    def as_json(self) -> str:
+        """Return the content of a tokenizer.json that gives the same ids if it does not recognise special tokens.
+
+        Raises UserError with a text for which `tokenizers` gives other ids.
+        """
+        model = sentencepiece_model_pb2.ModelProto.FromString(self.contents[0])
+        problem, fix = f"{self.files[0]}: cannot be exported: transformers", "train with a tokenizer.json instead"
+        if model.trainer_spec.model_type not in (model.trainer_spec.UNIGRAM, model.trainer_spec.BPE):
+            raise UserError(f"{problem} reads only unigram and BPE models: {fix}")
+        library = tokenizers.Tokenizer(_library_model(model))
+        written = model.normalizer_spec
+        spaces: list[Any] = [tokenizers.normalizers.Replace(" ", "\u2581")]
+        if written.add_dummy_prefix:
+            spaces.insert(0, tokenizers.normalizers.Prepend("\u2581"))
+        if written.remove_extra_whitespaces:
+            patterns = {r"\A +| +\z": "", " +": " "}
+            spaces[:0] = [tokenizers.normalizers.Replace(tokenizers.Regex(one), to) for one, to in patterns.items()]
+        if written.precompiled_charsmap:
+            spaces.insert(0, tokenizers.normalizers.Precompiled(written.precompiled_charsmap))
+        library.normalizer = tokenizers.normalizers.Sequence(spaces)
+        symbols = sorted((piece.piece for piece in model.pieces if piece.type == piece.USER_DEFINED), key=len)
+        if symbols and model.trainer_spec.model_type == model.trainer_spec.BPE:
+            pattern = tokenizers.Regex("|".join(map(re.escape, reversed(symbols))))
+            library.pre_tokenizer = tokenizers.pre_tokenizers.Split(pattern, "isolated")
+            library.model.ignore_merges = True
+        decoders = [tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.ByteFallback()]
+        decoders += [tokenizers.decoders.Fuse()]
+        decoders += [tokenizers.decoders.Strip(" ", 1, 0)] if written.add_dummy_prefix else []
+        library.decoder = tokenizers.decoders.Sequence(decoders)
+        library.add_special_tokens([piece.piece for piece in model.pieces if piece.type == piece.CONTROL])
+        library.encode_special_tokens = True
+        probes = _probes(model)
+        encodings = library.encode_batch(probes, add_special_tokens=False)
+        for text, ours, theirs in zip(probes, self._processor.encode(probes), encodings, strict=True):
+            if ours != theirs.ids:
+                raise UserError(
+                    f"{problem} would encode {text[:80]!r} as {theirs.ids[:16]}, training as {ours[:16]}: {fix}"
+                )
+        return library.to_str(pretty=True)
+
+
+_PROBES = ("", " ", "  a  a ", "\n\ta\r\n", "\U0001f389\ufeff\u200d a\u00a0b", "a\u2581 \u2581\u2581b")
+"""Texts with blanks and unknown characters."""
+_PROBED_LINES = 2000
+_NEVER = -1e6
+"""Score of a piece that is not found in texts."""
+
+
+def _probes(model: sentencepiece_model_pb2.ModelProto) -> list[str]:
+    """Return texts with every piece of a model, alone and between others, and the text of its training if it exists."""
+    pieces = [piece.piece.replace("\u2581", " ") for piece in model.pieces]
+    found = [*_PROBES, *pieces, *("".join(pieces[begin : begin + 8]) for begin in range(0, len(pieces), 8))]
+    for path in map(Path, model.trainer_spec.input):
+        if path.is_file():
+            with open(path, encoding="utf-8", errors="replace") as lines:
+                found += [line.rstrip("\n") for line in itertools.islice(lines, _PROBED_LINES)]
+    return found
+
+
+def _library_model(model: sentencepiece_model_pb2.ModelProto) -> Any:
+    """Return the pieces of a SentencePiece model as a model of `tokenizers`.
+
+    Only normal pieces are merged or found in a text; user-defined symbols always are.
+    """
+    trained, pieces = model.trainer_spec, model.pieces
+    normal = {piece.piece for piece in pieces if piece.type == piece.NORMAL}
+    if trained.model_type == trained.UNIGRAM:
+        best = max(piece.score for piece in pieces if piece.type == piece.NORMAL)
+        scores = {
+            piece.piece: len(piece.piece) * best - 0.1 if piece.type == piece.USER_DEFINED else _NEVER
+            for piece in pieces
+        }
+        scores |= {piece.piece: piece.score for piece in pieces if piece.type == piece.NORMAL}
+        return tokenizers.models.Unigram(list(scores.items()), trained.unk_id, trained.byte_fallback)
+    merges = [
+        (piece.piece[:cut], piece.piece[cut:])
+        for piece in sorted(pieces, key=lambda piece: -piece.score)
+        if piece.type == piece.NORMAL
+        for cut in range(1, len(piece.piece))
+        if piece.piece[:cut] in normal and piece.piece[cut:] in normal
+    ]
+    vocabulary = {piece.piece: number for number, piece in enumerate(pieces)}
+    unknown = pieces[trained.unk_id].piece
+    return tokenizers.models.BPE(
+        vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=trained.byte_fallback
+    )
+
 
 class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer.json of the `tokenizers` library, or a directory that contains one."""
@@ -149,23 +254,28 @@ class HuggingFaceTokenizer(Tokenizer):
         companions = [path.with_name(name) for name in (*self._COMPANIONS, "chat_template.jinja")]
         found = {file: read_if_exists(file) for file in companions}
         contents = {path: content} | {file: text for file, text in found.items() if text is not None}
-        self._initialize(library, contents, hashlib.sha256(content).hexdigest())
-
-    def _initialize(self, library: tokenizers.Tokenizer, contents: Mapping[Path, bytes], sha256: str) -> None:
+        self.files, self.contents = tuple(contents), tuple(contents.values())
+        self.sha256 = hashlib.sha256(content).hexdigest()
         # Padding and truncation are settings for batches of a fixed length; here they would change documents.
         library.no_padding()
         library.no_truncation()
         self._tokenizer = library
-        self.files = tuple(contents)
-        self.contents = tuple(contents.values())
-        self.sha256 = sha256
+        self._added = library.get_added_tokens_decoder()
         vocabulary = library.get_vocab(with_added_tokens=True)
         if not vocabulary:
-            raise UserError(f"--tokenizer-model {self.files[0]}: has an empty vocabulary")
+            raise UserError(f"--tokenizer-model {path}: has an empty vocabulary")
         self.vocab_size = max(vocabulary.values()) + 1
         beginnings = [token for _, token in self._named("bos_token") if isinstance(token, str) and token in vocabulary]
         self.bos_id = vocabulary[beginnings[0]] if beginnings else None
         self.eod_id = self._find_eod(vocabulary)
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """The texts of the added tokens that are flagged as special."""
+        return tuple(token.content for token in self._added.values() if token.special)
+
+    def named_tokens(self) -> dict[str, str]:
+        return {"eos_token": self._tokenizer.id_to_token(self.eod_id)}
 
     def _named(self, kind: str) -> Iterator[tuple[Path, object]]:
         """Yield each companion file that names a special token, with its text, or an invalid value."""
@@ -190,10 +300,6 @@ class HuggingFaceTokenizer(Tokenizer):
             f"{self.files[0].with_name(self._COMPANIONS[0])}"
         )
 
-    def as_json(self) -> str:
-        """Return the content of an equivalent tokenizer.json without padding and truncation."""
-        return self._tokenizer.to_str()
-
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
@@ -210,44 +316,13 @@ class HuggingFaceTokenizer(Tokenizer):
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Return the ids of each text, and the first character and the end of each of them."""
+        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [(encoding.ids, encoding.offsets) for encoding in encodings]
+
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([int(number) for number in ids], skip_special_tokens=True)
-
-
-class GPT2BPETokenizer(HuggingFaceTokenizer):
-    """GPT-2's byte-pair encoding, read from its vocab.json and merges.txt."""
-
-    kind = "GPT2BPETokenizer"
-
-    END = "<|endoftext|>"
-
-    def __init__(self, vocab_file: Path, merge_file: Path | None = None) -> None:
-        """Raises UserError if a file is missing, the files do not fit each other, or <|endoftext|> is missing."""
-        merge_file = merge_file or vocab_file.with_name("merges.txt")
-        contents = (
-            _read_model_file("--vocab-file", vocab_file, "GPT-2's vocab.json"),
-            _read_model_file("--merge-file", merge_file, "GPT-2's merges.txt"),
-        )
-        try:
-            vocabulary = json.loads(contents[0])
-            lines = [line for line in contents[1].decode().split("\n") if line and not line.startswith("#version")]
-            merges = [(left, right) for left, right in (line.split(" ") for line in lines)]
-            library = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
-        except Exception as error:  # The library raises nothing narrower.
-            raise UserError(
-                f"--vocab-file {vocab_file} --merge-file {merge_file}: not GPT-2's pair of files ({error})"
-            ) from None
-        if self.END not in vocabulary:
-            raise UserError(f"--vocab-file {vocab_file}: lacks {self.END}, which ends a document")
-        library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        library.decoder = tokenizers.decoders.ByteLevel()
-        library.add_special_tokens([self.END])
-        # File names are up to the user; the concatenated contents are unambiguous.
-        sha256 = hashlib.sha256(contents[0] + contents[1]).hexdigest()
-        self._initialize(library, dict(zip((vocab_file, merge_file), contents, strict=True)), sha256)
-
-    def _find_eod(self, vocabulary: dict[str, int]) -> int:
-        return vocabulary[self.END]
 
 
 _SYNONYMS = {
@@ -259,51 +334,36 @@ _SYNONYMS = {
 WITHOUT_FILES = (ByteTokenizer.kind, NullTokenizer.kind)
 
 
-@dataclass(frozen=True)
-class TokenizerSource:
-    """The flags that select a tokenizer; small, so that it can be sent to another process.
+def load_tokenizer(
+    tokenizer_type: str, tokenizer_model: Path | None = None, vocab_size: int | None = None
+) -> Tokenizer:
+    """Load the tokenizer that the flags select; `vocab_size` is that of NullTokenizer.
 
-    `tokenizer_model` is --tokenizer-model or --vocab-file; only GPT2BPETokenizer has a merge file, and only
-    NullTokenizer a vocabulary size.
+    Raises UserError for an unknown type, a missing flag or an unreadable file.
     """
-
-    tokenizer_type: str
-    tokenizer_model: Path | None = None
-    merge_file: Path | None = None
-    vocab_size: int | None = None
-
-
-def load_source(source: TokenizerSource) -> Tokenizer:
-    """Load a tokenizer; raises UserError for an unknown type, a missing flag or an unreadable file."""
     known = get_args(TokenizerType)
-    if source.tokenizer_type not in known:
-        raise UserError(f"--tokenizer-type {source.tokenizer_type}: expected one of {', '.join(known)}")
-    kind, model = _SYNONYMS.get(source.tokenizer_type, source.tokenizer_type), source.tokenizer_model
+    if tokenizer_type not in known:
+        raise UserError(f"--tokenizer-type {tokenizer_type}: expected one of {', '.join(known)}")
+    kind = _SYNONYMS.get(tokenizer_type, tokenizer_type)
     if kind == ByteTokenizer.kind:
         return ByteTokenizer()
     if kind == NullTokenizer.kind:
-        if source.vocab_size is None:
+        if vocab_size is None:
             raise UserError("--tokenizer-type NullTokenizer needs --vocab-size")
-        return NullTokenizer(source.vocab_size)
-    if model is None:
-        flags = "--vocab-file and --merge-file" if kind == GPT2BPETokenizer.kind else "--tokenizer-model"
-        raise UserError(f"--tokenizer-type {source.tokenizer_type} needs {flags}")
-    if kind == GPT2BPETokenizer.kind:
-        return GPT2BPETokenizer(model, source.merge_file)
-    return SentencePieceTokenizer(model) if kind == SentencePieceTokenizer.kind else HuggingFaceTokenizer(model)
+        return NullTokenizer(vocab_size)
+    if tokenizer_model is None:
+        raise UserError(f"--tokenizer-type {tokenizer_type} needs --tokenizer-model")
+    own = SentencePieceTokenizer if kind == SentencePieceTokenizer.kind else HuggingFaceTokenizer
+    return own(tokenizer_model)
 
 
-def load_tokenizer(tokenizer_type: str, tokenizer_model: Path) -> Tokenizer:
-    """Load a tokenizer that a type and a file determine; raises as `load_source`."""
-    return load_source(TokenizerSource(tokenizer_type, tokenizer_model))
-
-
-def source_of(tokenizer: Tokenizer) -> TokenizerSource:
-    """Return the source from which another process loads an equal tokenizer."""
-    if tokenizer.kind in WITHOUT_FILES:
-        return TokenizerSource(tokenizer.kind, vocab_size=tokenizer.vocab_size - 1)
-    merge_file = tokenizer.files[1] if tokenizer.kind == GPT2BPETokenizer.kind else None
-    return TokenizerSource(tokenizer.kind, tokenizer.files[0], merge_file)
+@functools.cache
+def _load_unchanged(sha256: str, kind: str, model: Path | None, vocab_size: int) -> Tokenizer:
+    """Load a tokenizer in a worker; raises UserError if it differs from the one that other processes use."""
+    tokenizer = load_tokenizer(kind, model, vocab_size)
+    if tokenizer.sha256 != sha256:
+        raise UserError(f"--tokenizer-model {model}: changed while it was used: start again")
+    return tokenizer
 
 
 class _Description(msgspec.Struct):
@@ -312,18 +372,26 @@ class _Description(msgspec.Struct):
     format_version: Literal[1]
     tokenizer_type: str
     file: str | None
-    merge_file: str | None
     sha256: str
     vocab_size: int
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     """Return file names and contents for a copy of the tokenizer: its files as loaded, and a description of them."""
-    source = source_of(tokenizer)
-    model, merges = (path.name if path else None for path in (source.tokenizer_model, source.merge_file))
-    description = _Description(1, tokenizer.kind, model, merges, tokenizer.sha256, tokenizer.vocab_size)
+    model = tokenizer.files[0].name if tokenizer.files else None
+    description = _Description(1, tokenizer.kind, model, tokenizer.sha256, tokenizer.vocab_size)
     contents = {file.name: content for file, content in zip(tokenizer.files, tokenizer.contents, strict=True)}
     return contents | {DESCRIPTION_FILE: (json.dumps(msgspec.to_builtins(description), indent=2) + "\n").encode()}
+
+
+def find_tokenizer(directory: Path) -> Tokenizer | None:
+    """Load the tokenizer of a model's directory: the described one, or else the first of Hugging Face's files."""
+    if (directory / DESCRIPTION_FILE).exists():
+        return load_tokenizer_from_directory(directory)
+    kinds = {"tokenizer.json": HuggingFaceTokenizer.kind, "tokenizer.model": SentencePieceTokenizer.kind}
+    return next(
+        (load_tokenizer(kind, directory / name) for name, kind in kinds.items() if (directory / name).exists()), None
+    )
 
 
 def load_tokenizer_from_directory(directory: Path) -> Tokenizer:
@@ -336,8 +404,8 @@ def load_tokenizer_from_directory(directory: Path) -> Tokenizer:
         found = msgspec.json.decode(content, type=_Description)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{path}: {error}: copy the tokenizer again") from None
-    model, merges = (directory / Path(name).name if name else None for name in (found.file, found.merge_file))
-    tokenizer = load_source(TokenizerSource(found.tokenizer_type, model, merges, found.vocab_size - 1))
+    model = directory / Path(found.file).name if found.file else None
+    tokenizer = load_tokenizer(found.tokenizer_type, model, found.vocab_size - 1)
     if tokenizer.sha256 != found.sha256:
         changed = tokenizer.files[0] if tokenizer.files else path
         raise UserError(

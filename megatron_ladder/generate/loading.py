@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
-from megatron_ladder.checkpoint.format import Checkpoint, is_hf_directory
+from megatron_ladder.checkpoint.format import TOKENIZERS, Checkpoint, is_hf_directory
 from megatron_ladder.checkpoint.hf_config import token_ids
 from megatron_ladder.checkpoint.hf_directory import open_hf_directory, safe_path
 from megatron_ladder.checkpoint.loading import load_weights
@@ -30,11 +30,10 @@ from megatron_ladder.checkpoint.publish import MANIFEST_NAME
 from megatron_ladder.comm.agreement import raise_on_all_ranks
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.data.tokenizers import (
-    DESCRIPTION_FILE,
     HuggingFaceTokenizer,
     Tokenizer,
+    find_tokenizer,
     load_tokenizer,
-    load_tokenizer_from_directory,
 )
 from megatron_ladder.errors import ErrorCollector, UserError
 from megatron_ladder.model.language_model import LanguageModel
@@ -45,8 +44,6 @@ from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.parallel.layout import ParallelModule
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_TOKENIZER_FILES = {"tokenizer.json": "HuggingFaceTokenizer", "tokenizer.model": "SentencePieceTokenizer"}
-"""Tokenizer files of a Hugging Face directory and the --tokenizer-type that reads each; the first one found is used."""
 _ROWS = 32
 """Rows of the products that oneDNN chooses the layout for. This layout is the fastest one for fewer rows, too."""
 
@@ -101,8 +98,7 @@ def open_model(
 def _open_checkpoint(directory: Path, tokenizer: Tokenizer | None, flag: str) -> StoredModel:
     checkpoint = Checkpoint.open(directory)
     directory = checkpoint.directory
-    if tokenizer is None and (directory / DESCRIPTION_FILE).is_file():
-        tokenizer = load_tokenizer_from_directory(directory)
+    tokenizer = find_tokenizer(directory) if tokenizer is None else tokenizer
     imported = token_ids(checkpoint.manifest.get("hugging_face") or {}, directory / MANIFEST_NAME)
     eos_ids = _eos_ids(imported, tokenizer)
     fill = partial(load_weights, source=checkpoint)
@@ -121,13 +117,13 @@ def _open_checkpoint(directory: Path, tokenizer: Tokenizer | None, flag: str) ->
 
 def _open_hf(directory: Path, tokenizer: Tokenizer | None) -> StoredModel:
     found = open_hf_directory(directory)
-    name = next((name for name in _TOKENIZER_FILES if (directory / name).exists()), None)
-    if tokenizer is None and name is not None:
-        safe_path(directory, name)
-        tokenizer = load_tokenizer(_TOKENIZER_FILES[name], directory / name)
-        prefix = special_prefix(tokenizer)
-    else:
-        prefix = ()
+    prefix: tuple[int, ...] = ()
+    if tokenizer is None:
+        for name in TOKENIZERS:
+            if (directory / name).exists():
+                safe_path(directory, name)
+        tokenizer = find_tokenizer(directory)
+        prefix = () if tokenizer is None else special_prefix(tokenizer)
     eos_ids = _eos_ids(found.token_ids(), tokenizer)
     return StoredModel(directory, found.model, tokenizer, eos_ids, prefix, partial(load_weights, source=found))
 

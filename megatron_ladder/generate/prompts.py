@@ -33,9 +33,7 @@ class PromptEncoder:
         Raises UserError if `chat` is set, and the tokenizer has no chat template, or it cannot be read.
         """
         self._tokenizer, self._prefix = tokenizer, tuple(prefix)
-        if chat and not tokenizer.files:
-            raise UserError(f"--chat: {tokenizer.kind} has no chat template; remove --chat")
-        self._template = ChatTemplate(*read_chat_template(tokenizer.files[0])) if chat else None
+        self._template = ChatTemplate(*read_chat_template(tokenizer)) if chat else None
         self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
 
     @property

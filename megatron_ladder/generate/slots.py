@@ -118,7 +118,7 @@ class IncrementalDecoder:
         self._tokenizer = tokenizer
         self._ids = [number for number in prompt_ids[-_PROMPT_CONTEXT:] if number < tokenizer.vocab_size]
         self._shown_ids = len(self._ids)
-        self._shown = tokenizer.decode(self._ids).rstrip(_INCOMPLETE)
+        self._shown = tokenizer.decode(self._ids)
 
     def push(self, token: int) -> str:
         """Return the text that this token completes; empty within a character."""
@@ -136,7 +136,9 @@ class IncrementalDecoder:
 
     def finish(self) -> str:
         """Return the text of trailing tokens that did not complete a character."""
-        return self._tokenizer.decode(self._ids)[len(self._shown) :]
+        text = self._tokenizer.decode(self._ids)
+        # Otherwise a token has completed the prompt's last character.
+        return text.removeprefix(self._shown if text.startswith(self._shown) else self._shown.rstrip(_INCOMPLETE))
 
 
 class StopFinder:

@@ -24,8 +24,7 @@ from megatron_ladder.data.tokenizers import (
     WITHOUT_FILES,
     NullTokenizer,
     Tokenizer,
-    TokenizerSource,
-    load_source,
+    load_tokenizer,
     load_tokenizer_from_directory,
 )
 from megatron_ladder.engine.deepspeed_json import deepspeed_json
@@ -222,7 +221,7 @@ def _load_vocabulary(flags: RunFlags, checkpoint: Checkpoint | None) -> tuple[To
     tokenizer: Tokenizer | None = None
     if data.tokenizer_type is not None:
         size = stored - 1 if vocab_size is None and stored is not None else vocab_size
-        tokenizer = load_source(TokenizerSource(data.tokenizer_type, data.tokenizer_model, vocab_size=size))
+        tokenizer = load_tokenizer(data.tokenizer_type, data.tokenizer_model, size)
     elif vocab_size is None and checkpoint is not None and DESCRIPTION_FILE in checkpoint.file_names:
         tokenizer = load_tokenizer_from_directory(checkpoint.directory)
     elif vocab_size is None and stored is None:

@@ -132,14 +132,16 @@ class _HubShard:
         if first:
             files = source.data_files
             dataset = _skip_rows(dataset, first * BATCH_ROWS, files[self.number] if len(files) == self.count else None)
-        batches = dataset.select_columns(list(reading.keys)).iter(BATCH_ROWS)
+        optional = [key for key in reading.optional_keys if key in (dataset.column_names or ())]
+        batches = dataset.select_columns([*reading.keys, *optional]).iter(BATCH_ROWS)
         for begin in itertools.count(first * BATCH_ROWS, BATCH_ROWS):
             with source.translated_errors("read"):
                 batch = next(batches, None)
             if batch is None:
                 return
             name = f"{source.name} part {self.number} of {self.count}"
-            yield _Rows(name, begin, tuple(list(batch[key]) for key in reading.keys))
+            absent = [None] * len(batch[reading.keys[0]])
+            yield _Rows(name, begin, tuple(list(batch.get(key, absent)) for key in reading.all_keys))
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def _parse_line(line: bytes, reading: Reading) -> list[Any] | str:
     if missing:
         found = ", ".join(map(repr, record)) or "none"
         return f"no key {missing[0]!r} (keys found: {found}): name the text's key with {reading.keys_flag}"
-    values = [record[key] for key in reading.keys]
+    values = [record.get(key) for key in reading.all_keys]
     return reason_against(values, reading) or values
 
 

@@ -49,7 +49,10 @@ def parse_rows(columns: Sequence[Sequence[Any]], reading: Reading) -> Parsed:
     return parsed_records(((number, reason(row) or row) for number, row in rows), reading)
 
 
-def _values(column: Any, key: str) -> list[Any]:
+def _values(batch: Any, key: str) -> list[Any]:
+    if key not in batch.schema.names:
+        return [None] * len(batch)
+    column = batch.column(key)
     try:
         return list(column.to_pylist())
     except UnicodeDecodeError:  # Some are not UTF-8, so all are converted one by one.
@@ -82,13 +85,13 @@ class _RowGroupPart:
         status = self.path.stat()
         version = (status.st_ino, status.st_size, status.st_mtime_ns)
         try:
-            batches = _row_reader(self.path, version, self.number, reading.keys).take(self.rows)
+            batches = _row_reader(self.path, version, self.number, reading.all_keys).take(self.rows)
         except (pyarrow.ArrowException, OSError) as error:
             if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno):
                 raise
             problem = f"{self.path}: row group {self.number}: damaged ({error})"
             raise UserError(f"{problem}: download the file again") from None
-        columns = [[value for batch in batches for value in _values(batch.column(key), key)] for key in reading.keys]
+        columns = [[value for batch in batches for value in _values(batch, key)] for key in reading.all_keys]
         return parse_rows(columns, reading)
 
     def place(self, number: int) -> str:

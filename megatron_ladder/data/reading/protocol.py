@@ -36,6 +36,13 @@ class Reading:
     keys_flag: str = "--json-keys"
     size_flag: str | None = "--max-document-megabytes"
     """Flag of `max_bytes`; None if the limit is fixed."""
+    optional_keys: tuple[str, ...] = ()
+    """Keys that are read, too, and whose value is None where they are absent."""
+
+    @property
+    def all_keys(self) -> tuple[str, ...]:
+        """The keys of the values that are read, in order."""
+        return (*self.keys, *self.optional_keys)
 
 
 class BadRecord(NamedTuple):
@@ -144,7 +151,7 @@ def read_blocks(sources: Sequence[Source], reading: Reading) -> Iterator[Block]:
 
 def parsed_records(rows: Iterable[tuple[int, Sequence[Any] | str]], reading: Reading) -> Parsed:
     """Return the readable records; `rows` are their numbers, and the values or a reason against them."""
-    columns: tuple[list[Any], ...] = tuple([] for _ in reading.keys)
+    columns: tuple[list[Any], ...] = tuple([] for _ in reading.all_keys)
     bad: list[BadRecord] = []
     numbers: list[int] = []
     for number, row in rows:
@@ -168,7 +175,7 @@ def too_large(size: int, reading: Reading) -> str:
 
 def reason_against(row: Sequence[Any], reading: Reading) -> str | None:
     """Return why the values of a record cannot be tokenized; None if they can."""
-    for key, value in zip(reading.keys, row, strict=True):
+    for key, value in zip(reading.all_keys, row, strict=True):
         if not reading.texts_only:
             break
         if not isinstance(value, str):

@@ -4,19 +4,21 @@ import json
 from pathlib import Path
 
 import pytest
+import sentencepiece
 import tokenizers
-from tokenizers.models import WordLevel
+from tokenizers.models import BPE, WordLevel
+from tokenizers.normalizers import Lowercase
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.data.tokenizers import (
     ByteTokenizer,
-    GPT2BPETokenizer,
     Tokenizer,
     load_tokenizer,
     load_tokenizer_from_directory,
 )
+from megatron_ladder.errors import UserError
 from tests.helpers.tokenizer_copies import copy_tokenizer
 from tests.unit.convert.hand_made import write_directory
 from tests.unit.convert.saved_models import convert
@@ -66,13 +68,53 @@ def test_transformers_encodes_as_the_sentencepiece_tokenizer(tmp_path: Path, nam
     assert len(questions) == 1 and "custom code" in questions[0]
 
 
+WRITTEN = (
+    "the cat sat\non a mat, then\n<b>bold</b> hello Caf\u00e9 \ufb01 \u2163 e\u0301\nkK nN uU sS/x 0123456789 ABCDEF\n"
+)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--model_type=unigram",
+        "--model_type=unigram --byte_fallback --normalization_rule_name=identity --remove_extra_whitespaces=false",
+        "--model_type=unigram --add_dummy_prefix=false --user_defined_symbols=<sep>,hello",
+        "--model_type=bpe --byte_fallback --user_defined_symbols=<sep>,hello --control_symbols=<ctl>",
+        "--model_type=bpe --normalization_rule_name=nmt_nfkc_cf",
+        "--model_type=bpe --treat_whitespace_as_suffix",
+    ],
+)
+def test_transformers_encodes_as_any_sentencepiece_model_or_it_is_not_exported(
+    tmp_path: Path, options: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _, _ = write_checkpoint_with_tokenizer(tmp_path)
+    checkpoint = Checkpoint.open(run).directory
+    monkeypatch.chdir(tmp_path)
+    Path("text").write_text(WRITTEN * 9)
+    sizes = "--vocab_size=320 --hard_vocab_limit=false --character_coverage=1 --minloglevel=2"
+    sentencepiece.SentencePieceTrainer.train(f"--input=text --model_prefix=m {sizes} {options}")
+    ours = load_tokenizer("SentencePieceTokenizer", Path("m.model"))
+    copy_tokenizer(ours, checkpoint)
+    if "suffix" in options:
+        with pytest.raises(UserError, match="m.model: cannot be exported: transformers would encode"):
+            convert("export", "--load", run, "--hf", "hf")
+        return
+    convert("export", "--load", run, "--hf", "hf")
+    theirs = AutoTokenizer.from_pretrained("hf", trust_remote_code=True)
+    texts = [*WRITTEN.split("\n"), "<s> </s> <unk> <0x0A>x", " <sep>a<sep> hello\t", "  \u65e5\u672c zz\U0001f389"]
+    assert [theirs(text)["input_ids"] for text in texts] == [ours.encode(text) for text in texts]
+    convert("import", "--hf", "hf", "--save", "again")
+    again = Checkpoint.open(Path("again"))
+    assert again.manifest["tokenizer"]["sha256"] == ours.sha256 == load_tokenizer_from_directory(again.directory).sha256
+
+
 def write_word_tokenizer(path: Path) -> None:
     tokenizer = tokenizers.Tokenizer(WordLevel({"<eos>": 0, "a": 1, "b": 2, "[UNK]": 3}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.save(str(path / "tokenizer.json"))
 
 
-def test_tokenizers_of_two_files_and_of_none(tmp_path: Path, questions: list[str]) -> None:
+def test_bytes_are_exported_without_a_tokenizer(tmp_path: Path) -> None:
     run, _, _ = write_checkpoint_with_tokenizer(tmp_path)
     checkpoint = Checkpoint.open(run).directory
     for path in checkpoint.glob("*tokenizer*"):
@@ -80,16 +122,6 @@ def test_tokenizers_of_two_files_and_of_none(tmp_path: Path, questions: list[str
     copy_tokenizer(ByteTokenizer(), checkpoint)
     convert("export", "--load", run, "--hf", tmp_path / "bytes")
     assert not list((tmp_path / "bytes").glob("*tokenizer*"))
-    vocabulary = {"d": 0, "e": 1, "f": 2, "de": 3, "def": 4, "<|endoftext|>": 5}
-    (tmp_path / "words.json").write_text(json.dumps(vocabulary))
-    (tmp_path / "pairs.txt").write_text("#version: 0.2\nd e\nde f\n")
-    ours = GPT2BPETokenizer(tmp_path / "words.json", tmp_path / "pairs.txt")
-    copy_tokenizer(ours, checkpoint)
-    convert("export", "--load", run, "--hf", tmp_path / "pairs")
-    assert ours.encode("defde") == [4, 3] and ours.eod_id == 5
-    assert_transformers_loads(tmp_path / "pairs", ours, ["defde"], questions)
-    convert("import", "--hf", tmp_path / "pairs", "--save", tmp_path / "again")
-    assert load_tokenizer_from_directory(Checkpoint.open(tmp_path / "again").directory).encode("defde") == [4, 3]
 
 
 def test_transformers_opens_a_single_tokenizer_file(tmp_path: Path, questions: list[str]) -> None:
@@ -114,6 +146,21 @@ def test_an_imported_tokenizer_names_no_code_that_is_not_exported(tmp_path: Path
         tmp_path / "back", load_tokenizer("HuggingFaceTokenizer", directory / "tokenizer.json"), ["a b"], questions
     )
     assert AutoTokenizer.from_pretrained(tmp_path / "back").encode("b") == [2] and not questions
+
+
+def test_transformers_reads_all_of_a_tokenizer_file(tmp_path: Path) -> None:
+    """Its `LlamaTokenizer`, which many directories name, and which is the default, has no normalizer."""
+    directory = write_directory(tmp_path / "hf")
+    tokenizer = tokenizers.Tokenizer(BPE({"<eos>": 0, "a": 1, "b": 2, "\u2581": 3}, []))
+    tokenizer.normalizer = Lowercase()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    for number, named in enumerate(({}, {"tokenizer_class": "LlamaTokenizer", "model_max_length": 77})):
+        (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", **named}))
+        convert("import", "--hf", directory, "--save", tmp_path / f"ours{number}")
+        convert("export", "--load", tmp_path / f"ours{number}", "--hf", tmp_path / f"back{number}")
+        loaded = AutoTokenizer.from_pretrained(tmp_path / f"back{number}")
+        assert loaded("AB")["input_ids"] == [1, 2] and loaded.eos_token_id == 0
+    assert loaded.model_max_length == 77
 
 
 def test_more_ids_than_the_model_has_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

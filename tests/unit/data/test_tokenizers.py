@@ -8,13 +8,10 @@ from megatron_ladder.cli import train_tokenizer
 from megatron_ladder.data.tokenizer_training import train_bpe, train_sentencepiece
 from megatron_ladder.data.tokenizers import (
     ByteTokenizer,
-    GPT2BPETokenizer,
     HuggingFaceTokenizer,
     NullTokenizer,
     SentencePieceTokenizer,
     Tokenizer,
-    TokenizerSource,
-    load_source,
     load_tokenizer,
     load_tokenizer_from_directory,
 )
@@ -36,19 +33,11 @@ NASTY = [
 
 
 @pytest.fixture(scope="session")
-def gpt2_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> GPT2BPETokenizer:
-    folder = tmp_path_factory.mktemp("gpt2")
-    library = tokenizers.Tokenizer.from_str(train_bpe([Path(json.__file__).read_text()], 400).decode())
-    library.model.save(str(folder))
-    return GPT2BPETokenizer(folder / "vocab.json", folder / "merges.txt")
-
-
-@pytest.fixture(scope="session")
 def byte_tokenizer() -> ByteTokenizer:
     return ByteTokenizer()
 
 
-@pytest.fixture(params=["sentencepiece_tokenizer", "hugging_face_tokenizer", "gpt2_tokenizer", "byte_tokenizer"])
+@pytest.fixture(params=["sentencepiece_tokenizer", "hugging_face_tokenizer", "byte_tokenizer"])
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     return request.getfixturevalue(request.param)
 
@@ -118,26 +107,8 @@ def test_invalid_tokenizer_files(tmp_path: Path) -> None:
                 load_tokenizer(kind, path)
 
 
-def test_gpt2_files_give_the_ids_of_the_library(gpt2_tokenizer: GPT2BPETokenizer, tmp_path: Path) -> None:
-    reference = tokenizers.ByteLevelBPETokenizer(*map(str, gpt2_tokenizer.files))
-    for text in NASTY:
-        if "<|" not in text:
-            assert gpt2_tokenizer.encode(text) == reference.encode(text).ids
-    assert gpt2_tokenizer.encode("a<|endoftext|>")[-1] == gpt2_tokenizer.eod_id == 0
-    (tmp_path / "v.json").write_bytes(gpt2_tokenizer.files[0].read_bytes())
-    with pytest.raises(UserError, match=r"--merge-file .*merges\.txt: no such file"):
-        load_tokenizer("GPT2BPETokenizer", tmp_path / "v.json")
-    merges = gpt2_tokenizer.files[1].read_text()
-    (tmp_path / "merges.txt").write_text(merges.rpartition("\n")[0].rpartition("\n")[0])
-    other = load_tokenizer("GPT2BPETokenizer", tmp_path / "v.json")
-    assert other.sha256 != gpt2_tokenizer.sha256
-    (tmp_path / "merges.txt").write_text("no merges")
-    with pytest.raises(UserError, match="not GPT-2's pair of files"):
-        load_tokenizer("GPT2BPETokenizer", tmp_path / "v.json")
-
-
 def test_the_null_tokenizer_reads_ids(tmp_path: Path) -> None:
-    tokenizer = load_source(TokenizerSource("NullTokenizer", vocab_size=100))
+    tokenizer = load_tokenizer("NullTokenizer", vocab_size=100)
     assert tokenizer.encode_batch(["5 99\n0", ""]) == [[5, 99, 0], []]
     assert (tokenizer.eod_id, tokenizer.vocab_size) == (100, 101)
     assert tokenizer.decode([5, 99, 100]) == "5 99"

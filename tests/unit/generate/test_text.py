@@ -34,6 +34,13 @@ def test_a_character_that_begins_in_the_prompt_is_completed() -> None:
     assert pieces_of(IncrementalDecoder(Bytes(), [ord("a"), 0xC3]), [0x9F, ord("b")]) == ["ß", "b", ""]
 
 
+@pytest.mark.parametrize("prompt", ["caf\ufffd", "\ufffd\ufffd"])
+@pytest.mark.parametrize("continuation", ["abc", "é!", "\ufffdz", "\ufffd"])
+def test_a_prompt_that_ends_in_a_replacement_character_is_not_repeated(prompt: str, continuation: str) -> None:
+    decoder = IncrementalDecoder(Bytes(), list(prompt.encode()))
+    assert "".join(pieces_of(decoder, list(continuation.encode()))) == continuation
+
+
 def test_the_space_before_a_word_is_kept() -> None:
     assert pieces_of(IncrementalDecoder(Words(), [1, 2]), [3, 4]) == [" w3", " w4", ""]
     assert pieces_of(IncrementalDecoder(Words(), [7] * 30), [3] * 30) == [" w3"] * 30 + [""]

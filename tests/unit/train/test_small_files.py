@@ -23,7 +23,7 @@ from tests.unit.convert.hand_made import CONFIG, write_directory
 from tests.unit.convert.saved_models import convert
 
 EXTRA_FILES = {
-    "tokenizer_config.json": '{"eos_token": "<eos>"}',
+    "tokenizer_config.json": '{"eos_token": "<eos>", "tokenizer_class": "PreTrainedTokenizerFast"}',
     "chat_template.jinja": "{{ messages }}",
     "generation_config.json": '{"eos_token_id": [0, 2], "temperature": 0.5}',
 }
