@@ -66,6 +66,7 @@ def limit_bytes(paths: Sequence[Path], library: Path, limit: float) -> list[Path
 def main(argv: Sequence[str]) -> None:
     """Read the command line, train the tokenizer, and tokenize both parts."""
     options = parse_config(CorpusOptions, argv, "prepare_corpus.py", __doc__.partition("\n")[0])
+    from megatron_ladder.data.encoding import Task
     from megatron_ladder.data.preprocess import preprocess
     from megatron_ladder.data.tokenizer_training import train_sentencepiece
     from megatron_ladder.data.tokenizers import SentencePieceTokenizer
@@ -87,7 +88,7 @@ def main(argv: Sequence[str]) -> None:
     tokenizer = SentencePieceTokenizer(model)
     for name, inputs in (("train", training), ("valid", held_out)):
         prefix = options.output_dir / name
-        sidecar = preprocess(inputs, prefix, tokenizer, append_eod=True)["text"]
+        sidecar = preprocess(inputs, prefix, Task(tokenizer, append_eod=True))["text"]
         print(f"{name}: {prefix}_text_document: {sidecar.documents:,} documents, {sidecar.tokens:,} tokens")
 
 

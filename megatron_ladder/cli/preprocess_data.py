@@ -77,9 +77,9 @@ def main(argv: Sequence[str]) -> None:
     """Read the command line and tokenize."""
     config = parse_options(argv)
     from megatron_ladder.data.chat import OPTIONAL_KEYS, ChatTask, ConversationEncoder
+    from megatron_ladder.data.encoding import Task
     from megatron_ladder.data.partial import dataset_prefix
-    from megatron_ladder.data.preprocess import PreprocessOptions, preprocess, run_task
-    from megatron_ladder.data.reading.find import find_sources
+    from megatron_ladder.data.preprocess import PreprocessOptions, preprocess
     from megatron_ladder.data.reading.protocol import Reading
     from megatron_ladder.data.tokenizers import load_tokenizer
 
@@ -92,14 +92,11 @@ def main(argv: Sequence[str]) -> None:
         max_bad=config.skip_bad_lines,
     )
     options = PreprocessOptions(config.workers, config.log_interval, _print_message)
+    task = Task(tokenizer, reading, config.append_eod)
     if config.chat:
-        sources = find_sources(config.input, reading)
         encoder = ConversationEncoder(tokenizer, config.chat_template)
-        sidecars = run_task(
-            sources, config.output_prefix, ChatTask(tokenizer, reading, config.append_eod, encoder), options
-        )
-    else:
-        sidecars = preprocess(config.input, config.output_prefix, tokenizer, config.append_eod, reading, options)
+        task = ChatTask(tokenizer, reading, config.append_eod, encoder=encoder)
+    sidecars = preprocess(config.input, config.output_prefix, task, options)
     for key, sidecar in sidecars.items():
         prefix = dataset_prefix(config.output_prefix, key)
         skipped = f", {sidecar.skipped:,} bad lines skipped" if sidecar.skipped else ""

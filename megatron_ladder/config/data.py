@@ -41,9 +41,6 @@ class DataConfig:
         excludes=("--train-data-path", "--valid-data-path", "--per-split-data-args-path", "--streaming"),
     )
     """Proportions of training, validation and test documents in --data-path. The run leaves test documents out."""
-    data_cache_path: Path | None = None
-    """Directory that caches the order of samples. The processes of a machine then compute the order only once and share
-    its memory. Useful for about a million documents or more."""
     megatron_order: bool = False
     """Read training and validation samples in the order of Megatron-LM core, which depends on the length of the run."""
     allow_data_change: bool = flag(False, requires="--load")

@@ -67,6 +67,7 @@ _REFUSED_BY_REASON = {
         "--train-samples --train-tokens --lr-decay-samples --lr-warmup-samples --lr-decay-tokens --lr-warmup-tokens"
     ),
     "use --lr-warmup-iters": "--lr-warmup-fraction",
+    "the order of samples takes seconds to compute; leave the flag out": "--data-cache-path",
     "use one --global-batch-size": "--rampup-batch-size",
     "use --recompute-granularity full": (
         "--checkpoint-activations --deepspeed-activation-checkpointing --recompute-activations "

@@ -7,7 +7,7 @@ prepended. As in transformers, a special token that is spelled out in a message 
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,9 +52,9 @@ def read_messages(keys: Sequence[str], values: Sequence[Any], system: object = N
     found: list[Message] = []
     for place, message in enumerate(messages):
         if isinstance(message, dict) and isinstance(message.get("from"), str) and message.get("role") is None:
-            speaker = message["from"]
-            message = {"content": message.get("value"), **message, "role": _SHAREGPT_ROLES.get(speaker, speaker)}
-            del message["from"], message["value"]
+            others = {name: value for name, value in message.items() if name not in ("from", "value")}
+            role = _SHAREGPT_ROLES.get(message["from"], message["from"])
+            message = {**others, "role": role, "content": message.get("value")}
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ChatTemplateError(f"{key}[{place}]: expected an object with a 'role'")
         if not isinstance(message.get("content", ""), str | list | None):
@@ -130,7 +130,7 @@ class ConversationEncoder:
 class ChatTask(Task):
     """Makes each record, which is a conversation, a document. There is one output, named after the first key."""
 
-    encoder: ConversationEncoder
+    encoder: ConversationEncoder = field(kw_only=True)
 
     @property
     def chat_template(self) -> str:
@@ -139,9 +139,6 @@ class ChatTask(Task):
     @property
     def outputs(self) -> tuple[str, ...]:
         return self.reading.keys[:1]
-
-    def _flags(self) -> dict[str, Any]:
-        return {"--chat-template": self.chat_template, "--chat-keys": list(self.reading.keys)}
 
     def prepare(self, parsed: Parsed) -> Parsed:
         """Return one column of rendered conversations; conversations that cannot be rendered are bad records."""

@@ -1,7 +1,6 @@
 """The work of a preprocessing worker after reading: converts the values of some records to tokens."""
 
 import array
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -27,12 +26,12 @@ class KeyTokens(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Task(ABC):
-    """Converts records to tokens. It is sent to the worker processes, so it is small and immutable."""
+class Task:
+    """Makes each text of a key a document. It is sent to the worker processes, so it is small and immutable."""
 
     tokenizer: Tokenizer
-    reading: Reading
-    append_eod: bool
+    reading: Reading = Reading()
+    append_eod: bool = False
 
     @property
     def chat_template(self) -> str | None:
@@ -40,9 +39,9 @@ class Task(ABC):
         return None
 
     @property
-    @abstractmethod
     def outputs(self) -> tuple[str, ...]:
         """Names of the output data sets: `<prefix>_<name>_document`."""
+        return self.reading.keys
 
     @property
     def dtype(self) -> "np.dtype[Any]":
@@ -51,35 +50,16 @@ class Task(ABC):
 
     def identity(self) -> dict[str, Any]:
         """Return everything except the input that determines the tokens; JSON-able."""
-        values = {"tokenizer": self.tokenizer.sha256, **self._flags(), "--append-eod": self.append_eod}
-        values["--max-document-megabytes"] = self.reading.max_bytes >> 20
+        values = {"tokenizer": self.tokenizer.sha256, "keys": list(self.reading.keys), "--append-eod": self.append_eod}
+        values |= {"--chat-template": self.chat_template, "--max-document-megabytes": self.reading.max_bytes >> 20}
         return values | ({"end-of-document token": self.tokenizer.eod_id} if self.append_eod else {})
-
-    @abstractmethod
-    def _flags(self) -> dict[str, Any]:
-        """Return the flags of this kind of task."""
 
     def prepare(self, parsed: Parsed) -> Parsed:
         """Return the values to encode of a block; records that cannot be encoded become bad records."""
         return parsed
 
-    @abstractmethod
     def encode(self, columns: Sequence[list[Any]]) -> tuple[KeyTokens, ...]:
         """Return the tokens for each output, from the columns of what was prepared."""
-
-
-@dataclass(frozen=True)
-class TextTask(Task):
-    """Makes each text of a key a document."""
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        return self.reading.keys
-
-    def _flags(self) -> dict[str, Any]:
-        return {"--json-keys": list(self.reading.keys)}
-
-    def encode(self, columns: Sequence[list[Any]]) -> tuple[KeyTokens, ...]:
         end = self.tokenizer.eod_id if self.append_eod else None
         found = []
         for texts in columns:

@@ -131,8 +131,6 @@ class OrderOptions(NamedTuple):
 
     seq_length: int
     seed: int
-    cache: Path | None = None
-    """Directory for cached orders; None: each process builds its own."""
     megatron_samples: Mapping[str, int] | None = None
     """Number of samples of the whole run by part if it uses Megatron's order, which depends on it."""
     loss_on: LossOn | None = None
@@ -204,7 +202,7 @@ def _open_part(
         errors.raise_if_any()
         own_split = None if shares is None else (shares, _PARTS.index(part))
         samples = order.megatron_samples[part]
-        return megatron_source(part, datasets, weights, own_split, order.seq_length, order.seed, samples, order.cache)
+        return megatron_source(part, datasets, weights, own_split, order.seq_length, order.seed, samples)
     sources, own_weights = [], []
     for position, dataset in enumerate(datasets):
         everything = range(len(dataset))
@@ -250,7 +248,7 @@ def open_source(
         )
     if loss_on == "all":
         dataset.loss_mask = None
-    return SampleSource(dataset, documents, order.seq_length, order.seed, shuffle, part, order.cache)
+    return SampleSource(dataset, documents, order.seq_length, order.seed, shuffle, part)
 
 
 def _parse_split(text: str) -> list[float]:

@@ -20,7 +20,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,6 @@ from numpy.typing import NDArray
 
 from megatron_ladder.data.blending import BlendedSource, places_among_equals
 from megatron_ladder.data.indexed import IndexedDataset
-from megatron_ladder.data.order_cache import load_or_build
 from megatron_ladder.data.samples import Order, SampleSource, joined_starts
 from megatron_ladder.errors import UserError
 
@@ -54,11 +52,10 @@ class _MegatronSource(SampleSource):
         seq_length: int,
         seed: int,
         run_samples: int | None,
-        cache: Path | None = None,
         part: str = "train",
     ) -> None:
         """`run_samples` is the number of samples that the run reads; None: those of one epoch."""
-        super().__init__(dataset, sequences, seq_length, seed, True, part, cache, dataset.sequence_bounds)
+        super().__init__(dataset, sequences, seq_length, seed, True, part, dataset.sequence_bounds)
         self.run_samples, self.order_options = run_samples, {"run_samples": run_samples}
         self.epochs = 1 if run_samples is None else max(1, -(-(run_samples * seq_length + 1) // self.tokens))
 
@@ -97,19 +94,11 @@ def _greedy_turns(weights: Sequence[float], size: int) -> NDArray[np.int32]:
 class _MegatronBlend(BlendedSource):
     """The samples of several data sets in Megatron's order, which is finite."""
 
-    def __init__(
-        self, sources: Sequence[_MegatronSource], shares: Sequence[float], size: int, cache: Path | None
-    ) -> None:
+    def __init__(self, sources: Sequence[_MegatronSource], shares: Sequence[float], size: int) -> None:
         """Raises UserError if the rule takes more samples from a source than it has; `shares` have any sum."""
         weights = _normalized(shares)
-        description = {"order": "megatron blend", "weights": weights, "size": size}
-
-        def build() -> list[NDArray[np.int64]]:
-            turns = _greedy_turns(weights, size)
-            return [turns.astype(np.int64), places_among_equals(turns, len(weights))]
-
-        turns, places = build() if cache is None else load_or_build(cache, description, build)
-        super().__init__(sources, weights, turns, places)
+        turns = _greedy_turns(weights, size)
+        super().__init__(sources, weights, turns.astype(np.int64), places_among_equals(turns, len(weights)))
         for source, count in zip(sources, np.bincount(turns, minlength=len(sources)).tolist(), strict=True):
             if count > len(source):
                 raise UserError(
@@ -132,7 +121,6 @@ def megatron_source(
     seq_length: int,
     seed: int,
     run_samples: int,
-    cache: Path | None,
 ) -> _MegatronSource | _MegatronBlend | None:
     """Return one part of some data sets in Megatron's order; None if it has no sequence of them.
 
@@ -145,7 +133,7 @@ def megatron_source(
         return _split_sequences(shares, len(dataset.sequence_bounds) - 1)[position]
 
     def source(dataset: IndexedDataset, samples: int | None) -> _MegatronSource:
-        return _MegatronSource(dataset, sequences_of(dataset), seq_length, seed, samples, cache, part)
+        return _MegatronSource(dataset, sequences_of(dataset), seq_length, seed, samples, part)
 
     held = [bool(sequences_of(dataset)) for dataset in datasets]
     if not any(held):
@@ -164,11 +152,11 @@ def megatron_source(
                 "without weights Megatron reads each sample at most once: give weights, or fewer "
                 f"{'--train-iters' if part == 'train' else '--eval-iters'}"
             )
-        return _MegatronBlend(once, list(map(len, once)), run_samples, cache)
+        return _MegatronBlend(once, list(map(len, once)), run_samples)
     normalized = _normalized([float(weight) for weight in weights])
     wanted = [math.ceil(run_samples * weight) for weight in normalized]
     prepared = [math.ceil(count * (1 + _SURPLUS)) for count in wanted]
-    return _MegatronBlend(list(map(source, datasets, prepared)), normalized, sum(wanted), cache)
+    return _MegatronBlend(list(map(source, datasets, prepared)), normalized, sum(wanted))
 
 
 def _normalized(weights: Sequence[float]) -> list[float]:

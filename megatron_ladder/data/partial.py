@@ -129,11 +129,7 @@ class Partial:
     def made_of(self, shards: Sequence[Shard]) -> dict[str, Any]:
         """Return everything that determines the output of some shards; JSON-able."""
         inputs = [shard.identity() for shard in shards]
-        return {
-            "format": _FORMAT,
-            "input": inputs,
-            "--chat": self._task.chat_template is not None,
-        } | self._task.identity()
+        return {"format": _FORMAT, "input": inputs} | self._task.identity()
 
     def find(self, number: int, made_of: dict[str, Any]) -> FinishedShard | None:
         """Return the record of a shard if an earlier run has finished it, and would make it of the same."""

@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_ladder.data.encoding import KeyTokens, Task, TextTask
+from megatron_ladder.data.encoding import KeyTokens, Task
 from megatron_ladder.data.partial import FinishedShard, Partial
 from megatron_ladder.data.reading.find import find_sources
 from megatron_ladder.data.reading.protocol import GROUP_BYTES, Block, Reading, Shard, Source
 from megatron_ladder.data.sidecar import Sidecar
-from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.processes import interrupts_blocked
 from megatron_ladder.progress import ProgressBar
@@ -49,12 +48,7 @@ class _TokenizedGroup(NamedTuple):
 
 
 def preprocess(
-    inputs: Sequence[str | Path],
-    output_prefix: Path,
-    tokenizer: Tokenizer,
-    append_eod: bool = False,
-    reading: Reading | None = None,
-    options: PreprocessOptions | None = None,
+    inputs: Sequence[str | Path], output_prefix: Path, task: Task, options: PreprocessOptions = PreprocessOptions()
 ) -> dict[str, Sidecar]:
     """Write or replace `<output_prefix>_<key>_document.{bin,idx,json}` for each key, and return the sidecars.
 
@@ -62,15 +56,7 @@ def preprocess(
         UserError: an input is missing, malformed (`file:line`) or without text, or the output cannot be written.
         OSError: a file or the network failed during the run.
     """
-    reading, options = reading or Reading(), options or PreprocessOptions()
-    task = TextTask(tokenizer, reading, append_eod)
-    return run_task(find_sources(inputs, reading), output_prefix, task, options)
-
-
-def run_task(
-    sources: Sequence[Source], output_prefix: Path, task: Task, options: PreprocessOptions
-) -> dict[str, Sidecar]:
-    """Process all sources with a task and publish its outputs; returns and raises as `preprocess`."""
+    sources = find_sources(inputs, task.reading)
     shards = list(_joined_shards(sources, task.reading, options.shard_bytes))
     with Partial(output_prefix, task, options.report) as partial:
         made_of = [partial.made_of(members) for members in shards]

@@ -9,14 +9,12 @@ SAMPLES). Every epoch has the same number of samples, so sample n of a run is sa
 
 import functools
 from abc import ABC, abstractmethod
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ladder.data.indexed import IndexedDataset
-from megatron_ladder.data.order_cache import load_or_build
 from megatron_ladder.data.sidecar import content_of
 from megatron_ladder.errors import UserError
 
@@ -75,7 +73,7 @@ class Samples(ABC):
 class DatasetSamples(Samples):
     """Samples of `tokens` tokens of a range of documents; without `shuffle`, documents and samples keep their order.
 
-    `order` is its name in checkpoints and in the cache, `order_options` everything else that determines it, except the
+    `order` is its name in checkpoints, `order_options` everything else that determines it, except the
     seed and the sequence length; JSON-able.
     """
 
@@ -144,15 +142,13 @@ class SampleSource(DatasetSamples):
         seed: int,
         shuffle: bool,
         part: str = "train",
-        cache: Path | None = None,
         bounds: NDArray[np.int64] | None = None,
     ) -> None:
         """Raises UserError if the documents have fewer than seq_length + 1 tokens.
 
-        `part` is for messages, `cache` a directory for order_cache.py; `bounds` replace the data set's document bounds.
+        `part` is for messages; `bounds` replace the data set's document bounds.
         """
         super().__init__(dataset, documents, seq_length, seed, shuffle)
-        self.cache = cache
         self.bounds = dataset.document_bounds if bounds is None else bounds
         self.has_loss_mask = dataset.loss_mask is not None
         self.tokens = int(self.bounds[documents.stop] - self.bounds[documents.start])
@@ -196,15 +192,7 @@ class SampleSource(DatasetSamples):
 
     def _order_of(self, epoch: int) -> Order:
         if self._held is None or self._held[0] != epoch:
-            if self.cache is None or not self.shuffle:
-                order = self._build_order(epoch)
-            else:
-                # Everything that determines the order of the epoch.
-                documents = [self.documents.start, self.documents.stop]
-                description = {"order": self.order, "content": self.content, "documents": documents}
-                description |= {"seq_length": self.seq_length, "seed": self.seed, "epoch": epoch} | self.order_options
-                order = Order(*load_or_build(self.cache, description, lambda: self._build_order(epoch)))
-            self._held = epoch, order
+            self._held = epoch, self._build_order(epoch)
         return self._held[1]
 
     def _build_order(self, epoch: int) -> Order:

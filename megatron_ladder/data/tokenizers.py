@@ -16,6 +16,7 @@ import msgspec
 import sentencepiece
 import tokenizers
 from sentencepiece import sentencepiece_model_pb2
+from tokenizers import decoders, normalizers
 
 from megatron_ladder.config.data import TokenizerType
 from megatron_ladder.errors import UserError
@@ -152,26 +153,23 @@ class SentencePieceTokenizer(Tokenizer):
         problem, fix = f"{self.files[0]}: cannot be exported: transformers", "train with a tokenizer.json instead"
         if model.trainer_spec.model_type not in (model.trainer_spec.UNIGRAM, model.trainer_spec.BPE):
             raise UserError(f"{problem} reads only unigram and BPE models: {fix}")
-        library = tokenizers.Tokenizer(_library_model(model))
-        written = model.normalizer_spec
-        spaces: list[Any] = [tokenizers.normalizers.Replace(" ", "\u2581")]
+        library, written, space = tokenizers.Tokenizer(_library_model(model)), model.normalizer_spec, "\u2581"
+        steps: list[Any] = [normalizers.Replace(" ", space)]
+        decoded: list[Any] = [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse()]
         if written.add_dummy_prefix:
-            spaces.insert(0, tokenizers.normalizers.Prepend("\u2581"))
+            steps.insert(0, normalizers.Prepend(space))
+            decoded.append(decoders.Strip(" ", 1, 0))
         if written.remove_extra_whitespaces:
-            patterns = {r"\A +| +\z": "", " +": " "}
-            spaces[:0] = [tokenizers.normalizers.Replace(tokenizers.Regex(one), to) for one, to in patterns.items()]
+            ends, several = tokenizers.Regex(r"\A +| +\z"), tokenizers.Regex(" +")
+            steps[:0] = [normalizers.Replace(ends, ""), normalizers.Replace(several, " ")]
         if written.precompiled_charsmap:
-            spaces.insert(0, tokenizers.normalizers.Precompiled(written.precompiled_charsmap))
-        library.normalizer = tokenizers.normalizers.Sequence(spaces)
+            steps.insert(0, normalizers.Precompiled(written.precompiled_charsmap))
+        library.normalizer, library.decoder = normalizers.Sequence(steps), decoders.Sequence(decoded)
         symbols = sorted((piece.piece for piece in model.pieces if piece.type == piece.USER_DEFINED), key=len)
         if symbols and model.trainer_spec.model_type == model.trainer_spec.BPE:
             pattern = tokenizers.Regex("|".join(map(re.escape, reversed(symbols))))
             library.pre_tokenizer = tokenizers.pre_tokenizers.Split(pattern, "isolated")
             library.model.ignore_merges = True
-        decoders = [tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.ByteFallback()]
-        decoders += [tokenizers.decoders.Fuse()]
-        decoders += [tokenizers.decoders.Strip(" ", 1, 0)] if written.add_dummy_prefix else []
-        library.decoder = tokenizers.decoders.Sequence(decoders)
         library.add_special_tokens([piece.piece for piece in model.pieces if piece.type == piece.CONTROL])
         library.encode_special_tokens = True
         probes = _probes(model)
@@ -208,27 +206,22 @@ def _library_model(model: sentencepiece_model_pb2.ModelProto) -> Any:
     Only normal pieces are merged or found in a text; user-defined symbols always are.
     """
     trained, pieces = model.trainer_spec, model.pieces
-    normal = {piece.piece for piece in pieces if piece.type == piece.NORMAL}
+    scores = {piece.piece: piece.score for piece in pieces if piece.type == piece.NORMAL}
     if trained.model_type == trained.UNIGRAM:
-        best = max(piece.score for piece in pieces if piece.type == piece.NORMAL)
-        scores = {
-            piece.piece: len(piece.piece) * best - 0.1 if piece.type == piece.USER_DEFINED else _NEVER
-            for piece in pieces
-        }
-        scores |= {piece.piece: piece.score for piece in pieces if piece.type == piece.NORMAL}
-        return tokenizers.models.Unigram(list(scores.items()), trained.unk_id, trained.byte_fallback)
+        best = max(scores.values())
+        others = {piece.piece: len(piece.piece) * best - 0.1 for piece in pieces if piece.type == piece.USER_DEFINED}
+        scores |= others
+        scored = [(piece.piece, scores.get(piece.piece, _NEVER)) for piece in pieces]
+        return tokenizers.models.Unigram(scored, trained.unk_id, trained.byte_fallback)
     merges = [
-        (piece.piece[:cut], piece.piece[cut:])
-        for piece in sorted(pieces, key=lambda piece: -piece.score)
-        if piece.type == piece.NORMAL
-        for cut in range(1, len(piece.piece))
-        if piece.piece[:cut] in normal and piece.piece[cut:] in normal
+        (piece[:cut], piece[cut:])
+        for piece in sorted(scores, key=lambda piece: -scores[piece])
+        for cut in range(1, len(piece))
+        if piece[:cut] in scores and piece[cut:] in scores
     ]
     vocabulary = {piece.piece: number for number, piece in enumerate(pieces)}
-    unknown = pieces[trained.unk_id].piece
-    return tokenizers.models.BPE(
-        vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=trained.byte_fallback
-    )
+    unknown = {"unk_token": pieces[trained.unk_id].piece, "fuse_unk": True, "byte_fallback": trained.byte_fallback}
+    return tokenizers.models.BPE(vocabulary, merges, **unknown)
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -275,7 +268,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return tuple(token.content for token in self._added.values() if token.special)
 
     def named_tokens(self) -> dict[str, str]:
-        return {"eos_token": self._tokenizer.id_to_token(self.eod_id)}
+        return {"eos_token": str(self._tokenizer.id_to_token(self.eod_id))}
 
     def _named(self, kind: str) -> Iterator[tuple[Path, object]]:
         """Yield each companion file that names a special token, with its text, or an invalid value."""

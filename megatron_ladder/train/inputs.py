@@ -279,14 +279,7 @@ def _open_sources(run: RunConfig, tokenizer: Tokenizer | None) -> Sources:
     parts = ["train"] * (not data.streaming and not run.logging.skip_train) + ["valid"] * (run.logging.eval_iters > 0)
     samples = {"train": run.training.train_iters * run.global_batch_size, "valid": run.validation_samples}
     megatron_samples = samples if data.megatron_order else None
-    order = OrderOptions(
-        run.training.seq_length, run.training.seed, data.data_cache_path, megatron_samples, data.loss_on
-    )
-    if (cache := data.data_cache_path) is not None:
-        try:
-            cache.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--data-cache-path {cache}: cannot be created: {error.strerror}: give another") from None
+    order = OrderOptions(run.training.seq_length, run.training.seed, megatron_samples, data.loss_on)
     sources = open_sources(find_data(data), data.split, order, parts)
     if tokenizer is not None:
         check_tokenizer(sources, tokenizer)

@@ -170,6 +170,7 @@ def test_records_with_an_instruction() -> None:
         (["a", "b"], [1, "x"], "expected a text under 'a', found int"),
         (["messages"], [[]], "expected a list of messages under 'messages'"),
         (["messages"], [["a"]], r"messages\[0\]: expected an object with a 'role'"),
+        (["messages"], [[MESSAGES[1] | {"weight": 0.5}]], r"messages\[0\]: weight 0.5: expected 0 or 1"),
     ],
 )
 def test_records_without_a_conversation(keys: list[str], values: list[Any], error: str) -> None:
@@ -191,6 +192,67 @@ def test_messages_in_sharegpt_format() -> None:
     ]
     usual: dict[str, Any] = {"role": "user", "from": "human", "content": "Hi"}
     assert read_messages(["messages"], [[usual]]) == [usual]
+
+
+TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
+
+
+@pytest.mark.parametrize("written", ["a.jsonl", "a.parquet", "hf"])
+def test_tools_and_a_separate_system_text_reach_the_template(folder: Path, tmp_path: Path, written: str) -> None:
+    tools = [{"name": "f", "parameters": {"x": "int"}}]
+    records: list[dict[str, Any]] = [
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}], "system": "Be brief."},
+        {"conversations": MESSAGES[1:3], "tools": json.dumps(tools)},
+    ]
+    (tmp_path / "t.jinja").write_text(TOOLS)
+    if written == "a.parquet":
+        rows = [
+            {"conversations": [{"from": None, "value": None, **m} for m in one["conversations"]]} for one in records
+        ]
+        table = [
+            row | {key: one.get(key) for key in ("system", "tools")} for row, one in zip(rows, records, strict=True)
+        ]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), tmp_path / written)
+    else:
+        place = tmp_path / written
+        place.mkdir(exist_ok=True) if written == "hf" else None
+        file = place / "train.jsonl" if written == "hf" else place
+        file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    argv = f"--output-prefix {tmp_path}/out --chat --chat-keys conversations --chat-template {tmp_path}/t.jinja".split()
+    argv += ["--input", f"hf://{tmp_path}/hf" if written == "hf" else f"{tmp_path}/{written}"]
+    preprocess_data.main([*argv, "--tokenizer-type", "HFTokenizer", "--tokenizer-model", str(folder)])
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    usual = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
+    expected = [
+        theirs.apply_chat_template([{"role": "system", "content": "Be brief."}, *usual], chat_template=TOOLS),
+        theirs.apply_chat_template(MESSAGES[1:3], chat_template=TOOLS, tools=tools),
+    ]
+    prefix = tmp_path / "out_conversations_document"
+    assert [ids for ids, _ in documents_of(prefix)] == [one["input_ids"] for one in expected]
+    sidecar = read_sidecar(prefix)
+    assert sidecar is not None and sidecar.chat_template == TOOLS
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["chatml", "marked"])
+def test_an_answer_of_weight_0_does_not_count(folder: Path, tmp_path: Path, template: str) -> None:
+    encoder = encoder_of(folder, template, tmp_path)
+    whole = tokens_of(encoder, MESSAGES)
+    some = tokens_of(encoder, [*MESSAGES[:2], MESSAGES[2] | {"weight": 0}, *MESSAGES[3:]])
+    assert some.token_ids.tolist() == whole.token_ids.tolist()
+    last = len(whole.loss_mask) - 1 - whole.loss_mask[::-1].argmax()
+    kept = whole.loss_mask.copy()
+    kept[: last - 3] = 0
+    assert whole.loss_mask.sum() > kept.sum() > 0 and some.loss_mask.tolist() == kept.tolist()
+    with pytest.raises(ChatTemplateError, match="no generation block per answer"):
+        once = encoder_of(folder, "{% generation %}{{ messages[0].content }}{% endgeneration %}", tmp_path)
+        once.render([message | {"weight": 0} for message in MESSAGES])
+
+
+def test_a_role_that_nothing_knows_is_rejected(folder: Path, tmp_path: Path) -> None:
+    messages = [MESSAGES[1], {"role": "Assistant", "content": "Hello"}]
+    with pytest.raises(ChatTemplateError, match="the role 'Assistant' is none of system, .*not in the template"):
+        encoder_of(folder, CHATML, tmp_path).render(messages)
+    assert encoder_of(folder, "{% set named = 'Assistant' %}" + CHATML, tmp_path).render(messages).answers == ()
 
 
 def documents_of(prefix: Path) -> list[tuple[list[int], list[int]]]:

@@ -6,7 +6,7 @@ import numpy as np
 import sentencepiece
 import tokenizers
 
-from megatron_ladder.data.encoding import TextTask
+from megatron_ladder.data.encoding import Task
 from megatron_ladder.data.reading.protocol import Reading
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 
@@ -25,7 +25,7 @@ HARD_TEXTS = (
 
 
 def encode(tokenizer: Tokenizer, append_eod: bool) -> tuple[list[int], list[int]]:
-    (found,) = TextTask(tokenizer, Reading(), append_eod).encode([list(HARD_TEXTS)])
+    (found,) = Task(tokenizer, Reading(), append_eod).encode([list(HARD_TEXTS)])
     assert found.token_ids.dtype == np.dtype("<u2") and found.largest_id == max(found.token_ids)
     return found.token_ids.tolist(), found.lengths.tolist()
 

@@ -17,7 +17,7 @@ LENGTHS = [7, 30, 2, 60]
 
 def describe(*words: object, split: str = "1", run_samples: int | None = None) -> dict[str, Any]:
     """Return the description as read from a checkpoint."""
-    order = OrderOptions(4, 1, None, None if run_samples is None else {"train": run_samples})
+    order = OrderOptions(4, 1, None if run_samples is None else {"train": run_samples})
     sources = open_sources(DataArguments(list(map(str, words)), (), (), ()), split, order, ["train"])
     assert sources.train is not None
     described: dict[str, Any] = json.loads(json.dumps(describe_training(sources.train, "ab")))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ladder.data.encoding import Task
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.inspect import verify
 from megatron_ladder.data.partial import Partial
@@ -34,7 +35,7 @@ def run(inputs: list[Any], prefix: Path, append_eod: bool = False, **reading: An
     """Preprocess bytes in small shards and return the messages."""
     reported: list[str] = []
     options = PreprocessOptions(report=reported.append, shard_bytes=SHARD)
-    preprocess(inputs, prefix, ByteTokenizer(), append_eod, Reading(**reading), options)
+    preprocess(inputs, prefix, Task(ByteTokenizer(), Reading(**reading), append_eod), options)
     return reported
 
 
@@ -58,7 +59,7 @@ def test_json_lines_and_plain_text(tmp_path: Path, sentencepiece_tokenizer: Sent
     (tmp_path / "b.py").write_bytes(b"\xef\xbb\xbfdef f():\r\n\treturn 1\n")
     (tmp_path / "empty.txt").write_text("")
     inputs = [tmp_path / "a.jsonl", tmp_path / "empty.txt", tmp_path / "b.py"]
-    sidecar = preprocess(inputs, tmp_path / "out", sentencepiece_tokenizer, append_eod=True)["text"]
+    sidecar = preprocess(inputs, tmp_path / "out", Task(sentencepiece_tokenizer, append_eod=True))["text"]
     texts = ["one\ttwo", "café 🎉", "def f():\r\n\treturn 1\n"]
     expected = [[*sentencepiece_tokenizer.encode(text), 2] for text in texts]
     assert documents_of(tmp_path / "out_text_document") == expected
@@ -78,7 +79,7 @@ def test_shards_and_workers_do_not_change_the_output(
     write_lines(tmp_path / "a.jsonl", texts)
     for name, shard_bytes, used in (("one", 1 << 30, 1), ("many", 200_000, 2)):
         options = PreprocessOptions(used, report=lambda line: None, shard_bytes=shard_bytes)
-        preprocess([tmp_path / "a.jsonl"], tmp_path / name, hugging_face_tokenizer, True, options=options)
+        preprocess([tmp_path / "a.jsonl"], tmp_path / name, Task(hugging_face_tokenizer, Reading(), True), options)
     assert files_of(tmp_path / "one") == files_of(tmp_path / "many")
     expected = [[*ids, hugging_face_tokenizer.eod_id] for ids in hugging_face_tokenizer.encode_batch(texts)]
     assert documents_of(tmp_path / "many_text_document") == expected

@@ -1,10 +1,12 @@
 """Files of an imported model in checkpoints: chat template, special token ids, generation settings."""
 
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
 from tokenizers.models import WordLevel
@@ -14,6 +16,9 @@ from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.config.data import CheckpointConfig
 from megatron_ladder.config.training import OptimizerConfig
+from megatron_ladder.data.chat_template import read_chat_template
+from megatron_ladder.data.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
+from megatron_ladder.data.sidecar import Sidecar, write_sidecar
 from megatron_ladder.data.tokenizers import Tokenizer, load_tokenizer
 from megatron_ladder.generate.loading import open_model
 from megatron_ladder.train import checkpoints
@@ -50,7 +55,9 @@ def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "imported"
 
 
-def train(load: Path, save: Path, tokenizer: Tokenizer | None, finetune: bool, iteration: int) -> Path:
+def train(
+    load: Path, save: Path, tokenizer: Tokenizer | None, finetune: bool, iteration: int, sources: Any = None
+) -> Path:
     """Run a training that loads, saves after a step and at its end; return its last checkpoint."""
     opened = Checkpoint.open(load)
     run = SimpleNamespace(
@@ -69,7 +76,7 @@ def train(load: Path, save: Path, tokenizer: Tokenizer | None, finetune: bool, i
         engine=SimpleNamespace(state=tiny_training.TinyState(1)),
         guard=SimpleNamespace(set_state=lambda stored: None, state=dict),
     )
-    inputs: Any = SimpleNamespace(sources=None, tokenizer=tokenizer, stream=None, checkpoint=opened)
+    inputs: Any = SimpleNamespace(sources=sources, tokenizer=tokenizer, stream=None, checkpoint=opened)
     with CheckpointSaver(trainer, inputs) as saver:
         saver.resume()
         saver.save(iteration, 4 * iteration)
@@ -97,3 +104,24 @@ def test_imported_files_are_exported_after_two_runs(imported: Path, tmp_path: Pa
         assert (tmp_path / "back" / name).read_bytes() == (hf / name).read_bytes(), name
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     assert config["eos_token_id"] == [0, 2] and config["pad_token_id"] == 3
+
+
+def test_the_template_of_the_data_is_exported(
+    imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It replaces that of the tokenizer and of the imported model; a second one is reported."""
+    datasets = []
+    for name in ("first", "second"):
+        with IndexedDatasetWriter(tmp_path / name, token_dtype(9), has_loss_mask=True) as writer:
+            writer.add_documents(np.arange(3), np.array([3], np.int32), np.ones(3, np.uint8))
+            checksums = writer.publish()
+        sidecar = Sidecar("HuggingFaceTokenizer", "ab", 4, 0, False, 2, 1, 3, conversations=True, chat_template=name)
+        write_sidecar(tmp_path / name, dataclasses.replace(sidecar, **checksums._asdict()))
+        datasets.append(IndexedDataset(tmp_path / name))
+    tokenizer = load_tokenizer("HuggingFaceTokenizer", tmp_path / "hf")
+    directory = train(imported, tmp_path / "run", tokenizer, True, 1, SimpleNamespace(datasets=datasets))
+    found = open_model(directory, None, None).tokenizer
+    assert found is not None and read_chat_template(found).source == "first"
+    assert f"*** {tmp_path}/second: has another chat template than {tmp_path}/first" in capsys.readouterr().out
+    convert("export", "--load", tmp_path / "run", "--hf", tmp_path / "back")
+    assert (tmp_path / "back" / "chat_template.jinja").read_text() == "first"
