@@ -7,6 +7,7 @@ The assistant's answers are the contents of `{% generation %}` blocks. If a temp
 found by rendering beginnings of the conversation: up to the prompt for an answer, and up to the answer's end.
 """
 
+import contextlib
 import itertools
 import re
 import secrets
@@ -185,3 +186,10 @@ def read_chat_template(
             f"{flag}{folder} has no chat template (no {_TEMPLATE_FILE}, and no chat_template in {_CONFIG_FILE}): {fix}"
         )
     return TemplateSource(templates, tokens, str(folder / _CONFIG_FILE))
+
+
+def own_chat_template(tokenizer: Tokenizer | None) -> str | None:
+    """Return the template that was loaded with a tokenizer, if there is one."""
+    with contextlib.suppress(UserError):
+        return None if tokenizer is None else read_chat_template(tokenizer).source
+    return None

@@ -5,7 +5,7 @@ A data set without a sidecar (such as Megatron's own) is read without the checks
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -131,14 +131,17 @@ def check_sidecar(dataset: IndexedDataset, tokenizer: Tokenizer) -> None:
         )
 
 
-def chat_templates(datasets: Sequence[IndexedDataset]) -> dict[str, Path]:
-    """Return the templates with which conversations were made, each with the prefix of its first data set."""
+def find_chat_template(datasets: Sequence[IndexedDataset], report: Callable[[str], None]) -> str | None:
+    """Return the template that made the first conversations among data sets; report those that another one made."""
     found: dict[str, Path] = {}
     for dataset in datasets:
         sidecar = sidecar_of(dataset)
         if sidecar is not None and sidecar.chat_template is not None:
             found.setdefault(sidecar.chat_template, dataset.prefix)
-    return found
+    for prefix in list(found.values())[1:]:
+        first = next(iter(found.values()))
+        report(f"*** {prefix}: has another chat template than {first}, which checkpoints record ***")
+    return next(iter(found), None)
 
 
 def content_of(dataset: IndexedDataset) -> dict[str, Any]:

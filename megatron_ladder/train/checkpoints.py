@@ -22,8 +22,8 @@ from megatron_ladder.checkpoint.format import CARRIED, CHAT_TEMPLATE, GENERATION
 from megatron_ladder.checkpoint.loading import load_newest
 from megatron_ladder.checkpoint.publish import Retention, published_checkpoints
 from megatron_ladder.checkpoint.saving import SaveError, SaveOptions, SaveOutcome, TrainingSave
-from megatron_ladder.data.chat_template import read_chat_template
-from megatron_ladder.data.sidecar import chat_templates
+from megatron_ladder.data.chat_template import own_chat_template
+from megatron_ladder.data.sidecar import find_chat_template
 from megatron_ladder.data.tokenizers import Tokenizer, tokenizer_files
 from megatron_ladder.errors import BadNumbersError, UserError
 from megatron_ladder.files import write_atomically
@@ -70,13 +70,8 @@ class CheckpointSaver:
         self._print = partial(print_rank_0, rank=self._world.rank)
         self._event = on_event if self._world.rank == 0 else lambda kind, /, **fields: None
         self._streams = streams
-        templates = {} if inputs.sources is None else chat_templates(inputs.sources.datasets)
-        if len(templates) > 1:
-            first, *others = map(str, templates.values())
-            self._print(
-                f"*** {', '.join(others)}: has another chat template than {first}, which checkpoints record ***"
-            )
-        self._small_files = _SmallFiles(inputs.tokenizer, next(iter(templates), None))
+        template = None if inputs.sources is None else find_chat_template(inputs.sources.datasets, self._print)
+        self._small_files = _SmallFiles(inputs.tokenizer, template)
         self._host = HostMemory()
         self._loaded: Path | None = None
         self._saved: int | None = None
@@ -280,11 +275,8 @@ class _SmallFiles:
         """`template` is that of the data, which replaces the tokenizer's."""
         self._tokenizer = tokenizer
         self._files = {} if tokenizer is None else tokenizer_files(tokenizer)
-        own = None
-        with contextlib.suppress(UserError):
-            own = None if tokenizer is None else read_chat_template(tokenizer).source
-        if template not in (None, own):
-            self._files[CHAT_TEMPLATE] = str(template).encode()
+        if template is not None and template != own_chat_template(tokenizer):
+            self._files[CHAT_TEMPLATE] = template.encode()
         self._imported: Any = None
 
     def inherit(self, checkpoint: Checkpoint) -> list[str]:
