@@ -18,9 +18,9 @@ class PreprocessConfig:
 
     input: tuple[str, ...]
     """Inputs, read in this order: files, glob patterns such as 'data/*.jsonl.gz' (sorted), - for standard input, and
-    hf://NAME[:CONFIG][@SPLIT] for the datasets library (NAME may be a local directory). .jsonl, .json and .ndjson files
-    have one JSON object per line, and may be compressed (.gz, .zst). .parquet files have columns. Any other file is one
-    document of plain text."""
+    hf://NAME[:CONFIG][@SPLIT] for the datasets library (NAME may be a local directory). .jsonl, .json, .ndjson,
+    .jsonlines and .jl files, and files that begin with {", have one JSON object per line, and may be compressed (.gz,
+    .zst). .parquet files have columns. Any other file is one document of plain text."""
     output_prefix: Path = flag(output="prefix")
     """Prefix of the output files: PREFIX_text_document.bin and .idx, and a .json file that describes them."""
     tokenizer_type: TokenizerType = flag()

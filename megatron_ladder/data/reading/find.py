@@ -2,6 +2,7 @@
 
 import glob
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from megatron_ladder.data.reading.lines import (
 from megatron_ladder.data.reading.parquet import ParquetFile
 from megatron_ladder.data.reading.protocol import JSON_SUFFIXES, Reading, Source, is_json_lines
 from megatron_ladder.errors import ErrorCollector, UserError
+
+_BEGINS_WITH_OBJECT = re.compile(rb'(\xef\xbb\xbf)?\s*\[?\s*\{\s*["}]')
 
 
 def find_sources(inputs: Sequence[str | Path], reading: Reading) -> list[Source]:
@@ -69,6 +72,11 @@ def _source_of(path: Path, reading: Reading) -> Source:
         source = ParquetFile(path)
         source.check(reading)
         return source
+    if suffix in (".csv", ".tsv"):
+        raise UserError(f"{shown}: tables of text cannot be read: convert it to Parquet or JSON lines")
+    with open(path, "rb") as file:
+        if _BEGINS_WITH_OBJECT.match(file.read(64)):
+            return JsonLinesFile(path)
     if reading.keys != ("text",) or not reading.texts_only:
         raise UserError(
             f"{shown}: plain text has no keys {' '.join(reading.keys)}: leave out {reading.keys_flag}, or give JSON "

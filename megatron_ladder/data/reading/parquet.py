@@ -19,7 +19,7 @@ from megatron_ladder.data.reading.protocol import (
     parsed_records,
     reason_against,
 )
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import UserError, raise_user_errors
 
 _BATCH_ROWS = 1024
 """Rows that are decoded at once, at most."""
@@ -55,7 +55,7 @@ def _values(batch: Any, key: str) -> list[Any]:
     column = batch.column(key)
     try:
         return list(column.to_pylist())
-    except UnicodeDecodeError:  # Some are not UTF-8, so all are converted one by one.
+    except ValueError:  # Some cannot be converted, or are not UTF-8, so all are converted one by one.
         return [_value(scalar, key) for scalar in column]
 
 
@@ -64,6 +64,8 @@ def _value(scalar: Any, key: str) -> Any:
         return scalar.as_py()
     except UnicodeDecodeError as error:
         return _InvalidValue(f"byte 0x{error.object[error.start]:02x} under {key!r} is not UTF-8 ({error.reason})")
+    except ValueError as error:
+        return _InvalidValue(f"the value under {key!r} cannot be read: {error}")
 
 
 @dataclass(frozen=True)
@@ -232,3 +234,8 @@ def check_columns(name: str, found: Sequence[str], reading: Reading) -> None:
             f"{reading.input_flag} {name}: no column {', '.join(missing)} (columns found: {', '.join(found)}): "
             f"name the text's column with {reading.keys_flag}"
         )
+    raise_user_errors(
+        f"{reading.input_flag} {name}: has {found.count(key)} columns {key}: rename or remove all but one"
+        for key in reading.keys
+        if found.count(key) > 1
+    )

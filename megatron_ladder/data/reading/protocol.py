@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
+JSON_SUFFIXES = (".jsonl", ".json", ".ndjson", ".jsonlines", ".jl")
 
 SPAN_BYTES = 1 << 20
 """Approximate size of one read. The order of streamed samples depends on it."""

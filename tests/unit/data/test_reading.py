@@ -49,13 +49,17 @@ def formats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "c.jsonl.zst").write_bytes(zstd.compress(CONTENT[:9000]) + zstd.compress(CONTENT[9000:]))
     table = pyarrow.table({"id": list(range(len(TEXTS))), "text": TEXTS})
     pyarrow.parquet.write_table(table, folder / "d.parquet", row_group_size=150)
+    (folder / "part-00000").write_bytes(CONTENT)
+    (folder / "e.JL").write_bytes(CONTENT)
     (folder / "set").mkdir()
     (folder / "set" / "train.jsonl").write_bytes(CONTENT)
     (folder / "set" / "test.jsonl").write_text('{"id": 0, "text": "only"}\n')
     return folder
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet", "hf://{}/set", "-"])
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet", "e.JL", "part-00000", "hf://{}/set", "-"]
+)
 def test_every_format_gives_the_same_documents(formats: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(CONTENT)))
     assert read_all([name.format(formats) if name.startswith(("hf", "-")) else formats / name]) == [TEXTS]
@@ -74,13 +78,23 @@ def test_a_directory_through_datasets(formats: Path, tmp_path: Path) -> None:
         read_all([f"hf://{tmp_path}/torn"])
     with pytest.raises(UserError, match=r"hf://.*a\.jsonl: is a file: leave out hf://"):
         read_all([f"hf://{formats}/a.jsonl"])
+    for place in ("..", tmp_path):
+        card = "---\nconfigs:\n- {config_name: default, data_files: [{split: train, path: PLACE/out.jsonl}]}\n---\n"
+        (tmp_path / "torn" / "README.md").write_text(card.replace("PLACE", str(place)))
+        (tmp_path / "out.jsonl").write_text('{"text": "secret"}\n')
+        with pytest.raises(UserError, match=r"hf://.*torn: its README.md names .*out\.jsonl, which is outside of"):
+            read_all([f"hf://{tmp_path}/torn"])
 
 
 def test_all_unreadable_inputs_are_reported(formats: Path, tmp_path: Path) -> None:
     (tmp_path / "plain.txt").write_text("a")
     (tmp_path / "x.parquet").write_bytes(b"x" * 100)
     (tmp_path / "x.csv.gz").write_bytes(b"")
+    (tmp_path / "x.CSV").write_text("text\na\n")
+    twice = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 3, ["text", "body", "text"])
+    pyarrow.parquet.write_table(twice, tmp_path / "twice.parquet")
     inputs = [tmp_path / "missing", tmp_path, tmp_path / "plain.txt", tmp_path / "x.parquet", tmp_path / "x.csv.gz"]
+    inputs += [tmp_path / "x.CSV", tmp_path / "twice.parquet"]
     with pytest.raises(UserError) as caught:
         find_sources([*inputs, formats / "d.parquet", f"{tmp_path}/*.json", "-", "-"], Reading(("text", "body")))
     for line, expected in zip(
@@ -91,6 +105,8 @@ def test_all_unreadable_inputs_are_reported(formats: Path, tmp_path: Path) -> No
             "no keys text body",
             "x.parquet: not a Parquet file",
             "only JSON lines can be read compressed",
+            "tables of text cannot be read",
+            "twice.parquet: has 2 columns text",
             "no column body (columns found: id, text)",
             "*.json: no file matches",
             "standard input can be read only once",
@@ -126,7 +142,7 @@ def not_utf8(values: list[bytes]) -> pyarrow.Array:
     return pyarrow.array(values, pyarrow.binary()).view(pyarrow.string())
 
 
-def test_rows_that_are_not_utf8_are_bad_records(tmp_path: Path) -> None:
+def test_rows_that_cannot_be_read_are_bad_records(tmp_path: Path) -> None:
     texts = [b"one", b"two \xff", b"three", b"\xe6\x97"]
     contents = pyarrow.StructArray.from_arrays([not_utf8(texts)], ["content"])
     messages = pyarrow.ListArray.from_arrays(pyarrow.array([0, 1, 2, 3, 4], pyarrow.int32()), contents)
@@ -140,6 +156,12 @@ def test_rows_that_are_not_utf8_are_bad_records(tmp_path: Path) -> None:
             (f"{tmp_path}/a.parquet: row 1", f"byte 0xff under {key!r} is not UTF-8 (invalid start byte)"),
             (f"{tmp_path}/a.parquet: row 3", f"byte 0xe6 under {key!r} is not UTF-8 (unexpected end of data)"),
         ]
+    same = pyarrow.StructArray.from_arrays([pyarrow.array(["x"])] * 2, ["role", "role"])
+    pyarrow.parquet.write_table(
+        pyarrow.table({"m": pyarrow.ListArray.from_arrays([0, 1], same)}), tmp_path / "b.parquet"
+    )
+    ((place, reason),) = bad_records([tmp_path / "b.parquet"], Reading(("m",), texts_only=False))
+    assert place.endswith("b.parquet: row 0") and "under 'm' cannot be read: " in reason and "duplicate" in reason
 
 
 LINES = [
@@ -157,6 +179,7 @@ LINES = [
     b"  \t",
     b'{"text": "crlf"}\r',
     b'{"text":\n"a"}',
+    b'{"text": "a"} {"text": "b"}\n',
 ]
 
 
