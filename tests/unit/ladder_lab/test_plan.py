@@ -78,7 +78,10 @@ def test_inference_on_every_interconnect(
         ("--model 70b --gpu rtx-4090 --tp 4", "Answer: no. The model does not fit the 22 usable GB of a GPU; --tp 8"),
         ("--model 405b --gpu rtx-4090 --tp 8 --batch 512", "lower --batch or --weight-bits"),
         ("--model 13b --gpu rtx-4090 --tp 8 --batch 16", "Answer: one replica per box. TP 4 inside each box"),
-        ("--model 13b --gpu rtx-4090 --gpu-memory-gbs 100 --tp 8 --network ib-400", "Answer: yes. Adapting 20 of 40"),
+        (
+            "--model 13b --gpu rtx-4090 --memory-bandwidth-gbs 100 --tp 8 --network ib-400",
+            "Answer: yes. Adapting 20 of 40",
+        ),
     ],
 )
 def test_the_answer_of_inference_is_a_sentence(words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,7 @@ class MachineOptions:
     """Adapters of a box, which its GPUs share."""
     gpu_memory_gb: float | None = flag(None, above=0)
     """Memory of one GPU, in 10^9 bytes."""
-    gpu_memory_gbs: float | None = flag(None, above=0)
+    memory_bandwidth_gbs: float | None = flag(None, above=0)
     """10^9 bytes per second that a GPU reads from its memory."""
     peak_tflops: float | None = flag(None, above=0)
     """Dense bf16 TFLOP/s of one GPU: 100 % utilisation."""
@@ -57,7 +57,7 @@ class MachineOptions:
         usual = Machine.usual(self.gpu)
         given = {
             "memory_bytes": (self.gpu_memory_gb, 1e9),
-            "memory_bytes_per_second": (self.gpu_memory_gbs, 1e9),
+            "memory_bytes_per_second": (self.memory_bandwidth_gbs, 1e9),
             "peak_flops": (self.peak_tflops, 1e12),
         }
         figures: dict[str, Any] = {name: value * unit for name, (value, unit) in given.items() if value is not None}
