@@ -46,8 +46,6 @@ if [ "$gpus" -gt 0 ]; then
 else
     export DS_ACCELERATOR=cpu
 fi
-cores=$(nproc)
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}
 
 run_once corpus "$run/data/valid_text_document.idx" \
     "Corpus: a tokenizer and tokens from the sources of Python's standard library" \

@@ -245,8 +245,6 @@ else
     python=$ENVIRONMENT/bin/python
 fi
 [ "$gpus" -gt 0 ] || export DS_ACCELERATOR=cpu
-cores=$(nproc)
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}
 
 if "$tiny"; then
     run_once tiny "$held_out" "Source: a tiny Llama, a tokenizer and conversations" \

@@ -226,7 +226,8 @@ def agree(store: Store, rank: int, world_size: int, report: RankReport, timeout:
         store.wait([VERDICT], timeout + timedelta(seconds=LINGER_SECONDS))
         verdict = json.loads(store.get(VERDICT))
     store.set(f"{READ}/{rank}", "")
-    if rank == 0 and (verdict["missing"] or verdict["errors"]):
+    # An error that all ranks have is in no verdict, but ends rank 0 too.
+    if rank == 0 and (verdict["missing"] or verdict["errors"] or report.errors):
         present = [f"{READ}/{other}" for other in range(world_size) if other not in verdict["missing"]]
         with contextlib.suppress(dist.DistError):
             store.wait(present, timedelta(seconds=LINGER_SECONDS))

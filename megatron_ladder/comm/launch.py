@@ -122,6 +122,9 @@ def start_process_group(
         peers.open_board(store)
         peers.beat(place.rank, 0)
     _choose_interface(host, hosts)
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        # By default each rank has a thread per core, and the ranks of a host slow each other down.
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hosts.count(host)))
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
     return device
 

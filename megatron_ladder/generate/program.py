@@ -115,9 +115,6 @@ def build_engine(rank_info: RankInfo, options: ModelOptions, stored: StoredModel
     begun = time.monotonic()
     config, ranks = stored.config, rank_info.world_size
     if rank_info.launched:
-        if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
-            # By default each rank starts one thread per core, and the ranks slow each other down.
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
         device = start_process_group(rank_info, _TIMEOUT_MINUTES)
         mesh = ProcessMesh.build(ranks, kv_replicas=key_value_replicas(config, ranks))
     else:

@@ -38,12 +38,14 @@ def check_wandb(run: RunConfig) -> None:
 
 
 class Curves:
-    """Writes to --tensorboard-dir, if it is given."""
+    """Writes to --tensorboard-dir on rank 0, if it is given."""
 
-    def __init__(self, run: RunConfig, iteration: int, hide_later: bool, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, run: RunConfig, iteration: int, hide_later: bool, warn: Callable[[str], None], rank: int = 0
+    ) -> None:
         """`iteration` steps were done before; `hide_later` hides points after them, which an interrupted run wrote."""
         self._warn = warn
-        self._folder = run.logging.tensorboard_dir
+        self._folder = run.logging.tensorboard_dir if rank == 0 else None
         self._writer: Any = None
         self._wandb: Any = None
         if self._folder is not None:

@@ -121,7 +121,7 @@ class RunLog:
         self._device = trainer.device
         self._flops_per_step = ModelFlops(run.model, run.training.seq_length).training * run.global_batch_size
         # Stdout may be on the same full disk as the curves.
-        self._curves = Curves(run, first_iteration - 1, trains, print_if_possible) if self._rank == 0 else None
+        self._curves = Curves(run, first_iteration - 1, trains, print_if_possible, self._rank)
         self._interval_start = time.perf_counter()
         self._last = first_iteration - 1
 
@@ -129,8 +129,7 @@ class RunLog:
         return self
 
     def __exit__(self, error_type: object, *_: object) -> None:
-        if self._curves is not None:
-            self._curves.close(self._last, failed=error_type is not None)
+        self._curves.close(self._last, failed=error_type is not None)
 
     def training(self, iteration: int, loss: float, last: StepResult) -> None:
         """Report the steps since the last call; `loss` is their mean, `last` the last one's result."""
@@ -175,7 +174,7 @@ class RunLog:
             "speed/seconds per step": step_seconds,
             "memory/peak GB": peak_memory / 1e9,
         }
-        self._log_metrics(iteration, values)
+        self._curves.metrics(iteration, values)
 
     def validation(self, iteration: int, loss: float, name: str = "") -> None:
         """Report the loss of a validation set, which may have a name."""
@@ -185,15 +184,14 @@ class RunLog:
         print_rank_0(f"iteration {iteration} | valid {label}lm loss {loss:.4f} | ppl {perplexity:.4g}", self._rank)
         named = {"name": name} if name else {}
         self._record.write_first("evaluation", iteration=iteration, loss=loss, ppl=perplexity, **named)
-        self._log_metrics(iteration, {f"valid/{label}lm loss": loss, f"valid/{label}ppl": perplexity})
+        self._curves.metrics(iteration, {f"valid/{label}lm loss": loss, f"valid/{label}ppl": perplexity})
 
     def samples(self, iteration: int, samples: Sequence[tuple[str, str]]) -> None:
         """Report prompts and their generated continuations."""
         for prompt, text in samples:
             print_rank_0(f"iteration {iteration} | sample {prompt!r} -> {text!r}", self._rank)
             self._record.write_first("sample", iteration=iteration, prompt=prompt, text=text)
-        if self._curves is not None:
-            self._curves.samples(iteration, samples)
+        self._curves.samples(iteration, samples)
 
     def metrics(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Report the results of --eval-callable."""
@@ -201,11 +199,7 @@ class RunLog:
         print_rank_0(f"iteration {iteration} | {shown}", self._rank)
         named = {f"eval/{name}": value for name, value in metrics.items()}
         self._record.write_first("metrics", iteration=iteration, **named)
-        self._log_metrics(iteration, named)
-
-    def _log_metrics(self, iteration: int, values: Mapping[str, float]) -> None:
-        if self._curves is not None:
-            self._curves.metrics(iteration, values)
+        self._curves.metrics(iteration, named)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

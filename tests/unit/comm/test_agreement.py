@@ -1,7 +1,9 @@
 """The checks at start-up, with ranks as threads around one store."""
 
+import json
 import threading
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import timedelta
 
 import pytest
@@ -66,6 +68,20 @@ def test_all_ranks_raise_the_error_of_one() -> None:
     reports.append(RankReport(HOSTS[3], {}, ["no data", "no folder"]))
     expected = tuple(f"rank 3 on node-b (10.0.0.2): {text}" for text in ("no data", "no folder"))
     assert [messages(result) for result in meet(reports)] == [expected] * 4
+
+
+def test_rank_0_serves_its_store_until_all_ranks_have_read_the_verdict() -> None:
+    """Otherwise torch prints the stack of each rank that still reads."""
+    store, report = HashStore(), RankReport(HOSTS[0], {}, ["no data"])
+    store.set(f"{agreement.DIGEST}/1", json.dumps([report.digest, asdict(HOSTS[0])]))
+    serving = threading.Thread(target=agree, args=(store, 0, 2, report, SOON))
+    serving.start()
+    store.wait([f"{agreement.READ}/0"], SOON)
+    serving.join(0.2)
+    assert serving.is_alive()
+    store.set(f"{agreement.READ}/1", "")
+    serving.join(30)
+    assert not serving.is_alive()
 
 
 def test_a_missing_rank_is_named() -> None:

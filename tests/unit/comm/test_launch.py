@@ -5,6 +5,7 @@ import os
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,8 +26,17 @@ from megatron_ladder.comm.launch import (
     naming_lost_peers,
     read_rank_info,
 )
+from megatron_ladder.comm.ranks import run_ranks
 from megatron_ladder.errors import LostPeerError, UserError, raise_user_errors
-from tests.helpers.commands import free_port
+from tests.helpers.commands import REPOSITORY_ROOT, free_port
+
+THREADS = """
+import torch
+from megatron_ladder.comm.launch import read_rank_info, start_process_group, stop_process_group
+start_process_group(read_rank_info(), 1)
+print(torch.get_num_threads(), flush=True)
+stop_process_group()
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -139,3 +149,19 @@ def test_gloo_uses_the_interface_that_leads_to_the_others(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
     _choose_interface(Host("here", here), [Host("any", one) for one in hosts])
     assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
+
+
+@pytest.mark.parametrize("given", [None, "2"])
+def test_ranks_on_cpus_share_the_cores(
+    given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(THREADS)
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY_ROOT))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    run_ranks(str(script), [], 2)
+    cores = len(os.sched_getaffinity(0))
+    expected = str(max(1, cores // 2) if given is None else min(2, cores))
+    assert capfd.readouterr().out.split() == [expected] * 2
