@@ -123,6 +123,7 @@ def _own_keys(model: ModelConfig) -> dict[str, Any]:
             "AutoConfig": f"{CONFIGURATION}.MegatronLadderConfig",
             "AutoModel": f"{MODELING}.MegatronLadderModel",
             "AutoModelForCausalLM": f"{MODELING}.MegatronLadderForCausalLM",
+            "AutoModelForSequenceClassification": f"{MODELING}.MegatronLadderForSequenceClassification",
         },
         "attention_bias": model.add_qkv_bias,
         "attention_output_bias": model.add_attention_output_bias,

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
+from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaForCausalLM,
@@ -178,6 +179,13 @@ class MegatronLadderPreTrainedModel(LlamaPreTrainedModel):
     }
 
 
+class _NewestRMSNorm(LlamaRMSNorm):
+    """The final norm. After a layer that is not the last, as in early exit, it reads the complete stream."""
+
+    def forward(self, hidden_states: Tensor | tuple[Tensor, ...]) -> Tensor:
+        return super().forward(hidden_states[0] if isinstance(hidden_states, tuple) else hidden_states)
+
+
 class MegatronLadderModel(MegatronLadderPreTrainedModel, LlamaModel):
     """The decoder without its head. `hidden_states` are the newest streams, which include every output."""
 
@@ -190,40 +198,40 @@ class MegatronLadderModel(MegatronLadderPreTrainedModel, LlamaModel):
         self.layers = nn.ModuleList(
             [MegatronLadderDecoderLayer(config, layer) for layer in range(config.num_hidden_layers)]
         )
-        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = _NewestRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config=config)
         self.gradient_checkpointing = False
         self.post_init()
 
 
-class _Head(nn.Linear):
-    """The output head, with bounded logits if `cap` is not None."""
-
-    cap: float | None = None
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        logits = super().forward(hidden_states)
-        return logits if self.cap is None else (logits / self.cap).tanh() * self.cap
-
-
 class MegatronLadderForCausalLM(MegatronLadderPreTrainedModel, LlamaForCausalLM):
-    """The decoder with its head."""
+    """The decoder with its head. The bound of the logits is no part of the head, which adapters wrap and users resize."""
+
+    forward = Gemma2ForCausalLM.forward
 
     def __init__(self, config: MegatronLadderConfig) -> None:
         super(LlamaForCausalLM, self).__init__(config)
         self.model = MegatronLadderModel(config)
         self.vocab_size = config.vocab_size
-        self.lm_head = _Head(config.hidden_size, config.vocab_size, bias=False)
-        self.lm_head.cap = config.final_logit_softcapping
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Replace the head, as `resize_token_embeddings` does, and keep the bound of the logits."""
-        if type(new_embeddings) is nn.Linear:
-            head = _Head(new_embeddings.in_features, new_embeddings.out_features, bias=False, device="meta")
-            head.weight, head.cap = new_embeddings.weight, self.config.final_logit_softcapping
-            new_embeddings = head
-        super().set_output_embeddings(new_embeddings)
+
+class MegatronLadderForSequenceClassification(GenericForSequenceClassification, MegatronLadderPreTrainedModel):
+    """The decoder with a head for classes, which reads the last token."""
+
+    def __init__(self, config: MegatronLadderConfig) -> None:
+        # The constructor of the generic class would look the decoder up, which remote code does not allow.
+        super(GenericForSequenceClassification, self).__init__(config)
+        self.num_labels = config.num_labels
+        self.model = MegatronLadderModel(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
 
 
-__all__ = ["MegatronLadderForCausalLM", "MegatronLadderModel", "MegatronLadderPreTrainedModel"]
+__all__ = [
+    "MegatronLadderForCausalLM",
+    "MegatronLadderForSequenceClassification",
+    "MegatronLadderModel",
+    "MegatronLadderPreTrainedModel",
+]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
 )
 
 from megatron_ladder.convert.hf_module.configuration_megatron_ladder import MegatronLadderConfig
@@ -108,6 +109,46 @@ def test_saving_and_loading_changes_nothing(tmp_path: Path) -> None:
     assert type(body).__name__ == MegatronLadderModel.__name__
     with torch.no_grad():
         assert torch.equal(body.eval()(tokens).last_hidden_state, first.model(tokens).last_hidden_state)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_larger_or_another_head_keeps_its_weights_and_the_bound_of_the_logits(tmp_path: Path, tied: bool) -> None:
+    model, tokens = random_model(tiny_config(logit_soft_cap=0.5, tie_embeddings=tied)), random_tokens(1, 8)
+    module = opened(write_hf(model, tmp_path / "model"))
+    with torch.no_grad():
+        before = module(tokens).logits
+        module.resize_token_embeddings(VOCAB + 3)
+        # As a composite model does, which contains this one.
+        module.post_init()
+        after = module(tokens).logits
+        assert_close(after[..., :VOCAB], before)
+        assert after.shape[-1] == VOCAB + 3 and after.abs().max() < 0.5
+        # As adapters do.
+        module.lm_head = nn.Linear(model.config.hidden_size, VOCAB)
+        unbounded = module.lm_head(module.model(tokens).last_hidden_state)
+        assert_close(module(tokens).logits, 0.5 * (unbounded / 0.5).tanh())
+
+
+def test_the_first_layers_are_a_shorter_model(tmp_path: Path) -> None:
+    model, prompt = random_model(tiny_config(**HYBRID)), random_tokens(1, 8)
+    module, sizes = opened(write_hf(model, tmp_path / "model")), {"num_layers": 2, "ladder_layers": (1,)}
+    shorter = module_of(random_model(tiny_config(**{**HYBRID, **sizes})))
+    shorter.load_state_dict(module.state_dict(), strict=False)
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    found = module.generate(prompt, assistant_early_exit=2, **options)
+    assert found[:, 8:].equal(greedy(model, prompt, 6))
+    module.model.layers = module.model.layers[:2]
+    with torch.no_grad():
+        assert module(prompt).logits.equal(shorter(prompt).logits)
+
+
+def test_a_classifier_reads_the_last_token(tmp_path: Path) -> None:
+    model, tokens = random_model(tiny_config(**HYBRID)), random_tokens(1, 8)
+    folder = write_hf(model, tmp_path / "model")
+    module = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True, num_labels=3).eval()
+    with torch.no_grad():
+        last = module_of(model).model(tokens).last_hidden_state[:, -1]
+        assert_close(module(tokens).logits, module.score(last))
 
 
 def test_the_tensor_parallel_plan_has_every_matrix_and_query_norm() -> None:
