@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -59,6 +60,11 @@ CARRIED = (
     GENERATION_CONFIG,
 )
 """Files of a Hugging Face directory that travel with the model through import, training and export; none holds code."""
+MODEL_CARD = "README.md"
+"""In a training checkpoint, only the metadata of the model that was imported, such as its licence."""
+_LICENCE = re.compile(
+    r"(licen[cs]e|notice|copying|use_policy)([-_][\w-]+(\.\d+)*)?(\.(txt|md|rst|pdf))?", re.IGNORECASE
+)
 
 _VERIFYING_THREADS = 8
 
@@ -239,6 +245,11 @@ def reporting_os_errors(where: object) -> Iterator[None]:
     except OSError as error:
         file = f"{error.filename} " if error.filename else ""
         raise UserError(f"{where}: {file}cannot be read: {error.strerror or error}") from None
+
+
+def is_card_or_licence(name: str) -> bool:
+    """Return whether a file travels with a model as those of `CARRIED`, whichever tokenizer the training uses."""
+    return name == MODEL_CARD or _LICENCE.fullmatch(name) is not None
 
 
 def is_hf_directory(path: Path) -> bool:

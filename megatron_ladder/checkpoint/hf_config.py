@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from megatron_ladder.blueprint.model import LARGEST_SIZE, ModelConfig, model_errors
-from megatron_ladder.blueprint.wiring import PER_RANK_MODES, RESIDUAL_MODES, WIRINGS
+from megatron_ladder.blueprint.wiring import PER_RANK_MODES, WIRINGS
 from megatron_ladder.errors import UserError, raise_user_errors
 
 OWN_TYPE = "megatron_ladder"
@@ -83,21 +83,8 @@ class _Config(Struct):
     desync_tp: _Count | None = None
 
 
-class _Errors:
-    """Errors of one file."""
-
-    def __init__(self, source: str) -> None:
-        self._source = source
-        self._messages: list[str] = []
-
-    def add(self, key: str, found: object, expected: str) -> None:
-        """Record an error; None stands for a key that is missing or null."""
-        shown = "nothing" if found is None else f"{found!r:.500}"
-        self._messages.append(f"{self._source}: {key}: found {shown}, expected {expected}")
-
-    def raise_if_any(self) -> None:
-        """Raise a UserError with all errors, if there are any."""
-        raise_user_errors(self._messages)
+_Errors = list[tuple[str, object, str]]
+"""Key, what was found (None for a key that is missing or null), and what was expected."""
 
 
 def model_config_from_hf(
@@ -111,7 +98,7 @@ def model_config_from_hf(
     Raises:
         UserError: the model is not supported, or the file contradicts itself; each line names `source` and the key.
     """
-    model_type, errors = config.get("model_type"), _Errors(source)
+    model_type, errors = config.get("model_type"), _Errors()
     if model_type not in READABLE_TYPES:
         raise UserError(f"{source}: model_type {model_type!r}: only {', '.join(READABLE_TYPES)} can be converted")
     if config.get("quantization_config") is not None:
@@ -122,21 +109,21 @@ def model_config_from_hf(
         raise UserError(f"{source}: {error}") from None
     layers, heads = read.num_hidden_layers, read.num_attention_heads
     if tensors is not None and layers > tensors:
-        errors.add("num_hidden_layers", layers, f"at most {tensors}, the number of stored tensors")
-        errors.raise_if_any()
+        expected = f"at most {tensors}, the number of stored tensors"
+        raise UserError(f"{source}: num_hidden_layers: found {layers}, expected {expected}")
     is_llama, is_own = model_type in ("llama", AUTHORS_TYPE), model_type == OWN_TYPE
     if model_type == "mistral" and config.get("sliding_window", 4096) is not None:
         expected = "null (without the key, it is 4096): sliding-window attention is not supported"
-        errors.add("sliding_window", read.sliding_window, expected)
+        errors.append(("sliding_window", read.sliding_window, expected))
     if model_type in ("qwen2", "qwen3") and read.use_sliding_window:
-        errors.add("use_sliding_window", True, "false: sliding-window attention is not supported")
+        errors.append(("use_sliding_window", True, "false: sliding-window attention is not supported"))
     if read.num_key_value_heads is None and not is_llama:
-        errors.add("num_key_value_heads", None, "a number")
+        errors.append(("num_key_value_heads", None, "a number"))
     if read.head_dim is None and model_type == "qwen3":
-        errors.add("head_dim", None, "a number")
+        errors.append(("head_dim", None, "a number"))
     if read.final_logit_softcapping is not None and not is_own:
         expected = f"null in a {model_type} model, whose logits are not bounded"
-        errors.add("final_logit_softcapping", read.final_logit_softcapping, expected)
+        errors.append(("final_logit_softcapping", read.final_logit_softcapping, expected))
     attention_bias = bool(read.attention_bias) and (is_llama or is_own or model_type == "qwen3")
     values: dict[str, Any] = {
         "num_layers": layers,
@@ -158,7 +145,10 @@ def model_config_from_hf(
         **_rope(config, read, errors),
         **_wiring(model_type, read, errors),
     }
-    errors.raise_if_any()
+    raise_user_errors(
+        f"{source}: {key}: found {'nothing' if found is None else f'{found!r:.500}'}, expected {expected}"
+        for key, found, expected in errors
+    )
     model = ModelConfig(**values)
     raise_user_errors(f"{source}: {error}" for error in model_errors(model))
     return model.canonical()
@@ -177,11 +167,11 @@ def _rope(config: Mapping[str, Any], read: _Config, errors: _Errors) -> dict[str
         rope = rope or _Rope()
         kind = rope.rope_type or rope.type or "default"
         if kind != (rope.type or kind):
-            errors.add(f"{key}.type", rope.type, f"the same as rope_type, {kind!r}")
+            errors.append((f"{key}.type", rope.type, f"the same as rope_type, {kind!r}"))
         if any(isinstance(value, dict) for value in (config[key] or {}).values()):
             kind = "one for each kind of layer"
         if kind not in ROPE_TYPES:
-            errors.add(f"{key}.rope_type", kind, " or ".join(ROPE_TYPES))
+            errors.append((f"{key}.rope_type", kind, " or ".join(ROPE_TYPES)))
             continue
         if rope.rope_theta is not None:
             thetas[f"{key}.rope_theta"] = rope.rope_theta
@@ -195,15 +185,15 @@ def _rope(config: Mapping[str, Any], read: _Config, errors: _Errors) -> dict[str
                 f"rope_{name}": original,
             }
             if outer not in (None, original):
-                errors.add(f"{name} and {key}.{name}", f"{outer} and {original}", "one number")
+                errors.append((f"{name} and {key}.{name}", f"{outer} and {original}", "one number"))
         for field, value in scaling.items():
             if value is None:
-                errors.add(f"{key}.{field.removeprefix('rope_').removeprefix('scaling_')}", None, "a number")
+                errors.append((f"{key}.{field.removeprefix('rope_').removeprefix('scaling_')}", None, "a number"))
         found[key] = {"rope_scaling": ROPE_TYPES[kind], **scaling}
     for what, values in (("rope_theta", thetas), ("rotary embedding", found)):
         if len({str(value) for value in values.values()}) > 1:
             both = " and ".join(f"{key} {value}" for key, value in values.items())
-            errors.add(" and ".join(values), both, f"one {what}")
+            errors.append((" and ".join(values), both, f"one {what}"))
     return {"rotary_base": next(iter(thetas.values()), 10000.0), **next(iter(found.values()), {})}
 
 
@@ -217,25 +207,23 @@ def _wiring(model_type: str, read: _Config, errors: _Errors) -> dict[str, Any]:
         layers = tuple(sorted(given or ()))
         is_valid = len(set(layers)) == len(layers) and all(layer < count for layer in layers)
     if not is_valid:
-        errors.add("ladder_layers", given, f"at most the {count} layers, or different indices of them")
+        errors.append(("ladder_layers", given, f"at most the {count} layers, or different indices of them"))
         return {}
     if model_type == AUTHORS_TYPE:
         return {"residual_mode": "ladder" if layers else "standard", "ladder_layers": layers}
     if model_type != OWN_TYPE:
         if layers:
-            errors.add("ladder_layers", list(layers), f"none in a {model_type} model, which has no ladder layers")
+            errors.append(("ladder_layers", list(layers), f"none in a {model_type} model, which has no ladder layers"))
         return {}
-    if mode not in RESIDUAL_MODES:
-        errors.add("residual_mode", mode, " or ".join(map(repr, RESIDUAL_MODES)))
+    if mode not in WIRINGS:
+        errors.append(("residual_mode", mode, " or ".join(map(repr, WIRINGS))))
         return {}
     if layers and not WIRINGS[mode].late:
-        errors.add("ladder_layers", list(layers), f"none with residual_mode {mode!r}")
-    if read.lanes and not WIRINGS[mode].late:
-        errors.add("lanes", read.lanes, f"0 with residual_mode {mode!r}")
+        errors.append(("ladder_layers", list(layers), f"none with residual_mode {mode!r}"))
     desync = {"desync_interval": read.desync_interval or 0, "desync_tp": read.desync_tp or 0}
     for key, number in desync.items():
         if bool(number) != (mode in PER_RANK_MODES):
-            errors.add(key, number, f"{'a number' if not number else '0'} with residual_mode {mode!r}")
+            errors.append((key, number, f"{'a number' if not number else '0'} with residual_mode {mode!r}"))
     return {
         "residual_mode": mode,
         "ladder_layers": layers,

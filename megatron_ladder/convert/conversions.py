@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_ladder import __version__
 from megatron_ladder.blueprint.boxes import Box
-from megatron_ladder.checkpoint.format import GENERATION_CONFIG, HF_CONFIG
+from megatron_ladder.checkpoint.format import GENERATION_CONFIG, HF_CONFIG, MODEL_CARD, is_card_or_licence
 from megatron_ladder.checkpoint.hf_config import token_ids
 from megatron_ladder.checkpoint.hf_directory import (
     FLOAT_DTYPES,
@@ -28,8 +28,8 @@ from megatron_ladder.checkpoint.tensor_file import box_key, element_name
 from megatron_ladder.convert.copying import Conversion, CopiedTensor, Files, Permutation, divide, total_bytes
 from megatron_ladder.convert.logits import compare_logits
 from megatron_ladder.convert.options import CheckpointOptions, ExportOptions, ImportOptions, ReshapeOptions, shard_bytes
-from megatron_ladder.convert.outputs import check_hf_target, check_save_target, hf_work, publish_hf, publish_save
-from megatron_ladder.convert.remote_code import hf_config, hf_type, module_files
+from megatron_ladder.convert.outputs import check_hf_target, check_save_target, publish_hf, publish_save
+from megatron_ladder.convert.remote_code import hf_config, hf_type, imported_card, model_card, module_files
 from megatron_ladder.convert.tokenizer_files import describe_tokenizer, exported_tokenizer, json_file, read_carried
 from megatron_ladder.convert.training_checkpoint import checkpoint_files, manifest_bytes, open_training_checkpoint
 from megatron_ladder.convert.wiring import rewired, wiring_text
@@ -53,6 +53,7 @@ def plan_import(options: ImportOptions) -> Conversion:
     model, notes = rewired(directory.model, options)
     directory.check_tied_head()
     carried = read_carried(options.hf)
+    carried[MODEL_CARD] = imported_card(options.hf, carried.get(MODEL_CARD, b""))
     description, tokenizer, token_count = describe_tokenizer(options.hf)
     if token_count > model.vocab_size:
         notes.append(f"the tokenizer has {token_count} ids, the model {model.vocab_size}: larger ids must not occur")
@@ -186,13 +187,17 @@ def plan_export(options: ExportOptions) -> Conversion:
     other_files.setdefault(GENERATION_CONFIG, json_file({**ids, "_from_model_config": True}))
     code = module_files(source.model)
     other_files |= {**code, HF_CONFIG: json_file(hf_config(source.model, dtype=dtype, **ids))}
+    other_files |= {name: content for name, content in source.other_files.items() if is_card_or_licence(name)}
+    card = model_card(source.model, wiring_text(source.model), options.hf.name, other_files.get(MODEL_CARD, b""))
+    other_files[MODEL_CARD] = card
     if len(files) > 1:
         weight_map = {tensor.key: file for file, tensors in files.items() for tensor in tensors}
         index = {"metadata": {"total_size": total_bytes(files)}, "weight_map": dict(sorted(weight_map.items()))}
         other_files[INDEX_NAME] = json_file(index)
+    target, token = options.hf.absolute(), _fingerprint(checkpoint.directory, files, sorted(other_files.items()))
     return Conversion(
         files=files,
-        work=hf_work(options.hf, _fingerprint(checkpoint.directory, files, sorted(other_files.items()))),
+        work=target.with_name(f"{target.name}.tmp-{token}"),
         target=options.hf,
         small_files=lambda work: other_files,
         publish=lambda work: publish_hf(work, options.hf, options.overwrite),

@@ -194,30 +194,28 @@ def _verify_files(files: Files, directory: Path) -> None:
 
     Raises:
         UserError: a source cannot be read.
-        RuntimeError: files are wrong; the message has the first wrong tensor of each.
+        RuntimeError: files are wrong.
     """
     wrong = []
     with ProgressBar("verifying", total_bytes(files)) as progress:
         for name, tensors in files.items():
-            if (problem := _first_difference(directory / name, tensors)) is not None:
-                wrong.append(problem)
-                (directory / name).unlink()
+            path = directory / name
+            try:
+                with safe_open(path, framework="pt") as file:
+                    same = all(_equal_bits(file.get_tensor(tensor.key), tensor.load()) for tensor in tensors)
+            except (OSError, SafetensorError):
+                same = False
+            if not same:
+                wrong.append(f"{path}: differs from its source")
+                path.unlink()
             progress.advance(sum(tensor.num_bytes for tensor in tensors))
     if wrong:
         raise RuntimeError("; ".join([*wrong, "removed; the same command writes these files again"]))
 
 
-def _first_difference(path: Path, tensors: Sequence[CopiedTensor]) -> str | None:
-    try:
-        with safe_open(path, framework="pt") as file:
-            for tensor in tensors:
-                found, expected = file.get_tensor(tensor.key), tensor.load()
-                same = found.dtype == expected.dtype and found.shape == expected.shape
-                if not (same and torch.equal(found.view(torch.uint8), expected.view(torch.uint8))):
-                    return f"{path}: {tensor.key} differs from its source"
-    except (OSError, SafetensorError) as error:
-        return f"{path}: cannot be read: {error}"
-    return None
+def _equal_bits(one: Tensor, other: Tensor) -> bool:
+    is_alike = one.dtype == other.dtype and one.shape == other.shape
+    return is_alike and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -65,22 +65,17 @@ def compare_logits(
     with torch.no_grad():
         expected: Tensor = theirs(tokens).logits[0]
     del theirs
-    ours = _logits_of_ours(model, checkpoint, dtype, tokens)
+    built = LanguageModel(model, ProcessMesh.single()).requires_grad_(False)
+    load_weights(built, Checkpoint.open(checkpoint))
+    with torch.no_grad():
+        if dtype is not None:
+            for parameter in built.parameters():
+                parameter.copy_(parameter.to(getattr(torch, dtype)))
+        hidden_states = built.hidden_states(tokens, built.training_context(tokens))
+        ours = built.logits_shard(hidden_states)[:, 0, : model.vocab_size]
     # The largest logit of a model of zeros is zero.
     largest = expected.abs().max().clamp(min=torch.finfo(expected.dtype).tiny)
     difference = float((ours - expected).abs().max() / largest)
     if not difference <= _MAX_DIFFERENCE:
         raise RuntimeError(f"{hf}: logits of transformers and ours differ by {difference:.1e} of the largest")
     return f"verified: logits on {tokens.numel()} random tokens agree to {difference:.1e} of the largest"
-
-
-@torch.no_grad()
-def _logits_of_ours(config: ModelConfig, checkpoint: Path, dtype: str | None, tokens: Tensor) -> Tensor:
-    """Map tokens [1, s] to logits [s, V] in fp32, with weights rounded to `dtype` if it is given."""
-    model = LanguageModel(config, ProcessMesh.single()).requires_grad_(False)
-    load_weights(model, Checkpoint.open(checkpoint))
-    if dtype is not None:
-        for parameter in model.parameters():
-            parameter.copy_(parameter.to(getattr(torch, dtype)))
-    hidden_states = model.hidden_states(tokens, model.training_context(tokens))
-    return model.logits_shard(hidden_states)[:, 0, : config.vocab_size]

@@ -8,7 +8,6 @@ scratch. Nothing has the target's name before everything is written and fsynced.
 """
 
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -17,13 +16,14 @@ from pathlib import Path
 from megatron_ladder.checkpoint.format import HF_CONFIG, is_hf_directory
 from megatron_ladder.checkpoint.publish import (
     REPLACED_FILES,
+    Retention,
     is_published_name,
     publish,
     published_checkpoints,
     publishing_order,
-    temporary_directory,
+    remove_old_checkpoints,
 )
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import UserError, raise_user_errors
 from megatron_ladder.files import TEMPORARY_SUFFIX, lock_file, sync_directory
 
 
@@ -62,11 +62,6 @@ def check_space(target: Path, needed: int) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed:
         raise UserError(f"{target}: needs {size_text(needed)}, and {size_text(free)} are free")
-
-
-def hf_work(target: Path, fingerprint: str) -> Path:
-    """Return the temporary directory of a Hugging Face directory."""
-    return target.absolute().with_name(f"{target.absolute().name}.tmp-{fingerprint}")
 
 
 def check_hf_target(target: Path, overwrite: bool) -> None:
@@ -152,11 +147,9 @@ def publish_save(work: Path, save: Path, iteration: int, replaced: Collection[st
             f"The converted checkpoint is complete in {work}; move it to another directory as iter_{iteration:07d}"
         )
     published = publish(work, save, iteration)
-    for name in replaced:
-        # Renamed to a temporary name first, so that no published checkpoint ever lacks files.
-        doomed = temporary_directory(save, iteration, secrets.token_hex(8))
-        os.rename(save / name, doomed)
-        shutil.rmtree(doomed)
+    # The others are of the same iteration.
+    _, notes = remove_old_checkpoints(save, Retention(keep_last=1))
+    raise_user_errors(notes)
     return published
 
 

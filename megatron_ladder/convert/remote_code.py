@@ -1,13 +1,16 @@
-"""The `config.json` of an exported Hugging Face directory, and the code that is exported with it.
+"""The `config.json` of an exported Hugging Face directory, its model card, and the code that is exported with it.
 
 A model with the ordinary wiring is written as the plain type that expresses it exactly, so that every program that
 reads Llama can open it. Any other model gets the project's own type, whose code is part of the directory: programs that
 do not run that code reject the directory, whereas they would silently compute wrong results for a type such as llama.
 """
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.wiring import PER_RANK_MODES, SUB_BLOCK_TABLE, WIRINGS
@@ -18,6 +21,12 @@ CONFIGURATION, MODELING = "configuration_megatron_ladder", "modeling_megatron_la
 """Modules of `hf_module/` that are exported with the weights."""
 _TABLE_IMPORT = b"from megatron_ladder.blueprint.wiring import PER_RANK_MODES, SUB_BLOCK_TABLE\n"
 """Line of the configuration module that an exported directory replaces with these tables."""
+_TRANSFORMERS = "5.23.0"
+"""The version with which exported directories are tested."""
+_TERMS = ("license", "license_name", "license_link")
+"""Keys of a model card that hold for every model made from it."""
+_OWN_CODE = " The model needs the code in this directory: as a Llama, it would compute wrong results."
+_MOST_METADATA = 100_000
 
 
 def module_files(model: ModelConfig) -> dict[str, bytes]:
@@ -85,6 +94,7 @@ def hf_config(
         "model_type": model_type,
         "dtype": dtype,
         "torch_dtype": dtype,
+        "transformers_version": _TRANSFORMERS,
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
         "intermediate_size": model.ffn_hidden_size,
@@ -113,30 +123,68 @@ def hf_config(
         if model_type == "qwen3":
             config |= {"attention_bias": model.add_qkv_bias}
     else:
-        config |= _own_keys(model)
+        config |= {
+            "auto_map": {
+                "AutoConfig": f"{CONFIGURATION}.MegatronLadderConfig",
+                "AutoModel": f"{MODELING}.MegatronLadderModel",
+                "AutoModelForCausalLM": f"{MODELING}.MegatronLadderForCausalLM",
+                "AutoModelForSequenceClassification": f"{MODELING}.MegatronLadderForSequenceClassification",
+            },
+            "attention_bias": model.add_qkv_bias,
+            "attention_output_bias": model.add_attention_output_bias,
+            "mlp_bias": model.add_mlp_bias,
+            "qk_norm": model.qk_layernorm,
+            "final_logit_softcapping": model.logit_soft_cap,
+            "residual_mode": model.residual_mode,
+            "residual_staleness": model.residual_staleness,
+            "lanes": model.lanes,
+            "ladder_layers": list(model.ladder_layers),
+            "desync_interval": model.desync_interval,
+            "desync_tp": model.desync_tp,
+        }
     return config
 
 
-def _own_keys(model: ModelConfig) -> dict[str, Any]:
-    return {
-        "auto_map": {
-            "AutoConfig": f"{CONFIGURATION}.MegatronLadderConfig",
-            "AutoModel": f"{MODELING}.MegatronLadderModel",
-            "AutoModelForCausalLM": f"{MODELING}.MegatronLadderForCausalLM",
-            "AutoModelForSequenceClassification": f"{MODELING}.MegatronLadderForSequenceClassification",
-        },
-        "attention_bias": model.add_qkv_bias,
-        "attention_output_bias": model.add_attention_output_bias,
-        "mlp_bias": model.add_mlp_bias,
-        "qk_norm": model.qk_layernorm,
-        "final_logit_softcapping": model.logit_soft_cap,
-        "residual_mode": model.residual_mode,
-        "residual_staleness": model.residual_staleness,
-        "lanes": model.lanes,
-        "ladder_layers": list(model.ladder_layers),
-        "desync_interval": model.desync_interval,
-        "desync_tp": model.desync_tp,
-    }
+def imported_card(directory: Path, source: bytes) -> bytes:
+    """Return the card that a checkpoint keeps of a Hugging Face directory: its name, and the terms of its own card."""
+    real, terms = directory.resolve(), _metadata(source)
+    # The cache's directories are models--OWNER--NAME/snapshots/REVISION.
+    cached = real.parent.parent.name if real.parent.name == "snapshots" else real.name
+    name = cached.removeprefix("models--").replace("--", "/")
+    return _card({"base_model": name, **{key: terms[key] for key in _TERMS if isinstance(terms.get(key), str)}}, "")
+
+
+def model_card(model: ModelConfig, wiring: str, name: str, imported: bytes) -> bytes:
+    """Return the card of an exported model, given that of `imported_card`, which is empty without an import."""
+    own, first = hf_type(model) == OWN_TYPE, {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    trust = ", trust_remote_code=True" * own
+    text = f"""
+# {name}
+
+{model.num_layers} layers of hidden size {model.hidden_size}; wiring: {wiring}.{own * _OWN_CODE}
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained("{name}"{trust})
+    model = AutoModelForCausalLM.from_pretrained("{name}"{trust}, dtype="auto")
+
+Before you publish the model, check `license`, and replace `base_model` by the full name on the Hub.
+"""
+    return _card({**first, "license": "unknown", **_metadata(imported)}, text)
+
+
+def _metadata(card: bytes) -> dict[str, Any]:
+    """Return the metadata of a model card; nothing if it has none that can be read."""
+    match = re.match(rb"---[ \r]*\n(.*?)\n---", card[:_MOST_METADATA], re.DOTALL)
+    try:
+        values = None if match is None else yaml.safe_load(match[1])
+    except (yaml.YAMLError, ValueError, RecursionError):
+        values = None
+    return values if isinstance(values, dict) else {}
+
+
+def _card(metadata: dict[str, Any], text: str) -> bytes:
+    return f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---\n{text}".encode()
 
 
 def _rope_keys(model: ModelConfig) -> dict[str, Any]:

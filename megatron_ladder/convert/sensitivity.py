@@ -6,7 +6,7 @@ the result.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -172,9 +172,8 @@ def _measure(
     greedy = min(options.greedy_layers or layers, layers)
     passes = _Passes(engine, target, batches)
     total = 1 + sum(layers - chosen for chosen in range(greedy)) + greedy
-    if engine.group.rank == 0:
-        passes.bar = ProgressBar("sensitivity", total, "pass")
-    try:
+    is_first = engine.group.rank == 0
+    with ProgressBar("sensitivity", total, "pass") if is_first else nullcontext() as passes.bar:
         base = passes.losses(())
         alone: Mapping[int, Losses] = {}
         chosen, cheapest, last, unclear = list[int](), list[Price](), dict[int, float](), 0
@@ -188,10 +187,7 @@ def _measure(
             unclear += lead is not None and lead.increase < lead.standard_error
             cheapest.append(passes.price(tried[chosen[-1]], base))
         upper = [passes.price(passes.losses(range(layers - count, layers)), base) for count in range(1, greedy + 1)]
-    finally:
-        if passes.bar is not None:
-            passes.bar.close()
-    if unclear and passes.bar is not None:
+    if unclear and is_first:
         print(
             f"*** {unclear} of {greedy} layers were chosen by less than one standard error over the next best: "
             "more --tokens make the order reliable ***",

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ladder.checkpoint.format import CARRIED, CHAT_TEMPLATE
+from megatron_ladder.checkpoint.format import CARRIED, CHAT_TEMPLATE, is_card_or_licence
 from megatron_ladder.checkpoint.hf_directory import safe_path
 from megatron_ladder.errors import UserError
 
@@ -20,8 +20,8 @@ def read_carried(directory: Path) -> dict[str, bytes]:
         UserError: a file is a link out of the directory, or too large.
     """
     found = {}
-    for name in CARRIED:
-        if (directory / name).exists() or (directory / name).is_symlink():
+    for name in sorted(entry.name for entry in directory.iterdir()):
+        if name in CARRIED or is_card_or_licence(name):
             path = safe_path(directory, name)
             if path.stat().st_size > _MAX_BYTES:
                 raise UserError(f"{directory / name}: has {path.stat().st_size} bytes, expected at most {_MAX_BYTES}")

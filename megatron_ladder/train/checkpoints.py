@@ -18,7 +18,14 @@ import torch
 
 from megatron_ladder import __version__
 from megatron_ladder.checkpoint.async_save import HostMemory, gather_through_files, run_in_thread
-from megatron_ladder.checkpoint.format import CARRIED, CHAT_TEMPLATE, GENERATION_CONFIG, TOKENIZERS, Checkpoint
+from megatron_ladder.checkpoint.format import (
+    CARRIED,
+    CHAT_TEMPLATE,
+    GENERATION_CONFIG,
+    TOKENIZERS,
+    Checkpoint,
+    is_card_or_licence,
+)
 from megatron_ladder.checkpoint.loading import load_newest
 from megatron_ladder.checkpoint.publish import Retention, published_checkpoints
 from megatron_ladder.checkpoint.saving import SaveError, SaveOptions, SaveOutcome, TrainingSave
@@ -286,9 +293,12 @@ class _SmallFiles:
         whose ids and chat template have another meaning.
         """
         notes, found = [], dict[str, bytes]()
-        for path in (checkpoint.directory / name for name in CARRIED if name in checkpoint.file_names):
+        for name in sorted(checkpoint.file_names):
+            path, always = checkpoint.directory / name, is_card_or_licence(name)
+            if not always and name not in CARRIED:
+                continue
             try:
-                found[path.name] = path.read_bytes()
+                (self._files if always else found)[name] = path.read_bytes()
             except OSError as error:
                 notes.append(f"{path}: cannot be read: {error.strerror}: checkpoints of this run do not include it")
         imported = checkpoint.manifest.get(_IMPORTED)

@@ -15,6 +15,20 @@ class MegatronLadderConfig(PreTrainedConfig):
     """Llama's keys, and the keys of biases, norms and the wiring.
 
     `attention_bias` applies only to queries, keys and values, unlike in Llama.
+
+    Attributes:
+        attention_output_bias: whether the attention's output projection has a bias.
+        qk_norm: whether each head's queries and keys are normed before the rotary embedding.
+        final_logit_softcapping: bound of the logits, as in Gemma 2; None for no bound.
+        residual_mode: `standard`, `ladder` (Ladder Residual, arXiv 2501.06589), `parallel` (attention and MLP side by
+            side), or another key of `SUB_BLOCK_TABLE`.
+        ladder_layers: layers that read the residual stream late: their indices, an integer N for the upper N, or None
+            for none; sorted indices in an instance.
+        residual_staleness: how many sub-blocks late they read it.
+        lanes: number of groups of heads and neurons that read their own partial sums of the outputs that are missing
+            from a late stream; 0 for none.
+        desync_interval: sub-blocks between two sums of the ranks' streams (desync).
+        desync_tp: number of ranks with separate streams (desync).
     """
 
     model_type = "megatron_ladder"
@@ -23,90 +37,48 @@ class MegatronLadderConfig(PreTrainedConfig):
     # A pipeline stage would have to pass on several tensors.
     base_model_pp_plan = None
 
-    def __init__(
-        self,
-        *,
-        vocab_size: int = 32000,
-        hidden_size: int = 4096,
-        intermediate_size: int = 11008,
-        num_hidden_layers: int = 32,
-        num_attention_heads: int = 32,
-        num_key_value_heads: int | None = None,
-        head_dim: int | None = None,
-        hidden_act: str = "silu",
-        max_position_embeddings: int = 2048,
-        initializer_range: float = 0.02,
-        rms_norm_eps: float = 1e-5,
-        rope_parameters: dict[str, Any] | None = None,
-        tie_word_embeddings: bool = False,
-        attention_bias: bool = False,
-        attention_output_bias: bool = False,
-        attention_dropout: float = 0.0,
-        mlp_bias: bool = False,
-        qk_norm: bool = False,
-        final_logit_softcapping: float | None = None,
-        residual_mode: str = "ladder",
-        ladder_layers: int | list[int] | None = None,
-        residual_staleness: int = 1,
-        lanes: int = 0,
-        desync_interval: int = 0,
-        desync_tp: int | None = None,
-        use_cache: bool = True,
-        bos_token_id: int | None = None,
-        eos_token_id: int | list[int] | None = None,
-        pad_token_id: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """
-        Args:
-            attention_bias: whether the projections of queries, keys and values have biases.
-            attention_output_bias: whether the attention's output projection has a bias.
-            qk_norm: whether each head's queries and keys are normed before the rotary embedding.
-            final_logit_softcapping: bound of the logits, as in Gemma 2; None for no bound.
-            residual_mode: `standard`, `ladder` (Ladder Residual, arXiv 2501.06589), `parallel` (attention and MLP side
-                by side), or another key of `SUB_BLOCK_TABLE`.
-            ladder_layers: layers that read the residual stream late: their indices, an integer N for the upper N,
-                or None for none.
-            residual_staleness: how many sub-blocks late they read it.
-            lanes: number of groups of heads and neurons that read their own partial sums of the outputs that are
-                missing from a late stream; 0 for none.
-            desync_interval: sub-blocks between two sums of the ranks' streams (desync).
-            desync_tp: number of ranks with separate streams (desync).
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    # An int; None in a file stands for a value that depends on others.
+    num_key_value_heads: Any = None
+    head_dim: Any = None
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 2048
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-5
+    rope_parameters: dict[str, Any] | None = None
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    attention_output_bias: bool = False
+    attention_dropout: float = 0.0
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    final_logit_softcapping: float | None = None
+    residual_mode: str = "ladder"
+    ladder_layers: Any = None
+    residual_staleness: int = 1
+    lanes: int = 0
+    desync_interval: int = 0
+    desync_tp: int | None = None
+    use_cache: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
 
-        Raises:
-            ValueError: a wiring that one process cannot compute, or that does not match the sizes.
-        """
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.intermediate_size = intermediate_size
-        self.num_hidden_layers = num_hidden_layers
-        self.num_attention_heads = num_attention_heads
-        self.num_key_value_heads = num_attention_heads if num_key_value_heads is None else num_key_value_heads
-        self.head_dim = hidden_size // num_attention_heads if head_dim is None else head_dim
-        self.hidden_act = hidden_act
-        self.max_position_embeddings = max_position_embeddings
-        self.initializer_range = initializer_range
-        self.rms_norm_eps = rms_norm_eps
-        self.rope_parameters = rope_parameters
-        self.tie_word_embeddings = tie_word_embeddings
-        self.attention_bias = attention_bias
-        self.attention_output_bias = attention_output_bias
-        self.attention_dropout = attention_dropout
-        self.mlp_bias = mlp_bias
-        self.qk_norm = qk_norm
-        self.final_logit_softcapping = final_logit_softcapping
-        self.residual_mode = residual_mode
-        self.ladder_layers = self._late_layers(residual_mode, ladder_layers, residual_staleness)
-        self.residual_staleness = residual_staleness
-        self.lanes = lanes
-        self.desync_interval = desync_interval
-        self.desync_tp = desync_tp
+    def __init__(self, **kwargs: Any) -> None:
+        """Raises ValueError for a wiring that one process cannot compute, or that does not match the sizes."""
+        for name in MegatronLadderConfig.__annotations__:
+            setattr(self, name, kwargs.pop(name, getattr(MegatronLadderConfig, name)))
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        self.ladder_layers = self._late_layers()
         self._check_lanes()
-        self.use_cache = use_cache
-        self.bos_token_id = bos_token_id
-        self.eos_token_id = eos_token_id
-        self.pad_token_id = pad_token_id
-        if qk_norm:
+        if self.qk_norm:
             # The same matrices plus the norms of queries and keys.
             self.base_model_tp_plan = Qwen3Config.base_model_tp_plan
         if self.lane_count:
@@ -114,25 +86,23 @@ class MegatronLadderConfig(PreTrainedConfig):
             self.base_model_tp_plan = None
         super().__init__(**kwargs)
 
-    def _late_layers(self, residual_mode: str, ladder_layers: int | list[int] | None, staleness: int) -> list[int]:
+    def _late_layers(self) -> list[int]:
         """Return `ladder_layers` as sorted indices."""
-        if residual_mode not in SUB_BLOCK_TABLE:
-            raise ValueError(f"residual_mode {residual_mode!r}: transformers can run {', '.join(SUB_BLOCK_TABLE)}")
-        if staleness < 1:
-            raise ValueError(f"residual_staleness {staleness} must be at least 1")
-        layers = self.num_hidden_layers
-        if isinstance(ladder_layers, int):
-            late = list(range(layers - ladder_layers, layers))
-        else:
-            late = sorted(ladder_layers or ())
-        if late and not any(reads_late for _, reads_late in SUB_BLOCK_TABLE[residual_mode]):
-            raise ValueError(f"ladder_layers {ladder_layers} has no meaning with residual_mode {residual_mode!r}")
+        mode, given, layers = self.residual_mode, self.ladder_layers, self.num_hidden_layers
+        if mode not in SUB_BLOCK_TABLE:
+            raise ValueError(f"residual_mode {mode!r}: transformers can run {', '.join(SUB_BLOCK_TABLE)}")
+        if self.residual_staleness < 1:
+            raise ValueError(f"residual_staleness {self.residual_staleness} must be at least 1")
+        late = list(range(layers - given, layers)) if isinstance(given, int) else sorted(given or ())
+        for key, value in (("ladder_layers", late), ("lanes", self.lanes)):
+            if value and not any(reads_late for _, reads_late in SUB_BLOCK_TABLE[mode]):
+                raise ValueError(f"{key} {value} has no meaning with residual_mode {mode!r}")
         if len(set(late)) < len(late) or any(not 0 <= layer < layers for layer in late):
-            raise ValueError(f"ladder_layers {ladder_layers}: expected different layers of 0-{layers - 1}")
+            raise ValueError(f"ladder_layers {given}: expected different layers of 0-{layers - 1}")
         return late
 
     def _check_lanes(self) -> None:
-        """Raise ValueError if the wiring has no lanes, or if the heads and neurons cannot be divided into them."""
+        """Raise ValueError if heads and neurons cannot be divided into the lanes, or the wiring has other ranks."""
         mode, per_rank = self.residual_mode, self.residual_mode in PER_RANK_MODES
         desync = f"desync_interval {self.desync_interval} and desync_tp {self.desync_tp}"
         if per_rank and (self.desync_interval < 1 or self.desync_tp is None or self.desync_tp < 2):
@@ -141,19 +111,12 @@ class MegatronLadderConfig(PreTrainedConfig):
             raise ValueError(f"{desync} have no meaning with residual_mode {mode!r}")
         if self.lanes < 0 or self.lanes == 1:
             raise ValueError(f"lanes {self.lanes} must be 0 or at least 2")
-        if self.lanes and not any(reads_late for _, reads_late in SUB_BLOCK_TABLE[mode]):
-            raise ValueError(f"lanes {self.lanes} has no meaning with residual_mode {mode!r}")
-        if not self.lane_count:
-            return
         name = f"desync_tp {self.desync_tp}" if per_rank else f"lanes {self.lanes}"
-        for key in ("num_attention_heads", "intermediate_size"):
-            if getattr(self, key) % self.lane_count:
-                raise ValueError(f"{key} {getattr(self, key)} is not divisible by {name}")
-        if self.num_key_value_heads % self.lane_count:
-            raise ValueError(
-                f"num_key_value_heads {self.num_key_value_heads} is not divisible by {name}: with a shared head, each "
-                "lane would compute different keys and values from it, for which the cache has no space"
-            )
+        shared = ": with a shared head, each lane would compute different keys and values from it, for which the cache "
+        shared += "has no space"
+        for key, why in (("num_attention_heads", ""), ("intermediate_size", ""), ("num_key_value_heads", shared)):
+            if self.lane_count and getattr(self, key) % self.lane_count:
+                raise ValueError(f"{key} {getattr(self, key)} is not divisible by {name}{why}")
 
     @property
     def lane_count(self) -> int:

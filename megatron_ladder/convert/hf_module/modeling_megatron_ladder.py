@@ -205,7 +205,7 @@ class MegatronLadderModel(MegatronLadderPreTrainedModel, LlamaModel):
 
 
 class MegatronLadderForCausalLM(MegatronLadderPreTrainedModel, LlamaForCausalLM):
-    """The decoder with its head. The bound of the logits is no part of the head, which adapters wrap and users resize."""
+    """The decoder with its head. Logits are bounded outside of the head, which adapters wrap and users resize."""
 
     forward = Gemma2ForCausalLM.forward
 

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from transformers import AutoConfig
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.checkpoint.hf_config import model_config_from_hf
-from megatron_ladder.convert.remote_code import hf_config, hf_type, module_files
+from megatron_ladder.convert.remote_code import hf_config, hf_type, imported_card, module_files
 from megatron_ladder.errors import UserError
 from tests.unit.convert.hf_models import tiny_config
 
@@ -92,11 +93,19 @@ def test_configs_survive_a_round_trip(model: ModelConfig) -> None:
 @pytest.mark.parametrize("model", MODELS[:7], ids=hf_type)
 def test_configs_survive_a_round_trip_through_transformers(model: ModelConfig, tmp_path: Path) -> None:
     """transformers keeps only one spelling of the rotary embedding when it saves our config."""
-    (tmp_path / "config.json").write_text(json.dumps(hf_config(model, dtype="float32")))
+    written = hf_config(model, dtype="float32")
+    # As in constraints.txt, with which the tests run.
+    assert written["transformers_version"] == transformers.__version__
+    (tmp_path / "config.json").write_text(json.dumps(written))
     AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
     saved = json.loads((tmp_path / "again" / "config.json").read_text())
     assert "rope_scaling" not in saved
     assert model_config_from_hf(saved) == model
+
+
+def test_the_card_of_an_import_names_the_repository_of_a_cached_model(tmp_path: Path) -> None:
+    cached = tmp_path / "models--meta-llama--Llama-2-7b" / "snapshots" / "0123"
+    assert imported_card(cached, b"---\n{[\n---") == b"---\nbase_model: meta-llama/Llama-2-7b\n---\n"
 
 
 def test_configs_of_published_models() -> None:

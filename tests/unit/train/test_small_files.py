@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+from huggingface_hub import ModelCard
 from tokenizers.models import WordLevel
 
 from megatron_ladder.blueprint.tensors import model_tensors
@@ -32,6 +33,11 @@ EXTRA_FILES = {
     "chat_template.jinja": "{{ messages }}",
     "generation_config.json": '{"eos_token_id": [0, 2], "temperature": 0.5}',
 }
+TERMS = {
+    "LICENSE": "terms",
+    "Notice.txt": "thanks",
+    "README.md": "---\nlicense: other\nlicense_name: ours\n---\n# Name\n",
+}
 
 
 def write_words(path: Path, *words: str) -> None:
@@ -44,7 +50,7 @@ def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory of checkpoints with an imported model, next to its Hugging Face directory `hf`."""
     directory = write_directory(tmp_path / "hf", {**CONFIG, "eos_token_id": 5, "pad_token_id": 3})
     write_words(directory / "tokenizer.json", "a", "b")
-    for name, text in EXTRA_FILES.items():
+    for name, text in (EXTRA_FILES | TERMS).items():
         (directory / name).write_text(text)
     convert("import", "--hf", directory, "--save", tmp_path / "imported")
     # The tiny state receives the tensors of that model.
@@ -100,10 +106,19 @@ def test_imported_files_are_exported_after_two_runs(imported: Path, tmp_path: Pa
     }
     assert open_model(directory, None, None).eos_ids == {0, 2}
     convert("export", "--load", tmp_path / "again", "--hf", tmp_path / "back")
-    for name in (*EXTRA_FILES, "tokenizer.json"):
+    for name in (*EXTRA_FILES, "tokenizer.json", "LICENSE", "Notice.txt"):
         assert (tmp_path / "back" / name).read_bytes() == (hf / name).read_bytes(), name
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     assert config["eos_token_id"] == [0, 2] and config["pad_token_id"] == 3
+    card = ModelCard.load(tmp_path / "back" / "README.md")
+    assert card.data.to_dict() == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "license": "other",
+        "base_model": "hf",
+        "license_name": "ours",
+    }
+    assert "wiring: standard." in card.text and 'from_pretrained("back", dtype="auto")' in card.text
 
 
 def test_the_template_of_the_data_is_exported(
@@ -125,3 +140,8 @@ def test_the_template_of_the_data_is_exported(
     assert f"*** {tmp_path}/second: has another chat template than {tmp_path}/first" in capsys.readouterr().out
     convert("export", "--load", tmp_path / "run", "--hf", tmp_path / "back")
     assert (tmp_path / "back" / "chat_template.jinja").read_text() == "first"
+
+
+def test_licences_travel_with_another_tokenizer(imported: Path, tmp_path: Path) -> None:
+    found = {path.name for path in train(imported, tmp_path / "run", ByteTokenizer(), True, 1).iterdir()}
+    assert found > TERMS.keys() and not {*EXTRA_FILES, "tokenizer.json"} & found
