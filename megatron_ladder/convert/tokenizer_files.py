@@ -21,7 +21,7 @@ def read_carried(directory: Path) -> dict[str, bytes]:
     """
     found = {}
     for name in sorted(entry.name for entry in directory.iterdir()):
-        if name in CARRIED or is_card_or_licence(name):
+        if name in CARRIED or (is_card_or_licence(name) and (directory / name).is_file()):
             path = safe_path(directory, name)
             if path.stat().st_size > _MAX_BYTES:
                 raise UserError(f"{directory / name}: has {path.stat().st_size} bytes, expected at most {_MAX_BYTES}")

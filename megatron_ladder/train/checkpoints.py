@@ -289,8 +289,8 @@ class _SmallFiles:
     def inherit(self, checkpoint: Checkpoint) -> list[str]:
         """Take over the imported model's files of a checkpoint; return one line for each that is not taken over.
 
-        The run's own tokenizer wins if both have a file. Nothing is taken over from a model with another tokenizer,
-        whose ids and chat template have another meaning.
+        The run's own tokenizer wins if both have a file. Only card and licences are taken over from a model with
+        another tokenizer, whose ids and chat template have another meaning.
         """
         notes, found = [], dict[str, bytes]()
         for name in sorted(checkpoint.file_names):
@@ -306,10 +306,8 @@ class _SmallFiles:
             lost = [name for name in (CHAT_TEMPLATE, GENERATION_CONFIG) if name in found]
             lost += ["the ids of special tokens"] if imported is not None else []
             if lost:
-                notes.append(
-                    f"{checkpoint.directory}: has another tokenizer than this run, so these are not taken over: "
-                    f"{', '.join(lost)}"
-                )
+                why = "has another tokenizer than this run, so these are not taken over"
+                notes.append(f"{checkpoint.directory}: {why}: {', '.join(lost)}")
             return notes
         with contextlib.suppress(ValueError, RecursionError):
             settings = json.loads(self._files.get("tokenizer_config.json", b""))

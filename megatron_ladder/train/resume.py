@@ -183,18 +183,6 @@ def model_differences(run: RunConfig, checkpoint: Checkpoint) -> list[Problem]:
     ]
 
 
-def _optimizer_difference(run: RunConfig, checkpoint: Checkpoint) -> str | None:
-    """Return an error if the stored moments are those of another optimizer."""
-    stored, given = checkpoint.optimizer, run.optimizer.optimizer
-    if (stored == "muon") == (given == "muon"):
-        return None
-    return Problem(
-        "--optimizer",
-        f" {given}: {checkpoint.directory} was trained with {stored}: give --optimizer {stored}, or --no-load-optim to "
-        "start the optimizer from scratch",
-    )
-
-
 def resumed_run(run: RunConfig, checkpoint: Checkpoint, errors: ErrorCollector) -> RunConfig:
     """Return the run with the schedule that it continues with; `errors` receives one line per rejected change."""
     options, stored, directory = run.checkpoint, checkpoint.manifest.get("run", {}), checkpoint.directory
@@ -202,8 +190,10 @@ def resumed_run(run: RunConfig, checkpoint: Checkpoint, errors: ErrorCollector) 
         return run
     if options.load_optim and not checkpoint.stored("exp_avg"):
         errors.add(f"--load {directory}: holds weights and no optimizer: give --finetune, or --no-load-optim")
-    if options.load_optim and (problem := _optimizer_difference(run, checkpoint)):
-        errors.add(problem)
+    saved, given = checkpoint.optimizer, run.optimizer.optimizer
+    if options.load_optim and (saved == "muon") != (given == "muon"):
+        fix = f"give --optimizer {saved}, or --no-load-optim to start the optimizer from scratch"
+        errors.add(Problem("--optimizer", f" {given}: {directory} was trained with {saved}: {fix}"))
         return run
     if options.override_opt_param_scheduler or "optimizer" not in stored:
         return run
