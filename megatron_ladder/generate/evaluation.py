@@ -92,6 +92,7 @@ class Evaluator:
         """
         cut = []
         for context, continuation in texts:
+            self._check_ids((*context, *continuation))
             if len(continuation) > self.max_length:
                 raise UserError(
                     f"a text to score has {len(continuation)} tokens, but the model has only {self.max_length} "
@@ -112,6 +113,8 @@ class Evaluator:
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
         """Continue prompts; no result depends on the other requests."""
+        for request in requests:
+            self._check_ids(request.prompt_ids)
         found: dict[int, Generation] = {}
         order = sorted(range(len(requests)), key=lambda number: -len(requests[number].prompt_ids))
         for numbers in self._batches("generating", order):
@@ -129,6 +132,12 @@ class Evaluator:
                 stop_process_group()
         finally:
             self._end_others()
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        if (largest := max(ids, default=0)) >= (size := self.stored.config.vocab_size):
+            raise UserError(
+                f"a text has the id {largest}, and the model's vocabulary {size}; use the model's own --tokenizer-model"
+            )
 
     def _batches(self, description: str, order: Sequence[int]) -> Iterator[Sequence[int]]:
         with ProgressBar(description, len(order), "text") as bar:

@@ -11,7 +11,7 @@ many rows. A packed weight is an opaque tensor, of which only the shape, the dty
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ def open_model(
 
     `flag` names the directory in errors.
 
-    Raises UserError if the directory is incomplete, or its tokenizer cannot be read or has more ids than the model.
+    Raises UserError if the directory is incomplete, or its tokenizer cannot be read.
     """
     given = None
     if tokenizer_type is not None and tokenizer_model is not None:
@@ -85,14 +85,11 @@ def open_model(
     except UserError as error:
         first, *more = error.messages
         raise UserError(first if first.startswith("--") else f"{flag} {first}", *more) from None
-    tokenizer, config = stored.tokenizer, stored.config
-    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
-        name = tokenizer.files[0] if tokenizer.files else tokenizer.kind
-        raise UserError(
-            f"{name}: the tokenizer has {tokenizer.vocab_size} ids, but the model has only {config.vocab_size}: "
-            "use the tokenizer that belongs to the model"
-        )
-    return stored
+    known, size = 0 if stored.tokenizer is None else stored.tokenizer.vocab_size, stored.config.vocab_size
+    if known <= size:
+        return stored
+    warning = f"the tokenizer has {known} ids, the model {size}: larger ids must not occur"
+    return replace(stored, warnings=(*stored.warnings, warning))
 
 
 def _open_checkpoint(directory: Path, tokenizer: Tokenizer | None, flag: str) -> StoredModel:

@@ -236,9 +236,10 @@ def _load_vocabulary(flags: RunFlags, checkpoint: Checkpoint | None) -> tuple[To
     # The --vocab-size of this one does not count the end-of-document token.
     if tokenizer.kind == NullTokenizer.kind:
         return tokenizer, known
-    if vocab_size is not None and vocab_size < known:
+    # As in transformers, a tokenizer may have ids that a loaded model lacks, unless they occur.
+    if vocab_size is not None and vocab_size < known and vocab_size != stored:
         raise UserError(f"--vocab-size {vocab_size} is smaller than the tokenizer's {known} ids: leave it out")
-    return tokenizer, max(known, stored or 0) if vocab_size is None else vocab_size
+    return tokenizer, vocab_size or stored or known
 
 
 def _check_machine(run: RunConfig, place: RankInfo, errors: ErrorCollector) -> None:

@@ -219,7 +219,8 @@ def test_unusable_model_directories(tmp_path: Path, run_folder: Path, without_to
     tokenizer = train_tokenizer(tmp_path, ["def size(x):\n    return x\n"] * 20).files[0]
     flags = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tokenizer)]
     (error,) = errors_of(["--model", str(without_tokenizer), *text, *flags])
-    assert error.startswith(f"{tokenizer}: the tokenizer has 300 ids, but the model has only 67: use the tokenizer ")
+    assert error.startswith("--prompt 'a': the id ") and error.endswith("use the tokenizer that belongs to the model")
+    assert "outside the model's vocabulary of 67" in error
 
 
 def lines_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:

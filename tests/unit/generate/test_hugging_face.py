@@ -2,6 +2,8 @@
 
 import io
 import json
+import shutil
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +17,9 @@ from megatron_ladder.cli.generate import main
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.convert.remote_code import hf_config
 from megatron_ladder.data.tokenizers import load_tokenizer
+from megatron_ladder.errors import UserError
 from megatron_ladder.generate.engine import GenerationEngine
+from megatron_ladder.generate.evaluation import Evaluator
 from megatron_ladder.generate.loading import StoredModel, load_model, open_model
 from megatron_ladder.generate.prompts import PromptEncoder
 from megatron_ladder.generate.requests import GenerationRequest
@@ -26,7 +30,7 @@ from tests.reference import greedy_continuation
 from tests.unit.convert.hf_models import write_hf
 from tests.unit.convert.saved_models import MODELS as KINDS
 from tests.unit.convert.saved_models import save_model
-from tests.unit.generate.tiny_model import MODELS, PROMPTS, reference_of, tiny_config, write_checkpoint
+from tests.unit.generate.tiny_model import MODELS, PROMPTS, reference_of, tiny_config, train_tokenizer, write_checkpoint
 
 NEW_TOKENS = 10
 CPU = torch.device("cpu")
@@ -197,3 +201,31 @@ def test_a_conversation_includes_its_history(
         else:
             assert prompts == [(1, 7), (1, 8)]
             assert captured.out.startswith("hello")
+
+
+def test_a_tokenizer_may_have_more_ids_than_the_model(
+    chat_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in transformers, with which many fine-tuned models got a padding token without an embedding."""
+    folder = shutil.copytree(chat_model, tmp_path / "padded")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["[PAD]"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    convert(["import", "--hf", str(folder), "--save", str(tmp_path / "imported")])
+    assert "the tokenizer has 302 ids, the model 301" in capsys.readouterr().out
+    for model in (folder, tmp_path / "imported"):
+        main(["--model", str(model), "--prompt", "hello", "--max-new-tokens", "2"])
+        assert "warning: the tokenizer has 302 ids, the model 301" in capsys.readouterr().err
+        with pytest.raises(UserError, match="the id 301 is outside the model's vocabulary of 301; use the tokenizer"):
+            main(["--model", str(model), "--prompt", "[PAD]"])
+    with closing(Evaluator(1, model=folder)) as evaluator:
+        with pytest.raises(UserError, match="a text has the id 301, and the model's vocabulary 301"):
+            evaluator.score([((1,), (301,))])
+        with pytest.raises(UserError, match="a text has the id 301, and the model's vocabulary 301"):
+            evaluator.generate([GenerationRequest((301,), 1)])
+
+
+def test_sentencepiece_cannot_encode_conversations(tmp_path: Path) -> None:
+    """It spells the control tokens of a template out."""
+    with pytest.raises(UserError, match="--chat: SentencePieceTokenizer does not recognise special tokens in a text"):
+        PromptEncoder(train_tokenizer(tmp_path, ["def size(x):\n    return x  # mega\n"] * 20), (), True, None)

@@ -98,10 +98,18 @@ def test_sizes_come_from_the_checkpoint(tmp_path: Path) -> None:
     tuned = read("--finetune --seq-length 40")
     assert tuned.run.model == replace(config, max_position_embeddings=max(40, config.max_position_embeddings))
     assert (tuned.run.training.seq_length, tuned.run.training.seed) == (40, 1234)
+    # A tokenizer may have more ids than the model, as long as they do not occur.
+    for more in ("", "--vocab-size 67"):
+        assert (
+            read(f"--finetune --seq-length 8 --tokenizer-type ByteTokenizer {more}").run.model.vocab_size
+            == config.vocab_size
+            == 67
+        )
     for more, message in (
         ("--num-layers 4", "--num-layers 4: .* was trained with 3"),
         ("--num-layers 4 --ladder-layers 2-3", "--num-layers 4: .* was trained with 3"),
         ("--residual-mode parallel", "--residual-mode parallel: .* was trained with ladder"),
+        ("--tokenizer-type ByteTokenizer --vocab-size 66", "--vocab-size 66 is smaller than the tokenizer's 257 ids"),
         ("--ladder-layers 1", r"--ladder-layers \[2\]: .* was trained with \[1, 2\]"),
     ):
         with pytest.raises(UserError, match=message) as raised:
