@@ -102,7 +102,10 @@ def adapted_model(options: SweepOptions, layers: int) -> AdaptedModel:
         done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         if done.returncode:
             raise UserError(f"tools/plan.py inference: {done.stderr.strip()}")
-        wirings = {one["wiring"]: one for one in read_json(path)["wirings"]}
+        report = read_json(path)
+    if not report["fits"]:
+        raise UserError(f"tools/plan.py inference: {report['answer']}")
+    wirings = {one["wiring"]: one for one in report["wirings"]}
     hybrid = wirings[f"hybrid-{layers}"]
     low, high = hybrid["speed_up_range"]
     return AdaptedModel(layers, results, hybrid["speed_up"], (low, high))

@@ -52,11 +52,11 @@ class Workload:
 
         def requests(new_tokens: int) -> list[GenerationRequest]:
             # Greedy, because a sampled token might belong to an emulated rank.
-            ids = random_ids(model.config, self.batch, self.sequence)
+            ids = _random_ids(model.config, self.batch, self.sequence)
             return [GenerationRequest(tuple(row), new_tokens, GREEDY) for row in ids.tolist()]
 
         if self.case == "train":
-            ids = random_ids(model.config, self.batch, self.sequence + 1).to(model.embedding.weight.device)
+            ids = _random_ids(model.config, self.batch, self.sequence + 1).to(model.embedding.weight.device)
             model.train()
 
             def train() -> None:
@@ -81,7 +81,7 @@ class Workload:
             yield functools.partial(decode, self.tokens)
 
 
-def random_ids(model: ModelConfig, batch: int, length: int) -> torch.Tensor:
+def _random_ids(model: ModelConfig, batch: int, length: int) -> torch.Tensor:
     """Return token ids [batch, length], the same in every process."""
     return torch.randint(0, model.vocab_size, (batch, length), generator=torch.Generator().manual_seed(0))
 
