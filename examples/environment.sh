@@ -165,6 +165,21 @@ install_package() {
     # Otherwise DeepSpeed would honour a stray DS_BUILD_OPS=1 and require a compiler.
     DS_BUILD_OPS=0 stage "deepspeed, megatron_ladder and their dependencies" \
         install_packages --constraint "$REPOSITORY/constraints.txt" --editable "${REPOSITORY}[$1]"
+    repair_scripts
+}
+
+# The kernel ends the interpreter's path in the first line of a script at a blank, so the shell starts it instead. pip
+# and uv do this for entry points, but not for scripts, such as deepspeed.
+repair_scripts() {
+    local script first rest
+    [[ $ENVIRONMENT == *[[:space:]]* ]] || return 0
+    for script in "$ENVIRONMENT"/bin/*; do
+        read -r first <"$script" || true
+        if [[ $first == "#!$ENVIRONMENT/"* ]]; then
+            rest=$(tail -n +2 "$script")
+            printf '%s\n' '#!/bin/sh' "'''exec' \"${first#??}\" \"\$0\" \"\$@\"" "' '''" "$rest" >"$script"
+        fi
+    done
 }
 
 # install_packages ARGUMENTS...: uv does not read pip's settings, so pip has the last word.

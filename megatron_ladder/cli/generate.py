@@ -3,6 +3,7 @@
 import functools
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 
 from megatron_ladder.comm.ranks import run_ranks
 from megatron_ladder.errors import run_program
@@ -13,12 +14,14 @@ def main(argv: Sequence[str]) -> None:
     """Read the command line and generate, as one rank or as the parent of several."""
     options = parse_options(argv)
     ranks = options.model.tp or 1
-    if ranks > 1 and "WORLD_SIZE" not in os.environ:
-        run_ranks(__name__, argv, ranks)
-        return
-    from megatron_ladder.generate.program import generate
+    # Ctrl-C is how a conversation ends.
+    with suppress(*[KeyboardInterrupt] * options.prompts.interactive):
+        if ranks > 1 and "WORLD_SIZE" not in os.environ:
+            run_ranks(__name__, argv, ranks)
+            return
+        from megatron_ladder.generate.program import generate
 
-    generate(options)
+        generate(options)
 
 
 entry_point = functools.partial(run_program, main)

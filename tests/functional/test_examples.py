@@ -1,6 +1,7 @@
 """The functions that the example scripts share."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,18 @@ def test_gpus_are_counted_however_slowly_they_are_listed(tmp_path: Path) -> None
     assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
     done = run_command(["bash", "-c", f"CUDA_VISIBLE_DEVICES=0,2; {script}"], timeout=60, env=environment)
     assert done.stdout == "2\n"
+
+
+def test_scripts_of_packages_start_in_a_path_with_a_blank(tmp_path: Path) -> None:
+    programs = tmp_path / "a b" / "bin"
+    programs.mkdir(parents=True)
+    (programs / "python").symlink_to(sys.executable)
+    write_program(programs / "tool", f'#!{programs}/python\nimport sys\n\nprint(sys.argv[1:], "\\\\")\n')
+    script = f"source {REPOSITORY_ROOT}/examples/environment.sh; ENVIRONMENT='{programs.parent}'; repair_scripts"
+    for _ in range(2):
+        assert run_command(["bash", "-c", f"set -euo pipefail; {script}"], timeout=60).returncode == 0
+        done = run_command([programs / "tool", "c d", "$e"], timeout=60)
+        assert (done.returncode, done.stdout) == (0, "['c d', '$e'] \\\n"), done.stderr
 
 
 @pytest.mark.parametrize(

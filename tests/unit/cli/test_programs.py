@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ladder import __version__
+from megatron_ladder.cli import generate
 from megatron_ladder.errors import UserError
 from tests.helpers.programs import PROGRAMS, SUBCOMMANDS, load_program, script_of
 
@@ -19,6 +20,8 @@ BARE = [sys.executable, "-E", "-s", "-S"]
 ANSWERS = """
 import contextlib, io, json, os, sys
 sys.path += [os.getcwd(), os.path.join(os.getcwd(), "tools")]
+from megatron_ladder.cli import generate
+from megatron_ladder.errors import UserError
 from tests.helpers.programs import load_program
 for program, words in json.loads(sys.argv[1]):
     printed = io.StringIO()
@@ -99,3 +102,15 @@ def test_without_the_environment_one_line_names_it(tmp_path: Path) -> None:
         assert done.returncode == 2, done.stderr
         (line,) = done.stderr.splitlines()
         assert line.startswith("error: the Python package ") and "source .venv/bin/activate" in line
+
+
+def test_ctrl_c_ends_a_conversation_without_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "run_ranks", interrupted)
+    monkeypatch.setattr("megatron_ladder.generate.program.generate", interrupted)
+    for ranks in "1", "2":
+        generate.main(["--model", "m", "--tp", ranks, "--interactive"])
+        with pytest.raises(KeyboardInterrupt):
+            generate.main(["--model", "m", "--tp", ranks, "--prompt", "x"])
