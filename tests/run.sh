@@ -80,6 +80,12 @@ run_command_lane() {
 # These emulate the time of an interconnect, so nothing else may run.
 TIMED=(tests/distributed/test_link.py tests/distributed/test_benchmark.py)
 
+# Two wirings on two ranks, and a training that is stopped and resumed.
+QUICK_ON_RANKS=(
+    "tests/distributed/test_correctness.py::test_wirings[2-"{ladder-overlap-kept,hybrid-blocking-recomputed}"-fp64]"
+    tests/distributed/test_file_operations.py
+)
+
 status=0
 case "$*" in
 "" | --slow | --patience*)
@@ -91,10 +97,9 @@ case "$*" in
     ;;
 --quick)
     in_background style check_style
-    in_background unit run_pytest unit tests/unit/{blueprint,checkpoint,comm,config,convert,engine,generate,model,parallel} \
-        tests/unit/test_{errors,flags,house}.py -m "not long"
-    run_pytest commands tests/distributed/test_correctness.py tests/functional/test_pretrain.py -m quick || status=1
-    run_pytest data tests/unit/{data,train} -m "not long" || status=1
+    in_background unit run_pytest unit tests/unit/{checkpoint,convert,generate} -m "not long"
+    run_pytest rest "${QUICK_ON_RANKS[@]}" tests/unit/{blueprint,comm,config,data,engine,model,parallel,train} \
+        tests/unit/test_{errors,flags,house}.py -m "not long" || status=1
     wait_for_lanes || status=1
     ;;
 *)

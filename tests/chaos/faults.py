@@ -1,11 +1,9 @@
 """Faults of a run and their expected outcomes. Each function returns a summary, or raises AssertionError."""
 
-import math
 import re
 import signal
 import socket
 import time
-from collections.abc import Callable
 
 from tests.chaos.runs import (
     ATTEMPT_SECONDS,
@@ -14,10 +12,8 @@ from tests.chaos.runs import (
     WORLD_SIZE,
     Experiment,
     Moment,
-    events,
     last_event,
     last_step,
-    losses,
     newest_iteration,
 )
 from tests.helpers.patience import patient
@@ -118,54 +114,3 @@ def stopped_rank(experiment: Experiment) -> str:
     experiment.check(save)
     waited = f"{seconds - GRACE_SECONDS:.1f} s of a timeout of {timeout:g} s"
     return f"rank {rank} is reported with its host after {waited}"
-
-
-def spoiling(bad_steps: range) -> Callable[[int], None]:
-    """Return a function that sets one gradient element of the last parameter on the last rank to NaN in these steps."""
-
-    def prepare(rank: int) -> None:
-        from megatron_ladder.train import loop
-
-        step = loop.train_step
-
-        def spoiled_step(trainer, micro_batches, iteration, votes):
-            take = trainer.engine.state.gradient_pieces
-
-            def spoiled_pieces():
-                pieces = take()
-                pieces[-1].gradient.view(-1)[0] = math.nan
-                return pieces
-
-            if rank == WORLD_SIZE - 1 and iteration in bad_steps:
-                trainer.engine.state.gradient_pieces = spoiled_pieces
-            try:
-                return step(trainer, micro_batches, iteration, votes)
-            finally:
-                trainer.engine.state.gradient_pieces = take
-
-        loop.train_step = spoiled_step
-
-    return prepare
-
-
-def bad_numbers(experiment: Experiment) -> str:
-    """NaN in one step is skipped and reported; NaN in three consecutive steps ends the run with code 3."""
-    bad = experiment.chance.randrange(2, STEPS)
-    save = experiment.folder / "spoiled"
-    no_spikes = "--loss-spike-factor", "100"
-    job, _ = experiment.start(save, *no_spikes, prepare=spoiling(range(bad, bad + 1)))
-    codes = job.wait(ATTEMPT_SECONDS)
-    assert set(codes.values()) == {0}, job.output.read_text()
-    skip = last_event(save, "skip")
-    assert skip["iteration"] == bad and skip["rank"] == WORLD_SIZE - 1 and skip["parameter"], skip
-    assert losses(save).keys() == set(range(1, STEPS + 1)) - {bad}
-    assert f"first bad parameter {skip['parameter']}, on rank {skip['rank']}" in job.output.read_text()
-    hopeless = experiment.folder / "hopeless"
-    job, _ = experiment.start(hopeless, *no_spikes, prepare=spoiling(range(bad, STEPS + 1)))
-    codes = job.wait(ATTEMPT_SECONDS)
-    in_a_row = min(3, STEPS + 1 - bad)
-    wanted = BAD_NUMBERS if in_a_row == 3 else 0
-    assert set(codes.values()) == {wanted}, f"{codes}\n{job.output.read_text()}"
-    assert sum(event["event"] == "skip" for event in events(hopeless)) == in_a_row
-    assert last_event(hopeless, "stop")["code"] == wanted
-    return f"step {bad} is skipped, {skip['parameter']} reported; {in_a_row} in a row exit with code {wanted}"

@@ -25,7 +25,7 @@ from tests.chaos.runs import VOCABULARY, Experiment  # noqa: E402
 from tests.helpers.patience import be_patient  # noqa: E402
 from tests.helpers.tokens import write_tokens  # noqa: E402
 
-FAULTS = ("kill", "term", "stop", "nan")
+FAULTS = ("kill", "term", "stop")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class ChaosConfig:
         choices=[f"{layout}{name}" for layout in ("", "tp:", "pp:", "dp:") for name in FAULTS],
     )
     """kill: SIGKILL at random moments. term: SIGTERM or SIGINT during a start, a step and a save. stop:
-    SIGSTOP of a rank. nan: bad gradients. tp:kill: a fault of one layout only."""
+    SIGSTOP of a rank. tp:kill: a fault of one layout only."""
     kills: int = 3
     """Number of kills, and of terminations, per layout."""
     seed: int = 0
@@ -65,7 +65,6 @@ def main(argv: Sequence[str]) -> None:
                 "kill": lambda e=experiment: faults.kills(e, config.kills),
                 "term": lambda e=experiment: faults.terminations(e, config.kills),
                 "stop": lambda e=experiment: faults.stopped_rank(e),
-                "nan": lambda e=experiment: faults.bad_numbers(e),
             }
             for name in (fault.removeprefix(f"{layout}:") for fault in config.faults):
                 if name in known:

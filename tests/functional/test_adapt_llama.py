@@ -23,37 +23,10 @@ from megatron_ladder.checkpoint.hf_directory import open_hf_directory
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
 from megatron_ladder.data.chat import Conversation
 from tests.helpers.commands import REPOSITORY_ROOT, run_command
+from tests.unit.convert.test_remote_code import LLAMA31
 
 SCRIPT = REPOSITORY_ROOT / "examples" / "adapt_llama" / "adapt.sh"
 LAYERS, HIDDEN, MLP, HEADS, KEY_VALUE_HEADS, HEAD, VOCABULARY = 32, 4096, 14336, 32, 8, 128, 128256
-LLAMA_3_1_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": VOCABULARY,
-    "hidden_size": HIDDEN,
-    "intermediate_size": MLP,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KEY_VALUE_HEADS,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 500000.0,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 128000,
-    "eos_token_id": [128001, 128008, 128009],
-    "rope_scaling": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-}
-"""config.json of Llama-3.1-8B-Instruct, as published."""
 
 
 def headers_alone(folder: Path) -> Path:
@@ -78,7 +51,7 @@ def headers_alone(folder: Path) -> Path:
         header[f"{name}.weight"] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(LLAMA_3_1_8B))
+    (folder / "config.json").write_text(json.dumps(LLAMA31))
     with (folder / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         file.truncate(8 + len(text) + end)

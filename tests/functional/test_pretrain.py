@@ -47,7 +47,6 @@ def losses(output: str) -> list[str]:
     return [line.split("|")[1].strip() for line in output.splitlines() if "| lm loss" in line]
 
 
-@pytest.mark.quick
 def test_a_resumed_run_equals_an_uninterrupted_run_bitwise(tokens: Path, tmp_path: Path) -> None:
     argv = [*RECIPE, *f"--data-path {tokens} --split 1 --train-iters 8 --tensor-model-parallel-size 2".split()]
     saves = ["--save", tmp_path / "a", "--save-interval", "4", "--async-save"]

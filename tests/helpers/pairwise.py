@@ -10,7 +10,6 @@ import pytest
 def pairwise(
     axes: Sequence[Sequence[object]],
     ids: Sequence[Callable[[Any], str] | Sequence[str]],
-    quick: Callable[..., bool] = lambda *values: False,
 ) -> list[Any]:
     """Return the product of the axes as pytest parameters.
 
@@ -18,7 +17,6 @@ def pairwise(
 
     Args:
         ids: for each axis, names of its values, or a function from a value to its name.
-        quick: selects cases that `--quick` runs as well.
     """
     cases = list(itertools.product(*(range(len(axis)) for axis in axes)))
     cover = _greedy_cover(cases)
@@ -26,7 +24,7 @@ def pairwise(
         pytest.param(
             *(axis[place] for axis, place in zip(axes, case, strict=True)),
             id="-".join(_name(names, axis, place) for names, axis, place in zip(ids, axes, case, strict=True)),
-            marks=_marks(case in cover, quick(*(axis[place] for axis, place in zip(axes, case, strict=True)))),
+            marks=() if case in cover else pytest.mark.slow,
         )
         for case in cases
     ]
@@ -48,7 +46,3 @@ def _pairs(case: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
 
 def _name(names: Callable[[Any], str] | Sequence[str], axis: Sequence[object], place: int) -> str:
     return names(axis[place]) if callable(names) else names[place]
-
-
-def _marks(covers: bool, quick: bool) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.quick] * quick or [pytest.mark.slow] * (not covers)

@@ -13,23 +13,14 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.convert.remote_code import hf_config, module_files
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.parallel.layout import parameter_sections
+from tests.helpers.sharded import small_model
 
 VOCAB = 61
 
 
 def tiny_config(**changes: Any) -> ModelConfig:
     """Return a model of six layers with two query heads per key head."""
-    sizes: dict[str, Any] = {
-        "num_layers": 6,
-        "hidden_size": 32,
-        "ffn_hidden_size": 48,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 64,
-    }
-    return ModelConfig(**(sizes | changes))
+    return small_model(**({"num_layers": 6, "vocab_size": VOCAB} | changes))
 
 
 def random_model(config: ModelConfig, seed: int = 0) -> LanguageModel:

@@ -27,7 +27,9 @@ from megatron_ladder.checkpoint.saving import CheckpointWriter
 from megatron_ladder.cli.convert_checkpoint import main
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.model.language_model import LanguageModel
+from tests.helpers.sharded import small_model
 from tests.reference import ReferenceConfig, make_weights
+from tests.unit.convert.hf_models import our_logits as logits_of
 
 SIZES = {
     "vocab_size": 301,
@@ -83,17 +85,7 @@ def convert(*words: object) -> None:
 
 
 def small_config(**changes: Any) -> ModelConfig:
-    sizes: dict[str, Any] = {
-        "num_layers": 3,
-        "hidden_size": 32,
-        "ffn_hidden_size": 48,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 12,
-        "vocab_size": 301,
-        "max_position_embeddings": 64,
-    }
-    return ModelConfig(**(sizes | changes))
+    return small_model(**({"num_layers": 3, "head_dim": 12, "vocab_size": 301} | changes))
 
 
 def write_cut_checkpoint(
@@ -139,6 +131,4 @@ def our_logits(directory: Path, tokens: torch.Tensor) -> torch.Tensor:
     checkpoint = Checkpoint.open(directory)
     model = LanguageModel(checkpoint.model(), ProcessMesh.single())
     load_weights(model, checkpoint)
-    with torch.no_grad():
-        hidden_states = model.hidden_states(tokens, model.training_context(tokens))
-        return model.logits_shard(hidden_states)[..., : model.config.vocab_size].transpose(0, 1)
+    return logits_of(model, tokens)

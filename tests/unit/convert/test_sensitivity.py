@@ -107,6 +107,7 @@ def test_prices_and_order_are_those_of_a_plain_loop(
     assert f"\n| 2 | {found['order'][1]} | {cells} |\n" in report
 
 
+@pytest.mark.long
 def test_two_ranks_equal_a_plain_loop(tmp_path: Path) -> None:
     found, tokens = measure(tmp_path, {}, "--tp", 2)
     check(found, *CASES["ladder"][::2], tokens)

@@ -71,6 +71,7 @@ def test_json_lines_and_plain_text(tmp_path: Path, sentencepiece_tokenizer: Sent
     assert len([line for line in verify(tmp_path / "out_text_document") if "equals that in the sidecar" in line]) == 2
 
 
+@pytest.mark.long
 def test_shards_and_workers_do_not_change_the_output(
     tmp_path: Path, hugging_face_tokenizer: HuggingFaceTokenizer
 ) -> None:

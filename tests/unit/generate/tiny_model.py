@@ -19,23 +19,12 @@ from megatron_ladder.generate.loading import PACKED_OPERATIONS, _load_packed
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.operations import Operations
 from megatron_ladder.model.stack import StackOptions
-from tests.helpers.sharded import fill_slices
+from tests.helpers.sharded import fill_slices, small_model
 from tests.helpers.tokenizer_copies import copy_tokenizer
 from tests.reference import ReferenceConfig, make_weights
 
 PROMPTS = ((5, 9, 3), (17,), (1, 2, 3, 4, 5, 6, 7, 8, 40), (60, 60, 2, 11, 9))
 """Prompts of unequal lengths."""
-
-SIZES: dict[str, Any] = {
-    "num_layers": 3,
-    "hidden_size": 32,
-    "ffn_hidden_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 67,
-    "max_position_embeddings": 96,
-}
 
 MODELS: dict[str, dict[str, Any]] = {
     "standard": {"residual_mode": "standard", "add_qkv_bias": True},
@@ -61,7 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(**changes: Any) -> ModelConfig:
-    return ModelConfig(**{**SIZES, **changes})
+    return small_model(**({"num_layers": 3, "vocab_size": 67, "max_position_embeddings": 96} | changes))
 
 
 def reference_of(config: ModelConfig, seed: int = 3) -> tuple[dict[str, Tensor], ReferenceConfig]:

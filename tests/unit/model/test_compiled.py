@@ -34,6 +34,7 @@ def counting(operations: Operations, counted: list[int]) -> Operations:
     return replace(operations, add_norm=counting_add_norm)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "changes", "recompute", "additions"),
     [
@@ -72,6 +73,7 @@ def test_gradients_equal_those_of_the_uncompiled_model(
         assert (a.grad - b.grad).abs().max() <= 1e-11 * a.grad.abs().max()
 
 
+@pytest.mark.long
 def test_generation_equals_that_of_the_uncompiled_model() -> None:
     torch.compiler.reset()
     config = tiny_config(**MODELS["hybrid"])

@@ -47,6 +47,7 @@ def test_the_first_signal_is_noted(number: int) -> None:
     assert output == f"[{int(number)}]\n" and process.returncode == 0
 
 
+@pytest.mark.long
 def test_two_quick_signals_count_as_one_and_a_later_one_ends_the_process() -> None:
     process = start(IN_C)
     process.send_signal(signal.SIGINT)

@@ -2,7 +2,6 @@
 1, 3, and a pipeline transfer from 0 to 1."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -33,25 +32,12 @@ def programs() -> Programs:
     return {rank: of(rank) for rank in range(4)}
 
 
-def changed(**fields: Any) -> Callable[[list[Collective], Programs], None]:
-    """Return a fault: the second launch of rank 3 differs in these fields."""
-
-    def plant(of_rank_3: list[Collective], all_programs: Programs) -> None:
-        of_rank_3[1] = of_rank_3[1]._replace(**fields)
-
-    return plant
+def smaller(of_rank_3: list[Collective], all_programs: Programs) -> None:
+    of_rank_3[1] = of_rank_3[1]._replace(size=32)
 
 
 def missing(of_rank_3: list[Collective], all_programs: Programs) -> None:
     del of_rank_3[0]
-
-
-def in_a_group_of_others(of_rank_3: list[Collective], all_programs: Programs) -> None:
-    all_programs[3] = RankProgram([Communicator("tensor", (0, 1)), *all_programs[3].communicators[1:]], of_rank_3)
-
-
-def without_a_receive(of_rank_3: list[Collective], all_programs: Programs) -> None:
-    all_programs[1].collectives.pop()  # type: ignore[attr-defined]
 
 
 def between_two_groups(of_rank_3: list[Collective], all_programs: Programs) -> None:
@@ -73,24 +59,9 @@ def test_ranks_that_match_have_no_problems() -> None:
             "layers.0.mlp, but rank 2 launches all_reduce of 64 bytes (bfloat16) in layers.0.attention",
         ),
         (
-            changed(size=32),
+            smaller,
             "group 'tensor' of ranks 2-3, collective 2: rank 3 launches all_reduce of 32 bytes (bfloat16) in "
             "layers.0.mlp, but rank 2 launches all_reduce of 64 bytes (bfloat16) in layers.0.mlp",
-        ),
-        (
-            changed(slot=DATA),
-            "group 'data' of ranks 1, 3, collective 1: rank 3 launches all_reduce of 64 bytes (bfloat16) in "
-            "layers.0.mlp, but rank 1 launches reduce_scatter of 64 bytes (bfloat16) in step",
-        ),
-        (
-            in_a_group_of_others,
-            "rank 3 launches all_reduce of 64 bytes (bfloat16) in layers.0.attention in group 'tensor' of ranks 0-1, "
-            "to which it does not belong",
-        ),
-        (
-            without_a_receive,
-            "group 'world pair' of ranks 0-1, collective 1: rank 1 launches nothing more, but rank 0 launches send of "
-            "64 bytes (bfloat16) in pipeline",
         ),
         (
             between_two_groups,
