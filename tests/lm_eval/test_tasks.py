@@ -1,6 +1,6 @@
 """The model of lm-eval under the real lm-eval, on local tasks. `tests/lm_eval.sh` installs it first.
 
-The scores of two ranks are compared with those of a plain model in one process, and of lm-eval's own model `hf`.
+The scores of two ranks are compared with those of lm-eval's own model `hf` on the exported directory.
 """
 
 import json
@@ -11,16 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("lm_eval")
 
 from lm_eval import simple_evaluate
-from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.cli.convert_checkpoint import main as convert
@@ -30,7 +26,6 @@ from megatron_ladder.lm_eval import LadderLM
 from tests.helpers.commands import REPOSITORY_ROOT, clean_environment
 from tests.helpers.patience import patient
 from tests.helpers.tokenizer_copies import copy_tokenizer
-from tests.reference import greedy_continuation, reference_logits
 from tests.unit.generate.tiny_model import reference_of, tiny_config, write_checkpoint
 
 WIRINGS: dict[str, dict[str, Any]] = {
@@ -71,57 +66,6 @@ TASKS: dict[str, tuple[list[dict[str, Any]], str]] = {
 }
 
 
-class ReferenceLM(TemplateLM):
-    """The plain model of the tests in one process, with the tokenizer of transformers."""
-
-    def __init__(self, config: ModelConfig, tokenizer: Path) -> None:
-        super().__init__()
-        self.weights, self.config = reference_of(config)
-        self.positions = config.max_position_embeddings
-        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer)
-
-    @property
-    def eot_token_id(self) -> int:
-        return int(self.tokenizer.eos_token_id)
-
-    @property
-    def prefix_token_id(self) -> int:
-        return int(self.tokenizer.bos_token_id)
-
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        return list(self.tokenizer.encode(string, add_special_tokens=add_special_tokens is not False))
-
-    def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
-        found = []
-        for _, context, text in requests:
-            ids = torch.tensor([*context, *text])[-self.positions - 1 :]
-            scores = reference_logits(self.weights, self.config, ids[None, :-1])[0].log_softmax(-1)[-len(text) :]
-            targets = ids[-len(text) :]
-            found.append((scores.gather(1, targets[:, None]).sum().item(), bool((scores.argmax(-1) == targets).all())))
-        return found
-
-    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        found = []
-        for request in requests:
-            ids = self.tok_encode(request.args[0])
-            pairs = map(make_disjoint_window, get_rolling_token_windows(ids, self.prefix_token_id, self.positions, 1))
-            found.append(sum(score for score, _ in self._loglikelihood_tokens([("", *pair) for pair in pairs])))
-        return found
-
-    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        found = []
-        for request in requests:
-            context, settings = request.args
-            ids = self.tok_encode(context)[settings["max_gen_toks"] - self.positions :]
-            new = greedy_continuation(self.weights, self.config, ids, settings["max_gen_toks"])
-            answer = new[: (*new, self.eot_token_id).index(self.eot_token_id)]
-            text = self.tokenizer.decode(answer, skip_special_tokens=True)
-            for stop in settings["until"]:
-                text = text.partition(stop)[0]
-            found.append(text)
-        return found
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a checkpoint and an export of each wiring, and the tasks."""
@@ -131,8 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         config = config_of(name, tokenizer)
         checkpoint = write_checkpoint(folder / name, config, reference_of(config)[0])
         copy_tokenizer(tokenizer, checkpoint)
-        if name != "desync-2x":
-            convert(["export", "--load", str(folder / name), "--hf", str(folder / f"{name}-hf")])
+        convert(["export", "--load", str(folder / name), "--hf", str(folder / f"{name}-hf")])
     (folder / "tasks").mkdir()
     for name, (documents, content) in TASKS.items():
         data = folder / "tasks" / f"{name}.jsonl"
@@ -163,15 +106,16 @@ def config_of(name: str, tokenizer: HuggingFaceTokenizer) -> ModelConfig:
     return tiny_config(**WIRINGS[name], vocab_size=tokenizer.vocab_size)
 
 
-def plain_model(folder: Path, name: str) -> ReferenceLM:
-    return ReferenceLM(config_of(name, HuggingFaceTokenizer(folder / "tokenizer")), folder / "tokenizer")
-
-
 def evaluate(folder: Path, model: Any, tasks: Sequence[str] = tuple(TASKS), **more: Any) -> Mapping[str, Any]:
     manager = TaskManager(include_path=str(folder / "tasks"), include_defaults=False)
     results = simple_evaluate(model, tasks=list(tasks), task_manager=manager, bootstrap_iters=0, **more)
     assert results is not None
     return results
+
+
+def evaluate_export(folder: Path, name: str, tasks: Sequence[str] = tuple(TASKS)) -> Mapping[str, Any]:
+    exported = {"pretrained": str(folder / f"{name}-hf"), "trust_remote_code": True, "dtype": "float32"}
+    return evaluate(folder, "hf", tasks, model_args=exported, device="cpu", batch_size=2)
 
 
 def assert_equal_results(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
@@ -202,14 +146,11 @@ def two_ranks(folder: Path, name: str, **more: Any) -> LadderLM:
 
 
 @pytest.mark.parametrize("name", WIRINGS)
-def test_two_ranks_equal_one_process_and_the_export(folder: Path, name: str) -> None:
+def test_two_ranks_equal_the_export(folder: Path, name: str) -> None:
     model = two_ranks(folder, name)
     found = evaluate(folder, model)
     model._evaluator.close()
-    assert_equal_results(found, evaluate(folder, plain_model(folder, name)))
-    if name != "desync-2x":
-        exported = {"pretrained": str(folder / f"{name}-hf"), "trust_remote_code": True, "dtype": "float32"}
-        assert_equal_results(found, evaluate(folder, "hf", model_args=exported, device="cpu", batch_size=2))
+    assert_equal_results(found, evaluate_export(folder, name))
 
 
 def run_command_line(
@@ -227,7 +168,7 @@ def test_the_command_line_writes_results(folder: Path, tmp_path: Path, launcher:
     done = run_command_line(folder, arguments, "--output_path", str(tmp_path), launcher=launcher)
     assert done.returncode == 0, done.stderr
     (file,) = tmp_path.rglob("results_*.json")
-    expected = evaluate(folder, plain_model(folder, "hybrid"), ["choices"])["results"]["choices"]
+    expected = evaluate_export(folder, "hybrid", ["choices"])["results"]["choices"]
     found = json.loads(file.read_text())["results"]["choices"]
     assert (found["acc,none"], found["acc_norm,none"]) == (expected["acc,none"], expected["acc_norm,none"])
 
