@@ -120,7 +120,7 @@ def write_cut_checkpoint(
         "optimizer": {"steps_taken": 30},
         "tokenizer": None,
     }
-    (temporary / "tokenizer.json").write_text("{}")
+    (temporary / "merges.txt").write_text("{}")
     write_manifest(temporary, merge_manifest(header, [writer.finish() for writer in writers]))
     publish(temporary, save, 30)
     return weights

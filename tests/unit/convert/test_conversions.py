@@ -99,7 +99,7 @@ def test_export_of_a_checkpoint_written_with_zero(
     found = tensors_of(tmp_path / "hf")
     assert_equal_bits(found, {hf_name(name): weight.to(getattr(torch, dtype)) for name, weight in weights.items()})
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == dtype
-    assert (tmp_path / "hf" / "tokenizer.json").read_text() == "{}"
+    assert (tmp_path / "hf" / "merges.txt").read_text() == "{}"
 
 
 @pytest.mark.parametrize("value", [70000.0, float("inf"), float("nan")])
@@ -141,7 +141,7 @@ def test_reshape_keeps_every_number(tmp_path: Path, optimizer: str) -> None:
                 checkpoint.read(name, kind, (0,) * len(shape), shape, values[-1])
             assert torch.equal(*values), name
     names = {f"{group}_rank_00000.safetensors" for group in ("weights", "optimizer", "rng")}
-    assert {file["name"] for file in after.manifest["files"]} == names | {"tokenizer.json"}
+    assert {file["name"] for file in after.manifest["files"]} == names | {"merges.txt"}
 
 
 def test_dry_run_writes_nothing_and_reports_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

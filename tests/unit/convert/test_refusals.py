@@ -240,7 +240,7 @@ def test_damaged_files_are_reported(tmp_path: Path, verb: str) -> None:
     directory = tmp_path / "run" / "iter_0000030"
     manifest = json.loads((directory / "manifest.json").read_bytes())
     del manifest["manifest_checksum"]
-    names = ["weights_rank_00001.safetensors", "optimizer_rank_00001.safetensors", "tokenizer.json"]
+    names = ["weights_rank_00001.safetensors", "optimizer_rank_00001.safetensors", "merges.txt"]
     content = (directory / names[2]).read_bytes()
     manifest["files"].append({"name": names[2], "size": len(content), "checksum": checksum_of(content)})
     write_manifest(directory, manifest)
