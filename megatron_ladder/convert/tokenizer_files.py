@@ -10,27 +10,37 @@ from megatron_ladder.checkpoint.hf_directory import safe_path
 from megatron_ladder.errors import UserError
 
 _CONFIG = "tokenizer_config.json"
+_MORE_TEMPLATES = "additional_chat_templates"
 _MAX_BYTES = 100_000_000
 
 
 def read_carried(directory: Path) -> dict[str, bytes]:
     """Return the contents, by name, of the files of a directory that travel with its model.
 
+    Additional chat templates become a list in tokenizer_config.json, as transformers wrote them before.
+
     Raises:
         UserError: a file is a link out of the directory, or too large.
     """
-    found = {}
-    for name in sorted(entry.name for entry in directory.iterdir()):
-        if name in CARRIED or (is_card_or_licence(name) and (directory / name).is_file()):
-            path = safe_path(directory, name)
+    found, more = {}, sorted(f"{path.parent.name}/{path.name}" for path in directory.glob(f"{_MORE_TEMPLATES}/*.jinja"))
+    for name in [*sorted(entry.name for entry in directory.iterdir()), *more]:
+        if name in (*CARRIED, *more) or (is_card_or_licence(name) and (directory / name).is_file()):
+            path = safe_path((directory / name).parent, Path(name).name)
             if path.stat().st_size > _MAX_BYTES:
                 raise UserError(f"{directory / name}: has {path.stat().st_size} bytes, expected at most {_MAX_BYTES}")
             found[name] = path.read_bytes()
+    if more:
+        templates = {"default": found.pop(CHAT_TEMPLATE, None)} | {Path(name).stem: found.pop(name) for name in more}
+        try:
+            named = [{"name": name, "template": text.decode()} for name, text in templates.items() if text is not None]
+            found[_CONFIG] = json_file({**json.loads(found.get(_CONFIG, b"{}")), "chat_template": named})
+        except (ValueError, TypeError, RecursionError) as error:
+            raise UserError(f"{directory}: {_CONFIG} or {_MORE_TEMPLATES} cannot be read: {error}") from None
     return found
 
 
 def describe_tokenizer(directory: Path) -> tuple[dict[str, bytes], dict[str, Any] | None, int]:
-    """Return what a training checkpoint records about the tokenizer of a directory.
+    """Return what a training checkpoint records about the tokenizer of a directory, besides what `read_carried` found.
 
     Returns:
         Files by name, the entry of the manifest, and one more than the largest id; {}, None and 0 without a tokenizer.
@@ -44,7 +54,8 @@ def describe_tokenizer(directory: Path) -> tuple[dict[str, bytes], dict[str, Any
     tokenizer = find_tokenizer(directory)
     if tokenizer is None:
         return {}, None, 0
-    return tokenizer_files(tokenizer), {"type": tokenizer.kind, "sha256": tokenizer.sha256}, tokenizer.vocab_size
+    files = {name: content for name, content in tokenizer_files(tokenizer).items() if name not in CARRIED}
+    return files, {"type": tokenizer.kind, "sha256": tokenizer.sha256}, tokenizer.vocab_size
 
 
 def json_file(values: Mapping[str, Any]) -> bytes:

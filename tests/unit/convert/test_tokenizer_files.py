@@ -12,6 +12,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.data.chat_template import read_chat_template
 from megatron_ladder.data.tokenizers import (
     ByteTokenizer,
     Tokenizer,
@@ -19,6 +20,7 @@ from megatron_ladder.data.tokenizers import (
     load_tokenizer_from_directory,
 )
 from megatron_ladder.errors import UserError
+from megatron_ladder.generate.loading import open_model
 from tests.helpers.tokenizer_copies import copy_tokenizer
 from tests.unit.convert.hand_made import write_directory
 from tests.unit.convert.saved_models import convert
@@ -161,6 +163,13 @@ def test_transformers_reads_all_of_a_tokenizer_file(tmp_path: Path) -> None:
         loaded = AutoTokenizer.from_pretrained(tmp_path / f"back{number}")
         assert loaded("AB")["input_ids"] == [1, 2] and loaded.eos_token_id == 0
     assert loaded.model_max_length == 77
+    loaded.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    loaded.save_pretrained(directory)
+    convert("import", "--hf", directory, "--save", tmp_path / "named")
+    convert("export", "--load", tmp_path / "named", "--hf", tmp_path / "with_templates")
+    assert AutoTokenizer.from_pretrained(tmp_path / "with_templates").chat_template == loaded.chat_template
+    found = open_model(tmp_path / "named", None, None).tokenizer
+    assert found is not None and read_chat_template(found).source == "{{ messages }}"
 
 
 def test_more_ids_than_the_model_has_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
