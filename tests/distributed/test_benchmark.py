@@ -31,8 +31,8 @@ def timed_rows(case: Case) -> list[BenchmarkRow]:
     comparison = comparison_of(("standard", "ladder"))
     workload = Workload(case, batch=1, sequence=16, tokens=1)
     prediction = comparison.calibrate(workload)
-    assert prediction.by_modules[False].head > 0 and min(prediction.by_modules[False].forward) > 0
-    # On a busy machine, the processor time of a collective is noise that can exceed the wire's time.
+    assert 0 < min(prediction.by_modules[False].forward) < prediction.by_modules[False].pass_seconds
+    # On a busy machine, differences of times (the head, the processor time of a collective) are noise.
     prediction = replace(prediction, wire=WireModel())
     rows = _rows(comparison, workload, "small-train", prediction, f"{ALPHA}s")
     comparison.interconnect.close()
