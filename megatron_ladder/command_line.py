@@ -6,6 +6,7 @@ All invalid words and values of a command line are collected and raised together
 import argparse
 import difflib
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -26,6 +27,7 @@ class FlagWords:
     words: dict[str, str | list[str] | None] = field(default_factory=dict)
     """By the name of the field; None is a value that is None."""
     problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     faulty: set[str] = field(default_factory=set)
     """Names of the fields with a problem, whose values are unknown."""
 
@@ -62,7 +64,10 @@ def parse_command_line(
 
     Raise a UserError with one message per invalid word or value. `--help` and `--version` end the program.
     """
-    return build_sections(config_classes, read_words(config_classes, argv, program, description))
+    found = read_words(config_classes, argv, program, description)
+    for warning in found.warnings:
+        print(f"*** {warning} ***", file=sys.stderr)
+    return build_sections(config_classes, found)
 
 
 def parse_config(
@@ -132,9 +137,12 @@ def _read_flag(one: Flag, name: str, attached: list[str], following: list[str], 
     own = (attached or (following if one.value_type.many else following[:1])) if takes_word else []
     rest = following if attached or not takes_word else following[len(own) :]
     found.problems += [f"{word}: expected a flag, after the value of {name}" for word in rest]
+    before = found.words.get(one.field_name)
     if one.value_type.many and own:
-        before = found.words.get(one.field_name)
-        found.words[one.field_name] = [*(before if isinstance(before, list) else ()), *own]
+        adds = one.repeats and isinstance(before, list)
+        found.words[one.field_name] = [*before, *own] if adds else own
+        if before and not adds:
+            found.warnings.append(f"{name} is given twice: {' '.join(own)} replaces {' '.join(before)}")
     elif own or (alone or one.switches_to) is not None:
         found.words[one.field_name] = own[0] if own else alone or one.switches_to
     else:
@@ -154,8 +162,11 @@ def _read_unknown(
     found.problems.append(Problem(name, f" is not a flag of this program: {hint}"))
 
 
-def build_sections(config_classes: Sequence[type], found: FlagWords) -> list[Any]:
-    """Return one instance of each dataclass; raise a UserError with all problems of words and values."""
+def build_sections(config_classes: Sequence[type], found: FlagWords, may_lack_values: bool = False) -> list[Any]:
+    """Return one instance of each dataclass; raise a UserError with all problems of words and values.
+
+    With `may_lack_values`, a required flag without words is None, and flags are not compared with each other.
+    """
     problems, values = list(found.problems), dict[str, Any]()
     flags = [one for config_class in config_classes for one in section_flags(config_class)]
     for one in (one for one in flags if one.field_name not in found.faulty):
@@ -165,11 +176,11 @@ def build_sections(config_classes: Sequence[type], found: FlagWords) -> list[Any
                 values[one.name] = one.value_type.read(words)
             except ValueError as error:
                 problems.append(Problem(flag_name(one.field_name), f": {error}"))
-        elif one.is_required:
+        elif one.is_required and not may_lack_values:
             problems.append(Problem(one.name, " is required"))
         else:
-            values[one.name] = words
-    raise_user_errors([*problems, *limit_problems(flags, values)])
+            values[one.name] = None if one.is_required else words
+    raise_user_errors([*problems, *limit_problems(flags, values, not may_lack_values)])
     return [
         config_class(**{one.field_name: values[one.name] for one in section_flags(config_class)})
         for config_class in config_classes
@@ -183,8 +194,11 @@ def flag_words(flags: Mapping[str, Any]) -> list[str]:
         if isinstance(value, bool):
             words.append(flag_name(name if value else f"no_{name}"))
         elif value is not None:
-            values = value if isinstance(value, list | tuple) else [value]
-            words += [f"{flag_name(name)}={one}" for one in values]
+            values = [str(one) for one in (value if isinstance(value, list | tuple) else [value])]
+            if len(values) < 2 or any(map(is_flag, values)):
+                words += [f"{flag_name(name)}={one}" for one in values]
+            else:
+                words += [flag_name(name), *values]
     return words
 
 

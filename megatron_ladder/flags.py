@@ -83,6 +83,7 @@ def flag(
     excludes: str | Sequence[str] = (),
     output: OutputKind | None = None,
     details: str = "",
+    repeats: bool = False,
 ) -> Any:
     """Declare a dataclass field that is a flag.
 
@@ -97,11 +98,14 @@ def flag(
         excludes: flags that contradict this one, in the same notation.
         output: kind of a path that the program writes; it is an error if that is impossible.
         details: computed text that follows the docstring in the help.
+        repeats: a repetition of the flag adds values; otherwise it replaces them.
     """
     requires = (requires,) if isinstance(requires, str) else tuple(requires)
     excludes = (excludes,) if isinstance(excludes, str) else tuple(excludes)
     limits = _Limits(tuple(choices), minimum, maximum, above, below, requires, excludes, output)
-    return dataclasses.field(default=default, metadata={"aliases": aliases, "limits": limits, "details": details})
+    return dataclasses.field(
+        default=default, metadata={"aliases": aliases, "limits": limits, "details": details, "repeats": repeats}
+    )
 
 
 def flag_name(field_name: str) -> str:
@@ -197,6 +201,8 @@ class Flag:
     default: Any
     """`dataclasses.MISSING` if the flag is required."""
     limits: _Limits
+    repeats: bool
+    """Whether a repetition of the flag adds values."""
 
     @property
     def name(self) -> str:
@@ -245,6 +251,7 @@ def section_flags(config_class: type) -> tuple[Flag, ...]:
                 documentation=" ".join(documentation.split()),
                 default=field.default,
                 limits=field.metadata.get("limits", _Limits()),
+                repeats=field.metadata.get("repeats", False),
             )
         )
     return tuple(flags)
@@ -256,10 +263,10 @@ def value_errors(configs: Sequence[Any]) -> list[Problem]:
     return limit_problems([one for one, _ in pairs], {one.name: value for one, value in pairs})
 
 
-def limit_problems(flags: Iterable[Flag], values: Mapping[str, Any]) -> list[Problem]:
+def limit_problems(flags: Iterable[Flag], values: Mapping[str, Any], together: bool = True) -> list[Problem]:
     """Check the values of flags, by name, against their limits; flags without a value have an error already.
 
-    `requires` and `excludes` refer to any of these flags.
+    `requires` and `excludes`, which are checked `together`, refer to any of these flags.
     """
     known = {one.name: one for one in flags}
     problems: list[Problem] = []
@@ -282,7 +289,7 @@ def limit_problems(flags: Iterable[Flag], values: Mapping[str, Any]) -> list[Pro
             problem = output_problem(one, limits.output) if limits.output and isinstance(one, Path) else None
             if problem:
                 problems.append(Problem(name, f" {one}: cannot be written: {problem}: give another path"))
-        if value == known[name].default or len(problems) > before:
+        if not together or value == known[name].default or len(problems) > before:
             continue
         shown = "" if isinstance(value, bool | tuple) else f" {value}"
         for other in limits.requires:

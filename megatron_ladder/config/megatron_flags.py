@@ -1,4 +1,4 @@
-"""Megatron's flags that this trainer does not have.
+"""Flags of Megatron and of other trainers that this trainer does not have.
 
 Users bring launch scripts from Megatron-DeepSpeed. A flag that requests what the trainer does anyway is accepted, and
 any other flag is rejected with its replacement. No flag is silently ignored.
@@ -66,9 +66,21 @@ _REFUSED_BY_REASON = {
     "lengths are counted in steps: use --train-iters, --lr-decay-iters and --lr-warmup-iters": (
         "--train-samples --train-tokens --lr-decay-samples --lr-warmup-samples --lr-decay-tokens --lr-warmup-tokens"
     ),
-    "use --lr-warmup-iters": "--lr-warmup-fraction",
     "the order of samples takes seconds to compute; leave the flag out": "--data-cache-path",
-    "use one --global-batch-size": "--rampup-batch-size",
+    "use --lr-warmup-iters": "--lr-warmup-fraction --warmup-steps --warmup-ratio --num-warmup-steps",
+    "use one --global-batch-size": "--rampup-batch-size --batch-size --train-batch-size --gradient-accumulation-steps",
+    "use --micro-batch-size": "--per-device-train-batch-size",
+    "use --lr": "--learning-rate --max-lr",
+    "use --lr-decay-style": "--lr-scheduler-type",
+    "use --clip-grad": "--max-grad-norm --gradient-clipping",
+    "use --train-iters": "--max-steps --num-train-epochs",
+    "use --seq-length": "--encoder-seq-length --max-seq-length --max-length",
+    "use --save": "--output-dir",
+    "use --save-interval": "--save-steps",
+    "use --log-interval": "--logging-steps",
+    "use --eval-interval": "--eval-steps",
+    "use --load": "--resume-from-checkpoint",
+    "import it with `tools/convert_checkpoint.py import`, and use --load": "--model-name-or-path",
     "use --recompute-granularity full": (
         "--checkpoint-activations --deepspeed-activation-checkpointing --recompute-activations "
         "--distribute-saved-activations --partition-activations --checkpoint-in-cpu"
@@ -90,7 +102,6 @@ _REFUSED_BY_REASON = {
     "use --override-opt-param-scheduler": "--no-load-lr-state",
     "every checkpoint can be loaded in any layout; leave the flag out": "--universal-checkpoint",
     "use --offload-optimizer cpu": "--cpu-optimizer",
-    "use --seq-length": "--encoder-seq-length",
     "the warm-up starts at 0; leave the flag out": "--lr-warmup-init",
     "set the environment variable WANDB_ENTITY": "--wandb-entity",
     "there is only one checkpoint format; leave the flag out": "--ckpt-format",
@@ -108,6 +119,7 @@ REFUSED: dict[str, str] = {flag: reason for reason, flags in _REFUSED_BY_REASON.
 
 def read_megatron_flag(name: str, values: Sequence[str], taken: set[str]) -> list[str] | None:
     """Return the errors of a flag with its values, or None if it is not Megatron's; `taken` receives accepted flags."""
+    name = name.replace("_", "-")
     if name in REFUSED:
         # A file may say that it does not want it.
         return [] if values == ["false"] else [Problem(name, f" is not supported: {REFUSED[name]}")]

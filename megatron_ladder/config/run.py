@@ -77,8 +77,8 @@ class RunFlags(_Sections):
         return {name: value for name, value in values.items() if name not in NOT_IN_FILES}
 
 
-_SECTION_TYPES: dict[str, type] = {"model": ModelFlags, **_Sections.__annotations__}
-SECTIONS = tuple(_SECTION_TYPES.values())
+SECTION_TYPES: dict[str, type] = {"model": ModelFlags, **_Sections.__annotations__}
+SECTIONS = tuple(SECTION_TYPES.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,7 @@ class RunConfig(_Sections):
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-compatible values, which are recorded in checkpoints and TensorBoard."""
-        sections = {name: to_plain(getattr(self, name)) for name in _SECTION_TYPES}
+        sections = {name: to_plain(getattr(self, name)) for name in SECTION_TYPES}
         derived = ("world_size", "data_parallel_size", "global_batch_size", "accumulation_steps")
         return {**sections, **{name: getattr(self, name) for name in derived}}
 
@@ -150,7 +150,9 @@ class RunWords(FlagWords):
     def to_flags(self) -> RunFlags:
         """Convert the words to values; raises UserError with one line per word and value that is not valid."""
         with showing_places(self.places):
-            sections = dict(zip(_SECTION_TYPES, build_sections(SECTIONS, self), strict=True))
+            # A checkpoint may provide them.
+            open_values = build_sections(SECTIONS, self, may_lack_values="load" in self.words)
+            sections = dict(zip(SECTION_TYPES, open_values, strict=True))
             given = frozenset(name for name, words in self.words.items() if words is not None)
             flags = RunFlags(**sections, given=given, places=self.places)
             raise_user_errors(error for error in _megatron_problems(flags) if error.flag in self.taken)
@@ -182,6 +184,7 @@ def read_run_words(argv: Sequence[str]) -> RunWords:
     return RunWords(
         of_files.words | given.words,
         of_files.problems + given.problems,
+        given.warnings,
         of_files.faulty | given.faulty,
         places,
         taken,
@@ -252,6 +255,9 @@ def _resolve(flags: RunFlags, vocab_size: int, world_size: int, errors: list[str
     else:
         errors += tensor_parallel_errors(model, tensor_parallel)
         data_parallel = world_size // (tensor_parallel * stages)
+    if parallel.data_parallel_size not in (None, data_parallel):
+        text = f" {parallel.data_parallel_size}: {world_size} launched processes with this layout have {data_parallel}"
+        errors.append(Problem("--data-parallel-size", f"{text}: leave it out, or launch another number"))
     samples_at_once = training.micro_batch_size * data_parallel
     global_batch_size = samples_at_once if training.global_batch_size is None else training.global_batch_size
     if global_batch_size % samples_at_once:
@@ -261,7 +267,7 @@ def _resolve(flags: RunFlags, vocab_size: int, world_size: int, errors: list[str
         text = f" {global_batch_size} is not a multiple of {product} = {samples_at_once} ({ranks})"
         errors.append(Problem("--global-batch-size", text))
     return RunConfig(
-        **{name: getattr(flags, name) for name in _SECTION_TYPES} | {"model": model},
+        **{name: getattr(flags, name) for name in SECTION_TYPES} | {"model": model},
         world_size=world_size,
         data_parallel_size=data_parallel,
         global_batch_size=global_batch_size,

@@ -13,7 +13,7 @@ class TrainingConfig:
 
     train_iters: int = flag(minimum=1)
     """Optimizer steps of the whole run, including the steps of earlier runs that it resumes."""
-    config: tuple[Path, ...] = ()
+    config: tuple[Path, ...] = flag((), repeats=True)
     """YAML or TOML files with values of flags. Their keys are flags without dashes, as in `micro_batch_size: 4`;
     switches are true or false. Later files override earlier ones, and flags of the command line override both."""
     seq_length: int = flag(2048, minimum=1)
@@ -35,7 +35,8 @@ class TrainingConfig:
     precision of the run."""
     distill_weight: float = flag(0.9, minimum=0, maximum=1, requires="--distill-from")
     """Weight W of the distillation loss; the cross entropy has 1 - W. Hinton et al. (arXiv 1503.02531) found a
-    considerably lower weight of the labels best. 1 learns from the teacher alone, as Minitron (arXiv 2407.14679)."""
+    considerably lower weight of the labels best. 1 learns from the teacher alone, as Minitron (arXiv 2407.14679); 0
+    leaves the teacher of a resumed run out."""
     distill_temperature: float = flag(1.0, above=0, requires="--distill-from")
     """Temperature T that divides the logits of both models. The distillation loss of a token is T^2 KL(teacher ||
     student), reported separately: other losses do not contain it. Language models usually use 1."""
@@ -118,11 +119,13 @@ class OptimizerConfig:
 class ParallelConfig:
     """Processes. How the model, the batch and the optimizer state are distributed."""
 
-    tensor_model_parallel_size: int = flag(1, minimum=1)
+    tensor_model_parallel_size: int = flag(1, aliases=("--tp",), minimum=1)
     """Tensor-parallel ranks; each holds a shard of every layer."""
-    pipeline_model_parallel_size: int = flag(1, minimum=1)
+    pipeline_model_parallel_size: int = flag(1, aliases=("--pp",), minimum=1)
     """Pipeline stages; each holds a contiguous range of layers. The micro-batches of a global batch fill the pipeline,
     so use several times as many accumulation steps as stages."""
+    data_parallel_size: int | None = flag(None, aliases=("--dp",), minimum=1)
+    """Data-parallel ranks, to check the number of processes: launched processes / tensor-parallel ranks / stages."""
     pipeline_partition: Literal["uniform", "parameters"] = flag("uniform", requires="--pipeline-model-parallel-size")
     """How layers are assigned to stages. uniform: equal numbers of layers; the first stages get one more if the number
     is not divisible. parameters: minimise the parameters of the largest stage, counting embedding and output head."""

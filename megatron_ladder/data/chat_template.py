@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, Tokenizer, parse_json_object
 from megatron_ladder.errors import UserError
 
-_CONFIG_FILE, _TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
+_CONFIG_FILE, _MAP_FILE, _TEMPLATE_FILE = "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
 Message = dict[str, Any]
 """`role`, `content`, and anything else that the template may read."""
 Tools = list[dict[str, Any]] | None
@@ -154,13 +154,22 @@ def read_chat_template(
     Raises UserError if it is missing or unreadable, or the tokenizer does not find in a text the tokens that a template
     writes. `flag` begins the error if there is none, and `fix` ends it.
     """
-    if not isinstance(tokenizer, HuggingFaceTokenizer):
+    if tokenizer.kind != HuggingFaceTokenizer.kind:
         raise UserError(
             f"{flag}{tokenizer.kind} does not recognise special tokens in a text: use HuggingFaceTokenizer with a "
             "tokenizer.json"
         )
     folder, found = tokenizer.files[0].parent, dict(zip(tokenizer.files, tokenizer.contents, strict=True))
-    config, tokens = parse_json_object(folder / _CONFIG_FILE, found.get(folder / _CONFIG_FILE, b"{}")), tokenizer.named
+    config, mapped = (
+        parse_json_object(file, found[file]) if file in found else {}
+        for file in (folder / _CONFIG_FILE, folder / _MAP_FILE)
+    )
+    texts = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in (mapped | config).items()
+        if name.endswith("_token")
+    }
+    tokens = {name: text for name, text in texts.items() if isinstance(text, str)}
     file = given or folder / _TEMPLATE_FILE
     if given is not None or file in found:
         try:

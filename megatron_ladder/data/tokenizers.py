@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
@@ -258,16 +258,9 @@ class HuggingFaceTokenizer(Tokenizer):
         if not vocabulary:
             raise UserError(f"--tokenizer-model {path}: has an empty vocabulary")
         self.vocab_size = max(vocabulary.values()) + 1
-        # The first file that names a token wins.
-        named: dict[str, tuple[Path, object]] = {}
-        for companion in companions[1::-1]:
-            for name, token in parse_json_object(companion, contents.get(companion, b"{}")).items():
-                token = token.get("content") if isinstance(token, dict) else token
-                if name.endswith("_token") and token is not None:
-                    named[name] = companion, token
-        self.named = {name: token for name, (_, token) in named.items() if isinstance(token, str)}
-        self.bos_id = vocabulary.get(self.named["bos_token"]) if "bos_token" in self.named else None
-        self.eod_id = self._find_eod(vocabulary, *named.get("eos_token", ()))
+        beginnings = [token for _, token in self._named("bos_token") if isinstance(token, str) and token in vocabulary]
+        self.bos_id = vocabulary[beginnings[0]] if beginnings else None
+        self.eod_id = self._find_eod(vocabulary)
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
@@ -275,10 +268,19 @@ class HuggingFaceTokenizer(Tokenizer):
         return tuple(token.content for token in self._added.values() if token.special)
 
     def named_tokens(self) -> dict[str, str]:
-        return {**self.named, "eos_token": str(self._tokenizer.id_to_token(self.eod_id))}
+        return {"eos_token": str(self._tokenizer.id_to_token(self.eod_id))}
 
-    def _find_eod(self, vocabulary: dict[str, int], companion: Path | None = None, token: object = None) -> int:
-        if companion is not None:
+    def _named(self, kind: str) -> Iterator[tuple[Path, object]]:
+        """Yield each companion file that names a special token, with its text, or an invalid value."""
+        for companion, content in zip(self.files, self.contents, strict=True):
+            if companion.name in self._COMPANIONS:
+                token = parse_json_object(companion, content).get(kind)
+                token = token.get("content") if isinstance(token, dict) else token
+                if token is not None:
+                    yield companion, token
+
+    def _find_eod(self, vocabulary: dict[str, int]) -> int:
+        for companion, token in self._named("eos_token"):
             if not (isinstance(token, str) and token in vocabulary):
                 raise UserError(f"{companion}: eos_token {token!r:.60} is not in the vocabulary of {self.files[0]}")
             return vocabulary[token]

@@ -57,12 +57,12 @@ class ModelOptions:
 class PromptOptions:
     """Prompts. All prompts are continued in one batch, in this order. Without any, standard input is one prompt."""
 
-    prompt: tuple[str, ...] = ()
+    prompt: tuple[str, ...] = flag((), repeats=True)
     """Texts to continue. Write a text that begins with a dash as --prompt=TEXT."""
-    prompt_file: tuple[Path, ...] = ()
+    prompt_file: tuple[Path, ...] = flag((), repeats=True)
     """Files of prompts. Each line of a .jsonl, .json or .ndjson file is a JSON object with the text under "prompt".
     Any other file is one prompt, without its last line end."""
-    tokens: tuple[str, ...] = flag((), excludes="--chat")
+    tokens: tuple[str, ...] = flag((), excludes="--chat", repeats=True)
     """One prompt as token ids, separated by spaces or commas; needs no tokenizer."""
     chat: bool = False
     """Treat each prompt as a message of a user: apply the tokenizer's chat template, and let the model answer."""
@@ -102,7 +102,7 @@ class SamplingOptions:
     """Number of continuations per prompt, each with a separate seed."""
     seed: int = flag(1234, minimum=0)
     """Random seed. Equal seeds give equal texts, with any --tp and in any batch."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[str, ...] = flag((), repeats=True)
     """Texts that end the continuation and are cut from it, even within a token. Write a line end as \\n and a tab as
     \\t."""
     ignore_eos: bool = False

@@ -37,7 +37,7 @@ from megatron_ladder.files import write_atomically
 from megatron_ladder.train.inputs import RunInputs, describe_data
 from megatron_ladder.train.log import print_rank_0
 from megatron_ladder.train.reading import TextStreams
-from megatron_ladder.train.resume import schedule_note
+from megatron_ladder.train.resume import learned_changes, schedule_note
 from megatron_ladder.train.setup import Trainer
 
 _FAILING_SECONDS = 30.0
@@ -121,6 +121,8 @@ class CheckpointSaver:
             self._streams.resume(checkpoint.manifest)
         self._trainer.guard.set_state(checkpoint.manifest.get("guard", {}))
         self._print(f"continues from {checkpoint.directory}: {checkpoint.iteration} steps done")
+        for change in learned_changes(self._trainer.run, checkpoint):
+            self._print(change)
         if schedule := schedule_note(self._trainer.run, checkpoint):
             self._print(schedule)
         return checkpoint.iteration, checkpoint.consumed_samples

@@ -1,6 +1,7 @@
 """The teacher of --distill-from: found and checked before a process group exists, then built on every rank."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from megatron_ladder.comm.agreement import raise_on_all_ranks
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.run import RunConfig, RunFlags
+from megatron_ladder.data.tokenizers import Tokenizer, find_tokenizer
 from megatron_ladder.engine.build import compute_dtype
 from megatron_ladder.errors import ErrorCollector, UserError
 from megatron_ladder.files import hub_hint
@@ -32,12 +34,14 @@ class StoredTeacher:
     weights: WeightSource
     checkpoint: Checkpoint | None = None
     """The source of the weights, unless it is a Hugging Face directory, whose files have no checksums."""
+    tokenizer: Tokenizer | None = None
+    """The tokenizer in its directory, if there is one that training could use."""
 
 
 def find_teacher(flags: RunFlags) -> FoundModel | None:
     """Look for the model of --distill-from, if it is given; raises UserError if there is none."""
     path = flags.training.distill_from
-    if path is None:
+    if path is None or flags.training.distill_weight == 0:
         return None
     with reporting_os_errors(f"--distill-from {path}"):
         if not path.is_dir():
@@ -51,14 +55,17 @@ def find_teacher(flags: RunFlags) -> FoundModel | None:
 def open_teacher(found: FoundModel) -> StoredTeacher:
     """Open the model that rank 0 found; raise UserError if it cannot be read."""
     directory = Path(found.directory)
+    tokenizer = None
+    with suppress(UserError):
+        tokenizer = find_tokenizer(directory)
     if is_hf_directory(directory):
         opened = open_hf_directory(directory)
-        return StoredTeacher(directory, opened.model, opened)
+        return StoredTeacher(directory, opened.model, opened, tokenizer=tokenizer)
     checkpoint = found.open()
-    return StoredTeacher(checkpoint.directory, checkpoint.model(), checkpoint, checkpoint)
+    return StoredTeacher(checkpoint.directory, checkpoint.model(), checkpoint, checkpoint, tokenizer)
 
 
-def teacher_errors(run: RunConfig, teacher: StoredTeacher) -> Iterator[str]:
+def teacher_errors(run: RunConfig, teacher: StoredTeacher, tokenizer: Tokenizer | None) -> Iterator[str]:
     """Yield one line for each reason why a model cannot teach that of a run."""
     config, named, save = teacher.config, f"--distill-from {teacher.directory}", run.checkpoint.save
     if config.vocab_size != run.model.vocab_size:
@@ -66,6 +73,16 @@ def teacher_errors(run: RunConfig, teacher: StoredTeacher) -> Iterator[str]:
             f"{named}: the teacher has a vocabulary of {config.vocab_size} ids, and the model one of "
             f"{run.model.vocab_size}: both must use one tokenizer; if they do, give --vocab-size {config.vocab_size}"
         )
+    elif tokenizer is not None and teacher.tokenizer is not None and tokenizer.sha256 != teacher.tokenizer.sha256:
+        # Other files may still give equal ids.
+        for token in range(min(tokenizer.vocab_size, teacher.tokenizer.vocab_size)):
+            taught, learned = teacher.tokenizer.decode([token]), tokenizer.decode([token])
+            if taught != learned:
+                yield (
+                    f"{named}: the teacher has another tokenizer, whose id {token} is {taught!r} instead of "
+                    f"{learned!r}: train both models with one tokenizer"
+                )
+                break
     tensor_parallel = run.parallel.tensor_model_parallel_size
     for error in tensor_parallel_errors(config, tensor_parallel):
         yield f"{named}: the teacher cannot be sharded like the model: {error}"

@@ -11,7 +11,7 @@ import msgspec
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.config.data import DataConfig
-from megatron_ladder.config.run import RunConfig, RunFlags, parse_run, resolve_run
+from megatron_ladder.config.run import SECTION_TYPES, RunConfig, RunFlags, parse_run, resolve_run
 from megatron_ladder.data.identity import describe_training
 from megatron_ladder.data.indexed import sidecar_path
 from megatron_ladder.data.loader import OrderOptions, Sources, check_tokenizer, find_data, open_sources
@@ -30,7 +30,7 @@ from megatron_ladder.data.tokenizers import (
 from megatron_ladder.engine.deepspeed_json import deepspeed_json
 from megatron_ladder.engine.optimizer import find_fused_adam
 from megatron_ladder.errors import ErrorCollector, Problem, UserError, raise_user_errors, showing_places
-from megatron_ladder.flags import flag_name
+from megatron_ladder.flags import flag_name, value_errors
 from megatron_ladder.model.operations import require_compiler, select_operations
 from megatron_ladder.train.curves import check_wandb
 from megatron_ladder.train.distillation import StoredTeacher, find_teacher, open_teacher, teacher_errors
@@ -119,9 +119,12 @@ def read_dry_run(argv: Sequence[str], world_size: int) -> RunConfig:
 
 def _look(flags: RunFlags, own_input: list[StreamInput]) -> Findings:
     """Look for checkpoints, teacher and input of --streaming, which `own_input` receives; create --save."""
-    findings, errors, data = Findings(), ErrorCollector(), flags.data
+    findings, errors = Findings(), ErrorCollector()
     with errors.collect("--load"):
         findings.checkpoint = look_for_checkpoint(flags)
+        if findings.checkpoint is not None:
+            flags = complete_flags(flags, findings.checkpoint.open())
+    data = flags.data
     with errors.collect("--save"):
         look_into_save(flags)
     if not flags.logging.skip_train:
@@ -142,6 +145,7 @@ def _complete(
     errors, tokenizer, vocab_size, runs = ErrorCollector(), None, None, list[RunConfig]()
     if checkpoint is not None:
         flags = complete_flags(flags, checkpoint)
+    errors.add(*value_errors([getattr(flags, name) for name in SECTION_TYPES]))
     with errors.collect():
         tokenizer, vocab_size = _load_vocabulary(flags, checkpoint)
     with errors.collect():
@@ -177,7 +181,7 @@ def _open(resolved: ResolvedRun, findings: Findings, own_input: Sequence[StreamI
     if findings.teacher is not None:
         with errors.collect("--distill-from"):
             teacher = open_teacher(findings.teacher)
-            errors.add(*teacher_errors(run, teacher))
+            errors.add(*teacher_errors(run, teacher, tokenizer))
     with errors.collect():
         sources = _open_sources(run, tokenizer)
         eod_id = _find_eod(run.data, sources, tokenizer)

@@ -47,6 +47,8 @@ def banner(trainer: Trainer) -> str:
     wiring: str = model.residual_mode
     if model.wiring.late:
         which = "all layers" if len(layers) == model.num_layers else f"layers {list(layers)} of {model.num_layers}"
+        if model.wiring.late != model.wiring.sub_blocks:
+            which = f"{' and '.join(kind.value for kind in model.wiring.late)} of {which}"
         wiring += f": {which} read the stream {model.residual_staleness} sub-block(s) late"
         wiring += f", in {model.lanes} lanes with own partials" if model.lanes else ""
     if model.wiring.stream == "per rank":

@@ -22,7 +22,7 @@ from megatron_ladder.train.checkpoints import CheckpointSaver
 from megatron_ladder.train.inputs import RunInputs, read_inputs
 from megatron_ladder.train.lock import SaveLock
 from megatron_ladder.train.log import banner, describe_start, print_if_possible, print_rank_0, recording_failures
-from megatron_ladder.train.reading import TextStreams, packing_notes
+from megatron_ladder.train.reading import TextStreams, data_notes
 from megatron_ladder.train.record import RunRecord
 from megatron_ladder.train.setup import Trainer, build_trainer
 
@@ -51,6 +51,8 @@ def open_run(words: RunWords) -> Iterator[OpenRun]:
     """
     place, peers = read_rank_info(), Peers()
     with ExitStack() as whole_run:
+        for warning in words.warnings:
+            print_rank_0(f"*** {warning} ***", place.rank)
         with reporting_errors(place):
             inputs = read_inputs(words.to_flags(), place, partial(from_rank_0, place, whole_run))
             check_device(place)
@@ -61,7 +63,7 @@ def open_run(words: RunWords) -> Iterator[OpenRun]:
         record.write_first("launch")
         with recording_failures(record, peers), naming_lost_peers(peers):
             trainer = build_trainer(inputs, place, peers)
-            print_rank_0("\n".join([banner(trainer), *packing_notes(inputs.sources)]), place.rank)
+            print_rank_0("\n".join([banner(trainer), *data_notes(trainer.run, inputs.sources)]), place.rank)
             streams = None if inputs.stream is None else TextStreams(trainer, inputs, inputs.stream)
             with CheckpointSaver(trainer, inputs, record.write, streams) as checkpoints:
                 iteration, consumed_samples = checkpoints.resume()

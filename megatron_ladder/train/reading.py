@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megatron_ladder.config.run import RunConfig
 from megatron_ladder.data.batches import BatchShape, DocumentRules, GlobalBatchLoader, SampleReader, UnreadBatches
+from megatron_ladder.data.blending import BlendedSource
 from megatron_ladder.data.identity import data_changes
 from megatron_ladder.data.loader import Sources
 from megatron_ladder.data.packing import PackedSource
@@ -105,14 +107,21 @@ class TextStreams:
         return self._batches
 
 
-def packing_notes(sources: Sources) -> list[str]:
-    """Return one line per part that holds conversations, which describes how they are packed into rows."""
-    return [
-        f"{part}: {source.conversations:,} conversations in {len(source):,} rows, "
-        f"{source.filled:.1%} full; {source.cut:,} are longer than a row and cut"
-        for part, source in sources.labeled.items()
-        if isinstance(source, PackedSource)
-    ]
+def data_notes(run: RunConfig, sources: Sources) -> list[str]:
+    """Return one line per data set: its tokens, how often the run reads them, and how conversations are packed."""
+    notes = []
+    for part, source in sources.labeled.items():
+        weights = source.weights if isinstance(source, BlendedSource) else [1]
+        for one, weight in zip(source.sources, weights, strict=True):
+            note = f"{part}: {one.name}: {one.tokens:,} tokens in {len(one.documents):,} documents"
+            if part == "train":
+                samples = run.training.train_iters * run.global_batch_size * weight / sum(weights)
+                note += f", {samples * run.training.seq_length / one.tokens:.3g} epochs"
+            if isinstance(one, PackedSource):
+                note += f"; {one.conversations:,} conversations in {len(one):,} rows, {one.filled:.1%} full; "
+                note += f"{one.cut:,} are longer than a row and cut"
+            notes.append(note)
+    return notes
 
 
 def training_batches(

@@ -1,14 +1,16 @@
-"""Comparison of a run with the checkpoint that it resumes: model, order of samples, schedule and data.
+"""Completion of a run from the checkpoint that it resumes, and comparison with it: model, steps, schedule and data.
 
-The schedule determines the loss curve, so a resumed run keeps it. Another value on the command line is an error unless
-one of two flags decides between the values; their names and meaning are Megatron's. Only --train-iters may change
-freely, and the decay of the learning rate still ends where it did.
+A resumed run takes every value of the model, the steps, the optimizer and the data that is not given. The schedule
+determines the loss curve, so another value on the command line is an error unless one of two flags decides between the
+values; their names and meaning are Megatron's. Only --train-iters may change freely, and the decay of the learning rate
+still ends where it did. Other changes of what is learned are reported.
 """
 
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 
@@ -19,21 +21,46 @@ from megatron_ladder.checkpoint.publish import (
     published_checkpoints,
     read_latest,
 )
-from megatron_ladder.config.data import CheckpointConfig
+from megatron_ladder.config.data import CheckpointConfig, DataConfig
 from megatron_ladder.config.file import CONFIG_NAME
 from megatron_ladder.config.run import RunConfig, RunFlags
 from megatron_ladder.config.training import OptimizerConfig
 from megatron_ladder.data.identity import data_changes
 from megatron_ladder.errors import ErrorCollector, Problem, UserError
-from megatron_ladder.flags import flag_name
+from megatron_ladder.flags import flag_name, to_plain
 from megatron_ladder.train.record import RECORD_NAME
 
 _FREE_TO_CHANGE = ("init_method_std", "max_position_embeddings")
 """Fields of the model that a resumed run may change, because they affect no stored tensor and no step."""
 _DEFINES_ORDER = ("seed", "seq_length")
 """Fields that a resumed run must not change, because they determine the order of samples."""
-_SIZES = ("num_layers", "hidden_size", "num_attention_heads")
+_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "train_iters", "lr")
 """Flags without which no model is trained from scratch under --load."""
+_LEARNED = (
+    "global_batch_size",
+    "bf16",
+    "z_loss_coeff",
+    "distill_from",
+    "distill_weight",
+    "distill_temperature",
+    "reset_position_ids",
+    "reset_attention_mask",
+    "eod_mask_loss",
+    "loss_on",
+)
+"""Flags whose change is reported, because they change what is learned."""
+_NOT_TAKEN = (
+    "config",
+    "tokenizer_type",
+    "tokenizer_model",
+    "allow_data_change",
+    "exit_interval",
+    "exit_duration_in_mins",
+    "kill_switch_file",
+)
+"""Flags of one start of a run; the checkpoint contains the tokenizer."""
+_WHOLE_DATA = ("data_path", "data_args_path", "per_split_data_args_path")
+_PARTS_OF_DATA = ("train_data_path", "streaming")
 _WIRING = ("ladder_layers", "residual_staleness", "lanes", "desync_interval")
 """Fields of the model whose meaning depends on --residual-mode."""
 _ALWAYS = (
@@ -84,9 +111,9 @@ def look_for_checkpoint(flags: RunFlags) -> FoundModel | None:
     ):
         if required:
             raise UserError(f"--load {load}: holds no checkpoint, and {flag} requires one: give a directory that does")
-    if missing := [flag_name(name) for name in _SIZES if name not in flags.given]:
+    if missing := [flag_name(name) for name in _REQUIRED if name not in flags.given]:
         raise UserError(
-            f"--load {load}: holds no checkpoint that would provide {', '.join(missing)}: give the sizes to start from "
+            f"--load {load}: holds no checkpoint that would provide {', '.join(missing)}: give them to start from "
             "scratch, or a directory with a checkpoint"
         )
     return None
@@ -141,22 +168,64 @@ def _is_within(load: Path, save: Path) -> bool:
 
 
 def complete_flags(flags: RunFlags, checkpoint: Checkpoint) -> RunFlags:
-    """Return flags whose model is the checkpoint's, except for values that were given.
+    """Return flags with the checkpoint's model, and without --finetune its data, steps, optimizer and reports, where no
+    value was given.
 
-    A resumed run also takes the order of samples, of which the sequence length is a part.
+    Raises UserError if the checkpoint provides no value of a required flag.
     """
-    stored, given = checkpoint.model(), flags.given
-    values = {name: value for name, value in vars(stored.to_flags()).items() if name not in given}
-    if flags.model.residual_mode != stored.residual_mode and "residual_mode" in given:
+    model, given, where = checkpoint.model(), flags.given, checkpoint.directory
+    values = {name: value for name, value in vars(model.to_flags()).items() if name not in given}
+    if flags.model.residual_mode != model.residual_mode and "residual_mode" in given:
         values = {name: value for name, value in values.items() if name not in _WIRING}
-    order = {} if flags.checkpoint.finetune else checkpoint.manifest.get("run", {}).get("training", {})
-    kept = {name: order[name] for name in _DEFINES_ORDER if name in order and name not in given}
-    training = replace(flags.training, **kept)
+    names = ("training", "optimizer", "data", *(() if flags.logging.skip_train else ("logging", "reliability")))
+    sections: dict[str, Any] = {name: getattr(flags, name) for name in names}
+    run = {} if flags.checkpoint.finetune else checkpoint.manifest.get("run", {})
+    stored = {name: dict(run.get(name, {})) for name in sections}
+    if "global_batch_size" in run:
+        stored["training"]["global_batch_size"] = run["global_batch_size"]
+    if stored["optimizer"].get("lr_decay_style", "constant") != "constant":
+        stored["optimizer"]["lr_decay_iters"] = (
+            stored["optimizer"]["lr_decay_iters"] or stored["training"]["train_iters"]
+        )
+    if flags.checkpoint.override_opt_param_scheduler:
+        stored["optimizer"] = {}
+    kept = {*given, *_NOT_TAKEN, *_other_data(given)}
+    for name, section in sections.items():
+        types = get_type_hints(type(section))
+        try:
+            sections[name] = replace(
+                section,
+                **{
+                    one: msgspec.convert(value, types[one], dec_hook=lambda kind, value: kind(value))
+                    for one, value in stored[name].items()
+                    if one in types and one not in kept
+                },
+            )
+        except msgspec.ValidationError as error:
+            raise UserError(f"--load {where}: its {name} cannot be read: {error}: give --finetune") from None
+    if missing := [
+        flag_name(name)
+        for name, value in (("train_iters", sections["training"].train_iters), ("lr", sections["optimizer"].lr))
+        if value is None
+    ]:
+        raise UserError(*(f"{name} is required: the checkpoint of --load does not decide it" for name in missing))
     if "max_position_embeddings" in values:
-        values["max_position_embeddings"] = max(stored.max_position_embeddings, training.seq_length)
+        values["max_position_embeddings"] = max(model.max_position_embeddings, sections["training"].seq_length)
     # The tokenizer may determine the size of the vocabulary.
     values.pop("vocab_size", None)
-    return replace(flags, model=replace(flags.model, **values), training=training)
+    return replace(flags, model=replace(flags.model, **values), **sections)
+
+
+def _other_data(given: frozenset[str]) -> Iterator[str]:
+    """Yield the flags of a checkpoint's data that do not fit to the data sets that were given."""
+    if not given.isdisjoint({*_WHOLE_DATA, *_PARTS_OF_DATA}):
+        yield from (*_WHOLE_DATA, *_PARTS_OF_DATA, "valid_data_path")
+    elif "valid_data_path" in given:
+        yield from _WHOLE_DATA
+    if not given.isdisjoint({*_PARTS_OF_DATA, "valid_data_path", "per_split_data_args_path"}):
+        yield "split"
+    if "streaming" not in given and not given.isdisjoint({*_WHOLE_DATA, "train_data_path"}):
+        yield from (name for name in vars(DataConfig) if name.startswith("streaming"))
 
 
 def model_differences(run: RunConfig, checkpoint: Checkpoint) -> list[Problem]:
@@ -231,6 +300,19 @@ def _in_effect(style: str, has_muon: bool) -> tuple[str, ...]:
     """Return the hyperparameters that a style of the decay and the optimizer use."""
     decay = (*(_DECAY if style != "constant" else ()), *(_WSD if style == "WSD" else ()))
     return (*_ALWAYS, *(_MUON if has_muon else ()), *decay)
+
+
+def learned_changes(run: RunConfig, checkpoint: Checkpoint) -> list[str]:
+    """Return one line for each given value with which a resumed run learns something else than before."""
+    if not (stored := checkpoint.manifest.get("run", {})):
+        return []
+    theirs = {**stored.get("training", {}), **stored.get("data", {}), "global_batch_size": stored["global_batch_size"]}
+    ours = {**to_plain(run.training), **to_plain(run.data), "global_batch_size": run.global_batch_size}
+    return [
+        f"*** {flag_name(name)} {ours[name]}: the checkpoint was trained with {theirs[name]} ***"
+        for name in _LEARNED
+        if ours[name] != theirs.get(name, ours[name])
+    ]
 
 
 def schedule_note(run: RunConfig, checkpoint: Checkpoint) -> str | None:

@@ -70,7 +70,7 @@ def state_of_a_step(argv: list[str]) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize(
     ("ranks", "precision", "zero", "optimizer"),
-    [(2, "fp32", 0, "muon"), (2, "bf16", 1, "adamw")],
+    [(2, "fp32", 0, "muon"), (2, "fp32", 1, "muon"), (2, "fp32", 1, "adamw"), (2, "bf16", 1, "adamw")],
 )
 def test_states_are_what_the_engine_allocates(
     gloo_pools: GlooPools, ranks: int, precision: Precision, zero: int, optimizer: str

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_ladder.comm.agreement import Host, Peers
 from megatron_ladder.comm.launch import naming_lost_peers
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.comm.watch import HangWatch
+from megatron_ladder.comm.watch import HangWatch, _recorded_collectives
 from megatron_ladder.errors import LostPeerError
 from tests.helpers.patience import patient
 from tests.helpers.pool import GlooPools
@@ -63,3 +63,27 @@ def test_timeouts_are_short_after_the_first_step(gloo_pools: GlooPools) -> None:
     assert "started last: all_reduce 3 in group 'tensor'" in second and "in all_reduce" not in second
     for report in (first, second):
         assert "in comes_late" in report and report.rstrip().endswith(f"of rank {int(report is second)}")
+
+
+def records() -> list[tuple[str, str, tuple[int, ...], int, str, bool]]:
+    mesh = ProcessMesh.build(2, 1)
+    mesh.tensor.all_reduce(torch.ones(3))
+    work = mesh.tensor.start_all_reduce(torch.ones(2, 2, dtype=torch.bfloat16))
+    assert work is not None
+    work.wait()
+    # As DeepSpeed starts its own.
+    dist.all_gather_into_tensor(torch.empty(4), torch.ones(2), group=mesh.model.process_group)
+    # The thread that ended it writes that down a moment later.
+    time.sleep(0.3)
+    found = _recorded_collectives()[-3:]
+    return [(one.name, one.group, one.ranks, one.number, one.shapes, one.finished) for one in found]
+
+
+def test_collectives_of_other_libraries_are_recorded(gloo_pools: GlooPools) -> None:
+    for found in gloo_pools(2).run(records):
+        assert found == [
+            ("all_reduce", "tensor", (0, 1), 1, "Float[3]", True),
+            ("all_reduce", "tensor", (0, 1), 2, "BFloat16[2, 2]", True),
+            (found[2][0], "model", (0, 1), 1, "Float[2]", True),
+        ]
+        assert "all_gather" in found[2][0]

@@ -51,6 +51,6 @@ def test_a_model_leaves_its_teacher_and_resumes_with_another(data: list[str], tm
     resumed = [*argv, "--train-iters", "4", "--load", tmp_path / "a", "--distill-from", hf, "--bf16"]
     done = run_command([sys.executable, "pretrain_ladder.py", *resumed], timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "3 steps done" in done.stdout and "1 layers, hidden 32, standard: weight 0.9" in done.stdout
+    assert "3 steps done" in done.stdout and "1 layers, hidden 32, standard: weight 0.5" in done.stdout
     assert distillation_losses(tmp_path / "a")[-1] > max(others)
     assert contents(teacher) | contents(hf) == before

@@ -9,7 +9,7 @@ import torch
 
 from megatron_ladder.checkpoint.hf_directory import open_hf_directory
 from megatron_ladder.errors import UserError
-from tests.helpers.commands import REPOSITORY_ROOT, run_command
+from tests.helpers.commands import REPOSITORY_ROOT, free_port, run_command
 
 SCRIPT = REPOSITORY_ROOT / "examples" / "python_api.py"
 PROGRAM = """
@@ -109,6 +109,14 @@ def test_the_example_runs_twice_in_one_process(corpus: Path, tmp_path: Path) -> 
         "generate: score=True: this call only continues texts; engine.score computes likelihoods",
         "2",
     ]
+
+
+@pytest.mark.slow
+def test_the_example_runs_on_two_ranks(corpus: Path, tmp_path: Path) -> None:
+    launcher = ["deepspeed", "--num_gpus", "2", "--no_local_rank", "--master_port", str(free_port())]
+    done = run_command([*launcher, SCRIPT, corpus, tmp_path / "run"], timeout=180)
+    assert done.returncode == 0, done.stderr
+    check_results(tmp_path / "run")
 
 
 def test_errors_are_exceptions_with_one_message_each() -> None:

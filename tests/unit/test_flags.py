@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pytest
 
-from megatron_ladder.command_line import FlagWords, _help_parser, build_sections, parse_command_line
+from megatron_ladder.command_line import FlagWords, _help_parser, build_sections, flag_words, parse_command_line
 from megatron_ladder.errors import UserError
 from megatron_ladder.flags import flag
 
@@ -27,6 +27,8 @@ class Example:
     """Half precision."""
     ids: tuple[int, ...] = ()
     """Numbers."""
+    texts: tuple[str, ...] = flag((), repeats=True)
+    """Texts."""
     folder: Path | None = None
     """A folder."""
     fused: Literal["auto", "true", "false"] = "auto"
@@ -47,8 +49,18 @@ def errors_of(words: str) -> list[str]:
 
 def test_values_are_converted_to_their_types() -> None:
     assert parse("--lr 1e-3") == Example(1e-3)
-    given = parse("--lr=2 --iterations 7 --style cosine --no-overlap --bf16 --ids 1 -2 --ids 3 --folder a/b")
-    assert given == Example(2.0, 7, "cosine", False, True, (1, -2, 3), Path("a/b"))
+    given = parse("--lr=2 --iterations 7 --style cosine --no-overlap --bf16 --ids 1 -2 --folder a/b")
+    assert given == Example(2.0, 7, "cosine", False, True, (1, -2), folder=Path("a/b"))
+
+
+def test_a_repeated_flag_replaces_its_values_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse("--lr 1 --ids 1 2 --texts a --ids 3 --texts b").ids == (3,)
+    assert capsys.readouterr().err == "*** --ids is given twice: 3 replaces 1 2 ***\n"
+    assert parse("--lr 1 --texts a b --texts c").texts == ("a", "b", "c")
+    assert flag_words({"ids": (1, 2), "texts": ("--a", "b"), "one": ["x"]}) == [
+        *("--ids", "1", "2"),
+        *("--texts=--a", "--texts=b", "--one=x"),
+    ]
 
 
 def test_all_errors_are_reported_together() -> None:

@@ -59,11 +59,11 @@ MOST_LINES_OF_A_FILE = 470
 
 FIRST_FLOOR = ("errors", "files", "processes", "progress", "api", "lm_eval")
 BUDGETS = {
-    f"{PACKAGE}/": 25_200,
+    f"{PACKAGE}/": 25_300,
     " ".join(
         f"{PACKAGE}/{folder}/" for folder in ("blueprint", "comm", "parallel", "model", "engine", "train")
-    ): 10_280,
-    f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_500,
+    ): 10_400,
+    f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_545,
     f"{PACKAGE}/checkpoint/": 2_300,
     f"{PACKAGE}/data/": 4_850,
     f"{PACKAGE}/convert/": 2_480,

@@ -136,22 +136,20 @@ class _HubShard:
         source = self.source
         with source.translated_errors("read"):
             dataset = source.dataset.shard(num_shards=self.count, index=self.number)
-        names = dataset.column_names
-        if names:
-            check_columns(source.name, names, reading)
+        if dataset.column_names:
+            check_columns(source.name, dataset.column_names, reading)
         if first:
             files = source.data_files
             dataset = _skip_rows(dataset, first * BATCH_ROWS, files[self.number] if len(files) == self.count else None)
-        if names:
-            dataset = dataset.select_columns([key for key in reading.all_keys if key in names])
-        batches = dataset.iter(BATCH_ROWS)
+        optional = [key for key in reading.optional_keys if key in (dataset.column_names or ())]
+        batches = dataset.select_columns([*reading.keys, *optional]).iter(BATCH_ROWS)
         for begin in itertools.count(first * BATCH_ROWS, BATCH_ROWS):
             with source.translated_errors("read"):
                 batch = next(batches, None)
             if batch is None:
                 return
             name = f"{source.name} part {self.number} of {self.count}"
-            absent = [None] * len(next(iter(batch.values())))
+            absent = [None] * len(batch[reading.keys[0]])
             yield _Rows(name, begin, tuple(list(batch.get(key, absent)) for key in reading.all_keys))
 
 

@@ -1,6 +1,6 @@
 """Kills a process at every file-system call of a save, and checks what is left; run by `test_killed_saves`.
 
-    python -m tests.unit.checkpoint.kill_sweep DIRECTORY
+    python -m tests.unit.checkpoint.kill_sweep DIRECTORY SCENARIO...
 
 A child is forked for each point. It counts the calls that change the file system, and sends itself SIGKILL before the
 chosen one, or after half of a write. Before a whole call it also empties every file that was not fsynced since its
@@ -20,11 +20,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_ladder.checkpoint.async_save import HostMemory
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.publish import Retention, published_checkpoints
 from megatron_ladder.checkpoint.saving import SaveOptions
 from megatron_ladder.comm.group import CommGroup
-from tests.unit.checkpoint.tiny_training import TinyState, holds, save_at_once
+from tests.unit.checkpoint.tiny_training import TinyState, begin, hand_over, holds, on_ranks, save_at_once
 
 CHANGES = (
     "open",
@@ -130,9 +131,28 @@ class KillingFile:
         return getattr(self._file, name)
 
 
-def save(directory: Path, iteration: int, seed: int, keep_last: int | None = None) -> None:
-    options = SaveOptions(retention=Retention(keep_last=keep_last))
-    save_at_once(directory, iteration, TinyState(seed), CommGroup.alone(), options)
+def save_in_background(save: Path, iteration: int, seed: int, options: SaveOptions) -> None:
+    """Save from two ranks whose state changes while files are written."""
+
+    def rank(world: CommGroup) -> None:
+        state = TinyState(seed, world.rank, world.size)
+        saving = begin(save, iteration, state, world, SaveOptions(retention=options.retention, host=HostMemory()))
+        state.train()
+        hand_over(saving, world)
+
+    failures = [answer for answer in on_ranks(2, rank) if answer is not None]
+    assert not failures, failures
+
+
+def save_alone(save: Path, iteration: int, seed: int, options: SaveOptions) -> None:
+    save_at_once(save, iteration, TinyState(seed), CommGroup.alone(), options)
+
+
+SCENARIOS: dict[str, tuple[Callable[..., None], int, Retention]] = {
+    "again": (save_alone, 100, Retention(keep_last=1)),
+    "background": (save_in_background, 200, Retention(keep_last=2)),
+}
+"""Function, iteration and retention of the killed save; iterations 50 and 100 exist before."""
 
 
 def in_child(work: Callable[[], None]) -> int:
@@ -150,18 +170,19 @@ def in_child(work: Callable[[], None]) -> int:
     return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
 
 
-def sweep(root: Path) -> dict[str, Any]:
-    """Kill the save of an iteration that exists already, after which one checkpoint is kept."""
+def sweep(root: Path, scenario: str) -> dict[str, Any]:
+    save, iteration, retention = SCENARIOS[scenario]
+    options = SaveOptions(retention=retention)
     old, new, newest = (TinyState(seed).whole for seed in (1, 2, 3))
     before, names = root / "before", root / "names"
     for earlier in (50, 100):
-        save(before, earlier, 1)
+        save_alone(before, earlier, 1, SaveOptions())
 
     def dying(directory: Path, point: int, torn: bool) -> Callable[[], None]:
         def work() -> None:
             killer = Killer(point, torn)
             killer.install()
-            save(directory, 100, 2, 1)
+            save(directory, iteration, 2, options)
             with killer._real_open(names, "w") as file:
                 json.dump(killer.names, file)
 
@@ -181,7 +202,7 @@ def sweep(root: Path) -> dict[str, Any]:
                 Checkpoint.open(directory / earlier)
             # Wait for the next tick of a coarse file-system clock.
             time.sleep(0.005)
-            save(directory, 300, 3, 1)
+            save_alone(directory, 300, 3, options)
             assert holds(directory, newest)
             assert all(entry.name in ("latest", *published_checkpoints(directory)) for entry in directory.iterdir())
             shutil.rmtree(directory)
@@ -189,4 +210,4 @@ def sweep(root: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(sweep(Path(sys.argv[1]))))
+    print(json.dumps({scenario: sweep(Path(sys.argv[1], scenario), scenario) for scenario in sys.argv[2:]}))

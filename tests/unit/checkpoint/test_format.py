@@ -1,6 +1,7 @@
 """What a checkpoint holds and refuses, damaged checkpoints, and the choice of the current one."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,46 @@ def test_checkpoints_of_another_model_are_rejected(tmp_path: Path) -> None:
         checkpoint.read("mlp.weight", "exp_avg", (0, 0), (3, 5), torch.empty(3, 5), shape=(6, 6))
     with pytest.raises(ValueError, match=r"\[5, 6\]"):
         checkpoint.read("mlp.weight", "weight", (0, 0), (6, 5), torch.empty(5, 6))
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 16
+    path.write_bytes(data)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "flipped": flip_a_bit,
+    "truncated": truncate,
+    "removed": Path.unlink,
+}
+
+
+@pytest.mark.parametrize("damage", list(DAMAGE))
+def test_damage_to_any_file_is_reported(tmp_path: Path, damage: str) -> None:
+    whole = save_state(tmp_path / "whole", 200, "a", small_state(2))
+    for name in sorted(path.name for path in whole.iterdir()):
+        directory = tmp_path / name
+        for iteration, token in ((50, "a"), (100, "b"), (200, "c")):
+            save_state(directory, iteration, token, small_state(iteration // 100))
+        damaged = directory / "iter_0000200" / name
+        DAMAGE[damage](damaged)
+        with pytest.raises(UserError) as raised:
+            Checkpoint.open(directory / "iter_0000200").verify()
+        assert all(line.startswith(f"{damaged}: ") for line in raised.value.messages)
+        found = find_checkpoint(directory)
+        assert found is not None
+        if damage == "flipped" and name != "manifest.json":
+            # Only `verify` reads the data; `load_newest` then falls back.
+            assert found.directory.name == "iter_0000200"
+            continue
+        assert found.directory.name == "iter_0000100"
+        assert any(str(damaged) in line for line in found.warnings)
+        assert "iter_0000100: is used instead" in found.warnings[-1]
 
 
 def test_files_that_contradict_a_forged_manifest_are_rejected(tmp_path: Path) -> None:

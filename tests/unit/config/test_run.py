@@ -26,6 +26,7 @@ def test_batches_follow_from_the_layout() -> None:
     [
         ("--micro-batch-size 3 --global-batch-size 16", "--global-batch-size 16 is not a multiple of --micro-batch"),
         ("--tensor-model-parallel-size 3", "--tensor-model-parallel-size 3 does not divide the 4 launched processes"),
+        ("--tp 2 --dp 4", "--data-parallel-size 4: 4 launched processes with this layout have 2"),
         ("--max-position-embeddings 64", "--seq-length 128 is longer than --max-position-embeddings 64"),
         ("--min-lr 1", "--min-lr 1.0 is above --lr"),
         ("--lr-warmup-iters 100", "--lr-warmup-iters 100 leaves no step"),

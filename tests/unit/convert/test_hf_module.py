@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
 )
 
 from megatron_ladder.convert.hf_module.configuration_megatron_ladder import MegatronLadderConfig
-from megatron_ladder.convert.hf_module.modeling_megatron_ladder import MegatronLadderForCausalLM
+from megatron_ladder.convert.hf_module.modeling_megatron_ladder import MegatronLadderForCausalLM, MegatronLadderModel
 from megatron_ladder.convert.remote_code import hf_config, hf_type, module_files
 from megatron_ladder.model.language_model import LanguageModel
 from tests.helpers.commands import REPOSITORY_ROOT
@@ -91,6 +92,23 @@ def test_exported_directories_match_the_training_model(
     tokens = random_tokens(2, 40)
     with torch.no_grad():
         assert_close(module(tokens).logits, our_logits(model, tokens))
+
+
+def test_saving_and_loading_changes_nothing(tmp_path: Path) -> None:
+    changes = HYBRID | {"tie_embeddings": True, "rope_scaling": "linear", "rope_scaling_factor": 2.0}
+    model = random_model(tiny_config(**changes))
+    first = opened(write_hf(model, tmp_path / "first", dtype="bfloat16"), dtype="auto")
+    assert first.dtype == torch.bfloat16
+    assert first.lm_head.weight is first.model.embed_tokens.weight
+    first.save_pretrained(tmp_path / "second")
+    second = opened(tmp_path / "second", dtype="auto")
+    tokens = random_tokens(2, 9)
+    with torch.no_grad():
+        assert torch.equal(second(tokens).logits, first(tokens).logits)
+    body = AutoModel.from_pretrained(tmp_path / "second", trust_remote_code=True, dtype="auto")
+    assert type(body).__name__ == MegatronLadderModel.__name__
+    with torch.no_grad():
+        assert torch.equal(body.eval()(tokens).last_hidden_state, first.model(tokens).last_hidden_state)
 
 
 @pytest.mark.parametrize("tied", [True, False])

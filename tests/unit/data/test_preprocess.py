@@ -4,6 +4,8 @@ import gzip
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -240,3 +242,16 @@ def test_a_crash_while_publishing_leaves_no_mixture(tmp_path: Path, monkeypatch:
     assert bytes(IndexedDataset(prefix).tokens.tolist()) == b"b" * 10
     check_sidecar(IndexedDataset(prefix), ByteTokenizer())
     assert not list(tmp_path.glob("*.partial")) and not (tmp_path / ".out.partial").exists()
+
+
+def test_concurrent_runs_with_the_same_output_are_rejected(tmp_path: Path, stop_after: list[int]) -> None:
+    interrupted(tmp_path, stop_after)
+    script = "import fcntl, sys; file = open(sys.argv[1], 'a'); fcntl.flock(file, 2); print(flush=True); input()"
+    command = [sys.executable, "-c", script, str(tmp_path / ".out.partial" / "lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(UserError, match="--output-prefix .*out: another process is writing there"):
+            run([tmp_path / "a.jsonl"], tmp_path / "out")
+        other.communicate(b"\n")
+    assert run([tmp_path / "a.jsonl"], tmp_path / "out")[0].startswith("resuming")

@@ -42,6 +42,23 @@ def test_shards_contain_every_line_once(tmp_path: Path, monkeypatch: pytest.Monk
     assert wanted / 1.1 <= len(parts) <= wanted + 2
 
 
+def test_every_format(tmp_path: Path) -> None:
+    table = pyarrow.table({"text": TEXTS[:100]})
+    pyarrow.parquet.write_table(table, tmp_path / "b.parquet", row_group_size=30)
+    write_lines(tmp_path / "c.jsonl.gz", TEXTS[100:200])
+    (tmp_path / "d.txt").write_text("a\nb")
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    for number in range(3):
+        write_lines(hub / f"{number}.jsonl", TEXTS[200 + 10 * number : 210 + 10 * number])
+    found = texts_of([str(tmp_path / "b.par*"), tmp_path / "c.jsonl.gz", tmp_path / "d.txt", f"hf://{hub}"])
+    assert [len(part) for part in found] == [30, 30, 30, 10, 100, 1, 10, 10, 10]
+    assert [text for part in found for text in part] == [*TEXTS[:200], "a\nb", *TEXTS[200:230]]
+    assert all(list(shard.blocks(1)) == [] for shard in find_input([str(tmp_path / "b.parquet")], "text").shards)
+    names = [shard.name for shard in find_input([str(tmp_path / "b.parquet"), f"hf://{hub}"], "text").shards]
+    assert len(set(names)) == len(names) and not any(str(tmp_path) in name for name in names[:4])
+
+
 def test_one_rank_looks_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pickled input is enough to read every shard, without another look at a directory or question to the hub."""
     (tmp_path / "hub").mkdir()

@@ -4,6 +4,7 @@ import gzip
 import json
 import random
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +56,18 @@ def test_reordered_lines_are_detected(tmp_path: Path, kind: str, is_hub: bool) -
     (line,) = data_changes(before, described(*words))
     name = "texts" if is_hub else f"b.{kind}"
     assert re.fullmatch(rf"--streaming {re.escape(name)}: checksum of blocks is xxh3_128:\w+, was xxh3_128:\w+", line)
+
+
+def test_moved_files_are_not_a_change(tmp_path: Path) -> None:
+    (tmp_path / "set" / "more").mkdir(parents=True)
+    write(tmp_path / "set" / "a.jsonl", 1)
+    write(tmp_path / "set" / "more" / "b.jsonl", 2)
+    write(tmp_path / "c.jsonl", 3)
+    before = described(tmp_path / "c.jsonl", f"hf://{tmp_path}/set")
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    shutil.copytree(tmp_path / "set", moved / "set")
+    shutil.copyfile(tmp_path / "c.jsonl", moved / "c.jsonl")
+    assert data_changes(before, described(moved / "c.jsonl", f"hf://{moved}/set")) == []
+    (moved / "set" / "README.md").write_text("no data")
+    assert data_changes(before, described(moved / "c.jsonl", f"hf://{moved}/set")) == []

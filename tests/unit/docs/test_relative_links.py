@@ -74,12 +74,13 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_every_page_is_reached_from_the_contents() -> None:
-    reached, ahead = set[Path](), [ROOT / "docs" / "README.md"]
+    start = ROOT / "docs" / "README.md"
+    reached, ahead = {start}, [start]
     while ahead:
         page = ahead.pop()
-        reached.add(page)
-        found = {
-            (page.parent / target.partition("#")[0]).resolve() for target in links(page.read_text(encoding="utf-8"))
-        }
-        ahead += [file for file in found & set(PAGES) - reached if file.is_relative_to(ROOT / "docs")]
+        for target in links(page.read_text(encoding="utf-8")):
+            file = (page.parent / target.partition("#")[0]).resolve()
+            if file.suffix == ".md" and file.is_relative_to(ROOT / "docs") and file not in reached:
+                reached.add(file)
+                ahead.append(file)
     assert {page for page in PAGES if page.is_relative_to(ROOT / "docs")} <= reached

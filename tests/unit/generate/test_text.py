@@ -30,6 +30,10 @@ def test_an_incomplete_character_is_shown_at_the_end() -> None:
     assert pieces_of(decoder, [*b"ok", 0xF0, 0x9F]) == ["o", "k", "", "", "\ufffd"]
 
 
+def test_a_character_that_begins_in_the_prompt_is_completed() -> None:
+    assert pieces_of(IncrementalDecoder(Bytes(), [ord("a"), 0xC3]), [0x9F, ord("b")]) == ["ß", "b", ""]
+
+
 @pytest.mark.parametrize("prompt", ["caf\ufffd", "\ufffd\ufffd"])
 @pytest.mark.parametrize("continuation", ["abc", "é!", "\ufffdz", "\ufffd"])
 def test_a_prompt_that_ends_in_a_replacement_character_is_not_repeated(prompt: str, continuation: str) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.run import parse_run
+from megatron_ladder.data.tokenizers import NullTokenizer, tokenizer_files
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.language_model import Distillation, LanguageModel
 from megatron_ladder.model.stack import StackOptions
@@ -58,6 +59,18 @@ def test_a_checkpoint_teaches_in_the_precision_of_the_run(tmp_path: Path, precis
     assert {(one.dtype, one.requires_grad) for one in found.teacher.parameters()} == {(dtype, False)}
     down = found.teacher.get_parameter("stack.layers.2.bodies.mlp.down_proj.weight")
     assert torch.equal(down, weights["layers.2.mlp.down_proj.weight"].to(dtype))
+
+
+def test_a_teacher_with_other_words_is_refused(tmp_path: Path) -> None:
+    config = tiny_config(vocab_size=257)
+    folder = write_checkpoint(tmp_path / "teacher", config, reference_of(config)[0])
+    for name, content in tokenizer_files(NullTokenizer(256)).items():
+        (folder / name).write_bytes(content)
+    named = f"--distill-from {folder}: the teacher has another tokenizer, whose id 0 is '0' instead of '\\x00': "
+    words = "--vocab-size 257 --tokenizer-type"
+    assert refusals(tmp_path, folder, f"{words} ByteTokenizer") == [f"{named}train both models with one tokenizer"]
+    assert read(tmp_path, folder, f"{words[17:]} NullTokenizer --vocab-size 256").teacher is not None
+    assert read(tmp_path, folder, f"{words} ByteTokenizer --distill-weight 0").teacher is None
 
 
 def test_teachers_that_cannot_teach_are_refused(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from megatron_ladder.data.tokenizers import ByteTokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.train import inputs
 from megatron_ladder.train.inputs import RunInputs, describe_data
+from megatron_ladder.train.resume import learned_changes
 from tests.helpers.tokens import write_documents
 from tests.unit.convert.hand_made import write_directory
 from tests.unit.generate.tiny_model import reference_of, tiny_config, write_checkpoint
@@ -125,6 +126,36 @@ def test_sizes_come_from_the_checkpoint(tmp_path: Path) -> None:
             read_inputs([*SIZES, *f"--load {tmp_path}/{name} --finetune".split()])
     with pytest.raises(UserError, match=f"--save {tmp_path}/hf: is a Hugging Face directory"):
         read(f"--finetune --save {tmp_path}/hf")
+
+
+def test_all_values_of_a_resumed_run_come_from_its_checkpoint(tmp_path: Path) -> None:
+    config, prefix = tiny_config(), write_documents(tmp_path / "tokens", range(60), range(50))
+    more = f"--lr-warmup-iters 3 --lr-decay-style linear --eval-iters 0 --exit-interval 7 --data-path {prefix}"
+    learned = "--split 1,0,0 --z-loss-coeff 0.1 --bf16 --global-batch-size 3"
+    first = read_inputs([*SIZES, *more.split(), *learned.split()]).run
+    write_checkpoint(tmp_path, config, reference_of(config)[0], run=first.to_dict())
+
+    def resumed(words: str) -> RunInputs:
+        return read_inputs(["--load", str(tmp_path), "--no-load-optim", "--vocab-size", "67", *words.split()])
+
+    again = resumed("").run
+    assert again.training == first.training and again.logging == first.logging
+    assert again.data == first.data
+    assert again.optimizer == first.optimizer.completed(5)
+    assert again.reliability.exit_interval is None
+    assert resumed("--train-iters 2").run.optimizer.lr_decay_iters == 5
+    changed = resumed("--z-loss-coeff 0.2 --no-bf16 --micro-batch-size 3")
+    assert changed.checkpoint is not None
+    assert learned_changes(again, changed.checkpoint) == []
+    assert learned_changes(changed.run, changed.checkpoint) == [
+        "*** --bf16 False: the checkpoint was trained with True ***",
+        "*** --z-loss-coeff 0.2: the checkpoint was trained with 0.1 ***",
+    ]
+    other = resumed(f"--valid-data-path {prefix} --train-data-path {prefix}").run.data
+    assert other.data_path == () and other.split == "969,30,1"
+    with pytest.raises(UserError) as raised:
+        resumed("--finetune")
+    assert [message.split(" is required")[0] for message in raised.value.messages] == ["--train-iters", "--lr"]
 
 
 def test_a_desync_model_resumes_only_at_its_tensor_parallel_size(tmp_path: Path) -> None:
