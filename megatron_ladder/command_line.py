@@ -137,12 +137,11 @@ def _read_flag(one: Flag, name: str, attached: list[str], following: list[str], 
     own = (attached or (following if one.value_type.many else following[:1])) if takes_word else []
     rest = following if attached or not takes_word else following[len(own) :]
     found.problems += [f"{word}: expected a flag, after the value of {name}" for word in rest]
-    before = found.words.get(one.field_name)
     if one.value_type.many and own:
-        adds = one.repeats and isinstance(before, list)
-        found.words[one.field_name] = [*before, *own] if adds else own
-        if before and not adds:
+        before = list(found.words.get(one.field_name) or ())
+        if before and not one.repeats:
             found.warnings.append(f"{name} is given twice: {' '.join(own)} replaces {' '.join(before)}")
+        found.words[one.field_name] = [*before, *own] if one.repeats else own
     elif own or (alone or one.switches_to) is not None:
         found.words[one.field_name] = own[0] if own else alone or one.switches_to
     else:
