@@ -150,7 +150,7 @@ class SentencePieceTokenizer(Tokenizer):
         Raises UserError with a text for which `tokenizers` gives other ids.
         """
         model = sentencepiece_model_pb2.ModelProto.FromString(self.contents[0])
-        problem, fix = f"{self.files[0]}: cannot be exported: transformers", "train with a tokenizer.json instead"
+        problem, fix = f"{self.files[0]}: cannot be exported: transformers", "use the model with tools/generate.py"
         if model.trainer_spec.model_type not in (model.trainer_spec.UNIGRAM, model.trainer_spec.BPE):
             raise UserError(f"{problem} reads only unigram and BPE models: {fix}")
         library, written, space = tokenizers.Tokenizer(_library_model(model)), model.normalizer_spec, "\u2581"
