@@ -24,7 +24,7 @@ from megatron_ladder.errors import ErrorCollector, ExitCode, UserError, raise_us
 from megatron_ladder.generate.evaluation import Evaluator
 from megatron_ladder.generate.loading import special_prefix
 from megatron_ladder.generate.options import SamplingOptions
-from megatron_ladder.generate.requests import GenerationRequest
+from megatron_ladder.generate.requests import Generation, GenerationRequest
 from megatron_ladder.generate.sampling import SamplingParameters, request_seed
 
 _MAX_GEN_TOKS = 256
@@ -116,7 +116,13 @@ class LadderLM(TemplateLM):
             context, settings = request.args
             prepared.append(self._request(context, settings, repeated[context]))
             repeated[context] += 1
-        return [generation.text or "" for generation in self._evaluator.generate(prepared)]
+        return [self._answer(generation) for generation in self._evaluator.generate(prepared)]
+
+    def _answer(self, generation: Generation) -> str:
+        """Return the text as the model `hf` does: without the first blank if the tokenizer drops that of a text."""
+        text, tokenizer = generation.text or "", self._evaluator.tokenizer
+        alone = tokenizer.decode([number for number in generation.ids if number < tokenizer.vocab_size])
+        return text[1:] if text.startswith(" ") and not alone.startswith(" ") else text
 
     def _request(self, context: str, settings: Mapping[str, Any], sample: int) -> GenerationRequest:
         max_length = self._evaluator.max_length

@@ -70,8 +70,8 @@ TASKS: dict[str, tuple[list[dict[str, Any]], str]] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a checkpoint and an export of each wiring, and the tasks."""
     folder = tmp_path_factory.mktemp("lm_eval")
-    tokenizer = write_tokenizer(folder / "tokenizer")
     for name in WIRINGS:
+        tokenizer = write_tokenizer(folder / f"{name}-tokenizer", strips=name == "hybrid")
         config = config_of(name, tokenizer)
         checkpoint = write_checkpoint(folder / name, config, reference_of(config)[0])
         copy_tokenizer(tokenizer, checkpoint)
@@ -86,12 +86,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def write_tokenizer(path: Path) -> HuggingFaceTokenizer:
-    """Write a tokenizer that puts a special token before every text."""
+def write_tokenizer(path: Path, strips: bool) -> HuggingFaceTokenizer:
+    """Write a tokenizer that puts a special token before every text; `strips` as Llama 2 does the first blank."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace() if strips else pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.Metaspace() if strips else decoders.ByteLevel()
+    alphabet = ["?"] if strips else pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet)
     tokenizer.train_from_iterator([TEXT] * 10, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
@@ -186,6 +186,8 @@ def test_conversations_and_generation_settings(folder: Path) -> None:
     template = "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] | trim }}</s>{% endfor %}"
     template += "{% if add_generation_prompt %}<s>assistant:{% endif %}"
     (folder / "hybrid-hf" / "chat_template.jinja").write_text(template)
+    model._evaluator.close()
+    model = LadderLM(model=folder / "hybrid-hf")
     history = [{"role": "user", "content": "A text"}, {"role": "assistant", "content": "The "}]
     text = model.apply_chat_template(history[:1])
     assert text == "<s>user: A text</s><s>assistant:" and model.chat_template(True) == template
