@@ -315,6 +315,18 @@ def _open_if_exists(path: Path) -> BinaryIO | None:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
 
 
+def documents_with_targets(
+    mask: NDArray[np.uint8], begins: NDArray[np.int64], ends: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    """Return whether any token but the first counts in each of some documents, tokens begins .. ends - 1 in order."""
+    found = np.zeros(len(begins), np.bool_)
+    longer = np.flatnonzero(ends - begins > 1)
+    if len(longer):
+        edges = np.stack([begins[longer] + 1, ends[longer]], axis=1).ravel()
+        found[longer] = np.maximum.reduceat(mask[: edges[-1]], edges[:-1])[::2] > 0
+    return found
+
+
 def sampled_checksum(array: NDArray[Any], blocks: int = SAMPLED_BLOCKS) -> str:
     """Return the checksum of blocks from all over a mapped file."""
     content = array.view(np.uint8)

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ladder.data.indexed import IndexedDataset
+from megatron_ladder.data.indexed import IndexedDataset, documents_with_targets
 from megatron_ladder.data.samples import SAMPLES, DatasetSamples, SampleRows, permutation
 from megatron_ladder.errors import UserError
 
@@ -76,7 +76,7 @@ class PackedSource(DatasetSamples):
         loss_on: LossOn = "assistant",
         pad_id: int = 0,
     ) -> None:
-        """Raises UserError if there is no conversation; `part` is for messages.
+        """Raises UserError if there is no conversation, or none with a label that counts; `part` is for messages.
 
         `loss_on` selects the tokens that count as labels: all, or those of the data set's loss mask. The first token of
         a conversation and padding never count.
@@ -88,10 +88,18 @@ class PackedSource(DatasetSamples):
         present = np.flatnonzero(lengths)
         if not len(present):
             raise UserError(f"{dataset.prefix}: the {part} part has no conversation: give more, or another --split")
+        kept = np.minimum(lengths[present], seq_length + 1)
+        begins, mask = bounds[:-1][present], dataset.loss_mask
+        counts = kept > 1 if loss_on == "all" or mask is None else documents_with_targets(mask, begins, begins + kept)
+        self.without_targets = len(present) - int(counts.sum())
+        if self.without_targets == len(present):
+            raise UserError(
+                f"{dataset.prefix}: no conversation of the {part} part has a token of the assistant among its first "
+                f"{seq_length + 1} tokens, so there is nothing to learn: raise --seq-length, or give other data"
+            )
         self.tokens = int(bounds[-1] - bounds[0])
         self.cut = int((lengths > seq_length + 1).sum())
         self.conversations = len(present)
-        kept = np.minimum(lengths[present], seq_length + 1)
         row_of = _pack(kept, seq_length + 1)
         by_row = np.argsort(row_of, kind="stable")
         self._conversations = present[by_row] + documents.start

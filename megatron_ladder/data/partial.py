@@ -13,20 +13,29 @@ from pathlib import Path
 from typing import Any, Self
 
 import msgspec
+import numpy as np
 
 from megatron_ladder.data.encoding import KeyTokens, Task
-from megatron_ladder.data.indexed import IndexedDataset, IndexedDatasetWriter, bin_path, idx_path, loss_mask_path
+from megatron_ladder.data.indexed import (
+    IndexedDataset,
+    IndexedDatasetWriter,
+    bin_path,
+    documents_with_targets,
+    idx_path,
+    loss_mask_path,
+)
 from megatron_ladder.data.reading.protocol import Shard
 from megatron_ladder.data.sidecar import Sidecar, write_sidecar
 from megatron_ladder.errors import UserError
 from megatron_ladder.files import lock_file, read_if_exists, remove_temporary_files, write_atomically
 
-_FORMAT = 5
+_FORMAT = 6
 
 
 class _Counts(msgspec.Struct):
-    """The counts of one output by their names in the sidecar."""
+    """The counts of one output by their names in the sidecar, and of conversations without an answer."""
 
+    without_targets: int = 0
     documents: int = 0
     tokens: int = 0
     largest_id: int = -1
@@ -64,6 +73,10 @@ class ShardWriter:
         """Append documents of each output, and lines about skipped records."""
         for writer, counts, part in zip(self._writers, self._found.counts, parts, strict=True):
             writer.add_documents(part.token_ids, part.lengths, part.loss_mask)
+            if part.loss_mask is not None:
+                ends = np.cumsum(part.lengths, dtype=np.int64)
+                answered = documents_with_targets(part.loss_mask, ends - part.lengths, ends)
+                counts.without_targets += len(answered) - int(answered.sum())
             counts.documents += len(part.lengths)
             counts.tokens += len(part.token_ids)
             counts.largest_id = max(counts.largest_id, part.largest_id)

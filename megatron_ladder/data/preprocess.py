@@ -67,10 +67,17 @@ def preprocess(
             )
         finished = _make_missing(shards, made_of, found, task, partial, options)
         for place, name in enumerate(task.outputs):
-            if not any(shard.counts[place].documents for shard in finished):
+            documents = sum(shard.counts[place].documents for shard in finished)
+            without_targets = sum(shard.counts[place].without_targets for shard in finished)
+            if without_targets == documents:
                 shown = " ".join(source.name for source in sources[:3]) + (" ..." if len(sources) > 3 else "")
+                problem = (
+                    "conversation with a text of the assistant" if documents else f"document with a non-empty {name!r}"
+                )
                 partial.discard()
-                raise UserError(f"--input {shown}: no document with a non-empty {name!r}: nothing is written")
+                raise UserError(f"--input {shown}: no {problem}: nothing is written")
+            if without_targets:
+                options.report(f"{without_targets:,} of {documents:,} conversations have no text of the assistant")
         return partial.join(finished)
 
 

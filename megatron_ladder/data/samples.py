@@ -144,7 +144,7 @@ class SampleSource(DatasetSamples):
         part: str = "train",
         bounds: NDArray[np.int64] | None = None,
     ) -> None:
-        """Raises UserError if the documents have fewer than seq_length + 1 tokens.
+        """Raises UserError if the documents have fewer than seq_length + 1 tokens, or none that counts.
 
         `part` is for messages; `bounds` replace the data set's document bounds.
         """
@@ -157,6 +157,12 @@ class SampleSource(DatasetSamples):
                 f"{dataset.prefix}: the {part} part ({len(documents)} documents) has {self.tokens} tokens, "
                 f"{seq_length + 1} are needed for one sample: give more text, a shorter --seq-length, or "
                 "another --split"
+            )
+        first, last = self.bounds[documents.start], self.bounds[documents.stop]
+        if dataset.loss_mask is not None and not dataset.loss_mask[first + 1 : last].view(np.bool_).any():
+            raise UserError(
+                f"{dataset.prefix}: no token of the {part} part counts by its loss mask, so there is nothing to learn: "
+                "give other data, or --loss-on all"
             )
         self._held: tuple[int, Order] | None = None
 

@@ -1,4 +1,4 @@
-"""Detection of bad steps: numbers that are not finite, and spikes of the loss.
+"""Detection of bad steps: numbers that are not finite, batches without targets, and spikes of the loss.
 
 A skipped step changes no weight, no moment and no step count of the optimizer. Only the position in the data advances,
 so the next step sees other samples. All ranks decide alike, because they decide from reduced numbers.
@@ -17,7 +17,7 @@ from megatron_ladder.errors import BadNumbersError
 class Finding(NamedTuple):
     """A problem of a step."""
 
-    kind: Literal["bad numbers", "loss spike"]
+    kind: Literal["bad numbers", "no targets", "loss spike"]
     skipped: bool
     text: str
     details: Mapping[str, Any] = {}
@@ -33,12 +33,16 @@ class Guard:
         self._losses: deque[float] = deque(maxlen=self._config.loss_spike_window)
         self._bad_in_a_row = 0
 
-    def judge(self, loss: float, norm: float) -> Literal["bad numbers", "loss spike"] | None:
+    def judge(
+        self, loss: float, norm: float, has_targets: bool = True
+    ) -> Literal["bad numbers", "no targets", "loss spike"] | None:
         """Return what is wrong with a step of this loss and gradient norm; call it exactly once per step."""
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self._bad_in_a_row += 1
             return "bad numbers"
         self._bad_in_a_row = 0
+        if not has_targets:
+            return "no targets"
         factor = self._config.loss_spike_factor
         if factor is None:
             return None

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import math
 import os
 import resource
 import socket
@@ -183,7 +184,9 @@ class RunLog:
         label = f"{name} " if name else ""
         # Unlike `math.exp`, this is infinite for large losses.
         perplexity = float(torch.tensor(loss, dtype=torch.float64).exp())
-        print_rank_0(f"iteration {iteration} | valid {label}lm loss {loss:.4f} | ppl {perplexity:.4g}", self._rank)
+        why = " | no token counts (raise --eval-iters), or a weight is not finite" if math.isnan(loss) else ""
+        shown = f"valid {label}lm loss {loss:.4f} | ppl {perplexity:.4g}{why}"
+        print_rank_0(f"iteration {iteration} | {shown}", self._rank)
         named = {"name": name} if name else {}
         self._record.write_first("evaluation", iteration=iteration, loss=loss, ppl=perplexity, **named)
         self._curves.metrics(iteration, {f"valid/{label}lm loss": loss, f"valid/{label}ppl": perplexity})

@@ -119,7 +119,7 @@ def data_notes(run: RunConfig, sources: Sources) -> list[str]:
                 note += f", {samples * run.training.seq_length / one.tokens:.3g} epochs"
             if isinstance(one, PackedSource):
                 note += f"; {one.conversations:,} conversations in {len(one):,} rows, {one.filled:.1%} full; "
-                note += f"{one.cut:,} are longer than a row and cut"
+                note += f"{one.cut:,} are longer than a row and cut; in {one.without_targets:,} no token counts"
             notes.append(note)
     return notes
 

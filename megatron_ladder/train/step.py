@@ -52,34 +52,37 @@ def train_step(
     engine, state, mesh = trainer.engine, trainer.engine.state, trainer.mesh
     learning_rate = trainer.schedule.at(iteration)
     state.set_learning_rate(learning_rate)
-    scale = _count_targets(trainer, micro_batches).clamp(min=1.0).reciprocal()
+    targets = _count_targets(trainer, micro_batches)
+    scale = targets.clamp(min=1.0).reciprocal()
     trainer.model.take_extra_losses()
     loss_sum = engine.forward_backward(micro_batches, scale)
     pieces = state.gradient_pieces()
     numbers = torch.tensor(extra_numbers(), dtype=torch.float64).to(trainer.device, non_blocking=True)
     extra_losses = trainer.model.take_extra_losses().to(trainer.device, non_blocking=True) * scale
-    packed = torch.cat([loss_sum.detach().double().reshape(1), extra_losses, numbers])
+    packed = torch.cat([loss_sum.detach().double().reshape(1), extra_losses, targets.reshape(1), numbers])
     norm, sums = gradient_norm(pieces, mesh.world, trainer.device, packed)
-    count = 1 + len(extra_losses)
     # Every tensor-parallel rank contributed the same losses.
-    loss, *others = (summed / mesh.tensor.size for summed in sums[:count])
+    loss, *others = (summed / mesh.tensor.size for summed in sums[: 1 + len(extra_losses)])
+    found_targets, *sums = sums[1 + len(extra_losses) :]
     named_losses = dict(zip(trainer.model.extra_losses, others, strict=True))
     if math.isfinite(norm):
         clip_gradients(pieces, norm, trainer.run.optimizer.clip_grad)
     text = f"iteration {iteration}: the gradient's norm is {norm}, the loss {loss:g}"
     finding = None
-    kind = trainer.guard.judge(loss, norm)
+    kind = trainer.guard.judge(loss, norm, found_targets > 0)
     if kind == "bad numbers":
         where = locate_bad_gradient(pieces, trainer.model, mesh.world)
         text += ": first bad parameter {parameter}, on rank {rank}".format_map(where) if where else ""
         finding = Finding(kind, True, text, where)
+    elif kind == "no targets":
+        finding = Finding(kind, True, f"iteration {iteration}: no token of the global batch counts in the loss")
     elif kind == "loss spike":
         finding = Finding(kind, trainer.guard.skips_spikes, f"{text}, which is a spike")
     if finding is not None and finding.skipped:
         engine.skip_step()
     else:
         engine.step()
-    return StepResult(loss_sum, norm, learning_rate, loss, named_losses, finding, sums[count:])
+    return StepResult(loss_sum, norm, learning_rate, loss, named_losses, finding, sums)
 
 
 def _count_targets(trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> Tensor:
@@ -96,7 +99,7 @@ def _count_targets(trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> Ten
 
 @torch.no_grad()
 def evaluate(trainer: Trainer, batches: Iterator[list[MicroBatch]], global_batches: int) -> float:
-    """Return the mean loss per target token over this many global batches; the same on every rank."""
+    """Return the mean loss per target token over this many global batches, NaN without one; the same on every rank."""
     data, pipeline = trainer.mesh.data, trainer.mesh.pipeline
     sums = torch.zeros(2, dtype=torch.float64, device=trainer.device)
     for _ in range(global_batches):

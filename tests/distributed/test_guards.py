@@ -1,4 +1,4 @@
-"""Steps with invalid numbers or loss spikes: all ranks skip them, without side effects."""
+"""Steps with invalid numbers or without targets: all ranks skip them, without side effects."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,16 +16,18 @@ from tests.helpers.training import build_trainer_here, own_batches, weight_piece
 
 BASE = [*RECIPE, "--global-batch-size", "8", "--residual-mode", "ladder"]
 CASES = [
-    ("--zero-stage 0 --tensor-model-parallel-size 2", 2),
-    ("--zero-stage 1", 1),
-    ("--zero-stage 1 --bf16 --tensor-model-parallel-size 2", 1),
-    ("--zero-stage 2", 2),
-    ("--zero-stage 3", 1),
-    ("--zero-stage 1 --offload-optimizer cpu", 2),
-    ("--zero-stage 1 --bf16 --optimizer muon", 2),
-    ("--zero-stage 1 --bf16 --pipeline-model-parallel-size 2", 1),
+    ("--zero-stage 0 --tensor-model-parallel-size 2", 2, "bad numbers"),
+    ("--zero-stage 1", 1, "bad numbers"),
+    ("--zero-stage 1 --bf16 --tensor-model-parallel-size 2", 1, "bad numbers"),
+    ("--zero-stage 2", 2, "bad numbers"),
+    ("--zero-stage 3", 1, "bad numbers"),
+    ("--zero-stage 1 --offload-optimizer cpu", 2, "bad numbers"),
+    ("--zero-stage 1 --bf16 --optimizer muon", 2, "bad numbers"),
+    ("--zero-stage 1 --bf16 --pipeline-model-parallel-size 2", 1, "bad numbers"),
+    ("--zero-stage 0", 2, "no targets"),
+    ("--zero-stage 1 --bf16 --pipeline-model-parallel-size 2", 2, "no targets"),
 ]
-"""Layouts, and the number of the spoiled step."""
+"""Layouts, the number of the spoiled step, and its problem."""
 SPOILED = "layers.2.mlp.down_proj.weight"
 
 
@@ -50,13 +52,16 @@ def spoiled_gradient(trainer: Trainer, rank: int, name: str) -> Iterator[None]:
 
 
 def steps_around(
-    argv: Sequence[str], batches: list[list[Batch]], bad: int | None, rank: int
+    argv: Sequence[str], batches: list[list[Batch]], bad: int | None, rank: int, kind: str
 ) -> tuple[list[Finding | None], list[float], Pieces, int]:
-    """On each rank: return findings, losses and final state; the gradient of step `bad` is spoiled."""
+    """On each rank: return findings, losses and final state; step `bad` is spoiled."""
     trainer = build_trainer_here(argv)
     findings, losses = [], []
     for iteration, batch in enumerate(batches, start=1):
-        if iteration == bad:
+        if iteration == bad and kind == "no targets":
+            masked = [one._replace(loss_mask=torch.zeros(one.labels.shape)) for one in own_batches(trainer, batch)]
+            result = train_step(trainer, masked, iteration)
+        elif iteration == bad:
             with spoiled_gradient(trainer, rank, SPOILED):
                 result = train_step(trainer, own_batches(trainer, batch), iteration)
             # Read the moments as a save does; before the first update they do not exist yet.
@@ -70,23 +75,24 @@ def steps_around(
     return findings, losses, weight_pieces(trainer), trainer.engine.state.steps_taken()
 
 
-@pytest.mark.parametrize(("layout", "bad"), CASES)
-def test_a_bad_step_leaves_no_trace(gloo_pools: GlooPools, layout: str, bad: int) -> None:
+@pytest.mark.parametrize(("layout", "bad", "kind"), CASES)
+def test_a_bad_step_leaves_no_trace(gloo_pools: GlooPools, layout: str, bad: int, kind: str) -> None:
     """The run equals one without the step bitwise. The rate is constant, because its schedule counts skipped steps."""
     argv = [*BASE, *layout.split(), "--lr-decay-style", "constant", "--lr-warmup-iters", "0", "--min-lr", "0"]
     batches = steps_of_batches(3, 4)
     rank = 1
-    found = gloo_pools(2).run(steps_around, argv, batches, bad, rank)
-    wanted = gloo_pools(2).run(steps_around, argv, [*batches[: bad - 1], *batches[bad:]], None, rank)
+    found = gloo_pools(2).run(steps_around, argv, batches, bad, rank, kind)
+    wanted = gloo_pools(2).run(steps_around, argv, [*batches[: bad - 1], *batches[bad:]], None, rank, kind)
     for (findings, losses, pieces, steps), (_, expected_losses, expected, expected_steps) in zip(
         found, wanted, strict=True
     ):
         assert [finding is not None for finding in findings] == [i == bad for i in range(1, 4)]
         finding = findings[bad - 1]
-        assert finding.skipped and finding.kind == "bad numbers"
-        assert finding.details == {"rank": rank, "parameter": SPOILED}
-        assert f"iteration {bad}: the gradient's norm is nan" in finding.text
-        assert finding.text.endswith(f": first bad parameter {SPOILED}, on rank {rank}")
+        assert finding.skipped and finding.kind == kind
+        if kind == "bad numbers":
+            assert finding.details == {"rank": rank, "parameter": SPOILED}
+            assert f"iteration {bad}: the gradient's norm is nan" in finding.text
+            assert finding.text.endswith(f": first bad parameter {SPOILED}, on rank {rank}")
         assert losses == expected_losses and steps == expected_steps == 2
         for (name, _, values), (_, _, expected_values) in zip(pieces, expected, strict=True):
             assert torch.equal(values, expected_values), name

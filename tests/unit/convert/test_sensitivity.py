@@ -161,7 +161,7 @@ def test_data_that_cannot_be_measured_is_an_error(
     write_tokens(tmp_path / "data", 100)
     write_tokens(tmp_path / "large", 100, 70)
     write_tokens(tmp_path / "masked", 100)
-    loss_mask_path(tmp_path / "masked").write_bytes(bytes(100))
+    loss_mask_path(tmp_path / "masked").write_bytes(bytes(99) + b"\1")
     given = {"load": tmp_path, "data": Path("data"), "output": tmp_path / "out", "seq_length": LENGTH} | changes
     write_checkpoint(tmp_path / "run", tiny_config(), reference_of(tiny_config())[0])
     with pytest.raises(UserError, match=message):

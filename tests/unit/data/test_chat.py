@@ -291,6 +291,22 @@ def test_preprocessing_conversations(folder: Path, tmp_path: Path) -> None:
     assert documents_of(prefix) == [([*ids, 3], [*mask, 0]) for ids, mask in expected]
 
 
+def test_conversations_without_answers_are_counted(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answered, asked = (json.dumps({"messages": messages}) + "\n" for messages in (MESSAGES, MESSAGES[:2]))
+    command = f"--input {tmp_path}/a.jsonl --output-prefix {tmp_path}/out --chat --chat-template {tmp_path}/t".split()
+    command += f"--tokenizer-type HFTokenizer --tokenizer-model {folder}".split()
+    (tmp_path / "t").write_text(MARKED)
+    (tmp_path / "a.jsonl").write_text(asked * 3)
+    with pytest.raises(UserError, match=r"a\.jsonl: no conversation with a text of the assistant: nothing is written"):
+        preprocess_data.main(command)
+    assert not list(tmp_path.glob("out*"))
+    (tmp_path / "a.jsonl").write_text(asked * 3 + answered + asked)
+    preprocess_data.main(command)
+    assert "4 of 5 conversations have no text of the assistant" in capsys.readouterr().out
+
+
 def test_a_rejected_conversation_is_located(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = [{"instruction": f"say {n}", "output": "n" * n} for n in range(4)]
     lines = [json.dumps(record) for record in records]

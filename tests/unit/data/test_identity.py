@@ -57,7 +57,7 @@ def test_changes_of_loss_mask_split_weights_and_data_sets(make_dataset: MakeData
     assert data_changes(before, describe(a, split="8,2")) == [f"--data-path: 1 data sets, was 2: {a} {b}"]
     swapped = data_changes(before, describe("3", b, "7", a, split="8,2"))
     assert swapped[0].startswith(f"{b} (was {a}): type of the tokens is uint16, was int32")
-    loss_mask_path(a).write_bytes(bytes(100))
+    loss_mask_path(a).write_bytes(bytes([1]) * 100)
     (line,) = data_changes(before, describe("3", a, "7", b, split="8,2"))
     assert line.startswith(f"{a}: checksum of blocks of the loss mask is xxh3_128:") and line.endswith("was None")
 

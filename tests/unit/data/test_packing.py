@@ -48,6 +48,7 @@ def test_rows_are_filled_nearly_optimally(room: int, seed: int) -> None:
 def test_an_epoch_contains_every_conversation_once(dataset: IndexedDataset) -> None:
     source = PackedSource(dataset, range(len(LENGTHS)), SEQ_LENGTH, seed=1, shuffle=True, pad_id=PAD)
     assert (source.conversations, source.cut, source.tokens) == (10, 1, sum(LENGTHS))
+    assert source.without_targets == sum(all(token % 3 for token in tokens[1:]) for tokens in conversations()) == 3
     assert source.filled == (sum(LENGTHS) - 4) / (len(source) * ROOM)
     orders = []
     for epoch in range(3):
@@ -77,6 +78,22 @@ def test_a_part_and_a_loss_on_all(dataset: IndexedDataset) -> None:
     # 9 and 1 fill a row; 2 and 2 share one.
     assert rows.tokens.tolist() == [[*range(10, 19), 23], [19, 20, 21, 22, *[PAD] * 6]]
     assert rows.loss_mask.tolist() == [[0, *[1] * 8, 0], [0, 1, 0, 1, *[0] * 6]]
+
+
+def test_data_in_which_no_label_counts_is_rejected(dataset: IndexedDataset) -> None:
+    """The only targets of the conversation of 14 tokens are its first one and those after a row's end."""
+    mask = np.zeros(sum(LENGTHS), np.uint8)
+    mask[[24, 24 + ROOM, 37]] = 1
+    loss_mask_path(dataset.prefix).write_bytes(mask.tobytes())
+    cut = IndexedDataset(dataset.prefix)
+    with pytest.raises(
+        UserError, match="numbers: no conversation of the train part has a token of the assistant among"
+    ):
+        PackedSource(cut, range(len(LENGTHS)), SEQ_LENGTH, 1, False)
+    assert PackedSource(cut, range(len(LENGTHS)), SEQ_LENGTH + 1, 1, False).without_targets == 9
+    SampleSource(cut, range(6, 7), SEQ_LENGTH, 1, False)
+    with pytest.raises(UserError, match="numbers: no token of the valid part counts by its loss mask"):
+        SampleSource(cut, range(6), SEQ_LENGTH, 1, False, "valid")
 
 
 def open_whole(dataset: IndexedDataset, loss_on: LossOn | None = None) -> SampleSource | PackedSource:

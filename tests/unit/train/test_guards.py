@@ -16,6 +16,7 @@ def test_a_spike_is_above_a_multiple_of_the_median() -> None:
     guard = Guard(ReliabilityConfig(loss_spike_factor=1.5, loss_spike_window=5))
     # Nothing is a spike before the window is full.
     assert [guard.judge(loss, 1.0) for loss in (2.0, 9.0, 4.0, 3.0, 5.0)] == [None] * 5
+    assert [guard.judge(0.0, 0.0, has_targets=False) for _ in range(5)] == ["no targets"] * 5
     # The median of 2, 3, 4, 5, 9 is 4.
     assert copy.deepcopy(guard).judge(6.1, 1.0) == "loss spike"
     assert guard.judge(6.0, 1.0) is None

@@ -265,7 +265,7 @@ def test_documents_must_end_with_the_expected_token(tmp_path: Path) -> None:
     by_a = [f"{b}: the end-of-document token is 9 by {b}.json, and 7 by {a}"]
     without = {"append_eod": False, "conversations": True}
     for path in (a, b):
-        loss_mask_path(path).write_bytes(bytes(40))
+        loss_mask_path(path).write_bytes(bytes([1]) * 40)
     talk, other_talk = replace(made, **without), replace(nine, **without)
     for words, of_a, of_b, expected in (
         (byte, both, both, []),
