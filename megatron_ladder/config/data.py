@@ -41,8 +41,6 @@ class DataConfig:
         excludes=("--train-data-path", "--valid-data-path", "--per-split-data-args-path", "--streaming"),
     )
     """Proportions of training, validation and test documents in --data-path. The run leaves test documents out."""
-    megatron_order: bool = False
-    """Read training and validation samples in the order of Megatron-LM core, which depends on the length of the run."""
     allow_data_change: bool = flag(False, requires="--load")
     """Resume a checkpoint with data, or an order of data, that differs from its earlier training."""
     tokenizer_type: TokenizerType | None = None
@@ -61,7 +59,7 @@ class DataConfig:
     if the data marks them."""
     streaming: tuple[str, ...] = flag(
         (),
-        excludes=("--data-path", "--train-data-path", "--data-args-path", "--megatron-order", "--loss-on assistant"),
+        excludes=("--data-path", "--train-data-path", "--data-args-path", "--loss-on assistant"),
     )
     """Text to train on without token files, instead of --data-path: JSON lines (also .gz and .zst), Parquet or plain
     text files, glob patterns, or hf://NAME[:CONFIG][@SPLIT]. The text is tokenized during training."""

@@ -110,20 +110,6 @@ class RunConfig(_Sections):
         return self.checkpoint.finetune or self.logging.skip_train
 
     @property
-    def validation_samples(self) -> int:
-        """Validation samples that Megatron reads: every evaluation, and one after the last step, reads others."""
-        evaluations = self.training.train_iters // self.logging.eval_interval + 1
-        return evaluations * self.logging.eval_iters * self.global_batch_size
-
-    def validation_start(self, iteration: int) -> int:
-        """Return the first validation sample of the evaluation after a step; without --megatron-order always 0."""
-        if not self.data.megatron_order:
-            return 0
-        size = self.logging.eval_iters * self.global_batch_size
-        done = iteration if self.logging.skip_train else max(iteration - 1, 0)
-        return min(done // self.logging.eval_interval * size, self.validation_samples - size)
-
-    @property
     def recompute_layers(self) -> int:
         """Number of layers whose sub-blocks are recomputed in the backward pass."""
         if self.training.recompute_granularity is None:

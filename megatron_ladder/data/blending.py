@@ -114,7 +114,7 @@ def _turns_of(weights: Sequence[int]) -> NDArray[np.int32]:
     return turns
 
 
-def places_among_equals(turns: NDArray[np.int32], count: int) -> NDArray[np.int64]:
+def _places_among_equals(turns: NDArray[np.int32], count: int) -> NDArray[np.int64]:
     """Return how often the value of each entry occurs before it: [0, 1, 0, 0] -> [0, 0, 1, 2]."""
     places = np.empty(len(turns), np.int64)
     for i in range(count):
@@ -126,11 +126,12 @@ def places_among_equals(turns: NDArray[np.int32], count: int) -> NDArray[np.int6
 class BlendedSource(Samples):
     """Samples of several sources alternately. If any of them has a loss mask, all tokens of the others count."""
 
-    def __init__(
-        self, sources: Sequence[DatasetSamples], weights: Sequence[float], turns: NDArray[Any], places: NDArray[Any]
-    ) -> None:
-        """`turns` and `places` are the source of each sample of a period, and its number in that source."""
-        self.sources, self.weights, self.turns, self.places = tuple(sources), weights, turns, places
+    def __init__(self, sources: Sequence[DatasetSamples], weights: Sequence[Fraction]) -> None:
+        """The sources alternate by the rule at the top of this file; the weights are above 0, of any sum."""
+        self.sources, self.weights = tuple(sources), _whole_weights(weights)
+        # The source of each sample of a period, and its number in that source.
+        self.turns = _turns_of(self.weights)
+        self.places = _places_among_equals(self.turns, len(sources))
         self.seq_length = sources[0].seq_length
         self.name = " + ".join(source.name for source in sources)
         self.token_dtype = np.result_type(*(source.token_dtype for source in sources))
@@ -143,21 +144,10 @@ class BlendedSource(Samples):
         sets = [member["sets"][0] | {"weight": weight} for member, weight in zip(members, self.weights, strict=True)]
         return members[0] | {"sets": sets}
 
-    def _origins(self, numbers: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Return the source [n] of each sample of the run, and its number in that source [n]."""
+    def fill(self, numbers: NDArray[np.int64], rows: NDArray[np.int64], out: SampleRows) -> None:
         periods, positions = np.divmod(numbers, len(self.turns))
         origins = self.turns[positions]
-        return origins, periods * np.array(self.weights)[origins] + self.places[positions]
-
-    def fill(self, numbers: NDArray[np.int64], rows: NDArray[np.int64], out: SampleRows) -> None:
-        origins, own_numbers = self._origins(numbers)
+        own_numbers = periods * np.array(self.weights)[origins] + self.places[positions]
         for i in np.unique(origins):
             chosen = np.flatnonzero(origins == i)
             self.sources[i].fill(own_numbers[chosen], rows[chosen], out)
-
-
-def blend(sources: Sequence[DatasetSamples], weights: Sequence[Fraction]) -> BlendedSource:
-    """Return a blend by the rule at the top of this file; the weights are above 0, of any sum."""
-    whole = _whole_weights(weights)
-    turns = _turns_of(whole)
-    return BlendedSource(sources, whole, turns, places_among_equals(turns, len(sources)))

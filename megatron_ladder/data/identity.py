@@ -27,10 +27,6 @@ _STREAM_LABELS = {
     "shards": "--streaming: the number of shards of the input",
 }
 _SOURCE_LABELS = {"name": "name", "files": "number of files", "bytes": "size in bytes", "sample": "checksum of blocks"}
-_ORDER_LABELS = {
-    "order": "--megatron-order: the order of samples",
-    "run_samples": "--train-iters, --global-batch-size: the number of samples, on which --megatron-order depends,",
-}
 _CONTENT_LABELS = {
     "documents": "number of documents",
     "tokens": "number of tokens",
@@ -94,7 +90,7 @@ def _stream_changes(stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
 
 
 def _order_changes(stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    if lines := _changes(_ORDER_LABELS, stored, found):
+    if lines := _changes({"order": "--data-path: the order of samples"}, stored, found):
         return lines
     if len(stored["sets"]) != len(found["sets"]):
         was = " ".join(entry["prefix"] for entry in stored["sets"])

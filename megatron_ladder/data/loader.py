@@ -11,9 +11,8 @@ import msgspec
 import numpy as np
 
 from megatron_ladder.config.data import DataConfig
-from megatron_ladder.data.blending import Blend, BlendedSource, blend, parse_blend
+from megatron_ladder.data.blending import Blend, BlendedSource, parse_blend
 from megatron_ladder.data.indexed import IndexedDataset
-from megatron_ladder.data.megatron_order import megatron_source
 from megatron_ladder.data.packing import LossOn, PackedSource
 from megatron_ladder.data.samples import SampleSource
 from megatron_ladder.data.sidecar import check_index, check_sidecar, missing_loss_mask, sidecar_of
@@ -102,7 +101,7 @@ def _named_sets(flag: str, words: Sequence[str]) -> dict[str, list[str]]:
 
 
 class Sources(NamedTuple):
-    """Samples of each part, or None. Only training is shuffled, unless the order is Megatron's."""
+    """Samples of each part, or None. Only training is shuffled."""
 
     train: DataSource | None
     valid: Mapping[str, DataSource]
@@ -131,8 +130,6 @@ class OrderOptions(NamedTuple):
 
     seq_length: int
     seed: int
-    megatron_samples: Mapping[str, int] | None = None
-    """Number of samples of the whole run by part if it uses Megatron's order, which depends on it."""
     loss_on: LossOn | None = None
     """The tokens that count as labels; see `_choose_labels`."""
 
@@ -188,21 +185,6 @@ def _open_part(
 ) -> DataSource | None:
     """Return a part's share of some data sets, all of them without `shares`; None if they have no document for it."""
     errors = ErrorCollector()
-    sidecars = {str(dataset.prefix): sidecar_of(dataset) for dataset in datasets}
-    packed = [prefix for prefix, sidecar in sidecars.items() if sidecar is not None and sidecar.conversations]
-    if order.megatron_samples is not None and packed and part == "train":
-        raise UserError(
-            f"--megatron-order: {' '.join(packed)} contains conversations, which are packed whole: leave the flag out"
-        )
-    if order.megatron_samples is not None and not packed:
-        for dataset in datasets:
-            with errors.collect():
-                if _choose_labels(dataset, order.loss_on) == "all":
-                    dataset.loss_mask = None
-        errors.raise_if_any()
-        own_split = None if shares is None else (shares, _PARTS.index(part))
-        samples = order.megatron_samples[part]
-        return megatron_source(part, datasets, weights, own_split, order.seq_length, order.seed, samples)
     sources, own_weights = [], []
     for position, dataset in enumerate(datasets):
         everything = range(len(dataset))
@@ -221,7 +203,7 @@ def _open_part(
     errors.raise_if_any()
     if not sources:
         return None
-    return sources[0] if len(sources) == 1 else blend(sources, own_weights)
+    return sources[0] if len(sources) == 1 else BlendedSource(sources, own_weights)
 
 
 def _choose_labels(dataset: IndexedDataset, loss_on: LossOn | None) -> LossOn:

@@ -73,8 +73,7 @@ class Samples(ABC):
 class DatasetSamples(Samples):
     """Samples of `tokens` tokens of a range of documents; without `shuffle`, documents and samples keep their order.
 
-    `order` is its name in checkpoints, `order_options` everything else that determines it, except the
-    seed and the sequence length; JSON-able.
+    `order` is its name in checkpoints.
     """
 
     order: str
@@ -84,7 +83,6 @@ class DatasetSamples(Samples):
         self.dataset, self.documents, self.seq_length = dataset, documents, seq_length
         self.seed, self.shuffle = seed, shuffle
         self.name, self.token_dtype = str(dataset.prefix), dataset.tokens.dtype
-        self.order_options: dict[str, Any] = {}
 
     @abstractmethod
     def __len__(self) -> int:
@@ -115,7 +113,7 @@ class DatasetSamples(Samples):
         """Return everything that determines the samples, except the seed and the sequence length; JSON-able."""
         documents = [self.documents.start, self.documents.stop]
         one = {"prefix": self.name, "documents": documents, "content": self.content}
-        return {"order": self.order, "sets": [one]} | self.order_options
+        return {"order": self.order, "sets": [one]}
 
 
 class Order(NamedTuple):
@@ -135,30 +133,22 @@ class SampleSource(DatasetSamples):
     order = "ladder-1"
 
     def __init__(
-        self,
-        dataset: IndexedDataset,
-        documents: range,
-        seq_length: int,
-        seed: int,
-        shuffle: bool,
-        part: str = "train",
-        bounds: NDArray[np.int64] | None = None,
+        self, dataset: IndexedDataset, documents: range, seq_length: int, seed: int, shuffle: bool, part: str = "train"
     ) -> None:
         """Raises UserError if the documents have fewer than seq_length + 1 tokens, or none that counts.
 
-        `part` is for messages; `bounds` replace the data set's document bounds.
+        `part` is for messages.
         """
         super().__init__(dataset, documents, seq_length, seed, shuffle)
-        self.bounds = dataset.document_bounds if bounds is None else bounds
         self.has_loss_mask = dataset.loss_mask is not None
-        self.tokens = int(self.bounds[documents.stop] - self.bounds[documents.start])
+        first, last = dataset.document_bounds[documents.start], dataset.document_bounds[documents.stop]
+        self.tokens = int(last - first)
         if self.tokens < seq_length + 1:
             raise UserError(
                 f"{dataset.prefix}: the {part} part ({len(documents)} documents) has {self.tokens} tokens, "
                 f"{seq_length + 1} are needed for one sample: give more text, a shorter --seq-length, or "
                 "another --split"
             )
-        first, last = self.bounds[documents.start], self.bounds[documents.stop]
         if dataset.loss_mask is not None and not dataset.loss_mask[first + 1 : last].view(np.bool_).any():
             raise UserError(
                 f"{dataset.prefix}: no token of the {part} part counts by its loss mask, so there is nothing to learn: "
@@ -182,7 +172,7 @@ class SampleSource(DatasetSamples):
         piece = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts) + first[owner]
         piece_begin = np.maximum(order.starts[piece], begins[owner])
         lengths = np.minimum(order.starts[piece + 1], ends[owner]) - piece_begin
-        sources = self.bounds[order.documents[piece]] + piece_begin - order.starts[piece]
+        sources = self.dataset.document_bounds[order.documents[piece]] + piece_begin - order.starts[piece]
         targets = rows[owner] * (self.seq_length + 1) + piece_begin - begins[owner]
         arrays = [(self.dataset.tokens, out.tokens)]
         if out.loss_mask is not None and self.dataset.loss_mask is not None:
@@ -198,21 +188,12 @@ class SampleSource(DatasetSamples):
 
     def _order_of(self, epoch: int) -> Order:
         if self._held is None or self._held[0] != epoch:
-            self._held = epoch, self._build_order(epoch)
-        return self._held[1]
-
-    def _build_order(self, epoch: int) -> Order:
-        if self.shuffle:
-            documents = permutation(len(self.documents), self.seed, epoch, DOCUMENTS)
-            samples = permutation(len(self), self.seed, epoch, SAMPLES)
-        else:
             documents, samples = np.arange(len(self.documents)), np.arange(len(self))
-        documents += self.documents.start
-        return Order(documents, joined_starts(self.bounds, documents), samples)
-
-
-def joined_starts(bounds: NDArray[np.int64], documents: NDArray[Any]) -> NDArray[np.int64]:
-    """Return where each of `documents` [D] begins if they are concatenated in this order, and their length [D + 1]."""
-    starts = np.zeros(len(documents) + 1, np.int64)
-    np.cumsum(np.diff(bounds)[documents], out=starts[1:])
-    return starts
+            if self.shuffle:
+                documents = permutation(len(documents), self.seed, epoch, DOCUMENTS)
+                samples = permutation(len(samples), self.seed, epoch, SAMPLES)
+            documents += self.documents.start
+            starts = np.zeros(len(documents) + 1, np.int64)
+            np.cumsum(np.diff(self.dataset.document_bounds)[documents], out=starts[1:])
+            self._held = epoch, Order(documents, starts, samples)
+        return self._held[1]

@@ -1,9 +1,11 @@
 """Tokenises and packs texts while training reads them, without token files.
 
-The input is divided into shards and read by a fixed number of streams (--streaming-shards), which does not depend on
-the number of ranks. Sample n of the run comes from stream n % streams, and a stream belongs to data-parallel rank
-`stream % size`. If the size divides the number of streams, every rank reads its own streams, and a global batch
-contains the same samples in any layout.
+The input is divided into shards that can be read concurrently: an uncompressed file of JSON lines into ranges of whole
+lines, a Parquet file into row groups, a data set of the `datasets` library into its own shards; any other file is one
+shard, and so is each of many files. The division depends only on the input. A fixed number of streams
+(--streaming-shards) read them, which does not depend on the number of ranks. Sample n of the run comes from stream
+n % streams, and a stream belongs to data-parallel rank `stream % size`. If the size divides the number of streams,
+every rank reads its own streams, and a global batch contains the same samples in any layout.
 
 In epoch e the shards are permuted by the random stream (seed, e, _SHARDS), and stream v reads the shards at positions
 v, v + streams, ... of that order. It reads blocks of documents until it has a window (--streaming-shuffle-buffer),
@@ -20,6 +22,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -27,7 +30,9 @@ from numpy.typing import NDArray
 
 from megatron_ladder.data.batches import BatchShape
 from megatron_ladder.data.encoding import join_documents
-from megatron_ladder.data.reading.protocol import BadRecord
+from megatron_ladder.data.identity import describe_sources
+from megatron_ladder.data.reading.find import find_sources
+from megatron_ladder.data.reading.protocol import BadRecord, FileSource, Reading, Shard
 from megatron_ladder.data.samples import SampleRows, permutation
 from megatron_ladder.errors import UserError
 
@@ -35,6 +40,12 @@ _SHARDS, _WINDOWS = 2, 3
 """Purposes of random streams, in addition to those of samples.py; windows of stream v have _WINDOWS + v."""
 _MAX_STREAMS = 64
 """Largest number of streams that is chosen automatically."""
+_ENOUGH_SHARDS = 256
+"""Files are divided if there are fewer files than this."""
+_COMPARED_FILES = 4
+"""Files of which every host compares the size with that on the host of rank 0."""
+_MIN_BYTES = 1 << 12
+"""Approximate minimum size of a part of a file of lines."""
 
 Encode = Callable[[Sequence[str]], Sequence[list[int]]]
 """Texts -> ids without an end-of-document token."""
@@ -278,3 +289,83 @@ def choose_streams(requested: int | None, shards: int, data_parallel_size: int) 
             "with fewer data-parallel processes" + ("" if requested is None else ", or request fewer streams")
         )
     return streams
+
+
+@dataclass(frozen=True)
+class _FoundShard:
+    name: str
+    shard: Shard
+    reading: Reading
+
+    def blocks(self, first: int) -> Iterator[ShardBlock]:
+        for block in self.shard.blocks(self.reading, first):
+            parsed = block.read(self.reading)
+            bad = [BadRecord(number, f"{block.place(number)}: {reason}") for number, reason in parsed.bad]
+            yield ShardBlock(parsed.columns[0], tuple(bad))
+
+
+@dataclass(frozen=True)
+class _NamedShard:
+    """A shard of which only the name is known, until rank 0 sends it through the process group."""
+
+    name: str
+
+    def blocks(self, first: int) -> Iterator[ShardBlock]:
+        raise RuntimeError(f"{self.name}: read before rank 0 has sent it")
+
+
+class StreamInput(NamedTuple):
+    """The input of a streamed run; its shards are picklable, so that one rank looks for all.
+
+    `sources` are described by `describe_sources`. `files` are some local files with their sizes.
+    """
+
+    shards: tuple[TextShard, ...]
+    sources: tuple[dict[str, Any], ...]
+    files: tuple[tuple[Path, int], ...]
+
+    def record(self) -> dict[str, Any]:
+        """Return everything except the content of the shards, JSON-able."""
+        names, files = [shard.name for shard in self.shards], [(str(path), size) for path, size in self.files]
+        return {"shards": names, "sources": self.sources, "files": files}
+
+    @staticmethod
+    def from_record(record: dict[str, Any]) -> "StreamInput":
+        """Return an input whose shards have only names."""
+        files = tuple((Path(path), size) for path, size in record["files"])
+        return StreamInput(tuple(map(_NamedShard, record["shards"])), tuple(record["sources"]), files)
+
+    def check_files(self) -> None:
+        """Raise UserError if this host has other files than the one that looked."""
+        for path, expected in self.files:
+            try:
+                found = f"has {path.stat().st_size} bytes"
+            except OSError as error:
+                found = f"cannot be read: {error.strerror}"
+            if found != f"has {expected} bytes":
+                raise UserError(
+                    f"--streaming {path}: {found}, and {expected} bytes on the host of rank 0: give all hosts the same "
+                    "files"
+                )
+
+
+def find_input(inputs: Sequence[str], key: str, max_bad: int = 0) -> StreamInput:
+    """Return the input of arguments such as those of preprocess_data.py's --input.
+
+    Up to `max_bad` unreadable records are skipped. Raises UserError for an argument that cannot be read repeatedly.
+    """
+    if "-" in inputs:
+        raise UserError("--streaming -: standard input cannot be read again by a resumed run: give files")
+    reading = Reading(
+        (key,), True, max_bad=max_bad, input_flag="--streaming", keys_flag="--streaming-key", size_flag=None
+    )
+    sources = find_sources(inputs, reading)
+    part = None
+    if len(sources) < _ENOUGH_SHARDS:
+        part = max(_MIN_BYTES, sum(source.total_bytes or 0 for source in sources) // _ENOUGH_SHARDS)
+    shards = tuple(
+        _FoundShard(shard.label, shard, reading) for source in sources for shard in source.shards(reading, part)
+    )
+    local = [source for source in sources if isinstance(source, FileSource)]
+    some = local[:: -(-len(local) // _COMPARED_FILES) or 1]
+    return StreamInput(shards, describe_sources(sources), tuple((source.path, source.total_bytes) for source in some))

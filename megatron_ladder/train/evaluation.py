@@ -117,9 +117,8 @@ class Evaluations:
         """
         logging, prompts = self._trainer.run.logging, self._inputs.sample_prompts
         if everything or self._validates_after(iteration):
-            start = self._trainer.run.validation_start(iteration)
             for name, source in self._inputs.sources.valid.items():
-                with closing(sample_batches(self._trainer, source, start)) as batches:
+                with closing(sample_batches(self._trainer, source, 0)) as batches:
                     # Without another batch, `evaluate` ends with StopIteration.
                     remaining = takewhile(lambda _: not stops(), batches)
                     try:

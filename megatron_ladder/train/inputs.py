@@ -16,9 +16,8 @@ from megatron_ladder.data.identity import describe_training
 from megatron_ladder.data.indexed import sidecar_path
 from megatron_ladder.data.loader import OrderOptions, Sources, check_tokenizer, find_data, open_sources
 from megatron_ladder.data.prompt_files import read_prompt_file
-from megatron_ladder.data.shards import StreamInput, find_input
 from megatron_ladder.data.sidecar import sidecar_of
-from megatron_ladder.data.streaming import StreamPlan, choose_streams
+from megatron_ladder.data.streaming import StreamInput, StreamPlan, choose_streams, find_input
 from megatron_ladder.data.tokenizers import (
     DESCRIPTION_FILE,
     WITHOUT_FILES,
@@ -282,9 +281,7 @@ def _check_machine(run: RunConfig, place: RankInfo, errors: ErrorCollector) -> N
 def _open_sources(run: RunConfig, tokenizer: Tokenizer | None) -> Sources:
     data = run.data
     parts = ["train"] * (not data.streaming and not run.logging.skip_train) + ["valid"] * (run.logging.eval_iters > 0)
-    samples = {"train": run.training.train_iters * run.global_batch_size, "valid": run.validation_samples}
-    megatron_samples = samples if data.megatron_order else None
-    order = OrderOptions(run.training.seq_length, run.training.seed, megatron_samples, data.loss_on)
+    order = OrderOptions(run.training.seq_length, run.training.seed, data.loss_on)
     sources = open_sources(find_data(data), data.split, order, parts)
     if tokenizer is not None:
         check_tokenizer(sources, tokenizer)

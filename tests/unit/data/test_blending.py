@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_ladder.config.data import DataConfig
-from megatron_ladder.data.blending import _MAX_TURNS, _turns_of, _whole_weights, blend, parse_blend
+from megatron_ladder.data.blending import _MAX_TURNS, BlendedSource, _turns_of, _whole_weights, parse_blend
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.loader import DataArguments, OrderOptions, find_data, open_sources
 from megatron_ladder.data.samples import SampleRows, SampleSource
@@ -50,7 +50,7 @@ def test_weights_of_a_long_period_are_rounded() -> None:
 def test_a_blend_keeps_the_order_of_each_data_set(make_dataset: MakeDataset) -> None:
     sets = [make_dataset([30, 9], "a"), make_dataset([70], "b", vocab_size=100)]
     sources = [SampleSource(one, range(len(one)), SEQ_LENGTH, 7, shuffle=True) for one in sets]
-    blended = blend(sources, [Fraction("0.3"), Fraction("0.7")])
+    blended = BlendedSource(sources, [Fraction("0.3"), Fraction("0.7")])
     taken, expected = [0, 0], []
     for turn in [1, 0, 1, 1, 0, 1, 1, 1, 0, 1] * 6:
         expected.append(sources[turn].samples(np.array([taken[turn]])).tokens[0].tolist())

@@ -15,10 +15,9 @@ MakeDataset = Callable[..., IndexedDataset]
 LENGTHS = [7, 30, 2, 60]
 
 
-def describe(*words: object, split: str = "1", run_samples: int | None = None) -> dict[str, Any]:
+def describe(*words: object, split: str = "1") -> dict[str, Any]:
     """Return the description as read from a checkpoint."""
-    order = OrderOptions(4, 1, None if run_samples is None else {"train": run_samples})
-    sources = open_sources(DataArguments(list(map(str, words)), (), (), ()), split, order, ["train"])
+    sources = open_sources(DataArguments(list(map(str, words)), (), (), ()), split, OrderOptions(4, 1), ["train"])
     assert sources.train is not None
     described: dict[str, Any] = json.loads(json.dumps(describe_training(sources.train, "ab")))
     return described
@@ -60,14 +59,3 @@ def test_changes_of_loss_mask_split_weights_and_data_sets(make_dataset: MakeData
     loss_mask_path(a).write_bytes(bytes([1]) * 100)
     (line,) = data_changes(before, describe("3", a, "7", b, split="8,2"))
     assert line.startswith(f"{a}: checksum of blocks of the loss mask is xxh3_128:") and line.endswith("was None")
-
-
-def test_megatrons_order_depends_on_the_length_of_the_run(make_dataset: MakeDataset) -> None:
-    prefix = make_dataset(LENGTHS).prefix
-    before = describe(prefix, run_samples=30)
-    assert data_changes(before, describe(prefix, run_samples=30)) == []
-    (line,) = data_changes(before, describe(prefix, run_samples=31))
-    assert line.startswith("--train-iters, --global-batch-size: the number of samples")
-    assert line.endswith("is 31, was 30")
-    line, _ = data_changes(before, describe(prefix))
-    assert line == "--megatron-order: the order of samples is ladder-1, was megatron"

@@ -10,9 +10,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron_ladder.data import shards as shards_module
+from megatron_ladder.data import streaming
 from megatron_ladder.data.reading import lines as lines_module
-from megatron_ladder.data.shards import StreamInput, find_input
+from megatron_ladder.data.streaming import StreamInput, find_input
 from tests.helpers.operations import Operations
 
 
@@ -33,12 +33,12 @@ TEXTS = [f"text {number} " + "x" * (number * 37 % 400) for number in range(500)]
 
 @pytest.mark.parametrize("least", [1, 64, 1 << 12, 1 << 30])
 def test_shards_contain_every_line_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: int) -> None:
-    monkeypatch.setattr(shards_module, "_MIN_BYTES", least)
+    monkeypatch.setattr(streaming, "_MIN_BYTES", least)
     path = write_lines(tmp_path / "a.jsonl", TEXTS)
     path.write_bytes(path.read_bytes().removesuffix(b"\n"))
     parts = texts_of([path])
     assert [text for part in parts for text in part] == TEXTS
-    wanted = min(path.stat().st_size / least, shards_module._ENOUGH_SHARDS)
+    wanted = min(path.stat().st_size / least, streaming._ENOUGH_SHARDS)
     assert wanted / 1.1 <= len(parts) <= wanted + 2
 
 
@@ -137,7 +137,7 @@ def bad_places(inputs: list[Path | str], first: int = 0) -> list[str]:
 
 def test_bad_records_are_located_in_their_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines_module, "SPAN_BYTES", 1000)
-    monkeypatch.setattr(shards_module, "_MIN_BYTES", 20_000)
+    monkeypatch.setattr(streaming, "_MIN_BYTES", 20_000)
     lines = [json.dumps({"text": text}) for text in TEXTS]
     lines[3], lines[250], lines[499] = '{"text": 1}', "{", '{"body": ""}'
     content = "".join(f"{line}\n" for line in lines).encode()

@@ -13,8 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from megatron_ladder.data.identity import data_changes
-from megatron_ladder.data.shards import find_input
-from megatron_ladder.data.streaming import StreamPlan
+from megatron_ladder.data.streaming import StreamPlan, find_input
 
 LINES = [json.dumps({"text": f"text {number} " + "x" * (number * 37 % 400)}) for number in range(200)]
 

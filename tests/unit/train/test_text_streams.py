@@ -6,8 +6,7 @@ from typing import Any, cast
 import pytest
 
 from megatron_ladder.data.loader import Sources
-from megatron_ladder.data.shards import find_input
-from megatron_ladder.data.streaming import StreamPlan, StreamPosition
+from megatron_ladder.data.streaming import StreamPlan, StreamPosition, find_input
 from megatron_ladder.data.tokenizers import NullTokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.train.inputs import RunInputs, describe_data
