@@ -1,11 +1,12 @@
 """The parts of the checks that run on ranks: functions for `Machine.call`, on the GPU of the rank or on the CPU."""
 
 import contextlib
+import importlib
 import os
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from ladder_lab.bench.exposed import Event, read_events
 from ladder_lab.link.link import EmulatedLink, LinkSpec
@@ -41,8 +43,13 @@ ROWS = (1, 1_000, 50_000)
 SUM_BYTES = 16 * 2**10
 """Size of the timed sums: the output of a sub-block for one token of a large model."""
 TIMED_SUMS = 50
+TIMED_PASSES = 20
 SYNCHRONISATIONS = re.compile(r"((cuda|cu)(Stream|Device|Event|Ctx)Synchronize|cudaMemcpy)(_pt[ds][sz])?")
 """Calls in which the host waits for the device."""
+ATTENTION = re.compile(
+    r"(?!.*backward)(?:aten::_scaled_dot_product_(\w+?)(?:_attention)?(?:_for_cpu)?|\w+::_(varlen_attn)\w*)"
+)
+"""Attention operators, whose names contain the backend."""
 
 
 def describe_device() -> str:
@@ -244,3 +251,72 @@ def _engine(checkpoint: Path, dtype: str, captured: bool) -> GenerationEngine:
     model = load_model(stored, mesh, DTYPES[dtype], device, overlap=True)
     new_graph = CudaStepGraph if device.type == "cuda" else RepeatedStep
     return GenerationEngine(model, mesh, None, new_graph if captured else None)
+
+
+def attention_backends(argv: list[str], checkpoint: Path, dtype: str) -> Mapping[str, list[str]]:
+    """Return the attention operators of a training step, of eager decoding and of captured decoding."""
+    trainer = build_trainer_here(argv)
+    training = trainer.run.training
+    batch = steps_of_batches(1, 1, training.micro_batch_size, training.seq_length)[0]
+    eager, captured = (_engine(checkpoint, dtype, captured) for captured in (False, True))
+    request = GenerationRequest(PROMPTS[0], 4)
+
+    def decoding(engine: GenerationEngine) -> Callable[[], object]:
+        """The first token is the prefill's."""
+        stream = engine.stream([request])
+        next(stream)
+        return lambda: next(stream)
+
+    return {
+        "training": _attention_of(lambda: train_step(trainer, own_batches(trainer, batch), 1)),
+        "prefill": _attention_of(lambda: next(eager.stream([request]))),
+        "decoding": _attention_of(decoding(eager)),
+        "captured decoding": _attention_of(lambda: captured.generate([request])),
+    }
+
+
+def _attention_of(work: Callable[[], object]) -> list[str]:
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        work()
+    matches = (ATTENTION.fullmatch(event.key) for event in profiler.key_averages())
+    return sorted({match[1] or match[2] for match in matches if match is not None})
+
+
+def time_torchtitan(flavor: str, sequence: int) -> tuple[float, str]:
+    """Return the seconds of forward and backward of one sample in torchtitan's Llama 3, compiled as its trainer does.
+
+    If the installed version has another interface, return 0 and what is different. On a CPU, where its attention has no
+    backward, only the forward pass is timed, and nothing is compiled.
+    """
+    device = rank_device()
+    try:
+        llama3 = importlib.import_module("torchtitan.models.llama3")
+        with device:
+            model = llama3.model_registry(flavor, attn_backend="flex").model.build()
+            model.init_states(buffer_device=device)
+            ids = torch.randint(0, 2000, (1, sequence + 1))
+            positions = torch.arange(sequence).view(1, -1)
+            masks = model.get_attention_masks(positions=positions)
+        blocks = model.layers.values()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        return 0.0, f"{type(error).__name__}: {error}"
+    if device.type == "cuda":
+        # Not `model.to`, which would make its complex table of angles real.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16()
+        for block in blocks:
+            block.compile(fullgraph=True)
+    model.requires_grad_(device.type == "cuda")
+    times = []
+    for _ in range(TIMED_PASSES):
+        model.zero_grad()
+        synchronise()
+        began = time.perf_counter()
+        logits = model(ids[:, :-1], positions=positions, attention_masks=masks)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+        if device.type == "cuda":
+            loss.backward()
+        synchronise()
+        times.append(time.perf_counter() - began)
+    # The first ones compile.
+    return statistics.median(times[TIMED_PASSES // 2 :]), ""

@@ -1,5 +1,7 @@
 """Checks that run whole programs, as a user does."""
 
+import functools
+import importlib.util
 import json
 import os
 import signal
@@ -8,16 +10,21 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
+from ladder_lab.cost.hardware import CLUSTERS
 
+from ladder_lab.bench.sizes import find_size
+from megatron_ladder.blueprint.tensors import ModelFlops
 from megatron_ladder.errors import ExitCode
-from tests.chaos.runs import VOCABULARY, final_tensors, losses
+from tests.chaos.runs import VOCABULARY, final_tensors, losses, write_tokens
+from tests.gpu import on_ranks
 from tests.gpu.rank_checks import NOT_COMPILED, Decoded, compare_decoded, decoding_model
-from tests.gpu.runner import Machine, check
+from tests.gpu.runner import Machine, NotRun, check
 from tests.helpers.commands import REPOSITORY_ROOT, clean_environment, free_port, kill_tree
-from tests.helpers.tokens import write_tokens
 
 EXIT_SECONDS = 30.0
 """Time in which a program must end after its last work, and ranks after the loss of another one is detected."""
@@ -53,7 +60,7 @@ def training_flags(folder: Path) -> list[str]:
         f"--micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --lr-warmup-iters 2 --vocab-size {VOCABULARY} "
         "--log-interval 1 --eval-iters 0 --residual-mode ladder --bf16 --zero-stage 1"
     ).split()
-    return [*recipe, "--data-path", str(write_tokens(folder / "tokens", VOCABULARY))]
+    return [*recipe, "--data-path", str(write_tokens(folder))]
 
 
 @check("generate.py on several GPUs, compared with one; time to exit", gpus=(2, 8), seconds=180)
@@ -173,3 +180,66 @@ def started_ranks(
     finally:
         for process in processes:
             kill_tree(process)
+
+
+SHAPES = {"1B": ("llama-1b", None), "8B": ("llama-8b", 8)}
+"""Shapes of the throughput check, with fewer layers where two models with gradients need more than 80 GB."""
+SEQUENCE = 2048
+CPU_SHAPES = {"1B": "2x64x160x4x4x256", "8B": "2x128x384x8x2x512"}
+
+
+def speed(flops_per_second: float, device: str) -> str:
+    """Return a speed in model FLOPs, with its share of the peak (MFU) of GPUs that the planner knows."""
+    peaks = [cluster.peak_flops for name, cluster in CLUSTERS.items() if name in device.lower()]
+    utilisation = "".join(f", MFU {flops_per_second / peak:.1%}" for peak in peaks)
+    return f"{flops_per_second / 1e12:.3g} TFLOP/s{utilisation}"
+
+
+def throughput(machine: Machine, ranks: int, name: str) -> str:
+    size, layers = SHAPES[name]
+    result = machine.folder / f"throughput {name}.json"
+    flags = ["--size", size, "--sequence", str(SEQUENCE), *([] if layers is None else ["--layers", str(layers)])]
+    if not machine.on_gpu:
+        flags = ["--size", CPU_SHAPES[name], "--sequence", "64", "--matrix", "256", "--backend", "none"]
+    # 3: too noisy to judge, with results.
+    machine.command(
+        sys.executable,
+        "tools/throughput.py",
+        *flags,
+        "--rounds",
+        "5",
+        "--json",
+        result,
+        codes=(ExitCode.DONE, ExitCode.BAD_NUMBERS),
+    )
+    rows: dict[str, dict[str, Any]] = {row["way"]: row for row in json.loads(result.read_text())}
+    device = machine.description
+    figure = "; ".join(
+        f"{way} {speed(row['model_flops_per_second'], device)}, {row['utilisation']:.0%} of a product's rate"
+        + ("" if way == "transformers" else f", {row['speed_over_transformers']:.2f} x transformers")
+        + ("" if row["verdict"] == "sound" else f" ({row['verdict']})")
+        for way, row in rows.items()
+    )
+    assert rows.keys() == {"standard", "ladder", "transformers"}, figure
+    assert all(0 < row["utilisation"] < 1.1 for row in rows.values()) or not machine.on_gpu, figure
+    slower = [row for row in rows.values() if row["speed_over_transformers"] + row["spread"] < 1]
+    assert not (slower and machine.on_gpu), f"slower than transformers: {figure}"
+    return figure
+
+
+for _shape in SHAPES:
+    check(f"throughput of {_shape} shapes, compared with transformers", gpus=1, seconds=240)(
+        functools.partial(throughput, name=_shape)
+    )
+
+
+@check("throughput of 1B shapes in torchtitan", gpus=1, seconds=240)
+def torchtitan(machine: Machine, ranks: int) -> str:
+    if importlib.util.find_spec("torchtitan") is None:
+        raise NotRun("torchtitan is not installed")
+    flavor, sequence = ("1B", SEQUENCE) if machine.on_gpu else ("debugmodel", 64)
+    ((seconds, difference),) = machine.call(ranks, on_ranks.time_torchtitan, flavor, sequence)
+    if not seconds:
+        raise NotRun(f"torchtitan {version('torchtitan')} has another interface: {difference}")
+    flops = ModelFlops(find_size("llama-1b"), sequence).training
+    return speed(flops / seconds, machine.description) if machine.on_gpu else f"forward in {1e3 * seconds:.0f} ms"

@@ -208,6 +208,21 @@ def exposed(machine: Machine, ranks: int) -> str:
     return "; ".join(figures)
 
 
+@check("attention backends", gpus=1, seconds=120)
+def attention(machine: Machine, ranks: int) -> str:
+    dtype = "bf16" if machine.on_gpu else "fp32"
+    argv = "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --lr 1 --train-iters 5".split()
+    argv += ["--micro-batch-size", "1", *NOT_COMPILED.split(), *(["--bf16"] if machine.on_gpu else [])]
+    (found,) = machine.call(ranks, on_ranks.attention_backends, argv, decoding_model(machine), dtype)
+    figure = "; ".join(f"{work}: {', '.join(names) or 'none'}" for work, names in found.items())
+    slow = [work for work, names in found.items() if any("math" in name for name in names)]
+    plans = [work for work, names in found.items() if "decoding" in work and "cudnn" in names]
+    if machine.on_gpu:
+        assert not slow and not plans and all(found.values()), figure
+    assert found["training"], figure
+    return figure
+
+
 def decoding_model(machine: Machine) -> Path:
     """Return the directory of a small model that eight ranks can share."""
     folder = machine.folder / "model"

@@ -78,6 +78,7 @@ def test_a_mistake_lists_what_was_expected(program: str, words: list[str], expec
         ("preprocess_data", "--output-prefix"),
         ("train_tokenizer", "--model-prefix"),
         ("report_run", "--output"),
+        ("throughput", "--json"),
         ("exposed_communication", "--json"),
     ],
 )

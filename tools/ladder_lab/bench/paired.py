@@ -15,7 +15,6 @@ from enum import Enum
 from ladder_lab.bench.options import FEWEST_ROUNDS
 from megatron_ladder.progress import ProgressBar
 
-WARM_UP_ROUNDS = 1
 NOISE_LIMIT = 0.10
 """Spread over median above which a ratio is not judged. At 7 rounds the median is then good to about 3.5 %."""
 
@@ -77,6 +76,7 @@ def measure(
     ways: Mapping[str, Callable[[], object]],
     rounds: int,
     *,
+    warm_up_rounds: int = 1,
     before_each: Callable[[str], object] = lambda name: None,
     label: str | None = None,
     clock: Callable[[], float] = time.perf_counter,
@@ -85,7 +85,7 @@ def measure(
 
     Args:
         ways: name -> function to time.
-        rounds: rounds that count, after the warm-up round.
+        rounds: rounds that count, after the warm-up rounds.
         before_each: receives a way's name and prepares it, untimed; if it has several ranks, with a barrier.
         label: of a progress bar on stderr; None shows none.
         clock: returns seconds.
@@ -93,9 +93,9 @@ def measure(
     if rounds < FEWEST_ROUNDS:
         raise ValueError(f"{rounds} rounds: expected {FEWEST_ROUNDS} or more")
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    total = (WARM_UP_ROUNDS + rounds) * len(ways)
+    total = (warm_up_rounds + rounds) * len(ways)
     with contextlib.nullcontext() if label is None else ProgressBar(label, total, unit="run") as bar:
-        for number in range(-WARM_UP_ROUNDS, rounds):
+        for number in range(-warm_up_rounds, rounds):
             for name, run in ways.items():
                 before_each(name)
                 began = clock()

@@ -19,6 +19,7 @@ from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import GREEDY
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.norm import RMSNorm
+from megatron_ladder.model.operations import Operations
 from megatron_ladder.model.stack import StackOptions
 
 INITIAL_STD = 0.02
@@ -94,6 +95,7 @@ def build_models(
     no_comm: CommGroup,
     dtype: torch.dtype,
     device: torch.device,
+    operations: Operations | None = None,
 ) -> dict[str, LanguageModel]:
     """Build a model of each variant, with timed reduces or with none.
 
@@ -102,7 +104,11 @@ def build_models(
     models: dict[str, LanguageModel] = {}
     for variant in variants:
         group = no_comm if variant.without_reduces else link
-        options = StackOptions(tp_overlap=variant.tp_overlap, mirrored_backward=variant.mirrored_backward)
+        options = StackOptions(
+            tp_overlap=variant.tp_overlap,
+            mirrored_backward=variant.mirrored_backward,
+            operations=operations or Operations(),
+        )
         config = variant.wiring.of(shape, link.size)
         models[variant.name] = LanguageModel(
             config, replace(mesh, tensor=group), options, dtype=dtype, device=torch.device("meta")
