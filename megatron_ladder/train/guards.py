@@ -13,11 +13,13 @@ from typing import Any, Literal, NamedTuple
 from megatron_ladder.config.training import ReliabilityConfig
 from megatron_ladder.errors import BadNumbersError
 
+_Kind = Literal["bad numbers", "no targets", "loss spike"]
+
 
 class Finding(NamedTuple):
     """A problem of a step."""
 
-    kind: Literal["bad numbers", "no targets", "loss spike"]
+    kind: _Kind
     skipped: bool
     text: str
     details: Mapping[str, Any] = {}
@@ -33,9 +35,7 @@ class Guard:
         self._losses: deque[float] = deque(maxlen=self._config.loss_spike_window)
         self._bad_in_a_row = 0
 
-    def judge(
-        self, loss: float, norm: float, has_targets: bool = True
-    ) -> Literal["bad numbers", "no targets", "loss spike"] | None:
+    def judge(self, loss: float, norm: float, has_targets: bool = True) -> _Kind | None:
         """Return what is wrong with a step of this loss and gradient norm; call it exactly once per step."""
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self._bad_in_a_row += 1

@@ -185,8 +185,8 @@ class RunLog:
         # Unlike `math.exp`, this is infinite for large losses.
         perplexity = float(torch.tensor(loss, dtype=torch.float64).exp())
         why = " | no token counts (raise --eval-iters), or a weight is not finite" if math.isnan(loss) else ""
-        shown = f"valid {label}lm loss {loss:.4f} | ppl {perplexity:.4g}{why}"
-        print_rank_0(f"iteration {iteration} | {shown}", self._rank)
+        line = f"iteration {iteration} | valid {label}lm loss {loss:.4f} | ppl {perplexity:.4g}{why}"
+        print_rank_0(line, self._rank)
         named = {"name": name} if name else {}
         self._record.write_first("evaluation", iteration=iteration, loss=loss, ppl=perplexity, **named)
         self._curves.metrics(iteration, {f"valid/{label}lm loss": loss, f"valid/{label}ppl": perplexity})

@@ -67,8 +67,7 @@ def train_step(
     named_losses = dict(zip(trainer.model.extra_losses, others, strict=True))
     if math.isfinite(norm):
         clip_gradients(pieces, norm, trainer.run.optimizer.clip_grad)
-    text = f"iteration {iteration}: the gradient's norm is {norm}, the loss {loss:g}"
-    finding = None
+    text, finding = f"iteration {iteration}: the gradient's norm is {norm}, the loss {loss:g}", None
     kind = trainer.guard.judge(loss, norm, found_targets > 0)
     if kind == "bad numbers":
         where = locate_bad_gradient(pieces, trainer.model, mesh.world)
