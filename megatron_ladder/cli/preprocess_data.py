@@ -96,6 +96,8 @@ def main(argv: Sequence[str]) -> None:
     if config.chat:
         encoder = ConversationEncoder(tokenizer, config.chat_template)
         task = ChatTask(tokenizer, reading, config.append_eod, encoder=encoder)
+    if not (config.append_eod or config.chat):
+        _print_message("no end-of-document tokens: documents will run into each other in training; see --append-eod")
     sidecars = preprocess(config.input, config.output_prefix, task, options)
     for key, sidecar in sidecars.items():
         prefix = dataset_prefix(config.output_prefix, key)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ladder.cli import preprocess_data
 from megatron_ladder.data.encoding import Task
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.inspect import verify
@@ -103,6 +104,14 @@ def test_a_bad_line_is_located_and_leaves_no_files(tmp_path: Path, content: byte
     with pytest.raises(UserError, match=rf"bad\.jsonl:{line}: {reason}"):
         run([tmp_path / "bad.jsonl"], tmp_path / "out")
     assert os.listdir(tmp_path) == ["bad.jsonl"]
+
+
+def test_documents_without_an_end_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("something")
+    command = f"--input {tmp_path}/a.txt --output-prefix {tmp_path}/out --tokenizer-type ByteTokenizer".split()
+    for words, printed in (([], True), (["--append-eod"], False)):
+        preprocess_data.main([*command, *words])
+        assert ("documents will run into each other" in capsys.readouterr().out) == printed
 
 
 def test_an_error_keeps_the_previous_output(tmp_path: Path) -> None:
