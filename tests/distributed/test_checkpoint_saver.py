@@ -11,7 +11,7 @@ from torch import equal
 
 from megatron_ladder.checkpoint import saving
 from megatron_ladder.checkpoint.format import Checkpoint
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import BadNumbersError, UserError
 from megatron_ladder.train import checkpoints
 from megatron_ladder.train.checkpoints import CheckpointSaver
 from megatron_ladder.train.setup import Trainer
@@ -156,3 +156,22 @@ def test_a_damaged_checkpoint_is_skipped_by_all_ranks(gloo_pools: GlooPools, tmp
     assert [kind for kind, _ in events] == ["fallback", "load"]
     assert events[0][1]["directory"] == events[1][1]["directory"] == str(tmp_path / "iter_0000003")
     assert [str(damaged) in fault for fault in events[0][1]["faults"]] == [True]
+
+
+def saves_a_nan(argv: list[str], rank: int) -> str:
+    """On each rank: return the error of a save while one of the weights of `rank` is not a number."""
+    with mock.patch.object(checkpoints, "describe_data", lambda *of_the_data: {}):
+        trainer, saver, _ = saver_of(argv)
+        if trainer.mesh.world.rank == rank:
+            next(span for span in trainer.engine.state.spans() if span.owned).master[0] = float("nan")
+        trainer.engine.state.copy_masters_to_weights()
+        with pytest.raises(BadNumbersError) as raised, saver:
+            saver.save(1, 4)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("words", ["", "--async-save"], ids=["synchronous", "background"])
+def test_a_weight_that_is_not_a_number_ends_all_ranks(gloo_pools: GlooPools, tmp_path: Path, words: str) -> None:
+    first, second = gloo_pools(2).run(saves_a_nan, ["--save", str(tmp_path), *words.split()], 1)
+    assert first == second and first.startswith("iteration 1: weight of ") and "is not finite, so it was not" in first
+    assert list(tmp_path.iterdir()) == []

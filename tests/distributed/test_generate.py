@@ -1,6 +1,5 @@
 """Generation over several ranks: the same tokens as one rank and as the reference, and the command itself."""
 
-import io
 import json
 import subprocess
 import sys
@@ -16,14 +15,10 @@ from torch import Tensor
 
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.cli.generate import main
-from megatron_ladder.data.tokenizers import NullTokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate import scoring
 from megatron_ladder.generate.engine import GenerationEngine
-from megatron_ladder.generate.loading import StoredModel, check_tensor_parallel, load_model, open_model
-from megatron_ladder.generate.options import parse_options
-from megatron_ladder.generate.program import _converse
-from megatron_ladder.generate.prompts import PromptEncoder
+from megatron_ladder.generate.loading import check_tensor_parallel, load_model, open_model
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import SamplingParameters
 from megatron_ladder.generate.scoring import TokenScores
@@ -50,36 +45,6 @@ LONG_PROMPTS = [prompt for prompt in PROMPTS if len(prompt) > 1]
 NEW_TOKENS = 8
 GREEDY = SamplingParameters(temperature=0.0)
 PROGRAM = REPOSITORY_ROOT / "tools" / "generate.py"
-
-
-def continued_lines() -> list[tuple[int, ...]]:
-    """Return the prompts that this rank continues when rank 0 reads two lines."""
-    config = tiny_config()
-    tokenizer = NullTokenizer(config.vocab_size - 1)
-    mesh = mesh_of(2)
-    engine = GenerationEngine(build(config, reference_of(config)[0], 2, StackOptions()), mesh, tokenizer)
-    found: list[tuple[int, ...]] = []
-    generate = GenerationEngine.generate
-
-    def recording(self: GenerationEngine, requests: list[GenerationRequest], *more: object) -> object:
-        found.extend(request.prompt_ids for request in requests)
-        return generate(self, requests, *more)  # type: ignore[arg-type]
-
-    options = parse_options("--model M --interactive --max-new-tokens 3 --temperature 0".split())
-    stored = StoredModel(Path("M"), config, tokenizer, frozenset(), (), lambda model: None)
-    encoder = PromptEncoder(tokenizer, (), chat=False, system=None)
-    lines = io.StringIO("5 9 3\n\n17\n" if mesh.tensor.rank == 0 else "")
-    with (
-        patch("sys.stdin", lines),
-        patch("megatron_ladder.generate.program._write_stdout"),
-        patch.object(GenerationEngine, "generate", recording),
-    ):
-        _converse(engine, encoder, options, stored)
-    return found
-
-
-def test_every_rank_continues_the_lines_that_rank_0_reads(gloo_pools: GlooPools) -> None:
-    assert gloo_pools(2).run(continued_lines) == [[(5, 9, 3), (17,)]] * 2
 
 
 def sampled_requests(seed: int) -> list[GenerationRequest]:

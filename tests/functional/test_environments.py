@@ -28,7 +28,7 @@ def test_every_gpu_check_passes_on_a_cpu(tmp_path: Path) -> None:
     done = run_command(command, timeout=60 * GPU_MINUTES + 60)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in output.read_text().splitlines() if "|" in line]
-    assert len(rows) > 25
+    assert len(rows) > 20
     # A compiler is optional.
     others = [row for row in rows[2:] if row[2] != "passed"]
     assert all(row[2] == "not run" and "compiler" in row[3] for row in others), others

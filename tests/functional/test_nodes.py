@@ -148,21 +148,6 @@ def stubs(tmp_path: Path) -> Stubs:
     return Stubs(tmp_path)
 
 
-def test_the_multi_host_script_starts_one_host(stubs: Stubs) -> None:
-    (stubs.folder / ".deepspeed_env").write_text("LADDER_TEST=two words\n")
-    done = stubs.run("multi_node.sh", "--hosts", "a b c", "--gpus-per-host", "2", "--node-rank", "2")
-    assert done.returncode == 0, done.stderr
-    words = done.stdout.split("\n")
-    assert words[2:9] == ["--master_addr", "a", "--master_port", "29500", "--no_ssh", "--node_rank", "2"]
-    assert words[-6:] == ["hostfile:", "a slots=2", "b slots=2", "c slots=2", "variable=two words", ""]
-    for rank in ("3", "b"):
-        wrong = stubs.run("multi_node.sh", "--hosts", "a b c", "--node-rank", rank)
-        assert wrong.returncode == 2 and f"--node-rank {rank}: expected 0 to 2" in wrong.stderr
-    (stubs.folder / "repository" / ".deepspeed_env").write_text("A=1\n# why\n")
-    stumbling = stubs.run("multi_node.sh", "--node-rank", "0")
-    assert stumbling.returncode == 2 and ".deepspeed_env: found '# why', expected NAME=VALUE" in stumbling.stderr
-
-
 def test_a_slurm_job_starts_every_node(stubs: Stubs) -> None:
     stubs.add("scontrol", '[ "$*" = "show hostnames n[3-4]" ] && printf "n3\\nn4\\n"')
     # As slurm does: one task on each node, that knows its own number.

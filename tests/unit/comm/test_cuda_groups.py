@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
 from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.nccl import explain_connections, overlapped_group_options
 from megatron_ladder.comm.symmetric import (
     MOST_BYTES,
@@ -167,3 +168,25 @@ def test_auto_uses_symmetric_memory_only_if_every_rank_can(monkeypatch: pytest.M
         select("symmetric")
     alone = CommGroup.alone()
     assert select_all_reduce("symmetric", alone, CPU, torch.float32) is alone
+
+
+@pytest.mark.usefixtures("nccl")
+def test_only_tensor_parallel_groups_have_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[tuple[int, ...], Any]] = []
+
+    def new_group(ranks: list[int], timeout: timedelta | None = None, pg_options: Any = None, **_: Any) -> object:
+        made.append((tuple(ranks), pg_options))
+        return object()
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(dist, "get_rank", lambda: 5)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    mesh = ProcessMesh.build(2, 2, tp_comm_max_ctas=8)
+    with_options = {ranks: options for ranks, options in made if options is not None}
+    assert list(with_options) == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert len({id(options) for options in with_options.values()}) == 4, "torch writes to a group's options"
+    assert {options.config.max_ctas for options in with_options.values()} == {8}
+    groups = [mesh.tensor, mesh.data, mesh.pipeline, mesh.model]
+    assert [group.ranks for group in groups] == [(4, 5), (5, 7), (1, 5), (0, 1, 4, 5)]
+    assert len({id(group.process_group) for group in groups}) == 4, "separate communicators"

@@ -92,3 +92,18 @@ def test_ranks_end_with_their_parent(tmp_path: Path, number: signal.Signals, cod
         assert parent.wait(10) == code
         assert soon(lambda: gone(tmp_path))
         assert parent.stderr is not None and parent.stderr.read() == ""
+
+
+class Ended:
+    """A process that has ended, with the interface of `subprocess.Popen`."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+    def poll(self) -> int:
+        return self.code
+
+
+def test_a_killed_rank_is_the_cause_of_other_failures() -> None:
+    processes = [Ended(0), Ended(1), Ended(-9), Ended(4)]
+    assert ranks._wait(processes, []) == (2, -9)  # type: ignore[arg-type]

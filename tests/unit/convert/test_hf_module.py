@@ -151,20 +151,6 @@ def test_a_classifier_reads_the_last_token(tmp_path: Path) -> None:
         assert_close(module(tokens).logits, module.score(last))
 
 
-def test_the_tensor_parallel_plan_has_every_matrix_and_query_norm() -> None:
-    module = module_of(random_model(tiny_config(**HYBRID, qk_layernorm=True)))
-    layer = "model.layers.*"
-    assert {name: how for name, how in module.tp_plan.items() if name.startswith(layer)} == {
-        **{f"{layer}.self_attn.{which}_proj": "colwise" for which in "qkv"},
-        f"{layer}.self_attn.o_proj": "rowwise",
-        f"{layer}.mlp.gate_proj": "colwise",
-        f"{layer}.mlp.up_proj": "colwise",
-        f"{layer}.mlp.down_proj": "rowwise",
-        **{f"{layer}.self_attn.{which}_norm": "replicated_with_grad_allreduce" for which in "qk"},
-    }
-    assert module.model._pp_plan == {}
-
-
 def test_the_plugin_for_vllm_contains_the_configuration_of_exported_directories(tmp_path: Path) -> None:
     command = [sys.executable, "setup.py", "--quiet", "build", "--build-base", str(tmp_path)]
     subprocess.run(command, cwd=REPOSITORY_ROOT / "vllm_plugin", check=True)

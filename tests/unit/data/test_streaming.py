@@ -157,29 +157,6 @@ def encode_marked(texts: Sequence[str]) -> list[list[int]]:
     return [[int(text)] * 3 if text else [] for text in texts]
 
 
-@pytest.mark.parametrize("window", [1, 2, 5])
-def test_windows_without_tokens_are_skipped(window: int) -> None:
-    """Empty texts at the end of a shard are separate windows; another shard has only empty texts."""
-    filled = [Texts(f"filled {n}", [str(10 * n + 1), "", str(10 * n + 2), *[""] * 7]) for n in range(2)]
-
-    def plan() -> StreamPlan:
-        return StreamPlan((*filled, Texts("empty", [""] * 6)), 2, SEQ_LENGTH, 1, window, EOD)
-
-    def reader(consumed: int, states: Sequence[Any]) -> StreamReader:
-        shape = BatchShape(SEQ_LENGTH, 2, 1)
-        return StreamReader(plan(), encode_marked, shape, 0, consumed, positions_of(states), 2000)
-
-    whole = reader(0, [])
-    rows, states = [], [whole.state()]
-    for _ in range(40):
-        rows.append(whole.read().tokens.tolist())
-        states.append(json.loads(json.dumps(whole.state())))
-    assert {token for step in rows for row in step for token in row} == {EOD, 1, 2, 11, 12}
-    for stop in range(40):
-        resumed = reader(2 * stop, [states[stop]])
-        assert [resumed.read().tokens.tolist() for _ in range(stop, min(stop + 5, 40))] == rows[stop : stop + 5]
-
-
 def spoiled_plan(max_bad: int) -> StreamPlan:
     """Return a plan of three shards; the second and third have three bad records together."""
     texts: list[list[str | None]] = [["1", "2"], ["3", None, "4"], [None, "5", None, "6"]]

@@ -167,28 +167,6 @@ def test_a_study_runs_once_and_reports(stand: Stand) -> None:
     assert stand.started == []
 
 
-def test_wirings_and_seeds_can_be_added_and_other_settings_are_rejected(stand: Stand) -> None:
-    stand.words = "--wirings standard --timed-wirings none"
-    stand.run()
-    stand.words = "--wirings standard ladder"
-    stand.run()
-    assert kinds(stand.started) == ["tuning"] * 3 + ["tokens"] * 2 + ["time"] * 2
-    # The length of a finished run at equal time never changes.
-    stand.words, stand.speedup = "--wirings standard parallel ladder", 2.0
-    study = stand.run("1 2 3")
-    assert {name: row["speedup"] for name, row in study["step_times"][SIZE].items()} == {
-        "standard": 1.0,
-        "ladder": 1.5,
-        "parallel": 1.2,
-    }
-    assert not any("ladder-seed1" in name or "ladder-seed2" in name for name in stand.started)
-    with pytest.raises(UserError, match=r"seeds: was \[1, 2, 3\], now \[1, 3\]: .* and further ones"):
-        stand.run("1 3")
-    with pytest.raises(UserError) as caught:
-        stand.run("1 2 3", "--iterations 11 --link 2c")
-    assert [message.split(": ")[1] for message in caught.value.messages] == ["iterations", "link"]
-
-
 def test_a_failed_trial_is_reported_and_runs_again(stand: Stand, capfd: pytest.CaptureFixture[str]) -> None:
     stand.code = lambda name: 1 if name.startswith("tokens") and "ladder-seed2" in name else 0
     with pytest.raises(SystemExit):

@@ -135,3 +135,14 @@ def test_the_teacher_is_no_part_of_the_student() -> None:
     assert alone.extra_losses == () and alone.take_extra_losses().numel() == 0
     assert all(map(torch.equal, teacher.parameters(), before))
     assert all(parameter.grad is None for parameter in teacher.parameters())
+
+
+def test_an_evaluation_does_not_run_the_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
+    student, teacher = student_and_teacher(weight=0.5)
+    monkeypatch.setattr(teacher.stack, "forward", lambda *_: pytest.fail("the teacher ran"))
+    ids = torch.arange(20).view(2, 10)
+    with torch.no_grad():
+        loss = student(ids[:, :-1], ids[:, 1:])
+        predicted = student(ids[:, :-1], ids[:, 1:], predicts=True)
+    torch.testing.assert_close(predicted[0].sum(), loss)
+    assert student.take_extra_losses().tolist() == [0.0]

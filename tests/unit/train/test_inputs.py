@@ -275,3 +275,25 @@ def test_documents_must_end_with_the_expected_token(tmp_path: Path) -> None:
         ("--eod-mask-loss", talk, other_talk, by_a),
     ):
         assert errors(words, of_a, of_b) == expected
+
+
+def test_an_evaluation_needs_a_model_and_validation_data(tmp_path: Path) -> None:
+    """It needs no training data."""
+    prefix = write_documents(tmp_path / "tokens", range(40))
+
+    def errors(words: str) -> list[str]:
+        with pytest.raises(UserError) as raised:
+            read_inputs([*SIZES, "--skip-train", *words.split()])
+        return [message.split(":")[0] for message in raised.value.messages]
+
+    valid = f"--valid-data-path {prefix} --eval-iters 1"
+    assert errors(valid) == ["--skip-train requires --load"]
+    assert errors(f"{valid} --load {tmp_path}") == [f"--load {tmp_path}"]
+    assert errors(f"{valid} --load {tmp_path}/iter_0000009") == [f"--load {tmp_path}/iter_0000009"]
+    config = tiny_config()
+    write_checkpoint(tmp_path, config, reference_of(config)[0])
+    load = f"--load {tmp_path}"
+    assert errors(f"{load} --data-path {prefix} --split 1") == ["--skip-train needs validation data"]
+    assert errors(f"{load} --data-path {prefix} --split 1 --eval-iters 0") == ["--skip-train needs validation data"]
+    sources = read_inputs([*SIZES, "--skip-train", *valid.split(), *load.split()]).sources
+    assert sources.train is None and sources.valid

@@ -52,14 +52,6 @@ def test_closed_forms(wiring: str, serial, pipelined, t: float) -> None:
         assert a_layer(backward, 30) == pytest.approx(form(2.0, t))
 
 
-@pytest.mark.parametrize("t", [0.5, 1.0, 2.0, 5.0])
-def test_the_rival_hides_the_reduce_under_the_weight_gradient(t: float) -> None:
-    totals = [backward_seconds(layers("standard", n, 1.0, t), SERIAL, launch_before_wgrad=True) for n in (30, 60)]
-    assert a_layer(totals, 30) == pytest.approx(2 * (1.0 + max(1.0, t)))
-    totals = [backward_seconds(layers("parallel", n, 1.0, t), SERIAL, launch_before_wgrad=True) for n in (30, 60)]
-    assert a_layer(totals, 30) == pytest.approx(2.0 + max(2.0, t))
-
-
 def test_schedules_drawn_by_hand() -> None:
     one = SubBlockTime(1.0, 5.0, (1, 2))
     # Sub-blocks end at 1 2 3; y0 is there at 6, so the next end at 7 8 9; y3 is there at 12, so the next ends at 13.
@@ -75,15 +67,6 @@ def test_schedules_drawn_by_hand() -> None:
     # without waiting. Only 2 and 3 read the output of 0: it waits for 2's reduce at 6 and ends at 7. Then 1's reduce
     # at 8, and its own at 10.
     assert backward_seconds(hybrid, SERIAL) == pytest.approx(10)
-
-
-@pytest.mark.parametrize("t", [0.5, 1.0, 3.0])
-def test_contention(t: float) -> None:
-    wire = WireModel(contention=0.4)
-    totals = [forward_seconds(layers("ladder", n, 1.0, t), wire) for n in (30, 60)]
-    assert a_layer(totals, 30) == pytest.approx(2 * (max(1, t) + 0.4 * min(1, t)))
-    standard = forward_seconds(layers("standard", 4, 1.0, t), wire)
-    assert standard == pytest.approx(forward_seconds(layers("standard", 4, 1.0, t), SERIAL))
 
 
 def recurrence(
