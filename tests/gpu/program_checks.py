@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ladder_lab.cost.hardware import CLUSTERS
 
 from ladder_lab.bench.sizes import find_size
+from ladder_lab.cost.machines import GPUS
 from megatron_ladder.blueprint.tensors import ModelFlops
 from megatron_ladder.errors import ExitCode
 from tests.chaos.runs import VOCABULARY, final_tensors, losses, write_tokens
@@ -190,7 +190,7 @@ CPU_SHAPES = {"1B": "2x64x160x4x4x256", "8B": "2x128x384x8x2x512"}
 
 def speed(flops_per_second: float, device: str) -> str:
     """Return a speed in model FLOPs, with its share of the peak (MFU) of GPUs that the planner knows."""
-    peaks = [cluster.peak_flops for name, cluster in CLUSTERS.items() if name in device.lower()]
+    peaks = [gpu.peak_flops for name, gpu in GPUS.items() if name in device.lower()]
     utilisation = "".join(f", MFU {flops_per_second / peak:.1%}" for peak in peaks)
     return f"{flops_per_second / 1e12:.3g} TFLOP/s{utilisation}"
 

@@ -2,8 +2,6 @@
 
 import errno
 import os
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -96,32 +94,3 @@ def test_overwriting(tmp_path: Path) -> None:
         (tmp_path / name / name).mkdir(parents=True)
         with pytest.raises(UserError, match=f"{name} is not a file; remove it"):
             convert("import", "--hf", directory, "--save", tmp_path / name)
-
-
-def dying_after(name: str) -> Callable[[Path], None]:
-    """Return a removal of a directory that dies after one file."""
-
-    def remove(directory: Path) -> None:
-        (directory / name).unlink()
-        raise ZeroDivisionError
-
-    return remove
-
-
-@pytest.mark.parametrize("step", ["before the new one is renamed", "while the old one is removed"])
-def test_an_export_killed_while_replacing_continues(tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    convert("import", "--hf", write_directory(tmp_path / "hf"), "--save", tmp_path / "ours")
-    back = tmp_path / "back"
-    words = ["export", "--load", tmp_path / "ours", "--hf", back, "--overwrite"]
-    convert(*words)
-    with monkeypatch.context() as patch:
-        if "removed" in step:
-            patch.setattr(shutil, "rmtree", dying_after("config.json"))
-        else:
-            rename = os.rename
-            patch.setattr(os, "rename", lambda one, other: 1 / 0 if other == back else rename(one, other))
-        with pytest.raises(ZeroDivisionError):
-            convert(*words)
-    assert back.exists() == ("removed" in step)
-    convert(*words)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "hf", "ours"]
