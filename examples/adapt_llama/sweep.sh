@@ -2,7 +2,7 @@
 # Adapts the same Llama with several numbers of ladder layers, and ends in a table and a plot of perplexity and speed:
 #
 #     bash examples/adapt_llama/sweep.sh FOLDER --layers "8 16 20 24 32" --link no-p2p -- FLAGS
-#     bash examples/adapt_llama/sweep.sh FOLDER --tiny         a generated tiny Llama of 8 layers on two CPU cores
+#     bash examples/adapt_llama/sweep.sh FOLDER --tiny         a generated tiny Llama of 4 layers on two CPU cores
 #
 # FLAGS go to adapt.sh, which runs once for each number, in FOLDER/N. --gpu, --link, --inference-tp and --batch describe
 # the machine that will serve the model, as --gpu, --link, --tp and --batch of tools/plan.py inference, which predicts the
@@ -21,7 +21,7 @@ while [ $# -gt 0 ]; do
             exit 0
             ;;
         --tiny)
-            tiny=(--tiny) layers="2 4 8" machine+=(--tp 2)
+            tiny=(--tiny) layers="2 3 4" machine+=(--tp 2)
             shift
             continue
             ;;

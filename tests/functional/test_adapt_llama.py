@@ -129,9 +129,10 @@ def test_a_tiny_llama_is_adapted(lanes: int, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "40 steps done" in done.stdout and "are bitwise equal to their sources" in done.stdout
     found = perplexities((tmp_path / "run" / "evaluation" / "table.md").read_text())
-    assert found["source"] < found["unhealed"] and found["healed"] < found["unhealed"]
+    assert found["source"] < 1.02 and found["healed"] < 1.02 and found["unhealed"] > 1.05
+    assert lanes or re.search(r"^\| healed \| [0-9.]+ \| below 1.02 \|$", done.stdout, re.MULTILINE)
     config = json.loads((tmp_path / "run" / "healed" / "config.json").read_text())
-    cheapest = json.loads((tmp_path / "run" / "sensitivity.json").read_text())["order"][:4]
+    cheapest = json.loads((tmp_path / "run" / "sensitivity.json").read_text())["order"][:3]
     assert (config["model_type"], config["ladder_layers"]) == ("megatron_ladder", sorted(cheapest))
     assert config["lanes"] == lanes
     again = run_command(command, timeout=120, env=cache)
