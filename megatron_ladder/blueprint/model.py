@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal
 
@@ -152,12 +152,10 @@ class ModelConfig(ModelTraits):
         # A single lane reads every output in flight.
         if not self.wiring.late or (self.ladder_layers and self.lanes != 1):
             return self
-        plain = [
-            name
-            for name, other in WIRINGS.items()
-            if not other.late and (other.sub_blocks, other.stream) == (self.wiring.sub_blocks, self.wiring.stream)
-        ]
-        return replace(self, residual_mode=plain[0], ladder_layers=(), residual_staleness=1, lanes=0)
+        same = ((), self.wiring.sub_blocks, self.wiring.stream)
+        plain = (name for name, row in WIRINGS.items() if (row.late, row.sub_blocks, row.stream) == same)
+        mode = next(plain, self.residual_mode)
+        return replace(self, residual_mode=mode, ladder_layers=(), residual_staleness=1, lanes=0)
 
     def in_wiring(
         self, mode: ResidualMode, *, staleness: int = 1, lanes: int = 0, desync_interval: int = 0, ranks: int = 1
@@ -322,64 +320,53 @@ def resolve_model(
     return config.canonical()
 
 
-def model_errors(config: ModelConfig) -> list[str]:
-    """Return one line, with the names of the flags, for each value or combination that no model can have."""
-    errors: list[str] = [*value_errors([config])]
-    if errors:
-        return errors
+def model_errors(config: ModelConfig) -> Iterator[Problem]:
+    """Yield one line, with the names of the flags, for each value or combination that no model can have."""
+    if problems := value_errors([config]):
+        yield from problems
+        return
     if config.num_attention_heads % config.num_key_value_heads:
-        errors.append(
-            Problem(
-                "--num-attention-heads",
-                f" {config.num_attention_heads} is not divisible by "
-                f"--num-key-value-heads {config.num_key_value_heads}: every key head serves as many query heads",
-            )
+        yield Problem(
+            "--num-attention-heads",
+            f" {config.num_attention_heads} is not divisible by "
+            f"--num-key-value-heads {config.num_key_value_heads}: every key head serves as many query heads",
         )
     if config.rope_scaling == "none" and config.rope_scaling_factor != 1.0:
-        errors.append(
-            Problem(
-                "--rope-scaling-factor",
-                f" {config.rope_scaling_factor} has no meaning with --rope-scaling none: "
-                "give --rope-scaling linear or llama3",
-            )
+        yield Problem(
+            "--rope-scaling-factor",
+            f" {config.rope_scaling_factor} has no meaning with --rope-scaling none: "
+            "give --rope-scaling linear or llama3",
         )
     if config.head_dim % 2:
-        errors.append(Problem("--head-dim", f" {config.head_dim} is odd: the rotary embedding needs pairs"))
+        yield Problem("--head-dim", f" {config.head_dim} is odd: the rotary embedding needs pairs")
     if config.rope_scaling == "llama3" and config.rope_high_freq_factor <= config.rope_low_freq_factor:
-        errors.append(
-            Problem(
-                "--rope-high-freq-factor",
-                f" {config.rope_high_freq_factor} must be above --rope-low-freq-factor {config.rope_low_freq_factor}",
-            )
+        yield Problem(
+            "--rope-high-freq-factor",
+            f" {config.rope_high_freq_factor} must be above --rope-low-freq-factor {config.rope_low_freq_factor}",
         )
     if any(not 0 <= layer < config.num_layers for layer in config.ladder_layers):
-        errors.append(
-            Problem("--ladder-layers", f" {list(config.ladder_layers)} has layers outside 0-{config.num_layers - 1}")
-        )
+        yield Problem("--ladder-layers", f" {list(config.ladder_layers)} has layers outside 0-{config.num_layers - 1}")
     if config.residual_mode not in WIRINGS:
-        errors.append(Problem("--residual-mode", f" {config.residual_mode} is not one of {', '.join(WIRINGS)}"))
+        yield Problem("--residual-mode", f" {config.residual_mode} is not one of {', '.join(WIRINGS)}")
     elif config.wiring.stream == "per rank":
         if config.desync_interval not in DESYNC_INTERVALS:
             possible = " or ".join(map(str, DESYNC_INTERVALS))
-            errors.append(Problem("--desync-interval", f" {config.desync_interval} is not {possible}"))
+            yield Problem("--desync-interval", f" {config.desync_interval} is not {possible}")
         if config.desync_tp is None or config.desync_tp < 2:
-            errors.append(
-                Problem(
-                    "--residual-mode",
-                    f" desync with --tensor-model-parallel-size {config.desync_tp}: there is nothing to "
-                    "desynchronise; use at least 2 ranks, or --residual-mode standard",
-                )
+            yield Problem(
+                "--residual-mode",
+                f" desync with --tensor-model-parallel-size {config.desync_tp}: there is nothing to "
+                "desynchronise; use at least 2 ranks, or --residual-mode standard",
             )
     if config.lanes and config.residual_mode in WIRINGS and not config.wiring.late:
-        errors.append(Problem("--lanes", f" {config.lanes} has no meaning with --residual-mode {config.residual_mode}"))
+        yield Problem("--lanes", f" {config.lanes} has no meaning with --residual-mode {config.residual_mode}")
     elif config.lanes:
-        errors += _division_errors(config, "lanes", config.lanes)
-    return errors
+        yield from _division_errors(config, "lanes", config.lanes)
 
 
 def tensor_parallel_errors(config: ModelConfig, tensor_parallel: int) -> list[str]:
     """Return one line for each reason why this many tensor-parallel ranks cannot compute the model."""
-    errors = _division_errors(config, "tensor_model_parallel_size", tensor_parallel)
+    errors: list[str] = [*_division_errors(config, "tensor_model_parallel_size", tensor_parallel)]
     if config.lanes % tensor_parallel:
         errors.append(
             Problem(
@@ -417,24 +404,19 @@ def _lane_errors(config: ModelConfig, tensor_parallel: int) -> list[str]:
     ]
 
 
-def _division_errors(config: ModelConfig, divisor: str, parts: int) -> list[str]:
-    """Return one line for each size that cannot be divided into this many parts."""
-    errors: list[str] = [
-        Problem(flag_name(name), f" {getattr(config, name)} is not divisible by {flag_name(divisor)} {parts}")
-        for name in ("num_attention_heads", "ffn_hidden_size")
-        if getattr(config, name) % parts
-    ]
+def _division_errors(config: ModelConfig, divisor: str, parts: int) -> Iterator[Problem]:
+    """Yield one line for each size that cannot be divided into this many parts."""
+    for name in ("num_attention_heads", "ffn_hidden_size"):
+        if getattr(config, name) % parts:
+            yield Problem(flag_name(name), f" {getattr(config, name)} is not divisible by {flag_name(divisor)} {parts}")
     kv_heads = config.num_key_value_heads
     # With as many of them as query heads, the error above is the cause.
     if kv_heads != config.num_attention_heads and kv_heads % parts and parts % kv_heads:
-        errors.append(
-            Problem(
-                "--num-key-value-heads",
-                f" {kv_heads} and {flag_name(divisor)} {parts}: one must divide the other (heads are "
-                "sharded or replicated)",
-            )
+        yield Problem(
+            "--num-key-value-heads",
+            f" {kv_heads} and {flag_name(divisor)} {parts}: one must divide the other (heads are "
+            "sharded or replicated)",
         )
-    return errors
 
 
 def local_lanes(config: ModelConfig, tensor_parallel: int) -> int:

@@ -2,16 +2,14 @@
 
 Ranks communicate through one TCP store, which needs no process group and shows which ranks have arrived:
 
-    every rank      writes its report, and its host with a digest of the report
-    rank 0          waits for all digests, and reads the reports only if two digests differ
-    rank 0          writes the verdict: the hosts of all ranks, or the errors
+    every rank      writes its report: its host, settings and errors
+    rank 0          waits for all reports, and writes the verdict: the hosts of all ranks, or the errors
     every rank      reads the verdict
 
-A start costs a few small messages per rank, and every rank ends with the same error messages.
+So every rank ends with the same error messages.
 """
 
 import contextlib
-import hashlib
 import itertools
 import json
 import os
@@ -36,7 +34,7 @@ WAITING = "waiting"
 """Board key: the numbers of ranks that started to wait, and the bitwise complements of those that stopped."""
 MOST_HOSTS = 8
 """Maximum number of hosts in a message."""
-REPORT, DIGEST, VERDICT, READ = "start/report", "start/digest", "start/verdict", "start/read"
+REPORT, VERDICT, READ = "start/report", "start/verdict", "start/read"
 """Keys of the store; all except the verdict are followed by a rank."""
 
 _USES: dict[tuple[str, str, int], Iterator[int]] = defaultdict(itertools.count)
@@ -167,20 +165,6 @@ class RankReport:
     settings: Mapping[str, Any]
     errors: Sequence[str] = ()
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> "RankReport":
-        fields = json.loads(text)
-        return RankReport(Host(**fields["host"]), fields["settings"], fields["errors"])
-
-    @property
-    def digest(self) -> str:
-        """A hash that is equal for ranks with the same settings and errors, on any host."""
-        content = json.dumps([self.settings, self.errors], sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()
-
 
 def open_store(rank: int, world_size: int, timeout: timedelta, use: str = "attempt") -> Store:
     """Connect to the store at MASTER_ADDR:MASTER_PORT, which rank 0 or torchrun serves.
@@ -217,8 +201,7 @@ def agree(store: Store, rank: int, world_size: int, report: RankReport, timeout:
             f"rank {rank} was started twice, the second time on {report.host}: give each host a different --node_rank, "
             "and all hosts the same hostfile"
         )
-    store.set(f"{REPORT}/{rank}", report.to_json())
-    store.set(f"{DIGEST}/{rank}", json.dumps([report.digest, asdict(report.host)]))
+    store.set(f"{REPORT}/{rank}", json.dumps(asdict(report)))
     if rank == 0:
         verdict = _judge(store, world_size, timeout)
     else:
@@ -226,8 +209,7 @@ def agree(store: Store, rank: int, world_size: int, report: RankReport, timeout:
         store.wait([VERDICT], timeout + timedelta(seconds=LINGER_SECONDS))
         verdict = json.loads(store.get(VERDICT))
     store.set(f"{READ}/{rank}", "")
-    # An error that all ranks have is in no verdict, but ends rank 0 too.
-    if rank == 0 and (verdict["missing"] or verdict["errors"] or report.errors):
+    if rank == 0 and (verdict["missing"] or verdict["errors"]):
         present = [f"{READ}/{other}" for other in range(world_size) if other not in verdict["missing"]]
         with contextlib.suppress(dist.DistError):
             store.wait(present, timedelta(seconds=LINGER_SECONDS))
@@ -246,18 +228,16 @@ def agree(store: Store, rank: int, world_size: int, report: RankReport, timeout:
 
 def _judge(store: Store, world_size: int, timeout: timedelta) -> dict[str, Any]:
     """Compare all reports and write the verdict; called by rank 0."""
-    digest_keys = [f"{DIGEST}/{rank}" for rank in range(world_size)]
+    keys = [f"{REPORT}/{rank}" for rank in range(world_size)]
     verdict: dict[str, Any] = {"missing": [], "errors": [], "hosts": []}
     try:
-        store.wait(digest_keys, timeout)
+        store.wait(keys, timeout)
     except dist.DistStoreError:
-        verdict["missing"] = [rank for rank, key in enumerate(digest_keys) if not store.check([key])]
+        verdict["missing"] = [rank for rank, key in enumerate(keys) if not store.check([key])]
     if not verdict["missing"]:
-        digests, hosts = zip(*map(json.loads, store.multi_get(digest_keys)), strict=True)
-        verdict["hosts"] = hosts
-        if len(set(digests)) > 1:
-            texts = store.multi_get([f"{REPORT}/{rank}" for rank in range(world_size)])
-            verdict["errors"] = _find_errors([RankReport.from_json(text.decode()) for text in texts])
+        found = [json.loads(text) for text in store.multi_get(keys)]
+        reports = [RankReport(Host(**one["host"]), one["settings"], one["errors"]) for one in found]
+        verdict |= {"hosts": [one["host"] for one in found], "errors": _find_errors(reports)}
     store.set(VERDICT, json.dumps(verdict))
     return verdict
 
@@ -273,7 +253,8 @@ def _find_errors(reports: Sequence[RankReport]) -> list[str]:
         ]
     lines = []
     for label in dict.fromkeys(label for report in reports for label in report.settings):
-        values = _group_ranks((json.dumps(report.settings.get(label)), rank) for rank, report in enumerate(reports))
+        texts = (json.dumps(report.settings.get(label), sort_keys=True) for report in reports)
+        values = _group_ranks((text, rank) for rank, text in enumerate(texts))
         if len(values) > 1:
             shown = " but ".join(f"{value} for {peers.describe(ranks)}" for value, ranks in values.items())
             lines.append(f"{label} differs: {shown}: start all processes with the same settings")

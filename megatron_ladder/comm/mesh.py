@@ -3,17 +3,20 @@
 Ranks are numbered as `arange(world).view(pipeline, data, tensor)`: neighbouring ranks, which a launcher puts on one
 machine, are tensor-parallel, the dimension that communicates most. The mesh is built once and passed on.
 
-Every group has a separate communicator; `nccl.py` describes the order of their collectives.
+Every group has a separate communicator. Collectives of several communicators must be issued in the same order on all
+ranks that share them; otherwise two ranks may each wait in a collective that the other has not started. The order is
+the same because the one thread that runs the model at that time (autograd's during backward) issues all of them in
+program order, and all ranks of a stage run the same program.
 """
 
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.comm.nccl import overlapped_group_options
 from megatron_ladder.comm.stream import ReplicatedStream, ShardedStream, StreamLayout
 
 
@@ -97,9 +100,7 @@ class ProcessMesh:
             """Create a process group from each row of `rows`, and return the one that contains this rank."""
             mine = alone
             for row in rows.tolist() if rows.shape[1] > 1 else ():
-                options = None
-                if name == "tensor":
-                    options = overlapped_group_options(dist.get_backend(), tp_comm_max_ctas, timeout)
+                options = _overlapped_group_options(tp_comm_max_ctas, timeout) if name == "tensor" else None
                 process_group = dist.new_group(row, timeout, pg_options=options, group_desc=name)
                 if rank in row:
                     mine = CommGroup(row, row.index(rank), process_group)
@@ -123,3 +124,21 @@ class ProcessMesh:
         sizes = f"tensor {self.tensor.size} x pipeline {self.pipeline.size} x data {self.data.size}"
         cut = ", the sequence cut over the tensor ranks" if self.stream.shards > 1 else ""
         return f"{self.world.size} process{'es' if self.world.size > 1 else ''}: {sizes}{cut}"
+
+
+def _overlapped_group_options(max_ctas: int, timeout: timedelta | None) -> Any:
+    """Return `pg_options` for a group whose collectives overlap with computation; None without NCCL.
+
+    On a high-priority stream, a reduce gets the next multiprocessors that become free, before the waiting blocks of a
+    product that was launched earlier. `max_ctas` bounds the multiprocessors of a collective, which the product that
+    hides it cannot use; 0 leaves it to NCCL. Each group needs a new object, because torch writes to it, and expects the
+    timeout here as well.
+    """
+    if dist.get_backend() != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if max_ctas:
+        options.config.max_ctas = max_ctas
+    if timeout is not None:
+        options._timeout = timeout
+    return options

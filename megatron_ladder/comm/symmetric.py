@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ladder.comm.agreement import raise_on_all_ranks
 from megatron_ladder.comm.group import CommGroup, Work
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import ErrorCollector, UserError
 
 AllReduceChoice = Literal["auto", "nccl", "symmetric"]
 HIGH_PRIORITY = -1
@@ -138,22 +139,21 @@ def check_peers(size: int, device: torch.device, dtype: torch.dtype) -> None:
 def select_all_reduce(choice: AllReduceChoice, group: CommGroup, device: torch.device, dtype: torch.dtype) -> CommGroup:
     """Return the group with the chosen implementation of its small sums; a collective call.
 
-    "auto" uses symmetric memory if every rank can. Raises UserError if "symmetric" is impossible.
+    "auto" uses symmetric memory if every rank can. Raises UserError on every rank if "symmetric" is impossible.
     """
     if choice == "nccl" or group.size == 1:
         return group
+    reasons = ErrorCollector()
+    with reasons.collect():
+        check_peers(group.size, device, dtype)
     hosts = group.broadcast_object(len(set(group.gather_objects(socket.gethostname()))))
-    if hosts > 1 and choice == "symmetric":
-        found = f"needs all ranks on one machine, found {hosts}"
-        raise UserError(f"--tp-all-reduce symmetric {found}: use --tp-all-reduce nccl")
     if hosts > 1:
+        needs = f"--tp-all-reduce symmetric needs all ranks on one machine, found {hosts}"
+        reasons.messages.append(f"{needs}: use --tp-all-reduce nccl")
+    try:
+        raise_on_all_ranks(group, reasons.messages)
+    except UserError:
+        if choice == "symmetric":
+            raise
         return group
-    if choice == "auto":
-        possible = torch.ones(1, device=device)
-        try:
-            check_peers(group.size, device, dtype)
-        except UserError:
-            possible.zero_()
-        if not group.all_reduce(possible, dist.ReduceOp.MIN).item():
-            return group
     return SymmetricMemoryGroup(group, device, dtype)

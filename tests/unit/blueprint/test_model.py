@@ -12,6 +12,7 @@ from megatron_ladder.blueprint.model import (
     resolve_model,
     tensor_parallel_errors,
 )
+from megatron_ladder.blueprint.wiring import WIRINGS
 from megatron_ladder.command_line import parse_command_line
 from megatron_ladder.errors import UserError
 
@@ -113,6 +114,13 @@ def test_the_flags_of_a_model_describe_it(changes: dict[str, object]) -> None:
     config, errors = resolve(**changes)  # type: ignore[arg-type]
     (flags,) = parse_command_line([ModelFlags], config.to_words(), "program", "")
     assert not errors and resolve_model(flags, 1000, 2048, 2, errors) == config and not errors
+
+
+def test_a_late_wiring_without_a_plain_one_remains_if_no_layer_reads_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    one_lane, _ = resolve(residual_mode="ladder-parallel", residual_staleness=2)
+    monkeypatch.delitem(WIRINGS, "parallel")
+    plain = replace(one_lane, lanes=1).canonical()
+    assert plain == replace(one_lane, ladder_layers=(), residual_staleness=1)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,8 @@ def messages(result: list[Host] | Exception) -> tuple[str, ...]:
 
 
 def test_ranks_with_equal_settings_know_all_hosts() -> None:
-    assert meet([RankReport(host, {"--lr": 0.1, "--save": None}) for host in HOSTS]) == [HOSTS] * 4
+    equal: list[dict[str, object]] = [{"--lr": 0.1, "x": {"a": 1, "b": 2}}, {"x": {"b": 2, "a": 1}, "--lr": 0.1}] * 2
+    assert meet([RankReport(host, settings) for host, settings in zip(HOSTS, equal, strict=True)]) == [HOSTS] * 4
 
 
 def test_every_difference_is_named_with_all_values_on_every_rank() -> None:
@@ -73,7 +74,7 @@ def test_all_ranks_raise_the_error_of_one() -> None:
 def test_rank_0_serves_its_store_until_all_ranks_have_read_the_verdict() -> None:
     """Otherwise torch prints the stack of each rank that still reads."""
     store, report = HashStore(), RankReport(HOSTS[0], {}, ["no data"])
-    store.set(f"{agreement.DIGEST}/1", json.dumps([report.digest, asdict(HOSTS[0])]))
+    store.set(f"{agreement.REPORT}/1", json.dumps(asdict(report)))
     serving = threading.Thread(target=agree, args=(store, 0, 2, report, SOON))
     serving.start()
     store.wait([f"{agreement.READ}/0"], SOON)

@@ -1,5 +1,6 @@
 """CUDA groups: NCCL options, hardware queues and shared memory, tested without a GPU."""
 
+import socket
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +11,8 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
 from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.launch import _explain_connections
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.comm.nccl import explain_connections, overlapped_group_options
 from megatron_ladder.comm.symmetric import (
     MOST_BYTES,
     AllReduceChoice,
@@ -40,20 +41,11 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "ProcessGroupNCCL", fake, raising=False)
 
 
-@pytest.mark.usefixtures("nccl")
-def test_overlapped_collectives_have_priority_and_a_limit() -> None:
-    minute = timedelta(minutes=1)
-    options = overlapped_group_options("nccl", 16, minute)
-    assert (options.is_high_priority_stream, options.config.max_ctas, options._timeout) == (True, 16, minute)
-    unbounded = overlapped_group_options("nccl", 0, None)
-    assert (unbounded.config.max_ctas, unbounded._timeout) == (None, None)
-    assert overlapped_group_options("gloo", 16, minute) is None
-
-
 @pytest.mark.parametrize("text", ["0", "33", "-1", "many", "", "1.0"])
-def test_invalid_numbers_of_queues(text: str) -> None:
+def test_invalid_numbers_of_queues(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", text)
     with pytest.raises(UserError, match="expected 1 to 32"):
-        explain_connections({"CUDA_DEVICE_MAX_CONNECTIONS": text})
+        _explain_connections()
 
 
 class Torch:
@@ -144,25 +136,25 @@ def test_one_shot_sums_need_peer_access(monkeypatch: pytest.MonkeyPatch) -> None
 def test_auto_uses_symmetric_memory_only_if_every_rank_can(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = Torch(monkeypatch)
     handle: Any = fake.group
-    group, others, hosts = CommGroup([0, 1], 0, handle), [1.0], ["a", "a"]
-    monkeypatch.setattr(CommGroup, "gather_objects", lambda self, value: hosts)
+    group, others = CommGroup([0, 1], 0, handle), {str: "a", list: list[str]()}
+    monkeypatch.setattr(socket, "gethostname", lambda: "a")
+    monkeypatch.setattr(CommGroup, "gather_objects", lambda self, value: [value, others[type(value)]])
     monkeypatch.setattr(CommGroup, "broadcast_object", lambda self, value: value)
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op, **_: tensor.clamp_(max=others[0]))
-    ones = torch.ones
-    monkeypatch.setattr(torch, "ones", lambda count, device: ones(count))
 
     def select(choice: AllReduceChoice, dtype: torch.dtype = torch.bfloat16) -> bool:
         return isinstance(select_all_reduce(choice, group, GPU, dtype), SymmetricMemoryGroup)
 
     assert select("auto") and select("symmetric") and not select("nccl")
     assert not select("auto", torch.float16)
-    hosts[1] = "b"
+    others[str] = "b"
     assert not select("auto"), "another rank is on another machine"
     with pytest.raises(UserError, match="needs all ranks on one machine"):
         select("symmetric")
-    hosts[1] = "a"
-    others[0] = 0.0
+    others |= {str: "a", list: ["GPU 1 cannot read"]}
     assert not select("auto"), "another rank cannot"
+    with pytest.raises(UserError, match="GPU 1 cannot read"):
+        select("symmetric")
+    others[list] = []
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: False)
     with pytest.raises(UserError, match="cannot read the memory"):
         select("symmetric")
@@ -171,7 +163,7 @@ def test_auto_uses_symmetric_memory_only_if_every_rank_can(monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("nccl")
-def test_only_tensor_parallel_groups_have_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_tensor_parallel_groups_have_priority_and_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[tuple[int, ...], Any]] = []
 
     def new_group(ranks: list[int], timeout: timedelta | None = None, pg_options: Any = None, **_: Any) -> object:
@@ -182,11 +174,21 @@ def test_only_tensor_parallel_groups_have_options(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(dist, "get_world_size", lambda: 8)
     monkeypatch.setattr(dist, "get_rank", lambda: 5)
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
-    mesh = ProcessMesh.build(2, 2, tp_comm_max_ctas=8)
+    minute = timedelta(minutes=1)
+    mesh = ProcessMesh.build(2, 2, timeout=minute, tp_comm_max_ctas=8)
     with_options = {ranks: options for ranks, options in made if options is not None}
     assert list(with_options) == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert len({id(options) for options in with_options.values()}) == 4, "torch writes to a group's options"
-    assert {options.config.max_ctas for options in with_options.values()} == {8}
+    for options in with_options.values():
+        assert (options.is_high_priority_stream, options.config.max_ctas, options._timeout) == (True, 8, minute)
     groups = [mesh.tensor, mesh.data, mesh.pipeline, mesh.model]
     assert [group.ranks for group in groups] == [(4, 5), (5, 7), (1, 5), (0, 1, 4, 5)]
     assert len({id(group.process_group) for group in groups}) == 4, "separate communicators"
+    made.clear()
+    ProcessMesh.build(2, 2)
+    (unbounded, *_) = (options for _, options in made if options is not None)
+    assert (unbounded.config.max_ctas, unbounded._timeout) == (None, None)
+    made.clear()
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    ProcessMesh.build(2, 2, timeout=minute, tp_comm_max_ctas=8)
+    assert made and not any(options for _, options in made)

@@ -72,7 +72,7 @@ def find_size(text: str) -> ModelConfig:
     if heads and hidden % heads:
         raise ValueError(f"hidden {hidden} is not divisible by {heads} heads")
     shape = _shape(layers, hidden, ffn, max(heads, 1), key_value_heads, vocabulary)
-    errors = model_errors(shape) if heads else ["--num-attention-heads 0: expected 1 or more"]
+    errors = [*model_errors(shape)] if heads else ["--num-attention-heads 0: expected 1 or more"]
     if errors:
         raise ValueError("; ".join(error.removeprefix("--") for error in errors))
     return shape

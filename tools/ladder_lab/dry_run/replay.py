@@ -8,7 +8,7 @@ neither operations nor sizes, so two ranks that differ hang or mix up their data
 2. Each rank waits at each of its collectives until all ranks of the communicator have arrived. If this order of
    launches comes to an end, so does every weaker one, in which collectives of several communicators overlap. If it
    stops, some ranks wait for each other in a circle. That is an error even where streams could hide it, because the
-   kernels of one collective may occupy the device that the other needs (`comm/nccl.py`).
+   kernels of one collective may occupy the device that the other needs (`comm/mesh.py`).
 """
 
 from collections import Counter, deque
