@@ -17,13 +17,11 @@ from torch import Tensor
 
 from ladder_lab.link.link import EmulatedLink, LinkSpec, LinkWork, NoCommGroup
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.errors import LostPeerError
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.stack import StackOptions
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import mesh_of, small_model
 
-FREE = LinkSpec(0.0, 0.0, serial=True)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
@@ -159,21 +157,3 @@ def test_a_model_computes_the_same_bits_over_a_link(gloo_pools: GlooPools) -> No
     for expected, got in zip(over_gloo, over_link, strict=True):
         assert len(got) > 10
         assert all(ours.equal(theirs) for ours, theirs in zip(got, expected, strict=True))
-
-
-def lost_peer() -> str:
-    """Return the error of a rank whose peer does not launch."""
-    with closing(EmulatedLink(everyone(), FREE, timeout_seconds=0.2)) as link:
-        link.all_reduce(torch.ones(3))
-        messages = ""
-        if dist.get_rank() == 0:
-            with pytest.raises(LostPeerError) as caught:
-                link.all_reduce(torch.ones(3))
-            messages = str(caught.value)
-        link.barrier()
-    return messages
-
-
-def test_a_lost_peer_is_named(gloo_pools: GlooPools) -> None:
-    expected = "ranks [1] have not launched all-reduce 2 of an emulated link within 0.2 s"
-    assert gloo_pools(2).run(lost_peer) == [expected, ""]

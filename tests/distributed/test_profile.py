@@ -108,14 +108,6 @@ def test_a_trace_names_sub_blocks_and_reduces_in_their_order(gloo_pools: GlooPoo
         ]
 
 
-def test_a_resumed_run_profiles_the_remaining_steps(gloo_pools: GlooPools, tmp_path: Path) -> None:
-    argv = arguments(tmp_path, mode="ladder", ranks="0")
-    gloo_pools(2).run(profiled_steps, argv, first_iteration=5)
-    assert list(tmp_path.iterdir()) == []
-    gloo_pools(2).run(profiled_steps, argv, first_iteration=4)
-    assert [path.name for path in tmp_path.iterdir()] == ["rank0-steps4-4.pt.trace.json.gz"]
-
-
 @pytest.mark.parametrize(
     ("wiring", "forward", "backward"),
     [

@@ -20,11 +20,12 @@ from ladder_lab.bench.sizes import find_size
 from ladder_lab.cost.machines import GPUS
 from megatron_ladder.blueprint.tensors import ModelFlops
 from megatron_ladder.errors import ExitCode
-from tests.chaos.runs import VOCABULARY, final_tensors, losses, write_tokens
+from tests.chaos.runs import VOCABULARY, final_tensors, losses
 from tests.gpu import on_ranks
 from tests.gpu.rank_checks import NOT_COMPILED, Decoded, compare_decoded, decoding_model
 from tests.gpu.runner import Machine, NotRun, check
 from tests.helpers.commands import REPOSITORY_ROOT, clean_environment, free_port, kill_tree
+from tests.helpers.tokens import write_tokens
 
 EXIT_SECONDS = 30.0
 """Time in which a program must end after its last work, and ranks after the loss of another one is detected."""
@@ -60,7 +61,7 @@ def training_flags(folder: Path) -> list[str]:
         f"--micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --lr-warmup-iters 2 --vocab-size {VOCABULARY} "
         "--log-interval 1 --eval-iters 0 --residual-mode ladder --bf16 --zero-stage 1"
     ).split()
-    return [*recipe, "--data-path", str(write_tokens(folder))]
+    return [*recipe, "--data-path", str(write_tokens(folder / "tokens", VOCABULARY))]
 
 
 @check("generate.py on several GPUs, compared with one; time to exit", gpus=(2, 8), seconds=180)

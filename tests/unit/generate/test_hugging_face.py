@@ -88,19 +88,6 @@ def test_weights_are_converted_to_the_requested_dtype(tmp_path: Path) -> None:
     assert greedy_here(open_model(tmp_path, None, None)) == expected
 
 
-def test_loading_matrix_by_matrix_equals_loading_at_once(tmp_path: Path) -> None:
-    """Including the vocabulary's padding, although larger matrices were read to the same memory before."""
-    save_model(tmp_path, intermediate_size=256)
-    stored = open_model(tmp_path, None, None)
-    at_once = LanguageModel(stored.config, ProcessMesh.single())
-    stored.fill(at_once)
-    loaded = dict(load_model(stored, ProcessMesh.single(), torch.float32, CPU, overlap=True).named_parameters())
-    for name, parameter in at_once.named_parameters():
-        assert torch.equal(loaded[name].to_dense() if loaded[name].is_mkldnn else loaded[name], parameter), name
-    assert len(loaded) == len(list(at_once.parameters()))
-    assert not loaded["lm_head.weight"].to_dense()[301:384].any()
-
-
 def test_the_paper_authors_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A Llama configuration with `ladder_layers`, the number of last layers that are ladder layers."""
     config = tiny_config(residual_mode="ladder", ladder_layers=(1, 2))
