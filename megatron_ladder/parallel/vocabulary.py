@@ -20,7 +20,7 @@ whose second part has the gradient W T (q - p) for z. The sums over the words ne
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -109,6 +109,14 @@ class VocabParallelMatrix(ParallelModule):
         logits = self.linear(self.layout.enter(hidden_states), self.weight, None)
         return logits if self.soft_cap is None else torch.tanh(logits / self.soft_cap) * self.soft_cap
 
+    def masked_logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        """[n, h] -> [n, padded V / t], outside autograd; padding columns are the lowest number."""
+        logits = x @ weight.t()
+        if self.soft_cap is not None:
+            logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
+        logits[:, self.valid :] = torch.finfo(logits.dtype).min
+        return logits
+
     def loss(self, hidden_states: Tensor, targets: Targets) -> Tensor:
         """Return the cross entropy of the stream and the extra losses of the targets: [1 + n], equal on every rank.
 
@@ -117,11 +125,11 @@ class VocabParallelMatrix(ParallelModule):
         gradient of the whole loss, so that runs with and without extra losses are comparable. If `targets.predicts`,
         return instead [2, s, b] fp64, without gradients: the loss of each label, and the word with the largest logit.
         """
-        x, labels, words = self.layout.enter(hidden_states), targets.labels, _Words.of(self)
+        x, labels = self.layout.enter(hidden_states), targets.labels
         if targets.predicts:
-            return _predictions(x.flatten(0, 1), self.weight, labels.flatten(), words).view(2, *labels.shape)
+            return _predictions(x.flatten(0, 1), self.weight, labels.flatten(), self).view(2, *labels.shape)
         wanted = (x.requires_grad, self.weight.requires_grad) if torch.is_grad_enabled() else (False, False)
-        return _ChunkedLoss.apply(x, self.weight, targets, words, wanted)
+        return _ChunkedLoss.apply(x, self.weight, targets, self, wanted)
 
 
 class VocabParallelEmbedding(VocabParallelMatrix):
@@ -143,27 +151,6 @@ class VocabParallelHead(VocabParallelMatrix):
         return self.logits(hidden_states) if targets is None else self.loss(hidden_states, targets)
 
 
-class _Words(NamedTuple):
-    """This rank's columns of the logits."""
-
-    start: int
-    valid: int
-    group: CommGroup
-    soft_cap: float | None
-
-    @staticmethod
-    def of(matrix: VocabParallelMatrix) -> "_Words":
-        return _Words(matrix.start, matrix.valid, matrix.group, matrix.soft_cap)
-
-    def logits(self, x: Tensor, weight: Tensor) -> Tensor:
-        """[n, h] -> [n, padded V / t]; padding columns are the lowest number."""
-        logits = x @ weight.t()
-        if self.soft_cap is not None:
-            logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
-        logits[:, self.valid :] = torch.finfo(logits.dtype).min
-        return logits
-
-
 class _Chunk:
     """The softmax of some tokens over this rank's words, and the gather of all ranks' maximum, sum and target logit."""
 
@@ -171,7 +158,7 @@ class _Chunk:
         self,
         logits: Tensor,
         labels: Tensor,
-        words: _Words,
+        words: VocabParallelMatrix,
         teacher_logits: Tensor | None = None,
         temperature: float = 1.0,
     ) -> None:
@@ -264,10 +251,10 @@ def _chunks(tokens: int) -> list[slice]:
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
-def _predictions(x: Tensor, weight: Tensor, labels: Tensor, words: _Words) -> Tensor:
+def _predictions(x: Tensor, weight: Tensor, labels: Tensor, words: VocabParallelMatrix) -> Tensor:
     result = x.new_empty(2, x.shape[0], dtype=torch.float64)
     for rows in _chunks(x.shape[0]):
-        logits = words.logits(x[rows].detach(), weight.detach())
+        logits = words.masked_logits(x[rows].detach(), weight.detach())
         result[1, rows] = _argmax(logits, words).double()
         result[0, rows] = _Chunk(logits, labels[rows], words).finish()[0].double()
     return result
@@ -276,7 +263,7 @@ def _predictions(x: Tensor, weight: Tensor, labels: Tensor, words: _Words) -> Te
 class _ChunkedLoss(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Targets, words: _Words, wanted: tuple[bool, bool]
+        ctx: Any, x: Tensor, weight: Tensor, targets: Targets, words: VocabParallelMatrix, wanted: tuple[bool, bool]
     ) -> Tensor:
         inputs, labels, shape = x.flatten(0, 1), targets.labels.flatten(), targets.labels.shape
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -292,7 +279,7 @@ class _ChunkedLoss(Function):
         def teacher_logits(rows: slice) -> Tensor | None:
             if soft is None or teacher_inputs is None:
                 return None
-            return _Words.of(soft.head).logits(teacher_inputs[rows], soft.head.weight)
+            return soft.head.masked_logits(teacher_inputs[rows], soft.head.weight)
 
         def multiply(gradient: Tensor, rows: slice) -> None:
             if for_input is not None:
@@ -303,7 +290,9 @@ class _ChunkedLoss(Function):
         temperature = 1.0 if soft is None else soft.temperature
         ready: tuple[Tensor, slice] | None = None
         for rows in _chunks(inputs.shape[0]):
-            chunk = _Chunk(words.logits(inputs[rows], weight), labels[rows], words, teacher_logits(rows), temperature)
+            chunk = _Chunk(
+                words.masked_logits(inputs[rows], weight), labels[rows], words, teacher_logits(rows), temperature
+            )
             if ready is not None:
                 multiply(*ready)
             loss, normalizer = chunk.finish()
@@ -356,7 +345,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-def _argmax(logits: Tensor, words: _Words) -> Tensor:
+def _argmax(logits: Tensor, words: VocabParallelMatrix) -> Tensor:
     """Return the word with the largest logit, the first of equal ones: [n, padded V / t] -> [n], equal on all ranks."""
     largest, columns = logits.max(-1)
     best = torch.stack((largest.double(), (columns + words.start).double()))
