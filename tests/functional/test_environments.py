@@ -12,7 +12,9 @@ GPU_MINUTES = 15
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["tests/wheel.sh", "tests/lm_eval.sh", "vllm_plugin/test.sh"])
+@pytest.mark.parametrize(
+    "script", ["tests/wheel.sh", "tests/lm_eval.sh", "tests/modeling_common.sh", "vllm_plugin/test.sh"]
+)
 def test_a_script_passes_in_its_environment(script: str) -> None:
     # Installers read their settings, such as a mirror, from the variables of the user.
     done = run_command(["bash", script], timeout=3600, env=os.environ)
