@@ -1,15 +1,11 @@
-import dataclasses
 import itertools
 import json
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_ladder.config.data import DataConfig
 from megatron_ladder.data.batches import BatchShape
 from megatron_ladder.data.reading.protocol import BadRecord
 from megatron_ladder.data.streaming import (
@@ -21,7 +17,6 @@ from megatron_ladder.data.streaming import (
     skipped_of,
 )
 from megatron_ladder.errors import UserError
-from megatron_ladder.flags import value_errors
 
 EOD, SEQ_LENGTH, STREAMS = 0, 7, 4
 
@@ -195,18 +190,3 @@ def test_ids_outside_of_the_vocabulary() -> None:
     reader = StreamReader(plan_of(), encode, BatchShape(SEQ_LENGTH, 8, 1), 0, 0, {}, 10)
     with pytest.raises(UserError, match="--tokenizer-model: gives token id .*, the model has ids 0 to 9"):
         reader.read()
-
-
-def test_flags_that_streaming_excludes() -> None:
-    assert value_errors([DataConfig()]) == []
-    right = DataConfig(streaming=("a.jsonl",), tokenizer_type="ByteTokenizer")
-    assert value_errors([right]) == []
-    for changes, printed in (
-        ({"streaming": (), "streaming_key": "a"}, "--streaming-key a requires --streaming"),
-        ({"data_path": (Path("a"),)}, "--streaming and --data-path exclude each other"),
-        ({"megatron_order": True}, "--streaming and --megatron-order exclude each other"),
-        ({"loss_on": "assistant"}, "--streaming and --loss-on assistant exclude each other"),
-    ):
-        data = dataclasses.replace(right, **changes)
-        (line,) = value_errors([data])
-        assert re.search(printed, line)
