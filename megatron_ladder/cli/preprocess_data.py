@@ -28,6 +28,8 @@ class PreprocessConfig:
     are token ids. No type adds a bos token."""
     tokenizer_model: Path | None = None
     """SentencePiece .model file; tokenizer.json or its directory."""
+    eod_token: str | None = None
+    """End-of-document token of a tokenizer.json, if the files next to it name none or another."""
     vocab_size: int | None = None
     """Number of token ids of NullTokenizer, without the end-of-document token."""
     json_keys: tuple[str, ...] = ("text",)
@@ -83,7 +85,7 @@ def main(argv: Sequence[str]) -> None:
     from megatron_ladder.data.reading.protocol import Reading
     from megatron_ladder.data.tokenizers import load_tokenizer
 
-    tokenizer = load_tokenizer(config.tokenizer_type, config.tokenizer_model, config.vocab_size)
+    tokenizer = load_tokenizer(config.tokenizer_type, config.tokenizer_model, config.vocab_size, config.eod_token)
     reading = Reading(
         config.chat_keys if config.chat else config.json_keys,
         texts_only=not config.chat,

@@ -48,6 +48,8 @@ class DataConfig:
     token ids."""
     tokenizer_model: Path | None = None
     """File or directory of the tokenizer. It determines the vocabulary, and every checkpoint contains a copy."""
+    eod_token: str | None = flag(None, requires="--tokenizer-model")
+    """End-of-document token of a tokenizer.json, if the files next to it name none or another."""
     reset_position_ids: bool = False
     """Restart rotary positions at 0 after each end-of-document token."""
     reset_attention_mask: bool = False

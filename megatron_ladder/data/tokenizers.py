@@ -232,8 +232,11 @@ class HuggingFaceTokenizer(Tokenizer):
     _COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json")
     """Files next to tokenizer.json that may name the end-of-sequence token."""
 
-    def __init__(self, model: Path) -> None:
-        """Raises UserError if the file is missing, is not a tokenizer.json, or has no end-of-document token."""
+    def __init__(self, model: Path, eod_token: str | None = None) -> None:
+        """Raises UserError if the file is missing, is not a tokenizer.json, or has no end-of-document token.
+
+        `eod_token` becomes the `eos_token` of the copies of its files.
+        """
         path, content = model / "tokenizer.json", None
         if model.suffix != ".json":
             content = read_if_exists(path)
@@ -246,6 +249,9 @@ class HuggingFaceTokenizer(Tokenizer):
             raise UserError(f"--tokenizer-model {path}: not a tokenizer.json ({error})") from None
         companions = [path.with_name(name) for name in (*self._COMPANIONS, "chat_template.jinja")]
         found = {file: read_if_exists(file) for file in companions}
+        if eod_token is not None:
+            settings = parse_json_object(companions[0], found[companions[0]] or b"{}")
+            found[companions[0]] = (json.dumps(settings | {"eos_token": eod_token}, indent=2) + "\n").encode()
         contents = {path: content} | {file: text for file, text in found.items() if text is not None}
         self.files, self.contents = tuple(contents), tuple(contents.values())
         self.sha256 = hashlib.sha256(content).hexdigest()
@@ -257,10 +263,16 @@ class HuggingFaceTokenizer(Tokenizer):
         vocabulary = library.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise UserError(f"--tokenizer-model {path}: has an empty vocabulary")
+        if eod_token is not None and eod_token not in vocabulary:
+            raise UserError(f"--eod-token {eod_token}: is not in the vocabulary of {path}")
         self.vocab_size = max(vocabulary.values()) + 1
         beginnings = [token for _, token in self._named("bos_token") if isinstance(token, str) and token in vocabulary]
         self.bos_id = vocabulary[beginnings[0]] if beginnings else None
         self.eod_id = self._find_eod(vocabulary)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        load, arguments = super().__reduce__()
+        return load, (*arguments, self.named_tokens()["eos_token"])
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
@@ -289,8 +301,8 @@ class HuggingFaceTokenizer(Tokenizer):
                 return vocabulary[token]
         raise UserError(
             f"--tokenizer-model {self.files[0]}: the end-of-document token is unknown (none of "
-            f"{' '.join(_COMMON_END_TOKENS)} is in the vocabulary): name it as eos_token in "
-            f"{self.files[0].with_name(self._COMPANIONS[0])}"
+            f"{' '.join(_COMMON_END_TOKENS)} is in the vocabulary): give --eod-token, or name it as "
+            f"eos_token in {self.files[0].with_name(self._COMPANIONS[0])}"
         )
 
     def encode(self, text: str) -> list[int]:
@@ -328,7 +340,10 @@ WITHOUT_FILES = (ByteTokenizer.kind, NullTokenizer.kind)
 
 
 def load_tokenizer(
-    tokenizer_type: str, tokenizer_model: Path | None = None, vocab_size: int | None = None
+    tokenizer_type: str,
+    tokenizer_model: Path | None = None,
+    vocab_size: int | None = None,
+    eod_token: str | None = None,
 ) -> Tokenizer:
     """Load the tokenizer that the flags select; `vocab_size` is that of NullTokenizer.
 
@@ -338,6 +353,8 @@ def load_tokenizer(
     if tokenizer_type not in known:
         raise UserError(f"--tokenizer-type {tokenizer_type}: expected one of {', '.join(known)}")
     kind = _SYNONYMS.get(tokenizer_type, tokenizer_type)
+    if eod_token is not None and kind != HuggingFaceTokenizer.kind:
+        raise UserError(f"--eod-token {eod_token}: {kind} has its own end-of-document token: leave it out")
     if kind == ByteTokenizer.kind:
         return ByteTokenizer()
     if kind == NullTokenizer.kind:
@@ -346,14 +363,17 @@ def load_tokenizer(
         return NullTokenizer(vocab_size)
     if tokenizer_model is None:
         raise UserError(f"--tokenizer-type {tokenizer_type} needs --tokenizer-model")
-    own = SentencePieceTokenizer if kind == SentencePieceTokenizer.kind else HuggingFaceTokenizer
-    return own(tokenizer_model)
+    if kind == SentencePieceTokenizer.kind:
+        return SentencePieceTokenizer(tokenizer_model)
+    return HuggingFaceTokenizer(tokenizer_model, eod_token)
 
 
 @functools.cache
-def _load_unchanged(sha256: str, kind: str, model: Path | None, vocab_size: int) -> Tokenizer:
+def _load_unchanged(
+    sha256: str, kind: str, model: Path | None, vocab_size: int, eod_token: str | None = None
+) -> Tokenizer:
     """Load a tokenizer in a worker; raises UserError if it differs from the one that other processes use."""
-    tokenizer = load_tokenizer(kind, model, vocab_size)
+    tokenizer = load_tokenizer(kind, model, vocab_size, eod_token)
     if tokenizer.sha256 != sha256:
         raise UserError(f"--tokenizer-model {model}: changed while it was used: start again")
     return tokenizer

@@ -224,7 +224,7 @@ def _load_vocabulary(flags: RunFlags, checkpoint: Checkpoint | None) -> tuple[To
     tokenizer: Tokenizer | None = None
     if data.tokenizer_type is not None:
         size = stored - 1 if vocab_size is None and stored is not None else vocab_size
-        tokenizer = load_tokenizer(data.tokenizer_type, data.tokenizer_model, size)
+        tokenizer = load_tokenizer(data.tokenizer_type, data.tokenizer_model, size, data.eod_token)
     elif vocab_size is None and checkpoint is not None and DESCRIPTION_FILE in checkpoint.file_names:
         tokenizer = load_tokenizer_from_directory(checkpoint.directory)
     elif vocab_size is None and stored is None:

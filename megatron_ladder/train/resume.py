@@ -53,6 +53,7 @@ _NOT_TAKEN = (
     "config",
     "tokenizer_type",
     "tokenizer_model",
+    "eod_token",
     "allow_data_change",
     "exit_interval",
     "exit_duration_in_mins",

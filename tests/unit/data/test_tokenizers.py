@@ -1,4 +1,5 @@
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,16 @@ def test_the_end_of_sequence_token_is_found(hugging_face_directory: Path, tmp_pa
     alone.write_text(json.dumps(content))
     with pytest.raises(UserError, match="the end-of-document token is unknown"):
         HuggingFaceTokenizer(alone)
+    named = HuggingFaceTokenizer(alone, "el")
+    copy_tokenizer(named, tmp_path / "copy")
+    assert named.eod_id == library.token_to_id("el")
+    assert (
+        load_tokenizer_from_directory(tmp_path / "copy").eod_id
+        == pickle.loads(pickle.dumps(named)).eod_id
+        == named.eod_id
+    )
+    with pytest.raises(UserError, match="--eod-token <nowhere>: is not in the vocabulary of "):
+        HuggingFaceTokenizer(alone, "<nowhere>")
     (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "el"}')
     assert HuggingFaceTokenizer(alone).eod_id == library.token_to_id("el")
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<nowhere>"}')
