@@ -170,7 +170,8 @@ class ValueType:
                 raise ValueError(f"{word!r} has a character that no path or text can have")
             return self.scalar(word)
         try:
-            number = int(word.replace("_", "")) if self.scalar is int else float(word)
+            # Python, like YAML 1.1, reads 1_0 as 10.
+            number = self.scalar(word.replace("_", "?"))
         except ValueError:
             raise ValueError(f"{word!r} is not a {'whole ' if self.scalar is int else ''}number") from None
         if isinstance(number, float) and not math.isfinite(number):
