@@ -2,6 +2,8 @@
 
 import os
 import re
+import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -14,6 +16,7 @@ import yaml
 from megatron_ladder.command_line import parse_command_line
 from megatron_ladder.config.run import SECTIONS
 from tests.helpers.commands import REPOSITORY_ROOT, clean_environment, free_port, kill_tree, tracked_files
+from tests.helpers.hosts import Host, two_hosts, why_no_hosts
 from tests.helpers.patience import patient
 from tests.helpers.tokens import write_tokens
 
@@ -23,9 +26,13 @@ RECIPE = (
     "--seq-length 16 --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --lr-warmup-iters 2 "
     f"--vocab-size {VOCABULARY} --split 1 --log-interval 1 --eval-iters 0 --residual-mode ladder"
 ).split()
+ACROSS = {"data": [], "pipeline": ["--pipeline-model-parallel-size", "2"]}
+"""Groups that communicate between two hosts with two ranks each: flags by the name of the group."""
 FOREVER = ["--train-iters", "1000000"]
 START = 240
 """Time limit for launchers and processes to start, also on a busy machine."""
+
+needs_hosts = pytest.mark.skipif(why_no_hosts() is not None, reason=why_no_hosts() or "")
 
 
 @pytest.fixture
@@ -82,6 +89,39 @@ def running(*commands: Command) -> Iterator[None]:
             kill_tree(command.process)
 
 
+def start_on(hosts: Sequence[Host], flags: Sequence[str | Path], folder: Path) -> list[Command]:
+    """`deepspeed --no_ssh` on each host, two ranks on each."""
+    hostfile = folder / "hostfile"
+    hostfile.write_text("".join(f"{host.name} slots=2\n" for host in hosts))
+    port = free_port()
+    return [
+        Command(
+            host.enter(
+                [
+                    "deepspeed",
+                    "--hostfile",
+                    hostfile,
+                    "--no_ssh",
+                    "--node_rank",
+                    str(number),
+                    "--master_addr",
+                    hosts[0].address,
+                    "--master_port",
+                    str(port),
+                    "pretrain_ladder.py",
+                    *RECIPE,
+                    "--tensor-model-parallel-size",
+                    "2",
+                    *flags,
+                ]
+            ),
+            folder,
+            host.name,
+        )
+        for number, host in enumerate(hosts)
+    ]
+
+
 def start_ranks(flags_of_ranks: Sequence[Sequence[str | Path]], folder: Path) -> list[Command]:
     """Start one process per rank on this machine, without a launcher that ends all ranks when one ends."""
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(len(flags_of_ranks))}
@@ -98,6 +138,90 @@ def start_ranks(flags_of_ranks: Sequence[Sequence[str | Path]], folder: Path) ->
     ]
 
 
+def losses(output: str) -> list[float]:
+    return [float(value) for value in re.findall(r"lm loss (\S+)", output)]
+
+
+@needs_hosts
+@pytest.mark.slow
+@pytest.mark.parametrize("across", ACROSS)
+def test_two_hosts_train_like_one_process(tokens: Path, tmp_path: Path, across: str) -> None:
+    flags = ["--data-path", tokens, "--train-iters", "5"]
+    alone = Command(["python", "pretrain_ladder.py", *RECIPE, *flags], tmp_path, "alone")
+    with running(alone):
+        assert alone.wait(START) == 0, alone.stderr
+    with two_hosts() as hosts:
+        commands = start_on(hosts, [*flags, *ACROSS[across]], tmp_path)
+        with running(*commands):
+            codes = [command.wait(START) for command in commands]
+    first, second = commands
+    assert codes == [0, 0], first.stdout + first.stderr + second.stdout + second.stderr
+    assert f"{across} 2" in first.stdout and "tensor 2" in first.stdout
+    # The log has four decimals.
+    assert losses(first.stdout) == pytest.approx(losses(alone.stdout), abs=1.1e-4)
+    assert len(losses(first.stdout)) == 5 and losses(second.stdout) == []
+
+
+@needs_hosts
+@pytest.mark.slow
+@pytest.mark.parametrize("across", ACROSS)
+def test_a_lost_host_is_named(tokens: Path, tmp_path: Path, across: str) -> None:
+    """Its network is disconnected first, so that the other host receives no sign that its processes ended."""
+    timeout = 6
+    flags = ["--data-path", tokens, *FOREVER, "--distributed-timeout-seconds-after-first-step", str(timeout)]
+    with two_hosts() as hosts:
+        commands = start_on(hosts, [*flags, *ACROSS[across]], tmp_path)
+        with running(*commands):
+            commands[0].wait_for("iteration       3/", START)
+            hosts[1].unplug()
+            hosts[1].kill()
+            began = time.monotonic()
+            # The launcher looks once a second, and the ranks give each other 5 s to speak.
+            assert commands[0].wait(timeout + 60) == 4, commands[0].stderr
+            assert timeout - 1 < time.monotonic() - began
+    report = [line for line in commands[0].stderr.splitlines() if "LostPeerError" in line]
+    # Whatever collective it hangs in, nobody of the first host is suspected.
+    named = r"error: rank [01]: LostPeerError: (one of )?ranks? [-23]+ on node-b \(10.77.0.2\) is gone"
+    assert report and all(re.search(named, line) for line in report), commands[0].stderr
+    waits = {"data": "in group 'data'", "pipeline": "exchanges a message with rank"}
+    assert waits[across] in commands[0].stderr
+
+
+def test_a_stopped_rank_is_reported_with_stacks(tokens: Path, tmp_path: Path) -> None:
+    flags = ["--data-path", tokens, *FOREVER, "--tensor-model-parallel-size", "2"]
+    flags += ["--distributed-timeout-seconds-after-first-step", f"{patient(3):g}"]
+    first, second = start_ranks([flags, flags], tmp_path)
+    with running(first, second):
+        first.wait_for("iteration       3/", START)
+        second.process.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        assert first.wait(60) == 4, first.stderr
+        assert time.monotonic() - began > 2
+    report = first.stderr
+    assert re.search(r"\*\*\* rank 0 on \S+ \(127.0.0.1\): no progress for \d+ s", report)
+    # Wherever in a step the other one was stopped.
+    collective = r"(all_reduce|all_gather|broadcast) \d+ in group '\w+' of ranks 0-1, \w+\[.*\]; with rank 1 on"
+    assert re.search(f"not finished: {collective}", report)
+    # The thread that waits, from the program's first line to the handle.
+    stacks = report[report.index("***") : report.index("*** end of the stacks of rank 0")]
+    assert "in train_step" in stacks and "in pretrain" in stacks and "hang watch" not in stacks
+    assert re.search(r"error: rank 0: LostPeerError: rank 1 on \S+ \(127.0.0.1\) is gone or does not answer", report)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_named(tokens: Path, tmp_path: Path) -> None:
+    """The error comes long before the timeout, because its connections close."""
+    flags = ["--data-path", tokens, *FOREVER]
+    first, second = start_ranks([flags, flags], tmp_path)
+    with running(first, second):
+        first.wait_for("iteration       3/", START)
+        second.process.send_signal(signal.SIGKILL)
+        assert first.wait(60) == 4, first.stderr
+    assert "error: rank 0: LostPeerError: rank 1 on " in first.stderr
+    # The step's gradients or its log line: which of them waits is up to the moment.
+    assert re.search(r"in group '(data|world)' of ranks 0-1", first.stderr)
+
+
 def test_ranks_with_different_settings_do_not_start(tokens: Path, tmp_path: Path) -> None:
     common = ["--data-path", tokens, "--train-iters", "3"]
     others = ["--lr", "2e-2", "--seed", "7", "--tensor-model-parallel-size", "2"]
@@ -110,6 +234,32 @@ def test_ranks_with_different_settings_do_not_start(tokens: Path, tmp_path: Path
         assert flags == ["--seed", "--lr", "--tensor-model-parallel-size"], command.stderr
         assert re.search(r"--lr differs: 0.01 for rank 0 on \S+ \(127.0.0.1\) but 0.02 for rank 1 on", errors[1])
     assert all("Traceback" not in command.stderr for command in commands)
+
+
+def test_an_error_on_one_host_ends_the_others_immediately(tokens: Path, tmp_path: Path) -> None:
+    """Here its data is missing. The first rank is on the other host."""
+    good, bad = ["--data-path", tokens, "--train-iters", "3"], ["--data-path", tmp_path / "no", "--train-iters", "3"]
+    commands = start_ranks([good, bad], tmp_path)
+    with running(*commands):
+        assert [command.wait(START) for command in commands] == [2, 2]
+    first, second = (command.stderr for command in commands)
+    assert re.search(r"error: rank 1 on \S+ \(127.0.0.1\): --data-path \S+no", first), first
+    assert re.search(r"error: --data-path \S+no", second) and "rank 1" not in second
+
+
+def test_an_error_of_one_rank_ends_all_with_its_message(tmp_path: Path) -> None:
+    """Only data-parallel rank 1 reads the sample with an id that the vocabulary lacks."""
+    document = np.ones(16 * 64 + 1, dtype=np.int64)
+    document[16 * 40 :] = VOCABULARY + 5
+    writer = IndexedDatasetWriter(tmp_path / "tokens", np.dtype(np.uint16))
+    writer.add_document(document)
+    writer.publish()
+    flags = ["--data-path", tmp_path / "tokens", "--train-iters", "64", "--micro-batch-size", "1"]
+    commands = start_ranks([flags, flags], tmp_path)
+    with running(*commands):
+        assert [command.wait(START) for command in commands] == [4, 2]
+    assert "LostPeerError: rank 1 on" in commands[0].stderr
+    assert f"holds token id {VOCABULARY + 5}" in commands[1].stderr and "--tokenizer-model" in commands[1].stderr
 
 
 class Stubs:
@@ -146,6 +296,51 @@ class Stubs:
 @pytest.fixture
 def stubs(tmp_path: Path) -> Stubs:
     return Stubs(tmp_path)
+
+
+def test_the_multi_host_script_starts_all_hosts_over_ssh(stubs: Stubs) -> None:
+    missing = stubs.run("multi_node.sh")
+    assert missing.returncode == 2 and "no pdsh on the PATH" in missing.stderr
+    stubs.add("pdsh", "exit 1")
+    done = stubs.run("multi_node.sh", "--train-iters", "7")
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.split("\n")
+    assert words[0] == "--hostfile" and words[2:6] == ["--master_addr", "node-1", "--master_port", "29500"]
+    assert "--no_ssh" not in words and words[6] == "pretrain_ladder.py"
+    after = words[words.index("hostfile:") :]
+    assert after[:3] == ["hostfile:", "node-1 slots=8", "node-2 slots=8"]
+    assert words[words.index("hostfile:") - 2 :][:2] == ["--train-iters", "7"]
+
+
+def test_the_multi_host_script_starts_one_host(stubs: Stubs) -> None:
+    (stubs.folder / ".deepspeed_env").write_text("LADDER_TEST=two words\n")
+    done = stubs.run("multi_node.sh", "--hosts", "a b c", "--gpus-per-host", "2", "--node-rank", "2")
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.split("\n")
+    assert words[2:9] == ["--master_addr", "a", "--master_port", "29500", "--no_ssh", "--node_rank", "2"]
+    assert words[-6:] == ["hostfile:", "a slots=2", "b slots=2", "c slots=2", "variable=two words", ""]
+    for rank in ("3", "b"):
+        wrong = stubs.run("multi_node.sh", "--hosts", "a b c", "--node-rank", rank)
+        assert wrong.returncode == 2 and f"--node-rank {rank}: expected 0 to 2" in wrong.stderr
+    (stubs.folder / "repository" / ".deepspeed_env").write_text("A=1\n# why\n")
+    stumbling = stubs.run("multi_node.sh", "--node-rank", "0")
+    assert stumbling.returncode == 2 and ".deepspeed_env: found '# why', expected NAME=VALUE" in stumbling.stderr
+
+
+@pytest.mark.slow
+def test_variables_are_passed_over_ssh(stubs: Stubs) -> None:
+    """The real launcher; a replacement of pdsh records the command that would run on the hosts."""
+    deepspeed = shutil.which("deepspeed", path=clean_environment()["PATH"])
+    stubs.add("deepspeed", f'exec "{deepspeed}" "$@"')
+    stubs.add("ssh", 'echo "$@" >&2')
+    stubs.add("pdsh", 'printf "%s\\n" "$@"')
+    (stubs.folder / "repository" / ".deepspeed_env").write_text("LADDER_TEST=seven\n")
+    done = stubs.run("multi_node.sh", "--hosts", "a b", "--train-iters", "7", DS_ACCELERATOR="cpu")
+    assert done.returncode == 0, done.stderr
+    words = done.stdout[done.stdout.index("\n-S\n") :].split()
+    assert words[words.index("-w") + 1] == "a,b" and words[-2:] == ["--train-iters", "7"]
+    assert "export LADDER_TEST=seven;" in done.stdout
+    assert {"deepspeed.launcher.launch", "--node_rank=%n", "--master_addr=a", "pretrain_ladder.py"} <= {*words}
 
 
 def test_a_slurm_job_starts_every_node(stubs: Stubs) -> None:

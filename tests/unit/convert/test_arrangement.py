@@ -10,9 +10,13 @@ from torch import Tensor
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.convert import arrangement
 from megatron_ladder.convert.options import ArrangeOptions
+from megatron_ladder.data.batches import MicroBatch
 from megatron_ladder.errors import UserError
+from megatron_ladder.model.language_model import LanguageModel
+from tests.helpers.sharded import fill_slices
 from tests.reference import ReferenceConfig, make_weights, reference_logits
 from tests.unit.convert.saved_models import convert, small_config, write_cut_checkpoint
 from tests.unit.convert.test_sensitivity import write_tokens
@@ -134,3 +138,40 @@ def test_errors_name_the_flag(changes: dict[str, Any], words: dict[str, Any], me
     options = ArrangeOptions(load=Path("run"), save=Path("new"), data=Path("data"), **words)
     with pytest.raises(UserError, match=f"^{message}"):
         arrangement._arranged_model(tiny_config(**changes), options)
+
+
+@torch.inference_mode()
+def test_effects_are_those_of_the_formula(tmp_path: Path) -> None:
+    """Effects of each neuron of layer 0 on the attention of layer 1, from activations, one unit at a time."""
+    config = tiny_config(num_key_value_heads=4, num_layers=2)
+    weights = make_weights(ReferenceConfig.like(config), 3)
+    model = LanguageModel(config, ProcessMesh.single())
+    fill_slices(model, weights)
+    recorded: dict[str, Tensor] = {}
+    steps = model.stack.sub_blocks()
+    hooks = [
+        steps[1].body.down_proj.register_forward_pre_hook(  # type: ignore[attr-defined]
+            lambda _, args: recorded.__setitem__("neurons", args[0].flatten(0, 1))
+        ),
+        steps[2].norm.register_forward_hook(
+            lambda _, args, result: recorded.__setitem__("stream", result[0].flatten(0, 1))
+        ),
+    ]
+    rows = torch.arange(64).view(4, 16)
+    batches = [MicroBatch(rows, rows)]
+    options = ArrangeOptions(load=tmp_path, save=tmp_path, data=tmp_path, lanes=2, residual_mode="ladder")
+    branches = arrangement._measure(model, arrangement._arranged_model(config, options), batches)
+    for hook in hooks:
+        hook.remove()
+    g = weights["layers.1.attention_norm.weight"]
+    into = torch.cat([weights[f"layers.1.attention.{which}_proj.weight"] for which in "qkv"])
+    inverse = 1 / recorded["stream"].pow(2).mean(-1)
+    # Both attention's lanes together.
+    found = branches[1].effects_on(2).sum(1)
+    for unit in (0, 7, 47):
+        written = recorded["neurons"][:, unit, None] * weights["layers.0.mlp.down_proj.weight"][:, unit]
+        read = (written * g) @ into.t()
+        expected = read.pow(2).sum() * inverse.sum()
+        torch.testing.assert_close(found[unit], expected, rtol=1e-4, atol=0)
+    # And from the other side: the sum over all neurons of the effects on the heads is the same.
+    torch.testing.assert_close(branches[2].effects_of(2).sum(), found.sum(), rtol=1e-4, atol=0)

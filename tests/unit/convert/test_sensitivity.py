@@ -16,6 +16,7 @@ from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.convert.options import SensitivityOptions
 from megatron_ladder.convert.sensitivity import read_batches
 from megatron_ladder.data.indexed import IndexedDatasetWriter, loss_mask_path
+from megatron_ladder.data.sidecar import Sidecar, write_sidecar
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.loading import open_model
 from tests.reference import make_weights, reference_logits
@@ -166,3 +167,42 @@ def test_data_that_cannot_be_measured_is_an_error(
     write_checkpoint(tmp_path / "run", tiny_config(), reference_of(tiny_config())[0])
     with pytest.raises(UserError, match=message):
         read_batches(SensitivityOptions(**given), open_model(tmp_path / "run", None, None))
+
+
+def test_conversations_are_measured_as_training_reads_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Compare with each conversation run alone; only the labels that the mask marks count."""
+    config = tiny_config(num_layers=LAYERS)
+    weights, reference = reference_of(config)
+    write_checkpoint(tmp_path / "run", config, weights)
+    generator = np.random.default_rng(1)
+    lengths = [5, 11, 3, 9, 8, 12, 4, 7]
+    conversations = [generator.integers(0, 67, length) for length in lengths]
+    marks = [generator.integers(0, 2, length) for length in lengths]
+    with IndexedDatasetWriter(tmp_path / "chat", np.dtype("<u2")) as writer:
+        for tokens in conversations:
+            writer.add_document(tokens.astype("<u2"))
+        writer.publish()
+    loss_mask_path(tmp_path / "chat").write_bytes(bytes(np.concatenate(marks).astype(np.uint8)))
+    total = sum(lengths)
+    write_sidecar(
+        tmp_path / "chat", Sidecar("NullTokenizer", "ab", 67, 1, False, 66, len(lengths), total, conversations=True)
+    )
+    words = ("--seq-length", 12, "--reset-position-ids", "--reset-attention-mask", "--output", tmp_path / "out.json")
+    convert("sensitivity", "--load", tmp_path / "run", "--data", tmp_path / "chat", *words)
+    found = json.loads((tmp_path / "out.json").read_text())
+
+    def loss(late: Iterable[int]) -> float:
+        changed = replace(reference, residual_mode="ladder", ladder_layers=tuple(late))
+        losses = []
+        for tokens, marked in zip(map(torch.from_numpy, conversations), marks, strict=True):
+            each = F.cross_entropy(
+                reference_logits(weights, changed, tokens[None, :-1])[0], tokens[1:], reduction="none"
+            )
+            losses += each[torch.from_numpy(marked[1:]) == 1].tolist()
+        assert found["tokens"] == len(losses)
+        return statistics.fmean(losses)
+
+    assert found["loss"] == pytest.approx(loss(()), abs=1e-5)
+    for layer, (increase, _) in enumerate(found["layers"]):
+        assert increase == pytest.approx(loss([layer]) - loss(()), abs=1e-5)
+    assert "layers were chosen by less than one standard error" in capsys.readouterr().out
