@@ -6,7 +6,6 @@ values; their names and meaning are Megatron's. Only --train-iters may change fr
 still ends where it did. Other changes of what is learned are reported.
 """
 
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,13 +20,13 @@ from megatron_ladder.checkpoint.publish import (
     published_checkpoints,
     read_latest,
 )
-from megatron_ladder.config.data import CheckpointConfig, DataConfig
+from megatron_ladder.config.data import CheckpointConfig
 from megatron_ladder.config.file import CONFIG_NAME
-from megatron_ladder.config.run import RunConfig, RunFlags
+from megatron_ladder.config.run import SECTION_TYPES, RunConfig, RunFlags
 from megatron_ladder.config.training import OptimizerConfig
 from megatron_ladder.data.identity import data_changes
-from megatron_ladder.errors import ErrorCollector, Problem, UserError
-from megatron_ladder.flags import flag_name, to_plain
+from megatron_ladder.errors import ErrorCollector, Problem, UserError, raise_user_errors
+from megatron_ladder.flags import flag_name, limit_problems, section_flags, to_plain
 from megatron_ladder.train.record import RECORD_NAME
 
 _FREE_TO_CHANGE = ("init_method_std", "max_position_embeddings")
@@ -47,21 +46,27 @@ _LEARNED = (
     "reset_attention_mask",
     "eod_mask_loss",
     "loss_on",
+    "skip_loss_spikes",
+    "loss_spike_factor",
+    "loss_spike_window",
 )
 """Flags whose change is reported, because they change what is learned."""
+_TAKEN = ("training", "optimizer", "data", "logging", "reliability")
+"""Sections whose values a resumed run takes."""
 _NOT_TAKEN = (
     "config",
     "tokenizer_type",
     "tokenizer_model",
     "eod_token",
     "allow_data_change",
+    "skip_train",
     "exit_interval",
     "exit_duration_in_mins",
     "kill_switch_file",
 )
 """Flags of one start of a run; the checkpoint contains the tokenizer."""
-_WHOLE_DATA = ("data_path", "data_args_path", "per_split_data_args_path")
-_PARTS_OF_DATA = ("train_data_path", "streaming")
+_DATA = ("data_path", "train_data_path", "valid_data_path", "data_args_path", "per_split_data_args_path", "streaming")
+"""Flags that name data: none is taken if another one is given."""
 _WIRING = ("ladder_layers", "residual_staleness", "lanes", "desync_interval")
 """Fields of the model whose meaning depends on --residual-mode."""
 _ALWAYS = (
@@ -174,59 +179,62 @@ def complete_flags(flags: RunFlags, checkpoint: Checkpoint) -> RunFlags:
 
     Raises UserError if the checkpoint provides no value of a required flag.
     """
-    model, given, where = checkpoint.model(), flags.given, checkpoint.directory
-    values = {name: value for name, value in vars(model.to_flags()).items() if name not in given}
-    if flags.model.residual_mode != model.residual_mode and "residual_mode" in given:
+    stored, given = checkpoint.model(), flags.given
+    values = {name: value for name, value in vars(stored.to_flags()).items() if name not in given}
+    if flags.model.residual_mode != stored.residual_mode and "residual_mode" in given:
         values = {name: value for name, value in values.items() if name not in _WIRING}
-    names = ("training", "optimizer", "data", *(() if flags.logging.skip_train else ("logging", "reliability")))
-    sections: dict[str, Any] = {name: getattr(flags, name) for name in names}
-    run = {} if flags.checkpoint.finetune else checkpoint.manifest.get("run", {})
-    stored = {name: dict(run.get(name, {})) for name in sections}
-    if "global_batch_size" in run:
-        stored["training"]["global_batch_size"] = run["global_batch_size"]
-    if stored["optimizer"].get("lr_decay_style", "constant") != "constant":
-        stored["optimizer"]["lr_decay_iters"] = (
-            stored["optimizer"]["lr_decay_iters"] or stored["training"]["train_iters"]
-        )
-    if flags.checkpoint.override_opt_param_scheduler:
-        stored["optimizer"] = {}
-    kept = {*given, *_NOT_TAKEN, *_other_data(given)}
-    for name, section in sections.items():
-        types = get_type_hints(type(section))
-        try:
-            sections[name] = replace(
-                section,
-                **{
-                    one: msgspec.convert(value, types[one], dec_hook=lambda kind, value: kind(value))
-                    for one, value in stored[name].items()
-                    if one in types and one not in kept
-                },
-            )
-        except msgspec.ValidationError as error:
-            raise UserError(f"--load {where}: its {name} cannot be read: {error}: give --finetune") from None
-    if missing := [
-        flag_name(name)
-        for name, value in (("train_iters", sections["training"].train_iters), ("lr", sections["optimizer"].lr))
-        if value is None
-    ]:
-        raise UserError(*(f"{name} is required: the checkpoint of --load does not decide it" for name in missing))
+    if not flags.checkpoint.finetune:
+        flags = _with_values_of_the_run(flags, checkpoint)
+    required = {"--train-iters": flags.training.train_iters, "--lr": flags.optimizer.lr}
+    raise_user_errors(Problem(name, " is required with --finetune") for name, one in required.items() if one is None)
     if "max_position_embeddings" in values:
-        values["max_position_embeddings"] = max(model.max_position_embeddings, sections["training"].seq_length)
+        values["max_position_embeddings"] = max(stored.max_position_embeddings, flags.training.seq_length)
     # The tokenizer may determine the size of the vocabulary.
     values.pop("vocab_size", None)
-    return replace(flags, model=replace(flags.model, **values), **sections)
+    return replace(flags, model=replace(flags.model, **values))
 
 
-def _other_data(given: frozenset[str]) -> Iterator[str]:
-    """Yield the flags of a checkpoint's data that do not fit to the data sets that were given."""
-    if not given.isdisjoint({*_WHOLE_DATA, *_PARTS_OF_DATA}):
-        yield from (*_WHOLE_DATA, *_PARTS_OF_DATA, "valid_data_path")
-    elif "valid_data_path" in given:
-        yield from _WHOLE_DATA
-    if not given.isdisjoint({*_PARTS_OF_DATA, "valid_data_path", "per_split_data_args_path"}):
-        yield "split"
-    if "streaming" not in given and not given.isdisjoint({*_WHOLE_DATA, "train_data_path"}):
-        yield from (name for name in vars(DataConfig) if name.startswith("streaming"))
+def _with_values_of_the_run(flags: RunFlags, checkpoint: Checkpoint) -> RunFlags:
+    """Return flags with the values of the checkpoint's run, unless given ones replace or exclude them."""
+    run, given, load, save = _recorded(checkpoint), flags.given, flags.checkpoint.load, flags.checkpoint.save
+    kept, data = {*given, *_NOT_TAKEN}, given.intersection(_DATA)
+    if data:
+        kept |= {*_DATA} - ({"train_data_path", "streaming"} if data == {"valid_data_path"} else set())
+    if flags.checkpoint.override_opt_param_scheduler:
+        # By default, the decay that replaces the stored one is as long as the run.
+        kept |= {"lr_decay_iters", "lr_wsd_decay_iters"}
+    if load is None or save is None or not _is_within(load, save):
+        kept |= {"tensorboard_dir", "wandb_project", "wandb_exp_name", "wandb_save_dir"}
+    every = [(name, one) for name, section in SECTION_TYPES.items() for one in section_flags(section)]
+    known = [one for _, one in every]
+    values = {one.name: getattr(getattr(flags, name), one.field_name) for name, one in every}
+    problems = limit_problems(known, values)
+    for name, one in every:
+        if one.field_name not in run.get(name, {}) or one.field_name in kept:
+            continue
+        kind = get_type_hints(SECTION_TYPES[name])[one.field_name]
+        try:
+            value = msgspec.convert(run[name][one.field_name], kind, dec_hook=lambda kind, text: kind(text))
+        except msgspec.ValidationError as error:
+            raise UserError(f"--load {checkpoint.directory}: {one.name}: {error}: give the flag") from None
+        found = limit_problems(known, values | {one.name: value})
+        # A value that a given one excludes has no effect any more.
+        if len(found) <= len(problems):
+            values, problems = values | {one.name: value}, found
+    sections = {name: {one.field_name: values[one.name] for of, one in every if of == name} for name in SECTION_TYPES}
+    return replace(flags, **{name: replace(getattr(flags, name), **fields) for name, fields in sections.items()})
+
+
+def _recorded(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+    """Return the sections of the checkpoint's run that a resumed run takes, with the derived values."""
+    run = checkpoint.manifest.get("run", {})
+    sections = {name: dict(run[name]) for name in _TAKEN if name in run}
+    if "global_batch_size" in run:
+        sections["training"]["global_batch_size"] = run["global_batch_size"]
+    if "optimizer" in run:
+        optimizer = OptimizerConfig(**run["optimizer"]).completed(run["training"]["train_iters"])
+        sections["optimizer"] = to_plain(optimizer)
+    return sections
 
 
 def model_differences(run: RunConfig, checkpoint: Checkpoint) -> list[Problem]:
@@ -305,13 +313,15 @@ def _in_effect(style: str, has_muon: bool) -> tuple[str, ...]:
 
 def learned_changes(run: RunConfig, checkpoint: Checkpoint) -> list[str]:
     """Return one line for each given value with which a resumed run learns something else than before."""
-    if not (stored := checkpoint.manifest.get("run", {})):
+    if not checkpoint.manifest.get("run"):
         return []
-    theirs = {**stored.get("training", {}), **stored.get("data", {}), "global_batch_size": stored["global_batch_size"]}
-    ours = {**to_plain(run.training), **to_plain(run.data), "global_batch_size": run.global_batch_size}
+    theirs = {name: value for section in _recorded(checkpoint).values() for name, value in section.items()}
+    sections = (run.training, run.data, run.reliability, run.optimizer.completed(run.training.train_iters))
+    ours = {name: value for section in sections for name, value in to_plain(section).items()}
+    ours["global_batch_size"] = run.global_batch_size
     return [
         f"*** {flag_name(name)} {ours[name]}: the checkpoint was trained with {theirs[name]} ***"
-        for name in _LEARNED
+        for name in (*_LEARNED, *(one.field_name for one in section_flags(OptimizerConfig)))
         if ours[name] != theirs.get(name, ours[name])
     ]
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -18,7 +19,7 @@ from megatron_ladder.config.run import SECTIONS
 from tests.helpers.commands import REPOSITORY_ROOT, clean_environment, free_port, kill_tree, tracked_files
 from tests.helpers.hosts import Host, two_hosts, why_no_hosts
 from tests.helpers.patience import patient
-from tests.helpers.tokens import write_tokens
+from tests.helpers.tokens import write_documents, write_tokens
 
 VOCABULARY = 96
 RECIPE = (
@@ -251,9 +252,7 @@ def test_an_error_of_one_rank_ends_all_with_its_message(tmp_path: Path) -> None:
     """Only data-parallel rank 1 reads the sample with an id that the vocabulary lacks."""
     document = np.ones(16 * 64 + 1, dtype=np.int64)
     document[16 * 40 :] = VOCABULARY + 5
-    writer = IndexedDatasetWriter(tmp_path / "tokens", np.dtype(np.uint16))
-    writer.add_document(document)
-    writer.publish()
+    write_documents(tmp_path / "tokens", document)
     flags = ["--data-path", tmp_path / "tokens", "--train-iters", "64", "--micro-batch-size", "1"]
     commands = start_ranks([flags, flags], tmp_path)
     with running(*commands):

@@ -153,6 +153,12 @@ def test_all_values_of_a_resumed_run_come_from_its_checkpoint(tmp_path: Path) ->
     ]
     other = resumed(f"--valid-data-path {prefix} --train-data-path {prefix}").run.data
     assert other.data_path == () and other.split == "969,30,1"
+    new_decay = resumed("--lr 2e-3 --override-opt-param-scheduler --train-iters 9")
+    assert new_decay.run.optimizer == replace(first.optimizer, lr=2e-3) and new_decay.checkpoint is not None
+    assert [change.split()[1] for change in learned_changes(new_decay.run, new_decay.checkpoint)] == [
+        "--lr",
+        "--lr-decay-iters",
+    ]
     with pytest.raises(UserError) as raised:
         resumed("--finetune")
     assert [message.split(" is required")[0] for message in raised.value.messages] == ["--train-iters", "--lr"]
