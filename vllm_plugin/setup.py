@@ -11,7 +11,7 @@ from setuptools import setup
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from megatron_ladder.convert.remote_code import CONFIGURATION, configuration_module  # noqa: E402
+from megatron_ladder.convert.hf_module import CONFIGURATION, configuration_module  # noqa: E402
 
 (HERE / "megatron_ladder_vllm" / f"{CONFIGURATION}.py").write_bytes(configuration_module())
 setup()

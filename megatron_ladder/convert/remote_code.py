@@ -13,14 +13,11 @@ from typing import Any
 import yaml
 
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.blueprint.wiring import PER_RANK_MODES, SUB_BLOCK_TABLE, WIRINGS
+from megatron_ladder.blueprint.wiring import WIRINGS
 from megatron_ladder.checkpoint.hf_config import CLASSES, OWN_TYPE
+from megatron_ladder.convert.hf_module import CONFIGURATION, MODELING, configuration_module, modeling_module
 from megatron_ladder.errors import UserError
 
-CONFIGURATION, MODELING = "configuration_megatron_ladder", "modeling_megatron_ladder"
-"""Modules of `hf_module/` that are exported with the weights."""
-_TABLE_IMPORT = b"from megatron_ladder.blueprint.wiring import PER_RANK_MODES, SUB_BLOCK_TABLE\n"
-"""Line of the configuration module that an exported directory replaces with these tables."""
 _TRANSFORMERS = "5.23.0"
 """The version with which exported directories are tested."""
 _TERMS = ("license", "license_name", "license_link")
@@ -33,20 +30,7 @@ def module_files(model: ModelConfig) -> dict[str, bytes]:
     """Return file name -> content of the code that an exported directory needs; raise UserError as `hf_type`."""
     if hf_type(model) != OWN_TYPE:
         return {}
-    return {f"{CONFIGURATION}.py": configuration_module(), f"{MODELING}.py": _module(MODELING)}
-
-
-def configuration_module() -> bytes:
-    """Return the configuration module with the tables that it imports; the plugin for vLLM contains it as well."""
-    configuration = _module(CONFIGURATION)
-    assert configuration.count(_TABLE_IMPORT) == 1
-    rows = "".join(f"    {name!r}: {row!r},\n" for name, row in SUB_BLOCK_TABLE.items())
-    tables = f"PER_RANK_MODES = {PER_RANK_MODES!r}\nSUB_BLOCK_TABLE = {{\n{rows}}}\n"
-    return configuration.replace(_TABLE_IMPORT, tables.encode())
-
-
-def _module(name: str) -> bytes:
-    return Path(__file__).with_name("hf_module").joinpath(f"{name}.py").read_bytes()
+    return {f"{CONFIGURATION}.py": configuration_module(), f"{MODELING}.py": modeling_module()}
 
 
 def hf_type(model: ModelConfig) -> str:

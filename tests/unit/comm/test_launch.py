@@ -34,7 +34,7 @@ THREADS = """
 import torch
 from megatron_ladder.comm.launch import read_rank_info, start_process_group, stop_process_group
 start_process_group(read_rank_info(), 1)
-print(torch.get_num_threads(), flush=True)
+print(f"{torch.get_num_threads()}\\n", end="", flush=True)
 stop_process_group()
 """
 

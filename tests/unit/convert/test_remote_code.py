@@ -1,6 +1,7 @@
 """`config.json` in both directions: plain types, a round trip through transformers, and rejected values."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.checkpoint.hf_config import model_config_from_hf
 from megatron_ladder.convert.remote_code import hf_config, hf_type, imported_card, module_files
 from megatron_ladder.errors import UserError
+from tests.helpers.commands import run_command
 from tests.unit.convert.hf_models import tiny_config
 
 LLAMA3 = {
@@ -158,3 +160,10 @@ def test_unsupported_values_are_rejected(changes: dict[str, Any], words: str) ->
     assert len(refusal.value.messages) == 1
     assert refusal.value.messages[0].startswith("there/config.json: ")
     assert words in refusal.value.messages[0]
+
+
+def test_the_plugin_for_vllm_is_built_with_the_standard_library_alone() -> None:
+    """Its build, in an environment without our packages, copies the configuration module."""
+    code = "from megatron_ladder.convert.hf_module import configuration_module; print(len(configuration_module()))"
+    done = run_command([sys.executable, "-S", "-c", code], timeout=60)
+    assert int(done.stdout) > 1000, done.stderr
