@@ -114,8 +114,9 @@ class CheckpointConfig:
         requires="--load",
         excludes="--use-checkpoint-opt-param-scheduler",
     )
-    """Take the learning rate, its schedule and the optimizer's hyperparameters from the command line, even if they
-    differ from those of the checkpoint. Without this flag a difference is an error."""
+    """Use the given values of the learning rate, its schedule and the optimizer's hyperparameters even if they differ
+    from the checkpoint's. Without this flag a difference is an error. The decay ends at --lr-decay-iters, or with the
+    run."""
     use_checkpoint_opt_param_scheduler: bool = flag(
         False, aliases=("--use-checkpoint-opt_param-scheduler",), requires="--load"
     )

@@ -40,7 +40,7 @@ from megatron_ladder.train.resume import (
     look_for_checkpoint,
     look_into_save,
     model_differences,
-    resumed_run,
+    resume_problems,
 )
 
 Ask = Callable[[float, Callable[[], Any]], Any]
@@ -166,7 +166,7 @@ def _resolve(flags: RunFlags, findings: Findings, place: RankInfo) -> ResolvedRu
         deepspeed = deepspeed_json(run)
     if checkpoint is not None:
         errors.add(*model_differences(run, checkpoint))
-        run = resumed_run(run, checkpoint, errors)
+        errors.add(*resume_problems(flags, run, checkpoint))
     errors.raise_if_any()
     values = flags.describe(run, None if checkpoint is None else checkpoint.directory)
     return ResolvedRun(run=run, deepspeed=deepspeed, tokenizer=tokenizer, checkpoint=checkpoint, values=values)

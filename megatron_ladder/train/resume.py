@@ -6,8 +6,9 @@ values; their names and meaning are Megatron's. Only --train-iters may change fr
 still ends where it did. Other changes of what is learned are reported.
 """
 
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -69,22 +70,6 @@ _DATA = ("data_path", "train_data_path", "valid_data_path", "data_args_path", "p
 """Flags that name data: none is taken if another one is given."""
 _WIRING = ("ladder_layers", "residual_staleness", "lanes", "desync_interval")
 """Fields of the model whose meaning depends on --residual-mode."""
-_ALWAYS = (
-    "lr",
-    "lr_warmup_iters",
-    "lr_decay_style",
-    "weight_decay",
-    "clip_grad",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_eps",
-)
-_MUON = ("muon_momentum", "muon_nesterov", "muon_ns_steps", "muon_scale_mode")
-"""Only effective with Muon."""
-_DECAY = ("min_lr", "lr_decay_iters")
-"""Without effect in the style `constant`."""
-_WSD = ("lr_wsd_decay_iters", "lr_wsd_decay_style")
-"""Only effective in the style `WSD`."""
 
 
 class FoundModel(msgspec.Struct):
@@ -203,6 +188,8 @@ def _with_values_of_the_run(flags: RunFlags, checkpoint: Checkpoint) -> RunFlags
     if flags.checkpoint.override_opt_param_scheduler:
         # By default, the decay that replaces the stored one is as long as the run.
         kept |= {"lr_decay_iters", "lr_wsd_decay_iters"}
+    if flags.checkpoint.use_checkpoint_opt_param_scheduler:
+        kept -= {one.field_name for one in section_flags(OptimizerConfig) if "optimizer" not in one.field_name}
     if load is None or save is None or not _is_within(load, save):
         kept |= {"tensorboard_dir", "wandb_project", "wandb_exp_name", "wandb_save_dir"}
     every = [(name, one) for name, section in SECTION_TYPES.items() for one in section_flags(section)]
@@ -261,54 +248,23 @@ def model_differences(run: RunConfig, checkpoint: Checkpoint) -> list[Problem]:
     ]
 
 
-def resumed_run(run: RunConfig, checkpoint: Checkpoint, errors: ErrorCollector) -> RunConfig:
-    """Return the run with the schedule that it continues with; `errors` receives one line per rejected change."""
-    options, stored, directory = run.checkpoint, checkpoint.manifest.get("run", {}), checkpoint.directory
+def resume_problems(flags: RunFlags, run: RunConfig, checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield one line per reason why a run cannot continue with the checkpoint's optimizer and schedule."""
+    options, directory = run.checkpoint, checkpoint.directory
     if run.loads_only_weights:
-        return run
+        return
     if options.load_optim and not checkpoint.stored("exp_avg"):
-        errors.add(f"--load {directory}: holds weights and no optimizer: give --finetune, or --no-load-optim")
-    saved, given = checkpoint.optimizer, run.optimizer.optimizer
-    if options.load_optim and (saved == "muon") != (given == "muon"):
+        yield f"--load {directory}: holds weights and no optimizer: give --finetune, or --no-load-optim"
+    saved, chosen = checkpoint.optimizer, run.optimizer.optimizer
+    if options.load_optim and (saved == "muon") != (chosen == "muon"):
         fix = f"give --optimizer {saved}, or --no-load-optim to start the optimizer from scratch"
-        errors.add(Problem("--optimizer", f" {given}: {directory} was trained with {saved}: {fix}"))
-        return run
-    if options.override_opt_param_scheduler or "optimizer" not in stored:
-        return run
-    train_iters = stored.get("training", {}).get("train_iters", run.training.train_iters)
-    theirs = _complete(run.optimizer, stored["optimizer"], train_iters)
-    if options.use_checkpoint_opt_param_scheduler:
-        return replace(run, optimizer=replace(run.optimizer, **theirs))
-    ours, has_muon = _complete(run.optimizer, {}, theirs["lr_decay_iters"]), run.optimizer.optimizer == "muon"
-    in_theirs = _in_effect(theirs["lr_decay_style"], has_muon and options.load_optim)
-    compared = [name for name in _in_effect(ours["lr_decay_style"], has_muon) if name in in_theirs]
-    errors.add(
-        *(
-            Problem(
-                flag_name(name),
-                f" {ours[name]}: {directory} was trained with {theirs[name]}: give --override-opt-param-scheduler to "
-                "change it, or --use-checkpoint-opt-param-scheduler to keep the stored value",
-            )
-            for name in compared
-            if ours[name] != theirs[name]
-        )
-    )
-    return replace(run, optimizer=replace(run.optimizer, **ours))
-
-
-def _complete(optimizer: OptimizerConfig, changes: dict[str, Any], train_iters: int) -> dict[str, Any]:
-    """Return the hyperparameters of schedule and optimizer: derived values, and defaults of those without effect."""
-    names = (*_ALWAYS, *_MUON, *_DECAY, *_WSD)
-    known = {name: value for name, value in changes.items() if name in names}
-    values = asdict(replace(optimizer, **known).completed(train_iters))
-    used = _in_effect(values["lr_decay_style"], optimizer.optimizer == "muon")
-    return {name: values[name] if name in used else getattr(OptimizerConfig, name) for name in names}
-
-
-def _in_effect(style: str, has_muon: bool) -> tuple[str, ...]:
-    """Return the hyperparameters that a style of the decay and the optimizer use."""
-    decay = (*(_DECAY if style != "constant" else ()), *(_WSD if style == "WSD" else ()))
-    return (*_ALWAYS, *(_MUON if has_muon else ()), *decay)
+        yield Problem("--optimizer", f" {chosen}: {directory} was trained with {saved}: {fix}")
+        return
+    stored = {} if options.override_opt_param_scheduler else _recorded(checkpoint).get("optimizer", {})
+    for name, ours in vars(run.optimizer).items():
+        if name in flags.given and ours != stored.get(name, ours) and not name.startswith("optimizer"):
+            fix = "give --override-opt-param-scheduler to change it, or leave the flag out to keep the stored value"
+            yield Problem(flag_name(name), f" {ours}: {directory} was trained with {stored[name]}: {fix}")
 
 
 def learned_changes(run: RunConfig, checkpoint: Checkpoint) -> list[str]:

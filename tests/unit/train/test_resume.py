@@ -8,8 +8,7 @@ import pytest
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
 from megatron_ladder.engine.optimizer import build_schedule
-from megatron_ladder.errors import ErrorCollector
-from megatron_ladder.train.resume import resumed_run, schedule_note
+from megatron_ladder.train.resume import complete_flags, resume_problems, schedule_note
 
 BASE = "--seq-length 16 --hidden-size 32 --num-attention-heads 4 --load c"
 TRAINED = "--train-iters 100 --lr 1e-3 --min-lr 1e-4 --lr-warmup-iters 10"
@@ -24,13 +23,18 @@ def checkpoint_of(run: RunConfig, kinds: tuple[str, ...] = ("weight", "exp_avg")
     manifest = {"run": run.to_dict()}
     checkpoint: Any = Checkpoint(Path("c/iter_0000050"), manifest, {}, "")
     checkpoint.stored = lambda kind: {"w": 1} if kind in kinds else {}
+    checkpoint.model = lambda: run.model
     return checkpoint
 
 
+def resume_from(checkpoint: Any, words: str) -> tuple[RunConfig, list[str]]:
+    flags = complete_flags(parse_run(f"{BASE} {words}".split()), checkpoint)
+    run = resolve_run(flags, 100, 1)
+    return run, [message.split(":")[0] for message in resume_problems(flags, run, checkpoint)]
+
+
 def resume(words: str, trained: str = TRAINED) -> tuple[RunConfig, list[str]]:
-    errors = ErrorCollector()
-    run = resumed_run(run_of(words), checkpoint_of(run_of(trained)), errors)
-    return run, [message.split(":")[0] for message in errors.messages]
+    return resume_from(checkpoint_of(run_of(trained)), words)
 
 
 def rates(run: RunConfig) -> list[float]:
@@ -71,9 +75,8 @@ def test_a_longer_run_keeps_its_decay() -> None:
     assert not errors and rates(run) == rates(run_of(TRAINED)) and run.training.train_iters == 300
     note = schedule_note(run, checkpoint_of(run_of(TRAINED)))
     assert note is not None and "ends at iteration 100;" in note
-    again = ErrorCollector()
-    third = resumed_run(run_of(longer.replace("300", "400")), checkpoint_of(run), again)
-    assert not again.messages and rates(third) == rates(run_of(TRAINED))
+    third, errors = resume_from(checkpoint_of(run), longer.replace("300", "400"))
+    assert not errors and rates(third) == rates(run_of(TRAINED))
     stretched, errors = resume(f"{longer} {OVERRIDE}")
     assert not errors and rates(stretched) == rates(run_of(longer)) != rates(run_of(TRAINED))
     assert schedule_note(stretched, checkpoint_of(run_of(TRAINED))) is None
@@ -84,25 +87,23 @@ def test_a_longer_run_keeps_its_decay() -> None:
 def test_values_without_effect_may_change() -> None:
     constant = "--train-iters 100 --lr 1e-3 --lr-warmup-iters 10 --lr-decay-style constant"
     stored = checkpoint_of(run_of(constant))
-    # Earlier versions accepted values that the style does not use.
+    # Values that the style does not use.
     stored.manifest["run"]["optimizer"] |= {"min_lr": 1e-4, "lr_decay_iters": 50, "lr_wsd_decay_iters": 7}
     for keep in ("", KEEP):
-        errors = ErrorCollector()
-        run = resumed_run(run_of(f"{constant} {keep}"), stored, errors)
-        assert not errors.messages and rates(run) == rates(run_of(constant)) and schedule_note(run, stored) is None
+        run, errors = resume_from(stored, f"{constant} {keep}")
+        assert not errors and rates(run) == rates(run_of(constant)) and schedule_note(run, stored) is None
         assert run.optimizer == run_of(constant).optimizer
-    assert resume(TRAINED, constant)[1] == ["--lr-decay-style cosine"]
+    assert resume(TRAINED, constant)[1] == ["--min-lr 0.0001"]
     stable = f"{TRAINED} --lr-decay-style WSD"
     assert resume(f"{stable} --lr-wsd-decay-iters 7", stable)[1] == ["--lr-wsd-decay-iters 7"]
     assert resume(f"{stable} --lr-wsd-decay-iters 10", stable)[1] == []
 
 
 def test_a_run_cannot_be_resumed_from_weights_alone() -> None:
-    for words, refused in (("", True), ("--finetune", False), ("--no-load-optim", False), ("--skip-train", False)):
-        errors = ErrorCollector()
-        run = run_of(f"{TRAINED} {words}")
-        assert resumed_run(run, checkpoint_of(run, ("weight",)), errors) == run or words != "--finetune"
-        assert [("give --finetune, or --no-load-optim" in line) for line in errors.messages] == [True] * refused
+    weights = checkpoint_of(run_of(TRAINED), ("weight",))
+    assert resume_from(weights, TRAINED)[1] == ["--load c/iter_0000050"]
+    for free in ("--finetune", "--no-load-optim", "--skip-train"):
+        assert resume_from(weights, f"{TRAINED} {free}")[1] == []
 
 
 def test_a_resumed_run_keeps_its_optimizer() -> None:
@@ -112,7 +113,10 @@ def test_a_resumed_run_keeps_its_optimizer() -> None:
         "--muon-momentum 0.9",
         "--muon-nesterov False",
     ]
-    for words, trained, flag in ((muon, TRAINED, "--optimizer muon"), (TRAINED, muon, "--optimizer adamw")):
+    for words, trained, flag in (
+        (muon, TRAINED, "--optimizer muon"),
+        (f"{TRAINED} --optimizer adamw", muon, "--optimizer adamw"),
+    ):
         for schedule in ("", OVERRIDE, KEEP):
             assert resume(f"{words} {schedule}", trained)[1] == [flag]
         for free in ("--no-load-optim", "--finetune", "--skip-train"):
