@@ -59,24 +59,24 @@ MOST_LINES_OF_A_FILE = 470
 
 FIRST_FLOOR = ("errors", "files", "processes", "progress", "api", "lm_eval")
 BUDGETS = {
-    f"{PACKAGE}/": 25_300,
+    f"{PACKAGE}/": 25_060,
     " ".join(
         f"{PACKAGE}/{folder}/" for folder in ("blueprint", "comm", "parallel", "model", "engine", "train")
-    ): 10_400,
-    f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_545,
+    ): 10_310,
+    f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_530,
     f"{PACKAGE}/checkpoint/": 2_300,
-    f"{PACKAGE}/data/": 4_850,
+    f"{PACKAGE}/data/": 4_650,
     f"{PACKAGE}/convert/": 2_480,
     f"{PACKAGE}/generate/": 2_200,
-    f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_700,
-    "tools/": 7_250,
+    f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_630,
+    "tools/": 6_310,
     "vllm_plugin/": 2_000,
-    "tests/": 28_400,
+    "tests/": 24_950,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
 MOST_WORDS = 32_000
 """Words in README, docs/ and the READMEs of examples/."""
-MOST_FILES_WITH_ONE_IMPORTER = 32
+MOST_FILES_WITH_ONE_IMPORTER = 30
 MOST_REQUIREMENTS, MOST_EXTRAS = 12, 6
 CALLED_BY_NAME = ("cli/", "convert/hf_module/")
 """Programs, and classes that transformers loads from exported models."""
