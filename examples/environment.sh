@@ -20,7 +20,8 @@ fail() {
 
 # prepare_environment EXTRAS: installs the package with these extras, in the versions of constraints.txt.
 prepare_environment() {
-    local extras=$1 python stamp wanted lock=""
+    local extras python stamp wanted lock=""
+    extras=$(tr , '\n' <<<"$1" | sort | paste -sd ,)
     python=$(find_python)
     stamp=$ENVIRONMENT/prepared-${extras//,/-}
     wanted=$(wanted_environment "$extras" "$python")

@@ -52,7 +52,7 @@ _LEARNED = (
     "loss_spike_window",
 )
 """Flags whose change is reported, because they change what is learned."""
-_TAKEN = ("training", "optimizer", "data", "logging", "reliability")
+_TAKEN = ("training", "optimizer", "data", "checkpoint", "logging", "reliability")
 """Sections whose values a resumed run takes."""
 _NOT_TAKEN = (
     "config",
@@ -60,6 +60,15 @@ _NOT_TAKEN = (
     "tokenizer_model",
     "eod_token",
     "allow_data_change",
+    "save",
+    "load",
+    "overwrite_checkpoints",
+    "exit_on_missing_checkpoint",
+    "finetune",
+    "load_optim",
+    "load_rng",
+    "override_opt_param_scheduler",
+    "use_checkpoint_opt_param_scheduler",
     "skip_train",
     "exit_interval",
     "exit_duration_in_mins",
@@ -159,8 +168,8 @@ def _is_within(load: Path, save: Path) -> bool:
 
 
 def complete_flags(flags: RunFlags, checkpoint: Checkpoint) -> RunFlags:
-    """Return flags with the checkpoint's model, and without --finetune its data, steps, optimizer and reports, where no
-    value was given.
+    """Return flags with the checkpoint's model and sequence length, and without --finetune its data, steps, optimizer,
+    reports and intervals of saves, where no value was given.
 
     Raises UserError if the checkpoint provides no value of a required flag.
     """
@@ -170,6 +179,9 @@ def complete_flags(flags: RunFlags, checkpoint: Checkpoint) -> RunFlags:
         values = {name: value for name, value in values.items() if name not in _WIRING}
     if not flags.checkpoint.finetune:
         flags = _with_values_of_the_run(flags, checkpoint)
+    elif "seq_length" not in given:
+        length = _recorded(checkpoint).get("training", {}).get("seq_length", flags.training.seq_length)
+        flags = replace(flags, training=replace(flags.training, seq_length=length))
     required = {"--train-iters": flags.training.train_iters, "--lr": flags.optimizer.lr}
     raise_user_errors(Problem(name, " is required with --finetune") for name, one in required.items() if one is None)
     if "max_position_embeddings" in values:
@@ -219,8 +231,7 @@ def _recorded(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
     if "global_batch_size" in run:
         sections["training"]["global_batch_size"] = run["global_batch_size"]
     if "optimizer" in run:
-        optimizer = OptimizerConfig(**run["optimizer"]).completed(run["training"]["train_iters"])
-        sections["optimizer"] = to_plain(optimizer)
+        sections["optimizer"] = to_plain(OptimizerConfig(**run["optimizer"]).completed(run["training"]["train_iters"]))
     return sections
 
 

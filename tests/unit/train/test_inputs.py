@@ -131,6 +131,7 @@ def test_sizes_come_from_the_checkpoint(tmp_path: Path) -> None:
 def test_all_values_of_a_resumed_run_come_from_its_checkpoint(tmp_path: Path) -> None:
     config, prefix = tiny_config(), write_documents(tmp_path / "tokens", range(60), range(50))
     more = f"--lr-warmup-iters 3 --lr-decay-style linear --eval-iters 0 --exit-interval 7 --data-path {prefix}"
+    more += f" --save {tmp_path} --save-interval 2"
     learned = "--split 1,0,0 --z-loss-coeff 0.1 --bf16 --global-batch-size 3"
     first = read_inputs([*SIZES, *more.split(), *learned.split()]).run
     write_checkpoint(tmp_path, config, reference_of(config)[0], run=first.to_dict())
@@ -140,6 +141,7 @@ def test_all_values_of_a_resumed_run_come_from_its_checkpoint(tmp_path: Path) ->
 
     again = resumed("").run
     assert again.training == first.training and again.logging == first.logging
+    assert resumed(f"--save {tmp_path}").run.checkpoint.save_interval == 2
     assert again.data == first.data
     assert again.optimizer == first.optimizer.completed(5)
     assert again.reliability.exit_interval is None
@@ -159,6 +161,7 @@ def test_all_values_of_a_resumed_run_come_from_its_checkpoint(tmp_path: Path) ->
         "--lr",
         "--lr-decay-iters",
     ]
+    assert resumed(f"--finetune --train-iters 1 --lr 1 --data-path {prefix} --split 1").run.training.seq_length == 12
     with pytest.raises(UserError) as raised:
         resumed("--finetune")
     assert [message.split(" is required")[0] for message in raised.value.messages] == ["--train-iters", "--lr"]

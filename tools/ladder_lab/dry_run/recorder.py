@@ -1,7 +1,8 @@
 """Records what one rank does on the meta device: collectives, waits of the host for the device, and allocations.
 
 Tensors of the meta device have shapes and no data. A `Recorder` sees every operator, so the records hold DeepSpeed's
-operations as well. Collectives do nothing, and each number that the host reads from the device is 0.
+operations as well. Collectives do nothing, and each number that the host reads from the device, such as the number of
+target tokens, is 1.
 """
 
 import re
@@ -86,7 +87,7 @@ class Recorder(TorchDispatchMode):
             if crosses and args[0].numel() > 0 and not kwargs.get("non_blocking", False):
                 self.host_waits()
             if leaves:
-                return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+                return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
         result = func(*args, **kwargs)
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.is_meta:
