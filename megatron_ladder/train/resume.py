@@ -148,7 +148,7 @@ def _check_save_directory(options: CheckpointConfig) -> None:
     current = read_latest(save) or names[-1]
     if load is None:
         why = "--load is not given, so this run would start from scratch"
-    elif not _is_within(load, save):
+    elif not _is_within(load.resolve(), save.resolve()):
         why = f"this run starts from --load {load}"
     elif options.finetune:
         why = "--finetune starts at iteration 0 again"
@@ -162,9 +162,9 @@ def _check_save_directory(options: CheckpointConfig) -> None:
 
 
 def _is_within(load: Path, save: Path) -> bool:
-    """Return whether --load is --save or one of its checkpoints."""
+    """Return whether --load is --save or one of its checkpoints, going by their names."""
     directory = load.parent if is_published_name(load.name) else load
-    return directory.resolve() == save.resolve()
+    return directory.absolute() == save.absolute()
 
 
 def complete_flags(flags: RunFlags, checkpoint: Checkpoint) -> RunFlags:
