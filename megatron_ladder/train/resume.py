@@ -183,7 +183,7 @@ def complete_flags(flags: RunFlags, checkpoint: Checkpoint) -> RunFlags:
         length = _recorded(checkpoint).get("training", {}).get("seq_length", flags.training.seq_length)
         flags = replace(flags, training=replace(flags.training, seq_length=length))
     required = {"--train-iters": flags.training.train_iters, "--lr": flags.optimizer.lr}
-    raise_user_errors(Problem(name, " is required with --finetune") for name, one in required.items() if one is None)
+    raise_user_errors(Problem(name, " is required: --load lacks it") for name, one in required.items() if one is None)
     if "max_position_embeddings" in values:
         values["max_position_embeddings"] = max(stored.max_position_embeddings, flags.training.seq_length)
     # The tokenizer may determine the size of the vocabulary.
