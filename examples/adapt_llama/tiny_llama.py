@@ -23,6 +23,7 @@ from megatron_ladder.command_line import parse_command_line  # noqa: E402
 from megatron_ladder.data.chat import Conversation, ConversationEncoder  # noqa: E402
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer  # noqa: E402
 from megatron_ladder.errors import run_program  # noqa: E402
+from megatron_ladder.progress import ProgressBar  # noqa: E402
 
 WORDS = "red blue green black white brown grey pink gold silver".split()
 LARGEST = 60
@@ -116,14 +117,16 @@ def train(model: LlamaForCausalLM, encoded: Sequence[Conversation], steps: int) 
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps)
     generator = torch.Generator().manual_seed(0)
     loss = torch.zeros(())
-    for _ in range(steps):
-        rows = torch.randint(0, len(ids), (BATCH,), generator=generator)
-        loss = model(input_ids=ids[rows], labels=labels[rows]).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
+    with ProgressBar("training the source", steps, unit="step") as progress:
+        for _ in range(steps):
+            rows = torch.randint(0, len(ids), (BATCH,), generator=generator)
+            loss = model(input_ids=ids[rows], labels=labels[rows]).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            progress.advance(1)
     return float(loss.detach())
 
 

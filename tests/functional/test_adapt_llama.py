@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from examples.adapt_llama.evaluate import (
-    HeldOut,
-    perplexity,
-)
+from examples.adapt_llama import tiny_llama
+from examples.adapt_llama.evaluate import HeldOut, perplexity
+from megatron_ladder import progress
 from megatron_ladder.blueprint.model import ModelFlags
 from megatron_ladder.checkpoint.hf_directory import open_hf_directory
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
@@ -106,6 +105,14 @@ def test_perplexity_counts_only_tokens_of_the_assistant() -> None:
     assert perplexity(held_out("ab"), scores) == pytest.approx(2 ** (7 / 4))
     with pytest.raises(RuntimeError, match="scored tokens that training does not read"):
         perplexity(held_out("a"), [{"prompt_ids": [0, 1, 2, 3, 4], "logprobs": [0.0] * 4}])
+
+
+def test_the_training_of_the_source_shows_its_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "PLAIN_SECONDS", 0.0)
+    tiny_llama.main(["--output", str(tmp_path), "--conversations", "1000", "--steps", "2"])
+    assert "training the source: 100% 2/2" in capsys.readouterr().err
 
 
 def perplexities(text: str) -> dict[str, float]:
