@@ -35,13 +35,13 @@ class ModelTraits:
     """Base of the rotary embedding's wavelengths."""
     rope_scaling: Literal["none", "linear", "llama3"] = "none"
     """Method that scales rotary frequencies for longer contexts."""
-    rope_scaling_factor: float = flag(1.0, above=0)
+    rope_scaling_factor: float = flag(1.0, above=0, requires="--rope-scaling")
     """Factor by which the context grows (linear and llama3)."""
-    rope_low_freq_factor: float = flag(1.0, above=0)
+    rope_low_freq_factor: float = flag(1.0, above=0, requires="--rope-scaling llama3")
     """Llama 3 scaling: wavelengths above original positions / this factor are scaled in full."""
-    rope_high_freq_factor: float = flag(4.0, above=0)
+    rope_high_freq_factor: float = flag(4.0, above=0, requires="--rope-scaling llama3")
     """Llama 3 scaling: wavelengths below original positions / this factor are not scaled."""
-    rope_original_max_position_embeddings: int = flag(8192, minimum=1)
+    rope_original_max_position_embeddings: int = flag(8192, minimum=1, requires="--rope-scaling llama3")
     """Llama 3 scaling: maximum positions of the model before scaling."""
     tie_embeddings: bool = False
     """Use the embedding matrix as the output head."""
@@ -330,12 +330,6 @@ def model_errors(config: ModelConfig) -> Iterator[Problem]:
             "--num-attention-heads",
             f" {config.num_attention_heads} is not divisible by "
             f"--num-key-value-heads {config.num_key_value_heads}: every key head serves as many query heads",
-        )
-    if config.rope_scaling == "none" and config.rope_scaling_factor != 1.0:
-        yield Problem(
-            "--rope-scaling-factor",
-            f" {config.rope_scaling_factor} has no meaning with --rope-scaling none: "
-            "give --rope-scaling linear or llama3",
         )
     if config.head_dim % 2:
         yield Problem("--head-dim", f" {config.head_dim} is odd: the rotary embedding needs pairs")

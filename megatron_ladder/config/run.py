@@ -34,8 +34,6 @@ Most runs need these flags; a file (--config) can hold them:
   checkpoints  --save --load --save-interval
   reports      --log-interval --eval-interval --tensorboard-dir"""
 
-_LLAMA3_ROPE = ("rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_position_embeddings")
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Sections:
@@ -218,13 +216,6 @@ def _resolve(flags: RunFlags, vocab_size: int, world_size: int, errors: list[str
     training, parallel = flags.training, flags.parallel
     tensor_parallel, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     model = resolve_model(flags.model, vocab_size, training.seq_length, tensor_parallel, errors)
-    needed = f"has no effect with --rope-scaling {model.rope_scaling}: give --rope-scaling llama3, or leave it out"
-    errors += [
-        Problem(flag_name(name), f" {getattr(flags.model, name)} {needed}")
-        for name in _LLAMA3_ROPE
-        # Checkpoints may contain values that earlier versions accepted.
-        if name in flags.given and model.rope_scaling != "llama3" and getattr(model, name) != getattr(ModelFlags, name)
-    ]
     errors += _schedule_problems(training, flags.optimizer)
     errors += _layout_problems(training, parallel, model)
     errors += _implementation_problems(training, flags.optimizer, parallel)

@@ -129,7 +129,7 @@ def test_a_late_wiring_without_a_plain_one_remains_if_no_layer_reads_late(monkey
         ({"hidden_size": 770}, "--hidden-size 770 is not divisible by --num-attention-heads 12"),
         ({"num_key_value_heads": 5}, "--num-attention-heads 12 is not divisible by --num-key-value-heads 5"),
         ({"head_dim": 63}, "--head-dim 63 is odd"),
-        ({"rope_scaling_factor": 8.0}, "--rope-scaling-factor 8.0 has no meaning with --rope-scaling none"),
+        ({"rope_scaling_factor": 8.0}, "--rope-scaling-factor 8.0 requires --rope-scaling"),
         ({"rope_scaling": "llama3", "rope_high_freq_factor": 1.0}, "--rope-high-freq-factor 1.0 must be above"),
     ],
 )

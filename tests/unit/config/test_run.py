@@ -61,6 +61,7 @@ def test_batches_follow_from_the_layout() -> None:
             "--pipeline-model-parallel-size 2 --distill-from d",
             "--distill-from d and --pipeline-model-parallel-size exclude each other",
         ),
+        ("--rope-low-freq-factor 2 --rope-scaling linear", "factor 2.0 requires --rope-scaling llama3"),
         ("--recompute-num-layers 2", "--recompute-num-layers 2 requires --recompute-granularity full"),
         ("--recompute-granularity full --recompute-num-layers 13", "--recompute-num-layers 13 is above --num-layers"),
         ("--compile-sub-blocks --norm-implementation apex", "--compile-sub-blocks compiles torch's norm"),
