@@ -1,6 +1,7 @@
 """An independent model and optimizer in plain arithmetic, which tests compare the package with."""
 
 from tests.reference.adamw import LossAndGradients, MicroBatch, reference_training
+from tests.reference.experts import Routed
 from tests.reference.model import (
     ReferenceConfig,
     Sight,
@@ -18,6 +19,7 @@ __all__ = [
     "LossAndGradients",
     "MicroBatch",
     "ReferenceConfig",
+    "Routed",
     "Sight",
     "Weights",
     "greedy_continuation",

@@ -1,12 +1,14 @@
 """Training of the reference model: AdamW with clipping by the global norm, in independent arithmetic."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from tests.reference.model import ReferenceConfig, Sight, Weights, reference_gradients
+from tests.reference.experts import Routed
+from tests.reference.model import ReferenceConfig, Sight, Weights, reference_gradients, reference_logits
 
 MicroBatch = tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Sight]
 """Token ids, labels and loss mask, each [b, s]; and optionally the visible tokens."""
@@ -48,6 +50,7 @@ def reference_training(
     history = []
     for iteration, batch in enumerate(batches, start=1):
         losses, gradients = _accumulate(current, config, batch, gradients_of)
+        biases = _moved_biases(current, config, batch)
         norm = math.sqrt(sum(float((gradient.double() ** 2).sum()) for gradient in gradients.values()))
         scale = clip / norm if 0 < clip < norm else 1.0
         rate = learning_rate(iteration)
@@ -60,6 +63,7 @@ def reference_training(
             decay = 0.0 if no_decay(name) else weight_decay
             weight = current[name] * (1 - rate * decay)
             current[name] = weight - rate * mean / (mean_square.sqrt() + eps)
+        current |= biases
         history.append((losses[0], norm, *losses[1:]))
     return history, current
 
@@ -69,10 +73,23 @@ def _accumulate(
 ) -> tuple[list[float], dict[str, Tensor]]:
     total_tokens = sum(float(loss_mask.sum()) for _, _, loss_mask, *_ in batch)
     total_losses = torch.zeros(1, dtype=torch.float64)
-    total = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    total: dict[str, Tensor] = {}
     for tokens, labels, loss_mask, *sight in batch:
         losses, gradients = gradients_of(weights, config, tokens, labels, loss_mask, total_tokens, *sight)
         total_losses = total_losses + losses.double()
         for name, gradient in gradients.items():
-            total[name] += gradient
+            total[name] = total[name] + gradient if name in total else gradient
     return total_losses.tolist(), total
+
+
+def _moved_biases(weights: Weights, config: ReferenceConfig, batch: Sequence[MicroBatch]) -> dict[str, Tensor]:
+    """Return the experts' biases after a step: those of experts with more tokens than the mean fall, others rise."""
+    loads: dict[str, Tensor] = defaultdict(lambda: torch.zeros(config.num_experts))
+    if config.moe_router_enable_expert_bias:
+        for tokens, _, _, *sight in batch:
+            record: list[Routed] = []
+            reference_logits(weights, config, tokens, *sight, record=record)
+            for routed in record:
+                loads[f"{routed.layer}.router.expert_bias"] += routed.loads
+    rate = config.moe_router_bias_update_rate
+    return {name: weights[name] + rate * torch.sign(load.mean() - load) for name, load in loads.items()}

@@ -5,8 +5,9 @@ the dtype of the weights, float32 or float64; only rotary angles, cosines and si
 float64 and then rounded to that dtype.
 """
 
+import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.reference.desync import desync_stream, is_reduced, rank_weights
+from tests.reference.experts import RECURRENCES, Layer, Routed, SubBlock, layer_kinds, routed_experts
 
 Weights = Mapping[str, Tensor]
 
@@ -53,13 +55,31 @@ class ReferenceConfig:
     """Sub-blocks between two sums of the ranks' streams; 0 without desync."""
     desync_tp: int | None = None
     """Number of ranks with separate streams."""
+    rotary_percent: float = 1.0
+    """Rotated part of every head: its first dimensions."""
+    num_experts: int = 0
+    moe_router_topk: int = 2
+    moe_ffn_hidden_size: int = 0
+    moe_shared_expert_intermediate_size: int = 0
+    moe_layers: tuple[int, ...] = ()
+    moe_router_score_function: str = "softmax"
+    moe_router_unnormalized: bool = False
+    moe_router_topk_scaling_factor: float = 1.0
+    moe_router_enable_expert_bias: bool = False
+    moe_router_num_groups: int = 1
+    moe_router_group_topk: int = 1
+    moe_aux_loss_coeff: float = 0.0
+    moe_aux_loss_per: str = "sequence"
+    moe_z_loss_coeff: float = 0.0
+    moe_router_bias_update_rate: float = 0.0
     missing: tuple[tuple[int, ...], ...] = ()
     """For each sub-block, the outputs that it misses, counted back from the newest; by default, by `staleness`."""
 
     @classmethod
-    def like(cls, config: Any) -> "ReferenceConfig":
-        """Copy the fields of another object with attributes of these names."""
-        return cls(**{field.name: getattr(config, field.name) for field in fields(cls) if field.name != "missing"})
+    def like(cls, *configs: Any) -> "ReferenceConfig":
+        """Copy the fields of other objects with attributes of these names."""
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: value for config in configs for name, value in vars(config).items() if name in names})
 
     @property
     def one_norm(self) -> bool:
@@ -91,21 +111,48 @@ def weight_shapes(config: ReferenceConfig) -> dict[str, tuple[int, ...]]:
         if bias:
             shapes[f"{name}.bias"] = (out_features,)
 
-    for layer in range(config.num_layers):
-        prefix = f"layers.{layer}"
-        shapes[f"{prefix}.attention_norm.weight"] = config.norm_shape(2 * layer)
-        add_linear(f"{prefix}.attention.q_proj", query, h, config.add_qkv_bias)
-        add_linear(f"{prefix}.attention.k_proj", key_value, h, config.add_qkv_bias)
-        add_linear(f"{prefix}.attention.v_proj", key_value, h, config.add_qkv_bias)
+    def add_attention(name: str) -> None:
+        for projection, size in (("q", query), ("k", key_value), ("v", key_value)):
+            add_linear(f"{name}.{projection}_proj", size, h, config.add_qkv_bias)
         if config.qk_layernorm:
-            shapes[f"{prefix}.attention.q_norm.weight"] = (d,)
-            shapes[f"{prefix}.attention.k_norm.weight"] = (d,)
-        add_linear(f"{prefix}.attention.o_proj", h, query, config.add_attention_output_bias)
+            shapes[f"{name}.q_norm.weight"] = (d,)
+            shapes[f"{name}.k_norm.weight"] = (d,)
+        add_linear(f"{name}.o_proj", h, query, config.add_attention_output_bias)
+
+    def add_mlp(name: str, width: int) -> None:
+        add_linear(f"{name}.gate_proj", width, h, config.add_mlp_bias)
+        add_linear(f"{name}.up_proj", width, h, config.add_mlp_bias)
+        add_linear(f"{name}.down_proj", h, width, config.add_mlp_bias)
+
+    def add_experts(prefix: str) -> None:
+        experts, width, shared = (
+            config.num_experts,
+            config.moe_ffn_hidden_size,
+            config.moe_shared_expert_intermediate_size,
+        )
+        shapes[f"{prefix}.router.weight"] = (experts, h)
+        if config.moe_router_enable_expert_bias:
+            shapes[f"{prefix}.router.expert_bias"] = (experts,)
+        shapes[f"{prefix}.experts.gate_proj.weight"] = (experts, width, h)
+        shapes[f"{prefix}.experts.up_proj.weight"] = (experts, width, h)
+        shapes[f"{prefix}.experts.down_proj.weight"] = (experts, h, width)
+        if shared:
+            add_mlp(f"{prefix}.shared_expert", shared)
+
+    for layer in range(config.num_layers):
+        prefix, kinds = f"layers.{layer}", layer_kinds(config, layer)
+        shapes[f"{prefix}.attention_norm.weight"] = config.norm_shape(2 * layer)
+        add_attention(f"{prefix}.attention")
         if not config.one_norm:
             shapes[f"{prefix}.mlp_norm.weight"] = config.norm_shape(2 * layer + 1)
-        add_linear(f"{prefix}.mlp.gate_proj", ffn, h, config.add_mlp_bias)
-        add_linear(f"{prefix}.mlp.up_proj", ffn, h, config.add_mlp_bias)
-        add_linear(f"{prefix}.mlp.down_proj", h, ffn, config.add_mlp_bias)
+        if layer in config.moe_layers:
+            add_experts(prefix)
+        if {"mlp", "attention_mlp"} & set(kinds):
+            add_mlp(f"{prefix}.mlp", ffn)
+        if "mlp_2" in kinds:
+            shapes[f"{prefix}.attention_norm_2.weight"] = shapes[f"{prefix}.mlp_norm_2.weight"] = (h,)
+            add_attention(f"{prefix}.attention_2")
+            add_mlp(f"{prefix}.mlp_2", ffn)
     shapes["final_norm.weight"] = (h,)
     if not config.tie_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, h)
@@ -120,8 +167,9 @@ def make_weights(config: ReferenceConfig, seed: int, dtype: torch.dtype = torch.
         values = torch.randn(shape, generator=generator, dtype=torch.float64)
         if name.endswith("norm.weight"):
             values = 1 + 0.2 * values
-        elif name.endswith(".bias"):
-            values = 0.2 * values
+        elif name.endswith("bias"):
+            # The package stores that of the experts in float32.
+            values = (0.2 * values).float()
         elif name != "embedding.weight" or config.tie_embeddings:
             values = values / math.sqrt(shape[-1])
         weights[name] = values.to(dtype)
@@ -138,14 +186,22 @@ class Sight:
     """[b, s, s] bool: whether the query (second axis) sees the key (third)"""
 
 
-def reference_logits(weights: Weights, config: ReferenceConfig, tokens: Tensor, sight: Sight | None = None) -> Tensor:
+def reference_logits(
+    weights: Weights,
+    config: ReferenceConfig,
+    tokens: Tensor,
+    sight: Sight | None = None,
+    record: list[Routed] | None = None,
+) -> Tensor:
     """Return the logits [b, s, V] of token ids [b, s].
+
+    Appends balancing losses and loads of the layers with experts to `record`.
 
     Raises:
         ValueError: names, shapes or dtypes of the weights are not this model's.
     """
     _check(weights, config)
-    stream = _last_stream(weights, config, weights["embedding.weight"][tokens], sight)
+    stream = _last_stream(weights, config, weights["embedding.weight"][tokens], sight, record)
     normed = _rms_norm(stream, weights["final_norm.weight"], config.norm_epsilon)
     head = weights["embedding.weight" if config.tie_embeddings else "lm_head.weight"]
     logits = normed @ head.T
@@ -153,14 +209,20 @@ def reference_logits(weights: Weights, config: ReferenceConfig, tokens: Tensor, 
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def _last_stream(weights: Weights, config: ReferenceConfig, stream: Tensor, sight: Sight | None) -> Tensor:
+def _last_stream(
+    weights: Weights, config: ReferenceConfig, stream: Tensor, sight: Sight | None, record: list[Routed] | None
+) -> Tensor:
     """The stream after the last layer."""
     if config.residual_mode == "desync":
         return desync_stream(config, stream, _sub_blocks_of_ranks(weights, config, sight))
-    # x_i^k = stream + all of what sub-block i sees + the k-th parts of what it misses; without lanes no part of that.
-    lanes = [
-        [one for layer in range(config.num_layers) for one in _sub_blocks(weights, f"layers.{layer}", config, sight)]
+    layers = [
+        Layer(layer in config.ladder_layers, _sub_blocks(weights, layer, config, sight, record))
+        for layer in range(config.num_layers)
     ]
+    if config.residual_mode in RECURRENCES and not config.missing:
+        return RECURRENCES[config.residual_mode](stream, layers)
+    # x_i^k = stream + all of what sub-block i sees + the k-th parts of what it misses; without lanes no part of that.
+    lanes = [[one for _, sub_blocks in layers for one in sub_blocks.values()]]
     if config.lanes:
         lanes = _sub_blocks_of_ranks(weights, replace(config, desync_tp=config.lanes), sight)
     outputs: list[list[Tensor]] = []
@@ -189,9 +251,7 @@ def _missing(config: ReferenceConfig) -> list[Collection[int]]:
     return found
 
 
-def _sub_blocks_of_ranks(
-    weights: Weights, config: ReferenceConfig, sight: Sight | None
-) -> list[list[Callable[[Tensor], Tensor]]]:
+def _sub_blocks_of_ranks(weights: Weights, config: ReferenceConfig, sight: Sight | None) -> list[list[SubBlock]]:
     """Return the sub-blocks of all layers with the slices of each of `desync_tp` ranks."""
     ranks = config.desync_tp
     assert ranks is not None
@@ -200,8 +260,8 @@ def _sub_blocks_of_ranks(
     sub_blocks = []
     for rank in range(ranks):
         own = rank_weights(weights, config, rank)
-        layers = [_sub_blocks(own, f"layers.{layer}", share, sight) for layer in range(config.num_layers)]
-        sub_blocks.append([sub_block for layer in layers for sub_block in layer])
+        layers = [_sub_blocks(own, layer, share, sight, None) for layer in range(config.num_layers)]
+        sub_blocks.append([sub_block for layer in layers for sub_block in layer.values()])
     return sub_blocks
 
 
@@ -214,18 +274,20 @@ def reference_loss(
     total_tokens: float | None = None,
     sight: Sight | None = None,
 ) -> Tensor:
-    """Return the cross entropy summed over unmasked targets, divided by `total_tokens`; a scalar.
+    """Return cross entropy summed over unmasked targets and balancing losses, divided by `total_tokens`; a scalar.
 
     Args:
         tokens, labels: ids [b, s]; `labels[b, t]` is the target at position t (shifted by the caller).
         loss_mask: [b, s], 1 where a target counts; all if None.
         total_tokens: unmasked targets of the whole global batch; those of this call if None.
     """
-    logits = reference_logits(weights, config, tokens, sight)
+    record: list[Routed] = []
+    logits = reference_logits(weights, config, tokens, sight, record)
     of_target = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     losses = torch.logsumexp(logits, dim=-1) - of_target
     mask = torch.ones_like(losses) if loss_mask is None else loss_mask.to(losses.dtype)
-    return (losses * mask).sum() / (mask.sum() if total_tokens is None else total_tokens)
+    balancing = sum(routed.auxiliary_loss + routed.z_loss for routed in record)
+    return ((losses * mask).sum() + balancing) / (mask.sum() if total_tokens is None else total_tokens)
 
 
 def reference_gradients(
@@ -237,11 +299,12 @@ def reference_gradients(
     total_tokens: float | None = None,
     sight: Sight | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return `reference_loss` and its gradient for every weight, by autograd over the arithmetic above."""
+    """Return `reference_loss` and its gradient for every trained weight, by autograd over the arithmetic above."""
     leaves = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
     loss = reference_loss(leaves, config, tokens, labels, loss_mask, total_tokens, sight)
-    gradients = torch.autograd.grad(loss, list(leaves.values()))
-    return loss.detach(), dict(zip(leaves, gradients, strict=True))
+    trained = [name for name in leaves if not name.endswith(".expert_bias")]
+    gradients = torch.autograd.grad(loss, [leaves[name] for name in trained])
+    return loss.detach(), dict(zip(trained, gradients, strict=True))
 
 
 def greedy_continuation(weights: Weights, config: ReferenceConfig, prompt_ids: Sequence[int], n: int) -> list[int]:
@@ -254,13 +317,14 @@ def greedy_continuation(weights: Weights, config: ReferenceConfig, prompt_ids: S
 
 
 def inverse_frequencies(config: ReferenceConfig) -> list[float]:
-    """Return the radians per position of each of the d/2 rotated pairs.
+    """Return the radians per position of each rotated pair; d is the rotated part of a head.
 
     none: base^(-2i/d) (Su et al., arXiv 2104.09864). linear: positions divided by the factor (Chen et al., arXiv
     2306.15595). llama3: as published with Llama 3.1: wavelengths above L/low are stretched by the factor, those
     below L/high are kept, and between the two the frequency is interpolated linearly in L/wavelength.
     """
-    plain = [config.rotary_base ** (-2 * i / config.head_dim) for i in range(config.head_dim // 2)]
+    rotated = int(config.head_dim * config.rotary_percent)
+    plain = [config.rotary_base ** (-2 * i / rotated) for i in range(rotated // 2)]
     factor, low, high = config.rope_scaling_factor, config.rope_low_freq_factor, config.rope_high_freq_factor
     if config.rope_scaling == "none":
         return plain
@@ -277,24 +341,41 @@ def inverse_frequencies(config: ReferenceConfig) -> list[float]:
 
 
 def _sub_blocks(
-    weights: Weights, prefix: str, config: ReferenceConfig, sight: Sight | None
-) -> tuple[Callable[[Tensor], Tensor], ...]:
-    """Return the sub-blocks h_i of a layer: norm, then attention or MLP or the sum of both, without the residual."""
+    weights: Weights, layer: int, config: ReferenceConfig, sight: Sight | None, record: list[Routed] | None
+) -> dict[str, SubBlock]:
+    """Return the sub-blocks h_i of a layer by kind, in order: norm, then the sum of its parts, without the residual."""
+    prefix = f"layers.{layer}"
 
-    def attention(stream: Tensor) -> Tensor:
-        normed = _rms_norm(stream, weights[f"{prefix}.attention_norm.weight"], config.norm_epsilon)
-        return _attention(weights, f"{prefix}.attention", config, normed, sight)
+    def attention(name: str) -> SubBlock:
+        return lambda normed: _attention(weights, f"{prefix}.{name}", config, normed, sight)
 
-    def mlp(stream: Tensor) -> Tensor:
-        normed = _rms_norm(stream, weights[f"{prefix}.mlp_norm.weight"], config.norm_epsilon)
-        return _mlp(weights, f"{prefix}.mlp", normed)
+    def mlp(name: str) -> SubBlock:
+        return lambda normed: _mlp(weights, f"{prefix}.{name}", normed)
 
-    def attention_mlp(stream: Tensor) -> Tensor:
-        normed = _rms_norm(stream, weights[f"{prefix}.attention_norm.weight"], config.norm_epsilon)
-        attended = _attention(weights, f"{prefix}.attention", config, normed, sight)
-        return attended + _mlp(weights, f"{prefix}.mlp", normed)
+    def routed(normed: Tensor) -> Tensor:
+        return routed_experts(weights, prefix, config, normed, record)
 
-    return (attention_mlp,) if config.one_norm else (attention, mlp)
+    experts = [routed, *[mlp("shared_expert")] * (config.moe_shared_expert_intermediate_size > 0)]
+    parts: dict[str, tuple[str, list[SubBlock]]] = {
+        "attention": ("attention_norm", [attention("attention")]),
+        "mlp": ("mlp_norm", [mlp("mlp")]),
+        "attention_mlp": ("attention_norm", [attention("attention"), mlp("mlp")]),
+        "experts": ("mlp_norm", experts),
+        "attention_experts": ("attention_norm", [attention("attention"), *experts]),
+        "routed_experts": ("mlp_norm", [routed]),
+        "shared_expert": ("mlp_norm", [mlp("shared_expert")]),
+        "attention_2": ("attention_norm_2", [attention("attention_2")]),
+        "mlp_2": ("mlp_norm_2", [mlp("mlp_2")]),
+    }
+
+    def sub_block(norm: str, of_kind: Sequence[SubBlock]) -> SubBlock:
+        def compute(stream: Tensor) -> Tensor:
+            normed = _rms_norm(stream, weights[f"{prefix}.{norm}.weight"], config.norm_epsilon)
+            return functools.reduce(Tensor.add, (part(normed) for part in of_kind))
+
+        return compute
+
+    return {kind: sub_block(*parts[kind]) for kind in layer_kinds(config, layer)}
 
 
 def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -335,11 +416,15 @@ def _attention(weights: Weights, prefix: str, config: ReferenceConfig, x: Tensor
 
 
 def _rotate(x: Tensor, config: ReferenceConfig, position: Tensor) -> Tensor:
-    """Rotate the pair (i, i + d/2) of every head at position t, [s] or [b, s], by t times the i-th frequency."""
+    """Rotate the pair (i, i + d/2) of every head at position t, [s] or [b, s], by t times the i-th frequency.
+
+    d is the rotated part of a head.
+    """
     angle = position.double()[..., None] * torch.tensor(inverse_frequencies(config), dtype=torch.float64)
     cos, sin = (table[..., None, :].to(x.dtype) for table in (torch.cos(angle), torch.sin(angle)))
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    rotated = 2 * cos.shape[-1]
+    first, second = x[..., :rotated].chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, x[..., rotated:]], dim=-1)
 
 
 def _check(weights: Weights, config: ReferenceConfig) -> None:

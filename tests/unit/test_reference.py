@@ -1,26 +1,24 @@
-"""The reference model against transformers, torch's optimizer and arithmetic written out by hand."""
+"""The reference model against transformers and torch's optimizer."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from transformers import (
-    LlamaConfig,
+    Glm4MoeForCausalLM,
     LlamaForCausalLM,
-    Qwen2Config,
+    MixtralForCausalLM,
     Qwen2ForCausalLM,
-    Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
 )
 
 from tests.reference import (
     ReferenceConfig,
+    Routed,
     greedy_continuation,
     make_weights,
     reference_gradients,
@@ -29,7 +27,7 @@ from tests.reference import (
     reference_training,
 )
 
-Family = Callable[..., Any]
+Family = Any
 """A model class of transformers."""
 
 BASE = ReferenceConfig(
@@ -64,7 +62,32 @@ LLAMA_CASES = {
 QWEN2 = replace(BASE, num_key_value_heads=2, add_qkv_bias=True)
 QWEN3 = replace(BASE, num_key_value_heads=2, head_dim=8, qk_layernorm=True)
 
+MIXTRAL = replace(
+    BASE, num_key_value_heads=2, num_experts=5, moe_ffn_hidden_size=40, moe_layers=(0, 1), moe_router_topk=3
+)
+QWEN3_MOE = replace(QWEN3, num_experts=9, moe_ffn_hidden_size=10, moe_layers=(1,), moe_router_unnormalized=True)
+GLM = replace(
+    BASE,
+    num_layers=3,
+    head_dim=12,
+    rotary_percent=0.5,
+    add_qkv_bias=True,
+    num_experts=12,
+    moe_ffn_hidden_size=10,
+    moe_shared_expert_intermediate_size=20,
+    moe_layers=(1, 2),
+    moe_router_score_function="sigmoid",
+    moe_router_topk_scaling_factor=2.5,
+    moe_router_enable_expert_bias=True,
+    moe_router_num_groups=4,
+    moe_router_group_topk=2,
+)
+
 HUGGING_FACE_NAMES = {
+    "router": "mlp.gate",
+    "expert_bias": "e_score_correction_bias",
+    "experts": "mlp.experts",
+    "shared_expert": "mlp.shared_experts",
     "attention_norm": "input_layernorm",
     "mlp_norm": "post_attention_layernorm",
     "attention": "self_attn",
@@ -80,10 +103,10 @@ def hugging_face_model(
     dtype: torch.dtype = torch.float32,
 ) -> Any:
     """transformers' own model of this configuration with these weights."""
-    shared: dict[str, Any] = {
+    values: dict[str, Any] = {
         "num_hidden_layers": config.num_layers,
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.ffn_hidden_size,
+        "intermediate_size": config.moe_ffn_hidden_size if family is MixtralForCausalLM else config.ffn_hidden_size,
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
@@ -96,28 +119,49 @@ def hugging_face_model(
         "rope_parameters": {
             "rope_type": {"none": "default"}.get(config.rope_scaling, config.rope_scaling),
             "rope_theta": config.rotary_base,
+            "partial_rotary_factor": config.rotary_percent,
             "factor": config.rope_scaling_factor,
             "low_freq_factor": config.rope_low_freq_factor,
             "high_freq_factor": config.rope_high_freq_factor,
             "original_max_position_embeddings": config.rope_original_max_position_embeddings,
         },
+        "attention_bias": config.add_qkv_bias,
+        "mlp_bias": config.add_mlp_bias,
+        "use_qk_norm": config.qk_layernorm,
+        "moe_intermediate_size": config.moe_ffn_hidden_size,
+        "num_local_experts": config.num_experts,
+        "num_experts_per_tok": config.moe_router_topk,
+        "norm_topk_prob": not config.moe_router_unnormalized,
+        "mlp_only_layers": sorted({*range(config.num_layers)} - {*config.moe_layers}),
+        "first_k_dense_replace": min(config.moe_layers, default=0),
+        "n_shared_experts": config.moe_shared_expert_intermediate_size // max(1, config.moe_ffn_hidden_size),
+        "routed_scaling_factor": config.moe_router_topk_scaling_factor,
+        "n_group": config.moe_router_num_groups,
+        "topk_group": config.moe_router_group_topk,
+        "attn_implementation": "eager",
+        "experts_implementation": "eager",
     }
-    theirs: Any
-    if family is LlamaForCausalLM:
-        theirs = LlamaConfig(**shared, attention_bias=config.add_qkv_bias, mlp_bias=config.add_mlp_bias)
-    elif family is Qwen2ForCausalLM:
-        theirs = Qwen2Config(**shared)
-    else:
-        theirs = Qwen3Config(**shared)
-    model = family(theirs).to(dtype).eval()
-    state = {}
-    for name, weight in weights.items():
-        words = [HUGGING_FACE_NAMES.get(word, word) for word in name.split(".")]
-        state[".".join(words if name == "lm_head.weight" else ["model", *words])] = weight
+    model = family(family.config_class(**values)).to(dtype).eval()
+    state = hugging_face_names(weights)
     if config.tie_embeddings:
         state["lm_head.weight"] = weights["embedding.weight"]
     model.load_state_dict(state, strict=True)
     return model
+
+
+def hugging_face_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors as transformers stores them, which stacks gate and up projections of experts."""
+    found = {}
+    for name, tensor in tensors.items():
+        words = [HUGGING_FACE_NAMES.get(word, word) for word in name.split(".")]
+        theirs = ".".join(words if name == "lm_head.weight" else ["model", *words])
+        if ".experts." in name:
+            theirs = theirs.removesuffix(".weight").replace(".gate_proj", ".gate_up_proj")
+        if ".experts.up_proj" in name:
+            theirs = theirs.replace(".up_proj", ".gate_up_proj")
+            tensor = torch.cat([found[theirs], tensor], dim=1)
+        found[theirs] = tensor
+    return found
 
 
 def random_ids(config: ReferenceConfig, *shape: int, seed: int = 5) -> Tensor:
@@ -132,6 +176,21 @@ FAMILIES: list[tuple[str, ReferenceConfig, Family]] = [
     (name, config, LlamaForCausalLM) for name, config in LLAMA_CASES.items()
 ]
 FAMILIES += [("qwen2", QWEN2, Qwen2ForCausalLM), ("qwen3", QWEN3, Qwen3ForCausalLM)]
+FAMILIES += [
+    ("mixtral", MIXTRAL, MixtralForCausalLM),
+    ("qwen3-moe", QWEN3_MOE, Qwen3MoeForCausalLM),
+    (
+        "qwen3-moe, normalised",
+        replace(QWEN3_MOE, moe_router_unnormalized=False, moe_layers=(0, 1)),
+        Qwen3MoeForCausalLM,
+    ),
+    ("glm", GLM, Glm4MoeForCausalLM),
+    (
+        "glm, one group",
+        replace(GLM, moe_router_num_groups=1, moe_router_group_topk=1, qk_layernorm=True),
+        Glm4MoeForCausalLM,
+    ),
+]
 
 
 @pytest.mark.parametrize(
@@ -148,148 +207,34 @@ def test_logits_and_gradients_are_transformers(config: ReferenceConfig, family: 
     loss.backward()
     our_loss, gradients = reference_gradients(weights, config, tokens, labels)
     assert our_loss.item() == pytest.approx(loss.item(), rel=1e-6)
-    for name in ("embedding.weight", "layers.0.attention.k_proj.weight", "layers.1.mlp_norm.weight"):
-        words = [HUGGING_FACE_NAMES.get(word, word) for word in name.split(".")]
-        theirs = model.get_parameter(".".join(["model", *words])).grad
-        assert theirs is not None
-        assert largest_error(gradients[name], theirs) < 2e-5
+    found = hugging_face_names(gradients)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert largest_error(found.pop(name), parameter.grad) < 1e-5
+    assert not found, "transformers has no such parameters"
 
 
-# Wirings on sequences of one token, for which attention is o_proj(v_proj(x)): no other key, no rotation.
-
-TINY = ReferenceConfig(
-    num_layers=2,
-    hidden_size=4,
-    ffn_hidden_size=6,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    head_dim=2,
-    vocab_size=7,
-)
-
-
-def by_hand(config: ReferenceConfig, weights: dict[str, Tensor]) -> SimpleNamespace:
-    """Sub-blocks of a two-layer model as numpy functions of one token's stream."""
-    w = {name: weight.numpy() for name, weight in weights.items()}
-
-    def norm(x: np.ndarray, name: str) -> np.ndarray:
-        return x / np.sqrt(np.mean(x**2) + config.norm_epsilon) * w[f"{name}.weight"]
-
-    def attention(layer: int, x: np.ndarray) -> np.ndarray:
-        prefix = f"layers.{layer}.attention"
-        return w[f"{prefix}.o_proj.weight"] @ (w[f"{prefix}.v_proj.weight"] @ x)
-
-    def mlp(layer: int, x: np.ndarray) -> np.ndarray:
-        gate = w[f"layers.{layer}.mlp.gate_proj.weight"] @ x
-        up = w[f"layers.{layer}.mlp.up_proj.weight"] @ x
-        return w[f"layers.{layer}.mlp.down_proj.weight"] @ (gate / (1 + np.exp(-gate)) * up)
-
-    def sub_block(compute: Callable[[int, np.ndarray], np.ndarray], layer: int, kind: str) -> Callable[..., Any]:
-        return lambda x: compute(layer, norm(x, f"layers.{layer}.{kind}"))
-
-    return SimpleNamespace(
-        embedding=w["embedding.weight"],
-        head=lambda x: w["lm_head.weight"] @ norm(x, "final_norm"),
-        attention_0=sub_block(attention, 0, "attention_norm"),
-        attention_1=sub_block(attention, 1, "attention_norm"),
-        mlp_0=sub_block(mlp, 0, "mlp_norm"),
-        mlp_1=sub_block(mlp, 1, "mlp_norm"),
-        parallel_mlp_0=sub_block(mlp, 0, "attention_norm"),
-        parallel_mlp_1=sub_block(mlp, 1, "attention_norm"),
+def test_balancing_losses_are_transformers() -> None:
+    config = replace(QWEN3_MOE, moe_aux_loss_coeff=1.0, moe_aux_loss_per="micro_batch", moe_z_loss_coeff=1.0)
+    weights, tokens = make_weights(config, seed=1), random_ids(config, 2, 70)
+    outputs = hugging_face_model(config, weights, Qwen3MoeForCausalLM)(tokens, output_router_logits=True)
+    (logits,) = outputs.router_logits
+    record: list[Routed] = []
+    reference_logits(weights, config, tokens, record=record)
+    (routed,) = record
+    # They sum the choices of a token, instead of taking their mean.
+    assert routed.auxiliary_loss.item() == pytest.approx(
+        140 * outputs.aux_loss.item() / config.moe_router_topk, rel=1e-6
     )
+    assert routed.z_loss.item() == pytest.approx(logits.logsumexp(-1).square().sum().item(), rel=1e-6)
+    assert routed.loads.tolist() == logits.topk(config.moe_router_topk).indices.flatten().bincount(minlength=9).tolist()
 
-
-def standard(m: SimpleNamespace, x0: np.ndarray) -> np.ndarray:
-    x1 = x0 + m.attention_0(x0)
-    x2 = x1 + m.mlp_0(x1)
-    x3 = x2 + m.attention_1(x2)
-    return x3 + m.mlp_1(x3)
-
-
-def ladder(m: SimpleNamespace, x0: np.ndarray) -> np.ndarray:
-    x1 = x0 + m.attention_0(x0)
-    x2 = x1 + m.mlp_0(x0)
-    x3 = x2 + m.attention_1(x1)
-    return x3 + m.mlp_1(x2)
-
-
-def upper_layer_is_ladder(m: SimpleNamespace, x0: np.ndarray) -> np.ndarray:
-    x1 = x0 + m.attention_0(x0)
-    x2 = x1 + m.mlp_0(x1)
-    x3 = x2 + m.attention_1(x1)
-    return x3 + m.mlp_1(x2)
-
-
-def lower_layer_is_ladder(m: SimpleNamespace, x0: np.ndarray) -> np.ndarray:
-    x1 = x0 + m.attention_0(x0)
-    x2 = x1 + m.mlp_0(x0)
-    x3 = x2 + m.attention_1(x2)
-    return x3 + m.mlp_1(x3)
-
-
-def parallel(m: SimpleNamespace, x0: np.ndarray) -> np.ndarray:
-    x1 = x0 + m.attention_0(x0) + m.parallel_mlp_0(x0)
-    return x1 + m.attention_1(x1) + m.parallel_mlp_1(x1)
-
-
-def ladder_parallel(m: SimpleNamespace, x0: np.ndarray) -> np.ndarray:
-    x1 = x0 + m.attention_0(x0) + m.parallel_mlp_0(x0)
-    return x1 + m.attention_1(x0) + m.parallel_mlp_1(x0)
-
-
-def ladder_attention(m: SimpleNamespace, x0: np.ndarray) -> np.ndarray:
-    x1 = x0 + m.attention_0(x0)
-    x2 = x1 + m.mlp_0(x1)
-    x3 = x2 + m.attention_1(x1)
-    return x3 + m.mlp_1(x3)
-
-
-def two_late(m: SimpleNamespace, x0: np.ndarray) -> np.ndarray:
-    x1 = x0 + m.attention_0(x0)
-    x2 = x1 + m.mlp_0(x0)
-    x3 = x2 + m.attention_1(x0)
-    return x3 + m.mlp_1(x1)
-
-
-def upper_layer_is_two_late(m: SimpleNamespace, x0: np.ndarray) -> np.ndarray:
-    x1 = x0 + m.attention_0(x0)
-    x2 = x1 + m.mlp_0(x1)
-    # The lower layer's MLP has read x1, so x1 is what there is; it cannot be unread.
-    x3 = x2 + m.attention_1(x1)
-    return x3 + m.mlp_1(x1)
-
-
-@pytest.mark.parametrize(
-    ("mode", "layers", "staleness", "expected"),
-    [
-        ("standard", (), 1, standard),
-        ("ladder", (0, 1), 1, ladder),
-        ("ladder", (1,), 1, upper_layer_is_ladder),
-        ("ladder", (0,), 1, lower_layer_is_ladder),
-        ("ladder", (), 1, standard),
-        ("ladder", (0, 1), 2, two_late),
-        ("ladder", (1,), 2, upper_layer_is_two_late),
-        ("parallel", (), 1, parallel),
-        ("ladder-parallel", (0, 1), 1, ladder_parallel),
-        ("ladder-parallel", (0,), 1, parallel),
-        ("ladder-attention", (0, 1), 1, ladder_attention),
-        ("ladder-attention", (0, 1), 3, ladder_attention),
-        ("ladder-attention", (0,), 1, standard),
-    ],
-)
-def test_wirings_are_those_written_by_hand(
-    mode: str,
-    layers: tuple[int, ...],
-    staleness: int,
-    expected: Callable[[SimpleNamespace, np.ndarray], np.ndarray],
-) -> None:
-    config = replace(TINY, residual_mode=mode, ladder_layers=layers, residual_staleness=staleness)
-    weights = make_weights(config, seed=3, dtype=torch.float64)
-    model = by_hand(config, weights)
-    logits = reference_logits(weights, config, torch.tensor([[4], [2]])).numpy()
-    for row, token in enumerate((4, 2)):
-        by_arithmetic = model.head(expected(model, model.embedding[token]))
-        assert np.abs(logits[row, 0] - by_arithmetic).max() < 1e-12
+    alone: list[Routed] = []
+    for row in tokens:
+        reference_logits(weights, config, row[None], record=alone)
+    reference_logits(weights, replace(config, moe_aux_loss_per="sequence"), tokens, record=record)
+    of_rows = sum(one.auxiliary_loss.item() for one in alone)
+    assert record[1].auxiliary_loss.item() == pytest.approx(of_rows, rel=1e-6) != routed.auxiliary_loss.item()
 
 
 @pytest.mark.parametrize(
@@ -309,34 +254,6 @@ def test_desync_summed_after_every_sub_block_is_standard(ranks: int, changes: di
     desync = replace(config, residual_mode="desync", desync_interval=1, desync_tp=ranks)
     difference = reference_logits(weights, desync, tokens) - reference_logits(weights, config, tokens)
     assert difference.abs().max() < 1e-12
-
-
-def test_desync_is_that_written_by_hand() -> None:
-    """Two ranks, a head each; the streams are summed after the first MLP and after the last."""
-    config = replace(TINY, residual_mode="desync", desync_interval=2, desync_tp=2)
-    weights = make_weights(config, seed=3, dtype=torch.float64)
-    assert weights["layers.0.attention_norm.weight"].shape == (4,)
-    assert weights["layers.1.mlp_norm.weight"].shape == (2, 4)
-    models = []
-    for rank in range(2):
-        own = dict(weights)
-        for name, weight in weights.items():
-            if "mlp_norm" in name:
-                own[name] = weight[rank]
-            elif "v_proj" in name or "gate_proj" in name or "up_proj" in name:
-                own[name] = weight.chunk(2, 0)[rank]
-            elif "o_proj" in name or "down_proj" in name:
-                own[name] = weight.chunk(2, 1)[rank]
-        models.append(by_hand(config, own))
-    a, b = models
-    logits = reference_logits(weights, config, torch.tensor([[4], [2]])).numpy()
-    for row, token in enumerate((4, 2)):
-        x = a.embedding[token]
-        xa, xb = x + a.attention_0(x), x + b.attention_0(x)
-        x = (a.mlp_0(xa) + xa / 2) + (b.mlp_0(xb) + xb / 2)
-        xa, xb = x + a.attention_1(x), x + b.attention_1(x)
-        x = (a.mlp_1(xa) + xa / 2) + (b.mlp_1(xb) + xb / 2)
-        assert np.abs(logits[row, 0] - a.head(x)).max() < 1e-12
 
 
 def test_a_token_sees_only_its_past() -> None:
@@ -375,7 +292,7 @@ def test_greedy_continuation_is_transformers() -> None:
 
 @pytest.mark.parametrize("clip", [0.0, 0.3])
 def test_training_is_torch_adamw_over_unequal_micro_batches(clip: float) -> None:
-    config = replace(TINY, residual_mode="ladder", ladder_layers=(1,))
+    config = replace(BASE, residual_mode="ladder", ladder_layers=(1,))
     weights = make_weights(config, seed=9, dtype=torch.float64)
     batches = []
     for step in range(4):
