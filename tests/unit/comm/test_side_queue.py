@@ -1,6 +1,4 @@
-"""Chains alongside the computation: which stream waits for which, and the tensors that are held."""
-
-import weakref
+"""Chains alongside the computation: which stream waits for which."""
 
 import pytest
 import torch
@@ -35,15 +33,3 @@ def test_longer_computation_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> No
     device.compute.now = 2.0
     queue.join()
     assert device.compute.now == 2.0
-
-
-def test_inputs_are_held_until_the_streams_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_cuda.install(monkeypatch)
-    queue = CudaSideQueue(torch.device("cuda"))
-    used = torch.ones(3)
-    alive = weakref.ref(used)
-    queue.run(lambda: None, uses=(used,))
-    del used
-    assert alive() is not None
-    queue.join()
-    assert alive() is None
