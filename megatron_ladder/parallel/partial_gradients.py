@@ -68,13 +68,19 @@ class PartialGradients:
     """The partial gradients of one backward pass over a range of sub-blocks."""
 
     def __init__(self, sums: PartialSums) -> None:
+        """Parameters get their gradients on the current stream, also those that are deferred on another one.
+
+        DeepSpeed copies a gradient to a bucket on the stream on which it arrives, and the one that fills the bucket
+        reduces it there, without waiting for the others' streams.
+        """
+        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         self._sums = sums
         self._deferred: list[tuple[_Parameter, Tensor]] = []
 
     def defer(self, parameter: Tensor) -> Tensor:
         """Return a stand-in for a parameter; its gradient is summed over the group before it reaches the parameter."""
         stand_in = parameter.detach().requires_grad_()
-        with torch.enable_grad():
+        with torch.enable_grad(), torch.cuda.stream(self._stream):
             edge = get_gradient_edge(parameter.view_as(parameter))
         self._deferred.append((_Parameter(id(parameter), edge, parameter.shape, parameter.dtype), stand_in))
         return stand_in

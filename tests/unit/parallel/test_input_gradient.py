@@ -2,15 +2,19 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ladder.comm.group import CommGroup, Work
 from megatron_ladder.comm.inflight import InFlight
+from megatron_ladder.comm.side_queue import CudaSideQueue
 from megatron_ladder.comm.stream import ReplicatedStream
 from megatron_ladder.parallel.input_gradient import InputGradient, linear_with_input_gradient
 from megatron_ladder.parallel.partial_gradients import PartialGradients, PartialSums
+from tests.unit.comm import fake_cuda
 
 
 class DoublingGroup(CommGroup):
@@ -98,6 +102,31 @@ def test_partial_gradients_arrive_once_and_complete() -> None:
     assert events[:2] == ["start", "wait"] and sorted(events[2:]) == ["scale", "unused"]
     assert scale.grad is not None and scale.grad.tolist() == [6.0, 8.0]
     assert unused.grad is not None and unused.grad.tolist() == [0.0, 0.0]
+
+
+class ViewStreams(TorchFunctionMode):
+    """Records the current streams on which autograd records views, whose backward runs on the same streams."""
+
+    def __init__(self, device: fake_cuda.Device) -> None:
+        super().__init__()
+        self.device = device
+        self.found: list[fake_cuda.Stream] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is Tensor.view_as:
+            self.found.append(self.device.current)
+        return function(*args, **(kwargs or {}))
+
+
+def test_gradients_arrive_on_the_stream_of_the_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeRO-2 copies a gradient to a bucket where it arrives, and reduces the bucket where another one arrives."""
+    device = fake_cuda.install(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    queue = CudaSideQueue(torch.device("cuda"))
+    partial_gradients = PartialGradients(PartialSums(DoublingGroup([])))
+    with ViewStreams(device) as streams:
+        queue.run(lambda: partial_gradients.defer(torch.ones(2, requires_grad=True)), uses=None)
+    assert streams.found == [device.compute]
 
 
 def test_parts_of_several_passes_are_summed_once() -> None:
