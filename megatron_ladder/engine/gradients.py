@@ -44,13 +44,14 @@ def gradient_norm(
     different size would lose digits in fp32. The norm is not finite if any rank's copy of any element is not, counted
     or not, so a single corrupt copy is detected too.
     """
-    norms, counts = [], []
+    parts, counts = [], []
     for piece in pieces:
         for section, elements in piece.parts():
-            norms.append(torch.linalg.vector_norm(elements, dtype=torch.float32))
+            parts.append(elements)
             counts.append(float(piece.owned and section.counted))
     total = torch.zeros((), dtype=torch.float64, device=device)
-    if norms:
+    if parts:
+        norms = torch._foreach_norm(parts, dtype=torch.float32)
         # Gradients of an offloaded optimizer are in host memory, which no GPU collective can read.
         squares = torch.stack(norms).to(device, non_blocking=True).double().square()
         # Zero times infinity or NaN is NaN, so copies that do not count still make the sum invalid.
@@ -71,6 +72,6 @@ def locate_bad_gradient(pieces: Iterable[GradientPiece], model: nn.Module, world
 
 def clip_gradients(pieces: Iterable[GradientPiece], norm: float, highest: float) -> None:
     """Scale the gradient in place so that its norm is at most `highest`; 0 disables clipping."""
-    if 0.0 < highest < norm:
-        for piece in pieces:
-            piece.gradient.mul_(highest / norm)
+    gradients = [piece.gradient for piece in pieces]
+    if gradients and 0.0 < highest < norm:
+        torch._foreach_mul_(gradients, highest / norm)

@@ -1,0 +1,39 @@
+"""Norm and clipping take one operation for all gradients: on a GPU, each operation is a launch."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.engine.gradients import GradientPiece, clip_gradients, gradient_norm
+from megatron_ladder.parallel.layout import Section
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations that are not views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not function.is_view
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("tensors", [0, 1, 40])
+def test_norm_and_clipping_do_not_take_operations_for_each_tensor(tensors: int) -> None:
+    values = [torch.randn(3, 5) for _ in range(tensors)]
+    pieces = [
+        GradientPiece([Section(str(number), (3, 5), length=3)], (3, 5), 0, value.clone(), owned=True)
+        for number, value in enumerate(values)
+    ]
+    with Operations() as operations:
+        norm, sums = gradient_norm(pieces, CommGroup.alone(), torch.device("cpu"), torch.ones(2, dtype=torch.float64))
+        clip_gradients(pieces, norm, 0.5)
+    assert norm == pytest.approx(math.sqrt(sum(float(value.double().square().sum()) for value in values)), rel=1e-6)
+    assert sums == [1.0, 1.0]
+    for piece, value in zip(pieces, values, strict=True):
+        torch.testing.assert_close(piece.gradient, value * (0.5 / norm) if norm > 0.5 else value)
+    assert operations.count <= 20
