@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.errors import LostPeerError, UserError, raise_user_errors
+from megatron_ladder.errors import ErrorCollector, LostPeerError, UserError, raise_user_errors
 
 LINGER_SECONDS = 5.0
 """Time for which rank 0 keeps serving the store to ranks that have not read a verdict with errors."""
@@ -272,3 +272,12 @@ def raise_on_all_ranks(group: CommGroup, messages: Sequence[str]) -> None:
         line if len(having) == group.size else f"{line} (on {name_ranks(having)})" for line, having in ranks.items()
     ]
     raise_user_errors(group.broadcast_object(combined))
+
+
+@contextlib.contextmanager
+def raising_on_all_ranks(group: CommGroup, flag: str = "") -> Iterator[None]:
+    """Raise a UserError that ends the block on any rank on all of them, as a problem of `flag` if it is given."""
+    errors = ErrorCollector()
+    with errors.collect(flag):
+        yield
+    raise_on_all_ranks(group, errors.messages)

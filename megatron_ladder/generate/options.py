@@ -42,7 +42,7 @@ class ModelOptions:
     """Compile norms, SwiGLU and rotary embedding with torch.compile. Needs a C++ compiler at run time."""
     cuda_graph: bool = False
     """Capture the decode step in a CUDA graph and replay it for every token; needs a GPU."""
-    tp_all_reduce: Literal["auto", "nccl", "symmetric"] = "nccl"
+    tp_all_reduce: Literal["auto", "nccl", "symmetric"] = "auto"
     """Implementation of small all-reduces between GPUs: NCCL, or a one-shot kernel over symmetric memory, which needs
     GPUs of one machine that are joined by NVLink; auto uses the latter where it is possible."""
     tokenizer_type: TokenizerType | None = flag(None, requires="--tokenizer-model")

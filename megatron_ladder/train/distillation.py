@@ -11,13 +11,13 @@ from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas, ten
 from megatron_ladder.checkpoint.format import Checkpoint, is_hf_directory, reporting_os_errors
 from megatron_ladder.checkpoint.hf_directory import open_hf_directory
 from megatron_ladder.checkpoint.loading import WeightSource, load_weights
-from megatron_ladder.comm.agreement import raise_on_all_ranks
+from megatron_ladder.comm.agreement import raising_on_all_ranks
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.run import RunConfig, RunFlags
 from megatron_ladder.data.tokenizers import Tokenizer, find_tokenizer
 from megatron_ladder.engine.build import compute_dtype
-from megatron_ladder.errors import ErrorCollector, UserError
+from megatron_ladder.errors import UserError
 from megatron_ladder.files import hub_hint
 from megatron_ladder.model.language_model import Distillation, LanguageModel
 from megatron_ladder.model.operations import select_operations
@@ -115,12 +115,11 @@ def build_distillation(run: RunConfig, teacher: StoredTeacher, mesh: ProcessMesh
     )
     options = StackOptions(run.parallel.tp_overlap, operations=operations)
     model = LanguageModel(config, frozen_mesh, options, dtype=compute_dtype(run), device=device).requires_grad_(False)
-    errors, checkpoint = ErrorCollector(), teacher.checkpoint
-    with errors.collect("--distill-from"):
+    checkpoint = teacher.checkpoint
+    with raising_on_all_ranks(mesh.world, "--distill-from"):
         load_weights(model, teacher.weights)
         if checkpoint is not None:
             checkpoint.verify(None, mesh.world.rank, mesh.world.size, only_weights=True)
-    raise_on_all_ranks(mesh.world, errors.messages)
     if checkpoint is not None and mesh.world.rank == 0:
         for warning in checkpoint.warnings:
             print(f"*** --distill-from {warning} ***", flush=True)

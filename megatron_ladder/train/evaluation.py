@@ -9,10 +9,10 @@ from contextlib import closing
 from itertools import takewhile
 from typing import Any
 
-from megatron_ladder.comm.agreement import raise_on_all_ranks
+from megatron_ladder.comm.agreement import raising_on_all_ranks
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.data.tokenizers import Tokenizer
-from megatron_ladder.errors import ErrorCollector, UserError
+from megatron_ladder.errors import UserError
 from megatron_ladder.train.inputs import RunInputs
 from megatron_ladder.train.log import RunLog
 from megatron_ladder.train.prediction import Predictor, Request, Score
@@ -100,11 +100,9 @@ class Evaluations:
         self._predictor = Predictor(trainer)
         self._function: Callable[[EvaluatedModel], Mapping[str, float]] | None = None
         if trainer.run.logging.eval_callable is not None:
-            found = ErrorCollector()
-            if trainer.mesh.world.rank == 0:
-                with found.collect():
+            with raising_on_all_ranks(trainer.mesh.world):
+                if trainer.mesh.world.rank == 0:
                     self._function = _import_callable(trainer.run.logging.eval_callable)
-            raise_on_all_ranks(trainer.mesh.world, found.messages)
 
     def are_due(self, iteration: int) -> bool:
         """Whether there is something to evaluate after a step."""

@@ -20,6 +20,9 @@ class Event:
     def record(self, stream: "Stream") -> None:
         self.time = stream.now
 
+    def wait(self, stream: "Stream | None" = None) -> None:
+        (stream or torch.cuda.current_stream()).wait_event(self)  # type: ignore[arg-type]
+
     def synchronize(self) -> None:
         pass
 

@@ -59,6 +59,7 @@ class Torch:
         self.group = SimpleNamespace(group_name="tensor")
         monkeypatch.setattr(symmetric_memory, "empty", lambda size, dtype, device: torch.empty(size, dtype=dtype))
         self.multicast = multicast
+        self.error: Exception | None = None
         monkeypatch.setattr(symmetric_memory, "rendezvous", self.meet)
         kernels = [f"{prefix}one_shot_all_reduce_out" for prefix in ("", "multimem_")]
         for kernel in kernels:
@@ -70,6 +71,8 @@ class Torch:
 
     def meet(self, tensor: torch.Tensor, group: object) -> SimpleNamespace:
         self.rendezvous.append((tensor.numel(), group))
+        if self.error is not None:
+            raise self.error
         return SimpleNamespace(multicast_ptr=1 << 40 if self.multicast else 0)
 
     def reduce(self, shared: torch.Tensor, op: str, name: str, out: torch.Tensor) -> None:
@@ -129,7 +132,7 @@ def test_one_shot_sums_need_peer_access(monkeypatch: pytest.MonkeyPatch) -> None
     check_peers(3, GPU, torch.bfloat16)
     with pytest.raises(UserError, match=r"GPU 0 cannot read the memory of \[3\]"):
         check_peers(4, GPU, torch.bfloat16)
-    with pytest.raises(UserError, match="sums fp32 and bf16, found torch.float16"):
+    with pytest.raises(UserError, match="found torch.float16 instead of fp32 or bf16"):
         check_peers(3, GPU, torch.float16)
 
 
@@ -148,7 +151,7 @@ def test_auto_uses_symmetric_memory_only_if_every_rank_can(monkeypatch: pytest.M
     assert not select("auto", torch.float16)
     others[str] = "b"
     assert not select("auto"), "another rank is on another machine"
-    with pytest.raises(UserError, match="needs all ranks on one machine"):
+    with pytest.raises(UserError, match="found 2 machines"):
         select("symmetric")
     others |= {str: "a", list: ["GPU 1 cannot read"]}
     assert not select("auto"), "another rank cannot"
@@ -160,6 +163,24 @@ def test_auto_uses_symmetric_memory_only_if_every_rank_can(monkeypatch: pytest.M
         select("symmetric")
     alone = CommGroup.alone()
     assert select_all_reduce("symmetric", alone, CPU, torch.float32) is alone
+
+
+@pytest.mark.parametrize("failing", ["this rank", "another rank"])
+def test_all_ranks_use_nccl_if_one_cannot_map_the_memory(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    fake = Torch(monkeypatch)
+    fake.error = RuntimeError("invalid device") if failing == "this rank" else None
+    handle: Any = fake.group
+    group = CommGroup([0, 1], 0, handle)
+
+    def gather(self: CommGroup, value: object) -> list[object]:
+        return [value, ["invalid device"] if fake.rendezvous and failing == "another rank" else value]
+
+    monkeypatch.setattr(CommGroup, "gather_objects", gather)
+    monkeypatch.setattr(CommGroup, "broadcast_object", lambda self, value: value)
+    assert select_all_reduce("auto", group, GPU, torch.bfloat16) is group
+    fake.rendezvous.clear()
+    with pytest.raises(UserError, match="invalid device"):
+        select_all_reduce("symmetric", group, GPU, torch.bfloat16)
 
 
 @pytest.mark.usefixtures("nccl")
