@@ -96,6 +96,7 @@ class Checker(TorchDispatchMode):
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Play the device, on which all tensors are."""
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "Stream", self.new_stream)
         monkeypatch.setattr(torch.cuda, "stream", self.use)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
