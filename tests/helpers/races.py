@@ -100,6 +100,7 @@ class Checker(TorchDispatchMode):
         monkeypatch.setattr(torch.cuda, "Stream", self.new_stream)
         monkeypatch.setattr(torch.cuda, "stream", self.use)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.autograd, "backward", self._backward)
         monkeypatch.setattr(Tensor, "is_cuda", True)
 
