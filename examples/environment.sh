@@ -103,9 +103,34 @@ gpu_count() {
     fi
 }
 
-# True if there is a GPU and the installed torch is a CPU build, as after moving from a login node to a GPU node.
+# Prints the build of torch that this machine needs: cpu, cu126 if the driver is too old for CUDA 13, or nothing for the
+# default of the package index, which contains CUDA 13.
+torch_build() {
+    if has_gpu; then
+        ! is_driver_below 580 || echo cu126
+    elif [ "$(uname)" != Darwin ]; then
+        echo cpu
+    fi
+}
+
+driver_version() {
+    nvidia-smi --query-gpu=driver_version --format=csv,noheader | sed -n 1p
+}
+
+is_driver_below() {
+    local driver
+    driver=$(driver_version)
+    [ "${driver%%.*}" -lt "$1" ] 2>/dev/null
+}
+
+# True if there is a GPU that the installed torch cannot use, as after moving from a login node to a GPU node.
 lacks_cuda() {
-    has_gpu && compgen -G "$ENVIRONMENT/lib/python3*/site-packages/torch-*+cpu.dist-info" >/dev/null
+    has_gpu || return 1
+    case $(compgen -G "$ENVIRONMENT/lib/python3*/site-packages/torch-[0-9]*.dist-info") in
+    "" | *+cu12*) return 1 ;;
+    *+cpu.*) return 0 ;;
+    *) [ -n "$(torch_build)" ] ;;
+    esac
 }
 
 make_virtual_environment() {
@@ -138,27 +163,33 @@ same_python() {
 
 # torch is installed first and alone: as a dependency, pip would choose the newest build with all of CUDA.
 install_torch() {
-    local version
+    local version build gpus
     version=$(sed -n 's/^torch==//p' "$REPOSITORY/constraints.txt")
     if lacks_cuda; then
-        stage "removing the CPU build of torch" pip uninstall --yes torch
+        stage "removing the build of torch that cannot use these GPUs" pip uninstall --yes torch
     fi
     if has_version torch "$version"; then
         return
     fi
-    if has_gpu; then
-        stage "torch $version with CUDA (several GB)" install_packages "torch==$version"
-    elif [ "$(uname)" = Darwin ]; then
-        stage "torch $version" install_packages "torch==$version"
-    elif attempt "torch $version, CPU build" install_packages "torch==$version+cpu"; then
+    build=$(torch_build)
+    if [ "$build" = cu126 ] && is_driver_below 525; then
+        fail "driver $(driver_version) of this machine's GPUs is too old for torch $version: update it to 525 or newer"
+    elif [ "$build" = cpu ] && command -v nvidia-smi >/dev/null && ! gpus=$(nvidia-smi --list-gpus 2>&1); then
+        echo "environment: note: torch will use the CPU, because nvidia-smi failed: $(head -n 1 <<<"$gpus")"
+    fi
+    if [ -z "$build" ]; then
+        stage "torch $version, default build (up to several GB)" install_packages "torch==$version"
+    elif attempt "torch $version, $build build" install_packages "torch==$version+$build"; then
         return
-    elif attempt "uv, which can locate CPU builds" pip install --constraint "$REPOSITORY/constraints.txt" uv &&
-        attempt "torch $version, CPU build, with uv" "$ENVIRONMENT/bin/uv" pip install --no-deps \
-            --python "$ENVIRONMENT/bin/python" --torch-backend cpu "torch==$version"; then
+    elif attempt "uv, which can locate $build builds" pip install --constraint "$REPOSITORY/constraints.txt" uv &&
+        attempt "torch $version, $build build, with uv" "$ENVIRONMENT/bin/uv" pip install --no-deps \
+            --python "$ENVIRONMENT/bin/python" --torch-backend "$build" "torch==$version"; then
         return
-    else
+    elif [ "$build" = cpu ]; then
         echo "environment: note: no CPU build of torch is available here; the default build includes CUDA (several GB)"
         stage "torch $version" install_packages "torch==$version"
+    else
+        fail "no $build build of torch $version is available here, and driver $(driver_version) is too old for the default build: update it to 580 or newer"
     fi
 }
 

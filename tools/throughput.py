@@ -73,9 +73,10 @@ def main(argv: Sequence[str]) -> None:
 
     from ladder_lab.bench.paired import RatioVerdict
     from ladder_lab.bench.throughput import ThroughputWorkload, check_transformers, run
+    from megatron_ladder.comm.launch import read_rank_info
     from megatron_ladder.model.operations import require_compiler
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = read_rank_info().device()
     with errors.collect():
         if options.backend == "inductor":
             require_compiler("--backend inductor", device)

@@ -192,12 +192,13 @@ def is_text_answer(message: Message) -> bool:
 
 def run_lm_eval(name: str, model: Path, options: EvaluateOptions) -> dict[str, float]:
     """Run lm-eval; return the result by task and metric."""
-    import torch
+    # Imports torch, which takes seconds.
+    from megatron_ladder.comm.launch import read_rank_info
 
     results = options.output / f"lm_eval_{name}"
     named = [word.partition(":") for word in options.lm_eval_tasks]
     metrics = {TASK: "acc"} | {task: metric.replace(":", ",") or "acc" for task, _, metric in named}
-    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    device = str(read_rank_info().device())
     command = [
         *lm_eval_command(model, batch_size="8"),
         "--tasks",

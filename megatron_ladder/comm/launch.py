@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import socket
+import subprocess
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,8 +46,15 @@ class RankInfo:
         return self.world_size > 1
 
     def device(self) -> torch.device:
-        """Return the GPU of this process, or the CPU on a machine without GPUs."""
-        return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+        """Return the GPU of this process, or the CPU on a machine without GPUs.
+
+        Raise a UserError if the machine has GPUs that torch cannot use, unless CUDA_VISIBLE_DEVICES hides them.
+        """
+        if torch.cuda.is_available():
+            return torch.device("cuda", self.local_rank)
+        if os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
+            _check_gpus_are_usable()
+        return torch.device("cpu")
 
 
 def read_rank_info() -> RankInfo:
@@ -66,9 +74,28 @@ def read_rank_info() -> RankInfo:
     return RankInfo(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
 
 
+def _check_gpus_are_usable() -> None:
+    """Raise a UserError if `nvidia-smi` lists GPUs, which torch did not find."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        drivers = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return
+    try:
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as error:
+        reason = str(error).partition(" Please")[0].rstrip(".")
+        raise UserError(
+            f"nvidia-smi lists {len(drivers)} GPUs with driver {drivers[0]}, but torch {torch.__version__} cannot use "
+            f"them ({reason}): install the build for this driver with `uv pip install --reinstall-package torch "
+            f"--torch-backend auto torch=={torch.__version__.partition('+')[0]}`, or set CUDA_VISIBLE_DEVICES= to run "
+            "on the CPU"
+        ) from None
+
+
 def check_device(place: RankInfo) -> None:
     """Raise a UserError if this process has no separate GPU on its host, or CUDA cannot start."""
-    if not torch.cuda.is_available():
+    if place.device().type == "cpu":
         return
     if place.local_rank >= torch.cuda.device_count():
         raise UserError(

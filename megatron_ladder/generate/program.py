@@ -79,18 +79,18 @@ def check_hardware(rank_info: RankInfo, options: ModelOptions, config: ModelConf
             f"--tp {options.tp}: the launcher started {rank_info.world_size} processes; remove --tp, or start as many"
         )
     check_tensor_parallel(config, rank_info.world_size)
-    if torch.cuda.is_available() and rank_info.local_rank >= torch.cuda.device_count():
+    device = rank_info.device()
+    if device.type == "cuda" and rank_info.local_rank >= torch.cuda.device_count():
         raise UserError(
             f"--tp {rank_info.world_size}: each process needs a GPU, and this machine has {torch.cuda.device_count()}; "
             "reduce --tp, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
-    if options.cuda_graph and not torch.cuda.is_available():
+    if options.cuda_graph and device.type == "cpu":
         raise UserError("--cuda-graph: this machine has no GPU; remove the flag")
     if options.tp_all_reduce == "symmetric":
-        device = rank_info.device()
         check_peers(rank_info.world_size, device, DTYPES[_dtype_name(options, device)])
     if options.compile_sub_blocks:
-        require_compiler("--compile-sub-blocks", rank_info.device())
+        require_compiler("--compile-sub-blocks", device)
 
 
 def _prompt_encoder(options: GenerateOptions, stored: StoredModel) -> PromptEncoder | None:

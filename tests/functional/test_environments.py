@@ -6,9 +6,37 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import run_command
+from tests.helpers.commands import run_command, write_nvidia_smi
+from tests.helpers.tokens import write_tokens
+from tests.unit.generate.tiny_model import reference_of, tiny_config, write_checkpoint
 
 GPU_MINUTES = 15
+TRAINING = "--num-layers 1 --hidden-size 16 --num-attention-heads 1 --seq-length 8 --train-iters 1 --lr 1 --split 1"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"pretrain_ladder.py {TRAINING} --micro-batch-size 1 --vocab-size 101 --data-path tokens",
+        "tools/generate.py --model model --tp 2 --tokens 1,2",
+        "tools/throughput.py --size 1x16x48x1x1x101 --sequence 8 --backend none",
+        "tools/benchmark.py decode --device cuda --tp 2",
+        "-m tests.gpu --gpus 8",
+    ],
+)
+def test_programs_name_gpus_that_torch_cannot_use(words: str, tmp_path: Path) -> None:
+    config = tiny_config()
+    write_checkpoint(tmp_path / "model", config, reference_of(config)[0])
+    write_tokens(tmp_path / "tokens")
+    write_nvidia_smi(tmp_path, gpus=8, driver="550.54.15")
+    places = {"model": tmp_path / "model", "tokens": tmp_path / "tokens"}
+    command = [sys.executable, *(places.get(word, word) for word in words.split())]
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = run_command(command, timeout=60, env={"PATH": path})
+    errors = [line for line in done.stderr.splitlines() if "error: " in line]
+    assert done.returncode == 2 and len(errors) == 1, done.stdout + done.stderr
+    assert errors[0].startswith("error: nvidia-smi lists 8 GPUs with driver 550.54.15, but torch ")
 
 
 @pytest.mark.slow

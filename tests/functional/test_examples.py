@@ -1,34 +1,78 @@
 """The functions that the example scripts share."""
 
 import os
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.helpers.commands import REPOSITORY_ROOT, run_command
+from tests.helpers.commands import REPOSITORY_ROOT, run_command, write_nvidia_smi, write_program
 
-NVIDIA_SMI = """#!/bin/bash
-for number in 0 1 2; do
-    echo "GPU $number: a GPU" || exit
-    sleep 0.05
-done
-"""
-
-
-def write_program(path: Path, text: str) -> None:
-    path.write_text(text)
-    path.chmod(0o755)
+ENVIRONMENT = f"set -euo pipefail; source {REPOSITORY_ROOT}/examples/environment.sh"
+(VERSION,) = re.findall(r"^torch==(.+)$", (REPOSITORY_ROOT / "constraints.txt").read_text(), re.MULTILINE)
 
 
 def test_gpus_are_counted_however_slowly_they_are_listed(tmp_path: Path) -> None:
-    write_program(tmp_path / "nvidia-smi", NVIDIA_SMI)
+    write_nvidia_smi(tmp_path, gpus=3)
     script = f"set -euo pipefail; source {REPOSITORY_ROOT}/examples/environment.sh; gpu_count"
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = run_command(["bash", "-c", f"unset CUDA_VISIBLE_DEVICES; {script}"], timeout=60, env=environment)
     assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
     done = run_command(["bash", "-c", f"CUDA_VISIBLE_DEVICES=0,2; {script}"], timeout=60, env=environment)
     assert done.stdout == "2\n"
+
+
+@pytest.mark.parametrize(
+    ("machine", "has_build", "expected", "code"),
+    [
+        ({"driver": "580.65.06", "gpus": 8}, True, f"install_packages torch=={VERSION}\n", 0),
+        ({"driver": "550.54.15", "gpus": 8}, True, f"install_packages torch=={VERSION}+cu126\n", 0),
+        ({"driver": "550.54.15", "gpus": 8}, False, f"--torch-backend cu126 torch=={VERSION}\n", 0),
+        ({"driver": "470.82.01", "gpus": 1}, True, "error: driver 470.82.01 of this machine's GPUs is too old", 2),
+        ({"gpus": 0}, True, f"install_packages torch=={VERSION}+cpu\n", 0),
+        ({"gpus": 0}, True, "the CPU, because nvidia-smi failed: it couldn't communicate with the driver\n", 0),
+        ({"gpus": 0}, False, f"--torch-backend cpu torch=={VERSION}\n", 0),
+        (None, True, f"install_packages torch=={VERSION}+cpu\n", 0),
+    ],
+)
+def test_the_build_of_torch_suits_the_driver(
+    tmp_path: Path, machine: dict[str, Any] | None, has_build: bool, expected: str, code: int
+) -> None:
+    if machine is not None:
+        write_nvidia_smi(tmp_path, **machine)
+    # The package index has a build with a local version or not; what is installed is only printed.
+    script = f"""{ENVIRONMENT}
+        ENVIRONMENT={tmp_path}
+        has_version() {{ false; }}
+        attempt() {{ shift; echo "$@"; [[ "$*" != *torch==*+* ]] || {str(has_build).lower()}; }}
+        install_torch"""
+    done = run_command(["bash", "-c", script], timeout=60, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    assert done.returncode == code, done.stderr
+    assert expected in (done.stderr if code else done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("installed", "driver", "is_replaced"),
+    [
+        ("2.13.0+cpu", "580.65.06", True),
+        ("2.13.0+cpu", None, False),
+        ("2.13.0", "580.65.06", False),
+        ("2.13.0", "550.54.15", True),
+        ("2.13.0+cu130", "550.54.15", True),
+        ("2.13.0+cu126", "550.54.15", False),
+    ],
+)
+def test_a_build_that_cannot_use_the_gpus_is_replaced(
+    tmp_path: Path, installed: str, driver: str | None, is_replaced: bool
+) -> None:
+    if driver is not None:
+        write_nvidia_smi(tmp_path, gpus=1, driver=driver)
+    (tmp_path / f"lib/python3.12/site-packages/torch-{installed}.dist-info").mkdir(parents=True)
+    script = f"{ENVIRONMENT}; ENVIRONMENT={tmp_path}; if lacks_cuda; then echo replaced; fi"
+    done = run_command(["bash", "-c", script], timeout=60, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    assert (done.returncode, done.stdout) == (0, "replaced\n" * is_replaced), done.stderr
 
 
 def test_scripts_of_packages_start_in_a_path_with_a_blank(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,6 +22,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALL
 import torch  # noqa: E402
 
 from megatron_ladder import __version__  # noqa: E402
+from megatron_ladder.comm.launch import RankInfo  # noqa: E402
 from megatron_ladder.command_line import parse_command_line  # noqa: E402
 from megatron_ladder.errors import ExitCode, UserError, run_program  # noqa: E402
 from megatron_ladder.flags import flag  # noqa: E402
@@ -80,7 +82,7 @@ def main(argv: Sequence[str]) -> None:
 
 def choose_checks(options: GpuOptions) -> list[runner.Check]:
     """Return the checks to run; raise UserError if there is none."""
-    if options.device == "cuda" and options.gpus == 0:
+    if options.device == "cuda" and (options.gpus == 0 or _finds_no_gpu()):
         raise UserError("--device cuda: no GPU was found: give --gpus, or use --device cpu to run the checks' logic")
     try:
         chosen = [one for one in runner.CHECKS if re.search(options.only, one.title, re.IGNORECASE)]
@@ -90,6 +92,12 @@ def choose_checks(options: GpuOptions) -> list[runner.Check]:
         titles = "; ".join(dict.fromkeys(one.title for one in runner.CHECKS))
         raise UserError(f"--only {options.only}: no title matches; the titles are: {titles}")
     return chosen
+
+
+def _finds_no_gpu() -> bool:
+    """Look in another process: after looking, this one could not fork ranks that use CUDA."""
+    with ProcessPoolExecutor(1) as other:
+        return other.submit(RankInfo(0, 1, 0).device).result().type == "cpu"
 
 
 def _report(outcome: runner.Outcome) -> None:

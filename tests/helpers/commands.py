@@ -47,6 +47,33 @@ def clean_environment() -> dict[str, str]:
     return kept | {"PATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
+def write_program(path: Path, text: str) -> None:
+    """Write an executable script."""
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def write_nvidia_smi(folder: Path, gpus: int, driver: str = "580.65.06") -> None:
+    """Write an `nvidia-smi` that lists this many GPUs, slowly, or fails as without a driver if there are none."""
+    write_program(
+        folder / "nvidia-smi",
+        f"""#!/bin/bash
+[ {gpus} -gt 0 ] || {{
+    echo "it couldn't communicate with the driver"
+    exit 9
+}}
+for ((number = 0; number < {gpus}; number++)); do
+    case $* in
+    --list-gpus) echo "GPU $number: a GPU" ;;
+    "--query-gpu=driver_version --format=csv,noheader") echo {driver} ;;
+    *) exit 1 ;;
+    esac || exit
+    sleep 0.01
+done
+""",
+    )
+
+
 def kill_tree(process: subprocess.Popen[str]) -> None:
     """End `process`, started in its own session, with its group and its descendants in other groups."""
     if process.poll() is None:

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -28,7 +29,7 @@ from megatron_ladder.comm.launch import (
 )
 from megatron_ladder.comm.ranks import run_ranks
 from megatron_ladder.errors import LostPeerError, UserError, raise_user_errors
-from tests.helpers.commands import REPOSITORY_ROOT, free_port
+from tests.helpers.commands import REPOSITORY_ROOT, free_port, write_nvidia_smi
 
 THREADS = """
 import torch
@@ -60,6 +61,42 @@ def test_incomplete_launcher_variables_are_an_error(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(UserError, match="has WORLD_SIZE but not RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"):
         read_rank_info()
+
+
+@pytest.mark.parametrize(
+    ("machine", "visible", "is_error"),
+    [
+        ({"gpus": 8, "driver": "550.54.15"}, None, True),
+        ({"gpus": 8, "driver": "550.54.15"}, "0,1", True),
+        ({"gpus": 8, "driver": "550.54.15"}, "", False),
+        ({"gpus": 0}, None, False),
+        (None, None, False),
+    ],
+)
+def test_gpus_that_torch_cannot_use_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: dict[str, Any] | None, visible: str | None, is_error: bool
+) -> None:
+    if machine is not None:
+        write_nvidia_smi(tmp_path, **machine)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    too_old = "The NVIDIA driver is too old (found version 12040). Please update your driver"
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", Mock(side_effect=RuntimeError(too_old)))
+    if not is_error:
+        assert RankInfo(0, 1, 0).device() == torch.device("cpu")
+        return
+    expected = (
+        r"nvidia-smi lists 8 GPUs with driver 550.54.15, but torch 2.13.0\+cu130 cannot use them \(The NVIDIA driver "
+        r"is too old \(found version 12040\)\): install .* torch==2.13.0`, or set CUDA_VISIBLE_DEVICES="
+    )
+    with pytest.raises(UserError, match=expected):
+        RankInfo(0, 1, 0).device()
+    with pytest.raises(UserError, match=expected):
+        check_device(RankInfo(0, 1, 0))
 
 
 def test_each_process_needs_a_separate_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

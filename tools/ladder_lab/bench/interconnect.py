@@ -65,15 +65,15 @@ def start_ranks(options: BenchmarkOptions, place: RankInfo) -> torch.device:
         if len(cores) >= place.world_size:
             os.sched_setaffinity(0, {cores[place.local_rank]})
         return start_process_group(place, TIMEOUT_MINUTES, device=torch.device("cpu"))
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count == 0:
+    device = place.device()
+    if device.type == "cpu":
         raise UserError("--device cuda: torch finds no GPU here: use --device cpu")
+    count = torch.cuda.device_count()
     if place.local_rank >= count:
         raise UserError(
             f"--device cuda: rank {place.rank} is process {place.local_rank + 1} of its host, which has {count} GPUs: "
             "lower --tp, or start the ranks of several hosts with deepspeed or torchrun"
         )
-    device = torch.device("cuda", place.local_rank)
     if options.tp_all_reduce == "symmetric":
         check_peers(place.world_size, device, torch.bfloat16)
     return start_process_group(place, TIMEOUT_MINUTES)
