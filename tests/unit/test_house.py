@@ -59,10 +59,10 @@ MOST_LINES_OF_A_FILE = 470
 
 FIRST_FLOOR = ("errors", "files", "processes", "progress", "api", "lm_eval")
 BUDGETS = {
-    f"{PACKAGE}/": 25_060,
+    f"{PACKAGE}/": 25_087,
     " ".join(
         f"{PACKAGE}/{folder}/" for folder in ("blueprint", "comm", "parallel", "model", "engine", "train")
-    ): 10_310,
+    ): 10_337,
     f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_530,
     f"{PACKAGE}/checkpoint/": 2_300,
     f"{PACKAGE}/data/": 4_650,
@@ -71,7 +71,7 @@ BUDGETS = {
     f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_630,
     "tools/": 6_310,
     "vllm_plugin/": 2_000,
-    "tests/": 25_948,
+    "tests/": 26_642,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
 MOST_WORDS = 32_000
