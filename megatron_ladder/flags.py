@@ -33,6 +33,7 @@ from megatron_ladder.files import OutputKind, output_problem
 
 _IMPOSSIBLE = re.compile(r"[\0\ud800-\udc7f\udd00-\udfff]")
 """NUL, and surrogates except for those that stand for undecodable bytes of a command line."""
+OnResume = Literal["take", "report", "data", "ignore"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +85,7 @@ def flag(
     output: OutputKind | None = None,
     details: str = "",
     repeats: bool = False,
+    on_resume: OnResume = "take",
 ) -> Any:
     """Declare a dataclass field that is a flag.
 
@@ -99,13 +101,15 @@ def flag(
         output: kind of a path that the program writes; it is an error if that is impossible.
         details: computed text that follows the docstring in the help.
         repeats: a repetition of the flag adds values; otherwise it replaces them.
+        on_resume: what a resumed run does with the value of its checkpoint if the flag is not given. take: uses it;
+            report: likewise, and reports another given value, because it changes what is learned; data: uses it if no
+            other flag that names data is given; ignore: uses the default, because the value concerns one start.
     """
     requires = (requires,) if isinstance(requires, str) else tuple(requires)
     excludes = (excludes,) if isinstance(excludes, str) else tuple(excludes)
     limits = _Limits(tuple(choices), minimum, maximum, above, below, requires, excludes, output)
-    return dataclasses.field(
-        default=default, metadata={"aliases": aliases, "limits": limits, "details": details, "repeats": repeats}
-    )
+    metadata = {"aliases": aliases, "limits": limits, "details": details, "repeats": repeats, "on_resume": on_resume}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def flag_name(field_name: str) -> str:
@@ -204,6 +208,7 @@ class Flag:
     limits: _Limits
     repeats: bool
     """Whether a repetition of the flag adds values."""
+    on_resume: OnResume
 
     @property
     def name(self) -> str:
@@ -253,6 +258,7 @@ def section_flags(config_class: type) -> tuple[Flag, ...]:
                 default=field.default,
                 limits=field.metadata.get("limits", _Limits()),
                 repeats=field.metadata.get("repeats", False),
+                on_resume=field.metadata.get("on_resume", "take"),
             )
         )
     return tuple(flags)

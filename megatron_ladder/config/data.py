@@ -22,18 +22,18 @@ TokenizerType = Literal[
 class DataConfig:
     """Data. Tokenized text and its tokenizer."""
 
-    data_path: tuple[Path, ...] = ()
+    data_path: tuple[Path, ...] = flag((), on_resume="data")
     """Prefix of an indexed data set (its .bin and .idx files), which --split divides into training, validation and test
     data. Several data sets are blended: PREFIX1 PREFIX2 by their sizes, WEIGHT1 PREFIX1 WEIGHT2 PREFIX2 by weights."""
-    train_data_path: tuple[Path, ...] = ()
+    train_data_path: tuple[Path, ...] = flag((), on_resume="data")
     """Prefix or blend of the training data, if it is a separate data set."""
-    valid_data_path: tuple[Path, ...] = ()
+    valid_data_path: tuple[Path, ...] = flag((), on_resume="data")
     """Prefix or blend of the validation data, if it is a separate data set. Several sets are evaluated one after
     another if each has a name: NAME1=PREFIX1 NAME2=WEIGHT2 PREFIX2 WEIGHT3 PREFIX3. Give a path that itself begins with
     a word and = as an absolute path."""
-    data_args_path: Path | None = None
+    data_args_path: Path | None = flag(None, on_resume="data")
     """File with the arguments of --data-path, separated by white space; for long blends."""
-    per_split_data_args_path: Path | None = None
+    per_split_data_args_path: Path | None = flag(None, on_resume="data")
     """JSON file with the arguments of --train-data-path and --valid-data-path, as lists or strings under the keys train
     and valid. A key test is accepted, and not read."""
     split: str = flag(
@@ -41,27 +41,28 @@ class DataConfig:
         excludes=("--train-data-path", "--valid-data-path", "--per-split-data-args-path", "--streaming"),
     )
     """Proportions of training, validation and test documents in --data-path. The run leaves test documents out."""
-    allow_data_change: bool = flag(False, requires="--load")
+    allow_data_change: bool = flag(False, requires="--load", on_resume="ignore")
     """Resume a checkpoint with data, or an order of data, that differs from its earlier training."""
-    tokenizer_type: TokenizerType | None = None
+    tokenizer_type: TokenizerType | None = flag(None, on_resume="ignore")
     """Type of the tokenizer: SentencePiece (three names), Hugging Face (two names), bytes, or numbers that already are
     token ids."""
-    tokenizer_model: Path | None = None
+    tokenizer_model: Path | None = flag(None, on_resume="ignore")
     """File or directory of the tokenizer. It determines the vocabulary, and every checkpoint contains a copy."""
-    eod_token: str | None = flag(None, requires="--tokenizer-model")
+    eod_token: str | None = flag(None, requires="--tokenizer-model", on_resume="ignore")
     """End-of-document token of a tokenizer.json, if the files next to it name none or another."""
-    reset_position_ids: bool = False
+    reset_position_ids: bool = flag(False, on_resume="report")
     """Restart rotary positions at 0 after each end-of-document token."""
-    reset_attention_mask: bool = False
+    reset_attention_mask: bool = flag(False, on_resume="report")
     """Restrict attention to the token's own document; documents end with the end-of-document token."""
-    eod_mask_loss: bool = False
+    eod_mask_loss: bool = flag(False, on_resume="report")
     """Exclude the label after each end-of-document token from the loss."""
-    loss_on: Literal["all", "assistant"] | None = None
+    loss_on: Literal["all", "assistant"] | None = flag(None, on_resume="report")
     """Tokens of conversations that are labels: all tokens, or only those of the assistant. By default the assistant's,
     if the data marks them."""
     streaming: tuple[str, ...] = flag(
         (),
         excludes=("--data-path", "--train-data-path", "--data-args-path", "--loss-on assistant"),
+        on_resume="data",
     )
     """Text to train on without token files, instead of --data-path: JSON lines (also .gz and .zst), Parquet or plain
     text files, glob patterns, or hf://NAME[:CONFIG][@SPLIT]. The text is tokenized during training."""
@@ -81,12 +82,12 @@ class DataConfig:
 class CheckpointConfig:
     """Checkpoints. Where the state of the run is saved and loaded."""
 
-    save: Path | None = None
+    save: Path | None = flag(None, on_resume="ignore")
     """Directory for checkpoints, which are saved every --save-interval steps and at the end."""
-    load: Path | None = None
+    load: Path | None = flag(None, on_resume="ignore")
     """Directory of checkpoints, or one checkpoint, to resume from. It determines sizes and wiring of the model. If it
     has no checkpoint, the run reports that and starts from scratch, for which the sizes must be given."""
-    overwrite_checkpoints: bool = flag(False, requires="--save")
+    overwrite_checkpoints: bool = flag(False, requires="--save", on_resume="ignore")
     """Start a new run in a --save directory that holds checkpoints of another run. `latest` names the new ones, so
     --load continues the new run. The old ones stay, unless flags that remove checkpoints count them: those of
     iterations that the new run has passed. Without this flag it is an error."""
@@ -100,25 +101,26 @@ class CheckpointConfig:
     save_retain_interval: int | None = flag(None, minimum=1, requires="--save")
     """Keep checkpoints whose iteration is a multiple of N, in addition to --keep-last-n-checkpoints or else the newest
     one, and remove all others."""
-    exit_on_missing_checkpoint: bool = flag(False, requires="--load")
+    exit_on_missing_checkpoint: bool = flag(False, requires="--load", on_resume="ignore")
     """Exit with an error if --load has no checkpoint, instead of starting from scratch."""
-    finetune: bool = flag(False, requires="--load")
+    finetune: bool = flag(False, requires="--load", on_resume="ignore")
     """Load only the weights: start at iteration 0 with a new optimizer, and with other data if given."""
-    load_optim: bool = flag(True, requires="--load")
+    load_optim: bool = flag(True, requires="--load", on_resume="ignore")
     """Do not load the optimizer state: the optimizer starts from zero moments at the iteration of the checkpoint."""
-    load_rng: bool = flag(True, requires="--load")
+    load_rng: bool = flag(True, requires="--load", on_resume="ignore")
     """Do not load the states of the random number generators."""
     override_opt_param_scheduler: bool = flag(
         False,
         aliases=("--override-opt_param-scheduler",),
         requires="--load",
         excludes="--use-checkpoint-opt-param-scheduler",
+        on_resume="ignore",
     )
     """Use the given values of the learning rate, its schedule and the optimizer's hyperparameters even if they differ
     from the checkpoint's. Without this flag a difference is an error. The decay ends at --lr-decay-iters, or with the
     run."""
     use_checkpoint_opt_param_scheduler: bool = flag(
-        False, aliases=("--use-checkpoint-opt_param-scheduler",), requires="--load"
+        False, aliases=("--use-checkpoint-opt_param-scheduler",), requires="--load", on_resume="ignore"
     )
     """Take the learning rate, its schedule and the optimizer's hyperparameters from the checkpoint, and ignore those of
     the command line."""

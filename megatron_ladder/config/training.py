@@ -13,31 +13,31 @@ class TrainingConfig:
 
     train_iters: int = flag(minimum=1)
     """Optimizer steps of the whole run, including the steps of earlier runs that it resumes."""
-    config: tuple[Path, ...] = flag((), repeats=True)
+    config: tuple[Path, ...] = flag((), repeats=True, on_resume="ignore")
     """YAML or TOML files with values of flags. Their keys are flags without dashes, as in `micro_batch_size: 4`;
     switches are true or false. Later files override earlier ones, and flags of the command line override both."""
     seq_length: int = flag(2048, minimum=1)
     """Tokens per sample."""
     micro_batch_size: int = flag(1, minimum=1)
     """Samples per micro-batch on each data-parallel rank."""
-    global_batch_size: int | None = flag(None, minimum=1)
+    global_batch_size: int | None = flag(None, minimum=1, on_resume="report")
     """Samples per optimizer step. It must be a multiple of micro-batch size x data-parallel size, which is the
     default; the quotient is the number of gradient accumulation steps."""
-    bf16: bool = flag(False, excludes="--zero-stage 0")
+    bf16: bool = flag(False, excludes="--zero-stage 0", on_resume="report")
     """Compute in bfloat16, with fp32 master weights and fp32 gradient accumulation. Without it,
     everything is fp32."""
-    z_loss_coeff: float = flag(0.0, minimum=0)
+    z_loss_coeff: float = flag(0.0, minimum=0, on_resume="report")
     """Coefficient of the z-loss, the squared log of the softmax's normaliser at each target token, which keeps logits
     from drifting; PaLM uses 1e-4. It is reported separately: losses do not contain it."""
-    distill_from: Path | None = flag(None, excludes="--pipeline-model-parallel-size")
+    distill_from: Path | None = flag(None, excludes="--pipeline-model-parallel-size", on_resume="report")
     """Checkpoint, directory of checkpoints, or Hugging Face directory of a teacher, whose distribution of the next
     token the model learns. The teacher has the same vocabulary, any sizes, and any wiring. It is frozen, in the
     precision of the run."""
-    distill_weight: float = flag(0.9, minimum=0, maximum=1, requires="--distill-from")
+    distill_weight: float = flag(0.9, minimum=0, maximum=1, requires="--distill-from", on_resume="report")
     """Weight W of the distillation loss; the cross entropy has 1 - W. Hinton et al. (arXiv 1503.02531) found a
     considerably lower weight of the labels best. 1 learns from the teacher alone, as Minitron (arXiv 2407.14679); 0
     leaves the teacher of a resumed run out."""
-    distill_temperature: float = flag(1.0, above=0, requires="--distill-from")
+    distill_temperature: float = flag(1.0, above=0, requires="--distill-from", on_resume="report")
     """Temperature T that divides the logits of both models. The distillation loss of a token is T^2 KL(teacher ||
     student), reported separately: other losses do not contain it. Language models usually use 1."""
     seed: int = flag(1234, minimum=0, maximum=2**32 - 1)
@@ -180,7 +180,7 @@ class LoggingConfig:
     by name, which are logged. Python finds the module in PYTHONPATH or the current directory."""
     eval_callable_interval: int | None = flag(None, minimum=1, requires="--eval-callable")
     """Steps between calls of --eval-callable; --eval-interval by default."""
-    skip_train: bool = flag(False, requires="--load")
+    skip_train: bool = flag(False, requires="--load", on_resume="ignore")
     """Do not train or save: evaluate the model from --load and exit. The results are recorded in --save."""
     tensorboard_dir: Path | None = None
     """Directory for TensorBoard event files."""
@@ -218,19 +218,19 @@ class ProfileConfig:
 class ReliabilityConfig:
     """Stopping and bad numbers. SIGTERM and SIGINT also save a checkpoint and end the run with exit code 0."""
 
-    exit_interval: int | None = flag(None, minimum=1)
+    exit_interval: int | None = flag(None, minimum=1, on_resume="ignore")
     """Save, evaluate if --eval-interval requires it, and exit after a step whose number is a multiple of N."""
-    exit_duration_in_mins: float | None = flag(None, above=0)
+    exit_duration_in_mins: float | None = flag(None, above=0, on_resume="ignore")
     """Save and exit after the first step that ends when the process has been running for this many minutes."""
-    kill_switch_file: Path | None = flag(None, aliases=("--kill-switch-path",))
+    kill_switch_file: Path | None = flag(None, aliases=("--kill-switch-path",), on_resume="ignore")
     """Save and exit when this file exists. Rank 0 checks about once per second."""
     max_consecutive_bad_steps: int = flag(3, minimum=1)
     """Number of consecutive steps with a non-finite loss or gradient after which the run exits with code 3. Such a step
     does not update the model; only the position in the data advances."""
-    loss_spike_factor: float | None = flag(None, above=1)
+    loss_spike_factor: float | None = flag(None, above=1, on_resume="report")
     """Report a step whose loss exceeds this multiple of the median loss of the last --loss-spike-window steps. Off by
     default."""
-    loss_spike_window: int = flag(64, minimum=1, requires="--loss-spike-factor")
+    loss_spike_window: int = flag(64, minimum=1, requires="--loss-spike-factor", on_resume="report")
     """Number of previous steps, including spikes, whose median loss --loss-spike-factor multiplies."""
-    skip_loss_spikes: bool = flag(False, requires="--loss-spike-factor")
+    skip_loss_spikes: bool = flag(False, requires="--loss-spike-factor", on_resume="report")
     """Skip the update of steps that --loss-spike-factor reports."""

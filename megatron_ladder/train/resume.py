@@ -36,47 +36,13 @@ _DEFINES_ORDER = ("seed", "seq_length")
 """Fields that a resumed run must not change, because they determine the order of samples."""
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "train_iters", "lr")
 """Flags without which no model is trained from scratch under --load."""
-_LEARNED = (
-    "global_batch_size",
-    "bf16",
-    "z_loss_coeff",
-    "distill_from",
-    "distill_weight",
-    "distill_temperature",
-    "reset_position_ids",
-    "reset_attention_mask",
-    "eod_mask_loss",
-    "loss_on",
-    "skip_loss_spikes",
-    "loss_spike_factor",
-    "loss_spike_window",
-)
-"""Flags whose change is reported, because they change what is learned."""
 _TAKEN = ("training", "optimizer", "data", "checkpoint", "logging", "reliability")
-"""Sections whose values a resumed run takes."""
-_NOT_TAKEN = (
-    "config",
-    "tokenizer_type",
-    "tokenizer_model",
-    "eod_token",
-    "allow_data_change",
-    "save",
-    "load",
-    "overwrite_checkpoints",
-    "exit_on_missing_checkpoint",
-    "finetune",
-    "load_optim",
-    "load_rng",
-    "override_opt_param_scheduler",
-    "use_checkpoint_opt_param_scheduler",
-    "skip_train",
-    "exit_interval",
-    "exit_duration_in_mins",
-    "kill_switch_file",
+"""Sections whose values a resumed run takes, unless a flag declares otherwise."""
+_IGNORED, _REPORTED, _DATA = (
+    {one.field_name for section in SECTION_TYPES.values() for one in section_flags(section) if one.on_resume == rule}
+    for rule in ("ignore", "report", "data")
 )
-"""Flags of one start of a run; the checkpoint contains the tokenizer."""
-_DATA = ("data_path", "train_data_path", "valid_data_path", "data_args_path", "per_split_data_args_path", "streaming")
-"""Flags that name data: none is taken if another one is given."""
+"""Names of flags by their `on_resume`."""
 _WIRING = ("ladder_layers", "residual_staleness", "lanes", "desync_interval")
 """Fields of the model whose meaning depends on --residual-mode."""
 
@@ -194,9 +160,9 @@ def complete_flags(flags: RunFlags, checkpoint: Checkpoint) -> RunFlags:
 def _with_values_of_the_run(flags: RunFlags, checkpoint: Checkpoint) -> RunFlags:
     """Return flags with the values of the checkpoint's run, unless given ones replace or exclude them."""
     run, given, load, save = _recorded(checkpoint), flags.given, flags.checkpoint.load, flags.checkpoint.save
-    kept, data = {*given, *_NOT_TAKEN}, given.intersection(_DATA)
+    kept, data = {*given, *_IGNORED}, given & _DATA
     if data:
-        kept |= {*_DATA} - ({"train_data_path", "streaming"} if data == {"valid_data_path"} else set())
+        kept |= _DATA - ({"train_data_path", "streaming"} if data == {"valid_data_path"} else set())
     if flags.checkpoint.override_opt_param_scheduler:
         # By default, the decay that replaces the stored one is as long as the run.
         kept |= {"lr_decay_iters", "lr_wsd_decay_iters"}
@@ -288,8 +254,8 @@ def learned_changes(run: RunConfig, checkpoint: Checkpoint) -> list[str]:
     ours["global_batch_size"] = run.global_batch_size
     return [
         f"*** {flag_name(name)} {ours[name]}: the checkpoint was trained with {theirs[name]} ***"
-        for name in (*_LEARNED, *(one.field_name for one in section_flags(OptimizerConfig)))
-        if ours[name] != theirs.get(name, ours[name])
+        for name in ours
+        if (name in _REPORTED or name in vars(run.optimizer)) and ours[name] != theirs.get(name, ours[name])
     ]
 
 
