@@ -19,6 +19,9 @@ Config = TypeVar("Config")
 ReadOther = Callable[[str, Sequence[str]], list[str] | None]
 """Reads a flag of another program with its values; returns its errors, or None if it is unknown there as well."""
 
+_SAME = (("--model", "--hf", "--load", "--save"), ("--data", "--data-path", "--input"))
+"""Flags of different programs for the same directories and files; a program that lacks one suggests another."""
+
 
 @dataclass
 class FlagWords:
@@ -155,7 +158,8 @@ def _read_unknown(
     if (problems := read_other(name, values)) is not None:
         found.problems += problems
         return
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    others = [one for names in _SAME if name in names for one in names if one in known]
+    near = others[:1] or difflib.get_close_matches(name, known, n=1, cutoff=0.8)
     found.faulty |= {known[one].field_name for one in near}
     hint = f"did you mean {near[0]}?" if near else "see --help"
     found.problems.append(Problem(name, f" is not a flag of this program: {hint}"))

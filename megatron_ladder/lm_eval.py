@@ -170,7 +170,7 @@ class LadderLM(TemplateLM):
     def _chat_template(self) -> ChatTemplate:
         if self._template is None:
             tokenizer = self._evaluator.tokenizer
-            fix = "copy one to chat_template.jinja there, or leave out the flag"
+            fix = "use a tokenizer_model with a chat_template.jinja next to it, or leave out the flag"
             source = read_chat_template(tokenizer, None, "--apply_chat_template: ", fix)
             self._template = ChatTemplate(*source)
         return self._template

@@ -92,6 +92,7 @@ def main(argv: Sequence[str]) -> None:
         optional_keys=OPTIONAL_KEYS if config.chat and len(config.chat_keys) == 1 else (),
         max_bytes=config.max_document_megabytes << 20,
         max_bad=config.skip_bad_lines,
+        keys_flag="--chat-keys" if config.chat else "--json-keys",
     )
     options = PreprocessOptions(config.workers, config.log_interval, _print_message)
     task = Task(tokenizer, reading, config.append_eod)

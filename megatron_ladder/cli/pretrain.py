@@ -6,10 +6,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from megatron_ladder.config.data import DataConfig
 from megatron_ladder.config.run import RunFlags, parse_run, read_run_words
-from megatron_ladder.errors import UserError, exit_code_of, run_program
+from megatron_ladder.errors import Problem, UserError, exit_code_of, run_program
+from megatron_ladder.flags import section_flags
 from megatron_ladder.train.record import RunRecord, read_record
 from megatron_ladder.train.stop import StopSignals
+
+_DATA = [one.field_name for one in section_flags(DataConfig) if one.on_resume == "data"]
+_NEEDED = {"--data-path": _DATA, "--tokenizer-type": ("tokenizer_type", "vocab_size")}
+"""Flags whose absence is reported with that of required flags, and the names of those that replace them."""
 
 
 def parse_options(argv: Sequence[str]) -> RunFlags:
@@ -20,6 +26,9 @@ def parse_options(argv: Sequence[str]) -> RunFlags:
 def main(argv: Sequence[str]) -> None:
     """Run the training that the command line describes."""
     words = read_run_words(argv)
+    for flag, names in _NEEDED.items():
+        if not {"load", *names} & {*words.words, *words.faulty}:
+            words.problems.append(Problem(flag, " is required without --load: see --help"))
     # Importing torch takes seconds, in which a signal would otherwise end the process.
     with StopSignals() as signals, _recording_early_failures(words.words.get("save")):
         # Several processes report their errors to each other, which needs torch.

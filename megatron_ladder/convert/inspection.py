@@ -11,7 +11,7 @@ from megatron_ladder.checkpoint.publish import MANIFEST_NAME, published_checkpoi
 from megatron_ladder.convert.outputs import size_text
 from megatron_ladder.convert.training_checkpoint import open_training_checkpoint
 from megatron_ladder.convert.wiring import wiring_text
-from megatron_ladder.errors import UserError, limited
+from megatron_ladder.errors import UserError
 from megatron_ladder.files import hub_hint
 
 
@@ -19,7 +19,7 @@ def inspect_directory(path: Path) -> Iterator[str]:
     """Yield a description of a directory, line by line; of several checkpoints, the current one is described.
 
     Raises:
-        UserError: the directory holds no supported checkpoint.
+        UserError: the directory holds no supported checkpoint, or a damaged one.
     """
     if not path.is_dir():
         raise UserError(f"{path}: no such directory{hub_hint(path)}")
@@ -33,10 +33,7 @@ def inspect_directory(path: Path) -> Iterator[str]:
     for entry in sorted(path.iterdir()):
         if ".tmp-" in entry.name and entry.is_dir():
             yield f"{entry.name}: incomplete: a save or a conversion that is running or has died"
-    try:
-        yield from _hugging_face(path) if is_hf else _training(path)
-    except UserError as error:
-        yield from (f"not usable: {line}" for line in limited(error.messages))
+    yield from _hugging_face(path) if is_hf else _training(path)
 
 
 def _training(path: Path) -> Iterator[str]:

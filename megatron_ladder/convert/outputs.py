@@ -72,9 +72,12 @@ def check_hf_target(target: Path, overwrite: bool) -> None:
         raise UserError(f"--hf {target}: is not a directory; choose another")
     if not any(target.iterdir()):
         return
+    is_model = is_hf_directory(target)
+    if not is_model and (published_checkpoints(target) or is_published_name(target.name)):
+        raise UserError(f"--hf {target}: holds training checkpoints: give it to --load, and --hf a directory to write")
     if not overwrite:
         raise UserError(f"--hf {target}: exists and is not empty; choose another, or add --overwrite")
-    if not is_hf_directory(target):
+    if not is_model:
         raise UserError(f"--hf {target}: has no {HF_CONFIG}, and --overwrite replaces only models; choose another")
 
 
@@ -115,7 +118,7 @@ def check_save_target(save: Path, iteration: int, overwrite: bool) -> list[str]:
     if save.exists() and not save.is_dir():
         raise UserError(f"--save {save}: is not a directory; choose another")
     if is_hf_directory(save):
-        raise UserError(f"--save {save}: is a Hugging Face directory; choose another")
+        raise UserError(f"--save {save}: is a Hugging Face directory, which import reads as --hf; choose another")
     for path in (save / name for name in REPLACED_FILES):
         if path.is_dir():
             raise UserError(f"--save {save}: {path.name} is not a file; remove it, or choose another directory")

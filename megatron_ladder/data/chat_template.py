@@ -147,7 +147,7 @@ def read_chat_template(
     tokenizer: Tokenizer,
     given: Path | None = None,
     flag: str = "--chat: ",
-    fix: str = f"copy one to {_TEMPLATE_FILE} there, or remove --chat",
+    fix: str = f"use a --tokenizer-model with a {_TEMPLATE_FILE} next to it, or remove --chat",
 ) -> TemplateSource:
     """Return the template that was loaded with a tokenizer, or read `given`.
 

@@ -32,8 +32,7 @@ def summary(dataset: IndexedDataset) -> Iterator[str]:
         learnt = int(np.count_nonzero(dataset.loss_mask))
         yield f"  loss mask: {learnt:,} tokens count ({100 * learnt / tokens:.1f}%)"
     sidecar = sidecar_of(dataset)
-    missing = missing_loss_mask(dataset, sidecar)
-    if missing is not None:
+    if missing := missing_loss_mask(dataset, sidecar):
         yield f"  {missing}: training requires it"
     if sidecar is None:
         yield f"  no {sidecar_path(dataset.prefix).name}: its tokenizer is unknown"

@@ -210,8 +210,7 @@ def _choose_labels(dataset: IndexedDataset, loss_on: LossOn | None) -> LossOn:
     """Return `loss_on`, or if it is None, `assistant` for a data set with a loss mask and `all` for others."""
     if loss_on == "all" or dataset.loss_mask is not None:
         return loss_on or "assistant"
-    missing = missing_loss_mask(dataset, sidecar_of(dataset))
-    if missing is not None:
+    if missing := missing_loss_mask(dataset, sidecar_of(dataset)):
         raise UserError(f"{missing}: copy it as well, or give --loss-on all to train on every token")
     if loss_on == "assistant":
         raise UserError(f"--loss-on assistant: {dataset.prefix} has no loss mask: preprocess it with --chat")

@@ -167,6 +167,8 @@ class Partial:
         task, skipped, sidecars = self._task, sum(len(shard.skipped) for shard in shards), {}
         for place, name in enumerate(task.outputs):
             prefix = dataset_prefix(self._output_prefix, name)
+            if idx_path(prefix).exists():
+                self._report(f"{prefix}: exists, and is replaced")
             # A killed run may have left them.
             for path_of in (bin_path, idx_path, loss_mask_path):
                 remove_temporary_files(path_of(prefix))

@@ -124,9 +124,8 @@ def check_sidecar(dataset: IndexedDataset, tokenizer: Tokenizer) -> None:
         return
     if sidecar.vocab_size != tokenizer.vocab_size or sidecar.tokenizer_sha256 != tokenizer.sha256:
         raise UserError(
-            f"--tokenizer-model {tokenizer.files[0] if tokenizer.files else tokenizer.kind} "
-            f"({tokenizer.vocab_size} ids, sha256 {tokenizer.sha256[:12]}) is not the tokenizer of {dataset.prefix} "
-            f"({sidecar.tokenizer_type}, {sidecar.vocab_size} ids, sha256 "
+            f"{tokenizer.flag} ({tokenizer.vocab_size} ids, sha256 {tokenizer.sha256[:12]}) is not the tokenizer of "
+            f"{dataset.prefix} ({sidecar.tokenizer_type}, {sidecar.vocab_size} ids, sha256 "
             f"{sidecar.tokenizer_sha256[:12]}): give that one, or preprocess the data with this one"
         )
 

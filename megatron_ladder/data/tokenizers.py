@@ -64,6 +64,11 @@ class Tokenizer(Protocol):
         """Return special tokens by their names in transformers, such as `eos_token`."""
         return {}
 
+    @property
+    def flag(self) -> str:
+        """The flag that selects it, for messages."""
+        return f"--tokenizer-model {self.files[0]}" if self.files else f"--tokenizer-type {self.kind}"
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle only what another process needs to load the same tokenizer, once."""
         model = self.files[0] if self.files else None

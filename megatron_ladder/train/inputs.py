@@ -309,8 +309,7 @@ def _find_eod(data: DataConfig, sources: Sources, tokenizer: Tokenizer | None) -
     candidates = [*relevant.items(), *((prefix, one.eod_id) for prefix, one in known.items()), ("", None)]
     name, eod_id = str(candidates[0][0]), candidates[0][1]
     if tokenizer is not None:
-        name = f"--tokenizer-model {tokenizer.files[0]}" if tokenizer.files else f"--tokenizer-type {tokenizer.kind}"
-        eod_id = tokenizer.eod_id
+        name, eod_id = tokenizer.flag, tokenizer.eod_id
     errors = [
         f"{prefix}: the end-of-document token is {other} by {sidecar_path(prefix)}, and {eod_id} by {name}: give the "
         "tokenizer as it was when the data was made (tokenizer_config.json next to it may name the token), or "

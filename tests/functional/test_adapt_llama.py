@@ -19,7 +19,7 @@ from examples.adapt_llama.evaluate import HeldOut, perplexity
 from megatron_ladder import progress
 from megatron_ladder.blueprint.model import ModelFlags
 from megatron_ladder.checkpoint.hf_directory import open_hf_directory
-from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
+from megatron_ladder.config.run import parse_run, resolve_run
 from megatron_ladder.data.chat import Conversation
 from tests.helpers.commands import REPOSITORY_ROOT, run_command
 from tests.unit.convert.test_remote_code import LLAMA31
@@ -57,16 +57,6 @@ def headers_alone(folder: Path) -> Path:
     return folder
 
 
-def training_command(output: str) -> list[str]:
-    line = next(line for line in output.splitlines() if " pretrain_ladder.py " in line)
-    words = shlex.split(line)
-    return words[words.index("pretrain_ladder.py") + 1 :]
-
-
-def resolved(words: list[str]) -> RunConfig:
-    return resolve_run(parse_run(words), VOCABULARY, 8)
-
-
 def test_the_command_lines_for_the_8b(tmp_path: Path) -> None:
     source = headers_alone(tmp_path / "Llama-3.1-8B-Instruct")
     flags = ["--dry-run", "--source", source, "--run", tmp_path / "run", "--python", sys.executable]
@@ -74,15 +64,18 @@ def test_the_command_lines_for_the_8b(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "8,030,261,248 parameters" in done.stdout
     assert "nothing was written" in done.stdout and not (tmp_path / "run").exists()
-    words = training_command(done.stdout)
+    training, measuring = (
+        next(line for line in done.stdout.splitlines() if f" {word} " in line)
+        for word in ("pretrain_ladder.py", "sensitivity")
+    )
+    words = shlex.split(training.partition(" pretrain_ladder.py ")[2])
     # The checkpoint that the conversion writes provides the model.
     assert "wiring: ladder in layers 16-31 of 32" in done.stdout
-    measuring = next(line for line in done.stdout.splitlines() if " sensitivity " in line)
     assert "--greedy-layers 16 " in measuring and str(source) in measuring
     assert f"--ladder-layers best:16@{tmp_path}/run/sensitivity.json" in done.stdout
     assert not parse_run(words).given & {field.name for field in fields(ModelFlags)}
     model = open_hf_directory(source).model
-    run = resolved([*words, *model.to_words()])
+    run = resolve_run(parse_run([*words, *model.to_words()]), VOCABULARY, 8)
     assert run.model == model
     assert (run.optimizer.lr, run.optimizer.lr_warmup_iters) == (5e-6, 200)
     assert 0 <= run.training.train_iters * run.tokens_per_step - 3_000_000_000 < run.tokens_per_step
@@ -115,10 +108,6 @@ def test_the_training_of_the_source_shows_its_progress(
     assert "training the source: 100% 2/2" in capsys.readouterr().err
 
 
-def perplexities(text: str) -> dict[str, float]:
-    return {name: float(value) for name, value in re.findall(r"^\| (\w+) \| ([0-9.]+) ", text, re.MULTILINE)}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("lanes", [0, 2])
 def test_a_tiny_llama_is_adapted(lanes: int, tmp_path: Path) -> None:
@@ -135,8 +124,9 @@ def test_a_tiny_llama_is_adapted(lanes: int, tmp_path: Path) -> None:
     done = run_command(command, timeout=1200, env=cache)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "40 steps done" in done.stdout and "are bitwise equal to their sources" in done.stdout
-    found = perplexities((tmp_path / "run" / "evaluation" / "table.md").read_text())
-    assert found["source"] < 1.02 and found["healed"] < 1.02 and found["unhealed"] > 1.05
+    found = json.loads((tmp_path / "run" / "evaluation" / "table.json").read_text())
+    source, unhealed, healed = (found[name]["perplexity"] for name in ("source", "unhealed", "healed"))
+    assert source < 1.02 and healed < 1.02 and unhealed > 1.05
     assert lanes or re.search(r"^\| healed \| [0-9.]+ \| below 1.02 \|$", done.stdout, re.MULTILINE)
     config = json.loads((tmp_path / "run" / "healed" / "config.json").read_text())
     cheapest = json.loads((tmp_path / "run" / "sensitivity.json").read_text())["order"][:3]

@@ -59,7 +59,7 @@ def _parse_line(line: bytes, reading: Reading) -> list[Any] | str:
     missing = [key for key in reading.keys if key not in record]
     if missing:
         found = ", ".join(map(repr, record)) or "none"
-        return f"no key {missing[0]!r} (keys found: {found}): name the text's key with {reading.keys_flag}"
+        return f"no key {missing[0]!r} (keys found: {found}): {reading.fix('key', record)}"
     values = [record.get(key) for key in reading.all_keys]
     return reason_against(values, reading) or values
 

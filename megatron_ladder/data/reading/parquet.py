@@ -232,7 +232,7 @@ def check_columns(name: str, found: Sequence[str], reading: Reading) -> None:
     if missing:
         raise UserError(
             f"{reading.input_flag} {name}: no column {', '.join(missing)} (columns found: {', '.join(found)}): "
-            f"name the text's column with {reading.keys_flag}"
+            f"{reading.fix('column', found)}"
         )
     raise_user_errors(
         f"{reading.input_flag} {name}: has {found.count(key)} columns {key}: rename or remove all but one"

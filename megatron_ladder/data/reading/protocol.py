@@ -4,7 +4,7 @@ Shards can be read concurrently. One process cuts blocks and many processes read
 blocks.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -43,6 +43,11 @@ class Reading:
     def all_keys(self) -> tuple[str, ...]:
         """The keys of the values that are read, in order."""
         return (*self.keys, *self.optional_keys)
+
+    def fix(self, kind: str, found: Container[str]) -> str:
+        """Return what helps if a key, or a column, is not among those that were found."""
+        chat = ", or read conversations with tools/preprocess_data.py --chat"
+        return f"name the {kind} with {self.keys_flag}{chat * (self.texts_only and 'messages' in found)}"
 
 
 class BadRecord(NamedTuple):

@@ -63,6 +63,8 @@ def test_help_version_and_wrong_flags_need_only_the_standard_library() -> None:
         ("study", ["runn"], "runn: expected one of run, report first; did you mean run?"),
         ("convert_checkpoint", ["inspect"], "inspect: expected one directory"),
         ("convert_checkpoint", [], "expected one of import, export, reshape, arrange, sensitivity, inspect first"),
+        ("convert_checkpoint", ["export", "--load", "a", "--save", "b"], "--save is .*: did you mean --hf?"),
+        ("generate", ["--load", "a", "--prompt", "b"], "--load is not a flag of this program: did you mean --model?"),
         ("plan", ["--gpu", "v100"], "--gpu v100: expected one of h100, h200"),
         ("benchmark", ["decode", "--wirings", "ladder,none"], "--wirings none: expected some of standard, "),
     ],
@@ -91,9 +93,16 @@ def test_programs_check_what_they_write_before_the_work(program: str, flag: str,
     assert f"{flag} {output}: {problem}" in raised.value.messages
 
 
+def test_training_names_everything_that_it_needs() -> None:
+    with pytest.raises(UserError) as raised:
+        load_program("pretrain").main([])
+    found = [message.split(" is required")[0] for message in raised.value.messages]
+    assert found == ["--data-path", "--tokenizer-type", "--train-iters", "--lr"]
+
+
 def test_without_the_environment_one_line_names_it(tmp_path: Path) -> None:
     needed = {
-        "pretrain": "--train-iters 1 --lr 1",
+        "pretrain": "--train-iters 1 --lr 1 --data-path a --vocab-size 9",
         "train_tokenizer": f"--input {tmp_path} --vocab-size 300 --model-prefix {tmp_path}/m",
         "inspect_data": f"{tmp_path}/none",
     }

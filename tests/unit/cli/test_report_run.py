@@ -69,14 +69,10 @@ def test_an_evaluation_of_an_older_checkpoint_loses_no_steps() -> None:
     assert (summary.steps, summary.lost_steps, summary.interruptions) == (10, 4, 1)
 
 
-def write_record(folder: Path) -> None:
-    record = RunRecord(folder)
+def test_the_program_prints_and_draws(tmp_path: Path) -> None:
+    record = RunRecord(tmp_path)
     for one in EVENTS:
         record.write(one["event"], **{name: value for name, value in one.items() if name not in ("time", "event")})
-
-
-def test_the_program_prints_and_draws(tmp_path: Path) -> None:
-    write_record(tmp_path)
     done = subprocess.run(
         [sys.executable, "tools/report_run.py", str(tmp_path)], cwd=REPOSITORY_ROOT, capture_output=True, text=True
     )

@@ -46,7 +46,8 @@ def test_swapped_directories_and_those_of_both_formats(tmp_path: Path) -> None:
     new = tmp_path / "new"
     commands: list[tuple[list[object], str]] = [
         (["import", "--hf", ours, "--save", new], f"--hf {ours}: holds training checkpoints"),
-        (["import", "--hf", hf, "--save", hf], f"--save {hf}: is a Hugging Face directory"),
+        (["import", "--hf", ours, "--save", hf], f"--save {hf}: is a Hugging Face directory, which import reads"),
+        (["export", "--load", hf, "--hf", ours], f"--hf {ours}: holds training checkpoints: give it to --load"),
         (["export", "--load", hf, "--hf", new], f"import --hf {hf} --save DIR"),
         (["reshape", "--load", hf, "--save", new], f"import --hf {hf} --save DIR"),
         (["export", "--load", ours, "--hf", both, "--overwrite"], f"{both}: holds config.json "),

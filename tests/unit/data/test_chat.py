@@ -16,7 +16,7 @@ import transformers
 
 from megatron_ladder.cli import preprocess_data
 from megatron_ladder.data.chat import Conversation, ConversationEncoder, read_messages
-from megatron_ladder.data.chat_template import ChatTemplate, ChatTemplateError
+from megatron_ladder.data.chat_template import ChatTemplate, ChatTemplateError, read_chat_template
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.inspect import verify
 from megatron_ladder.data.sidecar import read_sidecar
@@ -139,6 +139,8 @@ def test_locations_of_templates(folder: Path, tmp_path: Path) -> None:
 
     with pytest.raises(UserError, match="--chat: .* has no chat template .* pass one with --chat-template FILE"):
         source()
+    with pytest.raises(UserError, match=r"use a --tokenizer-model with a chat_template\.jinja next to it"):
+        read_chat_template(HuggingFaceTokenizer(folder))
     configure(folder, chat_template="in the configuration")
     assert source() == "in the configuration"
     configure(folder, chat_template=[{"name": "tool_use", "template": "a"}, {"name": "default", "template": "b"}])
@@ -317,6 +319,8 @@ def test_a_rejected_conversation_is_located(folder: Path, tmp_path: Path, capsys
     )
     command = f"--input {tmp_path}/a.jsonl --output-prefix {tmp_path}/out --chat --chat-keys instruction output".split()
     command += f"--tokenizer-type HFTokenizer --tokenizer-model {folder} --chat-template {tmp_path}/template".split()
+    with pytest.raises(UserError, match="name the key with --chat-keys"):
+        preprocess_data.main([*command, "--chat-keys", "turns"])
     with pytest.raises(UserError, match=r"a\.jsonl:4: .*rejects it: no nn"):
         preprocess_data.main(command)
     assert not list(tmp_path.glob("out*"))

@@ -10,8 +10,8 @@ from megatron_ladder.data.batches import BatchShape, DocumentRules, GlobalBatchL
 from megatron_ladder.data.indexed import IndexedDataset, sidecar_path
 from megatron_ladder.data.loader import DataArguments, OrderOptions, check_tokenizer, open_sources
 from megatron_ladder.data.samples import SampleSource
-from megatron_ladder.data.sidecar import Sidecar, read_sidecar, write_sidecar
-from megatron_ladder.data.tokenizers import SentencePieceTokenizer
+from megatron_ladder.data.sidecar import Sidecar, check_sidecar, read_sidecar, write_sidecar
+from megatron_ladder.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from megatron_ladder.errors import UserError
 
 MakeDataset = Callable[..., IndexedDataset]
@@ -112,6 +112,8 @@ def test_sidecar_must_name_the_tokenizer(
         write_sidecar(dataset.prefix, wrong)
         with pytest.raises(UserError, match="--tokenizer-model .*tiny.model .* is not the tokenizer of"):
             check()
+    with pytest.raises(UserError, match="--tokenizer-type ByteTokenizer .* is not the tokenizer of"):
+        check_sidecar(dataset, ByteTokenizer())
     write_sidecar(dataset.prefix, replace(right, tokens=51))
     with pytest.raises(UserError, match="describes 1 documents and 51 tokens, the data set has 1 and 50"):
         check()

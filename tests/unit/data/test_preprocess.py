@@ -93,7 +93,8 @@ def test_shards_and_workers_do_not_change_the_output(
         (b'{"text": "a"}\n{"text": \n', 2, "not JSON: Expecting value"),
         (b'{"text": "a"}\n\n{"text": "\xff"}\n', 3, "byte 0xff is not UTF-8"),
         (b'{"text": "a"}\n["a"]', 2, "expected a JSON object, found list"),
-        (b'{"title": "a", "id": 1}', 1, r"no key 'text' \(keys found: 'title', 'id'\): .*--json-keys"),
+        (b'{"title": "a", "id": 1}', 1, r"no key 'text' \(keys found: 'title', 'id'\): .*--json-keys$"),
+        (b'{"messages": []}', 1, ".*name the key with --json-keys, or read conversations with .* --chat"),
         (b'{"text": null}', 1, "expected a text under 'text', found NoneType"),
         (b'{"text": "a"}\n{"text": "\\uD83C"}', 2, r"\\ud83c under 'text' is half of a surrogate pair"),
         (b"[" * 100_000, 1, "unreadable JSON"),
@@ -106,12 +107,15 @@ def test_a_bad_line_is_located_and_leaves_no_files(tmp_path: Path, content: byte
     assert os.listdir(tmp_path) == ["bad.jsonl"]
 
 
-def test_documents_without_an_end_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_documents_without_an_end_and_a_replaced_data_set_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "a.txt").write_text("something")
     command = f"--input {tmp_path}/a.txt --output-prefix {tmp_path}/out --tokenizer-type ByteTokenizer".split()
-    for words, printed in (([], True), (["--append-eod"], False)):
+    for words, printed in (([], (True, False)), (["--append-eod"], (False, True))):
         preprocess_data.main([*command, *words])
-        assert ("documents will run into each other" in capsys.readouterr().out) == printed
+        found = capsys.readouterr().out
+        assert ("documents will run into each other" in found, "out_text_document: exists, and is" in found) == printed
 
 
 def test_an_error_keeps_the_previous_output(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from backports import zstd
 
 from megatron_ladder.data.reading.find import find_sources
 from megatron_ladder.data.reading.lines import _parse_lines
+from megatron_ladder.data.reading.parquet import check_columns
 from megatron_ladder.data.reading.protocol import SPAN_BYTES, Block, Reading, read_blocks
 from megatron_ladder.errors import UserError
 
@@ -70,6 +71,8 @@ def test_a_directory_through_datasets(formats: Path, tmp_path: Path) -> None:
     assert read_all([f"{name}@test"], Reading(("text", "id"), texts_only=False)) == [["only"], [0]]
     with pytest.raises(UserError, match=r"no column body \(columns found: id, text\)"):
         read_all([name], Reading(("body",)))
+    with pytest.raises(UserError, match="or read conversations with tools/preprocess_data.py --chat"):
+        check_columns("a", ["messages"], Reading())
     with pytest.raises(UserError, match="hf://.*@dev: datasets cannot open it"):
         read_all([f"{name}@dev"])
     (tmp_path / "torn").mkdir()

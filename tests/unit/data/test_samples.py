@@ -106,14 +106,11 @@ def test_invalid_splits(text: str) -> None:
         _parse_split(text)
 
 
-def with_loss_mask(dataset: IndexedDataset) -> IndexedDataset:
-    """Mask all but every third token; the tokens are their positions in the file."""
-    loss_mask_path(dataset.prefix).write_bytes((np.arange(len(dataset.tokens)) % 3 == 0).astype(np.uint8).tobytes())
-    return IndexedDataset(dataset.prefix)
-
-
 def test_the_loss_mask_follows_its_tokens(make_dataset: MakeDataset) -> None:
-    source = SampleSource(with_loss_mask(make_dataset(LENGTHS)), range(len(LENGTHS)), SEQ_LENGTH, 5, shuffle=True)
+    dataset = make_dataset(LENGTHS)
+    # Every third token counts; the tokens are their positions in the file.
+    loss_mask_path(dataset.prefix).write_bytes((np.arange(len(dataset.tokens)) % 3 == 0).astype(np.uint8).tobytes())
+    source = SampleSource(IndexedDataset(dataset.prefix), range(len(LENGTHS)), SEQ_LENGTH, 5, shuffle=True)
     rows = source.samples(np.arange(2 * len(source)))
     assert rows.loss_mask is not None and rows.loss_mask.dtype == np.uint8
     assert np.array_equal(rows.loss_mask, rows.tokens % 3 == 0)

@@ -36,18 +36,15 @@ class Numbers:
             yield ShardBlock([str(number) for number in block])
 
 
-def make_shards() -> tuple[Numbers, ...]:
-    """11 shards of 31 documents each, number 5 without any."""
-    return tuple(Numbers(100 * place, [] if place == 5 else [10, 1, 20]) for place in range(11))
-
-
 def encode(texts: Sequence[str]) -> list[list[int]]:
     """Document n repeats n + 1 one to three times; every 31st has no token."""
     return [[int(text) + 1] * (0 if int(text) % 31 == 30 else 1 + int(text) % 3) for text in texts]
 
 
 def plan_of(window: int = 12, streams: int = STREAMS, seed: int = 1) -> StreamPlan:
-    return StreamPlan(make_shards(), streams, SEQ_LENGTH, seed, window, EOD)
+    """Return a plan of 11 shards of 31 documents each, number 5 without any."""
+    shards = tuple(Numbers(100 * place, [] if place == 5 else [10, 1, 20]) for place in range(11))
+    return StreamPlan(shards, streams, SEQ_LENGTH, seed, window, EOD)
 
 
 def reader_of(
