@@ -141,7 +141,7 @@ class TextGenerator:
         """The engine, for requests of token ids."""
 
     def close(self) -> None:
-        """Free the captured steps of `cuda_graph`; needed before the process groups are destroyed."""
+        """Free what GPUs have captured; needed before the process groups are destroyed."""
         self.engine.close()
 
     def generate(self, prompts: str | Sequence[str], **flags: Any) -> list[Generation]:

@@ -1,7 +1,6 @@
 """The decode loop: prompts in, tokens out as they come.
 
-All tensor-parallel ranks run the loop in lockstep. Rank 0 chooses the tokens and broadcasts them, so that rounding
-cannot make ranks diverge.
+All tensor-parallel ranks run the loop in lockstep, and all choose the same tokens.
 """
 
 import itertools
@@ -38,7 +37,7 @@ class GenerationEngine:
         tokenizer: Tokenizer | None = None,
         new_graph: Callable[[], StepGraph] | None = None,
     ) -> None:
-        """`tokenizer` decodes ids, if text is needed; `new_graph`, if given, captures a batch's decode step."""
+        """`tokenizer` decodes ids, if text is needed; `new_graph`, if given, captures decode steps."""
         self.model, self.group, self.tokenizer, self.new_graph = model.eval(), mesh.tensor, tokenizer, new_graph
         self._captured: SlotBatch | None = None
 
@@ -49,15 +48,16 @@ class GenerationEngine:
         self._captured = None
 
     def _batch(self, slots: int, positions: int) -> SlotBatch:
-        """Return a batch; capture a step only if that of earlier calls is too small."""
+        """Return a batch; one that captures steps is that of earlier calls, unless it is too small."""
         if self.new_graph is None:
             return SlotBatch(self.model, self.group, self.tokenizer, None, slots, positions)
         if self._captured is None or not self._captured.fits(slots, positions):
             self.close()
-            roomy = max(_CAPTURED_TOKENS // slots, 1 << (positions - 1).bit_length())
+            # At most a quarter more than needed, and growing conversations need few batches.
+            unit = max(1, (1 << (positions - 1).bit_length()) // 8)
+            roomy = max(_CAPTURED_TOKENS // slots, math.ceil(positions / unit) * unit)
             positions = max(positions, min(roomy, self.model.config.max_position_embeddings))
-            graph = self.new_graph()
-            self._captured = SlotBatch(self.model, self.group, self.tokenizer, graph, slots, positions)
+            self._captured = SlotBatch(self.model, self.group, self.tokenizer, self.new_graph, slots, positions)
         return self._captured
 
     def generate(

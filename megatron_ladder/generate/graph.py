@@ -1,9 +1,9 @@
 """Decode steps on GPUs: captured once for all tokens, and with attention to the filled part of the cache.
 
 On a GPU a decoded token is hundreds of small kernels, which the host cannot launch as fast as they run. A CUDA graph
-launches all of them at once. It replays the captured addresses, so the inputs of a step (ids and columns) are copied
-into fixed buffers, and attention gets all columns of the cache. The number of filled ones, or a mask, is computed on
-the device.
+launches all of them at once. It replays the captured addresses, so the inputs of a step (ids, columns and random
+numbers) are copied into a fixed buffer, and attention gets all columns of the cache. The number of filled ones, or a
+mask, is computed on the device.
 """
 
 from collections.abc import Callable
@@ -14,6 +14,8 @@ from torch import Tensor
 
 _LARGEST_FLASH_HEAD, _FIRST_FLASH_DEVICE = 256, (8, 0)
 """Limits of FlashAttention: the head's size, and the compute capability."""
+PAGE = 256
+"""FlashAttention splits the keys of a head among multiprocessors if a table lists their pages, multiples of this."""
 _WARM_UP_RUNS = 3
 """Runs before the capture, as torch's manual requires: libraries and NCCL initialise at their first calls."""
 
@@ -58,26 +60,6 @@ class CudaStepGraph:
         self._graph.reset()
 
 
-def captured_decode(
-    step: Callable[[Tensor, Tensor], Tensor], samples: int, device: torch.device, graph: StepGraph
-) -> Callable[[Tensor, Tensor], Tensor]:
-    """Capture `step`, (ids [b, 1], columns [b]) -> logits [b, V], on fixed buffers, and return it.
-
-    The capture runs the step several times for id 0 in column 0. A result is valid until the next call.
-    """
-    tokens = torch.zeros(samples, 1, dtype=torch.int64, device=device)
-    columns = torch.zeros(samples, dtype=torch.int64, device=device)
-    logits = graph.capture(lambda: step(tokens, columns))
-
-    def replay(new_tokens: Tensor, new_columns: Tensor) -> Tensor:
-        tokens.copy_(new_tokens)
-        columns.copy_(new_columns)
-        graph.replay()
-        return logits
-
-    return replay
-
-
 def counts_filled_columns(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
     """Return whether torch has the kernel of `FilledColumns` for this device."""
     fits = dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= _LARGEST_FLASH_HEAD
@@ -99,6 +81,8 @@ class FilledColumns(NamedTuple):
     """[b kv_heads/t + 1] int32: each key-value head of each sample is a sequence of one query."""
     key_starts: Tensor
     """[b kv_heads/t + 1] int32: its first row among the columns of all heads."""
+    pages: Tensor
+    """[b kv_heads/t, 1] int32: its columns are one page of the cache."""
     filled: Tensor
     """[b kv_heads/t] int32, the number of filled columns."""
 
@@ -110,14 +94,15 @@ class FilledColumns(NamedTuple):
         kv_heads, positions, head_dim = k.shape[1:]
         attended = varlen_attn(
             q.reshape(-1, q.shape[1] // kv_heads, head_dim),
-            k.reshape(-1, 1, head_dim),
-            v.reshape(-1, 1, head_dim),
+            k.reshape(-1, positions, 1, head_dim),
+            v.reshape(-1, positions, 1, head_dim),
             self.query_starts,
             self.key_starts,
             1,
             positions,
             enable_gqa=True,
             seqused_k=self.filled,
+            block_table=self.pages,
         )
         assert isinstance(attended, Tensor)
         return attended.view(q.shape)

@@ -40,8 +40,8 @@ class ModelOptions:
     """Wait for every all-reduce at once instead of leaving it in flight under the next sub-block; for comparison."""
     compile_sub_blocks: bool = False
     """Compile norms, SwiGLU and rotary embedding with torch.compile. Needs a C++ compiler at run time."""
-    cuda_graph: bool = False
-    """Capture the decode step in a CUDA graph and replay it for every token; needs a GPU."""
+    cuda_graph: bool = True
+    """On GPUs, launch every kernel of a decode step from the host, instead of replaying a captured step."""
     tp_all_reduce: Literal["auto", "nccl", "symmetric"] = "auto"
     """Implementation of small all-reduces between GPUs: NCCL, or a one-shot kernel over symmetric memory, which needs
     GPUs of one machine that are joined by NVLink; auto uses the latter where it is possible."""

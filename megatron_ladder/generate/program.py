@@ -85,8 +85,6 @@ def check_hardware(rank_info: RankInfo, options: ModelOptions, config: ModelConf
             f"--tp {rank_info.world_size}: each process needs a GPU, and this machine has {torch.cuda.device_count()}; "
             "reduce --tp, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
-    if options.cuda_graph and device.type == "cpu":
-        raise UserError("--cuda-graph: this machine has no GPU; remove the flag")
     if options.tp_all_reduce == "symmetric":
         check_peers(rank_info.world_size, device, DTYPES[_dtype_name(options, device)])
     if options.compile_sub_blocks:
@@ -129,7 +127,8 @@ def build_engine(rank_info: RankInfo, options: ModelOptions, stored: StoredModel
         kind = f"{config.residual_mode}, {config.num_layers} layers, {dtype_name} on {device.type}"
         loaded = f"tensor parallel {ranks}, loaded in {time.monotonic() - begun:.1f} s"
         print(f"{stored.directory}: {kind}, {loaded}", file=sys.stderr, flush=True)
-    return GenerationEngine(model, mesh, stored.tokenizer, CudaStepGraph if options.cuda_graph else None)
+    captures = options.cuda_graph and device.type == "cuda"
+    return GenerationEngine(model, mesh, stored.tokenizer, CudaStepGraph if captures else None)
 
 
 def _read_prompts(

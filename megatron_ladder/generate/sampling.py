@@ -9,10 +9,11 @@ No rank holds the logits of the whole vocabulary. Each rank has those of its par
 
     greedy                  its most likely token
     top_k, top_p, min_p     its most likely tokens, enough to include every token that can be drawn
-    no filter               the sum of its exponentials; rank 0 answers which rank owns the drawn token, and where
+    no filter               the sum of its exponentials; then, if it owns the drawn token, the token
 
-Rank 0 decides, so that rounding cannot make ranks diverge. All of this runs on the device, and the host waits for it
-once per token, to read the token.
+Every rank decides from the same gathered numbers by the same operators, so all choose the same tokens. This runs on the
+device, and can be captured in a CUDA graph: values of parameters and random numbers are in fixed buffers, and a plan
+determines the operators. The host waits once per token, to read the token and its scores.
 """
 
 import hashlib
@@ -27,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.generate.scoring import Alternatives, score_tokens, vocabulary_logits
+from megatron_ladder.generate.scoring import Alternatives, gather_scores, read_scores, vocabulary_logits
 
 NO_TOKEN = -1
 """Chosen where logits are not finite."""
@@ -35,11 +36,9 @@ _GREEDY_BELOW = 1e-5
 """Lower temperatures count as 0: they leave no probability to a second token, and overflow in fp32."""
 _FIRST_CANDIDATES = 64
 """Candidates per rank where top_p or min_p can keep any number of tokens; multiplied by 8 while they are too few."""
-_ALL = 1 << 62
-"""More tokens than any vocabulary has."""
 _NEEDS_MORE = -2
 _OWNER = -3
-"""Codes of rank 0's decision: more candidates are needed; or, as -3 - r, rank r owns the token and must find it."""
+"""Codes of a decision: more candidates are needed; or, as -3 - r, rank r owns the token and must find it."""
 
 
 @dataclass(frozen=True)
@@ -101,48 +100,74 @@ class Chosen(NamedTuple):
     """As many per row as the row requests; None if no row requests any."""
 
 
-class _Rows(NamedTuple):
-    """The parameters of the rows of a batch, as columns [b, 1] on the device or masks [b]."""
+class SamplingPlan(NamedTuple):
+    """What determines the operators of a choice: what some row needs. A plan with more operators gives equal tokens."""
 
-    temperatures: Tensor
-    top_k: Tensor
-    limited: Tensor
-    """Whether top_k is given."""
-    top_p: Tensor
-    min_p: Tensor
-    plain: Tensor
-    """[b], drawn from all tokens."""
-    filtered: Tensor
-    """[b], drawn from some tokens."""
-    plain_rows: list[int]
-    any_filtered: bool
-    first_count: int
+    plain: bool
+    """A draw from all tokens."""
+    filtered: bool
+    """A draw from some tokens."""
+    repetition: bool
+    """A penalty for seen tokens."""
+    counted: bool
+    """A penalty that depends on the number of times that a token was generated."""
+    scored: bool
+    """The log-probability of the token."""
+    candidates: int
     """Candidates per rank to begin with."""
+    alternatives: int
+    """Most likely tokens to score."""
 
     @classmethod
-    def of(cls, parameters: Sequence[SamplingParameters], device: torch.device) -> "_Rows":
+    def of(cls, parameters: Sequence[SamplingParameters]) -> "SamplingPlan":
+        """Return the plan of a batch."""
         drawn = [one for one in parameters if not one.greedy]
         unknown = any(one.filtered and one.top_k == 0 for one in drawn)
         most = max((one.top_k for one in drawn), default=0)
-        plain = [not one.greedy and not one.filtered for one in parameters]
         return cls(
-            temperatures=_column([1.0 if one.greedy else one.temperature for one in parameters]).to(device),
-            # top_k may exceed 64 bits.
-            top_k=torch.tensor([[min(one.top_k or _ALL, _ALL)] for one in parameters], device=device),
-            limited=torch.tensor([[one.top_k > 0] for one in parameters], device=device),
-            # The cumulative weight can round to the total before the last token, which top_p = 1 must keep.
-            top_p=_column([one.top_p if one.top_p < 1 else math.inf for one in parameters]).to(device),
-            min_p=_column([one.min_p for one in parameters]).to(device),
-            plain=torch.tensor(plain, device=device),
-            filtered=torch.tensor([not one.greedy and one.filtered for one in parameters], device=device),
-            plain_rows=[row for row, is_plain in enumerate(plain) if is_plain],
-            any_filtered=any(one.filtered for one in drawn),
-            first_count=max(1, most, _FIRST_CANDIDATES if unknown else 1),
+            plain=not all(one.filtered for one in drawn),
+            filtered=any(one.filtered for one in drawn),
+            repetition=any(one.repetition_penalty != 1 for one in parameters),
+            counted=any(one.counted for one in parameters),
+            scored=any(one.logprobs for one in parameters),
+            candidates=max(1, most, _FIRST_CANDIDATES if unknown else 1),
+            alternatives=max((one.top_logprobs for one in parameters if one.logprobs), default=0),
         )
 
-    @property
-    def any_drawn(self) -> bool:
-        return bool(self.plain_rows) or self.any_filtered
+    def union(self, other: "SamplingPlan") -> "SamplingPlan":
+        """Return the plan of both batches."""
+        return SamplingPlan._make(map(max, self, other))
+
+
+class _Rows(NamedTuple):
+    """The parameters of the rows of a batch, as columns [b, 1] in float64, and masks [b]."""
+
+    temperatures: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+    plain: Tensor
+    filtered: Tensor
+    limited: Tensor
+    """Whether top_k is given."""
+
+    @classmethod
+    def of(cls, parameters: Sequence[SamplingParameters], device: torch.device) -> "_Rows":
+        def numbers(one: SamplingParameters) -> list[float]:
+            # The cumulative weight can round to the total before the last token, which top_p = 1 must keep.
+            temperature, top_p = 1.0 if one.greedy else one.temperature, one.top_p if one.top_p < 1 else math.inf
+            penalties = [one.repetition_penalty, one.presence_penalty, one.frequency_penalty]
+            return [temperature, one.top_k or math.inf, top_p, one.min_p, *penalties]
+
+        masks = [(not (one.greedy or one.filtered), one.filtered > one.greedy, one.top_k > 0) for one in parameters]
+        columns = to_device(torch.tensor([*map(numbers, parameters)], dtype=torch.float64), device).split(1, dim=1)
+        return cls(*columns, *to_device(torch.tensor(masks), device).unbind(1))
+
+    def first(self, count: int) -> "_Rows":
+        return _Rows(*(values[:count] for values in self))
 
 
 class _Candidates(NamedTuple):
@@ -151,70 +176,108 @@ class _Candidates(NamedTuple):
     highest: Tensor
     mass: Tensor
     """Sum of exp((logit - highest) / temperature)."""
+    uniforms: Tensor
+    """Random numbers in [0, 1), of which that of rank 0 counts."""
     values: Tensor
     """Largest logits in descending order; `ids` are their tokens."""
     ids: Tensor
 
 
 class Sampler:
-    """Chooses the next tokens of a batch of samples, independently of each other."""
+    """Chooses the next tokens of batches of samples with one plan, independently of each other.
+
+    Attributes:
+        plan: that of the batches.
+    """
 
     def __init__(
-        self,
-        parameters: Sequence[SamplingParameters],
-        prompts: Sequence[Sequence[int]],
-        vocab_size: int,
-        start: int,
-        group: CommGroup,
-        device: torch.device,
+        self, plan: SamplingPlan, slots: int, vocab_size: int, start: int, group: CommGroup, device: torch.device
     ) -> None:
         """`start` is the first token of this rank's part of the vocabulary; `group` are the tensor-parallel ranks."""
+        self.plan = plan
         self._group, self._device = group, device
-        self._start, self._vocab_size = start, vocab_size
+        self._start, self._vocab_size, self._slots = start, vocab_size, slots
+        self._parameters: list[SamplingParameters] = []
+        self._generators: list[torch.Generator] = []
+        self._rows = _Rows.of([GREEDY] * slots, device)
+        shape = (slots, vocab_size)
+        self._seen = torch.zeros(shape, dtype=torch.bool, device=device) if plan.repetition else None
+        self._counts = torch.zeros(shape, dtype=torch.int32, device=device) if plan.counted else None
+
+    def begin(self, parameters: Sequence[SamplingParameters], prompts: Sequence[Sequence[int]]) -> None:
+        """Begin a batch of samples, at most as many as slots, in the buffers of earlier ones."""
         self._parameters = list(parameters)
         # On the CPU, so that a seed draws the same numbers on every device.
         self._generators = [torch.Generator().manual_seed(one.seed) for one in parameters]
-        self._rows: _Rows | None = None
-        self._seen: Tensor | None = None
-        self._counts: Tensor | None = None
-        shape = (len(parameters), vocab_size)
-        if any(one.repetition_penalty != 1 for one in parameters):
-            self._seen = torch.zeros(shape, dtype=torch.bool, device=device)
+        padded = [*parameters, *[GREEDY] * (self._slots - len(parameters))]
+        for buffer, values in zip(self._rows, _Rows.of(padded, self._device), strict=True):
+            buffer.copy_(values)
+        if self._seen is not None:
+            self._seen.zero_()
             for row, ids in enumerate(prompts):
                 self._seen[row, list(ids)] = True
-        if any(one.counted for one in parameters):
-            self._counts = torch.zeros(shape, dtype=torch.int32, device=device)
+        if self._counts is not None:
+            self._counts.zero_()
 
-    def choose(self, logits_shard_v: Tensor) -> Chosen:
-        """Choose the next tokens of the first b samples, from logits [b, padded V / t]; padding is ignored."""
-        parameters = self._parameters[: len(logits_shard_v)]
+    def draw(self, count: int) -> list[float]:
+        """Return the random numbers in [0, 1) for the next tokens of the first samples."""
+        return [
+            0.0 if one.greedy else torch.rand(1, generator=generator, dtype=torch.float64).item()
+            for one, generator in zip(self._parameters[:count], self._generators[:count], strict=True)
+        ]
+
+    def count(self, tokens: Tensor) -> None:
+        """Count the newest tokens [b, 1] of the first samples for the penalties."""
+        if self._seen is not None:
+            self._seen[: len(tokens)].scatter_(1, tokens, True)
+        if self._counts is not None:
+            self._counts[: len(tokens)].scatter_add_(1, tokens, torch.ones_like(tokens, dtype=torch.int32))
+
+    def choose(self, logits_shard_v: Tensor, uniform: Tensor, candidates: int | None = None) -> Tensor:
+        """Choose the next tokens of the first b samples, from logits [b, padded V / t]; padding is ignored.
+
+        `uniform` [b, 1] are the numbers of `draw`; `candidates` replaces the number of the plan. Return what `read`
+        needs: [b, 1 + n] float64 on the device, each row's token and its scores. The host waits for nothing.
+        """
+        plan, rows = self.plan, self._rows.first(len(logits_shard_v))
         model_logits = vocabulary_logits(logits_shard_v, self._start, self._vocab_size)
-        tokens = self._choose_tokens(self._penalized(model_logits, parameters), parameters)
-        for row, token in enumerate(tokens):
-            if self._seen is not None and token != NO_TOKEN:
-                self._seen[row, token] = True
-            if self._counts is not None and token != NO_TOKEN:
-                self._counts[row, token] += 1
-        if not any(one.logprobs for one in parameters):
+        logits = self._penalized(model_logits, rows)
+        count = min(candidates or plan.candidates, logits.shape[1])
+        gathered = self._gather_candidates(logits, rows, uniform, count)
+        codes, positions = _decide(gathered, rows, plan, complete=count == logits.shape[1])
+        if plan.plain:
+            codes = self._find_owned(logits, rows, codes, positions)
+        chosen = codes.double().unsqueeze(1)
+        if not plan.scored:
+            return chosen
+        scores = gather_scores(model_logits, codes, plan.alternatives, self._start, self._group)
+        return torch.cat((chosen, scores.flatten(1)), 1)
+
+    def read(self, chosen: Tensor, logits_shard_v: Tensor, uniform: Tensor) -> Chosen:
+        """Read the result of `choose`, which is called again with its arguments if the candidates were too few."""
+        chosen = chosen.cpu()
+        candidates = self.plan.candidates
+        while _NEEDS_MORE in chosen[:, 0].tolist():
+            candidates *= 8
+            chosen = self.choose(logits_shard_v, uniform, candidates).cpu()
+        # Without rows of unused slots.
+        parameters = self._parameters[: len(chosen)]
+        tokens = chosen[: len(parameters), 0].long().tolist()
+        if not self.plan.scored:
             return Chosen(tokens, None)
+        scores = read_scores(chosen[: len(parameters), 1:], self.plan.alternatives, self._vocab_size, self._group.size)
         wanted = [one.top_logprobs if one.logprobs else 0 for one in parameters]
-        chosen = torch.tensor(tokens)
-        scores = score_tokens(model_logits, chosen, max(wanted), self._start, self._vocab_size, self._group)
         alternatives = [row[:count] for row, count in zip(scores.alternatives, wanted, strict=True)]
         return Chosen(tokens, scores.logprobs, alternatives if any(wanted) else None)
 
-    def _penalized(self, logits: Tensor, parameters: Sequence[SamplingParameters]) -> Tensor:
-        def column(numbers: Sequence[float]) -> Tensor:
-            return torch.tensor(numbers, device=self._device, dtype=logits.dtype).unsqueeze(1)
-
+    def _penalized(self, logits: Tensor, rows: _Rows) -> Tensor:
         if self._seen is not None:
-            seen = self._own_columns(self._seen, logits)
-            penalty = column([one.repetition_penalty for one in parameters])
+            seen, penalty = self._own_columns(self._seen, logits), rows.repetition.to(logits.dtype)
             logits = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
         if self._counts is not None:
             counts = self._own_columns(self._counts, logits)
-            logits = logits - column([one.frequency_penalty for one in parameters]) * counts
-            logits = logits - column([one.presence_penalty for one in parameters]) * (counts > 0)
+            logits = logits - rows.frequency.to(logits.dtype) * counts
+            logits = logits - rows.presence.to(logits.dtype) * (counts > 0)
         return logits
 
     def _own_columns(self, table: Tensor, logits: Tensor) -> Tensor:
@@ -223,80 +286,53 @@ class Sampler:
         own = table[:rows, self._start : self._start + width]
         return F.pad(own, (0, width - own.shape[1]))
 
-    def _choose_tokens(self, logits: Tensor, parameters: Sequence[SamplingParameters]) -> list[int]:
-        """Return the tokens, equal on every rank."""
-        if self._rows is None or len(self._rows.top_k) != len(parameters):
-            self._rows = _Rows.of(parameters, self._device)
-        rows = self._rows
-        uniform = None
-        if rows.any_drawn:
-            numbers = [
-                0.0 if one.greedy else torch.rand(1, generator=generator, dtype=torch.float64).item()
-                for one, generator in zip(parameters, self._generators[: len(parameters)], strict=True)
-            ]
-            uniform = to_device(_column(numbers), self._device)
-        count = rows.first_count
-        while True:
-            count = min(count, logits.shape[1])
-            candidates = self._gather_candidates(logits, rows, count)
-            decisions = logits.new_empty(len(parameters), 2, dtype=torch.float64)
-            if self._group.rank == 0:
-                decisions = _decide(candidates, rows, uniform, complete=count == logits.shape[1])
-            decisions = self._group.broadcast(decisions)
-            codes = decisions[:, 0].long()
-            if rows.plain_rows:
-                codes = self._find_owned(logits, rows, codes, decisions[:, 1])
-            found: list[int] = codes.cpu().tolist()
-            if _NEEDS_MORE not in found:
-                return found
-            count *= 8
-
-    def _gather_candidates(self, logits: Tensor, rows: _Rows, count: int) -> _Candidates:
+    def _gather_candidates(self, logits: Tensor, rows: _Rows, uniform: Tensor, count: int) -> _Candidates:
         values, ids = logits.max(-1, keepdim=True) if count == 1 else logits.topk(count, dim=-1)
         highest = values[:, :1].double()
         mass = torch.zeros_like(highest)
-        if rows.any_drawn:
+        if self.plan.plain or self.plan.filtered:
             mass = torch.exp((logits.double() - highest) / rows.temperatures).nan_to_num().sum(-1, keepdim=True)
         # Doubles represent all ids exactly.
-        own = torch.cat((highest, mass, values.double(), (ids + self._start).double()), 1)
+        own = torch.cat((highest, mass, uniform, values.double(), (ids + self._start).double()), 1)
         gathered = self._group.all_gather(own.unsqueeze(1), dim=1)
-        return _Candidates(*gathered[..., :2].unbind(-1), *gathered[..., 2:].split(count, dim=-1))
+        return _Candidates(*gathered[..., :3].unbind(-1), *gathered[..., 3:].split(count, dim=-1))
 
     def _find_owned(self, logits: Tensor, rows: _Rows, codes: Tensor, positions: Tensor) -> Tensor:
         """Replace codes that name the owner of a token by the token, which the owner finds."""
         exact = logits.double()
         weights = torch.exp((exact - exact.amax(1, keepdim=True)) / rows.temperatures)
-        drawn = self._start + _draw_at(weights, positions.unsqueeze(1).contiguous())
+        drawn = self._start + _draw_at(weights.cumsum(-1), positions.unsqueeze(1).contiguous())
         found = torch.where(codes <= _OWNER, NO_TOKEN, codes)
         found = torch.where(codes == _OWNER - self._group.rank, drawn, found)
         return self._group.all_reduce(found, dist.ReduceOp.MAX)
 
 
-def _decide(candidates: _Candidates, rows: _Rows, uniform: Tensor | None, complete: bool) -> Tensor:
-    """Return rank 0's decision [b, 2]: a token or a code for each row, and for an owner its position of the draw.
+def _decide(candidates: _Candidates, rows: _Rows, plan: SamplingPlan, complete: bool) -> tuple[Tensor, Tensor]:
+    """Return a token or a code for each row, and for an owner its position of the draw, [b] each; no rank may differ.
 
-    `uniform` is [b, 1] in [0, 1), if any row is drawn; `complete`: the candidates are the whole vocabulary.
+    `complete`: the candidates are the whole vocabulary.
     """
     highest, leader = candidates.highest.max(1)
     codes = candidates.ids[:, :, 0].gather(1, leader.unsqueeze(1)).squeeze(1)
     positions = torch.zeros_like(codes)
-    if uniform is not None:
+    if plan.plain or plan.filtered:
         masses = candidates.mass * torch.exp((candidates.highest - highest.unsqueeze(1)) / rows.temperatures)
-        total = masses.sum(1, keepdim=True)
-        if rows.plain_rows:
-            owners = _draw_at(masses, uniform * total).unsqueeze(1)
-            before, share = (masses.cumsum(1) - masses).gather(1, owners), masses.gather(1, owners)
+        total, uniform = masses.sum(1, keepdim=True), candidates.uniforms[:, :1]
+        if plan.plain:
+            cumulative = _equal_cumsum(masses)
+            owners = _draw_at(cumulative, uniform * total).unsqueeze(1)
+            before, share = (cumulative - masses).gather(1, owners), masses.gather(1, owners)
             within = (uniform * total - before) / share * candidates.mass.gather(1, owners)
             codes = torch.where(rows.plain, _OWNER - owners.squeeze(1), codes)
             positions = torch.where(rows.plain, within.squeeze(1), positions)
-        if rows.any_filtered:
-            drawn = _draw_filtered(candidates, rows, uniform, total, complete)
+        if plan.filtered:
+            drawn = _draw_filtered(candidates, rows, total, complete)
             codes = torch.where(rows.filtered, drawn, codes)
     # The maximum of logits with a NaN is NaN.
-    return torch.stack((codes.masked_fill(~highest.isfinite(), NO_TOKEN), positions), dim=1)
+    return codes.masked_fill(~highest.isfinite(), NO_TOKEN).long(), positions
 
 
-def _draw_filtered(candidates: _Candidates, rows: _Rows, uniform: Tensor, total: Tensor, complete: bool) -> Tensor:
+def _draw_filtered(candidates: _Candidates, rows: _Rows, total: Tensor, complete: bool) -> Tensor:
     """Return tokens [b] as float64, or `_NEEDS_MORE` where a token outside the candidates could be drawn."""
     ids, by_id = candidates.ids.flatten(1).sort(dim=1)
     values, order = candidates.values.flatten(1).gather(1, by_id).sort(dim=1, descending=True, stable=True)
@@ -305,10 +341,10 @@ def _draw_filtered(candidates: _Candidates, rows: _Rows, uniform: Tensor, total:
     kept = _keep_most_likely(weights, total, rows)
     # Tokens that are no candidates have smaller logits than the last candidate of their rank.
     above_others = values > candidates.values[:, :, -1].amax(1, keepdim=True)
-    sufficient = rows.limited.squeeze(1) | complete | ~(kept & ~above_others).any(1)
+    sufficient = rows.limited | complete | ~(kept & ~above_others).any(1)
     ids, by_id = ids.sort(dim=1)
-    weights = (weights * kept).gather(1, by_id)
-    drawn = _draw_at(weights, uniform * weights.cumsum(-1)[:, -1:])
+    cumulative = _equal_cumsum((weights * kept).gather(1, by_id))
+    drawn = _draw_at(cumulative, candidates.uniforms[:, :1] * cumulative[:, -1:])
     tokens = ids.gather(1, drawn.unsqueeze(1)).squeeze(1)
     return torch.where(sufficient, tokens, float(_NEEDS_MORE))
 
@@ -316,22 +352,27 @@ def _draw_filtered(candidates: _Candidates, rows: _Rows, uniform: Tensor, total:
 def _keep_most_likely(weights: Tensor, total: Tensor, rows: _Rows) -> Tensor:
     """Return a mask of the tokens to draw from, by descending weights [b, n] and the vocabulary's total [b, 1]."""
     kept = torch.arange(weights.shape[1], device=weights.device) < rows.top_k
-    total = torch.where(rows.limited, (weights * kept).sum(1, keepdim=True), total)
-    kept &= weights.cumsum(1) - weights < rows.top_p * total
+    total = torch.where(rows.limited.unsqueeze(1), (weights * kept).sum(1, keepdim=True), total)
+    kept &= _equal_cumsum(weights) - weights < rows.top_p * total
     return kept & (weights >= rows.min_p)
 
 
-def _draw_at(weights: Tensor, at: Tensor) -> Tensor:
-    """Return the first index [b] whose cumulative weight, of [b, n], exceeds `at` [b, 1], or the last with a weight."""
-    cumulative = weights.cumsum(-1)
-    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous()).clamp_(max=weights.shape[-1] - 1)
+def _equal_cumsum(weights: Tensor) -> Tensor:
+    """Return the cumulative sums of weights [b, n], rounded equally on all GPUs.
+
+    Of a single row, a GPU adds blocks in an order that depends on their timing; of several rows, in a fixed order.
+    """
+    if weights.is_cuda and len(weights) == 1:
+        return weights.expand(2, -1).cumsum(-1)[:1]
+    return weights.cumsum(-1)
+
+
+def _draw_at(cumulative: Tensor, at: Tensor) -> Tensor:
+    """Return the first index [b] whose cumulative weight, [b, n], exceeds `at` [b, 1], or the last with a weight."""
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous()).clamp_(max=cumulative.shape[-1] - 1)
     return torch.searchsorted(cumulative, at, right=True).minimum(last).squeeze(-1)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor of the CPU to a device; the host does not wait for a GPU."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
-def _column(numbers: Sequence[float]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.float64).unsqueeze(1)

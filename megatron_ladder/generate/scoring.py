@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ladder.comm.group import CommGroup
@@ -32,16 +33,14 @@ def vocabulary_logits(logits_shard_v: Tensor, start: int, vocab_size: int) -> Te
     """Return logits [n, padded V / t] in fp32 at least, with -inf for padding; `start` is the rank's first token."""
     logits = logits_shard_v.to(torch.promote_types(logits_shard_v.dtype, torch.float32))
     valid = max(0, min(logits.shape[1], vocab_size - start))
-    if valid < logits.shape[1]:
-        logits = logits.clone()
-        logits[:, valid:] = -math.inf
-    return logits
+    return F.pad(logits[:, :valid], (0, logits.shape[1] - valid), value=-math.inf)
 
 
-def score_tokens(
-    logits: Tensor, tokens: Tensor, most: int, start: int, vocab_size: int, group: CommGroup
-) -> TokenScores:
-    """Score `tokens` [n] under `vocabulary_logits` [n, padded V / t], with `most` alternatives each; a collective."""
+def gather_scores(logits: Tensor, tokens: Tensor, most: int, start: int, group: CommGroup) -> Tensor:
+    """Score `tokens` [n] under `vocabulary_logits` [n, padded V / t], with `most` alternatives each; a collective.
+
+    Return the numbers of all ranks for `read_scores`, [n, t, 2 + 2 m] float64, on the device.
+    """
     log_mass = logits.logsumexp(1, keepdim=True).double()
     local = (tokens.to(logits.device) - start).unsqueeze(1)
     elsewhere = (local < 0) | (local >= logits.shape[1])
@@ -49,8 +48,14 @@ def score_tokens(
     values, ids = logits.topk(min(most, logits.shape[1]), dim=-1)
     # Doubles represent all ids exactly.
     shared = torch.cat((log_mass, own, values.double(), (ids + start).double()), 1)
-    gathered = group.all_gather(shared.unsqueeze(1), dim=1).cpu()
-    numbers, values, ids = gathered.split((2, values.shape[1], values.shape[1]), dim=-1)
+    return group.all_gather(shared.unsqueeze(1), dim=1)
+
+
+def read_scores(gathered: Tensor, most: int, vocab_size: int, ranks: int) -> TokenScores:
+    """Return the scores from the numbers of `gather_scores`, flat or not, that were copied to the host."""
+    gathered = gathered.reshape(len(gathered), ranks, -1)
+    count = gathered.shape[2] // 2 - 1
+    numbers, values, ids = gathered.split((2, count, count), dim=-1)
     log_total = numbers[..., 0].logsumexp(1, keepdim=True)
     logprobs = numbers[..., 1].amax(1) - log_total.squeeze(1)
     values, order = (values.flatten(1) - log_total).sort(dim=1, descending=True, stable=True)
@@ -70,7 +75,8 @@ def score_text(
     parts, targets = hidden_states.split(positions), torch.tensor(following, dtype=torch.int64).split(positions)
     for part, tokens in zip(parts, targets, strict=True):
         logits = vocabulary_logits(model.logits_shard(part)[:, 0], start, vocab_size)
-        scores = score_tokens(logits, tokens, most, start, vocab_size, group)
+        gathered = gather_scores(logits, tokens, most, start, group).cpu()
+        scores = read_scores(gathered, most, vocab_size, group.size)
         logprobs += scores.logprobs
         alternatives += scores.alternatives
     return TokenScores(tuple(logprobs), tuple(alternatives))

@@ -3,6 +3,8 @@
     begin     all prompts as one batch                              -> the first token of each
     step      the newest token of every sample through the model    -> the next token of each unfinished sample
 
+A captured step includes the choice of the tokens: the host only sends the newest tokens and reads the next ones.
+
 Every tensor-parallel rank makes the same calls in the same order.
 
 Layouts: token ids [b, s]; hidden_states [s, b, h]; logits_shard_v [b, padded V / t], of each sample's newest token;
@@ -22,7 +24,6 @@ padding's columns of the cache are overwritten by the sample's next tokens, or h
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -32,9 +33,9 @@ from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas, loc
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import BadNumbersError
-from megatron_ladder.generate.graph import FilledColumns, StepGraph, captured_decode, counts_filled_columns
+from megatron_ladder.generate.graph import PAGE, FilledColumns, StepGraph, counts_filled_columns
 from megatron_ladder.generate.requests import FinishReason, Generation, GenerationRequest, NewToken, Timings
-from megatron_ladder.generate.sampling import NO_TOKEN, Sampler, to_device
+from megatron_ladder.generate.sampling import NO_TOKEN, Sampler, SamplingPlan, to_device
 from megatron_ladder.generate.scoring import Alternatives
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.rotary import RotaryTable, rotary_table
@@ -66,9 +67,9 @@ class _StaticCache:
         self.keys, self.values = ([layer[part] for layer in stored] for part in range(2))
         # The first row of each head of each sample among the columns of all heads, one after another.
         self.first_rows = torch.arange(0, slots * kv_heads * positions, positions, device=device).view(slots, kv_heads)
-        # For attention to filled columns, in which each key-value head of each sample is a sequence.
+        # For attention to filled columns, in which each key-value head of each sample is a sequence of one page.
         self.query_starts = torch.arange(slots * kv_heads + 1, dtype=torch.int32, device=device)
-        self.key_starts = self.query_starts * positions
+        self.key_starts, self.pages = self.query_starts * positions, self.query_starts[:-1].unsqueeze(1)
 
 
 class _PromptColumns(NamedTuple):
@@ -211,6 +212,10 @@ class _ActiveSample:
         return Generation(self.request.prompt_ids, ids, text, self.finish_reason, timings, logprobs, alternatives)
 
 
+_Choice = tuple[Tensor, Tensor, Tensor]
+"""The arguments of `Sampler.read`: the choice, logits_shard_v and random numbers."""
+
+
 class SlotBatch:
     """Samples in the first slots of one static cache."""
 
@@ -219,36 +224,66 @@ class SlotBatch:
         model: LanguageModel,
         group: CommGroup,
         tokenizer: Tokenizer | None,
-        graph: StepGraph | None,
+        new_graph: Callable[[], StepGraph] | None,
         slots: int,
         positions: int,
     ) -> None:
         """`positions` limits prompt and continuation together, per slot.
 
-        `graph`, if given, captures the decode step here; the batch must then be closed. Every rank must call this.
+        `new_graph`, if given, captures decode steps; the batch must then be closed.
         """
         self._model, self._tokenizer, self._device = model, tokenizer, model.embedding.weight.device
-        self._group, self._graph, self._slots, self._positions = group, graph, slots, positions
+        self._group, self._new_graph, self._slots = group, new_graph, slots
+        self._counts_filled = counts_filled_columns(model.compute_dtype, model.config.head_dim, self._device)
+        if self._counts_filled:
+            positions = math.ceil(positions / PAGE) * PAGE
+        self._positions = positions
         self._samples: list[_ActiveSample] = []
-        self._sampler: Sampler | None = None
         # As `PACKED_OPERATIONS` compute the heads.
         on_cpu = self._device.type == "cpu"
         cache_dtype = torch.promote_types(model.compute_dtype, torch.float32) if on_cpu else model.compute_dtype
         self._cache = _StaticCache(model.config, group.size, slots, positions, cache_dtype, self._device)
-        self._counts_filled = counts_filled_columns(model.compute_dtype, model.config.head_dim, self._device)
         all_positions = torch.arange(positions, device=self._device).unsqueeze(1)
         self._rotary = rotary_table(model.config, all_positions, model.compute_dtype)
-        self._captured: Callable[[Tensor, Tensor], Tensor] | None = None
-        if graph is not None:
-            step = partial(self._one_token, extent=positions, masked=True)
-            with torch.inference_mode():
-                self._captured = captured_decode(step, slots, self._device, graph)
+        self._sampler = self._new_sampler(SamplingPlan.of([]))
+        self._inputs = torch.zeros(slots, 3, dtype=torch.float64, device=self._device)
+        """For a captured step: of each slot the newest token, its column and a random number."""
+        self._captured: tuple[StepGraph, _Choice] | None = None
+
+    def _new_sampler(self, plan: SamplingPlan) -> Sampler:
+        start, vocab_size = self._model.head.start, self._model.config.vocab_size
+        return Sampler(plan, self._slots, vocab_size, start, self._group, self._device)
 
     def close(self) -> None:
         """Free the captured step, which would otherwise keep itself, the cache and the communicators alive."""
-        if self._graph is not None:
-            self._graph.close()
-        self._graph = self._captured = None
+        if self._captured is not None:
+            self._captured[0].close()
+        self._captured = None
+
+    def _begin_sampling(self, requests: Sequence[GenerationRequest]) -> None:
+        """Prepare the sampler for new samples; capture a decode step if they need one, or operators that it lacks."""
+        parameters = [request.sampling for request in requests]
+        plan = self._sampler.plan.union(SamplingPlan.of(parameters))
+        if self._sampler.plan != plan:
+            self.close()
+            self._sampler = self._new_sampler(plan)
+        # The prompts give the first token.
+        decodes = any(request.max_new_tokens > 1 for request in requests)
+        if self._new_graph is not None and self._captured is None and decodes:
+            self._capture(self._new_graph())
+        self._sampler.begin(parameters, [request.prompt_ids for request in requests])
+
+    def _capture(self, graph: StepGraph) -> None:
+        """Capture the decode step, which runs several times for token 0 in column 0."""
+        choices: list[_Choice] = []
+
+        def step() -> Tensor:
+            choices[:] = [self._one_token(self._inputs, self._positions, masked=True)]
+            return choices[0][0]
+
+        self._inputs.zero_()
+        chosen = graph.capture(step)
+        self._captured = graph, (chosen, *choices[0][1:])
 
     def fits(self, slots: int, positions: int) -> bool:
         """Return whether the batch has as many slots, of as many positions."""
@@ -274,16 +309,17 @@ class SlotBatch:
             _ActiveSample(request, decoder, StopFinder(request.stop))
             for request, decoder in zip(requests, decoders, strict=True)
         ]
-        parameters = [request.sampling for request in requests]
-        head, vocab_size = self._model.head, self._model.config.vocab_size
-        self._sampler = Sampler(parameters, prompts, vocab_size, head.start, self._group, self._device)
+        self._begin_sampling(requests)
         longest = prompt_width(max(map(len, prompts)), self._positions, self._device)
         tokens = torch.tensor([[*ids, *[PADDING] * (longest - len(ids))] for ids in prompts], device=self._device)
         turns = RotaryTable(self._rotary.cos[:longest], self._rotary.sin[:longest])
         hidden_states = self._model.hidden_states(tokens, SequenceContext(turns, _PromptColumns(self._cache)))
         last = torch.tensor([len(ids) - 1 for ids in prompts], device=self._device)
         newest = hidden_states[last, torch.arange(len(prompts), device=self._device)]
-        return self._choose(self._model.logits_shard(newest.unsqueeze(0))[0])
+        logits = self._model.logits_shard(newest.unsqueeze(0))[0]
+        numbers = self._sampler.draw(len(prompts))
+        uniform = to_device(torch.tensor(numbers, dtype=torch.float64).unsqueeze(1), self._device)
+        return self._finish(self._sampler.choose(logits, uniform), logits, uniform)
 
     @torch.inference_mode()
     def step(self) -> list[NewToken]:
@@ -293,37 +329,47 @@ class SlotBatch:
         """
         count = 1 + max(row for row, sample in enumerate(self._samples) if sample.finish_reason is None)
         newest = [
-            (sample.ids[-1], len(sample.request.prompt_ids) + len(sample.ids) - 1) for sample in self._samples[:count]
+            (sample.ids[-1], len(sample.request.prompt_ids) + len(sample.ids) - 1, uniform)
+            for sample, uniform in zip(self._samples[:count], self._sampler.draw(count), strict=True)
         ]
+        lowest, highest = min(column for _, column, _ in newest), max(column for _, column, _ in newest)
         if self._captured is not None:
-            newest += [(PADDING, 0)] * (self._slots - count)
-        tokens, columns = to_device(torch.tensor(newest), self._device).split(1, dim=1)
-        columns = columns.squeeze(1)
-        if self._captured is not None:
-            return self._choose(self._captured(tokens, columns)[:count])
-        lowest, highest = min(column for _, column in newest), max(column for _, column in newest)
-        return self._choose(self._one_token(tokens, columns, highest + 1, masked=lowest < highest))
+            newest += [(PADDING, 0, 0.0)] * (self._slots - count)
+        # Doubles represent all ids and columns exactly.
+        inputs = to_device(torch.tensor(newest, dtype=torch.float64), self._device)
+        if self._captured is None:
+            return self._finish(*self._one_token(inputs, highest + 1, masked=lowest < highest))
+        graph, choice = self._captured
+        self._inputs.copy_(inputs)
+        graph.replay()
+        return self._finish(*choice)
 
-    def _one_token(self, tokens: Tensor, columns: Tensor, extent: int, masked: bool) -> Tensor:
-        """Ids [b, 1] for columns [b] -> logits. Attention gets `extent` columns; `masked` hides later ones."""
+    def _one_token(self, inputs: Tensor, extent: int, masked: bool) -> _Choice:
+        """Choose the next tokens. Attention gets `extent` columns; `masked` hides later ones.
+
+        `inputs` [b, 3] are the newest tokens, their columns, and random numbers.
+        """
         cache = self._cache
+        tokens, columns = inputs[:, :2].long().split(1, dim=1)
+        columns = columns.squeeze(1)
+        self._sampler.count(tokens)
         first_rows = cache.first_rows[: len(columns)]
         mask, attend = None, None
         if self._counts_filled:
             filled = (columns + 1).to(torch.int32).unsqueeze(1).expand_as(first_rows).flatten()
-            ends = len(filled) + 1
-            attend = FilledColumns(cache.query_starts[:ends], cache.key_starts[:ends], filled).attend
+            starts, key_starts = cache.query_starts[: len(filled) + 1], cache.key_starts[: len(filled) + 1]
+            attend = FilledColumns(starts, key_starts, cache.pages[: len(filled)], filled).attend
             extent = self._positions
         elif masked:
             mask = (torch.arange(extent, device=self._device) <= columns.unsqueeze(1))[:, None, None, :]
         turns = RotaryTable(self._rotary.cos[columns].transpose(0, 1), self._rotary.sin[columns].transpose(0, 1))
         rows = (first_rows + columns.unsqueeze(1)).flatten()
         context = SequenceContext(turns, _TokenColumns(cache, rows, extent), mask, attend=attend)
-        return self._model.logits_shard(self._model.hidden_states(tokens, context))[0]
+        logits, uniform = self._model.logits_shard(self._model.hidden_states(tokens, context))[0], inputs[:, 2:]
+        return self._sampler.choose(logits, uniform), logits, uniform
 
-    def _choose(self, logits_shard_v: Tensor) -> list[NewToken]:
-        assert self._sampler is not None
-        chosen = self._sampler.choose(logits_shard_v)
+    def _finish(self, *choice: Tensor) -> list[NewToken]:
+        chosen = self._sampler.read(*choice)
         new_tokens = []
         for row, token in enumerate(chosen.tokens):
             sample = self._samples[row]

@@ -59,7 +59,7 @@ MOST_LINES_OF_A_FILE = 470
 
 FIRST_FLOOR = ("errors", "files", "processes", "progress", "api", "lm_eval")
 BUDGETS = {
-    f"{PACKAGE}/": 25_087,
+    f"{PACKAGE}/": 25_163,
     " ".join(
         f"{PACKAGE}/{folder}/" for folder in ("blueprint", "comm", "parallel", "model", "engine", "train")
     ): 10_337,
@@ -67,11 +67,11 @@ BUDGETS = {
     f"{PACKAGE}/checkpoint/": 2_300,
     f"{PACKAGE}/data/": 4_650,
     f"{PACKAGE}/convert/": 2_480,
-    f"{PACKAGE}/generate/": 2_200,
+    f"{PACKAGE}/generate/": 2_272,
     f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_630,
     "tools/": 6_310,
     "vllm_plugin/": 2_000,
-    "tests/": 26_642,
+    "tests/": 26_692,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
 MOST_WORDS = 32_000

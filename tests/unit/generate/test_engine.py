@@ -12,7 +12,7 @@ from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.generate import slots as slots_module
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.requests import GenerationRequest, NewToken
-from megatron_ladder.generate.sampling import Chosen, SamplingParameters
+from megatron_ladder.generate.sampling import Chosen, SamplingParameters, SamplingPlan
 from tests.reference import greedy_continuation, make_weights, reference_logits
 from tests.unit.generate.plain_tokenizers import Bytes
 from tests.unit.generate.tiny_model import MODELS, PROMPTS, reference_of, tiny_config, tiny_engine, tiny_model
@@ -28,13 +28,26 @@ def requests_of(prompts: Sequence[tuple[int, ...]], sampling: SamplingParameters
 class ForcedTokens:
     """Replaces the sampler: records the logits and returns given tokens."""
 
+    plan = SamplingPlan.of([])
+
     def __init__(self, tokens: Tensor) -> None:
         self.tokens = iter(tokens)
         self.logits: list[Tensor] = []
 
-    def choose(self, logits: Tensor) -> Chosen:
+    def choose(self, logits: Tensor, _: Tensor) -> Tensor:
         self.logits.append(logits)
+        return logits
+
+    def draw(self, count: int) -> list[float]:
+        return [0.0] * count
+
+    def read(self, *_: Tensor) -> Chosen:
         return Chosen(next(self.tokens).tolist(), None)
+
+    def begin(self, *_: object) -> None:
+        pass
+
+    count = begin
 
 
 PLAIN, PACKED = (False, torch.float64, 1e-11), (True, torch.float32, 1e-5)

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.generate.sampling import (
     GREEDY,
     NO_TOKEN,
+    Chosen,
     Sampler,
     SamplingParameters,
+    SamplingPlan,
     _draw_at,
     _keep_most_likely,
     _Rows,
@@ -22,13 +25,26 @@ from megatron_ladder.generate.sampling import (
 CPU = torch.device("cpu")
 
 
-def new_sampler(*parameters: SamplingParameters, vocab_size: int = 3) -> Sampler:
-    """Return a sampler of one rank for samples with empty prompts."""
-    return Sampler(parameters, [()] * len(parameters), vocab_size, 0, CommGroup.alone(), CPU)
+def new_sampler(
+    *parameters: SamplingParameters, vocab_size: int = 3, prompts: Sequence[tuple[int, ...]] | None = None
+) -> Sampler:
+    """Return a sampler of one rank, by default for samples with empty prompts."""
+    plan = SamplingPlan.of(parameters)
+    sampler = Sampler(plan, len(parameters), vocab_size, 0, CommGroup.alone(), CPU)
+    sampler.begin(parameters, prompts or [()] * len(parameters))
+    return sampler
+
+
+def choose(sampler: Sampler, logits: Tensor) -> Chosen:
+    uniform = torch.tensor(sampler.draw(len(logits)), dtype=torch.float64).unsqueeze(1)
+    return sampler.read(sampler.choose(logits, uniform), logits, uniform)
 
 
 def tokens_of(sampler: Sampler, logits: Tensor) -> list[int]:
-    return sampler.choose(logits).tokens
+    tokens = choose(sampler, logits).tokens
+    if NO_TOKEN not in tokens:
+        sampler.count(torch.tensor(tokens).unsqueeze(1))
+    return tokens
 
 
 def allowed(logits: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
@@ -67,13 +83,13 @@ def test_draw_inverts_the_cumulative_distribution() -> None:
     below_one = math.nextafter(1.0, 0.0)
     expected = {0.0: 1, 0.2499: 1, 0.25: 3, 0.7499: 3, 0.75: 4, below_one: 4, 1.0: 4}
     for uniform, token in expected.items():
-        assert _draw_at(probabilities, torch.tensor([[4 * uniform]], dtype=torch.float64)).tolist() == [token]
+        assert _draw_at(probabilities.cumsum(1), torch.tensor([[4 * uniform]], dtype=torch.float64)).tolist() == [token]
 
 
 def test_seen_tokens_are_penalized_in_their_sample_only() -> None:
     """By the definition: 2.0 / 1.5 < 1.4, and -1 * 1.5 < -1.2."""
     penalized = SamplingParameters(temperature=0.0, repetition_penalty=1.5)
-    sampler = Sampler([penalized, GREEDY, penalized], [(0,), (0,), (1,)], 3, 0, CommGroup.alone(), CPU)
+    sampler = new_sampler(penalized, GREEDY, penalized, prompts=[(0,), (0,), (1,)])
     logits = torch.tensor([[2.0, 1.4, 0.0], [2.0, 1.4, 0.0], [-1.2, -1.0, -9.0]])
     assert tokens_of(sampler, logits) == [1, 0, 0]
     assert tokens_of(sampler, logits) == [0, 0, 1]
@@ -82,7 +98,7 @@ def test_seen_tokens_are_penalized_in_their_sample_only() -> None:
 def test_generated_tokens_are_penalized_by_presence_and_by_count() -> None:
     """By the definition: 0.5 less for presence, 0.2 less for each occurrence, in the token's sample only."""
     penalized = SamplingParameters(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.2)
-    sampler = Sampler([penalized, GREEDY], [(0, 0, 0), ()], 3, 0, CommGroup.alone(), CPU)
+    sampler = new_sampler(penalized, GREEDY, prompts=[(0, 0, 0), ()])
     logits = torch.tensor([[2.0, 1.05, 0.0]] * 2)
     # Token 0 sinks from 2.0 to 1.3, 1.1 and 0.9; tokens of the prompt do not count.
     found = [tokens_of(sampler, logits) for _ in range(5)]
@@ -102,7 +118,7 @@ def test_most_likely_tokens_are_returned_with_the_chosen_one() -> None:
     logits = torch.randn(3, 8, generator=torch.Generator().manual_seed(1)) + torch.tensor([0.0] * 6 + [9.0] * 2)
     expected = logits[:, :6].log_softmax(-1).sort(-1, descending=True)
     for _ in range(3):
-        found = sampler.choose(logits).alternatives
+        found = choose(sampler, logits).alternatives
         assert found is not None and [len(row) for row in found] == [3, 0, 6]
         for row, alternatives in enumerate(found):
             assert [token for token, _ in alternatives] == expected.indices[row, : len(alternatives)].tolist()
@@ -163,8 +179,9 @@ class HostReads:
     [
         [SamplingParameters(seed=seed) for seed in range(3)],
         [GREEDY, SamplingParameters(temperature=0.7), SamplingParameters(top_k=3, top_p=0.9, min_p=0.2)],
+        [SamplingParameters(logprobs=True, top_logprobs=2, frequency_penalty=0.1, repetition_penalty=1.1)] * 3,
     ],
-    ids=["all tokens", "mixed"],
+    ids=["all tokens", "mixed", "scored"],
 )
 def test_the_host_reads_the_device_once_per_token(
     parameters: list[SamplingParameters], monkeypatch: pytest.MonkeyPatch
