@@ -1,11 +1,12 @@
-"""The sizes, rotary embedding, biases and wiring of a Llama-family decoder, as flags and resolved."""
+"""A model: the sizes, rotary embedding, biases, experts and wiring of a Llama-family decoder."""
 
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any
 
+from megatron_ladder.blueprint.model_flags import ModelFlags, ModelTraits
 from megatron_ladder.blueprint.wiring import (
     DESYNC_INTERVALS,
     WIRINGS,
@@ -23,77 +24,6 @@ FFN_MULTIPLE = 256
 
 LARGEST_SIZE = 2**31 - 1
 """Upper limit of every size in a stored description of a model."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelTraits:
-    """Values that are the same on the command line and in a checkpoint."""
-
-    norm_epsilon: float = flag(1e-5, aliases=("--layernorm-epsilon",), above=0)
-    """Term added to the mean square in RMSNorm."""
-    rotary_base: float = flag(10000.0, aliases=("--rope-theta",), above=0)
-    """Base of the rotary embedding's wavelengths."""
-    rope_scaling: Literal["none", "linear", "llama3"] = "none"
-    """Method that scales rotary frequencies for longer contexts."""
-    rope_scaling_factor: float = flag(1.0, above=0, requires="--rope-scaling")
-    """Factor by which the context grows (linear and llama3)."""
-    rope_low_freq_factor: float = flag(1.0, above=0, requires="--rope-scaling llama3")
-    """Llama 3 scaling: wavelengths above original positions / this factor are scaled in full."""
-    rope_high_freq_factor: float = flag(4.0, above=0, requires="--rope-scaling llama3")
-    """Llama 3 scaling: wavelengths below original positions / this factor are not scaled."""
-    rope_original_max_position_embeddings: int = flag(8192, minimum=1, requires="--rope-scaling llama3")
-    """Llama 3 scaling: maximum positions of the model before scaling."""
-    tie_embeddings: bool = False
-    """Use the embedding matrix as the output head."""
-    add_qkv_bias: bool = False
-    """Biases on the query, key and value projections."""
-    add_attention_output_bias: bool = False
-    """A bias on the attention's output projection."""
-    add_mlp_bias: bool = False
-    """Biases on the three projections of the MLP."""
-    qk_layernorm: bool = False
-    """RMSNorm over each query and key head before the rotary embedding."""
-    logit_soft_cap: float | None = flag(None, above=0)
-    """Bound of the logits: cap x tanh(logits / cap), as in Gemma 2, where it is 30. No bound by default."""
-    init_method_std: float = flag(0.02, minimum=0)
-    """Standard deviation of the initial weights; that of output projections is divided by sqrt(2 x layers)."""
-    residual_mode: ResidualMode = flag(
-        "standard", details=" ".join(f"{wiring.name}: {wiring.description}" for wiring in WIRINGS.values())
-    )
-    """Wiring of the layers."""
-    residual_staleness: int = flag(1, minimum=1)
-    """How many sub-blocks late a ladder layer reads the stream, and so how many all-reduces are in flight."""
-    lanes: int = flag(0, aliases=("--own-partials",), minimum=0)
-    """Divide the heads and neurons into this many lanes, a multiple of the tensor-parallel size. A lane reads its own
-    part of the outputs that are in flight (own partials). The model depends on their number. 0 disables own partials; 1
-    is equivalent to the standard wiring."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelFlags(ModelTraits):
-    """Model. Sizes and wiring of the decoder; defaults are Llama's."""
-
-    num_layers: int = flag(12, minimum=1, maximum=100_000)
-    """Transformer layers."""
-    hidden_size: int = flag(768, minimum=1)
-    """Width of the residual stream."""
-    ffn_hidden_size: int | None = flag(None, minimum=1)
-    """Width of the MLP; by default 8/3 of the hidden size, rounded up to a multiple of 256."""
-    num_attention_heads: int = flag(12, minimum=1)
-    """Query heads."""
-    num_key_value_heads: int | None = flag(None, aliases=("--num-query-groups",), minimum=1)
-    """Key and value heads (grouped-query attention); by default as many as query heads."""
-    head_dim: int | None = flag(None, aliases=("--kv-channels",), minimum=1)
-    """Width of one head; by default the hidden size divided by the query heads."""
-    vocab_size: int | None = flag(None, minimum=1)
-    """Number of token ids; by default that of the tokenizer. It is padded to 128 x tensor-parallel size."""
-    max_position_embeddings: int | None = flag(None, minimum=1)
-    """Longest sequence that the model accepts; by default the training sequence length."""
-    ladder_layers: str | None = None
-    """Layers that read the stream late: all (the default), none, N (the upper N layers), or indices from 0 as in
-    16-31, 3,7,9-12 or [16] (one layer)."""
-    desync_interval: int = 2
-    """Sub-blocks between two all-reduces with --residual-mode desync: 2 or 4."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +50,10 @@ class ModelConfig(ModelTraits):
     """Number of token ids, without padding."""
     max_position_embeddings: int = flag(minimum=1)
     """Longest sequence that the model accepts."""
+    moe_ffn_hidden_size: int = 0
+    """Width of one expert; 0 without experts."""
+    moe_layers: tuple[int, ...] = ()
+    """Sorted indices of the layers with experts."""
     ladder_layers: tuple[int, ...] = ()
     """Sorted indices of the layers that read the stream late."""
     desync_interval: int = 0
@@ -140,7 +74,11 @@ class ModelConfig(ModelTraits):
     @property
     def layer_kinds(self) -> Sequence[tuple[SubBlockKind, ...]]:
         """The kinds of the sub-blocks of every layer."""
-        return [self.wiring.sub_blocks] * self.num_layers
+        has_shared = self.moe_shared_expert_intermediate_size > 0
+        return [
+            self.wiring.kinds(layer in self.moe_layers, layer in self.ladder_layers, has_shared)
+            for layer in range(self.num_layers)
+        ]
 
     @property
     def wired_layers(self) -> list[tuple[WiredSubBlock, ...]]:
@@ -152,8 +90,8 @@ class ModelConfig(ModelTraits):
         # A single lane reads every output in flight.
         if not self.wiring.late or (self.ladder_layers and self.lanes != 1):
             return self
-        same = ((), self.wiring.sub_blocks, self.wiring.stream)
-        plain = (name for name, row in WIRINGS.items() if (row.late, row.sub_blocks, row.stream) == same)
+        same = (self.wiring.sub_blocks, self.wiring.stream)
+        plain = (name for name, row in WIRINGS.items() if not row.late and (row.sub_blocks, row.stream) == same)
         mode = next(plain, self.residual_mode)
         return replace(self, residual_mode=mode, ladder_layers=(), residual_staleness=1, lanes=0)
 
@@ -179,9 +117,11 @@ class ModelConfig(ModelTraits):
     def to_flags(self) -> "ModelFlags":
         """Return flags that `resolve_model` resolves to this model."""
         values = {field.name: getattr(self, field.name) for field in fields(ModelFlags)}
-        layers = self.ladder_layers
-        is_default = not self.wiring.late or len(layers) == self.num_layers
-        values["ladder_layers"] = None if is_default else f"[{','.join(map(str, layers))}]" if layers else "none"
+        for name, is_used in (("ladder_layers", bool(self.wiring.late)), ("moe_layers", self.num_experts > 0)):
+            layers: tuple[int, ...] = getattr(self, name)
+            is_default = not is_used or len(layers) == self.num_layers
+            values[name] = None if is_default else f"[{','.join(map(str, layers))}]" if layers else "none"
+        values["moe_ffn_hidden_size"] = self.moe_ffn_hidden_size or None
         values["desync_interval"] = self.desync_interval or ModelFlags.desync_interval
         return ModelFlags(**values)
 
@@ -197,34 +137,42 @@ class ModelConfig(ModelTraits):
     def from_dict(values: Mapping[str, Any], source: str, tensors: int | None = None) -> "ModelConfig":
         """Read a stored model, or raise a UserError that names the file `source`.
 
-        `ladder_layers` can be a list, an int N (the upper N layers) or null (none). `tensors` is the number of stored
-        weights, if known, which no number of layers can exceed.
+        `ladder_layers` and `moe_layers` can be a list, an int N (the upper N layers) or null (none). `tensors` is the
+        number of stored weights, if known, which no number of layers can exceed.
         """
         known = {field.name: field for field in fields(ModelConfig)}
         unknown = sorted(values.keys() - known.keys())
         absent = sorted(name for name, field in known.items() if field.default is MISSING and name not in values)
         if unknown or absent:
             raise UserError(f"{source}: not a model of this version: unknown keys {unknown}, missing keys {absent}")
-        layers = values.get("ladder_layers")
         try:
             read = {
                 name: _stored_value(name, value, ValueType.of(known[name].type))
                 for name, value in values.items()
-                if name != "ladder_layers"
+                if name not in _LISTS_OF_LAYERS
             }
             count = read["num_layers"]
             if tensors is not None and count > tensors:
                 raise ValueError(f"num_layers is {count}, and only {tensors} weights are stored")
-            if type(layers) is int and 0 <= layers <= count:
-                layers = list(range(count - layers, count))
-            indices = isinstance(layers, list) and all(type(layer) is int for layer in layers)
-            if layers is not None and not (indices and len(set(layers)) == len(layers)):
-                raise ValueError(f"ladder_layers is {layers!r:.60}, expected layers of 0-{count - 1}")
+            read |= {name: _stored_layers(name, values.get(name), count) for name in _LISTS_OF_LAYERS}
         except ValueError as error:
             raise UserError(f"{source}: the model's description cannot be read: {error}") from None
-        config = ModelConfig(**read, ladder_layers=tuple(sorted(layers or ())))
+        config = ModelConfig(**read)
         raise_user_errors(f"{source}: {error}" for error in model_errors(config))
         return config.canonical()
+
+
+_LISTS_OF_LAYERS = ("ladder_layers", "moe_layers")
+
+
+def _stored_layers(name: str, layers: Any, count: int) -> tuple[int, ...]:
+    """Return the layers of a stored description; raise ValueError if they are no layers."""
+    if type(layers) is int and 0 <= layers <= count:
+        return tuple(range(count - layers, count))
+    indices = isinstance(layers, list) and all(type(layer) is int for layer in layers)
+    if layers is not None and not (indices and len(set(layers)) == len(layers)):
+        raise ValueError(f"{name} is {layers!r:.60}, expected layers of 0-{count - 1}")
+    return tuple(sorted(layers or ()))
 
 
 def _stored_value(name: str, value: Any, expected: ValueType) -> Any:
@@ -294,11 +242,14 @@ def resolve_model(
                     f"--residual-mode {taking}, or leave it out",
                 )
             )
-    try:
-        layers = parse_layers("all" if flags.ladder_layers is None else flags.ladder_layers, flags.num_layers)
-    except ValueError as error:
-        errors.append(Problem("--ladder-layers", f" {flags.ladder_layers}: {error} (--num-layers {flags.num_layers})"))
-        layers = ()
+    layers: dict[str, tuple[int, ...]] = {}
+    for name in _LISTS_OF_LAYERS:
+        text = getattr(flags, name)
+        try:
+            layers[name] = parse_layers("all" if text is None else text, flags.num_layers)
+        except ValueError as error:
+            errors.append(Problem(flag_name(name), f" {text}: {error} (--num-layers {flags.num_layers})"))
+            layers[name] = ()
     desync = wiring.stream == "per rank"
     derived = {
         "ffn_hidden_size": -(-8 * hidden // 3 // FFN_MULTIPLE) * FFN_MULTIPLE,
@@ -308,9 +259,12 @@ def resolve_model(
     }
     given = {field.name: getattr(flags, field.name) for field in fields(ModelFlags)}
     values = given | {name: value for name, value in derived.items() if given[name] is None}
+    width = flags.moe_ffn_hidden_size or values["ffn_hidden_size"]
     values.update(
         vocab_size=vocab_size,
-        ladder_layers=layers if wiring.late else (),
+        moe_ffn_hidden_size=width if flags.num_experts else 0,
+        moe_layers=layers["moe_layers"] if flags.num_experts else (),
+        ladder_layers=layers["ladder_layers"] if wiring.late else (),
         lanes=flags.lanes if wiring.late else 0,
         desync_interval=flags.desync_interval if desync else 0,
         desync_tp=tensor_parallel if desync else None,
@@ -331,15 +285,18 @@ def model_errors(config: ModelConfig) -> Iterator[Problem]:
             f" {config.num_attention_heads} is not divisible by "
             f"--num-key-value-heads {config.num_key_value_heads}: every key head serves as many query heads",
         )
-    if config.head_dim % 2:
-        yield Problem("--head-dim", f" {config.head_dim} is odd: the rotary embedding needs pairs")
+    if int(config.head_dim * config.rotary_percent) % 2 or config.head_dim * config.rotary_percent < 2:
+        part = f" x --rotary-percent {config.rotary_percent}" if config.rotary_percent < 1 else ""
+        yield Problem("--head-dim", f" {config.head_dim}{part} is odd or below 2: the rotary embedding needs pairs")
     if config.rope_scaling == "llama3" and config.rope_high_freq_factor <= config.rope_low_freq_factor:
         yield Problem(
             "--rope-high-freq-factor",
             f" {config.rope_high_freq_factor} must be above --rope-low-freq-factor {config.rope_low_freq_factor}",
         )
-    if any(not 0 <= layer < config.num_layers for layer in config.ladder_layers):
-        yield Problem("--ladder-layers", f" {list(config.ladder_layers)} has layers outside 0-{config.num_layers - 1}")
+    for name in _LISTS_OF_LAYERS:
+        if any(not 0 <= layer < config.num_layers for layer in getattr(config, name)):
+            text = f" {list(getattr(config, name))} has layers outside 0-{config.num_layers - 1}"
+            yield Problem(flag_name(name), text)
     if config.residual_mode not in WIRINGS:
         yield Problem("--residual-mode", f" {config.residual_mode} is not one of {', '.join(WIRINGS)}")
     elif config.wiring.stream == "per rank":
@@ -352,15 +309,50 @@ def model_errors(config: ModelConfig) -> Iterator[Problem]:
                 f" desync with --tensor-model-parallel-size {config.desync_tp}: there is nothing to "
                 "desynchronise; use at least 2 ranks, or --residual-mode standard",
             )
+    yield from _expert_errors(config)
     if config.lanes and config.residual_mode in WIRINGS and not config.wiring.late:
         yield Problem("--lanes", f" {config.lanes} has no meaning with --residual-mode {config.residual_mode}")
     elif config.lanes:
         yield from _division_errors(config, "lanes", config.lanes)
 
 
-def tensor_parallel_errors(config: ModelConfig, tensor_parallel: int) -> list[str]:
-    """Return one line for each reason why this many tensor-parallel ranks cannot compute the model."""
-    errors: list[str] = [*_division_errors(config, "tensor_model_parallel_size", tensor_parallel)]
+def _expert_errors(config: ModelConfig) -> Iterator[Problem]:
+    """Yield one line for each value that no model with experts can have, or that needs experts."""
+    experts, groups = config.num_experts, config.moe_router_num_groups
+    wiring = WIRINGS.get(config.residual_mode, WIRINGS["standard"])
+    if wiring.needs_experts and not config.moe_layers:
+        yield Problem("--residual-mode", f" {config.residual_mode} needs layers with experts: give --num-experts")
+    if not experts:
+        return
+    if not config.moe_ffn_hidden_size:
+        yield Problem("--moe-ffn-hidden-size", " 0: expected the width of one expert")
+    if wiring.stream == "per rank" or config.lanes:
+        what = f"--lanes {config.lanes}" if config.lanes else f"--residual-mode {config.residual_mode}"
+        yield Problem(
+            "--num-experts", f" {experts} with {what}: the ranks read different streams and would route apart"
+        )
+    if config.residual_mode == "shortcut" and not config.moe_shared_expert_intermediate_size:
+        fix = "give --moe-shared-expert-intermediate-size"
+        yield Problem("--residual-mode", f" shortcut hides the routed experts under the shared expert: {fix}")
+    if config.residual_mode == "longcat" and config.moe_shared_expert_intermediate_size:
+        width = config.moe_shared_expert_intermediate_size
+        text = f" {width} with --residual-mode longcat, whose layers have dense MLPs instead: leave it out"
+        yield Problem("--moe-shared-expert-intermediate-size", text)
+    if experts % groups or (groups > 1 and experts // groups < 2):
+        yield Problem("--moe-router-num-groups", f" {groups}: --num-experts {experts} has no groups of 2 or more equal")
+    elif config.moe_router_group_topk > groups:
+        yield Problem("--moe-router-group-topk", f" {config.moe_router_group_topk} of {groups} groups")
+    elif config.moe_router_topk > experts // groups * config.moe_router_group_topk:
+        among = experts // groups * config.moe_router_group_topk
+        yield Problem("--moe-router-topk", f" {config.moe_router_topk}: a token chooses among {among} experts")
+
+
+def tensor_parallel_errors(config: ModelConfig, tensor_parallel: int, whole_experts: bool = False) -> list[str]:
+    """Return one line for each reason why this many tensor-parallel ranks cannot compute the model.
+
+    With `whole_experts` a rank holds some of the experts, otherwise a part of the width of each.
+    """
+    errors: list[str] = [*_division_errors(config, "tensor_model_parallel_size", tensor_parallel, whole_experts)]
     if config.lanes % tensor_parallel:
         errors.append(
             Problem(
@@ -398,9 +390,12 @@ def _lane_errors(config: ModelConfig, tensor_parallel: int) -> list[str]:
     ]
 
 
-def _division_errors(config: ModelConfig, divisor: str, parts: int) -> Iterator[Problem]:
+def _division_errors(config: ModelConfig, divisor: str, parts: int, whole_experts: bool = False) -> Iterator[Problem]:
     """Yield one line for each size that cannot be divided into this many parts."""
-    for name in ("num_attention_heads", "ffn_hidden_size"):
+    has_mlp = len(config.moe_layers) < config.num_layers or config.residual_mode == "longcat"
+    names = ["num_attention_heads", *(["ffn_hidden_size"] if has_mlp else [])]
+    names += ["num_experts" if whole_experts else "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"]
+    for name in names:
         if getattr(config, name) % parts:
             yield Problem(flag_name(name), f" {getattr(config, name)} is not divisible by {flag_name(divisor)} {parts}")
     kv_heads = config.num_key_value_heads

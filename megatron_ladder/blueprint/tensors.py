@@ -3,22 +3,22 @@
 `model_tensors` lists the tensors with canonical names, which do not depend on the layout. The modules of `model/`,
 conversion, all counts and the planner derive from these descriptions.
 
-A layer is a list of sub-blocks. A sub-block is a norm and one or two branches (attention, MLP); a branch is
+A layer is a list of sub-blocks. A sub-block is a norm and some branches (attention, MLP, experts); a branch is
 
     inputs (column-parallel matrices of the normed stream)  ->  elementwise or attention  ->  output (row-parallel)
 
-Matrices are [out, in]. h hidden size, f MLP width, d head width, Hq and Hkv query and key-value heads, V vocabulary
-size, s sequence length, t tensor-parallel ranks.
+Matrices are [out, in]; those of the experts of a layer are stacked, [E, out, in]. h hidden size, f MLP width, d head
+width, Hq and Hkv query and key-value heads, V vocabulary size, s sequence length, t tensor-parallel ranks.
 """
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.blueprint.wiring import SubBlockKind, WiredSubBlock
+from megatron_ladder.blueprint.wiring import WiredSubBlock
 
 ROWS_PER_BLOCK = 64
 """Rows (or columns) of a matrix without heads that are initialised from one generator."""
@@ -54,6 +54,9 @@ class TensorSpec:
     """Elements along the sharded dimension that are initialised together: a head, or `ROWS_PER_BLOCK`."""
     heads: int | None = None
     """Heads along the sharded dimension, which stay whole; with fewer heads than ranks, several ranks hold the same."""
+    expert_dim: int | None = None
+    """Of a stack of experts' matrices [E, out, in], each of which is initialised by itself, the dimension that has the
+    blocks, whichever is sharded."""
     padded: bool = False
     """Whether the sharded dimension is padded to a multiple of `VOCABULARY_MULTIPLE` x ranks."""
     mean: float = 0.0
@@ -109,29 +112,35 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Branch:
-    """The attention or the MLP of one layer."""
+    """The attention, the MLP or the experts of one layer."""
 
     inputs: tuple[Matrix, ...]
-    """Column-parallel: q, k, v; or gate, up."""
+    """Column-parallel: q, k, v; or gate, up, of all experts."""
     output: Matrix
-    """Row-parallel: o; or down."""
+    """Row-parallel: o; or down, of all experts."""
     kept_twice: tuple[Matrix, ...]
     """Inputs whose products are kept for backward twice: before and after rotary embedding, or SiLU."""
     head_norms: tuple[TensorSpec, ...] = ()
     """Norms of queries and keys."""
     score_width: int = 0
     """Hq d, the width of the attention scores' products; 0 for an MLP."""
+    router: tuple[TensorSpec, ...] = ()
+    """The router's matrix [E, h] and, if it has one, the bias of its choice [E], which no gradient trains."""
+    experts: int = 1
+    """How many of each matrix there are."""
+    experts_per_token: int = 1
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
         """All tensors, in the order in which the model computes with them."""
         inputs = (tensor for matrix in self.inputs for tensor in matrix.tensors)
-        return (*inputs, *self.head_norms, *self.output.tensors)
+        return (*self.router, *inputs, *self.head_norms, *self.output.tensors)
 
     @cached_property
     def weights_per_token(self) -> int:
-        """Numbers in all matrices: what one token multiplies with, and decoding reads."""
-        return sum(matrix.weight.numel for matrix in (*self.inputs, self.output))
+        """Numbers that one token multiplies with."""
+        of_experts = sum(matrix.weight.numel for matrix in (*self.inputs, self.output))
+        return of_experts // self.experts * self.experts_per_token + sum(one.numel for one in self.router[:1])
 
     @property
     def product_flops(self) -> int:
@@ -145,7 +154,7 @@ class Branch:
     def activations(self, ranks: int) -> float:
         """Return the numbers per token that a rank keeps for backward between its input and output products."""
         kept = sum(matrix.weight.width(ranks) for matrix in (*self.inputs, *self.kept_twice))
-        return kept + self.output.weight.width(ranks)
+        return (kept + self.output.weight.width(ranks)) * self.experts_per_token
 
 
 @dataclass(frozen=True)
@@ -155,11 +164,14 @@ class SubBlockTensors:
     wired: WiredSubBlock
     norm: TensorSpec
     branches: tuple[Branch, ...]
+    shares_norm: bool = False
+    """Whether the norm is that of an earlier sub-block of the layer, among whose tensors it counts."""
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
         """All tensors, in the order in which the model computes with them."""
-        return (self.norm, *(tensor for branch in self.branches for tensor in branch.tensors))
+        norm = () if self.shares_norm else (self.norm,)
+        return (*norm, *(tensor for branch in self.branches for tensor in branch.tensors))
 
     def parameters(self, ranks: int | None = None) -> int:
         """Return the number of parameters of the whole sub-block, or of one of so many tensor-parallel ranks."""
@@ -189,8 +201,8 @@ def _whole(name: str, size: int, mean: float = 0.0) -> TensorSpec:
     return TensorSpec(name, (size,), block=size, mean=mean)
 
 
-def _attention(config: ModelConfig, layer: int) -> Branch:
-    name, heads, kv_heads = f"layers.{layer}.attention", config.num_attention_heads, config.num_key_value_heads
+def _attention(config: ModelConfig, name: str) -> Branch:
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     q, k, v = (
         _column(f"{name}.{which}_proj", count * config.head_dim, config, config.add_qkv_bias, count)
         for which, count in (("q", heads), ("k", kv_heads), ("v", kv_heads))
@@ -206,17 +218,31 @@ def _attention(config: ModelConfig, layer: int) -> Branch:
     )
 
 
-def _mlp(config: ModelConfig, layer: int) -> Branch:
-    name, width = f"layers.{layer}.mlp", config.ffn_hidden_size
+def _mlp(config: ModelConfig, name: str, width: int) -> Branch:
     gate, up = (_column(f"{name}.{which}_proj", width, config, config.add_mlp_bias) for which in ("gate", "up"))
     return Branch((gate, up), _row(f"{name}.down_proj", width, config, config.add_mlp_bias), kept_twice=(gate,))
 
 
-_BRANCHES = {
-    SubBlockKind.ATTENTION: (_attention,),
-    SubBlockKind.MLP: (_mlp,),
-    SubBlockKind.ATTENTION_MLP: (_attention, _mlp),
-}
+def _experts(config: ModelConfig, name: str) -> Branch:
+    count, hidden, width = config.num_experts, config.hidden_size, config.moe_ffn_hidden_size
+    one = _mlp(replace(config, add_mlp_bias=False), name, width)
+    gate, up, down = (
+        Matrix(replace(weight, shape=(count, *weight.shape), sharded_dim=dim, expert_dim=dim), None)
+        for weight, dim in ((one.inputs[0].weight, 1), (one.inputs[1].weight, 1), (one.output.weight, 2))
+    )
+    router = name.removesuffix("experts") + "router"
+    choice = (_whole(f"{router}.expert_bias", count),) if config.moe_router_enable_expert_bias else ()
+    weight = TensorSpec(f"{router}.weight", (count, hidden), block=count, std=config.init_method_std)
+    return Branch((gate, up), down, (gate,), (), 0, (weight, *choice), count, config.moe_router_topk)
+
+
+def _branch(config: ModelConfig, layer: int, which: str) -> Branch:
+    name = f"layers.{layer}.{which}"
+    if which == "experts":
+        return _experts(config, name)
+    if which == "shared_expert":
+        return _mlp(config, name, config.moe_shared_expert_intermediate_size)
+    return _attention(config, name) if which.startswith("attention") else _mlp(config, name, config.ffn_hidden_size)
 
 
 def _norm(config: ModelConfig, layer: int, wired: WiredSubBlock) -> TensorSpec:
@@ -234,9 +260,16 @@ def layer_tensors(config: ModelConfig) -> tuple[tuple[SubBlockTensors, ...], ...
     return tuple(
         tuple(
             SubBlockTensors(
-                wired, _norm(config, layer, wired), tuple(make(config, layer) for make in _BRANCHES[wired.kind])
+                wired,
+                _norm(config, layer, wired),
+                tuple(
+                    _branch(config, layer, which)
+                    for which in wired.kind.branches
+                    if which != "shared_expert" or config.moe_shared_expert_intermediate_size
+                ),
+                shares_norm=wired.kind.norm in (earlier.kind.norm for earlier in sub_blocks[:place]),
             )
-            for wired in sub_blocks
+            for place, wired in enumerate(sub_blocks)
         )
         for layer, sub_blocks in enumerate(config.wired_layers)
     )

@@ -18,8 +18,8 @@ the exported Hugging Face module, the planner, the benchmarks and the studies de
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -32,11 +32,35 @@ class SubBlockKind(Enum):
     MLP = "mlp"
     ATTENTION_MLP = "attention_mlp"
     """Attention and MLP side by side: one norm, one all-reduce (PaLM)."""
+    EXPERTS = "experts"
+    """Routed experts and, if the model has one, the shared expert."""
+    ATTENTION_EXPERTS = "attention_experts"
+    """Attention and all experts side by side."""
+    ROUTED_EXPERTS = "routed_experts"
+    SHARED_EXPERT = "shared_expert"
+    SECOND_ATTENTION = "attention_2"
+    SECOND_MLP = "mlp_2"
+
+    @property
+    def branches(self) -> tuple[str, ...]:
+        """Names of what it adds up, as checkpoints have them."""
+        return {
+            "attention_mlp": ("attention", "mlp"),
+            "experts": ("experts", "shared_expert"),
+            "attention_experts": ("attention", "experts", "shared_expert"),
+            "routed_experts": ("experts",),
+        }.get(self.value, (self.value,))
+
+    @property
+    def attends(self) -> bool:
+        """Whether it contains attention."""
+        return self.value.startswith("attention")
 
     @property
     def norm(self) -> str:
-        """Name of the norm in front of it, as checkpoints have it."""
-        return {"attention": "attention_norm", "mlp": "mlp_norm", "attention_mlp": "attention_norm"}[self.value]
+        """Name of the norm in front of it, as checkpoints have it; experts and MLP of a layer share one."""
+        second = "_2" if self.value.endswith("_2") else ""
+        return ("attention_norm" if self.attends else "mlp_norm") + second
 
 
 class WiredSubBlock(NamedTuple):
@@ -49,6 +73,8 @@ class WiredSubBlock(NamedTuple):
     """Whether that stream is the same on all tensor-parallel ranks."""
     leaves_shared: bool = True
     """Whether the stream is the same on all tensor-parallel ranks once the output is added."""
+    joins_next: bool = False
+    """Whether its output travels in the sum of the next sub-block's, together with which it is seen."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +85,16 @@ class Wiring:
     description: str
     """For `--help`."""
     sub_blocks: tuple[SubBlockKind, ...]
-    """Sub-blocks of every layer, in order; each has a norm."""
-    late: tuple[SubBlockKind, ...] = ()
-    """Sub-blocks that read the stream `--residual-staleness` sub-blocks late in the layers of `--ladder-layers`."""
+    """Sub-blocks of every dense layer, in order."""
+    expert_sub_blocks: tuple[SubBlockKind, ...]
+    """Sub-blocks of every layer with experts; those without weights, as a shared expert of width 0, are left out."""
+    late: Mapping[SubBlockKind, tuple[SubBlockKind, ...]] = field(default_factory=dict)
+    """Sub-blocks that read late in the layers of `--ladder-layers`, and the kinds of the outputs that they miss;
+    without kinds, the newest `--residual-staleness` outputs."""
+    joined: SubBlockKind | None = None
+    """The kind whose output travels in the next sub-block's sum where both are first seen together."""
+    early: str = ""
+    """The wiring of layers outside of `--ladder-layers`, if they have other sub-blocks."""
     stream: Literal["shared", "per rank"] = "shared"
     """Whether the tensor-parallel ranks share one stream, or each has its own (desync)."""
 
@@ -75,7 +108,19 @@ class Wiring:
         """Fields of `ModelFlags` that only some wirings have, and this one does."""
         if self.stream == "per rank":
             return ("desync_interval",)
-        return ("ladder_layers", "residual_staleness", "lanes") if self.late else ()
+        with_staleness = ("residual_staleness", "lanes") if _ANY in self.late.values() else ()
+        return ("ladder_layers", *with_staleness) if self.late else ()
+
+    @property
+    def needs_experts(self) -> bool:
+        """Whether the wiring is one of experts."""
+        return bool(self.late) and _ANY not in self.late.values()
+
+    def kinds(self, has_experts: bool, is_late: bool, shared_expert: bool) -> tuple[SubBlockKind, ...]:
+        """Return the kinds of a layer's sub-blocks."""
+        row = WIRINGS[self.early] if self.early and not is_late else self
+        found = row.expert_sub_blocks if has_experts else row.sub_blocks
+        return tuple(kind for kind in found if shared_expert or kind is not SubBlockKind.SHARED_EXPERT)
 
     def layers(
         self, kinds: Sequence[Sequence[SubBlockKind]], ladder_layers: Sequence[int], staleness: int, interval: int
@@ -90,16 +135,32 @@ class Wiring:
         """
         late_layers = set(ladder_layers)
         sub_blocks = [(layer, kind) for layer, of_layer in enumerate(kinds) for kind in of_layer]
-        missing = limit_to_unseen(
-            range(1, staleness + 1) if layer in late_layers and kind in self.late else () for layer, kind in sub_blocks
-        )
+
+        def may_miss(index: int) -> Iterable[int]:
+            layer, kind = sub_blocks[index]
+            missed = self.late.get(kind) if layer in late_layers else None
+            if missed is None:
+                return ()
+            if missed == _ANY:
+                return range(1, staleness + 1)
+            backs = range(1, min(index, len(kinds[layer])) + 1)
+            return [back for back in backs if sub_blocks[index - back][1] in missed]
+
+        missing = list(limit_to_unseen(map(may_miss, range(len(sub_blocks)))))
+        first_reads = (*ReadPlan.of(missing).first_reads, None)
 
         def is_shared_before(index: int) -> bool:
             return self.stream == "shared" or index % interval == 0 or index == len(sub_blocks)
 
         wired = (
-            WiredSubBlock(kind, backs, is_shared_before(index), is_shared_before(index + 1))
-            for index, ((_, kind), backs) in enumerate(zip(sub_blocks, missing, strict=True))
+            WiredSubBlock(
+                kind,
+                missing[index],
+                is_shared_before(index),
+                is_shared_before(index + 1),
+                layer in late_layers and kind is self.joined and first_reads[index] == first_reads[index + 1],
+            )
+            for index, (layer, kind) in enumerate(sub_blocks)
         )
         return [tuple(itertools.islice(wired, len(of_layer))) for of_layer in kinds]
 
@@ -172,36 +233,70 @@ def plan_reads(layers: Iterable[Iterable[WiredSubBlock]]) -> ReadPlan:
 
 
 _ATTENTION, _MLP, _BOTH = SubBlockKind.ATTENTION, SubBlockKind.MLP, SubBlockKind.ATTENTION_MLP
+_EXPERTS, _ALL = SubBlockKind.EXPERTS, SubBlockKind.ATTENTION_EXPERTS
+_SHARED, _ROUTED = SubBlockKind.SHARED_EXPERT, SubBlockKind.ROUTED_EXPERTS
+_ATTENTION_2, _MLP_2 = SubBlockKind.SECOND_ATTENTION, SubBlockKind.SECOND_MLP
+_ANY: tuple[SubBlockKind, ...] = ()
 WIRINGS: dict[str, Wiring] = {
     wiring.name: wiring
     for wiring in (
-        Wiring("standard", "no sub-block reads the stream late.", (_ATTENTION, _MLP)),
+        Wiring("standard", "no sub-block reads the stream late.", (_ATTENTION, _MLP), (_ATTENTION, _EXPERTS)),
         Wiring(
             "ladder",
             "in --ladder-layers each sub-block reads the residual stream one sub-block late, so that the all-reduce "
             "of its predecessor overlaps with it; the other layers are standard.",
             (_ATTENTION, _MLP),
-            late=(_ATTENTION, _MLP),
+            (_ATTENTION, _EXPERTS),
+            late={_ATTENTION: _ANY, _MLP: _ANY, _EXPERTS: _ANY},
         ),
-        Wiring("parallel", "attention and MLP of a layer share one norm and one all-reduce.", (_BOTH,)),
+        Wiring("parallel", "attention and MLP of a layer share one norm and one all-reduce.", (_BOTH,), (_ALL,)),
         Wiring(
             "ladder-parallel",
             "parallel layers, of which those in --ladder-layers read the stream late.",
             (_BOTH,),
-            late=(_BOTH,),
+            (_ALL,),
+            late={_BOTH: _ANY, _ALL: _ANY},
         ),
         Wiring(
             "ladder-attention",
             "standard layers, of which those in --ladder-layers have attention that reads the stream late; their MLP "
             "does not.",
             (_ATTENTION, _MLP),
-            late=(_ATTENTION,),
+            (_ATTENTION, _EXPERTS),
+            late={_ATTENTION: _ANY},
+        ),
+        Wiring(
+            "farskip",
+            "in --ladder-layers attention misses the routed experts before it, the shared expert misses attention, the "
+            "routed experts miss both, and attention's and the shared expert's outputs travel in one all-reduce.",
+            (_ATTENTION, _MLP),
+            (_ATTENTION, _SHARED, _ROUTED),
+            late={_ATTENTION: (_ROUTED,), _SHARED: (_ATTENTION,), _ROUTED: (_ATTENTION, _SHARED), _MLP: (_ATTENTION,)},
+            joined=_ATTENTION,
+            early="standard",
+        ),
+        Wiring(
+            "shortcut",
+            "in --ladder-layers the routed experts run after attention and miss it, and the shared expert misses them.",
+            (_ATTENTION, _MLP),
+            (_ATTENTION, _ROUTED, _SHARED),
+            late={_ROUTED: (_ATTENTION,), _SHARED: (_ROUTED,)},
+            early="standard",
+        ),
+        Wiring(
+            "longcat",
+            "a layer has two attentions and two dense MLPs, and in --ladder-layers all of them but the first attention "
+            "miss the routed experts, which run after it.",
+            (_ATTENTION, _MLP, _ATTENTION_2, _MLP_2),
+            (_ATTENTION, _ROUTED, _MLP, _ATTENTION_2, _MLP_2),
+            late={_MLP: (_ROUTED,), _ATTENTION_2: (_ROUTED,), _MLP_2: (_ROUTED,)},
         ),
         Wiring(
             "desync",
             "each tensor-parallel rank has its own stream, and the streams are summed after every --desync-interval "
             "sub-blocks; the tensor-parallel size is part of the model.",
             (_ATTENTION, _MLP),
+            (_ATTENTION, _EXPERTS),
             stream="per rank",
         ),
     )
@@ -217,13 +312,19 @@ DESYNC_INTERVALS = (2, 4)
 """Values of `--desync-interval`."""
 LATE_MODES = tuple(name for name, wiring in WIRINGS.items() if wiring.late)
 """Wirings in which some sub-blocks read late."""
-SHARED_STREAM_MODES = tuple(name for name, wiring in WIRINGS.items() if wiring.stream == "shared")
-"""Wirings by the rule. One process computes the same with them as several."""
+EXPERT_MODES = tuple(name for name, wiring in WIRINGS.items() if wiring.needs_experts)
+"""Wirings of models with experts only."""
+SHARED_STREAM_MODES = tuple(
+    name for name, wiring in WIRINGS.items() if wiring.stream == "shared" and not wiring.needs_experts
+)
+"""Wirings of all models by the rule. One process computes the same with them as several."""
 
 PER_RANK_MODES = tuple(name for name, wiring in WIRINGS.items() if wiring.stream == "per rank")
 """The other wirings: the tensor-parallel size is part of the model."""
 
 SUB_BLOCK_TABLE = {
-    name: tuple((kind.value, kind in wiring.late) for kind in wiring.sub_blocks) for name, wiring in WIRINGS.items()
+    name: tuple((kind.value, kind in wiring.late) for kind in wiring.sub_blocks)
+    for name, wiring in WIRINGS.items()
+    if not wiring.needs_experts
 }
 """Sub-blocks of each wiring, and whether each reads late in ladder layers: for the exported Hugging Face module."""

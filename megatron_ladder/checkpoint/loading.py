@@ -20,7 +20,7 @@ from megatron_ladder.checkpoint.saving import generator_states
 from megatron_ladder.comm.agreement import raise_on_all_ranks
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
-from megatron_ladder.parallel.layout import has_padding, parameter_sections
+from megatron_ladder.parallel.layout import has_padding, parameter_sections, state_sections
 
 
 class WeightSource(Protocol):
@@ -37,7 +37,7 @@ def load_weights(model: nn.Module, source: WeightSource) -> None:
     Raises:
         UserError: a weight is missing, has another shape, or cannot be read.
     """
-    for parameter, sections in parameter_sections(model):
+    for parameter, sections in (*parameter_sections(model), *state_sections(model)):
         if has_padding(parameter, sections):
             parameter.zero_()
         for section in sections:

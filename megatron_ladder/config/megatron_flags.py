@@ -28,7 +28,6 @@ ACCEPTED: dict[str, tuple[str, ...]] = dict.fromkeys(_SWITCHES.split(), ()) | {
     "--attention-backend": ("auto", "flash"),
     "--timing-log-level": ("0",),
     "--dataloader-type": ("single",),
-    "--rotary-percent": ("1",),
     "--ds-sequence-parallel-size": ("1",),
     "--context-parallel-size": ("1",),
     "--expert-model-parallel-size": ("1",),
@@ -36,10 +35,10 @@ ACCEPTED: dict[str, tuple[str, ...]] = dict.fromkeys(_SWITCHES.split(), ()) | {
 """Flag -> its accepted values, which request the default behaviour; switches have none."""
 
 _REFUSED_BY_REASON = {
-    "layers are dense; mixture of experts is not supported": (
-        "--num-experts --moe-router-topk --moe-expert-parallel-size --moe-grouped-gemm --topk "
-        "--moe-router-load-balancing-type --moe-aux-loss-coeff"
-    ),
+    "experts are divided over the tensor-parallel ranks; leave the flag out": "--moe-expert-parallel-size",
+    "use --moe-router-topk": "--topk",
+    "list the layers in --moe-layers": "--moe-layer-freq",
+    "no token is dropped; leave the flag out": "--moe-expert-capacity-factor",
     "use --tensor-model-parallel-size, and --recompute-granularity full for long sequences": (
         "--cp-comm-type --force-ds-sequence-parallel"
     ),

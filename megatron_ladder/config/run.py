@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, resolve_model, tensor_parallel_errors
+from megatron_ladder.blueprint.model import ModelConfig, resolve_model, tensor_parallel_errors
+from megatron_ladder.blueprint.model_flags import ModelFlags
 from megatron_ladder.command_line import FlagWords, build_sections, read_words
 from megatron_ladder.config.data import CheckpointConfig, DataConfig
 from megatron_ladder.config.file import NOT_IN_FILES, read_config_file
@@ -230,7 +231,7 @@ def _resolve(flags: RunFlags, vocab_size: int, world_size: int, errors: list[str
         text = f"{sizes} does not divide the {world_size} launched processes: {fix}"
         errors.append(Problem("--tensor-model-parallel-size", text))
     else:
-        errors += tensor_parallel_errors(model, tensor_parallel)
+        errors += tensor_parallel_errors(model, tensor_parallel, parallel.expert_sharding == "experts")
         data_parallel = world_size // (tensor_parallel * stages)
     if parallel.data_parallel_size not in (None, data_parallel):
         text = f" {parallel.data_parallel_size}: {world_size} launched processes with this layout have {data_parallel}"

@@ -29,6 +29,14 @@ class TrainingConfig:
     z_loss_coeff: float = flag(0.0, minimum=0, on_resume="report")
     """Coefficient of the z-loss, the squared log of the softmax's normaliser at each target token, which keeps logits
     from drifting; PaLM uses 1e-4. It is reported separately: losses do not contain it."""
+    moe_aux_loss_coeff: float = flag(0.0, minimum=0, requires="--num-experts", on_resume="report")
+    """Coefficient of the load balancing loss of each layer with experts; 0.01 to 0.001 are usual."""
+    moe_router_load_balancing_type: Literal["seq_aux_loss", "aux_loss"] = flag(
+        "seq_aux_loss", requires="--moe-aux-loss-coeff", on_resume="report"
+    )
+    """What the load balancing loss balances: each sequence, or each micro-batch, on whose size it then depends."""
+    moe_z_loss_coeff: float = flag(0.0, minimum=0, requires="--num-experts", on_resume="report")
+    """Coefficient of the squared log of the normaliser of the router's softmax; ST-MoE uses 1e-3."""
     distill_from: Path | None = flag(None, excludes="--pipeline-model-parallel-size", on_resume="report")
     """Checkpoint, directory of checkpoints, or Hugging Face directory of a teacher, whose distribution of the next
     token the model learns. The teacher has the same vocabulary, any sizes, and any wiring. It is frozen, in the
@@ -136,6 +144,8 @@ class ParallelConfig:
         "none", excludes=("--zero-stage 0", "--pipeline-model-parallel-size")
     )
     """cpu: keep optimizer state and fp32 master weights in host memory, and update them there."""
+    expert_sharding: Literal["width", "experts"] = flag("width", requires="--num-experts")
+    """What a tensor-parallel rank holds of a layer's experts: a part of the width of each, or whole experts."""
     tp_overlap: bool = True
     """Wait for each tensor-parallel all-reduce immediately after its launch. For comparison; results are the same."""
     sequence_parallel: bool = False

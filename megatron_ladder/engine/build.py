@@ -23,7 +23,7 @@ from megatron_ladder.engine.muon import MuonWithAdamW
 from megatron_ladder.engine.optimizer import build_optimizer, parameter_groups
 from megatron_ladder.engine.sharded import ShardedOptimizer
 from megatron_ladder.model.language_model import Distillation, LanguageModel
-from megatron_ladder.model.operations import Operations, select_operations
+from megatron_ladder.model.operations import ExpertOptions, Operations, select_operations
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.parallel.layout import ParallelModule, initialize
 
@@ -115,6 +115,12 @@ def build_model(
         options,
         layers=layers,
         z_loss_coeff=training.z_loss_coeff,
+        experts=ExpertOptions(
+            training.moe_aux_loss_coeff,
+            training.moe_router_load_balancing_type,
+            training.moe_z_loss_coeff,
+            run.parallel.expert_sharding,
+        ),
         distillation=distillation,
     )
     if run.parallel.zero_stage != "3":

@@ -34,7 +34,7 @@ complete: g at the cut, and the gradient of each part as far as it arises behind
 
 import functools
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -103,12 +103,16 @@ class ForwardRecord:
         self.sharded = self.layout.shards > 1
         self.queue = queue
         self.partial_gradients = PartialGradients(sums)
+        norms = Counter(step.norm for step in steps)
+        self._shared_norms = {norm for norm, uses in norms.items() if uses > 1}
         self.losses: dict[str, Tensor] = {}
         entering = plan.missing(first)
         self.crosses_unreduced = plan.in_order and not self.sharded
         """Whether the reads behind a cut that miss outputs from before it are reduced by the range before."""
         self.first_reduced = plan.first_reads[entering[-1]] if entering and self.crosses_unreduced else first
         """The first read whose gradient is reduced here."""
+        self._again: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        """For each sub-block and lane that is recomputed what its body kept."""
         self._kept: list[list[_Graph | LocalReading | Tensor]] = []
         """For each sub-block and lane its graphs, or only the stream that it read if it is recomputed."""
 
@@ -126,7 +130,9 @@ class ForwardRecord:
         kept: list[_Graph | LocalReading | Tensor] = []
         for lane, read in enumerate(reading):
             if sub_block.recompute:
-                in_flight, losses = sub_block.lanes[lane](read.whole.wait(), self.context, launch=leave_unreduced)
+                body = sub_block.lanes[lane]
+                in_flight, losses, again = body(read.whole.wait(), self.context, launch=leave_unreduced)
+                self._again[step, lane] = again
                 kept.append(read.stream)
                 parts.append(in_flight.partial)
                 add_losses(self.losses, losses)
@@ -170,6 +176,8 @@ class ForwardRecord:
         with torch.set_grad_enabled(with_graph):
             is_partial = with_graph and self.first + step < self.first_reduced
             weight = self.partial_gradients.defer(norm.weight) if is_partial else None
+            if with_graph and not is_partial and norm in self._shared_norms and norm.partial_over is None:
+                weight = self.partial_gradients.collect(norm.weight)
             normed = norm(leaf, weight, self.partial_gradients)
         detached = normed.detach()
         edge = get_gradient_edge(normed) if with_graph else None
@@ -189,7 +197,8 @@ class ForwardRecord:
         with torch.enable_grad():
             normed = reached_by_backward(reading.whole.wait())
             body = self.steps[step].lanes[lane]
-            in_flight, found = body(normed, self.context, input_gradient, leave_unreduced)
+            again = self._again.pop((step, lane), ())
+            in_flight, found, _ = body(normed, self.context, input_gradient, leave_unreduced, *again)
         add_losses(losses, {name: loss.detach() for name, loss in found.items()})
         edges = {name: get_gradient_edge(loss) for name, loss in found.items()}
         partial = in_flight.partial

@@ -16,8 +16,9 @@ from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import TensorSpec, embedding_tensor, final_norm_tensor, head_tensor
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.model.documents import DocumentBounds
+from megatron_ladder.model.experts import Router
 from megatron_ladder.model.norm import RMSNorm
-from megatron_ladder.model.operations import BuildContext
+from megatron_ladder.model.operations import BuildContext, ExpertOptions
 from megatron_ladder.model.rotary import rotary_table
 from megatron_ladder.model.stack import StackOptions, TransformerStack
 from megatron_ladder.model.sub_block import SequenceContext
@@ -31,7 +32,7 @@ from megatron_ladder.parallel.vocabulary import (
     VocabParallelMatrix,
 )
 
-_DEFAULT_OPTIONS = StackOptions()
+_DEFAULT_OPTIONS, _NO_LOSSES = StackOptions(), ExpertOptions()
 _Matrix = TypeVar("_Matrix", bound=VocabParallelMatrix)
 
 
@@ -60,6 +61,7 @@ class LanguageModel(nn.Module):
         seed: int | None = None,
         z_loss_coeff: float = 0.0,
         distillation: "Distillation | None" = None,
+        experts: ExpertOptions = _NO_LOSSES,
     ) -> None:
         """Build all layers, or those of a pipeline stage. Without a seed, weights stay uninitialised.
 
@@ -68,7 +70,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         device = device or torch.device("cpu")
         layers = range(config.num_layers) if layers is None else layers
-        build = BuildContext(config, mesh, options.operations, dtype, device)
+        build = BuildContext(config, mesh, options.operations, dtype, device, experts)
         self.config = config
         self.group = mesh.tensor
         self.distillation = distillation
@@ -83,6 +85,7 @@ class LanguageModel(nn.Module):
             sections["weight"] = tuple(replace(section, counted=False) for section in sections["weight"])
         self.stack = TransformerStack(build, layers, options)
         self._head_losses = ("z loss",) * bool(z_loss_coeff) + ("distillation loss",) * (distillation is not None)
+        self.routers = [module for module in self.stack.modules() if isinstance(module, Router)]
         self.extra_losses = (*self._head_losses, *self.stack.loss_names)
         """Names of the losses that the model has the gradient of, but its loss does not contain."""
         self._extra_loss_sums = torch.zeros(len(self.extra_losses), dtype=torch.float64)

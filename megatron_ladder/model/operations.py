@@ -111,6 +111,28 @@ class Operations:
     """(x [..., in], weight, bias) -> [..., out]."""
 
 
+BALANCING_LOSS, ROUTER_Z_LOSS = "load balancing loss", "router z loss"
+
+
+@dataclass(frozen=True)
+class ExpertOptions:
+    """How experts are trained and divided over the ranks."""
+
+    balancing: float = 0.0
+    """Coefficient of the auxiliary loss of the Switch Transformer (arXiv 2101.03961), of each layer."""
+    balancing_of: Literal["seq_aux_loss", "aux_loss"] = "seq_aux_loss"
+    """What shall be balanced: each sequence, or each micro-batch."""
+    z_loss: float = 0.0
+    """Coefficient of the squared log of the normaliser of the router's softmax."""
+    sharding: Literal["width", "experts"] = "width"
+    """What a tensor-parallel rank holds: a part of the width of every expert, or whole experts."""
+
+    @property
+    def loss_names(self) -> tuple[str, ...]:
+        """The losses that experts return."""
+        return (BALANCING_LOSS,) * (self.balancing > 0) + (ROUTER_Z_LOSS,) * (self.z_loss > 0)
+
+
 @dataclass(frozen=True)
 class BuildContext:
     """What every module of one model is built with."""
@@ -120,6 +142,7 @@ class BuildContext:
     operations: Operations
     dtype: torch.dtype
     device: torch.device
+    experts: ExpertOptions = ExpertOptions()
 
 
 def with_norm(norm: NormFunction) -> Operations:

@@ -1,7 +1,7 @@
 """Rotary position embedding, half-rotated as in transformers' Llama.
 
-Pair j of a head of width d (elements j and j + d/2) at position p is rotated by p * f_j, with f_j = base^(-2j/d),
-scaled for longer contexts as configured.
+Pair j of the first d elements of a head, `rotary_percent` of it (elements j and j + d/2), is rotated at position p by
+p * f_j, with f_j = base^(-2j/d), scaled for longer contexts as configured.
 """
 
 import math
@@ -26,7 +26,8 @@ def _rotary_frequencies(config: ModelConfig, dtype: torch.dtype, device: torch.d
     `linear` divides all frequencies by the factor. `llama3` (Llama 3.1) divides those whose wavelength exceeds
     original/low, keeps those below original/high, and interpolates linearly in original/wavelength between.
     """
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64, device=device).to(dtype) / config.head_dim
+    width = int(config.head_dim * config.rotary_percent)
+    exponents = torch.arange(0, width, 2, dtype=torch.int64, device=device).to(dtype) / width
     frequencies = 1.0 / (config.rotary_base**exponents)
     if config.rope_scaling == "linear":
         return frequencies / config.rope_scaling_factor
@@ -51,6 +52,8 @@ def rotary_table(config: ModelConfig, positions: Tensor, compute_dtype: torch.dt
 
 def apply_rotary(x: Tensor, table: RotaryTable) -> Tensor:
     """Rotate x [s, b, heads, d] by its positions; the dtype is kept."""
+    width = table.cos.shape[-1]
+    x, unrotated = x[..., :width], x[..., width:]
     first, second = x.chunk(2, dim=-1)
-    rotated = torch.cat((-second, first), dim=-1)
-    return (x * table.cos + rotated * table.sin).to(x.dtype)
+    rotated = (x * table.cos + torch.cat((-second, first), dim=-1) * table.sin).to(x.dtype)
+    return torch.cat((rotated, unrotated), dim=-1) if unrotated.shape[-1] else rotated

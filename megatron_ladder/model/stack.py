@@ -32,6 +32,7 @@ from megatron_ladder.comm.spans import Span, no_span
 from megatron_ladder.model.backward import ForwardRecord, walk_mirrored
 from megatron_ladder.model.bodies import MLP, Attention, AttentionMLP, Body
 from megatron_ladder.model.desync import walk_desync
+from megatron_ladder.model.experts import Experts
 from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.operations import BuildContext, Operations
 from megatron_ladder.model.sub_block import AutogradPass, SequenceContext, SubBlock, walk
@@ -41,6 +42,12 @@ BODIES: dict[SubBlockKind, type[Body]] = {
     SubBlockKind.ATTENTION: Attention,
     SubBlockKind.MLP: MLP,
     SubBlockKind.ATTENTION_MLP: AttentionMLP,
+    SubBlockKind.EXPERTS: Experts,
+    SubBlockKind.ATTENTION_EXPERTS: Experts,
+    SubBlockKind.ROUTED_EXPERTS: Experts,
+    SubBlockKind.SHARED_EXPERT: MLP,
+    SubBlockKind.SECOND_ATTENTION: Attention,
+    SubBlockKind.SECOND_MLP: MLP,
 }
 
 
@@ -71,26 +78,40 @@ class _TransformerLayer(nn.Module):
         self.bodies = nn.ModuleDict()
         self._reads_own = build.config.lanes > 0
         self._lanes = range(local_lanes(build.config, build.mesh.tensor.size))
-        self._kinds = build.config.layer_kinds[layer]
+        self._wired = [tensors.wired for tensors in layer_tensors(build.config)[layer]]
+        number = sum(kind.attends for kinds in build.config.layer_kinds[:layer] for kind in kinds)
         for tensors in layer_tensors(build.config)[layer]:
             kind = tensors.wired.kind
-            self.norms[kind.value] = RMSNorm(build, tensors.norm, own_input=self._reads_own)
+            if not tensors.shares_norm:
+                self.norms[kind.norm] = RMSNorm(build, tensors.norm, own_input=self._reads_own)
             for lane in self._lanes:
                 lane_build = build
                 if len(self._lanes) > 1:
                     lane_build = replace(build, mesh=build.mesh.of_lane(lane, build.config.lanes))
-                body = BODIES[kind](lane_build, layer * len(self._lanes) + lane, tensors)
+                body = BODIES[kind](lane_build, number * len(self._lanes) + lane, tensors)
                 self.bodies[_body_name(kind, lane)] = body
+            number += kind.attends
 
     def sub_blocks(self, mesh: ProcessMesh, recompute: bool, name: str, span: Span) -> list[SubBlock]:
         steps = []
-        for kind in self._kinds:
-            norm, bodies = self.norms[kind.value], (self.bodies[_body_name(kind, lane)] for lane in self._lanes)
+        for wired in self._wired:
+            kind = wired.kind
+            norm, bodies = self.norms[kind.norm], (self.bodies[_body_name(kind, lane)] for lane in self._lanes)
             assert isinstance(norm, RMSNorm)
             lanes = [body for body in bodies if isinstance(body, Body)]
             name_of_kind = f"{name}.{kind.value}"
             steps.append(
-                SubBlock(norm, lanes, self._reads_own, mesh.tensor, mesh.stream, recompute, name_of_kind, span)
+                SubBlock(
+                    norm,
+                    lanes,
+                    self._reads_own,
+                    mesh.tensor,
+                    mesh.stream,
+                    recompute,
+                    wired.joins_next,
+                    name_of_kind,
+                    span,
+                )
             )
         return steps
 
@@ -113,7 +134,8 @@ class TransformerStack(nn.Module):
             heads = f"{config.num_key_value_heads} key and value heads on {mesh.tensor.size} tensor-parallel ranks"
             raise ValueError(f"{heads} have kv_replicas={replicas}, and the mesh has {mesh.kv_replica.size}")
         kinds = dict.fromkeys(kind for of_layer in config.layer_kinds for kind in of_layer)
-        self.loss_names = tuple(dict.fromkeys(name for kind in kinds for name in BODIES[kind].loss_names))
+        names = [name for kind in kinds for name in BODIES[kind].loss_names]
+        self.loss_names = tuple(dict.fromkeys([*names, *(build.experts.loss_names if config.moe_layers else ())]))
         if self.loss_names and not config.shares_stream:
             raise ValueError(f"{', '.join(self.loss_names)}: ranks that read different streams have different losses")
         wired = config.wired_layers

@@ -79,6 +79,8 @@ class BodyOutput(NamedTuple):
     """Scalars by name that training adds to the loss, which is a sum over target tokens. They are equal on all
     tensor-parallel ranks; each rank's backward gets the gradient divided by the number of ranks, so that all gradients
     inside the body are partial sums. A loss counts once for each micro-batch, also if the body is recomputed."""
+    kept: tuple[Tensor, ...] = ()
+    """What a repetition under recomputation gets as further arguments instead of computing it again."""
 
 
 class SubBlockBody(Protocol):
@@ -94,12 +96,14 @@ class SubBlockBody(Protocol):
         context: SequenceContext,
         input_gradient: InputGradient | None = None,
         launch: Launch | None = None,
+        *again: Tensor,
     ) -> BodyOutput:
         """Compute the output of the normed stream, all positions, [s, b, h].
 
         Args:
             input_gradient: receives the gradient of `normed`; None leaves it to autograd.
             launch: starts the sum over the ranks, as in `RowParallelLinear`.
+            again: what the first run kept, in a repetition; not for bodies that keep nothing.
         """
 
 
@@ -126,6 +130,8 @@ class SubBlock(NamedTuple):
     """How these ranks share the stream."""
     recompute: bool
     """Keep only the input for backward."""
+    joins_next: bool = False
+    """Its output travels in the sum of the next sub-block's."""
     name: str = ""
     """The name in a profile: `layers.3.attention`."""
     span: Span = no_span
@@ -168,9 +174,13 @@ class SubBlock(NamedTuple):
         over the ranks, which is started outside. `norm_weight` replaces the norm's weight.
         """
 
+        kept: tuple[Tensor, ...] = ()
+
         def compute(stream: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+            nonlocal kept
             normed = self.layout.start_read(self.norm(stream, norm_weight)).wait()
-            output = self.body(normed, context, launch=leave_unreduced)
+            output = self.body(normed, context, None, leave_unreduced, *kept)
+            kept = output.kept
             return output.in_flight.partial, output.losses
 
         if self.recomputes:
@@ -257,7 +267,7 @@ class AutogradPass(NamedTuple):
             partial, losses = sub_block.partial_sum(stream, self.context)
             in_flight = launch(partial)
         else:
-            in_flight, losses = sub_block.body(normed.wait(), self.context, launch=launch)
+            in_flight, losses, _ = sub_block.body(normed.wait(), self.context, launch=launch)
         add_losses(self.context.losses, {name: share_gradient(loss, sub_block.group) for name, loss in losses.items()})
         return Output(in_flight)
 
@@ -281,13 +291,14 @@ def walk(
     # They may include outputs that this range neither made nor read.
     leaving = plan.missing(last)
     stream, pending, ahead = state[0], dict[int, Output](), list[Reading]()
+    joined: Tensor | None = None
     for number, parts in zip(plan.missing(first), output_parts(state, steps[0]), strict=True):
         whole = parts.unbind(0) if steps[0].reads_own else [parts.flatten(0, 1).clone()]
         pending[number] = steps[0].start_sum(whole, leave_unreduced if number in leaving else launch)
 
     def read(number: int) -> Reading:
         nonlocal stream
-        arriving = plan.arriving(number) if number > first else ()
+        arriving = [output for output in plan.arriving(number) if output in pending] if number > first else []
         for output in arriving[:-1]:
             stream = stream + pending.pop(output).whole.wait()
         newest = pending.pop(arriving[-1]).whole.wait() if arriving else None
@@ -301,12 +312,23 @@ def walk(
         reading = ahead.pop() if ahead else read(number)
         if queue is not None and number + 1 < last and number not in plan.arriving(number + 1):
             ahead.append(queue.run(functools.partial(read, number + 1), uses=(stream, *pending.values())))
+        launch_sum = leave_unreduced if step.joins_next or number in leaving else launch
+        if joined is not None:
+            launch_sum = functools.partial(_launch_together, launch_sum, joined)
         with step.named("forward"):
-            pending[number] = forward.start(number - first, reading, leave_unreduced if number in leaving else launch)
-    for output in plan.arriving(last):
-        stream = stream + pending.pop(output).whole.wait()
+            output = forward.start(number - first, reading, launch_sum)
+        joined = output.whole.partial if step.joins_next else None
+        if joined is None:
+            pending[number] = output
+    for arrived in plan.arriving(last):
+        if arrived in pending:
+            stream = stream + pending.pop(arrived).whole.wait()
     parts_left = [part for output in pending.values() for part in output.own or [output.whole.partial]]
     return torch.cat([part.reshape(-1, *stream.shape) for part in (stream, *parts_left)])
+
+
+def _launch_together(launch: Launch, joined: Tensor, partial: Tensor) -> InFlight:
+    return launch(joined + partial)
 
 
 def output_parts(state: Tensor, step: SubBlock) -> Sequence[Tensor]:

@@ -7,6 +7,7 @@ continues with the gradient of its weight, and the caller waits when it needs th
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
@@ -86,6 +87,36 @@ class _LinearWithInputGradient(Function):
         rows = gradient.reshape(-1, weight.shape[0])
         weight_gradient = rows.t() @ x.reshape(-1, weight.shape[1])
         return None, weight_gradient, rows.sum(0) if ctx.has_bias else None, None
+
+
+class _WideLinear(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, input_gradient: InputGradient | None) -> Tensor:
+        if input_gradient is not None:
+            input_gradient.expect()
+        keeps_input = input_gradient is None or input_gradient.keeps_input
+        ctx.save_for_backward(weight, *([x] if keeps_input else []))
+        ctx.input_gradient, ctx.dtype = input_gradient, x.dtype
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.linear(x.to(wide), weight.to(wide))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, None]:
+        weight, *kept = ctx.saved_tensors
+        of_x: Tensor | None = (gradient @ weight.to(gradient.dtype)).to(ctx.dtype)
+        if ctx.input_gradient is not None:
+            ctx.input_gradient.add(of_x)
+            of_x = None
+        x = kept[0] if kept else ctx.input_gradient.input_again.wait()
+        rows = gradient.reshape(-1, weight.shape[0])
+        of_weight = rows.t() @ x.reshape(-1, weight.shape[1]).to(gradient.dtype)
+        return of_x, of_weight.to(weight.dtype), None
+
+
+def wide_linear(x: Tensor, weight: Tensor, input_gradient: InputGradient | None) -> Tensor:
+    """Return `x @ weight^T` in fp32 at least; the gradient of x goes to `input_gradient`, if given."""
+    result: Tensor = _WideLinear.apply(x, weight, input_gradient)
+    return result
 
 
 def linear_with_input_gradient(x: Tensor, weight: Tensor, bias: Tensor | None, input_gradient: InputGradient) -> Tensor:

@@ -7,8 +7,9 @@ checkpoints and conversion read the sections; nothing else knows how a parameter
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +46,8 @@ class Section:
     """Initial mean."""
     std: float = 0.0
     """Initial standard deviation; 0 means constant."""
+    expert_dim: int | None = None
+    """As in `TensorSpec`."""
     counted: bool = True
     """Whether this rank's copy counts in norms and is saved, among ranks that hold the same slice."""
 
@@ -62,6 +65,7 @@ class Section:
             tensor.block,
             tensor.mean,
             tensor.std,
+            tensor.expert_dim,
             counted=group.rank % tensor.replicas(group.size) == 0,
         )
 
@@ -126,6 +130,21 @@ class ParallelModule(nn.Module):
             for mark in SHARDED_MARKS:
                 setattr(parameter, mark, getattr(described, mark))
             self.register_parameter(attribute, parameter)
+        for attribute, tensor in self.named_buffers(recurse=False):
+            self.register_buffer(attribute, torch.zeros_like(tensor, device=device), persistent=False)
+
+    def add_state(self, attribute: str, tensor: TensorSpec, group: CommGroup, device: torch.device) -> None:
+        """Register a tensor in fp32 that checkpoints hold, but no gradient trains; it is whole on every rank."""
+        self.register_buffer(attribute, torch.zeros(tensor.shape, device=device), persistent=False)
+        self.sections[attribute] = (Section.of(tensor, group),)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Keep states in fp32 where the parameters are converted."""
+        before = {name: getattr(self, name) for name in self.sections if name in self._buffers}
+        super()._apply(fn, recurse)
+        for name, state in before.items():
+            setattr(self, name, state.to(getattr(self, name).device))
+        return self
 
     def add_parameter(
         self, attribute: str, tensors: Sequence[TensorSpec], group: CommGroup, dtype: torch.dtype, device: torch.device
@@ -153,6 +172,15 @@ def parameter_sections(model: nn.Module) -> Iterator[tuple[nn.Parameter, tuple[S
         if isinstance(module, ParallelModule):
             for attribute, parameter in module.named_parameters(recurse=False):
                 yield parameter, module.sections[attribute]
+
+
+def state_sections(model: nn.Module) -> Iterator[tuple[Tensor, tuple[Section, ...]]]:
+    """Yield every tensor that checkpoints hold and no gradient trains, with its section."""
+    for module in model.modules():
+        if isinstance(module, ParallelModule):
+            for attribute, state in module.named_buffers(recurse=False):
+                if attribute in module.sections:
+                    yield state, module.sections[attribute]
 
 
 def reduce_groups(model: nn.Module, samples: CommGroup) -> dict[nn.Parameter, CommGroup]:
@@ -190,6 +218,16 @@ def initialize(model: nn.Module, seed: int) -> None:
 def _initialize_section(values: Tensor, section: Section, seed: int) -> None:
     if section.std == 0.0:
         values.fill_(section.mean)
+        return
+    if section.expert_dim is not None:
+        # Each expert is a matrix by itself, whichever dimension of the stack is sharded.
+        whole_experts = section.dim == 0
+        for place, matrix in enumerate(values):
+            expert = place + section.global_start * whole_experts
+            of_one, dim = section.global_shape[1:], section.expert_dim - 1
+            start, length = (0, of_one[dim]) if whole_experts else (section.global_start, section.length)
+            one = Section(f"{section.name}/{expert}", of_one, dim, start, length, 0, section.block, std=section.std)
+            _initialize_section(matrix, one, seed)
         return
     stop = section.global_start + section.length
     whole = section.global_shape[section.dim]

@@ -76,20 +76,34 @@ class PartialGradients:
         self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         self._sums = sums
         self._deferred: list[tuple[_Parameter, Tensor]] = []
+        self._collected: dict[int, tuple[_Parameter, Tensor]] = {}
 
     def defer(self, parameter: Tensor) -> Tensor:
         """Return a stand-in for a parameter; its gradient is summed over the group before it reaches the parameter."""
-        stand_in = parameter.detach().requires_grad_()
+        self._deferred.append(self._stand_in(parameter))
+        return self._deferred[-1][1]
+
+    def collect(self, parameter: Tensor) -> Tensor:
+        """Return the stand-in for a parameter that several sub-blocks use, and that shall get their gradients at once,
+        because ZeRO counts them. The gradients are complete."""
+        if id(parameter) not in self._collected:
+            self._collected[id(parameter)] = self._stand_in(parameter)
+        return self._collected[id(parameter)][1]
+
+    def _stand_in(self, parameter: Tensor) -> tuple[_Parameter, Tensor]:
         with torch.enable_grad(), torch.cuda.stream(self._stream):
             edge = get_gradient_edge(parameter.view_as(parameter))
-        self._deferred.append((_Parameter(id(parameter), edge, parameter.shape, parameter.dtype), stand_in))
-        return stand_in
+        described = _Parameter(id(parameter), edge, parameter.shape, parameter.dtype)
+        return described, parameter.detach().requires_grad_()
 
     def end_pass(self) -> None:
         """Pass on the gradients of the stand-ins."""
         for parameter, stand_in in self._deferred:
             self._sums.add(parameter, torch.zeros_like(stand_in) if stand_in.grad is None else stand_in.grad)
         self._deferred.clear()
+        for parameter, stand_in in self._collected.values():
+            torch.autograd.backward([parameter.edge], [stand_in.grad])
+        self._collected.clear()
         self._sums.end_pass()
 
 

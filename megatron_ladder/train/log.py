@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 
 from megatron_ladder import __version__
+from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import ModelFlops, padded_vocab_size, parameter_count
 from megatron_ladder.comm.agreement import Peers
 from megatron_ladder.config.run import RunConfig
@@ -48,9 +49,12 @@ def banner(trainer: Trainer) -> str:
     wiring: str = model.residual_mode
     if model.wiring.late:
         which = "all layers" if len(layers) == model.num_layers else f"layers {list(layers)} of {model.num_layers}"
-        if model.wiring.late != model.wiring.sub_blocks:
-            which = f"{' and '.join(kind.value for kind in model.wiring.late)} of {which}"
-        wiring += f": {which} read the stream {model.residual_staleness} sub-block(s) late"
+        if "residual_staleness" in model.wiring.takes:
+            if late := _named_late(model):
+                which = f"{late} of {which}"
+            wiring += f": {which} read the stream {model.residual_staleness} sub-block(s) late"
+        else:
+            wiring += f" in {which}"
         wiring += f", in {model.lanes} lanes with own partials" if model.lanes else ""
     if model.wiring.stream == "per rank":
         wiring += f": {model.desync_tp} streams, summed after every {model.desync_interval} sub-blocks"
@@ -105,11 +109,17 @@ def _overlap(run: RunConfig) -> str:
         return "off: every all-reduce is waited for at once"
     if run.model.ladder_layers:
         reduces = "reduce-scatters and all-gathers" if run.parallel.sequence_parallel else "all-reduces"
-        late, all_kinds = run.model.wiring.late, run.model.wiring.sub_blocks
-        under = "sub-block" if late == all_kinds else " and ".join(kind.value for kind in late)
+        under = _named_late(run.model) or "sub-block"
         return f"ladder layers' {reduces} run under the next {under}, forward and backward"
     reduces = "reduce-scatters" if run.parallel.sequence_parallel else "all-reduces"
     return f"{reduces} of input gradients run under the gradients of weights"
+
+
+def _named_late(model: ModelConfig) -> str:
+    """Return the kinds of sub-blocks that read late, or nothing if all do."""
+    present = dict.fromkeys(kind for kinds in model.layer_kinds for kind in kinds)
+    late = [kind.value for kind in present if kind in model.wiring.late]
+    return "" if len(late) == len(present) else " and ".join(late)
 
 
 class RunLog:

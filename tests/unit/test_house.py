@@ -59,22 +59,22 @@ MOST_LINES_OF_A_FILE = 470
 
 FIRST_FLOOR = ("errors", "files", "processes", "progress", "api", "lm_eval")
 BUDGETS = {
-    f"{PACKAGE}/": 25_163,
+    f"{PACKAGE}/": 27_250,
     " ".join(
         f"{PACKAGE}/{folder}/" for folder in ("blueprint", "comm", "parallel", "model", "engine", "train")
-    ): 10_337,
-    f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_530,
-    f"{PACKAGE}/checkpoint/": 2_300,
+    ): 11_900,
+    f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_570,
+    f"{PACKAGE}/checkpoint/": 2_420,
     f"{PACKAGE}/data/": 4_650,
-    f"{PACKAGE}/convert/": 2_480,
-    f"{PACKAGE}/generate/": 2_272,
+    f"{PACKAGE}/convert/": 2_800,
+    f"{PACKAGE}/generate/": 2_280,
     f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_630,
-    "tools/": 6_310,
+    "tools/": 6_600,
     "vllm_plugin/": 2_000,
-    "tests/": 26_692,
+    "tests/": 27_900,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
-MOST_WORDS = 32_000
+MOST_WORDS = 33_500
 """Words in README, docs/ and the READMEs of examples/."""
 MOST_FILES_WITH_ONE_IMPORTER = 30
 MOST_REQUIREMENTS, MOST_EXTRAS = 12, 6

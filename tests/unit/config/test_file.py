@@ -158,7 +158,7 @@ def test_a_file_that_can_be_read_once_is_read_once(tmp_path: Path) -> None:
         ("save: ''", "--save: the path is empty (run.yaml:3)"),
         ("swiglu: false", "--swiglu takes no value, found false (run.yaml:3)"),
         ("? [a, b]\n: 3", "--config run.yaml:3: expected a flag as key, found a list"),
-        ("num_experts: 8", "--num-experts is not supported: layers are dense"),
+        ("topk: 8", "--topk is not supported: use --moe-router-topk"),
     ],
 )
 def test_an_invalid_key_or_value_is_one_error(tmp_path: Path, line: str, message: str) -> None:

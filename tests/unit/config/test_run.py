@@ -99,10 +99,10 @@ def test_one_mistake_is_one_error(words: str, cause: str) -> None:
 
 def test_all_errors_are_reported_together() -> None:
     """Values first, then how they fit together."""
-    found = read("--colour 3 --num-experts 4 --seed x --lr 0 --finetune")[1]
+    found = read("--colour 3 --topk 4 --seed x --lr 0 --finetune")[1]
     assert [line.split(" ")[0].rstrip(":") for line in found] == [
         "--colour",
-        "--num-experts",
+        "--topk",
         "--seed",
         "--lr",
         "--finetune",

@@ -1,0 +1,201 @@
+"""Routed experts: of E gated MLPs, each token uses the k that the router chooses for it.
+
+    scores   softmax or sigmoid of (x W_r^T), in fp32 at least, on every rank alike
+    choice   the k highest scores (with a bias that only the choice sees; within the best groups of experts)
+    y        sum over the chosen experts e of  weight_e * down_e(silu(gate_e x) * up_e x)
+
+Tokens are sorted by expert, so that each matrix multiplies one block of rows (`parallel/grouped.py`). A rank holds a
+part of the width of every expert, or whole experts; either way its y is a partial sum. So are all gradients inside: of
+the input, of the chosen weights, and so of the router's matrix, which all ranks hold; the last one is summed with those
+of the norms.
+
+Layouts: x [s, b, h]; n = s b tokens; scores [s, b, E]; rows of tokens sorted by expert [n k, ...].
+"""
+
+import functools
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.tensors import Branch, SubBlockTensors
+from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.inflight import InFlight, Launch, leave_unreduced, start_all_reduce
+from megatron_ladder.comm.regions import copy_to_tensor_parallel_region
+from megatron_ladder.model.bodies import MLP, Attention, Body
+from megatron_ladder.model.operations import BALANCING_LOSS, ROUTER_Z_LOSS, BuildContext
+from megatron_ladder.model.sub_block import BodyOutput, SequenceContext
+from megatron_ladder.parallel.grouped import SortedRows, expert_inputs, grouped_linear
+from megatron_ladder.parallel.input_gradient import InputGradient, wide_linear
+from megatron_ladder.parallel.layout import ParallelModule
+from megatron_ladder.parallel.partial_gradients import sum_gradient
+
+
+class Router(ParallelModule):
+    """The matrix [E, h] of the router, and what follows the loads of the experts.
+
+    Attributes:
+        loads: how many tokens chose each expert in training since the loads were last taken, [E] int64.
+        expert_bias: what the choice adds to the scores, [E] fp32, or None.
+    """
+
+    weight: nn.Parameter
+    loads: Tensor
+    expert_bias: Tensor | None
+
+    def __init__(self, build: BuildContext, branch: Branch) -> None:
+        super().__init__()
+        self.group = build.mesh.tensor
+        weight, *bias = branch.router
+        self.add_parameter("weight", [weight], self.group, build.dtype, build.device)
+        self.register_buffer("loads", torch.zeros(weight.shape[0], dtype=torch.int64, device=build.device), False)
+        if bias:
+            self.add_state("expert_bias", bias[0], self.group, build.device)
+        else:
+            self.expert_bias = None
+
+    def forward(self, x: Tensor, input_gradient: InputGradient | None = None) -> Tensor:
+        """[s, b, h] -> logits [s, b, E] in fp32, or fp64 for an fp64 model."""
+        deferred = None if input_gradient is None else input_gradient.partial_gradients
+        return wide_linear(x, sum_gradient(self.weight, self.group, deferred), input_gradient)
+
+
+class _ExpertMatrices(ParallelModule):
+    """The stacked matrices of all experts that this rank holds, or its part of the width of each."""
+
+    gate: nn.Parameter
+    up: nn.Parameter
+    down: nn.Parameter
+
+    def __init__(self, build: BuildContext, branch: Branch) -> None:
+        super().__init__()
+        self.swiglu = build.operations.swiglu
+        whole = build.experts.sharding == "experts"
+        for name, matrix in zip(("gate", "up", "down"), (*branch.inputs, branch.output), strict=True):
+            weight = replace(matrix.weight, sharded_dim=0) if whole else matrix.weight
+            self.add_parameter(name, [weight], build.mesh.tensor, build.dtype, build.device)
+        self.first = self.sections["gate"][0].global_start if whole else 0
+        self.count = self.gate.shape[0]
+
+    def forward(
+        self, x: Tensor, chosen: Tensor, weights: Tensor, input_gradient: InputGradient | None = None
+    ) -> Tensor:
+        """x [s, b, h], and the experts and weights of each token [s, b, k], -> this rank's part of y [s, b, h]."""
+        rows = SortedRows.of(chosen, self.first, self.count)
+        inner = self.swiglu(expert_inputs(x, self.gate, self.up, rows, input_gradient))
+        weighted = inner * rows.sort(weights).unsqueeze(-1).to(inner.dtype)
+        return rows.sum_by_token(grouped_linear(weighted, self.down, rows))
+
+
+class _RoutedExperts(Body):
+    """Router and experts. Recomputation does not choose again."""
+
+    def __init__(self, build: BuildContext, tensors: SubBlockTensors) -> None:
+        super().__init__()
+        (branch,) = tensors.branches
+        self.config = build.config
+        self.options = build.experts
+        self.group = build.mesh.tensor
+        self.sums_input = build.mesh.stream.shards == 1
+        self.router = Router(build, branch)
+        self.matrices = _ExpertMatrices(build, branch)
+
+    def forward(
+        self,
+        normed: Tensor,
+        context: SequenceContext,
+        input_gradient: InputGradient | None = None,
+        launch: Launch | None = None,
+        *again: Tensor,
+    ) -> BodyOutput:
+        """See `SubBlockBody`; what it keeps are the experts of each token, [s, b, k]."""
+        x = normed
+        if input_gradient is None and self.sums_input:
+            x = copy_to_tensor_parallel_region(normed, self.group)
+        logits = self.router(x, input_gradient)
+        scores = logits.softmax(-1) if self.config.moe_router_score_function == "softmax" else logits.sigmoid()
+        (chosen,) = again or (_choose(self.config, scores.detach(), self.router.expert_bias),)
+        losses = {}
+        if context.losses is not None:
+            losses = self._losses(logits, scores, chosen)
+            if not again:
+                self.router.loads += _count(chosen.reshape(1, -1), len(self.router.loads))[0]
+        partial = self.matrices(x, chosen, self._weights(scores, chosen), input_gradient)
+        return BodyOutput(_launch(partial, self.group, launch), losses, (chosen,))
+
+    def _weights(self, scores: Tensor, chosen: Tensor) -> Tensor:
+        weights = scores.gather(-1, chosen)
+        if not self.config.moe_router_unnormalized:
+            total = weights.sum(-1, keepdim=True)
+            # Sigmoids can all be zero.
+            weights = weights / (total + 1e-20 if self.config.moe_router_score_function == "sigmoid" else total)
+        return weights * self.config.moe_router_topk_scaling_factor
+
+    def _losses(self, logits: Tensor, scores: Tensor, chosen: Tensor) -> dict[str, Tensor]:
+        """Return the losses summed over tokens, as the model's loss is."""
+        options, losses = self.options, {}
+        if options.balancing:
+            shares = scores / scores.sum(-1, keepdim=True)
+            # [sequences, tokens, E] and [sequences, tokens x k]
+            shares, of_sequences = shares.transpose(0, 1), chosen.transpose(0, 1)
+            if options.balancing_of == "aux_loss":
+                shares, of_sequences = shares.flatten(0, 1).unsqueeze(0), of_sequences.flatten(0, 1).unsqueeze(0)
+            counts = _count(of_sequences.flatten(1), scores.shape[-1])
+            unbalanced = (counts * shares.sum(1)).sum() / shares.shape[1]
+            losses[BALANCING_LOSS] = options.balancing * scores.shape[-1] / chosen.shape[-1] * unbalanced
+        if options.z_loss:
+            losses[ROUTER_Z_LOSS] = options.z_loss * logits.logsumexp(-1).square().sum()
+        return losses
+
+
+class Experts(Body):
+    """Routed experts, and beside them attention, a shared expert or both: one norm, and one sum of all outputs."""
+
+    def __init__(self, build: BuildContext, number: int, tensors: SubBlockTensors) -> None:
+        super().__init__()
+        self.group = build.mesh.tensor
+        self.beside = nn.ModuleList()
+        for branch in tensors.branches:
+            one = replace(tensors, branches=(branch,))
+            if branch.router:
+                self.routed = _RoutedExperts(build, one)
+            else:
+                self.beside.append((Attention if branch.score_width else MLP)(build, number, one))
+
+    def forward(
+        self,
+        normed: Tensor,
+        context: SequenceContext,
+        input_gradient: InputGradient | None = None,
+        launch: Launch | None = None,
+        *again: Tensor,
+    ) -> BodyOutput:
+        """See `SubBlockBody`."""
+        routed = self.routed(normed, context, input_gradient, leave_unreduced, *again)
+        others = [body(normed, context, input_gradient, leave_unreduced).in_flight.partial for body in self.beside]
+        partial = functools.reduce(torch.add, others, routed.in_flight.partial)
+        return routed._replace(in_flight=_launch(partial, self.group, launch))
+
+
+def _launch(partial: Tensor, group: CommGroup, launch: Launch | None) -> InFlight:
+    return start_all_reduce(partial, group) if launch is None else launch(partial)
+
+
+def _choose(config: ModelConfig, scores: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the experts of each token: scores [s, b, E] -> [s, b, k] int64."""
+    if bias is not None:
+        scores = scores + bias
+    groups = config.moe_router_num_groups
+    if groups > 1:
+        grouped = scores.unflatten(-1, (groups, -1))
+        best = grouped.topk(2, dim=-1).values.sum(-1).topk(config.moe_router_group_topk, dim=-1).indices
+        outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)
+        scores = grouped.masked_fill(outside.unsqueeze(-1), -torch.inf).flatten(-2)
+    return scores.topk(config.moe_router_topk, dim=-1).indices
+
+
+def _count(chosen: Tensor, experts: int) -> Tensor:
+    """Return how often each expert occurs in each row, [rows, choices] -> [rows, E]; the host does not wait."""
+    counts = torch.zeros(len(chosen), experts, dtype=torch.int64, device=chosen.device)
+    return counts.scatter_add_(1, chosen, torch.ones_like(chosen))
