@@ -89,7 +89,8 @@ def main(argv: Sequence[str]) -> None:
     for name, inputs in (("train", training), ("valid", held_out)):
         prefix = options.output_dir / name
         sidecar = preprocess(inputs, prefix, Task(tokenizer, append_eod=True))["text"]
-        print(f"{name}: {prefix}_text_document: {sidecar.documents:,} documents, {sidecar.tokens:,} tokens")
+        documents = f"{sidecar.documents:,} document{'s' * (sidecar.documents != 1)}"
+        print(f"{name}: {prefix}_text_document: {documents}, {sidecar.tokens:,} tokens")
 
 
 if __name__ == "__main__":

@@ -105,7 +105,8 @@ def main(argv: Sequence[str]) -> None:
     for key, sidecar in sidecars.items():
         prefix = dataset_prefix(config.output_prefix, key)
         skipped = f", {sidecar.skipped:,} bad lines skipped" if sidecar.skipped else ""
-        _print_message(f"{prefix}: {sidecar.documents:,} documents, {sidecar.tokens:,} tokens{skipped}")
+        documents = f"{sidecar.documents:,} document{'s' * (sidecar.documents != 1)}"
+        _print_message(f"{prefix}: {documents}, {sidecar.tokens:,} tokens{skipped}")
 
 
 def _print_message(line: str) -> None:

@@ -39,6 +39,7 @@ parse_options = functools.partial(parse_config, TrainTokenizerConfig, program="t
 def main(argv: Sequence[str]) -> None:
     """Read the command line and train."""
     config = parse_options(argv)
+    from megatron_ladder.convert.outputs import size_text
     from megatron_ladder.data.reading.find import find_sources
     from megatron_ladder.data.reading.protocol import Reading
     from megatron_ladder.data.tokenizer_training import MAX_LINE_BYTES, TextSample, train_bpe, train_sentencepiece
@@ -51,9 +52,9 @@ def main(argv: Sequence[str]) -> None:
     if problem := output_problem(path, "file"):
         raise UserError(f"--model-prefix {config.model_prefix}: cannot write {path}: {problem}: give another")
     sample = TextSample(sources, reading, config.max_megabytes * 1_000_000, in_lines=is_sentencepiece)
-    amount = f"{sample.used_bytes / 1e6:.1f}"
-    amount = f"at most {amount}" if sample.input_bytes is None else f"{amount} of {sample.input_bytes / 1e6:.1f}"
-    print(f"training {config.vocab_size} pieces on {amount} MB", flush=True)
+    amount, whole = size_text(sample.used_bytes), sample.input_bytes
+    amount = f"at most {amount}" if whole is None else f"{amount} of {size_text(whole)}"
+    print(f"training {config.vocab_size} pieces on {amount}", flush=True)
     begun = time.monotonic()
     # Libraries would ignore Ctrl-C for minutes or call it an error; here it ends the process.
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -26,8 +26,8 @@ def summary(dataset: IndexedDataset) -> Iterator[str]:
     """Yield lines about a data set: files, counts, lengths."""
     tokens, documents = len(dataset.tokens), len(dataset)
     sequences = len(dataset.sequence_bounds) - 1
-    several = "" if sequences == documents else f" in {sequences:,} sequences"
-    yield f"{dataset.prefix}: {documents:,} documents{several}, {tokens:,} tokens of {dataset.tokens.dtype}"
+    several = "s" * (documents != 1) + ("" if sequences == documents else f" in {sequences:,} sequences")
+    yield f"{dataset.prefix}: {documents:,} document{several}, {tokens:,} tokens of {dataset.tokens.dtype}"
     if dataset.loss_mask is not None:
         learnt = int(np.count_nonzero(dataset.loss_mask))
         yield f"  loss mask: {learnt:,} tokens count ({100 * learnt / tokens:.1f}%)"

@@ -60,8 +60,8 @@ class PromptOptions:
     prompt: tuple[str, ...] = flag((), repeats=True)
     """Texts to continue. Write a text that begins with a dash as --prompt=TEXT."""
     prompt_file: tuple[Path, ...] = flag((), repeats=True)
-    """Files of prompts. Each line of a .jsonl, .json or .ndjson file is a JSON object with the text under "prompt".
-    Any other file is one prompt, without its last line end."""
+    """Files of prompts. Each line of a .jsonl, .json, .ndjson, .jsonlines or .jl file is a JSON object with the text
+    under "prompt". Any other file is one prompt, without its last line end."""
     tokens: tuple[str, ...] = flag((), excludes="--chat", repeats=True)
     """One prompt as token ids, separated by spaces or commas; needs no tokenizer."""
     chat: bool = False

@@ -115,6 +115,7 @@ def test_documents_without_an_end_and_a_replaced_data_set_are_reported(
     for words, printed in (([], (True, False)), (["--append-eod"], (False, True))):
         preprocess_data.main([*command, *words])
         found = capsys.readouterr().out
+        assert f"{tmp_path}/out_text_document: 1 document, " in found
         assert ("documents will run into each other" in found, "out_text_document: exists, and is" in found) == printed
 
 

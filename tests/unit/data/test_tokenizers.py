@@ -134,6 +134,7 @@ def test_trained_byte_pairs_include_line_feeds(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "a.txt").write_text("def f():\n        return 1\n\n" * 200)
     command = f"--input {tmp_path}/*.txt --model-prefix {tmp_path}/m --vocab-size 275 --model-type bpe".split()
     train_tokenizer.main(command)
+    assert "training 275 pieces on 5.40 kB of 5.40 kB\n" in capsys.readouterr().out
     tokenizer = load_tokenizer("HFTokenizer", tmp_path / "m.json")
     assert (tokenizer.vocab_size, tokenizer.eod_id) == (275, 0)
     assert len(tokenizer.encode(":\n       ")) <= 2

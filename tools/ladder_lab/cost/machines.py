@@ -235,7 +235,7 @@ PRESETS: Mapping[str, LinkPreset] = {
         _preset("ib-100", _BOXES, 12.2, f"{_PER_NODE}; bus 12.2 GB/s (NVIDIA/nccl-tests#29)", per_doubling=20, root=20),
         _preset("efa", _BOXES, 5, _EFA_SOURCE, per_doubling=39.7, root=20),
         _preset("25gbe", _BOXES, 2.8, _ETHERNET_SOURCE, per_doubling=46),
-        _preset("10gbe", _BOXES, 1.1, "as 25gbe, at 10 Gb/s (assumed)", per_doubling=46),
+        _preset("10gbe", _BOXES, 1.1, _ETHERNET_SOURCE, per_doubling=46),
         _preset("thunderbolt-5", (2, 4), 7.6, _THUNDERBOLT_SOURCE, latency=50),
     )
 }
@@ -292,10 +292,17 @@ class Machine:
         """Return the share of the overlap with a collective of this size that is given back."""
         return gpu_contention(num_bytes, self.contention)
 
-    def describe(self) -> str:
-        """Return the sources of all figures."""
-        sources = {part.name: part.source for part in (self.link, self.network)}
-        return "\n".join(f"  {name}: {source}" for name, source in {self.gpu.name: self.gpu.source, **sources}.items())
+    def place(self, gpus: int) -> str:
+        """Return the place of so many GPUs: their boxes, and the interconnects that they use."""
+        where = f"in boxes of {self.per_box} over {self.link.name} and {self.network.name}"
+        where = where if gpus > self.per_box else f"in one box over {self.link.name}"
+        return f"{gpus} x {self.gpu.name} {where} (assumed unless given: --gpus-per-node, --link, --network)"
+
+    def describe(self, gpus: int) -> str:
+        """Return the sources of all figures for so many GPUs."""
+        used = (self.link, self.network)[: 1 + (gpus > self.per_box)]
+        sources = {self.gpu.name: self.gpu.source, **{part.name: part.source for part in used}}
+        return "\n".join(f"  {name}: {source}" for name, source in sources.items())
 
     def _spread(self, ranks: int, stride: int) -> tuple[int, int]:
         """Return the ranks per box and the number of boxes."""

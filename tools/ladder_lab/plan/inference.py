@@ -37,10 +37,9 @@ def print_inference(given: MachineOptions, options: InferenceOptions) -> None:
     request = _request_of(given, options)
     predictions = _predict_wirings(request, _wirings(request.model, options))
     machine, memory, link = request.machine, inference_memory(request), request.reduce_seconds(request.batch)
-    across = f" and {machine.network.name}" if request.ranks > machine.per_box else ""
     print(
-        f"{options.model} on {request.ranks} x {machine.gpu.name} over {machine.link.name}{across}, batch "
-        f"{request.batch}, {request.prompt} prompt tokens, {request.new_tokens} new tokens\n"
+        f"{options.model} on {machine.place(request.ranks)}, batch {request.batch}, {request.prompt} prompt tokens, "
+        f"{request.new_tokens} new tokens\n"
         f"GB per GPU: {memory.total / 1e9:.1f} = {memory.weights / 1e9:.1f} weights + {memory.cache / 1e9:.1f} cache\n"
     )
     sentence = _answer(request, predictions, options)
@@ -62,7 +61,7 @@ def print_inference(given: MachineOptions, options: InferenceOptions) -> None:
             f"{markdown_table(rows)}\n\n{sentence} {QUALITY}\n\n"
             f"The range of a speed-up is for all-reduces {LINK_ERROR:g} times faster to slower. no-comm is the "
             "fastest wiring without all-reduces: wrong results, and the bound. docs/plan.md states the error of "
-            f"tokens/s on public measurements.\n{machine.describe()}"
+            f"tokens/s on public measurements.\n{machine.describe(request.ranks)}"
         )
     else:
         print(sentence)
@@ -128,8 +127,8 @@ def _answer(request: InferenceRequest, predictions: Mapping[str, _Prediction], o
     leader = verdict([(name, 1 / one.speed_up) for name, one in others.items()])
     return (
         f"Answer: yes. Adapting {layers} of {request.model.num_layers} layers to ladder gives {hybrid.speed_up:.2f}, "
-        f"all of them {predictions['ladder'].speed_up:.2f}; trained from scratch, the fastest is {leader}, "
-        f"{fastest.speed_up:.2f} = {fastest.tokens_per_second:.1f} tokens/s; the bound is {bound:.2f}."
+        f"all of them {predictions['ladder'].speed_up:.2f}; trained from scratch, the fastest wiring ({leader}) "
+        f"gives {fastest.speed_up:.2f} = {fastest.tokens_per_second:.1f} tokens/s; the bound is {bound:.2f}."
     )
 
 

@@ -114,7 +114,7 @@ class InferenceOptions:
 
     model: str = flag("llama-70b", details=f"Names: {', '.join(SIZES)}; numbers: {SHAPE}.")
     """Shape of the model, by name (llama-70b, or just 70b) or in numbers as in 8x192x512x6x6x4096."""
-    tp: int = flag(8, minimum=1)
+    tp: int = flag(8, aliases=("--gpus",), minimum=1)
     """Tensor-parallel GPUs."""
     batch: int = flag(4, minimum=1)
     """Equal requests at a time."""

@@ -27,6 +27,7 @@ from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.errors import UserError
 
 GIGABYTE = 1e9
+_UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))
 
 
 def print_layouts(given: MachineOptions, options: LayoutOptions) -> None:
@@ -63,14 +64,15 @@ def answer(request: PlanRequest, plans: Sequence[LayoutPlan]) -> str:
         alone = ", which needs no tensor parallelism" if standard.layout.tensor == 1 else ""
         text = f"Answer: no. No wiring is more than 3 % faster than the fastest layout of standard{alone}."
     speed, replica = tokens_per_second(request, best), best.layout.tensor * best.layout.pipeline
-    per_box = request.machine.per_box
+    per_box, seconds = request.machine.per_box, 1e9 / speed
+    unit, size = next((one for one in _UNITS if seconds >= 2 * one[1]), _UNITS[-1])
     places = f"each replica spans {math.ceil(replica / per_box)} boxes"
     if replica <= per_box:
         places = "one replica per box" if replica == per_box else f"{per_box // replica} replicas per box"
     where = f", {places}" if request.gpus > per_box else ""
     return (
         f"{text} The first row trains {_range(speed, ',.0f')} tokens/s, a billion tokens in "
-        f"{_range(1e9 / speed / 86400, '.2g')} days{where}. {QUALITY}"
+        f"{_range(seconds / size, ',.1f')} {unit}{where}. {QUALITY}"
     )
 
 
@@ -155,11 +157,9 @@ def _command(request: PlanRequest, plan: LayoutPlan) -> str:
 
 
 def _report_text(request: PlanRequest, plans: Sequence[LayoutPlan], top: int) -> str:
-    machine = request.machine
     parts = [
-        f"{request.gpus} x {machine.gpu.name}, {machine.per_box} per box, over {machine.link.name} and "
-        f"{machine.network.name}, {request.global_batch} samples of {request.sequence} tokens per step, bf16; figures "
-        "not measured here, so times are ranges.",
+        f"{request.machine.place(request.gpus)}, {request.global_batch} samples of {request.sequence} tokens per step, "
+        "bf16; figures not measured here, so times are ranges.",
         answer(request, plans),
         markdown_table([_plan_cells(plan) for plan in best_of_each_grid(plans)[:top]]),
         _layouts_verdict(plans),
@@ -173,7 +173,7 @@ def _report_text(request: PlanRequest, plans: Sequence[LayoutPlan], top: int) ->
             "tie:",
             _sweep_table(sweep(request, layout)),
         ]
-    parts.append(f"Figures:\n{machine.describe()}")
+    parts.append(f"Figures:\n{request.machine.describe(request.gpus)}")
     return "\n\n".join(parts)
 
 
