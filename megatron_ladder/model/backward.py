@@ -46,7 +46,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron_ladder.blueprint.wiring import ReadPlan
 from megatron_ladder.comm.inflight import InFlight, Launch, leave_unreduced
 from megatron_ladder.comm.side_queue import SideQueue
-from megatron_ladder.model.sub_block import Output, SequenceContext, SubBlock, add_losses, output_parts, walk
+from megatron_ladder.model.sub_block import (
+    Output,
+    SequenceContext,
+    SubBlock,
+    add_losses,
+    output_parts,
+    shared_reads,
+    walk,
+)
 from megatron_ladder.parallel.input_gradient import InputGradient
 from megatron_ladder.parallel.linear import reached_by_backward
 from megatron_ladder.parallel.partial_gradients import PartialGradients, PartialSums
@@ -63,6 +71,8 @@ class LocalReading(NamedTuple):
     """This rank's positions, detached."""
     whole: InFlight
     """All positions."""
+    input_gradient: InputGradient
+    """Collects the gradient of `normed` from all sub-blocks that take it."""
 
 
 class _Graph(NamedTuple):
@@ -103,7 +113,8 @@ class ForwardRecord:
         self.sharded = self.layout.shards > 1
         self.queue = queue
         self.partial_gradients = PartialGradients(sums)
-        norms = Counter(step.norm for step in steps)
+        read_before = shared_reads(steps, plan, first)
+        norms = Counter(step.norm for number, step in enumerate(steps, first) if number not in read_before)
         self._shared_norms = {norm for norm, uses in norms.items() if uses > 1}
         self.losses: dict[str, Tensor] = {}
         entering = plan.missing(first)
@@ -137,7 +148,7 @@ class ForwardRecord:
                 parts.append(in_flight.partial)
                 add_losses(self.losses, losses)
             else:
-                graph, part = self._build(step, lane, read, keeps_input=not self.sharded, losses=self.losses)
+                graph, part = self._build(step, lane, read, losses=self.losses)
                 kept.append(graph)
                 parts.append(part)
         self._kept.append(kept)
@@ -148,7 +159,8 @@ class ForwardRecord:
         (kept,) = self._kept[step]
         with self.steps[step].named("gather"):
             if isinstance(kept, _Graph):
-                kept.input_gradient.input_again = self.layout.start_read(kept.normed)
+                if kept.input_gradient.input_again is None:
+                    kept.input_gradient.input_again = self.layout.start_read(kept.normed)
             elif isinstance(kept, Tensor):
                 # CUDA runs the backward of an operation on the stream of its forward, which is then that of the queue.
                 # The wait for the gather makes the computation run after the chain, without a join. The reading keeps
@@ -166,7 +178,7 @@ class ForwardRecord:
         with self.steps[step].named("recompute"):
             readings = [self._read(step, one, with_graph=True) if isinstance(one, Tensor) else one for one in kept]
             return [
-                self._build(step, lane, reading, keeps_input=True)[0]
+                self._build(step, lane, reading)[0]
                 for lane, reading in enumerate(readings)
                 if isinstance(reading, LocalReading)
             ]
@@ -181,19 +193,20 @@ class ForwardRecord:
             normed = norm(leaf, weight, self.partial_gradients)
         detached = normed.detach()
         edge = get_gradient_edge(normed) if with_graph else None
-        return LocalReading(leaf, edge, detached, self.layout.start_read(detached))
+        keeps_input = not self.sharded or self.steps[step].recompute
+        input_gradient = InputGradient(self.launch, self.partial_gradients, keeps_input)
+        return LocalReading(leaf, edge, detached, self.layout.start_read(detached), input_gradient)
 
     def _build(
         self,
         step: int,
         lane: int,
         reading: LocalReading,
-        keeps_input: bool,
         losses: dict[str, Tensor] | None = None,
     ) -> tuple[_Graph, Tensor]:
         """Run a body with a graph, and add its losses to `losses`. The graph keeps an edge to the partial sum and not
         the tensor, whose storage the reduce overwrites."""
-        input_gradient = InputGradient(self.launch, self.partial_gradients, keeps_input)
+        input_gradient = reading.input_gradient
         with torch.enable_grad():
             normed = reached_by_backward(reading.whole.wait())
             body = self.steps[step].lanes[lane]
@@ -357,6 +370,9 @@ class _BackwardWalk:
             torch.autograd.backward([graph.partial, *graph.losses.values()], [gradient, *of_losses])
         if crosses:
             self._cross(number, own)
+            return
+        if graphs[-1].input_gradient.in_flight is None:
+            # The sub-block before it takes the same normed stream, and starts the sum.
             return
         summed = graphs[-1].input_gradient.in_flight if step.reads_own else graphs[-1]
         assert summed is not None

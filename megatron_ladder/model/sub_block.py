@@ -17,6 +17,7 @@ unreduced partial sums, [1 + pending x parts, s / shards, b, h]. An output has a
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
@@ -288,6 +289,7 @@ def walk(
         The state that leaves. Its missing outputs are unreduced.
     """
     steps, last = forward.steps, first + len(forward.steps)
+    read_before = shared_reads(steps, plan, first)
     # They may include outputs that this range neither made nor read.
     leaving = plan.missing(last)
     stream, pending, ahead = state[0], dict[int, Output](), list[Reading]()
@@ -309,8 +311,10 @@ def walk(
     for number, step in enumerate(steps, start=first):
         if queue is not None and ahead:
             queue.join()
-        reading = ahead.pop() if ahead else read(number)
-        if queue is not None and number + 1 < last and number not in plan.arriving(number + 1):
+        if number not in read_before:
+            reading = ahead.pop() if ahead else read(number)
+        is_next_readable = number + 1 < last and number + 1 not in read_before
+        if queue is not None and is_next_readable and number not in plan.arriving(number + 1):
             ahead.append(queue.run(functools.partial(read, number + 1), uses=(stream, *pending.values())))
         launch_sum = leave_unreduced if step.joins_next or number in leaving else launch
         if joined is not None:
@@ -325,6 +329,16 @@ def walk(
             stream = stream + pending.pop(arrived).whole.wait()
     parts_left = [part for output in pending.values() for part in output.own or [output.whole.partial]]
     return torch.cat([part.reshape(-1, *stream.shape) for part in (stream, *parts_left)])
+
+
+def shared_reads(steps: Sequence[SubBlock], plan: ReadPlan, first: int) -> set[int]:
+    """Return the numbers of the sub-blocks that take the normed stream of the one before them: with the same norm, and
+    no output that arrives between them. A recomputed one reads by itself."""
+    return {
+        number
+        for number, (before, step) in enumerate(itertools.pairwise(steps), start=first + 1)
+        if step.norm is before.norm and not plan.arriving(number) and not step.recompute
+    }
 
 
 def _launch_together(launch: Launch, joined: Tensor, partial: Tensor) -> InFlight:
