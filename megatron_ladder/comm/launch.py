@@ -158,8 +158,9 @@ def start_process_group(
         if place.launched and place.rank == 0:
             print(explanation, file=sys.stderr)
         torch.cuda.set_device(device)
-        # After a timeout each rank writes its last collectives to a file.
+        # After a timeout each rank writes its last collectives to a file, and ends after four times these milliseconds.
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "2000")
     timeout = timedelta(minutes=timeout_minutes)
     if not place.launched:
         alone = dist.HashStore()  # type: ignore[attr-defined]

@@ -63,7 +63,7 @@ class TrainingConfig:
     All-reduces overlap as without it. Needs a compiler at run time. auto: true on CUDA if a compiler and Triton are
     installed, unless --norm-implementation apex is given. Without a value: true."""
     deterministic_mode: bool = False
-    """Use only deterministic CUDA kernels."""
+    """Use only deterministic CUDA kernels and NCCL algorithms."""
 
 
 @dataclass(frozen=True)

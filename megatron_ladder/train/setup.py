@@ -72,6 +72,8 @@ def build_trainer(inputs: RunInputs, place: RankInfo, peers: Peers) -> Trainer:
     if run.training.deterministic_mode:
         # cuBLAS reads this variable when its first handle is created.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # NVLink switches add in any order. NCCL reads this with its first group; torch would leave out only NVLS.
+        os.environ.setdefault("NCCL_ALGO", "^NVLS,NVLSTree")
         torch.use_deterministic_algorithms(True)
     timeout_minutes = run.parallel.distributed_timeout_minutes
     device = start_process_group(place, timeout_minutes, _shared_settings(inputs, place), peers)

@@ -1,17 +1,20 @@
 """CUDA groups: NCCL options, hardware queues and shared memory, tested without a GPU."""
 
+import os
 import socket
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
+from megatron_ladder.comm.agreement import Peers
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.comm.launch import _explain_connections
+from megatron_ladder.comm.launch import RankInfo, _explain_connections
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.symmetric import (
     MOST_BYTES,
@@ -20,7 +23,10 @@ from megatron_ladder.comm.symmetric import (
     check_peers,
     select_all_reduce,
 )
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import LostPeerError, UserError
+from megatron_ladder.train import setup
+from tests.helpers.steps import RECIPE
+from tests.helpers.training import run_of
 from tests.unit.comm import fake_cuda
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -46,6 +52,34 @@ def test_invalid_numbers_of_queues(monkeypatch: pytest.MonkeyPatch, text: str) -
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", text)
     with pytest.raises(UserError, match="expected 1 to 32"):
         _explain_connections()
+
+
+def test_nccl_starts_with_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch waits four times the third one before it ends a rank, 60 s by default."""
+    names = ("NCCL_ALGO", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC")
+    for name in (*names, "CUBLAS_WORKSPACE_CONFIG"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    found: list[list[str | None]] = []
+
+    def start(*_: object, **__: object) -> None:
+        found.append([os.environ.get(name) for name in names])
+        raise LostPeerError("started")
+
+    monkeypatch.setattr(torch.cuda, "set_device", Mock())
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", Mock())
+    monkeypatch.setattr(setup, "_shared_settings", Mock())
+    monkeypatch.setattr(RankInfo, "device", lambda self: GPU)
+    monkeypatch.setattr(dist, "init_process_group", start)
+    for words in ([], ["--deterministic-mode"]):
+        inputs: Any = SimpleNamespace(run=run_of([*RECIPE, *words], 1))
+        with pytest.raises(LostPeerError):
+            setup.build_trainer(inputs, RankInfo(0, 1, 0), Peers())
+    assert found == [[None, "1", "2000"], ["^NVLS,NVLSTree", "1", "2000"]]
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    with pytest.raises(LostPeerError):
+        setup.build_trainer(inputs, RankInfo(0, 1, 0), Peers())
+    assert found[-1][0] == "Ring"
 
 
 class Torch:
