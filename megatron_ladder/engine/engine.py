@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_ladder.comm.copies import to_device
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.engine.sharded import ShardedOptimizer
 from megatron_ladder.engine.state import EngineState, engine_state
@@ -19,10 +20,10 @@ ModelInputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 `LanguageModel.forward` takes them."""
 
 
-def to_device(batch: ModelInputs, device: torch.device) -> list[Any]:
+def batch_to_device(batch: ModelInputs, device: torch.device) -> list[Any]:
     """Move all tensors except the document bounds, which the model needs on the CPU."""
     *others, document_bounds = batch
-    return [*(None if one is None else one.to(device, non_blocking=True) for one in others), document_bounds]
+    return [*(None if one is None else to_device(one, device) for one in others), document_bounds]
 
 
 def deepspeed_mpu(mesh: ProcessMesh) -> SimpleNamespace:
@@ -135,7 +136,7 @@ class UnpipelinedEngine(Engine):
         loss_sum = torch.zeros((), device=self._device)
         with self._reducing(len(micro_batches)):
             for index, batch in enumerate(micro_batches):
-                loss = self.wrapped(*to_device(batch, self._device))
+                loss = self.wrapped(*batch_to_device(batch, self._device))
                 loss = loss * scale.to(loss.dtype)
                 loss_sum += loss.detach()
                 self.wrapped.backward(loss * self._gradient_divisor, scale_wrt_gas=False)
@@ -147,12 +148,12 @@ class UnpipelinedEngine(Engine):
     def evaluate(self, micro_batches: Sequence[ModelInputs]) -> Tensor:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         for batch in micro_batches:
-            loss_sum += self.module(*to_device(batch, self._device))
+            loss_sum += self.module(*batch_to_device(batch, self._device))
         return loss_sum
 
     @torch.no_grad()
     def predict(self, micro_batches: Sequence[ModelInputs]) -> Tensor:
-        batches = [to_device(batch, self._device) for batch in micro_batches]
+        batches = [batch_to_device(batch, self._device) for batch in micro_batches]
         return torch.stack([self.module(*batch, predicts=True) for batch in batches])
 
     def step(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megatron_ladder.comm.copies import to_device
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.parallel.layout import Section, parameter_sections, split_interval
 
@@ -53,9 +54,9 @@ def gradient_norm(
     if parts:
         norms = torch._foreach_norm(parts, dtype=torch.float32)
         # Gradients of an offloaded optimizer are in host memory, which no GPU collective can read.
-        squares = torch.stack(norms).to(device, non_blocking=True).double().square()
+        squares = to_device(torch.stack(norms), device).double().square()
         # Zero times infinity or NaN is NaN, so copies that do not count still make the sum invalid.
-        total = (squares * torch.tensor(counts, dtype=torch.float64).to(device, non_blocking=True)).sum()
+        total = (squares * to_device(torch.tensor(counts, dtype=torch.float64), device)).sum()
     square, *sums = world.all_reduce(torch.cat([total.reshape(1), extra_sums])).tolist()
     return math.sqrt(square), sums
 

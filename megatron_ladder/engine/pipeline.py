@@ -18,8 +18,9 @@ from deepspeed.runtime.pipe.schedule import OptimizerStep
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
+from megatron_ladder.comm.copies import to_device
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.engine.engine import Engine, ModelInputs, deepspeed_mpu, to_device
+from megatron_ladder.engine.engine import Engine, ModelInputs, batch_to_device, deepspeed_mpu
 from megatron_ladder.model.language_model import LanguageModel
 
 
@@ -42,7 +43,7 @@ class _Stage(nn.Module):
 
     def forward(self, entering: Tensor) -> Tensor:
         """Map the previous stage's state [1 + pending, s, b, h], or ids [b, s], to this one's, or to the loss."""
-        _, labels, loss_mask, positions, document_bounds = to_device(self.coming.popleft(), entering.device)
+        _, labels, loss_mask, positions, document_bounds = batch_to_device(self.coming.popleft(), entering.device)
         leaving = self.model.stage(entering, positions, document_bounds, self.loss_scale / self.micro_batches)
         if not self.model.is_last:
             return leaving
@@ -144,7 +145,7 @@ class PipelinedEngine(Engine):
         # Every stage needs some tensors of each micro-batch, but DeepSpeed loads them on the first and last stage only.
         self._stage.coming = deque(micro_batches)
         # DeepSpeed would wait for each of its own copies to the device.
-        self.wrapped.set_dataiterator((tokens.to(self._device, non_blocking=True), ()) for tokens, *_ in micro_batches)
+        self.wrapped.set_dataiterator((to_device(tokens, self._device), ()) for tokens, *_ in micro_batches)
         self.wrapped.total_loss, self.wrapped._compute_loss = None, True
         self.wrapped._exec_schedule(schedule)
         loss: Tensor | None = self.wrapped.total_loss

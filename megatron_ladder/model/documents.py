@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_ladder.comm.copies import to_device
+
 
 class DocumentBounds(NamedTuple):
     """The documents of the rows of a batch. Every row begins one."""
@@ -29,7 +31,7 @@ class DocumentBounds(NamedTuple):
         """Take `bounds` [documents + 1] int32 from the CPU, so that no device has to be synchronised."""
         ends: list[int] = bounds.tolist()
         lengths = tuple(end - begin for begin, end in pairwise(ends))
-        return DocumentBounds(lengths, bounds.to(device, non_blocking=True))
+        return DocumentBounds(lengths, to_device(bounds, device))
 
 
 PackedAttention = Callable[[Tensor, Tensor, Tensor, DocumentBounds], Tensor]

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_ladder.comm.copies import to_device
 from megatron_ladder.data.batches import MicroBatch
 from megatron_ladder.engine.gradients import clip_gradients, gradient_norm, locate_bad_gradient
 from megatron_ladder.train.guards import Finding
@@ -57,8 +58,8 @@ def train_step(
     trainer.model.take_extra_losses()
     loss_sum = engine.forward_backward(micro_batches, scale)
     pieces = state.gradient_pieces()
-    numbers = torch.tensor(extra_numbers(), dtype=torch.float64).to(trainer.device, non_blocking=True)
-    extra_losses = trainer.model.take_extra_losses().to(trainer.device, non_blocking=True) * scale
+    numbers = to_device(torch.tensor(extra_numbers(), dtype=torch.float64), trainer.device)
+    extra_losses = to_device(trainer.model.take_extra_losses(), trainer.device) * scale
     packed = torch.cat([loss_sum.detach().double().reshape(1), extra_losses, targets.reshape(1), numbers])
     norm, sums = gradient_norm(pieces, mesh.world, trainer.device, packed)
     # Every tensor-parallel rank contributed the same losses.

@@ -1,7 +1,8 @@
 """Counts how often the host waits for the device in a training step.
 
 A CPU plays the device. Tensors that were created without naming a device, and what follows from them alone, are the
-host's; reading any other tensor, or sending one of the host's without `non_blocking`, is a wait.
+host's; reading any other tensor, or sending one of the host's, is a wait, unless it is sent from pinned memory with
+`non_blocking`.
 """
 
 import traceback
@@ -37,6 +38,7 @@ class Waits(TorchDispatchMode):
         super().__init__()
         self.places: list[str] = []
         self._of_host = WeakIdKeyDictionary()
+        self._pinned = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -44,13 +46,17 @@ class Waits(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         on_host = all(leaf in self._of_host for leaf in inputs) if inputs else kwargs.get("device") != DEVICE
         selects = name == "index" and any(leaf.dtype in (torch.bool, torch.uint8) for leaf in inputs[1:])
-        if not on_host and (name in READERS or selects):
+        sends = name == "copy_" and not on_host and args[1] in self._of_host and not self._is_pinned(args[1], *args[2:])
+        if sends or (not on_host and (name in READERS or selects)):
             self._note()
         result = func(*args, **kwargs)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and (on_host or name == "lift_fresh"):
                 self._of_host[leaf] = True
         return result
+
+    def _is_pinned(self, tensor: Tensor, non_blocking: bool = False) -> bool:
+        return tensor in self._pinned and non_blocking
 
     def _note(self) -> None:
         frames = [(frame.filename, frame.lineno) for frame in traceback.extract_stack()[:-2]]
@@ -59,7 +65,8 @@ class Waits(TorchDispatchMode):
             self.places.append(" < ".join(f"{name}:{line}" for name, line in frames[::-1] if "/torch/" not in name))
 
     @contextmanager
-    def counting(self) -> Iterator[None]:
+    def counting(self, optimizer: Any) -> Iterator[None]:
+        """Count inside the block; `optimizer` is DeepSpeed's."""
         from deepspeed.accelerator import get_accelerator
 
         def reading(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,9 +80,17 @@ class Waits(TorchDispatchMode):
 
         def send(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             target = kwargs.get("device", args[0] if args else None)
-            if target == DEVICE and tensor in self._of_host and not kwargs.get("non_blocking", False):
-                self._note()
-            return to(tensor, *args, **kwargs)
+            sent = to(tensor, *args, **kwargs)
+            if target == DEVICE and tensor in self._of_host:
+                if not self._is_pinned(tensor, kwargs.get("non_blocking", False)):
+                    self._note()
+                self._of_host.pop(sent, None)
+            return sent
+
+        def pin(tensor: Tensor) -> Tensor:
+            pinned = tensor.clone()
+            self._pinned[pinned] = True
+            return pinned
 
         def create(*args: Any, **kwargs: Any) -> Tensor:
             if kwargs.get("device") == DEVICE:
@@ -87,9 +102,16 @@ class Waits(TorchDispatchMode):
             for name in ("tolist", "cpu", "numpy"):
                 patches.enter_context(mock.patch.object(Tensor, name, reading(getattr(Tensor, name))))
             patches.enter_context(mock.patch.object(Tensor, "to", send))
+            patches.enter_context(mock.patch.object(Tensor, "pin_memory", pin))
             patches.enter_context(mock.patch.object(torch, "tensor", create))
             accelerator = type(get_accelerator())
             patches.enter_context(mock.patch.object(accelerator, "synchronize", lambda *_: self._note()))
+            # DeepSpeed waits for streams and events, if there are any.
+            patches.enter_context(mock.patch.object(accelerator, "resolves_data_dependency", lambda _: False))
+            stream = mock.Mock(synchronize=self._note)
+            patches.enter_context(mock.patch.object(accelerator, "current_stream", lambda *_: stream))
+            if hasattr(optimizer, "reduce_and_partition_stream"):
+                optimizer.reduce_and_partition_stream = stream
             patches.enter_context(self)
             yield
 
@@ -106,13 +128,13 @@ class MaskedNumbers:
 
 def waits_of_steps(argv: list[str]) -> list[list[str]]:
     """On each rank: return the waits of three steps."""
-    trainer = replace(build_trainer_here(argv), device=DEVICE)
+    trainer = replace(build_trainer_here(argv), device=DEVICE, eod_id=7)
     trainer.engine._device = DEVICE
     batches: Any = sample_batches(trainer, MaskedNumbers(), 0)  # type: ignore[arg-type]
     places: deque[list[str]] = deque()
     for iteration in range(1, 4):
         waits = Waits()
-        with waits.counting():
+        with waits.counting(trainer.engine.wrapped.optimizer):
             train_step(trainer, next(batches), iteration, lambda: (1.0, 2.0))
         places.append(waits.places)
     batches.close()
