@@ -44,7 +44,7 @@ def use_meta_device(synchronized: Callable[[], None]) -> None:
     """Make DeepSpeed allocate on the meta device, and call `synchronized` where it would wait for a device."""
     set_accelerator(_MetaAccelerator(synchronized))
     # Only a GPU's driver can lock memory.
-    torch.Tensor.pin_memory = lambda tensor: tensor  # type: ignore[method-assign, assignment]
+    torch.Tensor.pin_memory = lambda tensor: tensor  # type: ignore[method-assign, assignment, misc]
     # ZeRO-3 compares numbers with rank 0's in its first step; there are none to compare.
     partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda ints: None
 

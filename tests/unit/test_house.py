@@ -59,10 +59,10 @@ MOST_LINES_OF_A_FILE = 470
 
 FIRST_FLOOR = ("errors", "files", "processes", "progress", "api", "lm_eval")
 BUDGETS = {
-    f"{PACKAGE}/": 27_250,
+    f"{PACKAGE}/": 27_272,
     " ".join(
         f"{PACKAGE}/{folder}/" for folder in ("blueprint", "comm", "parallel", "model", "engine", "train")
-    ): 11_900,
+    ): 11_922,
     f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_570,
     f"{PACKAGE}/checkpoint/": 2_420,
     f"{PACKAGE}/data/": 4_650,
