@@ -18,9 +18,9 @@ from megatron_ladder.comm.regions import copy_to_tensor_parallel_region
 
 
 class _Parameter(NamedTuple):
-    """A description of a parameter, taken while it is used: at the end of the pass ZeRO-3 has released it."""
+    """A parameter, and what it was while it was used: at the end of the pass ZeRO-3 has released it."""
 
-    identity: int
+    tensor: Tensor
     edge: GradientEdge
     """Leads to its gradient."""
     shape: torch.Size
@@ -42,11 +42,12 @@ class PartialSums:
 
     def add(self, parameter: _Parameter, gradient: Tensor) -> None:
         """Add this rank's part of a gradient; parts of several passes are summed in fp32 at least."""
-        _, earlier = self._sums.get(parameter.identity, (parameter, None))
+        identity = id(parameter.tensor)
+        _, earlier = self._sums.get(identity, (parameter, None))
         wide = gradient
         if self._passes_left != 1 or earlier is not None:
             wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-        self._sums[parameter.identity] = parameter, wide if earlier is None else earlier + wide
+        self._sums[identity] = parameter, wide if earlier is None else earlier + wide
 
     def end_pass(self) -> None:
         """End a backward pass; after the last one, every parameter has its gradient."""
@@ -61,7 +62,17 @@ class PartialSums:
         whole = self.group.all_reduce(torch.cat([part.flatten() for part in sums]))
         parts = whole.split([part.numel() for part in sums])
         gradients = [part.view(p.shape).to(p.dtype) for part, p in zip(parts, parameters, strict=True)]
+        # Autograd copies a gradient whose strides are not those of its parameter, in the shape of the parameter.
+        released = [
+            (p.tensor, p.tensor.data, gradient)
+            for p, gradient in zip(parameters, gradients, strict=True)
+            if p.tensor.shape != p.shape
+        ]
+        for tensor, _, gradient in released:
+            tensor.data = gradient
         torch.autograd.backward([parameter.edge for parameter in parameters], gradients)
+        for tensor, nothing, _ in released:
+            tensor.data = nothing
 
 
 class PartialGradients:
@@ -93,7 +104,7 @@ class PartialGradients:
     def _stand_in(self, parameter: Tensor) -> tuple[_Parameter, Tensor]:
         with torch.enable_grad(), torch.cuda.stream(self._stream):
             edge = get_gradient_edge(parameter.view_as(parameter))
-        described = _Parameter(id(parameter), edge, parameter.shape, parameter.dtype)
+        described = _Parameter(parameter, edge, parameter.shape, parameter.dtype)
         return described, parameter.detach().requires_grad_()
 
     def end_pass(self) -> None:
