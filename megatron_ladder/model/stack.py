@@ -78,7 +78,7 @@ class _TransformerLayer(nn.Module):
         self.bodies = nn.ModuleDict()
         self._reads_own = build.config.lanes > 0
         self._lanes = range(local_lanes(build.config, build.mesh.tensor.size))
-        self._wired = [tensors.wired for tensors in layer_tensors(build.config)[layer]]
+        self._kinds = build.config.layer_kinds[layer]
         number = sum(kind.attends for kinds in build.config.layer_kinds[:layer] for kind in kinds)
         for tensors in layer_tensors(build.config)[layer]:
             kind = tensors.wired.kind
@@ -94,24 +94,13 @@ class _TransformerLayer(nn.Module):
 
     def sub_blocks(self, mesh: ProcessMesh, recompute: bool, name: str, span: Span) -> list[SubBlock]:
         steps = []
-        for wired in self._wired:
-            kind = wired.kind
+        for kind in self._kinds:
             norm, bodies = self.norms[kind.norm], (self.bodies[_body_name(kind, lane)] for lane in self._lanes)
             assert isinstance(norm, RMSNorm)
             lanes = [body for body in bodies if isinstance(body, Body)]
             name_of_kind = f"{name}.{kind.value}"
             steps.append(
-                SubBlock(
-                    norm,
-                    lanes,
-                    self._reads_own,
-                    mesh.tensor,
-                    mesh.stream,
-                    recompute,
-                    wired.joins_next,
-                    name_of_kind,
-                    span,
-                )
+                SubBlock(norm, lanes, self._reads_own, mesh.tensor, mesh.stream, recompute, False, name_of_kind, span)
             )
         return steps
 
@@ -149,14 +138,15 @@ class TransformerStack(nn.Module):
         sub_blocks = [sub_block for layer in layers for sub_block in wired[layer]]
         self.synchronised = [sub_blocks[0].reads_shared, *(sub_block.leaves_shared for sub_block in sub_blocks)]
         self.partial_sums = PartialSums(mesh.tensor)
-        self._steps: Sequence[SubBlock] | None = None
         self._first = sum(len(sub_blocks) for sub_blocks in wired[: layers.start])
         self.layers = nn.ModuleDict({str(layer): _TransformerLayer(build, layer) for layer in layers})
         self.rewire(wired)
 
     def rewire(self, wired_layers: Sequence[Sequence[WiredSubBlock]]) -> None:
-        """Change what the sub-blocks miss; `wired_layers` are those of all layers of the model."""
+        """Change what the sub-blocks miss and which of their outputs travel together, for all layers of the model."""
         self.plan = plan_reads(wired_layers)
+        self._joins_next = [sub_block.joins_next for layer in wired_layers for sub_block in layer]
+        self._steps: Sequence[SubBlock] | None = None
 
     @property
     def slots_in(self) -> int:
@@ -186,7 +176,8 @@ class TransformerStack(nn.Module):
                 assert isinstance(layer, _TransformerLayer)
                 recompute = index < self.options.recompute_layers
                 steps += layer.sub_blocks(self.mesh, recompute, f"layers.{number}", self.options.span)
-            self._steps = steps
+            joins_next = self._joins_next[self._first :]
+            self._steps = [step._replace(joins_next=join) for step, join in zip(steps, joins_next, strict=False)]
         return self._steps
 
     def _write_blocking(self, partial: Tensor) -> InFlight:

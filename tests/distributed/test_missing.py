@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.wiring import ReadPlan, WiredSubBlock
@@ -27,6 +27,7 @@ SIZES: dict[str, Any] = {
     "head_dim": 4,
     "vocab_size": 17,
 }
+EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 8}
 
 
 class Case(NamedTuple):
@@ -35,6 +36,8 @@ class Case(NamedTuple):
     config: ModelConfig
     first_reads: tuple[int, ...]
     missing: tuple[tuple[int, ...], ...]
+    joined: tuple[bool, ...]
+    """Whether each output travels in the sum of the next one."""
     bounds: tuple[int, ...]
     """First layers of the ranges, and the number of layers."""
     options: StackOptions
@@ -44,35 +47,50 @@ class Case(NamedTuple):
 def random_case(seed: int, ranks: int) -> Case:
     """Choose for each output the first sub-block that sees it, and from that what each sub-block misses."""
     dice = random.Random(seed)
-    mode = dice.choice(("ladder", "ladder", "ladder-parallel"))
-    layers = dice.randrange(2, 4) if mode == "ladder" else dice.randrange(3, 6)
-    count = layers * (1 if mode == "ladder-parallel" else 2)
-    reads = tuple(min(output + 1 + dice.choice((0, 0, 1, 1, 2, 3)), count) for output in range(count))
-    if dice.random() < 0.5:
-        # In order, so that gradients cross cuts unreduced.
-        reads = tuple(accumulate(reads, max))
-    missing = tuple(tuple(i - j for j in reversed(range(i)) if reads[j] > i) for i in range(count))
-    lanes = dice.choice((0, 0, 2))
+    mode = dice.choice(("ladder", "ladder", "ladder-parallel", "farskip", "shortcut", "longcat"))
+    layers = dice.randrange(3, 6) if mode == "ladder-parallel" else dice.randrange(2, 4)
+    sizes = dict(SIZES)
+    if mode in ("farskip", "shortcut", "longcat") or dice.random() < 0.3:
+        sizes |= EXPERTS | {"moe_layers": tuple(sorted(dice.sample(range(layers), dice.randrange(1, layers + 1))))}
+        sizes["moe_shared_expert_intermediate_size"] = 0 if mode == "longcat" else 8
+    lanes = 0 if "moe_layers" in sizes else dice.choice((0, 0, 2))
     config = small_model(
         num_layers=layers,
         residual_mode=mode,
         ladder_layers=tuple(range(layers)),
         lanes=lanes,
         qk_layernorm=lanes <= ranks and dice.random() < 0.5,
-        **SIZES,
+        **sizes,
     )
+    ends = list(accumulate(map(len, config.wired_layers), initial=0))
+    count = ends[-1]
+    reads = tuple(min(output + 1 + dice.choice((0, 0, 1, 1, 2, 3)), count) for output in range(count))
+    if dice.random() < 0.5:
+        # In order, so that gradients cross cuts unreduced.
+        reads = tuple(accumulate(reads, max))
+    missing = tuple(tuple(i - j for j in reversed(range(i)) if reads[j] > i) for i in range(count))
     cuts = sorted(dice.sample(range(1, layers), dice.randrange(layers)))
+    # Outputs that are first seen together, in their range.
+    joined = tuple(
+        not lanes and first == second and not any(output < ends[cut] < first for cut in cuts) and dice.random() < 0.5
+        for output, (first, second) in enumerate(pairwise((*reads, 0)))
+    )
     options = StackOptions(
         tp_overlap=dice.random() < 0.9, recompute_layers=dice.choice((0, 9)), mirrored_backward=dice.random() < 0.9
     )
     is_sharded = ranks > 1 and not lanes and dice.random() < 0.5
-    return Case(config, reads, missing, (0, *cuts, layers), options, is_sharded)
+    return Case(config, reads, missing, joined, (0, *cuts, layers), options, is_sharded)
 
 
-def wired(config: ModelConfig, missing: tuple[tuple[int, ...], ...]) -> list[tuple[WiredSubBlock, ...]]:
-    """Return the model's sub-blocks with what they miss."""
-    sets = iter(missing)
-    return [tuple(one._replace(missing=next(sets)) for one in layer) for layer in config.wired_layers]
+def wired(case: Case) -> list[tuple[WiredSubBlock, ...]]:
+    """Return the model's sub-blocks with what they miss and which outputs travel together."""
+    sets = iter(zip(case.missing, case.joined, strict=True))
+
+    def changed(one: WiredSubBlock) -> WiredSubBlock:
+        missing, joins_next = next(sets)
+        return one._replace(missing=missing, joins_next=joins_next)
+
+    return [tuple(map(changed, layer)) for layer in case.config.wired_layers]
 
 
 def inputs(seed: int) -> tuple[Tensor, Tensor]:
@@ -92,7 +110,7 @@ def run_cases(seeds: range, ranks: int) -> list[tuple[float, Pieces]]:
         for bound in pairwise(case.bounds):
             part = LanguageModel(case.config, mesh, case.options, layers=range(*bound), dtype=torch.float64)
             fill_slices(part, weights)
-            part.stack.rewire(wired(case.config, case.missing))
+            part.stack.rewire(wired(case))
             entered.append(left.detach().clone().requires_grad_() if parts else left)
             left = part.stage(entered[-1])
             entered.append(left)
@@ -110,7 +128,7 @@ def run_cases(seeds: range, ranks: int) -> list[tuple[float, Pieces]]:
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("seeds", [range(0, 75), range(75, 150)], ids=str)
 def test_random_wirings(gloo_pools: GlooPools, seeds: range, ranks: int) -> None:
-    """300 of them, with cuts, recomputation, own partials and sequence parallelism."""
+    """300 of them, with experts, joined sums, cuts, recomputation, own partials and sequence parallelism."""
     results = gloo_pools(ranks).run(run_cases, seeds, ranks)
     for seed, *of_ranks in zip(seeds, *results, strict=True):
         case = random_case(seed, ranks)
@@ -128,9 +146,10 @@ def events_of_cases(seeds: range) -> list[list[str]]:
     for seed in seeds:
         case = random_case(seed, 2)
         model, group = recorded_model(case.config, StackOptions())
-        model.stack.rewire(wired(case.config, case.missing))
+        model.stack.rewire(wired(case))
         for number, step in enumerate(model.stack.sub_blocks()):
-            step.norm.register_forward_pre_hook(lambda *_, name=f"B{number}", group=group: group.events.append(name))
+            assert isinstance(step.body, nn.Module)
+            step.body.register_forward_pre_hook(lambda *_, name=f"B{number}", group=group: group.events.append(name))
         state = torch.randn(1, 6, 2, case.config.hidden_size, requires_grad=True)
         model.stack(state, model.training_context(inputs(seed)[0])).sum().backward()
         found.append(group.events)
@@ -141,17 +160,21 @@ def test_an_output_is_waited_for_right_before_the_first_sub_block_that_sees_it(g
     """Backward: the reduce of a read is waited for right before the first output that needs it."""
     seeds = range(40)
     for seed, events in zip(seeds, gloo_pools(2).run(events_of_cases, seeds)[0], strict=True):
-        reads = random_case(seed, 2).first_reads
-        count = len(reads)
+        case = random_case(seed, 2)
+        reads, count = case.first_reads, len(case.first_reads)
+        launched = [output for output in range(count) if not case.joined[output]]
+        numbers = {output: number for number, output in enumerate(launched)}
         expected = []
         for index in range(count):
-            expected += [f"W{j}" for j in range(index) if reads[j] == index] + [f"B{index}", f"L{index}"]
-        expected += [f"W{j}" for j in range(count) if reads[j] == count]
+            expected += [f"W{numbers[j]}" for j in launched if reads[j] == index] + [f"B{index}"]
+            expected += [f"L{numbers[index]}"] if index in numbers else []
+        expected += [f"W{numbers[j]}" for j in launched if reads[j] == count]
         flying = list[int]()
+        # Backward's reduces continue the numbers.
+        last = len(launched) + count - 1
         for index in reversed(range(count)):
-            # Backward's reduces continue the numbers, so that of sub-block i is 2 count - 1 - i.
-            expected += [f"W{2 * count - 1 - read}" for read in flying if read >= reads[index]]
+            expected += [f"W{last - read}" for read in flying if read >= reads[index]]
             flying = [read for read in flying if read < reads[index]] + [index]
-            expected.append(f"L{2 * count - 1 - index}")
-        expected += [f"W{2 * count - 1 - read}" for read in flying]
+            expected.append(f"L{last - index}")
+        expected += [f"W{last - read}" for read in flying]
         assert events == expected, seed

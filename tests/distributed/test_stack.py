@@ -19,13 +19,19 @@ STALENESS_2 = LADDER | {"residual_staleness": 2}
 OWN_PARTIALS = STALENESS_2 | {"lanes": 2}
 DESYNC_2 = {"residual_mode": "desync", "desync_interval": 2, "desync_tp": 2}
 DESYNC_4 = DESYNC_2 | {"desync_interval": 4}
+EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 8, "ladder_layers": (0, 1, 2)}
+SHARED = EXPERTS | {"moe_layers": (0, 2), "moe_shared_expert_intermediate_size": 8}
+FARSKIP = SHARED | {"residual_mode": "farskip"}
+SHORTCUT = SHARED | {"residual_mode": "shortcut"}
+LONGCAT = EXPERTS | {"moe_layers": (0,), "residual_mode": "longcat"}
 
 
 def forward_events(config: ModelConfig, options: StackOptions, training: bool) -> str:
     """Return the launches, waits and computations (`B3`: sub-block 3 starts) of the stack's forward pass."""
     model, group = recorded_model(config, options)
     for number, step in enumerate(model.stack.sub_blocks()):
-        step.norm.register_forward_pre_hook(lambda *_, number=number: group.events.append(f"B{number}"))
+        assert isinstance(step.body, nn.Module)
+        step.body.register_forward_pre_hook(lambda *_, number=number: group.events.append(f"B{number}"))
     tokens = torch.arange(24).view(2, 12)
     with torch.set_grad_enabled(training):
         state = torch.randn(1, 12, 2, config.hidden_size, requires_grad=training)
@@ -47,6 +53,16 @@ def forward_events(config: ModelConfig, options: StackOptions, training: bool) -
         (DESYNC_2, "B0 B1 L0 W0 B2 B3 L1 W1 B4 B5 L2 W2"),
         (DESYNC_4, "B0 B1 B2 B3 L0 W0 B4 B5 L1 W1"),
         (OWN_PARTIALS, "B0 L0 B1 L1 B2 L2 W0 B3 L3 W1 B4 L4 W2 B5 L5 W3 W4 W5"),
+        # Attention, shared, routed; attention, MLP; attention, shared, routed. Attention travels with what follows it.
+        (FARSKIP, "B0 B1 L0 B2 L1 W0 B3 W1 B4 L2 W2 B5 B6 L3 B7 L4 W3 W4"),
+        # Attention, routed, shared; attention, MLP; attention, routed, shared.
+        (SHORTCUT, "B0 L0 B1 L1 W0 B2 L2 W1 W2 B3 L3 W3 B4 L4 W4 B5 L5 B6 L6 W5 B7 L7 W6 W7"),
+        # Attention, routed, MLP, attention, MLP; the other layers without routed.
+        (
+            LONGCAT,
+            "B0 L0 W0 B1 L1 B2 L2 W2 B3 L3 W3 B4 L4 W1 W4 "
+            + " ".join(f"B{number} L{number} W{number}" for number in range(5, 13)),
+        ),
     ],
     ids=[
         "standard",
@@ -59,6 +75,9 @@ def forward_events(config: ModelConfig, options: StackOptions, training: bool) -
         "desync-2",
         "desync-4",
         "lanes",
+        "farskip",
+        "shortcut",
+        "longcat",
     ],
 )
 def test_forward_keeps_reduces_in_flight(
@@ -76,13 +95,13 @@ def backward_events(config: ModelConfig, options: StackOptions) -> str:
     tokens = torch.arange(24).view(2, 12)
     state = torch.randn(1, 12, 2, config.hidden_size, requires_grad=True)
     output = model.stack(state, model.training_context(tokens))
+    last = group.started + len(steps) - 1
     for number, step in enumerate(steps):
         step.norm.register_forward_pre_hook(lambda *_, number=number: group.events.append(f"B{number}"))
     group.events.clear()
     output.sum().backward()
-    partial_gradients = int(config.qk_layernorm or config.lanes > 0)
+    partial_gradients = int(config.qk_layernorm or config.lanes > 0 or config.num_experts > 0)
     assert group.blocking == partial_gradients, "a reduce was waited for at once"
-    last = 2 * len(steps) - 1
     return " ".join(e if e[0] == "B" else f"{e[0]}{last - int(e[1:])}" for e in group.events)
 
 
@@ -104,6 +123,8 @@ RECOMPUTED_BACKWARD = "B5 L5 B4 L4 B3 W5 L3 B2 W4 L2 B1 W3 L1 B0 W2 L0 W1 W0"
         (LADDER_ATTENTION, 0, "L5 W5 L4 L3 W4 W3 L2 L1 W2 W1 L0 W0"),
         (OWN_PARTIALS, 0, "L5 L4 L3 W5 L2 W4 L1 W3 L0 W2 W1 W0"),
         (LADDER | {"lanes": 2}, 3, RECOMPUTED_BACKWARD),
+        (FARSKIP, 0, "L7 L6 L5 W7 W6 W5 L4 L3 W4 L2 W3 L1 L0 W2 W1 W0"),
+        (SHORTCUT, 0, "L7 L6 W7 L5 W6 W5 L4 W4 L3 W3 L2 L1 W2 L0 W1 W0"),
     ],
     ids=[
         "ladder",
@@ -117,6 +138,8 @@ RECOMPUTED_BACKWARD = "B5 L5 B4 L4 B3 W5 L3 B2 W4 L2 B1 W3 L1 B0 W2 L0 W1 W0"
         "ladder-attention",
         "lanes",
         "lanes-recomputed",
+        "farskip",
+        "shortcut",
     ],
 )
 def test_backward_mirrors_the_forward_order(

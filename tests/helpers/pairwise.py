@@ -31,17 +31,17 @@ def pairwise(
 
 
 def _greedy_cover(cases: Sequence[tuple[int, ...]]) -> set[tuple[int, ...]]:
-    missing = {pair for case in cases for pair in _pairs(case)}
-    cover: set[tuple[int, ...]] = set()
+    bits: dict[object, int] = {}
+    pairs = {
+        case: sum(1 << bits.setdefault(pair, len(bits)) for pair in itertools.combinations(enumerate(case), 2))
+        for case in cases
+    }
+    missing, cover = (1 << len(bits)) - 1, set[tuple[int, ...]]()
     while missing:
-        best = max(cases, key=lambda case: len(missing & _pairs(case)))
+        best = max(cases, key=lambda case: (missing & pairs[case]).bit_count())
         cover.add(best)
-        missing -= _pairs(best)
+        missing &= ~pairs[best]
     return cover
-
-
-def _pairs(case: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
-    return set(itertools.combinations(enumerate(case), 2))
 
 
 def _name(names: Callable[[Any], str] | Sequence[str], axis: Sequence[object], place: int) -> str:
