@@ -13,7 +13,7 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.generate.loading import PACKED_OPERATIONS, _load_packed
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.stack import StackOptions
-from megatron_ladder.parallel.layout import parameter_sections
+from megatron_ladder.parallel.layout import parameter_sections, state_sections
 
 Pieces = list[tuple[str, tuple[int, ...], Tensor]]
 """Canonical name, offset and values of each slice that one rank holds."""
@@ -70,7 +70,7 @@ def build(
 @torch.no_grad()
 def fill_slices(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy this rank's slices of the full `weights` into a module."""
-    for parameter, sections in parameter_sections(module):
+    for parameter, sections in (*parameter_sections(module), *state_sections(module)):
         parameter.fill_(PADDING)
         for section in sections:
             box = section.box.slices()

@@ -74,7 +74,7 @@ def plain_steps(
     That is what happens in every step, and the final weights.
     """
     run = run_of(argv, world)
-    config = ReferenceConfig.like(run.model)
+    config = ReferenceConfig.like(run.model, run.training)
     weights = make_weights(config, seed=1, dtype=torch.float32)
     batches = steps_of_batches(STEPS, 4)
     expected, final = reference_training(

@@ -19,7 +19,7 @@ from megatron_ladder.data.batches import MicroBatch
 from megatron_ladder.engine.build import build_engine, build_model, start_deepspeed
 from megatron_ladder.engine.deepspeed_json import deepspeed_json
 from megatron_ladder.engine.optimizer import build_schedule
-from megatron_ladder.parallel.layout import parameter_sections
+from megatron_ladder.parallel.layout import parameter_sections, state_sections
 from megatron_ladder.train.distillation import StoredTeacher, build_distillation
 from megatron_ladder.train.profile import named_for_profiler
 from megatron_ladder.train.setup import Trainer
@@ -89,7 +89,7 @@ def build_trainer_here(
     model, norm = build_model(run, mesh, device, span, distillation=distillation)
     if weights is not None:
         with gathered(model.parameters(), written=True), torch.no_grad():
-            for parameter, sections in parameter_sections(model):
+            for parameter, sections in (*parameter_sections(model), *state_sections(model)):
                 for section in sections:
                     box = section.box.slices()
                     section.view(parameter).copy_(weights[section.name][box])
@@ -110,7 +110,7 @@ def weight_pieces(trainer: Trainer) -> Pieces:
     with gathered(trainer.model.parameters()):
         return [
             (section.name, section.box.offset, section.view(parameter.detach()).clone())
-            for parameter, sections in parameter_sections(trainer.model)
+            for parameter, sections in (*parameter_sections(trainer.model), *state_sections(trainer.model))
             for section in sections
         ]
 

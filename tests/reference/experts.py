@@ -138,7 +138,7 @@ def choice(biased: Tensor, config: Any) -> Tensor:
 
 def auxiliary_loss(scores: Tensor, chosen: Tensor, config: Any) -> Tensor:
     """Return the Switch loss of a layer, E sum_e (share of choices of e) (mean score of e), times the tokens."""
-    if config.moe_aux_loss_per == "micro_batch":
+    if config.moe_router_load_balancing_type == "aux_loss":
         scores, chosen = (tensor.flatten(0, 1)[None] for tensor in (scores, chosen))
     mean_scores = (scores / scores.sum(-1, keepdim=True)).mean(1)
     share = chosen.to(scores.dtype).mean(1) / config.moe_router_topk

@@ -69,7 +69,7 @@ class ReferenceConfig:
     moe_router_num_groups: int = 1
     moe_router_group_topk: int = 1
     moe_aux_loss_coeff: float = 0.0
-    moe_aux_loss_per: str = "sequence"
+    moe_router_load_balancing_type: str = "seq_aux_loss"
     moe_z_loss_coeff: float = 0.0
     moe_router_bias_update_rate: float = 0.0
     missing: tuple[tuple[int, ...], ...] = ()

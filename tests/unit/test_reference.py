@@ -215,7 +215,7 @@ def test_logits_and_gradients_are_transformers(config: ReferenceConfig, family: 
 
 
 def test_balancing_losses_are_transformers() -> None:
-    config = replace(QWEN3_MOE, moe_aux_loss_coeff=1.0, moe_aux_loss_per="micro_batch", moe_z_loss_coeff=1.0)
+    config = replace(QWEN3_MOE, moe_aux_loss_coeff=1.0, moe_router_load_balancing_type="aux_loss", moe_z_loss_coeff=1.0)
     weights, tokens = make_weights(config, seed=1), random_ids(config, 2, 70)
     outputs = hugging_face_model(config, weights, Qwen3MoeForCausalLM)(tokens, output_router_logits=True)
     (logits,) = outputs.router_logits
@@ -232,7 +232,7 @@ def test_balancing_losses_are_transformers() -> None:
     alone: list[Routed] = []
     for row in tokens:
         reference_logits(weights, config, row[None], record=alone)
-    reference_logits(weights, replace(config, moe_aux_loss_per="sequence"), tokens, record=record)
+    reference_logits(weights, replace(config, moe_router_load_balancing_type="seq_aux_loss"), tokens, record=record)
     of_rows = sum(one.auxiliary_loss.item() for one in alone)
     assert record[1].auxiliary_loss.item() == pytest.approx(of_rows, rel=1e-6) != routed.auxiliary_loss.item()
 

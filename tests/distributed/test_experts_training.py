@@ -1,0 +1,72 @@
+"""Training steps of mixtures of experts, compared with AdamW written out on a plain model."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.pool import GlooPools
+from tests.helpers.sharded import assert_pieces
+from tests.helpers.steps import RECIPE, plain_steps, train
+from tests.reference import ReferenceConfig, Routed, Weights, reference_gradients, reference_logits
+
+GENTLE_RECIPE = [*RECIPE, "--lr", "1e-3", "--global-batch-size", "8"]
+QWEN = "--num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 16 --qk-layernorm --moe-aux-loss-coeff 0.05"
+GLM = (
+    "--num-experts 8 --moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 24 --moe-layers 1,2 "
+    "--moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5 --moe-router-num-groups 4 "
+    "--moe-router-group-topk 2 --moe-router-enable-expert-bias "
+    "--moe-aux-loss-coeff 0.05 --moe-z-loss-coeff 0.01"
+)
+SPARSE = "--num-experts 64 --moe-router-topk 1 --moe-router-unnormalized --moe-ffn-hidden-size 8"
+"""More experts than tokens of a micro-batch."""
+
+
+def with_balancing_losses(
+    weights: Weights, config: ReferenceConfig, tokens: Tensor, labels: Tensor, loss_mask: Tensor, total: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return cross entropy and balancing losses separately, and the gradients of their sum."""
+    loss, gradients = reference_gradients(weights, config, tokens, labels, loss_mask, total)
+    record: list[Routed] = []
+    reference_logits(weights, config, tokens, record=record)
+    sums = []
+    if config.moe_aux_loss_coeff:
+        sums.append(sum(routed.auxiliary_loss for routed in record) / total)
+    if config.moe_z_loss_coeff:
+        sums.append(sum(routed.z_loss for routed in record) / total)
+    return torch.stack([loss - sum(sums), *sums]), gradients
+
+
+@pytest.mark.parametrize(
+    ("world", "words"),
+    [
+        (2, f"{GLM} --zero-stage 0"),
+        (2, f"{SPARSE} --zero-stage 1"),
+        (2, f"{SPARSE} --zero-stage 2 --residual-mode ladder"),
+        (2, f"{SPARSE} --zero-stage 3 --residual-mode parallel"),
+        (2, f"{QWEN} --zero-stage 1 --residual-mode longcat --tensor-model-parallel-size 2"),
+        (4, f"{SPARSE} --zero-stage 0 --tensor-model-parallel-size 2"),
+        (4, f"{GLM} --zero-stage 1 --tensor-model-parallel-size 2 --residual-mode farskip --expert-sharding experts"),
+        (4, f"{QWEN} --zero-stage 2 --tensor-model-parallel-size 2 --residual-mode ladder --tie-embeddings"),
+        (4, f"{GLM} --zero-stage 3 --tensor-model-parallel-size 2 --residual-mode shortcut"),
+        (4, f"{GLM} --zero-stage 1 --tensor-model-parallel-size 4 --sequence-parallel --residual-mode farskip"),
+        (4, f"{QWEN} --zero-stage 1 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+        (
+            4,
+            f"{GLM} --zero-stage 1 --pipeline-model-parallel-size 2 --residual-mode farskip "
+            "--recompute-granularity full",
+        ),
+        (
+            4,
+            f"{QWEN} --zero-stage 3 --tensor-model-parallel-size 2 --residual-mode longcat --expert-sharding experts "
+            "--recompute-granularity full --sequence-parallel",
+        ),
+    ],
+)
+def test_steps_equal_a_plain_model(gloo_pools: GlooPools, world: int, words: str) -> None:
+    """Loss, balancing losses and gradient norm of every step, and the final weights and biases."""
+    argv = [*GENTLE_RECIPE, *words.split()]
+    weights, batches, expected, final = plain_steps(argv, world, with_balancing_losses)
+    results = gloo_pools(world).run(train, argv, weights, batches)
+    for history, _ in results:
+        assert history == [pytest.approx(of_step, rel=1e-6) for of_step in expected]
+    assert_pieces([pieces for _, pieces in results], final, 2e-4)
