@@ -75,10 +75,7 @@ class ModelConfig(ModelTraits):
     def layer_kinds(self) -> Sequence[tuple[SubBlockKind, ...]]:
         """The kinds of the sub-blocks of every layer."""
         has_shared = self.moe_shared_expert_intermediate_size > 0
-        return [
-            self.wiring.kinds(layer in self.moe_layers, layer in self.ladder_layers, has_shared)
-            for layer in range(self.num_layers)
-        ]
+        return [self.wiring.kinds(layer in self.moe_layers, has_shared) for layer in range(self.num_layers)]
 
     @property
     def wired_layers(self) -> list[tuple[WiredSubBlock, ...]]:

@@ -75,6 +75,8 @@ class WiredSubBlock(NamedTuple):
     """Whether the stream is the same on all tensor-parallel ranks once the output is added."""
     joins_next: bool = False
     """Whether its output travels in the sum of the next sub-block's, together with which it is seen."""
+    shares_reading: bool = False
+    """Whether it takes the normed stream of the sub-block before it, which has the same norm and reads the same."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,7 @@ class Wiring:
     """Sub-blocks that read late in the layers of `--ladder-layers`, and the kinds of the outputs that they miss;
     without kinds, the newest `--residual-staleness` outputs."""
     joined: SubBlockKind | None = None
-    """The kind whose output travels in the next sub-block's sum where both are first seen together."""
-    early: str = ""
-    """The wiring of layers outside of `--ladder-layers`, if they have other sub-blocks."""
+    """The kind whose output travels in the next sub-block's sum in these layers where both are first seen together."""
     stream: Literal["shared", "per rank"] = "shared"
     """Whether the tensor-parallel ranks share one stream, or each has its own (desync)."""
 
@@ -116,10 +116,9 @@ class Wiring:
         """Whether the wiring is one of experts."""
         return bool(self.late) and _ANY not in self.late.values()
 
-    def kinds(self, has_experts: bool, is_late: bool, shared_expert: bool) -> tuple[SubBlockKind, ...]:
+    def kinds(self, has_experts: bool, shared_expert: bool) -> tuple[SubBlockKind, ...]:
         """Return the kinds of a layer's sub-blocks."""
-        row = WIRINGS[self.early] if self.early and not is_late else self
-        found = row.expert_sub_blocks if has_experts else row.sub_blocks
+        found = self.expert_sub_blocks if has_experts else self.sub_blocks
         return tuple(kind for kind in found if shared_expert or kind is not SubBlockKind.SHARED_EXPERT)
 
     def layers(
@@ -138,16 +137,30 @@ class Wiring:
 
         def may_miss(index: int) -> Iterable[int]:
             layer, kind = sub_blocks[index]
-            missed = self.late.get(kind) if layer in late_layers else None
+            is_late = layer in late_layers
+            missed = (self.late if is_late else _TOGETHER).get(kind)
             if missed is None:
                 return ()
             if missed == _ANY:
                 return range(1, staleness + 1)
             backs = range(1, min(index, len(kinds[layer])) + 1)
-            return [back for back in backs if sub_blocks[index - back][1] in missed]
+            earlier = {back: sub_blocks[index - back] for back in backs}
+            # What enters the first of several late layers is complete.
+            return [back for back, (at, one) in earlier.items() if one in missed and (at in late_layers) is is_late]
 
         missing = list(limit_to_unseen(map(may_miss, range(len(sub_blocks)))))
-        first_reads = (*ReadPlan.of(missing).first_reads, None)
+        plan = ReadPlan.of(missing)
+
+        def joins(index: int) -> bool:
+            layer, kind = sub_blocks[index]
+            joined = (self.joined,) if layer in late_layers else _TOGETHER
+            if kind not in joined or index + 1 == len(sub_blocks):
+                return False
+            return sub_blocks[index + 1][0] == layer and plan.first_reads[index] == plan.first_reads[index + 1]
+
+        def shares(index: int) -> bool:
+            (before, earlier), (layer, kind) = sub_blocks[index - 1], sub_blocks[index]
+            return before == layer and earlier.norm == kind.norm and not plan.arriving(index)
 
         def is_shared_before(index: int) -> bool:
             return self.stream == "shared" or index % interval == 0 or index == len(sub_blocks)
@@ -158,9 +171,10 @@ class Wiring:
                 missing[index],
                 is_shared_before(index),
                 is_shared_before(index + 1),
-                layer in late_layers and kind is self.joined and first_reads[index] == first_reads[index + 1],
+                joins(index),
+                index > 0 and shares(index),
             )
-            for index, (layer, kind) in enumerate(sub_blocks)
+            for index, (_, kind) in enumerate(sub_blocks)
         )
         return [tuple(itertools.islice(wired, len(of_layer))) for of_layer in kinds]
 
@@ -237,6 +251,8 @@ _EXPERTS, _ALL = SubBlockKind.EXPERTS, SubBlockKind.ATTENTION_EXPERTS
 _SHARED, _ROUTED = SubBlockKind.SHARED_EXPERT, SubBlockKind.ROUTED_EXPERTS
 _ATTENTION_2, _MLP_2 = SubBlockKind.SECOND_ATTENTION, SubBlockKind.SECOND_MLP
 _ANY: tuple[SubBlockKind, ...] = ()
+_TOGETHER = {_ROUTED: (_SHARED,), _SHARED: (_ROUTED,)}
+"""In layers that do not read late, two sub-blocks of experts read the same stream and travel in one sum."""
 WIRINGS: dict[str, Wiring] = {
     wiring.name: wiring
     for wiring in (
@@ -273,7 +289,6 @@ WIRINGS: dict[str, Wiring] = {
             (_ATTENTION, _SHARED, _ROUTED),
             late={_ATTENTION: (_ROUTED,), _SHARED: (_ATTENTION,), _ROUTED: (_ATTENTION, _SHARED), _MLP: (_ATTENTION,)},
             joined=_ATTENTION,
-            early="standard",
         ),
         Wiring(
             "shortcut",
@@ -281,7 +296,6 @@ WIRINGS: dict[str, Wiring] = {
             (_ATTENTION, _MLP),
             (_ATTENTION, _ROUTED, _SHARED),
             late={_ROUTED: (_ATTENTION,), _SHARED: (_ROUTED,)},
-            early="standard",
         ),
         Wiring(
             "longcat",

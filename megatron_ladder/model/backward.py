@@ -52,7 +52,6 @@ from megatron_ladder.model.sub_block import (
     SubBlock,
     add_losses,
     output_parts,
-    shared_reads,
     walk,
 )
 from megatron_ladder.parallel.input_gradient import InputGradient
@@ -113,8 +112,7 @@ class ForwardRecord:
         self.sharded = self.layout.shards > 1
         self.queue = queue
         self.partial_gradients = PartialGradients(sums)
-        read_before = shared_reads(steps, plan, first)
-        norms = Counter(step.norm for number, step in enumerate(steps, first) if number not in read_before)
+        norms = Counter(step.norm for step in steps if not step.shares_reading)
         self._shared_norms = {norm for norm, uses in norms.items() if uses > 1}
         self.losses: dict[str, Tensor] = {}
         entering = plan.missing(first)

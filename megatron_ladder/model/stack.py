@@ -78,7 +78,6 @@ class _TransformerLayer(nn.Module):
         self.bodies = nn.ModuleDict()
         self._reads_own = build.config.lanes > 0
         self._lanes = range(local_lanes(build.config, build.mesh.tensor.size))
-        self._kinds = build.config.layer_kinds[layer]
         number = sum(kind.attends for kinds in build.config.layer_kinds[:layer] for kind in kinds)
         for tensors in layer_tensors(build.config)[layer]:
             kind = tensors.wired.kind
@@ -92,15 +91,29 @@ class _TransformerLayer(nn.Module):
                 self.bodies[_body_name(kind, lane)] = body
             number += kind.attends
 
-    def sub_blocks(self, mesh: ProcessMesh, recompute: bool, name: str, span: Span) -> list[SubBlock]:
+    def sub_blocks(
+        self, wired_sub_blocks: Sequence[WiredSubBlock], mesh: ProcessMesh, recompute: bool, name: str, span: Span
+    ) -> list[SubBlock]:
         steps = []
-        for kind in self._kinds:
+        for wired in wired_sub_blocks:
+            kind = wired.kind
             norm, bodies = self.norms[kind.norm], (self.bodies[_body_name(kind, lane)] for lane in self._lanes)
             assert isinstance(norm, RMSNorm)
             lanes = [body for body in bodies if isinstance(body, Body)]
             name_of_kind = f"{name}.{kind.value}"
             steps.append(
-                SubBlock(norm, lanes, self._reads_own, mesh.tensor, mesh.stream, recompute, False, name_of_kind, span)
+                SubBlock(
+                    norm,
+                    lanes,
+                    self._reads_own,
+                    mesh.tensor,
+                    mesh.stream,
+                    recompute,
+                    wired.joins_next,
+                    wired.shares_reading and not recompute,
+                    name_of_kind,
+                    span,
+                )
             )
         return steps
 
@@ -145,7 +158,7 @@ class TransformerStack(nn.Module):
     def rewire(self, wired_layers: Sequence[Sequence[WiredSubBlock]]) -> None:
         """Change what the sub-blocks miss and which of their outputs travel together, for all layers of the model."""
         self.plan = plan_reads(wired_layers)
-        self._joins_next = [sub_block.joins_next for layer in wired_layers for sub_block in layer]
+        self._wired = wired_layers
         self._steps: Sequence[SubBlock] | None = None
 
     @property
@@ -175,9 +188,9 @@ class TransformerStack(nn.Module):
             for index, (number, layer) in enumerate(self.layers.items()):
                 assert isinstance(layer, _TransformerLayer)
                 recompute = index < self.options.recompute_layers
-                steps += layer.sub_blocks(self.mesh, recompute, f"layers.{number}", self.options.span)
-            joins_next = self._joins_next[self._first :]
-            self._steps = [step._replace(joins_next=join) for step, join in zip(steps, joins_next, strict=False)]
+                wired, name = self._wired[int(number)], f"layers.{number}"
+                steps += layer.sub_blocks(wired, self.mesh, recompute, name, self.options.span)
+            self._steps = steps
         return self._steps
 
     def _write_blocking(self, partial: Tensor) -> InFlight:

@@ -17,7 +17,6 @@ unreduced partial sums, [1 + pending x parts, s / shards, b, h]. An output has a
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
@@ -133,6 +132,8 @@ class SubBlock(NamedTuple):
     """Keep only the input for backward."""
     joins_next: bool = False
     """Its output travels in the sum of the next sub-block's."""
+    shares_reading: bool = False
+    """It takes the normed stream of the sub-block before it; a recomputed one reads by itself."""
     name: str = ""
     """The name in a profile: `layers.3.attention`."""
     span: Span = no_span
@@ -289,7 +290,6 @@ def walk(
         The state that leaves. Its missing outputs are unreduced.
     """
     steps, last = forward.steps, first + len(forward.steps)
-    read_before = shared_reads(steps, plan, first)
     # They may include outputs that this range neither made nor read.
     leaving = plan.missing(last)
     stream, pending, ahead = state[0], dict[int, Output](), list[Reading]()
@@ -311,10 +311,10 @@ def walk(
     for number, step in enumerate(steps, start=first):
         if queue is not None and ahead:
             queue.join()
-        if number not in read_before:
+        if not step.shares_reading or number == first:
             reading = ahead.pop() if ahead else read(number)
-        is_next_readable = number + 1 < last and number + 1 not in read_before
-        if queue is not None and is_next_readable and number not in plan.arriving(number + 1):
+        reads_next = number + 1 < last and not steps[number + 1 - first].shares_reading
+        if queue is not None and reads_next and number not in plan.arriving(number + 1):
             ahead.append(queue.run(functools.partial(read, number + 1), uses=(stream, *pending.values())))
         launch_sum = leave_unreduced if step.joins_next or number in leaving else launch
         if joined is not None:
@@ -329,16 +329,6 @@ def walk(
             stream = stream + pending.pop(arrived).whole.wait()
     parts_left = [part for output in pending.values() for part in output.own or [output.whole.partial]]
     return torch.cat([part.reshape(-1, *stream.shape) for part in (stream, *parts_left)])
-
-
-def shared_reads(steps: Sequence[SubBlock], plan: ReadPlan, first: int) -> set[int]:
-    """Return the numbers of the sub-blocks that take the normed stream of the one before them: with the same norm, and
-    no output that arrives between them. A recomputed one reads by itself."""
-    return {
-        number
-        for number, (before, step) in enumerate(itertools.pairwise(steps), start=first + 1)
-        if step.norm is before.norm and not plan.arriving(number) and not step.recompute
-    }
 
 
 def _launch_together(launch: Launch, joined: Tensor, partial: Tensor) -> InFlight:
