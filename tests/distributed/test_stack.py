@@ -123,7 +123,8 @@ RECOMPUTED_BACKWARD = "B5 L5 B4 L4 B3 W5 L3 B2 W4 L2 B1 W3 L1 B0 W2 L0 W1 W0"
         (LADDER_ATTENTION, 0, "L5 W5 L4 L3 W4 W3 L2 L1 W2 W1 L0 W0"),
         (OWN_PARTIALS, 0, "L5 L4 L3 W5 L2 W4 L1 W3 L0 W2 W1 W0"),
         (LADDER | {"lanes": 2}, 3, RECOMPUTED_BACKWARD),
-        (FARSKIP, 0, "L7 L6 L5 W7 W6 W5 L4 L3 W4 L2 W3 L1 L0 W2 W1 W0"),
+        # The shared and the routed experts of a layer share a reading and its reduce, so two numbers are not used.
+        (FARSKIP, 0, "L7 L6 W7 W6 L5 L4 W5 W4 L3 L2 W3 W2"),
         (SHORTCUT, 0, "L7 L6 W7 L5 W6 W5 L4 W4 L3 W3 L2 L1 W2 L0 W1 W0"),
     ],
     ids=[
