@@ -1,12 +1,14 @@
 """Scripts that test the project in other environments, and the checks of `tests/gpu.sh` on a CPU."""
 
+import importlib
 import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import run_command, write_nvidia_smi
+from tests.helpers.commands import REPOSITORY_ROOT, run_command, write_nvidia_smi
 from tests.helpers.tokens import write_tokens
 from tests.unit.generate.tiny_model import reference_of, tiny_config, write_checkpoint
 
@@ -49,6 +51,21 @@ def test_a_script_passes_in_its_environment(script: str) -> None:
     if done.returncode == 77:
         pytest.skip(done.stdout.splitlines()[-1])
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_gpu_checks_run_in_the_order_of_the_page_about_them() -> None:
+    program, *_ = [
+        importlib.import_module(f"tests.gpu.{name}") for name in ("__main__", "rank_checks", "program_checks")
+    ]
+    assert [program.GpuOptions(gpus=gpus).seconds for gpus in (2, 8)] == [900, 2400]
+    titles = [check.title for check in program.choose_checks(program.GpuOptions(device="cpu"))]
+    page = (REPOSITORY_ROOT / "docs" / "gpu.md").read_text()
+    places = [titles.index(row) for row in re.findall(r"^\| (.+?) \|", page, re.MULTILINE) if row in titles]
+    assert len(places) == 11 and places == sorted(places)
+    assert [title.rpartition(", ")[2] for title in titles[-4::2]] == [
+        "blocking launches",
+        "without the caching allocator",
+    ]
 
 
 @pytest.mark.slow

@@ -45,10 +45,15 @@ class GpuOptions:
     """Number of GPUs of this machine that the checks may use; tests/gpu.sh counts them."""
     only: str = ""
     """Run only the checks whose titles match this regular expression, such as "gradients|decod"."""
-    minutes: float = flag(15.0, above=0)
-    """Checks that have not started by then are not run."""
+    minutes: float | None = flag(None, above=0)
+    """Checks that have not started by then are not run. Default: 15, or 40 with 8 GPUs."""
     output: Path | None = flag(None, output="file")
     """Markdown file for the table, with the errors of failed checks."""
+
+    @property
+    def seconds(self) -> float:
+        """Time for all checks."""
+        return 60 * (self.minutes or (40 if self.gpus >= 8 else 15))
 
 
 def main(argv: Sequence[str]) -> None:
@@ -67,7 +72,7 @@ def main(argv: Sequence[str]) -> None:
         with machine.limited_to(START_SECONDS):
             (machine.description,) = machine.call(1, describe_device)
         print(machine.description, flush=True)
-        outcomes = runner.run_checks(chosen, machine, 60 * options.minutes, _report)
+        outcomes = runner.run_checks(chosen, machine, options.seconds, _report)
     text, failures = runner.summary(outcomes)
     versions = f"megatron_ladder {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     text = f"{machine.description}; {versions}\n\n{text}\n"
@@ -81,7 +86,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def choose_checks(options: GpuOptions) -> list[runner.Check]:
-    """Return the checks to run; raise UserError if there is none."""
+    """Return the checks to run, the most valuable ones first; raise UserError if there is none."""
     if options.device == "cuda" and (options.gpus == 0 or _finds_no_gpu()):
         raise UserError("--device cuda: no GPU was found: give --gpus, or use --device cpu to run the checks' logic")
     try:
@@ -91,7 +96,7 @@ def choose_checks(options: GpuOptions) -> list[runner.Check]:
     if not chosen:
         titles = "; ".join(dict.fromkeys(one.title for one in runner.CHECKS))
         raise UserError(f"--only {options.only}: no title matches; the titles are: {titles}")
-    return chosen
+    return sorted(chosen, key=lambda one: one.value)
 
 
 def _finds_no_gpu() -> bool:

@@ -23,7 +23,7 @@ from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.symmetric import AllReduceChoice, select_all_reduce
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.engine import GenerationEngine
-from megatron_ladder.generate.graph import CudaStepGraph
+from megatron_ladder.generate.graph import CudaStepGraph, StepGraph
 from megatron_ladder.generate.loading import DTYPES, load_model, open_model
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import SamplingParameters
@@ -37,6 +37,8 @@ from tests.helpers.training import build_trainer_here, own_batches, rank_device
 from tests.helpers.waits import MaskedNumbers, waits_of_steps
 
 PROMPTS = ((5, 9, 3), (17,), (1, 2, 3, 4, 5, 6, 7, 8, 40), (60, 60, 2, 11, 9))
+LONG_PROMPTS = (tuple(number * number % 67 for number in range(700)), PROMPTS[0])
+"""Their keys fill several blocks of a kernel's, and a captured step has 2,048 columns for them."""
 NEW_TOKENS = 16
 ROWS = (1, 1_000, 50_000)
 """Rows per rank of the tensors that collectives carry."""
@@ -238,48 +240,54 @@ class RepeatedStep:
 
 def decode(checkpoint: Path, dtype: str, captured: bool) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
     """Return ids and log-probabilities of greedy continuations by all ranks together."""
-    engine = _engine(checkpoint, dtype, captured)
+    new_graph = CudaStepGraph if rank_device().type == "cuda" else RepeatedStep
+    engine = _engine(checkpoint, dtype, new_graph if captured else None)
     sampling = SamplingParameters(temperature=0.0, logprobs=True)
-    generations = engine.generate([GenerationRequest(prompt, NEW_TOKENS, sampling) for prompt in PROMPTS])
+    generations = [
+        generation
+        for prompts in (LONG_PROMPTS, PROMPTS)
+        for generation in engine.generate([GenerationRequest(prompt, NEW_TOKENS, sampling) for prompt in prompts])
+    ]
     engine.close()
     return [(generation.ids, generation.logprobs or ()) for generation in generations]
 
 
-def _engine(checkpoint: Path, dtype: str, captured: bool) -> GenerationEngine:
+def _engine(checkpoint: Path, dtype: str, new_graph: Callable[[], StepGraph] | None) -> GenerationEngine:
     device, stored, ranks = rank_device(), open_model(checkpoint, None, None), dist.get_world_size()
     mesh = mesh_of(ranks, key_value_replicas(stored.config, ranks))
     model = load_model(stored, mesh, DTYPES[dtype], device, overlap=True)
-    new_graph = CudaStepGraph if device.type == "cuda" else RepeatedStep
-    return GenerationEngine(model, mesh, None, new_graph if captured else None)
+    return GenerationEngine(model, mesh, None, new_graph)
 
 
-def attention_backends(argv: list[str], checkpoint: Path, dtype: str) -> Mapping[str, list[str]]:
-    """Return the attention operators of a training step, of eager decoding and of captured decoding."""
+def attention_backends(argv: list[str], checkpoint: Path, dtype: str) -> Mapping[str, Mapping[str, int]]:
+    """Return how often a training step, a prefill, and an eager and a captured decode step call each attention."""
     trainer = build_trainer_here(argv)
     training = trainer.run.training
     batch = steps_of_batches(1, 1, training.micro_batch_size, training.seq_length)[0]
-    eager, captured = (_engine(checkpoint, dtype, captured) for captured in (False, True))
-    request = GenerationRequest(PROMPTS[0], 4)
-
-    def decoding(engine: GenerationEngine) -> Callable[[], object]:
-        """The first token is the prefill's."""
-        stream = engine.stream([request])
-        next(stream)
-        return lambda: next(stream)
-
-    return {
+    request, graph = GenerationRequest(PROMPTS[0], 4), ProfiledStep()
+    stream = _engine(checkpoint, dtype, None).stream([request])
+    found = {
         "training": _attention_of(lambda: train_step(trainer, own_batches(trainer, batch), 1)),
-        "prefill": _attention_of(lambda: next(eager.stream([request]))),
-        "decoding": _attention_of(decoding(eager)),
-        "captured decoding": _attention_of(lambda: captured.generate([request])),
+        "prefill": _attention_of(lambda: next(stream)),
+        "decoding": _attention_of(lambda: next(stream)),
     }
+    _engine(checkpoint, dtype, lambda: graph).generate([request])
+    return found | {"captured decoding": graph.attention}
 
 
-def _attention_of(work: Callable[[], object]) -> list[str]:
+class ProfiledStep(RepeatedStep):
+    """Counts the attention operators that a capture would record."""
+
+    def capture(self, step: Callable[[], Tensor]) -> Tensor:
+        self.attention = _attention_of(step)
+        return super().capture(step)
+
+
+def _attention_of(work: Callable[[], object]) -> Mapping[str, int]:
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         work()
-    matches = (ATTENTION.fullmatch(event.key) for event in profiler.key_averages())
-    return sorted({match[1] or match[2] for match in matches if match is not None})
+    matches = ((ATTENTION.fullmatch(event.key), event.count) for event in profiler.key_averages())
+    return {match[1] or match[2]: count for match, count in matches if match is not None}
 
 
 def time_torchtitan(flavor: str, sequence: int) -> tuple[float, str]:

@@ -23,7 +23,7 @@ from megatron_ladder.errors import ExitCode
 from tests.chaos.runs import VOCABULARY, final_tensors, losses
 from tests.gpu import on_ranks
 from tests.gpu.rank_checks import NOT_COMPILED, Decoded, compare_decoded, decoding_model
-from tests.gpu.runner import Machine, NotRun, check
+from tests.gpu.runner import Machine, NotRun, Value, check
 from tests.helpers.commands import REPOSITORY_ROOT, clean_environment, free_port, kill_tree
 from tests.helpers.tokens import write_tokens
 
@@ -114,7 +114,7 @@ def generated(machine: Machine, processes: int, more: Sequence[str]) -> tuple[De
     return [(values["ids"], values["logprobs"])], seconds
 
 
-@check("exit after a rank was killed", gpus=(2, 8), seconds=150)
+@check("exit after a rank was killed", gpus=(2, 8), seconds=150, value=Value.ROBUST)
 def killed_rank(machine: Machine, ranks: int) -> str:
     folder = machine.folder / f"killed {ranks}"
     folder.mkdir()
@@ -230,12 +230,12 @@ def throughput(machine: Machine, ranks: int, name: str) -> str:
 
 
 for _shape in SHAPES:
-    check(f"throughput of {_shape} shapes, compared with transformers", gpus=1, seconds=240)(
+    check(f"throughput of {_shape} shapes, compared with transformers", gpus=1, seconds=240, value=Value.FAST)(
         functools.partial(throughput, name=_shape)
     )
 
 
-@check("throughput of 1B shapes in torchtitan", gpus=1, seconds=240)
+@check("throughput of 1B shapes in torchtitan", gpus=1, seconds=240, value=Value.FAST)
 def torchtitan(machine: Machine, ranks: int) -> str:
     if importlib.util.find_spec("torchtitan") is None:
         raise NotRun("torchtitan is not installed")

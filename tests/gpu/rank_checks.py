@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
 from tests.gpu import on_ranks
-from tests.gpu.runner import Machine, NotRun, check
+from tests.gpu.runner import Machine, NotRun, Value, check
 from tests.helpers.states import everything, pass_on
 from tests.helpers.steps import RECIPE, check_outcome, plain_steps, train
 from tests.unit.generate.tiny_model import reference_of, tiny_config, write_checkpoint
@@ -27,6 +27,9 @@ WIRINGS = {
     "hybrid": "--residual-mode ladder --ladder-layers 1",
     "staleness 2": "--residual-mode ladder --residual-staleness 2",
 }
+DEEPSPEED_WAITS = {"ZeRO-3": 3}
+"""Waits of DeepSpeed in a step: for the last reduces of each of two micro-batches, and after the step for the gather of
+small parameters."""
 TRACED_STEPS = (4, 14)
 WIRE_SECONDS = 8e-3
 """Time of a collective on the emulated wire, long compared with a sub-block even on a busy machine."""
@@ -140,9 +143,12 @@ def largest_error(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> 
 
 
 for _name, _variables in VARIANTS.items():
-    check(f"gradients of every wiring and layout, compared with one GPU{_name}", gpus=(2, 8), seconds=240)(
-        functools.partial(gradients, variables=_variables)
-    )
+    check(
+        f"gradients of every wiring and layout, compared with one GPU{_name}",
+        gpus=(2, 8),
+        seconds=240,
+        value=Value.STRESS if _variables else Value.RIGHT,
+    )(functools.partial(gradients, variables=_variables))
 
 
 @check("gradients of compiled sub-blocks, compared with one GPU", gpus=2, seconds=180)
@@ -156,7 +162,7 @@ def compiled_gradients(machine: Machine, ranks: int) -> str:
     return compare_gradients(machine, ranks, cases, COMPILED, {})
 
 
-@check("synchronisations of the host with the device, per step", gpus=2, seconds=120)
+@check("synchronisations of the host with the device, per step", gpus=2, seconds=120, value=Value.FAST)
 def synchronisations(machine: Machine, ranks: int) -> str:
     cases = {
         "TP2": "--tensor-model-parallel-size 2 --residual-mode ladder --bf16 --zero-stage 1",
@@ -174,11 +180,13 @@ def synchronisations(machine: Machine, ranks: int) -> str:
         assert len(steps) == 3, f"{name}: {len(steps)} steps were counted"
         most = sorted(steps, key=len)[-1]
         counts[name] = len(most)
-        assert 0 < counts[name] <= 1, "\n".join([f"{name}: {counts[name]} per step:", *most])
+        assert 0 < counts[name] <= 1 + DEEPSPEED_WAITS.get(name, 0), "\n".join(
+            [f"{name}: {len(most)} per step:", *most]
+        )
     return ", ".join(f"{name} {count}" for name, count in counts.items())
 
 
-@check("exposed communication in a trace, ladder and standard", gpus=(2, 8), seconds=180)
+@check("exposed communication in a trace, ladder and standard", gpus=(2, 8), seconds=180, value=Value.FAST)
 def exposed(machine: Machine, ranks: int) -> str:
     sizes = "--num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 8 --seq-length 64"
     if machine.on_gpu:
@@ -208,18 +216,18 @@ def exposed(machine: Machine, ranks: int) -> str:
     return "; ".join(figures)
 
 
-@check("attention backends", gpus=1, seconds=120)
+@check("attention backends", gpus=1, seconds=120, value=Value.FAST)
 def attention(machine: Machine, ranks: int) -> str:
     dtype = "bf16" if machine.on_gpu else "fp32"
     argv = "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --lr 1 --train-iters 5".split()
     argv += ["--micro-batch-size", "1", *NOT_COMPILED.split(), *(["--bf16"] if machine.on_gpu else [])]
     (found,) = machine.call(ranks, on_ranks.attention_backends, argv, decoding_model(machine), dtype)
     figure = "; ".join(f"{work}: {', '.join(names) or 'none'}" for work, names in found.items())
+    assert machine.on_gpu or [sum(names.values()) for names in found.values()] == [2, 3, 3, 3], f"layers: {found}"
     slow = [work for work, names in found.items() if any("math" in name for name in names)]
     plans = [work for work, names in found.items() if "decoding" in work and "cudnn" in names]
     if machine.on_gpu:
         assert not slow and not plans and all(found.values()), figure
-    assert found["training"], figure
     return figure
 
 
@@ -227,7 +235,8 @@ def decoding_model(machine: Machine) -> Path:
     """Return the directory of a small model that eight ranks can share."""
     folder = machine.folder / "model"
     if not folder.exists():
-        config = tiny_config(residual_mode="ladder", ladder_layers=(1, 2), num_attention_heads=8, head_dim=16)
+        sizes = {"num_attention_heads": 8, "head_dim": 128, "max_position_embeddings": 2048}
+        config = tiny_config(residual_mode="ladder", ladder_layers=(1, 2), **sizes)
         write_checkpoint(folder, config, reference_of(config)[0])
     return folder
 
@@ -268,7 +277,7 @@ def captured_decoding(machine: Machine, ranks: int) -> str:
     return "; ".join(figures)
 
 
-@check("symmetric memory, compared with NCCL", gpus=(2, 8), seconds=60)
+@check("symmetric memory, compared with NCCL", gpus=(2, 8), seconds=60, value=Value.FAST)
 def symmetric_memory(machine: Machine, ranks: int) -> str:
     choice, usual = ("symmetric", "NCCL") if machine.on_gpu else ("auto", "gloo")
     figures = []

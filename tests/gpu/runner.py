@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -28,6 +29,19 @@ LONGEST_SUMMARY = 200
 """Characters of an error in the table."""
 PASSED_ON = ("CUDA", "NCCL", "NVIDIA", "TORCH", "TRITON")
 """Beginnings of environment variables of the user that the processes of a check receive on GPUs."""
+
+
+class Value(IntEnum):
+    """What checks show; on a new machine, they run in this order."""
+
+    RIGHT = 0
+    """Results."""
+    FAST = 1
+    """Measurements of speed."""
+    ROBUST = 2
+    """Failures, and options that are off by default."""
+    STRESS = 3
+    """Results again, in slower environments."""
 
 
 class NotRun(Exception):  # noqa: N818
@@ -120,6 +134,7 @@ class Check:
     title: str
     gpus: int
     seconds: float
+    value: Value
     run: Callable[[Machine, int], str]
 
     @property
@@ -140,15 +155,17 @@ class Outcome(NamedTuple):
 
 
 CHECKS: list[Check] = []
-"""All checks of the modules imported so far, in the order of their definitions."""
+"""All checks of the modules imported so far."""
 
 
-def check(title: str, gpus: int | Sequence[int], seconds: float) -> Callable[[Callable[[Machine, int], str]], None]:
+def check(
+    title: str, gpus: int | Sequence[int], seconds: float, value: Value = Value.RIGHT
+) -> Callable[[Callable[[Machine, int], str]], None]:
     """Register a function as a check, separately for each of these numbers of GPUs."""
 
     def register(function: Callable[[Machine, int], str]) -> None:
         numbers = [gpus] if isinstance(gpus, int) else gpus
-        CHECKS.extend(Check(title, number, seconds, function) for number in numbers)
+        CHECKS.extend(Check(title, number, seconds, value, function) for number in numbers)
 
     return register
 
