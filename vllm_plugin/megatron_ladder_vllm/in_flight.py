@@ -2,13 +2,14 @@
 
 Two operations, in eager mode and in compiled graphs alike:
 
-    ladder::start(partial, latest, group) -> buffer             launch the sum of `partial` over the ranks
-    ladder::wait(buffer, partial, latest, group) -> output      wait for it
+    ladder::start(partial, latest, group) -> buffer         launch the sum of `partial` over the ranks
+    ladder::wait(buffer, partial, latest, group)            wait for it
 
-Both are functional: each output is a new tensor, so a compiler that reuses memory cannot touch a buffer in flight.
+A wait is declared to write the buffer: no reader is scheduled before it, and the sum is not copied. A compiler could
+only save the old contents of a buffer for a later reader, and there is none; the wait of a copy would be an error.
 Some arguments are not read. They exist because a graph has no other dependencies:
 
-* `latest` is the result of the preceding launch or wait, if there is one. Every scheduler therefore keeps the order of
+* `latest` is the buffer of the preceding launch or wait, if there is one. Every scheduler therefore keeps the order of
   all launches and waits. It matters to launches, too: with a staleness of 2, the first three sub-blocks read the same
   residual stream, and inductor would compute and launch them in any order.
 * `partial` of a wait stays allocated until then, since another stream reads it.
@@ -64,7 +65,8 @@ class SideStreamTransport:
 
     def __init__(self, group: GroupCoordinator) -> None:
         self._group = group
-        self._stream = torch.cuda.Stream()
+        # A product of the main stream fills every multiprocessor; reduces get the next free ones.
+        self._stream = torch.cuda.Stream(priority=-1)
 
     def start(self, partial: Tensor) -> tuple[Tensor, Work]:
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -102,10 +104,9 @@ class AllReduces:
         self._works[buffer.data_ptr()] = work
         return buffer
 
-    def wait(self, buffer: Tensor) -> Tensor:
-        """Wait for the sum of a launched buffer and return a copy of it."""
+    def wait(self, buffer: Tensor) -> None:
+        """Wait for the sum of a launched buffer."""
         self._works.pop(buffer.data_ptr()).wait()
-        return buffer.clone()
 
 
 _by_group: weakref.WeakValueDictionary[str, AllReduces] = weakref.WeakValueDictionary()
@@ -116,21 +117,21 @@ def _start(partial: Tensor, latest: Tensor | None, group: str) -> Tensor:
     return _by_group[group].start(partial)
 
 
-def _wait(buffer: Tensor, partial: Tensor, latest: Tensor, group: str) -> Tensor:
-    return _by_group[group].wait(buffer)
+def _wait(buffer: Tensor, partial: Tensor, latest: Tensor, group: str) -> None:
+    _by_group[group].wait(buffer)
 
 
 def _start_shape(partial: Tensor, latest: Tensor | None, group: str) -> Tensor:
     return torch.empty_like(partial, memory_format=torch.contiguous_format)
 
 
-def _wait_shape(buffer: Tensor, partial: Tensor, latest: Tensor, group: str) -> Tensor:
-    return torch.empty_like(buffer)
+def _wait_shape(buffer: Tensor, partial: Tensor, latest: Tensor, group: str) -> None:
+    return None
 
 
 _library = torch.library.Library("ladder", "DEF")
 direct_register_custom_op("start", _start, fake_impl=_start_shape, target_lib=_library)
-direct_register_custom_op("wait", _wait, fake_impl=_wait_shape, target_lib=_library)
+direct_register_custom_op("wait", _wait, mutates_args=["buffer"], fake_impl=_wait_shape, target_lib=_library)
 
 
 class Pending(NamedTuple):
@@ -182,5 +183,6 @@ class PendingOutputs:
         buffer, partial = self._pending.pop(number)
         if partial is None:
             return buffer
-        self._latest = torch.ops.ladder.wait(buffer, partial, self._latest, self._all_reduces.name)
-        return self._latest
+        torch.ops.ladder.wait(buffer, partial, self._latest, self._all_reduces.name)
+        self._latest = buffer
+        return buffer
