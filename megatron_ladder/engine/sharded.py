@@ -12,6 +12,7 @@ which backward completes the buckets. After the update the weights are gathered 
 reads them, and every module waits for its weights before it runs.
 """
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.parallel.layout import reduce_groups
+from megatron_ladder.parallel.weight_gradient import SUM, add_product
 
 
 @dataclass(eq=False)
@@ -106,8 +108,10 @@ class ShardedOptimizer:
         self._reduces: list[InFlight] = []
         """Those of the first buckets."""
         self._gathers: deque[tuple[_Bucket, InFlight]] = deque()
-        for parameter in self._sums:
+        for parameter, (_, total) in self._sums.items():
             parameter.register_post_accumulate_grad_hook(self._add_gradient)
+            if total.dtype != parameter.dtype:
+                setattr(parameter, SUM, functools.partial(self._add_product, parameter))
         for module in model.modules():
             needed = [self._sums[parameter][0] for parameter in module.parameters(recurse=False)]
             if needed:
@@ -150,19 +154,24 @@ class ShardedOptimizer:
         """Return when all weights are valid."""
         self._wait_for(self.buckets)
 
-    @torch.no_grad()
     def _add_gradient(self, parameter: nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
+        # None if `_add_product` has added it.
+        if gradient is not None:
+            self._add(parameter, lambda total, first: total.copy_(gradient) if first else total.add_(gradient))
+
+    def _add_product(self, parameter: nn.Parameter, a: Tensor, b: Tensor) -> None:
+        self._add(parameter, lambda total, first: add_product(total, a, b, replace=first))
+
+    @torch.no_grad()
+    def _add(self, parameter: nn.Parameter, add: Callable[[Tensor, bool], object]) -> None:
+        """Call `add` with the parameter's sum, and whether it replaces those of an earlier step."""
         bucket, total = self._sums[parameter]
         count = self._added[parameter] = self._added.get(parameter, 0) + 1
         if count > self._micro_batches:
             raise RuntimeError(f"gradient {count} of a parameter in a step of {self._micro_batches} backward passes")
-        if count == 1:
-            total.copy_(gradient)
-        else:
-            total.add_(gradient)
-        if gradient.is_cuda:
+        add(total, count == 1)
+        if total.is_cuda:
             bucket.streams.add(torch.cuda.current_stream())
         bucket.unfinished -= count == self._micro_batches
         for ready in self.buckets[len(self._reduces) :]:

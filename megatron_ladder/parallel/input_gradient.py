@@ -14,6 +14,7 @@ from torch.autograd import Function
 
 from megatron_ladder.comm.inflight import InFlight, Launch
 from megatron_ladder.parallel.partial_gradients import PartialGradients
+from megatron_ladder.parallel.weight_gradient import gradient_sum, weight_gradient
 
 
 class InputGradient:
@@ -75,18 +76,17 @@ class _LinearWithInputGradient(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, input_gradient: InputGradient) -> Tensor:
         input_gradient.expect()
         ctx.save_for_backward(weight, *([x] if input_gradient.keeps_input else []))
-        ctx.input_gradient = input_gradient
+        ctx.input_gradient, ctx.sum = input_gradient, gradient_sum(weight)
         ctx.has_bias = bias is not None
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, Tensor | None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, Tensor | None, None]:
         weight, *kept = ctx.saved_tensors
         ctx.input_gradient.add(gradient @ weight)
         x = kept[0] if kept else ctx.input_gradient.input_again.wait()
-        rows = gradient.reshape(-1, weight.shape[0])
-        weight_gradient = rows.t() @ x.reshape(-1, weight.shape[1])
-        return None, weight_gradient, rows.sum(0) if ctx.has_bias else None, None
+        of_bias = gradient.flatten(0, -2).sum(0) if ctx.has_bias else None
+        return None, weight_gradient(gradient, x, ctx.sum), of_bias, None
 
 
 class _WideLinear(Function):

@@ -22,38 +22,39 @@ from megatron_ladder.comm.inflight import InFlight, Launch, start_all_reduce
 from megatron_ladder.comm.regions import copy_to_tensor_parallel_region, sum_gradient_rows
 from megatron_ladder.parallel.input_gradient import InputGradient, linear_with_input_gradient
 from megatron_ladder.parallel.layout import ParallelModule
+from megatron_ladder.parallel.weight_gradient import gradient_sum, weight_gradient
 
 LinearFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """(x [..., in], weight [out, in], bias [out] or None) -> [..., out]."""
 
 
-class _LinearOfPartitionedWeight(Function):
-    """Saves the parameter for backward, before which ZeRO-3 gathers it again."""
+class _LinearOfParameter(Function):
+    """Saves the parameter for backward, before which ZeRO-3 gathers it again, and adds to its `GradientSum`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.has_bias = bias is not None
+        ctx.sum, ctx.has_bias = gradient_sum(weight), bias is not None
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        rows = gradient.reshape(-1, weight.shape[0])
         input_gradient = gradient @ weight if ctx.needs_input_grad[0] else None
-        weight_gradient = rows.t() @ x.reshape(-1, weight.shape[1])
-        return input_gradient, weight_gradient, rows.sum(0) if ctx.has_bias else None
+        of_bias = gradient.flatten(0, -2).sum(0) if ctx.has_bias else None
+        return input_gradient, weight_gradient(gradient, x, ctx.sum), of_bias
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return `x @ weight^T + bias`, for x [..., in] and weight [out, in].
 
-    torch's own function saves a view of the weight for backward, and with it the memory of the whole weight. A
-    parameter that ZeRO-3 partitions (it has a `ds_id`) therefore goes through a function that saves the parameter.
+    torch's own function saves a view of the weight for backward, and with it the memory of the whole weight, and leaves
+    its gradient to autograd. A parameter that ZeRO-3 partitions (it has a `ds_id`), or whose gradients are summed
+    elsewhere, therefore goes through a function that saves the parameter.
     """
-    if not hasattr(weight, "ds_id"):
+    if not hasattr(weight, "ds_id") and gradient_sum(weight) is None:
         return F.linear(x, weight, bias)
-    return _LinearOfPartitionedWeight.apply(x, weight, bias)
+    return _LinearOfParameter.apply(x, weight, bias)
 
 
 class _Reached(Function):

@@ -33,6 +33,7 @@ from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.stream import StreamLayout
 from megatron_ladder.parallel.layout import ParallelModule
 from megatron_ladder.parallel.linear import LinearFunction, linear
+from megatron_ladder.parallel.weight_gradient import add_product
 
 IGNORED = -100
 """Label of a token without a loss, as in `torch.nn.functional.cross_entropy`."""
@@ -285,7 +286,7 @@ class _ChunkedLoss(Function):
             if for_input is not None:
                 torch.mm(gradient, weight, out=for_input[rows])
             if for_weight is not None:
-                _add_product(for_weight, gradient.t(), inputs[rows])
+                add_product(for_weight, gradient.t(), inputs[rows])
 
         temperature = 1.0 if soft is None else soft.temperature
         ready: tuple[Tensor, slice] | None = None
@@ -333,16 +334,6 @@ def _slopes(targets: Targets, weights: Tensor, normalizers: Tensor) -> tuple[Ten
         of_loss, of_distance = share * weights, soft.weight * soft.temperature**2 * weights
     of_softmax = weights * (share + 2 * targets.z_loss_coeff * normalizers) if targets.z_loss_coeff else of_loss
     return of_loss, of_softmax, of_distance
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to the total, which may have a wider dtype."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    elif total.is_cuda:
-        torch.addmm(total, a, b, total.dtype, out=total)
-    else:
-        total += a @ b
 
 
 def _argmax(logits: Tensor, words: VocabParallelMatrix) -> Tensor:
