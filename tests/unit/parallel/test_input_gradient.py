@@ -14,6 +14,7 @@ from megatron_ladder.comm.side_queue import CudaSideQueue
 from megatron_ladder.comm.stream import ReplicatedStream
 from megatron_ladder.parallel.input_gradient import InputGradient, linear_with_input_gradient
 from megatron_ladder.parallel.partial_gradients import PartialGradients, PartialSums
+from megatron_ladder.parallel.weight_gradient import SUM
 from tests.unit.comm import fake_cuda
 
 
@@ -55,7 +56,8 @@ class Products(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_the_sum_starts_between_the_two_products() -> None:
+@pytest.mark.parametrize("summed", [False, True], ids=["autograd", "summed elsewhere"])
+def test_the_sum_starts_between_the_two_products(summed: bool) -> None:
     events: list[str] = []
     group = DoublingGroup(events)
     input_gradient = InputGradient(ReplicatedStream(group).start_write, PartialGradients(PartialSums(group)))
@@ -64,6 +66,9 @@ def test_the_sum_starts_between_the_two_products() -> None:
     own_x, own_weight, own_bias = (tensor.clone().requires_grad_() for tensor in (x, weight, bias))
     for tensor in (x, weight, bias):
         tensor.requires_grad_()
+    if summed:
+        setattr(weight, SUM, lambda a, b: found.append(a @ b))
+    found: list[Tensor | None] = []
     output = linear_with_input_gradient(x, weight, bias, input_gradient)
     gradient = torch.randn_like(output)
     torch.nn.functional.linear(own_x, own_weight, own_bias).backward(gradient)
@@ -72,7 +77,9 @@ def test_the_sum_starts_between_the_two_products() -> None:
     assert events == ["product", "start", "product"]
     assert x.grad is None and own_x.grad is not None
     torch.testing.assert_close(input_gradient.wait(), 2 * own_x.grad, rtol=1e-12, atol=0)
-    torch.testing.assert_close((weight.grad, bias.grad), (own_weight.grad, own_bias.grad), rtol=1e-12, atol=1e-14)
+    assert (weight.grad is None) == summed
+    (weight_gradient,) = found or [weight.grad]
+    torch.testing.assert_close((weight_gradient, bias.grad), (own_weight.grad, own_bias.grad), rtol=1e-12, atol=1e-14)
 
 
 def test_input_that_is_not_kept_comes_from_the_walk() -> None:
