@@ -116,7 +116,8 @@ def check_evaluation_of_what_was_saved(tokens: Path, tmp_path: Path) -> None:
 def test_all_errors_are_reported_once(tmp_path: Path) -> None:
     words = (
         "--train-iters 2 --lr 1e-3 --hidden-size 65 --num-attention-heads 4 --tensor-model-parallel-size 2 "
-        f"--seq-length 64 --max-position-embeddings 32 --tokenizer-type HFTokenizer --tokenizer-model {tmp_path}/none"
+        "--seq-length 64 --max-position-embeddings 32 --data-path a --tokenizer-type HFTokenizer "
+        f"--tokenizer-model {tmp_path}/none"
     )
     done = run_command([*deepspeed(2), *words.split()], timeout=60)
     assert done.returncode == 2, done.stdout + done.stderr
