@@ -366,11 +366,11 @@ class _BackwardWalk:
             # Every rank has computed the losses.
             of_losses = [self._losses[name] / step.group.size for name in graph.losses]
             torch.autograd.backward([graph.partial, *graph.losses.values()], [gradient, *of_losses])
-        if crosses:
-            self._cross(number, own)
-            return
         if graphs[-1].input_gradient.in_flight is None:
             # The sub-block before it takes the same normed stream, and starts the sum.
+            return
+        if crosses:
+            self._cross(number, own)
             return
         summed = graphs[-1].input_gradient.in_flight if step.reads_own else graphs[-1]
         assert summed is not None
