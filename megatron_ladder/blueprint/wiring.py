@@ -156,7 +156,11 @@ class Wiring:
             joined = (self.joined,) if layer in late_layers else _TOGETHER
             if kind not in joined or index + 1 == len(sub_blocks):
                 return False
-            return sub_blocks[index + 1][0] == layer and plan.first_reads[index] == plan.first_reads[index + 1]
+            following = sub_blocks[index + 1]
+            # Under the routed experts, attention's sum runs alone.
+            if kind is _ATTENTION and following == (layer, _ROUTED):
+                return False
+            return following[0] == layer and plan.first_reads[index] == plan.first_reads[index + 1]
 
         def shares(index: int) -> bool:
             (before, earlier), (layer, kind) = sub_blocks[index - 1], sub_blocks[index]

@@ -53,6 +53,10 @@ def forward_events(config: ModelConfig, options: StackOptions, training: bool) -
         (DESYNC_2, "B0 B1 L0 W0 B2 B3 L1 W1 B4 B5 L2 W2"),
         (DESYNC_4, "B0 B1 B2 B3 L0 W0 B4 B5 L1 W1"),
         (OWN_PARTIALS, "B0 L0 B1 L1 B2 L2 W0 B3 L3 W1 B4 L4 W2 B5 L5 W3 W4 W5"),
+        (
+            EXPERTS | {"residual_mode": "farskip", "moe_layers": (0, 1, 2)},
+            "B0 L0 B1 L1 W0 B2 L2 W1 B3 L3 W2 B4 L4 W3 B5 L5 W4 W5",
+        ),
         # Attention, shared, routed; attention, MLP; attention, shared, routed. Attention travels with what follows it.
         (FARSKIP, "B0 B1 L0 B2 L1 W0 B3 W1 B4 L2 W2 B5 B6 L3 B7 L4 W3 W4"),
         # Attention, routed, shared; attention, MLP; attention, routed, shared.
@@ -75,6 +79,7 @@ def forward_events(config: ModelConfig, options: StackOptions, training: bool) -
         "desync-2",
         "desync-4",
         "lanes",
+        "farskip-without-shared",
         "farskip",
         "shortcut",
         "longcat",
