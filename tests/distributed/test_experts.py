@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.model.experts import Router
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.operations import ExpertOptions
 from megatron_ladder.model.stack import StackOptions
@@ -17,7 +18,7 @@ from tests.helpers.pairwise import pairwise
 from tests.helpers.pool import GlooPools
 from tests.helpers.recording import InlineQueue
 from tests.helpers.sharded import Pieces, assert_pieces, fill_slices, gradient_pieces, mesh_of, small_model
-from tests.reference import ReferenceConfig, Weights, make_weights, reference_gradients
+from tests.reference import ReferenceConfig, Routed, Weights, make_weights, reference_gradients, reference_logits
 
 TOLERANCE = 1e-11
 ALL = (0, 1, 2, 3)
@@ -84,18 +85,22 @@ class How(NamedTuple):
     micro_batches: int
 
 
-def batches(count: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(3)
-    found = []
-    for index in range(count):
-        tokens = torch.randint(0, 101, (2, 9), generator=generator)
-        mask = (torch.rand(2, 8, generator=generator) < 0.4 + 0.2 * index).double()
-        found.append((tokens[:, :-1], tokens[:, 1:], mask))
-    return found
+Batch = tuple[Tensor, Tensor, Tensor]
+"""Tokens, labels and loss mask, [b, s]."""
 
 
-def run_case(config: ModelConfig, weights: Weights, experts: ExpertOptions, how: How) -> tuple[float, Pieces]:
-    """Return the sum of all losses and the gradients, of several micro-batches through one or two ranges of layers."""
+class Outcome(NamedTuple):
+    """What a rank found."""
+
+    loss: float
+    """With the balancing losses."""
+    loads: list[list[int]]
+    """How many tokens chose each expert, by layer."""
+    gradients: Pieces
+
+
+def run_case(config: ModelConfig, weights: Weights, experts: ExpertOptions, how: How, batch: Batch) -> Outcome:
+    """Run the micro-batches of a batch through one or several ranges of layers."""
     replicas = key_value_replicas(config, how.ranks)
     mesh = mesh_of(how.ranks, replicas) if how.ranks > 1 else ProcessMesh.single()
     mesh = replace(mesh, sequence_parallel=how.sequence_parallel)
@@ -108,49 +113,67 @@ def run_case(config: ModelConfig, weights: Weights, experts: ExpertOptions, how:
         part.stack.partial_sums.expect(how.micro_batches)
         parts.append(part)
     loss_sum = 0.0
-    micro_batches = batches(how.micro_batches)
-    scale = 1 / sum(float(mask.sum()) for *_, mask in micro_batches)
-    for tokens, labels, mask in micro_batches:
+    for tokens, labels, mask in micro_batches(batch, how.micro_batches):
         entered: list[Tensor] = []
         left = tokens
         for part in parts:
             entered.append(left.detach().clone().requires_grad_() if entered else left)
-            left = part.stage(entered[-1], loss_scale=scale)
+            left = part.stage(entered[-1], loss_scale=1 / tokens_of(batch))
             entered.append(left)
-        loss = parts[-1].loss(left[0], labels, mask) * scale
+        loss = parts[-1].loss(left[0], labels, mask) / tokens_of(batch)
         loss.backward()
         for index in reversed(range(len(parts) - 1)):
             entered[2 * index + 1].backward(entered[2 * index + 2].grad)
         loss_sum += loss.item()
-    loss_sum += sum(float(part.take_extra_losses().sum()) * scale for part in parts)
-    return loss_sum, [piece for part in parts for piece in gradient_pieces(part)]
+    loss_sum += sum(float(part.take_extra_losses().sum()) for part in parts) / tokens_of(batch)
+    loads = [module.loads.tolist() for part in parts for module in part.modules() if isinstance(module, Router)]
+    return Outcome(loss_sum, loads, [piece for part in parts for piece in gradient_pieces(part)])
 
 
-def check(gloo_pools: GlooPools, config: ModelConfig, how: How, **losses: Any) -> None:
+def make_batch(config: ModelConfig) -> Batch:
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, config.vocab_size, (4, 9), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:], (torch.rand(4, 8, generator=generator) < 0.6).double()
+
+
+def micro_batches(batch: Batch, count: int) -> list[Batch]:
+    return list(zip(*(part.chunk(count) for part in batch), strict=True))
+
+
+def tokens_of(batch: Batch) -> float:
+    """Return the divisor of the losses."""
+    return max(1.0, float(batch[2].sum()))
+
+
+def check(gloo_pools: GlooPools, config: ModelConfig, how: How, batch: Batch, **losses: Any) -> None:
     reference = replace(ReferenceConfig.like(config), **losses)
     weights = make_weights(reference, seed=1, dtype=torch.float64)
     expected_loss, expected = 0.0, dict[str, Tensor]()
-    micro_batches = batches(how.micro_batches)
-    total = sum(float(mask.sum()) for *_, mask in micro_batches)
-    for tokens, labels, mask in micro_batches:
-        loss, gradients = reference_gradients(weights, reference, tokens, labels, mask, total)
+    # All losses but that of whole micro-batches are the same for the whole batch at once.
+    is_whole = reference.moe_router_load_balancing_type == "seq_aux_loss"
+    for part in micro_batches(batch, 1 if is_whole else how.micro_batches):
+        loss, gradients = reference_gradients(weights, reference, *part, tokens_of(batch))
         expected_loss += loss.item()
         expected = {name: expected[name] + one if expected else one for name, one in gradients.items()}
+    record: list[Routed] = []
+    reference_logits(weights, reference, batch[0], record=record)
     experts = ExpertOptions(
         reference.moe_aux_loss_coeff,
         reference.moe_router_load_balancing_type,
         reference.moe_z_loss_coeff,
         how.sharding,
     )
-    results = gloo_pools(how.ranks).run(run_case, config, weights, experts, how)
-    assert [found for found, _ in results] == pytest.approx([expected_loss] * how.ranks, rel=TOLERANCE)
-    assert_pieces([pieces for _, pieces in results], expected, TOLERANCE)
+    outcomes = gloo_pools(how.ranks).run(run_case, config, weights, experts, how, batch)
+    for loss, loads, _ in outcomes:
+        assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
+        assert loads == [routed.loads.tolist() for routed in record]
+    assert_pieces([outcome.gradients for outcome in outcomes], expected, TOLERANCE)
 
 
 @pytest.mark.parametrize(
     ("wiring", "layout", "recompute", "cuts", "micro_batches", "variant"),
     pairwise(
-        (list(WIRINGS), list(LAYOUTS), [0, 3], [(), (1, 3)], [1, 3], list(VARIANTS)),
+        (list(WIRINGS), list(LAYOUTS), [0, 3], [(), (1, 3)], [1, 4], list(VARIANTS)),
         (str, lambda layout: f"tp{layout}", ["kept", "recomputed"], ["whole", "cut"], ["one", "accumulated"], str),
     ),
 )
@@ -165,4 +188,23 @@ def test_every_wiring_and_layout(
 ) -> None:
     overlap, sharding, losses = VARIANTS[variant]
     how = How(*LAYOUTS[layout], sharding, overlap, recompute, cuts, micro_batches)
-    check(gloo_pools, small_model(**WIRINGS[wiring]), how, **losses)
+    config = small_model(**WIRINGS[wiring])
+    check(gloo_pools, config, how, make_batch(config), **losses)
+
+
+@pytest.mark.parametrize(
+    ("wiring", "layout", "recompute", "micro_batches", "kind"),
+    pairwise(
+        (["standard", "farskip", "longcat"], list(LAYOUTS), [0, 3], [1, 4], ["seq_aux_loss", "aux_loss"]),
+        (str, lambda layout: f"tp{layout}", ["kept", "recomputed"], ["one", "accumulated"], str),
+    ),
+)
+def test_balancing_losses_alone(
+    gloo_pools: GlooPools, wiring: str, layout: str, recompute: int, micro_batches: int, kind: str
+) -> None:
+    """No target counts, so that a balancing loss multiplied by the ranks is not hidden by the gradient of the rest."""
+    how = How(*LAYOUTS[layout], "width", "overlap", recompute, (), micro_batches)
+    config = small_model(**WIRINGS[wiring])
+    tokens, labels, mask = make_batch(config)
+    losses = PER_SEQUENCE | {"moe_router_load_balancing_type": kind}
+    check(gloo_pools, config, how, (tokens, labels, torch.zeros_like(mask)), **losses)

@@ -70,3 +70,6 @@ def test_steps_equal_a_plain_model(gloo_pools: GlooPools, world: int, words: str
     for history, _ in results:
         assert history == [pytest.approx(of_step, rel=1e-6) for of_step in expected]
     assert_pieces([pieces for _, pieces in results], final, 2e-4)
+    copies: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+    for name, offset, values in (piece for _, pieces in results for piece in pieces):
+        assert torch.equal(copies.setdefault((name, offset), values), values), f"the ranks' copies of {name} differ"
