@@ -38,6 +38,8 @@ class Case(NamedTuple):
     missing: tuple[tuple[int, ...], ...]
     joined: tuple[bool, ...]
     """Whether each output travels in the sum of the next one."""
+    shares: tuple[bool, ...]
+    """Whether each sub-block shares the read of the one before it."""
     bounds: tuple[int, ...]
     """First layers of the ranges, and the number of layers."""
     options: StackOptions
@@ -75,20 +77,25 @@ def random_case(seed: int, ranks: int) -> Case:
         not lanes and first == second and not any(output < ends[cut] < first for cut in cuts) and dice.random() < 0.5
         for output, (first, second) in enumerate(pairwise((*reads, 0)))
     )
+    norms = [(layer, one.kind.norm) for layer, of_layer in enumerate(config.wired_layers) for one in of_layer]
+    shares = tuple(
+        index > 0 and norms[index] == norms[index - 1] and index not in reads and dice.random() < 0.7
+        for index in range(count)
+    )
     options = StackOptions(
         tp_overlap=dice.random() < 0.9, recompute_layers=dice.choice((0, 9)), mirrored_backward=dice.random() < 0.9
     )
     is_sharded = ranks > 1 and not lanes and dice.random() < 0.5
-    return Case(config, reads, missing, joined, (0, *cuts, layers), options, is_sharded)
+    return Case(config, reads, missing, joined, shares, (0, *cuts, layers), options, is_sharded)
 
 
 def wired(case: Case) -> list[tuple[WiredSubBlock, ...]]:
     """Return the model's sub-blocks with what they miss and which outputs travel together."""
-    sets = iter(zip(case.missing, case.joined, strict=True))
+    sets = iter(zip(case.missing, case.joined, case.shares, strict=True))
 
     def changed(one: WiredSubBlock) -> WiredSubBlock:
-        missing, joins_next = next(sets)
-        return one._replace(missing=missing, joins_next=joins_next)
+        missing, joins_next, shares_reading = next(sets)
+        return one._replace(missing=missing, joins_next=joins_next, shares_reading=shares_reading)
 
     return [tuple(map(changed, layer)) for layer in case.config.wired_layers]
 
@@ -169,21 +176,16 @@ def test_an_output_is_waited_for_right_before_the_first_sub_block_that_sees_it(g
             expected += [f"W{numbers[j]}" for j in launched if reads[j] == index] + [f"B{index}"]
             expected += [f"L{numbers[index]}"] if index in numbers else []
         expected += [f"W{numbers[j]}" for j in launched if reads[j] == count]
-        # Neighbours with one norm share a read if nothing arrives between them; that of the first is launched.
-        norms = [
-            f"{layer} {one.kind.norm}" for layer, of_layer in enumerate(case.config.wired_layers) for one in of_layer
-        ]
-        shared = {index for index in range(1, count) if norms[index] == norms[index - 1] and index not in reads}
         # Backward's reduces continue the numbers.
-        read_numbers = {
-            read: len(launched) + place
-            for place, read in enumerate(r for r in reversed(range(count)) if r not in shared)
-        }
+        read_numbers = {}
+        for index in reversed(range(count)):
+            # The first of several sub-blocks that share a read launches its reduce.
+            read_numbers |= {} if case.shares[index] else {index: len(launched) + len(read_numbers)}
         flying = list[int]()
         for index in reversed(range(count)):
             expected += [f"W{read_numbers[read]}" for read in flying if read >= reads[index]]
             flying = [read for read in flying if read < reads[index]]
-            if index not in shared:
+            if index in read_numbers:
                 flying.append(index)
                 expected.append(f"L{read_numbers[index]}")
         expected += [f"W{read_numbers[read]}" for read in flying]
