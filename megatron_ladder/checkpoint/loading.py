@@ -152,7 +152,7 @@ def _load_state(
 
 @torch.no_grad()
 def _read_optimizer(checkpoint: Checkpoint, state: OptimizerState, moments: bool) -> None:
-    for span in state.spans():
+    for span in (*state.spans(), *state.states()):
         targets = {"weight": span.master}
         if moments:
             targets |= {which: state.moment(span, which) for which in span.moments}

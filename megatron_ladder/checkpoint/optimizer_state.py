@@ -61,6 +61,9 @@ class OptimizerState(Protocol):
     def spans(self) -> Iterator[Span]:
         """Iterate over all spans that this rank updates, in the same order at every call."""
 
+    def states(self) -> Iterator[Span]:
+        """Iterate over spans without moments: tensors of the model that checkpoints hold, but no optimizer updates."""
+
     def moment(self, span: Span, which: str) -> Tensor:
         """Return the span's part of one of its moments, flat; zeros before the first step."""
 

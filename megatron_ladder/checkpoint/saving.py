@@ -188,7 +188,7 @@ class TrainingSave:
         Raises:
             SaveError: on every rank: there is no room, or no directory can be created.
         """
-        spans = [span for span in state.spans() if span.owned]
+        spans = [span for span in (*state.spans(), *state.states()) if span.owned]
         rows = [{"weight": span.master, **{w: state.moment(span, w) for w in span.moments}} for span in spans]
         own_bytes = sum(value.nbytes for row in rows for value in row.values())
         for span, row in zip(spans, rows, strict=True):

@@ -37,6 +37,10 @@ class TrainingConfig:
     """What the load balancing loss balances: each sequence, or each micro-batch, on whose size it then depends."""
     moe_z_loss_coeff: float = flag(0.0, minimum=0, requires="--num-experts", on_resume="report")
     """Coefficient of the squared log of the normaliser of the router's softmax; ST-MoE uses 1e-3."""
+    moe_router_bias_update_rate: float = flag(
+        0.001, minimum=0, requires="--moe-router-enable-expert-bias", on_resume="report"
+    )
+    """How far each step moves an expert's bias: up if the global batch chose it less than the mean, otherwise down."""
     distill_from: Path | None = flag(None, excludes="--pipeline-model-parallel-size", on_resume="report")
     """Checkpoint, directory of checkpoints, or Hugging Face directory of a teacher, whose distribution of the next
     token the model learns. The teacher has the same vocabulary, any sizes, and any wiring. It is frozen, in the

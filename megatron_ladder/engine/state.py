@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megatron_ladder.checkpoint.optimizer_state import MOMENTS, OptimizerState, Span
 from megatron_ladder.engine.gradients import GradientPiece
 from megatron_ladder.engine.muon import MOMENTUM, ORTHOGONAL
-from megatron_ladder.parallel.layout import parameter_sections
+from megatron_ladder.parallel.layout import parameter_sections, state_sections
 
 
 class EngineState(OptimizerState, ABC):
@@ -38,6 +38,11 @@ class EngineState(OptimizerState, ABC):
     @abstractmethod
     def gradients(self) -> Iterator[Tensor]:
         """Iterate over the gradients of `spans` in the storage that the next step reads, before that step."""
+
+    def states(self) -> Iterator[Span]:
+        owned = dist.get_rank(self._engine.seq_data_parallel_group) == 0
+        for state, sections in state_sections(self._engine.module):
+            yield Span(sections, state.shape, 0, state.view(-1), state, 0, owned, ())
 
     def gradient_pieces(self) -> list[GradientPiece]:
         """Return the gradient that this rank holds, reduced over data-parallel ranks."""

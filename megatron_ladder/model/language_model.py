@@ -14,6 +14,7 @@ from torch.autograd import Function
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import TensorSpec, embedding_tensor, final_norm_tensor, head_tensor
+from megatron_ladder.comm.copies import to_device
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.model.documents import DocumentBounds
 from megatron_ladder.model.experts import Router
@@ -86,6 +87,7 @@ class LanguageModel(nn.Module):
         self.stack = TransformerStack(build, layers, options)
         self._head_losses = ("z loss",) * bool(z_loss_coeff) + ("distillation loss",) * (distillation is not None)
         self.routers = [module for module in self.stack.modules() if isinstance(module, Router)]
+        self._first_router = sum(layer < layers.start for layer in config.moe_layers)
         self.extra_losses = (*self._head_losses, *self.stack.loss_names)
         """Names of the losses that the model has the gradient of, but its loss does not contain."""
         self._extra_loss_sums = torch.zeros(len(self.extra_losses), dtype=torch.float64)
@@ -218,6 +220,31 @@ class LanguageModel(nn.Module):
         """Return each of the `extra_losses`, summed over all target tokens since the last call, fp64; forget them."""
         taken, self._extra_loss_sums = self._extra_loss_sums, torch.zeros_like(self._extra_loss_sums)
         return taken
+
+    @torch.no_grad()
+    def take_loads(self, device: torch.device) -> Tensor:
+        """Return how many tokens have chosen each expert in training since the last call, fp64; forget it.
+
+        [layers with experts, E]; the rows of layers on other pipeline stages are zero.
+        """
+        loads = torch.zeros(len(self.config.moe_layers), self.config.num_experts, dtype=torch.float64, device=device)
+        for row, router in enumerate(self.routers, start=self._first_router):
+            loads[row] = router.loads
+            router.loads.zero_()
+        return loads
+
+    @torch.no_grad()
+    def follow_loads(self, loads: Tensor, rate: float) -> None:
+        """Move the bias of each expert by `rate`, for the loads of a global batch: down if its load exceeds the mean,
+        up if it is below."""
+        biases = [router.expert_bias for router in self.routers if router.expert_bias is not None]
+        if not biases:
+            return
+        # Loads are whole numbers, so that every device finds the same sign.
+        above = torch.sign(loads * loads.shape[-1] - loads.sum(-1, keepdim=True)).float()
+        above = to_device(above, biases[0].device)
+        for row, bias in enumerate(biases, start=self._first_router):
+            bias.sub_(above[row], alpha=rate)
 
     def training_context(
         self, tokens: Tensor, positions: Tensor | None = None, document_bounds: Tensor | None = None

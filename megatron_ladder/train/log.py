@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from megatron_ladder import __version__
 from megatron_ladder.blueprint.model import ModelConfig
@@ -156,9 +157,10 @@ class RunLog:
         minutes, left = divmod(round((total - iteration) * step_seconds), 60)
         hours, minutes = divmod(minutes, 60)
         eta = f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
-        extra_losses = "".join(f"| {name} {value:.4g} " for name, value in last.extra_losses.items())
+        others = {**last.extra_losses, **_describe_loads(last.loads)}
+        shown = "".join(f"| {name} {value:.4g} " for name, value in others.items())
         print_rank_0(
-            f"iteration {iteration:>{len(str(total))}}/{total} | lm loss {loss:.4f} {extra_losses}"
+            f"iteration {iteration:>{len(str(total))}}/{total} | lm loss {loss:.4f} {shown}"
             f"| learning rate {last.learning_rate:.3e} | grad norm {last.gradient_norm:.3f} "
             f"| {tokens_per_second:,.0f} tokens/s | {_engineering(flops)}FLOP/s | {step_seconds:.3f} s/step "
             f"| ETA {eta}",
@@ -171,7 +173,7 @@ class RunLog:
             seconds=round(seconds, 6),
             loss=loss,
             tokens_per_second=round(tokens_per_second, 1),
-            **{name.replace(" ", "_"): value for name, value in last.extra_losses.items()},
+            **{name.replace(" ", "_"): value for name, value in others.items()},
         )
         if self._device.type == "cuda":
             peak_memory = torch.cuda.max_memory_allocated(self._device)
@@ -179,7 +181,7 @@ class RunLog:
             peak_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         values = {
             "train/lm loss": loss,
-            **{f"train/{name}": value for name, value in last.extra_losses.items()},
+            **{f"train/{name}": value for name, value in others.items()},
             "train/learning rate": last.learning_rate,
             "train/grad norm": last.gradient_norm,
             "speed/tokens per second": tokens_per_second,
@@ -224,6 +226,23 @@ class RunLog:
             yield
         finally:
             self._interval_start += time.perf_counter() - start
+
+
+def _describe_loads(loads: Tensor) -> dict[str, float]:
+    """Return how evenly a step has used the experts: loads [layers, E] -> numbers by name, none of a dense model.
+
+    The largest load is that of the busiest expert of all layers, as a multiple of the mean; the entropy is 1 if all
+    loads are equal, and 0 if one expert has all tokens, in the mean of the layers.
+    """
+    if not len(loads):
+        return {}
+    shares, experts = loads / loads.sum(-1, keepdim=True), loads.shape[-1]
+    entropy = torch.special.entr(shares).sum(-1) / math.log(max(experts, 2))
+    return {
+        "largest expert load": float(shares.max()) * experts,
+        "expert load entropy": float(entropy.mean()),
+        "dead experts": int((loads == 0).sum()),
+    }
 
 
 def _engineering(value: float) -> str:

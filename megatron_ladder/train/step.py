@@ -30,6 +30,8 @@ class StepResult(NamedTuple):
     """The loss of the global batch, the same on every rank."""
     extra_losses: Mapping[str, float]
     """Losses of the global batch by name that `loss` does not contain, the same on every rank."""
+    loads: Tensor
+    """How many tokens of the global batch chose each expert, [layers with experts, E], on the host of every rank."""
     finding: Finding | None = None
     extra_sums: Sequence[float] = ()
 
@@ -55,23 +57,27 @@ def train_step(
     state.set_learning_rate(learning_rate)
     targets = _count_targets(trainer, micro_batches)
     scale = targets.clamp(min=1.0).reciprocal()
-    trainer.model.take_extra_losses()
+    model = trainer.model
+    model.take_extra_losses()
+    model.take_loads(trainer.device)
     loss_sum = engine.forward_backward(micro_batches, scale)
     pieces = state.gradient_pieces()
     numbers = to_device(torch.tensor(extra_numbers(), dtype=torch.float64), trainer.device)
-    extra_losses = to_device(trainer.model.take_extra_losses(), trainer.device) * scale
-    packed = torch.cat([loss_sum.detach().double().reshape(1), extra_losses, targets.reshape(1), numbers])
-    norm, sums = gradient_norm(pieces, mesh.world, trainer.device, packed)
-    # Every tensor-parallel rank contributed the same losses.
-    loss, *others = (summed / mesh.tensor.size for summed in sums[: 1 + len(extra_losses)])
-    found_targets, *sums = sums[1 + len(extra_losses) :]
-    named_losses = dict(zip(trainer.model.extra_losses, others, strict=True))
+    extra_losses = to_device(model.take_extra_losses(), trainer.device) * scale
+    loads = model.take_loads(trainer.device)
+    parts = [loss_sum.detach().double().reshape(1), extra_losses, targets.reshape(1), numbers, loads.flatten()]
+    norm, summed = gradient_norm(pieces, mesh.world, trainer.device, torch.cat(parts))
+    own_loss, own_others, (found_targets,), sums, own_loads = summed.split([len(part) for part in parts])
+    # Every tensor-parallel rank contributed the same losses and loads.
+    loss, *others = (torch.cat([own_loss, own_others]) / mesh.tensor.size).tolist()
+    loads = own_loads.view(loads.shape) / mesh.tensor.size
+    named_losses = dict(zip(model.extra_losses, others, strict=True))
     if math.isfinite(norm):
         clip_gradients(pieces, norm, trainer.run.optimizer.clip_grad)
     text, finding = f"iteration {iteration}: the gradient's norm is {norm}, the loss {loss:g}", None
-    kind = trainer.guard.judge(loss, norm, found_targets > 0)
+    kind = trainer.guard.judge(loss, norm, bool(found_targets > 0))
     if kind == "bad numbers":
-        where = locate_bad_gradient(pieces, trainer.model, mesh.world)
+        where = locate_bad_gradient(pieces, model, mesh.world)
         text += ": first bad parameter {parameter}, on rank {rank}".format_map(where) if where else ""
         finding = Finding(kind, True, text, where)
     elif kind == "no targets":
@@ -82,7 +88,8 @@ def train_step(
         engine.skip_step()
     else:
         engine.step()
-    return StepResult(loss_sum, norm, learning_rate, loss, named_losses, finding, sums)
+        model.follow_loads(loads, trainer.run.training.moe_router_bias_update_rate)
+    return StepResult(loss_sum, norm, learning_rate, loss, named_losses, loads, finding, sums.tolist())
 
 
 def _count_targets(trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> Tensor:
