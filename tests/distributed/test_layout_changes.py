@@ -17,6 +17,10 @@ RECIPE = (
     "--lr 1e-3 --clip-grad 0.5 --weight-decay 0.1 --micro-batch-size 2 --global-batch-size 4 --train-iters 100 "
     "--residual-mode ladder --ladder-layers 1,2 --qk-layernorm --tie-embeddings"
 ).split()
+EXPERTS = (
+    "--num-experts 8 --moe-ffn-hidden-size 16 --moe-layers 1-2 --moe-shared-expert-intermediate-size 16 "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-aux-loss-coeff 0.01"
+)
 
 
 class Stay(NamedTuple):
@@ -64,32 +68,38 @@ def stay(
 
 
 @pytest.mark.parametrize(
-    ("precision", "steps"),
-    [pytest.param([], 10, id="fp32", marks=pytest.mark.slow), pytest.param(["--bf16"], 2, id="bf16")],
+    ("words", "steps", "tolerance"),
+    [
+        pytest.param("", 10, 1e-6, id="fp32", marks=pytest.mark.slow),
+        pytest.param("--bf16", 2, 2e-2, id="bf16"),
+        pytest.param(EXPERTS, 1, 1e-6, id="experts"),
+    ],
 )
 def test_a_run_continues_in_several_layouts(
-    gloo_pools: GlooPools, tmp_path: Path, precision: list[str], steps: int
+    gloo_pools: GlooPools, tmp_path: Path, words: str, steps: int, tolerance: float
 ) -> None:
     """Every layout saves bitwise the state that it has loaded, and the losses are those of a single run."""
-    argv = [*RECIPE, *precision]
+    argv = [*RECIPE, *words.split()]
     batches = steps_of_batches(steps * len(JOURNEY) + 1, 2)
     unchanged = gloo_pools(2).run(
         stay, [*argv, *JOURNEY[0].flags], batches, 1, None, (tmp_path / "none", tmp_path / "end")
     )[0]
     load, before, tensor_parallel = None, None, 2
     for number, place in enumerate(JOURNEY):
-        first = steps * number
+        first, flags = steps * number, place.flags
+        if words == EXPERTS and number == len(JOURNEY) - 1:
+            flags += ["--expert-sharding", "experts"]
         saves = tmp_path / f"{number}.loaded", tmp_path / f"{number}.saved"
         losses = gloo_pools(place.world).run(
-            stay, [*argv, *place.flags], batches[first : first + steps + 1], first + 1, load, saves
+            stay, [*argv, *flags], batches[first : first + steps + 1], first + 1, load, saves
         )[0]
         if load is not None:
             carried, loaded = everything(load), everything(saves[0])
             assert carried.keys() == loaded.keys() and all(equal(carried[key], loaded[key]) for key in carried)
-        if precision and before is not None:
+        if before is not None:
             # More tensor-parallel ranks round partial sums differently.
             exact = place.layout[0] == tensor_parallel
-            assert losses[0] == (before if exact else pytest.approx(before, rel=2e-2))
-        if not precision:
+            assert losses[0] == (before if exact else pytest.approx(before, rel=tolerance))
+        if words != "--bf16":
             assert losses == pytest.approx(unchanged[first : first + steps + 1], rel=1e-5)
         load, before, tensor_parallel = saves[1], losses[-1], place.layout[0]

@@ -80,6 +80,7 @@ RESUMED = [
     ("--zero-stage 3", 2, 4),
     ("--zero-stage 2 --bf16", 2, 4),
     ("--zero-stage 3 --bf16 --offload-optimizer cpu", 2, 4),
+    ("--zero-stage 3 --bf16 --num-experts 4 --moe-router-enable-expert-bias", 2, 4),
 ]
 
 

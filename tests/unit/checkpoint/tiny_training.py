@@ -48,6 +48,9 @@ class TinyState:
     def spans(self) -> Iterator[Span]:
         return iter(self._spans)
 
+    def states(self) -> Iterator[Span]:
+        return iter(())
+
     def copy_masters_to_weights(self) -> None:
         for span in self._spans:
             span.weight.copy_(span.master)
