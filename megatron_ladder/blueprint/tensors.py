@@ -142,6 +142,16 @@ class Branch:
         of_experts = sum(matrix.weight.numel for matrix in (*self.inputs, self.output))
         return of_experts // self.experts * self.experts_per_token + sum(one.numel for one in self.router[:1])
 
+    def weights_read(self, tokens: float) -> float:
+        """Return the numbers in the matrices that a step of so many tokens reads: those of the expected number of
+        distinct experts, if every expert is equally likely."""
+        share = self.experts_per_token / self.experts
+        if self.experts == 1:
+            return self.weights_per_token
+        of_router = sum(one.numel for one in self.router[:1])
+        of_experts = (self.weights_per_token - of_router) / share
+        return of_experts * (1 - (1 - share) ** tokens) + of_router
+
     @property
     def product_flops(self) -> int:
         """FLOPs per token of the matrices, forward."""

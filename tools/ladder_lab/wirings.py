@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.blueprint.wiring import DESYNC_INTERVALS, SHARED_STREAM_MODES, WIRINGS, ResidualMode
+from megatron_ladder.blueprint.model import ModelConfig, model_errors
+from megatron_ladder.blueprint.wiring import DESYNC_INTERVALS, EXPERT_MODES, SHARED_STREAM_MODES, WIRINGS, ResidualMode
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,13 @@ class NamedWiring:
     def is_planned(self) -> bool:
         """Whether it has its own row in plans. Own partials take the time of the wiring without them."""
         return not self.upper_half and not self.own_partials
+
+    def fits(self, model: ModelConfig, ranks: int) -> bool:
+        """Whether a model with the tensors of this one can have the wiring on so many tensor-parallel ranks."""
+        if ranks < self.fewest_ranks:
+            return False
+        wired = self.of(model, ranks)
+        return wired.residual_mode != "longcat" and not [*model_errors(wired)]
 
     @property
     def fewest_ranks(self) -> int:
@@ -55,7 +62,7 @@ class NamedWiring:
 
 
 NAMED_WIRINGS: Mapping[str, NamedWiring] = {
-    **{mode: NamedWiring(mode) for mode in SHARED_STREAM_MODES},
+    **{mode: NamedWiring(mode) for mode in (*SHARED_STREAM_MODES, *EXPERT_MODES)},
     "staleness-2": NamedWiring("ladder", staleness=2),
     "hybrid": NamedWiring("ladder", upper_half=True),
     **{

@@ -1,34 +1,57 @@
 """Model shapes, by name or in numbers."""
 
 import re
+from typing import Any
 
 from megatron_ladder.blueprint.model import ModelConfig, model_errors
 
 LLAMA3_VOCABULARY = 128256
 STARCODER_VOCABULARY = 49152
+QWEN3_VOCABULARY = 151936
 POSITIONS = 8192
 
 
 def _shape(
-    layers: int, hidden: int, ffn: int, heads: int, key_value_heads: int, vocabulary: int, tied: bool = False
+    layers: int,
+    hidden: int,
+    ffn: int,
+    heads: int,
+    key_value_heads: int,
+    vocabulary: int,
+    tied: bool = False,
+    **more: Any,
 ) -> ModelConfig:
+    more.setdefault("head_dim", hidden // heads)
     return ModelConfig(
         num_layers=layers,
         hidden_size=hidden,
         ffn_hidden_size=ffn,
         num_attention_heads=heads,
         num_key_value_heads=key_value_heads,
-        head_dim=hidden // heads,
         vocab_size=vocabulary,
         max_position_embeddings=POSITIONS,
         tie_embeddings=tied,
+        **more,
     )
+
+
+def _experts(count: int, chosen: int, width: int, layers: range, shared: int = 0, **more: Any) -> dict[str, Any]:
+    return {
+        "num_experts": count,
+        "moe_router_topk": chosen,
+        "moe_ffn_hidden_size": width,
+        "moe_shared_expert_intermediate_size": shared,
+        "moe_layers": tuple(layers),
+        **more,
+    }
 
 
 SIZES: dict[str, ModelConfig] = {
     "small": _shape(8, 1024, 1408, 16, 16, 4096),
     "small-llama": _shape(8, 1024, 2816, 16, 4, 4096),
     "small-train": _shape(6, 512, 704, 8, 8, 2048),
+    "small-moe": _shape(8, 1024, 1408, 16, 16, 4096, **_experts(16, 2, 512, range(8), 384)),
+    "small-moe-train": _shape(6, 512, 704, 8, 8, 2048, **_experts(8, 2, 256, range(6), 192)),
     "paper-1.2b": _shape(40, 1536, 4096, 24, 24, STARCODER_VOCABULARY),
     "paper-1.5b": _shape(52, 1536, 4096, 24, 24, STARCODER_VOCABULARY),
     "paper-3.5b": _shape(40, 2304, 9216, 36, 36, STARCODER_VOCABULARY),
@@ -44,10 +67,32 @@ SIZES: dict[str, ModelConfig] = {
     "llama-8b": _shape(32, 4096, 14336, 32, 8, LLAMA3_VOCABULARY),
     "llama-34b": _shape(48, 8192, 22016, 64, 8, 32000),
     "llama-70b": _shape(80, 8192, 28672, 64, 8, LLAMA3_VOCABULARY),
+    "mixtral-8x7b": _shape(32, 4096, 14336, 32, 8, 32000, **_experts(8, 2, 14336, range(32))),
+    "qwen3-30b-a3b": _shape(
+        48, 2048, 6144, 32, 4, QWEN3_VOCABULARY, head_dim=128, qk_layernorm=True, **_experts(128, 8, 768, range(48))
+    ),
+    "qwen3-235b-a22b": _shape(
+        94, 4096, 12288, 64, 4, QWEN3_VOCABULARY, head_dim=128, qk_layernorm=True, **_experts(128, 8, 1536, range(94))
+    ),
+    "glm-4.5-air": _shape(
+        46,
+        4096,
+        10944,
+        96,
+        8,
+        151552,
+        head_dim=128,
+        add_qkv_bias=True,
+        rotary_percent=0.5,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        **_experts(128, 8, 1408, range(1, 46), 1408),
+    ),
     "bloom-176b": _shape(70, 14336, 50176, 112, 112, 250880),
     "llama-405b": _shape(126, 16384, 53248, 128, 8, LLAMA3_VOCABULARY),
 }
-"""small and small-train: attention and MLP cost the same, for two CPU cores. small-llama: the MLP costs twice as much,
+"""small and small-train: attention and MLP cost the same, for two CPU cores; small-moe*: so do attention and the
+experts that a token uses. small-llama: the MLP costs twice as much,
 as in Llama. paper-*: the models of the paper (arXiv 2501.06589); paper-1.5b and paper-4.5b are its deeper ladders, with
 the 52 layers of 1.55b and 3.9bh in the authors' inference program (github.com/mayank31398/ladder-residual-inference,
 gpt_fast/gpt_ladder_TP.py). paper-*-tp8: as in that program, with 32 heads of 72 instead of the 36 of 64 that the

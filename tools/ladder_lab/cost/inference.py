@@ -102,7 +102,7 @@ def inference_memory(request: InferenceRequest) -> InferenceMemory:
     """Return what a GPU holds at the last token, without activations, CUDA and NCCL."""
     weights = 0.0
     for tensor in model_tensors(request.model):
-        is_matrix = len(tensor.shape) == 2 and tensor.name.startswith("layers.")
+        is_matrix = len(tensor.shape) >= 2 and tensor.name.startswith("layers.")
         weights += tensor.local_numel(request.ranks) * (request.weight_bits / 8 if is_matrix else BYTES)
     places = (request.prompt + request.new_tokens) * request.batch
     return InferenceMemory(weights, places * _cache_bytes(request) * request.model.num_layers)
@@ -124,7 +124,12 @@ def _pass_seconds(request: InferenceRequest, tokens: int, seconds_of: Callable[[
     """
     reduce = request.reduce_seconds(tokens)
     steps = [
-        SubBlockTime(seconds_of(one, len(sub_blocks)), reduce if one.wired.leaves_shared else 0.0, one.wired.missing)
+        SubBlockTime(
+            seconds_of(one, len(sub_blocks)),
+            reduce if one.wired.leaves_shared else 0.0,
+            one.wired.missing,
+            joins_next=one.wired.joins_next,
+        )
         for sub_blocks in layer_tensors(request.model)
         for one in sub_blocks
     ]
@@ -156,9 +161,9 @@ def _decode_seconds(request: InferenceRequest, one: SubBlockTensors, sub_blocks:
     kind = "parallel" if sub_blocks == 1 else "ladder" if one.wired.missing else "standard"
     seconds = constants.glue[kind] * MICROSECOND / sub_blocks
     for branch in one.branches:
-        numbers = branch.weights_per_token / request.ranks
-        reading = numbers * request.weight_bits / 8 / rate
-        computing = 2 * numbers * request.batch / (FLOPS_SHARE * request.machine.gpu.peak_flops)
+        reading = branch.weights_read(request.batch) / request.ranks * request.weight_bits / 8 / rate
+        flops = branch.product_flops * request.batch / request.ranks
+        computing = flops / (FLOPS_SHARE * request.machine.gpu.peak_flops)
         seconds += max(reading, computing) + _share_of_floor(branch) * floor * MICROSECOND
         if branch.score_width:
             seconds += request.batch * positions * _cache_bytes(request) / request.machine.gpu.memory_bytes_per_second

@@ -16,7 +16,7 @@ the sub-block ends, and the sub-block s + 1 positions later is the first to wait
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_ladder.blueprint.wiring import ReadPlan
@@ -53,7 +53,7 @@ class SubBlockTime:
     `reduce_seconds` is the wire time of the all-reduce of its output, and of its input gradient, which has the same
     size. `missing` are the outputs that the stream lacks when it starts, counted back from the newest. Backward is
     split into the gradient of its input and the rest: the weight gradient of its column-parallel layer, which no other
-    sub-block needs.
+    sub-block needs. Outputs and readings can share the all-reduce of a neighbour, as in `WiredSubBlock`.
     """
 
     forward_seconds: float
@@ -61,6 +61,8 @@ class SubBlockTime:
     missing: tuple[int, ...] = ()
     dgrad_seconds: float = 0.0
     wgrad_seconds: float = 0.0
+    joins_next: bool = False
+    shares_reading: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,14 +154,19 @@ def forward_seconds(
     """
     clock = SimulatedClock(wire) if clock is None else clock
     plan = ReadPlan.of(block.missing for block in sub_blocks)
-    launched: list[SimulatedCollective] = []
+    launched: dict[int, SimulatedCollective] = {}
+
+    def wait_for(outputs: Iterable[int]) -> None:
+        for output in outputs:
+            if output in launched:
+                clock.wait(launched[output])
+
     for index, block in enumerate(sub_blocks):
-        for output in plan.arriving(index):
-            clock.wait(launched[output])
+        wait_for(plan.arriving(index))
         clock.compute(block.forward_seconds)
-        launched.append(clock.launch(block.reduce_seconds))
-    for output in plan.arriving(len(sub_blocks)):
-        clock.wait(launched[output])
+        if not block.joins_next:
+            launched[index] = clock.launch(block.reduce_seconds)
+    wait_for(plan.arriving(len(sub_blocks)))
     clock.compute(head_seconds)
     return clock.now
 
@@ -194,6 +201,9 @@ def backward_seconds(
         block = sub_blocks[index]
         while in_flight and in_flight[0][0] >= first_reads[index]:
             clock.wait(in_flight.popleft()[1])
+        if block.shares_reading and not wait_at_once:
+            clock.compute(block.dgrad_seconds + block.wgrad_seconds)
+            continue
         clock.compute(block.dgrad_seconds if launch_before_wgrad else block.dgrad_seconds + block.wgrad_seconds)
         reduce = clock.launch(block.reduce_seconds)
         if launch_before_wgrad:

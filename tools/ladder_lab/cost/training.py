@@ -101,10 +101,16 @@ class LayerTime:
         for sub_block in layer_tensors(self.model)[-1]:
             # A flash kernel skips the masked half of the scores.
             flops = sum(one.product_flops + one.score_flops(self.sequence) / 2 for one in sub_block.branches)
-            inputs = sum(matrix.weight.numel for one in sub_block.branches for matrix in one.inputs)
+            inputs = sum(
+                matrix.weight.numel * one.experts_per_token / one.experts
+                for one in sub_block.branches
+                for matrix in one.inputs
+            )
             forward, wgrad = tokens * flops / rate + streams, tokens * 2 * inputs / rate
             dgrad = forward * (3 if self.recompute else 2) - wgrad
-            times.append(SubBlockTime(forward, self.reduce_seconds, sub_block.wired.missing, dgrad, wgrad))
+            wired = sub_block.wired
+            shared = wired.joins_next, wired.shares_reading and not self.recompute
+            times.append(SubBlockTime(forward, self.reduce_seconds, wired.missing, dgrad, wgrad, *shared))
         if not self.model.desync_interval:
             return times
         forward, dgrad, wgrad = (

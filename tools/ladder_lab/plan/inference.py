@@ -171,7 +171,7 @@ def _wirings(model: ModelConfig, options: InferenceOptions) -> dict[str, ModelCo
     found = {
         name: wiring.of(model, options.tp)
         for name, wiring in NAMED_WIRINGS.items()
-        if wiring.fewest_ranks <= options.tp and wiring.is_planned
+        if wiring.is_planned and wiring.fits(model, options.tp)
     }
     found[f"hybrid-{late}"] = replace(found["ladder"], ladder_layers=tuple(range(layers - late, layers)))
     return found

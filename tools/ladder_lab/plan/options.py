@@ -10,7 +10,7 @@ from ladder_lab.bench.sizes import SHAPE, SIZES, find_size
 from ladder_lab.cost.links import CONTENTION
 from ladder_lab.cost.machines import GPUS, PRESETS, Machine
 from ladder_lab.plan.layouts import PLANNED_WIRINGS
-from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
+from megatron_ladder.blueprint.wiring import EXPERT_MODES, SHARED_STREAM_MODES
 from megatron_ladder.command_line import parse_command_line
 from megatron_ladder.errors import UserError
 from megatron_ladder.files import write_atomically
@@ -97,7 +97,7 @@ class LayoutOptions:
     """Samples per step."""
     seq_length: int = flag(4096, minimum=1)
     """Tokens per sample."""
-    wirings: tuple[str, ...] = flag(SHARED_STREAM_MODES, choices=PLANNED_WIRINGS)
+    wirings: tuple[str, ...] = flag((*SHARED_STREAM_MODES, *EXPERT_MODES), choices=PLANNED_WIRINGS)
     """Wirings to compare. desync-2x and desync-4x are planned with tensor parallelism only, and without sequence
     parallelism."""
     optimizer: Literal["adamw", "muon"] = "adamw"
