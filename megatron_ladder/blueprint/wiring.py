@@ -148,7 +148,7 @@ class Wiring:
             # What enters the first of several late layers is complete.
             return [back for back, (at, one) in earlier.items() if one in missed and (at in late_layers) is is_late]
 
-        missing = list(limit_to_unseen(map(may_miss, range(len(sub_blocks)))))
+        missing = list(_limit_to_unseen(map(may_miss, range(len(sub_blocks)))))
         plan = ReadPlan.of(missing)
 
         def joins(index: int) -> bool:
@@ -183,7 +183,7 @@ class Wiring:
         return [tuple(itertools.islice(wired, len(of_layer))) for of_layer in kinds]
 
 
-def limit_to_unseen(may_miss: Iterable[Iterable[int]]) -> Iterator[tuple[int, ...]]:
+def _limit_to_unseen(may_miss: Iterable[Iterable[int]]) -> Iterator[tuple[int, ...]]:
     """Yield what each sub-block misses of the outputs that it may miss: those that no earlier sub-block has seen."""
     before: tuple[int, ...] = ()
     for index, backs in enumerate(may_miss):
@@ -206,7 +206,7 @@ class ReadPlan:
     def of(missing: Iterable[Sequence[int]]) -> "ReadPlan":
         """Return the plan of sub-blocks that miss these outputs, or raise ValueError if one misses what was seen."""
         sets = [tuple(sorted(backs)) for backs in missing]
-        for index, (backs, allowed) in enumerate(zip(sets, limit_to_unseen(sets), strict=True)):
+        for index, (backs, allowed) in enumerate(zip(sets, _limit_to_unseen(sets), strict=True)):
             if backs != allowed:
                 wrong = ", ".join(str(back) for back in backs if back not in allowed)
                 raise ValueError(f"sub-block {index} misses output {wrong} before it, which does not exist or was seen")

@@ -10,7 +10,7 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ladder_lab.bench.variants import Variant
+from ladder_lab.bench.variants import Variant, bound_of
 from ladder_lab.cost.links import SubBlockTime, WireModel, backward_seconds, forward_seconds
-from megatron_ladder.blueprint.wiring import WIRINGS, limit_to_unseen
+from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.tensors import layer_tensors
+from megatron_ladder.blueprint.wiring import SubBlockKind
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.sub_block import SubBlock
 
@@ -61,75 +63,81 @@ class DeviceClock:
         return self.seconds(began, self.mark())
 
 
+class SubBlockSeconds(NamedTuple):
+    """Seconds of one kind of sub-block."""
+
+    forward: float
+    backward: float = 0.0
+    """Zero without training."""
+    weight_gradient: float = 0.0
+    """The part of backward that the input's gradient does not need: the column-parallel weight's gradient."""
+
+
 @dataclass(frozen=True)
 class Calibration:
-    """Seconds of each sub-block of a layer, and of a whole pass without reduces, for layers with one norm or with two.
+    """Seconds of every kind of sub-block, and of a whole pass without reduces."""
 
-    `backward` is zero without training. `weight_gradient` is its part that the input's gradient does not need: the
-    column-parallel weight's gradient.
-    """
-
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    weight_gradient: tuple[float, ...]
+    kinds: Mapping[SubBlockKind, SubBlockSeconds]
     pass_seconds: float
-    layers: int
+    shape: ModelConfig
+    """The model, in a wiring with these kinds."""
+
+    @property
+    def _layers(self) -> list[SubBlockSeconds]:
+        return [self.kinds[kind] for of_layer in self.shape.layer_kinds for kind in of_layer]
 
     @property
     def head(self) -> float:
         """Seconds of a pass outside of its sub-blocks."""
-        return max(0.0, self.pass_seconds - self.layers * sum(self.forward + self.backward))
+        return max(0.0, self.pass_seconds - sum(one.forward + one.backward for one in self._layers))
 
     @property
     def sub_block(self) -> float:
         """Mean forward seconds of a sub-block: the unit `c` of interconnect times."""
-        return sum(self.forward) / len(self.forward)
+        return sum(one.forward for one in self._layers) / len(self._layers)
 
     def predict(self, variant: Variant, reduce_seconds: float, wire: WireModel) -> float:
         """Return the seconds of one pass of a variant when every all-reduce takes `reduce_seconds` on the wire."""
-        named, wiring = variant.wiring, WIRINGS[variant.wiring.mode]
-        first_late = self.layers - self.layers // 2 if named.upper_half else 0
-        times = [
-            (*seconds, variant.tp_overlap and kind in wiring.late and layer >= first_late)
-            for layer in range(self.layers)
-            for kind, *seconds in zip(wiring.sub_blocks, self.forward, self.backward, self.weight_gradient, strict=True)
-        ]
-        # A desynchronised interval has one reduce, at its end in forward and at its beginning in backward.
-        interval = max(1, named.desync_interval)
-        intervals = [tuple(zip(*times[at : at + interval], strict=True)) for at in range(0, len(times), interval)]
-        late = range(1, named.staleness + 1)
-        missing_of_intervals = limit_to_unseen(late if reads_late[0] else () for *_, reads_late in intervals)
-        steps = [
-            SubBlockTime(
-                forward_seconds=sum(forward),
-                reduce_seconds=reduce_seconds,
-                missing=missing,
-                dgrad_seconds=sum(backward) - weight_gradient[0],
-                wgrad_seconds=weight_gradient[0],
+        interval, steps = list[SubBlockSeconds](), list[SubBlockTime]()
+        for sub_block in itertools.chain(*variant.wiring.of(self.shape, ranks=2).wired_layers):
+            interval.append(self.kinds[sub_block.kind])
+            # A desynchronised interval has one reduce, at its end in forward and at its beginning in backward.
+            if not sub_block.leaves_shared:
+                continue
+            first = interval[0].weight_gradient
+            steps.append(
+                SubBlockTime(
+                    forward_seconds=sum(one.forward for one in interval),
+                    reduce_seconds=reduce_seconds,
+                    missing=sub_block.missing if variant.tp_overlap else (),
+                    dgrad_seconds=sum(one.backward for one in interval) - first,
+                    wgrad_seconds=first,
+                    joins_next=sub_block.joins_next and variant.tp_overlap,
+                    shares_reading=sub_block.shares_reading and variant.tp_overlap,
+                )
             )
-            for (forward, backward, weight_gradient, _), missing in zip(intervals, missing_of_intervals, strict=True)
-        ]
+            interval.clear()
         total = forward_seconds(steps, wire, head_seconds=self.head)
-        if any(self.backward):
-            mirrored = variant.tp_overlap and variant.mirrored_backward and not named.desync_interval
+        if any(one.backward for one in self._layers):
+            mirrored = variant.tp_overlap and variant.mirrored_backward and not variant.wiring.desync_interval
             total += backward_seconds(steps, wire, launch_before_wgrad=mirrored, wait_at_once=not mirrored)
         return total
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The step-time model with this machine's calibrations of layers with two norms (False) and with one (True).
+    """The step-time model with this machine's calibrations, by the name of the variant without reduces.
 
     `always_waiting` is the number of a pass's reduces that no wiring hides: those of embedding, head and loss.
     """
 
-    by_modules: dict[bool, Calibration]
+    by_bound: dict[str, Calibration]
     wire: WireModel
     always_waiting: int
 
     def seconds(self, variant: Variant, alpha: float) -> float:
         """Return the seconds of one pass when every all-reduce takes `alpha` seconds on the wire."""
-        calibration = self.by_modules[variant.one_norm]
+        calibration = self.by_bound[bound_of(variant).name]
         if variant.without_reduces:
             return calibration.pass_seconds
         cost = self.wire.launch_seconds + self.wire.finish_seconds
@@ -144,10 +152,13 @@ class _Span(NamedTuple):
     captured: bool
 
 
-def time_forward(model: LanguageModel, clock: DeviceClock) -> Callable[[], tuple[float, ...]]:
-    """Time sub-blocks inside passes until the returned function is called, which gives the medians of one layer."""
-    steps = model.stack.sub_blocks()
-    spans: list[list[_Span]] = [[] for _ in range(len(steps) // model.config.num_layers)]
+def _kind(step: SubBlock) -> SubBlockKind:
+    return SubBlockKind(step.name.rpartition(".")[2])
+
+
+def time_forward(model: LanguageModel, clock: DeviceClock) -> Callable[[], dict[SubBlockKind, SubBlockSeconds]]:
+    """Time sub-blocks inside passes until the returned function is called, which gives the medians of each kind."""
+    spans: dict[SubBlockKind, list[_Span]] = {}
     handles: list[RemovableHandle] = []
 
     def attach(step: SubBlock, own: list[_Span]) -> None:
@@ -160,43 +171,54 @@ def time_forward(model: LanguageModel, clock: DeviceClock) -> Callable[[], tuple
             own.append(_Span(began[0], clock.mark(), clock.captures()))
 
         assert isinstance(step.body, nn.Module)
-        handles.extend([step.norm.register_forward_pre_hook(begin), step.body.register_forward_hook(end)])
+        # A shared reading is part of the first sub-block's time.
+        begins = step.body.register_forward_pre_hook if step.shares_reading else step.norm.register_forward_pre_hook
+        handles.extend([begins(begin), step.body.register_forward_hook(end)])
 
-    def finish() -> tuple[float, ...]:
+    def finish() -> dict[SubBlockKind, SubBlockSeconds]:
         for handle in handles:
             handle.remove()
         # If a step was captured, passes are its replays.
-        chosen = ([span for span in own if span.captured] or own for own in spans)
-        return tuple(statistics.median(clock.seconds(span.began, span.ended) for span in own) for own in chosen)
+        chosen = {kind: [span for span in own if span.captured] or own for kind, own in spans.items()}
+        return {
+            kind: SubBlockSeconds(statistics.median(clock.seconds(span.began, span.ended) for span in own))
+            for kind, own in chosen.items()
+        }
 
-    for step, own in zip(steps, itertools.cycle(spans), strict=False):
-        attach(step, own)
+    for step in model.stack.sub_blocks():
+        attach(step, spans.setdefault(_kind(step), []))
     return finish
 
 
 def time_backward(
     model: LanguageModel, hidden_states: Tensor, rounds: int, clock: DeviceClock
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the median seconds of each sub-block's backward in a layer, and of its column-parallel weight's gradient.
+) -> dict[SubBlockKind, tuple[float, float]]:
+    """Return the median seconds of each kind's backward, and of the gradient of its column-parallel weight.
 
     `hidden_states` are any values of shape [s, b, h].
     """
-    steps = model.stack.sub_blocks()
-    per_layer = len(steps) // model.config.num_layers
     sequence, batch, width = hidden_states.shape
+    columns = {
+        sub_block.wired.kind: sum(
+            matrix.weight.local_numel(model.group.size) // width * branch.experts_per_token // branch.experts
+            for branch in sub_block.branches
+            for matrix in branch.inputs
+        )
+        for sub_block in itertools.chain(*layer_tensors(model.config))
+    }
     context = model.training_context(hidden_states.new_zeros(batch, sequence, dtype=torch.int64))
     rows = hidden_states.flatten(0, 1)
-    backward: list[list[float]] = [[] for _ in range(per_layer)]
-    weight_gradient: list[list[float]] = [[] for _ in range(per_layer)]
-    for number, step in [*enumerate(steps)] * rounds:
+    backward: dict[SubBlockKind, list[float]] = {}
+    weight_gradient: dict[SubBlockKind, list[float]] = {}
+    for step in [*model.stack.sub_blocks()] * rounds:
         partial, _ = step.partial_sum(hidden_states.detach().requires_grad_(), context)
-        backward[number % per_layer].append(clock.time(functools.partial(partial.backward, torch.ones_like(partial))))
-        # The product of the output's gradient and the input, for the first matrix of the sub-block.
-        assert isinstance(step.body, nn.Module)
-        weight = next(parameter for parameter in step.body.parameters() if parameter.shape[-1] == width)
-        gradient = rows.new_ones(rows.shape[0], weight.shape[0]).t()
-        weight_gradient[number % per_layer].append(clock.time(functools.partial(torch.matmul, gradient, rows)))
-    return tuple(map(statistics.median, backward)), tuple(map(statistics.median, weight_gradient))
+        seconds = clock.time(functools.partial(partial.backward, torch.ones_like(partial)))
+        backward.setdefault(_kind(step), []).append(seconds)
+        # The product of the output's gradient and the input.
+        gradient = rows.new_ones(rows.shape[0], columns[_kind(step)]).t()
+        seconds = clock.time(functools.partial(torch.matmul, gradient, rows))
+        weight_gradient.setdefault(_kind(step), []).append(seconds)
+    return {kind: (statistics.median(own), statistics.median(weight_gradient[kind])) for kind, own in backward.items()}
 
 
 def collective_cost(without: Sequence[float], with_reduces: Sequence[float], collectives: int) -> float:

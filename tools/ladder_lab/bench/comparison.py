@@ -12,6 +12,7 @@ from ladder_lab.bench.calibration import (
     Calibration,
     DeviceClock,
     Prediction,
+    SubBlockSeconds,
     collective_cost,
     time_backward,
     time_forward,
@@ -24,6 +25,7 @@ from ladder_lab.bench.workloads import Workload, build_models
 from ladder_lab.cost.links import WireModel, gpu_contention
 from ladder_lab.cost.machines import PRESETS
 from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.wiring import SubBlockKind
 from megatron_ladder.comm.launch import RankInfo
 
 BOUNDED_CONTENTION = 0.2
@@ -51,7 +53,7 @@ class WiringComparison:
         if VARIANTS["standard"] not in variants:
             variants.insert(0, VARIANTS["standard"])
         needed = {bound_of(variant).name for variant in variants}
-        self._bounds = [VARIANTS[name] for name in ("no-comm", "no-comm-parallel") if name in needed]
+        self._bounds = [variant for name, variant in VARIANTS.items() if name in needed]
         self.compared = [variant for variant in variants if variant not in self._bounds] + self._bounds
         self.models = build_models(
             self.compared, shape, self.mesh, self._wire, self.interconnect.no_comm, self.interconnect.dtype, device
@@ -88,9 +90,7 @@ class WiringComparison:
         self.interconnect.set_wire(0.0)
         finish = {bound.name: time_forward(self.models[bound.name], self._clock) for bound in self._bounds}
         times = self.time(workload, [VARIANTS["standard"], *self._bounds], f"calibrating {workload.case}")
-        found = {
-            bound.one_norm: self._calibration(workload, bound, finish[bound.name](), times) for bound in self._bounds
-        }
+        found = {bound.name: self._calibration(workload, bound, finish[bound.name](), times) for bound in self._bounds}
         # Including those of embedding, head and loss.
         # A replay does not pass through the wire's counters.
         eager = replace(workload, cuda_graph=False)
@@ -109,16 +109,16 @@ class WiringComparison:
         return Prediction(found, wire, reduces - hideable)
 
     def _calibration(
-        self, workload: Workload, bound: Variant, forward: tuple[float, ...], times: PairedTimes
+        self, workload: Workload, bound: Variant, kinds: dict[SubBlockKind, SubBlockSeconds], times: PairedTimes
     ) -> Calibration:
-        backward = weight_gradient = (0.0,) * len(forward)
         if workload.case == "train":
             shape = (workload.sequence, workload.batch, self.shape.hidden_size)
             hidden = torch.randn(shape, device=self.interconnect.device, dtype=self.interconnect.dtype)
             model, rounds = self.models[bound.name], self.options.rounds
-            backward, weight_gradient = time_backward(model, hidden, rounds, self._clock)
+            backward = time_backward(model, hidden, rounds, self._clock)
+            kinds = {kind: SubBlockSeconds(one.forward, *backward[kind]) for kind, one in kinds.items()}
         seconds = times.median(bound.name) / workload.units
-        return Calibration(forward, backward, weight_gradient, seconds, self.shape.num_layers)
+        return Calibration(kinds, seconds, self.models[bound.name].config)
 
     def message_bytes(self, workload: Workload) -> int:
         """Return the size of the tensor that a pass reduces."""
@@ -144,5 +144,6 @@ class WiringComparison:
         parsed = parse_alpha(text)
         assert parsed is not None
         number, unit = parsed
-        calibration = prediction.by_modules[False]
-        return number * {"s": 1.0, "c": calibration.sub_block, "a": calibration.forward[0]}[unit]
+        calibration = prediction.by_bound["no-comm"]
+        attention = calibration.kinds[SubBlockKind.ATTENTION].forward
+        return number * {"s": 1.0, "c": calibration.sub_block, "a": attention}[unit]

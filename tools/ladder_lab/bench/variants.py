@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ladder_lab.wirings import NAMED_WIRINGS, NamedWiring
-from megatron_ladder.blueprint.wiring import WIRINGS
+from megatron_ladder.blueprint.wiring import EXPERT_MODES, WIRINGS, SubBlockKind
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,10 @@ class Variant:
     """Omit the reduces: wrong results, and a lower bound on the time with any interconnect."""
 
     @property
-    def one_norm(self) -> bool:
-        """Whether attention and MLP share a norm, an input product and a reduce."""
-        return WIRINGS[self.wiring.mode].one_norm
+    def sub_blocks(self) -> tuple[tuple[SubBlockKind, ...], ...]:
+        """The kinds of a dense layer, and of one with experts."""
+        row = WIRINGS[self.wiring.mode]
+        return row.sub_blocks, row.expert_sub_blocks
 
 
 VARIANTS: dict[str, Variant] = {
@@ -32,7 +33,10 @@ VARIANTS: dict[str, Variant] = {
             Variant("ladder-blocking", NAMED_WIRINGS["ladder"], tp_overlap=False),
             Variant("ladder-autograd", NAMED_WIRINGS["ladder"], mirrored_backward=False),
             Variant("no-comm", NAMED_WIRINGS["standard"], without_reduces=True),
-            Variant("no-comm-parallel", NAMED_WIRINGS["parallel"], without_reduces=True),
+            *(
+                Variant(f"no-comm-{mode}", NAMED_WIRINGS[mode], without_reduces=True)
+                for mode in ("parallel", *EXPERT_MODES)
+            ),
         )
     },
 }
@@ -41,5 +45,5 @@ VARIANTS: dict[str, Variant] = {
 
 
 def bound_of(variant: Variant) -> Variant:
-    """Return the variant with the same arithmetic and without reduces."""
-    return VARIANTS["no-comm-parallel" if variant.one_norm else "no-comm"]
+    """Return the variant with the same sub-blocks and without reduces."""
+    return next(one for one in VARIANTS.values() if one.without_reduces and one.sub_blocks == variant.sub_blocks)

@@ -121,6 +121,9 @@ def build_models(
         for module, name, matrix in _matrices(model):
             setattr(module, name, nn.Parameter(numbers[begin : begin + matrix.numel()].view(matrix.shape)))
             begin += _room(matrix)
+        for module in model.modules():
+            for name, state in module.named_buffers(recurse=False):
+                module.register_buffer(name, torch.zeros_like(state, device=device), persistent=False)
         for norm in _norms(model):
             norm.weight = nn.Parameter(torch.ones(norm.weight.shape, dtype=dtype, device=device))
     return models

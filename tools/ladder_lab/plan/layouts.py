@@ -62,9 +62,9 @@ def _divisors(number: int, most: int) -> list[int]:
     return [divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0]
 
 
-def _has(model: ModelConfig, layout: Layout, wiring: str) -> bool:
+def _has(layout: Layout, wiring: str) -> bool:
     named = NAMED_WIRINGS[wiring]
-    return named.fits(model, layout.tensor) and (named.shares_stream or not layout.sequence_parallel)
+    return layout.tensor >= named.fewest_ranks and (named.shares_stream or not layout.sequence_parallel)
 
 
 def _layer_time(request: PlanRequest, layout: Layout, wiring: str, reduce_factor: float = 1.0) -> LayerTime:
@@ -90,7 +90,7 @@ def fitting_plans(request: PlanRequest) -> list[LayoutPlan]:
     layer_times: dict[tuple[Layout, str], LayerTime] = {}
     plans = []
     for layout, wiring in product(_layouts(request), request.wirings):
-        if not _has(request.model, layout, wiring) or (layout.tensor == 1 and wiring != request.wirings[0]):
+        if not _has(layout, wiring) or (layout.tensor == 1 and wiring != request.wirings[0]):
             continue
         key = replace(layout, pipeline=1, data=1, zero=1), wiring
         if key not in layer_times:

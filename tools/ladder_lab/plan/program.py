@@ -33,7 +33,8 @@ _UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))
 def print_layouts(given: MachineOptions, options: LayoutOptions) -> None:
     """Print the plan and write the file that the options name; raise UserError if nothing fits."""
     model, machine = find_size(options.model), given.machine(options.gpus)
-    wirings = tuple(wiring for wiring in PLANNED_WIRINGS if wiring in options.wirings)
+    possible = [name for name, wiring in NAMED_WIRINGS.items() if wiring.fits(model, wiring.fewest_ranks)]
+    wirings = tuple(wiring for wiring in PLANNED_WIRINGS if wiring in options.wirings and wiring in possible)
     muon = options.optimizer == "muon"
     request = PlanRequest(model, machine, options.gpus, options.global_batch_size, options.seq_length, wirings, muon)
     plans = fitting_plans(request)

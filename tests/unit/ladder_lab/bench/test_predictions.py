@@ -1,14 +1,32 @@
 """Predictions of a calibration, compared with values computed by hand."""
 
+from dataclasses import replace
+
 import pytest
 
-from ladder_lab.bench.calibration import Calibration
+from ladder_lab.bench.calibration import Calibration, SubBlockSeconds
+from ladder_lab.bench.sizes import find_size
 from ladder_lab.bench.variants import VARIANTS
 from ladder_lab.cost.links import WireModel
+from megatron_ladder.blueprint.wiring import SubBlockKind
 
+ATTENTION, MLP = SubBlockKind.ATTENTION, SubBlockKind.MLP
 SERIAL = WireModel()
-FORWARD = Calibration((3.0, 5.0), (0.0, 0.0), (0.0, 0.0), pass_seconds=33.0, layers=4)
-TRAINING = Calibration((3.0, 5.0), (6.0, 10.0), (2.0, 4.0), pass_seconds=97.0, layers=4)
+SHAPE = find_size("4x64x64x2x2x256")
+FORWARD = Calibration({ATTENTION: SubBlockSeconds(3.0), MLP: SubBlockSeconds(5.0)}, 33.0, SHAPE)
+TRAINING = Calibration({ATTENTION: SubBlockSeconds(3.0, 6.0, 2.0), MLP: SubBlockSeconds(5.0, 10.0, 4.0)}, 97.0, SHAPE)
+EXPERTS = replace(
+    SHAPE, num_experts=4, moe_ffn_hidden_size=32, moe_shared_expert_intermediate_size=32, moe_layers=(0, 1, 2, 3)
+)
+SPLIT = Calibration(
+    {
+        ATTENTION: SubBlockSeconds(3.0, 6.0, 2.0),
+        SubBlockKind.SHARED_EXPERT: SubBlockSeconds(1.0, 2.0, 1.0),
+        SubBlockKind.ROUTED_EXPERTS: SubBlockSeconds(4.0, 8.0, 3.0),
+    },
+    96.0,
+    EXPERTS.in_wiring("farskip"),
+)
 
 
 @pytest.mark.parametrize(
@@ -40,3 +58,16 @@ def test_a_pass_over_a_slow_wire(wiring: str, seconds: float) -> None:
 )
 def test_training_over_a_slow_wire(wiring: str, exposed: float) -> None:
     assert TRAINING.predict(VARIANTS[wiring], 7.0, SERIAL) == pytest.approx(97 + exposed)
+
+
+def test_farskip_joins_sums_and_readings() -> None:
+    """A wire of 7 carries two sums a layer in each direction.
+
+    Forward, the first of them begins after attention and shared expert, 4, and then waits in each layer for the shared
+    expert, 1, which waits for the routed ones before it. Backward, the first begins when the input gradient of both
+    experts is done, 8 + 1, and waits in each layer for as long as routed experts and this gradient take beyond
+    attention's reduce, 2.
+    """
+    forward = replace(SPLIT, kinds={kind: SubBlockSeconds(one.forward) for kind, one in SPLIT.kinds.items()})
+    assert replace(forward, pass_seconds=32.0).predict(VARIANTS["farskip"], 7.0, SERIAL) == 4 + 8 * 7 + 3 * 1
+    assert SPLIT.predict(VARIANTS["farskip"], 7.0, SERIAL) == (4 + 8 * 7 + 3 * 1) + (9 + 8 * 7 + 3 * 2)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from ladder_lab.cost.links import SubBlockTime, WireModel, backward_seconds, forward_seconds
-from megatron_ladder.blueprint.wiring import limit_to_unseen
+from megatron_ladder.blueprint.wiring import _limit_to_unseen
 
 SERIAL, PIPELINED = WireModel(serial=True), WireModel(serial=False)
 
@@ -22,7 +22,7 @@ def layers(wiring: str, count: int, c: float, t: float) -> list[SubBlockTime]:
         "ladder-attention": (1, 0),
     }[wiring]
     c *= 2 // len(staleness)
-    missing = limit_to_unseen(range(1, late + 1) for late in staleness * count)
+    missing = _limit_to_unseen(range(1, late + 1) for late in staleness * count)
     return [SubBlockTime(c, t, backs, dgrad_seconds=c, wgrad_seconds=c) for backs in missing]
 
 
@@ -84,7 +84,7 @@ def recurrence(
 @pytest.mark.parametrize("seed", range(20))
 def test_random_stacks_follow_the_recurrence(seed: int) -> None:
     dice = random.Random(seed)
-    missing = limit_to_unseen(dice.choice(((), (1,), (1, 2), (2,))) for _ in range(dice.randrange(1, 25)))
+    missing = _limit_to_unseen(dice.choice(((), (1,), (1, 2), (2,))) for _ in range(dice.randrange(1, 25)))
     blocks = [SubBlockTime(dice.uniform(0, 2), dice.uniform(0, 3), backs, dice.uniform(0, 2)) for backs in missing]
     # Outputs in the stream when each sub-block reads it.
     reads = [
