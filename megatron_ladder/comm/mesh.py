@@ -78,7 +78,8 @@ class ProcessMesh:
         Args:
             kv_replicas: number of tensor-parallel ranks that share a key and value head.
             timeout: of every collective; the default is torch's.
-            tp_comm_max_ctas: maximum of multiprocessors per tensor-parallel collective on a GPU; 0 leaves it to NCCL.
+            tp_comm_max_ctas: maximum of multiprocessors per collective of the tensor- and data-parallel groups on a
+                GPU; 0 leaves it to NCCL.
 
         Raises:
             ValueError: the world size is not a multiple of tensor x pipeline, or `kv_replicas` does not divide
@@ -100,7 +101,8 @@ class ProcessMesh:
             """Create a process group from each row of `rows`, and return the one that contains this rank."""
             mine = alone
             for row in rows.tolist() if rows.shape[1] > 1 else ():
-                options = _overlapped_group_options(tp_comm_max_ctas, timeout) if name == "tensor" else None
+                overlaps = name in ("tensor", "data")
+                options = _overlapped_group_options(tp_comm_max_ctas, timeout) if overlaps else None
                 process_group = dist.new_group(row, timeout, pg_options=options, group_desc=name)
                 if rank in row:
                     mine = CommGroup(row, row.index(rank), process_group)

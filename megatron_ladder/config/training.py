@@ -156,9 +156,9 @@ class ParallelConfig:
     """Shard the residual stream and its norms along the sequence over the tensor-parallel ranks. This saves activation
     memory and replaces each all-reduce with a reduce-scatter and an all-gather. Not with --residual-mode desync."""
     tp_comm_max_ctas: int = flag(16, minimum=0, maximum=32)
-    """Maximum number of thread blocks, each on one streaming multiprocessor, that a tensor-parallel NCCL collective
-    takes from the computation it overlaps with; 0 leaves the choice to NCCL. NCCL alone takes up to 32, which costs
-    large collectives more than half of the time that the overlap saves."""
+    """Maximum number of thread blocks, each on one streaming multiprocessor, that a tensor- or data-parallel NCCL
+    collective takes from the computation it overlaps with; 0 leaves the choice to NCCL. NCCL alone takes up to 32,
+    which costs large collectives more than half of the time that the overlap saves."""
     distributed_timeout_minutes: float = flag(10.0, above=0)
     """Minutes to wait for other ranks at start-up, and in collectives until the first step is done, during
     checkpointing, and during evaluation."""

@@ -218,7 +218,7 @@ def test_all_ranks_use_nccl_if_one_cannot_map_the_memory(monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("nccl")
-def test_only_tensor_parallel_groups_have_priority_and_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_that_overlap_with_computation_have_priority_and_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[tuple[int, ...], Any]] = []
 
     def new_group(ranks: list[int], timeout: timedelta | None = None, pg_options: Any = None, **_: Any) -> object:
@@ -232,8 +232,8 @@ def test_only_tensor_parallel_groups_have_priority_and_a_limit(monkeypatch: pyte
     minute = timedelta(minutes=1)
     mesh = ProcessMesh.build(2, 2, timeout=minute, tp_comm_max_ctas=8)
     with_options = {ranks: options for ranks, options in made if options is not None}
-    assert list(with_options) == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    assert len({id(options) for options in with_options.values()}) == 4, "torch writes to a group's options"
+    assert list(with_options) == [(0, 1), (2, 3), (4, 5), (6, 7), (0, 2), (1, 3), (4, 6), (5, 7)]
+    assert len({id(options) for options in with_options.values()}) == 8, "torch writes to a group's options"
     for options in with_options.values():
         assert (options.is_high_priority_stream, options.config.max_ctas, options._timeout) == (True, 8, minute)
     groups = [mesh.tensor, mesh.data, mesh.pipeline, mesh.model]
