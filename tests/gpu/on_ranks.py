@@ -28,6 +28,7 @@ from megatron_ladder.generate.loading import DTYPES, load_model, open_model
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import SamplingParameters
 from megatron_ladder.model.operations import require_compiler
+from megatron_ladder.parallel.weight_gradient import add_product
 from megatron_ladder.train.profile import step_contexts
 from megatron_ladder.train.reading import sample_batches
 from megatron_ladder.train.step import train_step
@@ -161,6 +162,34 @@ def sums_in_two_ways(choice: AllReduceChoice, dtype_name: str) -> tuple[str, flo
     return type(chosen).__name__, worst, seconds(own_group), seconds(chosen)
 
 
+def product_errors(out: int, tokens: int, width: int) -> tuple[float, float, float, float]:
+    """Sum bf16 products of these sizes in fp32, in one operation and rounded to bf16 before they are added.
+
+    Return the error of each, relative to the norm in fp64, and the seconds of a product in each.
+    """
+    generator = torch.Generator().manual_seed(0)
+    pairs = [(torch.randn(tokens, out, generator=generator), torch.randn(tokens, width, generator=generator))] * 2
+    operands = [(rows.bfloat16().to(rank_device()).t(), x.bfloat16().to(rank_device())) for rows, x in pairs]
+    exact = torch.stack([a.double() @ b.double() for a, b in operands]).sum(0)
+
+    def add_rounded(total: Tensor, a: Tensor, b: Tensor, replace: bool = False) -> None:
+        total.copy_(a @ b) if replace else total.add_(a @ b)
+
+    errors, times = [], []
+    for add in (add_product, add_rounded):
+        total = torch.full((out, width), torch.nan, device=rank_device())
+        for number, (a, b) in enumerate(operands):
+            add(total, a, b, replace=number == 0)
+        errors.append(float((total.double() - exact).norm() / exact.norm()))
+        synchronise()
+        began = time.perf_counter()
+        for _ in range(TIMED_SUMS):
+            add(total, *operands[0])
+        synchronise()
+        times.append((time.perf_counter() - began) / TIMED_SUMS)
+    return errors[0], errors[1], times[0], times[1]
+
+
 def host_waits(argv: list[str], traces: Path) -> list[list[str]]:
     """Return the places where the host waits for the device in each of three steps.
 
@@ -198,11 +227,17 @@ def profile_flags(folder: Path, first: int, last: int) -> list[str]:
     return [*words.split(), str(folder)]
 
 
-def traced_steps(argv: list[str], steps: int, alpha_seconds: float) -> float:
+def traced_steps(argv: list[str], steps: int, alpha_seconds: float, spared: int = 0) -> float:
     """Take steps with the flags of --profile, and return the last loss.
 
-    On a CPU, the tensor-parallel collectives use an emulated wire that takes this time for each.
+    On a CPU, the tensor-parallel collectives use an emulated wire that takes this time for each. Products leave
+    `spared` multiprocessors free, until the process ends.
     """
+    if spared:
+        torch._C._set_sm_carveout_experimental(spared)
+        if rank_device().type == "cuda":
+            # The other library ignores it.
+            torch.backends.cuda.preferred_blas_library("cublaslt")
     links: list[EmulatedLink] = []
 
     def over_wire(group: CommGroup) -> CommGroup:
