@@ -61,7 +61,7 @@ def test_gpu_checks_run_in_the_order_of_the_page_about_them() -> None:
     titles = [check.title for check in program.choose_checks(program.GpuOptions(device="cpu"))]
     page = (REPOSITORY_ROOT / "docs" / "gpu.md").read_text()
     places = [titles.index(row) for row in re.findall(r"^\| (.+?) \|", page, re.MULTILINE) if row in titles]
-    assert len(places) == 11 and places == sorted(places)
+    assert len(places) == 12 and places == sorted(places)
     assert [title.rpartition(", ")[2] for title in titles[-4::2]] == [
         "blocking launches",
         "without the caching allocator",
