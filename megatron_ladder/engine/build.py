@@ -10,7 +10,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from megatron_ladder.blueprint.model import key_value_replicas
 from megatron_ladder.blueprint.partition import balanced_partition, uniform_partition
@@ -140,19 +139,7 @@ def build_model(
             module.to(dtype)
             group = mesh.data.process_group
             deepspeed.zero.Init(module=module, data_parallel_group=group, mem_efficient_linear=False, dtype=dtype)
-            for parameter in module.parameters(recurse=False):
-                parameter.register_hook(partial(_give_shape, parameter))
     return model, description
-
-
-def _give_shape(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Let a gradient arrive after DeepSpeed has released the parameter, which then has one dimension.
-
-    Gradients that are partial sums arrive at the end of the backward pass. Autograd cannot add one of two dimensions,
-    as that of a router's matrix, to a parameter of one. The tensor that replaces it takes no memory.
-    """
-    if parameter.dim() != gradient.dim():
-        parameter.data = gradient.new_empty(1).expand(gradient.shape)
 
 
 def build_engine(

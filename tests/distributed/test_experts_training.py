@@ -14,7 +14,7 @@ QWEN = "--num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 16 --qk-layern
 GLM = (
     "--num-experts 8 --moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 24 --moe-layers 1,2 "
     "--moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5 --moe-router-num-groups 4 "
-    "--moe-router-group-topk 2 --moe-router-enable-expert-bias "
+    "--moe-router-group-topk 2 --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05 "
     "--moe-aux-loss-coeff 0.05 --moe-z-loss-coeff 0.01"
 )
 SPARSE = "--num-experts 64 --moe-router-topk 1 --moe-router-unnormalized --moe-ffn-hidden-size 8"
