@@ -246,7 +246,7 @@ def model_config(options: argparse.Namespace, wiring: str) -> Any:
     if wiring == LLAMA:
         return LlamaConfig(architectures=["LlamaForCausalLM"], **shape)
     keys = WIRINGS[wiring]
-    late = any(reads_late for _, reads_late in SUB_BLOCK_TABLE[keys["residual_mode"]])
+    late = any(missed is not None for _, missed in SUB_BLOCK_TABLE[keys["residual_mode"]][0])
     return MegatronLadderConfig(
         architectures=["MegatronLadderForCausalLM"], ladder_layers=options.layers if late else None, **shape, **keys
     )

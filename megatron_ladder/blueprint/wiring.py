@@ -340,9 +340,15 @@ SHARED_STREAM_MODES = tuple(
 PER_RANK_MODES = tuple(name for name, wiring in WIRINGS.items() if wiring.stream == "per rank")
 """The other wirings: the tensor-parallel size is part of the model."""
 
+
+def _exported_row(wiring: Wiring, kinds: Sequence[SubBlockKind]) -> tuple[tuple[str, tuple[str, ...] | None], ...]:
+    missed = ((kind, wiring.late.get(kind)) for kind in kinds)
+    return tuple((kind.value, None if of is None else tuple(one.value for one in of)) for kind, of in missed)
+
+
 SUB_BLOCK_TABLE = {
-    name: tuple((kind.value, kind in wiring.late) for kind in wiring.sub_blocks)
-    for name, wiring in WIRINGS.items()
-    if not wiring.needs_experts
+    name: (_exported_row(row, row.sub_blocks), _exported_row(row, row.expert_sub_blocks))
+    for name, row in WIRINGS.items()
 }
-"""Sub-blocks of each wiring, and whether each reads late in ladder layers: for the exported Hugging Face module."""
+"""For the exported Hugging Face module: the sub-blocks of a dense layer, and of one with experts, each with the kinds
+of the outputs that it misses in ladder layers (None: nothing; without kinds: the newest outputs)."""

@@ -18,12 +18,47 @@ CLASSES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
     OWN_TYPE: "MegatronLadderForCausalLM",
 }
 """`model_type` -> the class of a language model."""
 AUTHORS_TYPE = "llamaLadder"
 """`model_type` of the paper's authors: Llama, with `ladder_layers`."""
 READABLE_TYPES = (*CLASSES, AUTHORS_TYPE)
+_LATENT = "latent attention, whose keys and values are compressed"
+_UNREADABLE = {
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "longcat_flash": f"{_LATENT}, and experts that compute nothing",
+    "gpt_oss": "attention with sinks and sliding windows, and experts with biases and clamped activations",
+    "qwen2_moe": "a shared expert behind a gate",
+    "qwen3_next": "linear attention, and a shared expert behind a gate",
+    "llama4": "chunked attention, and experts whose inputs are weighted instead of their outputs",
+}
+"""Other well-known `model_type` with experts -> what they have that this package cannot compute."""
+_WITH_PARTIAL_ROTARY = ("glm4_moe", OWN_TYPE)
+EXPERT_FIELDS = {
+    "num_experts_per_tok": "moe_router_topk",
+    "moe_intermediate_size": "moe_ffn_hidden_size",
+    "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+    "scoring_func": "moe_router_score_function",
+    "routed_scaling_factor": "moe_router_topk_scaling_factor",
+    "use_expert_bias": "moe_router_enable_expert_bias",
+    "n_group": "moe_router_num_groups",
+    "topk_group": "moe_router_group_topk",
+}
+"""Key of experts -> field of the model."""
+_QWEN_KEYS = ("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+_GLM_KEYS = (*_QWEN_KEYS, "routed_scaling_factor", "n_group", "topk_group")
+EXPERT_KEYS: dict[str, tuple[str, ...]] = {
+    "mixtral": ("num_experts_per_tok",),
+    "qwen3_moe": (*_QWEN_KEYS, "mlp_only_layers"),
+    "glm4_moe": (*_GLM_KEYS, "n_shared_experts", "first_k_dense_replace"),
+    OWN_TYPE: (*EXPERT_FIELDS, "norm_topk_prob", "expert_layers"),
+}
+"""`model_type` -> keys of its experts besides their number. They must be present, except for Qwen's dense layers."""
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3"}
 """`rope_type` -> `--rope-scaling`."""
@@ -31,7 +66,6 @@ ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3"}
 
 _Size = Annotated[int, Meta(ge=1, le=LARGEST_SIZE)]
 _Count = Annotated[int, Meta(ge=0, le=LARGEST_SIZE)]
-_One = Annotated[float, Meta(ge=1, le=1)]
 
 
 class _Rope(Struct):
@@ -44,7 +78,7 @@ class _Rope(Struct):
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
     original_max_position_embeddings: _Size | None = None
-    partial_rotary_factor: _One | None = None
+    partial_rotary_factor: float | None = None
 
 
 class _Config(Struct):
@@ -70,11 +104,30 @@ class _Config(Struct):
     sliding_window: _Size | None = None
     use_sliding_window: bool | None = None
     layer_types: list[Literal["full_attention"]] | None = None
-    partial_rotary_factor: _One | None = None
+    partial_rotary_factor: float | None = None
     rope_theta: float | None = None
     rope_parameters: _Rope | None = None
     rope_scaling: _Rope | None = None
     original_max_position_embeddings: _Size | None = None
+    num_experts: _Count | None = None
+    num_local_experts: _Size | None = None
+    n_routed_experts: _Size | None = None
+    num_experts_per_tok: _Size | None = None
+    moe_intermediate_size: _Count | None = None
+    shared_expert_intermediate_size: _Count | None = None
+    n_shared_experts: _Count | None = None
+    scoring_func: Literal["softmax", "sigmoid"] | None = None
+    norm_topk_prob: bool | None = None
+    routed_scaling_factor: float | None = None
+    use_expert_bias: bool | None = None
+    n_group: _Size | None = None
+    topk_group: _Size | None = None
+    expert_layers: list[_Count] | None = None
+    decoder_sparse_step: _Size | None = None
+    mlp_only_layers: list[_Count] | None = None
+    first_k_dense_replace: _Count | None = None
+    num_nextn_predict_layers: _Count | None = None
+    use_qk_norm: bool | None = None
     ladder_layers: _Count | list[_Count] | None = None
     residual_mode: str | None = None
     residual_staleness: _Size | None = None
@@ -90,7 +143,7 @@ _Errors = list[tuple[str, object, str]]
 def model_config_from_hf(
     config: Mapping[str, Any], source: str = "config.json", tensors: int | None = None
 ) -> ModelConfig:
-    """Read the `config.json` of a Llama, Mistral, Qwen2, Qwen3, of the paper's authors' or of the project's own type.
+    """Read the `config.json` of a type of `READABLE_TYPES`.
 
     Args:
         tensors: number of stored tensors, if known, which no number of layers can exceed.
@@ -100,22 +153,31 @@ def model_config_from_hf(
     """
     model_type, errors = config.get("model_type"), _Errors()
     if model_type not in READABLE_TYPES:
-        raise UserError(f"{source}: model_type {model_type!r}: only {', '.join(READABLE_TYPES)} can be converted")
+        lacking = _UNREADABLE.get(str(model_type))
+        reason = f"has {lacking}: " if lacking else ""
+        raise UserError(
+            f"{source}: model_type {model_type!r}: {reason}only {', '.join(READABLE_TYPES)} can be converted"
+        )
     if config.get("quantization_config") is not None:
         raise UserError(f"{source}: quantization_config: the weights are quantised, expected float32 or bfloat16")
     try:
         read = msgspec.convert(config, _Config)
     except msgspec.ValidationError as error:
         raise UserError(f"{source}: {error}") from None
-    layers, heads = read.num_hidden_layers, read.num_attention_heads
-    if tensors is not None and layers > tensors:
+    heads, found = read.num_attention_heads, read.num_hidden_layers
+    if tensors is not None and found > tensors:
         expected = f"at most {tensors}, the number of stored tensors"
-        raise UserError(f"{source}: num_hidden_layers: found {layers}, expected {expected}")
+        raise UserError(f"{source}: num_hidden_layers: found {found}, expected {expected}")
     is_llama, is_own = model_type in ("llama", AUTHORS_TYPE), model_type == OWN_TYPE
+    layers, rest = divmod(found, attentions_per_layer(read.residual_mode if is_own else None))
+    if rest:
+        errors.append(("num_hidden_layers", found, f"two attentions for each layer of {read.residual_mode}"))
     if model_type == "mistral" and config.get("sliding_window", 4096) is not None:
         expected = "null (without the key, it is 4096): sliding-window attention is not supported"
         errors.append(("sliding_window", read.sliding_window, expected))
-    if model_type in ("qwen2", "qwen3") and read.use_sliding_window:
+    if model_type == "mixtral" and read.sliding_window is not None:
+        errors.append(("sliding_window", read.sliding_window, "null: sliding-window attention is not supported"))
+    if model_type in ("qwen2", "qwen3", "qwen3_moe") and read.use_sliding_window:
         errors.append(("use_sliding_window", True, "false: sliding-window attention is not supported"))
     if read.num_key_value_heads is None and not is_llama:
         errors.append(("num_key_value_heads", None, "a number"))
@@ -124,7 +186,10 @@ def model_config_from_hf(
     if read.final_logit_softcapping is not None and not is_own:
         expected = f"null in a {model_type} model, whose logits are not bounded"
         errors.append(("final_logit_softcapping", read.final_logit_softcapping, expected))
-    attention_bias = bool(read.attention_bias) and (is_llama or is_own or model_type == "qwen3")
+    is_glm = model_type == "glm4_moe"
+    has_bias_key = is_llama or is_own or is_glm or model_type in ("qwen3", "qwen3_moe")
+    attention_bias = bool(read.attention_bias) and has_bias_key
+    qk_norm = {OWN_TYPE: read.qk_norm, "glm4_moe": read.use_qk_norm}.get(model_type, model_type.startswith("qwen3"))
     values: dict[str, Any] = {
         "num_layers": layers,
         "hidden_size": read.hidden_size,
@@ -139,11 +204,12 @@ def model_config_from_hf(
         "init_method_std": 0.02 if read.initializer_range is None else read.initializer_range,
         "logit_soft_cap": read.final_logit_softcapping,
         "add_qkv_bias": attention_bias or model_type == "qwen2",
-        "add_attention_output_bias": bool(read.attention_output_bias) if is_own else attention_bias,
+        "add_attention_output_bias": bool(read.attention_output_bias) if is_own else attention_bias and not is_glm,
         "add_mlp_bias": bool(read.mlp_bias) and (is_llama or is_own),
-        "qk_layernorm": bool(read.qk_norm) if is_own else model_type == "qwen3",
-        **_rope(config, read, errors),
-        **_wiring(model_type, read, errors),
+        "qk_layernorm": bool(qk_norm),
+        **_rope(config, read, model_type, errors),
+        **_experts(model_type, read, layers, errors),
+        **_wiring(model_type, read, layers, errors),
     }
     raise_user_errors(
         f"{source}: {key}: found {'nothing' if found is None else f'{found!r:.500}'}, expected {expected}"
@@ -154,13 +220,53 @@ def model_config_from_hf(
     return model.canonical()
 
 
-def _rope(config: Mapping[str, Any], read: _Config, errors: _Errors) -> dict[str, Any]:
+def attentions_per_layer(residual_mode: str | None) -> int:
+    """Return how many layers of transformers, each of which has keys and values, a layer of a wiring is."""
+    kinds = WIRINGS[residual_mode].sub_blocks if residual_mode in WIRINGS else ()
+    return max(1, sum(kind.attends for kind in kinds))
+
+
+def _experts(model_type: str, read: _Config, count: int, errors: _Errors) -> dict[str, Any]:
+    """Return the fields of the experts; `count` is the number of layers."""
+    numbers = {one for one in (read.num_experts, read.num_local_experts, read.n_routed_experts) if one}
+    if model_type not in EXPERT_KEYS or (model_type == OWN_TYPE and not numbers):
+        return {}
+    if len(numbers) != 1:
+        errors.append(("num_experts, num_local_experts or n_routed_experts", sorted(numbers) or None, "one number"))
+    # Keys of other types have no meaning in this one.
+    given = {key: getattr(read, key) for key in EXPERT_KEYS[model_type]}
+    absent = [key for key, value in given.items() if value is None and key != "mlp_only_layers"]
+    errors += [(key, None, "a value") for key in absent]
+    given = {key: value for key, value in given.items() if value is not None}
+    step = (read.decoder_sparse_step or 1) if model_type == "qwen3_moe" else 1
+    sparse = [layer for layer in range(step - 1, count, step) if layer not in given.get("mlp_only_layers", ())]
+    layers = given.get("expert_layers", sparse[given.get("first_k_dense_replace", 0) :])
+    if not layers:
+        return {}
+    width = given.get("moe_intermediate_size", read.intermediate_size)
+    of_glm = {
+        "moe_shared_expert_intermediate_size": given.get("n_shared_experts", 0) * width,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+    }
+    return {
+        "num_experts": max(numbers, default=1),
+        "moe_layers": tuple(sorted(set(layers))),
+        "moe_ffn_hidden_size": width,
+        "moe_router_unnormalized": not given.get("norm_topk_prob", True),
+        **{EXPERT_FIELDS[key]: value for key, value in given.items() if key in EXPERT_FIELDS},
+        **(of_glm if model_type == "glm4_moe" else {}),
+    }
+
+
+def _rope(config: Mapping[str, Any], read: _Config, model_type: str, errors: _Errors) -> dict[str, Any]:
     """Return the rotary embedding from `rope_parameters`, or `rope_theta` and `rope_scaling`, or both.
 
     If a file has both spellings, they must agree, since programs differ in which one they read.
     """
     thetas = {"rope_theta": read.rope_theta} if read.rope_theta is not None else {}
     found: dict[str, dict[str, Any]] = {}
+    parts = {"partial_rotary_factor": read.partial_rotary_factor}
     for key, rope in (("rope_parameters", read.rope_parameters), ("rope_scaling", read.rope_scaling)):
         if key not in config:
             continue
@@ -175,6 +281,7 @@ def _rope(config: Mapping[str, Any], read: _Config, errors: _Errors) -> dict[str
             continue
         if rope.rope_theta is not None:
             thetas[f"{key}.rope_theta"] = rope.rope_theta
+        parts[f"{key}.partial_rotary_factor"] = rope.partial_rotary_factor
         outer, name = read.original_max_position_embeddings, "original_max_position_embeddings"
         original = rope.original_max_position_embeddings or outer or read.max_position_embeddings
         scaling = {"rope_scaling_factor": rope.factor} if kind != "default" else {}
@@ -190,16 +297,21 @@ def _rope(config: Mapping[str, Any], read: _Config, errors: _Errors) -> dict[str
             if value is None:
                 errors.append((f"{key}.{field.removeprefix('rope_').removeprefix('scaling_')}", None, "a number"))
         found[key] = {"rope_scaling": ROPE_TYPES[kind], **scaling}
-    for what, values in (("rope_theta", thetas), ("rotary embedding", found)):
+    parts = {key: part for key, part in parts.items() if part is not None}
+    part = next(iter(parts.values()), 0.5 if model_type == "glm4_moe" else 1.0)
+    if part != 1 and model_type not in _WITH_PARTIAL_ROTARY:
+        errors.append((next(iter(parts)), part, f"1 in a {model_type} model, which rotates whole heads"))
+    for what, values in (("rope_theta", thetas), ("rotary embedding", found), ("partial_rotary_factor", parts)):
         if len({str(value) for value in values.values()}) > 1:
             both = " and ".join(f"{key} {value}" for key, value in values.items())
             errors.append((" and ".join(values), both, f"one {what}"))
-    return {"rotary_base": next(iter(thetas.values()), 10000.0), **next(iter(found.values()), {})}
+    base = next(iter(thetas.values()), 1e6 if model_type == "mixtral" else 1e4)
+    return {"rotary_base": base, "rotary_percent": part, **next(iter(found.values()), {})}
 
 
-def _wiring(model_type: str, read: _Config, errors: _Errors) -> dict[str, Any]:
+def _wiring(model_type: str, read: _Config, count: int, errors: _Errors) -> dict[str, Any]:
     """Return the fields of the wiring. Layers are a list, an integer N (the upper N), or null (none)."""
-    given, count, mode = read.ladder_layers, read.num_hidden_layers, read.residual_mode
+    given, mode = read.ladder_layers, read.residual_mode
     if isinstance(given, int):
         layers = tuple(range(max(count - given, 0), count))
         is_valid = given <= count

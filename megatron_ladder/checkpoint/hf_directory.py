@@ -11,6 +11,7 @@ Names in an index must stay in the directory. Links are followed only in the for
 """
 
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,40 +46,81 @@ _PARTS = (
     ("embedding.", "model.embed_tokens."),
     ("final_norm.", "model.norm."),
     ("layers.", "model.layers."),
-    (".attention_norm.", ".input_layernorm."),
-    (".mlp_norm.", ".post_attention_layernorm."),
-    (".attention.", ".self_attn."),
+    (".attention_norm", ".input_layernorm"),
+    (".mlp_norm", ".post_attention_layernorm"),
+    (".attention", ".self_attn"),
+    (".router.weight", ".mlp.gate.weight"),
+    (".router.expert_bias", ".mlp.gate.e_score_correction_bias"),
+    (".experts.", ".mlp.experts."),
+    (".shared_expert.", ".mlp.shared_experts."),
 )
-"""Canonical part of a name, and the part in transformers' Llama, Mistral, Qwen2 and Qwen3; the rest is the same."""
+"""Canonical part of a name, and the part in transformers' Llama, Qwen, GLM and ours; the rest is the same."""
+_MIXTRAL_PARTS = (
+    (".mlp.", ".block_sparse_moe."),
+    (".gate_proj.", ".w1."),
+    (".up_proj.", ".w3."),
+    (".down_proj.", ".w2."),
+)
 
 
-def hf_name(name: str) -> str:
-    """Return the name of a canonical tensor in a Hugging Face directory."""
-    for ours, theirs in _PARTS:
+def hf_name(name: str, expert: int | None = None, mixtral: bool = False) -> str:
+    """Return the name of a canonical tensor, or of an expert's matrix in it, in a Hugging Face directory."""
+    for ours, theirs in (*_PARTS, *(_MIXTRAL_PARTS if mixtral else ())):
         name = name.replace(ours, theirs)
-    return name
+    return name if expert is None else name.replace(".experts.", f".experts.{expert}.")
+
+
+@dataclass(frozen=True)
+class HFWeight:
+    """A canonical tensor whose data stay in the mapped files."""
+
+    source: str
+    """Names of the stored tensors, for messages."""
+    parts: tuple[Tensor, ...]
+    """One stored tensor, or that of each expert of a stack."""
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> str:
+        """Return the name of the element type."""
+        return element_name(self.parts[0].dtype)
+
+    def read(self, box: Box, out: Tensor) -> None:
+        """Fill `out` with a box of the tensor."""
+        if len(self.shape) == self.parts[0].dim():
+            out.copy_(self.parts[0][box.slices()])
+            return
+        experts, *inside = box.slices()
+        for part, target in zip(self.parts[experts], out, strict=True):
+            target.copy_(part[tuple(inside)])
+
+    def whole(self) -> Tensor:
+        """Return the whole tensor."""
+        return self.parts[0] if len(self.shape) == self.parts[0].dim() else torch.stack(self.parts)
 
 
 @dataclass(frozen=True)
 class HFDirectory:
     """A directory whose files agree with its config.json.
 
-    `tensors` has the weights by canonical name, in the model's order; their data stay in the mapped files. `tied_head`
-    is the stored head of a model with tied embeddings; it must equal the embedding.
+    `tensors` has the weights by canonical name, in the model's order. `tied_head` is the stored head of a model with
+    tied embeddings; it must equal the embedding. `dropped` is the number of tensors of layers beyond the last one,
+    which predict further tokens (`num_nextn_predict_layers`).
     """
 
     path: Path
     config: Mapping[str, Any]
     model: ModelConfig
-    tensors: dict[str, Tensor]
+    tensors: dict[str, HFWeight]
     tied_head: Tensor | None
+    dropped: int
 
     @property
     def dtype(self) -> str:
         """Return the element type of most weights."""
         sizes: Counter[str] = Counter()
         for tensor in self.tensors.values():
-            sizes[element_name(tensor.dtype)] += max(tensor.shape)
+            sizes[tensor.dtype] += max(tensor.shape)
         return sizes.most_common(1)[0][0]
 
     def token_ids(self) -> dict[str, Any]:
@@ -95,7 +137,7 @@ class HFDirectory:
 
     def check_tied_head(self) -> None:
         """Raise UserError if the stored head of a model with tied embeddings differs from the embedding."""
-        head, embedding = self.tied_head, self.tensors["embedding.weight"]
+        head, embedding = self.tied_head, self.tensors["embedding.weight"].whole()
         if head is not None and not torch.equal(*(one.contiguous().view(torch.uint8) for one in (head, embedding))):
             raise UserError(
                 f"{self.path}: {_HEAD} differs from {_EMBEDDING} although tie_word_embeddings is true: it is unknown "
@@ -104,7 +146,7 @@ class HFDirectory:
 
     def read_weight(self, name: str, offset: Sequence[int], extent: Sequence[int], out: Tensor) -> None:
         """Fill `out` [*extent], of any dtype and on any device, with a box of a weight; raise UserError on failure."""
-        out.detach().copy_(self.tensors[name][Box(tuple(offset), tuple(extent)).slices()])
+        self.tensors[name].read(Box(tuple(offset), tuple(extent)), out.detach())
 
 
 def safe_path(directory: Path, name: str) -> Path:
@@ -171,11 +213,15 @@ def open_hf_directory(path: Path) -> HFDirectory:
     found = _read_tensors(path)
     model = model_config_from_hf(config, source, len(found))
     errors: list[str] = []
-    tensors = _expected_tensors(path, model, found, errors)
+    dropped = _drop_predicting_layers(config, model, found)
+    _split_stacks(model, found)
+    mixtral = model_type == "mixtral" and not any(".mlp.experts." in name for name in found)
+    tensors = _expected_tensors(path, model, mixtral, found, errors)
     tied_head = found.pop(_HEAD, None) if model.tie_embeddings else None
     embedding = tensors.get("embedding.weight")
     if tied_head is not None and embedding is not None:
-        head, expected = (f"{element_name(tensor.dtype)} {list(tensor.shape)}" for tensor in (tied_head, embedding))
+        head = f"{element_name(tied_head.dtype)} {list(tied_head.shape)}"
+        expected = f"{embedding.dtype} {list(embedding.shape)}"
         if head != expected:
             reason = f"as in {_EMBEDDING}, since tie_word_embeddings is true"
             errors.append(f"{path}: {_HEAD}: found {head}, expected {expected} {reason}")
@@ -185,7 +231,7 @@ def open_hf_directory(path: Path) -> HFDirectory:
         if not name.endswith(_DERIVED_SUFFIX)
     ]
     raise_user_errors(limited(errors))
-    return HFDirectory(path, config, model, tensors, tied_head)
+    return HFDirectory(path, config, model, tensors, tied_head, dropped)
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
@@ -263,18 +309,54 @@ def _read_pickled(path: Path) -> dict[str, Tensor]:
     return held
 
 
-def _expected_tensors(path: Path, model: ModelConfig, found: dict[str, Tensor], errors: list[str]) -> dict[str, Tensor]:
-    """Remove the tensors of the model from `found` and return them; append an error for each missing or wrong one."""
+def _drop_predicting_layers(config: Mapping[str, Any], model: ModelConfig, found: dict[str, Tensor]) -> int:
+    """Remove the tensors of GLM's layers that predict further tokens from `found`; return their number."""
+    last = model.num_layers + (config.get("num_nextn_predict_layers") or 0) * (config["model_type"] == "glm4_moe")
+    layers = {name: re.match(r"model\.layers\.(\d{1,9})\.", name) for name in found}
+    names = [name for name, match in layers.items() if match and model.num_layers <= int(match[1]) < last]
+    for name in names:
+        del found[name]
+    return len(names)
+
+
+def _split_stacks(model: ModelConfig, found: dict[str, Tensor]) -> None:
+    """Replace the stacks of experts that transformers writes on request by views of each expert's matrices."""
+    for layer in model.moe_layers:
+        experts = f"model.layers.{layer}.mlp.experts"
+        for stack, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+            stacked = found.pop(f"{experts}.{stack}", torch.empty(0))
+            # One expert too many is enough for an error.
+            for expert, matrix in enumerate(stacked[: model.num_experts + 1] if stacked.dim() == 3 else ()):
+                for part, rows in zip(parts, matrix.chunk(len(parts)), strict=False):
+                    found[f"{experts}.{expert}.{part}.weight"] = rows
+
+
+def _expected_tensors(
+    path: Path, model: ModelConfig, mixtral: bool, found: dict[str, Tensor], errors: list[str]
+) -> dict[str, HFWeight]:
+    """Remove the tensors of the model from `found` and return them; append an error for each missing or wrong one.
+
+    `mixtral` is whether the experts have Mixtral's names.
+    """
     tensors = {}
     for spec in model_tensors(model):
-        stored_name, shape = hf_name(spec.name), spec.shape
-        tensor = found.pop(stored_name, None)
-        if tensor is None:
-            errors.append(f"{path}: {stored_name}: is missing; expected shape {list(shape)}")
-        elif tensor.shape != shape:
-            errors.append(f"{path}: {stored_name}: found shape {list(tensor.shape)}, expected {list(shape)}")
-        elif (dtype := element_name(tensor.dtype)) not in FLOAT_DTYPES:
-            errors.append(f"{path}: {stored_name}: found {dtype}, expected {', '.join(FLOAT_DTYPES)}: is it quantised?")
-        else:
-            tensors[spec.name] = tensor
+        experts = [None] if spec.expert_dim is None else range(spec.shape[0])
+        names = [hf_name(spec.name, expert, mixtral) for expert in experts]
+        shape = spec.shape if spec.expert_dim is None else spec.shape[1:]
+        parts = {name: found.pop(name) for name in names if name in found}
+        absent = [name for name in names if name not in parts]
+        more = f" (and {len(absent) - 1} other experts)" if len(absent) > 1 else ""
+        if absent:
+            errors.append(f"{path}: {absent[0]}: is missing{more}; expected shape {list(shape)}")
+            continue
+        first = element_name(parts[names[0]].dtype)
+        for name, tensor in parts.items():
+            if tensor.shape != shape:
+                errors.append(f"{path}: {name}: found shape {list(tensor.shape)}, expected {list(shape)}")
+            elif (dtype := element_name(tensor.dtype)) not in FLOAT_DTYPES:
+                errors.append(f"{path}: {name}: found {dtype}, expected {', '.join(FLOAT_DTYPES)}: is it quantised?")
+            elif dtype != first:
+                errors.append(f"{path}: {name}: found {dtype}, expected {first} as in {names[0]}")
+        source = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        tensors[spec.name] = HFWeight(source, tuple(parts.values()), spec.shape)
     return tensors

@@ -4,8 +4,10 @@ Each function reads headers and manifests only, and returns a checked `Conversio
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,14 +26,19 @@ from megatron_ladder.checkpoint.hf_directory import (
 )
 from megatron_ladder.checkpoint.manifest import KINDS
 from megatron_ladder.checkpoint.publish import MANIFEST_NAME, temporary_directory
-from megatron_ladder.checkpoint.tensor_file import box_key, element_name
+from megatron_ladder.checkpoint.tensor_file import box_key
 from megatron_ladder.convert.copying import Conversion, CopiedTensor, Files, Permutation, divide, total_bytes
 from megatron_ladder.convert.logits import compare_logits
 from megatron_ladder.convert.options import CheckpointOptions, ExportOptions, ImportOptions, ReshapeOptions, shard_bytes
 from megatron_ladder.convert.outputs import check_hf_target, check_save_target, publish_hf, publish_save
 from megatron_ladder.convert.remote_code import hf_config, hf_type, imported_card, model_card, module_files
 from megatron_ladder.convert.tokenizer_files import describe_tokenizer, exported_tokenizer, json_file, read_carried
-from megatron_ladder.convert.training_checkpoint import checkpoint_files, manifest_bytes, open_training_checkpoint
+from megatron_ladder.convert.training_checkpoint import (
+    TrainingCheckpoint,
+    checkpoint_files,
+    manifest_bytes,
+    open_training_checkpoint,
+)
 from megatron_ladder.convert.wiring import rewired, wiring_text
 from megatron_ladder.errors import raise_user_errors
 
@@ -66,7 +73,12 @@ def plan_import(options: ImportOptions) -> Conversion:
         "versions": {"megatron_ladder": __version__},
     }
     tensors = [_imported(directory, name) for name in directory.tensors]
-    parameters = sum(tensor.numel() for tensor in directory.tensors.values())
+    parameters = sum(math.prod(tensor.shape) for tensor in directory.tensors.values())
+    if directory.dropped:
+        notes.append(
+            f"{directory.dropped} tensors of layers that predict further tokens (num_nextn_predict_layers), "
+            f"model.layers.{model.num_layers} and beyond, are dropped"
+        )
     return _checkpoint_conversion(
         options,
         options.hf,
@@ -85,9 +97,8 @@ def plan_import(options: ImportOptions) -> Conversion:
 
 def _imported(directory: HFDirectory, name: str) -> CopiedTensor:
     found = directory.tensors[name]
-    shape, dtype = tuple(found.shape), element_name(found.dtype)
-    source = f"{directory.path}: {hf_name(name)}"
-    return CopiedTensor(box_key("weight", name, Box.whole(shape)), name, "weight", shape, dtype, source, lambda: found)
+    key, source = box_key("weight", name, Box.whole(found.shape)), f"{directory.path}: {found.source}"
+    return CopiedTensor(key, name, "weight", found.shape, found.dtype, source, found.whole)
 
 
 def plan_reshape(options: ReshapeOptions, orders: Mapping[str, Permutation] = MappingProxyType({})) -> Conversion:
@@ -177,8 +188,7 @@ def plan_export(options: ExportOptions) -> Conversion:
     )
     new_dtype = dtype if options.dtype or len({tensor.dtype for tensor in weights}) == 1 else None
     shards = divide(
-        (replace(tensor, key=hf_name(tensor.name), dtype=new_dtype or tensor.dtype) for tensor in weights),
-        most_bytes,
+        (exported for tensor in weights for exported in _exported(source, tensor, model_type, new_dtype)), most_bytes
     )
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     files = dict(zip([WEIGHTS_NAME] if len(shards) == 1 else names, shards, strict=True))
@@ -212,3 +222,18 @@ def plan_export(options: ExportOptions) -> Conversion:
             work, source.model, checkpoint.directory, model_type, new_dtype, own_code=True
         ),
     )
+
+
+def _exported(
+    source: TrainingCheckpoint, tensor: CopiedTensor, model_type: str, dtype: str | None
+) -> Iterator[CopiedTensor]:
+    """Yield the tensors of a Hugging Face directory that hold a weight: of a stack of experts, one for each."""
+    # The bias of the router's choice is never rounded.
+    new_dtype = tensor.dtype if dtype is None or tensor.name.endswith(".expert_bias") else dtype
+    cast, mixtral = replace(tensor, dtype=new_dtype), model_type == "mixtral"
+    if ".experts." not in tensor.name:
+        yield replace(cast, key=hf_name(tensor.name, mixtral=mixtral))
+        return
+    for expert in range(tensor.shape[0]):
+        key, read = hf_name(tensor.name, expert, mixtral), partial(source.read, tensor.name, "weight", expert)
+        yield replace(cast, key=key, shape=tensor.shape[1:], read=read)

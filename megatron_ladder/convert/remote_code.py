@@ -7,6 +7,7 @@ do not run that code reject the directory, whereas they would silently compute w
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,14 @@ import yaml
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.wiring import WIRINGS
-from megatron_ladder.checkpoint.hf_config import CLASSES, OWN_TYPE
+from megatron_ladder.checkpoint.hf_config import (
+    CLASSES,
+    EXPERT_FIELDS,
+    EXPERT_KEYS,
+    OWN_TYPE,
+    attentions_per_layer,
+    model_config_from_hf,
+)
 from megatron_ladder.convert.hf_module import CONFIGURATION, MODELING, configuration_module, modeling_module
 from megatron_ladder.errors import UserError
 
@@ -53,6 +61,10 @@ def hf_type(model: ModelConfig) -> str:
     plain = model.wiring.sub_blocks == WIRINGS["standard"].sub_blocks
     if model.ladder_layers or lanes or not plain or model.logit_soft_cap is not None:
         return OWN_TYPE
+    if model.moe_layers:
+        return next((name for name in EXPERT_KEYS if _expresses(name, model)), OWN_TYPE)
+    if model.rotary_percent != 1:
+        return OWN_TYPE
     if model.qk_layernorm:
         return "qwen3" if q_bias == o_bias and not mlp_bias else OWN_TYPE
     if q_bias == o_bias and divides:
@@ -63,6 +75,17 @@ def hf_type(model: ModelConfig) -> str:
     return OWN_TYPE if q_bias or o_bias or mlp_bias else "mistral"
 
 
+def _expresses(model_type: str, model: ModelConfig) -> bool:
+    """Return whether a model with experts that is written as this type is read as the same model."""
+    try:
+        found = model_config_from_hf(hf_config(model, dtype="float32", model_type=model_type))
+    except UserError:
+        return False
+    # Nothing uses the width of dense layers in a model without any.
+    unused = len(model.moe_layers) == model.num_layers
+    return (replace(found, ffn_hidden_size=model.ffn_hidden_size) if unused else found) == model.canonical()
+
+
 def hf_config(
     model: ModelConfig,
     *,
@@ -70,9 +93,10 @@ def hf_config(
     bos_token_id: int | None = None,
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
+    model_type: str | None = None,
 ) -> dict[str, Any]:
     """Return the content of `config.json` for weights of a dtype in torch's spelling; raise UserError as `hf_type`."""
-    model_type = hf_type(model)
+    model_type = model_type or hf_type(model)
     config: dict[str, Any] = {
         "architectures": [CLASSES[model_type]],
         "model_type": model_type,
@@ -82,7 +106,7 @@ def hf_config(
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
         "intermediate_size": model.ffn_hidden_size,
-        "num_hidden_layers": model.num_layers,
+        "num_hidden_layers": model.num_layers * attentions_per_layer(model.residual_mode),
         "num_attention_heads": model.num_attention_heads,
         "num_key_value_heads": model.num_key_value_heads,
         "head_dim": model.head_dim,
@@ -96,16 +120,19 @@ def hf_config(
         "bos_token_id": bos_token_id,
         "eos_token_id": eos_token_id if eos_token_id is None or isinstance(eos_token_id, int) else list(eos_token_id),
         "pad_token_id": pad_token_id,
-        **_rope_keys(model),
+        **_rope_keys(model, with_part=model_type == "glm4_moe" or model.rotary_percent != 1),
+        **_expert_keys(model, model_type),
     }
     if model_type == "llama":
         config |= {"attention_bias": model.add_qkv_bias, "mlp_bias": model.add_mlp_bias}
-    elif model_type == "mistral":
+    elif model_type in ("mistral", "mixtral"):
         config |= {"sliding_window": None}
-    elif model_type in ("qwen2", "qwen3"):
+    elif model_type in ("qwen2", "qwen3", "qwen3_moe"):
         config |= {"use_sliding_window": False, "sliding_window": None}
-        if model_type == "qwen3":
+        if model_type != "qwen2":
             config |= {"attention_bias": model.add_qkv_bias}
+    elif model_type == "glm4_moe":
+        config |= {"attention_bias": model.add_qkv_bias, "use_qk_norm": model.qk_layernorm}
     else:
         config |= {
             "auto_map": {
@@ -127,6 +154,23 @@ def hf_config(
             "desync_tp": model.desync_tp,
         }
     return config
+
+
+def _expert_keys(model: ModelConfig, model_type: str) -> dict[str, Any]:
+    """Return the keys of the experts in the words of the model type; none for a model without."""
+    if not model.moe_layers:
+        return {}
+    layers, width = list(model.moe_layers), model.moe_ffn_hidden_size
+    values = {key: getattr(model, field) for key, field in EXPERT_FIELDS.items()} | {
+        "norm_topk_prob": not model.moe_router_unnormalized,
+        "n_shared_experts": model.moe_shared_expert_intermediate_size // width,
+        "first_k_dense_replace": layers[0],
+        "expert_layers": layers,
+        "mlp_only_layers": sorted({*range(model.num_layers)} - {*layers}),
+    }
+    count = {"mixtral": "num_local_experts", "glm4_moe": "n_routed_experts"}.get(model_type, "num_experts")
+    more = {"mixtral": {"intermediate_size": width}, "glm4_moe": {"num_nextn_predict_layers": 0}}.get(model_type, {})
+    return {count: model.num_experts, **{key: values[key] for key in EXPERT_KEYS[model_type]}, **more}
 
 
 def imported_card(directory: Path, source: bytes) -> bytes:
@@ -171,8 +215,11 @@ def _card(metadata: dict[str, Any], text: str) -> bytes:
     return f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---\n{text}".encode()
 
 
-def _rope_keys(model: ModelConfig) -> dict[str, Any]:
-    """Return the rotary embedding in both spellings: transformers 5 reads the first, older versions the others."""
+def _rope_keys(model: ModelConfig, with_part: bool) -> dict[str, Any]:
+    """Return the rotary embedding in both spellings: transformers 5 reads the first, older versions the others.
+
+    `with_part` adds the rotated part of each head, which is all of it in most types.
+    """
     scaling: dict[str, Any] = {}
     if model.rope_scaling != "none":
         scaling = {"rope_type": model.rope_scaling, "factor": model.rope_scaling_factor}
@@ -182,8 +229,10 @@ def _rope_keys(model: ModelConfig) -> dict[str, Any]:
             "high_freq_factor": model.rope_high_freq_factor,
             "original_max_position_embeddings": model.rope_original_max_position_embeddings,
         }
+    part = {"partial_rotary_factor": model.rotary_percent} if with_part else {}
     return {
-        "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": model.rotary_base},
+        "rope_parameters": {"rope_type": "default", **scaling, **part, "rope_theta": model.rotary_base},
+        **part,
         "rope_theta": model.rotary_base,
         "rope_scaling": scaling or None,
     }

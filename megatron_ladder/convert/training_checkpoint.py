@@ -37,7 +37,7 @@ from megatron_ladder.errors import UserError, limited, raise_user_errors
 
 _MOST_BYTES = 2 * 10**9
 """Size of the files, of which one is in memory at a time; a larger tensor has a separate file."""
-_MATRIX = r"layers\..*_proj\.weight$"
+_MATRIX, _NOT_TRAINED = r"layers\..*(_proj|\.router)\.weight$", r"layers\..*\.router\.expert_bias$"
 _MAX_OTHER_BYTES = 100_000_000
 """Larger files in the directory are not copied: no tokenizer has as many bytes."""
 
@@ -58,13 +58,17 @@ class TrainingCheckpoint:
             for name, stored in sorted(self.checkpoint.stored(kind).items(), key=lambda item: order.get(item[0], 0)):
                 shape, dtype = stored.shape, stored.dtype
                 key, source = box_key(kind, name, Box.whole(shape)), f"{self.checkpoint.directory}: {name}"
-                yield CopiedTensor(key, name, kind, shape, dtype, source, partial(self._read, name, kind))
+                yield CopiedTensor(key, name, kind, shape, dtype, source, partial(self.read, name, kind))
 
-    def _read(self, name: str, kind: str) -> Tensor:
+    def read(self, name: str, kind: str, expert: int | None = None) -> Tensor:
+        """Return a whole tensor, or an expert's matrix of a stack; raise UserError if it cannot be read."""
         stored = self.checkpoint.stored(kind)[name]
-        whole = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
-        self.checkpoint.read(name, kind, (0,) * whole.dim(), stored.shape, whole)
-        return whole
+        offset, extent = (0,) * len(stored.shape), stored.shape
+        if expert is not None:
+            offset, extent = (expert, *offset[1:]), (1, *extent[1:])
+        found = torch.empty(extent, dtype=getattr(torch, stored.dtype))
+        self.checkpoint.read(name, kind, offset, extent, found)
+        return found if expert is None else found[0]
 
     @property
     def trained_dtype(self) -> str:
@@ -103,11 +107,13 @@ def open_training_checkpoint(load: Path) -> TrainingCheckpoint:
         stored = checkpoint.stored(kind)
         if kind == "rng" or (not stored and kind != "weight"):
             continue
-        # Muon keeps one moment of the matrices of the layers.
+        # No optimizer has moments of a bias without a gradient, and Muon keeps one of the matrices of the layers.
         of_muon = kind == "exp_avg_sq" and checkpoint.optimizer == "muon"
+        lacking = [] if kind == "weight" else [_NOT_TRAINED, _MATRIX] if of_muon else [_NOT_TRAINED]
         for name in {**expected, **stored}:
             found = stored[name].shape if name in stored else None
-            if found != (shape := expected.get(name)) and not (of_muon and re.match(_MATRIX, name) and found is None):
+            may_lack = found is None and any(re.match(pattern, name) for pattern in lacking)
+            if found != (shape := expected.get(name)) and not may_lack:
                 errors.append(f"{path}: {kind} of {name}: found {_text(found)}, expected {_text(shape)}")
     raise_user_errors(limited(errors))
     of_tensors = {file for kind in KINDS for stored in checkpoint.stored(kind).values() for file in stored.files()}

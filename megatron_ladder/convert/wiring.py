@@ -13,10 +13,11 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 
 from megatron_ladder.blueprint.model import ModelConfig, model_errors, parse_layers
-from megatron_ladder.blueprint.wiring import LATE_MODES, SHARED_STREAM_MODES, WIRINGS
+from megatron_ladder.blueprint.wiring import EXPERT_MODES, LATE_MODES, SHARED_STREAM_MODES, WIRINGS
 from megatron_ladder.convert.options import CheckpointOptions
 from megatron_ladder.errors import UserError, raise_user_errors
 from megatron_ladder.files import write_atomically
+from megatron_ladder.flags import flag_name
 
 _BEST = "best:"
 """How a value of --ladder-layers begins that refers to such a file."""
@@ -131,15 +132,18 @@ def rewired(model: ModelConfig, options: CheckpointOptions) -> tuple[ModelConfig
             "such a model can only be trained from the start"
         )
     if new.sub_blocks != old.sub_blocks:
-        has, needs = ("one norm", "two") if old.one_norm else ("two norms", "one")
-        possible = [name for name in SHARED_STREAM_MODES if WIRINGS[name].sub_blocks == old.sub_blocks]
+        has, needs = (len(wiring.sub_blocks) for wiring in (old, new))
+        usable = (*SHARED_STREAM_MODES, *(EXPERT_MODES if model.moe_layers else ()))
+        possible = [name for name in usable if WIRINGS[name].sub_blocks == old.sub_blocks]
         errors.append(
-            f"--residual-mode {mode}: every layer of the source has {has}, and this wiring needs {needs}: "
-            f"give --residual-mode {' or '.join(possible)}, or leave it out"
+            f"--residual-mode {mode}: every layer of the source has {has} norm{'s' * (has > 1)}, and this wiring needs "
+            f"{needs}: give --residual-mode {' or '.join(possible)}, or leave it out"
         )
-    for flag, value in (("--ladder-layers", layers), ("--residual-staleness", staleness), ("--lanes", lanes or None)):
-        if value is not None and not new.late:
-            errors.append(f"{flag} {value} has no meaning with --residual-mode {mode}: leave it out")
+    # One sub-block late and no lanes are what every wiring has.
+    late_by = None if staleness == 1 else staleness
+    for name, value in (("ladder_layers", layers), ("residual_staleness", late_by), ("lanes", lanes or None)):
+        if value is not None and name not in new.takes:
+            errors.append(f"{flag_name(name)} {value} has no meaning with --residual-mode {mode}: leave it out")
     late_layers: tuple[int, ...] = ()
     keeps_mode = old.late and new is old
     if new.late and not errors:

@@ -37,7 +37,6 @@ from megatron_ladder.data.tokenizers import (
 )
 from megatron_ladder.errors import ErrorCollector, UserError
 from megatron_ladder.model.language_model import LanguageModel
-from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.operations import Operations, compile_operations
 from megatron_ladder.model.rotary import RotaryTable
 from megatron_ladder.model.stack import StackOptions
@@ -188,13 +187,14 @@ def _load_packed(model: LanguageModel, fill: Callable[[nn.Module], None]) -> Non
 
     The model can only generate afterwards: its parameters no longer correspond to their sections. Each matrix is packed
     as soon as it is read, and the next one is read into the same buffer, because fresh memory costs more time than
-    reading a cached file. The embedding is looked up by rows, so it is not packed, even if it is also the head.
+    reading a cached file. The embedding is looked up by rows, so it is not packed, even if it is also the head. Routers
+    compute in another element type, and experts are stacks.
     """
     modules = [module for module in model.modules() if isinstance(module, ParallelModule)]
     packed = {
         module
         for module in modules
-        if not isinstance(module, RMSNorm)
+        if hasattr(module, "linear")
         and module is not model.embedding
         and _can_pack(module.get_parameter("weight").dtype)
     }
@@ -207,6 +207,8 @@ def _load_packed(model: LanguageModel, fill: Callable[[nn.Module], None]) -> Non
             else:
                 memory = torch.empty_like(described, device="cpu")
             module.register_parameter(name, nn.Parameter(memory, requires_grad=False))
+        for name, state in list(module.named_buffers(recurse=False)):
+            module.register_buffer(name, torch.zeros_like(state, device="cpu"), persistent=False)
         fill(module)
         if module in packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(module.get_parameter("weight").detach(), _ROWS)

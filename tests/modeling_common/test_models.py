@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.models.auto import modeling_auto as auto
 
-from megatron_ladder.blueprint.wiring import PER_RANK_MODES, SUB_BLOCK_TABLE
+from megatron_ladder.blueprint.wiring import EXPERT_MODES, PER_RANK_MODES, SUB_BLOCK_TABLE
 from megatron_ladder.convert.hf_module import modeling_megatron_ladder as modeling
 from megatron_ladder.convert.hf_module.configuration_megatron_ladder import MegatronLadderConfig
 
@@ -33,13 +33,17 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+EXPERTS = {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "expert_layers": [0]}
 WIRINGS: dict[str, dict[str, Any]] = {
     mode: {
         "residual_mode": mode,
-        "ladder_layers": 2 if any(reads_late for _, reads_late in table) else None,
+        "ladder_layers": 2 if any(missed is not None for _, missed in with_experts) else None,
+        **(EXPERTS if mode in EXPERT_MODES else {}),
         **({"desync_interval": 2, "desync_tp": 2} if mode in PER_RANK_MODES else {}),
     }
-    for mode, table in SUB_BLOCK_TABLE.items()
+    for mode, (_, with_experts) in SUB_BLOCK_TABLE.items()
+    # These tests expect as many hidden states as attentions.
+    if mode != "longcat"
 }
 WIRINGS["hybrid"] = {"ladder_layers": [0], "final_logit_softcapping": 5.0, "qk_norm": True, "attention_bias": True}
 WIRINGS["staleness 2"] = {"ladder_layers": 2, "residual_staleness": 2}

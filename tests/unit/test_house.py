@@ -64,13 +64,13 @@ BUDGETS = {
         f"{PACKAGE}/{folder}/" for folder in ("blueprint", "comm", "parallel", "model", "engine", "train")
     ): 11_922,
     f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_570,
-    f"{PACKAGE}/checkpoint/": 2_420,
+    f"{PACKAGE}/checkpoint/": 2_496,
     f"{PACKAGE}/data/": 4_650,
-    f"{PACKAGE}/convert/": 2_800,
+    f"{PACKAGE}/convert/": 2_711,
     f"{PACKAGE}/generate/": 2_280,
     f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_630,
     "tools/": 6_600,
-    "vllm_plugin/": 2_050,
+    "vllm_plugin/": 2_053,
     "tests/": 28_042,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""

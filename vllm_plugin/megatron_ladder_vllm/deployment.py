@@ -16,9 +16,11 @@ class DeploymentRules(VerifyAndUpdateConfig):
         """Set the mode of CUDA graphs, unless the user did.
 
         Raises:
-            ValueError: a desync model, ranks that are not the lanes of the model, or piecewise graphs.
+            ValueError: a model of desync or experts, ranks that are not the lanes of the model, or piecewise graphs.
         """
         config, parallel = vllm_config.model_config.hf_config, vllm_config.parallel_config
+        if config.num_experts:
+            raise ValueError(f"num_experts {config.num_experts}: the plugin serves dense models; use tools/generate.py")
         if config.lanes:
             if parallel.tensor_parallel_size != config.lanes:
                 raise ValueError(

@@ -61,14 +61,21 @@ def test_every_lane_needs_a_rank(models: Path, here: Any) -> None:
         here(engine_config, models / "lanes", None)
 
 
-def test_lanes_cannot_be_staged() -> None:
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"ladder_layers": 2, "lanes": 2}, "--pipeline-parallel-size 2: .* 2 lanes .*: use 1"),
+        ({"num_experts": 8, "expert_layers": [1]}, "num_experts 8: the plugin serves dense models"),
+    ],
+)
+def test_lanes_cannot_be_staged_and_experts_not_served(keys: dict[str, Any], message: str) -> None:
     from megatron_ladder_vllm.configuration_megatron_ladder import MegatronLadderConfig
     from megatron_ladder_vllm.deployment import DeploymentRules
 
-    model = SimpleNamespace(hf_config=MegatronLadderConfig(ladder_layers=2, lanes=2))
+    model = SimpleNamespace(hf_config=MegatronLadderConfig(**keys))
     parallel = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=2)
     config: Any = SimpleNamespace(model_config=model, parallel_config=parallel)
-    with pytest.raises(ValueError, match="--pipeline-parallel-size 2: .* 2 lanes .*: use 1"):
+    with pytest.raises(ValueError, match=message):
         DeploymentRules.verify_and_update_config(config)
 
 

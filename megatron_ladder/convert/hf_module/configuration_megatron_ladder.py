@@ -3,23 +3,31 @@
 from typing import Any
 
 from transformers import PreTrainedConfig
+from transformers.models.glm4_moe.configuration_glm4_moe import Glm4MoeConfig
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 # The wirings in which each tensor-parallel rank of the training has its own residual stream; and for each wiring, the
-# sub-blocks of a layer, and whether each reads the residual stream late in ladder layers.
+# sub-blocks of a dense layer and those of one with experts, each with the kinds of the outputs that it misses in ladder
+# layers (None: nothing; no kinds: the newest outputs).
 from megatron_ladder.blueprint.wiring import PER_RANK_MODES, SUB_BLOCK_TABLE
 
 
 class MegatronLadderConfig(PreTrainedConfig):
-    """Llama's keys, and the keys of biases, norms and the wiring.
+    """Llama's keys, and the keys of biases, norms, experts and the wiring.
 
-    `attention_bias` applies only to queries, keys and values, unlike in Llama.
+    `attention_bias` applies only to queries, keys and values, unlike in Llama. Other keys of experts are as in GLM-4.5.
+    `num_hidden_layers` counts a layer with two attentions twice, as in LongCat-Flash.
 
     Attributes:
         attention_output_bias: whether the attention's output projection has a bias.
         qk_norm: whether each head's queries and keys are normed before the rotary embedding.
         final_logit_softcapping: bound of the logits, as in Gemma 2; None for no bound.
+        num_experts: routed experts of a layer; 0: all layers are dense.
+        expert_layers: indices of the layers with experts.
+        shared_expert_intermediate_size: width of the expert of all tokens; 0 for none.
+        scoring_func: what makes scores of the router's logits: `softmax` over the experts, or `sigmoid`.
+        use_expert_bias: whether a bias is added to the scores for the choice of experts.
         residual_mode: `standard`, `ladder` (Ladder Residual, arXiv 2501.06589), `parallel` (attention and MLP side by
             side), or another key of `SUB_BLOCK_TABLE`.
         ladder_layers: layers that read the residual stream late: their indices, an integer N for the upper N, or None
@@ -36,6 +44,7 @@ class MegatronLadderConfig(PreTrainedConfig):
     base_model_tp_plan = LlamaConfig.base_model_tp_plan
     # A pipeline stage would have to pass on several tensors.
     base_model_pp_plan = None
+    attribute_map = {"use_qk_norm": "qk_norm"}
 
     vocab_size: int = 32000
     hidden_size: int = 4096
@@ -57,6 +66,17 @@ class MegatronLadderConfig(PreTrainedConfig):
     mlp_bias: bool = False
     qk_norm: bool = False
     final_logit_softcapping: float | None = None
+    num_experts: int = 0
+    num_experts_per_tok: int = 2
+    moe_intermediate_size: int = 0
+    shared_expert_intermediate_size: int = 0
+    expert_layers: Any = None
+    scoring_func: str = "softmax"
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    use_expert_bias: bool = False
+    n_group: int = 1
+    topk_group: int = 1
     residual_mode: str = "ladder"
     ladder_layers: Any = None
     residual_staleness: int = 1
@@ -76,11 +96,15 @@ class MegatronLadderConfig(PreTrainedConfig):
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
+        self.expert_layers = list(self.expert_layers or ())
         self.ladder_layers = self._late_layers()
         self._check_lanes()
         if self.qk_norm:
             # The same matrices plus the norms of queries and keys.
             self.base_model_tp_plan = Qwen3Config.base_model_tp_plan
+        if self.num_experts:
+            experts = {key: how for key, how in Glm4MoeConfig.base_model_tp_plan.items() if "expert" in key}
+            self.base_model_tp_plan = {**self.base_model_tp_plan, **experts}
         if self.lane_count:
             # A plan would shard the heads of one lane.
             self.base_model_tp_plan = None
@@ -88,14 +112,15 @@ class MegatronLadderConfig(PreTrainedConfig):
 
     def _late_layers(self) -> list[int]:
         """Return `ladder_layers` as sorted indices."""
-        mode, given, layers = self.residual_mode, self.ladder_layers, self.num_hidden_layers
+        mode, given = self.residual_mode, self.ladder_layers
         if mode not in SUB_BLOCK_TABLE:
             raise ValueError(f"residual_mode {mode!r}: transformers can run {', '.join(SUB_BLOCK_TABLE)}")
         if self.residual_staleness < 1:
             raise ValueError(f"residual_staleness {self.residual_staleness} must be at least 1")
+        layers = self.layer_count
         late = list(range(layers - given, layers)) if isinstance(given, int) else sorted(given or ())
         for key, value in (("ladder_layers", late), ("lanes", self.lanes)):
-            if value and not any(reads_late for _, reads_late in SUB_BLOCK_TABLE[mode]):
+            if value and all(missed is None for _, missed in SUB_BLOCK_TABLE[mode][1]):
                 raise ValueError(f"{key} {value} has no meaning with residual_mode {mode!r}")
         if len(set(late)) < len(late) or any(not 0 <= layer < layers for layer in late):
             raise ValueError(f"ladder_layers {given}: expected different layers of 0-{layers - 1}")
@@ -123,33 +148,64 @@ class MegatronLadderConfig(PreTrainedConfig):
         """The number of lanes, or of ranks of desync, that read different streams; 0 if there are none."""
         return self.lanes or self.desync_tp or 0
 
+    @property
+    def attentions_per_layer(self) -> int:
+        """The number of attentions of a layer."""
+        return sum(kind.startswith("attention") for kind, _ in SUB_BLOCK_TABLE[self.residual_mode][0])
+
+    @property
+    def layer_count(self) -> int:
+        """The number of layers."""
+        return self.num_hidden_layers // self.attentions_per_layer
+
+    def _row(self, layer: int) -> list[tuple[str, tuple[str, ...] | None]]:
+        """Return the sub-blocks of a layer, each with the kinds of the outputs that it misses, as in the table.
+
+        In layers that do not read late, two sub-blocks of experts read the same stream.
+        """
+        together = {"routed_experts": ("shared_expert",), "shared_expert": ("routed_experts",)}
+        row = SUB_BLOCK_TABLE[self.residual_mode][layer in self.expert_layers]
+        return [
+            (kind, missed if layer in self.ladder_layers else together.get(kind))
+            for kind, missed in row
+            if kind != "shared_expert" or self.shared_expert_intermediate_size
+        ]
+
     def sub_blocks(self, layer: int) -> list[tuple[str, tuple[int, ...]]]:
         """Return the sub-blocks of a layer, each with the outputs that it misses, counted back from the newest.
 
-        An output that a sub-block has seen stays in the residual stream. In desync, the outputs since the last sum of
-        the streams are missing: a rank has only its partial sums of them.
+        An output that a sub-block has seen stays in the residual stream, and what enters the first of several ladder
+        layers is complete. In desync, the outputs since the last sum of the streams are missing: a rank has only its
+        partial sums of them.
         """
-        table, missing, found = SUB_BLOCK_TABLE[self.residual_mode], tuple[int, ...](), []
-        for index in range(len(table) * (layer + 1)):
-            kind, reads_late = table[index % len(table)]
-            may_miss = self.residual_staleness if reads_late and index // len(table) in self.ladder_layers else 0
-            if self.residual_mode in PER_RANK_MODES:
-                may_miss = index % self.desync_interval
-            missing = tuple(
-                back for back in range(1, may_miss + 1) if back <= index and (back == 1 or back - 1 in missing)
-            )
-            found.append((kind, missing))
-        return found[-len(table) :]
+        missing, found, were_late = tuple[int, ...](), list[tuple[str, tuple[int, ...]]](), list[bool]()
+        for number in range(layer + 1):
+            row, is_late = self._row(number), number in self.ladder_layers
+            for kind, missed in row:
+                index = len(found)
+                most = index if missed else self.residual_staleness if missed is not None else 0
+                if self.residual_mode in PER_RANK_MODES:
+                    most = index % self.desync_interval
+                missing = tuple(
+                    back
+                    for back in range(1, most + 1)
+                    if back <= index
+                    and (back == 1 or back - 1 in missing)
+                    and (not missed or (found[-back][0] in missed and were_late[-back] is is_late))
+                )
+                found.append((kind, missing))
+                were_late.append(is_late)
+        return found[-len(row) :]
 
     def averaged(self, layer: int) -> list[bool]:
         """Return for each sub-block whether the mean of its partial sums enters the stream instead of their sum.
 
         In desync, this holds for the outputs that precede no sum of the ranks' streams.
         """
-        width = len(SUB_BLOCK_TABLE[self.residual_mode])
-        following = range(width * layer + 1, width * (layer + 1) + 1)
+        width = len(self._row(layer))
         if self.residual_mode not in PER_RANK_MODES:
             return [False] * width
+        following = range(width * layer + 1, width * (layer + 1) + 1)
         return [index % self.desync_interval != 0 and index < width * self.num_hidden_layers for index in following]
 
     def norm_shape(self, missing: tuple[int, ...]) -> int | tuple[int, int]:
@@ -159,7 +215,7 @@ class MegatronLadderConfig(PreTrainedConfig):
 
     def missing_before(self, layer: int) -> tuple[int, ...]:
         """Return what the first sub-block of a layer misses; nothing is missing after the last layer."""
-        return () if layer == self.num_hidden_layers else self.sub_blocks(layer)[0][1]
+        return () if layer == self.layer_count else self.sub_blocks(layer)[0][1]
 
 
 __all__ = ["MegatronLadderConfig"]

@@ -1,10 +1,10 @@
 """A Llama-family decoder whose sub-blocks may read the residual stream late (Ladder Residual, arXiv 2501.06589).
 
-A sub-block (attention or MLP with its norm, or both side by side) reads a residual stream [b, s, h] from which some
-outputs of earlier sub-blocks are missing: none in the ordinary transformer, its predecessor's in the ladder. An output
-that a sub-block has seen stays in the stream. A layer therefore passes on the complete stream, and if the next layer
-misses something, also the stream that it reads and the missing outputs, oldest first. Everything else is the Llama and
-Qwen3 of transformers.
+A sub-block (attention, MLP or experts with their norm, or several of them side by side) reads a residual stream
+[b, s, h] from which some outputs of earlier sub-blocks are missing: none in the ordinary transformer, its predecessor's
+in the ladder. An output that a sub-block has seen stays in the stream. A layer therefore passes on the complete stream,
+and if the next layer misses something, also the stream that it reads and the missing outputs, oldest first. Everything
+else is the Llama, Qwen3 and GLM of transformers.
 
 With T lanes (own partials), heads and neurons form T groups. With y_j^k the partial sum of output j over group k, lane
 k reads
@@ -17,12 +17,16 @@ missing, only the mean over the ranks of all but the last of them enters the sum
 different streams have one weight per rank.
 """
 
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import conversion_mapping
+from transformers import initialization as init
 from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
 from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeAttention, Glm4MoeRotaryEmbedding
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaForCausalLM,
@@ -30,11 +34,15 @@ from transformers.models.llama.modeling_llama import (
     LlamaModel,
     LlamaPreTrainedModel,
     LlamaRMSNorm,
-    LlamaRotaryEmbedding,
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from .configuration_megatron_ladder import MegatronLadderConfig
+
+# Files have one tensor for each matrix of an expert, as those of Qwen3-MoE.
+_FILES = conversion_mapping.get_checkpoint_conversion_mapping("qwen3_moe")
+conversion_mapping.register_checkpoint_conversion_mapping(MegatronLadderConfig.model_type, _FILES, overwrite=True)
 
 
 class _LaneProjection(nn.Linear):
@@ -83,6 +91,74 @@ def _see(
     return stream, [one for one in pending if one[0] in missing]
 
 
+_BRANCHES = {
+    "attention_mlp": ("attention", "mlp"),
+    "experts": ("routed_experts", "shared_expert"),
+    "attention_experts": ("attention", "routed_experts", "shared_expert"),
+}
+"""Sub-blocks that add up several computations of one read."""
+
+
+def _norm_name(kind: str) -> str:
+    """Return the name of the norm of a sub-block."""
+    name = "input_layernorm" if kind.startswith("attention") else "post_attention_layernorm"
+    return f"{name}_2" if kind.endswith("_2") else name
+
+
+def _attention(config: MegatronLadderConfig, index: int) -> nn.Module:
+    """Return an attention whose keys and values have a place in the cache."""
+    kind = Qwen3Attention if config.qk_norm else LlamaAttention
+    if (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1:
+        kind = Glm4MoeAttention
+    attention = kind(config=config, layer_idx=index)
+    if config.attention_output_bias != (attention.o_proj.bias is not None):
+        width = config.num_attention_heads * config.head_dim
+        attention.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_output_bias)
+    return attention
+
+
+class MegatronLadderRouter(nn.Module):
+    """Chooses the experts of each token, computing in float32 as in training."""
+
+    def __init__(self, config: MegatronLadderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        if config.use_expert_bias:
+            self.e_score_correction_bias = nn.Buffer(torch.zeros(config.num_experts, dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens [n, h] -> the chosen experts [n, k] and their weights [n, k]."""
+        config, wide = self.config, torch.promote_types(x.dtype, torch.float32)
+        logits = nn.functional.linear(x.to(wide), self.weight.to(wide))
+        uses_softmax = config.scoring_func == "softmax"
+        scores = logits.softmax(-1) if uses_softmax else logits.sigmoid()
+        choice = scores + self.e_score_correction_bias if config.use_expert_bias else scores
+        if config.n_group > 1:
+            groups = choice.unflatten(-1, (config.n_group, -1))
+            best = groups.topk(2, dim=-1).values.sum(-1).topk(config.topk_group, dim=-1).indices
+            outside = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, False)
+            choice = groups.masked_fill(outside.unsqueeze(-1), float("-inf")).flatten(-2)
+        chosen = choice.topk(config.num_experts_per_tok, dim=-1).indices
+        weights = scores.gather(-1, chosen)
+        if config.norm_topk_prob:
+            weights = weights / (weights.sum(-1, keepdim=True) + (0 if uses_softmax else 1e-20))
+        return chosen, weights * config.routed_scaling_factor
+
+
+def _feed_forward(config: MegatronLadderConfig, layer: int) -> nn.Module:
+    """Return the MLP of a layer, its experts, or both."""
+    is_dense = any(kind in ("mlp", "attention_mlp") for kind, _ in config.sub_blocks(layer))
+    module = LlamaMLP(config) if is_dense else nn.Module()
+    if layer in config.expert_layers:
+        module.gate, module.experts = MegatronLadderRouter(config), Qwen3MoeExperts(config)
+        if config.shared_expert_intermediate_size:
+            of_shared = copy.copy(config)
+            of_shared.intermediate_size = config.shared_expert_intermediate_size
+            module.shared_experts = LlamaMLP(of_shared)
+    return module
+
+
 class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
     """One layer: a state in, a state out. If no output is missing, the state is one stream, otherwise a tuple.
 
@@ -92,21 +168,19 @@ class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: MegatronLadderConfig, layer_idx: int) -> None:
         super().__init__()
-        attention = Qwen3Attention if config.qk_norm else LlamaAttention
-        self.self_attn = attention(config=config, layer_idx=layer_idx)
-        if config.attention_output_bias != config.attention_bias:
-            width = config.num_attention_heads * config.head_dim
-            self.self_attn.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_output_bias)
-        self.mlp = LlamaMLP(config)
+        attentions = config.attentions_per_layer
+        self.self_attn = _attention(config, layer_idx * attentions)
+        self.mlp: Any = _feed_forward(config, layer_idx)
         self.lanes = config.lane_count
         if self.lanes:
             _divide_into_lanes(self.self_attn, self.lanes)
             _divide_into_lanes(self.mlp, self.lanes)
         self.sub_blocks, self.averaged = config.sub_blocks(layer_idx), config.averaged(layer_idx)
-        shapes = [config.norm_shape(missing) for _, missing in self.sub_blocks]
-        self.input_layernorm = LlamaRMSNorm(shapes[0], eps=config.rms_norm_eps)
-        if len(self.sub_blocks) > 1:
-            self.post_attention_layernorm = LlamaRMSNorm(shapes[1], eps=config.rms_norm_eps)
+        if attentions > 1:
+            self.self_attn_2, self.mlp_2 = _attention(config, layer_idx * attentions + 1), LlamaMLP(config)
+        for kind, missing in self.sub_blocks:
+            # Experts and MLP of a layer share a norm.
+            setattr(self, _norm_name(kind), LlamaRMSNorm(config.norm_shape(missing), eps=config.rms_norm_eps))
         self.layer_idx = layer_idx
         self.missing_in, self.missing_out = config.missing_before(layer_idx), config.missing_before(layer_idx + 1)
         of_outputs = len(self.missing_in) * (2 if self.lanes else 1)
@@ -137,14 +211,9 @@ class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
         pending = list(zip(sorted(self.missing_in, reverse=True), outputs, partials, strict=True))
         for (kind, missing), averaged in zip(self.sub_blocks, self.averaged, strict=True):
             stream, pending = _see(stream, pending, missing)
-            norm = self.post_attention_layernorm if kind == "mlp" else self.input_layernorm
+            norm = getattr(self, _norm_name(kind))
             normed = self._normed(norm, stream, [partial for *_, partial in reversed(pending) if partial is not None])
-            if kind == "mlp":
-                output = self.mlp(normed)
-            else:
-                output, _ = self.self_attn(hidden_states=normed, **kwargs)
-                if kind == "attention_mlp":
-                    output = output + self.mlp(normed)
+            output = self._output(kind, normed, kwargs)
             if self.lanes and output.dim() == normed.dim():
                 raise ValueError(
                     f"layer {self.layer_idx} returned no partial sums of its {self.lanes} lanes: its linear layers "
@@ -161,6 +230,22 @@ class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
         _, outputs, partials = zip(*pending, strict=True)
         return (complete, stream, *outputs, *(partials if self.lanes else ()))
 
+    def _output(self, kind: str, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """Return the output of a sub-block for its normed stream [b, s, h]."""
+        outputs = []
+        for branch in _BRANCHES.get(kind, (kind,)):
+            if branch.startswith("attention"):
+                attention = self.self_attn_2 if branch.endswith("_2") else self.self_attn
+                outputs.append(attention(hidden_states=x, **kwargs)[0])
+            elif branch == "routed_experts":
+                tokens = x.flatten(0, 1)
+                outputs.append(self.mlp.experts(tokens, *self.mlp.gate(tokens)).view(x.shape))
+            elif branch != "shared_expert":
+                outputs.append(self.mlp_2(x) if branch.endswith("_2") else self.mlp(x))
+            elif hasattr(self.mlp, "shared_experts"):
+                outputs.append(self.mlp.shared_experts(x))
+        return sum(outputs[1:], outputs[0])
+
     def _normed(self, norm: nn.Module, stream: Tensor, partials: list[Tensor]) -> Tensor:
         """Return the normed read: [b, s, h] if all lanes read the same, and [b, s, lanes * h] with partial sums."""
         if not partials:
@@ -175,8 +260,18 @@ class MegatronLadderPreTrainedModel(LlamaPreTrainedModel):
     _no_split_modules = ["MegatronLadderDecoderLayer"]
     _can_record_outputs = {
         "hidden_states": MegatronLadderDecoderLayer,
-        "attentions": [LlamaAttention, Qwen3Attention],
+        "attentions": [LlamaAttention, Qwen3Attention, Glm4MoeAttention],
     }
+    _keep_in_fp32_modules_strict = ["e_score_correction_bias"]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, MegatronLadderRouter | Qwen3MoeExperts):
+            for weight in module.parameters(recurse=False):
+                init.normal_(weight, mean=0.0, std=self.config.initializer_range)
+            for bias in module.buffers(recurse=False):
+                init.zeros_(bias)
 
 
 class _NewestRMSNorm(LlamaRMSNorm):
@@ -195,11 +290,9 @@ class MegatronLadderModel(MegatronLadderPreTrainedModel, LlamaModel):
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
-        self.layers = nn.ModuleList(
-            [MegatronLadderDecoderLayer(config, layer) for layer in range(config.num_hidden_layers)]
-        )
+        self.layers = nn.ModuleList([MegatronLadderDecoderLayer(config, layer) for layer in range(config.layer_count)])
         self.norm = _NewestRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = LlamaRotaryEmbedding(config=config)
+        self.rotary_emb = Glm4MoeRotaryEmbedding(config=config)
         self.gradient_checkpointing = False
         self.post_init()
 

@@ -1,6 +1,7 @@
 """Tiny models, and Hugging Face directories of the same weights written without the converter."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,21 @@ from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.convert.remote_code import hf_config, module_files
 from megatron_ladder.model.language_model import LanguageModel
-from megatron_ladder.parallel.layout import parameter_sections
+from megatron_ladder.parallel.layout import parameter_sections, state_sections
 from tests.helpers.sharded import small_model
 
 VOCAB = 61
+EXPERTS: dict[str, Any] = {"num_experts": 6, "moe_ffn_hidden_size": 20, "moe_layers": (1, 2)}
+GLM = EXPERTS | {
+    "moe_shared_expert_intermediate_size": 40,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_topk_scaling_factor": 1.5,
+    "moe_router_enable_expert_bias": True,
+    "moe_router_num_groups": 3,
+    "moe_router_group_topk": 2,
+    "rotary_percent": 0.5,
+    "qk_layernorm": True,
+}
 
 
 def tiny_config(**changes: Any) -> ModelConfig:
@@ -31,6 +43,8 @@ def random_model(config: ModelConfig, seed: int = 0) -> LanguageModel:
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator) * 0.15
             parameter.copy_(noise + (1.0 if parameter.dim() == 1 else 0.0))
+        for state, _ in state_sections(model):
+            state.copy_(torch.randn(state.shape, generator=generator) * 0.15)
     return model
 
 
@@ -43,18 +57,39 @@ def hf_name(name: str) -> str:
         (".attention_norm.", ".input_layernorm."),
         (".mlp_norm.", ".post_attention_layernorm."),
         (".attention.", ".self_attn."),
+        (".attention_norm_2.", ".input_layernorm_2."),
+        (".mlp_norm_2.", ".post_attention_layernorm_2."),
+        (".attention_2.", ".self_attn_2."),
+        (".router.weight", ".mlp.gate.weight"),
+        (".router.expert_bias", ".mlp.gate.e_score_correction_bias"),
+        (".experts.", ".mlp.experts."),
+        (".shared_expert.", ".mlp.shared_experts."),
     ):
         name = name.replace(ours, theirs)
     return name
 
 
+def module_tensors(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return canonical weights by the names of the exported module, which stacks gates on ups."""
+    found = {}
+    for name, weight in weights.items():
+        if ".experts.gate_proj" in name:
+            name, weight = name.replace("gate", "gate_up"), torch.cat([weight, weights[name.replace("gate", "up")]], 1)
+        if ".experts.up_proj" not in name:
+            found[hf_name(name).removesuffix(".weight" if ".experts." in name else "")] = weight
+    return found
+
+
 def hf_tensors(model: LanguageModel) -> dict[str, Tensor]:
     """Return all weights by transformers' names."""
-    return {
-        hf_name(section.name): section.view(parameter).detach().clone()
-        for parameter, sections in parameter_sections(model)
-        for section in sections
-    }
+    found = {}
+    for parameter, sections in (*parameter_sections(model), *state_sections(model)):
+        for section in sections:
+            name, weight = hf_name(section.name), section.view(parameter).detach().clone()
+            stacked = ".experts." in name
+            for expert, matrix in enumerate(weight if stacked else [weight]):
+                found[name.replace(".experts.", f".experts.{expert}.")] = matrix.clone()
+    return found
 
 
 def write_hf(model: LanguageModel, folder: Path, dtype: str = "float32", **ids: Any) -> Path:

@@ -6,15 +6,21 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from megatron_ladder.blueprint.boxes import Box
@@ -41,25 +47,45 @@ SIZES = {
     "max_position_embeddings": 128,
 }
 """No layout divides the vocabulary; at T = 4 there are fewer key-value heads than ranks."""
+EXPERTS = {"head_dim": 20, "moe_intermediate_size": 10, "num_experts_per_tok": 2, "norm_topk_prob": True}
+GLM = {
+    "n_routed_experts": 6,
+    "n_shared_experts": 2,
+    "n_group": 3,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "use_qk_norm": True,
+    "attention_bias": True,
+}
 MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 24}),
+    "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 5}),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, EXPERTS | {"num_experts": 5, "mlp_only_layers": [0]}),
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM, EXPERTS | GLM),
 }
+"""Rows of experts are no multiple of 16 bytes."""
 
 
 def save_model(path: Path, kind: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
     """Save a random model, including random norms and biases."""
     config, model, own = MODELS[kind]
-    shard_size = changes.pop("max_shard_size", "50GB")
+    saving = {"max_shard_size": "50GB"}
+    saving |= {key: changes.pop(key) for key in ("max_shard_size", "save_original_format") if key in changes}
     torch.manual_seed(0)
     built: PreTrainedModel = model(config(**{**SIZES, **own, **changes}))
     with torch.no_grad():
         for parameter in built.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.1 + (parameter.dim() == 1))
     built = built.to(dtype).eval()
-    built.save_pretrained(path, max_shard_size=shard_size)
+    for module in built.modules():
+        if hasattr(module, "e_score_correction_bias"):
+            module.e_score_correction_bias = torch.randn(module.num_experts) * 0.1
+    # The grouped products of transformers need rows of a multiple of 16 bytes.
+    built.config._experts_implementation = "eager"
+    built.save_pretrained(path, **saving)
     return built
 
 
@@ -104,8 +130,10 @@ def write_cut_checkpoint(
                 continue
             piece = flat[cuts[rank] : cuts[rank + 1]]
             parts = {"weight": piece, "exp_avg": piece * 0.1, "exp_avg_sq": piece.square()}
-            if optimizer == "muon" and name.endswith("_proj.weight"):
+            if optimizer == "muon" and name.endswith(("_proj.weight", "router.weight")):
                 del parts["exp_avg_sq"]
+            if name.endswith("expert_bias"):
+                parts = {"weight": piece}
             for kind, values in parts.items():
                 for box, begin in Box.whole(weight.shape).cut(cuts[rank], values.numel()):
                     elements = values[begin : begin + box.numel].view(box.extent)

@@ -12,6 +12,7 @@ from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.hf_directory import hf_name
 from megatron_ladder.errors import UserError
 from tests.unit.convert.hand_made import write_directory
+from tests.unit.convert.hf_models import GLM
 from tests.unit.convert.saved_models import (
     assert_equal_bits,
     convert,
@@ -23,10 +24,13 @@ from tests.unit.convert.saved_models import (
 )
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_round_trip_is_bitwise(tmp_path: Path, tied: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "tied"),
+    [("llama", False), ("llama", True), ("qwen3_moe", False), ("mixtral", True), ("glm4_moe", True)],
+)
+def test_round_trip_is_bitwise(tmp_path: Path, kind: str, tied: bool) -> None:
     hf, ours, back = tmp_path / "hf", tmp_path / "ours", tmp_path / "back"
-    save_model(hf, dtype=torch.bfloat16, tie_word_embeddings=tied, max_shard_size="60KB")
+    save_model(hf, kind, dtype=torch.bfloat16, tie_word_embeddings=tied, max_shard_size="60KB")
     assert len(list(hf.glob("*.safetensors"))) > 1
     convert("import", "--hf", hf, "--save", ours, "--verify")
     Checkpoint.open(ours).verify()
@@ -37,6 +41,41 @@ def test_round_trip_is_bitwise(tmp_path: Path, tied: bool) -> None:
     assert {name: file for file, held in shards.items() for name in held} == index["weight_map"]
     sizes = {file: sum(tensor.nbytes for tensor in held.values()) for file, held in shards.items()}
     assert max(sizes.values()) <= 100_000 and sum(sizes.values()) == index["metadata"]["total_size"]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "glm4_moe"])
+def test_experts_that_are_stored_as_stacks_are_imported(tmp_path: Path, kind: str) -> None:
+    save_model(tmp_path / "hf", kind)
+    save_model(tmp_path / "stacks", kind, save_original_format=False)
+    convert("import", "--hf", tmp_path / "stacks", "--save", tmp_path / "ours")
+    convert("export", "--load", tmp_path / "ours", "--hf", tmp_path / "back")
+    assert len(tensors_of(tmp_path / "stacks")) < len(tensors_of(tmp_path / "hf"))
+    assert_equal_bits(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "back"))
+
+
+def test_layers_that_predict_further_tokens_are_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hf, ours, config = tmp_path / "hf", tmp_path / "ours", tmp_path / "hf" / "config.json"
+    save_model(hf, "glm4_moe", num_nextn_predict_layers=1)
+    weights = tensors_of(hf)
+    more = {name.replace(".3.", ".4.", 1): weight.clone() for name, weight in weights.items() if ".layers.3." in name}
+    save_file(weights | more | {"model.layers.4.eh_proj.weight": torch.zeros(2, 2)}, hf / "model.safetensors")
+    convert("import", "--hf", hf, "--save", ours)
+    assert f"{len(more) + 1} tensors of layers that predict further tokens" in capsys.readouterr().out
+    convert("export", "--load", ours, "--hf", tmp_path / "back")
+    assert_equal_bits(weights, tensors_of(tmp_path / "back"))
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 0}))
+    with pytest.raises(UserError, match="model.layers.4.eh_proj.weight: unexpected tensor"):
+        convert("import", "--hf", hf, "--save", tmp_path / "new")
+
+
+@pytest.mark.parametrize("flags", [[], ["--dtype", "bf16"]])
+def test_the_bias_of_the_choice_of_experts_is_never_rounded(tmp_path: Path, flags: list[str]) -> None:
+    config = small_config(**GLM)
+    weights = write_cut_checkpoint(tmp_path / "run", config, {"bf16": True})
+    convert("export", "--load", tmp_path / "run", "--hf", tmp_path / "hf", *flags, "--verify")
+    found = tensors_of(tmp_path / "hf")
+    bias, router = (found[f"model.layers.1.mlp.gate.{name}"] for name in ("e_score_correction_bias", "weight"))
+    assert router.dtype == torch.bfloat16 and bias.equal(weights["layers.1.router.expert_bias"])
 
 
 LLAMA3_ROPE = {
@@ -57,8 +96,10 @@ LLAMA3_ROPE = {
         ("mistral", {}),
         ("qwen2", {"tie_word_embeddings": True}),
         ("qwen3", {}),
+        ("qwen3_moe", {"norm_topk_prob": False}),
+        ("mixtral", {}),
+        ("glm4_moe", {}),
     ],
-    ids=["llama3", "llama-biases", "mistral", "qwen2", "qwen3"],
 )
 def test_logits_match_transformers(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
     hf, ours, back = tmp_path / "hf", tmp_path / "ours", tmp_path / "back"
@@ -69,7 +110,7 @@ def test_logits_match_transformers(tmp_path: Path, kind: str, changes: dict[str,
         expected = reference(tokens).logits
     assert (our_logits(ours, tokens) - expected).abs().max() <= 1e-5 * expected.abs().max()
     convert("export", "--load", ours, "--hf", back)
-    again = type(reference).from_pretrained(back).eval()
+    again = type(reference).from_pretrained(back, experts_implementation="eager").eval()
     with torch.no_grad():
         assert (again(tokens).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
 
@@ -122,10 +163,12 @@ def test_numbers_that_do_not_fit_are_rejected(value: float, tmp_path: Path) -> N
     assert not list(tmp_path.glob("new*/*"))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_reshape_keeps_every_number(tmp_path: Path, optimizer: str) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "changes"), [("adamw", {"qk_layernorm": True}), ("muon", {}), ("adamw", GLM), ("muon", GLM)]
+)
+def test_reshape_keeps_every_number(tmp_path: Path, optimizer: str, changes: dict[str, Any]) -> None:
     """The checkpoint is cut at any element by three ranks; the result has whole tensors."""
-    config = small_config(residual_mode="ladder", ladder_layers=(2,), qk_layernorm=True)
+    config = small_config(residual_mode="ladder", ladder_layers=(2,), **changes)
     write_cut_checkpoint(tmp_path / "run", config, {}, optimizer)
     convert("reshape", "--load", tmp_path / "run", "--save", tmp_path / "other", "--verify")
     before, after = Checkpoint.open(tmp_path / "run"), Checkpoint.open(tmp_path / "other")

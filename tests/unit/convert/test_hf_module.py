@@ -19,9 +19,19 @@ from megatron_ladder.convert.hf_module.modeling_megatron_ladder import MegatronL
 from megatron_ladder.convert.remote_code import hf_config, hf_type, module_files
 from megatron_ladder.model.language_model import LanguageModel
 from tests.helpers.commands import REPOSITORY_ROOT
-from tests.unit.convert.hf_models import VOCAB, hf_tensors, our_logits, random_model, tiny_config, write_hf
+from tests.unit.convert.hf_models import (
+    EXPERTS,
+    GLM,
+    VOCAB,
+    hf_tensors,
+    our_logits,
+    random_model,
+    tiny_config,
+    write_hf,
+)
 
 HYBRID = {"residual_mode": "ladder", "ladder_layers": (1, 2, 4)}
+UPPER = {"moe_layers": (1, 2, 3, 4, 5)}
 
 
 def random_tokens(*shape: int, seed: int = 1) -> Tensor:
@@ -64,6 +74,10 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
         ("llama", {"rope_scaling": "linear", "rope_scaling_factor": 2.0, "rotary_base": 5e5, "head_dim": 12}),
         ("qwen2", {"add_qkv_bias": True, "tie_embeddings": True, "norm_epsilon": 1e-6}),
         ("qwen3", {"qk_layernorm": True, "head_dim": 12}),
+        ("qwen3_moe", EXPERTS | {"qk_layernorm": True, "moe_layers": (0, 3), "moe_router_unnormalized": True}),
+        ("glm4_moe", GLM | UPPER),
+        ("megatron_ladder", GLM | HYBRID),
+        ("megatron_ladder", GLM | HYBRID | {"residual_mode": "farskip"}),
         ("megatron_ladder", HYBRID | {"logit_soft_cap": 0.5, "tie_embeddings": True}),
         ("megatron_ladder", {"add_qkv_bias": True, "head_dim": 12}),
         ("megatron_ladder", {"residual_mode": "parallel"}),

@@ -1,4 +1,4 @@
-"""The exported module in float64, with and without lanes or ranks of desync, compared with the reference."""
+"""The exported module in float64, with lanes, ranks of desync, experts or none of them, compared with the reference."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -20,7 +21,7 @@ from megatron_ladder.convert.hf_module.modeling_megatron_ladder import MegatronL
 from megatron_ladder.convert.remote_code import hf_config, hf_type, module_files
 from megatron_ladder.errors import UserError
 from tests.reference import ReferenceConfig, make_weights, reference_logits
-from tests.unit.convert.hf_models import VOCAB, hf_name, tiny_config
+from tests.unit.convert.hf_models import EXPERTS, GLM, VOCAB, module_tensors, tiny_config
 from tests.unit.convert.saved_models import assert_equal_bits, convert, small_config, tensors_of, write_cut_checkpoint
 
 ALL = tuple(range(6))
@@ -60,8 +61,28 @@ DESYNCED = [
 ]
 
 
+SHARED = {"moe_shared_expert_intermediate_size": 28}
+
+
+def with_experts(mode: str, layers: tuple[int, ...] = (1, 2, 4), **changes: Any) -> ModelConfig:
+    wiring = {"residual_mode": mode, "ladder_layers": layers, "moe_layers": (1, 2, 3, 5)}
+    return tiny_config(**(EXPERTS | changes | wiring))
+
+
+MIXTURES = [
+    with_experts("standard", (), **GLM),
+    with_experts("ladder", residual_staleness=2, moe_router_unnormalized=True),
+    with_experts("ladder-parallel", **GLM),
+    with_experts("farskip", **GLM, add_mlp_bias=True),
+    with_experts("farskip", ALL),
+    with_experts("shortcut", **SHARED),
+    with_experts("longcat", (1, 2, 4)),
+]
+
+
 def text_of(config: ModelConfig) -> str:
     lanes = f"{config.lanes}-lanes" if config.lanes else f"{config.desync_tp}-ranks-{config.desync_interval}"
+    lanes = f"{config.num_experts}-experts" if config.num_experts else lanes
     return f"{config.residual_mode}-{lanes}-staleness-{config.residual_staleness}-{len(config.ladder_layers)}"
 
 
@@ -88,15 +109,16 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> Build:
     def norm(self: Any, x: Tensor) -> Tensor:
         return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
 
-    for norms in (LlamaRMSNorm, Qwen3RMSNorm):
+    for norms in (LlamaRMSNorm, Qwen3RMSNorm, Glm4MoeRMSNorm):
         monkeypatch.setattr(norms, "forward", norm)
 
     def build(config: ModelConfig) -> tuple[MegatronLadderForCausalLM, dict[str, Tensor]]:
         weights = make_weights(ReferenceConfig.like(config), 3, torch.float64)
-        module = MegatronLadderForCausalLM(MegatronLadderConfig(**hf_config(config, dtype="float64"))).double().eval()
+        written = hf_config(config, dtype="float64") | {"experts_implementation": "eager"}
+        module = MegatronLadderForCausalLM(MegatronLadderConfig(**written)).double().eval()
         tied = {"lm_head.weight": weights["embedding.weight"]} if config.tie_embeddings else {}
-        module.load_state_dict({hf_name(name): weight for name, weight in weights.items()} | tied)
-        module.model.rotary_emb = ExactRotary(config.head_dim)
+        module.load_state_dict(module_tensors(weights) | tied)
+        module.model.rotary_emb = ExactRotary(int(config.head_dim * config.rotary_percent))
         return module, weights
 
     return build
@@ -122,19 +144,19 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], toleranc
         assert error < tolerance, f"{name}: {error}"
 
 
-@pytest.mark.parametrize("config", LADDERS + LANED + DESYNCED, ids=text_of)
+@pytest.mark.parametrize("config", LADDERS + LANED + DESYNCED + MIXTURES, ids=text_of)
 def test_logits_and_gradients_are_those_of_the_reference(config: ModelConfig, exact: Build) -> None:
     module, weights = exact(config)
     tokens = some_tokens(2, 10)
     leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
     logits = reference_logits(leaves, ReferenceConfig.like(config), tokens)
     cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
-    gradients = {hf_name(name): leaf.grad for name, leaf in leaves.items()}
-    assert_close(gradients_of(module, tokens), {"logits": logits.detach(), **gradients})  # type: ignore[dict-item]
+    gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    assert_close(gradients_of(module, tokens), {"logits": logits.detach(), **module_tensors(gradients)})
     assert hf_type(config) == "megatron_ladder"
 
 
-@pytest.mark.parametrize("config", [LADDERS[1], LANED[3], LANED[5], DESYNCED[2]], ids=text_of)
+@pytest.mark.parametrize("config", [LADDERS[1], LANED[3], LANED[5], DESYNCED[2], MIXTURES[3]], ids=text_of)
 def test_recomputation_gives_the_same_gradients(config: ModelConfig, exact: Build) -> None:
     module, _ = exact(config)
     tokens = some_tokens(2, 10)
@@ -144,7 +166,7 @@ def test_recomputation_gives_the_same_gradients(config: ModelConfig, exact: Buil
         assert_close(gradients_of(module, tokens), expected, 1e-13)
 
 
-@pytest.mark.parametrize("config", [LADDERS[1], LANED[6], DESYNCED[1]], ids=text_of)
+@pytest.mark.parametrize("config", [LADDERS[1], LANED[6], DESYNCED[1], MIXTURES[3], MIXTURES[6]], ids=text_of)
 def test_greedy_tokens_are_the_same_with_every_cache_and_padding(config: ModelConfig, exact: Build) -> None:
     module, weights = exact(config)
     prompts = [some_tokens(1, length) for length in (3, 9, 6)]

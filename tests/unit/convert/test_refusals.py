@@ -66,9 +66,55 @@ def test_swapped_directories_and_those_of_both_formats(tmp_path: Path) -> None:
 
 
 def test_code_of_a_plain_model_and_unknown_models_are_rejected(tmp_path: Path) -> None:
-    for change, words in (({"auto_map": {"AutoModel": "evil.Model"}}, "not run"), ({"model_type": "phi3"}, "'phi3'")):
+    for change, words in (
+        ({"auto_map": {"AutoModel": "evil.Model"}}, "not run"),
+        ({"model_type": "phi3"}, "'phi3'"),
+        ({"model_type": "deepseek_v3"}, "'deepseek_v3': has latent attention"),
+        ({"model_type": "qwen2_moe"}, "'qwen2_moe': has a shared expert behind a gate"),
+        ({"model_type": ["llama"]}, "['llama']"),
+    ):
         message = rejection(write_directory(tmp_path / "hf", {**CONFIG, **change}))
         assert "config.json" in message and words in message
+
+
+MIXTRAL = CONFIG | {"model_type": "mixtral", "num_local_experts": 3, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "shapes", "words"),
+    [
+        (
+            {},
+            {},
+            ["layers.1.block_sparse_moe.experts.0.w1.weight: is missing (and 2 other", "mlp.up_proj.weight: unexp"],
+        ),
+        ({"num_local_experts": None}, {}, ["num_experts, num_local_experts or n_routed_experts: found nothing"]),
+        ({"sliding_window": 8}, {}, ["sliding_window: found 8"]),
+        ({"num_experts_per_tok": 4}, {}, ["--moe-router-topk 4"]),
+        ({"partial_rotary_factor": 0.5}, {}, ["partial_rotary_factor: found 0.5, expected 1 in a mixtral model"]),
+        (
+            {},
+            {f"model.layers.0.block_sparse_moe.experts.{one}.w2.weight": [8, 12 - one] for one in range(4)},
+            ["experts.1.w2.weight: found shape [8, 11], expected [8, 12]", "experts.3.w2.weight: unexpected tensor"],
+        ),
+        (
+            {},
+            {f"model.layers.0.mlp.experts.{name}_proj": [2, 24, 8] for name in ("gate_up", "down")},
+            ["mlp.experts.2.gate_proj.weight: is missing", "mlp.experts.2.down_proj.weight: is missing"],
+        ),
+        (
+            {"model_type": "glm4_moe", "n_routed_experts": 3, "num_local_experts": 4, "n_group": None},
+            {},
+            ["norm_topk_prob: found nothing", "n_group: found nothing", "found [3, 4], expected one number"],
+        ),
+    ],
+)
+def test_experts(tmp_path: Path, changes: dict[str, Any], shapes: dict[str, list[int]], words: list[str]) -> None:
+    """No import of a model drops its experts without a word."""
+    weights = safetensors(entries(SHAPES | shapes))
+    message = rejection(write_directory(tmp_path / "hf", MIXTRAL | changes, weights))
+    for word in words:
+        assert word in message, message
 
 
 HOSTILE_NUMBERS = ["1e400", "NaN", "-1", '"8"', "0"]

@@ -136,7 +136,7 @@ def test_configs_of_published_models() -> None:
         ({"hidden_act": "gelu"}, "Invalid enum value 'gelu' - at `$.hidden_act`"),
         ({"num_key_value_heads": 5}, "--num-key-value-heads 5"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping: found 30.0, expected null"),
-        ({"partial_rotary_factor": 0.5}, "Expected `float` >= 1.0 - at `$.partial_rotary_factor`"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: found 0.5, expected 1 in a llama model"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type: found 'yarn', expected"),
         ({"rope_parameters": LLAMA31["rope_scaling"] | {"rope_theta": 1e4}}, "expected one rope_theta"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "one for each kind of layer"),

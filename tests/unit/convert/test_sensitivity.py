@@ -20,6 +20,7 @@ from megatron_ladder.data.sidecar import Sidecar, write_sidecar
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.loading import open_model
 from tests.reference import make_weights, reference_logits
+from tests.unit.convert.hf_models import GLM
 from tests.unit.convert.saved_models import convert
 from tests.unit.generate.tiny_model import reference_of, tiny_config, write_checkpoint
 
@@ -30,6 +31,11 @@ CASES: dict[str, tuple[dict[str, Any], list[object], dict[str, Any]]] = {
         {"residual_mode": "ladder-attention", "ladder_layers": (1, 2), "residual_staleness": 2},
         [],
         {"residual_mode": "ladder-attention", "residual_staleness": 2},
+    ),
+    "farskip": (
+        {**GLM, "moe_layers": (0, 2, 3)},
+        ["--residual-mode", "farskip"],
+        {"residual_mode": "farskip", "residual_staleness": 1},
     ),
     "one norm": ({"residual_mode": "parallel"}, [], {"residual_mode": "ladder-parallel", "residual_staleness": 1}),
 }

@@ -17,6 +17,7 @@ MASKS: list[tuple[int, ...]] = [(), (0,), (1, 3), (2, 3), (0, 1, 2), (0, 1, 2, 3
 STANDARD: dict[str, Any] = {}
 LATE = {"residual_mode": "ladder", "ladder_layers": (1, 2), "residual_staleness": 2}
 LANES = LATE | {"lanes": 2}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_ffn_hidden_size": 20, "moe_layers": (1, 2)}
 
 
 def by_recurrence(llama: LlamaForCausalLM, ladder: tuple[int, ...], tokens: Tensor) -> Tensor:
@@ -77,6 +78,8 @@ def test_hybrids_of_four_layers_follow_the_recurrence(tmp_path: Path) -> None:
         (LANES, {"lanes": 0}, ("ladder", (1, 2), 2, 0)),
         (LANES, {"ladder_layers": "1"}, ("ladder", (2,), 2, 2)),
         (LANES, {"residual_mode": "standard", "lanes": 0}, ("standard", (), 1, 0)),
+        (EXPERTS, {"residual_mode": "farskip"}, ("farskip", (0, 1, 2), 1, 0)),
+        (EXPERTS | LATE, {"residual_mode": "farskip", "ladder_layers": "1"}, ("farskip", (2,), 1, 0)),
     ],
 )
 def test_flags_override_one_property(source: dict[str, Any], flags: dict[str, Any], expected: object) -> None:
@@ -91,7 +94,16 @@ def test_flags_override_one_property(source: dict[str, Any], flags: dict[str, An
     ("source", "flags", "message"),
     [
         ({"residual_mode": "desync", "desync_interval": 4, "desync_tp": 4}, {"ladder_layers": "1"}, "source is desync"),
-        ({}, {"residual_mode": "parallel"}, "every layer of the source has two norms"),
+        ({}, {"residual_mode": "parallel"}, "every layer of the source has 2 norms, and this wiring needs 1"),
+        ({}, {"residual_mode": "farskip"}, "farskip needs layers with experts"),
+        (
+            EXPERTS,
+            {"residual_mode": "farskip", "residual_staleness": 2},
+            "2 has no meaning with --residual-mode farskip",
+        ),
+        (EXPERTS, {"residual_mode": "longcat"}, "this wiring needs 4: give .* or farskip or shortcut"),
+        (EXPERTS, {"residual_mode": "shortcut"}, "under the shared expert"),
+        (EXPERTS, {"lanes": 2}, "--num-experts 4 with --lanes 2"),
         ({}, {"residual_mode": "desync"}, "can only be trained from the start"),
         ({}, {"ladder_layers": "4"}, "the upper 4 layers of 3 do not exist"),
         ({}, {"residual_mode": "standard", "ladder_layers": "1"}, "has no meaning with --residual-mode standard"),
