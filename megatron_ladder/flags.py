@@ -296,7 +296,7 @@ def limit_problems(flags: Iterable[Flag], values: Mapping[str, Any], together: b
             problem = output_problem(one, limits.output) if limits.output and isinstance(one, Path) else None
             if problem:
                 problems.append(Problem(name, f" {one}: cannot be written: {problem}: give another path"))
-        if not together or value == known[name].default or len(problems) > before:
+        if not together or value in (known[name].default, "false") or len(problems) > before:
             continue
         shown = "" if isinstance(value, bool | tuple) else f" {value}"
         for other in limits.requires:

@@ -19,6 +19,7 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.spans import Span, no_span
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.engine.engine import Engine, UnpipelinedEngine
+from megatron_ladder.engine.graph import CapturedPasses
 from megatron_ladder.engine.muon import MuonWithAdamW
 from megatron_ladder.engine.optimizer import build_optimizer, parameter_groups
 from megatron_ladder.engine.sharded import ShardedOptimizer
@@ -166,6 +167,11 @@ def build_engine(
     if sharded is not None:
         sharded.optimizer = optimizer
     engine = kind(model, sharded or optimizer, config, mesh, device)
+    graphs = run.training.cuda_graph
+    if graphs == "auto" and (mesh.pipeline.size > 1 or run.data.reset_attention_mask or run.profile.profile):
+        graphs = "false"
+    if sharded is not None and device.type == "cuda" and graphs != "false":
+        engine.passes = CapturedPasses(model, sharded, mesh.world, measures=graphs == "auto")
     if isinstance(optimizer, MuonWithAdamW):
         optimizer.distribute(engine.state.spans(), mesh.world)
     return engine, description

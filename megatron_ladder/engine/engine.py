@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron_ladder.comm.copies import to_device
 from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.engine.graph import CapturedPasses
 from megatron_ladder.engine.sharded import ShardedOptimizer
 from megatron_ladder.engine.state import EngineState, engine_state
 from megatron_ladder.model.language_model import LanguageModel
@@ -41,7 +42,12 @@ class Engine(ABC):
 
     A training step calls `forward_backward`, may change the gradients in `state.gradient_pieces()`, and ends with
     `step` or `skip_step`.
+
+    Attributes:
+        passes: the captured forward and backward passes; None for none.
     """
+
+    passes: CapturedPasses | None = None
 
     def __init__(
         self,
@@ -105,6 +111,11 @@ class Engine(ABC):
         Other ranks' parts of the weights may arrive later, at the latest under the next forward pass.
         """
 
+    def close(self) -> None:
+        """Free what was captured, while its process groups exist."""
+        if self.passes is not None:
+            self.passes.close()
+
     def finish_step(self) -> None:
         """Wait for the weights of the last step, for readers other than the model's forward pass."""
         if self._sharded is not None:
@@ -133,6 +144,12 @@ class UnpipelinedEngine(Engine):
         return deepspeed.initialize(model=model, mpu=deepspeed_mpu(self._mesh), **arguments)[0]
 
     def forward_backward(self, micro_batches: Sequence[ModelInputs], scale: Tensor) -> Tensor:
+        captured = None if self.passes is None else self.passes.run(micro_batches, scale)
+        if captured is not None:
+            # DeepSpeed counts micro-batches.
+            for _ in micro_batches[1:]:
+                self.wrapped.step()
+            return captured
         loss_sum = torch.zeros((), device=self._device)
         with self._reducing(len(micro_batches)):
             for index, batch in enumerate(micro_batches):

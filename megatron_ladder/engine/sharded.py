@@ -64,6 +64,7 @@ class ShardedOptimizer:
         buckets: in the order in which their gradients are reduced.
         groups: the parameter groups of this rank's parts.
         optimizer: torch's, of these groups; to be set before the first step.
+        gathers_late: whether the next forward pass starts the gathers instead of `step`.
     """
 
     optimizer: torch.optim.Optimizer
@@ -108,6 +109,7 @@ class ShardedOptimizer:
         self._reduces: list[InFlight] = []
         """Those of the first buckets."""
         self._gathers: deque[tuple[_Bucket, InFlight]] = deque()
+        self.gathers_late = self._is_due = False
         for parameter, (_, total) in self._sums.items():
             parameter.register_post_accumulate_grad_hook(self._add_gradient)
             if total.dtype != parameter.dtype:
@@ -139,11 +141,19 @@ class ShardedOptimizer:
     def step(self) -> None:
         """Update this rank's masters, and start to gather all weights."""
         self.optimizer.step()
-        self.start_gather()
+        self._is_due = True
+        if not self.gathers_late:
+            self.start_gather()
+
+    def gather_late(self) -> None:
+        """Leave the gathers to the next forward pass, which is about to be captured with them, and to later ones."""
+        self.finish_gather()
+        self.gathers_late = self._is_due = True
 
     @torch.no_grad()
     def start_gather(self) -> None:
         """Start to give every rank the weights of all masters."""
+        self._is_due = False
         for bucket in reversed(self.buckets):
             if bucket.own_weights.dtype != bucket.master.dtype:
                 bucket.own_weights.copy_(bucket.master)
@@ -193,6 +203,8 @@ class ShardedOptimizer:
         self._reduces.append(InFlight(*started))
 
     def _wait_for(self, buckets: Iterable[_Bucket]) -> None:
+        if self._is_due:
+            self.start_gather()
         while self._gathers and any(bucket is waiting for bucket in buckets for waiting, _ in self._gathers):
             _, in_flight = self._gathers.popleft()
             in_flight.wait()

@@ -218,7 +218,9 @@ class LanguageModel(nn.Module):
 
     def take_extra_losses(self) -> Tensor:
         """Return each of the `extra_losses`, summed over all target tokens since the last call, fp64; forget them."""
-        taken, self._extra_loss_sums = self._extra_loss_sums, torch.zeros_like(self._extra_loss_sums)
+        taken = self._extra_loss_sums.clone()
+        # In place, because a captured pass adds to this tensor.
+        self._extra_loss_sums.zero_()
         return taken
 
     @torch.no_grad()

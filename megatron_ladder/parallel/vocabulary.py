@@ -115,7 +115,7 @@ class VocabParallelMatrix(ParallelModule):
         logits = x @ weight.t()
         if self.soft_cap is not None:
             logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
-        logits[:, self.valid :] = torch.finfo(logits.dtype).min
+        logits[:, self.valid :].fill_(torch.finfo(logits.dtype).min)
         return logits
 
     def loss(self, hidden_states: Tensor, targets: Targets) -> Tensor:

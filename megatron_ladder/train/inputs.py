@@ -256,6 +256,8 @@ def _check_machine(run: RunConfig, place: RankInfo, errors: ErrorCollector) -> N
     if run.training.compile_sub_blocks == "true":
         with errors.collect():
             require_compiler("--compile-sub-blocks", place.device())
+    if run.training.cuda_graph == "true" and place.device().type != "cuda":
+        errors.messages.append("--cuda-graph: this machine has no GPU: leave it out")
     if place.rank == 0:
         with errors.collect():
             check_wandb(run)

@@ -13,7 +13,7 @@ The checker does not see memory inside an operator, the order of ranks, or what 
 import bisect
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,13 +31,9 @@ READERS = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2
 """Operators whose result, or whose result's shape, the host needs."""
 
 
-class Capture(list["_Block"]):
-    """Memory that the work between the beginning and the end of a capture uses and did not allocate."""
-
-
 class _Event(NamedTuple):
     clock: dict[int, int]
-    capture: Capture | None
+    capture: "Capture | None"
 
 
 @dataclass(eq=False)
@@ -47,7 +43,7 @@ class Stream:
     checker: "Checker"
     number: int
     clock: dict[int, int] = field(default_factory=dict)
-    capture: Capture | None = None
+    capture: "Capture | None" = None
 
     def record_event(self) -> _Event:
         return _Event(dict(self.clock), self.capture)
@@ -87,7 +83,7 @@ class Checker(TorchDispatchMode):
         self.streams: list[Stream] = []
         self.compute = self.current = self.new_stream()
         self.capture: Capture | None = None
-        self._capturing = self.new_stream()
+        self.capturing = self.new_stream()
         self._switches = [(-1, self.compute)]
         self._blocks: dict[int, _Block] = {}
         self._freed: dict[tuple[int, bool], list[tuple[_Block, dict[int, int]]]] = {}
@@ -102,7 +98,22 @@ class Checker(TorchDispatchMode):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.autograd, "backward", self._backward)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", partial(Capture, self))
+        monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool, capture_error_mode: graph.capturing())
         monkeypatch.setattr(Tensor, "is_cuda", True)
+        for name in ("cpu", "numpy", "tolist"):
+            monkeypatch.setattr(Tensor, name, self._reading(name, getattr(Tensor, name)))
+
+    def _reading(self, name: str, method: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
+        def read(tensor: Tensor) -> object:
+            self._take_part(name)
+            return method(tensor)
+
+        return read
+
+    def _take_part(self, name: str) -> None:
+        if self.capture is not None:
+            self.note(f"the host takes part in a capture: {name}")
 
     def new_stream(self, device: Any = None, priority: int = 0) -> Stream:
         self.streams.append(Stream(self, len(self.streams)))
@@ -125,27 +136,6 @@ class Checker(TorchDispatchMode):
         self.current = stream
         self._switches.append((torch._C._autograd._get_sequence_nr(), stream))
 
-    @contextlib.contextmanager
-    def capturing(self) -> Iterator[Capture]:
-        """Capture the work inside, which runs where the current stream then is."""
-        origin, capture = self._capturing, Capture()
-        origin.wait_stream(self.current)
-        self.capture = origin.capture = capture
-        with self.use(origin):
-            yield capture
-        for stream in self.streams:
-            if stream.capture is capture and stream.clock.get(stream.number, 0) > origin.clock.get(stream.number, 0):
-                self.note(f"stream {stream.number} is not joined at the end of a capture")
-            stream.capture = None
-        self.capture = None
-        self.current.wait_stream(origin)
-
-    def check_replay(self, capture: Capture) -> None:
-        """Find freed memory that a captured kernel uses."""
-        for block in capture:
-            if block.storage.expired():
-                self.note("a graph uses memory that was freed", block)
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, schema = kwargs or {}, func._schema
         name = schema.name.removeprefix("aten::")
@@ -156,9 +146,8 @@ class Checker(TorchDispatchMode):
             is_write = argument.alias_info is not None and argument.alias_info.is_write
             (writes if is_write else reads).extend(leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
         selects = name == "index" and any(one.dtype == torch.bool for one in reads[1:])
-        # A tensor of Python's numbers would be sent from the host.
-        if self.capture is not None and (name in (*READERS, "lift_fresh") or selects):
-            self.note(f"the host takes part in a capture: {name}")
+        if name in (*READERS, "lift_fresh") or selects:
+            self._take_part(name)
         result = func(*args, **kwargs)
         if not func.is_view and name not in ("detach", "_unsafe_view"):
             self.run_kernel(name, reads, writes, self.current)
@@ -189,7 +178,7 @@ class Checker(TorchDispatchMode):
                 block.uses[0, block.size] = {stream.number: stream.clock[stream.number]}, {}
             self._blocks[storage._cdata] = block
         if self.capture is not None and not block.pool[1]:
-            self.capture.append(block)
+            self.capture.used.append(block)
         return block
 
     def _use(self, tensor: Tensor, stream: Stream, is_write: bool, what: str) -> None:
@@ -238,7 +227,7 @@ class Checker(TorchDispatchMode):
             caller.wait_stream(stream)
 
     def _streams_of_nodes(self, roots: list[Any]) -> dict[Any, Stream]:
-        """Return all nodes behind the roots. A parameter's node was made, on its stream, with its first use."""
+        """Return the streams of all nodes behind the roots."""
         numbers, stack = dict.fromkeys(roots, sys.maxsize), list(roots)
         while stack:
             node = stack.pop()
@@ -249,11 +238,12 @@ class Checker(TorchDispatchMode):
                     if following not in numbers:
                         stack.append(following)
                     numbers[following] = min(numbers[node], numbers.get(following, sys.maxsize))
-        firsts = [number for number, _ in self._switches]
-        return {
-            node: self.current if number == sys.maxsize else self._switches[bisect.bisect_right(firsts, number) - 1][1]
-            for node, number in numbers.items()
-        }
+        streams, firsts = dict[Any, Stream](), [number for number, _ in self._switches]
+        for node, number in numbers.items():
+            _, stream = self._switches[bisect.bisect_right(firsts, number) - 1]
+            # A parameter's node has the stream of its first use for as long as anything holds the node.
+            streams[node] = node.metadata.setdefault("stream", stream)
+        return streams
 
     def _before_node(self, node: Any, stream: Stream, gradients: tuple[Tensor | None, ...]) -> None:
         for event in self._ready.pop(node, ()):
@@ -269,6 +259,37 @@ class Checker(TorchDispatchMode):
                 self._ready.setdefault(following, []).append(stream.record_event())
         if not node.next_functions:
             leaves.add(stream)
+
+
+class Capture:
+    """A stand-in for `torch.cuda.CUDAGraph`; its work runs where the current stream is at the capture."""
+
+    def __init__(self, checker: Checker) -> None:
+        self.checker = checker
+        self.used: list[_Block] = []
+        """Memory that it uses and did not allocate."""
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        checker, origin = self.checker, self.checker.capturing
+        origin.wait_stream(checker.current)
+        checker.capture = origin.capture = self
+        with checker.use(origin):
+            yield
+        for stream in checker.streams:
+            if stream.capture is self and stream.clock.get(stream.number, 0) > origin.clock.get(stream.number, 0):
+                checker.note(f"stream {stream.number} is not joined at the end of a capture")
+            stream.capture = None
+        checker.capture = None
+        checker.current.wait_stream(origin)
+
+    def replay(self) -> None:
+        for block in self.used:
+            if block.storage.expired():
+                self.checker.note("a graph uses memory that was freed", block)
+
+    def pool(self) -> None:
+        pass
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

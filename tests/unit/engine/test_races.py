@@ -10,12 +10,15 @@ import torch
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.wiring import WIRINGS
 from megatron_ladder.comm import stream
+from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.side_queue import CudaSideQueue
-from megatron_ladder.engine import sharded
+from megatron_ladder.engine import graph, sharded
+from megatron_ladder.engine.graph import CapturedPasses
 from megatron_ladder.engine.sharded import ShardedOptimizer
 from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.stack import StackOptions
 from tests.helpers.races import Checker, PlayedNccl
 from tests.helpers.sharded import small_model
@@ -31,59 +34,69 @@ class Rank:
         tensor, data = (PlayedNccl(size, checker) for size in (TENSOR, DATA))
         mesh = replace(ProcessMesh.single(), tensor=tensor, data=data, sequence_parallel=sequence_parallel)
         self.checker = checker
-        self.model = LanguageModel(config, mesh, StackOptions(recompute_layers=recompute_layers), seed=1)
+        options = StackOptions(recompute_layers=recompute_layers)
+        self.model = LanguageModel(config, mesh, options, seed=1, z_loss_coeff=1e-3)
         weights = [*self.model.parameters()]
         groups = [{"params": [one for one in weights if (one.dim() > 1) is is_matrix]} for is_matrix in (True, False)]
         self.optimizer = ShardedOptimizer(self.model, groups, mesh, torch.float32, BUCKET_NUMBERS)
         self.optimizer.optimizer = torch.optim.SGD(self.optimizer.groups, lr=1e-3, foreach=False)
-        self.ids = torch.randint(0, config.vocab_size, (2, 13))
+        ids = torch.randint(0, config.vocab_size, (2, 13))
+        self.batch = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
-    def faults(self, steps: int = 2, micro_batches: int = 2) -> list[str]:
+    def faults(self, micro_batches: int) -> list[str]:
+        """Return the faults of two steps without graphs, and of two that replay captured passes."""
+        passes = CapturedPasses(self.model, self.optimizer, CommGroup.alone(), measures=False)
         with self.checker:
-            for _ in range(steps):
-                with self.optimizer.reducing(micro_batches):
-                    for _ in range(micro_batches):
-                        self.model(self.ids[:, :-1], self.ids[:, 1:]).backward()
-                self.update()
+            for _ in range(4):
+                self.model.take_extra_losses()
+                if passes.run([self.batch] * micro_batches, torch.ones(())) is None:
+                    with self.optimizer.reducing(micro_batches):
+                        for _ in range(micro_batches):
+                            self.model(*self.batch).backward()
+                for bucket in self.optimizer.buckets:
+                    assert bucket.master.grad is not None
+                    bucket.master.grad.mul_(0.5)
+                self.optimizer.step()
         return self.checker.faults
-
-    def update(self) -> None:
-        for bucket in self.optimizer.buckets:
-            assert bucket.master.grad is not None
-            bucket.master.grad.mul_(0.5)
-        self.optimizer.step()
 
 
 def config_of(wiring: str, **changes: Any) -> ModelConfig:
     if WIRINGS[wiring].late:
-        changes = {"ladder_layers": (0, 1, 2)} | changes
+        changes = {"ladder_layers": (0, 1)} | changes
     if WIRINGS[wiring].stream == "per rank":
         changes |= {"desync_tp": TENSOR, "desync_interval": 2}
-    return small_model(num_layers=3, num_key_value_heads=4, residual_mode=wiring, **changes)
+    return small_model(num_layers=2, num_key_value_heads=4, residual_mode=wiring, **changes)
 
 
 @pytest.fixture
 def checker(monkeypatch: pytest.MonkeyPatch) -> Checker:
+    monkeypatch.setattr(graph, "_WARM_UP_STEPS", 2)
     played = Checker()
     played.install(monkeypatch)
     return played
 
 
-CASES: list[tuple[str, dict[str, Any], bool, int]] = [
-    *((name, {}, False, 1) for name in WIRINGS),
-    *((name, {}, True, 1) for name, wiring in WIRINGS.items() if wiring.stream == "shared"),
-    *(("ladder", {}, True, recompute_layers) for recompute_layers in (0, 3)),
-    ("ladder", {"lanes": 2 * TENSOR}, False, 1),
-    ("ladder", {"residual_staleness": 2}, True, 1),
-    ("ladder", {"ladder_layers": (1,), "add_mlp_bias": True, "qk_layernorm": True}, True, 1),
+CASES: list[tuple[str, dict[str, Any], bool, int, int]] = [
+    *((name, {}, False, 1, 2) for name in WIRINGS),
+    *((name, {}, True, 1, 2) for name, wiring in WIRINGS.items() if wiring.stream == "shared"),
+    *(("ladder", {}, True, recompute_layers, micro_batches) for recompute_layers, micro_batches in ((0, 1), (2, 4))),
+    ("ladder", {"lanes": 2 * TENSOR}, False, 1, 4),
+    ("ladder", {"residual_staleness": 2}, True, 0, 1),
+    ("ladder", {"ladder_layers": (1,), "add_mlp_bias": True, "qk_layernorm": True}, True, 1, 2),
 ]
 
 
-@pytest.mark.parametrize(("wiring", "changes", "sequence_parallel", "recompute_layers"), CASES)
-def test_steps_do_not_race(
-    checker: Checker, wiring: str, changes: dict[str, Any], sequence_parallel: bool, recompute_layers: int
+@pytest.mark.parametrize(("wiring", "changes", "sequence_parallel", "recompute_layers", "micro_batches"), CASES)
+def test_steps_neither_race_nor_break_a_capture(
+    checker: Checker,
+    wiring: str,
+    changes: dict[str, Any],
+    sequence_parallel: bool,
+    recompute_layers: int,
+    micro_batches: int,
 ) -> None:
-    assert Rank(checker, config_of(wiring, **changes), sequence_parallel, recompute_layers).faults() == []
+    rank = Rank(checker, config_of(wiring, **changes), sequence_parallel, recompute_layers)
+    assert rank.faults(micro_batches) == []
     assert checker.kernels > 1000 and len(checker.streams) == 4 + sequence_parallel
 
 
@@ -98,7 +111,18 @@ def run_at_once(queue: CudaSideQueue, chain: Callable[[], Any], uses: object) ->
         return chain()
 
 
-RUN = CudaSideQueue.run
+def swap_losses(model: LanguageModel) -> torch.Tensor:
+    taken, model._extra_loss_sums = model._extra_loss_sums, torch.zeros_like(model._extra_loss_sums)
+    return taken
+
+
+def read(norm: RMSNorm, *args: Any, **kwargs: Any) -> Any:
+    normed = NORM(norm, *args, **kwargs)
+    assert (normed[0] if isinstance(normed, tuple) else normed).isfinite().all().item()
+    return normed
+
+
+RUN, NORM = CudaSideQueue.run, RMSNorm.forward
 FAULTS: dict[str, tuple[object, str, object, str]] = {
     "a chain does not hold what it uses": (
         CudaSideQueue,
@@ -116,12 +140,22 @@ FAULTS: dict[str, tuple[object, str, object, str]] = {
         Unwaited,
         "mul_ writes before",
     ),
+    "the host reads a norm": (RMSNorm, "forward", read, "host takes part in a capture: _local_scalar_dense"),
+    "a chain runs on a stream that is not captured": (CudaSideQueue, "run", run_at_once, "outside of the capture"),
+    "gathers from before a capture": (
+        ShardedOptimizer,
+        "gather_late",
+        lambda _: None,
+        "across the border of a capture",
+    ),
+    "reduces go on after a capture": (sharded, "InFlight", Unwaited, "not joined at the end of a capture"),
+    "captured sums are replaced": (LanguageModel, "take_extra_losses", swap_losses, "memory that was freed"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_races_are_found(checker: Checker, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+def test_planted_faults_are_found(checker: Checker, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     owner, name, planted, found = FAULTS[fault]
-    rank = Rank(checker, config_of("ladder"), sequence_parallel=True, recompute_layers=2)
+    rank = Rank(checker, config_of("ladder"), sequence_parallel=True, recompute_layers=1)
     monkeypatch.setattr(owner, name, planted)
-    assert any(found in one for one in rank.faults())
+    assert any(found in one for one in rank.faults(micro_batches=2))

@@ -1,0 +1,109 @@
+"""Forward and backward of micro-batches as CUDA graphs.
+
+Below some thousand tokens, the host needs longer to launch the kernels of a micro-batch than the device to run them. A
+graph launches all at once: it replays captured kernels on captured addresses, and runs no Python. A step has up to
+three graphs:
+
+    first     gathers of weights under forward; backward writes the sums of gradients
+    middle    forward; backward adds to the sums; replayed for all micro-batches between the other two
+    last      forward; backward adds to the sums, with their reduces under it
+
+They share memory: they are captured in this order and replayed in no other.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.engine.sharded import ShardedOptimizer
+
+_WARM_UP_STEPS = 3
+"""Steps before a capture, in which operations are compiled, and libraries and NCCL initialise."""
+_MEASURED_STEPS = 5
+"""Steps without graphs, and with them, whose times are compared."""
+
+
+class CapturedPasses:
+    """Replays the passes of a step, after some steps without graphs."""
+
+    def __init__(self, module: nn.Module, sharded: ShardedOptimizer, world: CommGroup, measures: bool) -> None:
+        """With `measures`, graphs are kept only if they make the slowest rank's fastest step faster."""
+        self._module, self._sharded, self._world, self._measures = module, sharded, world, measures
+        self._first = _WARM_UP_STEPS + _MEASURED_STEPS * measures
+        """Number of steps before the capture."""
+        self._starts: list[float] = []
+        """When the steps up to the end of the measurement started."""
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._inputs: list[Tensor | None] = []
+        self._device = next(module.parameters()).device
+        self._scale = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._loss_sum = torch.zeros((), device=self._device)
+
+    def run(self, micro_batches: Sequence[Sequence[Tensor | None]], scale: Tensor) -> Tensor | None:
+        """Do what `Engine.forward_backward` does, or return None if this step uses no graphs."""
+        if not self._uses_graphs():
+            return None
+        if not self._graphs:
+            self._capture(micro_batches)
+        self._scale.copy_(scale)
+        self._loss_sum.zero_()
+        for index, batch in enumerate(micro_batches):
+            for held, given in zip(self._inputs, batch, strict=True):
+                if held is not given:
+                    assert held is not None and given is not None, "the inputs of all micro-batches are alike"
+                    held.copy_(given, non_blocking=True)
+            self._graphs[-1 if index == len(micro_batches) - 1 else min(index, 1)].replay()
+        return self._loss_sum.clone()
+
+    def close(self) -> None:
+        """Free the graphs, and use none from now on; the groups of their collectives must still exist."""
+        self._first = sys.maxsize
+        self._sharded.gathers_late = False
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()
+
+    def _capture(self, micro_batches: Sequence[Sequence[Tensor | None]]) -> None:
+        self._inputs = [None if one is None else one.to(self._device, copy=True) for one in micro_batches[0]]
+        passes = min(len(micro_batches), 3)
+        self._sharded.gather_late()
+        with ExitStack() as step:
+            step.enter_context(self._sharded.reducing(passes))
+            for _ in range(passes):
+                graph = torch.cuda.CUDAGraph()
+                pool = self._graphs[0].pool() if self._graphs else None
+                # NCCL's watchdog thread queries events, which a global capture mode would forbid.
+                with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
+                    self._run_pass()
+                    if len(self._graphs) == passes - 1:
+                        # The last graph also waits for the reduces.
+                        step.close()
+                self._graphs.append(graph)
+
+    def _run_pass(self) -> None:
+        loss = self._module(*self._inputs)
+        loss = loss * self._scale.to(loss.dtype)
+        self._loss_sum += loss.detach()
+        loss.backward()
+
+    def _uses_graphs(self) -> bool:
+        """Count a step, and after the last measured one compare their times."""
+        last = self._first + _MEASURED_STEPS + 1
+        if len(self._starts) <= last:
+            self._starts.append(time.perf_counter())
+        if self._measures and len(self._starts) > last:
+            self._measures = False
+            durations = [after - before for before, after in pairwise(self._starts)]
+            fastest = [min(durations[_WARM_UP_STEPS : self._first]), min(durations[self._first + 1 :])]
+            times = torch.tensor(fastest, dtype=torch.float64).to(self._device)
+            without, captured = self._world.all_reduce(times, dist.ReduceOp.MAX).tolist()
+            if captured >= without:
+                self.close()
+        return len(self._starts) > self._first

@@ -1,0 +1,130 @@
+"""Steps that replay captured passes: a graph of recorded operators and collectives plays those of CUDA."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from megatron_ladder.engine import graph
+from megatron_ladder.engine.graph import CapturedPasses
+from megatron_ladder.train.setup import Trainer
+from megatron_ladder.train.step import train_step
+from tests.helpers.pool import GlooPools
+from tests.helpers.sharded import Pieces
+from tests.helpers.steps import RECIPE, Batch, steps_of_batches
+from tests.helpers.training import build_trainer_here, own_batches, weight_pieces
+
+WARM_UP, CAPTURED = 2, 5
+
+
+class RecordedGraph(TorchDispatchMode):
+    """Plays `torch.cuda.CUDAGraph`. A replay repeats operators on the same tensors; a capture leaves no trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replays = 0
+        self._operators: list[tuple[Any, Any, Any, list[Any]]] = []
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and (storage := leaf.untyped_storage()).data_ptr() not in self._before:
+                whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+                self._before[storage.data_ptr()] = whole, whole.clone()
+        result = func(*args, **(kwargs or {}))
+        args, kwargs, recorded = tree_map_only(Tensor, Tensor.detach, (args, kwargs or {}, tree_leaves(result)))
+        self._operators.append((func, args, kwargs, recorded))
+        return result
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        with self:
+            yield
+        for whole, before in self._before.values():
+            whole.copy_(before)
+
+    def replay(self) -> None:
+        self.replays += 1
+        for func, args, kwargs, recorded in self._operators:
+            for old, new in zip(recorded, tree_leaves(func(*args, **kwargs)), strict=True):
+                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+                elif isinstance(old, torch.ScriptObject):
+                    new.wait()
+
+    def pool(self) -> None:
+        pass
+
+    def reset(self) -> None:
+        self._operators.clear()
+
+
+@contextmanager
+def played_graphs() -> Iterator[None]:
+    def capture(recorded: RecordedGraph, pool: None, capture_error_mode: str) -> Any:
+        return recorded.recording()
+
+    def wait(work: dist.Work) -> bool:
+        # A wait for gloo copies the result, which is a part of the collective.
+        with _disable_current_modes():
+            return wait_of_torch(work)
+
+    wait_of_torch = dist.Work.wait
+    with (
+        mock.patch.multiple(torch.cuda, CUDAGraph=RecordedGraph, graph=capture),
+        mock.patch.object(dist.Work, "wait", wait),
+    ):
+        yield
+
+
+def capture_passes(trainer: Trainer, measures: bool = False) -> CapturedPasses:
+    sharded = trainer.engine.wrapped.optimizer
+    trainer.engine.passes = CapturedPasses(trainer.model, sharded, trainer.mesh.world, measures)
+    return trainer.engine.passes
+
+
+def histories(argv: list[str], batches: list[list[Batch]]) -> list[tuple[list[Any], Pieces]]:
+    """On each rank: losses, norms and extra losses of all steps, and final weights, without and with graphs."""
+    found = []
+    for captures in (False, True):
+        trainer = build_trainer_here(argv)
+        with played_graphs(), mock.patch.object(graph, "_WARM_UP_STEPS", WARM_UP):
+            passes = capture_passes(trainer) if captures else None
+            history: list[Any] = []
+            for iteration, batch in enumerate(batches, start=1):
+                own = own_batches(trainer, batch)
+                result = train_step(trainer, own, iteration)
+                history.append((result.loss, result.gradient_norm, dict(result.extra_losses)))
+                history.append(trainer.engine.evaluate(own[:1]).item())
+        if passes is not None:
+            replays = [one.replays for one in passes._graphs]  # type: ignore[attr-defined]
+            assert replays == [CAPTURED, CAPTURED * (len(own) - 2), CAPTURED][:: 1 if len(own) > 2 else 2][: len(own)]
+            trainer.engine.close()
+        found.append((history, weight_pieces(trainer)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("words", "micro_batches"),
+    [
+        ("--residual-mode standard --tensor-model-parallel-size 2 --sequence-parallel --z-loss-coeff 1e-3", 4),
+        ("--residual-mode ladder --tensor-model-parallel-size 2 --sequence-parallel --bf16", 4),
+        ("--residual-mode ladder --lanes 2 --tensor-model-parallel-size 2", 2),
+        ("--residual-mode ladder-parallel --bf16 --recompute-granularity full", 1),
+    ],
+)
+def test_captured_steps_are_bitwise_those_without_graphs(gloo_pools: GlooPools, words: str, micro_batches: int) -> None:
+    data_parallel = 4 // (2 if "tensor" in words else 1)
+    argv = [*RECIPE, *words.split(), "--global-batch-size", str(2 * data_parallel * micro_batches)]
+    batches = steps_of_batches(WARM_UP + CAPTURED, data_parallel * micro_batches)
+    for (eager, weights), (captured, captured_weights) in gloo_pools(4).run(histories, argv, batches):
+        assert captured == eager and len({loss for loss, *_ in eager[::2]}) == len(batches)
+        for one, other in zip(weights, captured_weights, strict=True):
+            assert torch.equal(one[-1], other[-1]), one[0]
