@@ -168,7 +168,8 @@ def build_engine(
         sharded.optimizer = optimizer
     engine = kind(model, sharded or optimizer, config, mesh, device)
     graphs = run.training.cuda_graph
-    if graphs == "auto" and (mesh.pipeline.size > 1 or run.data.reset_attention_mask or run.profile.profile):
+    excluded = mesh.pipeline.size > 1 or run.data.reset_attention_mask or run.model.num_experts or run.profile.profile
+    if graphs == "auto" and excluded:
         graphs = "false"
     if sharded is not None and device.type == "cuda" and graphs != "false":
         engine.passes = CapturedPasses(model, sharded, mesh.world, measures=graphs == "auto")

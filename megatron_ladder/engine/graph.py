@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_ladder.comm.copies import to_device
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.engine.sharded import ShardedOptimizer
 
@@ -58,7 +59,7 @@ class CapturedPasses:
             for held, given in zip(self._inputs, batch, strict=True):
                 if held is not given:
                     assert held is not None and given is not None, "the inputs of all micro-batches are alike"
-                    held.copy_(given, non_blocking=True)
+                    held.copy_(to_device(given, self._device))
             self._graphs[-1 if index == len(micro_batches) - 1 else min(index, 1)].replay()
         return self._loss_sum.clone()
 
