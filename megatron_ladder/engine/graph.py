@@ -11,7 +11,6 @@ three graphs:
 They share memory: they are captured in this order and replayed in no other.
 """
 
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -39,6 +38,7 @@ class CapturedPasses:
         self._module, self._sharded, self._world, self._measures = module, sharded, world, measures
         self._first = _WARM_UP_STEPS + _MEASURED_STEPS * measures
         """Number of steps before the capture."""
+        self._closed = False
         self._starts: list[float] = []
         """When the steps up to the end of the measurement started."""
         self._graphs: list[torch.cuda.CUDAGraph] = []
@@ -65,7 +65,7 @@ class CapturedPasses:
 
     def close(self) -> None:
         """Free the graphs, and use none from now on; the groups of their collectives must still exist."""
-        self._first = sys.maxsize
+        self._closed = True
         self._sharded.gathers_late = False
         for graph in self._graphs:
             graph.reset()
@@ -107,4 +107,4 @@ class CapturedPasses:
             without, captured = self._world.all_reduce(times, dist.ReduceOp.MAX).tolist()
             if captured >= without:
                 self.close()
-        return len(self._starts) > self._first
+        return not self._closed and len(self._starts) > self._first

@@ -65,6 +65,8 @@ def test_batches_follow_from_the_layout() -> None:
         ("--recompute-num-layers 2", "--recompute-num-layers 2 requires --recompute-granularity full"),
         ("--recompute-granularity full --recompute-num-layers 13", "--recompute-num-layers 13 is above --num-layers"),
         ("--compile-sub-blocks --norm-implementation apex", "--compile-sub-blocks compiles torch's norm"),
+        ("--cuda-graph --zero-stage 2", "--cuda-graph true and --zero-stage 2 exclude each other"),
+        ("--cuda-graph --reset-attention-mask", "--cuda-graph true and --reset-attention-mask exclude each other"),
         ("--profile --profile-step-end 9 --profile-dir p", "--profile-step-start 10 and --profile-step-end 9"),
         ("--profile", "--profile needs a directory for its traces"),
         ("--optimizer muon --zero-stage 3", "whole gradients on the device, not --zero-stage 3: use --zero-stage 0"),

@@ -72,6 +72,7 @@ def test_all_invalid_inputs_are_reported_before_the_start(tmp_path: Path, monkey
                 f"--profile-dir {tmp_path}/file/y: cannot be written to",
             ],
         ),
+        (f"{data} --cuda-graph", ["--cuda-graph: this machine has no GPU"]),
         (
             f"{data} --sample-prompts {tmp_path}/none",
             [f"{prefix}: holds token ids up to 99, the model has 67", "--sample-prompts "],
