@@ -12,11 +12,13 @@ A round of two all-to-alls handles one matrix per rank, so that ranks orthogonal
 and need memory for one matrix. Matrices of similar cost share a round.
 
 A matrix is a canonical tensor: the projections q, k, v, gate and up are separate matrices, also where one parameter
-holds slices of several. This is Moonlight's choice (arXiv 2502.16982), and Megatron's default for q, k and v.
+holds slices of several. This is Moonlight's choice (arXiv 2502.16982), and Megatron's default for q, k and v. Both also
+move the router's matrix as all others. The matrix of each expert is separate, too; the ranks divide the stack of a
+layer's experts among them, and an owner orthogonalises all matrices of its part together.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -39,29 +41,33 @@ _EPSILON = 1e-7
 
 
 def _orthogonalize(matrix: Tensor, steps: int) -> Tensor:
-    """Return U S V^T of a matrix U D V^T, with singular values S near 1, by Newton-Schulz steps in its dtype."""
+    """Return U S V^T of a matrix U D V^T, or of each of a stack of matrices, in its dtype.
+
+    Newton-Schulz steps move the singular values S near 1.
+    """
     a, b, c = _COEFFICIENTS
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    wide = matrix.T if is_tall else matrix
-    wide = wide / wide.norm().clamp(min=_EPSILON)
+    multiply = torch.addmm if matrix.dim() == 2 else torch.baddbmm
+    is_tall = matrix.shape[-2] > matrix.shape[-1]
+    wide = matrix.mT if is_tall else matrix
+    wide = wide / wide.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPSILON)
     for _ in range(steps):
-        gram = wide @ wide.T
-        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
-    return wide.T if is_tall else wide
+        gram = wide @ wide.mT
+        wide = multiply(wide, multiply(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide.mT if is_tall else wide
 
 
 def _update_scale(shape: Sequence[int], mode: Literal["match_rms_adamw", "original"]) -> float:
     """Return the factor of an orthogonalised update of this shape, as `torch.optim.Muon` adjusts its learning rate."""
-    rows, columns = shape
+    rows, columns = shape[-2:]
     return 0.2 * math.sqrt(max(rows, columns)) if mode == "match_rms_adamw" else math.sqrt(max(1.0, rows / columns))
 
 
 class _Piece(NamedTuple):
-    """An interval of a rank's slice of a matrix."""
+    """An interval of a rank's slice of a matrix, or of a part of a stack of matrices."""
 
     name: str
     shape: tuple[int, ...]
-    """Shape of the matrix."""
+    """Shape of the matrix, or of the part."""
     held: Box
     """The slice."""
     start: int
@@ -73,6 +79,24 @@ class _Piece(NamedTuple):
         """Yield the parts of the whole matrix and of this interval's elements that correspond to each other."""
         for box, begin in self.held.cut(self.start, self.length):
             yield matrix[box.slices()], elements.narrow(0, begin, box.numel).view(box.extent)
+
+
+def _pieces(span: Span, ranks: int) -> Iterator[tuple[_Piece, int]]:
+    """Yield the pieces of a span, each with its first element, in the span; so many ranks divide a stack."""
+    for section, start, begin, length in split_interval(span.sections, span.shape, span.start, span.length):
+        offset, extent, count = section.box.offset, section.box.extent, section.global_shape[0]
+        size = count if section.expert_dim is None else -(-count // ranks)
+        numbers = math.prod(extent[1:])
+        for first in range(0, count, size):
+            low, high = max(first, offset[0]), min(first + size, count, offset[0] + extent[0])
+            skipped = (low - offset[0]) * numbers
+            stop = min(start + length, skipped + (high - low) * numbers)
+            if (at := max(start, skipped)) < stop:
+                held = Box((low - first, *offset[1:]), (high - low, *extent[1:]))
+                shape = (min(size, count - first), *section.global_shape[1:])
+                is_sent = span.owned and section.counted
+                name = f"{section.name} from {first}"
+                yield _Piece(name, shape, held, at - skipped, stop - at, is_sent), begin + at - start
 
 
 class _OwnPiece(NamedTuple):
@@ -125,13 +149,10 @@ class MuonWithAdamW(torch.optim.AdamW):
         for span in spans:
             if id(span.flat_master) not in updated:
                 continue
-            for section, start, begin, length in split_interval(span.sections, span.shape, span.start, span.length):
-                is_sent = span.owned and section.counted
-                piece = _Piece(section.name, section.global_shape, section.box, start, length, is_sent)
-                own.append((piece, span.flat_master, span.offset + begin))
+            own += [(piece, span.flat_master, span.offset + begin) for piece, begin in _pieces(span, world.size)]
         everyone: list[list[_Piece]] = world.broadcast_object(world.gather_objects([piece for piece, *_ in own]))
         shapes = {piece.name: piece.shape for pieces in everyone for piece in pieces}
-        by_cost = sorted(shapes, key=lambda name: (-math.prod(shapes[name]) * min(shapes[name]), name))
+        by_cost = sorted(shapes, key=lambda name: (-math.prod(shapes[name]) * min(shapes[name][-2:]), name))
         place = {name: divmod(index, world.size) for index, name in enumerate(by_cost)}
         rounds = range(-(-len(by_cost) // world.size))
         assembled: list[list[list[_Piece]]] = [[[] for _ in everyone] for _ in rounds]

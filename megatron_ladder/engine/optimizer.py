@@ -22,7 +22,8 @@ WsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
 def parameter_groups(model: LanguageModel, config: OptimizerConfig) -> list[dict[str, Any]]:
     """Return two groups: matrices, which decay, and norms and biases (of one dimension or one row), which do not.
 
-    With Muon, the matrices of the layers form another group, before that of embedding and output head.
+    With Muon, the matrices of the layers form another group, before that of embedding and output head. Stacks of
+    experts' matrices and the matrix of a router are matrices.
     """
     shapes = [(parameter, whole_shape(parameter)) for parameter in model.parameters()]
     matrices = [parameter for parameter, shape in shapes if math.prod(shape) > shape[-1]]

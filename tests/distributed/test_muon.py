@@ -26,6 +26,9 @@ def torch_training(
     rate, options = build_schedule(run).at, run.optimizer
     current = {name: torch.nn.Parameter(weight.clone()) for name, weight in weights.items()}
     hidden = [weight for name, weight in current.items() if name.startswith("layers.") and weight.ndim == 2]
+    stacks = [weight for weight in current.values() if weight.ndim == 3]
+    of_stacks = [[torch.nn.Parameter(matrix) for matrix in stack.detach()] for stack in stacks]
+    hidden += [matrix for matrices in of_stacks for matrix in matrices]
     vocabulary = [weight for name, weight in current.items() if not name.startswith("layers.") and weight.ndim == 2]
     vectors = [weight for weight in current.values() if weight.ndim == 1]
     optimizers: list[torch.optim.Optimizer] = [
@@ -53,6 +56,10 @@ def torch_training(
             for name, gradient in gradients.items():
                 current[name].grad += gradient
         history.append((loss, float(torch.nn.utils.clip_grad_norm_(current.values(), 0.5))))
+        for stack, matrices in zip(stacks, of_stacks, strict=True):
+            assert stack.grad is not None
+            for matrix, gradient in zip(matrices, stack.grad, strict=True):
+                matrix.grad = gradient
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate(iteration)
@@ -74,6 +81,9 @@ def torch_training(
         ),
         (4, "--zero-stage 1 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --tie-embeddings"),
         (2, "--zero-stage 2 --muon-ns-steps 3 --muon-momentum 0.8"),
+        (4, "--zero-stage 1 --tensor-model-parallel-size 2 --num-experts 5 --moe-ffn-hidden-size 40"),
+        (2, "--zero-stage 0 --tensor-model-parallel-size 2 --num-experts 6 --expert-sharding experts"),
+        (2, "--zero-stage 2 --num-experts 3 --moe-shared-expert-intermediate-size 16"),
     ],
 )
 def test_steps_equal_torch_muon(gloo_pools: GlooPools, monkeypatch: pytest.MonkeyPatch, world: int, words: str) -> None:
