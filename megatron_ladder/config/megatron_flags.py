@@ -16,6 +16,7 @@ _SWITCHES = """
     --use-mcore-models --no-bias-swiglu-fusion --no-rope-fusion --no-persist-layer-norm --log-throughput
     --use-pytorch-profiler --log-memory-to-tensorboard --log-validation-ppl-to-tensorboard --no-pipeline-parallel
     --no-create-moe-param-group --exit-signal-handler --check-for-nan-in-loss-and-grad --use-checkpoint-args
+    --moe-grouped-gemm --disable-moe-token-dropping
 """
 ACCEPTED: dict[str, tuple[str, ...]] = dict.fromkeys(_SWITCHES.split(), ()) | {
     "--normalization": ("rmsnorm",),
@@ -31,14 +32,30 @@ ACCEPTED: dict[str, tuple[str, ...]] = dict.fromkeys(_SWITCHES.split(), ()) | {
     "--ds-sequence-parallel-size": ("1",),
     "--context-parallel-size": ("1",),
     "--expert-model-parallel-size": ("1",),
+    "--moe-router-dtype": ("fp32",),
 }
 """Flag -> its accepted values, which request the default behaviour; switches have none."""
 
 _REFUSED_BY_REASON = {
-    "experts are divided over the tensor-parallel ranks; leave the flag out": "--moe-expert-parallel-size",
+    "experts are divided over the tensor-parallel ranks; leave the flag out": (
+        "--moe-expert-parallel-size --expert-tensor-parallel-size --enable-expert-tensor-parallelism "
+        "--moe-extended-tp --create-moe-param-group"
+    ),
+    "every rank has all tokens and sends none; leave the flag out": (
+        "--moe-token-dispatcher-type --moe-enable-deepep --moe-deepep-num-sms --moe-flex-dispatcher-backend "
+        "--moe-permute-fusion --overlap-moe-expert-parallel-comm --use-tutel"
+    ),
+    "no token is dropped; leave the flag out": (
+        "--moe-expert-capacity-factor --moe-train-capacity-factor --moe-eval-capacity-factor --moe-min-capacity "
+        "--moe-token-drop-policy --moe-pad-expert-input-to-capacity"
+    ),
     "use --moe-router-topk": "--topk",
-    "list the layers in --moe-layers": "--moe-layer-freq",
-    "no token is dropped; leave the flag out": "--moe-expert-capacity-factor",
+    "use --moe-router-unnormalized": "--moe-router-pre-softmax",
+    "use --moe-aux-loss-coeff": "--moe-loss-coeff",
+    "list the layers in --moe-layers": "--moe-layer-freq --expert-interval",
+    "use --residual-mode shortcut, or farskip": "--moe-shared-expert-overlap",
+    "the loads of the experts are always logged; leave the flag out": "--moe-per-layer-logging",
+    "the router adds no noise; leave the flag out": "--moe-input-jitter-eps",
     "use --tensor-model-parallel-size, and --recompute-granularity full for long sequences": (
         "--cp-comm-type --force-ds-sequence-parallel"
     ),
@@ -82,7 +99,7 @@ _REFUSED_BY_REASON = {
     "import it with `tools/convert_checkpoint.py import`, and use --load": "--model-name-or-path",
     "use --recompute-granularity full": (
         "--checkpoint-activations --deepspeed-activation-checkpointing --recompute-activations "
-        "--distribute-saved-activations --partition-activations --checkpoint-in-cpu"
+        "--distribute-saved-activations --partition-activations --checkpoint-in-cpu --moe-layer-recompute"
     ),
     "use --recompute-num-layers": "--checkpoint-num-layers",
     "the first --recompute-num-layers layers are recomputed; leave the flag out": "--recompute-method",
