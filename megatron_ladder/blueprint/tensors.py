@@ -342,6 +342,17 @@ def parameter_count(model: ModelConfig) -> ParameterCount:
     return ParameterCount(matrix, layers, final_norm_tensor(model).numel, 0 if model.tie_embeddings else matrix)
 
 
+def active_parameters(model: ModelConfig) -> int:
+    """Return how many parameters a token uses: all but those of the experts that it does not choose."""
+    branches = (branch for layer in layer_tensors(model) for one in layer for branch in one.branches)
+    unused = sum(
+        matrix.weight.numel // branch.experts * (branch.experts - branch.experts_per_token)
+        for branch in branches
+        for matrix in (*branch.inputs, branch.output)
+    )
+    return parameter_count(model).total - unused
+
+
 @dataclass(frozen=True)
 class ModelFlops:
     """Floating-point operations of one sequence, summed over its tokens and all tensor-parallel ranks.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_ladder import __version__
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.blueprint.tensors import ModelFlops, padded_vocab_size, parameter_count
+from megatron_ladder.blueprint.tensors import ModelFlops, active_parameters, padded_vocab_size, parameter_count
 from megatron_ladder.comm.agreement import Peers
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.engine.build import partition
@@ -65,9 +65,11 @@ def banner(trainer: Trainer) -> str:
         **({"stages": _stages(run)} if parallel.pipeline_model_parallel_size > 1 else {}),
         "model": f"{model.num_layers} layers, hidden {model.hidden_size}, ffn {model.ffn_hidden_size}, "
         f"{model.num_attention_heads} heads ({model.num_key_value_heads} key-value) of {model.head_dim}",
+        **({"experts": _experts(run)} if model.moe_layers else {}),
         "wiring": wiring,
         **({} if trainer.model.distillation is None else {"teacher": _teacher(trainer.model.distillation)}),
-        "parameters": f"{parameter_count(model).total:,}",
+        "parameters": f"{parameter_count(model).total:,}"
+        + (f", of which a token uses {active_parameters(model):,}" if model.moe_layers else ""),
         "vocabulary": f"{model.vocab_size:,} words, padded to {vocab_size:,}",
         "precision": "bf16, fp32 masters and gradient accumulation" if training.bf16 else "fp32",
         "batch": f"{run.global_batch_size} samples = {run.accumulation_steps} accumulation steps x "
@@ -90,6 +92,16 @@ def _teacher(distillation: Distillation) -> str:
     return (
         f"{model.num_layers} layers, hidden {model.hidden_size}, {model.residual_mode}: weight "
         f"{distillation.weight:g}, temperature {distillation.temperature:g}"
+    )
+
+
+def _experts(run: RunConfig) -> str:
+    model, layers = run.model, run.model.moe_layers
+    shared = model.moe_shared_expert_intermediate_size
+    return (
+        f"{model.num_experts} of width {model.moe_ffn_hidden_size} in {len(layers)} of {model.num_layers} layers, "
+        f"{model.moe_router_topk} per token{f', and a shared one of width {shared}' if shared else ''}; sharded by "
+        f"{run.parallel.expert_sharding}"
     )
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_ladder.train.log import _describe_loads
 from megatron_ladder.train.step import train_step
 from tests.helpers.pool import GlooPools
 from tests.helpers.steps import RECIPE, STEPS, Batch, steps_of_batches
@@ -53,3 +54,17 @@ def test_every_layout_counts_each_token_once(gloo_pools: GlooPools, world: int, 
         assert all(torch.equal(values, found.setdefault(name, values)) for name, values in own_biases.items())
     assert found.keys() == biases.keys()
     assert all(torch.equal(values, biases[name]) for name, values in found.items())
+
+
+def test_the_log_describes_the_loads_of_a_step() -> None:
+    even, one = torch.full((1, 8), 5.0), torch.tensor([[0.0, 0.0, 0.0, 40.0, 0.0, 0.0, 0.0, 0.0]])
+    half = torch.tensor([[0.0, 10.0, 0.0, 10.0, 0.0, 10.0, 0.0, 10.0]])
+    names = ("largest expert load", "expert load entropy", "dead experts")
+    for loads, expected in (
+        (even, (1.0, 1.0, 0)),
+        (one, (8.0, 0.0, 7)),
+        (half, (2.0, 2 / 3, 4)),
+        (torch.cat([even, one, half]), (8.0, 5 / 9, 11)),
+    ):
+        assert _describe_loads(loads.double()) == pytest.approx(dict(zip(names, expected, strict=True)))
+    assert _describe_loads(torch.zeros(0, 0)) == {}

@@ -3,15 +3,21 @@
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from megatron_ladder.engine.optimizer import build_schedule
 from megatron_ladder.train.step import train_step
 from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.pool import GlooPools
-from tests.helpers.steps import RECIPE, Batch, check_resume, check_steps, steps_of_batches
+from tests.helpers.steps import RECIPE, Batch, check_resume, check_steps, steps_of_batches, train
 from tests.helpers.training import (
     build_trainer_here,
     own_batches,
+    run_of,
 )
+from tests.reference import ReferenceConfig, Weights, make_weights
 
 LADDER = "--residual-mode ladder --ladder-layers 2 --qk-layernorm --add-attention-output-bias"
 DESYNC = "--residual-mode desync --add-attention-output-bias --desync-interval"
@@ -32,6 +38,80 @@ DESYNC = "--residual-mode desync --add-attention-output-bias --desync-interval"
 def test_steps_equal_a_plain_model(gloo_pools: GlooPools, world: int, words: str) -> None:
     """`test_zero.py` has more layouts and stages."""
     check_steps(gloo_pools, [*RECIPE, "--global-batch-size", "8", *words.split()], world)
+
+
+QWEN3_MOE = (
+    "--train-iters 20 --lr 1e-3 --clip-grad 0.5 --weight-decay 0.1 --micro-batch-size 2 --global-batch-size 4 "
+    "--qk-layernorm --num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 16 --moe-layers 1-2"
+).split()
+
+
+def qwen3_moe(config: ReferenceConfig, weights: Weights) -> Qwen3MoeForCausalLM:
+    """Return transformers' model with canonical weights."""
+    given = Qwen3MoeConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.ffn_hidden_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        rms_norm_eps=config.norm_epsilon,
+        num_experts=config.num_experts,
+        num_experts_per_tok=config.moe_router_topk,
+        moe_intermediate_size=config.moe_ffn_hidden_size,
+        mlp_only_layers=[layer for layer in range(config.num_layers) if layer not in config.moe_layers],
+        norm_topk_prob=True,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rotary_base},
+    )
+    state: dict[str, Tensor] = {}
+    for name, values in weights.items():
+        for ours, theirs in (
+            ("layers.", "model.layers."),
+            ("embedding.", "model.embed_tokens."),
+            ("final_norm.", "model.norm."),
+            (".attention_norm.", ".input_layernorm."),
+            (".mlp_norm.", ".post_attention_layernorm."),
+            (".attention.", ".self_attn."),
+            (".router.", ".mlp.gate."),
+            (".experts.down_proj.weight", ".mlp.experts.down_proj"),
+        ):
+            name = name.replace(ours, theirs)
+        state[name] = values
+    for layer in config.moe_layers:
+        gate, up = (state.pop(f"model.layers.{layer}.experts.{which}_proj.weight") for which in ("gate", "up"))
+        state[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = torch.cat([gate, up], dim=1)
+    model = Qwen3MoeForCausalLM(given)
+    model.load_state_dict(state)
+    return model
+
+
+@pytest.mark.parametrize("words", ["--zero-stage 1", "--zero-stage 0 --tensor-model-parallel-size 2"])
+def test_twenty_steps_equal_transformers(gloo_pools: GlooPools, words: str) -> None:
+    argv = [*QWEN3_MOE, *words.split()]
+    run = run_of(argv, 2)
+    config = ReferenceConfig.like(run.model)
+    weights, batches = make_weights(config, seed=1), steps_of_batches(20, 2)
+    model = qwen3_moe(config, weights)
+    vectors = [weight for weight in model.parameters() if weight.dim() == 1]
+    others = [weight for weight in model.parameters() if weight.dim() > 1]
+    groups = [{"params": others, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer, expected = torch.optim.AdamW(groups, betas=(0.9, 0.95)), []
+    for iteration, batch in enumerate(batches, start=1):
+        targets = sum(mask.sum() for _, _, mask in batch)
+        loss = torch.zeros(())
+        for tokens, labels, mask in batch:
+            losses = torch.nn.functional.cross_entropy(model(tokens).logits.transpose(1, 2), labels, reduction="none")
+            loss = loss + (losses * mask).sum() / targets
+        loss.backward()
+        expected.append((loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()))
+        for group in optimizer.param_groups:
+            group["lr"] = build_schedule(run).at(iteration)
+        optimizer.step()
+        optimizer.zero_grad()
+    for history, _ in gloo_pools(2).run(train, argv, weights, batches):
+        assert [loss for loss, _ in history] == pytest.approx([loss for loss, _ in expected], rel=1e-6)
+        assert [norm for _, norm in history] == pytest.approx([norm for _, norm in expected], rel=1e-4)
 
 
 def kept_for_backward(argv: list[str], batches: list[list[Batch]]) -> int:

@@ -47,8 +47,18 @@ def losses(output: str) -> list[str]:
     return [line.split("|")[1].strip() for line in output.splitlines() if "| lm loss" in line]
 
 
+EXPERTS = (
+    "--num-experts 8 --moe-layers 1-2 --moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 16 "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-aux-loss-coeff 0.01 --moe-grouped-gemm"
+).split()
+
+
 def test_a_resumed_run_equals_an_uninterrupted_run_bitwise(tokens: Path, tmp_path: Path) -> None:
-    argv = [*RECIPE, *f"--data-path {tokens} --split 1 --train-iters 8 --tensor-model-parallel-size 2".split()]
+    argv = [
+        *RECIPE,
+        *EXPERTS,
+        *f"--data-path {tokens} --split 1 --train-iters 8 --tensor-model-parallel-size 2".split(),
+    ]
     saves = ["--save", tmp_path / "a", "--save-interval", "4", "--async-save"]
     whole = run_command([*deepspeed(2), *argv, *saves], timeout=120)
     assert whole.returncode == 0, whole.stdout + whole.stderr
@@ -64,6 +74,11 @@ def test_a_resumed_run_equals_an_uninterrupted_run_bitwise(tokens: Path, tmp_pat
     assert first.keys() == second.keys() and len(first) > 50
     for key, tensor in first.items():
         assert torch.equal(tensor, second[key]), key
+    biases = [tensor for key, tensor in first.items() if "router.expert_bias" in key]
+    assert len(biases) == 2 and all(0 < bias.abs().max() < 0.0081 for bias in biases)
+    assert whole.stdout.count("| largest expert load ") == whole.stdout.count("| dead experts ") == 8
+    (*_, last) = (event for event in read_record(tmp_path / "a") if event["event"] == "progress")
+    assert last["largest_expert_load"] >= 1 and 0 < last["expert_load_entropy"] <= 1 and last["dead_experts"] < 16
     assert Checkpoint.open(tmp_path / "b").consumed_samples == 16
     ours, theirs = ((tmp_path / name / "config.yaml").read_text().splitlines() for name in "ab")
     assert {line.split(":")[0] for line in set(ours) ^ set(theirs)} == {"save", "load"}
