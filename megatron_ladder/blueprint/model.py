@@ -78,6 +78,11 @@ class ModelConfig(ModelTraits):
         return [self.wiring.kinds(layer in self.moe_layers, has_shared) for layer in range(self.num_layers)]
 
     @property
+    def attention_sub_blocks(self) -> int:
+        """The number of sub-blocks that keep keys and values."""
+        return sum(kind.attends for kinds in self.layer_kinds for kind in kinds)
+
+    @property
     def wired_layers(self) -> list[tuple[WiredSubBlock, ...]]:
         """The sub-blocks of every layer."""
         return self.wiring.layers(self.layer_kinds, self.ladder_layers, self.residual_staleness, self.desync_interval)

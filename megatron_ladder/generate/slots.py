@@ -61,7 +61,7 @@ class _StaticCache:
         # Each lane of a rank is a layer of the cache, as `TransformerStack` numbers them.
         lanes = local_lanes(config, ranks)
         kv_heads = config.num_key_value_heads * key_value_replicas(config, ranks) // (ranks * lanes)
-        shape = (config.num_layers * lanes, 2, slots, kv_heads, positions, config.head_dim)
+        shape = (config.attention_sub_blocks * lanes, 2, slots, kv_heads, positions, config.head_dim)
         # Zeros, because masked values are multiplied by 0, and 0 times NaN is NaN.
         stored = torch.zeros(shape, dtype=dtype, device=device)
         self.keys, self.values = ([layer[part] for layer in stored] for part in range(2))

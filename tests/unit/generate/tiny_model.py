@@ -26,6 +26,7 @@ from tests.reference import ReferenceConfig, make_weights
 PROMPTS = ((5, 9, 3), (17,), (1, 2, 3, 4, 5, 6, 7, 8, 40), (60, 60, 2, 11, 9))
 """Prompts of unequal lengths."""
 
+EXPERTS = {"num_experts": 6, "moe_ffn_hidden_size": 12, "ladder_layers": (0, 2)}
 MODELS: dict[str, dict[str, Any]] = {
     "standard": {"residual_mode": "standard", "add_qkv_bias": True},
     "ladder": {"residual_mode": "ladder", "ladder_layers": (0, 1, 2), "num_key_value_heads": 1},
@@ -46,6 +47,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "lanes": 4,
         "num_key_value_heads": 4,
     },
+    "farskip": EXPERTS | {"residual_mode": "farskip", "moe_layers": (1, 2), "moe_shared_expert_intermediate_size": 8},
+    "longcat": EXPERTS | {"residual_mode": "longcat", "moe_layers": (0, 1, 2), "rotary_percent": 0.5},
 }
 
 

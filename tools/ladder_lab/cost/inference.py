@@ -105,7 +105,7 @@ def inference_memory(request: InferenceRequest) -> InferenceMemory:
         is_matrix = len(tensor.shape) >= 2 and tensor.name.startswith("layers.")
         weights += tensor.local_numel(request.ranks) * (request.weight_bits / 8 if is_matrix else BYTES)
     places = (request.prompt + request.new_tokens) * request.batch
-    return InferenceMemory(weights, places * _cache_bytes(request) * request.model.num_layers)
+    return InferenceMemory(weights, places * _cache_bytes(request) * request.model.attention_sub_blocks)
 
 
 def predict_inference(request: InferenceRequest) -> InferenceTimes:
