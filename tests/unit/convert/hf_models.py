@@ -80,16 +80,19 @@ def module_tensors(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+def split_experts(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return canonical weights by transformers' names, which has one tensor for each matrix of an expert."""
+    found = {}
+    for name, weight in weights.items():
+        for expert, matrix in enumerate(weight if ".experts." in name else [weight]):
+            found[hf_name(name).replace(".experts.", f".experts.{expert}.")] = matrix.clone()
+    return found
+
+
 def hf_tensors(model: LanguageModel) -> dict[str, Tensor]:
     """Return all weights by transformers' names."""
-    found = {}
-    for parameter, sections in (*parameter_sections(model), *state_sections(model)):
-        for section in sections:
-            name, weight = hf_name(section.name), section.view(parameter).detach().clone()
-            stacked = ".experts." in name
-            for expert, matrix in enumerate(weight if stacked else [weight]):
-                found[name.replace(".experts.", f".experts.{expert}.")] = matrix.clone()
-    return found
+    every = (*parameter_sections(model), *state_sections(model))
+    return split_experts({one.name: one.view(tensor).detach() for tensor, sections in every for one in sections})
 
 
 def write_hf(model: LanguageModel, folder: Path, dtype: str = "float32", **ids: Any) -> Path:
