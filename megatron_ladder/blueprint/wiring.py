@@ -340,14 +340,11 @@ SHARED_STREAM_MODES = tuple(
 PER_RANK_MODES = tuple(name for name, wiring in WIRINGS.items() if wiring.stream == "per rank")
 """The other wirings: the tensor-parallel size is part of the model."""
 
-
-def _exported_row(wiring: Wiring, kinds: Sequence[SubBlockKind]) -> tuple[tuple[str, tuple[str, ...] | None], ...]:
-    missed = ((kind, wiring.late.get(kind)) for kind in kinds)
-    return tuple((kind.value, None if of is None else tuple(one.value for one in of)) for kind, of in missed)
-
-
 SUB_BLOCK_TABLE = {
-    name: (_exported_row(row, row.sub_blocks), _exported_row(row, row.expert_sub_blocks))
+    name: tuple(
+        tuple((kind.value, tuple(one.value for one in row.late[kind]) if kind in row.late else None) for kind in kinds)
+        for kinds in (row.sub_blocks, row.expert_sub_blocks)
+    )
     for name, row in WIRINGS.items()
 }
 """For the exported Hugging Face module: the sub-blocks of a dense layer, and of one with experts, each with the kinds

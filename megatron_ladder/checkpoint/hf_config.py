@@ -38,7 +38,6 @@ _UNREADABLE = {
     "llama4": "chunked attention, and experts whose inputs are weighted instead of their outputs",
 }
 """Other well-known `model_type` with experts -> what they have that this package cannot compute."""
-_WITH_PARTIAL_ROTARY = ("glm4_moe", OWN_TYPE)
 EXPERT_FIELDS = {
     "num_experts_per_tok": "moe_router_topk",
     "moe_intermediate_size": "moe_ffn_hidden_size",
@@ -299,7 +298,7 @@ def _rope(config: Mapping[str, Any], read: _Config, model_type: str, errors: _Er
         found[key] = {"rope_scaling": ROPE_TYPES[kind], **scaling}
     parts = {key: part for key, part in parts.items() if part is not None}
     part = next(iter(parts.values()), 0.5 if model_type == "glm4_moe" else 1.0)
-    if part != 1 and model_type not in _WITH_PARTIAL_ROTARY:
+    if part != 1 and model_type not in ("glm4_moe", OWN_TYPE):
         errors.append((next(iter(parts)), part, f"1 in a {model_type} model, which rotates whole heads"))
     for what, values in (("rope_theta", thetas), ("rotary embedding", found), ("partial_rotary_factor", parts)):
         if len({str(value) for value in values.values()}) > 1:

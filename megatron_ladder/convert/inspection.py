@@ -72,3 +72,9 @@ def _model(model: ModelConfig) -> Iterator[str]:
         f"{model.num_attention_heads} over {model.num_key_value_heads} key-value of width {model.head_dim}, vocabulary "
         f"{model.vocab_size}{', tied head' if model.tie_embeddings else ''}, positions {model.max_position_embeddings}"
     )
+    if model.moe_layers:
+        shared, layers = model.moe_shared_expert_intermediate_size, len(model.moe_layers)
+        yield (
+            f"experts: {model.num_experts} of width {model.moe_ffn_hidden_size}, {model.moe_router_topk} a token, "
+            f"in {layers} layers{f', with a shared expert of width {shared}' if shared else ''}"
+        )

@@ -7,7 +7,7 @@ import pytest
 from megatron_ladder.convert.inspection import inspect_directory
 from megatron_ladder.errors import UserError
 from tests.unit.convert.hand_made import CONFIG, write_directory
-from tests.unit.convert.saved_models import convert, small_config, write_cut_checkpoint
+from tests.unit.convert.saved_models import convert, save_model, small_config, write_cut_checkpoint
 
 
 def lines_of(path: Path) -> str:
@@ -50,6 +50,8 @@ def test_a_run_with_a_damaged_and_an_unfinished_checkpoint(tmp_path: Path) -> No
         list(found)
     convert("import", "--hf", write_directory(tmp_path / "hf"), "--save", tmp_path / "ours")
     assert "continue with pretrain_ladder.py --load DIR --finetune" in lines_of(tmp_path / "ours")
+    save_model(tmp_path / "experts", "glm4_moe")
+    assert "\nexperts: 6 of width 10, 2 a token, in 3 layers, with a shared" in lines_of(tmp_path / "experts")
     for path, words in ((tmp_path, "no checkpoint of a supported kind"), (tmp_path / "absent", "no such directory")):
         with pytest.raises(UserError, match=words):
             lines_of(path)
