@@ -38,9 +38,8 @@ class GradientPiece(NamedTuple):
 
 def gradient_norm(
     pieces: Iterable[GradientPiece], world: CommGroup, device: torch.device, extra_sums: Tensor
-) -> tuple[float, Tensor]:
-    """Return the norm of the whole model's gradient, and `extra_sums` [n] (fp64, on `device`) summed over ranks, on the
-    host.
+) -> tuple[float, list[float]]:
+    """Return the norm of the whole model's gradient, and `extra_sums` [n] (fp64, on `device`) summed over ranks.
 
     Every rank must call it, and gets the same result. Squares are added in fp64, because millions of squares of very
     different size would lose digits in fp32. The norm is not finite if any rank's copy of any element is not, counted
@@ -58,8 +57,8 @@ def gradient_norm(
         squares = to_device(torch.stack(norms), device).double().square()
         # Zero times infinity or NaN is NaN, so copies that do not count still make the sum invalid.
         total = (squares * to_device(torch.tensor(counts, dtype=torch.float64), device)).sum()
-    summed = world.all_reduce(torch.cat([total.reshape(1), extra_sums])).cpu()
-    return math.sqrt(summed[0]), summed[1:]
+    square, *sums = world.all_reduce(torch.cat([total.reshape(1), extra_sums])).tolist()
+    return math.sqrt(square), sums
 
 
 def locate_bad_gradient(pieces: Iterable[GradientPiece], model: nn.Module, world: CommGroup) -> dict[str, Any]:

@@ -65,17 +65,18 @@ def train_step(
     numbers = to_device(torch.tensor(extra_numbers(), dtype=torch.float64), trainer.device)
     extra_losses = to_device(model.take_extra_losses(), trainer.device) * scale
     loads = model.take_loads(trainer.device)
-    parts = [loss_sum.detach().double().reshape(1), extra_losses, targets.reshape(1), numbers, loads.flatten()]
-    norm, summed = gradient_norm(pieces, mesh.world, trainer.device, torch.cat(parts))
-    own_loss, own_others, (found_targets,), sums, own_loads = summed.split([len(part) for part in parts])
+    equal = torch.cat([loss_sum.detach().double().reshape(1), extra_losses, loads.flatten()])
+    packed = torch.cat([equal, targets.reshape(1), numbers])
+    norm, sums = gradient_norm(pieces, mesh.world, trainer.device, packed)
     # Every tensor-parallel rank contributed the same losses and loads.
-    loss, *others = (torch.cat([own_loss, own_others]) / mesh.tensor.size).tolist()
-    loads = own_loads.view(loads.shape) / mesh.tensor.size
-    named_losses = dict(zip(model.extra_losses, others, strict=True))
+    loss, *others = (summed / mesh.tensor.size for summed in sums[: len(equal)])
+    found_targets, *sums = sums[len(equal) :]
+    named_losses = dict(zip(model.extra_losses, others, strict=False))
+    loads = torch.tensor(others[len(named_losses) :], dtype=torch.float64).view(loads.shape)
     if math.isfinite(norm):
         clip_gradients(pieces, norm, trainer.run.optimizer.clip_grad)
     text, finding = f"iteration {iteration}: the gradient's norm is {norm}, the loss {loss:g}", None
-    kind = trainer.guard.judge(loss, norm, bool(found_targets > 0))
+    kind = trainer.guard.judge(loss, norm, found_targets > 0)
     if kind == "bad numbers":
         where = locate_bad_gradient(pieces, model, mesh.world)
         text += ": first bad parameter {parameter}, on rank {rank}".format_map(where) if where else ""
@@ -89,7 +90,7 @@ def train_step(
     else:
         engine.step()
         model.follow_loads(loads, trainer.run.training.moe_router_bias_update_rate)
-    return StepResult(loss_sum, norm, learning_rate, loss, named_losses, loads, finding, sums.tolist())
+    return StepResult(loss_sum, norm, learning_rate, loss, named_losses, loads, finding, sums)
 
 
 def _count_targets(trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> Tensor:

@@ -48,7 +48,13 @@ def launches_of_second_step(argv: Sequence[str]) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize(
-    "layout", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--zero-stage 3"]
+    "layout",
+    [
+        "--tensor-model-parallel-size 2",
+        "--pipeline-model-parallel-size 2",
+        "--zero-stage 3",
+        "--tensor-model-parallel-size 2 --num-experts 4 --moe-layers 1-2 --moe-router-enable-expert-bias",
+    ],
 )
 def test_collectives_are_those_of_real_ranks(gloo_pools: GlooPools, layout: str, tmp_path: Path) -> None:
     argv = [*RECIPE, *layout.split(), "--global-batch-size", "2"]

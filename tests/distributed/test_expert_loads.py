@@ -7,6 +7,7 @@ from torch import Tensor
 from megatron_ladder.train.log import _describe_loads
 from megatron_ladder.train.step import train_step
 from tests.helpers.pool import GlooPools
+from tests.helpers.sharded import Pieces, assert_pieces
 from tests.helpers.steps import RECIPE, STEPS, Batch, steps_of_batches
 from tests.helpers.training import build_trainer_here, own_batches, weight_pieces
 
@@ -19,12 +20,11 @@ EXPERTS = (
 ARGV = [*RECIPE, *f"--lr 1e-3 --global-batch-size 8 {EXPERTS}".split()]
 
 
-def loads_and_biases(argv: list[str], batches: list[list[Batch]]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """On each rank: the loads of every step, and the final biases of its layers."""
+def loads_and_weights(argv: list[str], batches: list[list[Batch]]) -> tuple[list[Tensor], Pieces]:
+    """On each rank: the loads of every step, and the final weights and biases."""
     trainer = build_trainer_here(argv)
     results = [train_step(trainer, own_batches(trainer, batch), 1 + step) for step, batch in enumerate(batches)]
-    biases = {name: values for name, _, values in weight_pieces(trainer) if name.endswith("expert_bias")}
-    return [result.loads for result in results], biases
+    return [result.loads for result in results], weight_pieces(trainer)
 
 
 @pytest.mark.parametrize(
@@ -41,19 +41,43 @@ def test_every_layout_counts_each_token_once(gloo_pools: GlooPools, world: int, 
     batches = steps_of_batches(STEPS, 4)
     # A step without targets is left out.
     batches[1] = [(tokens, labels, torch.zeros_like(mask)) for tokens, labels, mask in batches[1]]
-    ((loads, biases),) = gloo_pools(1).run(loads_and_biases, [*ARGV, "--zero-stage", "0"], batches)
+    ((loads, pieces),) = gloo_pools(1).run(loads_and_weights, [*ARGV, "--zero-stage", "0"], batches)
+    biases = {name: values for name, _, values in pieces if name.endswith("expert_bias")}
     tokens = sum(ids.numel() for ids, _, _ in batches[0])
     assert [step.sum(-1).tolist() for step in loads] == [[3 * tokens] * 2] * STEPS
     moves = sum(torch.sign(step.mean(-1, keepdim=True) - step) for step in (loads[0], loads[2]))
     assert moves.any()
     for layer, values in enumerate(moves, start=1):
         torch.testing.assert_close(biases[f"layers.{layer}.router.expert_bias"], RATE * values.float())
-    found = dict[str, Tensor]()
-    for own_loads, own_biases in gloo_pools(world).run(loads_and_biases, [*ARGV, *words.split()], batches):
-        assert torch.equal(torch.stack(own_loads), torch.stack(loads))
-        assert all(torch.equal(values, found.setdefault(name, values)) for name, values in own_biases.items())
-    assert found.keys() == biases.keys()
-    assert all(torch.equal(values, biases[name]) for name, values in found.items())
+    results = gloo_pools(world).run(loads_and_weights, [*ARGV, *words.split()], batches)
+    assert all(torch.equal(torch.stack(own_loads), torch.stack(loads)) for own_loads, _ in results)
+    assert_pieces([[piece for piece in own if piece[0] in biases] for _, own in results], biases, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("world", "words"),
+    [
+        (2, "--zero-stage 1"),
+        (2, "--zero-stage 2"),
+        (2, "--zero-stage 3"),
+        (2, "--zero-stage 2 --offload-optimizer cpu"),
+        (2, "--zero-stage 0 --tensor-model-parallel-size 2 --expert-sharding experts"),
+        (4, "--zero-stage 1 --tensor-model-parallel-size 2 --expert-sharding experts"),
+        (4, "--zero-stage 3 --tensor-model-parallel-size 2"),
+        (4, "--zero-stage 1 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+    ],
+)
+def test_experts_without_tokens_move_by_their_momentum(gloo_pools: GlooPools, world: int, words: str) -> None:
+    """With a step of the bias that exceeds any score, experts with many tokens in one step have none in the next."""
+    argv = [*ARGV, *"--moe-router-bias-update-rate 10 --lr-warmup-iters 0".split()]
+    batches = steps_of_batches(STEPS, 4)
+    ((loads, pieces),) = gloo_pools(1).run(loads_and_weights, [*argv, "--zero-stage", "0"], batches)
+    assert all(((loads[0] > 0) & (loads[1] == 0)).sum(-1) >= 3)
+    experts = {name: values for name, _, values in pieces if ".experts." in name}
+    results = gloo_pools(world).run(loads_and_weights, [*argv, *words.split()], batches)
+    assert all(torch.equal(torch.stack(own_loads), torch.stack(loads)) for own_loads, _ in results)
+    # A step moves a weight by up to the learning rate, 1e-3, and decays it by a ten-thousandth.
+    assert_pieces([[piece for piece in own if piece[0] in experts] for _, own in results], experts, 1e-5)
 
 
 def test_the_log_describes_the_loads_of_a_step() -> None:

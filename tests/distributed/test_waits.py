@@ -10,6 +10,8 @@ from tests.helpers.pool import GlooPools
 from tests.helpers.steps import RECIPE
 from tests.helpers.waits import waits_of_steps
 
+EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 16 --moe-aux-loss-coeff 1e-2 --moe-router-enable-expert-bias"
+
 
 @pytest.mark.parametrize(
     ("words", "of_deepspeed"),
@@ -19,6 +21,8 @@ from tests.helpers.waits import waits_of_steps
         ("--zero-stage 2 --bf16 --residual-mode ladder --reset-attention-mask --reset-position-ids", 0),
         ("--zero-stage 3 --bf16 --residual-mode ladder", 3),
         ("--pipeline-model-parallel-size 2 --tie-embeddings --bf16 --reset-attention-mask", 0),
+        (f"--tensor-model-parallel-size 2 --bf16 {EXPERTS}", 0),
+        (f"--zero-stage 0 --recompute-granularity full --residual-mode farskip {EXPERTS}", 0),
     ],
 )
 def test_host_waits_once_per_step(gloo_pools: GlooPools, words: str, of_deepspeed: int) -> None:

@@ -33,7 +33,7 @@ def test_norm_and_clipping_do_not_take_operations_for_each_tensor(tensors: int) 
         norm, sums = gradient_norm(pieces, CommGroup.alone(), torch.device("cpu"), torch.ones(2, dtype=torch.float64))
         clip_gradients(pieces, norm, 0.5)
     assert norm == pytest.approx(math.sqrt(sum(float(value.double().square().sum()) for value in values)), rel=1e-6)
-    assert sums.tolist() == [1.0, 1.0]
+    assert sums == [1.0, 1.0]
     for piece, value in zip(pieces, values, strict=True):
         torch.testing.assert_close(piece.gradient, value * (0.5 / norm) if norm > 0.5 else value)
     assert operations.count <= 20
