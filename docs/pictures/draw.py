@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path += [str(REPOSITORY), str(REPOSITORY / "tools")]
@@ -34,11 +35,27 @@ FILLS = {
     "attention": "#4c78a8",
     "mlp": "#54a07b",
     "attention_mlp": "#4a8c93",
+    "shared_expert": "#8fbf6a",
     "wgrad": "#b9cfc4",
     "reduce": "#e8963c",
     "wait": "url(#waiting)",
 }
-LABELS = {SubBlockKind.ATTENTION: "A", SubBlockKind.MLP: "M", SubBlockKind.ATTENTION_MLP: "A+M"}
+LABELS = {
+    SubBlockKind.ATTENTION: "A",
+    SubBlockKind.MLP: "M",
+    SubBlockKind.ATTENTION_MLP: "A+M",
+    SubBlockKind.EXPERTS: "S+R",
+    SubBlockKind.SHARED_EXPERT: "S",
+    SubBlockKind.ROUTED_EXPERTS: "R",
+}
+WIDTHS = {
+    SubBlockKind.ATTENTION_MLP: 2.0,
+    SubBlockKind.EXPERTS: 1.5,
+    SubBlockKind.SHARED_EXPERT: 0.5,
+}
+"""Computation of a sub-block in c, if it is not 1."""
+ALIKE = {"experts": "mlp", "routed_experts": "mlp"}
+"""Kinds that are drawn as another."""
 WIDTH = 960
 LEFT, RIGHT = 250, 880
 """Ends of the time axis."""
@@ -94,25 +111,42 @@ class Row:
         object.__setattr__(self, "lanes", 1 + max((lane for lane, _ in stacked(self.wire)), default=0))
 
 
-def model(residual_mode: str, layers: int, late: str | None = None, staleness: int = 1) -> ModelConfig:
+def model(residual_mode: str, layers: int, late: str | None = None, staleness: int = 1, **more: Any) -> ModelConfig:
     """Return a model of a wiring; its sizes do not matter."""
     errors: list[str] = []
-    flags = ModelFlags(residual_mode=residual_mode, num_layers=layers, ladder_layers=late, residual_staleness=staleness)  # type: ignore[arg-type]
-    config = resolve_model(flags, 256, 256, 1, errors)
+    given = {"residual_mode": residual_mode, "num_layers": layers, "ladder_layers": late} | more
+    config = resolve_model(ModelFlags(residual_staleness=staleness, **given), 256, 256, 1, errors)
     assert not errors, errors
     return config
 
 
-def named_sub_blocks(config: ModelConfig) -> Iterator[tuple[str, str, int, tuple[int, ...]]]:
+def named_sub_blocks(config: ModelConfig) -> Iterator[tuple[str, str, float, tuple[int, ...]]]:
     """Yield the label, colour, computation in c and missing outputs of each sub-block."""
     for layer, sub_blocks in enumerate(config.wired_layers):
         for kind, missing, *_ in sub_blocks:
-            yield f"{LABELS[kind]}{layer}", kind.value, 1 + (kind is SubBlockKind.ATTENTION_MLP), missing
+            yield f"{LABELS[kind]}{layer}", ALIKE.get(kind.value, kind.value), WIDTHS.get(kind, 1.0), missing
+
+
+def sums(config: ModelConfig) -> Iterator[str]:
+    """Yield the label of each sum of outputs."""
+    together = ""
+    for layer, sub_blocks in enumerate(config.wired_layers):
+        for wired in sub_blocks:
+            together += LABELS[wired.kind]
+            if wired.joins_next:
+                together += "+"
+            else:
+                yield f"{together}{layer}"
+                together = ""
 
 
 def forward_blocks(config: ModelConfig, reduce: float) -> list[SubBlockTime]:
     """Return the step-time model's input for a forward pass; `reduce` is the time of an all-reduce."""
-    return [SubBlockTime(width, reduce, missing) for _, _, width, missing in named_sub_blocks(config)]
+    wired = [sub_block for sub_blocks in config.wired_layers for sub_block in sub_blocks]
+    return [
+        SubBlockTime(width, reduce, missing, joins_next=one.joins_next)
+        for one, (_, _, width, missing) in zip(wired, named_sub_blocks(config), strict=True)
+    ]
 
 
 def forward_row(title: str, note: str, config: ModelConfig, reduce: float, serial: bool = True) -> Row:
@@ -121,7 +155,7 @@ def forward_row(title: str, note: str, config: ModelConfig, reduce: float, seria
     clock = RecordingClock(WireModel(serial=serial))
     end = forward_seconds(forward_blocks(config, reduce), clock.wire, clock=clock)
     bars = [Bar(*times, fill, label) for times, (label, fill, _, _) in zip(clock.computed, names, strict=True)]
-    wire = [Bar(*times, "reduce", name[0]) for times, name in zip(clock.carried.values(), names, strict=True)]
+    wire = [Bar(*times, "reduce", name) for times, name in zip(clock.carried.values(), sums(config), strict=True)]
     return Row(title, note, bars, wire, end)
 
 
@@ -380,6 +414,24 @@ def pictures() -> dict[str, str]:
                 backward_row("ladder by autograd", "waits at once", late, 1.2, mirrored=False),
                 backward_row("ladder", "the mirrored rule", late, 1.2, mirrored=True),
                 backward_row("ladder-parallel", "the mirrored rule", both, 1.2, mirrored=True),
+            ],
+        ),
+        "experts.svg": timelines(
+            "Experts, forward: three layers, an all-reduce takes 0.8 c",
+            [
+                ("attention", "attention (A)"),
+                ("shared_expert", "shared expert (S)"),
+                ("mlp", "routed experts (R, S+R)"),
+                *ends,
+            ],
+            [
+                forward_row(name, note, model(name, 3, num_experts=8, moe_shared_expert_intermediate_size=256), 0.8)
+                for name, note in (
+                    ("standard", "nothing late"),
+                    ("ladder", "all but the newest"),
+                    ("farskip", "A misses R; S, R miss A"),
+                    ("shortcut", "R misses A; S misses R"),
+                )
             ],
         ),
         "gains.svg": gains(),

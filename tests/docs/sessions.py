@@ -100,6 +100,16 @@ def write_llama(folder: Path) -> None:
     (folder / "Llama-3.1-8B-Instruct" / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
 
 
+def write_qwen(folder: Path) -> None:
+    """Write `Qwen3-30B-A3B/`, a tiny Qwen3 with experts."""
+    _run(
+        folder,
+        "python pretrain_ladder.py --num-layers 2 --num-experts 4 --qk-layernorm --train-iters 1 --save untrained "
+        f"{MODEL}\n"
+        "python tools/convert_checkpoint.py export --load untrained --hf Qwen3-30B-A3B",
+    )
+
+
 NEEDS: dict[str, tuple[Callable[[Path], None], ...]] = {
     "text": (write_large_corpus,),
     "preprocess": (write_corpus, train_tokenizer),
@@ -107,6 +117,7 @@ NEEDS: dict[str, tuple[Callable[[Path], None], ...]] = {
     "chat": (write_corpus, write_chat),
     "trained": (write_corpus, train_tokenizer, tokenize, train),
     "llama": (write_corpus, train_tokenizer, tokenize, write_llama),
+    "experts": (write_corpus, train_tokenizer, tokenize, write_qwen),
     "models": (write_corpus, train_tokenizer, tokenize, train, write_llama),
 }
 """Session name up to the first dot -> functions that prepare its folder; other sessions start in an empty one."""
