@@ -16,13 +16,14 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
 from ladder_lab.bench.sizes import find_size
 from ladder_lab.wirings import NAMED_WIRINGS
+from megatron_ladder.blueprint.model_flags import ModelFlags
 from megatron_ladder.config.run import RunConfig, RunFlags, parse_run, read_run_words, resolve_run
 from megatron_ladder.errors import ErrorCollector, ExitCode
 from megatron_ladder.files import write_atomically
@@ -44,8 +45,9 @@ LAST_LINES = 12
 POLL_SECONDS = 0.2
 STOP_SECONDS, GRACE_SECONDS = 60.0, 120.0
 """Time in which the ranks of a trial save when they are stopped, and the whole trial, before they are killed."""
-SHAPE_FIELDS = tuple(
-    "num_layers hidden_size ffn_hidden_size num_attention_heads num_key_value_heads vocab_size".split()
+SHAPE_FIELDS = (
+    *"num_layers hidden_size ffn_hidden_size num_attention_heads num_key_value_heads vocab_size num_experts".split(),
+    *(field.name for field in fields(ModelFlags) if field.name.startswith("moe_")),
 )
 _PLACEHOLDERS = ("--train-iters", "2", "--lr", "1")
 _STUDY_FIELDS = (
@@ -142,11 +144,12 @@ def trial_flags(request: Request, trial: Trial) -> list[str]:
         "save": save,
         "load": save,
     }
-    wiring = NAMED_WIRINGS[trial.wiring]
+    wiring, given_shape = NAMED_WIRINGS[trial.wiring], vars(shape.to_flags())
+    unusual = [name for name in SHAPE_FIELDS if given_shape[name] != getattr(ModelFlags, name)]
     given = read_training_flags(request.training_flags).parallel.tensor_model_parallel_size
     ranks = max(given, wiring.fewest_ranks)
     return [
-        *flag_words({name: getattr(shape, name) for name in SHAPE_FIELDS}),
+        *flag_words({name: given_shape[name] for name in unusual}),
         *["--tie-embeddings"] * shape.tie_embeddings,
         *wiring.flags(shape.num_layers, ranks),
         *flag_words(schedule),
