@@ -143,6 +143,10 @@ def complete_flags(flags: RunFlags, checkpoint: Checkpoint) -> RunFlags:
     values = {name: value for name, value in vars(stored.to_flags()).items() if name not in given}
     if flags.model.residual_mode != stored.residual_mode and "residual_mode" in given:
         values = {name: value for name, value in values.items() if name not in _WIRING}
+    # The tokenizer may determine the size of the vocabulary.
+    values.pop("vocab_size", None)
+    # Values of the run may require those of the model.
+    flags = replace(flags, model=replace(flags.model, **values))
     if not flags.checkpoint.finetune:
         flags = _with_values_of_the_run(flags, checkpoint)
     elif "seq_length" not in given:
@@ -150,11 +154,10 @@ def complete_flags(flags: RunFlags, checkpoint: Checkpoint) -> RunFlags:
         flags = replace(flags, training=replace(flags.training, seq_length=length))
     required = {"--train-iters": flags.training.train_iters, "--lr": flags.optimizer.lr}
     raise_user_errors(Problem(name, " is required: --load lacks it") for name, one in required.items() if one is None)
+    positions = flags.model.max_position_embeddings
     if "max_position_embeddings" in values:
-        values["max_position_embeddings"] = max(stored.max_position_embeddings, flags.training.seq_length)
-    # The tokenizer may determine the size of the vocabulary.
-    values.pop("vocab_size", None)
-    return replace(flags, model=replace(flags.model, **values))
+        positions = max(stored.max_position_embeddings, flags.training.seq_length)
+    return replace(flags, model=replace(flags.model, max_position_embeddings=positions))
 
 
 def _with_values_of_the_run(flags: RunFlags, checkpoint: Checkpoint) -> RunFlags:

@@ -111,6 +111,7 @@ TEACHERS = {
     "ladder": "--residual-mode ladder --tie-embeddings --norm-epsilon 1e-3",
     "desync": "--residual-mode desync --desync-interval 4 --tensor-model-parallel-size 2",
     "lanes": "--residual-mode ladder --lanes 2",
+    "experts": "--residual-mode farskip --num-experts 4 --moe-ffn-hidden-size 16 --moe-router-enable-expert-bias",
 }
 WEIGHT, TEMPERATURE = 0.7, 2.0
 
@@ -148,6 +149,7 @@ def distilled(teacher: TeacherInMemory) -> LossAndGradients:
         (2, 2, "narrow", "--zero-stage 1 --logit-soft-cap 20"),
         (2, 2, "desync", "--zero-stage 3 --recompute-granularity full"),
         (2, 1, "lanes", "--zero-stage 0 --sequence-parallel"),
+        (2, 1, "experts", "--zero-stage 1 --num-experts 6 --moe-ffn-hidden-size 24 --expert-sharding experts"),
     ],
 )
 def test_steps_equal_a_plain_model(

@@ -1,5 +1,6 @@
 """Changes of the schedule that a resumed run may make, and their effect."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +122,14 @@ def test_a_resumed_run_keeps_its_optimizer() -> None:
             assert resume(f"{words} {schedule}", trained)[1] == [flag]
         for free in ("--no-load-optim", "--finetune", "--skip-train"):
             assert resume(f"{words} {free}", trained)[1] == []
+
+
+def test_a_resumed_run_keeps_values_that_need_the_model_of_the_checkpoint() -> None:
+    experts = (
+        f"{TRAINED} --num-experts 8 --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.5 "
+        "--moe-aux-loss-coeff 0.25 --moe-router-load-balancing-type aux_loss --moe-z-loss-coeff 0.125"
+    )
+    trained = replace(run_of(experts).training, global_batch_size=1)
+    assert resume("", experts)[0].training == trained
+    changed = resume("--moe-aux-loss-coeff 0", experts)[0].training
+    assert changed == replace(trained, moe_aux_loss_coeff=0.0, moe_router_load_balancing_type="seq_aux_loss")
