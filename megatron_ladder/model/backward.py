@@ -362,7 +362,9 @@ class _BackwardWalk:
         for graph, gradient in zip(graphs, gradients, strict=True):
             if crosses or step.reads_own:
                 starts_sum = graph is graphs[-1] and not crosses
-                graph.input_gradient.launch = functools.partial(self._end_read, step, graph, own, starts_sum)
+                # Without the graph, whose nodes lead to this function: a cycle through C++ would never be freed.
+                end_read = functools.partial(self._end_read, step, graph.normed_edge, graph.stream, own, starts_sum)
+                graph.input_gradient.launch = end_read
             # Every rank has computed the losses.
             of_losses = [self._losses[name] / step.group.size for name in graph.losses]
             torch.autograd.backward([graph.partial, *graph.losses.values()], [gradient, *of_losses])
@@ -377,12 +379,18 @@ class _BackwardWalk:
         self._keep(_Read(number, summed), own)
 
     def _end_read(
-        self, step: SubBlock, graph: _Graph, own: list[Tensor], starts_sum: bool, normed_gradient: Tensor
+        self,
+        step: SubBlock,
+        normed_edge: GradientEdge,
+        stream: Tensor,
+        own: list[Tensor],
+        starts_sum: bool,
+        normed_gradient: Tensor,
     ) -> InFlight:
         """Run the backward of a norm before the sum over the ranks, which that of the last lane starts."""
-        torch.autograd.backward([graph.normed_edge], [normed_gradient])
-        assert graph.stream.grad is not None
-        own.append(graph.stream.grad)
+        torch.autograd.backward([normed_edge], [normed_gradient])
+        assert stream.grad is not None
+        own.append(stream.grad)
         return step.start_sum(own, self._record.launch).whole if starts_sum else leave_unreduced(own[-1])
 
     def _entered_state_gradient(self) -> Tensor:

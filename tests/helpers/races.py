@@ -49,7 +49,8 @@ class Stream:
         return _Event(dict(self.clock), self.capture)
 
     def wait_event(self, event: _Event) -> None:
-        if self.capture is None and event.capture is not None and event.capture is self.checker.capture:
+        # Any stream but the default one joins the capture whose work it waits for.
+        if self.capture is None and event.capture is self.checker.capture and self is not self.checker.compute:
             self.capture = event.capture
         if self.capture is not event.capture:
             self.checker.note("wait across the border of a capture")
