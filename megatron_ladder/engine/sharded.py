@@ -26,7 +26,7 @@ from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.model.language_model import LanguageModel
-from megatron_ladder.parallel.layout import reduce_groups
+from megatron_ladder.parallel.layout import SHARDED_MARKS, reduce_groups
 from megatron_ladder.parallel.weight_gradient import SUM, add_product
 
 
@@ -88,15 +88,17 @@ class ShardedOptimizer:
         self.groups: list[dict[str, Any]] = []
         for index, group in enumerate(groups):
             ordered = sorted(group["params"], key=position.__getitem__, reverse=True)
-            buckets = [
-                _bucket(parameters, dtype, over, mesh.ends if parameters[0] is tied else None)
-                for over in dict.fromkeys(reduce_over[parameter] for parameter in ordered)
-                for parameters in _cut([one for one in ordered if reduce_over[one] is over], bucket_numbers, tied)
-            ]
-            self.groups.append({**group, "params": [bucket.master for bucket in buckets]})
-            # Norms and biases are the first weights to arrive, because some are read outside of their modules.
+            # Norms and biases are the first weights to arrive, because some are read outside of their modules. The
+            # gradients of routers, which all tensor-parallel ranks hold, arrive at the end of backward.
             is_last = index == len(groups) - 1
-            placed += [((one.copies is not None, is_last, -position[one.parameters[-1]]), one) for one in buckets]
+            keys = {one: (reduce_over[one], is_last or not getattr(one, SHARDED_MARKS[0])) for one in ordered}
+            buckets = [
+                (late, _bucket(parameters, dtype, over, mesh.ends if parameters[0] is tied else None))
+                for over, late in dict.fromkeys(keys.values())
+                for parameters in _cut([one for one in ordered if keys[one] == (over, late)], bucket_numbers, tied)
+            ]
+            self.groups.append({**group, "params": [bucket.master for _, bucket in buckets]})
+            placed += [((one.copies is not None, late, -position[one.parameters[-1]]), one) for late, one in buckets]
         self.buckets = [bucket for _, bucket in sorted(placed, key=lambda entry: entry[0])]
         self._sums = {
             parameter: (bucket, bucket.gradients.narrow(0, offset, parameter.numel()).view(parameter.shape))

@@ -18,6 +18,7 @@ from megatron_ladder.model.bodies import MLP
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.operations import BuildContext
 from megatron_ladder.model.stack import BODIES
+from megatron_ladder.parallel.layout import parameter_sections
 from megatron_ladder.train.step import train_step
 from tests.helpers.pool import GlooPools
 from tests.helpers.steps import RECIPE, Batch, steps_of_batches
@@ -82,10 +83,11 @@ def test_every_module_waits_for_its_weights(gloo_pools: GlooPools, tmp_path: Pat
         assert all(map(torch.equal, weights, expected_weights))
 
 
-def order_of_events(batches: list[list[Batch]]) -> list[str]:
+def order_of_events(words: str, batches: list[list[Batch]]) -> list[str]:
     """On each rank: the starts of collectives in a step of two micro-batches, and the ends of their backward."""
     groups: list[LateGroup] = []
-    trainer = build_trainer_here(ARGV, wrap_data=lambda group: groups.append(LateGroup(group)) or groups[0])
+    argv = [*ARGV, *words.split()]
+    trainer = build_trainer_here(argv, wrap_data=lambda group: groups.append(LateGroup(group)) or groups[0])
     events = groups[0].events
     backward: Any = trainer.engine.wrapped.backward
 
@@ -94,20 +96,31 @@ def order_of_events(batches: list[list[Batch]]) -> list[str]:
         events.append("end of backward")
 
     trainer.engine.wrapped.backward = noted_backward
-    # Backward computes the gradient of the embedding last.
+    # Backward computes the gradient of the embedding last, and that of the lowest norm just before.
     trainer.model.embedding.weight.register_post_accumulate_grad_hook(lambda _: events.append("embedding"))
+    for parameter, sections in parameter_sections(trainer.model):
+        if any(section.name == "layers.0.attention_norm.weight" for section in sections):
+            parameter.register_post_accumulate_grad_hook(lambda _: events.append("norm"))
     train_step(trainer, own_batches(trainer, batches[0]), 1)
     return events
 
 
-def test_gradients_are_reduced_under_the_last_backward(gloo_pools: GlooPools) -> None:
-    for events in gloo_pools(2).run(order_of_events, steps_of_batches(1, 4)):
+@pytest.mark.parametrize(
+    ("world", "words", "late"),
+    [(2, "", 2), (4, "--tensor-model-parallel-size 2 --num-experts 4 --moe-ffn-hidden-size 48", 3)],
+    ids=["dense", "experts"],
+)
+def test_gradients_are_reduced_under_the_last_backward(
+    gloo_pools: GlooPools, world: int, words: str, late: int
+) -> None:
+    for events in gloo_pools(world).run(order_of_events, words, steps_of_batches(1, 4)):
         buckets = events.count("reduce")
         assert buckets > 8 and events.count("gather") == buckets
-        # All but the buckets of the embedding and of the norms are reduced before the last gradient.
-        last = events.index("embedding", events.index("embedding") + 1)
-        assert events[:2] == ["embedding", "end of backward"] and set(events[2 : last - 1]) == {"reduce"}
-        assert buckets - events[:last].count("reduce") <= 2
+        # All but the buckets of the lowest matrix, the embedding, the norms and the routers are reduced before the
+        # gradients of these.
+        last = events.index("norm", events.index("norm") + 1)
+        assert events[:3] == ["norm", "embedding", "end of backward"] and set(events[3:last]) == {"reduce"}
+        assert buckets - events[:last].count("reduce") <= late
         assert events[last:][-buckets - 1 :] == ["end of backward", *["gather"] * buckets]
 
 
