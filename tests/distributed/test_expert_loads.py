@@ -54,6 +54,15 @@ def test_every_layout_counts_each_token_once(gloo_pools: GlooPools, world: int, 
     assert_pieces([[piece for piece in own if piece[0] in biases] for _, own in results], biases, 0.0)
 
 
+@pytest.mark.parametrize("stage", "123")
+def test_biases_stay_in_fp32(gloo_pools: GlooPools, stage: str) -> None:
+    argv = [*ARGV, "--bf16", "--zero-stage", stage]
+    for loads, pieces in gloo_pools(2).run(loads_and_weights, argv, steps_of_batches(1, 4)):
+        biases = torch.stack([values for name, _, values in pieces if name.endswith("expert_bias")])
+        moves = torch.sign(loads[0].mean(-1, keepdim=True) - loads[0])
+        assert moves.any() and torch.equal(biases, RATE * moves.float())
+
+
 @pytest.mark.parametrize(
     ("world", "words"),
     [
