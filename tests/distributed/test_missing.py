@@ -15,7 +15,7 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.stack import StackOptions
 from tests.helpers.pool import GlooPools
-from tests.helpers.recording import recorded_model
+from tests.helpers.recording import InlineQueue, recorded_model
 from tests.helpers.sharded import Pieces, assert_pieces, fill_slices, gradient_pieces, mesh_of, small_model
 from tests.reference import ReferenceConfig, make_weights, reference_gradients
 
@@ -118,6 +118,7 @@ def run_cases(seeds: range, ranks: int) -> list[tuple[float, Pieces]]:
             part = LanguageModel(case.config, mesh, case.options, layers=range(*bound), dtype=torch.float64)
             fill_slices(part, weights)
             part.stack.rewire(wired(case))
+            part.stack.side_queue = InlineQueue() if case.sequence_parallel and seed % 2 else None
             entered.append(left.detach().clone().requires_grad_() if parts else left)
             left = part.stage(entered[-1])
             entered.append(left)
@@ -135,7 +136,7 @@ def run_cases(seeds: range, ranks: int) -> list[tuple[float, Pieces]]:
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("seeds", [range(0, 75), range(75, 150)], ids=str)
 def test_random_wirings(gloo_pools: GlooPools, seeds: range, ranks: int) -> None:
-    """300 of them, with experts, joined sums, cuts, recomputation, own partials and sequence parallelism."""
+    """300 of them: experts, joined sums, cuts, recomputation, own partials, sequence parallelism, reads ahead."""
     results = gloo_pools(ranks).run(run_cases, seeds, ranks)
     for seed, *of_ranks in zip(seeds, *results, strict=True):
         case = random_case(seed, ranks)

@@ -19,6 +19,7 @@ from megatron_ladder.engine.graph import CapturedPasses
 from megatron_ladder.engine.sharded import ShardedOptimizer
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.norm import RMSNorm
+from megatron_ladder.model.operations import ExpertOptions
 from megatron_ladder.model.stack import StackOptions
 from tests.helpers.races import Checker, PlayedNccl
 from tests.helpers.sharded import small_model
@@ -35,7 +36,8 @@ class Rank:
         mesh = replace(ProcessMesh.single(), tensor=tensor, data=data, sequence_parallel=sequence_parallel)
         self.checker = checker
         options = StackOptions(recompute_layers=recompute_layers)
-        self.model = LanguageModel(config, mesh, options, seed=1, z_loss_coeff=1e-3)
+        experts = ExpertOptions(balancing=1e-2, z_loss=1e-3)
+        self.model = LanguageModel(config, mesh, options, seed=1, z_loss_coeff=1e-3, experts=experts)
         weights = [*self.model.parameters()]
         groups = [{"params": [one for one in weights if (one.dim() > 1) is is_matrix]} for is_matrix in (True, False)]
         self.optimizer = ShardedOptimizer(self.model, groups, mesh, torch.float32, BUCKET_NUMBERS)
@@ -63,6 +65,9 @@ class Rank:
 def config_of(wiring: str, **changes: Any) -> ModelConfig:
     if WIRINGS[wiring].late:
         changes = {"ladder_layers": (0, 1)} | changes
+    if WIRINGS[wiring].needs_experts:
+        changes = {"num_experts": 4, "moe_ffn_hidden_size": 8, "moe_layers": (0, 1)} | changes
+        changes["moe_shared_expert_intermediate_size"] = 0 if wiring == "longcat" else 8
     if WIRINGS[wiring].stream == "per rank":
         changes |= {"desync_tp": TENSOR, "desync_interval": 2}
     return small_model(num_layers=2, num_key_value_heads=4, residual_mode=wiring, **changes)
