@@ -33,7 +33,13 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-EXPERTS = {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "expert_layers": [0]}
+EXPERTS = {
+    "num_experts": 4,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "expert_layers": [0],
+    "use_expert_bias": True,
+}
 WIRINGS: dict[str, dict[str, Any]] = {
     mode: {
         "residual_mode": mode,

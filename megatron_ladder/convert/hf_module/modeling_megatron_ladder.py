@@ -262,7 +262,6 @@ class MegatronLadderPreTrainedModel(LlamaPreTrainedModel):
         "hidden_states": MegatronLadderDecoderLayer,
         "attentions": [LlamaAttention, Qwen3Attention, Glm4MoeAttention],
     }
-    _keep_in_fp32_modules_strict = ["e_score_correction_bias"]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

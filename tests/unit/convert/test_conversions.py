@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.hf_directory import hf_name
@@ -70,12 +71,14 @@ def test_layers_that_predict_further_tokens_are_dropped(tmp_path: Path, capsys: 
 
 @pytest.mark.parametrize("flags", [[], ["--dtype", "bf16"]])
 def test_the_bias_of_the_choice_of_experts_is_never_rounded(tmp_path: Path, flags: list[str]) -> None:
-    config = small_config(**GLM)
+    config = small_config(**GLM, residual_mode="farskip", ladder_layers=(1,))
     weights = write_cut_checkpoint(tmp_path / "run", config, {"bf16": True})
     convert("export", "--load", tmp_path / "run", "--hf", tmp_path / "hf", *flags, "--verify")
     found = tensors_of(tmp_path / "hf")
     bias, router = (found[f"model.layers.1.mlp.gate.{name}"] for name in ("e_score_correction_bias", "weight"))
     assert router.dtype == torch.bfloat16 and bias.equal(weights["layers.1.router.expert_bias"])
+    module = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True, dtype=torch.bfloat16)
+    assert module.model.layers[1].mlp.gate.e_score_correction_bias.equal(bias) and module.dtype == torch.bfloat16
 
 
 LLAMA3_ROPE = {
