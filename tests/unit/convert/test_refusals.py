@@ -69,7 +69,7 @@ def test_code_of_a_plain_model_and_unknown_models_are_rejected(tmp_path: Path) -
     for change, words in (
         ({"auto_map": {"AutoModel": "evil.Model"}}, "not run"),
         ({"model_type": "phi3"}, "'phi3'"),
-        ({"model_type": "deepseek_v3"}, "'deepseek_v3': has latent attention"),
+        ({"model_type": "deepseek_v3", "auto_map": {}}, "'deepseek_v3': has latent attention"),
         ({"model_type": "qwen2_moe"}, "'qwen2_moe': has a shared expert behind a gate"),
         ({"model_type": ["llama"]}, "['llama']"),
     ):
