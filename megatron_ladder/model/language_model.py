@@ -230,9 +230,10 @@ class LanguageModel(nn.Module):
         [layers with experts, E]; the rows of layers on other pipeline stages are zero.
         """
         loads = torch.zeros(len(self.config.moe_layers), self.config.num_experts, dtype=torch.float64, device=device)
-        for row, router in enumerate(self.routers, start=self._first_router):
-            loads[row] = router.loads
-            router.loads.zero_()
+        if self.routers:
+            own = [router.loads for router in self.routers]
+            loads[self._first_router :][: len(own)] = torch.stack(own)
+            torch._foreach_zero_(own)
         return loads
 
     @torch.no_grad()
@@ -244,9 +245,8 @@ class LanguageModel(nn.Module):
             return
         # Loads are whole numbers, so that every device finds the same sign.
         above = torch.sign(loads * loads.shape[-1] - loads.sum(-1, keepdim=True)).float()
-        above = to_device(above, biases[0].device)
-        for row, bias in enumerate(biases, start=self._first_router):
-            bias.sub_(above[row], alpha=rate)
+        above = to_device(above[self._first_router :][: len(biases)], biases[0].device)
+        torch._foreach_sub_(biases, above.unbind(), alpha=rate)
 
     def training_context(
         self, tokens: Tensor, positions: Tensor | None = None, document_bounds: Tensor | None = None
