@@ -13,6 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+_ASYNCHRONOUS = dist.AllreduceOptions()
+_ASYNCHRONOUS.asyncOp = True
+
 
 class Work(Protocol):
     """The handle of a collective in flight."""
@@ -44,9 +47,10 @@ class CommGroup:
 
     def start_all_reduce(self, tensor: Tensor) -> Work | None:
         """Start to sum `tensor` (contiguous, any shape) in place; return None in a group of one rank."""
-        if self.size == 1:
+        if self.process_group is None or self.size == 1:
             return None
-        return dist.all_reduce(tensor, group=self.process_group, async_op=True)
+        # Not dist.all_reduce, whose checks take the host longer than the launch.
+        return self.process_group.allreduce([tensor], _ASYNCHRONOUS)
 
     def start_reduce_scatter(self, tensor: Tensor, into: Tensor | None = None) -> tuple[Tensor, Work | None]:
         """Start to sum `tensor` [n, ...] (contiguous); each rank gets n / size rows of the sum, in rank order.

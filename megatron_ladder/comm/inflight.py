@@ -22,6 +22,7 @@ their tensors instead.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
@@ -69,4 +70,6 @@ def start_all_reduce(partial: Tensor, group: CommGroup) -> InFlight:
     """Start to sum `partial` over `group` and return the handle; `partial` must not be used afterwards."""
     if group.size == 1:
         return InFlight(partial, None)
+    if not torch.is_grad_enabled():
+        return InFlight(partial, group.start_all_reduce(partial))
     return InFlight(*_StartAllReduce.apply(partial, group))

@@ -51,7 +51,7 @@ def copy_to_tensor_parallel_region(tensor: Tensor, group: CommGroup) -> Tensor:
 
 def enter_tensor_parallel_region(group: CommGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Apply `copy_to_tensor_parallel_region` to tensors of one dtype, whose gradients are summed in one reduce."""
-    return tensors if group.size == 1 else _EnterTogether.apply(group, *tensors)
+    return tensors if group.size == 1 or not torch.is_grad_enabled() else _EnterTogether.apply(group, *tensors)
 
 
 class _ShareGradient(Function):

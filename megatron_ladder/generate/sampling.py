@@ -27,6 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_ladder.comm.copies import to_device
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.generate.scoring import Alternatives, gather_scores, read_scores, vocabulary_logits
 
@@ -134,13 +135,9 @@ class SamplingPlan(NamedTuple):
             alternatives=max((one.top_logprobs for one in parameters if one.logprobs), default=0),
         )
 
-    def union(self, other: "SamplingPlan") -> "SamplingPlan":
-        """Return the plan of both batches."""
-        return SamplingPlan._make(map(max, self, other))
-
 
 class _Rows(NamedTuple):
-    """The parameters of the rows of a batch, as columns [b, 1] in float64, and masks [b]."""
+    """The parameters of a batch's rows, as columns [b, 1] in float64, and masks [b]: kind of draw, and with top_k."""
 
     temperatures: Tensor
     top_k: Tensor
@@ -152,7 +149,6 @@ class _Rows(NamedTuple):
     plain: Tensor
     filtered: Tensor
     limited: Tensor
-    """Whether top_k is given."""
 
     @classmethod
     def of(cls, parameters: Sequence[SamplingParameters], device: torch.device) -> "_Rows":
@@ -255,8 +251,7 @@ class Sampler:
 
     def read(self, chosen: Tensor, logits_shard_v: Tensor, uniform: Tensor) -> Chosen:
         """Read the result of `choose`, which is called again with its arguments if the candidates were too few."""
-        chosen = chosen.cpu()
-        candidates = self.plan.candidates
+        chosen, candidates = chosen.cpu(), self.plan.candidates
         while _NEEDS_MORE in chosen[:, 0].tolist():
             candidates *= 8
             chosen = self.choose(logits_shard_v, uniform, candidates).cpu()
@@ -308,10 +303,7 @@ class Sampler:
 
 
 def _decide(candidates: _Candidates, rows: _Rows, plan: SamplingPlan, complete: bool) -> tuple[Tensor, Tensor]:
-    """Return a token or a code for each row, and for an owner its position of the draw, [b] each; no rank may differ.
-
-    `complete`: the candidates are the whole vocabulary.
-    """
+    """Return a token or code of each row, and for an owner the position of its draw, [b] each, equal on all ranks."""
     highest, leader = candidates.highest.max(1)
     codes = candidates.ids[:, :, 0].gather(1, leader.unsqueeze(1)).squeeze(1)
     positions = torch.zeros_like(codes)
@@ -371,8 +363,3 @@ def _draw_at(cumulative: Tensor, at: Tensor) -> Tensor:
     """Return the first index [b] whose cumulative weight, [b, n], exceeds `at` [b, 1], or the last with a weight."""
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous()).clamp_(max=cumulative.shape[-1] - 1)
     return torch.searchsorted(cumulative, at, right=True).minimum(last).squeeze(-1)
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor of the CPU to a device; the host does not wait for a GPU."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -30,12 +30,13 @@ import torch
 from torch import Tensor
 
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas, local_lanes
+from megatron_ladder.comm.copies import to_device
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.generate.graph import PAGE, FilledColumns, StepGraph, counts_filled_columns
 from megatron_ladder.generate.requests import FinishReason, Generation, GenerationRequest, NewToken, Timings
-from megatron_ladder.generate.sampling import NO_TOKEN, Sampler, SamplingPlan, to_device
+from megatron_ladder.generate.sampling import NO_TOKEN, Sampler, SamplingPlan
 from megatron_ladder.generate.scoring import Alternatives
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.rotary import RotaryTable, rotary_table
@@ -247,7 +248,6 @@ class SlotBatch:
         self._rotary = rotary_table(model.config, all_positions, model.compute_dtype)
         self._sampler = self._new_sampler(SamplingPlan.of([]))
         self._inputs = torch.zeros(slots, 3, dtype=torch.float64, device=self._device)
-        """For a captured step: of each slot the newest token, its column and a random number."""
         self._captured: tuple[StepGraph, _Choice] | None = None
 
     def _new_sampler(self, plan: SamplingPlan) -> Sampler:
@@ -263,7 +263,7 @@ class SlotBatch:
     def _begin_sampling(self, requests: Sequence[GenerationRequest]) -> None:
         """Prepare the sampler for new samples; capture a decode step if they need one, or operators that it lacks."""
         parameters = [request.sampling for request in requests]
-        plan = self._sampler.plan.union(SamplingPlan.of(parameters))
+        plan = SamplingPlan._make(map(max, self._sampler.plan, SamplingPlan.of(parameters)))
         if self._sampler.plan != plan:
             self.close()
             self._sampler = self._new_sampler(plan)

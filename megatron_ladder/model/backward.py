@@ -351,7 +351,7 @@ class _BackwardWalk:
             return read.gradient.wait()
         gradient = read.gradient.input_gradient.wait()
         with self._record.steps[read.number - self._record.first].named("norm backward"):
-            torch.autograd.backward([read.gradient.normed_edge], [gradient])
+            _run_backward((read.gradient.normed_edge,), (gradient,))
         assert read.gradient.stream.grad is not None
         return read.gradient.stream.grad
 
@@ -367,7 +367,7 @@ class _BackwardWalk:
                 graph.input_gradient.launch = end_read
             # Every rank has computed the losses.
             of_losses = [self._losses[name] / step.group.size for name in graph.losses]
-            torch.autograd.backward([graph.partial, *graph.losses.values()], [gradient, *of_losses])
+            _run_backward((graph.partial, *graph.losses.values()), (gradient, *of_losses))
         if graphs[-1].input_gradient.in_flight is None:
             # The sub-block before it takes the same normed stream, and starts the sum.
             return
@@ -388,7 +388,7 @@ class _BackwardWalk:
         normed_gradient: Tensor,
     ) -> InFlight:
         """Run the backward of a norm before the sum over the ranks, which that of the last lane starts."""
-        torch.autograd.backward([normed_edge], [normed_gradient])
+        _run_backward((normed_edge,), (normed_gradient,))
         assert stream.grad is not None
         own.append(stream.grad)
         return step.start_sum(own, self._record.launch).whole if starts_sum else leave_unreduced(own[-1])
@@ -406,6 +406,12 @@ class _BackwardWalk:
             for place, part in enumerate(slot or ()):
                 parts[place] = part
         return state
+
+
+def _run_backward(edges: tuple[GradientEdge, ...], gradients: tuple[Tensor, ...]) -> None:
+    """Accumulate gradients from edges, without the checks of torch.autograd.backward, which take as long as the run."""
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward(edges, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 class _MirroredRange(Function):

@@ -55,10 +55,14 @@ def _split_heads(
 
     Queries and keys are normed if `norm_weights` are given, and rotated by their positions.
     """
-    q, k, v = (x.view(*x.shape[:-1], -1, head_dim) for x in torch.split(projected, list(widths), dim=-1))
-    if norm_weights is not None:
+    heads = [width // head_dim for width in widths]
+    turned, v = projected.view(*projected.shape[:-1], -1, head_dim).split((heads[0] + heads[1], heads[2]), dim=2)
+    if norm_weights is None:
+        q, k = apply_rotary(turned, table).split(heads[:2], dim=2)
+    else:
+        q, k = turned.split(heads[:2], dim=2)
         q, k = norm(q, norm_weights[0], epsilon), norm(k, norm_weights[1], epsilon)
-    q, k = apply_rotary(q, table), apply_rotary(k, table)
+        q, k = apply_rotary(q, table), apply_rotary(k, table)
     return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
 
 

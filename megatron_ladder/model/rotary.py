@@ -14,7 +14,7 @@ from megatron_ladder.blueprint.model import ModelConfig
 
 
 class RotaryTable(NamedTuple):
-    """Cosines and sines of a set of positions, broadcastable over heads: [s, b or 1, 1, d]."""
+    """Cosines and sines of positions, broadcastable over heads: [s, b or 1, 1, d]; negative sines in the first half."""
 
     cos: Tensor
     sin: Tensor
@@ -46,8 +46,8 @@ def rotary_table(config: ModelConfig, positions: Tensor, compute_dtype: torch.dt
     """
     dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
     angles = positions.to(dtype).unsqueeze(-1) * _rotary_frequencies(config, dtype, positions.device)
-    angles = torch.cat((angles, angles), dim=-1).unsqueeze(2)
-    return RotaryTable(angles.cos(), angles.sin())
+    cos, sin = angles.cos(), angles.sin()
+    return RotaryTable(torch.cat((cos, cos), dim=-1).unsqueeze(2), torch.cat((-sin, sin), dim=-1).unsqueeze(2))
 
 
 def apply_rotary(x: Tensor, table: RotaryTable) -> Tensor:
@@ -55,5 +55,5 @@ def apply_rotary(x: Tensor, table: RotaryTable) -> Tensor:
     width = table.cos.shape[-1]
     x, unrotated = x[..., :width], x[..., width:]
     first, second = x.chunk(2, dim=-1)
-    rotated = (x * table.cos + torch.cat((-second, first), dim=-1) * table.sin).to(x.dtype)
+    rotated = (x * table.cos + torch.cat((second, first), dim=-1) * table.sin).to(x.dtype)
     return torch.cat((rotated, unrotated), dim=-1) if unrotated.shape[-1] else rotated

@@ -5,7 +5,7 @@ from types import ModuleType
 
 from megatron_ladder.cli import programs
 
-EXPERIMENTS = ("benchmark", "dry_run", "exposed_communication", "plan", "study", "throughput")
+EXPERIMENTS = ("benchmark", "dry_run", "exposed_communication", "host_time", "plan", "study", "throughput")
 PROGRAMS = (*programs.PROGRAMS, *EXPERIMENTS)
 SUBCOMMANDS = {
     "benchmark": ("decode", "prefill", "train"),

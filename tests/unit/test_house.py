@@ -59,22 +59,22 @@ MOST_LINES_OF_A_FILE = 470
 
 FIRST_FLOOR = ("errors", "files", "processes", "progress", "api", "lm_eval")
 BUDGETS = {
-    f"{PACKAGE}/": 27_446,
+    f"{PACKAGE}/": 26_780,
     " ".join(
         f"{PACKAGE}/{folder}/" for folder in ("blueprint", "comm", "parallel", "model", "engine", "train")
-    ): 12_080,
+    ): 11_460,
     f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_580,
     f"{PACKAGE}/checkpoint/": 2_495,
     f"{PACKAGE}/data/": 4_650,
     f"{PACKAGE}/convert/": 2_715,
-    f"{PACKAGE}/generate/": 2_280,
-    f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_630,
-    "tools/": 6_600,
+    f"{PACKAGE}/generate/": 2_270,
+    f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_620,
+    "tools/": 6_630,
     "vllm_plugin/": 2_053,
-    "tests/": 28_250,
+    "tests/": 27_680,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
-MOST_WORDS = 33_500
+MOST_WORDS = 33_550
 """Words in README, docs/ and the READMEs of examples/."""
 MOST_FILES_WITH_ONE_IMPORTER = 30
 MOST_REQUIREMENTS, MOST_EXTRAS = 12, 6

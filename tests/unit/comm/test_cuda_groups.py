@@ -90,7 +90,7 @@ class Torch:
         self.by_nccl: list[torch.Tensor] = []
         self.one_shot: list[int] = []
         self.rendezvous: list[tuple[int, object]] = []
-        self.group = SimpleNamespace(group_name="tensor")
+        self.group = SimpleNamespace(group_name="tensor", allreduce=lambda tensors, _: self.by_nccl.extend(tensors))
         monkeypatch.setattr(symmetric_memory, "empty", lambda size, dtype, device: torch.empty(size, dtype=dtype))
         self.multicast = multicast
         self.error: Exception | None = None
