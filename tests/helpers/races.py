@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.model import backward as mirrored
 
 READERS = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "is_nonzero")
 """Operators whose result, or whose result's shape, the host needs."""
@@ -99,6 +100,7 @@ class Checker(TorchDispatchMode):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.autograd, "backward", self._backward)
+        monkeypatch.setattr(mirrored, "_run_backward", self._backward)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", partial(Capture, self))
         monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool, capture_error_mode: graph.capturing())
         monkeypatch.setattr(Tensor, "is_cuda", True)
