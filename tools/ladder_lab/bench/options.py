@@ -9,7 +9,8 @@ from typing import Literal, get_args
 from ladder_lab.bench.sizes import SHAPE, SIZES, find_size
 from ladder_lab.bench.variants import VARIANTS
 from ladder_lab.cost.machines import PRESETS
-from megatron_ladder.blueprint.model import tensor_parallel_errors
+from megatron_ladder.blueprint.model import model_errors, tensor_parallel_errors
+from megatron_ladder.blueprint.wiring import EXPERT_MODES
 from megatron_ladder.command_line import is_flag, parse_command_line
 from megatron_ladder.errors import raise_user_errors
 from megatron_ladder.flags import flag
@@ -112,7 +113,11 @@ def _find_errors(options: BenchmarkOptions, given: BenchmarkOptions) -> Iterator
         yield f"--wirings {' '.join(unknown)}: expected some of {', '.join(VARIANTS)}"
     for size in options.sizes if options.tp > 1 else ():
         try:
-            yield from tensor_parallel_errors(find_size(size), options.tp)
+            shape = find_size(size)
+            yield from tensor_parallel_errors(shape, options.tp)
+            for wiring in [VARIANTS[name].wiring for name in options.wirings if name in VARIANTS]:
+                if wiring.mode in EXPERT_MODES:
+                    yield from (f"--sizes {size}: {error}" for error in model_errors(wiring.of(shape, options.tp)))
         except ValueError as error:
             yield f"--sizes {size}: {error}"
     for text in _words(given.alpha):
