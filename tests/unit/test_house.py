@@ -71,7 +71,7 @@ BUDGETS = {
     f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_620,
     "tools/": 6_630,
     "vllm_plugin/": 2_053,
-    "tests/": 27_680,
+    "tests/": 27_690,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
 MOST_WORDS = 33_550
