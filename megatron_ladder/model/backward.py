@@ -419,7 +419,8 @@ class _MirroredRange(Function):
     def forward(ctx: Any, state: Tensor, record: ForwardRecord) -> tuple[Tensor, ...]:
         ctx.record = record
         leaving = walk(state, record, record.plan, record.first, record.launch, record.queue)
-        return leaving, *record.losses.values()
+        # Not the tensors of the record: what is returned leads to this function, which holds the record.
+        return leaving, *(loss.detach() for loss in record.losses.values())
 
     @staticmethod
     def backward(ctx: Any, state_gradient: Tensor, *losses: Tensor) -> tuple[Tensor, None]:

@@ -196,6 +196,8 @@ class LanguageModel(nn.Module):
             return x
         self._add_extra_losses(context.losses)
         carrying: Tensor = _Carrying.apply(x, torch.stack([*context.losses.values()]).sum(), scale)
+        # Backward holds the context, and would hold itself through them, for ever.
+        context.losses.clear()
         return carrying
 
     def _add_extra_losses(self, losses: Mapping[str, Tensor]) -> None:

@@ -1,5 +1,6 @@
 """Steps of every wiring on the streams, the allocator and the autograd of CUDA, played on a CPU; and planted faults."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from megatron_ladder.comm.side_queue import CudaSideQueue
 from megatron_ladder.engine import graph, sharded
 from megatron_ladder.engine.graph import CapturedPasses
 from megatron_ladder.engine.sharded import ShardedOptimizer
+from megatron_ladder.model.backward import ForwardRecord
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.operations import ExpertOptions
@@ -104,6 +106,8 @@ def test_steps_neither_race_nor_break_a_capture(
     rank = Rank(checker, config_of(wiring, **changes), sequence_parallel, recompute_layers)
     assert rank.faults(micro_batches) == []
     assert checker.kernels > 1000 and len(checker.streams) == 4 + sequence_parallel
+    gc.collect()
+    assert not any(type(one) is ForwardRecord for one in gc.get_objects()), "backward is never freed"
 
 
 class Unwaited(InFlight):
