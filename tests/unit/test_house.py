@@ -59,10 +59,10 @@ MOST_LINES_OF_A_FILE = 470
 
 FIRST_FLOOR = ("errors", "files", "processes", "progress", "api", "lm_eval")
 BUDGETS = {
-    f"{PACKAGE}/": 26_780,
+    f"{PACKAGE}/": 26_783,
     " ".join(
         f"{PACKAGE}/{folder}/" for folder in ("blueprint", "comm", "parallel", "model", "engine", "train")
-    ): 11_460,
+    ): 11_463,
     f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_580,
     f"{PACKAGE}/checkpoint/": 2_495,
     f"{PACKAGE}/data/": 4_650,
@@ -71,7 +71,7 @@ BUDGETS = {
     f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_620,
     "tools/": 6_630,
     "vllm_plugin/": 2_053,
-    "tests/": 27_690,
+    "tests/": 27_694,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
 MOST_WORDS = 33_550
