@@ -46,18 +46,18 @@ class ModelTraits:
     moe_shared_expert_intermediate_size: int = flag(0, minimum=0, requires="--num-experts")
     """Width of the expert that every token uses; 0: there is none."""
     moe_router_score_function: Literal["softmax", "sigmoid"] = flag("softmax", requires="--num-experts")
-    """The function that makes scores of the router's logits, of all experts or of each."""
+    """Function that maps the router's logits to scores: over all experts, or for each expert."""
     moe_router_unnormalized: bool = flag(False, requires="--num-experts")
-    """Weigh the chosen experts by their scores as they are, not divided by their sum."""
+    """Weight the chosen experts by their scores, without dividing by the sum."""
     moe_router_topk_scaling_factor: float = flag(1.0, above=0, requires="--num-experts")
     """Factor on the weights of the chosen experts."""
     moe_router_enable_expert_bias: bool = flag(False, requires="--num-experts")
-    """Add a bias to the scores for the choice, which follows the experts' loads without a loss (DeepSeek-V3)."""
+    """Choose experts by scores plus a bias that follows the experts' loads, without a loss (DeepSeek-V3)."""
     moe_router_num_groups: int = flag(1, minimum=1, requires="--num-experts")
-    """Divide the experts into this many groups, of which each token chooses --moe-router-group-topk first, by the sum
-    of the two highest scores in each."""
+    """Groups of experts, of which each token first chooses --moe-router-group-topk, by the sum of the two highest
+    scores in each."""
     moe_router_group_topk: int = flag(1, minimum=1, requires="--moe-router-num-groups")
-    """Groups that a token chooses its experts from."""
+    """Groups from which a token chooses its experts."""
     init_method_std: float = flag(0.02, minimum=0)
     """Standard deviation of the initial weights; that of output projections is divided by sqrt(2 x layers)."""
     residual_mode: ResidualMode = flag(
@@ -67,9 +67,9 @@ class ModelTraits:
     residual_staleness: int = flag(1, minimum=1)
     """How many sub-blocks late a ladder layer reads the stream, and so how many all-reduces are in flight."""
     lanes: int = flag(0, aliases=("--own-partials",), minimum=0)
-    """Divide the heads and neurons into this many lanes, a multiple of the tensor-parallel size. A lane reads its own
-    part of the outputs that are in flight (own partials). The model depends on their number. 0 disables own partials; 1
-    is equivalent to the standard wiring."""
+    """Lanes into which heads and neurons are divided, a multiple of the tensor-parallel size. A lane also reads its own
+    part of the outputs in flight (own partials). The number is part of the model. 0: no own partials; 1: the same as
+    the standard wiring."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -263,8 +263,8 @@ WIRINGS: dict[str, Wiring] = {
         Wiring("standard", "no sub-block reads the stream late.", (_ATTENTION, _MLP), (_ATTENTION, _EXPERTS)),
         Wiring(
             "ladder",
-            "in --ladder-layers each sub-block reads the residual stream one sub-block late, so that the all-reduce "
-            "of its predecessor overlaps with it; the other layers are standard.",
+            "in --ladder-layers each sub-block reads the stream one sub-block late, so that the all-reduce of its "
+            "predecessor overlaps with it; the other layers are standard.",
             (_ATTENTION, _MLP),
             (_ATTENTION, _EXPERTS),
             late={_ATTENTION: _ANY, _MLP: _ANY, _EXPERTS: _ANY},
@@ -272,23 +272,22 @@ WIRINGS: dict[str, Wiring] = {
         Wiring("parallel", "attention and MLP of a layer share one norm and one all-reduce.", (_BOTH,), (_ALL,)),
         Wiring(
             "ladder-parallel",
-            "parallel layers, of which those in --ladder-layers read the stream late.",
+            "parallel layers, of which those in --ladder-layers read late.",
             (_BOTH,),
             (_ALL,),
             late={_BOTH: _ANY, _ALL: _ANY},
         ),
         Wiring(
             "ladder-attention",
-            "standard layers, of which those in --ladder-layers have attention that reads the stream late; their MLP "
-            "does not.",
+            "standard layers, of which those in --ladder-layers have attention that reads late.",
             (_ATTENTION, _MLP),
             (_ATTENTION, _EXPERTS),
             late={_ATTENTION: _ANY},
         ),
         Wiring(
             "farskip",
-            "in --ladder-layers attention misses the routed experts before it, the shared expert misses attention, the "
-            "routed experts miss both, and attention's and the shared expert's outputs travel in one all-reduce.",
+            "in --ladder-layers attention misses the routed experts before it, the shared expert attention, and the "
+            "routed experts both; attention and the shared expert share an all-reduce.",
             (_ATTENTION, _MLP),
             (_ATTENTION, _SHARED, _ROUTED),
             late={_ATTENTION: (_ROUTED,), _SHARED: (_ATTENTION,), _ROUTED: (_ATTENTION, _SHARED), _MLP: (_ATTENTION,)},
@@ -303,8 +302,8 @@ WIRINGS: dict[str, Wiring] = {
         ),
         Wiring(
             "longcat",
-            "a layer has two attentions and two dense MLPs, and in --ladder-layers all of them but the first attention "
-            "miss the routed experts, which run after it.",
+            "a layer has two attentions and two dense MLPs; in --ladder-layers all but the first attention miss the "
+            "routed experts, which run after it.",
             (_ATTENTION, _MLP, _ATTENTION_2, _MLP_2),
             (_ATTENTION, _ROUTED, _MLP, _ATTENTION_2, _MLP_2),
             late={_MLP: (_ROUTED,), _ATTENTION_2: (_ROUTED,), _MLP_2: (_ROUTED,)},

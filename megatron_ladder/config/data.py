@@ -28,13 +28,12 @@ class DataConfig:
     train_data_path: tuple[Path, ...] = flag((), on_resume="data")
     """Prefix or blend of the training data, if it is a separate data set."""
     valid_data_path: tuple[Path, ...] = flag((), on_resume="data")
-    """Prefix or blend of the validation data, if it is a separate data set. Several sets are evaluated one after
-    another if each has a name: NAME1=PREFIX1 NAME2=WEIGHT2 PREFIX2 WEIGHT3 PREFIX3. Give a path that itself begins with
-    a word and = as an absolute path."""
+    """Prefix or blend of the validation data, if it is a separate data set. Several sets have names: NAME1=PREFIX1
+    NAME2=WEIGHT2 PREFIX2 WEIGHT3 PREFIX3. Give a path that itself begins with a word and = as an absolute path."""
     data_args_path: Path | None = flag(None, on_resume="data")
     """File with the arguments of --data-path, separated by white space; for long blends."""
     per_split_data_args_path: Path | None = flag(None, on_resume="data")
-    """JSON file with the arguments of --train-data-path and --valid-data-path, as lists or strings under the keys train
+    """JSON file with the arguments of --train-data-path and --valid-data-path (lists or strings) under the keys train
     and valid. A key test is accepted, and not read."""
     split: str = flag(
         "969,30,1",
@@ -57,25 +56,24 @@ class DataConfig:
     eod_mask_loss: bool = flag(False, on_resume="report")
     """Exclude the label after each end-of-document token from the loss."""
     loss_on: Literal["all", "assistant"] | None = flag(None, on_resume="report")
-    """Tokens of conversations that are labels: all tokens, or only those of the assistant. By default the assistant's,
-    if the data marks them."""
+    """Tokens of conversations that are labels: all, or those of the assistant, which is the default if the data marks
+    them."""
     streaming: tuple[str, ...] = flag(
         (),
         excludes=("--data-path", "--train-data-path", "--data-args-path", "--loss-on assistant"),
         on_resume="data",
     )
-    """Text to train on without token files, instead of --data-path: JSON lines (also .gz and .zst), Parquet or plain
-    text files, glob patterns, or hf://NAME[:CONFIG][@SPLIT]. The text is tokenized during training."""
+    """Text that is tokenized during training, instead of --data-path: JSON lines (also .gz and .zst), Parquet or plain
+    text files, glob patterns, or hf://NAME[:CONFIG][@SPLIT]."""
     streaming_key: str = flag("text", requires="--streaming")
     """Key of JSON objects, or column of tables, that --streaming reads."""
     streaming_shuffle_buffer: int = flag(10000, minimum=1, requires="--streaming")
-    """Documents in the shuffle buffer of --streaming, over all streams together."""
+    """Documents in the shuffle buffers of all streams together."""
     streaming_shards: int | None = flag(None, minimum=1, requires="--streaming")
-    """Number of streams into which --streaming divides its input. They are distributed over the data-parallel ranks,
-    whose number must divide it. By default 64, or fewer if there is less input."""
+    """Streams into which --streaming divides its input, a multiple of the data-parallel size; by default 64, or fewer
+    for small inputs."""
     streaming_skip_bad_lines: int = flag(0, minimum=0, requires="--streaming")
-    """Number of malformed, non-UTF-8 or oversized lines of --streaming that may be skipped. Skipped lines are listed;
-    one more ends the run."""
+    """Malformed, non-UTF-8 or oversized lines of --streaming to skip and list; one more ends the run."""
 
 
 @dataclass(frozen=True)
@@ -83,24 +81,24 @@ class CheckpointConfig:
     """Checkpoints. Where the state of the run is saved and loaded."""
 
     save: Path | None = flag(None, on_resume="ignore")
-    """Directory for checkpoints, which are saved every --save-interval steps and at the end."""
+    """Directory for checkpoints."""
     load: Path | None = flag(None, on_resume="ignore")
-    """Directory of checkpoints, or one checkpoint, to resume from. It determines sizes and wiring of the model. If it
-    has no checkpoint, the run reports that and starts from scratch, for which the sizes must be given."""
+    """Directory of checkpoints, or one checkpoint, to resume from. It determines sizes and wiring of the model. Without
+    a checkpoint there, the run reports that and starts from scratch."""
     overwrite_checkpoints: bool = flag(False, requires="--save", on_resume="ignore")
-    """Start a new run in a --save directory that holds checkpoints of another run. `latest` names the new ones, so
-    --load continues the new run. The old ones stay, unless flags that remove checkpoints count them: those of
-    iterations that the new run has passed. Without this flag it is an error."""
+    """Start a new run in a --save directory that holds checkpoints of another run, which is otherwise an error.
+    `latest` names the new ones. The old ones stay, unless flags that remove checkpoints count them: those of iterations
+    that the new run has passed."""
     save_interval: int | None = flag(None, minimum=1, requires="--save")
     """Steps between checkpoints; by default only the end of the run is saved."""
     async_save: bool = flag(False, requires="--save")
-    """Copy the state to host memory and write it while training continues, one checkpoint at a time. Needs host memory
-    for the state of all ranks of a host."""
+    """Copy the state to host memory, which must hold that of all ranks of a host, and write it while training
+    continues."""
     keep_last_n_checkpoints: int | None = flag(None, minimum=1, requires="--save")
     """Keep only the newest N checkpoints. Without this flag and --save-retain-interval, all are kept."""
     save_retain_interval: int | None = flag(None, minimum=1, requires="--save")
-    """Keep checkpoints whose iteration is a multiple of N, in addition to --keep-last-n-checkpoints or else the newest
-    one, and remove all others."""
+    """Keep checkpoints whose iteration is a multiple of N and those of --keep-last-n-checkpoints, or else the newest
+    one; remove all others."""
     exit_on_missing_checkpoint: bool = flag(False, requires="--load", on_resume="ignore")
     """Exit with an error if --load has no checkpoint, instead of starting from scratch."""
     finetune: bool = flag(False, requires="--load", on_resume="ignore")
@@ -116,9 +114,8 @@ class CheckpointConfig:
         excludes="--use-checkpoint-opt-param-scheduler",
         on_resume="ignore",
     )
-    """Use the given values of the learning rate, its schedule and the optimizer's hyperparameters even if they differ
-    from the checkpoint's. Without this flag a difference is an error. The decay ends at --lr-decay-iters, or with the
-    run."""
+    """Use the given values of the learning rate, its schedule and the optimizer's hyperparameters where they differ
+    from the checkpoint's, which is otherwise an error. The decay ends at --lr-decay-iters, or with the run."""
     use_checkpoint_opt_param_scheduler: bool = flag(
         False, aliases=("--use-checkpoint-opt_param-scheduler",), requires="--load", on_resume="ignore"
     )

@@ -14,21 +14,21 @@ class TrainingConfig:
     train_iters: int = flag(minimum=1)
     """Optimizer steps of the whole run, including the steps of earlier runs that it resumes."""
     config: tuple[Path, ...] = flag((), repeats=True, on_resume="ignore")
-    """YAML or TOML files with values of flags. Their keys are flags without dashes, as in `micro_batch_size: 4`;
-    switches are true or false. Later files override earlier ones, and flags of the command line override both."""
+    """YAML or TOML files with values of flags, as in `micro_batch_size: 4` and `bf16: true`. Later files override
+    earlier ones, and the command line overrides all."""
     seq_length: int = flag(2048, minimum=1)
     """Tokens per sample."""
     micro_batch_size: int = flag(1, minimum=1)
     """Samples per micro-batch on each data-parallel rank."""
     global_batch_size: int | None = flag(None, minimum=1, on_resume="report")
-    """Samples per optimizer step. It must be a multiple of micro-batch size x data-parallel size, which is the
-    default; the quotient is the number of gradient accumulation steps."""
+    """Samples per optimizer step: a multiple of micro-batch size x data-parallel size, which is the default. The
+    quotient is the number of accumulation steps."""
     bf16: bool = flag(False, excludes="--zero-stage 0", on_resume="report")
     """Compute in bfloat16, with fp32 master weights and fp32 gradient accumulation. Without it,
     everything is fp32."""
     z_loss_coeff: float = flag(0.0, minimum=0, on_resume="report")
-    """Coefficient of the z-loss, the squared log of the softmax's normaliser at each target token, which keeps logits
-    from drifting; PaLM uses 1e-4. It is reported separately: losses do not contain it."""
+    """Coefficient of the z-loss, the squared log of the softmax's normaliser, which keeps logits from drifting; PaLM
+    uses 1e-4. It is reported separately."""
     moe_aux_loss_coeff: float = flag(0.0, minimum=0, requires="--num-experts", on_resume="report")
     """Coefficient of the load balancing loss of each layer with experts; 0.01 to 0.001 are usual."""
     moe_router_load_balancing_type: Literal["seq_aux_loss", "aux_loss"] = flag(
@@ -40,32 +40,28 @@ class TrainingConfig:
     moe_router_bias_update_rate: float = flag(
         0.001, minimum=0, requires="--moe-router-enable-expert-bias", on_resume="report"
     )
-    """How far each step moves an expert's bias: up if the global batch chose it less than the mean, otherwise down."""
+    """How far each step moves an expert's bias: up if the global batch chose it less often than the mean, else down."""
     distill_from: Path | None = flag(None, excludes="--pipeline-model-parallel-size", on_resume="report")
-    """Checkpoint, directory of checkpoints, or Hugging Face directory of a teacher, whose distribution of the next
-    token the model learns. The teacher has the same vocabulary, any sizes, and any wiring. It is frozen, in the
-    precision of the run."""
+    """Checkpoint, directory of checkpoints, or Hugging Face directory of a frozen teacher, whose distribution of the
+    next token the model learns. It has the same vocabulary, any sizes and any wiring."""
     distill_weight: float = flag(0.9, minimum=0, maximum=1, requires="--distill-from", on_resume="report")
-    """Weight W of the distillation loss; the cross entropy has 1 - W. Hinton et al. (arXiv 1503.02531) found a
-    considerably lower weight of the labels best. 1 learns from the teacher alone, as Minitron (arXiv 2407.14679); 0
-    leaves the teacher of a resumed run out."""
+    """Weight W of the distillation loss; the cross entropy has 1 - W. 1 learns from the teacher alone, as Minitron
+    (arXiv 2407.14679); 0 leaves the teacher of a resumed run out."""
     distill_temperature: float = flag(1.0, above=0, requires="--distill-from", on_resume="report")
-    """Temperature T that divides the logits of both models. The distillation loss of a token is T^2 KL(teacher ||
-    student), reported separately: other losses do not contain it. Language models usually use 1."""
+    """Temperature T that divides the logits of both models, usually 1. The loss of a token is T^2 KL(teacher ||
+    student), reported separately."""
     seed: int = flag(1234, minimum=0, maximum=2**32 - 1)
     """Random seed of the initial weights and of the order of samples."""
     recompute_granularity: Literal["full"] | None = None
-    """full: store only the input of each sub-block, and recompute the sub-block in the backward pass. The score matrix,
-    which Megatron's value selective recomputes, is never stored here."""
+    """full: store only the input of each sub-block, and recompute the sub-block in the backward pass. The score matrix
+    (Megatron's selective) is never stored."""
     recompute_num_layers: int | None = flag(None, minimum=0, requires="--recompute-granularity full")
     """Recompute only the first N layers; all layers by default."""
     norm_implementation: Literal["auto", "torch", "apex"] = "auto"
-    """Implementation of RMSNorm where it is not compiled. auto: NVIDIA apex on CUDA if it is installed, otherwise
-    torch."""
+    """Implementation of RMSNorm where it is not compiled. auto: apex on CUDA if it is installed."""
     compile_sub_blocks: Literal["auto", "true", "false"] = "auto"
-    """Use torch.compile for norms, SwiGLU and rotary embedding, the parts between the matrix products of a sub-block.
-    All-reduces overlap as without it. Needs a compiler at run time. auto: true on CUDA if a compiler and Triton are
-    installed, unless --norm-implementation apex is given. Without a value: true."""
+    """Use torch.compile for norms, SwiGLU and rotary embedding; all-reduces overlap as without it. auto: true on CUDA
+    if a compiler and Triton are installed, unless --norm-implementation apex is given. Without a value: true."""
     cuda_graph: Literal["auto", "true", "false"] = flag(
         "auto",
         excludes=(
@@ -88,12 +84,12 @@ class OptimizerConfig:
     """Peak learning rate."""
     optimizer: Literal["adamw", "adam", "muon"] = "adamw"
     """adamw, which Megatron calls adam; or muon, which moves each matrix of the layers by its orthogonalised momentum,
-    and everything else (embedding, output head, norms, biases) by AdamW."""
+    and everything else by AdamW."""
     min_lr: float = flag(0.0, minimum=0, excludes="--lr-decay-style constant")
     """Learning rate at the end of the decay."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
-    """Learning-rate schedule after the warm-up. WSD (warm-up, stable, decay) keeps --lr constant until the last
-    --lr-wsd-decay-iters steps."""
+    """Schedule after the warm-up. WSD (warm-up, stable, decay) keeps --lr constant until the last --lr-wsd-decay-iters
+    steps."""
     lr_warmup_iters: int = flag(0, minimum=0)
     """Steps over which the learning rate rises linearly from 0."""
     lr_decay_iters: int | None = flag(None, minimum=1, excludes="--lr-decay-style constant")
@@ -121,11 +117,10 @@ class OptimizerConfig:
     muon_ns_steps: int = flag(5, aliases=("--muon-num-ns-steps",), minimum=1, maximum=99, requires="--optimizer muon")
     """Newton-Schulz iterations that orthogonalise a matrix."""
     muon_scale_mode: Literal["match_rms_adamw", "original"] = flag("match_rms_adamw", requires="--optimizer muon")
-    """Scale of the update of a matrix. match_rms_adamw: 0.2 sqrt(max(rows, columns)), whose elements are as large as
-    those of AdamW, so that --lr fits both; original: sqrt(max(1, rows / columns)), for learning rates around 0.02.
-    The names are those of torch.optim.Muon."""
+    """Scale of the update of a matrix. match_rms_adamw: 0.2 sqrt(max(rows, columns)), for the learning rates of AdamW;
+    original: sqrt(max(1, rows / columns)), for rates around 0.02."""
     optimizer_implementation: Literal["auto", "torch", "apex"] = "auto"
-    """Implementation of AdamW. auto: NVIDIA apex on CUDA if it is installed, otherwise torch."""
+    """Implementation of AdamW. auto: apex on CUDA if it is installed."""
 
     def completed(self, train_iters: int) -> "OptimizerConfig":
         """Return the same schedule with all parts that its style uses."""
@@ -144,13 +139,13 @@ class ParallelConfig:
     tensor_model_parallel_size: int = flag(1, aliases=("--tp",), minimum=1)
     """Tensor-parallel ranks; each holds a shard of every layer."""
     pipeline_model_parallel_size: int = flag(1, aliases=("--pp",), minimum=1)
-    """Pipeline stages; each holds a contiguous range of layers. The micro-batches of a global batch fill the pipeline,
-    so use several times as many accumulation steps as stages."""
+    """Pipeline stages; each holds a contiguous range of layers. Use several times as many accumulation steps as
+    stages."""
     data_parallel_size: int | None = flag(None, aliases=("--dp",), minimum=1)
-    """Data-parallel ranks, to check the number of processes: launched processes / tensor-parallel ranks / stages."""
+    """Data-parallel ranks, to check the number of processes: processes / tensor-parallel ranks / stages."""
     pipeline_partition: Literal["uniform", "parameters"] = flag("uniform", requires="--pipeline-model-parallel-size")
-    """How layers are assigned to stages. uniform: equal numbers of layers; the first stages get one more if the number
-    is not divisible. parameters: minimise the parameters of the largest stage, counting embedding and output head."""
+    """How layers are assigned to stages. uniform: equal numbers of layers, if need be one more in the first stages.
+    parameters: minimise the parameters of the largest stage, with embedding and output head."""
     zero_stage: Literal["0", "1", "2", "3"] = "1"
     """State that ZeRO shards over the data-parallel ranks. 0: nothing; 1: optimizer state; 2: also gradients; 3: also
     weights. --bf16 needs at least 1; pipeline parallelism allows at most 1."""
@@ -163,23 +158,23 @@ class ParallelConfig:
     tp_overlap: bool = True
     """Wait for each tensor-parallel all-reduce immediately after its launch. For comparison; results are the same."""
     sequence_parallel: bool = False
-    """Shard the residual stream and its norms along the sequence over the tensor-parallel ranks. This saves activation
-    memory and replaces each all-reduce with a reduce-scatter and an all-gather. Not with --residual-mode desync."""
+    """Shard the residual stream along the sequence over the tensor-parallel ranks, which saves activation memory. Each
+    all-reduce becomes a reduce-scatter and an all-gather. Not with --residual-mode desync."""
     tp_comm_max_ctas: int = flag(16, minimum=0, maximum=32)
-    """Maximum number of thread blocks, each on one streaming multiprocessor, that a tensor- or data-parallel NCCL
-    collective takes from the computation it overlaps with; 0 leaves the choice to NCCL. NCCL alone takes up to 32,
-    which costs large collectives more than half of the time that the overlap saves."""
+    """Maximum number of multiprocessors that a tensor- or data-parallel NCCL collective takes from the computation it
+    overlaps with. 0 leaves the choice to NCCL: up to 32, which costs large collectives more than half of the time that
+    the overlap saves."""
     distributed_timeout_minutes: float = flag(10.0, above=0)
-    """Minutes to wait for other ranks at start-up, and in collectives until the first step is done, during
-    checkpointing, and during evaluation."""
+    """Minutes to wait for other ranks at start-up, and in collectives until the first step is done, in saves and in
+    evaluations."""
     distributed_timeout_seconds_after_first_step: float = flag(120.0, above=0)
-    """Seconds to wait in a collective after the first step; at most --distributed-timeout-minutes. Shortly before the
-    timeout, each rank without progress prints its stack traces and the operation that it waits for."""
+    """Seconds to wait in a collective after the first step; at most --distributed-timeout-minutes. Shortly before, each
+    rank without progress prints its stacks and the operation that it waits for."""
     deepspeed: bool = False
     """Accepted for compatibility with existing scripts: DeepSpeed always runs the optimizer."""
     deepspeed_config: Path | None = flag(None, aliases=("--deepspeed_config",))
     """A DeepSpeed JSON file, also one for transformers. Values that the command line determines may be omitted or
-    "auto"; a value that contradicts the command line is an error."""
+    "auto"; contradictions are errors."""
     local_rank: int | None = flag(None, aliases=("--local_rank",))
     """Set by launchers and ignored: the environment variable LOCAL_RANK is used."""
 
@@ -195,22 +190,22 @@ class LoggingConfig:
     eval_iters: int = flag(100, minimum=0)
     """Global batches per validation set; 0 disables the evaluation of losses."""
     sample_prompts: Path | None = None
-    """File of prompts that are continued greedily and logged at each evaluation: one per line, or JSON lines (.jsonl)
-    with the key prompt."""
+    """File of prompts that each evaluation continues greedily and logs: one per line, or JSON lines (.jsonl) with the
+    key prompt."""
     sample_tokens: int = flag(64, minimum=1, requires="--sample-prompts")
-    """Number of new tokens for each of --sample-prompts. Each one costs a forward pass over --seq-length positions."""
+    """New tokens for each of --sample-prompts. Each costs a forward pass over --seq-length positions."""
     eval_callable: str | None = None
-    """MODULE:FUNCTION to evaluate the model with. It receives an EvaluatedModel (docs/training.md) and returns metrics
-    by name, which are logged. Python finds the module in PYTHONPATH or the current directory."""
+    """MODULE:FUNCTION that receives an EvaluatedModel (docs/training.md) and returns metrics by name, which are logged.
+    Python finds the module in PYTHONPATH or the current directory."""
     eval_callable_interval: int | None = flag(None, minimum=1, requires="--eval-callable")
     """Steps between calls of --eval-callable; --eval-interval by default."""
     skip_train: bool = flag(False, requires="--load", on_resume="ignore")
-    """Do not train or save: evaluate the model from --load and exit. The results are recorded in --save."""
+    """Evaluate the model from --load, record the results in --save, and exit."""
     tensorboard_dir: Path | None = None
     """Directory for TensorBoard event files."""
     wandb_project: str | None = flag(None, requires="--tensorboard-dir")
     """Project of Weights & Biases to which the package wandb sends the curves of --tensorboard-dir. Its environment
-    variables apply: WANDB_MODE=offline writes files for `wandb sync`, WANDB_RUN_ID continues the curves of a run."""
+    variables apply, such as WANDB_MODE=offline, and WANDB_RUN_ID to continue curves."""
     wandb_exp_name: str | None = flag(None, requires="--wandb-project")
     """Name of the run in --wandb-project."""
     wandb_save_dir: Path | None = flag(None, requires="--wandb-project")
@@ -222,12 +217,12 @@ class ProfileConfig:
     """Profile. Traces of some steps, with sub-blocks and all-reduces by name."""
 
     profile: bool = False
-    """Profile the steps after --profile-step-start up to --profile-step-end on --profile-ranks, and write one trace
-    per rank. Perfetto, chrome://tracing and tools/exposed_communication.py read the traces."""
+    """Write a trace of some steps for each of --profile-ranks. Perfetto, chrome://tracing and
+    tools/exposed_communication.py read it."""
     profile_step_start: int = flag(10, minimum=0, requires="--profile")
-    """Completed steps when the profile starts; the next step is the first one in the profile."""
+    """Completed steps when the profile starts; it begins with the next one."""
     profile_step_end: int = flag(12, minimum=1, requires="--profile")
-    """Completed steps when the profile ends; the last one of them is the last step in the profile."""
+    """Completed steps when the profile ends."""
     profile_ranks: tuple[int, ...] = flag((0,), minimum=0, requires="--profile")
     """Global ranks that write traces. All ranks wait for them before and after the profile."""
     profile_dir: Path | None = flag(None, requires="--profile")
@@ -249,12 +244,11 @@ class ReliabilityConfig:
     kill_switch_file: Path | None = flag(None, aliases=("--kill-switch-path",), on_resume="ignore")
     """Save and exit when this file exists. Rank 0 checks about once per second."""
     max_consecutive_bad_steps: int = flag(3, minimum=1)
-    """Number of consecutive steps with a non-finite loss or gradient after which the run exits with code 3. Such a step
-    does not update the model; only the position in the data advances."""
+    """Consecutive steps with a non-finite loss or gradient after which the run exits with code 3. Such a step only
+    advances the position in the data."""
     loss_spike_factor: float | None = flag(None, above=1, on_resume="report")
-    """Report a step whose loss exceeds this multiple of the median loss of the last --loss-spike-window steps. Off by
-    default."""
+    """Report a step whose loss exceeds this multiple of the median of the last --loss-spike-window steps."""
     loss_spike_window: int = flag(64, minimum=1, requires="--loss-spike-factor", on_resume="report")
-    """Number of previous steps, including spikes, whose median loss --loss-spike-factor multiplies."""
+    """Previous steps, including spikes, whose median loss --loss-spike-factor multiplies."""
     skip_loss_spikes: bool = flag(False, requires="--loss-spike-factor", on_resume="report")
     """Skip the update of steps that --loss-spike-factor reports."""
