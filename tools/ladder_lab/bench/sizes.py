@@ -46,6 +46,13 @@ def _experts(count: int, chosen: int, width: int, layers: range, shared: int = 0
     }
 
 
+_GLM: dict[str, Any] = {
+    "head_dim": 128,
+    "add_qkv_bias": True,
+    "rotary_percent": 0.5,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+}
 SIZES: dict[str, ModelConfig] = {
     "small": _shape(8, 1024, 1408, 16, 16, 4096),
     "small-llama": _shape(8, 1024, 2816, 16, 4, 4096),
@@ -68,25 +75,16 @@ SIZES: dict[str, ModelConfig] = {
     "llama-34b": _shape(48, 8192, 22016, 64, 8, 32000),
     "llama-70b": _shape(80, 8192, 28672, 64, 8, LLAMA3_VOCABULARY),
     "mixtral-8x7b": _shape(32, 4096, 14336, 32, 8, 32000, **_experts(8, 2, 14336, range(32))),
+    "mixtral-8x22b": _shape(56, 6144, 16384, 48, 8, 32768, **_experts(8, 2, 16384, range(56))),
     "qwen3-30b-a3b": _shape(
         48, 2048, 6144, 32, 4, QWEN3_VOCABULARY, head_dim=128, qk_layernorm=True, **_experts(128, 8, 768, range(48))
     ),
     "qwen3-235b-a22b": _shape(
         94, 4096, 12288, 64, 4, QWEN3_VOCABULARY, head_dim=128, qk_layernorm=True, **_experts(128, 8, 1536, range(94))
     ),
-    "glm-4.5-air": _shape(
-        46,
-        4096,
-        10944,
-        96,
-        8,
-        151552,
-        head_dim=128,
-        add_qkv_bias=True,
-        rotary_percent=0.5,
-        moe_router_score_function="sigmoid",
-        moe_router_enable_expert_bias=True,
-        **_experts(128, 8, 1408, range(1, 46), 1408),
+    "glm-4.5-air": _shape(46, 4096, 10944, 96, 8, 151552, **_GLM, **_experts(128, 8, 1408, range(1, 46), 1408)),
+    "glm-4.6": _shape(
+        92, 5120, 12288, 96, 8, 151552, qk_layernorm=True, **_GLM, **_experts(160, 8, 1536, range(3, 92), 1536)
     ),
     "bloom-176b": _shape(70, 14336, 50176, 112, 112, 250880),
     "llama-405b": _shape(126, 16384, 53248, 128, 8, LLAMA3_VOCABULARY),

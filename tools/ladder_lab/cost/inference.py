@@ -41,6 +41,9 @@ FLOOR_GROWTH = 3.3
 """Growth of the floor with each doubling of the batch beyond 4, us."""
 ATTENTION_FLOOR = 0.625
 """Share of the floor that is the attention's."""
+EXPERTS_FLOOR = 40.0
+"""Kernels that routed experts have beyond those of an MLP, us: scores, choice, permutation, grouped products, sum. It
+is fitted to the public measurements of SGLang on eight B200 in docs/plan_measurements.csv."""
 TOKEN, SAMPLE = 146.0, 4.0
 """A token beyond layers and head, us, and its growth per sample of the batch."""
 FLOPS_SHARE = 0.62
@@ -164,7 +167,8 @@ def _decode_seconds(request: InferenceRequest, one: SubBlockTensors, sub_blocks:
         reading = branch.weights_read(request.batch) / request.ranks * request.weight_bits / 8 / rate
         flops = branch.product_flops * request.batch / request.ranks
         computing = flops / (FLOPS_SHARE * request.machine.gpu.peak_flops)
-        seconds += max(reading, computing) + _share_of_floor(branch) * floor * MICROSECOND
+        kernels = _share_of_floor(branch) * floor + (EXPERTS_FLOOR if branch.experts > 1 else 0.0)
+        seconds += max(reading, computing) + kernels * MICROSECOND
         if branch.score_width:
             seconds += request.batch * positions * _cache_bytes(request) / request.machine.gpu.memory_bytes_per_second
     return seconds

@@ -59,6 +59,7 @@ GPUS: Mapping[str, Gpu] = {
     for gpu in (
         _gpu("h100", 80, 3350, 989, _HGX, "NVIDIA H100 data sheet, SXM"),
         _gpu("h200", 141, 4800, 989, _HGX, "NVIDIA H200 data sheet, SXM"),
+        _gpu("h20", 96, 4000, 148, _HGX, "NVIDIA H20 data sheet"),
         _gpu("b200", 180, 8000, 2250, (8, "nvlink-5", "ib-400", 8), "NVIDIA HGX B200 data sheet"),
         _gpu("a100", 80, 2039, 312, (8, "nvlink-3", "ib-200", 8), "NVIDIA A100 data sheet, SXM 80 GB"),
         _gpu("l40s", 48, 864, 362, (8, "pcie-4", "ib-200", 1), "NVIDIA data sheet"),
