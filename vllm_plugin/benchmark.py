@@ -30,8 +30,12 @@ WIRINGS: dict[str, dict[str, Any]] = {
     "ladder-parallel": {"residual_mode": "ladder-parallel"},
     "ladder-attention": {"residual_mode": "ladder-attention"},
     "staleness-2": {"residual_mode": "ladder", "residual_staleness": 2},
+    "farskip": {"residual_mode": "farskip"},
+    "shortcut": {"residual_mode": "shortcut"},
 }
 """Name -> keys of the configuration; all layers read late if the mode allows it."""
+EXPERT_WIRINGS = ("farskip", "shortcut")
+"""They need experts."""
 NO_COMM = "no-comm"
 """The standard wiring without sums: wrong results, and a bound for any interconnect."""
 LLAMA = "vLLM's Llama"
@@ -164,6 +168,10 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--layers", type=int, default=8, help="layers of the model")
     add("--hidden", type=int, default=2048, help="hidden size")
     add("--intermediate", type=int, default=2816, help="width of the MLP; by default both sub-blocks cost the same")
+    add("--experts", type=int, default=0, help="routed experts of every layer, instead of its MLP; 0 for dense layers")
+    add("--topk", type=int, default=2, help="experts of a token")
+    add("--expert-intermediate", type=int, default=704, help="width of an expert")
+    add("--shared-intermediate", type=int, default=704, help="width of the shared expert; 0 for none")
     add("--heads", type=int, default=16, help="attention heads")
     add("--kv-heads", type=int, default=16, help="key-value heads")
     add("--vocab", type=int, default=4096, help="vocabulary size")
@@ -172,6 +180,13 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--tp {options.tp}: expected 2 or more; one rank has nothing to reduce")
     if min(options.rounds, options.steps, *options.batch, options.prefill_tokens) < 1:
         parser.error("--rounds, --steps, --batch and --prefill-tokens: expected 1 or more")
+    without = [name for name in options.wirings if name in EXPERT_WIRINGS]
+    if without and not options.experts:
+        parser.error(f"--wirings {' '.join(without)}: they need --experts")
+    if "shortcut" in without and not options.shared_intermediate:
+        parser.error("--wirings shortcut: it needs --shared-intermediate")
+    if options.experts and not 1 <= options.topk <= options.experts:
+        parser.error(f"--topk {options.topk}: expected 1 to --experts {options.experts}")
     cores = len(os.sched_getaffinity(0))
     if options.device == "cpu" and cores < options.tp and "RANK" not in os.environ:
         parser.error(f"--tp {options.tp}: found {cores} cores, expected one per rank")
@@ -231,7 +246,8 @@ class NoTransport:
 
 def model_config(options: argparse.Namespace, wiring: str) -> Any:
     """Return the configuration of the model with a wiring in all layers."""
-    from megatron_ladder_vllm.configuration_megatron_ladder import SUB_BLOCK_TABLE, MegatronLadderConfig
+    from megatron_ladder_vllm.configuration_megatron_ladder import MegatronLadderConfig
+    from megatron_ladder_vllm.wiring import WIRINGS as MODES
     from transformers import LlamaConfig
 
     shape = {
@@ -245,11 +261,26 @@ def model_config(options: argparse.Namespace, wiring: str) -> Any:
     }
     if wiring == LLAMA:
         return LlamaConfig(architectures=["LlamaForCausalLM"], **shape)
-    keys = WIRINGS[wiring]
-    late = any(missed is not None for _, missed in SUB_BLOCK_TABLE[keys["residual_mode"]][0])
+    keys = dict(WIRINGS[wiring])
+    if options.experts:
+        keys |= {
+            "num_experts": options.experts,
+            "num_experts_per_tok": options.topk,
+            "moe_intermediate_size": options.expert_intermediate,
+            "shared_expert_intermediate_size": options.shared_intermediate,
+            "expert_layers": list(range(options.layers)),
+        }
+    late = bool(MODES[keys["residual_mode"]].late)
     return MegatronLadderConfig(
         architectures=["MegatronLadderForCausalLM"], ladder_layers=options.layers if late else None, **shape, **keys
     )
+
+
+def wired(options: argparse.Namespace, wiring: str) -> Any:
+    """Return the sub-blocks of every layer."""
+    from megatron_ladder_vllm.model import wired_layers
+
+    return wired_layers(model_config(options, wiring))
 
 
 class Engine:
@@ -299,9 +330,8 @@ class Engine:
 
     def walk(self, wiring: str, transport: Any) -> None:
         """Compute the following steps as `wiring`, with all-reduces over `transport`; only on a CPU."""
-        config = model_config(self._options, wiring)
-        for number, layer in enumerate(self._model.layers):
-            layer.sub_blocks = config.sub_blocks(number)
+        for layer, sub_blocks in zip(self._model.layers, wired(self._options, wiring), strict=True):
+            layer.sub_blocks = sub_blocks
         self._model.all_reduces.transport = transport
         if self._compiled is not None:
             self._model.aot_compiled_fn = self._compiled.get(wiring)
@@ -365,7 +395,7 @@ def measure_emulated(options: argparse.Namespace, mode: str) -> Iterator[Row]:
     ways = {name: (name, LinkTransport(link)) for name in ("standard", *options.wirings)}
     ways[NO_COMM] = ("standard", NoTransport())
     all_reduces = {
-        name: sum(len(model_config(options, name).sub_blocks(layer)) for layer in range(options.layers))
+        name: sum(not one.joins_next for layer in wired(options, name) for one in layer)
         for name in ways.keys() - {NO_COMM}
     }
 
@@ -401,9 +431,9 @@ def measure_emulated(options: argparse.Namespace, mode: str) -> Iterator[Row]:
 
 
 def measure_real(options: argparse.Namespace, mode: str) -> Iterator[Row]:
-    """Measure the wirings and vLLM's Llama in one engine each, over the real interconnect."""
+    """Measure the wirings and, without experts, vLLM's Llama in one engine each, over the real interconnect."""
     times: dict[Case, dict[str, list[Pass]]] = {case: {} for case in cases_of(options)}
-    for wiring in ("standard", *options.wirings, LLAMA):
+    for wiring in ("standard", *options.wirings, *([] if options.experts else [LLAMA])):
         engine = Engine(options, mode, wiring)
         for case, found in times.items():
             found[wiring] = [engine.run(case) for _ in range(1 + options.rounds)][1:]

@@ -16,11 +16,14 @@ class DeploymentRules(VerifyAndUpdateConfig):
         """Set the mode of CUDA graphs, unless the user did.
 
         Raises:
-            ValueError: a model of desync or experts, ranks that are not the lanes of the model, or piecewise graphs.
+            ValueError: desync, ranks that are not the model's lanes, replicas of experts, or piecewise graphs.
         """
         config, parallel = vllm_config.model_config.hf_config, vllm_config.parallel_config
-        if config.num_experts:
-            raise ValueError(f"num_experts {config.num_experts}: the plugin serves dense models; use tools/generate.py")
+        if config.num_experts and parallel.data_parallel_size > 1:
+            raise ValueError(
+                f"--data-parallel-size {parallel.data_parallel_size}: vLLM would exchange tokens between replicas of "
+                f"the {config.num_experts} experts; use 1, and one server for each replica"
+            )
         if config.lanes:
             if parallel.tensor_parallel_size != config.lanes:
                 raise ValueError(

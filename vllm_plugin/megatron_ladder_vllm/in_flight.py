@@ -155,21 +155,27 @@ class PendingOutputs:
         self._all_reduces = all_reduces
         self._pending = {-back: Pending(output, None) for back, output in summed.items()}
         self._launched = 0
+        self._joining: Tensor | None = None
         self._latest: Tensor | None = None
 
     def arriving(self, missing: Collection[int]) -> list[int]:
         """Return the outputs that a sub-block sees which misses these, counted back from the newest."""
         return [number for number in self._pending if self._launched - number not in missing]
 
-    def launch(self, partial: Tensor) -> None:
-        """Append an output, given this rank's part of its sum."""
+    def launch(self, partial: Tensor, joins_next: bool = False) -> None:
+        """Append an output, given this rank's part of its sum; one that joins the next is launched with that."""
+        self._launched += 1
+        if self._joining is not None:
+            partial = self._joining + partial
+        self._joining = partial if joins_next else None
+        if joins_next:
+            return
         output = Pending(partial, None)
         if self._all_reduces is not None:
             buffer = torch.ops.ladder.start(partial, self._latest, self._all_reduces.name)
             output = Pending(buffer, partial)
             self._latest = buffer
-        self._pending[self._launched] = output
-        self._launched += 1
+        self._pending[self._launched - 1] = output
 
     def add_own_parts(self, stream: Tensor) -> Tensor:
         """Return the sum of the stream and this rank's parts of all outputs."""

@@ -8,20 +8,24 @@ The one rule:
         pending[y_i] = start_all_reduce(h_i(norm_i(r)))     runs while the sub-blocks that miss y_i compute
     for each y_j in pending:                             r = r + wait(pending.pop(y_j))
 
-With own partials, every rank is a lane, and h_i(norm_i(r + this rank's parts of the pending outputs)) is launched.
+With own partials, every rank is a lane, and h_i(norm_i(r + this rank's parts of the pending outputs)) is launched. An
+output that joins the next one is added to it before the launch.
 
 Tensors are [tokens, width]; weights, heads and key-value caches are shards of the tensor-parallel ranks.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import islice
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_world_size, get_tp_group
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.fused_moe import FusedMoEFactory, FusedMoERouter, GateLinear, RoutingMethodType
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
@@ -37,10 +41,12 @@ from vllm.model_executor.models.utils import (
     make_layers,
     maybe_prefix,
 )
+from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 
 from megatron_ladder_vllm.configuration_megatron_ladder import MegatronLadderConfig
 from megatron_ladder_vllm.in_flight import AllReduces, PendingOutputs
+from megatron_ladder_vllm.wiring import WIRINGS, WiredSubBlock
 
 
 def unreduced_linear(
@@ -112,18 +118,18 @@ class LadderAttention(nn.Module):
 class LadderMLP(nn.Module):
     """This rank's part of a SwiGLU MLP."""
 
-    def __init__(self, config: MegatronLadderConfig, vllm_config: VllmConfig, prefix: str) -> None:
+    def __init__(self, config: MegatronLadderConfig, vllm_config: VllmConfig, width: int, prefix: str) -> None:
         super().__init__()
         quant_config = vllm_config.quant_config
         self.gate_up_proj = MergedColumnParallelLinear(
             config.hidden_size,
-            [config.intermediate_size] * 2,
+            [width] * 2,
             bias=config.mlp_bias,
             quant_config=quant_config,
             prefix=f"{prefix}.gate_up_proj",
         )
         self.down_proj = unreduced_linear(
-            config.intermediate_size, config.hidden_size, config.mlp_bias, quant_config, f"{prefix}.down_proj"
+            width, config.hidden_size, config.mlp_bias, quant_config, f"{prefix}.down_proj"
         )
         self.act_fn = SiluAndMul()
 
@@ -132,6 +138,89 @@ class LadderMLP(nn.Module):
         gate_up, _ = self.gate_up_proj(hidden_states)
         output, _ = self.down_proj(self.act_fn(gate_up))
         return output
+
+
+def router(config: MegatronLadderConfig, prefix: str) -> GateLinear:
+    """Return the linear layer for the logits of experts, which computes in float32 as in training."""
+    dtype = torch.float32
+    linear = GateLinear(config.hidden_size, config.num_experts, out_dtype=dtype, params_dtype=dtype, prefix=prefix)
+    bias = torch.zeros(config.num_experts, dtype=dtype)
+    if config.use_expert_bias:
+        linear.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
+    else:
+        linear.register_buffer("e_score_correction_bias", bias, persistent=False)
+    return linear
+
+
+class LocalRouter(FusedMoERouter):
+    """The choice of another router, with this rank's numbers of its experts, and the weight 0 for those of others.
+
+    vLLM's kernels for CPUs ignore the map of experts, and would read beyond those of the rank.
+    """
+
+    def __init__(self, router: FusedMoERouter, expert_map: Tensor) -> None:
+        super().__init__(router.eplb_state)
+        self._router = router
+        self._expert_map = expert_map
+
+    def set_capture_fn(self, capture_fn: Callable[[Tensor], None] | None) -> None:
+        """Record the choice among all experts."""
+        self._router.set_capture_fn(capture_fn)
+
+    @property
+    def routing_method_type(self) -> RoutingMethodType:
+        """What the choice is computed from."""
+        return self._router.routing_method_type
+
+    def _select_experts(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        weights, chosen = self._router.select_experts(*args, **kwargs)
+        local = self._expert_map[chosen]
+        return weights.masked_fill(local < 0, 0.0), local.clamp(min=0)
+
+
+def routed_experts(config: MegatronLadderConfig, vllm_config: VllmConfig, gate: GateLinear, prefix: str) -> nn.Module:
+    """Return vLLM's experts, whose outputs are this rank's parts of sums."""
+    # Only with a bias, vLLM's choice of groups is that of the training.
+    with_bias = config.scoring_func != "softmax" or config.use_expert_bias or config.n_group > 1
+    experts = FusedMoEFactory(
+        num_experts=config.num_experts,
+        top_k=config.num_experts_per_tok,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.moe_intermediate_size,
+        renormalize=config.norm_topk_prob,
+        use_grouped_topk=with_bias,
+        num_expert_group=config.n_group,
+        topk_group=config.topk_group,
+        scoring_func=config.scoring_func,
+        e_score_correction_bias=gate.e_score_correction_bias if with_bias else None,
+        # The router for softmax alone would ignore a factor of weights.
+        routed_scaling_factor=config.routed_scaling_factor,
+        apply_routed_scale_to_output=True,
+        router_logits_dtype=torch.float32,
+        quant_config=vllm_config.quant_config,
+        reduce_results=False,
+        prefix=prefix,
+    )
+    if not experts.moe_config.skip_final_all_reduce:
+        raise ValueError(f"{prefix}: vLLM sums the outputs of these experts itself, so they cannot be hidden")
+    if current_platform.is_cpu() and experts.expert_map is not None:
+        experts.router = LocalRouter(experts.router, experts.expert_map)
+    return experts
+
+
+def feed_forward(
+    config: MegatronLadderConfig, vllm_config: VllmConfig, branches: Collection[str], prefix: str
+) -> nn.Module:
+    """Return the MLP of a layer, its experts, or both, under the names of an exported directory."""
+    dense = "mlp" in branches
+    module = LadderMLP(config, vllm_config, config.intermediate_size, prefix) if dense else nn.Module()
+    if "experts" in branches:
+        module.gate = router(config, f"{prefix}.gate")
+        module.experts = routed_experts(config, vllm_config, module.gate, f"{prefix}.experts")
+    if "shared_expert" in branches:
+        width = config.shared_expert_intermediate_size
+        module.shared_experts = LadderMLP(config, vllm_config, width, f"{prefix}.shared_experts")
+    return module
 
 
 def read_stream(
@@ -157,30 +246,66 @@ def read_stream(
 class LadderDecoderLayer(nn.Module):
     """One layer."""
 
-    def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
+    def __init__(self, vllm_config: VllmConfig, sub_blocks: tuple[WiredSubBlock, ...], prefix: str) -> None:
         super().__init__()
         config = vllm_config.model_config.hf_config
-        self.sub_blocks = config.sub_blocks(int(prefix.rsplit(".", 1)[1]))
+        self.sub_blocks = sub_blocks
         self.reads_own_parts = config.lanes > 0
-        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.absent = () if config.shared_expert_intermediate_size else ("shared_expert",)
+        branches = {name for one in sub_blocks for name in self.branches(one)}
         self.self_attn = LadderAttention(config, vllm_config, f"{prefix}.self_attn")
-        self.mlp = LadderMLP(config, vllm_config, f"{prefix}.mlp")
-        if len(self.sub_blocks) > 1:
-            self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = feed_forward(config, vllm_config, branches, f"{prefix}.mlp")
+        if "attention_2" in branches:
+            self.self_attn_2 = LadderAttention(config, vllm_config, f"{prefix}.self_attn_2")
+            self.mlp_2 = LadderMLP(config, vllm_config, config.intermediate_size, f"{prefix}.mlp_2")
+        for name in {norm_name(one) for one in sub_blocks}:
+            setattr(self, name, RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
+
+    def branches(self, sub_block: WiredSubBlock) -> list[str]:
+        """Return the names of what a sub-block adds up."""
+        return [name for name in sub_block.kind.branches if name not in self.absent]
+
+    def branch(self, name: str, positions: Tensor, normed: Tensor) -> Tensor:
+        """Return this rank's part of one output [tokens, hidden_size]."""
+        match name:
+            case "attention":
+                return self.self_attn(positions, normed)
+            case "attention_2":
+                return self.self_attn_2(positions, normed)
+            case "experts":
+                logits, _ = self.mlp.gate(normed)
+                return self.mlp.experts(normed, logits)
+            case "shared_expert":
+                return self.mlp.shared_experts(normed)
+            case "mlp_2":
+                return self.mlp_2(normed)
+        return self.mlp(normed)
 
     def forward(self, positions: Tensor, stream: Tensor, pending: PendingOutputs) -> Tensor:
         """Compute the sub-blocks, which change `pending`; return the stream [tokens, hidden_size]."""
-        for kind, missing in self.sub_blocks:
-            norm = self.post_attention_layernorm if kind == "mlp" else self.input_layernorm
-            normed, stream = read_stream(norm, stream, pending, missing, self.reads_own_parts)
-            if kind == "mlp":
-                partial = self.mlp(normed)
-            else:
-                partial = self.self_attn(positions, normed)
-                if kind == "attention_mlp":
-                    partial = partial + self.mlp(normed)
-            pending.launch(partial)
+        normed = stream
+        for sub_block in self.sub_blocks:
+            if not sub_block.shares_reading:
+                norm = getattr(self, norm_name(sub_block))
+                normed, stream = read_stream(norm, stream, pending, sub_block.missing, self.reads_own_parts)
+            parts = [self.branch(name, positions, normed) for name in self.branches(sub_block)]
+            partial = sum(parts[1:], parts[0])
+            pending.launch(partial, sub_block.joins_next)
         return stream
+
+
+def norm_name(sub_block: WiredSubBlock) -> str:
+    """Return the name of a sub-block's norm in an exported directory."""
+    return sub_block.kind.norm.replace("attention_norm", "input_layernorm").replace(
+        "mlp_norm", "post_attention_layernorm"
+    )
+
+
+def wired_layers(config: MegatronLadderConfig) -> list[tuple[WiredSubBlock, ...]]:
+    """Return the sub-blocks of every layer."""
+    wiring, has_shared_expert = WIRINGS[config.residual_mode], config.shared_expert_intermediate_size > 0
+    kinds = [wiring.kinds(layer in config.expert_layers, has_shared_expert) for layer in range(config.layer_count)]
+    return wiring.layers(kinds, config.ladder_layers, config.residual_staleness, config.desync_interval)
 
 
 @support_torch_compile(
@@ -199,8 +324,12 @@ class MegatronLadderModel(nn.Module):
             ".q_proj": (".qkv_proj", "q"),
             ".k_proj": (".qkv_proj", "k"),
             ".v_proj": (".qkv_proj", "v"),
-            ".gate_proj": (".gate_up_proj", 0),
-            ".up_proj": (".gate_up_proj", 1),
+        }
+        # vLLM's experts have their own names.
+        | {
+            f".{module}.{name}_proj": (f".{module}.gate_up_proj", half)
+            for module in ("mlp", "mlp_2", "shared_experts")
+            for half, name in enumerate(("gate", "up"))
         }
     )
 
@@ -215,9 +344,10 @@ class MegatronLadderModel(nn.Module):
             )
         else:
             self.embed_tokens = PPMissingLayer()
+        wired = wired_layers(config)
         self.start_layer, self.end_layer, self.layers = make_layers(
-            config.num_hidden_layers,
-            lambda prefix: LadderDecoderLayer(vllm_config, prefix),
+            len(wired),
+            lambda prefix: LadderDecoderLayer(vllm_config, wired[int(prefix.rsplit(".", 1)[1])], prefix),
             prefix=f"{prefix}.layers",
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps) if stages.is_last_rank else PPMissingLayer()

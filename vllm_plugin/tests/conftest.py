@@ -22,6 +22,12 @@ os.environ.update(
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--models", type=Path, help="folder that vllm_plugin.tests.models has written")
+    parser.addoption("--slow", action="store_true", help="run the tests that are marked slow as well")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--slow"):
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
 
 
 @pytest.fixture(scope="session")

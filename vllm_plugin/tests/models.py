@@ -39,6 +39,40 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "soft-cap": {"logit_soft_cap": 0.5},
 }
 """Changes of the hybrid."""
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 6,
+    "moe_ffn_hidden_size": 64,
+    "moe_shared_expert_intermediate_size": 64,
+    "moe_layers": (0, 2),
+}
+_ALL_LATE: dict[str, Any] = {"ladder_layers": (0, 1, 2)}
+EXPERTS: dict[str, dict[str, Any]] = {
+    **{f"experts-{name}": changes | _EXPERTS for name, changes in WIRINGS.items()},
+    "experts-farskip": {"residual_mode": "farskip"} | _ALL_LATE | _EXPERTS,
+    "experts-shortcut": {"residual_mode": "shortcut"} | _ALL_LATE | _EXPERTS,
+    "experts-longcat": {"residual_mode": "longcat"} | _ALL_LATE | _EXPERTS | {"moe_shared_expert_intermediate_size": 0},
+}
+"""Every wiring with a dense layer between two of experts."""
+EXPERT_VARIANTS: dict[str, dict[str, Any]] = {
+    "experts-glm": EXPERTS["experts-farskip"]
+    | {
+        "ladder_layers": (1, 2),
+        "moe_router_score_function": "sigmoid",
+        "moe_router_topk_scaling_factor": 1.5,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_num_groups": 3,
+        "moe_router_group_topk": 2,
+        "rotary_percent": 0.5,
+        "qk_layernorm": True,
+    },
+    "experts-groups": EXPERTS["experts-farskip"]
+    | {"moe_shared_expert_intermediate_size": 0, "moe_router_num_groups": 3, "moe_router_group_topk": 1},
+    "experts-sigmoid": EXPERTS["experts-shortcut"] | {"moe_router_score_function": "sigmoid", "ladder_layers": (0,)},
+    "experts-unnormalized": EXPERTS["experts-ladder"]
+    | {"moe_router_unnormalized": True, "moe_router_topk_scaling_factor": 2.5},
+    "qwen3-moe": {"qk_layernorm": True} | _EXPERTS | {"moe_shared_expert_intermediate_size": 0},
+}
+"""Routers of all kinds, late and other layers of experts in one model, and a model that vLLM has."""
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ADAPTER_RANK = 4
 
@@ -66,7 +100,8 @@ def write_everything(folder: Path) -> None:
         "vocab_size": 96,
         "max_position_embeddings": 128,
     }
-    changes = WIRINGS | LANES | {name: WIRINGS["hybrid"] | changes for name, changes in VARIANTS.items()}
+    variants = {name: WIRINGS["hybrid"] | changes for name, changes in VARIANTS.items()}
+    changes = WIRINGS | LANES | variants | EXPERTS | EXPERT_VARIANTS
     for name in changes:
         # The weights of all wirings are the same, so a model with the wrong wiring gives wrong tokens.
         # Lanes divide the same weights.

@@ -10,6 +10,7 @@ import pytest
 
 LAYERS = 2
 SHAPE = f"--layers {LAYERS} --hidden 64 --intermediate 128 --heads 2 --kv-heads 2 --vocab 96"
+EXPERTS = "--experts 4 --expert-intermediate 64 --shared-intermediate 64"
 RUN = "--rounds 3 --steps 4 --prefill-tokens 16 --batch 2 --alpha 30 --wirings ladder ladder-parallel"
 
 
@@ -43,3 +44,30 @@ def test_a_slow_wire_limits_every_wiring(mode: str, ranks: Any) -> None:
         # Half as many all-reduces: the wiring that was compiled is the one that is measured.
         assert 1.3 < float(ladder_parallel["standard / wiring"]) < 2.2
         assert float(no_comm["standard / wiring"]) > 5
+
+
+def test_wirings_of_experts_are_measured(ranks: Any) -> None:
+    run = "--rounds 1 --steps 2 --batch 1 --case decode --alpha 0 --mode eager --wirings ladder farskip shortcut"
+    first, _ = ranks.run(print_table, [*SHAPE.split(), *EXPERTS.split(), *run.split()])
+    assert [line.split(" | ")[4] for line in first[2:]] == ["standard", "ladder", "farskip", "shortcut", "no-comm"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--wirings farskip", "--wirings farskip: they need --experts"),
+        (
+            "--experts 4 --shared-intermediate 0 --wirings shortcut",
+            "--wirings shortcut: it needs --shared-intermediate",
+        ),
+        ("--experts 4 --topk 5", "--topk 5: expected 1 to --experts 4"),
+    ],
+)
+def test_wirings_without_their_experts_are_refused(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from vllm_plugin import benchmark
+
+    with pytest.raises(SystemExit) as exit_:
+        benchmark.parse_options(arguments.split())
+    assert exit_.value.code == 2 and message in capsys.readouterr().err

@@ -15,12 +15,20 @@ ORDER = {
     "staleness-2": "s0 s1 s2 w0 s3 w1 s4 w2 s5 w3 w4 w5",
     "ladder-parallel": "s0 s1 w0 s2 w1 w2",
     "ladder-attention": "s0 w0 s1 s2 w1 w2 s3 s4 w3 w4 s5 w5",
+    "experts-ladder": "s0 s1 w0 s2 w1 s3 w2 s4 w3 s5 w4 w5",
+    # Attention and shared expert are one launch, and so are attention and MLP of the dense layer.
+    "experts-farskip": "s0 s1 w0 w1 s2 w2 s3 s4 w3 w4",
+    # The first layer is standard: its shared and its routed experts are one launch.
+    "experts-glm": "s0 w0 s1 w1 s2 w2 s3 s4 w3 w4",
+    "experts-shortcut": "s0 s1 w0 s2 w1 w2 s3 w3 s4 w4 s5 s6 w5 s7 w6 w7",
+    "experts-longcat": "s0 w0 s1 s2 w2 s3 w3 s4 w1 w4 s5 w5 s6 w6 s7 w7 s8 w8 s9 w9 s10 s11 w11 s12 w12 s13 w10 w13",
 }
-"""`s` is a launch and `w` a wait, each with the number of its sub-block."""
+"""`s` is a launch and `w` a wait, each with the number of its launch."""
+COMPILED = ("ladder", "staleness-2", "experts-ladder", "experts-farskip")
 
 
 @pytest.mark.parametrize(
-    ("model", "mode"), [*((model, "eager") for model in ORDER), ("ladder", "compiled"), ("staleness-2", "compiled")]
+    ("model", "mode"), [*((model, "eager") for model in ORDER), *((model, "compiled") for model in COMPILED)]
 )
 def test_launches_and_waits(model: str, mode: str, models: Path, references: Any, ranks: Any) -> None:
     from vllm_plugin.tests import engines

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 
 
-def test_llama_is_unaffected_by_the_plugin(models: Path, references: Any, here: Any, plain: Any) -> None:
+@pytest.mark.parametrize("model", ["llama", "qwen3-moe"])
+def test_models_of_vllm_are_unaffected_by_the_plugin(
+    model: str, models: Path, references: Any, here: Any, plain: Any
+) -> None:
     from vllm_plugin.tests import engines
 
-    for tokens, _ in (here(engines.tokens, models / "llama", {}), *plain.run(engines.tokens, models / "llama", {})):
-        assert tokens == references["llama"]
+    for tokens, _ in (here(engines.tokens, models / model, {}), *plain.run(engines.tokens, models / model, {})):
+        assert tokens == references[model]
     assert plain.run(registered_types) == [(False, False)]
     assert here(registered_types) == (True, True)
 
@@ -65,15 +68,15 @@ def test_every_lane_needs_a_rank(models: Path, here: Any) -> None:
     ("keys", "message"),
     [
         ({"ladder_layers": 2, "lanes": 2}, "--pipeline-parallel-size 2: .* 2 lanes .*: use 1"),
-        ({"num_experts": 8, "expert_layers": [1]}, "num_experts 8: the plugin serves dense models"),
+        ({"num_experts": 8, "expert_layers": [1]}, "--data-parallel-size 2: .* 8 experts; use 1"),
     ],
 )
-def test_lanes_cannot_be_staged_and_experts_not_served(keys: dict[str, Any], message: str) -> None:
+def test_lanes_cannot_be_staged_and_experts_not_replicated(keys: dict[str, Any], message: str) -> None:
     from megatron_ladder_vllm.configuration_megatron_ladder import MegatronLadderConfig
     from megatron_ladder_vllm.deployment import DeploymentRules
 
     model = SimpleNamespace(hf_config=MegatronLadderConfig(**keys))
-    parallel = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=2)
+    parallel = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=2)
     config: Any = SimpleNamespace(model_config=model, parallel_config=parallel)
     with pytest.raises(ValueError, match=message):
         DeploymentRules.verify_and_update_config(config)

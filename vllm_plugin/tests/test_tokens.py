@@ -7,19 +7,22 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_plugin.tests.models import LANES, VARIANTS, WIRINGS, make_prompts
+from vllm_plugin.tests.models import EXPERT_VARIANTS, EXPERTS, LANES, VARIANTS, WIRINGS, make_prompts
 
 EAGER, COMPILED = {"enforce_eager": True}, {"enforce_eager": False}
-# Every variant with both numbers of ranks, and in both modes.
-_VARIANT_CASES = [
+_MODES = ("eager", "compiled")
+# Every variant and all experts with both numbers of ranks, and in both modes.
+_COVER = [
     (name, (rank_count, mode))
-    for index, name in enumerate(VARIANTS)
-    for rank_count, mode in zip((1, 2), (("eager", "compiled"), ("compiled", "eager"))[index % 2], strict=True)
+    for index, name in enumerate((*VARIANTS, *EXPERTS, *EXPERT_VARIANTS))
+    for rank_count, mode in zip((1, 2), (_MODES, _MODES[::-1])[index % 2], strict=True)
 ]
+_OTHERS = [case for case in product(EXPERTS, product((1, 2), _MODES)) if case not in _COVER]
 CASES = [
-    *product(WIRINGS, product((1, 2), ("eager", "compiled"))),
-    *product(LANES, product((2,), ("eager", "compiled"))),
-    *_VARIANT_CASES,
+    *product(WIRINGS, product((1, 2), _MODES)),
+    *product(LANES, product((2,), _MODES)),
+    *_COVER,
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in _OTHERS),
 ]
 
 
@@ -31,7 +34,7 @@ def test_the_references_distinguish_the_models(references: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "how"), CASES, ids=[f"{name}-{rank_count}-{mode}" for name, (rank_count, mode) in CASES]
+    ("model", "how"), CASES, ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else value
 )
 def test_tokens_equal_those_of_the_generator(
     model: str, how: tuple[int, str], models: Path, references: Any, ranks: Any, here: Any
@@ -53,7 +56,15 @@ def test_tokens_equal_those_of_the_generator(
 
 @pytest.mark.parametrize(
     ("model", "partition"),
-    [("hybrid", "1,2"), ("hybrid", "2,1"), ("ladder", "1,2"), ("staleness-2", "2,1"), ("tied-head", "2,1")],
+    [
+        ("hybrid", "1,2"),
+        ("hybrid", "2,1"),
+        ("ladder", "1,2"),
+        ("staleness-2", "2,1"),
+        ("tied-head", "2,1"),
+        ("experts-farskip", "1,2"),
+        ("experts-shortcut", "2,1"),
+    ],
 )
 def test_tokens_with_pipeline_stages(model: str, partition: str, models: Path, references: Any, ranks: Any) -> None:
     """The first cut of the hybrid is at its border; the others are between layers that read late."""
@@ -62,7 +73,19 @@ def test_tokens_with_pipeline_stages(model: str, partition: str, models: Path, r
     assert ranks.run(engines.staged_tokens, models / model, partition) == [references[model]] * 2
 
 
-@pytest.mark.parametrize("model", [*WIRINGS, *LANES, *VARIANTS])
+@pytest.mark.parametrize("mode", _MODES)
+@pytest.mark.parametrize("model", ["experts-ladder", "experts-farskip", "experts-glm"])
+def test_tokens_with_experts_divided_among_the_ranks(
+    model: str, mode: str, models: Path, references: Any, ranks: Any
+) -> None:
+    from vllm_plugin.tests import engines
+
+    options = {"enforce_eager": mode == "eager", "enable_expert_parallel": True}
+    for tokens, _ in ranks.run(engines.tokens, models / model, options):
+        assert tokens == references[model]
+
+
+@pytest.mark.parametrize("model", [*WIRINGS, *LANES, *VARIANTS, *EXPERTS, *list(EXPERT_VARIANTS)[:-1]])
 def test_the_exported_module_chooses_the_same_tokens(model: str, models: Path, references: Any) -> None:
     module = exported(models / model)
     for prompt, tokens in zip(make_prompts(), references[model], strict=True):
