@@ -70,7 +70,7 @@ BUDGETS = {
     f"{PACKAGE}/generate/": 2_270,
     f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_620,
     "tools/": 6_633,
-    "vllm_plugin/": 2_053,
+    "vllm_plugin/": 2_332,
     "tests/": 27_717,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""

@@ -73,6 +73,7 @@ EXPERT_VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3-moe": {"qk_layernorm": True} | _EXPERTS | {"moe_shared_expert_intermediate_size": 0},
 }
 """Routers of all kinds, late and other layers of experts in one model, and a model that vLLM has."""
+SERVED = ("ladder", "experts-farskip")
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ADAPTER_RANK = 4
 
@@ -126,8 +127,9 @@ def write_everything(folder: Path) -> None:
     change_config(folder / "desync", residual_mode="desync", ladder_layers=[], desync_interval=2, desync_tp=2)
     for name in ("standard", "llama"):
         quantise(folder / name, folder / f"{name}-int8")
-    shutil.copytree(folder / "ladder", folder / "served")
-    write_tokenizer(folder / "served")
+    for name in SERVED:
+        shutil.copytree(folder / name, folder / f"served-{name}")
+        write_tokenizer(folder / f"served-{name}")
 
 
 def change_config(folder: Path, **changes: Any) -> None:

@@ -14,20 +14,21 @@ from typing import Any
 
 import pytest
 
-from vllm_plugin.tests.models import NEW_TOKENS, make_prompts
+from vllm_plugin.tests.models import NEW_TOKENS, SERVED, make_prompts
 
 REQUESTS = 200
 START_TIMEOUT = 400.0
 """Seconds; four processes import vLLM."""
 
 
-def test_two_hundred_concurrent_requests(models: Path, references: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", SERVED)
+def test_two_hundred_concurrent_requests(model: str, models: Path, references: Any, tmp_path: Path) -> None:
     from vllm.utils.network_utils import get_open_port
 
     port = get_open_port()
     log = tmp_path / "serve.txt"
     # The command `vllm` fails in the CPU build: it asks for the version of a package that has another name there.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(models / "served")]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(models / f"served-{model}")]
     command += f"--served-model-name ladder --tensor-parallel-size 2 --host 127.0.0.1 --port {port}".split()
     command += (
         "--dtype float32 --enforce-eager --disable-uvicorn-access-log --max-model-len 128 --max-num-seqs 16".split()
@@ -50,7 +51,7 @@ def test_two_hundred_concurrent_requests(models: Path, references: Any, tmp_path
     assert len(found) == REQUESTS
     for number, tokens in enumerate(found):
         prompt, length = choice(number)
-        assert tokens == references["ladder"][prompt][:length], number
+        assert tokens == references[model][prompt][:length], number
 
 
 def choice(number: int) -> tuple[int, int]:
