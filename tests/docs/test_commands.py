@@ -16,6 +16,7 @@ OTHERS = {
     "--node_rank",
     "--local-dir",
     "--shm-size",
+    "--enable-expert-parallel",
     "--enforce-eager",
     "--quantization",
     "--batch_size",
