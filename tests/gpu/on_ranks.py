@@ -36,6 +36,7 @@ from tests.helpers.sharded import mesh_of
 from tests.helpers.steps import steps_of_batches
 from tests.helpers.training import build_trainer_here, own_batches, rank_device
 from tests.helpers.waits import MaskedNumbers, waits_of_steps
+from tests.unit.parallel.test_grouped import largest_errors
 
 PROMPTS = ((5, 9, 3), (17,), (1, 2, 3, 4, 5, 6, 7, 8, 40), (60, 60, 2, 11, 9))
 LONG_PROMPTS = (tuple(number * number % 67 for number in range(700)), PROMPTS[0])
@@ -188,6 +189,36 @@ def product_errors(out: int, tokens: int, width: int) -> tuple[float, float, flo
         synchronise()
         times.append((time.perf_counter() - began) / TIMED_SUMS)
     return errors[0], errors[1], times[0], times[1]
+
+
+def product_of_experts_errors(dtype_name: str, hidden: int, width: int, local: range) -> tuple[float, ...]:
+    """See `largest_errors`."""
+    return largest_errors(DTYPES[dtype_name], hidden, width, local, rank_device())
+
+
+def time_captured() -> tuple[float, float]:
+    """Return the seconds of a training step without and with graphs.
+
+    Each rank has the part of 16 layers of an 8B model that it would have among eight.
+    """
+    ranks, medians = dist.get_world_size(), []
+    argv = (
+        f"--num-layers 16 --hidden-size 4096 --ffn-hidden-size {14336 * ranks // 8} --head-dim 128 --bf16 "
+        f"--num-attention-heads {4 * ranks} --num-key-value-heads {ranks} --tensor-model-parallel-size {ranks} "
+        f"--residual-mode ladder --train-iters {TIMED_PASSES} --lr 1e-4 --micro-batch-size 1 --seq-length 2048"
+    )
+    batch = steps_of_batches(1, 1, samples=1, tokens=2048)[0]
+    for graphs in ("false", "true"):
+        trainer, times = build_trainer_here([*argv.split(), "--global-batch-size", "1", "--cuda-graph", graphs]), []
+        for iteration in range(1, TIMED_PASSES + 1):
+            began = time.perf_counter()
+            # Its end is a read of the loss.
+            train_step(trainer, own_batches(trainer, batch), iteration)
+            times.append(time.perf_counter() - began)
+        # The first ones compile and capture.
+        medians.append(statistics.median(times[TIMED_PASSES // 2 :]))
+        trainer.engine.close()
+    return medians[0], medians[1]
 
 
 def host_waits(argv: list[str], traces: Path) -> list[list[str]]:

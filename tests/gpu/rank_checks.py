@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
+from tests.distributed.test_captured import batches_of_steps, check_captured, histories
+from tests.distributed.test_experts_training import GLM, QWEN, with_balancing_losses
 from tests.gpu import on_ranks
 from tests.gpu.runner import Machine, NotRun, Value, check
 from tests.helpers.states import everything, pass_on
 from tests.helpers.steps import RECIPE, check_outcome, plain_steps, train
+from tests.reference import reference_gradients
 from tests.unit.generate.tiny_model import reference_of, tiny_config, write_checkpoint
 
 COLLECTIVE_LIMITS = {"fp32": 1e-6, "bf16": 2e-2, "moved": 0.0}
@@ -28,6 +31,10 @@ WIRINGS = {
     "hybrid": "--residual-mode ladder --ladder-layers 1",
     "staleness 2": "--residual-mode ladder --residual-staleness 2",
 }
+EXPERT_WIRINGS = (
+    *(f"{GLM} --residual-mode {mode}" for mode in ("standard", "farskip", "shortcut")),
+    *(f"{QWEN} --residual-mode {mode}" for mode in ("ladder", "longcat")),
+)
 DEEPSPEED_WAITS = {"ZeRO-3": 3}
 """Waits of DeepSpeed in a step: for the last reduces of each of two micro-batches, and after the step for the gather of
 small parameters."""
@@ -81,13 +88,14 @@ def collectives(machine: Machine, ranks: int) -> str:
 
 @check("five steps, compared with plain arithmetic", gpus=(1, 2), seconds=120)
 def plain_arithmetic(machine: Machine, ranks: int) -> str:
-    cases = list(WIRINGS.values())
+    cases = dict.fromkeys(WIRINGS.values(), reference_gradients)
     if ranks == 2:
-        cases = [f"--residual-mode desync --desync-interval {interval}" for interval in (2, 4)]
-    for words in cases:
+        cases = {f"--residual-mode desync --desync-interval {interval}": reference_gradients for interval in (2, 4)}
+    cases |= dict.fromkeys(EXPERT_WIRINGS, with_balancing_losses)
+    for words, gradients_of in cases.items():
         argv = [*RECIPE, *words.split(), "--global-batch-size", "8", "--tensor-model-parallel-size", str(ranks)]
         argv += NOT_COMPILED.split()
-        weights, batches, expected, final = machine.call(ranks, plain_steps, argv, ranks)[0]
+        weights, batches, expected, final = machine.call(ranks, plain_steps, argv, ranks, gradients_of)[0]
         check_outcome(machine.call(ranks, train, argv, weights, batches), expected, final, slack=10)
     return f"{len(cases)} wirings: losses, norms and weights agree"
 
@@ -233,6 +241,39 @@ def products(machine: Machine, ranks: int) -> str:
     return figure
 
 
+@check("products with the matrices of experts, compared with a loop", gpus=1, seconds=60)
+def expert_products(machine: Machine, ranks: int) -> str:
+    limits = {"fp32": 1e-5, "bf16": 2e-2}
+    worst = dict.fromkeys(limits, 0.0)
+    # Aligned rows, rows that a grouped product rejects, and a rank with some of the experts; two have no tokens.
+    for hidden, width, local in ((64, 32, range(6)), (64, 32, range(2, 4)), (9, 5, range(6))):
+        for name in limits:
+            (errors,) = machine.call(ranks, on_ranks.product_of_experts_errors, name, hidden, width, local)
+            worst[name] = max(worst[name], *errors)
+    figure = ", ".join(f"{name} {error:.1e}" for name, error in worst.items())
+    assert all(worst[name] <= limit for name, limit in limits.items()), f"{figure}: above the limits"
+    return figure
+
+
+@check("captured training steps, compared with steps without graphs", gpus=(1, 2, 8), seconds=240)
+def captured_training(machine: Machine, ranks: int) -> str:
+    tensor_parallel = f"--tensor-model-parallel-size {ranks}"
+    layouts = [(tensor_parallel, 4), (f"{tensor_parallel} --recompute-granularity full", 1)]
+    if ranks > 1:
+        layouts = [(tensor_parallel, 4), (f"{tensor_parallel} --sequence-parallel --z-loss-coeff 1e-3", 2), ("", ranks)]
+    # A CPU's stand-in for graphs takes long.
+    wirings = ("standard", "ladder", "ladder-parallel", "staleness 2") if machine.on_gpu else ("ladder",)
+    for wiring, (words, micro_batches) in itertools.product(wirings, layouts):
+        argv = [*RECIPE, *WIRINGS[wiring].split(), *words.split(), "--bf16", *NOT_COMPILED.split()]
+        argv += ["--global-batch-size", str(2 * micro_batches)]
+        check_captured(machine.call(ranks, histories, argv, batches_of_steps(micro_batches)))
+    figure = f"{len(wirings) * len(layouts)} cases bitwise equal"
+    if machine.on_gpu:
+        without, captured = machine.call(ranks, on_ranks.time_captured)[0]
+        figure += f"; 16 layers of an 8B, 2,048 tokens: {1e3 * without:.1f} ms, with graphs {1e3 * captured:.1f} ms"
+    return figure
+
+
 @check("attention backends", gpus=1, seconds=120, value=Value.FAST)
 def attention(machine: Machine, ranks: int) -> str:
     dtype = "bf16" if machine.on_gpu else "fp32"
@@ -248,12 +289,24 @@ def attention(machine: Machine, ranks: int) -> str:
     return figure
 
 
-def decoding_model(machine: Machine) -> Path:
+DECODED = {
+    "ladder": {"residual_mode": "ladder"},
+    "farskip": {
+        "residual_mode": "farskip",
+        "num_experts": 6,
+        "moe_ffn_hidden_size": 64,
+        "moe_shared_expert_intermediate_size": 64,
+        "moe_layers": (1, 2),
+    },
+}
+
+
+def decoding_model(machine: Machine, wiring: str = "ladder") -> Path:
     """Return the directory of a small model that eight ranks can share."""
-    folder = machine.folder / "model"
+    folder = machine.folder / wiring
     if not folder.exists():
         sizes = {"num_attention_heads": 8, "head_dim": 128, "max_position_embeddings": 2048}
-        config = tiny_config(residual_mode="ladder", ladder_layers=(1, 2), **sizes)
+        config = tiny_config(ladder_layers=(1, 2), **sizes, **DECODED[wiring])
         write_checkpoint(folder, config, reference_of(config)[0])
     return folder
 
@@ -284,13 +337,14 @@ def compare_decoded(found: Decoded, wanted: Decoded, dtype: str) -> tuple[int, f
 @check("captured decoding, compared with eager decoding", gpus=(1, 2, 8), seconds=120)
 def captured_decoding(machine: Machine, ranks: int) -> str:
     figures = []
-    for dtype in LOGPROB_LIMITS:
+    for wiring, dtype in itertools.product(DECODED, LOGPROB_LIMITS):
         eager, captured = (
-            machine.call(ranks, on_ranks.decode, decoding_model(machine), dtype, captured)[0]
+            machine.call(ranks, on_ranks.decode, decoding_model(machine, wiring), dtype, captured)[0]
             for captured in (False, True)
         )
         equal, worst = compare_decoded(captured, eager, dtype)
-        figures.append(f"{dtype}: {equal} of {sum(len(ids) for ids, _ in eager)} tokens, logprobs within {worst:.1e}")
+        tokens = sum(len(ids) for ids, _ in eager)
+        figures.append(f"{wiring} {dtype}: {equal} of {tokens} tokens, logprobs within {worst:.1e}")
     return "; ".join(figures)
 
 

@@ -59,6 +59,8 @@ SIZES: dict[str, ModelConfig] = {
     "small-train": _shape(6, 512, 704, 8, 8, 2048),
     "small-moe": _shape(8, 1024, 1408, 16, 16, 4096, **_experts(16, 2, 512, range(8), 384)),
     "small-moe-train": _shape(6, 512, 704, 8, 8, 2048, **_experts(8, 2, 256, range(6), 192)),
+    "study-moe": _shape(8, 48, 96, 2, 2, 512, **_experts(16, 2, 48, range(8), 48)),
+    "study-moe-larger": _shape(8, 96, 192, 4, 4, 512, **_experts(16, 2, 96, range(8), 96)),
     "paper-1.2b": _shape(40, 1536, 4096, 24, 24, STARCODER_VOCABULARY),
     "paper-1.5b": _shape(52, 1536, 4096, 24, 24, STARCODER_VOCABULARY),
     "paper-3.5b": _shape(40, 2304, 9216, 36, 36, STARCODER_VOCABULARY),
@@ -90,7 +92,7 @@ SIZES: dict[str, ModelConfig] = {
     "llama-405b": _shape(126, 16384, 53248, 128, 8, LLAMA3_VOCABULARY),
 }
 """small and small-train: attention and MLP cost the same, for two CPU cores; small-moe*: so do attention and the
-experts that a token uses. small-llama: the MLP costs twice as much,
+experts that a token uses. study-moe*: for docs/studies.md. small-llama: the MLP costs twice as much,
 as in Llama. paper-*: the models of the paper (arXiv 2501.06589); paper-1.5b and paper-4.5b are its deeper ladders, with
 the 52 layers of 1.55b and 3.9bh in the authors' inference program (github.com/mayank31398/ladder-residual-inference,
 gpt_fast/gpt_ladder_TP.py). paper-*-tp8: as in that program, with 32 heads of 72 instead of the 36 of 64 that the
