@@ -19,7 +19,6 @@ end(k), asleep except for the last moment:
 The copy and the sum cost processor time and no wire time; the hold hides the sum.
 """
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,12 +28,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ladder_lab.link.shared_memory import Arena, Board, Record
+from ladder_lab.link.shared_memory import SLOTS, SharedSlots
 from megatron_ladder.comm.group import CommGroup, Work
 from megatron_ladder.errors import LostPeerError
 
 FIRST_TENSOR_BYTES = 1 << 16
-"""Tensor size for which the first arena is made."""
+"""Tensor size for which the first slots are made."""
 POLL_SECONDS = 20e-6
 """Sleep between two polls of a late peer."""
 _Combine = Callable[[Sequence[Tensor]], object]
@@ -51,11 +50,6 @@ class LinkSpec:
     seconds_per_byte: float
     serial: bool
 
-    def __post_init__(self) -> None:
-        for name, value in (("alpha_seconds", self.alpha_seconds), ("seconds_per_byte", self.seconds_per_byte)):
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} = {value}: expected a time of 0 or more")
-
     def seconds(self, num_bytes: int) -> float:
         """Return the wire time of an all-reduce of a tensor of `num_bytes`."""
         return self.alpha_seconds + num_bytes * self.seconds_per_byte
@@ -65,8 +59,8 @@ class LinkSpec:
 class LinkWork:
     """The handle of a collective on an emulated link.
 
-    Its parts are the ranks' contributions, flat, in rank order, until `combine` has computed the result. Its end, when
-    the wire completes it, is known after all ranks have launched it.
+    Its parts are the ranks' contributions, flat, in rank order. Its end, when the wire completes it, is known after all
+    ranks have launched it.
     """
 
     link: "EmulatedLink"
@@ -86,9 +80,8 @@ class EmulatedLink(CommGroup):
 
     One thread of a process uses it. Every rank makes the same calls in the same order, except for `wait`. Tensors are
     on the CPU, contiguous, of any dtype, shape and size. A larger tensor than before enlarges the shared memory, which
-    blocks until every rank has launched that collective. Any number may be in flight: when there is no more room, a
-    launch first computes the oldest sums, which blocks until every rank has launched those; their waits still hold
-    until their ends.
+    blocks until every rank has launched that collective. Any number may be in flight: beyond `SLOTS`, a launch first
+    computes the oldest sums, which blocks until every rank has launched those; their waits still hold until their ends.
 
     Attributes:
         collectives: their number since the counters were reset.
@@ -115,10 +108,8 @@ class EmulatedLink(CommGroup):
         self._timeout_ns = round(timeout_seconds * 1e9)
         self._last_number = 0
         self._wire_free_ns = 0
-        self._without_end: deque[LinkWork] = deque()
-        self._without_sum: deque[LinkWork] = deque()
-        self._board = Board(group) if self.size > 1 else None
-        self._arena = Arena(group, FIRST_TENSOR_BYTES) if self.size > 1 else None
+        self._unsummed: deque[LinkWork] = deque()
+        self._slots = SharedSlots(group, FIRST_TENSOR_BYTES) if self.size > 1 else None
 
     def set_wire(self, alpha_seconds: float, seconds_per_byte: float) -> None:
         """Change the wire for collectives launched from now on; every rank must do so at the same point."""
@@ -131,8 +122,7 @@ class EmulatedLink(CommGroup):
     def start_all_reduce(self, tensor: Tensor) -> Work | None:
         """Start summing `tensor` in place, in its dtype and in rank order; None when this rank is alone.
 
-        Raises ValueError for a tensor that is not on the CPU or not contiguous, and LostPeerError if there is no more
-        room and a peer does not launch the collectives that occupy it.
+        Raises LostPeerError if there is no more room and a peer does not launch the collectives that occupy it.
         """
         if self.size == 1:
             return None
@@ -171,8 +161,7 @@ class EmulatedLink(CommGroup):
     def complete(self, work: LinkWork) -> None:
         """Wait for `work`; the implementation of `LinkWork.wait`."""
         began = time.monotonic_ns()
-        if work.parts:
-            self._sum(work)
+        self._sum_up_to(work.number)
         left = work.end_ns - time.monotonic_ns()
         if left > self._spin_ns:
             time.sleep((left - self._spin_ns) * 1e-9)
@@ -181,75 +170,46 @@ class EmulatedLink(CommGroup):
         self.waited_seconds += (time.monotonic_ns() - began) * 1e-9
 
     def close(self) -> None:
-        """Release what the link holds. Not collective; collectives in flight can no longer be waited for."""
-        self._without_end.clear()
-        self._without_sum.clear()
-        if self._arena is not None:
-            self._arena.close()
-        if self._board is not None:
-            self._board.close()
-        self._board = self._arena = None
+        """Release the shared memory. Not collective; collectives in flight can no longer be waited for."""
+        self._unsummed.clear()
+        self._slots = None
 
     def _launch(self, tensor: Tensor, combine: _Combine, seconds: float) -> LinkWork:
-        if tensor.device.type != "cpu" or not tensor.is_contiguous():
-            raise ValueError(f"expected a contiguous tensor on the CPU, found {tensor.stride()} on {tensor.device}")
-        board, arena = self._memory()
-        num_bytes = tensor.nbytes
-        if not arena.holds(num_bytes):
-            # All ranks replace the arena at the same launch.
-            while self._without_sum:
-                self._sum(self._without_sum[0])
-            # Peers may still read the old arena: each rank unmaps only its own view of it.
-            arena.close()
-            # Powers of two, so that tensors that grow step by step do not cause a replacement at each step.
-            arena = self._arena = Arena(self, 1 << (num_bytes - 1).bit_length())
         number = self._last_number + 1
-        offset, in_the_way = arena.claim(number, num_bytes)
-        if in_the_way:
-            # Block until no rank reads the bytes any more.
-            while self._without_sum and self._without_sum[0].number <= in_the_way:
-                self._sum(self._without_sum[0])
-            self._await_peers(board.delivered, in_the_way, "summed")
-        parts = arena.views(offset, num_bytes, tensor.dtype)
+        if tensor.nbytes > self._open_slots.slot_bytes:
+            # All ranks replace the slots at the same launch. Each unmaps only its own view of the old ones. Powers of
+            # two, so that tensors that grow step by step do not cause a replacement at each step.
+            self._sum_up_to(self._last_number)
+            self._slots = SharedSlots(self, 1 << (tensor.nbytes - 1).bit_length(), self._last_number)
+        slots = self._open_slots
+        # Block until no rank reads the slot any more.
+        self._sum_up_to(number - SLOTS)
+        self._await_peers(slots.delivered, number - SLOTS, "summed")
+        parts = slots.tensors(number, tensor.nbytes, tensor.dtype)
         parts[self.rank].copy_(tensor.data.view(-1))
-        wire_ns = round(seconds * 1e9)
-        board.publish(number, Record(time.monotonic_ns(), num_bytes, wire_ns))
+        slots.publish(number, time.monotonic_ns())
         self._last_number = number
         self.collectives += 1
-        work = LinkWork(self, number, combine, parts, wire_ns)
-        self._without_end.append(work)
-        self._without_sum.append(work)
+        work = LinkWork(self, number, combine, parts, round(seconds * 1e9))
+        self._unsummed.append(work)
         return work
 
-    def _memory(self) -> tuple[Board, Arena]:
-        if self._board is None or self._arena is None:
-            raise RuntimeError("this emulated link is closed")
-        return self._board, self._arena
+    @property
+    def _open_slots(self) -> SharedSlots:
+        assert self._slots is not None, "this emulated link is closed"
+        return self._slots
 
-    def _sum(self, work: LinkWork) -> None:
-        """Wait for all ranks' contributions, compute the result, and find the end of this and earlier works."""
-        board, _ = self._memory()
-        self._await_peers(board.launched, work.number, "launched")
-        while self._without_end and self._without_end[0].number <= work.number:
-            self._find_end(board, self._without_end.popleft())
-        work.combine(work.parts)
-        work.parts = ()
-        last = 0
-        while self._without_sum and not self._without_sum[0].parts:
-            last = self._without_sum.popleft().number
-        if last:
-            board.publish_delivered(last)
-
-    def _find_end(self, board: Board, work: LinkWork) -> None:
-        """Apply the rule at the top of this file; works come in launch order."""
-        records = board.records(work.number)
-        if len({(record.num_bytes, record.wire_ns) for record in records}) > 1:
-            found = "; ".join(f"rank {r}: {rec.num_bytes} bytes, {rec.wire_ns} ns" for r, rec in enumerate(records))
-            raise RuntimeError(f"the ranks are out of step at all-reduce {work.number} of an emulated link: {found}")
-        begin = max(record.launched_ns for record in records)
-        if self.spec.serial:
-            begin = max(begin, self._wire_free_ns)
-        work.end_ns = self._wire_free_ns = begin + work.wire_ns
+    def _sum_up_to(self, number: int) -> None:
+        """Compute the results of the oldest collectives, when all ranks have launched them, and find their ends."""
+        while self._unsummed and self._unsummed[0].number <= number:
+            work, slots = self._unsummed.popleft(), self._open_slots
+            self._await_peers(slots.launched, work.number, "launched")
+            begin = slots.last_launch_ns(work.number)
+            if self.spec.serial:
+                begin = max(begin, self._wire_free_ns)
+            work.end_ns = self._wire_free_ns = begin + work.wire_ns
+            work.combine(work.parts)
+            slots.publish_delivered(work.number)
 
     def _await_peers(self, counters: Callable[[], list[int]], number: int, done: str) -> None:
         """Block until every rank's counter is at least `number`."""
