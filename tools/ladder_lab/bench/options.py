@@ -4,22 +4,23 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, cast
 
 from ladder_lab.bench.sizes import SHAPE, SIZES, find_size
 from ladder_lab.bench.variants import VARIANTS
 from ladder_lab.cost.machines import PRESETS
 from megatron_ladder.blueprint.model import model_errors, tensor_parallel_errors
 from megatron_ladder.blueprint.wiring import EXPERT_MODES
-from megatron_ladder.command_line import is_flag, parse_command_line
+from megatron_ladder.command_line import parse_command_line, take_subcommand
 from megatron_ladder.errors import raise_user_errors
 from megatron_ladder.flags import flag
 
 Case = Literal["decode", "prefill", "train"]
-CASES: tuple[Case, ...] = get_args(Case)
-_DESCRIPTION = (
-    "Times wirings in alternation: decoding tokens, prefilling a prompt, or forward and backward of a micro-batch."
-)
+CASES = {
+    "decode": "Time wirings in alternation: decoding tokens.",
+    "prefill": "Time wirings in alternation: prefilling a prompt.",
+    "train": "Time wirings in alternation: forward and backward of a micro-batch.",
+}
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 DEFAULT_ALPHA = ("0", "0.5c", "1c", "2c")
 OWN = "own"
@@ -32,24 +33,21 @@ MOST_SMS = 32
 
 @dataclass(frozen=True)
 class BenchmarkOptions:
-    """Passes. Wirings to compare, their interconnect, and the size of the timed passes. Lists: A B C or A,B,C."""
+    """Passes. Wirings to compare, their interconnect, and the size of the timed passes."""
 
-    tp: int = 2
+    tp: int = flag(2, minimum=2)
     """Tensor-parallel processes, each with a dedicated core or GPU. The program starts them, unless `deepspeed` or
     `torchrun` did, on one or several hosts."""
-    wirings: tuple[str, ...] = flag(
-        ("standard", "ladder", "parallel", "ladder-parallel"), details=f"Among {', '.join(VARIANTS)}."
-    )
+    wirings: tuple[str, ...] = flag(("standard", "ladder", "parallel", "ladder-parallel"), choices=VARIANTS)
     """Ways to compute, interleaved in every round. -blocking waits for every all-reduce at once, ladder-autograd leaves
     backward to autograd, and no-comm omits the all-reduces."""
     sizes: tuple[str, ...] = flag((), aliases=("--size",), details=f"Names: {', '.join(SIZES)}; numbers: {SHAPE}.")
     """Shapes of the model, measured one after the other, by name or in numbers such as 8x192x512x6x6x4096. If not
     given: small-train for train, small otherwise."""
-    alpha: tuple[str, ...] = ()
+    alpha: tuple[str, ...] = flag(DEFAULT_ALPHA, requires="--device cpu", details=f"Among {', '.join(PRESETS)}.")
     """Times of one all-reduce on the emulated wire: 500us, 2ms, or multiples of a sub-block's measured computation: 1c
-    of the mean sub-block, 1a of the attention. 0 0.5c 1c 2c if neither this nor --link-preset is given."""
-    link_preset: tuple[str, ...] = flag((), details=f"Among {', '.join(PRESETS)}.")
-    """Additional times of one all-reduce: those of a real interconnect for this number of ranks and size of message."""
+    of the mean sub-block, 1a of the attention; or that of a real interconnect for this number of ranks and size of
+    message."""
     link: Literal["serial", "pipelined"] = "serial"
     """Whether the emulated wire carries collectives one after another, as NCCL does, or concurrently."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -78,61 +76,37 @@ class BenchmarkOptions:
 
 def parse_options(argv: Sequence[str]) -> tuple[Case, BenchmarkOptions]:
     """Parse `decode|prefill|train` and the flags; raise UserError with one message per error."""
-    errors: list[str] = []
-    words = list(argv)
-    case: str = CASES[0]
-    if words and words[0] in CASES:
-        case = words.pop(0)
-    elif not {"-h", "--help", "--version"} & set(words):
-        found = f"{words.pop(0)}: " if words and not is_flag(words[0]) else ""
-        errors.append(f"{found}expected one of {', '.join(CASES)} first")
-    (given,) = parse_command_line([BenchmarkOptions], words, f"benchmark.py {{{','.join(CASES)}}}", _DESCRIPTION)
-    alpha, presets = _words(given.alpha), _words(given.link_preset)
-    if given.device == "cuda":
-        alpha = (OWN,)
-    elif not alpha and not presets:
-        alpha = DEFAULT_ALPHA
-    sizes = _words(given.sizes) or ("small-train" if case == "train" else "small",)
-    options = replace(given, wirings=_words(given.wirings), sizes=sizes, alpha=alpha, link_preset=presets)
-    if given.cuda_graph and case != "decode":
-        errors.append(f"--cuda-graph: only the step of decode can be captured, found {case}; remove the flag")
-    errors += _find_errors(options, given)
-    raise_user_errors(errors)
-    return CASES[CASES.index(case)], options
+    found, words = take_subcommand(argv, CASES, "benchmark.py", "Times wirings in alternation.")
+    case = cast(Case, found)
+    (options,) = parse_command_line([BenchmarkOptions], words, f"benchmark.py {case}", CASES[case])
+    raise_user_errors(_find_errors(case, options))
+    return case, replace(
+        options,
+        alpha=(OWN,) if options.device == "cuda" else options.alpha,
+        sizes=options.sizes or ("small-train" if case == "train" else "small",),
+    )
 
 
-def _words(values: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(word for value in values for word in value.split(",") if word)
-
-
-def _find_errors(options: BenchmarkOptions, given: BenchmarkOptions) -> Iterator[str]:
-    if options.tp < 2:
-        yield f"--tp {options.tp}: expected 2 or more; with fewer there is nothing to reduce"
-    unknown = [name for name in options.wirings if name not in VARIANTS]
-    if unknown:
-        yield f"--wirings {' '.join(unknown)}: expected some of {', '.join(VARIANTS)}"
-    for size in options.sizes if options.tp > 1 else ():
+def _find_errors(case: Case, options: BenchmarkOptions) -> Iterator[str]:
+    if options.cuda_graph and case != "decode":
+        yield f"--cuda-graph: only the step of decode can be captured, found {case}; remove the flag"
+    for size in options.sizes:
         try:
             shape = find_size(size)
             yield from tensor_parallel_errors(shape, options.tp)
-            for wiring in [VARIANTS[name].wiring for name in options.wirings if name in VARIANTS]:
+            for wiring in [VARIANTS[name].wiring for name in options.wirings]:
                 if wiring.mode in EXPERT_MODES:
                     yield from (f"--sizes {size}: {error}" for error in model_errors(wiring.of(shape, options.tp)))
         except ValueError as error:
             yield f"--sizes {size}: {error}"
-    for text in _words(given.alpha):
-        if parse_alpha(text) is None:
-            yield f"--alpha {text}: expected a time such as 500us or 2ms, or a multiple such as 1c or 0.5a"
-    for preset in options.link_preset:
-        if preset not in PRESETS:
-            yield f"--link-preset {preset}: expected some of {', '.join(PRESETS)}"
-            continue
+    for text in options.alpha:
         try:
-            PRESETS[preset].seconds(1, max(options.tp, 1))
+            if text in PRESETS:
+                PRESETS[text].seconds(1, options.tp)
+            elif parse_alpha(text) is None:
+                yield f"--alpha {text}: expected 500us, 2ms, 1c, 0.5a, or one of {', '.join(PRESETS)}"
         except ValueError as error:
-            yield f"--link-preset {error}: change --tp"
-    if options.device == "cuda" and (given.alpha or given.link_preset):
-        yield "--alpha and --link-preset are for emulated wires, but --device cuda times the GPUs' own: remove them"
+            yield f"--alpha {error}: change --tp"
 
 
 def parse_alpha(text: str) -> tuple[float, str] | None:

@@ -37,7 +37,7 @@ def _measure(case: Case, options: BenchmarkOptions, place: RankInfo) -> list[Ben
         prediction = comparison.calibrate(workload)
         if place.rank == 0:
             print(_heading(comparison, workload, size, prediction), flush=True)
-        for text in (*options.alpha, *options.link_preset):
+        for text in options.alpha:
             new = _rows(comparison, workload, size, prediction, text)
             rows += new
             if place.rank == 0:

@@ -7,8 +7,9 @@ with nccl-tests.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ladder_lab.cost.links import (
     CONTENTION,
@@ -81,10 +82,22 @@ class LinkPreset:
 
     name: str
     known_ranks: range
-    figures: Callable[[float, int], tuple[float, float, float]]
-    """(bytes of one rank's tensor, ranks) -> us of latency, us of steps, GB/s of the ring's bytes."""
+    rate: float
+    """GB/s of the ring's bytes."""
     source: str
     """Where the figures are from."""
+    latency: float = 0.0
+    """us; and for each rank, and for each doubling of the ranks."""
+    per_rank: float = 0.0
+    per_doubling: float = 0.0
+    root: float = 0.0
+    """us of medium sizes: times the square root of the MB."""
+    to_megabyte: float = 0.0
+    """us of medium sizes: times the MB up to 1 MB and as much beyond it, where the wire takes over."""
+    per_step: float = 0.0
+    """us of medium sizes: for each step of the ring, times the binary logarithm of 1 + size / 8 KB."""
+    of_two: "LinkPreset | None" = None
+    """The interconnect of two ranks, if it is another one."""
 
     def parts(self, num_bytes: float, ranks: int) -> tuple[float, float, float]:
         """Return the seconds of latency, of steps and on the wire; raise ValueError for an unknown number of ranks."""
@@ -93,8 +106,13 @@ class LinkPreset:
         if ranks not in self.known_ranks:
             known = " to ".join(map(str, dict.fromkeys((self.known_ranks[0], self.known_ranks[-1]))))
             raise ValueError(f"{self.name}: known for {known} ranks, found {ranks}")
-        latency, steps, rate = self.figures(num_bytes, ranks)
-        on_wire = wire_bytes(num_bytes, ranks) / (rate * GIGABYTE_PER_SECOND)
+        if ranks == 2 and self.of_two is not None:
+            return self.of_two.parts(num_bytes, ranks)
+        size = num_bytes / MEGABYTE
+        latency = self.latency + self.per_rank * ranks + self.per_doubling * math.log2(ranks)
+        steps = self.root * math.sqrt(size) + self.to_megabyte * min(size, 1.0)
+        steps += self.per_step * (ranks - 1) * math.log2(1 + num_bytes / (8 * KILOBYTE))
+        on_wire = wire_bytes(num_bytes, ranks) / (self.rate * GIGABYTE_PER_SECOND)
         return latency * MICROSECOND, steps * MICROSECOND, on_wire
 
     def seconds(self, num_bytes: float, ranks: int) -> float:
@@ -104,53 +122,18 @@ class LinkPreset:
 
     def changed(self, latency: float | None, rate: float | None, per_doubling: bool = False) -> "LinkPreset":
         """Return the link with a measured latency in us, or one for each doubling of the ranks, and rate in GB/s."""
-
-        def figures(num_bytes: float, ranks: int) -> tuple[float, float, float]:
-            own_latency, steps, own_rate = self.figures(num_bytes, ranks)
-            given = None if latency is None else latency * (math.log2(ranks) if per_doubling else 1)
-            return own_latency if given is None else given, steps, own_rate if rate is None else rate
-
-        if latency is None and rate is None:
+        given: dict[str, Any] = {} if rate is None else {"rate": rate}
+        if latency is not None:
+            given |= {"latency": 0.0, "per_rank": 0.0, "per_doubling": 0.0, "known_ranks": _BOXES}
+            given["per_doubling" if per_doubling else "latency"] = latency
+        if not given:
             return self
-        measured = self.known_ranks if latency is None else range(2, _BOXES[1])
-        return LinkPreset(self.name, measured, figures, f"command line; otherwise {self.source}")
+        of_two = None if self.of_two is None else self.of_two.changed(latency, rate, per_doubling)
+        return replace(self, **given, of_two=of_two, source=f"command line; otherwise {self.source}")
 
 
-_BOXES = (2, 4096)
+_BOX, _BOXES = range(2, 9), range(2, 4097)
 _FIT = "fit to 170 runs published by the authors of arXiv 2501.06589"
-
-
-def _no_p2p(num_bytes: float, ranks: int) -> tuple[float, float, float]:
-    if ranks == 2:
-        return 8, 89 * math.sqrt(num_bytes / MEGABYTE), 15.5
-    return -4.1 + 6.05 * ranks, 1.16 * (ranks - 1) * math.log2(1 + num_bytes / (8 * KILOBYTE)), 233
-
-
-def _preset(
-    name: str,
-    ranks: tuple[int, int],
-    rate: float,
-    source: str,
-    latency: float = 0.0,
-    per_rank: float = 0.0,
-    per_doubling: float = 0.0,
-    root: float = 0.0,
-    to_megabyte: float = 0.0,
-) -> LinkPreset:
-    """Return a preset whose latency depends on the ranks alone.
-
-    Medium sizes take more than latency and wire: `root` us times the square root of the MB, or `to_megabyte` us times
-    the MB up to 1 MB and as much beyond it, where the wire takes over.
-    """
-
-    def figures(num_bytes: float, ranks: int) -> tuple[float, float, float]:
-        size = num_bytes / MEGABYTE
-        start = latency + per_rank * ranks + per_doubling * math.log2(ranks)
-        return start, root * math.sqrt(size) + to_megabyte * min(size, 1.0), rate
-
-    return LinkPreset(name, range(ranks[0], ranks[1] + 1), figures, source)
-
-
 _NVLINK_SOURCE = (
     f"NVLink 4 (H100, H200): {_FIT}; for comparison: 8 GPUs, NCCL in a CUDA graph 17.8 us at 16 KB, 20.9 us at 512 KB, "
     "27.0 us at 1 MB (sgl-project/sglang#22734); bus 365-370 GB/s by ring (NVIDIA/nccl#1455)"
@@ -188,56 +171,37 @@ _THUNDERBOLT_SOURCE = (
     "RDMA between Macs: below 50 us (jeffgeerling.com, RDMA over Thunderbolt 5), 7.6 GB/s (pytorch/pytorch#189856); "
     "TCP: a round trip of 341 to 950 us (exo-explore/exo#2295)"
 )
+_NO_P2P_SOURCE = f"H100 with NCCL_P2P_DISABLE=1: {_FIT}; for comparison: copies 37 GB/s (NVIDIA/nccl#1264)"
+_TWO_WITHOUT_P2P = LinkPreset("no-p2p", _BOX, 15.5, _NO_P2P_SOURCE, latency=8, root=89)
+"""NVLS was left on, so large tensors went over NVSwitch. It takes more than 2 GPUs (vllm-project/vllm#9699), so 2 are
+staged through the host."""
+_NO_P2P: dict[str, Any] = {"latency": -4.1, "per_rank": 6.05, "per_step": 1.16, "of_two": _TWO_WITHOUT_P2P}
+_NVLINK_3_SOURCE = "A100: bus 230.8 GB/s at 1 GB (NVIDIA/nccl#527); latency that of NVLink 4 (assumed)"
+_NVLINK: dict[str, Any] = {"latency": 4.1, "per_rank": 2.12, "root": 14}
+_HOST_4_SOURCE = f"{_STAGED}; bus 12.8 GB/s, 4 RTX 4090 (tinygrad/open-gpu-kernel-modules#22)"
+_HOST_5_SOURCE = f"{_STAGED}; bus 28 GB/s, 8 RTX 5090 (NVIDIA/nccl#1639)"
+_THROUGH_HOST: dict[str, Any] = {"latency": -3.5, "per_rank": 5.77, "root": 89}
+_P2P: dict[str, Any] = {"latency": 2.8, "per_rank": 2.7}
+_IB: dict[str, Any] = {"per_doubling": 20, "root": 20}
 PRESETS: Mapping[str, LinkPreset] = {
     preset.name: preset
     for preset in (
-        _preset("nvlink", (2, 8), 282, _NVLINK_SOURCE, latency=4.1, per_rank=2.12, root=14),
-        # NVLS was left on, so large tensors went over NVSwitch. It takes more than 2 GPUs (vllm-project/vllm#9699), so
-        # 2 are staged through the host.
-        LinkPreset(
-            "no-p2p",
-            range(2, 9),
-            _no_p2p,
-            f"H100 with NCCL_P2P_DISABLE=1: {_FIT}; for comparison: copies 37 GB/s (NVIDIA/nccl#1264)",
-        ),
-        _preset(
-            "nvlink-3",
-            (2, 8),
-            230,
-            "A100: bus 230.8 GB/s at 1 GB (NVIDIA/nccl#527); latency that of NVLink 4 (assumed)",
-            latency=4.1,
-            per_rank=2.12,
-            root=14,
-        ),
-        _preset("nvlink-5", (2, 8), 649, _NVLINK_5_SOURCE, latency=10.9, root=17),
-        _preset(
-            "pcie-4",
-            (2, 8),
-            12.8,
-            f"{_STAGED}; bus 12.8 GB/s, 4 RTX 4090 (tinygrad/open-gpu-kernel-modules#22)",
-            latency=-3.5,
-            per_rank=5.77,
-            root=89,
-        ),
-        _preset(
-            "pcie-5",
-            (2, 8),
-            28,
-            f"{_STAGED}; bus 28 GB/s, 8 RTX 5090 (NVIDIA/nccl#1639)",
-            latency=-3.5,
-            per_rank=5.77,
-            root=89,
-        ),
-        _preset("pcie-4-p2p", (2, 8), 24.7, _PCIE_4_SOURCE, latency=2.8, per_rank=2.7, to_megabyte=139),
-        _preset("pcie-5-p2p", (2, 8), 41, _PCIE_5_SOURCE, latency=2.8, per_rank=2.7, to_megabyte=70),
-        _preset("dgx-spark", (2, 2), 20.1, _SPARK_SOURCE, latency=24, to_megabyte=690),
-        _preset("ib-400", _BOXES, 47, f"{_PER_NODE}; bus 46-49 GB/s (NVIDIA/nccl-tests#290)", per_doubling=20, root=20),
-        _preset("ib-200", _BOXES, 24, f"{_PER_NODE}; bus 24 GB/s (NVIDIA/nccl#412)", per_doubling=20, root=20),
-        _preset("ib-100", _BOXES, 12.2, f"{_PER_NODE}; bus 12.2 GB/s (NVIDIA/nccl-tests#29)", per_doubling=20, root=20),
-        _preset("efa", _BOXES, 5, _EFA_SOURCE, per_doubling=39.7, root=20),
-        _preset("25gbe", _BOXES, 2.8, _ETHERNET_SOURCE, per_doubling=46),
-        _preset("10gbe", _BOXES, 1.1, _ETHERNET_SOURCE, per_doubling=46),
-        _preset("thunderbolt-5", (2, 4), 7.6, _THUNDERBOLT_SOURCE, latency=50),
+        LinkPreset("nvlink", _BOX, 282, _NVLINK_SOURCE, **_NVLINK),
+        LinkPreset("no-p2p", _BOX, 233, _NO_P2P_SOURCE, **_NO_P2P),
+        LinkPreset("nvlink-3", _BOX, 230, _NVLINK_3_SOURCE, **_NVLINK),
+        LinkPreset("nvlink-5", _BOX, 649, _NVLINK_5_SOURCE, latency=10.9, root=17),
+        LinkPreset("pcie-4", _BOX, 12.8, _HOST_4_SOURCE, **_THROUGH_HOST),
+        LinkPreset("pcie-5", _BOX, 28, _HOST_5_SOURCE, **_THROUGH_HOST),
+        LinkPreset("pcie-4-p2p", _BOX, 24.7, _PCIE_4_SOURCE, to_megabyte=139, **_P2P),
+        LinkPreset("pcie-5-p2p", _BOX, 41, _PCIE_5_SOURCE, to_megabyte=70, **_P2P),
+        LinkPreset("dgx-spark", range(2, 3), 20.1, _SPARK_SOURCE, latency=24, to_megabyte=690),
+        LinkPreset("ib-400", _BOXES, 47, f"{_PER_NODE}; bus 46-49 GB/s (NVIDIA/nccl-tests#290)", **_IB),
+        LinkPreset("ib-200", _BOXES, 24, f"{_PER_NODE}; bus 24 GB/s (NVIDIA/nccl#412)", **_IB),
+        LinkPreset("ib-100", _BOXES, 12.2, f"{_PER_NODE}; bus 12.2 GB/s (NVIDIA/nccl-tests#29)", **_IB),
+        LinkPreset("efa", _BOXES, 5, _EFA_SOURCE, per_doubling=39.7, root=20),
+        LinkPreset("25gbe", _BOXES, 2.8, _ETHERNET_SOURCE, per_doubling=46),
+        LinkPreset("10gbe", _BOXES, 1.1, _ETHERNET_SOURCE, per_doubling=46),
+        LinkPreset("thunderbolt-5", range(2, 5), 7.6, _THUNDERBOLT_SOURCE, latency=50),
     )
 }
 """An all-reduce of S bytes on each of n ranks, by name."""

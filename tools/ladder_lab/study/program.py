@@ -325,7 +325,7 @@ def _measured_times(study: _Study, size: str, wirings: Sequence[str]) -> dict[st
         "alpha": grid.link,
         "rounds": max(TIMING_ROUNDS, FEWEST_ROUNDS),
         "json": rows,
-        "wirings": ",".join(wirings),
+        "wirings": wirings,
     }
     command = [sys.executable, str(ROOT / "tools" / "benchmark.py"), "train", *flag_words(values)]
     found: dict[str, Any] = {}

@@ -23,14 +23,12 @@ def test_all_errors_are_reported_together() -> None:
     for words, starts in (
         ("decode --rounds 2 --comm-sms 0", ["--comm-sms 0: expected 1 to 32", "--rounds 2: expected 4 or more"]),
         (
-            "--sizes huge --tp 3 --alpha fast --link-preset wire dgx-spark",
-            [
-                "expected one of decode, prefill, train first",
-                "--sizes huge",
-                "--alpha fast",
-                "--link-preset wire",
-                "--link-preset dgx-spark",
-            ],
+            "train --sizes huge --tp 3 --alpha fast dgx-spark --cuda-graph --device cuda",
+            ["--alpha requires --device cpu"],
+        ),
+        (
+            "train --sizes huge --tp 3 --alpha fast dgx-spark",
+            ["--sizes huge", "--alpha fast", "--alpha dgx-spark: known for 2 ranks, found 3: change --tp"],
         ),
     ):
         with pytest.raises(UserError) as caught:
