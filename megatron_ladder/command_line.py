@@ -121,7 +121,7 @@ def _groups(argv: Sequence[str], found: FlagWords) -> list[tuple[str, list[str],
     """Return each flag with the word after its equals sign, and the words up to the next flag."""
     groups: list[tuple[str, list[str], list[str]]] = []
     for word in argv:
-        if is_flag(word):
+        if _is_flag(word):
             name, equals, value = word.partition("=")
             groups.append((name, [value] if equals else [], []))
         elif groups:
@@ -198,7 +198,7 @@ def flag_words(flags: Mapping[str, Any]) -> list[str]:
             words.append(flag_name(name if value else f"no_{name}"))
         elif value is not None:
             values = [str(one) for one in (value if isinstance(value, list | tuple) else [value])]
-            if len(values) < 2 or any(map(is_flag, values)):
+            if len(values) < 2 or any(map(_is_flag, values)):
                 words += [f"{flag_name(name)}={one}" for one in values]
             else:
                 words += [flag_name(name), *values]
@@ -231,10 +231,10 @@ def take_subcommand(
         parser.parse_args([first])
     near = difflib.get_close_matches(first, descriptions, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    found = f"{first}: " if first and not is_flag(first) else ""
+    found = f"{first}: " if first and not _is_flag(first) else ""
     raise UserError(f"{found}expected one of {', '.join(descriptions)} first{hint}")
 
 
-def is_flag(word: str) -> bool:
+def _is_flag(word: str) -> bool:
     """Return whether a word of a command line is a flag; negative numbers are not."""
     return word.startswith("--") and len(word) > 2 and not word[2].isdigit()

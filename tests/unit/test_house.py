@@ -69,9 +69,9 @@ BUDGETS = {
     f"{PACKAGE}/convert/": 2_715,
     f"{PACKAGE}/generate/": 2_270,
     f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_620,
-    "tools/": 6_635,
+    "tools/": 6_436,
     "vllm_plugin/": 2_332,
-    "tests/": 27_817,
+    "tests/": 28_365,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
 MOST_WORDS = 32_000

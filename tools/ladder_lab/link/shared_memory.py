@@ -54,8 +54,8 @@ def _map_shared(group: CommGroup, num_bytes: int) -> mmap.mmap:
         path, error = group.broadcast_object((path, error))
         try:
             if path is not None:
-                with open(path, "r+b") as file:
-                    memory = mmap.mmap(file.fileno(), num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+                with open(path, "r+b") as shared:
+                    memory = mmap.mmap(shared.fileno(), num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except OSError as cause:
             error = f"rank {group.ranks[group.rank]} cannot open shared memory ({cause}): an emulated link needs all "
             error += "of its ranks on one machine"
