@@ -71,7 +71,7 @@ BUDGETS = {
     f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_620,
     "tools/": 6_436,
     "vllm_plugin/": 2_332,
-    "tests/": 28_365,
+    "tests/": 27_815,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
 MOST_WORDS = 32_000
