@@ -81,7 +81,7 @@ def banner(trainer: Trainer) -> str:
         "overlap": _overlap(run),
         "recompute": f"{run.recompute_layers} layers" if run.recompute_layers else "none",
         "norm": trainer.implementations["norm"],
-        "optimizer": f"AdamW by {trainer.implementations['optimizer']}",
+        "optimizer": trainer.implementations["optimizer"],
     }
     width = max(map(len, rows))
     return "\n".join([f"megatron_ladder {__version__}", *(f"  {name:<{width}}  {rows[name]}" for name in rows)])

@@ -200,7 +200,9 @@ def _recorded(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
     if "global_batch_size" in run:
         sections["training"]["global_batch_size"] = run["global_batch_size"]
     if "optimizer" in run:
-        sections["optimizer"] = to_plain(OptimizerConfig(**run["optimizer"]).completed(run["training"]["train_iters"]))
+        sections["optimizer"] = to_plain(
+            msgspec.convert(run["optimizer"], OptimizerConfig).completed(run["training"]["train_iters"])
+        )
     return sections
 
 

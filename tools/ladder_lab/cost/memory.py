@@ -60,7 +60,7 @@ class Layout:
     """How a model and its batch are distributed.
 
     `micro_batch` is in samples. With `recompute`, backward keeps only the inputs of sub-blocks. Fused norms keep only
-    their input, as those of torch and apex do on CUDA; torch's norm keeps more on a CPU. `muon` is the optimizer.
+    their input, as that of torch does on CUDA; on a CPU it keeps more. `muon` is the optimizer.
     """
 
     tensor: int = 1
