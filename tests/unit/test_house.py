@@ -58,22 +58,22 @@ MOST_LINES_OF_A_FILE = 470
 
 FIRST_FLOOR = ("errors", "files", "processes", "progress", "api", "lm_eval")
 BUDGETS = {
-    f"{PACKAGE}/": 26_783,
+    f"{PACKAGE}/": 26_670,
     " ".join(
         f"{PACKAGE}/{folder}/" for folder in ("blueprint", "comm", "parallel", "model", "engine", "train")
-    ): 11_463,
-    f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_580,
-    f"{PACKAGE}/checkpoint/": 2_495,
+    ): 11_380,
+    f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_550,
+    f"{PACKAGE}/checkpoint/": 2_500,
     f"{PACKAGE}/data/": 4_650,
-    f"{PACKAGE}/convert/": 2_715,
+    f"{PACKAGE}/convert/": 2_720,
     f"{PACKAGE}/generate/": 2_270,
     f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_620,
-    "tools/": 6_436,
-    "vllm_plugin/": 2_332,
-    "tests/": 27_815,
+    "tools/": 6_440,
+    "vllm_plugin/": 2_340,
+    "tests/": 27_770,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
-MOST_WORDS = 32_000
+MOST_WORDS = 31_680
 """Words in README, docs/ and the READMEs of examples/."""
 MOST_FILES_WITH_ONE_IMPORTER = 30
 MOST_REQUIREMENTS, MOST_EXTRAS = 12, 6
