@@ -49,7 +49,7 @@ SHAPE_FIELDS = (
     *"num_layers hidden_size ffn_hidden_size num_attention_heads num_key_value_heads vocab_size num_experts".split(),
     *(field.name for field in fields(ModelFlags) if field.name.startswith("moe_")),
 )
-_PLACEHOLDERS = ("--train-iters", "2", "--lr", "1")
+_PLACEHOLDERS = ("--train-iters", "2", "--lr", "1", "--num-experts", "2")
 _STUDY_FIELDS = (
     *"save load save_interval train_iters seed lr min_lr lr_warmup_iters eval_interval log_interval".split(),
     *"residual_mode ladder_layers residual_staleness lanes desync_interval tie_embeddings".split(),
