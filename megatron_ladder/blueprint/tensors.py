@@ -358,10 +358,10 @@ class ModelFlops:
     """Floating-point operations of one sequence, summed over its tokens and all tensor-parallel ranks.
 
     A multiply-add is two operations. Only matrix products count; norms, rotary embedding, softmax and activations are
-    left out, as is usual. *Model* FLOPs are those of the mathematics: forward once, backward twice as much (a product's
+    left out, as is usual. These are the FLOPs of the mathematics: forward once, backward twice as much (a product's
     gradient is two products), attention over the full [s, s] score matrix, as in PaLM (arXiv 2204.02311, appendix B)
-    and Megatron-LM (arXiv 2104.04473, appendix), although half of it is masked. *Hardware* FLOPs add the forward passes
-    that recomputation repeats. Utilisation by the first is MFU, by the second HFU. The wiring changes none of these.
+    and Megatron-LM (arXiv 2104.04473, appendix), although half of it is masked. Recomputation and the wiring change
+    none of these.
     """
 
     model: ModelConfig
@@ -390,11 +390,3 @@ class ModelFlops:
     def training(self) -> int:
         """Model FLOPs of a training step's share of one sequence: forward and backward."""
         return 3 * self.forward
-
-    def training_on_hardware(self, recomputed_layers: int) -> int:
-        """Return the hardware FLOPs of a training step's share of one sequence, with so many first layers recomputed.
-
-        A layer whose sub-blocks are recomputed runs its forward pass again, so its products count four times instead
-        of three. Masked scores that a kernel skips, or recomputes inside its own backward, are not considered.
-        """
-        return self.training + sum(self.layers[:recomputed_layers])

@@ -5,7 +5,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,8 +23,6 @@ from megatron_ladder.errors import ErrorCollector, LostPeerError, UserError, rai
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables that `deepspeed` and `torchrun` set in each process."""
 
-CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""Number of hardware queues from the host to a device, 1 to 32, default 8 (CUDA programming guide)."""
 ERROR_SECONDS = 30.0
 """Time that a process with an error waits for the others to receive it."""
 GLOO_FAILURES = ("gloo/transport", "Application timeout caused pair closure")
@@ -94,7 +91,7 @@ def _check_gpus_are_usable() -> None:
 
 
 def check_device(place: RankInfo) -> None:
-    """Raise a UserError if this process has no separate GPU on its host, or CUDA cannot start."""
+    """Raise a UserError if this process has no separate GPU on its host, or torch cannot use it."""
     if place.device().type == "cpu":
         return
     if place.local_rank >= torch.cuda.device_count():
@@ -102,30 +99,6 @@ def check_device(place: RankInfo) -> None:
             f"rank {place.rank} is process {place.local_rank + 1} of its host, which has {torch.cuda.device_count()} "
             "GPUs: launch one process per GPU (--num_gpus, or slots in the hostfile), or check which GPU is missing"
         )
-    _explain_connections()
-
-
-def _explain_connections() -> str:
-    """Describe the effect of CUDA_DEVICE_MAX_CONNECTIONS on the overlap, or raise UserError if CUDA does not accept it.
-
-    CUDA reads the variable when it starts.
-    """
-    text = os.environ.get(CONNECTIONS)
-    if text is None:
-        setting, queues = f"{CONNECTIONS} is not set, so CUDA has 8 queues", 8
-    elif text.isascii() and text.isdigit() and 1 <= int(text) <= 32:
-        setting, queues = f"{CONNECTIONS}={text}", int(text)
-    else:
-        raise UserError(f"{CONNECTIONS}={text}: expected 1 to 32, or unset it for CUDA's 8")
-    if queues > 1:
-        return (
-            f"{setting}: a reduce is launched before the product that hides it, but the device may start the product "
-            "first; the reduce then gets the multiprocessors that it frees, being on a stream of high priority"
-        )
-    return (
-        f"{setting}: the device starts a reduce before the product launched after it, but a reduce that waits for the "
-        "one before it holds up every later launch; two in flight (--residual-staleness 2) need more than 1"
-    )
 
 
 def start_process_group(
@@ -146,17 +119,13 @@ def start_process_group(
         device: `place.device()` by default.
 
     Raises:
-        UserError: the launcher's address cannot be reached, its port is in use, CUDA does not support the number of
-            queues in the environment, or the settings of processes differ; then every process raises it.
+        UserError: the launcher's address cannot be reached, its port is in use, or the settings of processes
+            differ; then every process raises it.
         LostPeerError: a process did not arrive.
     """
     device = device or place.device()
     backend = "nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
-        # CUDA reads the variable when it is initialised, which happens below.
-        explanation = _explain_connections()
-        if place.launched and place.rank == 0:
-            print(explanation, file=sys.stderr)
         torch.cuda.set_device(device)
         # After a timeout each rank writes its last collectives to a file, and ends after four times these milliseconds.
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")

@@ -20,8 +20,6 @@ from megatron_ladder.errors import UserError
 from megatron_ladder.files import lock_file
 
 _LOCK_NAME = "run.lock"
-_MOST_BYTES = 4096
-"""Maximum size of a lock file."""
 
 
 class SaveLock:
@@ -51,11 +49,6 @@ class SaveLock:
         if problem is not None:
             advice = "make sure that no other run writes there"
             print(f"*** {self._where}: this file system has no locks ({problem.strerror}): {advice} ***", flush=True)
-        if os.fstat(self._descriptor).st_size > _MOST_BYTES:
-            os.close(self._descriptor)
-            raise UserError(
-                f"{self._where}: {_LOCK_NAME}: is no lock file of a run: move it, or give another directory"
-            )
         started = datetime.fromtimestamp(psutil.Process().create_time(), UTC).isoformat(timespec="seconds")
         me = {"host": socket.gethostname(), "pid": os.getpid(), "started": started}
         # The content is only for messages, so a full disk does not matter.
@@ -71,7 +64,5 @@ class SaveLock:
 
     def _holder(self) -> str:
         with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
-            return "pid {pid} on {host}, started {started}".format_map(
-                json.loads(os.pread(self._descriptor, _MOST_BYTES, 0))
-            )
+            return "pid {pid} on {host}, started {started}".format_map(json.loads(self._path.read_bytes()))
         return "it has not written its name yet"

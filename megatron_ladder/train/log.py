@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from megatron_ladder import __version__
-from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import ModelFlops, active_parameters, padded_vocab_size, parameter_count
+from megatron_ladder.blueprint.wiring import plan_reads
 from megatron_ladder.comm.agreement import Peers
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.engine.build import partition
 from megatron_ladder.errors import BadNumbersError, LostPeerError, exit_code_of, without_passwords
-from megatron_ladder.model.language_model import Distillation
 from megatron_ladder.train.curves import Curves
 from megatron_ladder.train.record import EVALUATES, RunRecord
 from megatron_ladder.train.setup import Trainer
@@ -46,63 +45,24 @@ def banner(trainer: Trainer) -> str:
     run, model, training, parallel = trainer.run, trainer.run.model, trainer.run.training, trainer.run.parallel
     flops = ModelFlops(model, training.seq_length)
     vocab_size = padded_vocab_size(model.vocab_size, parallel.tensor_model_parallel_size)
-    layers = model.ladder_layers
-    wiring: str = model.residual_mode
-    if model.wiring.late:
-        which = "all layers" if len(layers) == model.num_layers else f"layers {list(layers)} of {model.num_layers}"
-        if "residual_staleness" in model.wiring.takes:
-            if late := _named_late(model):
-                which = f"{late} of {which}"
-            wiring += f": {which} read the stream {model.residual_staleness} sub-block(s) late"
-        else:
-            wiring += f" in {which}"
-        wiring += f", in {model.lanes} lanes with own partials" if model.lanes else ""
-    if model.wiring.stream == "per rank":
-        wiring += f": {model.desync_tp} streams, summed after every {model.desync_interval} sub-blocks"
+    used = f", of which a token uses {active_parameters(model):,}" if model.moe_layers else ""
+    distillation = trainer.model.distillation
     rows = {
-        "processes": f"{trainer.mesh.describe()}, on {trainer.device.type}, ZeRO {parallel.zero_stage}"
-        + (", optimizer on the host" if parallel.offload_optimizer == "cpu" else ""),
+        "processes": f"{trainer.mesh.describe()}, on {trainer.device.type}, ZeRO {parallel.zero_stage}",
         **({"stages": _stages(run)} if parallel.pipeline_model_parallel_size > 1 else {}),
-        "model": f"{model.num_layers} layers, hidden {model.hidden_size}, ffn {model.ffn_hidden_size}, "
-        f"{model.num_attention_heads} heads ({model.num_key_value_heads} key-value) of {model.head_dim}",
-        **({"experts": _experts(run)} if model.moe_layers else {}),
-        "wiring": wiring,
-        **({} if trainer.model.distillation is None else {"teacher": _teacher(trainer.model.distillation)}),
-        "parameters": f"{parameter_count(model).total:,}"
-        + (f", of which a token uses {active_parameters(model):,}" if model.moe_layers else ""),
-        "vocabulary": f"{model.vocab_size:,} words, padded to {vocab_size:,}",
-        "precision": "bf16, fp32 masters and gradient accumulation" if training.bf16 else "fp32",
+        "model": " ".join(model.to_words()),
+        **({} if distillation is None else {"teacher": " ".join(distillation.teacher.config.to_words())}),
+        "parameters": f"{parameter_count(model).total:,}{used}; the vocabulary is padded to {vocab_size:,}",
         "batch": f"{run.global_batch_size} samples = {run.accumulation_steps} accumulation steps x "
         f"{run.data_parallel_size} data-parallel ranks x {training.micro_batch_size}",
         "tokens": f"{run.tokens_per_step:,} a step, {run.tokens_per_step * training.train_iters:,} in "
         f"{training.train_iters:,} steps",
-        "FLOPs": f"{flops.training * run.global_batch_size:.3e} a step; with recomputation "
-        f"{flops.training_on_hardware(run.recompute_layers) * run.global_batch_size:.3e} on the hardware",
+        "FLOPs": f"{flops.training * run.global_batch_size:.3e} a step",
         "overlap": _overlap(run),
-        "recompute": f"{run.recompute_layers} layers" if run.recompute_layers else "none",
-        "norm": trainer.implementations["norm"],
-        "optimizer": trainer.implementations["optimizer"],
+        **trainer.implementations,
     }
     width = max(map(len, rows))
     return "\n".join([f"megatron_ladder {__version__}", *(f"  {name:<{width}}  {rows[name]}" for name in rows)])
-
-
-def _teacher(distillation: Distillation) -> str:
-    model = distillation.teacher.config
-    return (
-        f"{model.num_layers} layers, hidden {model.hidden_size}, {model.residual_mode}: weight "
-        f"{distillation.weight:g}, temperature {distillation.temperature:g}"
-    )
-
-
-def _experts(run: RunConfig) -> str:
-    model, layers = run.model, run.model.moe_layers
-    shared = model.moe_shared_expert_intermediate_size
-    return (
-        f"{model.num_experts} of width {model.moe_ffn_hidden_size} in {len(layers)} of {model.num_layers} layers, "
-        f"{model.moe_router_topk} per token{f', and a shared one of width {shared}' if shared else ''}; sharded by "
-        f"{run.parallel.expert_sharding}"
-    )
 
 
 def _stages(run: RunConfig) -> str:
@@ -116,23 +76,11 @@ def _stages(run: RunConfig) -> str:
 def _overlap(run: RunConfig) -> str:
     if run.parallel.tensor_model_parallel_size == 1:
         return "nothing to hide: one tensor-parallel process"
-    if run.model.wiring.stream == "per rank":
-        return "none: the sum of desynchronised streams is waited for at once"
     if not run.parallel.tp_overlap:
-        return "off: every all-reduce is waited for at once"
-    if run.model.ladder_layers:
-        reduces = "reduce-scatters and all-gathers" if run.parallel.sequence_parallel else "all-reduces"
-        under = _named_late(run.model) or "sub-block"
-        return f"ladder layers' {reduces} run under the next {under}, forward and backward"
-    reduces = "reduce-scatters" if run.parallel.sequence_parallel else "all-reduces"
-    return f"{reduces} of input gradients run under the gradients of weights"
-
-
-def _named_late(model: ModelConfig) -> str:
-    """Return the kinds of sub-blocks that read late, or nothing if all do."""
-    present = dict.fromkeys(kind for kinds in model.layer_kinds for kind in kinds)
-    late = [kind.value for kind in present if kind in model.wiring.late]
-    return "" if len(late) == len(present) else " and ".join(late)
+        return "off: every sum over the ranks is waited for at once"
+    first_reads = plan_reads(run.model.wired_layers).first_reads
+    late = sum(read > output + 1 for output, read in enumerate(first_reads))
+    return f"the sums of {late} of {len(first_reads)} sub-blocks run under later ones, forward and backward"
 
 
 class RunLog:

@@ -174,7 +174,7 @@ def test_the_toy_run_resumes(tmp_path: Path) -> None:
     command = ["bash", SCRIPT, "--tiny", tmp_path, "--wiring", "staleness-2"]
     first = run_command([*command, "--", "--exit-interval", "6"], timeout=200)
     assert first.returncode == 0, first.stdout + first.stderr
-    assert "all layers read the stream 2 sub-block(s) late" in first.stdout and "iteration  6/12" in first.stdout
+    assert "--residual-staleness 2" in first.stdout and "iteration  6/12" in first.stdout
     second = run_command(command, timeout=200)
     assert second.returncode == 0, second.stdout + second.stderr
     assert "6 steps done" in second.stdout

@@ -57,11 +57,3 @@ def test_a_second_run_is_rejected_with_the_holder_of_the_lock(tmp_path: Path) ->
         with SaveLock(tmp_path):
             assert json.loads((tmp_path / _LOCK_NAME).read_text())["pid"] == os.getpid()
     assert (tmp_path / _LOCK_NAME).read_text() == ""
-
-
-def test_a_file_that_is_no_lock_is_kept(tmp_path: Path) -> None:
-    text = "[" * 5000
-    (tmp_path / _LOCK_NAME).write_text(text)
-    with pytest.raises(UserError, match="run.lock: is no lock file of a run"), SaveLock(tmp_path):
-        pass
-    assert (tmp_path / _LOCK_NAME).read_text() == text
