@@ -58,10 +58,10 @@ MOST_LINES_OF_A_FILE = 470
 
 FIRST_FLOOR = ("errors", "files", "processes", "progress", "api", "lm_eval")
 BUDGETS = {
-    f"{PACKAGE}/": 26_670,
+    f"{PACKAGE}/": 26_550,
     " ".join(
         f"{PACKAGE}/{folder}/" for folder in ("blueprint", "comm", "parallel", "model", "engine", "train")
-    ): 11_380,
+    ): 11_260,
     f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_550,
     f"{PACKAGE}/checkpoint/": 2_500,
     f"{PACKAGE}/data/": 4_650,
@@ -70,7 +70,7 @@ BUDGETS = {
     f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_620,
     "tools/": 6_440,
     "vllm_plugin/": 2_340,
-    "tests/": 27_770,
+    "tests/": 27_720,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
 MOST_WORDS = 31_680
