@@ -1,6 +1,7 @@
 """The training loop with real trainers: the order of saves, evaluations and stops, and what is logged."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,7 +11,6 @@ import torch.distributed as dist
 
 from megatron_ladder.data.loader import DataArguments, OrderOptions, open_sources
 from megatron_ladder.train import loop
-from megatron_ladder.train.evaluation import Evaluations
 from megatron_ladder.train.guards import Finding
 from megatron_ladder.train.inputs import RunInputs
 from megatron_ladder.train.opening import OpenRun
@@ -32,6 +32,7 @@ def train(
     in_evaluation: bool = False,
     loaded: bool = False,
     bad_step: int = 0,
+    valid: Sequence[str] = (),
 ) -> list[tuple[str, int]]:
     """On each rank: train, with a SIGTERM to rank 1 during a save or an evaluation; return both kinds in order.
 
@@ -39,7 +40,8 @@ def train(
     """
     trainer = build_trainer_here([*RECIPE, *argv, "--save", str(save)])
     run, rank, signals = trainer.run, dist.get_rank(), StopSignals()
-    sources = open_sources(DataArguments([prefix], [], [], []), "8,2", OrderOptions(run.training.seq_length, 1))
+    arguments = DataArguments([], [prefix], valid, []) if valid else DataArguments([prefix], [], [], [])
+    sources = open_sources(arguments, "1" if valid else "8,2", OrderOptions(run.training.seq_length, 1))
     record = RunRecord(save, rank)
 
     def save_checkpoint(iteration: int, consumed_samples: int, reason: str, final: bool) -> None:
@@ -68,7 +70,7 @@ def train(
         mock.patch.object(trainer.engine, "evaluate", evaluate),
     ):
         run_opened = loop._evaluate_loaded if loaded else loop._train
-        reason = run_opened(opened, Evaluations(trainer, inputs), stopper)
+        reason = run_opened(opened, stopper)
     record.write_first("stop", iteration=0, reason=reason, code=0)
     assert reason == "SIGTERM" or not in_evaluation
     # Only rank 0 writes.
@@ -109,3 +111,16 @@ def test_the_logged_mean_leaves_out_skipped_steps(gloo_pools: GlooPools, tmp_pat
     gloo_pools(1).run(train, ["--log-interval", "2"], prefix, tmp_path, bad_step=2)
     logged = [float(event["loss"]) for event in read_record(tmp_path) if event["event"] == "progress"]
     assert len(logged) == 2 and all(map(math.isfinite, logged))
+
+
+@pytest.mark.parametrize("layout", ["--pipeline-model-parallel-size 2", "--zero-stage 3"])
+def test_every_validation_set_is_recorded(gloo_pools: GlooPools, tmp_path: Path, layout: str) -> None:
+    first, *others = (str(write_tokens(tmp_path / str(seed), seed=seed)) for seed in range(3))
+    valid = [f"web={others[0]}", "code=0.5", others[0], "2", others[1]]
+    gloo_pools(2).run(train, layout.split(), first, tmp_path, valid=valid)
+    events = [event for event in read_record(tmp_path) if event["event"] == "evaluation"]
+    assert [(event["iteration"], event["name"]) for event in events] == [
+        *((2, "web"), (2, "code"), (4, "web"), (4, "code"))
+    ]
+    for event in events:
+        assert event["ppl"] == pytest.approx(math.exp(event["loss"])) and event["ppl"] > 1
