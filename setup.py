@@ -27,7 +27,7 @@ PLOT = ["matplotlib>=3.9,<4"]
 # Some input formats, which are rejected without them.
 DATA = [
     "backports.zstd>=1.0,<2; python_version<'3.14'",
-    "datasets>=4.0,<6",
+    "datasets>=5.2,<6",
     "pyarrow>=17",
 ]
 # Comparison of logits after conversions, and the example that adapts a Llama model.

@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> None:
     config = parse_options(argv)
     from megatron_ladder.data.indexed import IndexedDataset
     from megatron_ladder.data.inspect import parse_documents, show_document, summary, verify
-    from megatron_ladder.data.sidecar import check_sidecar
+    from megatron_ladder.data.loader import check_tokenizer
     from megatron_ladder.data.tokenizers import load_tokenizer
 
     tokenizer = None
@@ -48,8 +48,8 @@ def main(argv: Sequence[str]) -> None:
     for prefix in config.data_path:
         dataset = IndexedDataset(prefix)
         if tokenizer is not None:
-            check_sidecar(dataset, tokenizer)
-        lines = list(summary(dataset)) + (verify(prefix) if config.verify else [])
+            check_tokenizer([dataset], tokenizer)
+        lines = list(summary(dataset)) + (verify(dataset) if config.verify else [])
         for number in parse_documents(config.documents, len(dataset)):
             lines.extend(show_document(dataset, number, tokenizer))
         sys.stdout.write("\n".join(lines) + "\n")

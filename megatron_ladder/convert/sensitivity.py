@@ -20,8 +20,7 @@ from megatron_ladder.convert.options import MeasuredOptions, ReshapeOptions, Sen
 from megatron_ladder.convert.wiring import Price, Sensitivity, rewired, write_sensitivity
 from megatron_ladder.data.batches import DocumentRules, MicroBatch, make_micro_batches
 from megatron_ladder.data.indexed import IndexedDataset
-from megatron_ladder.data.loader import OrderOptions, open_source
-from megatron_ladder.data.sidecar import check_sidecar
+from megatron_ladder.data.loader import OrderOptions, check_tokenizer, open_source
 from megatron_ladder.errors import BadNumbersError, ErrorCollector, UserError
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.loading import StoredModel, open_model
@@ -89,7 +88,7 @@ def read_batches(options: MeasuredOptions, stored: StoredModel) -> list[MicroBat
     with errors.collect("--data"):
         dataset = IndexedDataset(options.data)
         if tokenizer is not None:
-            check_sidecar(dataset, tokenizer)
+            check_tokenizer([dataset], tokenizer)
         source = open_source("measured", dataset, range(len(dataset)), OrderOptions(length, 0, loss_on=options.loss_on))
     errors.raise_if_any()
     if eod_id is None and (rules.eod_mask_loss or (rules.cuts_rows and not source.has_begins)):

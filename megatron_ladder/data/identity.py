@@ -1,7 +1,7 @@
 """Detects whether a resumed run reads the data, in the order, with which its checkpoint was trained."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,30 +12,12 @@ from megatron_ladder.data.indexed import SAMPLED_BLOCKS, format_checksum, sample
 from megatron_ladder.data.loader import DataSource
 from megatron_ladder.data.reading.hub import HubSource
 from megatron_ladder.data.reading.protocol import Source
+from megatron_ladder.errors import limited
 
 _TOTAL_BLOCKS = 1 << 13
 """Approximate number of blocks that are read of all files together; every rank reads them when it starts."""
-_MAX_LISTED = 8
-"""Changed sources that are listed one by one."""
-
-# Entries of descriptions -> names in messages.
-_TOKENIZER_LABELS = {"tokenizer_sha256": "--tokenizer-model: sha256"}
-_STREAM_LABELS = {
-    "streams": "--streaming-shards: the number of streams",
-    "window_documents": "--streaming-shuffle-buffer: the number of documents in a shuffle buffer",
-    "eod_id": "--tokenizer-model: the end-of-document token",
-    "shards": "--streaming: the number of shards of the input",
-}
-_SOURCE_LABELS = {"name": "name", "files": "number of files", "bytes": "size in bytes", "sample": "checksum of blocks"}
-_CONTENT_LABELS = {
-    "documents": "number of documents",
-    "tokens": "number of tokens",
-    "dtype": "type of the tokens",
-    "idx_checksum": "checksum of .idx",
-    "bin_checksum": "checksum of .bin in the sidecar",
-    "bin_sample": "checksum of blocks of .bin",
-    "loss_mask_sample": "checksum of blocks of the loss mask",
-}
+_PLACES = {"train": "--data-path:", "stream": "--streaming:", "tokenizer_sha256": "--tokenizer-model: sha256"}
+"""Keys of descriptions -> flags."""
 
 
 def describe_training(source: DataSource, tokenizer_sha256: str | None) -> dict[str, Any]:
@@ -45,68 +27,24 @@ def describe_training(source: DataSource, tokenizer_sha256: str | None) -> dict[
 
 def data_changes(stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
     """Return one line per difference of a checkpoint's description, if it has one, and this run's."""
-    try:
-        return list(_differences(stored, found)) if stored else []
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        return [f"the description of the data cannot be read ({error!r})"]
+    keys = dict.fromkeys((*stored, *found)) if stored else ()
+    places = [(_PLACES.get(key, key), stored.get(key), found.get(key)) for key in keys]
+    return limited([line for place in places for line in _differences(*place)])
 
 
-def _differences(stored: dict[str, Any], found: dict[str, Any]) -> Iterator[str]:
-    if "stream" in stored and "stream" in found:
-        yield from _stream_changes(stored["stream"], found["stream"])
-    elif "stream" in found:
-        yield "--streaming: the data is streamed text, was token files (--data-path)"
-    elif "stream" in stored:
-        yield "--data-path: the data is token files, was streamed text (--streaming)"
-    else:
-        yield from _order_changes(stored["train"], found["train"])
-    yield from _changes(_TOKENIZER_LABELS, stored, found)
-
-
-def _changes(labels: Mapping[str, str], stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """Return one phrase per entry that differs."""
-    return [
-        f"{label} is {found.get(name)}, was {stored.get(name)}"
-        for name, label in labels.items()
-        if stored.get(name) != found.get(name)
-    ]
-
-
-def _stream_changes(stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    was, now = stored["sources"], found["sources"]
-    if len(was) != len(now):
-        lines = [f"--streaming: the number of sources is {len(now)}, was {len(was)}"]
-    else:
-        pairs = [(new["name"], _changes(_SOURCE_LABELS, old, new)) for old, new in zip(was, now, strict=True)]
-        lines = [f"--streaming {name}: {', '.join(changed)}" for name, changed in pairs if changed]
-    if len(lines) > _MAX_LISTED:
-        lines = [*lines[:_MAX_LISTED], f"--streaming: {len(lines) - _MAX_LISTED} more sources changed"]
-    if lines:
-        # The sources explain a different number of shards.
-        found = found | {"shards": stored["shards"]}
-    elif stored["shards_sha256"] != found["shards_sha256"] and stored["shards"] == found["shards"]:
-        lines.append("--streaming: names or sizes of files have changed")
-    return lines + _changes(_STREAM_LABELS, stored, found)
-
-
-def _order_changes(stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    if lines := _changes({"order": "--data-path: the order of samples"}, stored, found):
-        return lines
-    if len(stored["sets"]) != len(found["sets"]):
-        was = " ".join(entry["prefix"] for entry in stored["sets"])
-        return [f"--data-path: {len(found['sets'])} data sets, was {len(stored['sets'])}: {was}"]
-    for old, new in zip(stored["sets"], found["sets"], strict=True):
-        was, now = old["content"], new["content"]
-        if None in (was["bin_checksum"], now["bin_checksum"]):
+def _differences(place: str, stored: Any, found: Any) -> Iterator[str]:
+    """Yield one line per value that differs, with its keys. The files may have moved."""
+    if isinstance(stored, dict) and isinstance(found, dict):
+        for key in dict.fromkeys((*stored, *found)):
+            was, now = stored.get(key), found.get(key)
             # The checksum of a data set without a sidecar is unknown.
-            now = now | {"bin_checksum": was["bin_checksum"]}
-        changed = _changes(_CONTENT_LABELS, was, now)
-        if not changed:
-            changed = _changes({"documents": "--split: the range of training documents"}, old, new)
-        changed += _changes({"weight": "weight"}, old, new)
-        name = new["prefix"] if old["prefix"] == new["prefix"] else f"{new['prefix']} (was {old['prefix']})"
-        lines += [f"{name}: {change}" for change in changed]
-    return lines
+            if key != "prefix" and not (key == "bin_checksum" and None in (was, now)):
+                yield from _differences(f"{place} {key}", was, now)
+    elif place.endswith((" sets", " sources")) and len(stored) == len(found):
+        for was, now in zip(stored, found, strict=True):
+            yield from _differences(f"{place} {now.get('prefix', now.get('name'))}", was, now)
+    elif stored != found:
+        yield f"{place} is {found!r:.200}, was {stored!r:.200}"
 
 
 def describe_sources(sources: Sequence[Source]) -> tuple[dict[str, Any], ...]:

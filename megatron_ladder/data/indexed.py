@@ -16,32 +16,32 @@ We write each document as one sequence. Megatron may cut a document into several
 adjacent in .bin, so a document is one range of tokens in both cases, and the reader offers documents as such ranges.
 """
 
+import dataclasses
+import json
 import mmap
 import os
 import struct
 from collections.abc import Sequence
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO, NamedTuple, Self
+from typing import IO, Any, BinaryIO, Literal, NamedTuple, Self
 
+import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from megatron_ladder.errors import UserError
-from megatron_ladder.files import publish, read_if_exists, sync_directory, temporary_path
+from megatron_ladder.files import publish, read_if_exists, sync_directory, temporary_path, write_atomically
 
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
 # Code in the file -> NumPy type.
 _TOKEN_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-_FLOAT_DTYPES = {6: "float64", 7: "float32"}
 
 COPIED_TOKENS = 1 << 23
 """Tokens that are read at once when a whole data set is copied or verified."""
-_INDEX_BLOCK = 1 << 20
-"""Entries of an index that are written at once."""
 SAMPLED_BLOCKS, _SAMPLED_BYTES = 64, 4096
 """Number and size of the blocks of .bin that distinguish data sets with equal indices without reading all tokens."""
 
@@ -57,7 +57,7 @@ def idx_path(prefix: Path) -> Path:
 
 
 def sidecar_path(prefix: Path) -> Path:
-    """`data/train_text_document` -> `data/train_text_document.json`, an optional file; see `sidecar`."""
+    """`data/train_text_document` -> `data/train_text_document.json`, an optional file."""
     return prefix.with_name(prefix.name + ".json")
 
 
@@ -184,17 +184,61 @@ class IndexedDatasetWriter:
 
 
 def _write_index(file: _HashedFile, dtype: "np.dtype[Any]", lengths: NDArray[np.int32]) -> None:
-    """Write an index of documents of one sequence each, in blocks; `lengths` [S] are their tokens."""
+    """Write an index of documents of one sequence each; `lengths` [S] are their tokens."""
     code = next(code for code, name in _TOKEN_DTYPES.items() if np.dtype(name) == dtype)
     file.append(_HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(lengths) + 1))
-    file.append(np.ascontiguousarray(lengths, "<i4"))
-    offset = 0
-    for begin in range(0, len(lengths), _INDEX_BLOCK):
-        ends = np.cumsum(lengths[begin : begin + _INDEX_BLOCK], dtype="<i8") * dtype.itemsize + offset
-        file.append(np.concatenate([np.array([offset], "<i8"), ends[:-1]]))
-        offset = int(ends[-1])
-    for begin in range(0, len(lengths) + 1, _INDEX_BLOCK):
-        file.append(np.arange(begin, min(begin + _INDEX_BLOCK, len(lengths) + 1), dtype="<i8"))
+    file.append(lengths)
+    file.append((np.cumsum(lengths, dtype="<i8") - lengths) * dtype.itemsize)
+    file.append(np.arange(len(lengths) + 1, dtype="<i8"))
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """Metadata of a data set: `<prefix>.json`, which describes how the tokens were made. Megatron ignores it.
+
+    The tokenizer's type is the first of its synonyms, and its hash is that of its model file. `append_eod` records
+    whether every document ends with `eod_id`. Documents do not include empty ones, which were left out; tokens include
+    end-of-document tokens. A checksum is `xxh3_128:` and 32 hexadecimal digits, or None if it is unknown or the file
+    does not exist. Each document is one conversation, which training packs whole, if `conversations` is set, and
+    `chat_template` is the template that rendered it. `skipped` counts unreadable lines.
+    """
+
+    tokenizer_type: str
+    tokenizer_sha256: str
+    vocab_size: int
+    eod_id: int
+    append_eod: bool
+    largest_id: int
+    documents: int
+    tokens: int
+    bin_checksum: str | None = None
+    idx_checksum: str | None = None
+    loss_mask_checksum: str | None = None
+    conversations: bool = False
+    skipped: int = 0
+    chat_template: str | None = None
+    format_version: Literal[1] = 1
+
+
+def write_sidecar(prefix: Path, sidecar: Sidecar) -> None:
+    """Write the sidecar of a data set atomically."""
+    values = dataclasses.asdict(sidecar)
+    values = {"format_version": values.pop("format_version")} | values
+    if sidecar.chat_template is None:
+        del values["chat_template"]
+    write_atomically(sidecar_path(prefix), json.dumps(values, indent=2) + "\n")
+
+
+def read_sidecar(prefix: Path) -> Sidecar | None:
+    """Return the sidecar of a data set, or None if there is none; raises UserError if it cannot be read."""
+    path = sidecar_path(prefix)
+    try:
+        content = read_if_exists(path)
+        return None if content is None else msgspec.json.decode(content, type=Sidecar)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(f"{path}: not the sidecar of a data set ({error}): preprocess the data again") from None
 
 
 class IndexedDataset:
@@ -208,33 +252,47 @@ class IndexedDataset:
         loss_mask [number of tokens] uint8: 1 for a token that counts in the loss, else 0; None without a file
             `<prefix>_loss_mask.bin`, and every token counts.
         idx_checksum: checksum of the index file, see `format_checksum`.
+        sidecar: description of the tokens, or None; data sets of other programs have none.
     """
 
     def __init__(self, prefix: Path) -> None:
-        """Raises UserError if a file is missing, has another format, or contradicts itself or the other file."""
+        """Raises UserError if a file is missing, has another format, or contradicts itself or another file."""
         if not prefix.name:
             raise UserError(f"{prefix}: is a directory: give the path of a data set without .bin and .idx")
         self.prefix = prefix
-        self._mapped: dict[Path, mmap.mmap] = {}
         dtype = self._read_index()
         tokens = int(self.sequence_bounds[-1])
         if tokens == 0:
             raise UserError(f"{idx_path(prefix)}: has no token: preprocess an input with text")
-        expected_by = f" by {idx_path(prefix)} ({tokens} tokens of {dtype.itemsize} bytes)"
-        self.tokens = self._map(self._open(bin_path(prefix)), dtype, tokens, expected_by)
-        self.loss_mask: NDArray[np.uint8] | None = None
-        if (file := _open_if_exists(loss_mask_path(prefix))) is not None:
-            one_each = f", one for each token of {bin_path(prefix)}"
-            self.loss_mask = self._map(file, np.dtype(np.uint8), tokens, one_each)
+        self.tokens = self._map(bin_path(prefix), dtype, tokens)
+        has_mask = loss_mask_path(prefix).exists()
+        self.loss_mask = self._map(loss_mask_path(prefix), np.dtype(np.uint8), tokens) if has_mask else None
+        self.sidecar = read_sidecar(prefix)
+        if self.sidecar is not None:
+            self._compare(self.sidecar)
 
-    @cached_property
-    def sidecar(self) -> bytes | None:
-        """The content of the sidecar, which `sidecar.sidecar_of` reads, or None if there is no such file."""
-        path = sidecar_path(self.prefix)
-        try:
-            return read_if_exists(path)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    def _compare(self, sidecar: Sidecar) -> None:
+        path, found = sidecar_path(self.prefix), (len(self), len(self.tokens))
+        if found != (sidecar.documents, sidecar.tokens):
+            raise UserError(
+                f"{path}: describes {sidecar.documents} documents and {sidecar.tokens} tokens, the data set has "
+                f"{found[0]} and {found[1]}: preprocess the data again"
+            )
+        if sidecar.idx_checksum not in (None, self.idx_checksum):
+            raise UserError(
+                f"{idx_path(self.prefix)}: found checksum {self.idx_checksum}, {path} expects {sidecar.idx_checksum}: "
+                "the index is damaged or of other data: copy or preprocess the data again"
+            )
+
+    @property
+    def missing_loss_mask(self) -> str | None:
+        """The beginning of a message if the sidecar requires a loss mask, and there is none; else None."""
+        sidecar = self.sidecar
+        if self.loss_mask is not None or sidecar is None:
+            return None
+        if not (sidecar.conversations or sidecar.loss_mask_checksum):
+            return None
+        return f"{loss_mask_path(self.prefix)}: no such file, and it belongs to {sidecar_path(self.prefix)}"
 
     def _read_index(self) -> "np.dtype[Any]":
         """Read and validate .idx and return the type of the tokens."""
@@ -250,14 +308,10 @@ class IndexedDataset:
                 f"{path}: begins with {magic!r} version {version}, expected {_MAGIC!r} version {_VERSION}: "
                 "not a Megatron index"
             )
-        if code in _FLOAT_DTYPES:
-            raise UserError(f"{path}: contains {_FLOAT_DTYPES[code]}, expected integers: not a data set of tokens")
         if code not in _TOKEN_DTYPES:
             known = ", ".join(map(str, sorted(_TOKEN_DTYPES)))
             raise UserError(f"{path}: the code of the token type is {code}, expected one of {known}")
         expected = _HEADER.size + 12 * sequences + 8 * bounds
-        if size == expected + sequences > expected:
-            raise UserError(f"{path}: contains a mode for each sequence: multimodal data sets are not supported")
         if size != expected:
             raise UserError(
                 f"{path}: {size} bytes found, {expected} expected for {sequences} sequences and "
@@ -267,35 +321,35 @@ class IndexedDataset:
         lengths = np.frombuffer(content, "<i4", sequences, _HEADER.size)
         offsets = np.frombuffer(content, "<i8", sequences, _HEADER.size + 4 * sequences)
         documents = np.frombuffer(content, "<i8", bounds, _HEADER.size + 12 * sequences)
-        self.sequence_bounds, self.document_bounds = _token_bounds(path, lengths, offsets, documents, dtype.itemsize)
+        starts = np.zeros(sequences + 1, np.int64)
+        np.cumsum(lengths, dtype=np.int64, out=starts[1:])
+        of_sequences = not np.any(lengths < 0) and np.array_equal(offsets, starts[:-1] * dtype.itemsize)
+        of_documents = bounds and documents[0] == 0 and documents[-1] == sequences and np.all(np.diff(documents) >= 0)
+        if not (of_sequences and of_documents):
+            what = "offsets of sequences do not follow from their lengths" if not of_sequences else "documents overlap"
+            raise UserError(f"{path}: damaged: {what}: preprocess or copy the data again")
+        one_sequence_each = bounds == sequences + 1 and bool(np.all(np.diff(documents) > 0))
+        self.sequence_bounds, self.document_bounds = starts, starts if one_sequence_each else starts[documents]
         self.idx_checksum = format_checksum(xxhash.xxh3_128(content))
         return dtype
 
     def _open(self, path: Path) -> BinaryIO:
-        file = _open_if_exists(path)
-        if file is None:
-            raise UserError(f"{path}: no such file{_prefixes_nearby(self.prefix)}")
-        return file
+        try:
+            return open(path, "rb")
+        except FileNotFoundError:
+            raise UserError(f"{path}: no such file{_prefixes_nearby(self.prefix)}") from None
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
 
-    def _map(self, opened: BinaryIO, dtype: "np.dtype[Any]", entries: int, reason: str) -> NDArray[Any]:
-        """Map a file of `entries` values; `reason` continues `N bytes expected` in the message about another size."""
-        path = Path(opened.name)
-        with opened as file:
+    def _map(self, path: Path, dtype: "np.dtype[Any]", entries: int) -> NDArray[Any]:
+        with self._open(path) as file:
             found, expected = os.fstat(file.fileno()).st_size, entries * dtype.itemsize
             if found != expected:
-                what = f"{found} bytes found, {expected} expected{reason}"
-                raise UserError(f"{path}: {what}: preprocess or copy the data again")
-            self._mapped[path] = mmap.mmap(file.fileno(), expected, access=mmap.ACCESS_READ)
-        return np.frombuffer(self._mapped[path], dtype)
-
-    def check_size(self) -> None:
-        """Raise UserError if a file was truncated since it was opened: reading beyond its end kills the process."""
-        for path, mapped in self._mapped.items():
-            if (found := mapped.size()) < len(mapped):
                 raise UserError(
-                    f"{path}: {found} bytes found, {len(mapped)} when it was opened: another program changed the file "
-                    "during the run: preprocess or copy the data again"
+                    f"{path}: {found} bytes found, {expected} expected by {idx_path(self.prefix)} ({entries} tokens): "
+                    "preprocess or copy the data again"
                 )
+            return np.frombuffer(mmap.mmap(file.fileno(), expected, access=mmap.ACCESS_READ), dtype)
 
     def __len__(self) -> int:
         """Number of documents."""
@@ -304,15 +358,6 @@ class IndexedDataset:
     def document(self, number: int) -> NDArray[Any]:
         """Return the tokens of one document, a view into the file."""
         return self.tokens[self.document_bounds[number] : self.document_bounds[number + 1]]
-
-
-def _open_if_exists(path: Path) -> BinaryIO | None:
-    try:
-        return open(path, "rb")
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        return None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def documents_with_targets(
@@ -335,36 +380,6 @@ def sampled_checksum(array: NDArray[Any], blocks: int = SAMPLED_BLOCKS) -> str:
     for begin in np.unique(begins).tolist():
         hasher.update(content[begin : begin + _SAMPLED_BYTES].tobytes())
     return format_checksum(hasher)
-
-
-def _token_bounds(
-    path: Path, lengths: NDArray[np.int32], offsets: NDArray[np.int64], documents: NDArray[np.int64], itemsize: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Validate the arrays of an index, and return the bounds of sequences and documents, see IndexedDataset."""
-    if len(lengths) and int(lengths.min()) < 0:
-        worst = int(lengths.argmin())
-        raise UserError(f"{path}: the length of sequence {worst} is {lengths[worst]}, expected 0 or more")
-    starts = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, dtype=np.int64, out=starts[1:])
-    wrong = np.flatnonzero(offsets != starts[:-1] * itemsize)
-    if len(wrong):
-        first = int(wrong[0])
-        raise UserError(
-            f"{path}: the byte offset of sequence {first} is {offsets[first]}, expected "
-            f"{starts[first] * itemsize} from the lengths before it ({len(wrong)} wrong offsets)"
-        )
-    if len(documents) == 0 or documents[0] != 0 or documents[-1] != len(lengths):
-        ends = (int(documents[0]), int(documents[-1])) if len(documents) else "nothing"
-        raise UserError(f"{path}: document indices range over {ends}, expected (0, {len(lengths)})")
-    falling = np.flatnonzero(documents[1:] < documents[:-1])
-    if len(falling):
-        first = int(falling[0])
-        raise UserError(
-            f"{path}: document {first} begins at sequence {documents[first]} and ends at "
-            f"{documents[first + 1]}: preprocess or copy the data again"
-        )
-    one_sequence_each = len(documents) == len(starts) and bool((documents[1:] > documents[:-1]).all())
-    return starts, starts if one_sequence_each else starts[documents]
 
 
 def _prefixes_nearby(prefix: Path) -> str:

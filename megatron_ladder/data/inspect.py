@@ -1,20 +1,11 @@
 """Shows the content of an indexed data set, and verifies its checksums."""
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 import xxhash
 
-from megatron_ladder.data.indexed import (
-    COPIED_TOKENS,
-    IndexedDataset,
-    bin_path,
-    format_checksum,
-    loss_mask_path,
-    sidecar_path,
-)
-from megatron_ladder.data.sidecar import check_index, checksum_errors, missing_loss_mask, sidecar_of
+from megatron_ladder.data.indexed import IndexedDataset, bin_path, format_checksum, loss_mask_path, sidecar_path
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import UserError, raise_user_errors
 
@@ -31,8 +22,8 @@ def summary(dataset: IndexedDataset) -> Iterator[str]:
     if dataset.loss_mask is not None:
         learnt = int(np.count_nonzero(dataset.loss_mask))
         yield f"  loss mask: {learnt:,} tokens count ({100 * learnt / tokens:.1f}%)"
-    sidecar = sidecar_of(dataset)
-    if missing := missing_loss_mask(dataset, sidecar):
+    sidecar = dataset.sidecar
+    if missing := dataset.missing_loss_mask:
         yield f"  {missing}: training requires it"
     if sidecar is None:
         yield f"  no {sidecar_path(dataset.prefix).name}: its tokenizer is unknown"
@@ -71,46 +62,42 @@ def show_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | N
         yield tokenizer.decode(ids) if outside is None else f"  has id {outside}, the tokenizer has ids 0 to {last}"
 
 
-def verify(prefix: Path) -> list[str]:
+def verify(dataset: IndexedDataset) -> list[str]:
     """Read all files and return one line per passed check; raises UserError with one line per contradiction.
 
-    Compared are the two files (see IndexedDataset), the sidecar's counts and checksums, and the loss mask.
+    What opening a data set compares is not compared again: sizes, the index, and the counts in the sidecar.
     """
-    dataset = IndexedDataset(prefix)
-    sidecar = check_index(dataset)
-    hasher = xxhash.xxh3_128()
-    smallest, largest = 0, -1
-    for begin in range(0, len(dataset.tokens), COPIED_TOKENS):
-        dataset.check_size()
-        block = dataset.tokens[begin : begin + COPIED_TOKENS]
-        hasher.update(block.data)
-        smallest, largest = min(smallest, int(block.min())), max(largest, int(block.max()))
-    problems = []
+    sidecar, smallest, largest = dataset.sidecar, int(dataset.tokens.min()), int(dataset.tokens.max())
+    problems, known = [], {".idx": sidecar and sidecar.idx_checksum, ".bin": sidecar and sidecar.bin_checksum}
+    arrays = {".bin": (bin_path(dataset.prefix), dataset.tokens)}
     if smallest < 0:
-        problems.append(f"{bin_path(prefix)}: has token id {smallest}, expected 0 or more")
-    problems += checksum_errors(bin_path(prefix), format_checksum(hasher), sidecar, "bin_checksum")
+        problems.append(f"{bin_path(dataset.prefix)}: has token id {smallest}, expected 0 or more")
     if sidecar is not None and largest != sidecar.largest_id:
         problems.append(
-            f"{bin_path(prefix)}: the largest token id is {largest}, {sidecar_path(prefix)} expects "
+            f"{bin_path(dataset.prefix)}: the largest token id is {largest}, {sidecar_path(dataset.prefix)} expects "
             f"{sidecar.largest_id}"
         )
-    mask, missing = dataset.loss_mask, missing_loss_mask(dataset, sidecar)
-    if missing is not None:
+    if missing := dataset.missing_loss_mask:
         problems.append(f"{missing}: copy it as well, or preprocess the data again")
-    if mask is not None:
-        path = loss_mask_path(prefix)
-        problems += checksum_errors(path, format_checksum(xxhash.xxh3_128(mask.data)), sidecar, "loss_mask_checksum")
+    if (mask := dataset.loss_mask) is not None:
+        arrays["the loss mask"] = loss_mask_path(dataset.prefix), mask
+        known["the loss mask"] = sidecar and sidecar.loss_mask_checksum
         if int(mask.max()) > 1:
-            problems.append(f"{path}: has value {int(mask.max())}, expected 0 and 1")
+            problems.append(f"{loss_mask_path(dataset.prefix)}: has value {int(mask.max())}, expected 0 and 1")
+    for name, (path, array) in arrays.items():
+        found = format_checksum(xxhash.xxh3_128(array.data))
+        if known[name] not in (None, found):
+            problems.append(
+                f"{path}: found checksum {found}, its sidecar expects {known[name]}: the file is damaged: copy or "
+                "preprocess the data again"
+            )
     raise_user_errors(problems)
-    checked = [
-        "the sizes, lengths, offsets and documents of .idx and the size of .bin agree",
-        f"token ids are 0 to {largest:,}",
-    ]
-    sums = {".idx": sidecar and sidecar.idx_checksum, ".bin": sidecar and sidecar.bin_checksum}
-    if mask is not None:
-        sums["the loss mask"] = sidecar and sidecar.loss_mask_checksum
     unknown = "is unknown: a change that keeps the file valid is not detected"
-    for name, known in sums.items():
-        checked.append(f"the checksum of {name} {'equals that in the sidecar' if known else unknown}")
-    return [f"verified: {line}" for line in checked]
+    return [
+        "verified: the sizes, lengths, offsets and documents of .idx and the size of .bin agree",
+        f"verified: token ids are 0 to {largest:,}",
+        *(
+            f"verified: the checksum of {name} {'equals that in the sidecar' if known[name] else unknown}"
+            for name in known
+        ),
+    ]

@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +15,6 @@ from megatron_ladder.data.blending import Blend, BlendedSource, parse_blend
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.packing import LossOn, PackedSource
 from megatron_ladder.data.samples import SampleSource
-from megatron_ladder.data.sidecar import check_index, check_sidecar, missing_loss_mask, sidecar_of
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
 
@@ -160,7 +159,6 @@ def open_sources(arguments: DataArguments, split: str, order: OrderOptions, part
     for prefix, flag in flag_of.items():
         with errors.collect(flag):
             datasets[prefix] = IndexedDataset(prefix)
-            check_index(datasets[prefix])
     errors.raise_if_any()
     shares = _parse_split(split) if data_path else None
     opened: dict[tuple[str, str], DataSource] = {}
@@ -210,7 +208,7 @@ def _choose_labels(dataset: IndexedDataset, loss_on: LossOn | None) -> LossOn:
     """Return `loss_on`, or if it is None, `assistant` for a data set with a loss mask and `all` for others."""
     if loss_on == "all" or dataset.loss_mask is not None:
         return loss_on or "assistant"
-    if missing := missing_loss_mask(dataset, sidecar_of(dataset)):
+    if missing := dataset.missing_loss_mask:
         raise UserError(f"{missing}: copy it as well, or give --loss-on all to train on every token")
     if loss_on == "assistant":
         raise UserError(f"--loss-on assistant: {dataset.prefix} has no loss mask: preprocess it with --chat")
@@ -221,7 +219,7 @@ def open_source(
     part: str, dataset: IndexedDataset, documents: range, order: OrderOptions
 ) -> SampleSource | PackedSource:
     """Return samples of texts, or packed conversations if the sidecar says that the data set contains conversations."""
-    sidecar, shuffle = sidecar_of(dataset), part == "train"
+    sidecar, shuffle = dataset.sidecar, part == "train"
     loss_on = _choose_labels(dataset, order.loss_on)
     if sidecar is not None and sidecar.conversations:
         return PackedSource(
@@ -252,10 +250,26 @@ def _split_documents(shares: Sequence[float], documents: int) -> list[range]:
     return [range(begin, end) for begin, end in itertools.pairwise(ends.clip(0).tolist())]
 
 
-def check_tokenizer(sources: Sources, tokenizer: Tokenizer) -> None:
+def check_tokenizer(datasets: Iterable[IndexedDataset], tokenizer: Tokenizer) -> None:
     """Raise UserError if the sidecar of a data set names another tokenizer."""
-    errors = ErrorCollector()
-    for dataset in sources.datasets:
-        with errors.collect():
-            check_sidecar(dataset, tokenizer)
-    errors.raise_if_any()
+    raise_user_errors(
+        f"{tokenizer.flag} ({tokenizer.vocab_size} ids, sha256 {tokenizer.sha256[:12]}) is not the tokenizer of "
+        f"{dataset.prefix} ({sidecar.tokenizer_type}, {sidecar.vocab_size} ids, sha256 "
+        f"{sidecar.tokenizer_sha256[:12]}): give that one, or preprocess the data with this one"
+        for dataset in datasets
+        if (sidecar := dataset.sidecar) is not None
+        and (sidecar.vocab_size, sidecar.tokenizer_sha256) != (tokenizer.vocab_size, tokenizer.sha256)
+    )
+
+
+def find_chat_template(datasets: Sequence[IndexedDataset], report: Callable[[str], None]) -> str | None:
+    """Return the template that made the first conversations among data sets; report those that another one made."""
+    found: dict[str, Path] = {}
+    for dataset in datasets:
+        sidecar = dataset.sidecar
+        if sidecar is not None and sidecar.chat_template is not None:
+            found.setdefault(sidecar.chat_template, dataset.prefix)
+    for prefix in list(found.values())[1:]:
+        first = next(iter(found.values()))
+        report(f"*** {prefix}: has another chat template than {first}, which checkpoints record ***")
+    return next(iter(found), None)

@@ -19,13 +19,14 @@ from megatron_ladder.data.encoding import KeyTokens, Task
 from megatron_ladder.data.indexed import (
     IndexedDataset,
     IndexedDatasetWriter,
+    Sidecar,
     bin_path,
     documents_with_targets,
     idx_path,
     loss_mask_path,
+    write_sidecar,
 )
 from megatron_ladder.data.reading.protocol import Shard
-from megatron_ladder.data.sidecar import Sidecar, write_sidecar
 from megatron_ladder.errors import UserError
 from megatron_ladder.files import lock_file, read_if_exists, remove_temporary_files, write_atomically
 

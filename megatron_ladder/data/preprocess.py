@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_ladder.data.encoding import KeyTokens, Task
+from megatron_ladder.data.indexed import Sidecar
 from megatron_ladder.data.partial import FinishedShard, Partial
 from megatron_ladder.data.reading.find import find_sources
 from megatron_ladder.data.reading.protocol import GROUP_BYTES, Block, Reading, Shard, Source
-from megatron_ladder.data.sidecar import Sidecar
 from megatron_ladder.errors import UserError
 from megatron_ladder.processes import interrupts_blocked
 from megatron_ladder.progress import ProgressBar

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ladder.data.indexed import IndexedDataset
-from megatron_ladder.data.sidecar import content_of
+from megatron_ladder.data.indexed import IndexedDataset, sampled_checksum
 from megatron_ladder.errors import UserError
 
 DOCUMENTS, SAMPLES = 0, 1
@@ -93,7 +92,6 @@ class DatasetSamples(Samples):
         """Write the samples at `places` [n] of an epoch into the rows `rows` [n] of `out`."""
 
     def fill(self, numbers: NDArray[np.int64], rows: NDArray[np.int64], out: SampleRows) -> None:
-        self.dataset.check_size()
         epochs, places = np.divmod(numbers, len(self))
         for epoch in np.unique(epochs).tolist():
             chosen = np.flatnonzero(epochs == epoch)
@@ -106,8 +104,20 @@ class DatasetSamples(Samples):
 
     @functools.cached_property
     def content(self) -> dict[str, Any]:
-        """See `content_of`."""
-        return content_of(self.dataset)
+        """A short JSON-able description of the content of the data set, independent of its location.
+
+        It includes blocks from all over the token file, because the sidecar may be missing or belong to another file.
+        """
+        dataset = self.dataset
+        return {
+            "documents": len(dataset),
+            "tokens": len(dataset.tokens),
+            "dtype": dataset.tokens.dtype.name,
+            "idx_checksum": dataset.idx_checksum,
+            "bin_checksum": None if dataset.sidecar is None else dataset.sidecar.bin_checksum,
+            "bin_sample": sampled_checksum(dataset.tokens),
+            "loss_mask_sample": None if dataset.loss_mask is None else sampled_checksum(dataset.loss_mask),
+        }
 
     def describe(self) -> dict[str, Any]:
         """Return everything that determines the samples, except the seed and the sequence length; JSON-able."""

@@ -32,7 +32,7 @@ from megatron_ladder.data.batches import BatchShape
 from megatron_ladder.data.encoding import join_documents
 from megatron_ladder.data.identity import describe_sources
 from megatron_ladder.data.reading.find import find_sources
-from megatron_ladder.data.reading.protocol import BadRecord, FileSource, Reading, Shard
+from megatron_ladder.data.reading.protocol import BadRecord, LocalFile, Reading, Shard
 from megatron_ladder.data.samples import SampleRows, permutation
 from megatron_ladder.errors import UserError
 
@@ -366,6 +366,6 @@ def find_input(inputs: Sequence[str], key: str, max_bad: int = 0) -> StreamInput
     shards = tuple(
         _FoundShard(shard.label, shard, reading) for source in sources for shard in source.shards(reading, part)
     )
-    local = [source for source in sources if isinstance(source, FileSource)]
+    local = [source for source in sources if isinstance(source, LocalFile)]
     some = local[:: -(-len(local) // _COMPARED_FILES) or 1]
     return StreamInput(shards, describe_sources(sources), tuple((source.path, source.total_bytes) for source in some))

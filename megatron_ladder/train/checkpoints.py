@@ -30,7 +30,7 @@ from megatron_ladder.checkpoint.loading import load_newest
 from megatron_ladder.checkpoint.publish import Retention, published_checkpoints
 from megatron_ladder.checkpoint.saving import SaveError, SaveOptions, SaveOutcome, TrainingSave
 from megatron_ladder.data.chat_template import own_chat_template
-from megatron_ladder.data.sidecar import find_chat_template
+from megatron_ladder.data.loader import find_chat_template
 from megatron_ladder.data.tokenizers import Tokenizer, tokenizer_files
 from megatron_ladder.errors import BadNumbersError, UserError
 from megatron_ladder.files import write_atomically

@@ -15,7 +15,6 @@ from megatron_ladder.config.run import SECTION_TYPES, RunConfig, RunFlags, parse
 from megatron_ladder.data.identity import describe_training
 from megatron_ladder.data.indexed import sidecar_path
 from megatron_ladder.data.loader import OrderOptions, Sources, check_tokenizer, find_data, open_sources
-from megatron_ladder.data.sidecar import sidecar_of
 from megatron_ladder.data.streaming import StreamInput, StreamPlan, choose_streams, find_input
 from megatron_ladder.data.tokenizers import (
     DESCRIPTION_FILE,
@@ -270,13 +269,12 @@ def _open_sources(run: RunConfig, tokenizer: Tokenizer | None) -> Sources:
     order = OrderOptions(run.training.seq_length, run.training.seed, data.loss_on)
     sources = open_sources(find_data(data), data.split, order, parts)
     if tokenizer is not None:
-        check_tokenizer(sources, tokenizer)
-    sidecars = {dataset.prefix: sidecar_of(dataset) for dataset in sources.datasets}
+        check_tokenizer(sources.datasets, tokenizer)
     raise_user_errors(
-        f"{prefix}: holds token ids up to {sidecar.largest_id}, the model has {run.model.vocab_size}: "
+        f"{dataset.prefix}: holds token ids up to {sidecar.largest_id}, the model has {run.model.vocab_size}: "
         "give the --tokenizer-model or --vocab-size of the data"
-        for prefix, sidecar in sidecars.items()
-        if sidecar is not None and sidecar.largest_id >= run.model.vocab_size > 1
+        for dataset in sources.datasets
+        if (sidecar := dataset.sidecar) is not None and sidecar.largest_id >= run.model.vocab_size > 1
     )
     return sources
 
@@ -289,7 +287,7 @@ def _find_eod(data: DataConfig, sources: Sources, tokenizer: Tokenizer | None) -
     names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
     flags = " ".join(flag_name(name) for name in names if getattr(data, name))
     datasets = sorted(sources.datasets, key=attrgetter("prefix"))
-    known = {dataset.prefix: sidecar for dataset in datasets if (sidecar := sidecar_of(dataset)) is not None}
+    known = {dataset.prefix: dataset.sidecar for dataset in datasets if dataset.sidecar is not None}
     # Elsewhere no document ends with the token, and no flag looks for it.
     relevant = {prefix: one.eod_id for prefix, one in known.items() if one.append_eod or data.eod_mask_loss}
     candidates = [*relevant.items(), *((prefix, one.eod_id) for prefix, one in known.items()), ("", None)]

@@ -8,7 +8,7 @@ import tokenizers
 import torch.distributed as dist
 
 from megatron_ladder.config.run import read_run_words
-from megatron_ladder.data.sidecar import Sidecar, write_sidecar
+from megatron_ladder.data.indexed import Sidecar, write_sidecar
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer
 from megatron_ladder.train import loop, opening, setup
 from tests.helpers.commands import free_port

@@ -9,40 +9,21 @@ import contextlib
 import functools
 import importlib.util
 import itertools
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ladder.data.reading.parquet import check_columns, parse_rows
-from megatron_ladder.data.reading.protocol import Block, Parsed, Reading, Shard
-from megatron_ladder.errors import UserError, raise_user_errors
+from megatron_ladder.data.reading.parquet import check_columns
+from megatron_ladder.data.reading.protocol import Block, Reading, Rows, Shard
+from megatron_ladder.errors import UserError
 
 PREFIX = "hf://"
 BATCH_ROWS = 256
 """Rows of a block. The order of streamed samples depends on it."""
 _NETWORK_MODULES = ("aiohttp", "h11", "http.client", "httpcore", "httpx", "huggingface_hub", "requests", "urllib3")
 """Prefixes of modules whose errors are caused by the network or the hub."""
-_TEMPORARY_STATUSES = (408, 425, 429)
-"""Status codes below 500 that do not mean that the request was wrong."""
-
-
-def _is_network_error(error: BaseException | None) -> bool:
-    """Return whether an error or one of its causes is due to the network, the hub or this machine."""
-    if error is None:
-        return False
-    if isinstance(error, ConnectionError | TimeoutError):
-        return True
-    if isinstance(error, OSError) and error.errno:
-        if not isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError):
-            return True
-    elif not isinstance(error, ValueError) and type(error).__module__.startswith(_NETWORK_MODULES):
-        status = getattr(getattr(error, "response", None), "status_code", 0)
-        if not 400 <= status < 500 or status in _TEMPORARY_STATUSES:
-            return True
-    return _is_network_error(error.__cause__ or error.__context__)
 
 
 @dataclass(frozen=True)
@@ -81,7 +62,8 @@ class HubSource:
         except Exception as error:  # Errors of the hub, the network and many file formats have no common base class.
             reason = str(error).strip().split("\n")[0]
             problem = f"{self.flag} {self.name}: datasets cannot {action} it ({type(error).__name__}: {reason})"
-            if _is_network_error(error):
+            is_remote = type(error).__module__.startswith(_NETWORK_MODULES) and not isinstance(error, ValueError)
+            if is_remote or isinstance(error, ConnectionError | TimeoutError):
                 raise ConnectionError(f"{problem}: run the same command again to resume{fix and '; ' + fix}") from error
             raise UserError(f"{problem}{fix and ': ' + fix}") from None
 
@@ -91,15 +73,7 @@ class HubSource:
         import datasets
 
         with self.translated_errors("open", "without a network, give a directory of data files, hf:///PATH"):
-            found = datasets.load_dataset(self.path, self.config, split=self.split, streaming=True)
-            files = self.data_files if Path(self.path).is_dir() else []
-        folder = os.path.abspath(self.path)
-        raise_user_errors(
-            f"{self.flag} {self.name}: its README.md names {file}, which is outside of the directory: copy it there"
-            for file in files
-            if os.path.commonpath([folder, os.path.abspath(file)]) != folder
-        )
-        return found
+            return datasets.load_dataset(self.path, self.config, split=self.split, streaming=True)
 
     @functools.cached_property
     def data_files(self) -> list[str]:
@@ -150,27 +124,7 @@ class _HubShard:
                 return
             name = f"{source.name} part {self.number} of {self.count}"
             absent = [None] * len(batch[reading.keys[0]])
-            yield _Rows(name, begin, tuple(list(batch.get(key, absent)) for key in reading.all_keys))
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Some rows, as columns."""
-
-    name: str
-    begin: int
-    columns: tuple[list[Any], ...]
-    file_bytes = 0
-
-    @functools.cached_property
-    def text_bytes(self) -> int:
-        return sum(len(str(value)) for column in self.columns for value in column)
-
-    def read(self, reading: Reading) -> Parsed:
-        return parse_rows(self.columns, reading)
-
-    def place(self, number: int) -> str:
-        return f"{self.name}: row {self.begin + number}"
+            yield Rows(name, begin, tuple(list(batch.get(key, absent)) for key in reading.all_keys))
 
 
 def _skip_rows(dataset: Any, rows: int, file: str | None) -> Any:
@@ -179,8 +133,7 @@ def _skip_rows(dataset: Any, rows: int, file: str | None) -> Any:
     The library decodes a file from its beginning to skip rows. Only Parquet records where rows are, so such a file is
     entered at a row group. `file` is its path or address, or None.
     """
-    # Earlier releases of the library cannot separate row groups.
-    if file is None or not file.endswith(".parquet") or not hasattr(dataset, "reshard"):
+    if file is None or not file.endswith(".parquet"):
         return dataset.skip(rows)
     import datasets
     import fsspec
@@ -189,10 +142,9 @@ def _skip_rows(dataset: Any, rows: int, file: str | None) -> Any:
     with fsspec.open(file) as opened:
         metadata = pyarrow.parquet.read_metadata(opened)
     sizes = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
-    begins = [0, *itertools.accumulate(sizes)]
-    groups = dataset.reshard()
-    if not sizes or groups.num_shards != len(sizes):
+    groups, begins = dataset.reshard(), list(itertools.accumulate(sizes, initial=0))
+    if groups.num_shards != len(sizes):
         return dataset.skip(rows)
-    first = max(0, min(bisect.bisect_right(begins, rows), len(sizes)) - 1)
+    first = min(bisect.bisect_right(begins, rows), len(sizes)) - 1
     entered, *others = (groups.shard(len(sizes), number) for number in range(first, len(sizes)))
     return datasets.concatenate_datasets([entered.skip(rows - begins[first]), *others])

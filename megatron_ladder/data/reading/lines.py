@@ -1,26 +1,25 @@
 """Local files and standard input: JSON lines, plain or compressed, and plain text with one document per file.
 
-Plain files are cut into spans of whole lines without reading them. Compressed files and standard input can only be
-read from their beginning.
+A block is as many whole lines as one read of about SPAN_BYTES contains. Of a line that is larger than the limit only
+the beginning is kept in memory.
 """
 
+import functools
 import gzip
+import itertools
 import json
 import math
 import sys
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
 from megatron_ladder.data.reading.protocol import (
     BYTE_ORDER_MARK,
     SPAN_BYTES,
     Block,
-    FileShard,
-    FileSource,
+    LocalFile,
     Parsed,
     Reading,
     Shard,
@@ -35,17 +34,10 @@ _LINES_COUNTED_BYTES = 1 << 30
 """After this much of a file, line numbers are not counted, which would take more than a second."""
 
 
-def _parse_lines(content: bytes, reading: Reading) -> Parsed:
-    """Return the documents of whole lines (the last one may lack its line feed)."""
-    numbered = enumerate(content.split(b"\n"))
-    rows = ((number, _parse_line(line, reading)) for number, line in numbered if line and not line.isspace())
-    return parsed_records(rows, reading)
-
-
 def _parse_line(line: bytes, reading: Reading) -> list[Any] | str:
     """Return the values of the keys, or the reason why the line cannot be read."""
     if len(line) > reading.max_bytes:
-        return too_large(len(line), reading)
+        return too_large(reading)
     try:
         record = json.loads(line.decode())
     except UnicodeDecodeError as error:
@@ -68,74 +60,103 @@ def _not_utf8(content: bytes, error: UnicodeDecodeError) -> str:
     return f"byte 0x{content[error.start]:02x} is not UTF-8 ({error.reason})"
 
 
-@dataclass(frozen=True)
-class _LineSpan:
-    """Bytes begin .. end - 1 of a file, which are whole lines."""
+@functools.lru_cache(maxsize=1)
+def _lines_before(path: str, end: int) -> int:
+    with open(path, "rb") as file:
+        pieces = (file.read(min(SPAN_BYTES, end - start)) for start in range(0, end, SPAN_BYTES))
+        return sum(piece.count(b"\n") for piece in pieces)
 
-    path: Path
+
+@dataclass(frozen=True)
+class Lines:
+    """Whole lines; `begin` is the position of the first one in the text, and `first` its number, if it is known."""
+
+    name: str
+    content: bytes
     begin: int
-    end: int
+    first: int | None
+    file_bytes: int
 
     @property
     def text_bytes(self) -> int:
-        return self.end - self.begin
-
-    file_bytes = text_bytes
+        return len(self.content)
 
     def read(self, reading: Reading) -> Parsed:
-        if self.text_bytes > SPAN_BYTES + reading.max_bytes:
-            # Only a single line makes a span so large; it is never held in memory.
-            return parsed_records([(0, too_large(self.text_bytes, reading))], reading)
-        with open(self.path, "rb") as file:
-            file.seek(self.begin)
-            content = file.read(self.end - self.begin)
-        return _parse_lines(content.removeprefix(BYTE_ORDER_MARK) if self.begin == 0 else content, reading)
+        numbered = enumerate(self._text().split(b"\n"))
+        rows = ((number, _parse_line(line, reading)) for number, line in numbered if line and not line.isspace())
+        return parsed_records(rows, reading)
+
+    def _text(self) -> bytes:
+        return self.content if self.begin else self.content.removeprefix(BYTE_ORDER_MARK)
 
     def place(self, number: int) -> str:
-        if self.begin > _LINES_COUNTED_BYTES:
-            return f"{self.path}: line {number + 1} after byte {self.begin}"
-        with open(self.path, "rb") as file:
-            pieces = (file.read(min(SPAN_BYTES, self.begin - start)) for start in range(0, self.begin, SPAN_BYTES))
-            lines = sum(piece.count(b"\n") for piece in pieces)
-        return f"{self.path}:{lines + number + 1}"
+        if self.first is None and self.begin > _LINES_COUNTED_BYTES:
+            return f"{self.name}: line {number + 1} after byte {self.begin}"
+        first = _lines_before(self.name, self.begin) if self.first is None else self.first
+        return f"{self.name}:{first + number + 1}"
+
+
+class _Document(Lines):
+    """The content of a file of plain text."""
+
+    def read(self, reading: Reading) -> Parsed:
+        content = self._text()
+        if len(content) > reading.max_bytes:
+            return parsed_records([(0, too_large(reading))], reading)
+        try:
+            return parsed_records([(0, [content.decode()])], reading)
+        except UnicodeDecodeError as error:
+            return parsed_records([(content.count(b"\n", 0, error.start), _not_utf8(content, error))], reading)
 
 
 @dataclass(frozen=True)
-class _LineRange(FileShard):
-    """The lines of a file whose first bytes are in begin .. end - 1, or all lines."""
+class PlainFile(LocalFile):
+    """A file of plain text, which is one document and one block."""
 
-    begin: int
-    end: int
-    is_whole: bool
+    def blocks(self, reading: Reading, first: int = 0) -> Iterator[Block]:
+        if first == 0:
+            with open(self.path, "rb") as file:
+                content = file.read(len(BYTE_ORDER_MARK) + reading.max_bytes + 1)
+            yield _Document(self.name, content, 0, 0, self.total_bytes)
+
+
+@dataclass(frozen=True)
+class JsonLinesFile(LocalFile):
+    """A file of JSON lines: all of them, or those whose first bytes are in begin .. end - 1."""
+
+    begin: int = 0
+    end: int | None = None
 
     @property
     def total_bytes(self) -> int:
-        return self.end - self.begin
+        return super().total_bytes if self.end is None else self.end - self.begin
 
     @property
     def label(self) -> str:
-        return f"{self.path.name} {self.end}" if self.is_whole else f"{self.path.name} {self.begin}-{self.end}"
+        return super().label if self.end is None else f"{self.path.name} {self.begin}-{self.end}"
+
+    def shards(self, reading: Reading, part_bytes: int | None) -> Iterator[Shard]:
+        size = self.total_bytes
+        for begin in range(0, size, part_bytes or max(size, 1)):
+            yield self if part_bytes is None else replace(self, begin=begin, end=min(begin + part_bytes, size))
 
     def blocks(self, reading: Reading, first: int = 0) -> Iterator[Block]:
-        """Yield spans that end at line ends, without reading their content."""
-        return islice(self._spans(reading), first, None)
-
-    def _spans(self, reading: Reading) -> Iterator[Block]:
+        """Yield lines; the blocks before the first one are not read."""
         # The difference of one byte is older than ranges; the order of streamed samples depends on it.
-        reach = SPAN_BYTES if self.is_whole else SPAN_BYTES - 1
+        reach = SPAN_BYTES if self.end is None else SPAN_BYTES - 1
+        limit = self.begin + self.total_bytes
         with open(self.path, "rb") as file:
             # The previous line may be longer than the range.
-            begin = _end_of_line(file, self.begin - 1, self.end) if self.begin else 0
-            end = _end_of_line(file, self.end - 1) if begin < self.end else begin
-            while begin < end:
+            begin = _end_of_line(file, self.begin - 1, limit) if self.begin else 0
+            end = _end_of_line(file, limit - 1) if begin < limit else begin
+            for number in itertools.count():
+                if begin >= end:
+                    return
                 following = min(_end_of_line(file, begin + reach), end)
-                last = begin
-                if following - begin > SPAN_BYTES + reading.max_bytes:
+                if number >= first:
                     file.seek(begin)
-                    last += file.read(SPAN_BYTES).rfind(b"\n") + 1
-                if last > begin:
-                    yield _LineSpan(self.path, begin, last)
-                yield _LineSpan(self.path, last, following)
+                    content = file.read(min(following - begin, SPAN_BYTES + reading.max_bytes + 1))
+                    yield Lines(self.name, content, begin, None, following - begin)
                 begin = following
 
 
@@ -147,126 +168,28 @@ def _end_of_line(file: BinaryIO, start: int, limit: float = math.inf) -> int:
     return file.tell()
 
 
-@dataclass(frozen=True)
-class JsonLinesFile(FileSource):
-    """An uncompressed file of JSON lines."""
-
-    def shards(self, reading: Reading, part_bytes: int | None) -> Iterator[Shard]:
-        size = self.total_bytes
-        step = part_bytes or max(size, 1)
-        for begin in range(0, size, step):
-            yield _LineRange(self.path, begin, min(begin + step, size), part_bytes is None)
-
-
-@dataclass(frozen=True)
-class _WholeFile(FileShard):
-    """A file that is not cut: the source and its only shard."""
-
-    def shards(self, reading: Reading, part_bytes: int | None) -> Iterator[Any]:
-        yield self
-
-
-@dataclass(frozen=True)
-class PlainFile(_WholeFile):
-    """A file of plain text, which is one document and one block."""
-
-    @property
-    def text_bytes(self) -> int:
-        return self.total_bytes
-
-    file_bytes = text_bytes
-
-    def blocks(self, reading: Reading, first: int = 0) -> Iterator[Block]:
-        if first == 0:
-            yield self
-
-    def read(self, reading: Reading) -> Parsed:
-        """Return the text unchanged, except for a byte order mark."""
-        size = self.total_bytes
-        if size > reading.max_bytes:
-            return parsed_records([(0, too_large(size, reading))], reading)
-        content = self.path.read_bytes().removeprefix(BYTE_ORDER_MARK)
-        try:
-            return parsed_records([(0, [content.decode()])], reading)
-        except UnicodeDecodeError as error:
-            line = content.count(b"\n", 0, error.start)
-            return parsed_records([(line, _not_utf8(content, error))], reading)
-
-    def place(self, number: int) -> str:
-        return f"{self.path}:{number + 1}"
-
-
-@dataclass(frozen=True)
-class _Lines:
-    """Whole lines in memory, or a line of `oversized` bytes that is skipped; `first` is the number of the first one.
-
-    `file_bytes` of the compressed file were read for them.
-    """
-
-    name: str
-    first: int
-    content: bytes
-    file_bytes: int
-    oversized: int = 0
-
-    @property
-    def text_bytes(self) -> int:
-        return len(self.content)
-
-    def read(self, reading: Reading) -> Parsed:
-        if self.oversized:
-            return parsed_records([(0, too_large(self.oversized, reading))], reading)
-        return _parse_lines(self.content, reading)
-
-    def place(self, number: int) -> str:
-        return f"{self.name}:{self.first + number + 1}"
-
-
 def _cut_lines(
     name: str, stream: BinaryIO | gzip.GzipFile, max_bytes: int, position: Callable[[], int] = lambda: 0
-) -> Iterator[_Lines]:
-    """Yield whole lines of a stream, about SPAN_BYTES at a time; lines larger than `max_bytes` are not kept in memory.
-
-    `position` returns the position in the file from which the stream is decompressed.
-    """
-    rest: list[bytes] = []
-    size = lines = before = 0
-
-    def cut(content: bytes, oversized: int = 0) -> _Lines:
-        nonlocal lines, before
-        found = _Lines(name, lines, content, position() - before, oversized)
-        lines, before = lines + (1 if oversized else content.count(b"\n")), position()
-        return found
-
-    while chunk := stream.read(SPAN_BYTES):
-        if lines == size == 0:
-            chunk = chunk.removeprefix(BYTE_ORDER_MARK)
-        if size > max_bytes:
-            end = chunk.find(b"\n") + 1
-            size += end or len(chunk)
-            if not end:
-                continue
-            yield cut(b"", size)
-            chunk, size = chunk[end:], 0
-        end = chunk.rfind(b"\n") + 1
-        if end:
-            yield cut(b"".join([*rest, chunk[:end]]))
-            rest, size = [], 0
-        rest.append(chunk[end:])
-        size += len(chunk) - end
-        if size > max_bytes:
-            rest = []
-    if size:
-        yield cut(b"", size) if size > max_bytes else cut(b"".join(rest))
+) -> Iterator[Lines]:
+    """Yield whole lines of a stream; `position` returns the position in the file that the stream decompresses."""
+    rest, begin, lines, before = bytearray(), 0, 0, 0
+    for chunk in itertools.chain(iter(lambda: stream.read(SPAN_BYTES), b""), [b""]):
+        head, line_feed, tail = chunk.rpartition(b"\n")
+        if line_feed or (rest and not chunk):
+            content, after = bytes(rest + head + line_feed), position()
+            yield Lines(name, content, begin, lines, after - before)
+            rest, begin, lines, before = bytearray(), begin + len(content), lines + content.count(b"\n"), after
+        if len(rest) <= max_bytes:
+            rest += tail
 
 
 @dataclass(frozen=True)
-class CompressedLines(_WholeFile):
+class CompressedLines(LocalFile):
     """A file of JSON lines, compressed as its suffix says."""
 
     def blocks(self, reading: Reading, first: int = 0) -> Iterator[Block]:
         """Yield decompressed lines; raises UserError if the file is damaged or truncated, OSError if reading fails."""
-        return islice(self._lines(reading), first, None)
+        return itertools.islice(self._lines(reading), first, None)
 
     def _lines(self, reading: Reading) -> Iterator[Block]:
         suffix = self.path.suffix.lower()
@@ -276,15 +199,12 @@ class CompressedLines(_WholeFile):
             gzip.GzipFile(fileobj=file) if suffix == ".gz" else zstd_module().ZstdFile(file) as stream,
         ):
             try:
-                yield from _cut_lines(str(self.path), stream, reading.max_bytes, file.tell)
+                yield from _cut_lines(self.name, stream, reading.max_bytes, file.tell)
             except errors as error:
                 # Errors of the operating system have a number, those of decompressors do not.
                 if isinstance(error, OSError) and error.errno:
-                    raise OSError(error.errno, error.strerror, str(self.path)) from error
-                raise UserError(
-                    f"{self.path}: damaged, or not {COMPRESSIONS[suffix]} ({error}), near byte {file.tell():,} of "
-                    f"{self.total_bytes:,}"
-                ) from None
+                    raise
+                raise UserError(f"{self.path}: damaged, or not {COMPRESSIONS[suffix]} ({error})") from None
 
 
 def zstd_module() -> Any:
@@ -309,4 +229,4 @@ class StandardInput:
         yield self
 
     def blocks(self, reading: Reading, first: int = 0) -> Iterator[Block]:
-        return islice(_cut_lines("<stdin>", sys.stdin.buffer, reading.max_bytes), first, None)
+        return itertools.islice(_cut_lines("<stdin>", sys.stdin.buffer, reading.max_bytes), first, None)

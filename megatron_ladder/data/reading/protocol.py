@@ -1,9 +1,10 @@
 """What is read: an input consists of sources, a source is cut into shards, a shard into blocks, a block holds records.
 
-Shards can be read concurrently. One process cuts blocks and many processes read them. A shard always gives the same
-blocks.
+Shards can be read concurrently. One process reads the files and cuts blocks, and many processes decode them. A shard
+always gives the same blocks.
 """
 
+import functools
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,7 @@ class Parsed(NamedTuple):
 
 
 class Block(Protocol):
-    """Some records of a shard; small, so that it can be sent to another process."""
+    """Some records of a shard, with their content, which another process can decode."""
 
     @property
     def text_bytes(self) -> int:
@@ -80,7 +81,7 @@ class Block(Protocol):
         """Its share of `Shard.total_bytes`."""
 
     def read(self, reading: Reading) -> Parsed:
-        """Read the values of the keys."""
+        """Decode the values of the keys."""
 
     def place(self, number: int) -> str:
         """Return the location of record `number` of the block: `file:line` for a file of lines."""
@@ -120,8 +121,8 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class FileSource:
-    """What all local files share."""
+class LocalFile:
+    """What local files and parts of them share. A file that is not cut is a source and its only shard."""
 
     path: Path
 
@@ -133,11 +134,6 @@ class FileSource:
     def total_bytes(self) -> int:
         return self.path.stat().st_size
 
-
-@dataclass(frozen=True)
-class FileShard(FileSource):
-    """What shards of local files share; a file that is not cut is a source, too."""
-
     @property
     def label(self) -> str:
         return f"{self.path.name} {self.total_bytes}"
@@ -145,6 +141,31 @@ class FileShard(FileSource):
     def identity(self) -> list[Any] | None:
         """Return the path, the time of its last change, and the label."""
         return [str(self.path), self.path.stat().st_mtime_ns, self.label]
+
+    def shards(self, reading: Reading, part_bytes: int | None) -> Iterator[Any]:
+        yield self
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a table, as columns; `begin` is the number of the first one."""
+
+    name: str
+    begin: int
+    columns: tuple[list[Any], ...]
+    file_bytes: int = 0
+
+    @functools.cached_property
+    def text_bytes(self) -> int:
+        return sum(len(str(value)) for column in self.columns for value in column)
+
+    def read(self, reading: Reading) -> Parsed:
+        rows = enumerate(zip(*self.columns, strict=True))
+        return parsed_records(((number, reason_against(row, reading) or row) for number, row in rows), reading)
+
+    def place(self, number: int) -> str:
+        """Return the row, counted from 0 as in tables."""
+        return f"{self.name}: row {self.begin + number}"
 
 
 def read_blocks(sources: Sequence[Source], reading: Reading) -> Iterator[Block]:
@@ -171,11 +192,10 @@ def parsed_records(rows: Iterable[tuple[int, Sequence[Any] | str]], reading: Rea
     return Parsed(columns, numbers, tuple(bad))
 
 
-def too_large(size: int, reading: Reading) -> str:
+def too_large(reading: Reading) -> str:
     """Return the reason why a document is not read."""
-    limit = reading.max_bytes >> 20
-    fix = f"{limit} megabytes" if reading.size_flag is None else f"raise {reading.size_flag}, now {limit}"
-    return f"{size:,} bytes exceed the size limit of a document: {fix}"
+    fix = "" if reading.size_flag is None else f": raise {reading.size_flag}"
+    return f"larger than {reading.max_bytes >> 20} megabytes{fix}"
 
 
 def reason_against(row: Sequence[Any], reading: Reading) -> str | None:
@@ -190,7 +210,7 @@ def reason_against(row: Sequence[Any], reading: Reading) -> str | None:
         except UnicodeEncodeError as error:
             return f"\\u{ord(value[error.start]):04x} under {key!r} is half of a surrogate pair"
         if size > reading.max_bytes:
-            return too_large(size, reading)
+            return too_large(reading)
     return None
 
 

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.convert.options import SensitivityOptions
 from megatron_ladder.convert.sensitivity import read_batches
-from megatron_ladder.data.indexed import IndexedDatasetWriter, loss_mask_path
-from megatron_ladder.data.sidecar import Sidecar, write_sidecar
+from megatron_ladder.data.indexed import IndexedDatasetWriter, Sidecar, loss_mask_path, write_sidecar
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.loading import open_model
 from tests.reference import make_weights, reference_logits

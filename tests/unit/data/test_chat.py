@@ -17,9 +17,8 @@ import transformers
 from megatron_ladder.cli import preprocess_data
 from megatron_ladder.data.chat import Conversation, ConversationEncoder, read_messages
 from megatron_ladder.data.chat_template import ChatTemplate, ChatTemplateError, read_chat_template
-from megatron_ladder.data.indexed import IndexedDataset
+from megatron_ladder.data.indexed import IndexedDataset, read_sidecar
 from megatron_ladder.data.inspect import verify
-from megatron_ladder.data.sidecar import read_sidecar
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer
 from megatron_ladder.errors import UserError
 
@@ -288,7 +287,7 @@ def test_preprocessing_conversations(folder: Path, tmp_path: Path) -> None:
     assert documents_of(prefix) == expected
     sidecar = read_sidecar(prefix)
     assert sidecar is not None and sidecar.conversations and sidecar.documents == 4
-    assert verify(prefix)[-1] == "verified: the checksum of the loss mask equals that in the sidecar"
+    assert verify(IndexedDataset(prefix))[-1] == "verified: the checksum of the loss mask equals that in the sidecar"
     preprocess_data.main([*command, "--append-eod"])
     assert documents_of(prefix) == [([*ids, 3], [*mask, 0]) for ids, mask in expected]
 

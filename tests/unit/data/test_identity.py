@@ -34,12 +34,12 @@ def test_other_tokens_with_equal_counts_are_detected(make_dataset: MakeDataset) 
     before = describe(prefix)
     rewrite(prefix, np.arange(99)[::-1].copy(), LENGTHS)
     (line,) = data_changes(before, describe(prefix))
-    assert line.startswith(f"{prefix}: checksum of blocks of .bin is xxh3_128:")
+    assert line.startswith(f"--data-path: sets {prefix} content bin_sample is 'xxh3_128:")
     rewrite(prefix, np.arange(99), LENGTHS[::-1])
     (line,) = data_changes(before, describe(prefix))
-    assert line.startswith(f"{prefix}: checksum of .idx is xxh3_128:")
+    assert line.startswith(f"--data-path: sets {prefix} content idx_checksum is 'xxh3_128:")
     rewrite(prefix, np.arange(100), [*LENGTHS, 1])
-    assert len(data_changes(before, describe(prefix))) == 4
+    assert len(data_changes(before, describe(prefix))) == 5
 
 
 def test_changes_of_loss_mask_split_weights_and_data_sets(make_dataset: MakeDataset) -> None:
@@ -47,15 +47,16 @@ def test_changes_of_loss_mask_split_weights_and_data_sets(make_dataset: MakeData
     before = describe("0.3", a, "0.7", b, split="8,2")
     assert data_changes(before, describe("3", a, "7", b, split="8,2")) == []
     assert data_changes(before, describe("3", a, "6", b, split="8,2")) == [
-        f"{a}: weight is 1, was 3",
-        f"{b}: weight is 2, was 7",
+        f"--data-path: sets {a} weight is 1, was 3",
+        f"--data-path: sets {b} weight is 2, was 7",
     ]
     assert data_changes(before, describe("3", a, "7", b, split="9,1")) == [
-        f"{p}: --split: the range of training documents is [0, 9], was [0, 8]" for p in (a, b)
+        f"--data-path: sets {prefix} documents is [0, 9], was [0, 8]" for prefix in (a, b)
     ]
-    assert data_changes(before, describe(a, split="8,2")) == [f"--data-path: 1 data sets, was 2: {a} {b}"]
+    (line,) = data_changes(before, describe(a, split="8,2"))
+    assert line.startswith("--data-path: sets is [{'prefix': ")
     swapped = data_changes(before, describe("3", b, "7", a, split="8,2"))
-    assert swapped[0].startswith(f"{b} (was {a}): type of the tokens is uint16, was int32")
+    assert swapped[0] == f"--data-path: sets {b} content dtype is 'uint16', was 'int32'"
     loss_mask_path(a).write_bytes(bytes([1]) * 100)
     (line,) = data_changes(before, describe("3", a, "7", b, split="8,2"))
-    assert line.startswith(f"{a}: checksum of blocks of the loss mask is xxh3_128:") and line.endswith("was None")
+    assert line.startswith(f"--data-path: sets {a} content loss_mask_sample is 'xxh3") and line.endswith("was None")

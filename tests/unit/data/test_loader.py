@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from megatron_ladder.data.batches import BatchShape, DocumentRules, GlobalBatchLoader, SampleReader
-from megatron_ladder.data.indexed import IndexedDataset, sidecar_path
+from megatron_ladder.data.indexed import IndexedDataset, Sidecar, read_sidecar, sidecar_path, write_sidecar
 from megatron_ladder.data.loader import DataArguments, OrderOptions, check_tokenizer, open_sources
 from megatron_ladder.data.samples import SampleSource
-from megatron_ladder.data.sidecar import Sidecar, check_sidecar, read_sidecar, write_sidecar
-from megatron_ladder.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
+from megatron_ladder.data.tokenizers import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from megatron_ladder.errors import UserError
 
 MakeDataset = Callable[..., IndexedDataset]
@@ -101,8 +100,8 @@ def test_sidecar_must_name_the_tokenizer(
 ) -> None:
     dataset, tokenizer = make_dataset([50]), sentencepiece_tokenizer
 
-    def check() -> None:
-        check_tokenizer(open_sources(shared(dataset.prefix), "1,0,0", ORDER), tokenizer)
+    def check(used: Tokenizer = tokenizer) -> None:
+        check_tokenizer(open_sources(shared(dataset.prefix), "1,0,0", ORDER).datasets, used)
 
     check()
     right = Sidecar(tokenizer.kind, tokenizer.sha256, tokenizer.vocab_size, 2, True, 49, 1, 50)
@@ -113,7 +112,7 @@ def test_sidecar_must_name_the_tokenizer(
         with pytest.raises(UserError, match="--tokenizer-model .*tiny.model .* is not the tokenizer of"):
             check()
     with pytest.raises(UserError, match="--tokenizer-type ByteTokenizer .* is not the tokenizer of"):
-        check_sidecar(dataset, ByteTokenizer())
+        check(ByteTokenizer())
     write_sidecar(dataset.prefix, replace(right, tokens=51))
     with pytest.raises(UserError, match="describes 1 documents and 51 tokens, the data set has 1 and 50"):
         check()
@@ -131,5 +130,5 @@ def test_a_sidecar_of_a_later_release_and_a_missing_one(make_dataset: MakeDatase
     deep = "[" * 100_000 + "]" * 100_000
     for text in (json.dumps(values | {"format_version": 2}), "{", "[]", '{"format_version": 1}', deep, *wrong_types):
         sidecar_path(prefix).write_text(text)
-        with pytest.raises(UserError, match=r"numbers\.json: (found format version|not the sidecar)"):
+        with pytest.raises(UserError, match=r"numbers\.json: not the sidecar"):
             read_sidecar(prefix)

@@ -4,11 +4,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from megatron_ladder.data.indexed import IndexedDataset, loss_mask_path
+from megatron_ladder.data.indexed import IndexedDataset, Sidecar, loss_mask_path, write_sidecar
 from megatron_ladder.data.loader import OrderOptions, open_source
 from megatron_ladder.data.packing import LossOn, PackedSource, _pack
 from megatron_ladder.data.samples import SampleSource
-from megatron_ladder.data.sidecar import Sidecar, write_sidecar
 from megatron_ladder.errors import UserError
 
 MakeDataset = Callable[..., IndexedDataset]
@@ -105,7 +104,7 @@ def test_the_sidecar_marks_conversations(dataset: IndexedDataset) -> None:
     assert isinstance(text, SampleSource) and text.samples(np.arange(2)).loss_mask is not None
     everything = open_whole(IndexedDataset(dataset.prefix), "all")
     assert isinstance(everything, SampleSource) and everything.samples(np.arange(2)).loss_mask is None
-    sidecar = Sidecar("HuggingFaceTokenizer", "ab", 100, 5, False, 52, 10, sum(LENGTHS), conversations=True)
+    sidecar = Sidecar("HuggingFaceTokenizer", "ab", 100, 5, False, 52, 11, sum(LENGTHS), conversations=True)
     write_sidecar(dataset.prefix, sidecar)
     for loss_on, expected in ((None, "assistant"), ("assistant", "assistant"), ("all", "all")):
         packed = open_whole(IndexedDataset(dataset.prefix), loss_on)

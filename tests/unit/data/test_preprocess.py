@@ -13,12 +13,12 @@ import pytest
 
 from megatron_ladder.cli import preprocess_data
 from megatron_ladder.data.encoding import Task
-from megatron_ladder.data.indexed import IndexedDataset
+from megatron_ladder.data.indexed import IndexedDataset, read_sidecar
 from megatron_ladder.data.inspect import verify
+from megatron_ladder.data.loader import check_tokenizer
 from megatron_ladder.data.partial import Partial
 from megatron_ladder.data.preprocess import PreprocessOptions, preprocess
 from megatron_ladder.data.reading.protocol import Reading
-from megatron_ladder.data.sidecar import check_sidecar, read_sidecar
 from megatron_ladder.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer
 from megatron_ladder.errors import UserError
 
@@ -69,7 +69,16 @@ def test_json_lines_and_plain_text(tmp_path: Path, sentencepiece_tokenizer: Sent
     assert sidecar.largest_id == max(map(max, expected))
     assert (sidecar.vocab_size, sidecar.eod_id, sidecar.append_eod) == (600, 2, True)
     assert sidecar.tokenizer_sha256 == sentencepiece_tokenizer.sha256
-    assert len([line for line in verify(tmp_path / "out_text_document") if "equals that in the sidecar" in line]) == 2
+    assert (
+        len(
+            [
+                line
+                for line in verify(IndexedDataset(tmp_path / "out_text_document"))
+                if "equals that in the sidecar" in line
+            ]
+        )
+        == 2
+    )
 
 
 @pytest.mark.long
@@ -248,13 +257,13 @@ def test_a_crash_while_publishing_leaves_no_mixture(tmp_path: Path, monkeypatch:
     assert crashed == (step < 6)
     try:
         found = bytes(IndexedDataset(prefix).tokens.tolist())
-        check_sidecar(IndexedDataset(prefix), ByteTokenizer())
+        check_tokenizer([IndexedDataset(prefix)], ByteTokenizer())
     except UserError:
         found = b""
     assert found == (b"a" * 10 if step < 2 else b"" if step < 5 else b"b" * 10)
     run([tmp_path / "b.jsonl"], tmp_path / "out")
     assert bytes(IndexedDataset(prefix).tokens.tolist()) == b"b" * 10
-    check_sidecar(IndexedDataset(prefix), ByteTokenizer())
+    check_tokenizer([IndexedDataset(prefix)], ByteTokenizer())
     assert not list(tmp_path.glob("*.partial")) and not (tmp_path / ".out.partial").exists()
 
 

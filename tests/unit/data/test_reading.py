@@ -12,7 +12,7 @@ import pytest
 from backports import zstd
 
 from megatron_ladder.data.reading.find import find_sources
-from megatron_ladder.data.reading.lines import _parse_lines
+from megatron_ladder.data.reading.lines import Lines
 from megatron_ladder.data.reading.parquet import check_columns
 from megatron_ladder.data.reading.protocol import SPAN_BYTES, Block, Reading, read_blocks
 from megatron_ladder.errors import UserError
@@ -81,12 +81,6 @@ def test_a_directory_through_datasets(formats: Path, tmp_path: Path) -> None:
         read_all([f"hf://{tmp_path}/torn"])
     with pytest.raises(UserError, match=r"hf://.*a\.jsonl: is a file: leave out hf://"):
         read_all([f"hf://{formats}/a.jsonl"])
-    for place in ("..", tmp_path):
-        card = "---\nconfigs:\n- {config_name: default, data_files: [{split: train, path: PLACE/out.jsonl}]}\n---\n"
-        (tmp_path / "torn" / "README.md").write_text(card.replace("PLACE", str(place)))
-        (tmp_path / "out.jsonl").write_text('{"text": "secret"}\n')
-        with pytest.raises(UserError, match=r"hf://.*torn: its README.md names .*out\.jsonl, which is outside of"):
-            read_all([f"hf://{tmp_path}/torn"])
 
 
 def test_all_unreadable_inputs_are_reported(formats: Path, tmp_path: Path) -> None:
@@ -94,10 +88,8 @@ def test_all_unreadable_inputs_are_reported(formats: Path, tmp_path: Path) -> No
     (tmp_path / "x.parquet").write_bytes(b"x" * 100)
     (tmp_path / "x.csv.gz").write_bytes(b"")
     (tmp_path / "x.CSV").write_text("text\na\n")
-    twice = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 3, ["text", "body", "text"])
-    pyarrow.parquet.write_table(twice, tmp_path / "twice.parquet")
     inputs = [tmp_path / "missing", tmp_path, tmp_path / "plain.txt", tmp_path / "x.parquet", tmp_path / "x.csv.gz"]
-    inputs += [tmp_path / "x.CSV", tmp_path / "twice.parquet"]
+    inputs += [tmp_path / "x.CSV"]
     with pytest.raises(UserError) as caught:
         find_sources([*inputs, formats / "d.parquet", f"{tmp_path}/*.json", "-", "-"], Reading(("text", "body")))
     for line, expected in zip(
@@ -109,7 +101,6 @@ def test_all_unreadable_inputs_are_reported(formats: Path, tmp_path: Path) -> No
             "x.parquet: not a Parquet file",
             "only JSON lines can be read compressed",
             "tables of text cannot be read",
-            "twice.parquet: has 2 columns text",
             "no column body (columns found: id, text)",
             "*.json: no file matches",
             "standard input can be read only once",
@@ -134,37 +125,10 @@ def test_damaged_parquet_is_reported(formats: Path, tmp_path: Path) -> None:
     begin = column.dictionary_page_offset or column.data_page_offset
     content[begin + 40 : begin + 400] = b"\xff" * 360
     (tmp_path / "d.parquet").write_bytes(content)
-    blocks = blocks_of([tmp_path / "d.parquet"])
-    assert blocks[0].read(Reading()).columns == (TEXTS[:150],)
-    for _ in range(2):
-        with pytest.raises(UserError, match=r"d\.parquet: row group 1: damaged \(.+\)"):
-            blocks[1].read(Reading())
-
-
-def not_utf8(values: list[bytes]) -> pyarrow.Array:
-    return pyarrow.array(values, pyarrow.binary()).view(pyarrow.string())
-
-
-def test_rows_that_cannot_be_read_are_bad_records(tmp_path: Path) -> None:
-    texts = [b"one", b"two \xff", b"three", b"\xe6\x97"]
-    contents = pyarrow.StructArray.from_arrays([not_utf8(texts)], ["content"])
-    messages = pyarrow.ListArray.from_arrays(pyarrow.array([0, 1, 2, 3, 4], pyarrow.int32()), contents)
-    table = pyarrow.table({"text": not_utf8(texts), "messages": messages})
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=3)
-    for key, expected in (("text", ["one", "three"]), ("messages", [[{"content": "one"}], [{"content": "three"}]])):
-        reading = Reading((key,), texts_only=key == "text", max_bad=9)
-        parsed = [block.read(reading) for block in blocks_of([tmp_path / "a.parquet"], reading)]
-        assert [one.columns[0] for one in parsed] == [expected, []] and list(parsed[0].numbers) == [0, 2]
-        assert bad_records([tmp_path / "a.parquet"], reading) == [
-            (f"{tmp_path}/a.parquet: row 1", f"byte 0xff under {key!r} is not UTF-8 (invalid start byte)"),
-            (f"{tmp_path}/a.parquet: row 3", f"byte 0xe6 under {key!r} is not UTF-8 (unexpected end of data)"),
-        ]
-    same = pyarrow.StructArray.from_arrays([pyarrow.array(["x"])] * 2, ["role", "role"])
-    pyarrow.parquet.write_table(
-        pyarrow.table({"m": pyarrow.ListArray.from_arrays([0, 1], same)}), tmp_path / "b.parquet"
-    )
-    ((place, reason),) = bad_records([tmp_path / "b.parquet"], Reading(("m",), texts_only=False))
-    assert place.endswith("b.parquet: row 0") and "under 'm' cannot be read: " in reason and "duplicate" in reason
+    blocks = read_blocks(find_sources([tmp_path / "d.parquet"], Reading()), Reading())
+    assert next(blocks).read(Reading()).columns == (TEXTS[:150],)
+    with pytest.raises(UserError, match=r"d\.parquet: row group 1: damaged, or not UTF-8 \(.+\)"):
+        next(blocks)
 
 
 LINES = [
@@ -189,7 +153,8 @@ LINES = [
 @pytest.mark.parametrize("line", LINES)
 def test_blocks_are_parsed_like_single_lines(line: bytes) -> None:
     """Compare a block around one line with the result of Python's decoder for each line."""
-    parsed = _parse_lines(b'{"text": "before"}\n' + line + b'\n{"text": "after"}', Reading(max_bad=9))
+    content = b'{"text": "before"}\n' + line + b'\n{"text": "after"}'
+    parsed = Lines("name", content, 0, 0, 0).read(Reading(max_bad=9))
     expected = [text_of(one) for one in line.split(b"\n")]
     assert parsed.columns == (["before", *(text for text in expected if text is not None), "after"],)
     bad = [number for number, one in enumerate(line.split(b"\n"), 1) if one.strip() and text_of(one) is None]
@@ -223,7 +188,7 @@ def test_a_huge_line_is_never_in_memory(tmp_path: Path, monkeypatch: pytest.Monk
     for name in ("a.jsonl", "b.jsonl.gz"):
         found = bad_records([tmp_path / name], reading)
         assert [place for place, _ in found] == [f"{tmp_path}/{name}:{line}" for line in (3, 6)]
-        assert all("exceed the size limit of a document: raise --max-document-megabytes, now 1" in r for _, r in found)
+        assert all(r == "larger than 1 megabytes: raise --max-document-megabytes" for _, r in found)
         texts = [text for block in blocks_of([tmp_path / name], reading) for text in block.read(reading).columns[0]]
         assert [len(text) for text in texts] == [10, 2000, 10, 900_000, 10]
-    assert most[0] <= SPAN_BYTES + reading.max_bytes
+    assert most[0] <= SPAN_BYTES + reading.max_bytes + 1

@@ -54,7 +54,7 @@ def test_reordered_lines_are_detected(tmp_path: Path, kind: str, is_hub: bool) -
     assert (folder / f"b.{kind}").stat().st_size == size
     (line,) = data_changes(before, described(*words))
     name = "texts" if is_hub else f"b.{kind}"
-    assert re.fullmatch(rf"--streaming {re.escape(name)}: checksum of blocks is xxh3_128:\w+, was xxh3_128:\w+", line)
+    assert re.fullmatch(rf"--streaming: sources {re.escape(name)} sample is 'xxh3_128:\w+', was 'xxh3_128:\w+'", line)
 
 
 def test_moved_files_are_not_a_change(tmp_path: Path) -> None:

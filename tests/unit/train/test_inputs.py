@@ -13,8 +13,7 @@ from megatron_ladder.checkpoint.manifest import decode_manifest
 from megatron_ladder.checkpoint.publish import write_manifest
 from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.config.run import parse_run
-from megatron_ladder.data.indexed import loss_mask_path
-from megatron_ladder.data.sidecar import Sidecar, write_sidecar
+from megatron_ladder.data.indexed import Sidecar, loss_mask_path, write_sidecar
 from megatron_ladder.data.tokenizers import ByteTokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.train import inputs
@@ -239,11 +238,11 @@ def test_changed_data_is_rejected_or_reported(tmp_path: Path, capsys: pytest.Cap
     assert about_data([*words, *load]) == []
     write_documents(prefix, range(20, 60))
     (line,) = about_data([*words, *load])
-    assert line.startswith(f"{prefix}: checksum of blocks of .bin is") and "--allow-data-change" in line
+    assert line.startswith(f"--data-path: sets {prefix} content bin_sample is") and "--allow-data-change" in line
     capsys.readouterr()
     assert about_data([*words, *load, "--allow-data-change"]) == []
     said = capsys.readouterr().out
-    assert f"*** --allow-data-change: {prefix}: checksum" in said and "of the new order ***" in said
+    assert f"*** --allow-data-change: --data-path: sets {prefix} content" in said and "of the new order ***" in said
 
 
 def test_documents_must_end_with_the_expected_token(tmp_path: Path) -> None:

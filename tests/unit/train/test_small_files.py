@@ -18,8 +18,7 @@ from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.config.data import CheckpointConfig
 from megatron_ladder.config.training import OptimizerConfig
 from megatron_ladder.data.chat_template import read_chat_template
-from megatron_ladder.data.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
-from megatron_ladder.data.sidecar import Sidecar, write_sidecar
+from megatron_ladder.data.indexed import IndexedDataset, IndexedDatasetWriter, Sidecar, token_dtype, write_sidecar
 from megatron_ladder.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from megatron_ladder.generate.loading import open_model
 from megatron_ladder.train import checkpoints

@@ -36,7 +36,7 @@ from ladder_lab.study.trials import (
     last_lines,
     read_training_flags,
 )
-from megatron_ladder.data.sidecar import read_sidecar
+from megatron_ladder.data.indexed import read_sidecar
 from megatron_ladder.errors import ExitCode, UserError, raise_user_errors
 from megatron_ladder.files import write_atomically
 from megatron_ladder.processes import received_signals
