@@ -16,6 +16,7 @@ We write each document as one sequence. Megatron may cut a document into several
 adjacent in .bin, so a document is one range of tokens in both cases, and the reader offers documents as such ranges.
 """
 
+import contextlib
 import dataclasses
 import json
 import mmap
@@ -264,9 +265,11 @@ class IndexedDataset:
         tokens = int(self.sequence_bounds[-1])
         if tokens == 0:
             raise UserError(f"{idx_path(prefix)}: has no token: preprocess an input with text")
-        self.tokens = self._map(bin_path(prefix), dtype, tokens)
-        has_mask = loss_mask_path(prefix).exists()
-        self.loss_mask = self._map(loss_mask_path(prefix), np.dtype(np.uint8), tokens) if has_mask else None
+        self.tokens = self._map(self._open(bin_path(prefix)), dtype, tokens)
+        self.loss_mask: NDArray[np.uint8] | None = None
+        with contextlib.suppress(FileNotFoundError):
+            mask: BinaryIO = open(loss_mask_path(prefix), "rb")  # noqa: SIM115 - closed by _map
+            self.loss_mask = self._map(mask, np.dtype(np.uint8), tokens)
         self.sidecar = read_sidecar(prefix)
         if self.sidecar is not None:
             self._compare(self.sidecar)
@@ -341,13 +344,13 @@ class IndexedDataset:
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror}") from None
 
-    def _map(self, path: Path, dtype: "np.dtype[Any]", entries: int) -> NDArray[Any]:
-        with self._open(path) as file:
+    def _map(self, opened: BinaryIO, dtype: "np.dtype[Any]", entries: int) -> NDArray[Any]:
+        with opened as file:
             found, expected = os.fstat(file.fileno()).st_size, entries * dtype.itemsize
             if found != expected:
                 raise UserError(
-                    f"{path}: {found} bytes found, {expected} expected by {idx_path(self.prefix)} ({entries} tokens): "
-                    "preprocess or copy the data again"
+                    f"{file.name}: {found} bytes found, {expected} expected by {idx_path(self.prefix)} ({entries} "
+                    "tokens): preprocess or copy the data again"
                 )
             return np.frombuffer(mmap.mmap(file.fileno(), expected, access=mmap.ACCESS_READ), dtype)
 
