@@ -58,19 +58,19 @@ MOST_LINES_OF_A_FILE = 470
 
 FIRST_FLOOR = ("errors", "files", "processes", "progress", "api", "lm_eval")
 BUDGETS = {
-    f"{PACKAGE}/": 26_100,
+    f"{PACKAGE}/": 25_674,
     " ".join(
         f"{PACKAGE}/{folder}/" for folder in ("blueprint", "comm", "parallel", "model", "engine", "train")
     ): 10_830,
     f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_540,
-    f"{PACKAGE}/checkpoint/": 2_500,
-    f"{PACKAGE}/data/": 4_650,
+    f"{PACKAGE}/checkpoint/": 2_495,
+    f"{PACKAGE}/data/": 4_224,
     f"{PACKAGE}/convert/": 2_720,
     f"{PACKAGE}/generate/": 2_270,
     f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_620,
     "tools/": 6_440,
     "vllm_plugin/": 2_340,
-    "tests/": 27_580,
+    "tests/": 27_517,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
 MOST_WORDS = 31_380
