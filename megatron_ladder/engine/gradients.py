@@ -52,7 +52,7 @@ def gradient_norm(
             counts.append(float(piece.owned and section.counted))
     total = torch.zeros((), dtype=torch.float64, device=device)
     if parts:
-        norms = torch._foreach_norm(parts, dtype=torch.float32)
+        norms = torch._foreach_norm(parts, dtype=torch.promote_types(parts[0].dtype, torch.float32))
         # Gradients of an offloaded optimizer are in host memory, which no GPU collective can read.
         squares = to_device(torch.stack(norms), device).double().square()
         # Zero times infinity or NaN is NaN, so copies that do not count still make the sum invalid.

@@ -240,12 +240,12 @@ def _bucket(
         length += parameter.numel()
     own_length = -(-length // over.size)
     weights = torch.zeros(own_length * over.size, dtype=dtype, device=parameters[0].device)
-    gradients = torch.zeros_like(weights, dtype=torch.float32)
+    gradients = torch.zeros_like(weights, dtype=torch.promote_types(dtype, torch.float32))
     for parameter, offset in zip(parameters, offsets, strict=True):
         view = weights.narrow(0, offset, parameter.numel()).view(parameter.shape)
         view.copy_(parameter.detach())
         parameter.data = view
     own_weights, own_gradients = (whole.narrow(0, over.rank * own_length, own_length) for whole in (weights, gradients))
-    master = nn.Parameter(own_weights.float())
+    master = nn.Parameter(own_weights.to(gradients.dtype))
     master.grad = own_gradients
     return _Bucket(parameters, offsets, weights, own_weights, gradients, master, over, copies)

@@ -1,12 +1,17 @@
 """Training steps of mixtures of experts, compared with AdamW written out on a plain model."""
 
+import functools
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_ladder.engine import build
+from megatron_ladder.model.language_model import LanguageModel
 from tests.helpers.pool import GlooPools
-from tests.helpers.sharded import assert_pieces
-from tests.helpers.steps import RECIPE, plain_steps, train
+from tests.helpers.sharded import Pieces, assert_pieces
+from tests.helpers.steps import RECIPE, Batch, History, plain_steps, train
 from tests.reference import ReferenceConfig, Routed, Weights, reference_gradients, reference_logits
 
 GENTLE_RECIPE = [*RECIPE, "--lr", "1e-3", "--global-batch-size", "8"]
@@ -73,3 +78,38 @@ def test_steps_equal_a_plain_model(gloo_pools: GlooPools, world: int, words: str
     copies: dict[tuple[str, tuple[int, ...]], Tensor] = {}
     for name, offset, values in (piece for _, pieces in results for piece in pieces):
         assert torch.equal(copies.setdefault((name, offset), values), values), f"the ranks' copies of {name} differ"
+
+
+def train_in_float64(argv: list[str], weights: Weights, batches: list[list[Batch]]) -> tuple[History, Pieces]:
+    """On each rank: `train`, with weights, gradients and moments in float64, which no flag offers."""
+    model = functools.partial(LanguageModel, dtype=torch.float64)
+    with mock.patch.multiple(build, LanguageModel=model, compute_dtype=lambda run: torch.float64):
+        return train(argv, weights, batches)
+
+
+@pytest.mark.parametrize(
+    ("world", "samples", "words"),
+    [
+        (1, 8, ""),
+        (1, 2, "--recompute-granularity full"),
+        (2, 4, ""),
+        (2, 1, ""),
+        (2, 2, "--tensor-model-parallel-size 2"),
+        (4, 2, "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full"),
+        (4, 4, "--tensor-model-parallel-size 4 --expert-sharding experts"),
+    ],
+)
+def test_balancing_depends_on_no_layout(gloo_pools: GlooPools, world: int, samples: int, words: str) -> None:
+    """Balancing losses, gradient norms, biases and weights in float64: TP, DP, accumulation and recomputation.
+
+    Biases are fp32 always, and their sums with this rate are exact.
+    """
+    argv = [*GENTLE_RECIPE, *f"{GLM} --moe-router-bias-update-rate 0.0625 --residual-mode farskip {words}".split()]
+    argv += ["--zero-stage", "1", "--micro-batch-size", str(samples)]
+    weights, batches, expected, final = plain_steps(argv, world, with_balancing_losses, torch.float64)
+    parts = [[torch.cat(part) for part in zip(*batch, strict=True)] for batch in batches]
+    cut = [list(zip(*(part.split(samples) for part in step), strict=True)) for step in parts]
+    results = gloo_pools(world).run(train_in_float64, argv, weights, cut)
+    assert_pieces([pieces for _, pieces in results], final, 1e-10)
+    for history, _ in results:
+        assert [of_step[1:] for of_step in history] == [pytest.approx(of_step[1:], rel=1e-10) for of_step in expected]

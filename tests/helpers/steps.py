@@ -67,7 +67,10 @@ def train(
 
 
 def plain_steps(
-    argv: list[str], world: int, gradients_of: LossAndGradients = reference_gradients
+    argv: list[str],
+    world: int,
+    gradients_of: LossAndGradients = reference_gradients,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Weights, list[list[Batch]], History, dict[str, Tensor]]:
     """Return initial weights, batches, and what a plain model in one process makes of them.
 
@@ -75,7 +78,7 @@ def plain_steps(
     """
     run = run_of(argv, world)
     config = ReferenceConfig.like(run.model, run.training)
-    weights = make_weights(config, seed=1, dtype=torch.float32)
+    weights = make_weights(config, seed=1, dtype=dtype)
     batches = steps_of_batches(STEPS, 4)
     expected, final = reference_training(
         weights,

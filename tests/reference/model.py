@@ -168,8 +168,8 @@ def make_weights(config: ReferenceConfig, seed: int, dtype: torch.dtype = torch.
         if name.endswith("norm.weight"):
             values = 1 + 0.2 * values
         elif name.endswith("bias"):
-            # The package stores that of the experts in float32.
-            values = (0.2 * values).float()
+            # The package stores that of the experts in float32, where a sum with a power of two is exact.
+            values = (0.2 * values).bfloat16()
         elif name != "embedding.weight" or config.tie_embeddings:
             values = values / math.sqrt(shape[-1])
         weights[name] = values.to(dtype)
