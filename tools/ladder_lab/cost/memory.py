@@ -30,6 +30,7 @@ copy and softmax, and the gradient of the previous chunk's.
 Stage i of a pipeline of p stages holds those of min(p - i, micro-batches) micro-batches at once.
 """
 
+import itertools
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -174,10 +175,11 @@ def _layers_activation_bytes(
 ) -> float:
     """Return what a stage's layers keep of a micro-batch. A stream that several sub-blocks read is kept once."""
     layers = stage_layers(model, layout.pipeline, stage)
-    sub_blocks = sum(map(len, model.layer_kinds[layers.start : layers.stop]))
+    _, *further = itertools.chain.from_iterable(_new_streams(model)[layers.start : layers.stop])
+    sub_blocks = 1 + len(further)
     size = _NUMBER_BYTES[precision]
     stream = tokens * model.hidden_size / (layout.tensor if layout.sequence_parallel else 1)
-    inputs = _streams_read(model, layers.start, layers.stop) * stream * size
+    inputs = (1 + sum(further)) * stream * size
     if layout.recompute:
         return inputs
     if precision == "bf16" and not layout.fused_norms:
@@ -189,10 +191,10 @@ def _layers_activation_bytes(
 
 
 @lru_cache(maxsize=256)
-def _streams_read(model: ModelConfig, start: int, stop: int) -> int:
-    plan, kinds = plan_reads(model.wired_layers), model.layer_kinds
-    first, last = (sum(map(len, kinds[:layer])) for layer in (start, stop))
-    return 1 + sum(len(plan.arriving(read)) > 0 for read in range(first + 1, last))
+def _new_streams(model: ModelConfig) -> list[list[bool]]:
+    """Return for each layer and sub-block whether it is the first to read its stream."""
+    plan, reads = plan_reads(model.wired_layers), itertools.count()
+    return [[len(plan.arriving(next(reads))) > 0 for _ in kinds] for kinds in model.layer_kinds]
 
 
 def _unfused_bytes(layout: Layout, precision: Precision) -> int:
@@ -235,7 +237,7 @@ def stage_memory(
 def worst_memory(
     model: ModelConfig, layout: Layout, sequence: int, micro_batches: int, precision: Precision = "bf16"
 ) -> Memory:
-    """Return the memory of the fullest GPU, on the first stage (which holds most micro-batches) or the last."""
-    stages = {0, layout.pipeline - 1}
+    """Return the memory of the fullest GPU."""
+    stages = range(layout.pipeline)
     found = [stage_memory(model, layout, stage, sequence, micro_batches, precision) for stage in stages]
     return max(found, key=lambda memory: memory.total)

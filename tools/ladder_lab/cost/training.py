@@ -21,14 +21,16 @@ contention.
 A desync interval is one sub-block with one exposed reduce in each pass: at its end in forward, its start in backward.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import accumulate, chain, groupby
 
 from ladder_lab.cost.links import SubBlockTime, WireModel, backward_seconds, forward_seconds
 from ladder_lab.cost.machines import Machine
 from ladder_lab.cost.memory import FP32_BYTES, Layout, stage_layers, stage_parameters
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.blueprint.tensors import ModelFlops, layer_tensors, padded_vocab_size
+from megatron_ladder.blueprint.tensors import ModelFlops, SubBlockTensors, layer_tensors, padded_vocab_size
 from megatron_ladder.blueprint.wiring import plan_reads
 
 WEIGHT_BYTES = 2
@@ -41,7 +43,7 @@ UPDATE_BYTES = 28
 GATHERED_AGAIN = 1.5
 """Bytes of a sub-block's backward relative to an all-reduce with sequence parallelism: it gathers its input again."""
 FEW, MANY = 4, 8
-"""Numbers of layers that are simulated; the time of any number of equal layers follows from them."""
+"""Numbers of equal layers that are simulated, from which the time of more of them follows."""
 
 
 @dataclass(frozen=True)
@@ -90,15 +92,15 @@ class LayerTime:
         return self.reduce_factor * self.machine.all_reduce_seconds(self.stream_bytes, self.tensor)
 
     @cached_property
-    def sub_blocks(self) -> list[SubBlockTime]:
-        """The sub-blocks of `_period` layers."""
+    def layers(self) -> list[tuple[SubBlockTime, ...]]:
+        """The sub-blocks of each layer."""
         rate = self.machine.gpu.peak_flops * FLOPS_SHARE * self.tensor
         streams = STREAM_PASSES * self.stream_bytes / self.machine.gpu.memory_bytes_per_second
         if self.sequence_parallel:
             streams /= self.tensor
         tokens = self.sequence * self.micro_batch
-        times = []
-        for sub_block in layer_tensors(self.model)[-1]:
+
+        def time_of(sub_block: SubBlockTensors) -> SubBlockTime:
             # A flash kernel skips the masked half of the scores.
             flops = sum(one.product_flops + one.score_flops(self.sequence) / 2 for one in sub_block.branches)
             inputs = sum(
@@ -110,19 +112,9 @@ class LayerTime:
             dgrad = forward * (3 if self.recompute else 2) - wgrad
             wired = sub_block.wired
             shared = wired.joins_next, wired.shares_reading and not self.recompute
-            times.append(SubBlockTime(forward, self.reduce_seconds, wired.missing, dgrad, wgrad, *shared))
-        if not self.model.desync_interval:
-            return times
-        forward, dgrad, wgrad = (
-            self._period * sum(getattr(one, name) for one in times)
-            for name in ("forward_seconds", "dgrad_seconds", "wgrad_seconds")
-        )
-        return [SubBlockTime(forward, self.reduce_seconds, (), dgrad, wgrad)]
+            return SubBlockTime(forward, self.reduce_seconds, wired.missing, dgrad, wgrad, *shared)
 
-    @property
-    def _period(self) -> int:
-        """Layers of a desync interval; 1 for other wirings."""
-        return max(1, self.model.desync_interval // len(self.model.wiring.sub_blocks))
+        return [tuple(map(time_of, layer)) for layer in layer_tensors(self.model)]
 
     @cached_property
     def wire(self) -> WireModel:
@@ -130,33 +122,57 @@ class LayerTime:
         return WireModel(serial=True, contention=self.machine.contention_of(self.stream_bytes))
 
     @cached_property
-    def _walked(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        return self._walk(FEW), self._walk(MANY)
+    def _walked(self) -> dict[tuple[tuple[tuple[SubBlockTime, ...], int], ...], tuple[float, float]]:
+        """The times of runs of equal layers."""
+        return {}
 
-    def _walk(self, layers: int) -> tuple[float, float]:
-        steps = self.sub_blocks * (layers // self._period)
+    def _walk(self, runs: Sequence[tuple[tuple[SubBlockTime, ...], int]]) -> tuple[float, float]:
+        key = tuple(runs)
+        if key not in self._walked:
+            self._walked[key] = self._simulate([*chain.from_iterable(layer * count for layer, count in runs)])
+        return self._walked[key]
+
+    def _simulate(self, steps: Sequence[SubBlockTime]) -> tuple[float, float]:
         compute = sum(step.forward_seconds + step.dgrad_seconds + step.wgrad_seconds for step in steps)
         if self.tensor == 1:
             return compute, compute
+        if interval := self.model.desync_interval:
+            steps = [_one_interval(steps[start : start + interval]) for start in range(0, len(steps), interval)]
         forward = forward_seconds(steps, self.wire)
         if self.sequence_parallel:
             steps = [replace(step, reduce_seconds=GATHERED_AGAIN * step.reduce_seconds) for step in steps]
-        at_once = self.model.desync_interval > 0
+        at_once = interval > 0
         backward = backward_seconds(steps, self.wire, launch_before_wgrad=not at_once, wait_at_once=at_once)
         return compute, forward + backward
 
-    def passes(self, layers: int) -> tuple[float, float]:
-        """Return the seconds of forward and backward of so many layers: computing alone, and with reduces."""
-        share = (layers - FEW) / (MANY - FEW)
-        compute, total = (few + share * (many - few) for few, many in zip(*self._walked, strict=True))
+    def passes(self, layers: range) -> tuple[float, float]:
+        """Return the seconds of forward and backward of a range of layers: computing alone, and with reduces."""
+        runs = [(layer, len([*equal])) for layer, equal in groupby(self.layers[layers.start : layers.stop])]
+        few = [(layer, min(count, FEW)) for layer, count in runs]
+        compute, total = fewest = self._walk(few)
+        for place, (layer, count) in enumerate(runs):
+            if count > FEW:
+                many = self._walk([*few[:place], (layer, MANY), *few[place + 1 :]])
+                share = (count - FEW) / (MANY - FEW)
+                compute += share * (many[0] - fewest[0])
+                total += share * (many[1] - fewest[1])
         return compute, total
 
 
+def _one_interval(steps: Sequence[SubBlockTime]) -> SubBlockTime:
+    """Return the sub-blocks between two sums of desynchronised streams as one, with one reduce."""
+    forward, dgrad, wgrad = (
+        sum(getattr(one, name) for one in steps) for name in ("forward_seconds", "dgrad_seconds", "wgrad_seconds")
+    )
+    return SubBlockTime(forward, steps[0].reduce_seconds, (), dgrad, wgrad)
+
+
 @lru_cache(maxsize=256)
-def _outputs_at_cuts(model: ModelConfig) -> int:
-    """Return how many outputs cross a pipeline cut before the last layer."""
+def _outputs_at_cuts(model: ModelConfig) -> list[int]:
+    """Return how many outputs cross a pipeline cut before each layer."""
     wired = model.wired_layers
-    return len(plan_reads(wired).missing(sum(map(len, wired[:-1]))))
+    plan = plan_reads(wired)
+    return [len(plan.missing(read)) for read in accumulate(map(len, wired[:-1]), initial=0)]
 
 
 def step_time(times: LayerTime, layout: Layout, global_batch: int) -> StepTime:
@@ -166,13 +182,14 @@ def step_time(times: LayerTime, layout: Layout, global_batch: int) -> StepTime:
     compute, slowest = max(stages, key=lambda stage: stage[1])
     sending = 0.0
     if layout.pipeline > 1:
-        pending = _outputs_at_cuts(times.model)
+        starts = (stage_layers(times.model, layout.pipeline, stage).start for stage in range(1, layout.pipeline))
+        pending = max(_outputs_at_cuts(times.model)[start] for start in starts)
         # The missing outputs cross unreduced, so each rank sends the whole of its partial sums.
         state = times.stream_bytes * (1 / (times.tensor if times.sequence_parallel else 1) + pending)
         distance = layout.tensor * layout.data
         sending = 2 * (micro_batches + layout.pipeline - 1) * times.machine.send_seconds(state, distance)
     # The GPU that holds most.
-    parameters = max(stage_parameters(times.model, layout, stage) for stage in {0, layout.pipeline - 1})
+    parameters = max(stage_parameters(times.model, layout, stage) for stage in range(layout.pipeline))
     update = UPDATE_BYTES * parameters / layout.data / times.machine.gpu.memory_bytes_per_second
     return StepTime(
         compute=micro_batches * compute + update,
@@ -184,7 +201,7 @@ def step_time(times: LayerTime, layout: Layout, global_batch: int) -> StepTime:
 
 def _stage_seconds(times: LayerTime, layout: Layout, stage: int) -> tuple[float, float]:
     """Return the seconds of one micro-batch on one stage as `LayerTime.passes` does, with embedding and head."""
-    compute, total = times.passes(len(stage_layers(times.model, layout.pipeline, stage)))
+    compute, total = times.passes(stage_layers(times.model, layout.pipeline, stage))
     if stage == 0:
         total += times.reduce_seconds
     if stage == layout.pipeline - 1:

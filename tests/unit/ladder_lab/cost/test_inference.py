@@ -13,6 +13,7 @@ from ladder_lab.bench.sizes import SIZES
 from ladder_lab.cost import inference
 from ladder_lab.cost.inference import EXPERTS_FLOOR, InferenceRequest, inference_memory, predict_inference
 from ladder_lab.cost.machines import PRESETS, Machine
+from megatron_ladder.blueprint.tensors import padded_vocab_size
 from tests.helpers.commands import REPOSITORY_ROOT
 
 LLAMA = SIZES["llama-8b"]
@@ -49,6 +50,20 @@ def test_memory_of_a_rank() -> None:
     assert memory.weights == 2 * (32 * matrices + 2 * 4096 * 129024 / 16 + whole)
     assert memory.cache == 2 * 2 * 128 * 32 * 3 * 1201
     assert inference_memory(replace(request, weight_bits=4)).weights < 0.4 * memory.weights
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_step_reads_the_weights_of_every_layer(batch: int) -> None:
+    """The first of 46 layers is dense; the others read their shared expert, and the expected number of the 128."""
+    glm = replace(REQUEST, model=SIZES["glm-4.5-air"], batch=batch)
+    fast = replace(glm, machine=replace(H100, gpu=replace(H100.gpu, memory_bytes_per_second=6.7e12)))
+    attention, mlp, expert, router = 2 * 4096 * 128 * (96 + 8), 3 * 4096 * 10944, 3 * 4096 * 1408, 128 * 4096
+    routed = 128 * (1 - (1 - 8 / 128) ** batch) + 1
+    head = padded_vocab_size(151552, 1) * 4096
+    weights = 46 * attention + mlp + 45 * (routed * expert + router) + head
+    cache = batch * 1100.5 * 2 * 8 * 128 * 46
+    expected = 2 * (weights / (0.923 if batch == 1 else 0.876) + cache) / 6.7e12
+    assert step(glm) - step(fast) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("link", "peers"), [("nvlink", "on"), ("no-p2p", "off")])

@@ -1,5 +1,6 @@
 """The step's time by hand: no reduces, all exposed, a pipeline's triangle, data-parallel bytes."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -7,9 +8,9 @@ import pytest
 from ladder_lab.bench.sizes import SIZES
 from ladder_lab.cost.links import WireModel, backward_seconds, forward_seconds
 from ladder_lab.cost.machines import Machine
-from ladder_lab.cost.memory import Layout, stage_parameters
-from ladder_lab.cost.training import LayerTime, step_time
-from megatron_ladder.blueprint.tensors import padded_vocab_size
+from ladder_lab.cost.memory import Layout, stage_memory, stage_parameters, worst_memory
+from ladder_lab.cost.training import LayerTime, _outputs_at_cuts, step_time
+from megatron_ladder.blueprint.tensors import ModelFlops, padded_vocab_size, parameter_count
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
 
 LLAMA = SIZES["llama-8b"]
@@ -23,9 +24,9 @@ def times_of(
     return LayerTime(LLAMA.in_wiring(wiring), machine, tensor, 4096, 1, recompute, False, factor)
 
 
-def head_seconds(tensor: int) -> float:
-    products = 6 * 4096 * 4096 * 128256 / (0.58 * 989e12 * tensor)
-    return products + 24 * 4096 * padded_vocab_size(128256, tensor) / tensor / 3.35e12
+def head_seconds(tensor: int, vocabulary: int = 128256) -> float:
+    products = 6 * 4096 * 4096 * vocabulary / (0.58 * 989e12 * tensor)
+    return products + 24 * 4096 * padded_vocab_size(vocabulary, tensor) / tensor / 3.35e12
 
 
 def update_seconds(layout: Layout) -> float:
@@ -49,17 +50,17 @@ def test_one_gpu_is_products_and_memory() -> None:
 @pytest.mark.parametrize("factor", [0.5, 1.0, 4.0])
 def test_layers_are_the_schedule_of_the_benchmark(wiring, factor: float) -> None:
     times = times_of(wiring, factor=factor, machine=H100)
-    steps = times.sub_blocks * 32
+    steps = [*itertools.chain(*times.layers)]
     wire = WireModel(contention=H100.contention_of(2 * 4096 * 4096))
     expected = forward_seconds(steps, wire) + backward_seconds(steps, wire, launch_before_wgrad=True)
-    assert times.passes(32)[1] == pytest.approx(expected, rel=1e-9)
+    assert times.passes(range(32))[1] == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize(("wiring", "gain"), [("ladder", 1.25), ("parallel", 1.35), ("ladder-parallel", 1.50)])
 def test_gains_of_training_with_bounded_collectives(wiring: str, gain: float) -> None:
     """Those of a step-time model that was fitted to runs on H100, for Megatron's overlap as the baseline."""
     bounded = replace(H100, contention=0.2)
-    standard, other = (times_of(name, machine=bounded).passes(32)[1] for name in ("standard", wiring))
+    standard, other = (times_of(name, machine=bounded).passes(range(32))[1] for name in ("standard", wiring))
     assert standard / other == pytest.approx(gain, abs=0.02)
 
 
@@ -67,15 +68,15 @@ def test_gains_of_training_with_bounded_collectives(wiring: str, gain: float) ->
 def test_desync_exposes_one_reduce_per_interval_in_each_pass(interval: int) -> None:
     standard = times_of(factor=3.0)
     model = LLAMA.in_wiring("desync", desync_interval=interval, ranks=8)
-    compute, total = replace(standard, model=model).passes(32)
-    assert compute == pytest.approx(standard.passes(32)[0])
+    compute, total = replace(standard, model=model).passes(range(32))
+    assert compute == pytest.approx(standard.passes(range(32))[0])
     assert total - compute == pytest.approx(2 * 64 / interval * standard.reduce_seconds)
 
 
 def test_a_pipeline_waits_for_its_other_stages() -> None:
     times = times_of(tensor=1)
     one, four = step_time(times, Layout(), 8), step_time(times, Layout(pipeline=4), 8)
-    layer = times.passes(1)[1]
+    layer = times.passes(range(1))[1]
     slowest = 8 * layer + head_seconds(1)
     update = update_seconds(Layout(pipeline=4))
     assert four.compute == pytest.approx(8 * slowest + update, rel=1e-6)
@@ -85,3 +86,36 @@ def test_a_pipeline_waits_for_its_other_stages() -> None:
     # A late wiring hands on one more tensor.
     late = step_time(times_of("ladder", tensor=1), Layout(pipeline=4), 8)
     assert late.bubble - four.bubble == pytest.approx(2 * 11 * 2 * 4096 * 4096 / 282e9)
+
+
+def test_each_layer_counts_as_what_it_is() -> None:
+    """The first of 46 layers is dense."""
+    model = SIZES["glm-4.5-air"]
+    attention, mlp, expert, router = 2 * 4096 * 128 * (96 + 8), 3 * 4096 * 10944, 3 * 4096 * 1408, 128 * 4096
+    vectors = 128 * (96 + 2 * 8) + 2 * 4096
+    dense, routed = attention + vectors + mlp, attention + vectors + 129 * expert + router + 128
+    assert parameter_count(model).layers == (dense, *[routed] * 45)
+    scores = 4 * 4096 * 96 * 128
+    flops = [4096 * 2 * (attention + one) for one in (mlp, *[9 * expert + router] * 45)]
+    assert ModelFlops(model, 4096).layers == tuple(one + 4096 * scores for one in flops)
+    stream = 2 * 3 * 5.5 * 2 * 4096 * 4096 / 3.35e12
+    seconds = [3 * (one + 4096 * scores / 2) / (0.58 * 989e12) + stream for one in flops]
+    times = LayerTime(model, NO_CONTENTION, 1, 4096, 1, False, False)
+    for layers in (range(46), range(1), range(3), range(7, 30)):
+        assert times.passes(layers)[0] == pytest.approx(sum(seconds[layers.start : layers.stop]), rel=1e-9)
+    layout, matrix = Layout(pipeline=23), padded_vocab_size(151552, 1) * 4096
+    assert stage_parameters(model, layout, 0) == dense + routed + matrix
+    assert stage_parameters(model, layout, 7) == 2 * routed
+    last = 2 * routed + matrix + 4096
+    expected = 64 * (sum(seconds[44:]) + head_seconds(1, 151552)) + 28 * last / 3.35e12
+    assert step_time(times, layout, 64).compute == pytest.approx(expected)
+    # The second stage has more parameters than the first, and holds more micro-batches than the last.
+    second = stage_memory(model, layout, 1, 4096, 64)
+    assert worst_memory(model, layout, 4096, 64) == second
+    assert second.total > 1.1 * max(stage_memory(model, layout, stage, 4096, 64).total for stage in (0, 22))
+
+
+def test_outputs_that_cross_a_cut() -> None:
+    """With routed experts in layers 0 and 3 only, the attention above a dense layer misses nothing."""
+    model = replace(SIZES["small-moe"], num_layers=5, moe_layers=(0, 3)).in_wiring("farskip")
+    assert _outputs_at_cuts(model) == [0, 1, 0, 0, 1]
