@@ -48,9 +48,11 @@ class ThroughputOptions:
 
 def _find_errors(options: ThroughputOptions) -> Iterator[str]:
     try:
-        layers = find_size(options.size).num_layers
-        if (options.layers or 1) > layers:
-            yield f"--layers {options.layers}: {options.size} has {layers} layers"
+        shape = find_size(options.size)
+        if (options.layers or 1) > shape.num_layers:
+            yield f"--layers {options.layers}: {options.size} has {shape.num_layers} layers"
+        if shape.num_experts and options.transformers:
+            yield f"--size {options.size}: the Llama of transformers has no experts; add --no-transformers"
     except ValueError as error:
         yield f"--size {options.size}: {error}"
 

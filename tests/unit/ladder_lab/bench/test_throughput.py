@@ -8,6 +8,8 @@ import torch
 from ladder_lab.bench.paired import PairedTimes
 from ladder_lab.bench.sizes import SIZES
 from ladder_lab.bench.throughput import PRODUCTS_AT_ONCE, ThroughputWorkload, _rows
+from megatron_ladder.errors import UserError
+from tools.throughput import parse_options
 
 CPU = torch.device("cpu")
 SMALL = replace(SIZES["small-train"], num_layers=1, hidden_size=64, ffn_hidden_size=96, vocab_size=128, head_dim=8)
@@ -28,3 +30,10 @@ def test_utilisation_and_ratios() -> None:
     assert (ladder["spread"], ladder["verdict"]) == (pytest.approx(0.0), "sound")
     (alone,) = _rows(workload, PairedTimes({way: times.seconds[way] for way in ("ladder", "product")}))
     assert alone["speed_over_transformers"] is None and alone["utilisation"] == pytest.approx(0.5)
+
+
+def test_experts_are_not_compared_with_dense_layers() -> None:
+    argv = ["--size", "small-moe"]
+    assert parse_options([*argv, "--no-transformers"]).size == "small-moe"
+    with pytest.raises(UserError, match="--size small-moe: the Llama of transformers has no experts; add --no-tr"):
+        parse_options(argv)
