@@ -68,9 +68,9 @@ BUDGETS = {
     f"{PACKAGE}/convert/": 2_720,
     f"{PACKAGE}/generate/": 2_270,
     f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_620,
-    "tools/": 6_440,
+    "tools/": 6_460,
     "vllm_plugin/": 2_340,
-    "tests/": 27_517,
+    "tests/": 27_620,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
 MOST_WORDS = 31_380
