@@ -1,9 +1,8 @@
 """A model: the sizes, rotary embedding, biases, experts and wiring of a Llama-family decoder."""
 
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megatron_ladder.blueprint.model_flags import ModelFlags, ModelTraits
@@ -16,14 +15,10 @@ from megatron_ladder.blueprint.wiring import (
     Wiring,
 )
 from megatron_ladder.errors import Problem, UserError, raise_user_errors
-from megatron_ladder.flags import ValueType, flag, flag_name, to_plain, value_errors
+from megatron_ladder.flags import flag, flag_name, to_plain, value_errors
 
 FFN_MULTIPLE = 256
 """The default MLP width, 8/3 of the hidden size, is rounded up to a multiple of this."""
-
-
-LARGEST_SIZE = 2**31 - 1
-"""Upper limit of every size in a stored description of a model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,59 +131,22 @@ class ModelConfig(ModelTraits):
         return words
 
     @staticmethod
-    def from_dict(values: Mapping[str, Any], source: str, tensors: int | None = None) -> "ModelConfig":
-        """Read a stored model, or raise a UserError that names the file `source`.
+    def from_dict(values: Mapping[str, Any], source: str) -> "ModelConfig":
+        """Read a stored model, or raise a UserError that names the file `source`."""
+        # A program answers --help before it loads packages.
+        import msgspec
 
-        `ladder_layers` and `moe_layers` can be a list, an int N (the upper N layers) or null (none). `tensors` is the
-        number of stored weights, if known, which no number of layers can exceed.
-        """
-        known = {field.name: field for field in fields(ModelConfig)}
-        unknown = sorted(values.keys() - known.keys())
-        absent = sorted(name for name, field in known.items() if field.default is MISSING and name not in values)
-        if unknown or absent:
-            raise UserError(f"{source}: not a model of this version: unknown keys {unknown}, missing keys {absent}")
+        if unknown := sorted(values.keys() - {field.name for field in fields(ModelConfig)}):
+            raise UserError(f"{source}: not a model of this version: unknown keys {unknown}")
         try:
-            read = {
-                name: _stored_value(name, value, ValueType.of(known[name].type))
-                for name, value in values.items()
-                if name not in _LISTS_OF_LAYERS
-            }
-            count = read["num_layers"]
-            if tensors is not None and count > tensors:
-                raise ValueError(f"num_layers is {count}, and only {tensors} weights are stored")
-            read |= {name: _stored_layers(name, values.get(name), count) for name in _LISTS_OF_LAYERS}
-        except ValueError as error:
+            config = msgspec.convert(values, ModelConfig)
+        except msgspec.ValidationError as error:
             raise UserError(f"{source}: the model's description cannot be read: {error}") from None
-        config = ModelConfig(**read)
         raise_user_errors(f"{source}: {error}" for error in model_errors(config))
         return config.canonical()
 
 
 _LISTS_OF_LAYERS = ("ladder_layers", "moe_layers")
-
-
-def _stored_layers(name: str, layers: Any, count: int) -> tuple[int, ...]:
-    """Return the layers of a stored description; raise ValueError if they are no layers."""
-    if type(layers) is int and 0 <= layers <= count:
-        return tuple(range(count - layers, count))
-    indices = isinstance(layers, list) and all(type(layer) is int for layer in layers)
-    if layers is not None and not (indices and len(set(layers)) == len(layers)):
-        raise ValueError(f"{name} is {layers!r:.60}, expected layers of 0-{count - 1}")
-    return tuple(sorted(layers or ()))
-
-
-def _stored_value(name: str, value: Any, expected: ValueType) -> Any:
-    """Return a value of a stored description; raise ValueError if it has another type or is too large."""
-    if value is None and expected.optional:
-        return None
-    if type(value) not in ((int, float) if expected.scalar is float else (expected.scalar,)):
-        raise ValueError(f"{name} is {value!r:.60}, expected {expected.scalar.__name__}")
-    limit = {int: LARGEST_SIZE, float: sys.float_info.max}.get(expected.scalar)
-    if limit is not None and not abs(value) <= limit:
-        raise ValueError(f"{name} is {value!r:.60}, expected at most {limit}")
-    if expected.choices and value not in expected.choices:
-        raise ValueError(f"{name} is {value!r:.60}, expected {', '.join(expected.choices)}")
-    return expected.scalar(value)
 
 
 def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:
@@ -296,12 +254,10 @@ def model_errors(config: ModelConfig) -> Iterator[Problem]:
             f" {config.rope_high_freq_factor} must be above --rope-low-freq-factor {config.rope_low_freq_factor}",
         )
     for name in _LISTS_OF_LAYERS:
-        if any(not 0 <= layer < config.num_layers for layer in getattr(config, name)):
-            text = f" {list(getattr(config, name))} has layers outside 0-{config.num_layers - 1}"
-            yield Problem(flag_name(name), text)
-    if config.residual_mode not in WIRINGS:
-        yield Problem("--residual-mode", f" {config.residual_mode} is not one of {', '.join(WIRINGS)}")
-    elif config.wiring.stream == "per rank":
+        layers: tuple[int, ...] = getattr(config, name)
+        if list(layers) != sorted({*layers} & {*range(config.num_layers)}):
+            yield Problem(flag_name(name), f" {list(layers)} are not ascending layers of 0-{config.num_layers - 1}")
+    if config.wiring.stream == "per rank":
         if config.desync_interval not in DESYNC_INTERVALS:
             possible = " or ".join(map(str, DESYNC_INTERVALS))
             yield Problem("--desync-interval", f" {config.desync_interval} is not {possible}")
@@ -312,7 +268,7 @@ def model_errors(config: ModelConfig) -> Iterator[Problem]:
                 "desynchronise; use at least 2 ranks, or --residual-mode standard",
             )
     yield from _expert_errors(config)
-    if config.lanes and config.residual_mode in WIRINGS and not config.wiring.late:
+    if config.lanes and not config.wiring.late:
         yield Problem("--lanes", f" {config.lanes} has no meaning with --residual-mode {config.residual_mode}")
     elif config.lanes:
         yield from _division_errors(config, "lanes", config.lanes)
@@ -321,7 +277,7 @@ def model_errors(config: ModelConfig) -> Iterator[Problem]:
 def _expert_errors(config: ModelConfig) -> Iterator[Problem]:
     """Yield one line for each value that no model with experts can have, or that needs experts."""
     experts, groups = config.num_experts, config.moe_router_num_groups
-    wiring = WIRINGS.get(config.residual_mode, WIRINGS["standard"])
+    wiring = config.wiring
     if wiring.needs_experts and not config.moe_layers:
         yield Problem("--residual-mode", f" {config.residual_mode} needs layers with experts: give --num-experts")
     if not experts:

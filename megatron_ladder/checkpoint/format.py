@@ -123,8 +123,7 @@ class Checkpoint:
 
     def model(self) -> ModelConfig:
         """Return sizes and wiring of the stored model; raise UserError if they are invalid."""
-        source = str(self.directory / MANIFEST_NAME)
-        return ModelConfig.from_dict(self.manifest["model"], source, tensors=len(self._table["weight"]))
+        return ModelConfig.from_dict(self.manifest["model"], str(self.directory / MANIFEST_NAME))
 
     def stored(self, kind: str) -> Mapping[str, StoredTensor]:
         """Return all stored tensors of a kind by name."""

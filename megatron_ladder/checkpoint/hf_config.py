@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from megatron_ladder.blueprint.model import LARGEST_SIZE, ModelConfig, model_errors
+from megatron_ladder.blueprint.model import ModelConfig, model_errors
 from megatron_ladder.blueprint.wiring import PER_RANK_MODES, WIRINGS
 from megatron_ladder.errors import UserError, raise_user_errors
 
@@ -63,8 +63,8 @@ ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3"}
 """`rope_type` -> `--rope-scaling`."""
 
 
-_Size = Annotated[int, Meta(ge=1, le=LARGEST_SIZE)]
-_Count = Annotated[int, Meta(ge=0, le=LARGEST_SIZE)]
+_Size = Annotated[int, Meta(ge=1, lt=2**31)]
+_Count = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
 class _Rope(Struct):
