@@ -58,13 +58,13 @@ MOST_LINES_OF_A_FILE = 470
 
 FIRST_FLOOR = ("errors", "files", "processes", "progress", "api", "lm_eval")
 BUDGETS = {
-    f"{PACKAGE}/": 25_674,
+    f"{PACKAGE}/": 25_630,
     " ".join(
         f"{PACKAGE}/{folder}/" for folder in ("blueprint", "comm", "parallel", "model", "engine", "train")
-    ): 10_830,
+    ): 10_790,
     f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_540,
-    f"{PACKAGE}/checkpoint/": 2_495,
-    f"{PACKAGE}/data/": 4_224,
+    f"{PACKAGE}/checkpoint/": 2_500,
+    f"{PACKAGE}/data/": 4_230,
     f"{PACKAGE}/convert/": 2_720,
     f"{PACKAGE}/generate/": 2_270,
     f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_620,
