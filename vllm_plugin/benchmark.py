@@ -246,8 +246,7 @@ class NoTransport:
 
 def model_config(options: argparse.Namespace, wiring: str) -> Any:
     """Return the configuration of the model with a wiring in all layers."""
-    from megatron_ladder_vllm.configuration_megatron_ladder import MegatronLadderConfig
-    from megatron_ladder_vllm.wiring import WIRINGS as MODES
+    from megatron_ladder_vllm import configuration_megatron_ladder as ladder
     from transformers import LlamaConfig
 
     shape = {
@@ -270,17 +269,10 @@ def model_config(options: argparse.Namespace, wiring: str) -> Any:
             "shared_expert_intermediate_size": options.shared_intermediate,
             "expert_layers": list(range(options.layers)),
         }
-    late = bool(MODES[keys["residual_mode"]].late)
-    return MegatronLadderConfig(
+    late = bool(ladder.WIRINGS[keys["residual_mode"]].late)
+    return ladder.MegatronLadderConfig(
         architectures=["MegatronLadderForCausalLM"], ladder_layers=options.layers if late else None, **shape, **keys
     )
-
-
-def wired(options: argparse.Namespace, wiring: str) -> Any:
-    """Return the sub-blocks of every layer."""
-    from megatron_ladder_vllm.model import wired_layers
-
-    return wired_layers(model_config(options, wiring))
 
 
 class Engine:
@@ -330,7 +322,9 @@ class Engine:
 
     def walk(self, wiring: str, transport: Any) -> None:
         """Compute the following steps as `wiring`, with all-reduces over `transport`; only on a CPU."""
-        for layer, sub_blocks in zip(self._model.layers, wired(self._options, wiring), strict=True):
+        for layer, sub_blocks in zip(
+            self._model.layers, model_config(self._options, wiring).wired_layers(), strict=True
+        ):
             layer.sub_blocks = sub_blocks
         self._model.all_reduces.transport = transport
         if self._compiled is not None:
@@ -395,7 +389,7 @@ def measure_emulated(options: argparse.Namespace, mode: str) -> Iterator[Row]:
     ways = {name: (name, LinkTransport(link)) for name in ("standard", *options.wirings)}
     ways[NO_COMM] = ("standard", NoTransport())
     all_reduces = {
-        name: sum(not one.joins_next for layer in wired(options, name) for one in layer)
+        name: sum(not one.joins_next for layer in model_config(options, name).wired_layers() for one in layer)
         for name in ways.keys() - {NO_COMM}
     }
 

@@ -23,7 +23,7 @@ stamp=$ENVIRONMENT/prepared-vllm-$kind
 wanted=$("$python" -c 'import sys; print("python", sys.version)' &&
     cksum vllm_plugin/{constraints.txt,pyproject.toml,setup.py})
 if is_prepared "$stamp" "$wanted"; then
-    # The plugin's copies of the configuration and the wirings follow the clone.
+    # The plugin's copy of the configuration follows the clone.
     (cd vllm_plugin && "$ENVIRONMENT/bin/python" setup.py --quiet --name >/dev/null)
     echo "environment: vllm_plugin/.venv is ready"
     exit

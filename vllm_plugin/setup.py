@@ -1,7 +1,7 @@
-"""Copies the configuration class of exported directories and the table of wirings into the plugin.
+"""Copies the configuration class of exported directories, with the table of wirings, into the plugin.
 
-They belong to megatron_ladder, so the plugin can only be built in a clone of its repository. The rest of the build is
-in pyproject.toml.
+It belongs to megatron_ladder, so the plugin can only be built in a clone of its repository. The rest of the build is in
+pyproject.toml.
 """
 
 import sys
@@ -12,10 +12,7 @@ from setuptools import setup
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from megatron_ladder.blueprint import wiring  # noqa: E402
-from megatron_ladder.convert.hf_module import CONFIGURATION, configuration_module  # noqa: E402
+from megatron_ladder.convert.hf_module import CONFIGURATION, exported_module  # noqa: E402
 
-PACKAGE = HERE / "megatron_ladder_vllm"
-(PACKAGE / f"{CONFIGURATION}.py").write_bytes(configuration_module())
-(PACKAGE / "wiring.py").write_bytes(Path(wiring.__file__).read_bytes())
+(HERE / "megatron_ladder_vllm" / f"{CONFIGURATION}.py").write_bytes(exported_module(CONFIGURATION))
 setup()

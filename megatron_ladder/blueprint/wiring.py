@@ -338,13 +338,3 @@ SHARED_STREAM_MODES = tuple(
 
 PER_RANK_MODES = tuple(name for name, wiring in WIRINGS.items() if wiring.stream == "per rank")
 """The other wirings: the tensor-parallel size is part of the model."""
-
-SUB_BLOCK_TABLE = {
-    name: tuple(
-        tuple((kind.value, tuple(one.value for one in row.late[kind]) if kind in row.late else None) for kind in kinds)
-        for kinds in (row.sub_blocks, row.expert_sub_blocks)
-    )
-    for name, row in WIRINGS.items()
-}
-"""For the exported Hugging Face module: the sub-blocks of a dense layer, and of one with experts, each with the kinds
-of the outputs that it misses in ladder layers (None: nothing; without kinds: the newest outputs)."""

@@ -23,7 +23,7 @@ from megatron_ladder.checkpoint.hf_config import (
     attentions_per_layer,
     model_config_from_hf,
 )
-from megatron_ladder.convert.hf_module import CONFIGURATION, MODELING, configuration_module, modeling_module
+from megatron_ladder.convert.hf_module import CONFIGURATION, MODELING, exported_module
 from megatron_ladder.errors import UserError
 
 _TRANSFORMERS = "5.23.0"
@@ -38,7 +38,7 @@ def module_files(model: ModelConfig) -> dict[str, bytes]:
     """Return file name -> content of the code that an exported directory needs; raise UserError as `hf_type`."""
     if hf_type(model) != OWN_TYPE:
         return {}
-    return {f"{CONFIGURATION}.py": configuration_module(), f"{MODELING}.py": modeling_module()}
+    return {f"{name}.py": exported_module(name) for name in (CONFIGURATION, MODELING)}
 
 
 def hf_type(model: ModelConfig) -> str:

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.models.auto import modeling_auto as auto
 
-from megatron_ladder.blueprint.wiring import EXPERT_MODES, PER_RANK_MODES, SUB_BLOCK_TABLE
+from megatron_ladder.blueprint.wiring import WIRINGS as TABLE
 from megatron_ladder.convert.hf_module import modeling_megatron_ladder as modeling
 from megatron_ladder.convert.hf_module.configuration_megatron_ladder import MegatronLadderConfig
 
@@ -43,11 +43,11 @@ EXPERTS = {
 WIRINGS: dict[str, dict[str, Any]] = {
     mode: {
         "residual_mode": mode,
-        "ladder_layers": 2 if any(missed is not None for _, missed in with_experts) else None,
-        **(EXPERTS if mode in EXPERT_MODES else {}),
-        **({"desync_interval": 2, "desync_tp": 2} if mode in PER_RANK_MODES else {}),
+        "ladder_layers": 2 if row.late else None,
+        **(EXPERTS if row.needs_experts else {}),
+        **({"desync_interval": 2, "desync_tp": 2} if row.stream == "per rank" else {}),
     }
-    for mode, (_, with_experts) in SUB_BLOCK_TABLE.items()
+    for mode, row in TABLE.items()
     # These tests expect as many hidden states as attentions.
     if mode != "longcat"
 }

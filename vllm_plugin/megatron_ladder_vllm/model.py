@@ -44,9 +44,8 @@ from vllm.model_executor.models.utils import (
 from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 
-from megatron_ladder_vllm.configuration_megatron_ladder import MegatronLadderConfig
+from megatron_ladder_vllm.configuration_megatron_ladder import MegatronLadderConfig, WiredSubBlock, norm_name
 from megatron_ladder_vllm.in_flight import AllReduces, PendingOutputs
-from megatron_ladder_vllm.wiring import WIRINGS, WiredSubBlock
 
 
 def unreduced_linear(
@@ -258,7 +257,7 @@ class LadderDecoderLayer(nn.Module):
         if "attention_2" in branches:
             self.self_attn_2 = LadderAttention(config, vllm_config, f"{prefix}.self_attn_2")
             self.mlp_2 = LadderMLP(config, vllm_config, config.intermediate_size, f"{prefix}.mlp_2")
-        for name in {norm_name(one) for one in sub_blocks}:
+        for name in {norm_name(one.kind) for one in sub_blocks}:
             setattr(self, name, RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
 
     def branches(self, sub_block: WiredSubBlock) -> list[str]:
@@ -286,26 +285,12 @@ class LadderDecoderLayer(nn.Module):
         normed = stream
         for sub_block in self.sub_blocks:
             if not sub_block.shares_reading:
-                norm = getattr(self, norm_name(sub_block))
+                norm = getattr(self, norm_name(sub_block.kind))
                 normed, stream = read_stream(norm, stream, pending, sub_block.missing, self.reads_own_parts)
             parts = [self.branch(name, positions, normed) for name in self.branches(sub_block)]
             partial = sum(parts[1:], parts[0])
             pending.launch(partial, sub_block.joins_next)
         return stream
-
-
-def norm_name(sub_block: WiredSubBlock) -> str:
-    """Return the name of a sub-block's norm in an exported directory."""
-    return sub_block.kind.norm.replace("attention_norm", "input_layernorm").replace(
-        "mlp_norm", "post_attention_layernorm"
-    )
-
-
-def wired_layers(config: MegatronLadderConfig) -> list[tuple[WiredSubBlock, ...]]:
-    """Return the sub-blocks of every layer."""
-    wiring, has_shared_expert = WIRINGS[config.residual_mode], config.shared_expert_intermediate_size > 0
-    kinds = [wiring.kinds(layer in config.expert_layers, has_shared_expert) for layer in range(config.layer_count)]
-    return wiring.layers(kinds, config.ladder_layers, config.residual_staleness, config.desync_interval)
 
 
 @support_torch_compile(
@@ -344,7 +329,7 @@ class MegatronLadderModel(nn.Module):
             )
         else:
             self.embed_tokens = PPMissingLayer()
-        wired = wired_layers(config)
+        wired = config.wired_layers()
         self.start_layer, self.end_layer, self.layers = make_layers(
             len(wired),
             lambda prefix: LadderDecoderLayer(vllm_config, wired[int(prefix.rsplit(".", 1)[1])], prefix),

@@ -1,5 +1,6 @@
 """The configuration of a Llama-family decoder whose sub-blocks may read the residual stream late."""
 
+import itertools
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -7,10 +8,8 @@ from transformers.models.glm4_moe.configuration_glm4_moe import Glm4MoeConfig
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
-# The wirings in which each tensor-parallel rank of the training has its own residual stream; and for each wiring, the
-# sub-blocks of a dense layer and those of one with experts, each with the kinds of the outputs that it misses in ladder
-# layers (None: nothing; no kinds: the newest outputs).
-from megatron_ladder.blueprint.wiring import PER_RANK_MODES, SUB_BLOCK_TABLE
+# In exported files, the content of that module.
+from megatron_ladder.blueprint.wiring import WIRINGS, SubBlockKind, WiredSubBlock
 
 
 class MegatronLadderConfig(PreTrainedConfig):
@@ -29,7 +28,7 @@ class MegatronLadderConfig(PreTrainedConfig):
         scoring_func: what makes scores of the router's logits: `softmax` over the experts, or `sigmoid`.
         use_expert_bias: whether a bias is added to the scores for the choice of experts.
         residual_mode: `standard`, `ladder` (Ladder Residual, arXiv 2501.06589), `parallel` (attention and MLP side by
-            side), or another key of `SUB_BLOCK_TABLE`.
+            side), or another key of `WIRINGS`.
         ladder_layers: layers that read the residual stream late: their indices, an integer N for the upper N, or None
             for none; sorted indices in an instance.
         residual_staleness: how many sub-blocks late they read it.
@@ -89,7 +88,7 @@ class MegatronLadderConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __init__(self, **kwargs: Any) -> None:
-        """Raises ValueError for a wiring that one process cannot compute, or that does not match the sizes."""
+        """Raises ValueError for an unknown wiring, or layers that the model does not have."""
         for name in MegatronLadderConfig.__annotations__:
             setattr(self, name, kwargs.pop(name, getattr(MegatronLadderConfig, name)))
         if self.num_key_value_heads is None:
@@ -98,7 +97,6 @@ class MegatronLadderConfig(PreTrainedConfig):
             self.head_dim = self.hidden_size // self.num_attention_heads
         self.expert_layers = list(self.expert_layers or ())
         self.ladder_layers = self._late_layers()
-        self._check_lanes()
         if self.qk_norm:
             # The same matrices plus the norms of queries and keys.
             self.base_model_tp_plan = Qwen3Config.base_model_tp_plan
@@ -112,36 +110,13 @@ class MegatronLadderConfig(PreTrainedConfig):
 
     def _late_layers(self) -> list[int]:
         """Return `ladder_layers` as sorted indices."""
-        mode, given = self.residual_mode, self.ladder_layers
-        if mode not in SUB_BLOCK_TABLE:
-            raise ValueError(f"residual_mode {mode!r}: transformers can run {', '.join(SUB_BLOCK_TABLE)}")
-        if self.residual_staleness < 1:
-            raise ValueError(f"residual_staleness {self.residual_staleness} must be at least 1")
-        layers = self.layer_count
+        if self.residual_mode not in WIRINGS:
+            raise ValueError(f"residual_mode {self.residual_mode!r}: transformers can run {', '.join(WIRINGS)}")
+        given, layers = self.ladder_layers, self.layer_count
         late = list(range(layers - given, layers)) if isinstance(given, int) else sorted(given or ())
-        for key, value in (("ladder_layers", late), ("lanes", self.lanes)):
-            if value and all(missed is None for _, missed in SUB_BLOCK_TABLE[mode][1]):
-                raise ValueError(f"{key} {value} has no meaning with residual_mode {mode!r}")
         if len(set(late)) < len(late) or any(not 0 <= layer < layers for layer in late):
             raise ValueError(f"ladder_layers {given}: expected different layers of 0-{layers - 1}")
         return late
-
-    def _check_lanes(self) -> None:
-        """Raise ValueError if heads and neurons cannot be divided into the lanes, or the wiring has other ranks."""
-        mode, per_rank = self.residual_mode, self.residual_mode in PER_RANK_MODES
-        desync = f"desync_interval {self.desync_interval} and desync_tp {self.desync_tp}"
-        if per_rank and (self.desync_interval < 1 or self.desync_tp is None or self.desync_tp < 2):
-            raise ValueError(f"residual_mode {mode!r} with {desync}: needs an interval of at least 1 and 2 ranks")
-        if not per_rank and (self.desync_interval or self.desync_tp is not None):
-            raise ValueError(f"{desync} have no meaning with residual_mode {mode!r}")
-        if self.lanes < 0 or self.lanes == 1:
-            raise ValueError(f"lanes {self.lanes} must be 0 or at least 2")
-        name = f"desync_tp {self.desync_tp}" if per_rank else f"lanes {self.lanes}"
-        shared = ": with a shared head, each lane would compute different keys and values from it, for which the cache "
-        shared += "has no space"
-        for key, why in (("num_attention_heads", ""), ("intermediate_size", ""), ("num_key_value_heads", shared)):
-            if self.lane_count and getattr(self, key) % self.lane_count:
-                raise ValueError(f"{key} {getattr(self, key)} is not divisible by {name}{why}")
 
     @property
     def lane_count(self) -> int:
@@ -151,71 +126,38 @@ class MegatronLadderConfig(PreTrainedConfig):
     @property
     def attentions_per_layer(self) -> int:
         """The number of attentions of a layer."""
-        return sum(kind.startswith("attention") for kind, _ in SUB_BLOCK_TABLE[self.residual_mode][0])
+        return sum(kind.attends for kind in WIRINGS[self.residual_mode].sub_blocks)
 
     @property
     def layer_count(self) -> int:
         """The number of layers."""
         return self.num_hidden_layers // self.attentions_per_layer
 
-    def _row(self, layer: int) -> list[tuple[str, tuple[str, ...] | None]]:
-        """Return the sub-blocks of a layer, each with the kinds of the outputs that it misses, as in the table.
+    def wired_layers(self) -> list[tuple[WiredSubBlock, ...]]:
+        """Return the sub-blocks of every layer, each with the existing outputs that it misses.
 
-        In layers that do not read late, two sub-blocks of experts read the same stream.
+        In desync, the outputs since the last sum of the streams are missing: a rank has only its partial sums of them.
         """
-        together = {"routed_experts": ("shared_expert",), "shared_expert": ("routed_experts",)}
-        row = SUB_BLOCK_TABLE[self.residual_mode][layer in self.expert_layers]
-        return [
-            (kind, missed if layer in self.ladder_layers else together.get(kind))
-            for kind, missed in row
-            if kind != "shared_expert" or self.shared_expert_intermediate_size
-        ]
+        wiring, has_shared_expert = WIRINGS[self.residual_mode], self.shared_expert_intermediate_size > 0
+        kinds = [wiring.kinds(layer in self.expert_layers, has_shared_expert) for layer in range(self.layer_count)]
+        layers = wiring.layers(kinds, self.ladder_layers, self.residual_staleness, self.desync_interval)
+        numbers = itertools.count()
 
-    def sub_blocks(self, layer: int) -> list[tuple[str, tuple[int, ...]]]:
-        """Return the sub-blocks of a layer, each with the outputs that it misses, counted back from the newest.
+        def of_existing(one: WiredSubBlock) -> WiredSubBlock:
+            number = next(numbers)
+            missing = range(1, 1 + number % self.desync_interval) if wiring.stream == "per rank" else one.missing
+            return one._replace(missing=tuple(back for back in missing if back <= number))
 
-        An output that a sub-block has seen stays in the residual stream, and what enters the first of several ladder
-        layers is complete. In desync, the outputs since the last sum of the streams are missing: a rank has only its
-        partial sums of them.
-        """
-        missing, found, were_late = tuple[int, ...](), list[tuple[str, tuple[int, ...]]](), list[bool]()
-        for number in range(layer + 1):
-            row, is_late = self._row(number), number in self.ladder_layers
-            for kind, missed in row:
-                index = len(found)
-                most = index if missed else self.residual_staleness if missed is not None else 0
-                if self.residual_mode in PER_RANK_MODES:
-                    most = index % self.desync_interval
-                missing = tuple(
-                    back
-                    for back in range(1, most + 1)
-                    if back <= index
-                    and (back == 1 or back - 1 in missing)
-                    and (not missed or (found[-back][0] in missed and were_late[-back] is is_late))
-                )
-                found.append((kind, missing))
-                were_late.append(is_late)
-        return found[-len(row) :]
-
-    def averaged(self, layer: int) -> list[bool]:
-        """Return for each sub-block whether the mean of its partial sums enters the stream instead of their sum.
-
-        In desync, this holds for the outputs that precede no sum of the ranks' streams.
-        """
-        width = len(self._row(layer))
-        if self.residual_mode not in PER_RANK_MODES:
-            return [False] * width
-        following = range(width * layer + 1, width * (layer + 1) + 1)
-        return [index % self.desync_interval != 0 and index < width * self.num_hidden_layers for index in following]
-
-    def norm_shape(self, missing: tuple[int, ...]) -> int | tuple[int, int]:
-        """Return the shape of the norm of a sub-block: in desync, one row per rank if the streams differ."""
-        per_rank = self.residual_mode in PER_RANK_MODES and missing
-        return (self.lane_count, self.hidden_size) if per_rank else self.hidden_size
+        return [tuple(map(of_existing, sub_blocks)) for sub_blocks in layers]
 
     def missing_before(self, layer: int) -> tuple[int, ...]:
         """Return what the first sub-block of a layer misses; nothing is missing after the last layer."""
-        return () if layer == self.layer_count else self.sub_blocks(layer)[0][1]
+        return () if layer == self.layer_count else self.wired_layers()[layer][0].missing
+
+
+def norm_name(kind: SubBlockKind) -> str:
+    """Return the name of the norm of a sub-block."""
+    return kind.norm.replace("attention_norm", "input_layernorm").replace("mlp_norm", "post_attention_layernorm")
 
 
 __all__ = ["MegatronLadderConfig"]

@@ -38,7 +38,7 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from .configuration_megatron_ladder import MegatronLadderConfig
+from .configuration_megatron_ladder import MegatronLadderConfig, norm_name
 
 # Files have one tensor for each matrix of an expert, as those of Qwen3-MoE.
 _FILES = conversion_mapping.get_checkpoint_conversion_mapping("qwen3_moe")
@@ -91,20 +91,6 @@ def _see(
     return stream, [one for one in pending if one[0] in missing]
 
 
-_BRANCHES = {
-    "attention_mlp": ("attention", "mlp"),
-    "experts": ("routed_experts", "shared_expert"),
-    "attention_experts": ("attention", "routed_experts", "shared_expert"),
-}
-"""Sub-blocks that add up several computations of one read."""
-
-
-def _norm_name(kind: str) -> str:
-    """Return the name of the norm of a sub-block."""
-    name = "input_layernorm" if kind.startswith("attention") else "post_attention_layernorm"
-    return f"{name}_2" if kind.endswith("_2") else name
-
-
 def _attention(config: MegatronLadderConfig, index: int) -> nn.Module:
     """Return an attention whose keys and values have a place in the cache."""
     kind = Qwen3Attention if config.qk_norm else LlamaAttention
@@ -148,7 +134,7 @@ class MegatronLadderRouter(nn.Module):
 
 def _feed_forward(config: MegatronLadderConfig, layer: int) -> nn.Module:
     """Return the MLP of a layer, its experts, or both."""
-    is_dense = any(kind in ("mlp", "attention_mlp") for kind, _ in config.sub_blocks(layer))
+    is_dense = any("mlp" in one.kind.branches for one in config.wired_layers()[layer])
     module = LlamaMLP(config) if is_dense else nn.Module()
     if layer in config.expert_layers:
         module.gate, module.experts = MegatronLadderRouter(config), Qwen3MoeExperts(config)
@@ -175,12 +161,13 @@ class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
         if self.lanes:
             _divide_into_lanes(self.self_attn, self.lanes)
             _divide_into_lanes(self.mlp, self.lanes)
-        self.sub_blocks, self.averaged = config.sub_blocks(layer_idx), config.averaged(layer_idx)
+        self.sub_blocks = config.wired_layers()[layer_idx]
         if attentions > 1:
             self.self_attn_2, self.mlp_2 = _attention(config, layer_idx * attentions + 1), LlamaMLP(config)
-        for kind, missing in self.sub_blocks:
+        for one in self.sub_blocks:
+            shape = config.hidden_size if one.reads_shared else (self.lanes, config.hidden_size)
             # Experts and MLP of a layer share a norm.
-            setattr(self, _norm_name(kind), LlamaRMSNorm(config.norm_shape(missing), eps=config.rms_norm_eps))
+            setattr(self, norm_name(one.kind), LlamaRMSNorm(shape, eps=config.rms_norm_eps))
         self.layer_idx = layer_idx
         self.missing_in, self.missing_out = config.missing_before(layer_idx), config.missing_before(layer_idx + 1)
         of_outputs = len(self.missing_in) * (2 if self.lanes else 1)
@@ -209,11 +196,11 @@ class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
         # Each with its number counted back from the newest, and None without lanes.
         outputs, partials = state[2 : 2 + count], state[2 + count :] or (None,) * count
         pending = list(zip(sorted(self.missing_in, reverse=True), outputs, partials, strict=True))
-        for (kind, missing), averaged in zip(self.sub_blocks, self.averaged, strict=True):
-            stream, pending = _see(stream, pending, missing)
-            norm = getattr(self, _norm_name(kind))
+        for one in self.sub_blocks:
+            stream, pending = _see(stream, pending, one.missing)
+            norm = getattr(self, norm_name(one.kind))
             normed = self._normed(norm, stream, [partial for *_, partial in reversed(pending) if partial is not None])
-            output = self._output(kind, normed, kwargs)
+            output = self._output(one.kind.branches, normed, kwargs)
             if self.lanes and output.dim() == normed.dim():
                 raise ValueError(
                     f"layer {self.layer_idx} returned no partial sums of its {self.lanes} lanes: its linear layers "
@@ -221,7 +208,7 @@ class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
                 )
             partial = output if self.lanes else None
             if self.lanes:
-                output = output.mean(-2) if averaged else output.sum(-2)
+                output = output.sum(-2) if one.leaves_shared else output.mean(-2)
             complete = complete + output
             pending = [(back + 1, earlier, parts) for back, earlier, parts in pending] + [(1, output, partial)]
         stream, pending = _see(stream, pending, self.missing_out)
@@ -230,14 +217,14 @@ class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
         _, outputs, partials = zip(*pending, strict=True)
         return (complete, stream, *outputs, *(partials if self.lanes else ()))
 
-    def _output(self, kind: str, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    def _output(self, branches: tuple[str, ...], x: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """Return the output of a sub-block for its normed stream [b, s, h]."""
         outputs = []
-        for branch in _BRANCHES.get(kind, (kind,)):
+        for branch in branches:
             if branch.startswith("attention"):
                 attention = self.self_attn_2 if branch.endswith("_2") else self.self_attn
                 outputs.append(attention(hidden_states=x, **kwargs)[0])
-            elif branch == "routed_experts":
+            elif branch == "experts":
                 tokens = x.flatten(0, 1)
                 outputs.append(self.mlp.experts(tokens, *self.mlp.gate(tokens)).view(x.shape))
             elif branch != "shared_expert":

@@ -165,11 +165,9 @@ def test_a_classifier_reads_the_last_token(tmp_path: Path) -> None:
         assert_close(module(tokens).logits, module.score(last))
 
 
-def test_the_plugin_for_vllm_contains_the_wirings_and_the_configuration_of_exported_directories(tmp_path: Path) -> None:
+def test_the_plugin_for_vllm_contains_the_configuration_of_exported_directories(tmp_path: Path) -> None:
     command = [sys.executable, "setup.py", "--quiet", "build", "--build-base", str(tmp_path)]
     subprocess.run(command, cwd=REPOSITORY_ROOT / "vllm_plugin", check=True)
     name = "configuration_megatron_ladder.py"
-    built = tmp_path / "lib" / "megatron_ladder_vllm"
-    assert (built / name).read_bytes() == module_files(tiny_config(**HYBRID))[name]
-    table = REPOSITORY_ROOT / "megatron_ladder" / "blueprint" / "wiring.py"
-    assert (built / "wiring.py").read_bytes() == table.read_bytes()
+    built = tmp_path / "lib" / "megatron_ladder_vllm" / name
+    assert built.read_bytes() == module_files(tiny_config(**HYBRID))[name]

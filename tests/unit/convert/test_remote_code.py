@@ -164,6 +164,6 @@ def test_unsupported_values_are_rejected(changes: dict[str, Any], words: str) ->
 
 def test_the_plugin_for_vllm_is_built_with_the_standard_library_alone() -> None:
     """Its build, in an environment without our packages, copies the configuration module."""
-    code = "from megatron_ladder.convert.hf_module import configuration_module; print(len(configuration_module()))"
+    code = "import megatron_ladder.convert.hf_module as m; print(len(m.exported_module(m.CONFIGURATION)))"
     done = run_command([sys.executable, "-S", "-c", code], timeout=60)
     assert int(done.stdout) > 1000, done.stderr
