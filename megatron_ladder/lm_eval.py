@@ -145,7 +145,7 @@ class LadderLM(TemplateLM):
         raise_user_errors(f"generation_kwargs of the task, or --gen_kwargs: {error}" for error in errors.messages)
         ids = tuple(self.tok_encode(context)[new_tokens - max_length :]) or (self.prefix_token_id,)
         seed = request_seed(sampling.seed, ids, sample)
-        parameters = SamplingParameters.like(sampling, seed=seed, logprobs=False, top_logprobs=0)
+        parameters = SamplingParameters.like(sampling, seed=seed, logprobs=False)
         return GenerationRequest(ids, new_tokens, parameters, self._evaluator.stored.eos_ids, stop)
 
     def chat_template(self, chat_template: bool | str = False) -> str:

@@ -105,8 +105,8 @@ class GenerationEngine:
         return list(self.score_batch([(ids[:1], ids[1:])])[0].logprobs)
 
     @torch.inference_mode()
-    def score_batch(self, texts: Sequence[tuple[Sequence[int], Sequence[int]]], most: int = 0) -> list[TokenScores]:
-        """Score the ids of continuations after their contexts, in one batch, with `most` alternatives each.
+    def score_batch(self, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[TokenScores]:
+        """Score the ids of continuations after their contexts, in one batch.
 
         A context and a continuation have at least one id each, and together at most one more than the model has
         positions. Every rank must call this method. Raises BadNumbersError if the logits of a text are not finite.
@@ -122,11 +122,11 @@ class GenerationEngine:
             for row, (ids, (context, _)) in enumerate(zip(inputs, texts, strict=True))
         ]
         following = [token for _, continuation in texts for token in continuation]
-        scores = score_text(self.model, self.group, torch.cat(rows).unsqueeze(1), following, most)
+        scores = score_text(self.model, self.group, torch.cat(rows).unsqueeze(1), following)
         if not all(map(math.isfinite, scores.logprobs)):
             raise BadNumbersError(f"the logits of the text are not finite: {BAD_NUMBERS_CAUSE}")
         ends = list(itertools.accumulate(map(len, rows), initial=0))
         return [
-            TokenScores(scores.logprobs[first:end], scores.alternatives[first:end])
+            TokenScores(scores.logprobs[first:end], scores.most_likely[first:end])
             for first, end in itertools.pairwise(ends)
         ]

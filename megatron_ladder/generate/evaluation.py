@@ -105,9 +105,8 @@ class Evaluator:
         order = [number for number, (_, continuation) in enumerate(cut) if continuation]
         order.sort(key=lambda number: -sum(map(len, cut[number])))
         for numbers in self._batches("scoring", order):
-            scores: list[TokenScores] = self._on_all_ranks("score_batch", [cut[number] for number in numbers], 1)
-            for number, (logprobs, alternatives) in zip(numbers, scores, strict=True):
-                most_likely = tuple(pairs[0][0] for pairs in alternatives)
+            scores: list[TokenScores] = self._on_all_ranks("score_batch", [cut[number] for number in numbers])
+            for number, (logprobs, most_likely) in zip(numbers, scores, strict=True):
                 found[number] = ContinuationScore(sum(logprobs), most_likely == cut[number][1])
         return found
 

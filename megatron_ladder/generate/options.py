@@ -12,12 +12,6 @@ from megatron_ladder.errors import raise_user_errors
 from megatron_ladder.flags import flag
 
 _DESCRIPTION = "Generates text with a trained model. Output goes to stdout, statistics to stderr."
-LARGEST_PENALTY = 2.0
-"""Limit of presence and frequency penalties, as in OpenAI's API."""
-SMALLEST_REPETITION_PENALTY, LARGEST_REPETITION_PENALTY = 0.01, 100.0
-"""Limits that keep logits finite in fp32."""
-MAX_ALTERNATIVES = 20
-"""Largest number of most likely tokens to report per position."""
 _PROMPT_SOURCES = ("--prompt", "--prompt-file", "--tokens")
 
 
@@ -91,13 +85,10 @@ class SamplingOptions:
     """Draw only from the fewest most likely tokens that have this probability together; applied after --top-k."""
     min_p: float = flag(0.0, minimum=0, maximum=1)
     """Draw only from tokens with at least this share of the highest probability; applied after --top-p."""
-    repetition_penalty: float = flag(1.0, minimum=SMALLEST_REPETITION_PENALTY, maximum=LARGEST_REPETITION_PENALTY)
+    # These limits keep logits finite in fp32.
+    repetition_penalty: float = flag(1.0, minimum=0.01, maximum=100.0)
     """For tokens of the prompt and of the text so far, divides positive logits and multiplies negative ones. Values
     above 1 make these tokens less likely."""
-    presence_penalty: float = flag(0.0, minimum=-LARGEST_PENALTY, maximum=LARGEST_PENALTY)
-    """Subtracted from the logits of tokens that were generated before."""
-    frequency_penalty: float = flag(0.0, minimum=-LARGEST_PENALTY, maximum=LARGEST_PENALTY)
-    """Subtracted from a token's logit once for each time that it was generated before."""
     num_samples: int = flag(1, minimum=1)
     """Number of continuations per prompt, each with a separate seed."""
     seed: int = flag(1234, minimum=0)
@@ -118,10 +109,8 @@ class OutputOptions:
     stream: bool = False
     """Print text as it is generated; with several prompts, that of the first unfinished one."""
     logprobs: bool = False
-    """With --json or --score, print the log-probability of each token, without penalties and temperature."""
-    top_logprobs: int = flag(0, minimum=0, maximum=MAX_ALTERNATIVES, requires=("--json", "--logprobs"))
-    """Number of most likely tokens to print for each position, as pairs of id and log-probability."""
-    score: bool = flag(False, excludes=("--interactive", "--top-logprobs"))
+    """With --json or --score, print the log-probability of each token, without penalty and temperature."""
+    score: bool = flag(False, excludes="--interactive")
     """Print the log-likelihood and the perplexity of each prompt instead of continuing it."""
 
 

@@ -195,9 +195,7 @@ def new_request(
 ) -> GenerationRequest:
     """Return the request for one of the continuations of a prompt."""
     seed = request_seed(sampling.seed, prompt.ids, sample)
-    parameters = SamplingParameters.like(
-        sampling, seed=seed, logprobs=output.logprobs, top_logprobs=output.top_logprobs
-    )
+    parameters = SamplingParameters.like(sampling, seed=seed, logprobs=output.logprobs)
     eos_ids = frozenset[int]() if sampling.ignore_eos else stored.eos_ids
     stop = tuple(text.replace("\\n", "\n").replace("\\t", "\t") for text in sampling.stop)
     return GenerationRequest(prompt.ids, sampling.max_new_tokens, parameters, eos_ids, stop)
@@ -316,8 +314,8 @@ def _generation_line(prompt: Prompt, generation: Generation) -> str:
         "generated_tokens": len(generation.ids),
         **generation.timings._asdict(),
     }
-    requested = {"logprobs": generation.logprobs, "top_logprobs": generation.alternatives}
-    return json.dumps(values | {name: value for name, value in requested.items() if value is not None}) + "\n"
+    requested = {} if generation.logprobs is None else {"logprobs": generation.logprobs}
+    return json.dumps(values | requested) + "\n"
 
 
 def _summary(generations: Sequence[Generation]) -> str:

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from megatron_ladder.generate.sampling import SamplingParameters
-from megatron_ladder.generate.scoring import Alternatives
 
 FinishReason = Literal["eos", "stop", "length"]
 
@@ -49,7 +48,7 @@ class Timings(NamedTuple):
 
 @dataclass(frozen=True)
 class Generation:
-    """The result of a request. Log-probabilities and alternatives have one entry per token; None if not requested."""
+    """The result of a request. Log-probabilities have one entry per token; None if not requested."""
 
     prompt_ids: tuple[int, ...]
     ids: tuple[int, ...]
@@ -59,4 +58,3 @@ class Generation:
     finish_reason: FinishReason
     timings: Timings
     logprobs: tuple[float, ...] | None = None
-    alternatives: tuple[Alternatives, ...] | None = None

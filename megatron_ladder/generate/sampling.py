@@ -1,6 +1,6 @@
 """Sampling: choose the next tokens from vocabulary-parallel logits.
 
-    penalties for seen tokens  ->  logits / temperature  ->  top_k  ->  top_p  ->  min_p  ->  draw
+    penalty for seen tokens  ->  logits / temperature  ->  top_k  ->  top_p  ->  min_p  ->  draw
 
 The draw inverts the cumulative distribution in vocabulary order with one uniform number per token. A seed therefore
 gives the same tokens at any tensor-parallel size and in any batch, wherever the logits agree up to rounding.
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from megatron_ladder.comm.copies import to_device
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.generate.scoring import Alternatives, gather_scores, read_scores, vocabulary_logits
+from megatron_ladder.generate.scoring import gather_scores, read_scores, vocabulary_logits
 
 NO_TOKEN = -1
 """Chosen where logits are not finite."""
@@ -51,24 +51,15 @@ class SamplingParameters:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     seed: int = 1234
     logprobs: bool = False
     """Whether to return each token's log-probability under the model, without penalties and temperature."""
-    top_logprobs: int = 0
-    """With `logprobs`, the number of most likely tokens to return as well."""
 
     @classmethod
     def like(cls, source: object, **changes: Any) -> "SamplingParameters":
         """Return the parameters of the same names in `source`, except for `changes`."""
         names = {entry.name for entry in fields(cls)} - changes.keys()
         return cls(**{name: getattr(source, name) for name in names}, **changes)
-
-    @property
-    def counted(self) -> bool:
-        """Whether a penalty depends on the number of times that a token was generated."""
-        return self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
     def greedy(self) -> bool:
@@ -97,8 +88,6 @@ class Chosen(NamedTuple):
     """`NO_TOKEN` where the logits are not finite."""
     logprobs: tuple[float, ...] | None
     """None if no row requests them."""
-    alternatives: list[Alternatives] | None = None
-    """As many per row as the row requests; None if no row requests any."""
 
 
 class SamplingPlan(NamedTuple):
@@ -110,14 +99,10 @@ class SamplingPlan(NamedTuple):
     """A draw from some tokens."""
     repetition: bool
     """A penalty for seen tokens."""
-    counted: bool
-    """A penalty that depends on the number of times that a token was generated."""
     scored: bool
     """The log-probability of the token."""
     candidates: int
     """Candidates per rank to begin with."""
-    alternatives: int
-    """Most likely tokens to score."""
 
     @classmethod
     def of(cls, parameters: Sequence[SamplingParameters]) -> "SamplingPlan":
@@ -129,10 +114,8 @@ class SamplingPlan(NamedTuple):
             plain=not all(one.filtered for one in drawn),
             filtered=any(one.filtered for one in drawn),
             repetition=any(one.repetition_penalty != 1 for one in parameters),
-            counted=any(one.counted for one in parameters),
             scored=any(one.logprobs for one in parameters),
             candidates=max(1, most, _FIRST_CANDIDATES if unknown else 1),
-            alternatives=max((one.top_logprobs for one in parameters if one.logprobs), default=0),
         )
 
 
@@ -144,8 +127,6 @@ class _Rows(NamedTuple):
     top_p: Tensor
     min_p: Tensor
     repetition: Tensor
-    presence: Tensor
-    frequency: Tensor
     plain: Tensor
     filtered: Tensor
     limited: Tensor
@@ -155,8 +136,7 @@ class _Rows(NamedTuple):
         def numbers(one: SamplingParameters) -> list[float]:
             # The cumulative weight can round to the total before the last token, which top_p = 1 must keep.
             temperature, top_p = 1.0 if one.greedy else one.temperature, one.top_p if one.top_p < 1 else math.inf
-            penalties = [one.repetition_penalty, one.presence_penalty, one.frequency_penalty]
-            return [temperature, one.top_k or math.inf, top_p, one.min_p, *penalties]
+            return [temperature, one.top_k or math.inf, top_p, one.min_p, one.repetition_penalty]
 
         masks = [(not (one.greedy or one.filtered), one.filtered > one.greedy, one.top_k > 0) for one in parameters]
         columns = to_device(torch.tensor([*map(numbers, parameters)], dtype=torch.float64), device).split(1, dim=1)
@@ -196,9 +176,7 @@ class Sampler:
         self._parameters: list[SamplingParameters] = []
         self._generators: list[torch.Generator] = []
         self._rows = _Rows.of([GREEDY] * slots, device)
-        shape = (slots, vocab_size)
-        self._seen = torch.zeros(shape, dtype=torch.bool, device=device) if plan.repetition else None
-        self._counts = torch.zeros(shape, dtype=torch.int32, device=device) if plan.counted else None
+        self._seen = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device) if plan.repetition else None
 
     def begin(self, parameters: Sequence[SamplingParameters], prompts: Sequence[Sequence[int]]) -> None:
         """Begin a batch of samples, at most as many as slots, in the buffers of earlier ones."""
@@ -212,8 +190,6 @@ class Sampler:
             self._seen.zero_()
             for row, ids in enumerate(prompts):
                 self._seen[row, list(ids)] = True
-        if self._counts is not None:
-            self._counts.zero_()
 
     def draw(self, count: int) -> list[float]:
         """Return the random numbers in [0, 1) for the next tokens of the first samples."""
@@ -223,11 +199,9 @@ class Sampler:
         ]
 
     def count(self, tokens: Tensor) -> None:
-        """Count the newest tokens [b, 1] of the first samples for the penalties."""
+        """Note the newest tokens [b, 1] of the first samples for the penalty."""
         if self._seen is not None:
             self._seen[: len(tokens)].scatter_(1, tokens, True)
-        if self._counts is not None:
-            self._counts[: len(tokens)].scatter_add_(1, tokens, torch.ones_like(tokens, dtype=torch.int32))
 
     def choose(self, logits_shard_v: Tensor, uniform: Tensor, candidates: int | None = None) -> Tensor:
         """Choose the next tokens of the first b samples, from logits [b, padded V / t]; padding is ignored.
@@ -246,7 +220,7 @@ class Sampler:
         chosen = codes.double().unsqueeze(1)
         if not plan.scored:
             return chosen
-        scores = gather_scores(model_logits, codes, plan.alternatives, self._start, self._group)
+        scores = gather_scores(model_logits, codes, self._start, self._group)
         return torch.cat((chosen, scores.flatten(1)), 1)
 
     def read(self, chosen: Tensor, logits_shard_v: Tensor, uniform: Tensor) -> Chosen:
@@ -256,30 +230,17 @@ class Sampler:
             candidates *= 8
             chosen = self.choose(logits_shard_v, uniform, candidates).cpu()
         # Without rows of unused slots.
-        parameters = self._parameters[: len(chosen)]
-        tokens = chosen[: len(parameters), 0].long().tolist()
-        if not self.plan.scored:
-            return Chosen(tokens, None)
-        scores = read_scores(chosen[: len(parameters), 1:], self.plan.alternatives, self._vocab_size, self._group.size)
-        wanted = [one.top_logprobs if one.logprobs else 0 for one in parameters]
-        alternatives = [row[:count] for row, count in zip(scores.alternatives, wanted, strict=True)]
-        return Chosen(tokens, scores.logprobs, alternatives if any(wanted) else None)
+        chosen = chosen[: len(self._parameters)]
+        scores = read_scores(chosen[:, 1:].unflatten(1, (-1, 4))) if self.plan.scored else None
+        return Chosen(chosen[:, 0].long().tolist(), None if scores is None else scores.logprobs)
 
     def _penalized(self, logits: Tensor, rows: _Rows) -> Tensor:
-        if self._seen is not None:
-            seen, penalty = self._own_columns(self._seen, logits), rows.repetition.to(logits.dtype)
-            logits = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
-        if self._counts is not None:
-            counts = self._own_columns(self._counts, logits)
-            logits = logits - rows.frequency.to(logits.dtype) * counts
-            logits = logits - rows.presence.to(logits.dtype) * (counts > 0)
-        return logits
-
-    def _own_columns(self, table: Tensor, logits: Tensor) -> Tensor:
-        """Return the rows and columns of a table [samples, V] that belong to logits, padded with 0."""
-        rows, width = logits.shape
-        own = table[:rows, self._start : self._start + width]
-        return F.pad(own, (0, width - own.shape[1]))
+        if self._seen is None:
+            return logits
+        own = self._seen[: len(logits), self._start : self._start + logits.shape[1]]
+        # The padding of the vocabulary has no columns.
+        seen, penalty = F.pad(own, (0, logits.shape[1] - own.shape[1])), rows.repetition.to(logits.dtype)
+        return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
     def _gather_candidates(self, logits: Tensor, rows: _Rows, uniform: Tensor, count: int) -> _Candidates:
         values, ids = logits.max(-1, keepdim=True) if count == 1 else logits.topk(count, dim=-1)

@@ -37,7 +37,6 @@ from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.generate.graph import PAGE, FilledColumns, StepGraph, counts_filled_columns
 from megatron_ladder.generate.requests import FinishReason, Generation, GenerationRequest, NewToken, Timings
 from megatron_ladder.generate.sampling import NO_TOKEN, Sampler, SamplingPlan
-from megatron_ladder.generate.scoring import Alternatives
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.rotary import RotaryTable, rotary_table
 from megatron_ladder.model.sub_block import SequenceContext
@@ -181,7 +180,6 @@ class _ActiveSample:
     ids: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    alternatives: list[Alternatives] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
     def append(self, token: int) -> str:
@@ -208,9 +206,7 @@ class _ActiveSample:
         assert self.finish_reason is not None
         text = None if self.decoder is None else "".join(self.pieces)
         logprobs = tuple(self.logprobs) if self.request.sampling.logprobs else None
-        alternatives = tuple(self.alternatives) or None
-        ids = tuple(self.ids)
-        return Generation(self.request.prompt_ids, ids, text, self.finish_reason, timings, logprobs, alternatives)
+        return Generation(self.request.prompt_ids, tuple(self.ids), text, self.finish_reason, timings, logprobs)
 
 
 _Choice = tuple[Tensor, Tensor, Tensor]
@@ -379,12 +375,8 @@ class SlotBatch:
                 raise BadNumbersError(
                     f"the logits of prompt {row} (counted from 0) are not finite: {BAD_NUMBERS_CAUSE}"
                 )
-            logprob = chosen.logprobs[row] if chosen.logprobs and sample.request.sampling.logprobs else None
-            if logprob is not None:
-                sample.logprobs.append(logprob)
-            alternatives = chosen.alternatives[row] if chosen.alternatives else ()
-            if alternatives:
-                sample.alternatives.append(alternatives)
+            if chosen.logprobs is not None:
+                sample.logprobs.append(chosen.logprobs[row])
             piece = sample.append(token)
             new_tokens.append(NewToken(row, token, piece, sample.finish_reason))
         return new_tokens

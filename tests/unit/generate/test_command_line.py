@@ -76,7 +76,6 @@ def test_a_terminal_is_not_read_as_a_prompt(monkeypatch: pytest.MonkeyPatch) -> 
     [
         ("--prompt a --stop=", "--stop: an empty text would end every continuation"),
         ("--prompt a --repetition-penalty 1e-300", "--repetition-penalty 1e-300: expected 0.01 to 100"),
-        ("--prompt a --json --top-logprobs 2", "--top-logprobs 2 requires --logprobs"),
         ("--prompt a --logprobs", "--logprobs requires --json or --score"),
         ("--tokens 1 --chat", "--tokens and --chat exclude each other"),
         ("--tokens , ", "--tokens: the prompt is empty"),

@@ -95,37 +95,6 @@ def test_seen_tokens_are_penalized_in_their_sample_only() -> None:
     assert tokens_of(sampler, logits) == [0, 0, 1]
 
 
-def test_generated_tokens_are_penalized_by_presence_and_by_count() -> None:
-    """By the definition: 0.5 less for presence, 0.2 less for each occurrence, in the token's sample only."""
-    penalized = SamplingParameters(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.2)
-    sampler = new_sampler(penalized, GREEDY, prompts=[(0, 0, 0), ()])
-    logits = torch.tensor([[2.0, 1.05, 0.0]] * 2)
-    # Token 0 sinks from 2.0 to 1.3, 1.1 and 0.9; tokens of the prompt do not count.
-    found = [tokens_of(sampler, logits) for _ in range(5)]
-    assert found == [[0, 0], [0, 0], [0, 0], [1, 0], [0, 0]]
-    rewarded = new_sampler(SamplingParameters(temperature=0.0, presence_penalty=-2.0))
-    assert [tokens_of(rewarded, torch.tensor([[first, 1.0, 0.0]])) for first in (0.0, 2.5)] == [[1], [1]]
-
-
-def test_most_likely_tokens_are_returned_with_the_chosen_one() -> None:
-    """As many as each row requests, without penalties, temperature and padding."""
-    parameters = [
-        SamplingParameters(temperature=2.0, frequency_penalty=1.0, logprobs=True, top_logprobs=3),
-        SamplingParameters(logprobs=True),
-        SamplingParameters(logprobs=True, top_logprobs=20),
-    ]
-    sampler = new_sampler(*parameters, vocab_size=6)
-    logits = torch.randn(3, 8, generator=torch.Generator().manual_seed(1)) + torch.tensor([0.0] * 6 + [9.0] * 2)
-    expected = logits[:, :6].log_softmax(-1).sort(-1, descending=True)
-    for _ in range(3):
-        found = choose(sampler, logits).alternatives
-        assert found is not None and [len(row) for row in found] == [3, 0, 6]
-        for row, alternatives in enumerate(found):
-            assert [token for token, _ in alternatives] == expected.indices[row, : len(alternatives)].tolist()
-            values = expected.values[row, : len(alternatives)].tolist()
-            assert [logprob for _, logprob in alternatives] == pytest.approx(values, abs=1e-6)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1e-30])
 def test_temperature_zero_takes_the_most_likely_token(temperature: float) -> None:
     sampler = new_sampler(SamplingParameters(temperature=temperature), SamplingParameters(temperature=50.0, top_k=1))
@@ -179,7 +148,7 @@ class HostReads:
     [
         [SamplingParameters(seed=seed) for seed in range(3)],
         [GREEDY, SamplingParameters(temperature=0.7), SamplingParameters(top_k=3, top_p=0.9, min_p=0.2)],
-        [SamplingParameters(logprobs=True, top_logprobs=2, frequency_penalty=0.1, repetition_penalty=1.1)] * 3,
+        [SamplingParameters(logprobs=True, repetition_penalty=1.1)] * 3,
     ],
     ids=["all tokens", "mixed", "scored"],
 )
