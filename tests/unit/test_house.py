@@ -86,9 +86,7 @@ def package_files() -> list[Path]:
 
 
 def all_files() -> list[Path]:
-    folders = [PACKAGE, "tools", "examples", "tests", "vllm_plugin/megatron_ladder_vllm", "vllm_plugin/tests"]
-    scripts = [*ROOT.glob("*.py"), *(ROOT / "vllm_plugin").glob("*.py")]
-    return sorted([*scripts, *(path for name in folders for path in (ROOT / name).rglob("*.py"))])
+    return sorted(ROOT / name for name in tracked_files() if name.endswith(".py"))
 
 
 def imported_modules(source: str, module: str, is_package: bool = False) -> Iterator[tuple[int, str]]:
