@@ -5,7 +5,7 @@ Each function reads headers and manifests only, and returns a checked `Conversio
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -54,7 +54,7 @@ def plan_import(options: ImportOptions) -> Conversion:
     Raises:
         UserError: the source is inconsistent or not supported, or the target must not be written to.
     """
-    replaced = check_save_target(options.save, 0, options.overwrite)
+    check_save_target(options.save, 0, options.overwrite)
     directory = open_hf_directory(options.hf)
     model_type = directory.config["model_type"]
     model, notes = rewired(directory.model, options)
@@ -85,7 +85,6 @@ def plan_import(options: ImportOptions) -> Conversion:
         checkpoint_files(tensors),
         header,
         {**carried, **description},
-        replaced,
         facts=(
             f"{options.hf}: {model_type}, {parameters:,} parameters, {directory.dtype}",
             f"wiring: {wiring_text(model)}",
@@ -111,7 +110,7 @@ def plan_reshape(options: ReshapeOptions, orders: Mapping[str, Permutation] = Ma
     """
     source = open_training_checkpoint(options.load)
     checkpoint, iteration = source.checkpoint, source.checkpoint.iteration
-    replaced = check_save_target(options.save, iteration, options.overwrite)
+    check_save_target(options.save, iteration, options.overwrite)
     model, notes = rewired(source.model, options)
     tensors = [replace(tensor, order=orders.get(tensor.name)) for tensor in source.tensors()]
     header = {key: value for key, value in checkpoint.manifest.items() if key not in _DERIVED_KEYS}
@@ -125,7 +124,6 @@ def plan_reshape(options: ReshapeOptions, orders: Mapping[str, Permutation] = Ma
         checkpoint_files(tensors),
         header,
         source.other_files,
-        replaced,
         facts=(f"{checkpoint.directory}: iteration {iteration}, {', '.join(kinds)}, wiring: {wiring_text(model)}",),
         notes=[*notes, *checkpoint.warnings],
         verified_source=lambda: source.verified(only_weights=False),
@@ -138,7 +136,6 @@ def _checkpoint_conversion(
     files: Files,
     header: Mapping[str, Any],
     other_files: Mapping[str, bytes],
-    replaced: Sequence[str],
     **more: Any,
 ) -> Conversion:
     """Return a conversion to a training checkpoint; `more` are other fields of `Conversion`."""
@@ -149,7 +146,7 @@ def _checkpoint_conversion(
         work=temporary_directory(options.save, iteration, token),
         target=options.save,
         small_files=lambda work: {**other_files, MANIFEST_NAME: manifest_bytes(files, header, work, other_files)},
-        publish=lambda work: publish_save(work, options.save, iteration, replaced),
+        publish=lambda work: publish_save(work, options.save, iteration, options.overwrite),
         **more,
     )
 
@@ -204,13 +201,13 @@ def plan_export(options: ExportOptions) -> Conversion:
         weight_map = {tensor.key: file for file, tensors in files.items() for tensor in tensors}
         index = {"metadata": {"total_size": total_bytes(files)}, "weight_map": dict(sorted(weight_map.items()))}
         other_files[INDEX_NAME] = json_file(index)
-    target, token = options.hf.absolute(), _fingerprint(checkpoint.directory, files, sorted(other_files.items()))
+    target, token = options.hf.resolve(), _fingerprint(checkpoint.directory, files, sorted(other_files.items()))
     return Conversion(
         files=files,
         work=target.with_name(f"{target.name}.tmp-{token}"),
         target=options.hf,
         small_files=lambda work: other_files,
-        publish=lambda work: publish_hf(work, options.hf, options.overwrite),
+        publish=lambda work: publish_hf(work, target, options.overwrite),
         facts=(
             f"{checkpoint.directory}: iteration {checkpoint.iteration}, wiring: {wiring_text(source.model)}",
             f"written as {model_type} in {dtype}"

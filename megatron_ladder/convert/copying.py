@@ -23,14 +23,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_ladder.convert.options import ConversionOptions
-from megatron_ladder.convert.outputs import check_space, size_text, work_directory
+from megatron_ladder.convert.outputs import check_space, size_text
 from megatron_ladder.errors import UserError
-from megatron_ladder.files import atomic_writer, write_atomically
+from megatron_ladder.files import TEMPORARY_SUFFIX, atomic_writer, write_atomically
 from megatron_ladder.progress import ProgressBar
-
-
-class _UnusableNumberError(UserError):
-    """A weight is not finite, or does not fit in the new element type."""
 
 
 class Permutation(NamedTuple):
@@ -66,18 +62,18 @@ class CopiedTensor:
         """Return the tensor as it is written.
 
         Raises:
-            UserError: the source cannot be read.
-            _UnusableNumberError: a weight is not finite, or a number does not fit in the new element type.
+            UserError: the source cannot be read, or has a number that is not finite or does not fit in the new element
+                type.
         """
         stored = self.read()
         if self.order is not None:
             stored = stored.index_select(self.order.dim, torch.from_numpy(self.order.source))
         if self.kind == "weight" and not stored.isfinite().all():
-            raise _UnusableNumberError(f"{self.source}: contains NaN or infinity")
+            raise UserError(f"{self.source}: contains NaN or infinity")
         cast = stored.to(_dtype(self.dtype))
         if cast.dtype != stored.dtype and cast.isinf().any():
             largest = f"the value {float(stored.abs().max()):.3g} does not fit in {self.dtype}"
-            raise _UnusableNumberError(f"{self.source}: {largest}; choose another --dtype")
+            raise UserError(f"{self.source}: {largest}; choose another --dtype")
         return cast
 
 
@@ -147,7 +143,8 @@ def carry_out(conversion: Conversion, options: ConversionOptions, report: Callab
     if not continued:
         check_space(conversion.target, total_bytes(files))
     try:
-        with conversion.verified_source(), work_directory(work, report):
+        with conversion.verified_source():
+            work.mkdir(parents=True, exist_ok=True)
             if continued:
                 report(f"continues an interrupted conversion in {work}")
             _write_files(files, work)
@@ -160,10 +157,10 @@ def carry_out(conversion: Conversion, options: ConversionOptions, report: Callab
                 if conversion.check_logits is not None:
                     report(conversion.check_logits(work))
             published = conversion.publish(work)
-    except _UnusableNumberError as error:
+    except UserError:
         # No source that can be converted has the same plan.
-        shutil.rmtree(work)
-        raise UserError(f"{error}; nothing was written") from None
+        shutil.rmtree(work, ignore_errors=True)
+        raise
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{work}: {reason}; run the same command again to continue") from error
@@ -172,12 +169,9 @@ def carry_out(conversion: Conversion, options: ConversionOptions, report: Callab
 
 
 def _write_files(files: Files, directory: Path) -> None:
-    """Write the files that an earlier, interrupted conversion has not completed.
-
-    Raises:
-        UserError: as `CopiedTensor.load`.
-        OSError, SafetensorError: writing fails.
-    """
+    """Write the files that an earlier, interrupted conversion has not completed."""
+    for partial in directory.glob(f"*{TEMPORARY_SUFFIX}"):
+        partial.unlink()
     with ProgressBar("copying", total_bytes(files)) as progress:
         for name, tensors in files.items():
             if not (directory / name).exists():
@@ -190,27 +184,18 @@ def _write_files(files: Files, directory: Path) -> None:
 def _verify_files(files: Files, directory: Path) -> None:
     """Read source and target again, and compare them bit by bit.
 
-    A wrong file is removed: otherwise it would count as complete when the same conversion is started again.
-
     Raises:
-        UserError: a source cannot be read.
-        RuntimeError: files are wrong.
+        RuntimeError: a file is wrong. It is removed: otherwise it would count as complete in the next attempt.
     """
-    wrong = []
     with ProgressBar("verifying", total_bytes(files)) as progress:
         for name, tensors in files.items():
             path = directory / name
-            try:
-                with safe_open(path, framework="pt") as file:
-                    same = all(_equal_bits(file.get_tensor(tensor.key), tensor.load()) for tensor in tensors)
-            except (OSError, SafetensorError):
-                same = False
+            with safe_open(path, framework="pt") as file:
+                same = all(_equal_bits(file.get_tensor(tensor.key), tensor.load()) for tensor in tensors)
             if not same:
-                wrong.append(f"{path}: differs from its source")
                 path.unlink()
+                raise RuntimeError(f"{path}: differs from its source; removed: the same command writes it again")
             progress.advance(sum(tensor.num_bytes for tensor in tensors))
-    if wrong:
-        raise RuntimeError("; ".join([*wrong, "removed; the same command writes these files again"]))
 
 
 def _equal_bits(one: Tensor, other: Tensor) -> bool:

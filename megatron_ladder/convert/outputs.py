@@ -9,13 +9,10 @@ scratch. Nothing has the target's name before everything is written and fsynced.
 
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_ladder.checkpoint.format import HF_CONFIG, is_hf_directory
 from megatron_ladder.checkpoint.publish import (
-    REPLACED_FILES,
     Retention,
     is_published_name,
     publish,
@@ -24,36 +21,7 @@ from megatron_ladder.checkpoint.publish import (
     remove_old_checkpoints,
 )
 from megatron_ladder.errors import UserError, raise_user_errors
-from megatron_ladder.files import TEMPORARY_SUFFIX, lock_file, sync_directory
-
-
-@contextmanager
-def work_directory(path: Path, report: Callable[[str], None]) -> Iterator[Path]:
-    """Create and lock the temporary directory, or take it over from an interrupted conversion.
-
-    File systems without locks do not show whether another conversion still runs; a warning is reported then.
-
-    Raises:
-        UserError: another conversion is writing there, or the directory cannot be created.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be created: {error.strerror}") from None
-    try:
-        try:
-            # NFS also has no lock for a directory, which cannot be open for writing.
-            unlocked = lock_file(descriptor)
-        except BlockingIOError:
-            raise UserError(f"{path}: the same conversion is already running; wait for it") from None
-        if unlocked is not None:
-            report(f"*** {path}: cannot be locked ({unlocked.strerror}); no other conversion must write there ***")
-        for partial in path.glob(f"*{TEMPORARY_SUFFIX}"):
-            partial.unlink()
-        yield path
-    finally:
-        os.close(descriptor)
+from megatron_ladder.files import sync_directory
 
 
 def check_space(target: Path, needed: int) -> None:
@@ -66,11 +34,7 @@ def check_space(target: Path, needed: int) -> None:
 
 def check_hf_target(target: Path, overwrite: bool) -> None:
     """Raise UserError if the target exists and must not be replaced."""
-    if not os.path.lexists(target):
-        return
-    if target.is_symlink() or not target.is_dir():
-        raise UserError(f"--hf {target}: is not a directory; choose another")
-    if not any(target.iterdir()):
+    if not target.exists() or not any(target.iterdir()):
         return
     is_model = is_hf_directory(target)
     if not is_model and (published_checkpoints(target) or is_published_name(target.name)):
@@ -82,17 +46,9 @@ def check_hf_target(target: Path, overwrite: bool) -> None:
 
 
 def publish_hf(work: Path, target: Path, overwrite: bool) -> Path:
-    """Rename a complete directory to the target's name, remove the old target afterwards, and return the new one.
-
-    Raises:
-        UserError: the target has appeared since the first check; it is left alone, and `work` stays.
-    """
-    try:
-        check_hf_target(target, overwrite)
-    except UserError as error:
-        raise UserError(f"{error}. The converted model is complete in {work}; rename that directory") from None
+    """Rename a complete directory to the target's name, remove an old target afterwards, and return the new one."""
     old = work.with_name(f"{work.name}.old")
-    if target.exists():
+    if overwrite and target.exists():
         if old.exists():
             # Left by the same conversion, killed after it had replaced the target.
             shutil.rmtree(old)
@@ -104,24 +60,16 @@ def publish_hf(work: Path, target: Path, overwrite: bool) -> Path:
     return target
 
 
-def check_save_target(save: Path, iteration: int, overwrite: bool) -> list[str]:
+def check_save_target(save: Path, iteration: int, overwrite: bool) -> None:
     """Check that a checkpoint of that iteration may be written into a directory of checkpoints.
-
-    Returns:
-        The names of the published checkpoints that it will replace.
 
     Raises:
         UserError: the directory holds other checkpoints, or --overwrite is needed.
     """
     if is_published_name(save.name):
         raise UserError(f"--save {save}: is the name of a single checkpoint; choose the directory above it")
-    if save.exists() and not save.is_dir():
-        raise UserError(f"--save {save}: is not a directory; choose another")
     if is_hf_directory(save):
         raise UserError(f"--save {save}: is a Hugging Face directory, which import reads as --hf; choose another")
-    for path in (save / name for name in REPLACED_FILES):
-        if path.is_dir():
-            raise UserError(f"--save {save}: {path.name} is not a file; remove it, or choose another directory")
     published = published_checkpoints(save)
     others = [name for name in published if publishing_order(name)[0] != iteration]
     if others:
@@ -131,28 +79,14 @@ def check_save_target(save: Path, iteration: int, overwrite: bool) -> list[str]:
         )
     if published and not overwrite:
         raise UserError(f"--save {save}: holds {published[-1]}; choose another directory, or add --overwrite")
-    return published
 
 
-def publish_save(work: Path, save: Path, iteration: int, replaced: Collection[str]) -> Path:
-    """Publish a complete checkpoint, and remove those that it replaces afterwards.
-
-    Args:
-        replaced: the result of `check_save_target` before anything was written.
-
-    Raises:
-        UserError: another program published checkpoints since then; they are left alone, and `work` stays.
-    """
-    others = [name for name in published_checkpoints(save) if name not in replaced]
-    if others:
-        raise UserError(
-            f"--save {save}: {', '.join(others)}: another program published there while this conversion ran. "
-            f"The converted checkpoint is complete in {work}; move it to another directory as iter_{iteration:07d}"
-        )
+def publish_save(work: Path, save: Path, iteration: int, overwrite: bool) -> Path:
+    """Publish a complete checkpoint, and remove an older one of the same iteration afterwards."""
     published = publish(work, save, iteration)
-    # The others are of the same iteration.
-    _, notes = remove_old_checkpoints(save, Retention(keep_last=1))
-    raise_user_errors(notes)
+    if overwrite:
+        _, notes = remove_old_checkpoints(save, Retention(keep_last=1))
+        raise_user_errors(notes)
     return published
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import yaml
 
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.blueprint.wiring import WIRINGS
 from megatron_ladder.checkpoint.hf_config import (
     CLASSES,
     EXPERT_FIELDS,
@@ -31,7 +30,6 @@ _TRANSFORMERS = "5.23.0"
 _TERMS = ("license", "license_name", "license_link")
 """Keys of a model card that hold for every model made from it."""
 _OWN_CODE = " The model needs the code in this directory: as a Llama, it would compute wrong results."
-_MOST_METADATA = 100_000
 
 
 def module_files(model: ModelConfig) -> dict[str, bytes]:
@@ -57,32 +55,19 @@ def hf_type(model: ModelConfig) -> str:
         )
     divides = model.hidden_size % model.num_attention_heads == 0
     usual_heads = divides and model.head_dim == model.hidden_size // model.num_attention_heads
-    q_bias, o_bias, mlp_bias = model.add_qkv_bias, model.add_attention_output_bias, model.add_mlp_bias
-    plain = model.wiring.sub_blocks == WIRINGS["standard"].sub_blocks
-    if model.ladder_layers or lanes or not plain or model.logit_soft_cap is not None:
-        return OWN_TYPE
-    if model.moe_layers:
-        return next((name for name in EXPERT_KEYS if _expresses(name, model)), OWN_TYPE)
-    if model.rotary_percent != 1:
-        return OWN_TYPE
-    if model.qk_layernorm:
-        return "qwen3" if q_bias == o_bias and not mlp_bias else OWN_TYPE
-    if q_bias == o_bias and divides:
-        return "llama"
-    if q_bias and not o_bias and not mlp_bias and usual_heads:
-        return "qwen2"
     # transformers rejects a Llama whose heads do not divide the hidden size; Mistral is the same without biases.
-    return OWN_TYPE if q_bias or o_bias or mlp_bias else "mistral"
+    possible = {"llama": divides, "qwen2": usual_heads}
+    return next((name for name in CLASSES if possible.get(name, True) and _expresses(name, model)), OWN_TYPE)
 
 
 def _expresses(model_type: str, model: ModelConfig) -> bool:
-    """Return whether a model with experts that is written as this type is read as the same model."""
+    """Return whether a model that is written as this type is read as the same model."""
     try:
         found = model_config_from_hf(hf_config(model, dtype="float32", model_type=model_type))
     except UserError:
         return False
     # Nothing uses the width of dense layers in a model without any.
-    unused = len(model.moe_layers) == model.num_layers
+    unused = 0 < len(model.moe_layers) == model.num_layers
     return (replace(found, ffn_hidden_size=model.ffn_hidden_size) if unused else found) == model.canonical()
 
 
@@ -158,7 +143,7 @@ def hf_config(
 
 def _expert_keys(model: ModelConfig, model_type: str) -> dict[str, Any]:
     """Return the keys of the experts in the words of the model type; none for a model without."""
-    if not model.moe_layers:
+    if not model.moe_layers or model_type not in EXPERT_KEYS:
         return {}
     layers, width = list(model.moe_layers), model.moe_ffn_hidden_size
     values = {key: getattr(model, field) for key, field in EXPERT_FIELDS.items()} | {
@@ -203,10 +188,10 @@ Before you publish the model, check `license`, and replace `base_model` by the f
 
 def _metadata(card: bytes) -> dict[str, Any]:
     """Return the metadata of a model card; nothing if it has none that can be read."""
-    match = re.match(rb"---[ \r]*\n(.*?)\n---", card[:_MOST_METADATA], re.DOTALL)
+    match = re.match(rb"---[ \r]*\n(.*?)\n---", card, re.DOTALL)
     try:
         values = None if match is None else yaml.safe_load(match[1])
-    except (yaml.YAMLError, ValueError, RecursionError):
+    except (yaml.YAMLError, ValueError):
         values = None
     return values if isinstance(values, dict) else {}
 

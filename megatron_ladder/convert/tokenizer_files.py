@@ -11,7 +11,6 @@ from megatron_ladder.errors import UserError
 
 _CONFIG = "tokenizer_config.json"
 _MORE_TEMPLATES = "additional_chat_templates"
-_MAX_BYTES = 100_000_000
 
 
 def read_carried(directory: Path) -> dict[str, bytes]:
@@ -20,15 +19,12 @@ def read_carried(directory: Path) -> dict[str, bytes]:
     Additional chat templates become a list in tokenizer_config.json, as transformers wrote them before.
 
     Raises:
-        UserError: a file is a link out of the directory, or too large.
+        UserError: a file is a link out of the directory, or a list of templates cannot be read.
     """
     found, more = {}, sorted(f"{path.parent.name}/{path.name}" for path in directory.glob(f"{_MORE_TEMPLATES}/*.jinja"))
     for name in [*sorted(entry.name for entry in directory.iterdir()), *more]:
         if name in (*CARRIED, *more) or (is_card_or_licence(name) and (directory / name).is_file()):
-            path = safe_path((directory / name).parent, Path(name).name)
-            if path.stat().st_size > _MAX_BYTES:
-                raise UserError(f"{directory / name}: has {path.stat().st_size} bytes, expected at most {_MAX_BYTES}")
-            found[name] = path.read_bytes()
+            found[name] = safe_path((directory / name).parent, Path(name).name).read_bytes()
     if more:
         templates = {"default": found.pop(CHAT_TEMPLATE, None)} | {Path(name).stem: found.pop(name) for name in more}
         try:

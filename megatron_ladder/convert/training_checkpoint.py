@@ -38,8 +38,6 @@ from megatron_ladder.errors import UserError, limited, raise_user_errors
 _MOST_BYTES = 2 * 10**9
 """Size of the files, of which one is in memory at a time; a larger tensor has a separate file."""
 _MATRIX, _NOT_TRAINED = r"layers\..*(_proj|\.router)\.weight$", r"layers\..*\.router\.expert_bias$"
-_MAX_OTHER_BYTES = 100_000_000
-"""Larger files in the directory are not copied: no tokenizer has as many bytes."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +118,7 @@ def open_training_checkpoint(load: Path) -> TrainingCheckpoint:
     others = {
         path.name: path.read_bytes()
         for path in sorted(checkpoint.directory.iterdir())
-        if path.name not in {MANIFEST_NAME, *of_tensors} and path.suffix != ".py"
-        if path.is_file() and not path.is_symlink() and path.stat().st_size <= _MAX_OTHER_BYTES
+        if path.name not in {MANIFEST_NAME, *of_tensors} and path.is_file()
     }
     return TrainingCheckpoint(checkpoint, model, others)
 

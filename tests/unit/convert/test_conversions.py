@@ -152,12 +152,10 @@ def test_numbers_that_do_not_fit_are_rejected(value: float, tmp_path: Path) -> N
     weights = load_file(tmp_path / "hf" / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][3, 7] = value
     save_file(weights, tmp_path / "hf" / "model.safetensors")
-    message = r"up_proj.weight: contains NaN or infinity; nothing was written"
+    message = r"up_proj.weight: contains NaN or infinity"
     if value == 70000.0:
         convert("import", "--hf", tmp_path / "hf", "--save", tmp_path / "ours")
-        message = (
-            r"up_proj.weight: the value 7e\+04 does not fit in float16; choose another --dtype; nothing was written"
-        )
+        message = r"up_proj.weight: the value 7e\+04 does not fit in float16; choose another --dtype"
     words = ["import", "--hf", tmp_path / "hf", "--save", tmp_path / "new"]
     if value == 70000.0:
         words = ["export", "--load", tmp_path / "ours", "--hf", tmp_path / "new", "--dtype", "fp16"]

@@ -90,7 +90,3 @@ def test_overwriting(tmp_path: Path) -> None:
     write_cut_checkpoint(tmp_path / "run", small_config(), {})
     with pytest.raises(UserError, match="another run"):
         convert("import", "--hf", directory, "--save", tmp_path / "run", "--overwrite")
-    for name in ("latest", "latest.partial"):
-        (tmp_path / name / name).mkdir(parents=True)
-        with pytest.raises(UserError, match=f"{name} is not a file; remove it"):
-            convert("import", "--hf", directory, "--save", tmp_path / name)
