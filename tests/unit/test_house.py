@@ -58,14 +58,14 @@ MOST_LINES_OF_A_FILE = 470
 
 FIRST_FLOOR = ("errors", "files", "processes", "progress", "api", "lm_eval")
 BUDGETS = {
-    f"{PACKAGE}/": 26_560,
+    f"{PACKAGE}/": 26_460,
     " ".join(
         f"{PACKAGE}/{folder}/" for folder in ("blueprint", "comm", "parallel", "model", "engine", "train")
     ): 11_450,
     f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_570,
     f"{PACKAGE}/checkpoint/": 2_500,
     f"{PACKAGE}/data/": 4_640,
-    f"{PACKAGE}/convert/": 2_640,
+    f"{PACKAGE}/convert/": 2_530,
     f"{PACKAGE}/generate/": 2_160,
     f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_620,
     "tools/": 6_640,
