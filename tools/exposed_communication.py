@@ -1,7 +1,6 @@
 """Measures exposed communication, per step and per sub-block, in a trace of --profile."""
 
 import functools
-import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -11,10 +10,9 @@ from typing import TYPE_CHECKING
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from ladder_lab.markdown import markdown_table  # noqa: E402
+from ladder_lab.output import markdown_table, write_json  # noqa: E402
 from megatron_ladder.command_line import parse_config  # noqa: E402
 from megatron_ladder.errors import UserError, run_program  # noqa: E402
-from megatron_ladder.files import write_atomically  # noqa: E402
 from megatron_ladder.flags import flag  # noqa: E402
 
 if TYPE_CHECKING:
@@ -109,11 +107,8 @@ def main(argv: Sequence[str]) -> None:
     except ValueError as error:
         raise UserError(f"--trace {config.trace}: {error}: give a file that --profile wrote") from None
     print(_table(found))
-    if config.json is not None:
-        rows = {"steps": _step_rows(found), "sub_blocks": _sub_block_rows(found)}
-        tables = {name: table.to_dict("records") for name, table in rows.items()}
-        config.json.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(config.json, json.dumps({"device": found.device, **tables}, indent=1) + "\n")
+    rows = {"steps": _step_rows(found), "sub_blocks": _sub_block_rows(found)}
+    write_json(config.json, {"device": found.device} | {name: table.to_dict("records") for name, table in rows.items()})
 
 
 if __name__ == "__main__":

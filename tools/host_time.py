@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from ladder_lab.bench.sizes import find_size  # noqa: E402
-from ladder_lab.markdown import markdown_table  # noqa: E402
+from ladder_lab.output import markdown_table  # noqa: E402
 from ladder_lab.wirings import NAMED_WIRINGS  # noqa: E402
 from megatron_ladder.command_line import parse_config  # noqa: E402
 from megatron_ladder.errors import run_program  # noqa: E402

@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path += [str(REPOSITORY), str(REPOSITORY / "tools")]
 
 from ladder_lab.cost.machines import GPUS, PRESETS  # noqa: E402
-from ladder_lab.markdown import markdown_table  # noqa: E402
+from ladder_lab.output import markdown_table  # noqa: E402
 from megatron_ladder.command_line import parse_command_line  # noqa: E402
 from megatron_ladder.errors import UserError, run_program  # noqa: E402
 from megatron_ladder.files import write_atomically  # noqa: E402

@@ -184,7 +184,7 @@ def started_ranks(
             kill_tree(process)
 
 
-SHAPES = {"1B": ("llama-1b", None), "8B": ("llama-8b", 8)}
+SHAPES = {"1B": "llama-1b", "8B": "8x4096x14336x32x8x128256"}
 """Shapes of the throughput check, with fewer layers where two models with gradients need more than 80 GB."""
 SEQUENCE = 2048
 CPU_SHAPES = {"1B": "2x64x160x4x4x256", "8B": "2x128x384x8x2x512"}
@@ -198,9 +198,8 @@ def speed(flops_per_second: float, device: str) -> str:
 
 
 def throughput(machine: Machine, ranks: int, name: str) -> str:
-    size, layers = SHAPES[name]
     result = machine.folder / f"throughput {name}.json"
-    flags = ["--size", size, "--sequence", str(SEQUENCE), *([] if layers is None else ["--layers", str(layers)])]
+    flags = ["--size", SHAPES[name], "--sequence", str(SEQUENCE)]
     if not machine.on_gpu:
         flags = ["--size", CPU_SHAPES[name], "--sequence", "64", "--matrix", "256", "--backend", "none"]
     # 3: too noisy to judge, with results.

@@ -1,4 +1,4 @@
-"""The command line of `tools/benchmark.py`."""
+"""The command lines of `tools/benchmark.py` and `tools/throughput.py`."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ from ladder_lab.bench.sizes import SHAPE, SIZES, find_size
 from ladder_lab.bench.variants import VARIANTS
 from ladder_lab.cost.machines import PRESETS
 from megatron_ladder.blueprint.model import model_errors, tensor_parallel_errors
-from megatron_ladder.blueprint.wiring import EXPERT_MODES
+from megatron_ladder.blueprint.wiring import EXPERT_MODES, SHARED_STREAM_MODES
 from megatron_ladder.command_line import parse_command_line, take_subcommand
 from megatron_ladder.errors import raise_user_errors
 from megatron_ladder.flags import flag
@@ -116,3 +116,34 @@ def parse_alpha(text: str) -> tuple[float, str] | None:
         return None
     unit = match[2] or "s"
     return (float(match[1]), unit) if unit in "ca" else (float(match[1]) * UNITS[unit], "s")
+
+
+@dataclass(frozen=True)
+class ThroughputOptions:
+    """Throughput. Forward and backward passes of a micro-batch; all variants run once per round."""
+
+    size: str = flag("paper-1.2b", details=f"Names: {', '.join(SIZES)}; numbers: {SHAPE}.")
+    """Shape of the model, by name or in numbers such as 8x192x512x6x6x4096. Weights and gradients of two models must
+    fit: give fewer layers in numbers."""
+    wirings: tuple[str, ...] = flag(("standard", "ladder"), choices=SHARED_STREAM_MODES)
+    """Wirings to measure."""
+    sequence: tuple[int, ...] = flag((2048, 4096), minimum=1)
+    """Tokens per sample; each length is measured separately."""
+    batch: int = flag(1, minimum=1)
+    """Samples per micro-batch."""
+    backend: str = "inductor"
+    """Backend of torch.compile; "none" compiles neither our models nor those of transformers."""
+    matrix: int = flag(8192, minimum=1)
+    """Size of the square matrix product whose rate defines the lower bound of the time."""
+    rounds: int = flag(7, minimum=FEWEST_ROUNDS)
+    """Measured rounds; every variant runs once per round."""
+    json: Path | None = flag(None, output="file")
+    """File for the results, as a list of rows."""
+
+
+def throughput_errors(options: ThroughputOptions) -> Iterator[str]:
+    """Yield what `flag` cannot declare."""
+    try:
+        find_size(options.size)
+    except ValueError as error:
+        yield f"--size {options.size}: {error}"

@@ -1,6 +1,5 @@
 """One rank of `tools/benchmark.py`: calibrates, measures round by round, and compares with the step-time model."""
 
-import json
 import statistics
 
 from ladder_lab.bench.calibration import Prediction
@@ -8,13 +7,13 @@ from ladder_lab.bench.comparison import WiringComparison
 from ladder_lab.bench.interconnect import start_ranks
 from ladder_lab.bench.options import BenchmarkOptions, Case
 from ladder_lab.bench.paired import RatioVerdict
-from ladder_lab.bench.results import TABLE_HEAD, BenchmarkRow, results_table
+from ladder_lab.bench.results import BenchmarkRow, results_table
 from ladder_lab.bench.sizes import find_size
 from ladder_lab.bench.variants import VARIANTS, bound_of
 from ladder_lab.bench.workloads import Workload
+from ladder_lab.output import write_json
 from megatron_ladder.comm.launch import RankInfo, naming_lost_peers, read_rank_info, stop_process_group
 from megatron_ladder.errors import BadNumbersError
-from megatron_ladder.files import write_atomically
 
 
 def run_rank(case: Case, options: BenchmarkOptions) -> None:
@@ -41,11 +40,10 @@ def _measure(case: Case, options: BenchmarkOptions, place: RankInfo) -> list[Ben
             new = _rows(comparison, workload, size, prediction, text)
             rows += new
             if place.rank == 0:
-                print(results_table(new), flush=True)
+                print(f"\n{results_table(new)}", flush=True)
         comparison.interconnect.close()
-    if place.rank == 0 and options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(options.json, json.dumps([vars(row) for row in rows], indent=1) + "\n")
+    if place.rank == 0:
+        write_json(options.json, [vars(row) for row in rows])
     stop_process_group()
     return rows
 
@@ -88,6 +86,5 @@ def _heading(comparison: WiringComparison, workload: Workload, size: str, predic
     return (
         f"{workload.case}, {size}, batch {workload.batch}, {comparison.interconnect.describe(options.tp)}\n"
         f"{parts} ms forward, the rest of a pass {1e3 * calibration.head:.3f} ms, "
-        f"a collective costs its processor {2e3 * prediction.wire.launch_seconds:.3f} ms\n\n"
-        f"{TABLE_HEAD}"
+        f"a collective costs its processor {2e3 * prediction.wire.launch_seconds:.3f} ms"
     )

@@ -4,11 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ladder_lab.bench.paired import RatioVerdict
-
-TABLE_HEAD = (
-    "| all-reduce | wiring | ms | standard / it | spread | model | share | exposed ms a layer | |\n"
-    "|---|---|---|---|---|---|---|---|---|"
-)
+from ladder_lab.output import markdown_table
 
 
 @dataclass(frozen=True)
@@ -35,19 +31,21 @@ class BenchmarkRow:
 
 
 def results_table(rows: Sequence[BenchmarkRow]) -> str:
-    """Return the rows as lines of a Markdown table below `TABLE_HEAD`."""
-
-    def milliseconds(seconds: float) -> str:
-        return f"{1e3 * seconds:.{2 if seconds >= 1e-4 or not seconds else 4}f} ms"
-
-    def exposed(row: BenchmarkRow) -> str:
-        return "" if row.exposed_seconds_per_layer is None else f"{1e3 * row.exposed_seconds_per_layer:.3f}"
-
-    return "\n".join(
-        f"| {row.interconnect}, {row.alpha} = {milliseconds(row.alpha_seconds)} "
-        f"| {row.wiring} | {1e3 * row.median_seconds:.2f} "
-        f"| {row.ratio_to_standard:.3f} | {row.spread:.3f} | {row.predicted_ratio:.3f} "
-        f"| {row.ratio_to_standard / row.predicted_ratio:.2f} | {exposed(row)} "
-        f"| {'' if row.verdict == RatioVerdict.SOUND.value else row.verdict} |"
-        for row in rows
-    )
+    """Return the rows as a Markdown table."""
+    table = []
+    for row in rows:
+        exposed = row.exposed_seconds_per_layer
+        table.append(
+            {
+                "all-reduce": f"{row.interconnect}, {row.alpha} = {1e3 * row.alpha_seconds:.3f} ms",
+                "wiring": row.wiring,
+                "ms": f"{1e3 * row.median_seconds:.2f}",
+                "standard / it": f"{row.ratio_to_standard:.3f}",
+                "spread": f"{row.spread:.3f}",
+                "model": f"{row.predicted_ratio:.3f}",
+                "share": f"{row.ratio_to_standard / row.predicted_ratio:.2f}",
+                "exposed ms a layer": "" if exposed is None else f"{1e3 * exposed:.3f}",
+                "": "" if row.verdict == RatioVerdict.SOUND.value else row.verdict,
+            }
+        )
+    return markdown_table(table)

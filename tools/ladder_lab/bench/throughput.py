@@ -6,59 +6,39 @@ Utilisation is the floor over the measured time: model FLOPs (`blueprint/tensors
 time, as a share of the measured rate.
 
 Our models are compiled as with --compile-sub-blocks, the setting for training on many ranks; transformers' Llama is
-compiled whole. The optimizer is not included.
+compiled whole, and left out for models with experts and if transformers is not installed. The optimizer is not
+included. A GPU computes in bf16, and a CPU in fp32.
 """
 
 import functools
 import importlib
 import importlib.util
-import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ladder_lab.bench.paired import PairedTimes, measure
-from ladder_lab.bench.variants import Variant
+from ladder_lab.bench.options import ThroughputOptions
+from ladder_lab.bench.paired import PairedTimes, RatioVerdict, measure
+from ladder_lab.bench.sizes import find_size
+from ladder_lab.bench.variants import VARIANTS
 from ladder_lab.bench.workloads import build_models
-from ladder_lab.markdown import markdown_table
+from ladder_lab.output import markdown_table, write_json
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import ModelFlops
 from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.launch import read_rank_info
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.errors import UserError
-from megatron_ladder.files import write_atomically
-from megatron_ladder.model.operations import Operations, compile_operations
+from megatron_ladder.errors import BadNumbersError
+from megatron_ladder.model.operations import Operations, compile_operations, require_compiler
 
 TRANSFORMERS = "transformers"
 PRODUCT = "product"
 PRODUCTS_AT_ONCE = 8
 """Products between two clock readings; launching one takes time as well."""
-
-
-@dataclass(frozen=True)
-class ThroughputWorkload:
-    """The computation that every way performs, in samples of `sequence` tokens.
-
-    `matrix` is the side of the square product that measures the rate. Without `backend`, nothing is compiled.
-    """
-
-    config: ModelConfig
-    sequence: int
-    batch: int
-    dtype: torch.dtype
-    device: torch.device
-    backend: str | None
-    matrix: int
-
-    @property
-    def flops(self) -> int:
-        """Model FLOPs of one micro-batch, forward and backward."""
-        return self.batch * ModelFlops(self.config, self.sequence).training
 
 
 Row = dict[str, Any]
@@ -70,19 +50,17 @@ without transformers) are medians of paired ratios; `spread` is the interquartil
 
 
 def _ways(
-    workload: ThroughputWorkload, variants: Sequence[Variant], with_transformers: bool
+    options: ThroughputOptions, config: ModelConfig, sequence: int, device: torch.device
 ) -> dict[str, Callable[[], object]]:
     """Return all functions to time, by name; each waits for the device. Our models share one set of weights."""
-    alone, device = CommGroup.alone(), workload.device
-    operations = Operations()
-    if workload.backend is not None:
-        operations = compile_operations(operations, workload.backend)
-    models = build_models(
-        variants, workload.config, ProcessMesh.single(), alone, alone, workload.dtype, device, operations
-    )
+    alone, dtype = CommGroup.alone(), torch.bfloat16 if device.type == "cuda" else torch.float32
+    operations, compiles = Operations(), options.backend != "none"
+    if compiles:
+        operations = compile_operations(operations, options.backend)
+    variants = [VARIANTS[wiring] for wiring in options.wirings]
+    models = build_models(variants, config, ProcessMesh.single(), alone, alone, dtype, device, operations)
     generator = torch.Generator().manual_seed(0)
-    shape = (workload.batch, workload.sequence + 1)
-    ids = torch.randint(0, workload.config.vocab_size, shape, generator=generator).to(device)
+    ids = torch.randint(0, config.vocab_size, (options.batch, sequence + 1), generator=generator).to(device)
 
     def finish() -> None:
         if device.type == "cuda":
@@ -100,13 +78,12 @@ def _ways(
         return run
 
     made = {name: training(model, functools.partial(model, ids[:, :-1], ids[:, 1:])) for name, model in models.items()}
-    if with_transformers:
-        llama = _transformers_llama(workload.config, workload.dtype, device)
-        compiled: Any = llama if workload.backend is None else torch.compile(llama, backend=workload.backend)
+    if config.num_experts == 0 and importlib.util.find_spec(TRANSFORMERS) is not None:
+        llama = _transformers_llama(config, dtype, device)
+        compiled: Any = torch.compile(llama, backend=options.backend) if compiles else llama
         tokens = ids[:, :-1].contiguous()
         made[TRANSFORMERS] = training(llama, lambda: compiled(input_ids=tokens, labels=tokens).loss)
-    side = workload.matrix
-    left, right = (torch.randn(side, side, dtype=workload.dtype, device=device) for _ in range(2))
+    left, right = (torch.randn(options.matrix, options.matrix, dtype=dtype, device=device) for _ in range(2))
     result = torch.empty_like(left)
 
     def products() -> None:
@@ -118,7 +95,7 @@ def _ways(
 
 
 def _transformers_llama(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    transformers = importlib.import_module("transformers")
+    transformers = importlib.import_module(TRANSFORMERS)
     same = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     theirs = transformers.LlamaConfig(
         **{name: getattr(config, name) for name in (*same, "max_position_embeddings")},
@@ -133,15 +110,10 @@ def _transformers_llama(config: ModelConfig, dtype: torch.dtype, device: torch.d
     return model.to(device)
 
 
-def check_transformers() -> None:
-    """Raise UserError if transformers is not installed."""
-    if importlib.util.find_spec("transformers") is None:
-        raise UserError("transformers is not installed: pip install 'transformers>=5.0,<6', or give --no-transformers")
-
-
-def _rows(workload: ThroughputWorkload, times: PairedTimes) -> list[Row]:
+def _rows(options: ThroughputOptions, config: ModelConfig, sequence: int, times: PairedTimes) -> list[Row]:
+    flops = options.batch * ModelFlops(config, sequence).training
     # The floor is the time of the product, scaled to the FLOPs of the model.
-    scale = workload.flops / (PRODUCTS_AT_ONCE * 2 * workload.matrix**3)
+    scale = flops / (PRODUCTS_AT_ONCE * 2 * options.matrix**3)
     compared = TRANSFORMERS in times.seconds
     rows = []
     for way in times.seconds:
@@ -153,12 +125,12 @@ def _rows(workload: ThroughputWorkload, times: PairedTimes) -> list[Row]:
         rows.append(
             {
                 "way": way,
-                "sequence": workload.sequence,
-                "batch": workload.batch,
-                "layers": workload.config.num_layers,
+                "sequence": sequence,
+                "batch": options.batch,
+                "layers": config.num_layers,
                 "median_seconds": seconds,
-                "tokens_per_second": workload.sequence * workload.batch / seconds,
-                "model_flops_per_second": workload.flops / seconds,
+                "tokens_per_second": sequence * options.batch / seconds,
+                "model_flops_per_second": flops / seconds,
                 "utilisation": utilisation.median * scale,
                 "speed_over_transformers": judged.median if compared else None,
                 "spread": judged.spread * (1 if compared else scale),
@@ -187,28 +159,26 @@ def _table(found: Sequence[Row]) -> str:
     return markdown_table(rows)
 
 
-def run(
-    workload: ThroughputWorkload,
-    sequences: Sequence[int],
-    variants: Sequence[Variant],
-    rounds: int,
-    with_transformers: bool,
-    path: Path | None,
-) -> list[Row]:
-    """Measure every length, print a table of each, and write all rows to `path`."""
-    found: list[Row] = []
-    for sequence in sequences:
-        at_length = replace(workload, sequence=sequence)
+def run(options: ThroughputOptions) -> None:
+    """Measure every length, print a table of each, and write all rows; raise BadNumbersError for noisy ratios."""
+    device = read_rank_info().device()
+    if options.backend == "inductor":
+        require_compiler("--backend inductor", device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    print(f"{options.size}, torch.compile {options.backend}, on {name}, torch {torch.__version__}\n", flush=True)
+    shape, found = find_size(options.size), list[Row]()
+    config = replace(shape, max_position_embeddings=max(shape.max_position_embeddings, *options.sequence))
+    for sequence in options.sequence:
         # Otherwise the second length is compiled for dynamic lengths, which is slower.
         torch.compiler.reset()
-        timed = _ways(at_length, variants, with_transformers)
-        times = measure(timed, rounds, warm_up_rounds=2, label=f"{sequence} tokens")
-        new = _rows(at_length, times)
+        timed = _ways(options, config, sequence, device)
+        times = measure(timed, options.rounds, warm_up_rounds=2, label=f"{sequence} tokens")
+        new = _rows(options, config, sequence, times)
         found += new
         print(_table(new), flush=True)
         # Frees the models before those of the next length are built.
         timed.clear()
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(found, indent=1) + "\n")
-    return found
+    write_json(options.json, found)
+    doubtful = [row for row in found if row["verdict"] != RatioVerdict.SOUND.value]
+    if doubtful:
+        raise BadNumbersError("; ".join(f"{row['way']} at {row['sequence']}: {row['verdict']}" for row in doubtful))

@@ -5,7 +5,6 @@ tensor-parallel rank, and the last rank of the run to confirm that. The others f
 """
 
 import importlib
-import json
 import multiprocessing
 import os
 import time
@@ -20,11 +19,11 @@ from typing import Any
 from ladder_lab.cost.memory import Layout, Precision, stage_memory
 from ladder_lab.dry_run.one_rank import STEPS, RankRecord, run_rank
 from ladder_lab.dry_run.replay import Communicator, RankProgram, find_problems
+from ladder_lab.output import write_json
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.engine.build import import_deepspeed
 from megatron_ladder.engine.deepspeed_json import deepspeed_json
 from megatron_ladder.errors import UserError, raise_user_errors
-from megatron_ladder.files import write_atomically
 from megatron_ladder.train.inputs import read_dry_run
 
 KINDS = ("weights", "gradients", "optimizer", "buffers", "activations")
@@ -49,8 +48,7 @@ def dry_run(argv: Sequence[str], ranks: int, output: Path | None = None) -> None
     records = _run_ranks(run)
     programs = _all_programs(run, {rank: record.program for rank, record in records.items()})
     print("\n".join(_describe(planned, run, records)), flush=True)
-    if output is not None:
-        write_atomically(output, json.dumps(_to_json(records)))
+    write_json(output, _to_json(records))
     problems = find_problems(programs)
     raise_user_errors(f"the dry run found: {problem}" for problem in problems)
     count = sum(len(program.collectives) for program in programs.values())

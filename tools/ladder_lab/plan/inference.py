@@ -1,6 +1,5 @@
 """`tools/plan.py inference`: what each wiring would gain for a model on a machine."""
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -8,9 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from ladder_lab.bench.sizes import find_size
 from ladder_lab.cost.inference import InferenceRequest, InferenceTimes, inference_memory, predict_inference
 from ladder_lab.cost.machines import LINK_ERROR
-from ladder_lab.markdown import markdown_table
+from ladder_lab.output import markdown_table, write_json
 from ladder_lab.plan.layouts import SMALLEST_DIFFERENCE, verdict
-from ladder_lab.plan.options import QUALITY, InferenceOptions, MachineOptions, write_output
+from ladder_lab.plan.options import QUALITY, InferenceOptions, MachineOptions
 from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
 from megatron_ladder.errors import UserError, raise_user_errors
@@ -65,10 +64,9 @@ def print_inference(given: MachineOptions, options: InferenceOptions) -> None:
         )
     else:
         print(sentence)
-    if options.json is not None:
-        report = {"memory": asdict(memory), "fits": _fits(request), "answer": sentence}
-        report["wirings"] = [asdict(one) for one in predictions.values()]
-        write_output(options.json, json.dumps(report, indent=1) + "\n")
+    wirings = [asdict(one) for one in predictions.values()]
+    report = {"memory": asdict(memory), "fits": _fits(request), "answer": sentence, "wirings": wirings}
+    write_json(options.json, report)
 
 
 def _fits(request: InferenceRequest) -> bool:

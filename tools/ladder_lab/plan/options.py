@@ -13,7 +13,6 @@ from ladder_lab.plan.layouts import PLANNED_WIRINGS
 from megatron_ladder.blueprint.wiring import EXPERT_MODES, SHARED_STREAM_MODES
 from megatron_ladder.command_line import parse_command_line
 from megatron_ladder.errors import UserError
-from megatron_ladder.files import write_atomically
 from megatron_ladder.flags import flag
 
 Command = Literal["layouts", "inference"]
@@ -153,15 +152,6 @@ def parse_options(argv: Sequence[str]) -> tuple[MachineOptions, LayoutOptions | 
     except ValueError as error:
         raise UserError(f"--model {options.model}: {error}") from None
     return machine, options
-
-
-def write_output(path: Path, text: str) -> None:
-    """Replace a file that the command line names; raise UserError if it cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, text)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 QUALITY = (

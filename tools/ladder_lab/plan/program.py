@@ -1,6 +1,5 @@
 """`tools/plan.py layouts`: prints a plan as tables, and writes it as JSON."""
 
-import json
 import math
 import shlex
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from typing import Any
 from ladder_lab.bench.sizes import find_size
 from ladder_lab.cost.machines import TIME_RANGE
 from ladder_lab.cost.memory import Layout
-from ladder_lab.markdown import markdown_table
+from ladder_lab.output import markdown_table, write_json
 from ladder_lab.plan.layouts import (
     PLANNED_WIRINGS,
     SMALLEST_DIFFERENCE,
@@ -22,7 +21,7 @@ from ladder_lab.plan.layouts import (
     sweep,
     verdict,
 )
-from ladder_lab.plan.options import QUALITY, LayoutOptions, MachineOptions, write_output
+from ladder_lab.plan.options import QUALITY, LayoutOptions, MachineOptions
 from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.errors import UserError
 
@@ -45,8 +44,7 @@ def print_layouts(given: MachineOptions, options: LayoutOptions) -> None:
             "with more divisors"
         )
     print(f"{options.model}, " + _report_text(request, plans, options.top), flush=True)
-    if options.json is not None:
-        write_output(options.json, _report_json(request, plans))
+    write_json(options.json, _report_json(request, plans))
 
 
 def tokens_per_second(request: PlanRequest, plan: LayoutPlan) -> float:
@@ -178,13 +176,13 @@ def _report_text(request: PlanRequest, plans: Sequence[LayoutPlan], top: int) ->
     return "\n\n".join(parts)
 
 
-def _report_json(request: PlanRequest, plans: Sequence[LayoutPlan]) -> str:
+def _report_json(request: PlanRequest, plans: Sequence[LayoutPlan]) -> dict[str, Any]:
     """Return all plans, fastest first, and the sweep as JSON."""
     layout = _tensor_parallel_layout(plans)
     rows = [] if layout is None else sweep(request, layout)
     machine = request.machine
     interconnects = [{**asdict(row), "fastest": row.winner} for row in rows]
-    report: dict[str, Any] = {
+    return {
         "machine": {"gpu": machine.gpu.name, "gpus_per_node": machine.per_box, "link": machine.link.name}
         | {"network": machine.network.name, "network_adapters": machine.adapters, "contention": machine.contention},
         "gpus": request.gpus,
@@ -207,4 +205,3 @@ def _report_json(request: PlanRequest, plans: Sequence[LayoutPlan]) -> str:
         ],
         "interconnects": {"layout": None if layout is None else asdict(layout), "rows": interconnects},
     }
-    return json.dumps(report, indent=1) + "\n"

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from ladder_lab.markdown import markdown_table
+from ladder_lab.output import markdown_table
 from ladder_lab.study.trials import STANDARD, read_results
 from megatron_ladder.errors import UserError
 from megatron_ladder.files import write_atomically

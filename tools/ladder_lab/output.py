@@ -1,6 +1,10 @@
-"""Tables in Markdown."""
+"""Tables in Markdown, and results in JSON."""
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron_ladder.files import write_atomically
 
 
 def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
@@ -9,3 +13,10 @@ def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
         return ""
     lines = [[*rows[0]], ["---", *["---:"] * (len(rows[0]) - 1)], *(row.values() for row in rows)]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def write_json(path: Path | None, results: object) -> None:
+    """Replace the file of --json, if there is one."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(results, indent=1) + "\n")
