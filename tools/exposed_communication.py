@@ -1,9 +1,8 @@
 """Measures exposed communication, per step and per sub-block, in a trace of --profile."""
 
 import functools
-import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,9 +28,6 @@ class ExposedCommunicationConfig:
     """Trace of one rank, written by --profile."""
     json: Path | None = flag(None, output="file")
     """File for the results."""
-    communication_kernels: str = r"nccl|(one|two)_shot_all_reduce|multimem"
-    """Regular expression that matches the names of communication kernels on CUDA: NCCL's, and those of torch's
-    symmetric memory."""
 
 
 COUNTED = {
@@ -81,19 +77,11 @@ def _table(found: "Communication") -> str:
     return "\n\n".join([COUNTED[found.device], markdown_table(by_step), markdown_table(by_name)])
 
 
-def _find_errors(config: ExposedCommunicationConfig) -> Iterator[str]:
-    try:
-        re.compile(config.communication_kernels)
-    except re.error as error:
-        yield f"--communication-kernels {config.communication_kernels}: not a regular expression: {error}"
-
-
 parse_options = functools.partial(
     parse_config,
     ExposedCommunicationConfig,
     program="exposed_communication.py",
     description=__doc__,
-    find_errors=_find_errors,
 )
 
 
@@ -103,7 +91,7 @@ def main(argv: Sequence[str]) -> None:
     from ladder_lab.bench import exposed
 
     try:
-        found = exposed.communication(exposed.read_events(config.trace), config.communication_kernels)
+        found = exposed.communication(exposed.read_events(config.trace))
     except ValueError as error:
         raise UserError(f"--trace {config.trace}: {error}: give a file that --profile wrote") from None
     print(_table(found))

@@ -12,9 +12,8 @@ from megatron_ladder.train.profile import step_contexts
 from megatron_ladder.train.step import train_step
 from tests.helpers.pool import GlooPools
 from tests.helpers.training import CPU, build_trainer_here, own_batches
-from tools.exposed_communication import ExposedCommunicationConfig, _step_rows, _sub_block_rows
+from tools.exposed_communication import _step_rows, _sub_block_rows
 
-KERNELS = ExposedCommunicationConfig.communication_kernels
 RECIPE = "--train-iters 5 --lr 1e-3 --micro-batch-size 2 --global-batch-size 4 --tensor-model-parallel-size 2".split()
 
 
@@ -124,7 +123,7 @@ def test_each_collective_of_a_real_trace_has_its_sub_block(
     """Two micro-batches: every sub-block reduces its output and its input's gradient once in each."""
     gloo_pools(2).run(profiled_steps, [*arguments(tmp_path, mode="ladder", ranks="0"), *wiring])
     (path,) = tmp_path.iterdir()
-    found = communication(read_events(path), KERNELS)
+    found = communication(read_events(path))
     assert found.device == "cpu" and set(found.step_seconds) == {3, 4}
     rows = {(row["name"], row["direction"]): row for row in records(_sub_block_rows(found))}
     sub_blocks = [f"layers.{layer}.{kind}" for layer in range(3) for kind in ("attention", "mlp")]

@@ -24,6 +24,7 @@ from ladder_lab.bench.variants import VARIANTS, Variant, bound_of
 from ladder_lab.bench.workloads import Workload, build_models
 from ladder_lab.cost.links import WireModel, gpu_contention
 from ladder_lab.cost.machines import PRESETS
+from ladder_lab.link.link import EmulatedLink
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.wiring import SubBlockKind
 from megatron_ladder.comm.launch import RankInfo
@@ -39,7 +40,7 @@ class WiringComparison:
 
     Attributes:
         compared: the variants of the command line, with `standard`, and their bounds.
-        waited: seconds per pass that each round of the last `time` spent in waits, by variant.
+        waited: seconds per pass that each round of the last `time` spent in waits of an emulated wire, by variant.
     """
 
     def __init__(self, options: BenchmarkOptions, shape: ModelConfig, place: RankInfo, device: torch.device) -> None:
@@ -67,9 +68,12 @@ class WiringComparison:
 
         def counting(name: str, run: Callable[[], object]) -> Callable[[], None]:
             def counted() -> None:
-                self._wire.reset_counters()
+                if not isinstance(self._wire, EmulatedLink):
+                    run()
+                    self.interconnect.synchronize()
+                    return
+                self._wire.waited_seconds = 0.0
                 run()
-                self.interconnect.synchronize()
                 self.waited[name].append(self._wire.waited_seconds / workload.units)
 
             return counted
@@ -92,12 +96,12 @@ class WiringComparison:
         times = self.time(workload, [VARIANTS["standard"], *self._bounds], f"calibrating {workload.case}")
         found = {bound.name: self._calibration(workload, bound, finish[bound.name](), times) for bound in self._bounds}
         # Including those of embedding, head and loss.
-        # A replay does not pass through the wire's counters.
+        # A replay does not pass through the counter.
         eager = replace(workload, cuda_graph=False)
-        with eager.prepare(self.models["standard"], self.mesh, 1) as run:
-            self._wire.reset_counters()
+        with eager.prepare(self.models["no-comm"], self.mesh, 1) as run:
+            before = self.interconnect.no_comm.collectives
             run()
-        reduces = self._wire.collectives // workload.units
+        reduces = (self.interconnect.no_comm.collectives - before) // workload.units
         hideable = len(self.models["standard"].stack.sub_blocks()) * (2 if workload.case == "train" else 1)
         cost = contention = 0.0
         if self.options.device == "cpu":

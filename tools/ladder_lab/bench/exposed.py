@@ -11,8 +11,8 @@ A trace names the steps (`iteration 12`), the sub-blocks (`layers.3.attention fo
                                     ^^^  exposed
 
 Time in which two communication kernels run counts once, for the first one. A sub-block owns the communication that it
-started: the reduce of its output in forward, and of its input's gradient in backward. A kernel that waits for a late
-rank counts as communication too.
+started: the reduce of its output in forward, and of its input's gradient in backward, which has no names where autograd
+schedules it. A kernel that waits for a late rank counts as communication too.
 """
 
 import gzip
@@ -38,7 +38,8 @@ ELSEWHERE = "outside of sub-blocks"
 _STEP = re.compile(r"iteration (\d+)")
 _SUB_BLOCK = re.compile(r"(layers\.\d+\.\w+) (forward|norm forward|backward|norm backward|gather|recompute)")
 _COLLECTIVE = re.compile(r"((?:data )?(?:all_reduce|all_gather|reduce_scatter|broadcast))(?: (start|wait))?")
-_AUTOGRAD = "autograd::engine::evaluate_function"
+_KERNELS = re.compile("nccl|(one|two)_shot_all_reduce|multimem")
+"""Names of communication kernels: NCCL's, and those of torch's symmetric memory."""
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _NESTING = 4
@@ -68,16 +69,13 @@ def read_events(path: Path) -> list[Event]:
         raise UserError(f"{path}: not a trace in JSON: give a file written by --profile") from None
 
 
-def communication(events: Sequence[Event], kernels: str) -> Communication:
-    """Find all collectives of the steps in a trace; raise ValueError if it contains no step.
-
-    `kernels` is a regular expression for the names of communication kernels.
-    """
+def communication(events: Sequence[Event]) -> Communication:
+    """Find all collectives of the steps in a trace; raise ValueError if it contains no step."""
     names = _Names(events)
     if not names.steps:
         raise ValueError("it contains no training step")
     on_device = [event for event in events if event.get("cat") in _DEVICE_WORK]
-    found = _of_kernels(events, on_device, re.compile(kernels)) if on_device else _of_waits(events)
+    found = _of_kernels(events, on_device) if on_device else _of_waits(events)
     rows = [
         (*names.owner_at(moment, thread), iteration, in_flight * 1e-6, exposed * 1e-6)
         for moment, thread, at, in_flight, exposed in found
@@ -94,8 +92,6 @@ class _Names:
     def __init__(self, events: Sequence[Event]) -> None:
         self.steps: list[tuple[float, float, int]] = []
         self._sub_blocks: dict[Any, list[tuple[float, float, tuple[str, str]]]] = defaultdict(list)
-        self._backward_nodes: dict[Any, list[tuple[float, float, int]]] = defaultdict(list)
-        operators: list[tuple[Event, int]] = []
         for event in events:
             name, thread, span = event["name"], event["tid"], _span(event)
             if event.get("cat") == "user_annotation":
@@ -106,31 +102,14 @@ class _Names:
                     self._sub_blocks[thread].append((*span, (sub_block[1], direction)))
                 elif name.startswith("data "):
                     self._sub_blocks[thread].append((*span, _NOWHERE))
-            sequence = event.get("args", {}).get("Sequence number", -1)
-            if sequence >= 0 and name.startswith(_AUTOGRAD):
-                self._backward_nodes[thread].append((*span, sequence))
-            elif sequence >= 0:
-                operators.append((event, sequence))
-        for entries in (self.steps, *self._sub_blocks.values(), *self._backward_nodes.values()):
+        for entries in (self.steps, *self._sub_blocks.values()):
             entries.sort()  # type: ignore[attr-defined]
-        self._forward_of: dict[int, str] = {}
-        for event, sequence in operators:
-            owner = _around(event["ts"], self._sub_blocks.get(event["tid"], []), _NESTING)
-            if owner is not None and owner[1] == "forward":
-                self._forward_of[sequence] = owner[0]
 
     def step_at(self, moment: float) -> int | None:
         return _around(moment, self.steps, nesting=1)
 
     def owner_at(self, moment: float, thread: Any) -> tuple[str, str]:
-        named = _around(moment, self._sub_blocks.get(thread, []), _NESTING)
-        if named is not None:
-            return named
-        # A backward run by autograd has no named sub-blocks; its nodes have the sequence numbers of forward operators.
-        nodes = self._backward_nodes.get(thread, [])
-        sequence = _around(moment, nodes, nesting=len(nodes))
-        name = None if sequence is None else self._forward_of.get(sequence)
-        return _NOWHERE if name is None else (name, "backward")
+        return _around(moment, self._sub_blocks.get(thread, []), _NESTING) or _NOWHERE
 
 
 _Found = Iterator[tuple[float, Any, float, float, float]]
@@ -150,7 +129,7 @@ def _of_waits(events: Sequence[Event]) -> _Found:
             yield launch["ts"], launch["tid"], start, stop - launch["ts"], stop - start
 
 
-def _of_kernels(events: Sequence[Event], on_device: Sequence[Event], kernels: re.Pattern[str]) -> _Found:
+def _of_kernels(events: Sequence[Event], on_device: Sequence[Event]) -> _Found:
     """Find collectives on CUDA. A kernel belongs to the step and the sub-block that launched it."""
     launches = {
         event["args"]["correlation"]: event
@@ -159,7 +138,7 @@ def _of_kernels(events: Sequence[Event], on_device: Sequence[Event], kernels: re
     }
     communicating: dict[bool, list[Event]] = {True: [], False: []}
     for event in on_device:
-        communicating[kernels.search(event["name"]) is not None].append(event)
+        communicating[_KERNELS.search(event["name"]) is not None].append(event)
     computing = np.array(sorted(map(_span, communicating[False])) or [(0.0, 0.0)])
     # Where computation ends so far; a gap before the next start is not covered.
     ends = np.maximum.accumulate(computing[:, 1])

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ladder_lab.bench.metered import MeteredGroup
 from ladder_lab.bench.options import BenchmarkOptions
 from ladder_lab.link.link import EmulatedLink, LinkSpec, NoCommGroup
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
+from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.launch import RankInfo, start_process_group
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.symmetric import SymmetricMemoryGroup, check_peers, select_all_reduce
@@ -21,11 +21,11 @@ SPIN_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Interconnect:
-    """A benchmark's tensor-parallel group, whose reduces are timed."""
+    """A benchmark's tensor-parallel group; an emulated wire times its waits."""
 
     name: str
     mesh: ProcessMesh
-    wire: EmulatedLink | MeteredGroup
+    wire: CommGroup
     no_comm: NoCommGroup
     device: torch.device
     dtype: torch.dtype
@@ -92,4 +92,4 @@ def make_interconnect(options: BenchmarkOptions, shape: ModelConfig, device: tor
         return Interconnect(f"emulated {options.link} wire", mesh, wire, no_comm, device, dtype)
     group = select_all_reduce(options.tp_all_reduce, mesh.tensor, device, dtype)
     name = "symmetric" if isinstance(group, SymmetricMemoryGroup) else "nccl"
-    return Interconnect(name, mesh, MeteredGroup(group), no_comm, device, dtype)
+    return Interconnect(name, mesh, group, no_comm, device, dtype)

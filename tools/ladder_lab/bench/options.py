@@ -58,8 +58,7 @@ class BenchmarkOptions:
     """Implementation of small all-reduces between GPUs: NCCL, or a one-shot kernel over symmetric memory, which needs
     NVLink; auto uses the latter where it is possible."""
     cuda_graph: bool = flag(False, requires="--device cuda")
-    """With decode, capture the decode step of each wiring in a CUDA graph and replay it for every token.
-    Exposed times are not measured then."""
+    """With decode, capture the decode step of each wiring in a CUDA graph and replay it for every token."""
     batch: int = flag(1, minimum=1)
     """Samples per batch."""
     sequence: int = flag(128, minimum=1)

@@ -55,12 +55,12 @@ def _rows(
     alpha = comparison.reduce_seconds(workload, text, prediction)
     comparison.interconnect.set_wire(alpha)
     times = comparison.time(workload, comparison.compared, f"alpha {text}")
-    standard = prediction.seconds(VARIANTS["standard"], alpha)
+    standard, layers = prediction.seconds(VARIANTS["standard"], alpha), comparison.shape.num_layers
     rows = []
     for variant in comparison.compared:
         ratio = times.ratio("standard", variant.name)
         bound = times.ratio("standard", bound_of(variant).name)
-        waited = statistics.median(comparison.waited[variant.name]) / comparison.shape.num_layers
+        waited = comparison.waited[variant.name]
         rows.append(
             BenchmarkRow(
                 case=workload.case,
@@ -73,7 +73,7 @@ def _rows(
                 ratio_to_standard=ratio.median,
                 spread=ratio.spread,
                 predicted_ratio=standard / prediction.seconds(variant, alpha),
-                exposed_seconds_per_layer=None if workload.cuda_graph else waited,
+                exposed_seconds_per_layer=statistics.median(waited) / layers if waited else None,
                 verdict=ratio.verdict(bound.median + bound.spread).value,
             )
         )

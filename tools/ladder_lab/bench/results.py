@@ -26,7 +26,7 @@ class BenchmarkRow:
     spread: float
     predicted_ratio: float
     exposed_seconds_per_layer: float | None
-    """None if it was not measured."""
+    """None on GPUs, where traces show it."""
     verdict: str
 
 

@@ -60,8 +60,7 @@ RESERVED_BYTES = 4e9
 class Layout:
     """How a model and its batch are distributed.
 
-    `micro_batch` is in samples. With `recompute`, backward keeps only the inputs of sub-blocks. Fused norms keep only
-    their input, as that of torch does on CUDA; on a CPU it keeps more. `muon` is the optimizer.
+    `micro_batch` is in samples. With `recompute`, backward keeps only the inputs of sub-blocks. `muon`: the optimizer.
     """
 
     tensor: int = 1
@@ -71,7 +70,6 @@ class Layout:
     micro_batch: int = 1
     recompute: bool = False
     sequence_parallel: bool = False
-    fused_norms: bool = True
     muon: bool = False
 
     @property
@@ -173,7 +171,10 @@ def _state_bytes(
 def _layers_activation_bytes(
     model: ModelConfig, layout: Layout, stage: int, tokens: int, precision: Precision
 ) -> float:
-    """Return what a stage's layers keep of a micro-batch. A stream that several sub-blocks read is kept once."""
+    """Return what a stage's layers keep of a micro-batch. A stream that several sub-blocks read is kept once.
+
+    Norms keep only their input, as that of torch does on CUDA.
+    """
     layers = stage_layers(model, layout.pipeline, stage)
     _, *further = itertools.chain.from_iterable(_new_streams(model)[layers.start : layers.stop])
     sub_blocks = 1 + len(further)
@@ -182,10 +183,7 @@ def _layers_activation_bytes(
     inputs = (1 + sum(further)) * stream * size
     if layout.recompute:
         return inputs
-    if precision == "bf16" and not layout.fused_norms:
-        # A norm of several operators keeps its own fp32 copy, so nothing is shared.
-        inputs = sub_blocks * stream * size
-    norms = sub_blocks * stream * (size + _unfused_bytes(layout, precision))
+    norms = sub_blocks * stream * size
     inner = sum(layer.activations for layer in _numbers_of_stage(model, layout, stage))
     return inputs + norms + tokens * inner * size
 
@@ -197,20 +195,10 @@ def _new_streams(model: ModelConfig) -> list[list[bool]]:
     return [[len(plan.arriving(next(reads))) > 0 for _ in kinds] for kinds in model.layer_kinds]
 
 
-def _unfused_bytes(layout: Layout, precision: Precision) -> int:
-    """Return the further bytes that a norm of several operators keeps per number of its input.
-
-    They are the normalised number before the weight, and in bf16 an fp32 copy of the input.
-    """
-    if layout.fused_norms:
-        return 0
-    return FP32_BYTES if precision == "fp32" else FP32_BYTES + _NUMBER_BYTES[precision]
-
-
 def _head_activation_bytes(model: ModelConfig, layout: Layout, tokens: int, precision: Precision) -> float:
     """Return the bytes that final norm, output head and loss keep. The head's input is whole on every rank."""
     size, cut = _NUMBER_BYTES[precision], layout.tensor if layout.sequence_parallel else 1
-    stream = tokens * model.hidden_size * (size + (size + _unfused_bytes(layout, precision)) / cut)
+    stream = tokens * model.hidden_size * (size + size / cut)
     return stream + FP32_BYTES * embedding_tensor(model).local_numel(layout.tensor)
 
 

@@ -8,11 +8,10 @@ import importlib
 import multiprocessing
 import os
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
-from multiprocessing import connection
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from ladder_lab.output import write_json
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.engine.build import import_deepspeed
 from megatron_ladder.engine.deepspeed_json import deepspeed_json
-from megatron_ladder.errors import UserError, raise_user_errors
+from megatron_ladder.errors import raise_user_errors
 from megatron_ladder.train.inputs import read_dry_run
 
 KINDS = ("weights", "gradients", "optimizer", "buffers", "activations")
@@ -80,45 +79,19 @@ def _shortened(run: RunConfig) -> RunConfig:
 
 def _run_ranks(run: RunConfig) -> dict[int, RankRecord]:
     deepspeed = deepspeed_json(run)
-    # Each process is one rank, since DeepSpeed has global state. Forks share what is imported here. DeepSpeed does not
-    # know the meta device by this name.
+    # DeepSpeed does not know the meta device by this name. Processes share what is imported here.
     os.environ["DS_ACCELERATOR"] = "cpu"
     import_deepspeed()
     importlib.import_module("megatron_ladder.engine.meta_device")
-    context = multiprocessing.get_context("fork")
-    waiting, running = deque(_distinct_ranks(run)), dict[Connection, tuple[int, Any]]()
-    records: dict[int, RankRecord] = {}
-    try:
-        while waiting or running:
-            while waiting and len(running) < len(os.sched_getaffinity(0)):
-                receiver, sender = context.Pipe(duplex=False)
-                process = context.Process(target=_send_record, args=(sender, run, deepspeed, waiting[0]))
-                process.start()
-                sender.close()
-                running[receiver] = waiting.popleft(), process
-            for ready in connection.wait(list(running)):
-                assert isinstance(ready, Connection)
-                rank, process = running.pop(ready)
-                try:
-                    found = ready.recv()
-                except EOFError:
-                    process.join()
-                    code = process.exitcode
-                    raise RuntimeError(f"the process of rank {rank} ended with exit code {code}") from None
-                if isinstance(found, UserError):
-                    raise found
-                records[rank] = found
-    finally:
-        for _, process in running.values():
-            process.kill()
-    return dict(sorted(records.items()))
 
+    def run_alone(rank: int) -> RankRecord:
+        """Run a rank in a process of its own, since DeepSpeed has global state."""
+        with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as process:
+            return process.submit(run_rank, run, deepspeed, rank).result()
 
-def _send_record(sender: Connection, run: RunConfig, deepspeed: dict[str, Any], rank: int) -> None:
-    try:
-        sender.send(run_rank(run, deepspeed, rank))
-    except UserError as error:
-        sender.send(error)
+    ranks = _distinct_ranks(run)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+        return dict(zip(ranks, threads.map(run_alone, ranks), strict=True))
 
 
 def _distinct_ranks(run: RunConfig) -> list[int]:

@@ -84,9 +84,7 @@ class EmulatedLink(CommGroup):
     computes the oldest sums, which blocks until every rank has launched those; their waits still hold until their ends.
 
     Attributes:
-        collectives: their number since the counters were reset.
-        waited_seconds: time spent in `wait` since the counters were reset: exposed communication, including the sum
-            and late peers.
+        waited_seconds: time spent in `wait`: exposed communication, including the sum and late peers.
     """
 
     def __init__(
@@ -102,7 +100,6 @@ class EmulatedLink(CommGroup):
         """
         super().__init__(group.ranks, group.rank, group.process_group)
         self.spec = spec
-        self.collectives = 0
         self.waited_seconds = 0.0
         self._spin_ns = round(spin_seconds * 1e9)
         self._timeout_ns = round(timeout_seconds * 1e9)
@@ -114,10 +111,6 @@ class EmulatedLink(CommGroup):
     def set_wire(self, alpha_seconds: float, seconds_per_byte: float) -> None:
         """Change the wire for collectives launched from now on; every rank must do so at the same point."""
         self.spec = replace(self.spec, alpha_seconds=alpha_seconds, seconds_per_byte=seconds_per_byte)
-
-    def reset_counters(self) -> None:
-        """Set `waited_seconds` and `collectives` to zero."""
-        self.waited_seconds, self.collectives = 0.0, 0
 
     def start_all_reduce(self, tensor: Tensor) -> Work | None:
         """Start summing `tensor` in place, in its dtype and in rank order; None when this rank is alone.
@@ -189,7 +182,6 @@ class EmulatedLink(CommGroup):
         parts[self.rank].copy_(tensor.data.view(-1))
         slots.publish(number, time.monotonic_ns())
         self._last_number = number
-        self.collectives += 1
         work = LinkWork(self, number, combine, parts, round(seconds * 1e9))
         self._unsummed.append(work)
         return work
@@ -225,26 +217,36 @@ class EmulatedLink(CommGroup):
 
 
 class NoCommGroup(CommGroup):
-    """A group whose reduces do nothing, with wrong results: a lower bound on the step time with any interconnect."""
+    """A group whose reduces do nothing, with wrong results: a lower bound on the step time with any interconnect.
+
+    Attributes:
+        collectives: their number so far.
+    """
 
     def __init__(self, group: CommGroup) -> None:
         super().__init__(group.ranks, group.rank, group.process_group)
+        self.collectives = 0
 
     def start_all_reduce(self, tensor: Tensor) -> Work | None:
         """Return None: there is nothing to wait for."""
+        self.collectives += 1
+        return None
 
     def start_reduce_scatter(self, tensor: Tensor, into: Tensor | None = None) -> tuple[Tensor, Work | None]:
         """Return this rank's rows of its own part."""
+        self.collectives += 1
         rows = tensor.chunk(self.size)[self.rank]
         return rows if into is None else into.copy_(rows), None
 
     def start_all_gather(self, tensor: Tensor, into: Tensor | None = None) -> tuple[Tensor, Work | None]:
         """Repeat this rank's rows for every rank."""
+        self.collectives += 1
         whole = torch.cat([tensor] * self.size)
         return whole if into is None else into.copy_(whole), None
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Return `tensor` unchanged."""
+        self.collectives += 1
         return tensor
 
 

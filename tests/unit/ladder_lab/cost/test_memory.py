@@ -1,6 +1,7 @@
 """Memory against what a real model keeps, counted storage by storage, and against tables by hand."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.operations import with_norm
 from megatron_ladder.model.stack import StackOptions
 from tests.helpers.live_bytes import LiveBytes
 
@@ -38,9 +40,26 @@ TOLERANCE = 0.03
 """Rotary tables, root mean squares and the softmax's sums are not counted."""
 
 
+class FusedNorm(torch.autograd.Function):
+    """Keeps its input, as the norms of CUDA do; the numbers do not matter here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum((0, 1))
+
+
+FUSED = with_norm(lambda x, weight, epsilon: FusedNorm.apply(x, weight))
+
+
 def kept_bytes(model: ModelConfig, recompute: bool, dtype: torch.dtype, samples: int, sequence: int) -> int:
     """Storages that autograd holds after a forward pass, each once, without the weights."""
-    options = StackOptions(recompute_layers=model.num_layers if recompute else 0)
+    options = StackOptions(operations=FUSED, recompute_layers=model.num_layers if recompute else 0)
     module = LanguageModel(model, ProcessMesh.single(), options, dtype=dtype, seed=1)
     weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
@@ -66,7 +85,7 @@ def test_activations_are_those_of_a_real_forward_pass(
     dtype: torch.dtype, precision: Precision, wiring, recompute: bool
 ) -> None:
     model = replace(SMALL.in_wiring(wiring), logit_soft_cap=30.0 if wiring == "ladder" else None)
-    layout = Layout(micro_batch=2, recompute=recompute, fused_norms=False)
+    layout = Layout(micro_batch=2, recompute=recompute)
     counted = _layers_activation_bytes(model, layout, 0, 128, precision)
     counted += _head_activation_bytes(model, layout, 128, precision)
     assert counted == pytest.approx(kept_bytes(model, recompute, dtype, 2, 64), rel=TOLERANCE)
@@ -75,11 +94,11 @@ def test_activations_are_those_of_a_real_forward_pass(
 @pytest.mark.parametrize(("dtype", "precision"), [(torch.float32, "fp32"), (torch.bfloat16, "bf16")])
 def test_the_peak_of_the_loss_is_that_of_a_real_step(dtype: torch.dtype, precision: Precision) -> None:
     model = replace(SMALL, num_layers=1, vocab_size=16384)
-    module = LanguageModel(model, ProcessMesh.single(), dtype=dtype, seed=1)
+    module = LanguageModel(model, ProcessMesh.single(), StackOptions(operations=FUSED), dtype=dtype, seed=1)
     ids = torch.randint(0, model.vocab_size, (4, 257))
     with LiveBytes() as memory:
         module(ids[:, :-1], ids[:, 1:]).backward()
-    layout = Layout(zero=1, micro_batch=4, fused_norms=False)
+    layout = Layout(zero=1, micro_batch=4)
     counted = stage_memory(model, layout, 0, 256, 1, precision).activations
     assert counted == pytest.approx(memory.peak, rel=TOLERANCE)
 
