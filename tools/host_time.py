@@ -8,7 +8,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 REST, LAYERS = "between sub-blocks", (2, 6)
-KINDS = ("kernels", "views", "collectives", "Python calls", "host")
+KINDS = ("kernels", "views", "collectives", "host")
 SHAPE = find_size("2x64x128x8x8x1024")
 """Operators of tensors that are so small take the time of their launch."""
 
@@ -72,21 +71,8 @@ class Span(NamedTuple):
         self.spans.current = REST
 
 
-class FreeGraph:
-    """A `StepGraph` whose replay does nothing: what remains is the host's work around it."""
-
-    def capture(self, step: "Callable[[], Tensor]") -> "Tensor":
-        return step()
-
-    def replay(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-def steps_of(options: HostTimeOptions, layers: int, spans: Spans) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Return functions that take a step, and with decoding one that takes a captured step."""
+def step_of(options: HostTimeOptions, layers: int, spans: Spans) -> Callable[[], object]:
+    """Return a function that takes a step."""
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -129,21 +115,12 @@ def steps_of(options: HostTimeOptions, layers: int, spans: Spans) -> tuple[Calla
                 parameter.grad = None
             model(ids[:, :-1], ids[:, 1:]).backward()
 
-        return train, train
-    engines = [GenerationEngine(model, mesh, None, new_graph) for new_graph in (None, FreeGraph)]
-    sampling = SamplingParameters(top_k=40, top_p=0.9)
-    request = GenerationRequest(tuple(ids[0].tolist()), 2 * options.rounds + 20, sampling)
-    eager, captured = (functools.partial(next, engine.stream([request])) for engine in engines)
+        return train
+    request = GenerationRequest(tuple(ids[0].tolist()), options.rounds + 20, SamplingParameters(top_k=40, top_p=0.9))
+    decode = functools.partial(next, GenerationEngine(model, mesh, None).stream([request]))
     # The prompt gives the first token.
-    eager(), captured()
-    return eager, captured
-
-
-def nanoseconds(work: Callable[[], object]) -> int:
-    """Return the time of this thread, in which other processes do not count."""
-    began = time.thread_time_ns()
-    work()
-    return time.thread_time_ns() - began
+    decode()
+    return decode
 
 
 def measure(steps: Sequence[Callable[[], object]], spans: Spans, rounds: int) -> list[dict[str, Counter[str]]]:
@@ -158,22 +135,18 @@ def measure(steps: Sequence[Callable[[], object]], spans: Spans, rounds: int) ->
             found[-1][spans.current][kind] += 1
             return func(*args, **(kwargs or {}))
 
-    def count_call(frame: FrameType, event: str, _: object) -> None:
-        found[-1][spans.current]["Python calls"] += "call" in event and frame.f_code.co_filename != __file__
-
     for step in steps:
         step(), step()
         found.append(defaultdict(Counter))
         with Operators():
             step()
-        sys.setprofile(count_call)
-        step()
-        sys.setprofile(None)
     for _ in range(rounds):
         for step, numbers in zip(steps, found, strict=True):
             spans.nanoseconds.clear()
-            whole = nanoseconds(step)
-            spans.nanoseconds[REST] = whole - sum(spans.nanoseconds.values())
+            # The time of this thread, in which other processes do not count.
+            began = time.thread_time_ns()
+            step()
+            spans.nanoseconds[REST] = time.thread_time_ns() - began - sum(spans.nanoseconds.values())
             for name, taken in spans.nanoseconds.items():
                 numbers[name]["host"] = min(taken, numbers[name]["host"] or taken)
     return found
@@ -186,8 +159,7 @@ def main(argv: Sequence[str]) -> None:
 
     torch.set_num_threads(1)
     spans = Spans()
-    few, many = (steps_of(options, layers, spans) for layers in LAYERS)
-    found = measure((few[0], many[0]), spans, options.rounds)
+    found = measure([step_of(options, layers, spans) for layers in LAYERS], spans, options.rounds)
     rows = {
         name: {kind: (found[1][name][kind] - numbers[kind]) / (LAYERS[1] - LAYERS[0]) for kind in KINDS}
         for name, numbers in sorted(found[0].items())
@@ -199,9 +171,6 @@ def main(argv: Sequence[str]) -> None:
         numbers = {kind: f"{row[kind]:.0f}" for kind in KINDS[:-1]}
         cells.append({"": name, **numbers, "host, us": f"{row['host'] / 1000:.0f}"})
     print(f"{options.case}, {options.wiring}, {options.tp} tensor-parallel ranks\n\n{markdown_table(cells)}")
-    if options.case == "decode":
-        fastest = min(nanoseconds(many[1]) for _ in range(options.rounds))
-        print(f"\nA captured step: {fastest / 1000:.0f} us, for any number of layers")
 
 
 parse_options = functools.partial(parse_config, HostTimeOptions, program="host_time.py", description=__doc__)

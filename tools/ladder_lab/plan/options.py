@@ -4,19 +4,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from ladder_lab.bench.sizes import SHAPE, SIZES, find_size
 from ladder_lab.cost.links import CONTENTION
 from ladder_lab.cost.machines import GPUS, PRESETS, Machine
 from ladder_lab.plan.layouts import PLANNED_WIRINGS
 from megatron_ladder.blueprint.wiring import EXPERT_MODES, SHARED_STREAM_MODES
-from megatron_ladder.command_line import parse_command_line
+from megatron_ladder.command_line import parse_command_line, take_subcommand
 from megatron_ladder.errors import UserError
 from megatron_ladder.flags import flag
-
-Command = Literal["layouts", "inference"]
-COMMANDS: tuple[Command, ...] = get_args(Command)
 
 
 @dataclass(frozen=True)
@@ -129,23 +126,18 @@ class InferenceOptions:
     """File for all predictions."""
 
 
-DESCRIPTIONS: dict[Command, str] = {
-    "layouts": "Lists the layouts that fit a cluster, fastest first, and where each wiring pays. Needs no GPU.",
-    "inference": "Predicts tokens per second of each wiring, and says whether a ladder would help a machine.",
+DESCRIPTIONS = {
+    "layouts": "List the layouts that fit a cluster, fastest first, and where each wiring pays: the default.",
+    "inference": "Predict tokens per second of each wiring, and say whether a ladder would help a machine.",
 }
-KINDS: dict[Command, type] = {"layouts": LayoutOptions, "inference": InferenceOptions}
+KINDS = {"layouts": LayoutOptions, "inference": InferenceOptions}
 
 
 def parse_options(argv: Sequence[str]) -> tuple[MachineOptions, LayoutOptions | InferenceOptions]:
     """Read the subcommand (`layouts` by default) and its flags; raise UserError with one message per error."""
-    words = list(argv)
-    command: Command = "layouts"
-    if words and words[0] in COMMANDS:
-        command = COMMANDS[COMMANDS.index(words.pop(0))]
-    elif words and not words[0].startswith("-"):
-        raise UserError(f"{words[0]}: expected one of {', '.join(COMMANDS)} first")
-    others = "".join(f"\n  plan.py {name:10} {text}" for name, text in DESCRIPTIONS.items() if name != command)
-    description = f"{DESCRIPTIONS[command]}\n\nOther subcommands:{others}"
+    given = argv if argv and not argv[0].startswith("-") else ["layouts", *argv]
+    command, words = take_subcommand(given, DESCRIPTIONS, "plan.py", "Plans layouts. Needs no GPU.")
+    description = "\n".join(f"plan.py {name}: {text}" for name, text in DESCRIPTIONS.items())
     machine, options = parse_command_line([MachineOptions, KINDS[command]], words, f"plan.py {command}", description)
     try:
         find_size(options.model)
