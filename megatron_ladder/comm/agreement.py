@@ -30,8 +30,6 @@ LINGER_SECONDS = 5.0
 """Time for which rank 0 keeps serving the store to ranks that have not read a verdict with errors."""
 BOARD_SECONDS = 2.0
 """Time limit for a request to the board."""
-WAITING = "waiting"
-"""Board key: the numbers of ranks that started to wait, and the bitwise complements of those that stopped."""
 MOST_HOSTS = 8
 """Maximum number of hosts in a message."""
 REPORT, VERDICT, READ = "start/report", "start/verdict", "start/read"
@@ -55,7 +53,7 @@ class Host:
 
 
 class Peers:
-    """The hosts of all ranks, and the board: a store in which ranks report heartbeats and whether they wait.
+    """The hosts of all ranks, and the board: a store to which each rank writes that it is alive, and whether it waits.
 
     `hosts` are in rank order. They are empty, and `board` is None, until they are known.
     """
@@ -63,68 +61,50 @@ class Peers:
     def __init__(self, hosts: Sequence[Host] = (), board: Store | None = None) -> None:
         self.hosts = hosts
         self.board = board
-        # A connection to the board with a short timeout. None before the first request, and after a request that timed
-        # out, because its late answer would be read as the answer to the next request.
-        self._line: Store | None = None
-        self._asking: threading.Thread | None = None
-        # Held during a request, since two threads make requests.
-        self._lock = threading.Lock()
 
-    def open_board(self, store: Store) -> None:
-        """Use the store of the start-up as the board."""
-        self.board = store
-        self._ask(lambda board: board.append(WAITING, ""))
-
-    def say_waiting(self, rank: int, waiting: bool) -> None:
-        """Record that a rank started to wait for others, or stopped."""
-        self._ask(lambda board: board.append(WAITING, f"{rank if waiting else ~rank} "))
-
-    def beat(self, rank: int, iteration: int) -> None:
-        """Record that a rank is alive after a step."""
-        now = datetime.now(UTC)
-        self._ask(lambda board: board.set(f"beat/{rank}", f"{now:%H:%M:%S} UTC after iteration {iteration}"))
+    def beat(self, rank: int, iteration: int, waits: bool = False) -> None:
+        """Record that a rank is alive after a step, and whether it waits for others."""
+        beat = f"{int(waits)}{datetime.now(UTC):%H:%M:%S} UTC after iteration {iteration}"
+        self._ask(lambda board: board.set(f"beat/{rank}", beat))
 
     def last_beats(self, ranks: Iterable[int]) -> str:
         """Return the last heartbeats, by the ranks' own clocks: `rank 3: 12:00:05 UTC after iteration 7`."""
         shown = sorted(ranks)[:MOST_HOSTS]
-        # `multi_get` respects the time limit; a check whether a key exists does not.
-        beats = self._ask(lambda board: board.multi_get([f"beat/{rank}" for rank in shown]))
-        return ", ".join(f"rank {rank}: {beat.decode()}" for rank, beat in zip(shown, beats or (), strict=False))
-
-    def _ask(self, question: Callable[[Any], Any]) -> Any:
-        """Return the board's answer, or None if there is none in time.
-
-        The store's own timeout does not work when the serving process is stopped: after the timeout the client waits,
-        without limit, for confirmation that it cancelled its request. So each request runs in a thread. After a
-        timeout the next request uses a new connection, and there is no new request while a thread still waits.
-        """
-        answers: list[Any] = []
-
-        def ask(board: Any, line: Any) -> None:
-            with contextlib.suppress(dist.DistError):
-                if line is None:
-                    line = board.clone()
-                    line.set_timeout(timedelta(seconds=BOARD_SECONDS))
-                answers.append((line, question(line)))
-
-        with self._lock:
-            if self.board is None or (self._asking is not None and self._asking.is_alive()):
-                return None
-            self._asking = threading.Thread(target=ask, args=(self.board, self._line), name="board", daemon=True)
-            self._asking.start()
-            self._asking.join(BOARD_SECONDS)
-            self._line, answer = answers[0] if answers else (None, None)
-            return answer
+        return ", ".join(f"rank {rank}: {beat[1:]}" for rank, beat in zip(shown, self._beats(shown), strict=False))
 
     def silent(self, ranks: Sequence[int]) -> list[int]:
         """Return the ranks that did not record that they wait; rank 0, the server of the board, if it is silent."""
         if self.board is None:
             return list(ranks)
-        answer = self._ask(lambda board: board.get(WAITING))
-        if answer is None:
-            return [rank for rank in ranks if rank == 0]
-        is_waiting = {max(note, ~note): note >= 0 for note in map(int, answer.split())}
-        return [rank for rank in ranks if not is_waiting.get(rank, False)]
+        beats = self._beats(ranks)
+        return (
+            [rank for rank, beat in zip(ranks, beats, strict=True) if beat[0] == "0"] if beats else [0] * (0 in ranks)
+        )
+
+    def _beats(self, ranks: Sequence[int]) -> list[str]:
+        # `multi_get` respects the time limit; a check whether a key exists does not.
+        beats = self._ask(lambda board: board.multi_get([f"beat/{rank}" for rank in ranks])) if ranks else None
+        return [beat.decode() for beat in beats or ()]
+
+    def _ask(self, question: Callable[[Any], Any]) -> Any:
+        """Return the board's answer, or None if there is none in time.
+
+        The store's own timeout does not work when the serving process is stopped: after the timeout the client waits,
+        without limit, for confirmation that it cancelled its request. So each request has a thread and a connection.
+        """
+        answers: list[Any] = []
+
+        def ask(board: Any) -> None:
+            with contextlib.suppress(dist.DistError):
+                line = board.clone()
+                line.set_timeout(timedelta(seconds=BOARD_SECONDS))
+                answers.append(question(line))
+
+        if self.board is not None:
+            asking = threading.Thread(target=ask, args=(self.board,), name="board", daemon=True)
+            asking.start()
+            asking.join(BOARD_SECONDS)
+        return answers[0] if answers else None
 
     def describe(self, ranks: Iterable[int]) -> str:
         """Format ranks with their hosts: `ranks 0-3 on node-a (10.0.0.1), rank 6 on node-b (10.0.0.2)`."""

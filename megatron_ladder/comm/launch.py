@@ -140,7 +140,7 @@ def start_process_group(
     hosts = agree(store, place.rank, place.world_size, RankReport(host, settings or {}), timeout)
     if peers is not None:
         peers.hosts = hosts
-        peers.open_board(store)
+        peers.board = store
         peers.beat(place.rank, 0)
     _choose_interface(host, hosts)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:

@@ -188,7 +188,7 @@ class HangWatch:
         self._rank = dist.get_rank()
         self._stepped = False
         self._progress = time.monotonic()
-        self._reported = False
+        self._reported = self._waits = False
         self._worker = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hang watch", daemon=True)
@@ -230,22 +230,21 @@ class HangWatch:
         while not self._stop.wait(min(1.0, self._running.total_seconds() / 20)):
             limit, now = self._limit.total_seconds(), time.monotonic()
             if now - self._last_beat > BEAT_SECONDS:
-                self._last_beat = now
-                self._peers.beat(self._rank, self._iteration)
+                self._beat(now)
             if (latest := _launches()) != launches:
                 launches, self._progress = latest, now
             silent = now - self._progress
             if silent < limit * REPORT_AT:
                 if self._reported:
-                    self._reported = False
-                    self._peers.say_waiting(self._rank, False)
+                    self._reported = self._waits = False
+                    self._beat(now)
                 continue
             if not self._reported:
                 self._reported = True
                 # A rank in no collective is the one that others wait for, so it does not report that it waits.
-                waits = _awaited_peer(self._worker) is not None
-                if waits or not all(one.finished for one in _recorded_collectives()):
-                    self._peers.say_waiting(self._rank, True)
+                is_in_collective = not all(one.finished for one in _recorded_collectives())
+                self._waits = is_in_collective or _awaited_peer(self._worker) is not None
+                self._beat(now)
                 self._report(silent)
             peer = _awaited_peer(self._worker)
             if silent >= limit * END_AT and peer is not None:
@@ -253,6 +252,10 @@ class HangWatch:
                 error = LostPeerError(f"{describe_lost(lost, self._peers)}: no message for {silent:.0f} s", lost)
                 self._on_loss(error)
                 fail(error)
+
+    def _beat(self, now: float) -> None:
+        self._last_beat = now
+        self._peers.beat(self._rank, self._iteration, self._waits)
 
     def _report(self, seconds: float) -> None:
         with tempfile.TemporaryFile("w+") as file:

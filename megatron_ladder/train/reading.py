@@ -19,7 +19,6 @@ from megatron_ladder.data.streaming import (
     positions_of,
     skipped_of,
 )
-from megatron_ladder.errors import UserError
 from megatron_ladder.train.inputs import RunInputs, describe_data
 from megatron_ladder.train.log import print_if_possible
 from megatron_ladder.train.setup import Trainer
@@ -62,22 +61,15 @@ class TextStreams:
             return None
         return {"plan": self._plan.cut()} | self._batches.reader_state
 
-    def load_state_dict(self, states: list[Any]) -> None:
-        """Restore the states of any number of ranks, unless the input is divided differently now."""
-        plan = self._plan.cut()
-        if all({**state["plan"]} == plan for state in states):
-            self._positions, self._skipped = positions_of(states), skipped_of(states)
-
     def resume(self, manifest: Mapping[str, Any]) -> None:
-        """Restore the states in a checkpoint, unless its data differs, for which positions are meaningless."""
-        found = describe_data(self._inputs.sources, self._inputs.tokenizer, self._plan)
-        # The oldest manifests have no states.
-        if "data_streams" in manifest and not data_changes(manifest.get("data", {}), found):
-            try:
-                self.load_state_dict(manifest["data_streams"])
-            except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-                text = f"data_streams in the manifest of the checkpoint cannot be read ({error!r})"
-                raise UserError(f"--load: {text}: load another checkpoint") from None
+        """Restore the positions of any number of ranks in a checkpoint, unless its data or their division differs."""
+        found, states = (
+            describe_data(self._inputs.sources, self._inputs.tokenizer, self._plan),
+            manifest["data_streams"],
+        )
+        cuts = (state["plan"] for state in states)
+        if not data_changes(manifest["data"], found) and all(cut == self._plan.cut() for cut in cuts):
+            self._positions, self._skipped = positions_of(states), skipped_of(states)
 
     def batches(self, consumed_samples: int) -> GlobalBatchLoader:
         """Return this rank's batches, starting at the restored position."""

@@ -1,6 +1,5 @@
 """Starts a run: joins the other processes, compares settings with theirs, and builds what a step needs."""
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -20,7 +19,7 @@ from megatron_ladder.comm.agreement import Peers
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.launch import RankInfo, start_process_group
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.config.run import SECTIONS, RunConfig
+from megatron_ladder.config.run import RunConfig
 from megatron_ladder.engine.build import build_engine, build_mesh, build_model, start_deepspeed
 from megatron_ladder.engine.deepspeed_json import read_deepspeed_config
 from megatron_ladder.engine.engine import Engine
@@ -119,12 +118,7 @@ def _check_shared(save: Path, world: CommGroup) -> None:
 def _shared_settings(inputs: RunInputs, place: RankInfo) -> dict[str, Any]:
     """Return all settings that must be equal on every process, JSON-able, by the names that users know."""
     run = inputs.run
-    fields = [field for section in SECTIONS for field in dataclasses.fields(section)]
-    flags = {field.name: flag_name("no_" + field.name if field.default is True else field.name) for field in fields}
-    sections = (section for section in run.to_dict().values() if isinstance(section, dict))
-    values = {name: value for section in sections for name, value in section.items()}
-    # Every process has a different local rank.
-    settings = {flags.get(name, name): value for name, value in values.items() if name != "local_rank"}
+    settings = {flag_name(name): value for name, value in inputs.values.items()}
     if run.parallel.deepspeed_config is not None:
         given = read_deepspeed_config(run.parallel.deepspeed_config)
         settings |= {f"--deepspeed_config: {key}": value for key, value in given.items()}

@@ -8,7 +8,7 @@ from megatron_ladder.data.batches import MicroBatch
 from megatron_ladder.data.loader import Sources
 from megatron_ladder.data.streaming import StreamPlan, find_input
 from megatron_ladder.data.tokenizers import NullTokenizer
-from megatron_ladder.train.inputs import RunInputs
+from megatron_ladder.train.inputs import RunInputs, describe_data
 from megatron_ladder.train.reading import TextStreams
 from tests.helpers.pool import GlooPools
 from tests.helpers.training import build_trainer_here
@@ -29,7 +29,8 @@ def read(argv: list[str], path: str, steps: int, consumed: int, states: list[Any
     )
     streams = TextStreams(trainer, inputs, plan)
     if states:
-        streams.load_state_dict(states)
+        data = describe_data(inputs.sources, tokenizer, plan)
+        streams.resume({"data": data, "data_streams": states})
     batches = streams.batches(consumed)
     rows = [rows_of(next(batches)) for _ in range(steps)]
     batches.close()

@@ -1,6 +1,7 @@
 """The checks at start-up, with ranks as threads around one store."""
 
 import json
+import re
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -119,11 +120,10 @@ def test_ranks_that_do_not_report_waiting_are_silent() -> None:
     peers = Peers(HOSTS)
     assert peers.silent([1, 2, 3]) == [1, 2, 3]
     peers.board = HashStore()
-    peers.board.append(agreement.WAITING, "")
-    assert peers.silent([1, 2, 3]) == [1, 2, 3]
-    for rank, waiting in ((0, True), (1, True), (3, True), (3, False), (2, True), (0, False)):
-        peers.say_waiting(rank, waiting)
+    for rank, waits in ((0, True), (1, True), (3, True), (3, False), (2, True), (0, False)):
+        peers.beat(rank, 7, waits)
     assert peers.silent([0, 1, 2, 3]) == [0, 3]
+    assert re.fullmatch(r"rank 2: \d\d:\d\d:\d\d UTC after iteration 7", peers.last_beats([2]))
 
 
 def test_a_board_that_does_not_answer_means_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,10 +135,8 @@ def test_a_board_that_does_not_answer_means_rank_0(monkeypatch: pytest.MonkeyPat
 def test_if_all_partners_wait_another_rank_is_lost() -> None:
     """Groups are (0, 2) and (1, 3), and rank 3 is stopped: rank 0 waits for rank 2, which waits for rank 3."""
     peers = Peers([*HOSTS], HashStore())
-    assert peers.board is not None
-    peers.board.append(agreement.WAITING, "")
-    for rank in (1, 2):
-        peers.say_waiting(rank, True)
+    for rank in range(4):
+        peers.beat(rank, 7, rank in (1, 2))
     assert _silent_ranks([2], peers) == [3] and _silent_ranks([3], peers) == [3]
-    peers.say_waiting(3, True)
+    peers.beat(3, 7, True)
     assert _silent_ranks([2], peers) == [2], "all wait, so all partners are returned"

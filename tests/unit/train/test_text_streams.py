@@ -3,12 +3,9 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
-import pytest
-
 from megatron_ladder.data.loader import Sources
 from megatron_ladder.data.streaming import StreamPlan, StreamPosition, find_input
 from megatron_ladder.data.tokenizers import NullTokenizer
-from megatron_ladder.errors import UserError
 from megatron_ladder.train.inputs import RunInputs, describe_data
 from megatron_ladder.train.reading import TextStreams
 
@@ -43,7 +40,3 @@ def test_positions_of_other_data_are_ignored(tmp_path: Path) -> None:
     another_tokenizer, _ = streams_of(plan, vocab_size=101)
     another_tokenizer.resume(manifest)
     assert other._positions == {} == another_tokenizer._positions
-
-    for states in ([{}], [{"plan": 5}], [state | {"positions": {"0": ["a"]}}], [state | {"positions": 5}]):
-        with pytest.raises(UserError, match="data_streams in the manifest of the checkpoint cannot be read"):
-            streams.resume(manifest | {"data_streams": states})
