@@ -80,23 +80,23 @@ class Row(NamedTuple):
     """Multiple of a sub-block's time; None for the real interconnect."""
     alpha_seconds: float
     wiring: str
-    times: Sequence[Pass]
-    standard: Sequence[Pass]
-    no_comm: Sequence[Pass] | None
+    times: Mapping[str, Sequence[Pass]]
+    """Of every wiring."""
     all_reduces: int
 
     def ratios(self) -> list[float]:
         """Return standard / this wiring in each round."""
-        return [slow.forward / fast.forward for slow, fast in zip(self.standard, self.times, strict=True)]
+        pairs = zip(self.times["standard"], self.times[self.wiring], strict=True)
+        return [slow.forward / fast.forward for slow, fast in pairs]
 
     def cells(self) -> list[str]:
         """Return the cells of this row below `TABLE_HEAD`."""
-        ratios = self.ratios()
-        forward = statistics.median(one.forward for one in self.times)
-        outside = statistics.median(one.step - one.forward for one in self.times)
+        ratios, times = self.ratios(), self.times[self.wiring]
+        forward = statistics.median(one.forward for one in times)
+        outside = statistics.median(one.step - one.forward for one in times)
         no_comm = wire = all_reduce = ""
-        if self.no_comm is not None and self.alpha is not None:
-            pairs = zip(self.no_comm, self.times, strict=True)
+        if self.alpha is not None:
+            pairs = zip(self.times[NO_COMM], times, strict=True)
             no_comm = f"{statistics.median(bound.forward / one.forward for bound, one in pairs):.2f}"
             wire = f"{self.all_reduces * self.alpha_seconds / forward:.2f}" if self.all_reduces else ""
             all_reduce = f"{self.alpha:g}c = {1e3 * self.alpha_seconds:.2f} ms"
@@ -170,8 +170,13 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--intermediate", type=int, default=2816, help="width of the MLP; by default both sub-blocks cost the same")
     add("--experts", type=int, default=0, help="routed experts of every layer, instead of its MLP; 0 for dense layers")
     add("--topk", type=int, default=2, help="experts of a token")
-    add("--expert-intermediate", type=int, default=704, help="width of an expert")
-    add("--shared-intermediate", type=int, default=704, help="width of the shared expert; 0 for none")
+    add("--expert-intermediate", type=int, default=1024, help="width of an expert")
+    add(
+        "--shared-intermediate",
+        type=int,
+        default=768,
+        help="width of the shared expert; 0 for none; by default all experts of a token cost the same as attention",
+    )
     add("--heads", type=int, default=16, help="attention heads")
     add("--kv-heads", type=int, default=16, help="key-value heads")
     add("--vocab", type=int, default=4096, help="vocabulary size")
@@ -409,17 +414,7 @@ def measure_emulated(options: argparse.Namespace, mode: str) -> Iterator[Row]:
             link.set_wire(seconds, 0.0)
             times = measure(case, list(ways))
             for name in ways:
-                yield Row(
-                    mode,
-                    case,
-                    alpha,
-                    seconds,
-                    name,
-                    times[name],
-                    times["standard"],
-                    times[NO_COMM],
-                    all_reduces.get(name, 0),
-                )
+                yield Row(mode, case, alpha, seconds, name, times, all_reduces.get(name, 0))
     link.close()
     engine.close()
 
@@ -433,8 +428,8 @@ def measure_real(options: argparse.Namespace, mode: str) -> Iterator[Row]:
             found[wiring] = [engine.run(case) for _ in range(1 + options.rounds)][1:]
         engine.close()
     for case, found in times.items():
-        for wiring, passes in found.items():
-            yield Row(mode, case, None, 0.0, wiring, passes, found["standard"], None, 0)
+        for wiring in found:
+            yield Row(mode, case, None, 0.0, wiring, found, 0)
 
 
 def main(argv: Sequence[str]) -> int:

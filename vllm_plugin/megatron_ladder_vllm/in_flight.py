@@ -1,17 +1,20 @@
 """All-reduces that run while the next sub-block computes.
 
-Two operations, in eager mode and in compiled graphs alike:
+Three operations, of which compiled graphs contain the last as well:
 
     ladder::start(partial, latest, group) -> buffer         launch the sum of `partial` over the ranks
     ladder::wait(buffer, partial, latest, group)            wait for it
+    ladder::hold(reading, latest)                           nothing
 
 A wait is declared to write the buffer: no reader is scheduled before it, and the sum is not copied. A compiler could
 only save the old contents of a buffer for a later reader, and there is none; the wait of a copy would be an error.
-Some arguments are not read. They exist because a graph has no other dependencies:
+Some arguments are not read. They exist because a graph has no other dependencies, and inductor would compute before a
+launch what should hide it:
 
-* `latest` is the buffer of the preceding launch or wait, if there is one. Every scheduler therefore keeps the order of
-  all launches and waits. It matters to launches, too: with a staleness of 2, the first three sub-blocks read the same
-  residual stream, and inductor would compute and launch them in any order.
+* `latest` is the buffer of the preceding launch or wait, or an output computed since then that waits for its launch.
+  Every scheduler therefore keeps the order of all launches and waits, and none waits before such an output.
+* `reading` is declared to be written by the hold. A sub-block whose input arrived before the latest launch, as that of
+  the routed experts in farskip, is therefore not computed before it.
 * `partial` of a wait stays allocated until then, since another stream reads it.
 """
 
@@ -121,17 +124,18 @@ def _wait(buffer: Tensor, partial: Tensor, latest: Tensor, group: str) -> None:
     _by_group[group].wait(buffer)
 
 
+def _hold(reading: Tensor, latest: Tensor) -> None:
+    return None
+
+
 def _start_shape(partial: Tensor, latest: Tensor | None, group: str) -> Tensor:
     return torch.empty_like(partial, memory_format=torch.contiguous_format)
 
 
-def _wait_shape(buffer: Tensor, partial: Tensor, latest: Tensor, group: str) -> None:
-    return None
-
-
 _library = torch.library.Library("ladder", "DEF")
 direct_register_custom_op("start", _start, fake_impl=_start_shape, target_lib=_library)
-direct_register_custom_op("wait", _wait, mutates_args=["buffer"], fake_impl=_wait_shape, target_lib=_library)
+direct_register_custom_op("wait", _wait, mutates_args=["buffer"], fake_impl=lambda *_: None, target_lib=_library)
+direct_register_custom_op("hold", _hold, mutates_args=["reading"], fake_impl=lambda *_: None, target_lib=_library)
 
 
 class Pending(NamedTuple):
@@ -157,6 +161,7 @@ class PendingOutputs:
         self._launched = 0
         self._joining: Tensor | None = None
         self._latest: Tensor | None = None
+        self._launched_last = False
 
     def arriving(self, missing: Collection[int]) -> list[int]:
         """Return the outputs that a sub-block sees which misses these, counted back from the newest."""
@@ -169,13 +174,19 @@ class PendingOutputs:
             partial = self._joining + partial
         self._joining = partial if joins_next else None
         if joins_next:
+            self._latest = partial
             return
         output = Pending(partial, None)
         if self._all_reduces is not None:
             buffer = torch.ops.ladder.start(partial, self._latest, self._all_reduces.name)
             output = Pending(buffer, partial)
-            self._latest = buffer
+            self._latest, self._launched_last = buffer, True
         self._pending[self._launched - 1] = output
+
+    def hold(self, reading: Tensor) -> None:
+        """Let what a sub-block computes from its normed stream come after the latest launch in a compiled graph."""
+        if self._launched_last and torch.compiler.is_compiling():
+            torch.ops.ladder.hold(reading, self._latest)
 
     def add_own_parts(self, stream: Tensor) -> Tensor:
         """Return the sum of the stream and this rank's parts of all outputs."""
@@ -190,5 +201,5 @@ class PendingOutputs:
         if partial is None:
             return buffer
         torch.ops.ladder.wait(buffer, partial, self._latest, self._all_reduces.name)
-        self._latest = buffer
+        self._latest, self._launched_last = buffer, False
         return buffer

@@ -287,6 +287,7 @@ class LadderDecoderLayer(nn.Module):
             if not sub_block.shares_reading:
                 norm = getattr(self, norm_name(sub_block.kind))
                 normed, stream = read_stream(norm, stream, pending, sub_block.missing, self.reads_own_parts)
+            pending.hold(normed)
             parts = [self.branch(name, positions, normed) for name in self.branches(sub_block)]
             partial = sum(parts[1:], parts[0])
             pending.launch(partial, sub_block.joins_next)

@@ -5,12 +5,13 @@ Each builds one engine. Results are plain values, so that nothing keeps an engin
 
 import gc
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 from vllm import LLM, SamplingParams, envs
-from vllm.distributed import get_tp_group
 from vllm.distributed.parallel_state import destroy_model_parallel
 from vllm.lora.request import LoRARequest
 
@@ -93,74 +94,50 @@ def quantised_tokens(folder: Path) -> tuple[list[list[int]], set[str]]:
     return continued(llm, make_prompts())[0], found
 
 
-class RecordingTransport:
-    """Records launches as `s` and waits as `w`, each with its number in the forward pass."""
-
-    def __init__(self, inner: Any, log: list[str]) -> None:
-        self._inner = inner
-        self._log = log
-        self._launched = 0
-
-    def restart(self) -> None:
-        self._launched = 0
-
-    def start(self, partial: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        buffer, work = self._inner.start(partial)
-        number = self._launched
-        self._launched += 1
-        self._log.append(f"s{number}")
-        return buffer, _RecordingWork(work, self._log, number)
+OPERATIONS = {
+    "_C::shm_allreduce": "r",
+    "_C::onednn_mm": "m",
+    "_C::cpu_fused_moe": "e",
+    "vllm::unified_attention_with_output": "a",
+}
+"""Name in the profiler -> letter: vLLM's own all-reduce, products, routed experts, attention."""
 
 
-class _RecordingWork:
-    def __init__(self, inner: Any, log: list[str], number: int) -> None:
-        self._inner = inner
-        self._log = log
-        self._number = number
+def recorded_passes(folder: Path, options: dict[str, Any]) -> tuple[list[list[int]], list[str]]:
+    """Continue all prompts; return the tokens, and what each forward pass of the layers ran in order.
 
-    def wait(self) -> None:
-        self._log.append(f"w{self._number}")
-        self._inner.wait()
-
-
-def communication(folder: Path, options: dict[str, Any]) -> tuple[list[list[int]], list[str]]:
-    """Continue all prompts; return the tokens and the communication of each forward pass in order.
-
-    vLLM's own all-reduces are recorded as `r`, and its gathers as `g`.
+    Operations are recorded by their letters, launches as `s` and waits as `w`, each with the number of its launch.
     """
     llm = build(folder, **options)
-    log: list[str] = []
-    group = get_tp_group()
-
-    def recorded(name: str, letter: str) -> Any:
-        call = getattr(group, name)
-
-        def record(*args: Any, **kwargs: Any) -> Any:
-            log.append(letter)
-            return call(*args, **kwargs)
-
-        return record
+    addresses: list[int] = []
 
     def record_all(model: torch.nn.Module) -> None:
-        transport = RecordingTransport(model.model.all_reduces.transport, log)
-        model.model.all_reduces.transport = transport
+        reduces = model.model.all_reduces
+        launch, wait_for = reduces.start, reduces.wait
 
-        def begin(*_: Any) -> None:
-            transport.restart()
-            log.append("|")
+        def start(partial: torch.Tensor) -> torch.Tensor:
+            with record_function(f"s{len(addresses)}"):
+                buffer = launch(partial)
+            addresses.append(buffer.data_ptr())
+            return buffer
 
-        model.register_forward_pre_hook(begin)
+        def wait(buffer: torch.Tensor) -> None:
+            # The newest launch with this memory.
+            number = max(index for index, address in enumerate(addresses) if address == buffer.data_ptr())
+            with record_function(f"w{number}"):
+                wait_for(buffer)
+
+        reduces.start, reduces.wait = start, wait
+        model.register_forward_pre_hook(lambda *_: addresses.clear())
 
     llm.apply_model(record_all)
-    replaced = {"_all_reduce_out_place": "r", "all_gather": "g", "gather": "g"}
-    for name, letter in replaced.items():
-        setattr(group, name, recorded(name, letter))
-    try:
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
         found, _ = continued(llm, make_prompts())
-    finally:
-        for name in replaced:
-            delattr(group, name)
-    return found, [steps.strip() for steps in " ".join(log).split("|")[1:]]
+    events = sorted(recorded.events(), key=lambda event: event.time_range.start)
+    names = (OPERATIONS.get(event.name, event.name) for event in events)
+    steps = " ".join(name for name in names if re.fullmatch(r"[rmea]|[sw]\d+", name))
+    # A pass begins with the all-reduce of the embedding, and the last product is the head's.
+    return found, [part.rsplit("m", 1)[0] for part in steps.split("r")[1:]]
 
 
 def logits(folder: Path, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
