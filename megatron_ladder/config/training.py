@@ -64,7 +64,7 @@ class TrainingConfig:
         "auto",
         excludes=(
             *("--zero-stage 0", "--zero-stage 2", "--zero-stage 3", "--offload-optimizer"),
-            *("--pipeline-model-parallel-size", "--reset-attention-mask", "--num-experts", "--profile"),
+            *("--pipeline-model-parallel-size", "--reset-attention-mask", "--profile"),
         ),
     )
     """Capture forward and backward of a micro-batch as CUDA graphs and replay them, so that the host does not launch

@@ -23,6 +23,8 @@ from megatron_ladder.engine.graph import CapturedPasses
 from megatron_ladder.engine.muon import MuonWithAdamW
 from megatron_ladder.engine.optimizer import build_optimizer, parameter_groups
 from megatron_ladder.engine.sharded import ShardedOptimizer
+from megatron_ladder.errors import UserError
+from megatron_ladder.model.experts import waits_for_choices
 from megatron_ladder.model.language_model import Distillation, LanguageModel
 from megatron_ladder.model.operations import ExpertOptions, Operations, select_operations
 from megatron_ladder.model.stack import StackOptions
@@ -165,7 +167,13 @@ def build_engine(
         sharded.optimizer = optimizer
     engine = kind(model, sharded or optimizer, config, mesh, device)
     graphs = run.training.cuda_graph
-    excluded = mesh.pipeline.size > 1 or run.data.reset_attention_mask or run.model.num_experts or run.profile.profile
+    waits = device.type == "cuda" and waits_for_choices(model)
+    if graphs == "true" and waits:
+        raise UserError(
+            "--cuda-graph: the host would wait for the choice of experts: this needs --bf16, hidden sizes and widths of "
+            "experts on a rank that are multiples of 8, and a GPU of compute capability 9.0 or more; or leave it out"
+        )
+    excluded = waits or mesh.pipeline.size > 1 or run.data.reset_attention_mask or run.profile.profile
     if graphs == "auto" and excluded:
         graphs = "false"
     if sharded is not None and device.type == "cuda" and graphs != "false":

@@ -43,6 +43,7 @@ from megatron_ladder.generate.options import (
 from megatron_ladder.generate.prompts import Prompt, PromptEncoder, check_characters, prompt_errors, read_prompts
 from megatron_ladder.generate.requests import Generation, GenerationRequest, NewToken
 from megatron_ladder.generate.sampling import SamplingParameters, request_seed
+from megatron_ladder.model.experts import waits_for_choices
 from megatron_ladder.model.operations import require_compiler
 
 _TIMEOUT_MINUTES = 60.0
@@ -127,7 +128,7 @@ def build_engine(rank_info: RankInfo, options: ModelOptions, stored: StoredModel
         kind = f"{config.residual_mode}, {config.num_layers} layers, {dtype_name} on {device.type}"
         loaded = f"tensor parallel {ranks}, loaded in {time.monotonic() - begun:.1f} s"
         print(f"{stored.directory}: {kind}, {loaded}", file=sys.stderr, flush=True)
-    captures = options.cuda_graph and device.type == "cuda"
+    captures = options.cuda_graph and device.type == "cuda" and not waits_for_choices(model)
     return GenerationEngine(model, mesh, stored.tokenizer, CudaStepGraph if captures else None)
 
 

@@ -26,7 +26,7 @@ from megatron_ladder.comm.regions import copy_to_tensor_parallel_region
 from megatron_ladder.model.bodies import MLP, Attention, Body
 from megatron_ladder.model.operations import BALANCING_LOSS, ROUTER_Z_LOSS, BuildContext
 from megatron_ladder.model.sub_block import BodyOutput, SequenceContext
-from megatron_ladder.parallel.grouped import SortedRows, expert_inputs, grouped_linear
+from megatron_ladder.parallel.grouped import SortedRows, expert_inputs, grouped_linear, reads_on_host
 from megatron_ladder.parallel.input_gradient import InputGradient, wide_linear
 from megatron_ladder.parallel.layout import ParallelModule
 from megatron_ladder.parallel.partial_gradients import sum_gradient
@@ -176,6 +176,11 @@ class Experts(Body):
         others = [body(normed, context, input_gradient, leave_unreduced).in_flight.partial for body in self.beside]
         partial = functools.reduce(torch.add, others, routed.in_flight.partial)
         return routed._replace(in_flight=_launch(partial, self.group, launch))
+
+
+def waits_for_choices(model: nn.Module) -> bool:
+    """Whether the host waits in a pass on CUDA until experts are chosen, so that no graph can contain it."""
+    return any(reads_on_host(module.gate) for module in model.modules() if isinstance(module, _ExpertMatrices))
 
 
 def _launch(partial: Tensor, group: CommGroup, launch: Launch | None) -> InFlight:

@@ -65,6 +65,15 @@ def _is_grouped(*operands: Tensor) -> bool:
     return operands[0].dtype in _GROUPED_DTYPES and rows_fit and not operands[0].is_meta
 
 
+def reads_on_host(weight: Tensor) -> bool:
+    """Whether torch's product on CUDA makes the host wait for the offsets: weight [E, out, in]."""
+    return (
+        weight.dtype != torch.bfloat16
+        or not _is_grouped(weight, weight.transpose(1, 2))
+        or torch.cuda.get_device_capability(weight.device) < (9, 0)
+    )
+
+
 def _multiply(rows: Tensor, matrices: Tensor, sorted_rows: SortedRows) -> Tensor:
     """[n k, in] x [E, in, out] -> [n k, out]."""
     offsets = sorted_rows.offsets

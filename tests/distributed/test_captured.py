@@ -24,6 +24,10 @@ from tests.helpers.steps import RECIPE, Batch, steps_of_batches
 from tests.helpers.training import build_trainer_here, own_batches, weight_pieces
 
 WARM_UP, CAPTURED = 1, 5
+EXPERTS = (
+    "--bf16 --num-experts 8 --moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 16 --moe-aux-loss-coeff 0.05 "
+    "--moe-z-loss-coeff 0.01 --moe-router-enable-expert-bias --moe-router-score-function sigmoid"
+)
 
 
 class RecordedGraph(TorchDispatchMode):
@@ -132,6 +136,8 @@ def check_captured(results: list[list[tuple[list[Any], Pieces]]]) -> None:
         ("--residual-mode ladder --tensor-model-parallel-size 2 --sequence-parallel --bf16", 4),
         ("--residual-mode ladder --lanes 2 --tensor-model-parallel-size 2", 2),
         ("--residual-mode ladder-parallel --bf16 --recompute-granularity full", 1),
+        (f"{EXPERTS} --residual-mode farskip --tensor-model-parallel-size 2 --sequence-parallel", 4),
+        (f"{EXPERTS} --residual-mode ladder --recompute-granularity full --expert-sharding experts", 2),
     ],
 )
 def test_captured_steps_are_bitwise_those_without_graphs(gloo_pools: GlooPools, words: str, micro_batches: int) -> None:

@@ -48,13 +48,12 @@ class Rank:
         self.batch = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
     def faults(self, micro_batches: int) -> list[str]:
-        """Return the faults of two steps without graphs, and of two that replay captured passes, except for experts."""
+        """Return the faults of two steps without graphs, and of two that replay captured passes."""
         passes = CapturedPasses(self.model, self.optimizer, CommGroup.alone(), measures=False)
         with self.checker:
             for _ in range(4):
                 self.model.take_extra_losses()
-                captures = not self.model.config.num_experts
-                if not captures or passes.run([self.batch] * micro_batches, torch.ones(())) is None:
+                if passes.run([self.batch] * micro_batches, torch.ones(())) is None:
                     with self.optimizer.reducing(micro_batches):
                         for _ in range(micro_batches):
                             self.model(*self.batch).backward()
