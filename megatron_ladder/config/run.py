@@ -218,7 +218,7 @@ def _resolve(flags: RunFlags, vocab_size: int, world_size: int, errors: list[str
     model = resolve_model(flags.model, vocab_size, training.seq_length, tensor_parallel, errors)
     errors += _schedule_problems(training, flags.optimizer)
     errors += _layout_problems(training, parallel, model)
-    errors += _deepspeed_problems(flags.optimizer, parallel)
+    errors += _implementation_problems(training, flags.optimizer, parallel)
     errors += _profile_problems(flags.profile, training.train_iters, world_size, flags.logging)
     data_parallel = 1
     if world_size % (tensor_parallel * stages):
@@ -281,17 +281,29 @@ def _layout_problems(training: TrainingConfig, parallel: ParallelConfig, model: 
         yield Problem("--recompute-num-layers", f" {recomputed} is above --num-layers {layers}")
 
 
-def _deepspeed_problems(optimizer: OptimizerConfig, parallel: ParallelConfig) -> Iterator[Problem]:
-    """Reject combinations that DeepSpeed does not support or gets wrong."""
+def _implementation_problems(
+    training: TrainingConfig, optimizer: OptimizerConfig, parallel: ParallelConfig
+) -> Iterator[Problem]:
+    """Reject combinations that DeepSpeed or apex does not support or gets wrong."""
     stage, stages = parallel.zero_stage, parallel.pipeline_model_parallel_size
+    offloads, has_apex = parallel.offload_optimizer != "none", optimizer.optimizer_implementation == "apex"
     if stage in ("2", "3") and stages > 1:
         why = "a stage needs whole gradients over all its micro-batches, so use --zero-stage 0 or 1"
         yield Problem("--zero-stage", f" {stage} with --pipeline-model-parallel-size {stages}: {why}")
-    offloads = parallel.offload_optimizer != "none"
     if optimizer.optimizer == "muon" and (stage == "3" or offloads):
         given = "--offload-optimizer cpu" if offloads else "--zero-stage 3"
         text = f" muon needs whole gradients on the device, not {given}: use --zero-stage 0, 1 or 2"
         yield Problem("--optimizer", text)
+    if training.compile_sub_blocks == "true" and training.norm_implementation == "apex":
+        text = " compiles torch's norm: leave out --norm-implementation apex or --compile-sub-blocks"
+        yield Problem("--compile-sub-blocks", text)
+    if has_apex and optimizer.optimizer == "muon":
+        yield Problem("--optimizer", " muon has no --optimizer-implementation apex: leave it out")
+    elif has_apex and offloads:
+        yield Problem("--optimizer-implementation", " apex needs a GPU, not --offload-optimizer cpu: use torch")
+    elif has_apex and stage == "3":
+        # ZeRO-3 updates its sub-groups one by one, and apex counts each update of a group as a step.
+        yield Problem("--optimizer-implementation", " apex miscounts steps with --zero-stage 3: use torch")
 
 
 def _profile_problems(

@@ -57,9 +57,11 @@ class TrainingConfig:
     (Megatron's selective) is never stored."""
     recompute_num_layers: int | None = flag(None, minimum=0, requires="--recompute-granularity full")
     """Recompute only the first N layers; all layers by default."""
+    norm_implementation: Literal["auto", "torch", "apex"] = "auto"
+    """Implementation of RMSNorm where it is not compiled. auto: apex on CUDA if it is installed."""
     compile_sub_blocks: Literal["auto", "true", "false"] = "auto"
     """Use torch.compile for norms, SwiGLU and rotary embedding; all-reduces overlap as without it. auto: true on CUDA
-    if a compiler and Triton are installed. Without a value: true."""
+    if a compiler and Triton are installed, unless --norm-implementation apex is given. Without a value: true."""
     cuda_graph: Literal["auto", "true", "false"] = flag(
         "auto",
         excludes=(
@@ -117,6 +119,8 @@ class OptimizerConfig:
     muon_scale_mode: Literal["match_rms_adamw", "original"] = flag("match_rms_adamw", requires="--optimizer muon")
     """Scale of the update of a matrix. match_rms_adamw: 0.2 sqrt(max(rows, columns)), for the learning rates of AdamW;
     original: sqrt(max(1, rows / columns)), for rates around 0.02."""
+    optimizer_implementation: Literal["auto", "torch", "apex"] = "auto"
+    """Implementation of AdamW. auto: apex on CUDA if it is installed."""
 
     def completed(self, train_iters: int) -> "OptimizerConfig":
         """Return the same schedule with all parts that its style uses."""

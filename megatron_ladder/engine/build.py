@@ -107,7 +107,7 @@ def build_model(
     """
     training, description = run.training, "given"
     if operations is None:
-        operations, description = select_operations(training.compile_sub_blocks, device)
+        operations, description = select_operations(training.norm_implementation, training.compile_sub_blocks, device)
     layers = partition(run)[mesh.pipeline.rank]
     recompute_layers = min(max(run.recompute_layers - layers.start, 0), len(layers))
     options = StackOptions(run.parallel.tp_overlap, recompute_layers, operations, span=span)
@@ -148,21 +148,24 @@ def build_model(
 def build_engine(
     run: RunConfig, model: LanguageModel, config: dict[str, Any], mesh: ProcessMesh, device: torch.device
 ) -> tuple[Engine, str]:
-    """Return the engine and a description of its optimizer."""
+    """Return the engine and a description of its optimizer; raises UserError for missing apex."""
     kind: type[Engine] = UnpipelinedEngine
     if mesh.pipeline.size > 1:
         # Imported late, because DeepSpeed must not be imported before the process group exists.
         from megatron_ladder.engine.pipeline import PipelinedEngine
 
         kind = PipelinedEngine
-    groups, offload = parameter_groups(model, run.optimizer), run.parallel.offload_optimizer == "cpu"
+    parallel, groups = run.parallel, parameter_groups(model, run.optimizer)
+    offload, apex_counts_steps = parallel.offload_optimizer == "cpu", parallel.zero_stage != "3"
     sharded = None
     if run.shards_optimizer:
         sharded = ShardedOptimizer(
             model, groups, mesh, compute_dtype(run), config["zero_optimization"]["reduce_bucket_size"]
         )
         groups = sharded.groups
-    optimizer, description = build_optimizer(groups, run.optimizer, device, offload, compute_dtype(run))
+    optimizer, description = build_optimizer(
+        groups, run.optimizer, device, offload, apex_counts_steps, compute_dtype(run)
+    )
     if sharded is not None:
         sharded.optimizer = optimizer
     engine = kind(model, sharded or optimizer, config, mesh, device)
@@ -170,8 +173,8 @@ def build_engine(
     waits = device.type == "cuda" and waits_for_choices(model)
     if graphs == "true" and waits:
         raise UserError(
-            "--cuda-graph: the host would wait for the choice of experts: this needs --bf16, hidden sizes and widths of "
-            "experts on a rank that are multiples of 8, and a GPU of compute capability 9.0 or more; or leave it out"
+            "--cuda-graph: the host would wait for the choice of experts: this needs --bf16, a hidden size and "
+            "widths of experts on a rank that are multiples of 8, and a GPU of compute capability 9.0 or more; or leave it out"
         )
     excluded = waits or mesh.pipeline.size > 1 or run.data.reset_attention_mask or run.profile.profile
     if graphs == "auto" and excluded:

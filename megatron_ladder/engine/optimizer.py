@@ -10,7 +10,9 @@ import torch
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.config.training import OptimizerConfig
 from megatron_ladder.engine.muon import ORTHOGONAL, MuonWithAdamW
+from megatron_ladder.errors import UserError
 from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.parallel.apex import find_in_apex
 from megatron_ladder.parallel.layout import whole_shape
 
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
@@ -43,20 +45,38 @@ def build_optimizer(
     config: OptimizerConfig,
     device: torch.device,
     offload: bool = False,
+    apex_counts_steps: bool = True,
     muon_dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.optim.Optimizer, str]:
-    """Return the optimizer and its description.
+    """Return the optimizer and its description; raises UserError if apex was requested, but cannot be used.
 
-    With `offload` torch's fused kernel runs on the host, in one pass over the memory. Muon orthogonalises matrices in
-    `muon_dtype`.
+    With `offload` torch's fused kernel runs on the host, in one pass over the memory. `apex_counts_steps` is False if
+    the engine updates the parts of a group one after another (ZeRO-3): apex has one step count per group, which would
+    grow with every part. Muon orthogonalises matrices in `muon_dtype`.
     """
     settings: dict[str, Any] = dict(lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)
-    settings["fused"] = offload or device.type == "cuda"
+    wanted = config.optimizer_implementation
+    fused = offload or device.type == "cuda"
     if config.optimizer == "muon":
+        optimizer = MuonWithAdamW(groups, config, muon_dtype, fused=fused, **settings)
         name = str(muon_dtype).removeprefix("torch.")
-        optimizer = MuonWithAdamW(groups, config, muon_dtype, **settings)
-        return optimizer, f"AdamW; Muon in {name} for the matrices of the layers"
-    return torch.optim.AdamW(list(groups), **settings), "AdamW, on the host" if offload else "AdamW"
+        return optimizer, f"torch; Muon in {name} for the matrices of the layers"
+    if offload:
+        return torch.optim.AdamW(list(groups), fused=True, **settings), "torch, on the host"
+    if wanted == "torch" or (wanted == "auto" and not (fused and apex_counts_steps)):
+        return torch.optim.AdamW(list(groups), fused=fused, **settings), "torch"
+    fused_adam, reason = find_fused_adam(config, device)
+    if fused_adam is not None:
+        return fused_adam(list(groups), adam_w_mode=True, **settings), "apex FusedAdam"
+    return torch.optim.AdamW(list(groups), fused=fused, **settings), f"torch ({reason})"
+
+
+def find_fused_adam(config: OptimizerConfig, device: torch.device) -> tuple[Any | None, str]:
+    """Return apex's AdamW, or None and the reason; raises UserError if --optimizer-implementation apex requires it."""
+    found, reason = find_in_apex("apex.optimizers", "FusedAdam", "amp_C", device)
+    if found is None and config.optimizer_implementation == "apex":
+        raise UserError(f"--optimizer-implementation apex: {reason}; use --optimizer-implementation torch")
+    return found, reason
 
 
 @dataclass(frozen=True)

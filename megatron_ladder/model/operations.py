@@ -1,6 +1,6 @@
 """The operations between the collectives of a model, as one value that is passed to its modules.
 
-Another implementation (torch.compile, the packed product in `generate/loading.py`) is another
+Another implementation (NVIDIA apex, torch.compile, the packed product in `generate/loading.py`) is another
 `Operations` value. Operations are functions of tensors alone: they start no collective and wait for none, so replacing
 them leaves the order of launches and waits as it is.
 """
@@ -24,6 +24,7 @@ from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.rotary import RotaryTable, apply_rotary
+from megatron_ladder.parallel.apex import find_in_apex
 from megatron_ladder.parallel.linear import LinearFunction, linear
 
 NormFunction = Callable[[Tensor, Tensor, float], Tensor]
@@ -192,12 +193,39 @@ def require_compiler(flag: str, device: torch.device) -> None:
         raise UserError(f"{flag}: {problem}, or leave {flag} out")
 
 
-def select_operations(compiled: Literal["auto", "true", "false"], device: torch.device) -> tuple[Operations, str]:
-    """Return the operations for training, and their description for the log."""
+def select_operations(
+    norm_implementation: Literal["auto", "torch", "apex"],
+    compiled: Literal["auto", "true", "false"],
+    device: torch.device,
+) -> tuple[Operations, str]:
+    """Return the operations for training, and a description of their norm for the log.
+
+    Raise a UserError if apex was requested, but NVIDIA's apex is missing or there is no CUDA device.
+    """
     problem = ""
-    if compiled == "auto" and device.type == "cuda":
+    if compiled == "auto" and device.type == "cuda" and norm_implementation != "apex":
         problem = _compiler_problem(device)
         compiled = "false" if problem else "true"
     if compiled == "true":
         return compile_operations(Operations()), "torch, compiled"
-    return Operations(), f"torch (not compiled: {problem})" if problem else "torch"
+    operations, description = _select_uncompiled(norm_implementation, device)
+    return operations, f"{description} (not compiled: {problem})" if problem else description
+
+
+def _select_uncompiled(
+    norm_implementation: Literal["auto", "torch", "apex"], device: torch.device
+) -> tuple[Operations, str]:
+    if norm_implementation == "torch" or (norm_implementation == "auto" and device.type != "cuda"):
+        return Operations(), "torch"
+    fused, reason = find_in_apex(
+        "apex.normalization.fused_layer_norm", "fused_rms_norm_affine", "fused_layer_norm_cuda", device
+    )
+    if fused is None:
+        if norm_implementation == "apex":
+            raise UserError(f"--norm-implementation apex: {reason}; use --norm-implementation torch")
+        return Operations(), f"torch ({reason})"
+
+    def apex_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        return fused(x, weight, weight.shape, epsilon)
+
+    return with_norm(apex_rms_norm), "apex FusedRMSNorm"

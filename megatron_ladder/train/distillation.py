@@ -104,7 +104,7 @@ def build_distillation(run: RunConfig, teacher: StoredTeacher, mesh: ProcessMesh
     Raises UserError on every rank if any rank cannot read its weights, or finds a damaged file.
     """
     training, config = run.training, teacher.config
-    operations, _ = select_operations(training.compile_sub_blocks, device)
+    operations, _ = select_operations(training.norm_implementation, training.compile_sub_blocks, device)
     replicas = key_value_replicas(config, mesh.tensor.size)
     first = mesh.tensor.rank // replicas * replicas
     frozen_mesh = replace(

@@ -24,10 +24,11 @@ from megatron_ladder.data.tokenizers import (
     load_tokenizer_from_directory,
 )
 from megatron_ladder.engine.deepspeed_json import deepspeed_json
+from megatron_ladder.engine.optimizer import find_fused_adam
 from megatron_ladder.errors import ErrorCollector, Problem, UserError, raise_user_errors, showing_places
 from megatron_ladder.files import output_problem
 from megatron_ladder.flags import flag_name, value_errors
-from megatron_ladder.model.operations import require_compiler
+from megatron_ladder.model.operations import require_compiler, select_operations
 from megatron_ladder.train.curves import check_wandb
 from megatron_ladder.train.distillation import StoredTeacher, find_teacher, open_teacher, teacher_errors
 from megatron_ladder.train.resume import (
@@ -236,6 +237,12 @@ def _load_vocabulary(flags: RunFlags, checkpoint: Checkpoint | None) -> tuple[To
 
 def _check_machine(run: RunConfig, place: RankInfo, errors: ErrorCollector) -> None:
     """Check what the run needs of this machine, and create its output directories: now rather than after hours."""
+    if run.training.norm_implementation == "apex":
+        with errors.collect():
+            select_operations("apex", "false", place.device())
+    if run.optimizer.optimizer_implementation == "apex":
+        with errors.collect():
+            find_fused_adam(run.optimizer, place.device())
     if run.training.compile_sub_blocks == "true":
         with errors.collect():
             require_compiler("--compile-sub-blocks", place.device())

@@ -59,7 +59,8 @@ def banner(trainer: Trainer) -> str:
         f"{training.train_iters:,} steps",
         "FLOPs": f"{flops.training * run.global_batch_size:.3e} a step",
         "overlap": _overlap(run),
-        **trainer.implementations,
+        "norm": trainer.implementations["norm"],
+        "optimizer": f"AdamW by {trainer.implementations['optimizer']}",
     }
     width = max(map(len, rows))
     return "\n".join([f"megatron_ladder {__version__}", *(f"  {name:<{width}}  {rows[name]}" for name in rows)])

@@ -131,7 +131,7 @@ def _shared_settings(inputs: RunInputs, place: RankInfo) -> dict[str, Any]:
     if inputs.teacher is not None:
         settings |= {f"--distill-from: {key}": value for key, value in inputs.teacher.config.to_dict().items()}
     training, device = run.training, place.device()
-    _, norm = select_operations(training.compile_sub_blocks, device)
+    _, norm = select_operations(training.norm_implementation, training.compile_sub_blocks, device)
     return settings | {
         # Ranks with other kernels round differently, so their copies of replicated weights would drift apart.
         "implementation of the norm": norm.partition(" (")[0],

@@ -194,7 +194,7 @@ def test_a_hugging_face_directory_on_four_ranks(tmp_path: Path, gloo_pools: Gloo
 WITHOUT_OPTIONAL_PACKAGES = """
 import runpy, sys
 # Importing torch's compiler takes longer than the rest of the start.
-for module in ("deepspeed", "transformers", "datasets", "tensorboard", "matplotlib", "torch._dynamo"):
+for module in ("deepspeed", "transformers", "datasets", "tensorboard", "apex", "matplotlib", "torch._dynamo"):
     sys.modules[module] = None
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -47,6 +47,7 @@ MAY_IMPORT["cli"] = set(MAY_IMPORT)
 
 HOMES = {
     "deepspeed": ("engine/",),
+    "apex": ("parallel/apex.py",),
     "ladder_lab": (),
     "tools": (),
 }
@@ -180,7 +181,7 @@ def test_imports_run_one_way() -> None:
 
 @pytest.mark.parametrize("module", [PACKAGE, f"{PACKAGE}.errors"])
 def test_importing_the_package_is_light(module: str) -> None:
-    script = f"import sys, {module}; print(sorted({{'torch', 'deepspeed', 'numpy'}} & set(sys.modules)))"
+    script = f"import sys, {module}; print(sorted({{'torch', 'deepspeed', 'apex', 'numpy'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -50,6 +50,8 @@ def test_batches_follow_from_the_layout() -> None:
         ),
         ("--bf16 --zero-stage 0", "--bf16 and --zero-stage 0 exclude each other"),
         ("--offload-optimizer cpu --zero-stage 0", "--offload-optimizer cpu and --zero-stage 0 exclude each other"),
+        ("--optimizer-implementation apex --zero-stage 3", "--optimizer-implementation apex miscounts steps"),
+        ("--optimizer-implementation apex --offload-optimizer cpu", "--optimizer-implementation apex needs a GPU"),
         ("--pipeline-model-parallel-size 2 --zero-stage 2", "--zero-stage 2 with --pipeline-model-parallel-size 2: a"),
         (
             "--pipeline-model-parallel-size 2 --offload-optimizer cpu",
@@ -62,6 +64,7 @@ def test_batches_follow_from_the_layout() -> None:
         ("--rope-low-freq-factor 2 --rope-scaling linear", "factor 2.0 requires --rope-scaling llama3"),
         ("--recompute-num-layers 2", "--recompute-num-layers 2 requires --recompute-granularity full"),
         ("--recompute-granularity full --recompute-num-layers 13", "--recompute-num-layers 13 is above --num-layers"),
+        ("--compile-sub-blocks --norm-implementation apex", "--compile-sub-blocks compiles torch's norm"),
         ("--cuda-graph --zero-stage 2", "--cuda-graph true and --zero-stage 2 exclude each other"),
         ("--cuda-graph --reset-attention-mask", "--cuda-graph true and --reset-attention-mask exclude each other"),
         ("--profile --profile-step-end 9 --profile-dir p", "--profile-step-start 10 and --profile-step-end 9"),

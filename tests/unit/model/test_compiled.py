@@ -113,9 +113,12 @@ def test_sub_blocks_are_compiled_on_cuda_where_that_works(monkeypatch: pytest.Mo
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *given: installed.get(name) or find(name, *given))
     monkeypatch.setattr(sysconfig, "get_path", lambda *given: str(tmp_path))
     (tmp_path / "Python.h").touch()
-    assert select_operations("auto", cpu)[1] == "torch"
-    assert select_operations("auto", cuda)[1] == "torch, compiled"
-    assert select_operations("false", cuda)[1] == "torch"
+    assert select_operations("auto", "auto", cpu)[1] == "torch"
+    assert select_operations("auto", "auto", cuda)[1] == "torch, compiled"
+    assert select_operations("torch", "auto", cuda)[1] == "torch, compiled"
+    assert select_operations("torch", "false", cuda)[1] == "torch"
+    with pytest.raises(UserError, match="--norm-implementation apex"):
+        select_operations("apex", "auto", cuda)
 
     def problem(device: torch.device) -> str:
         with pytest.raises(UserError) as raised:
@@ -127,7 +130,7 @@ def test_sub_blocks_are_compiled_on_cuda_where_that_works(monkeypatch: pytest.Mo
     programs -= {"gcc"}
     require_compiler("--flag", cpu)
     assert problem(cuda) == "no C compiler was found (gcc, clang or $CC): install one"
-    assert select_operations("auto", cuda)[1] == f"torch (not compiled: {problem(cuda)})"
+    assert select_operations("torch", "auto", cuda)[1] == f"torch (not compiled: {problem(cuda)})"
     monkeypatch.setenv("CC", "g++")
     require_compiler("--flag", cuda)
     (tmp_path / "Python.h").unlink()

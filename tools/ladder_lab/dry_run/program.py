@@ -71,10 +71,14 @@ def _unsupported(run: RunConfig) -> Iterator[str]:
 
 
 def _shortened(run: RunConfig) -> RunConfig:
-    """Return the run with no more micro-batches than the first stage needs to hold most of them and release one."""
+    """Return the run with no more micro-batches than the first stage needs to hold most of them and release one.
+
+    The optimizer is torch's, because apex needs a GPU.
+    """
     count = min(run.accumulation_steps, run.parallel.pipeline_model_parallel_size + 1)
     size = count * run.training.micro_batch_size * run.data_parallel_size
-    return replace(run, accumulation_steps=count, global_batch_size=size)
+    optimizer = replace(run.optimizer, optimizer_implementation="torch")
+    return replace(run, accumulation_steps=count, global_batch_size=size, optimizer=optimizer)
 
 
 def _run_ranks(run: RunConfig) -> dict[int, RankRecord]:

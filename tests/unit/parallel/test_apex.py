@@ -1,0 +1,46 @@
+"""NVIDIA's apex is recognised by its contents, not by its name."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from megatron_ladder.config.training import OptimizerConfig
+from megatron_ladder.engine.optimizer import build_optimizer
+from megatron_ladder.errors import UserError
+from megatron_ladder.model.operations import Operations, select_operations
+from megatron_ladder.parallel.apex import find_in_apex
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def unrelated_apex(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installs a stand-in for the unrelated PyPI package apex: it imports, but lacks NVIDIA's modules."""
+    for name in ("apex", "apex.optimizers", "apex.normalization", "apex.normalization.fused_layer_norm"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+
+
+def test_missing_apex_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "apex", None)
+    found, reason = find_in_apex("apex.optimizers", "FusedAdam", "amp_C", CUDA)
+    assert found is None and "not installed" in reason and "unrelated" in reason
+
+
+def test_unrelated_package_is_reported(unrelated_apex: None) -> None:
+    found, reason = find_in_apex("apex.optimizers", "FusedAdam", "amp_C", CUDA)
+    assert found is None and "it is not NVIDIA's" in reason
+    with pytest.raises(UserError, match="--norm-implementation apex: .* not NVIDIA's.*use --norm-implementation torch"):
+        select_operations("apex", "false", CUDA)
+    operations, description = select_operations("auto", "false", CUDA)
+    assert operations == Operations() and "not NVIDIA's" in description
+
+
+def test_apex_is_never_used_on_a_cpu(unrelated_apex: None) -> None:
+    group = [{"params": [torch.nn.Parameter(torch.ones(2))], "weight_decay": 0.1}]
+    optimizer, description = build_optimizer(group, OptimizerConfig(lr=0.1), CPU)
+    assert type(optimizer) is torch.optim.AdamW and description == "torch"
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.95) and optimizer.param_groups[0]["weight_decay"] == 0.1
+    with pytest.raises(UserError, match="CUDA device"):
+        build_optimizer(group, OptimizerConfig(lr=0.1, optimizer_implementation="apex"), CPU)
