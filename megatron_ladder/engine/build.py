@@ -173,8 +173,8 @@ def build_engine(
     waits = device.type == "cuda" and waits_for_choices(model)
     if graphs == "true" and waits:
         raise UserError(
-            "--cuda-graph: the host would wait for the choice of experts: this needs --bf16, a hidden size and "
-            "widths of experts on a rank that are multiples of 8, and a GPU of compute capability 9.0 or more; or leave it out"
+            "--cuda-graph: the host would wait for the choice of experts: leave it out, or use --bf16, a hidden size "
+            "and widths of experts on a rank that are multiples of 8, and a GPU of compute capability 9.0 or more"
         )
     excluded = waits or mesh.pipeline.size > 1 or run.data.reset_attention_mask or run.profile.profile
     if graphs == "auto" and excluded:

@@ -26,7 +26,8 @@ from tests.helpers.training import build_trainer_here, own_batches, weight_piece
 WARM_UP, CAPTURED = 1, 5
 EXPERTS = (
     "--bf16 --num-experts 8 --moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 16 "
-    "--moe-aux-loss-coeff 0.05 --moe-z-loss-coeff 0.01 --moe-router-enable-expert-bias --moe-router-score-function sigmoid"
+    "--moe-aux-loss-coeff 0.05 --moe-z-loss-coeff 0.01 --moe-router-enable-expert-bias "
+    "--moe-router-score-function sigmoid"
 )
 
 

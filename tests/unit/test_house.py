@@ -59,11 +59,11 @@ MOST_LINES_OF_A_FILE = 470
 
 FIRST_FLOOR = ("errors", "files", "processes", "progress", "api", "lm_eval")
 BUDGETS = {
-    f"{PACKAGE}/": 25_290,
+    f"{PACKAGE}/": 25_420,
     " ".join(
         f"{PACKAGE}/{folder}/" for folder in ("blueprint", "comm", "parallel", "model", "engine", "train")
-    ): 10_740,
-    f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_540,
+    ): 10_850,
+    f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_550,
     f"{PACKAGE}/checkpoint/": 2_500,
     f"{PACKAGE}/data/": 4_220,
     f"{PACKAGE}/convert/": 2_530,
@@ -71,10 +71,10 @@ BUDGETS = {
     f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_620,
     "tools/": 6_160,
     "vllm_plugin/": 2_310,
-    "tests/": 27_500,
+    "tests/": 27_560,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
-MOST_WORDS = 31_300
+MOST_WORDS = 31_380
 """Words in README, docs/ and the READMEs of examples/."""
 MOST_FILES_WITH_ONE_IMPORTER = 30
 MOST_REQUIREMENTS, MOST_EXTRAS = 12, 6
