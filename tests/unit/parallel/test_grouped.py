@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ladder.parallel.grouped import SortedRows, expert_inputs, grouped_linear
+from megatron_ladder.parallel.grouped import SortedRows, expert_inputs, grouped_linear, reads_on_host
 
 EXPERTS, TOKENS, CHOICES = 6, 40, 2
 
@@ -68,3 +68,25 @@ def test_products_and_gradients_are_those_of_a_loop(dtype: torch.dtype, hidden: 
     """Widths whose rows are no multiples of 16 bytes, experts without tokens, and a rank with some of the experts."""
     errors = largest_errors(dtype, hidden, width, local, torch.device("cpu"))
     assert len(errors) == 6 and max(errors) <= {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "capability", "waits"),
+    [
+        (torch.bfloat16, (2, 24, 16), (9, 0), False),
+        (torch.bfloat16, (2, 24, 16), (8, 9), True),
+        (torch.bfloat16, (2, 20, 16), (9, 0), True),
+        (torch.bfloat16, (2, 24, 12), (9, 0), True),
+        (torch.float32, (2, 24, 16), (9, 0), True),
+    ],
+)
+def test_products_that_wait_for_the_host_are_not_captured(
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    capability: tuple[int, int],
+    waits: bool,
+) -> None:
+    """torch's own fallback reads the offsets on the host."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert reads_on_host(torch.empty(shape, dtype=dtype)) is waits
