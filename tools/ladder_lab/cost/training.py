@@ -24,7 +24,7 @@ A desync interval is one sub-block with one exposed reduce in each pass: at its 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain, groupby
+from itertools import accumulate, chain
 
 from ladder_lab.cost.links import SubBlockTime, WireModel, backward_seconds, forward_seconds
 from ladder_lab.cost.machines import Machine
@@ -42,8 +42,6 @@ UPDATE_BYTES = 28
 """Bytes that AdamW reads and writes per parameter: gradient, master copy, two moments, and the weight."""
 GATHERED_AGAIN = 1.5
 """Bytes of a sub-block's backward relative to an all-reduce with sequence parallelism: it gathers its input again."""
-FEW, MANY = 4, 8
-"""Numbers of equal layers that are simulated, from which the time of more of them follows."""
 
 
 @dataclass(frozen=True)
@@ -122,15 +120,16 @@ class LayerTime:
         return WireModel(serial=True, contention=self.machine.contention_of(self.stream_bytes))
 
     @cached_property
-    def _walked(self) -> dict[tuple[tuple[tuple[SubBlockTime, ...], int], ...], tuple[float, float]]:
-        """The times of runs of equal layers."""
+    def _passes(self) -> dict[tuple[tuple[SubBlockTime, ...], ...], tuple[float, float]]:
+        """The times of the stages so far; equal ones are simulated once."""
         return {}
 
-    def _walk(self, runs: Sequence[tuple[tuple[SubBlockTime, ...], int]]) -> tuple[float, float]:
-        key = tuple(runs)
-        if key not in self._walked:
-            self._walked[key] = self._simulate([*chain.from_iterable(layer * count for layer, count in runs)])
-        return self._walked[key]
+    def passes(self, layers: range) -> tuple[float, float]:
+        """Return the seconds of forward and backward of a range of layers: computing alone, and with reduces."""
+        key = tuple(self.layers[layers.start : layers.stop])
+        if key not in self._passes:
+            self._passes[key] = self._simulate([*chain.from_iterable(key)])
+        return self._passes[key]
 
     def _simulate(self, steps: Sequence[SubBlockTime]) -> tuple[float, float]:
         compute = sum(step.forward_seconds + step.dgrad_seconds + step.wgrad_seconds for step in steps)
@@ -144,19 +143,6 @@ class LayerTime:
         at_once = interval > 0
         backward = backward_seconds(steps, self.wire, launch_before_wgrad=not at_once, wait_at_once=at_once)
         return compute, forward + backward
-
-    def passes(self, layers: range) -> tuple[float, float]:
-        """Return the seconds of forward and backward of a range of layers: computing alone, and with reduces."""
-        runs = [(layer, len([*equal])) for layer, equal in groupby(self.layers[layers.start : layers.stop])]
-        few = [(layer, min(count, FEW)) for layer, count in runs]
-        compute, total = fewest = self._walk(few)
-        for place, (layer, count) in enumerate(runs):
-            if count > FEW:
-                many = self._walk([*few[:place], (layer, MANY), *few[place + 1 :]])
-                share = (count - FEW) / (MANY - FEW)
-                compute += share * (many[0] - fewest[0])
-                total += share * (many[1] - fewest[1])
-        return compute, total
 
 
 def _one_interval(steps: Sequence[SubBlockTime]) -> SubBlockTime:
