@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from ladder_lab.output import markdown_table, write_json  # noqa: E402
+from ladder_lab.output import write_json  # noqa: E402
 from megatron_ladder.command_line import parse_config  # noqa: E402
 from megatron_ladder.errors import UserError, run_program  # noqa: E402
 from megatron_ladder.flags import flag  # noqa: E402
@@ -61,20 +61,10 @@ def _sub_block_rows(found: "Communication") -> "pd.DataFrame":
 
 
 def _table(found: "Communication") -> str:
-    steps, sub_blocks = _step_rows(found), _sub_block_rows(found)
-    milliseconds = {"in_flight_seconds": "in flight ms", "exposed_seconds": "exposed ms"}
-
-    def texts(row: "pd.Series") -> dict[str, str]:
-        times = {head: f"{1e3 * row[name]:.3f}" for name, head in milliseconds.items()}
-        return {"collectives": f"{row.collectives:g}", **times}
-
-    by_step = [
-        {"step": f"{row.iteration:.0f}", "ms": f"{1e3 * row.seconds:.3f}", **texts(row)}
-        | {"of the step": f"{row.exposed_seconds / row.seconds:.1%}"}
-        for _, row in steps.iterrows()
-    ]
-    by_name = [{"of a step": row["name"], "": row.direction, **texts(row)} for _, row in sub_blocks.iterrows()]
-    return "\n\n".join([COUNTED[found.device], markdown_table(by_step), markdown_table(by_name)])
+    steps = _step_rows(found)
+    steps["exposed_share"] = steps.exposed_seconds / steps.seconds
+    tables = (table.to_string(index=False, float_format="{:.6f}".format) for table in (steps, _sub_block_rows(found)))
+    return "\n\n".join([COUNTED[found.device], *tables])
 
 
 parse_options = functools.partial(

@@ -383,14 +383,12 @@ class Engine:
 
 def measure_emulated(options: argparse.Namespace, mode: str) -> Iterator[Row]:
     """Measure all wirings in one engine, alternately, over the emulated interconnect."""
-    from ladder_lab.link.link import EmulatedLink, LinkSpec
+    from ladder_lab.link.link import EmulatedLink
     from megatron_ladder.comm.group import CommGroup
 
     engine = Engine(options, mode, "standard")
     tp = engine.group
-    link = EmulatedLink(
-        CommGroup(tp.ranks, tp.rank_in_group, tp.cpu_group), LinkSpec(0.0, 0.0, serial=True), spin_seconds=SPIN_SECONDS
-    )
+    link = EmulatedLink(CommGroup(tp.ranks, tp.rank_in_group, tp.cpu_group), spin_seconds=SPIN_SECONDS)
     ways = {name: (name, LinkTransport(link)) for name in ("standard", *options.wirings)}
     ways[NO_COMM] = ("standard", NoTransport())
     all_reduces = {

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ladder_lab.link.link import EmulatedLink, LinkSpec, LinkWork, NoCommGroup
+from ladder_lab.link.link import EmulatedLink, LinkWork, NoCommGroup
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.stack import StackOptions
@@ -79,7 +79,7 @@ def random_traffic(seed: int, count: int, serial: bool) -> tuple[list[Tensor], l
     generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
     tensors, expected, flying = [], [], {}
     timings: dict[int, Timing] = {}
-    with closing(EmulatedLink(everyone(), LinkSpec(20e-6, 1e-10, serial))) as link:
+    with closing(EmulatedLink(everyone(), 20e-6, 1e-10, serial=serial)) as link:
         for number in range(count):
             shape = common.choice([(), (0,), (1,), (7, 3), (1000,), (2, 3, 500), (40_000,)])
             tensor = torch.randn(shape, generator=generator, dtype=torch.float64).to(common.choice(DTYPES))
@@ -113,7 +113,7 @@ def scattered_and_gathered(serial: bool) -> tuple[list[Tensor], list[Tensor], li
     rank, size = dist.get_rank(), dist.get_world_size()
     partial = torch.randn(2 * size, 3, generator=torch.Generator().manual_seed(rank))
     rows = torch.randn(2, 3, generator=torch.Generator().manual_seed(10 + rank))
-    with closing(EmulatedLink(everyone(), LinkSpec(4e-3, 1e-6, serial))) as link:
+    with closing(EmulatedLink(everyone(), 4e-3, 1e-6, serial=serial)) as link:
         (own, scatter), (whole, gather) = link.start_reduce_scatter(partial), link.start_all_gather(rows)
         assert isinstance(scatter, LinkWork) and isinstance(gather, LinkWork)
         gather.wait()
@@ -142,7 +142,7 @@ def loss_and_gradients(alpha_seconds: float | None) -> list[Tensor]:
     mesh = mesh_of(2)
     config = small_model(num_layers=2, residual_mode="ladder", ladder_layers=(0, 1))
     if alpha_seconds is not None:
-        mesh = replace(mesh, tensor=EmulatedLink(mesh.tensor, LinkSpec(alpha_seconds, 0.0, serial=True)))
+        mesh = replace(mesh, tensor=EmulatedLink(mesh.tensor, alpha_seconds))
     model = LanguageModel(config, mesh, StackOptions(), seed=1)
     tokens = torch.arange(24).view(2, 12)
     loss = model(tokens, tokens)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from ladder_lab.bench.exposed import Event, read_events
-from ladder_lab.link.link import EmulatedLink, LinkSpec
+from ladder_lab.link.link import EmulatedLink
 from megatron_ladder.blueprint.model import key_value_replicas
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.symmetric import AllReduceChoice, select_all_reduce
@@ -273,7 +273,7 @@ def traced_steps(argv: list[str], steps: int, alpha_seconds: float, spared: int 
 
     def over_wire(group: CommGroup) -> CommGroup:
         if rank_device().type == "cpu":
-            links.append(EmulatedLink(group, LinkSpec(alpha_seconds, 0.0, True)))
+            links.append(EmulatedLink(group, alpha_seconds))
         return links[0] if links else group
 
     trainer = build_trainer_here(argv, wrap_tensor=over_wire)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ladder_lab.link.link import EmulatedLink, LinkSpec
+from ladder_lab.link.link import EmulatedLink
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.train.step import train_step
 from tests.helpers.pool import RankPool
@@ -46,7 +46,7 @@ def measure(rounds: int = ROUNDS) -> Overlap:
     links: list[EmulatedLink] = []
 
     def emulated(group: CommGroup) -> CommGroup:
-        links.append(EmulatedLink(group, LinkSpec(0.0, 0.0, serial=True), spin_seconds=0.1))
+        links.append(EmulatedLink(group, spin_seconds=0.1))
         return links[0]
 
     trainer = build_trainer_here(ARGV, wrap_data=emulated)

@@ -10,7 +10,7 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ladder_lab.bench.variants import Variant, bound_of
-from ladder_lab.cost.links import SubBlockTime, WireModel, backward_seconds, forward_seconds
+from ladder_lab.cost.links import SubBlockTime, WireModel, backward_seconds, forward_seconds, join_intervals
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import layer_tensors
 from megatron_ladder.blueprint.wiring import SubBlockKind
@@ -98,25 +98,21 @@ class Calibration:
 
     def predict(self, variant: Variant, reduce_seconds: float, wire: WireModel) -> float:
         """Return the seconds of one pass of a variant when every all-reduce takes `reduce_seconds` on the wire."""
-        interval, steps = list[SubBlockSeconds](), list[SubBlockTime]()
+        blocks = []
         for sub_block in itertools.chain(*variant.wiring.of(self.shape, ranks=2).wired_layers):
-            interval.append(self.kinds[sub_block.kind])
-            # A desynchronised interval has one reduce, at its end in forward and at its beginning in backward.
-            if not sub_block.leaves_shared:
-                continue
-            first = interval[0].weight_gradient
-            steps.append(
+            forward, backward, weight_gradient = self.kinds[sub_block.kind]
+            blocks.append(
                 SubBlockTime(
-                    forward_seconds=sum(one.forward for one in interval),
-                    reduce_seconds=reduce_seconds,
-                    missing=sub_block.missing if variant.tp_overlap else (),
-                    dgrad_seconds=sum(one.backward for one in interval) - first,
-                    wgrad_seconds=first,
-                    joins_next=sub_block.joins_next and variant.tp_overlap,
-                    shares_reading=sub_block.shares_reading and variant.tp_overlap,
+                    forward,
+                    reduce_seconds,
+                    sub_block.missing if variant.tp_overlap else (),
+                    backward - weight_gradient,
+                    weight_gradient,
+                    sub_block.joins_next and variant.tp_overlap,
+                    sub_block.shares_reading and variant.tp_overlap,
                 )
             )
-            interval.clear()
+        steps = join_intervals(blocks, variant.wiring.desync_interval)
         total = forward_seconds(steps, wire, head_seconds=self.head)
         if any(one.backward for one in self._layers):
             mirrored = variant.tp_overlap and variant.mirrored_backward and not variant.wiring.desync_interval
@@ -219,8 +215,3 @@ def time_backward(
         seconds = clock.time(functools.partial(torch.matmul, gradient, rows))
         weight_gradient.setdefault(_kind(step), []).append(seconds)
     return {kind: (statistics.median(own), statistics.median(weight_gradient[kind])) for kind, own in backward.items()}
-
-
-def collective_cost(without: Sequence[float], with_reduces: Sequence[float], collectives: int) -> float:
-    """Return the processor's seconds for one collective, from paired times of passes over a wire without latency."""
-    return max(0.0, statistics.median(b - a for a, b in zip(without, with_reduces, strict=True)) / collectives)

@@ -13,7 +13,6 @@ from ladder_lab.bench.calibration import (
     DeviceClock,
     Prediction,
     SubBlockSeconds,
-    collective_cost,
     time_backward,
     time_forward,
 )
@@ -105,7 +104,8 @@ class WiringComparison:
         hideable = len(self.models["standard"].stack.sub_blocks()) * (2 if workload.case == "train" else 1)
         cost = contention = 0.0
         if self.options.device == "cpu":
-            cost = collective_cost(times.seconds["no-comm"], times.seconds["standard"], reduces * workload.units)
+            pairs = zip(times.seconds["no-comm"], times.seconds["standard"], strict=True)
+            cost = max(0.0, statistics.median(b - a for a, b in pairs) / (reduces * workload.units))
         else:
             contention = min(BOUNDED_CONTENTION, gpu_contention(self.message_bytes(workload)))
         serial = self.options.device == "cuda" or self.options.link == "serial"

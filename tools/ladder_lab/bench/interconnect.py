@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from ladder_lab.bench.options import BenchmarkOptions
-from ladder_lab.link.link import EmulatedLink, LinkSpec, NoCommGroup
+from ladder_lab.link.link import EmulatedLink, NoCommGroup
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.launch import RankInfo, start_process_group
@@ -87,8 +87,7 @@ def make_interconnect(options: BenchmarkOptions, shape: ModelConfig, device: tor
     )
     no_comm = NoCommGroup(mesh.tensor)
     if options.device == "cpu":
-        spec = LinkSpec(0.0, 0.0, options.link == "serial")
-        wire = EmulatedLink(mesh.tensor, spec, spin_seconds=SPIN_SECONDS)
+        wire = EmulatedLink(mesh.tensor, serial=options.link == "serial", spin_seconds=SPIN_SECONDS)
         return Interconnect(f"emulated {options.link} wire", mesh, wire, no_comm, device, dtype)
     group = select_all_reduce(options.tp_all_reduce, mesh.tensor, device, dtype)
     name = "symmetric" if isinstance(group, SymmetricMemoryGroup) else "nccl"

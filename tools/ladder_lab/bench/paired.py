@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from ladder_lab.bench.options import FEWEST_ROUNDS
 from megatron_ladder.progress import ProgressBar
 
 NOISE_LIMIT = 0.10
@@ -56,11 +55,6 @@ class PairedTimes:
 
     seconds: Mapping[str, tuple[float, ...]]
 
-    def __post_init__(self) -> None:
-        rounds = {name: len(times) for name, times in self.seconds.items()}
-        if len(set(rounds.values())) > 1 or min(rounds.values(), default=0) < FEWEST_ROUNDS:
-            raise ValueError(f"expected the same {FEWEST_ROUNDS} or more rounds of every way, found {rounds}")
-
     def median(self, way: str) -> float:
         """Return the median of a way's seconds."""
         return statistics.median(self.seconds[way])
@@ -81,7 +75,7 @@ def measure(
     label: str | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> PairedTimes:
-    """Run every way once in each round, always in the same order, and time it; raise ValueError for too few rounds.
+    """Run every way once in each round, always in the same order, and time it.
 
     Args:
         ways: name -> function to time.
@@ -90,8 +84,6 @@ def measure(
         label: of a progress bar on stderr; None shows none.
         clock: returns seconds.
     """
-    if rounds < FEWEST_ROUNDS:
-        raise ValueError(f"{rounds} rounds: expected {FEWEST_ROUNDS} or more")
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     total = (warm_up_rounds + rounds) * len(ways)
     with contextlib.nullcontext() if label is None else ProgressBar(label, total, unit="run") as bar:

@@ -113,35 +113,25 @@ def build_models(
         models[variant.name] = LanguageModel(
             config, replace(mesh, tensor=group), options, dtype=dtype, device=torch.device("meta")
         )
-    room = max(sum(_room(matrix) for _, _, matrix in _matrices(model)) for model in models.values())
+    room = max(
+        sum(_room(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
+        for model in models.values()
+    )
     numbers = torch.empty(room, dtype=dtype, device=device)
     numbers.normal_(std=INITIAL_STD, generator=torch.Generator(device).manual_seed(1))
     for model in models.values():
         begin = 0
-        for module, name, matrix in _matrices(model):
-            setattr(module, name, nn.Parameter(numbers[begin : begin + matrix.numel()].view(matrix.shape)))
-            begin += _room(matrix)
         for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if isinstance(module, RMSNorm):
+                    values = torch.ones(parameter.shape, dtype=dtype, device=device)
+                else:
+                    values = numbers[begin : begin + parameter.numel()].view(parameter.shape)
+                    begin += _room(parameter)
+                setattr(module, name, nn.Parameter(values))
             for name, state in module.named_buffers(recurse=False):
                 module.register_buffer(name, torch.zeros_like(state, device=device), persistent=False)
-        for norm in _norms(model):
-            norm.weight = nn.Parameter(torch.ones(norm.weight.shape, dtype=dtype, device=device))
     return models
-
-
-def _norms(model: LanguageModel) -> list[RMSNorm]:
-    return [module for module in model.modules() if isinstance(module, RMSNorm)]
-
-
-def _matrices(model: LanguageModel) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Return the matrices in the order of the model, each with the module that has it, and its name there."""
-    norms = set(_norms(model))
-    return [
-        (module, name, parameter)
-        for module in model.modules()
-        if module not in norms
-        for name, parameter in module.named_parameters(recurse=False)
-    ]
 
 
 def _room(matrix: nn.Parameter) -> int:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ladder_lab.cost.links import MICROSECOND, SubBlockTime, WireModel, forward_seconds
+from ladder_lab.cost.links import MICROSECOND, SubBlockTime, WireModel, forward_seconds, join_intervals
 from ladder_lab.cost.machines import Machine
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import Branch, SubBlockTensors, head_tensor, layer_tensors, model_tensors
@@ -129,7 +129,7 @@ def _pass_seconds(request: InferenceRequest, tokens: int, seconds_of: Callable[[
     steps = [
         SubBlockTime(
             seconds_of(one, len(sub_blocks)),
-            reduce if one.wired.leaves_shared else 0.0,
+            reduce,
             one.wired.missing,
             joins_next=one.wired.joins_next,
         )
@@ -140,7 +140,9 @@ def _pass_seconds(request: InferenceRequest, tokens: int, seconds_of: Callable[[
     head = head_tensor(request.model).local_numel(request.ranks) * BYTES / _read_rate(request)
     outside = (TOKEN + SAMPLE * request.batch) * MICROSECOND
     # The all-reduce of the embedding, and the gather of the logits, whose latency is about the same.
-    return 2 * reduce + forward_seconds(steps, WireModel(contention=contention), head + outside)
+    return 2 * reduce + forward_seconds(
+        join_intervals(steps, request.model.desync_interval), WireModel(contention=contention), head + outside
+    )
 
 
 def _constants(request: InferenceRequest) -> Fitted:

@@ -65,6 +65,21 @@ class SubBlockTime:
     shares_reading: bool = False
 
 
+def join_intervals(steps: Sequence[SubBlockTime], interval: int) -> Sequence[SubBlockTime]:
+    """Return the sub-blocks of each interval of desynchronised streams as one, with one reduce; 0: `steps` as it is."""
+    if not interval:
+        return steps
+    return [
+        SubBlockTime(
+            sum(one.forward_seconds for one in joined),
+            joined[0].reduce_seconds,
+            dgrad_seconds=sum(one.dgrad_seconds for one in joined),
+            wgrad_seconds=sum(one.wgrad_seconds for one in joined),
+        )
+        for joined in (steps[start : start + interval] for start in range(0, len(steps), interval))
+    ]
+
+
 @dataclass(frozen=True)
 class WireModel:
     """How collectives of one rank share the wire, and their cost on the processor.
@@ -174,7 +189,6 @@ def forward_seconds(
 def backward_seconds(
     sub_blocks: Sequence[SubBlockTime],
     wire: WireModel,
-    head_seconds: float = 0.0,
     *,
     launch_before_wgrad: bool = False,
     wait_at_once: bool = False,
@@ -187,14 +201,12 @@ def backward_seconds(
     The others can be in flight: for ladder that of j + 1, for standard none.
 
     Args:
-        head_seconds: backward of the head, before the first sub-block's.
         launch_before_wgrad: launch the reduce as soon as the input gradient is ready, so that it overlaps with the
             weight-gradient product (for the standard wiring, Megatron's overlap); otherwise launch it after both.
         wait_at_once: wait for each reduce before the next backward, whatever the wiring allows, as autograd does with
             collectives that are only asynchronous.
     """
     clock = SimulatedClock(wire) if clock is None else clock
-    clock.compute(head_seconds)
     first_reads = ReadPlan.of(block.missing for block in sub_blocks).first_reads
     in_flight: deque[tuple[int, SimulatedCollective]] = deque()
     for index in reversed(range(len(sub_blocks))):

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain
 
-from ladder_lab.cost.links import SubBlockTime, WireModel, backward_seconds, forward_seconds
+from ladder_lab.cost.links import SubBlockTime, WireModel, backward_seconds, forward_seconds, join_intervals
 from ladder_lab.cost.machines import Machine
 from ladder_lab.cost.memory import FP32_BYTES, Layout, stage_layers, stage_parameters
 from megatron_ladder.blueprint.model import ModelConfig
@@ -135,22 +135,14 @@ class LayerTime:
         compute = sum(step.forward_seconds + step.dgrad_seconds + step.wgrad_seconds for step in steps)
         if self.tensor == 1:
             return compute, compute
-        if interval := self.model.desync_interval:
-            steps = [_one_interval(steps[start : start + interval]) for start in range(0, len(steps), interval)]
+        interval = self.model.desync_interval
+        steps = join_intervals(steps, interval)
         forward = forward_seconds(steps, self.wire)
         if self.sequence_parallel:
             steps = [replace(step, reduce_seconds=GATHERED_AGAIN * step.reduce_seconds) for step in steps]
         at_once = interval > 0
         backward = backward_seconds(steps, self.wire, launch_before_wgrad=not at_once, wait_at_once=at_once)
         return compute, forward + backward
-
-
-def _one_interval(steps: Sequence[SubBlockTime]) -> SubBlockTime:
-    """Return the sub-blocks between two sums of desynchronised streams as one, with one reduce."""
-    forward, dgrad, wgrad = (
-        sum(getattr(one, name) for one in steps) for name in ("forward_seconds", "dgrad_seconds", "wgrad_seconds")
-    )
-    return SubBlockTime(forward, steps[0].reduce_seconds, (), dgrad, wgrad)
 
 
 @lru_cache(maxsize=256)

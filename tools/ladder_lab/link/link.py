@@ -22,7 +22,7 @@ The copy and the sum cost processor time and no wire time; the hold hides the su
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -34,25 +34,11 @@ from megatron_ladder.errors import LostPeerError
 
 FIRST_TENSOR_BYTES = 1 << 16
 """Tensor size for which the first slots are made."""
+TIMEOUT_SECONDS = 600
+"""After which a peer that does not launch counts as lost."""
 POLL_SECONDS = 20e-6
 """Sleep between two polls of a late peer."""
 _Combine = Callable[[Sequence[Tensor]], object]
-
-
-@dataclass(frozen=True)
-class LinkSpec:
-    """Timing of one all-reduce on an emulated wire: a latency, and the time per byte of one rank's tensor.
-
-    On a serial wire a collective begins only after the previous one has ended, as on one NCCL communicator.
-    """
-
-    alpha_seconds: float
-    seconds_per_byte: float
-    serial: bool
-
-    def seconds(self, num_bytes: int) -> float:
-        """Return the wire time of an all-reduce of a tensor of `num_bytes`."""
-        return self.alpha_seconds + num_bytes * self.seconds_per_byte
 
 
 @dataclass(slots=True, eq=False)
@@ -88,21 +74,29 @@ class EmulatedLink(CommGroup):
     """
 
     def __init__(
-        self, group: CommGroup, spec: LinkSpec, *, spin_seconds: float = 200e-6, timeout_seconds: float = 600.0
+        self,
+        group: CommGroup,
+        alpha_seconds: float = 0.0,
+        seconds_per_byte: float = 0.0,
+        *,
+        serial: bool = True,
+        spin_seconds: float = 200e-6,
     ) -> None:
         """Set up shared memory between the ranks of `group`, all on one x86 machine (else UserError); collective.
 
         Args:
+            alpha_seconds: latency of an all-reduce.
+            seconds_per_byte: its further time for each byte of one rank's tensor.
+            serial: whether a collective begins only after the previous one has ended, as on one NCCL communicator.
             spin_seconds: how long before its end a wait stops sleeping and polls the clock, and how long it polls for
                 a late peer before it sleeps. It must exceed the overshoot of a sleep (a tenth of a millisecond on
                 Linux), and be short if ranks share a core.
-            timeout_seconds: after which a peer that does not launch counts as lost.
         """
         super().__init__(group.ranks, group.rank, group.process_group)
-        self.spec = spec
+        self._alpha_seconds, self._seconds_per_byte = alpha_seconds, seconds_per_byte
+        self._serial = serial
         self.waited_seconds = 0.0
         self._spin_ns = round(spin_seconds * 1e9)
-        self._timeout_ns = round(timeout_seconds * 1e9)
         self._last_number = 0
         self._wire_free_ns = 0
         self._unsummed: deque[LinkWork] = deque()
@@ -110,7 +104,7 @@ class EmulatedLink(CommGroup):
 
     def set_wire(self, alpha_seconds: float, seconds_per_byte: float) -> None:
         """Change the wire for collectives launched from now on; every rank must do so at the same point."""
-        self.spec = replace(self.spec, alpha_seconds=alpha_seconds, seconds_per_byte=seconds_per_byte)
+        self._alpha_seconds, self._seconds_per_byte = alpha_seconds, seconds_per_byte
 
     def start_all_reduce(self, tensor: Tensor) -> Work | None:
         """Start summing `tensor` in place, in its dtype and in rank order; None when this rank is alone.
@@ -121,7 +115,7 @@ class EmulatedLink(CommGroup):
             return None
         # As in torch.distributed, the write is hidden from autograd and from the tensor's version counter.
         data = tensor.data
-        return self._launch(tensor, lambda parts: _add_up(data.view(-1), parts), self.spec.seconds(tensor.nbytes))
+        return self._launch(tensor, lambda parts: _add_up(data.view(-1), parts), tensor.nbytes)
 
     def start_reduce_scatter(self, tensor: Tensor, into: Tensor | None = None) -> tuple[Tensor, Work | None]:
         """Start a sum of which each rank gets its rows, in half of an all-reduce's time."""
@@ -132,15 +126,18 @@ class EmulatedLink(CommGroup):
         def add_up_own(parts: Sequence[Tensor]) -> None:
             _add_up(rows.data.view(-1), [part.chunk(self.size)[self.rank] for part in parts])
 
-        return rows, self._launch(tensor, add_up_own, self.spec.seconds(tensor.nbytes) / 2)
+        return rows, self._launch(tensor, add_up_own, tensor.nbytes, share=0.5)
 
     def start_all_gather(self, tensor: Tensor, into: Tensor | None = None) -> tuple[Tensor, Work | None]:
         """Start joining all ranks' rows, in half of an all-reduce's time for the result."""
         if self.size == 1:
             return tensor, None
         whole = tensor.new_empty(tensor.shape[0] * self.size, *tensor.shape[1:]) if into is None else into
-        seconds = self.spec.seconds(whole.nbytes) / 2
-        return whole, self._launch(tensor, lambda parts: torch.cat(list(parts), out=whole.data.view(-1)), seconds)
+
+        def join(parts: Sequence[Tensor]) -> None:
+            torch.cat(list(parts), out=whole.data.view(-1))
+
+        return whole, self._launch(tensor, join, whole.nbytes, share=0.5)
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Sum `tensor` in place over the wire and return it; other operators use the real group."""
@@ -167,7 +164,8 @@ class EmulatedLink(CommGroup):
         self._unsummed.clear()
         self._slots = None
 
-    def _launch(self, tensor: Tensor, combine: _Combine, seconds: float) -> LinkWork:
+    def _launch(self, tensor: Tensor, combine: _Combine, num_bytes: int, share: float = 1.0) -> LinkWork:
+        """Launch a collective that takes a share of the time of an all-reduce of so many bytes."""
         number = self._last_number + 1
         if tensor.nbytes > self._open_slots.slot_bytes:
             # All ranks replace the slots at the same launch. Each unmaps only its own view of the old ones. Powers of
@@ -182,6 +180,7 @@ class EmulatedLink(CommGroup):
         parts[self.rank].copy_(tensor.data.view(-1))
         slots.publish(number, time.monotonic_ns())
         self._last_number = number
+        seconds = share * (self._alpha_seconds + num_bytes * self._seconds_per_byte)
         work = LinkWork(self, number, combine, parts, round(seconds * 1e9))
         self._unsummed.append(work)
         return work
@@ -197,7 +196,7 @@ class EmulatedLink(CommGroup):
             work, slots = self._unsummed.popleft(), self._open_slots
             self._await_peers(slots.launched, work.number, "launched")
             begin = slots.last_launch_ns(work.number)
-            if self.spec.serial:
+            if self._serial:
                 begin = max(begin, self._wire_free_ns)
             work.end_ns = self._wire_free_ns = begin + work.wire_ns
             work.combine(work.parts)
@@ -208,9 +207,9 @@ class EmulatedLink(CommGroup):
         began = time.monotonic_ns()
         while min(counters()) < number:
             waited = time.monotonic_ns() - began
-            if waited > self._timeout_ns:
+            if waited > TIMEOUT_SECONDS * 1e9:
                 late = [rank for rank, counter in zip(self.ranks, counters(), strict=True) if counter < number]
-                what = f"all-reduce {number} of an emulated link within {self._timeout_ns * 1e-9:g} s"
+                what = f"all-reduce {number} of an emulated link within {TIMEOUT_SECONDS} s"
                 raise LostPeerError(f"ranks {late} have not {done} {what}")
             if waited > self._spin_ns:
                 time.sleep(POLL_SECONDS)

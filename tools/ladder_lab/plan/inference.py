@@ -33,7 +33,11 @@ class _Prediction:
 
 def print_inference(given: MachineOptions, options: InferenceOptions) -> None:
     """Print the predictions and write the file that the options name; raise UserError for an impossible layout."""
-    request = _request_of(given, options)
+    model, tp = find_size(options.model), options.tp
+    errors = tensor_parallel_errors(model, tp)
+    raise_user_errors(f"--tp {tp} does not divide --model {options.model}: {error}" for error in errors)
+    sizes = options.batch, options.prompt, options.generate, options.weight_bits
+    request = InferenceRequest(model, given.machine(tp), tp, *sizes)
     predictions = _predict_wirings(request, _wirings(request.model, options))
     machine, memory, link = request.machine, inference_memory(request), request.reduce_seconds(request.batch)
     print(
@@ -143,21 +147,6 @@ def _fastest_replicas(request: InferenceRequest, options: InferenceOptions) -> _
     predictions.pop("no-comm")
     best = max(predictions.values(), key=lambda one: one.tokens_per_second)
     return replace(best, tokens_per_second=best.tokens_per_second * request.batch / inside.batch)
-
-
-def _request_of(given: MachineOptions, options: InferenceOptions) -> InferenceRequest:
-    model = find_size(options.model)
-    errors = tensor_parallel_errors(model, options.tp)
-    raise_user_errors(f"--tp {options.tp} does not divide --model {options.model}: {error}" for error in errors)
-    return InferenceRequest(
-        model,
-        given.machine(options.tp),
-        options.tp,
-        options.batch,
-        options.prompt,
-        options.generate,
-        options.weight_bits,
-    )
 
 
 def _wirings(model: ModelConfig, options: InferenceOptions) -> dict[str, ModelConfig]:

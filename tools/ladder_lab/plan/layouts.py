@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from ladder_lab.cost.machines import Machine
 from ladder_lab.cost.memory import RESERVED_BYTES, Layout, Memory, worst_memory
@@ -121,40 +122,23 @@ def verdict(times: Sequence[tuple[str, float]]) -> str:
     return leaders[0] if len(leaders) == 1 else f"tie: {', '.join(leaders)}"
 
 
-@dataclass(frozen=True)
-class SweepRow:
-    """The step times of all wirings of one layout on one interconnect.
-
-    An all-reduce takes `factor` times as long as on the machine's; one of a micro-batch's stream, `reduce_seconds`.
-    """
-
-    factor: float
-    reduce_seconds: float
-    seconds: dict[str, float]
-
-    @property
-    def winner(self) -> str:
-        """The fastest wiring, or a tie."""
-        return verdict(list(self.seconds.items()))
-
-    def speed_up(self, wiring: str) -> float:
-        """Return the speed-up of a wiring over standard."""
-        return self.seconds["standard"] / self.seconds[wiring]
-
-
 FACTORS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 
 
-def sweep(request: PlanRequest, layout: Layout, factors: Sequence[float] = FACTORS) -> list[SweepRow]:
-    """Compare the wirings of one layout, including standard, on faster and slower interconnects.
+def sweep(request: PlanRequest, layout: Layout) -> list[dict[str, Any]]:
+    """Compare the step times of the wirings of one layout, including standard, on faster and slower interconnects.
 
+    An all-reduce takes `factor` times as long as on the machine's; one of a micro-batch's stream, `reduce_seconds`.
     Wirings without sequence parallelism are compared without it.
     """
     rows = []
-    for factor in factors:
-        seconds: dict[str, float] = {}
-        for wiring in dict.fromkeys(("standard", *request.wirings)):
-            times = _layer_time(request, layout, wiring, factor)
-            seconds[wiring] = step_time(times, layout, request.global_batch).total
-        rows.append(SweepRow(factor, times.reduce_seconds, seconds))
+    for factor in FACTORS:
+        times = {
+            wiring: _layer_time(request, layout, wiring, factor)
+            for wiring in dict.fromkeys(("standard", *request.wirings))
+        }
+        seconds = {wiring: step_time(one, layout, request.global_batch).total for wiring, one in times.items()}
+        reduce_seconds = times["standard"].reduce_seconds
+        fastest = verdict([*seconds.items()])
+        rows.append({"factor": factor, "reduce_seconds": reduce_seconds, "seconds": seconds, "fastest": fastest})
     return rows

@@ -15,7 +15,6 @@ from ladder_lab.plan.layouts import (
     SMALLEST_DIFFERENCE,
     LayoutPlan,
     PlanRequest,
-    SweepRow,
     best_of_each_grid,
     fitting_plans,
     sweep,
@@ -114,13 +113,13 @@ def _tensor_parallel_layout(plans: Sequence[LayoutPlan]) -> Layout | None:
     return next((plan.layout for plan in plans if plan.layout.tensor > 1), None)
 
 
-def _sweep_table(rows: Sequence[SweepRow]) -> str:
+def _sweep_table(rows: Sequence[dict[str, Any]]) -> str:
     """Return speed-ups over the standard wiring, from fast to slow interconnects."""
     table = []
     for row in rows:
-        interconnect = f"{1e6 * row.reduce_seconds:.0f} us" + (" (this machine)" if row.factor == 1.0 else "")
-        speeds = {wiring: f"{row.speed_up(wiring):.2f}" for wiring in row.seconds}
-        table.append({"all-reduce": interconnect, **speeds, "fastest": row.winner})
+        interconnect = f"{1e6 * row['reduce_seconds']:.0f} us" + (" (this machine)" if row["factor"] == 1.0 else "")
+        speeds = {name: f"{row['seconds']['standard'] / seconds:.2f}" for name, seconds in row["seconds"].items()}
+        table.append({"all-reduce": interconnect, **speeds, "fastest": row["fastest"]})
     return markdown_table(table)
 
 
@@ -181,7 +180,6 @@ def _report_json(request: PlanRequest, plans: Sequence[LayoutPlan]) -> dict[str,
     layout = _tensor_parallel_layout(plans)
     rows = [] if layout is None else sweep(request, layout)
     machine = request.machine
-    interconnects = [{**asdict(row), "fastest": row.winner} for row in rows]
     return {
         "machine": {"gpu": machine.gpu.name, "gpus_per_node": machine.per_box, "link": machine.link.name}
         | {"network": machine.network.name, "network_adapters": machine.adapters, "contention": machine.contention},
@@ -203,5 +201,5 @@ def _report_json(request: PlanRequest, plans: Sequence[LayoutPlan]) -> dict[str,
             }
             for plan in plans
         ],
-        "interconnects": {"layout": None if layout is None else asdict(layout), "rows": interconnects},
+        "interconnects": {"layout": None if layout is None else asdict(layout), "rows": rows},
     }
