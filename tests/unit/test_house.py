@@ -69,9 +69,9 @@ BUDGETS = {
     f"{PACKAGE}/convert/": 2_530,
     f"{PACKAGE}/generate/": 2_160,
     f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_620,
-    "tools/": 6_160,
+    "tools/": 6_083,
     "vllm_plugin/": 2_310,
-    "tests/": 27_580,
+    "tests/": 27_575,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
 MOST_WORDS = 31_970
