@@ -4,8 +4,7 @@ XXH3-128 detects damage at memory speed. A checksum inside a checkpoint does not
 containing no code does.
 """
 
-import os
-from collections.abc import Callable
+import hashlib
 from pathlib import Path
 
 import xxhash
@@ -26,12 +25,7 @@ def formatted(hasher: xxhash.xxh3_128) -> str:
     return f"xxh3_128:{hasher.hexdigest()}"
 
 
-def file_checksum(path: Path, report_bytes: Callable[[int], None] = lambda count: None) -> str:
-    """Read a file and return its checksum; `report_bytes` receives the size of each piece."""
-    hasher = xxhash.xxh3_128()
+def file_checksum(path: Path) -> str:
+    """Read a file and return its checksum."""
     with open(path, "rb", buffering=0) as file:
-        buffer = memoryview(bytearray(min(PIECE_BYTES, max(1, os.fstat(file.fileno()).st_size))))
-        while count := file.readinto(buffer):
-            hasher.update(buffer[:count])
-            report_bytes(count)
-    return formatted(hasher)
+        return formatted(hashlib.file_digest(file, xxhash.xxh3_128))  # type: ignore[arg-type]

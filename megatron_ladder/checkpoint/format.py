@@ -16,8 +16,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import stat
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.checkpoint.checksum import file_checksum
-from megatron_ladder.checkpoint.manifest import TensorTable, decode_manifest, manifest_checksum, writer_of
+from megatron_ladder.checkpoint.manifest import KINDS, TensorTable, decode_manifest, manifest_checksum, writer_of
 from megatron_ladder.checkpoint.publish import (
     LATEST_NAME,
     MANIFEST_NAME,
@@ -165,17 +163,19 @@ class Checkpoint:
         dtype = element_name(out.dtype)
         if dtype != stored.dtype and kind != "weight":
             raise UserError(f"{self.directory}: {kind} of {name} is stored as {stored.dtype}, expected {dtype}")
+        copied = 0
         for index in stored.overlapping(wanted):
             box = stored.box(index)
             shared = box.intersection(wanted)
             assert shared is not None
             part = self._part(stored, index)[shared.within(box).slices()]
             out.detach()[shared.within(wanted).slices()].copy_(part)
+            copied += shared.numel
+        if copied != wanted.numel:
+            raise UserError(f"{self.directory}: {kind} of {name}: files hold {copied} of the elements {wanted}")
 
     def verify(self, progress: str | None = None, rank: int = 0, ranks: int = 1, only_weights: bool = False) -> None:
-        """Read files in parallel, and compare checksums and headers with the manifest.
-
-        Another thread may read tensors meanwhile.
+        """Read files in parallel, and compare checksums with the manifest; another thread may read tensors meanwhile.
 
         Args:
             progress: description of the progress bar; no bar if None.
@@ -186,51 +186,40 @@ class Checkpoint:
         Raises:
             UserError: files are damaged; one line per file.
         """
-        others = [stored for kind, named in self._table.items() if kind != "weight" for stored in named.values()]
-        skipped = {file for stored in others for file in stored.files()} if only_weights else set()
+        skipped = {prefix for kind, prefix in KINDS.items() if kind != "weight"} if only_weights else set()
         records = [
             record
             for record in self.manifest["files"]
-            if record["name"] not in skipped and writer_of(record["name"]) % ranks == rank
+            if record["name"].partition("_rank_")[0] not in skipped and writer_of(record["name"]) % ranks == rank
         ]
-        size, lock = sum(record["size"] for record in records), threading.Lock()
-        with contextlib.nullcontext() if progress is None else ProgressBar(progress, size) as bar:
 
-            def report(count: int) -> None:
+        def check(record: dict[str, Any]) -> str | None:
+            path, expected = self.directory / record["name"], record["checksum"]
+            try:
+                found = file_checksum(path)
+            except OSError as error:
+                return f"{path}: cannot be read: {error.strerror}"
+            damaged = f"{path}: damaged: the manifest records {expected}, the contents have {found}"
+            return None if found == expected else damaged
+
+        size, errors = sum(record["size"] for record in records), list[str]()
+        with (
+            contextlib.nullcontext() if progress is None else ProgressBar(progress, size) as bar,
+            ThreadPoolExecutor(_VERIFYING_THREADS) as threads,
+        ):
+            for record, error in zip(records, threads.map(check, records), strict=True):
+                errors += [] if error is None else [error]
                 if bar is not None:
-                    with lock:
-                        bar.advance(count)
-
-            def check(record: dict[str, Any]) -> str | None:
-                path, expected = self.directory / record["name"], record["checksum"]
-                try:
-                    found = file_checksum(path, report)
-                except OSError as error:
-                    return f"{path}: cannot be read: {error.strerror}"
-                damaged = f"{path}: damaged: the manifest records {expected}, the contents have {found}"
-                return None if found == expected else damaged
-
-            with ThreadPoolExecutor(_VERIFYING_THREADS) as threads:
-                raise_user_errors(limited([error for error in threads.map(check, records) if error is not None]))
-        names = {record["name"] for record in records}
-        for stored in (stored for named in self._table.values() for stored in named.values()):
-            for index in stored.boxes_in(names):
-                self._part(stored, index)
+                    bar.advance(record["size"])
+        raise_user_errors(limited(errors))
 
     def _part(self, stored: StoredTensor, index: int) -> torch.Tensor:
-        """Return a box in its mapped file; raise UserError if the file contradicts the manifest."""
-        file, key, box = stored.file(index), stored.key(index), stored.box(index)
+        """Return a box in its mapped file."""
+        file = stored.file(index)
         path = self.directory / file
         if file not in self._files:
             self._files[file] = open_safetensors(path)
-        found = stored_tensor(path, self._files[file], key)
-        dtype, shape = element_name(found.dtype), tuple(found.shape)
-        if (dtype, shape) != (stored.dtype, box.extent):
-            raise UserError(
-                f"{path}: {key!r} is {dtype} of shape {list(shape)}, and the manifest lists {stored.dtype} of shape "
-                f"{list(box.extent)}"
-            )
-        return found
+        return stored_tensor(path, self._files[file], stored.key(index))
 
     def _another_model(self, found: str, expected: str) -> UserError:
         return UserError(f"{self.directory}: {found}, expected {expected}: the checkpoint belongs to another model")
@@ -331,15 +320,8 @@ def _open_complete(directory: Path) -> Checkpoint:
     checkpoint, errors = _open_directory(directory), []
     for record in checkpoint.manifest["files"]:
         path, expected = directory / record["name"], record["size"]
-        try:
-            found = path.lstat()
-        except (FileNotFoundError, NotADirectoryError):
-            found = None
-        if found is None or not stat.S_ISREG(found.st_mode):
-            errors.append(f"{path}: is missing, or not a regular file")
-        elif found.st_size != expected:
-            errors.append(
-                f"{path}: truncated or changed: the manifest records {expected} bytes, the file has {found.st_size}"
-            )
+        found = path.stat().st_size if path.is_file() else "no"
+        if found != expected:
+            errors.append(f"{path}: missing, truncated or changed: {expected} bytes expected, {found} found")
     raise_user_errors(limited(errors))
     return checkpoint

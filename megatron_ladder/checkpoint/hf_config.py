@@ -139,13 +139,8 @@ _Errors = list[tuple[str, object, str]]
 """Key, what was found (None for a key that is missing or null), and what was expected."""
 
 
-def model_config_from_hf(
-    config: Mapping[str, Any], source: str = "config.json", tensors: int | None = None
-) -> ModelConfig:
+def model_config_from_hf(config: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
     """Read the `config.json` of a type of `READABLE_TYPES`.
-
-    Args:
-        tensors: number of stored tensors, if known, which no number of layers can exceed.
 
     Raises:
         UserError: the model is not supported, or the file contradicts itself; each line names `source` and the key.
@@ -164,20 +159,14 @@ def model_config_from_hf(
     except msgspec.ValidationError as error:
         raise UserError(f"{source}: {error}") from None
     heads, found = read.num_attention_heads, read.num_hidden_layers
-    if tensors is not None and found > tensors:
-        expected = f"at most {tensors}, the number of stored tensors"
-        raise UserError(f"{source}: num_hidden_layers: found {found}, expected {expected}")
     is_llama, is_own = model_type in ("llama", AUTHORS_TYPE), model_type == OWN_TYPE
     layers, rest = divmod(found, attentions_per_layer(read.residual_mode if is_own else None))
     if rest:
         errors.append(("num_hidden_layers", found, f"two attentions for each layer of {read.residual_mode}"))
-    if model_type == "mistral" and config.get("sliding_window", 4096) is not None:
-        expected = "null (without the key, it is 4096): sliding-window attention is not supported"
-        errors.append(("sliding_window", read.sliding_window, expected))
-    if model_type == "mixtral" and read.sliding_window is not None:
-        errors.append(("sliding_window", read.sliding_window, "null: sliding-window attention is not supported"))
-    if model_type in ("qwen2", "qwen3", "qwen3_moe") and read.use_sliding_window:
-        errors.append(("use_sliding_window", True, "false: sliding-window attention is not supported"))
+    # Without the key, it is 4096, but for Mixtral. Qwen's does not count without use_sliding_window.
+    window = config.get("sliding_window", None if model_type == "mixtral" else 4096)
+    if window is not None and (model_type in ("mistral", "mixtral") or read.use_sliding_window):
+        errors.append(("sliding_window", window, "null: sliding-window attention is not supported"))
     if read.num_key_value_heads is None and not is_llama:
         errors.append(("num_key_value_heads", None, "a number"))
     if read.head_dim is None and model_type == "qwen3":

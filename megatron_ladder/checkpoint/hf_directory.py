@@ -1,16 +1,10 @@
-"""A Hugging Face directory, read without trust: none of its code runs, and its files must agree before any is copied.
+"""A Hugging Face directory, whose files must agree before any is copied; none of its code runs.
 
-    config.json                        the model
-    model.safetensors                  weights; or several files and model.safetensors.index.json,
-                                       {"weight_map": {tensor: file}}
-    pytorch_model.bin                  pickled weights, or several files with such an index; read by torch's restricted
-                                       unpickler, which runs no code
-
-Names in an index must stay in the directory. Links are followed only in the form that the Hugging Face cache creates:
-`snapshots/<revision>/<file>` -> `../../blobs/<hash>`.
+config.json                        the model
+model.safetensors                  weights; or several files and model.safetensors.index.json,
+                                   {"weight_map": {tensor: file}}
 """
 
-import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -26,19 +20,16 @@ from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint.format import GENERATION_CONFIG, HF_CONFIG, find_checkpoint, is_hf_directory
 from megatron_ladder.checkpoint.hf_config import AUTHORS_TYPE, OWN_TYPE, READABLE_TYPES, model_config_from_hf, token_ids
-from megatron_ladder.checkpoint.manifest import is_plain_name, parse_json
+from megatron_ladder.checkpoint.manifest import parse_json
 from megatron_ladder.checkpoint.tensor_file import element_name, open_safetensors, stored_tensor
 from megatron_ladder.errors import UserError, limited, raise_user_errors
 from megatron_ladder.files import hub_hint
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-PICKLED_NAME = "pytorch_model.bin"
-PICKLED_INDEX_NAME = "pytorch_model.bin.index.json"
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 """Supported element types of weights."""
 
-_MAX_JSON_BYTES = 100_000_000
 _DERIVED_SUFFIX = ".self_attn.rotary_emb.inv_freq"
 """Frequencies that old versions of transformers stored; they are computed from config.json instead."""
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -130,8 +121,8 @@ class HFDirectory:
             UserError: as `hf_config.token_ids`, or generation_config.json cannot be read.
         """
         ids = token_ids(self.config, self.path / HF_CONFIG, self.model.vocab_size)
-        if os.path.lexists(self.path / GENERATION_CONFIG):
-            values = _read_json_file(self.path, GENERATION_CONFIG)
+        if (self.path / GENERATION_CONFIG).exists():
+            values = _read_json_file(self.path / GENERATION_CONFIG)
             ids |= token_ids(values, self.path / GENERATION_CONFIG, self.model.vocab_size)
         return ids
 
@@ -149,46 +140,14 @@ class HFDirectory:
         self.tensors[name].read(Box(tuple(offset), tuple(extent)), out.detach())
 
 
-def safe_path(directory: Path, name: str) -> Path:
-    """Return the path of a file in a directory, with its links followed.
-
-    Raises:
-        UserError: the name is not plain, there is no such file, or it is a link that the Hugging Face cache would not
-            create.
-    """
-    if not is_plain_name(name):
-        raise UserError(f"{directory}: {name!r} is not a plain file name")
-    path = directory / name
-    if path.is_symlink():
-        target = os.readlink(path)
-        snapshot, found = directory.resolve(), path.resolve()
-        as_cache = Path(target).parts[:-1] == ("..", "..", "blobs") and snapshot.parent.name == "snapshots"
-        if not as_cache or found.parent != snapshot.parent.parent / "blobs":
-            raise UserError(
-                f"{path}: is a link to {target}; only links of the Hugging Face cache, "
-                "snapshots/*/FILE -> ../../blobs/HASH, are followed: copy the file here"
-            )
-        path = found
-    if not path.is_file():
-        raise UserError(f"{directory / name}: file not found")
-    return path
-
-
-def _read_json_file(directory: Path, name: str) -> dict[str, Any]:
-    """Read a JSON object from a file in a directory.
-
-    Raises:
-        UserError: the file is missing, too large, not a JSON object, or `parse_json` rejects it.
-    """
-    path = safe_path(directory, name)
+def _read_json_file(path: Path) -> dict[str, Any]:
+    """Read a JSON object; raise UserError if the file is missing, or `parse_json` rejects it."""
     try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise ValueError(f"it has {path.stat().st_size} bytes, more than {_MAX_JSON_BYTES}")
         values = parse_json(path.read_bytes())
         if not isinstance(values, dict):
             raise ValueError("it is not an object")
     except (OSError, ValueError) as error:
-        raise UserError(f"{directory / name}: cannot be read: {error}") from None
+        raise UserError(f"{path}: cannot be read: {error}") from None
     return values
 
 
@@ -202,7 +161,7 @@ def open_hf_directory(path: Path) -> HFDirectory:
         raise UserError(f"--hf {path}: no such directory{hub_hint(path)}")
     if not is_hf_directory(path) and find_checkpoint(path) is not None:
         raise UserError(f"--hf {path}: holds training checkpoints, which need no import: give it to --load")
-    config = _read_json_file(path, HF_CONFIG)
+    config = _read_json_file(path / HF_CONFIG)
     source = str(path / HF_CONFIG)
     model_type = config.get("model_type")
     if "auto_map" in config and model_type in READABLE_TYPES and model_type not in (OWN_TYPE, AUTHORS_TYPE):
@@ -211,7 +170,7 @@ def open_hf_directory(path: Path) -> HFDirectory:
             f"unknown; if it is a plain {model_type}, remove auto_map"
         )
     found = _read_tensors(path)
-    model = model_config_from_hf(config, source, len(found))
+    model = model_config_from_hf(config, source)
     errors: list[str] = []
     dropped = _drop_predicting_layers(config, model, found)
     _split_stacks(model, found)
@@ -235,78 +194,34 @@ def open_hf_directory(path: Path) -> HFDirectory:
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of all files of weights by name.
+    """Return the tensors of all files of weights by name, with their data left in the mapped files.
 
     Raises:
         UserError: there are none, or two sets of them, or the index and the headers disagree.
     """
-    names = (WEIGHTS_NAME, INDEX_NAME, PICKLED_NAME, PICKLED_INDEX_NAME)
-    # A dangling link counts, so that reading it is reported as an error.
-    first, *others = [name for name in names if os.path.lexists(path / name)] or [""]
-    if not first:
-        raise UserError(f"{path}: has neither {WEIGHTS_NAME} nor {INDEX_NAME} (nor {PICKLED_NAME}): no weights found")
-    if INDEX_NAME in others:
-        raise UserError(f"{path}: has both {WEIGHTS_NAME} and {INDEX_NAME}: remove one")
-    return _read_indexed(path, first) if first.endswith(".json") else _read_file(path, first)
-
-
-def _read_indexed(path: Path, index_name: str) -> dict[str, Tensor]:
-    suffix = ".bin" if index_name == PICKLED_INDEX_NAME else ".safetensors"
-    weight_map = _read_json_file(path, index_name).get("weight_map")
-    where = path / index_name
+    index, whole = path / INDEX_NAME, path / WEIGHTS_NAME
+    if whole.exists() == index.exists():
+        found, fix = ("both", "remove one") if whole.exists() else ("neither", "save the weights as safetensors")
+        raise UserError(f"{path}: has {found} of {WEIGHTS_NAME} and {INDEX_NAME}: {fix}")
+    if whole.exists():
+        return _read_file(whole)
+    weight_map = _read_json_file(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise UserError(f"{where}: weight_map is not an object of file names")
-    files = sorted(set(weight_map.values()))
-    errors = [f"{where}: {file!r} is not the name of a {suffix} file" for file in files if not file.endswith(suffix)]
-    raise_user_errors(limited(errors))
-    found, places = dict[str, Tensor](), dict[str, str]()
-    for file in files:
-        try:
-            held = _read_file(path, file)
-        except UserError as error:
-            errors.extend(error.messages)
-            continue
-        found |= held
-        places |= dict.fromkeys(held, file)
-    errors += [
-        f"{where}: {name}: is in {places.get(name, 'no file')}, but listed in {weight_map.get(name, 'no file')}"
+        raise UserError(f"{index}: weight_map is not an object of file names")
+    held = {file: _read_file(path / file) for file in sorted(set(weight_map.values()))}
+    places = {name: file for file, tensors in held.items() for name in tensors}
+    errors = [
+        f"{index}: {name}: is in {places.get(name, 'no file')}, but listed in {weight_map.get(name, 'no file')}"
         for name in sorted(places.keys() | weight_map.keys())
-        if places.get(name) != weight_map.get(name) and not errors
+        if places.get(name) != weight_map.get(name)
     ]
     raise_user_errors(limited(errors))
-    return found
+    return {name: tensor for tensors in held.values() for name, tensor in tensors.items()}
 
 
-def _read_file(path: Path, file: str) -> dict[str, Tensor]:
-    real = safe_path(path, file)
-    if file.endswith(".bin"):
-        return _read_pickled(real)
-    opened = open_safetensors(real)
-    return {key: stored_tensor(real, opened, key) for key in opened.keys()}  # noqa: SIM118
-
-
-def _read_pickled(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a pickled file, with their data left in the mapped file.
-
-    Raises:
-        UserError: the file is not a dictionary of tensors, or has the format before torch 1.6.
-    """
-    try:
-        held = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # The unpickler raises errors of any kind for invalid files.
-        reason = str(error).split("\n")[0] or type(error).__name__
-        raise UserError(f"{path}: cannot be read with weights_only=True: {reason}") from None
-    if not isinstance(held, dict) or not all(
-        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in held.items()
-    ):
-        raise UserError(f"{path}: is not a dictionary of tensors")
-    for name, tensor in held.items():
-        if tensor.device.type != "cpu":
-            raise UserError(f"{path}: {name}: is a {tensor.device} tensor, whose data the file lacks; save it again")
-        plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-        if not plain or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-            raise UserError(f"{path}: {name}: is not a plain tensor; save the model as safetensors")
-    return held
+def _read_file(path: Path) -> dict[str, Tensor]:
+    opened = open_safetensors(path)
+    return {key: stored_tensor(path, opened, key) for key in opened.keys()}  # noqa: SIM118
 
 
 def _drop_predicting_layers(config: Mapping[str, Any], model: ModelConfig, found: dict[str, Tensor]) -> int:

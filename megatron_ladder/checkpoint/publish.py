@@ -14,7 +14,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,16 +43,11 @@ def temporary_directory(save: Path, iteration: int, token: str) -> Path:
     return path
 
 
-def create_temporary_directory(
-    save: Path, iteration: int, token: str, note: Callable[[str], None] = lambda line: None
-) -> Path:
+def create_temporary_directory(save: Path, iteration: int, token: str) -> Path:
     """Create the temporary directory of a save, and remove the remains of earlier saves that died.
 
     One rank calls it before any rank writes. Only directories with a temporary name in which nothing was written since
-    this save began are removed.
-
-    Args:
-        note: receives one line for each directory that cannot be removed, such as another user's; the save continues.
+    this save began are removed; a warning names those that cannot be, such as another user's.
 
     Raises:
         FileExistsError: the token was used before.
@@ -61,21 +57,15 @@ def create_temporary_directory(
     os.makedirs(save, exist_ok=True)
     os.mkdir(path)
     began = path.stat().st_mtime_ns
-    try:
-        others = sorted(other for other in save.iterdir() if _TEMPORARY.fullmatch(other.name))
-    except OSError as error:
-        note(f"{save}: cannot be searched for the remains of failed saves: {error.strerror or error}")
-        return path
-    for other in others:
-        try:
-            if other.is_symlink() or not other.is_dir():
-                continue
-            if max(entry.lstat().st_mtime_ns for entry in (other, *other.iterdir())) < began:
-                shutil.rmtree(other)
-        except FileNotFoundError:
-            pass  # another save, still running, renamed a file
-        except OSError as error:
-            note(f"{other}: left by a failed save, cannot be removed: {error.strerror or error}")
+    for other in sorted(save.iterdir()):
+        if _TEMPORARY.fullmatch(other.name):
+            try:
+                if max(entry.lstat().st_mtime_ns for entry in (other, *other.iterdir())) < began:
+                    shutil.rmtree(other)
+            except FileNotFoundError:
+                pass  # another save, still running, renamed a file
+            except OSError as error:
+                warnings.warn(f"{other}: left by a failed save, cannot be removed: {error}", stacklevel=2)
     return path
 
 
@@ -178,23 +168,18 @@ class Retention:
         return [name for name in superseded + old if protected is None or not protected.samefile(save / name)]
 
 
-def remove_old_checkpoints(save: Path, retention: Retention) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Remove old checkpoints; one rank calls it after publishing. A failure does not prevent other removals.
+def remove_old_checkpoints(save: Path, retention: Retention) -> tuple[str, ...]:
+    """Remove old checkpoints and return their names; a warning names those that cannot be removed.
 
-    Returns:
-        Names of the removed checkpoints, and one line for each that could not be removed, or not completely.
+    One rank calls it after publishing.
     """
-    names, notes = [], []
+    names = []
     for name in retention.to_remove(save):
         doomed = temporary_directory(save, publishing_order(name)[0], secrets.token_hex(8))
         try:
             os.rename(save / name, doomed)
-        except OSError as error:
-            notes.append(f"{save / name}: old checkpoint, cannot be renamed: {error.strerror or error}")
-            continue
-        names.append(name)
-        try:
+            names.append(name)
             shutil.rmtree(doomed)
         except OSError as error:
-            notes.append(f"{doomed}: formerly {name}, cannot be removed: {error.strerror or error}")
-    return tuple(names), tuple(notes)
+            warnings.warn(f"{save / name}: old checkpoint, cannot be removed: {error}", stacklevel=2)
+    return tuple(names)

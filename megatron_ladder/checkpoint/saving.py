@@ -12,7 +12,6 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +24,6 @@ from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.checkpoint.async_save import HostMemory
 from megatron_ladder.checkpoint.checksum import file_checksum
 from megatron_ladder.checkpoint.manifest import (
-    KINDS,
     BoxRecord,
     FileRecord,
     Index,
@@ -34,7 +32,7 @@ from megatron_ladder.checkpoint.manifest import (
     make_index,
     merge_manifest,
 )
-from megatron_ladder.checkpoint.optimizer_state import OptimizerState, Span
+from megatron_ladder.checkpoint.optimizer_state import OptimizerState
 from megatron_ladder.checkpoint.publish import (
     Retention,
     create_temporary_directory,
@@ -43,7 +41,7 @@ from megatron_ladder.checkpoint.publish import (
     temporary_directory,
     write_manifest,
 )
-from megatron_ladder.checkpoint.tensor_file import STORED_NAMES, box_key, element_name, write_tensor_file
+from megatron_ladder.checkpoint.tensor_file import box_key, element_name, write_tensor_file
 from megatron_ladder.comm.group import CommGroup
 
 _OTHER_BYTES = 1 << 20
@@ -51,10 +49,6 @@ _OTHER_BYTES = 1 << 20
 
 Gather = Callable[[bytes], list[bytes]]
 """Receives the bytes of a rank, and returns those of all ranks on rank 0."""
-_MODEL = "model"
-"""Key of the weights that the model computes with, next to the kinds of tensors that are saved."""
-_MasterPair = tuple[str, Tensor, Tensor]
-"""The name of a weight, its master, and the weight that the model computes with, to which the master must round."""
 
 
 class SaveError(Exception):
@@ -80,25 +74,14 @@ class CheckpointWriter:
 
         Args:
             kind: one of `KINDS`.
-            global_shape: shape of the canonical tensor; one to eight dimensions.
+            global_shape: shape of the canonical tensor.
             offset: offset of the box in the canonical tensor.
             tensor: the elements of the box; its shape is the extent. Contiguous, on any device.
-
-        Raises:
-            ValueError: the box is not inside the tensor, or its kind, dtype or memory layout is not supported.
         """
-        box, dtype, shape = Box(tuple(offset), tuple(tensor.shape)), element_name(tensor.dtype), tuple(global_shape)
-        if kind not in KINDS or dtype not in STORED_NAMES:
-            raise ValueError(f"{name}: kind {kind!r} or dtype {tensor.dtype} cannot be stored in a checkpoint")
-        if not box.fits(shape) or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name}: {list(tensor.shape)} elements at {list(offset)} are not contiguous, or not a box of a tensor "
-                f"of shape {list(shape)}"
-            )
-        *expected, boxes = self._boxes.setdefault((kind, name), (dtype, shape, []))
-        if expected != [dtype, shape]:
-            raise ValueError(f"{kind} of {name} was added as {expected} and as {[dtype, shape]}")
-        boxes.append(BoxRecord(box.offset, box.extent, self._rank))
+        box = Box(tuple(offset), tuple(tensor.shape))
+        assert box.fits(global_shape) and tensor.is_contiguous(), f"{name}: not a box of shape {list(global_shape)}"
+        new = (element_name(tensor.dtype), tuple(global_shape), list[BoxRecord]())
+        self._boxes.setdefault((kind, name), new)[2].append(BoxRecord(box.offset, box.extent, self._rank))
         self._tensors.setdefault(file_name(kind, self._rank), []).append((box_key(kind, name, box), tensor))
 
     def first_not_finite(self) -> str | None:
@@ -126,29 +109,16 @@ class CheckpointWriter:
             (self._directory / name).unlink(missing_ok=True)
 
 
-@dataclass(frozen=True)
-class SaveOptions:
-    """Options of a save.
-
-    The state is copied to `host`, so that training may continue while it is written; None writes it in place.
-    """
-
-    retention: Retention = Retention()
-    host: HostMemory | None = None
-
-
 class SaveOutcome(NamedTuple):
     """The result of a save, on rank 0: the published directory (empty if it failed), and why it failed.
 
-    `removed` are the older checkpoints that were removed. `notes` has one line for each thing that could not be
-    removed, which is harmless except for the disk space. `bad_numbers` means that the state is not finite, so that no
+    `removed` are the older checkpoints that were removed. `bad_numbers` means that the state is not finite, so that no
     later save can succeed either.
     """
 
     directory: str
     error: str | None
     removed: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
     bad_numbers: bool = False
 
 
@@ -160,8 +130,6 @@ class _Part(Struct):
     """The files cannot be written."""
     not_finite: str | None = None
     """The state has an infinity or a NaN."""
-    fault: str | None = None
-    """The optimizer's state contradicts the model."""
 
 
 class TrainingSave:
@@ -174,11 +142,12 @@ class TrainingSave:
         state: OptimizerState,
         world: CommGroup,
         add_files: Callable[[Path], None],
-        options: SaveOptions,
+        retention: Retention | None = None,
+        host: HostMemory | None = None,
     ) -> None:
-        """Record or copy the state, and make room for it; a collective over `world`.
+        """Record the state, or copy it to `host`, and make room for it; a collective over `world`.
 
-        Without `options.host` the state must not change until `write` has returned.
+        Without `host` the state must not change until `write` has returned.
 
         Args:
             save: the directory of the run's checkpoints.
@@ -190,31 +159,29 @@ class TrainingSave:
         """
         spans = [span for span in (*state.spans(), *state.states()) if span.owned]
         rows = [{"weight": span.master, **{w: state.moment(span, w) for w in span.moments}} for span in spans]
-        own_bytes = sum(value.nbytes for row in rows for value in row.values())
-        for span, row in zip(spans, rows, strict=True):
-            # In fp32 without ZeRO, weight and master are one tensor.
-            if span.weight.data_ptr() != span.master.data_ptr():
-                row[_MODEL] = span.weight
         self.iteration = int(header["iteration"])
-        self._save, self._add_files, self._options = save, add_files, options
-        sizes = world.gather_objects(own_bytes)
-        room = world.broadcast_object(_make_room(save, self.iteration, sum(sizes)) if world.rank == 0 else None)
-        if isinstance(room, str):
-            raise SaveError(room)
-        token, self.total_bytes, self._notes = room
+        self._save, self._add_files, self._retention = save, add_files, retention or Retention()
+        sizes = world.gather_objects(sum(value.nbytes for row in rows for value in row.values()))
+        room = (*_make_room(save, self.iteration, sum(sizes)), sum(sizes)) if world.rank == 0 else None
+        token, error, self.total_bytes = world.broadcast_object(room)
+        if error is not None:
+            raise SaveError(error)
         self.directory = temporary_directory(save, self.iteration, token)
         self._writer = CheckpointWriter(self.directory, world.rank)
-        self._pairs = _record_state(self._writer, spans, rows, options.host)
+        if host is not None:
+            copies = iter(host.copies([value for row in rows for value in row.values()]))
+            rows = [{kind: next(copies) for kind in row} for row in rows]
+        for span, row in zip(spans, rows, strict=True):
+            for section, box, begin in span.boxes():
+                for kind in row if section.counted else ():
+                    piece = row[kind].narrow(0, begin, box.numel).view(box.extent)
+                    self._writer.add(section.name, kind, section.global_shape, box.offset, piece)
         for name, generator_state in generator_states(world.rank).items():
             self._writer.add(name, "rng", generator_state.shape, (0,), generator_state)
         self._header = {**header, "optimizer": {"steps_taken": state.steps_taken()}}
 
     def write(self, gather: Gather) -> SaveOutcome | None:
-        """Write this rank's files; on rank 0 wait for the other ranks and publish. Returns None on other ranks.
-
-        Raises:
-            RuntimeError: on rank 0: on some rank, a finite master does not round to its weight.
-        """
+        """Write this rank's files; on rank 0 wait for the other ranks and publish. Returns None on other ranks."""
         try:
             gathered = gather(msgspec.json.encode(self._write_own()))
         except OSError as error:
@@ -222,9 +189,6 @@ class TrainingSave:
         if not gathered:
             return None
         parts = [msgspec.json.decode(part, type=_Part) for part in gathered]
-        if faults := [part.fault for part in parts if part.fault]:
-            self._give_up("")
-            raise RuntimeError(faults[0])
         if bad := [part.not_finite for part in parts if part.not_finite]:
             return self._give_up(f"{bad[0]} is not finite")._replace(bad_numbers=True)
         if errors := dict.fromkeys(part.error for part in parts if part.error):
@@ -237,20 +201,11 @@ class TrainingSave:
             published = publish(self.directory, self._save, self.iteration)
         except OSError as error:
             return self._give_up(_reason(error, self.directory))
-        removed: tuple[str, ...] = ()
-        try:
-            removed, notes = remove_old_checkpoints(self._save, self._options.retention)
-        except OSError as error:
-            notes = (f"old checkpoints are not removed: {_reason(error, self._save)}",)
-        return SaveOutcome(str(published), None, removed, self._notes + notes)
+        return SaveOutcome(str(published), None, remove_old_checkpoints(self._save, self._retention))
 
     def _write_own(self) -> _Part:
         if (bad := self._writer.first_not_finite()) is not None:
             return _Part(not_finite=bad)
-        for name, master, weight in self._pairs:
-            bits = torch.int16 if weight.element_size() == 2 else torch.int32
-            if not torch.equal(master.to(weight.device, weight.dtype).view(bits), weight.view(bits)):
-                return _Part(fault=f"the fp32 master of {name} does not round to the model's weight")
         try:
             return _Part(self._writer.finish())
         except OSError as error:
@@ -269,48 +224,23 @@ class TrainingSave:
 
     def _give_up(self, why: str) -> SaveOutcome:
         shutil.rmtree(self.directory, ignore_errors=True)
-        return SaveOutcome("", why, (), self._notes)
+        return SaveOutcome("", why)
 
 
-def _make_room(save: Path, iteration: int, total_bytes: int) -> tuple[str, int, tuple[str, ...]] | str:
-    """Create the directory of a save if the file system has room for the files of all ranks.
-
-    Returns:
-        The token of the directory, `total_bytes`, and notes for the user; or why there is no directory.
-    """
-    token = secrets.token_hex(8)
-    needed = total_bytes + _OTHER_BYTES
-    notes: list[str] = []
+def _make_room(save: Path, iteration: int, total_bytes: int) -> tuple[str, str | None]:
+    """Create the directory of a save if the file system has room; return its token, and why there is no directory."""
+    token, needed = secrets.token_hex(8), total_bytes + _OTHER_BYTES
     try:
-        directory = create_temporary_directory(save, iteration, token, notes.append)
+        directory = create_temporary_directory(save, iteration, token)
         found = os.statvfs(save)
         free = found.f_bavail * found.f_frsize
         # Some network file systems do not report their size.
         if found.f_blocks and free < needed:
             directory.rmdir()
-            return f"a checkpoint needs {_size(needed)}, and {_size(free)} are free in {save}"
+            return token, f"a checkpoint needs {_size(needed)}, and {_size(free)} are free in {save}"
     except OSError as error:
-        return _reason(error, save)
-    return token, total_bytes, tuple(notes)
-
-
-def _record_state(
-    writer: CheckpointWriter, spans: Sequence[Span], rows: Sequence[Mapping[str, Tensor]], host: HostMemory | None
-) -> list[_MasterPair]:
-    """Add every span to the writer; return the pairs to compare before they are written."""
-    if host is not None:
-        copies = iter(host.copies([value for row in rows for value in row.values()]))
-        rows = [{kind: next(copies) for kind in row} for row in rows]
-    pairs = []
-    for span, row in zip(spans, rows, strict=True):
-        if _MODEL in row:
-            name = span.sections[0].name if span.sections else "a parameter that is not saved"
-            pairs.append((name, row["weight"], row[_MODEL]))
-        for section, box, begin in span.boxes():
-            for kind in ("weight", *span.moments) if section.counted else ():
-                piece = row[kind].narrow(0, begin, box.numel).view(box.extent)
-                writer.add(section.name, kind, section.global_shape, box.offset, piece)
-    return pairs
+        return token, _reason(error, save)
+    return token, None
 
 
 def generator_states(rank: int) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,9 +40,6 @@ STORED_NAMES: Mapping[str, str] = {
     "int64": "I64",
 }
 """The element types of checkpoints: name in torch and in manifests -> name in safetensors."""
-ELEMENT_BYTES: Mapping[str, int] = {name: int(stored.strip("BFUI")) // 8 for name, stored in STORED_NAMES.items()}
-_MAX_HEADER_BYTES = 100_000_000
-"""The limit of the safetensors library."""
 
 
 def element_name(dtype: torch.dtype) -> str:
@@ -83,11 +80,6 @@ class StoredTensor:
     def files(self) -> set[str]:
         """Return the names of the files that hold the boxes."""
         return {self.writer_files[writer] for writer in np.unique(self.writers).tolist()}
-
-    def boxes_in(self, files: Collection[str]) -> list[int]:
-        """Return the indices of the boxes in some files."""
-        chosen = [writer for writer in np.unique(self.writers).tolist() if self.writer_files[writer] in files]
-        return [int(index) for index in np.flatnonzero(np.isin(self.writers, chosen))] if chosen else []
 
     def overlapping(self, wanted: Box) -> list[int]:
         """Return the indices of the boxes that share elements with `wanted`."""
@@ -131,7 +123,6 @@ def write_tensor_file(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -
 
     Raises:
         FileExistsError: the file exists.
-        ValueError: the header would be longer than readers accept.
     """
     import torch
 
@@ -144,8 +135,6 @@ def write_tensor_file(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -
         entries[key] = {"dtype": stored_name, "shape": list(tensor.shape), "data_offsets": offsets}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    if len(text) > _MAX_HEADER_BYTES:
-        raise ValueError(f"{len(tensors)} tensors need a header of {len(text)} bytes, over the limit")
     header = len(text).to_bytes(8, "little") + text
     hasher = xxhash.xxh3_128()
     with open(path, "xb") as file:

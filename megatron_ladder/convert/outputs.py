@@ -20,7 +20,7 @@ from megatron_ladder.checkpoint.publish import (
     publishing_order,
     remove_old_checkpoints,
 )
-from megatron_ladder.errors import UserError, raise_user_errors
+from megatron_ladder.errors import UserError
 from megatron_ladder.files import sync_directory
 
 
@@ -85,8 +85,7 @@ def publish_save(work: Path, save: Path, iteration: int, overwrite: bool) -> Pat
     """Publish a complete checkpoint, and remove an older one of the same iteration afterwards."""
     published = publish(work, save, iteration)
     if overwrite:
-        _, notes = remove_old_checkpoints(save, Retention(keep_last=1))
-        raise_user_errors(notes)
+        remove_old_checkpoints(save, Retention(keep_last=1))
     return published
 
 

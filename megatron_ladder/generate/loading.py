@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
-from megatron_ladder.checkpoint.format import TOKENIZERS, Checkpoint, is_hf_directory
+from megatron_ladder.checkpoint.format import Checkpoint, is_hf_directory
 from megatron_ladder.checkpoint.hf_config import token_ids
-from megatron_ladder.checkpoint.hf_directory import open_hf_directory, safe_path
+from megatron_ladder.checkpoint.hf_directory import open_hf_directory
 from megatron_ladder.checkpoint.loading import load_weights
 from megatron_ladder.checkpoint.publish import MANIFEST_NAME
 from megatron_ladder.comm.agreement import raise_on_all_ranks
@@ -115,9 +115,6 @@ def _open_hf(directory: Path, tokenizer: Tokenizer | None) -> StoredModel:
     found = open_hf_directory(directory)
     prefix: tuple[int, ...] = ()
     if tokenizer is None:
-        for name in TOKENIZERS:
-            if (directory / name).exists():
-                safe_path(directory, name)
         tokenizer = find_tokenizer(directory)
         prefix = () if tokenizer is None else special_prefix(tokenizer)
     eos_ids = _eos_ids(found.token_ids(), tokenizer)

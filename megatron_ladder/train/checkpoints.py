@@ -28,7 +28,7 @@ from megatron_ladder.checkpoint.format import (
 )
 from megatron_ladder.checkpoint.loading import load_newest
 from megatron_ladder.checkpoint.publish import Retention, published_checkpoints
-from megatron_ladder.checkpoint.saving import SaveError, SaveOptions, SaveOutcome, TrainingSave
+from megatron_ladder.checkpoint.saving import SaveError, SaveOutcome, TrainingSave
 from megatron_ladder.data.chat_template import own_chat_template
 from megatron_ladder.data.loader import find_chat_template
 from megatron_ladder.data.tokenizers import Tokenizer, tokenizer_files
@@ -84,7 +84,6 @@ class CheckpointSaver:
         self._saved: int | None = None
         self._in_flight: _SaveInFlight | None = None
         self._outcome: SaveOutcome | None = None
-        self._reported_notes: set[str] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -178,11 +177,11 @@ class CheckpointSaver:
         asynchronous, start = config.async_save and not final, time.perf_counter()
         self._event("save begin", iteration=iteration, reason=reason, asynchronous=asynchronous)
         retention = Retention(config.keep_last_n_checkpoints, config.save_retain_interval, self._loaded)
-        options = SaveOptions(retention, self._host if asynchronous else None)
+        host = self._host if asynchronous else None
         try:
             header = self._header(iteration, consumed_samples)
             state, write_files = self._trainer.engine.state, self._small_files.write
-            saving = TrainingSave(config.save, header, state, world, write_files, options)
+            saving = TrainingSave(config.save, header, state, world, write_files, retention, host)
             if asynchronous:
                 seconds = 60 * self._trainer.run.parallel.distributed_timeout_minutes
                 gather = partial(gather_through_files, saving.directory, world.rank, world.size, seconds)
@@ -240,10 +239,6 @@ class CheckpointSaver:
     def _report(
         self, saving: TrainingSave, reason: str, start: float, blocked_seconds: float, outcome: SaveOutcome
     ) -> None:
-        # Every save finds again what could not be removed, so each note is printed once.
-        for note in (note for note in outcome.notes if note not in self._reported_notes):
-            self._print(f"*** {note} ***")
-        self._reported_notes.update(outcome.notes)
         if outcome.error is not None:
             self._report_failure(saving.iteration, reason, outcome.error)
             return

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.checkpoint.loading import load_newest
-from megatron_ladder.checkpoint.saving import SaveOptions, TrainingSave
+from megatron_ladder.checkpoint.saving import TrainingSave
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
@@ -130,7 +130,7 @@ def save_trainer(trainer: Trainer, save: Path, iteration: int) -> None:
     """On each rank: publish a checkpoint of the trainer's state."""
     header = {"iteration": iteration, "consumed_samples": 0, "model": trainer.run.model.to_dict()}
     world = trainer.mesh.world
-    saving = TrainingSave(save, header, trainer.engine.state, world, lambda directory: None, SaveOptions())
+    saving = TrainingSave(save, header, trainer.engine.state, world, lambda directory: None)
     outcome = world.broadcast_object(saving.write(world.gather_objects))
     assert outcome.error is None, outcome.error
 

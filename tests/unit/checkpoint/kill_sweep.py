@@ -23,7 +23,6 @@ from typing import Any
 from megatron_ladder.checkpoint.async_save import HostMemory
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.publish import Retention, published_checkpoints
-from megatron_ladder.checkpoint.saving import SaveOptions
 from megatron_ladder.comm.group import CommGroup
 from tests.unit.checkpoint.tiny_training import TinyState, begin, hand_over, holds, on_ranks, save_at_once
 
@@ -131,12 +130,12 @@ class KillingFile:
         return getattr(self._file, name)
 
 
-def save_in_background(save: Path, iteration: int, seed: int, options: SaveOptions) -> None:
+def save_in_background(save: Path, iteration: int, seed: int, retention: Retention) -> None:
     """Save from two ranks whose state changes while files are written."""
 
     def rank(world: CommGroup) -> None:
         state = TinyState(seed, world.rank, world.size)
-        saving = begin(save, iteration, state, world, SaveOptions(retention=options.retention, host=HostMemory()))
+        saving = begin(save, iteration, state, world, retention=retention, host=HostMemory())
         state.train()
         hand_over(saving, world)
 
@@ -144,8 +143,8 @@ def save_in_background(save: Path, iteration: int, seed: int, options: SaveOptio
     assert not failures, failures
 
 
-def save_alone(save: Path, iteration: int, seed: int, options: SaveOptions) -> None:
-    save_at_once(save, iteration, TinyState(seed), CommGroup.alone(), options)
+def save_alone(save: Path, iteration: int, seed: int, retention: Retention) -> None:
+    save_at_once(save, iteration, TinyState(seed), CommGroup.alone(), retention=retention)
 
 
 SCENARIOS: dict[str, tuple[Callable[..., None], int, Retention]] = {
@@ -172,17 +171,16 @@ def in_child(work: Callable[[], None]) -> int:
 
 def sweep(root: Path, scenario: str) -> dict[str, Any]:
     save, iteration, retention = SCENARIOS[scenario]
-    options = SaveOptions(retention=retention)
     old, new, newest = (TinyState(seed).whole for seed in (1, 2, 3))
     before, names = root / "before", root / "names"
     for earlier in (50, 100):
-        save_alone(before, earlier, 1, SaveOptions())
+        save_alone(before, earlier, 1, Retention())
 
     def dying(directory: Path, point: int, torn: bool) -> Callable[[], None]:
         def work() -> None:
             killer = Killer(point, torn)
             killer.install()
-            save(directory, iteration, 2, options)
+            save(directory, iteration, 2, retention)
             with killer._real_open(names, "w") as file:
                 json.dump(killer.names, file)
 
@@ -202,7 +200,7 @@ def sweep(root: Path, scenario: str) -> dict[str, Any]:
                 Checkpoint.open(directory / earlier)
             # Wait for the next tick of a coarse file-system clock.
             time.sleep(0.005)
-            save_alone(directory, 300, 3, options)
+            save_alone(directory, 300, 3, retention)
             assert holds(directory, newest)
             assert all(entry.name in ("latest", *published_checkpoints(directory)) for entry in directory.iterdir())
             shutil.rmtree(directory)

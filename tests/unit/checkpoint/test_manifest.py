@@ -75,7 +75,7 @@ def test_tensors_that_are_distributed_alike_share_their_boxes() -> None:
     assert [table[EMBEDDING].file(i)[-13] for i in range(3)] == ["0", "1", "2"]
 
 
-def test_boxes_are_found_by_elements_and_by_files(manifest: dict[str, Any]) -> None:
+def test_boxes_are_found_by_elements(manifest: dict[str, Any]) -> None:
     data = encode_manifest(manifest)
     found, table = decode_manifest(data)
     assert {**found, "tilings": manifest["tilings"], "tensors": manifest["tensors"]} == manifest
@@ -85,7 +85,6 @@ def test_boxes_are_found_by_elements_and_by_files(manifest: dict[str, Any]) -> N
     stored = table["weight"][EMBEDDING]
     assert stored.shape == (4, 6) and stored.dtype == "float32" and len(stored.writers) == 3
     assert stored.overlapping(Box((1, 3), (2, 1))) == [1, 2]
-    assert stored.boxes_in(["weights_rank_00000.safetensors"]) == [0, 1]
     assert stored.files() == {"weights_rank_00000.safetensors", "weights_rank_00001.safetensors"}
 
 
@@ -100,68 +99,20 @@ def test_every_flipped_bit_and_every_truncation_is_detected(manifest: dict[str, 
             decode_manifest(data[:position])
 
 
-def sealed(text: str) -> bytes:
-    """Return the bytes of a manifest with a valid checksum, as an attacker would make them."""
-    body = text.rstrip().removesuffix("}").rstrip().encode()
-    digits = xxhash.xxh3_128(body).hexdigest()
-    return body + f',\n "manifest_checksum": "xxh3_128:{digits}"\n}}\n'.encode()
-
-
 Change = Callable[[dict[str, Any]], object]
-
-
-def set_in(*path: Any, to: Any) -> Change:
-    def change(manifest: dict[str, Any]) -> None:
-        *parents, last = path
-        place: Any = manifest
-        for key in parents:
-            place = place[key]
-        place[last] = to
-
-    return change
-
-
-SHAPE, BOX, TENSOR = ("tilings", 0, "shape"), ("tilings", 0, "boxes", 0), ("tensors", 0)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (set_in("schema_version", to=2), "schema_version is 2, and this program reads 3: use the version"),
-        (set_in("iteration", to=-1), r"\$.iteration"),
-        (set_in("iteration", to=True), r"\$.iteration"),
-        (set_in("iteration", to=10**15), r"\$.iteration"),
-        (set_in("hugging_face", to=5), r"Expected `object`, got `int` - at `\$.hugging_face"),
-        (set_in("tokenizer", to={"sha256": 1}), r"\$.tokenizer.sha256"),
-        (set_in("run", to={"optimizer": {"lr": "x"}}), r"\$.run.optimizer.lr"),
-        (set_in("data", to={"stream": {"streams": []}}), r"\$.data.stream.streams"),
-        (set_in("data_streams", to=[{}, 5]), r"\$.data_streams\["),
-        (set_in("files", to={}), r"\$.files"),
-        *(
-            (set_in("files", 0, "name", to=name), "plain file name")
-            for name in ("../a", "/etc/passwd", "..", "", "a/b")
-        ),
-        *((set_in("files", 0, "name", to=name), "plain file name") for name in ("a\\b", "a\0b", ".hidden")),
-        (set_in("files", 0, "size", to="4"), r"\$.files\[.*size"),
-        (set_in("files", 0, "size", to=-4), r"\$.files\[.*size"),
-        (set_in("files", 0, "checksum", to="md5:00"), r"\$.files\[.*checksum"),
-        (set_in("tilings", to={}), r"\$.tilings"),
-        (set_in("tilings", to=[]), "tiling 0 does not exist"),
-        (set_in(*SHAPE, to=[]), "shape"),
-        (set_in(*SHAPE, to=[1] * 9), "shape"),
-        (set_in(*SHAPE, to=[2**63, 2**63]), "shape"),
-        (set_in("tilings", 0, "boxes", to=[]), r"no box holds the element \[0, 0\]"),
-        (set_in(*BOX, 0, to=[0]), "a box does not have 2 dimensions"),
-        (set_in(*BOX, 0, to=[2**47, 2**47]), "not inside"),
-        (set_in(*BOX, 1, to=[2**47, 1]), "not inside"),
-        (set_in(*BOX, 2, to=2), "the file 'weights_rank_00002.safetensors' is not listed"),
-        (set_in(*TENSOR, to=[]), r"\$.tensors"),
-        (set_in(*TENSOR, 0, to=3), r"\$.tensors"),
-        (set_in(*TENSOR, 1, to="momentum"), "'momentum'"),
+        (lambda manifest: manifest.update(schema_version=2), "schema_version is 2, and this program reads 3: use"),
+        (lambda manifest: manifest.update(iteration="1"), r"\$.iteration"),
+        (lambda manifest: manifest["files"][0].update(size="4"), r"\$.files\[.*size"),
+        (lambda manifest: manifest["tilings"][0].update(boxes=[]), "its boxes hold 0 elements, expected 24"),
+        (lambda manifest: manifest["tilings"][0]["boxes"][0].__setitem__(0, [9, 9]), "not inside"),
     ],
 )
-def test_hostile_manifests_are_rejected(manifest: dict[str, Any], change: Change, message: str) -> None:
-    decode_manifest(sealed(json.dumps(manifest)))
+def test_invalid_manifests_are_rejected(manifest: dict[str, Any], change: Change, message: str) -> None:
     change(manifest)
     with pytest.raises(ValueError, match=message):
-        decode_manifest(sealed(json.dumps(manifest)))
+        decode_manifest(encode_manifest(manifest))

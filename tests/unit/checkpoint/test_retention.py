@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from megatron_ladder.checkpoint.publish import Retention, remove_old_checkpoints
-from megatron_ladder.checkpoint.saving import SaveOptions
 from megatron_ladder.comm.group import CommGroup
 from tests.unit.checkpoint.tiny_training import TinyState, holds, save_at_once
 
@@ -27,8 +26,8 @@ def test_retention(tmp_path: Path, retention: Retention, kept: list[int]) -> Non
     for iteration in (50, 100, 150):
         save_at_once(tmp_path, iteration, TinyState(1), CommGroup.alone())
     protected = None if retention.protected is None else tmp_path / retention.protected
-    options = SaveOptions(retention=Retention(retention.keep_last, retention.interval, protected))
-    outcome = save_at_once(tmp_path, 200, TinyState(2), CommGroup.alone(), options)
+    retention = Retention(retention.keep_last, retention.interval, protected)
+    outcome = save_at_once(tmp_path, 200, TinyState(2), CommGroup.alone(), retention=retention)
     assert names(tmp_path) == [*(f"iter_{iteration:07d}" for iteration in kept), "latest"]
     assert list(outcome.removed) == [f"iter_{i:07d}" for i in (50, 100, 150) if i not in kept]
     assert holds(tmp_path, TinyState(2).whole)
@@ -43,5 +42,5 @@ def test_iterations_saved_again_do_not_count(tmp_path: Path) -> None:
     assert retention.to_remove(tmp_path) == ["iter_0000200"]
     retention = Retention(keep_last=2)
     assert retention.to_remove(tmp_path) == ["iter_0000150", "iter_0000200", "iter_0000050", "iter_0000100"]
-    assert remove_old_checkpoints(tmp_path, retention)[1] == ()
+    remove_old_checkpoints(tmp_path, retention)
     assert names(tmp_path) == ["iter_0000150.1", "iter_0000200.1", "latest"]

@@ -14,7 +14,7 @@ from megatron_ladder.checkpoint.format import find_checkpoint
 from megatron_ladder.checkpoint.manifest import Index, merge_manifest
 from megatron_ladder.checkpoint.optimizer_state import MOMENTS, Span
 from megatron_ladder.checkpoint.publish import create_temporary_directory, publish, write_manifest
-from megatron_ladder.checkpoint.saving import CheckpointWriter, SaveOptions, SaveOutcome, TrainingSave
+from megatron_ladder.checkpoint.saving import CheckpointWriter, SaveOutcome, TrainingSave
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.parallel.layout import Section
 
@@ -123,14 +123,12 @@ def add_vocabulary(directory: Path) -> None:
         file.write("a b c\n")
 
 
-def begin(save: Path, iteration: int, state: TinyState, world: CommGroup, options: SaveOptions) -> TrainingSave:
-    return TrainingSave(save, header_of(iteration), state, world, add_vocabulary, options)
+def begin(save: Path, iteration: int, state: TinyState, world: CommGroup, **options: Any) -> TrainingSave:
+    return TrainingSave(save, header_of(iteration), state, world, add_vocabulary, **options)
 
 
-def save_at_once(
-    save: Path, iteration: int, state: TinyState, world: CommGroup, options: SaveOptions | None = None
-) -> SaveOutcome:
-    saving = begin(save, iteration, state, world, options or SaveOptions())
+def save_at_once(save: Path, iteration: int, state: TinyState, world: CommGroup, **options: Any) -> SaveOutcome:
+    saving = begin(save, iteration, state, world, **options)
     return world.broadcast_object(saving.write(world.gather_objects))
 
 

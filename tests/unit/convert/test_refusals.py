@@ -1,15 +1,11 @@
 """Invalid, damaged and hostile directories are rejected with a message, and nothing is written."""
 
 import json
-import os
-import pickle
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_ladder.checkpoint.checksum import checksum_of
 from megatron_ladder.checkpoint.publish import write_manifest
@@ -23,7 +19,7 @@ from tests.unit.convert.hand_made import (
     write_directory,
     write_sharded,
 )
-from tests.unit.convert.saved_models import assert_equal_bits, convert, small_config, tensors_of, write_cut_checkpoint
+from tests.unit.convert.saved_models import convert, small_config, write_cut_checkpoint
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 
@@ -148,25 +144,6 @@ def test_numbers_of_a_configuration(tmp_path: Path, value: str) -> None:
         assert "config.json" in message and len(message) < 1000, key
 
 
-def test_more_layers_than_tensors_are_rejected_before_they_are_counted(tmp_path: Path) -> None:
-    """Memory for a thousand million layers would not be available."""
-    change = {"model_type": "llamaLadder", "num_hidden_layers": 10**9, "ladder_layers": 10**9}
-    message = rejection(write_directory(tmp_path / "hf", {**CONFIG, **change}))
-    assert "num_hidden_layers: found 1000000000, expected at most 21, the number of stored tensors" in message
-
-
-def overlapping() -> bytes:
-    header = entries(SHAPES)
-    header[Q]["data_offsets"] = [number - 2 for number in header[Q]["data_offsets"]]
-    return safetensors(header)
-
-
-def with_header(change: Callable[[dict[str, Any]], object]) -> bytes:
-    header = entries(SHAPES)
-    change(header)
-    return safetensors(header)
-
-
 def renamed(old: str, new: str) -> bytes:
     return safetensors(entries({new if name == old else name: shape for name, shape in SHAPES.items()}))
 
@@ -179,9 +156,6 @@ def reshaped(name: str, shape: list[int]) -> bytes:
     ("weights", "words"),
     [
         (safetensors(entries(SHAPES))[:-1], ["model.safetensors", "file not fully covered"]),
-        (safetensors(entries(SHAPES), length=1 << 62), ["header too large"]),
-        (overlapping(), ["invalid offset", Q]),
-        (with_header(lambda header: header[Q].update(shape=[-8, -8])), ["integer `-8`"]),
         (reshaped(Q, [8, 4]), [Q, "found shape [8, 4]", "expected [8, 8]"]),
         (renamed(Q, "model.layers.1.self_attn.q.weight"), [Q, "is missing", "self_attn.q.weight", "unexpected tensor"]),
         (safetensors(entries(SHAPES, "I8")), ["model.embed_tokens.weight", "found int8", "quantised"]),
@@ -199,75 +173,7 @@ def test_index_and_headers_must_agree(tmp_path: Path) -> None:
     message = rejection(write_sharded(tmp_path / "two", a={"stray": [2]}))
     assert "model.safetensors.index.json: stray: is in a.safetensors, but listed in no file" in message
     message = rejection(write_sharded(tmp_path / "four", {"absent": "c.safetensors"}))
-    assert "c.safetensors: file not found" in message
-
-
-NAMES = ["../x.safetensors", "/x.safetensors", "a/x.safetensors", "\0.safetensors"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_names_in_an_index_must_stay_in_the_directory(tmp_path: Path, name: str) -> None:
-    (tmp_path / "x.safetensors").write_bytes(safetensors(entries(SHAPES)))
-    message = rejection(write_sharded(tmp_path / "hf", {Q: name}))
-    assert repr(name) in message
-
-
-def test_only_links_of_the_hugging_face_cache_are_followed(tmp_path: Path) -> None:
-    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0123"
-    blobs.mkdir(parents=True)
-    write_directory(snapshot)
-    for name in ("config.json", "model.safetensors"):
-        os.rename(snapshot / name, blobs / f"hash-{name}")
-        os.symlink(f"../../blobs/hash-{name}", snapshot / name)
-    convert("import", "--hf", snapshot, "--save", tmp_path / "ours")
-    weights = write_directory(tmp_path / "elsewhere") / "model.safetensors"
-    for target in (weights, Path("../../elsewhere/model.safetensors")):
-        linked = write_directory(tmp_path / "linked")
-        (linked / "model.safetensors").unlink()
-        os.symlink(target, linked / "model.safetensors")
-        assert "is a link to" in rejection(linked)
-        (linked / "model.safetensors").unlink()
-    (blobs / "hash-model.safetensors").unlink()
-    os.symlink(weights, blobs / "hash-model.safetensors")
-    assert "is a link to" in rejection(snapshot)
-    (snapshot.parent.parent / "other").mkdir()
-    os.rename(snapshot, snapshot.parent.parent / "other" / "0123")
-    assert "is a link to" in rejection(snapshot.parent.parent / "other" / "0123")
-
-
-class Command:
-    """Creates a file when it is unpickled without restrictions."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.path,)
-
-
-def test_pickled_weights_are_read_without_running_code(tmp_path: Path) -> None:
-    directory = write_directory(tmp_path / "hf")
-    (directory / "model.safetensors").unlink()
-    good = {name: torch.randn(shape).bfloat16() for name, shape in SHAPES.items()}
-    torch.save(good, directory / "pytorch_model.bin")
-    convert("import", "--hf", directory, "--save", tmp_path / "ours")
-    convert("export", "--load", tmp_path / "ours", "--hf", tmp_path / "back")
-    assert_equal_bits(good, tensors_of(tmp_path / "back"))
-    touched = tmp_path / "touched"
-    torch.save({**good, Q: Command(touched)}, directory / "pytorch_model.bin")
-    assert "weights_only=True" in rejection(directory) and not touched.exists()
-    (directory / "pytorch_model.bin").write_bytes(pickle.dumps(Command(touched)))
-    assert "pytorch_model.bin" in rejection(directory) and not touched.exists()
-    for odd in (
-        torch.empty(8, 8, dtype=torch.bfloat16, device="meta"),
-        torch.eye(8).to_sparse(),
-        torch.quantize_per_tensor(torch.eye(8), 0.1, 0, torch.qint8),
-        torch.eye(8, dtype=torch.complex64).conj(),
-    ):
-        torch.save({**good, Q: odd}, directory / "pytorch_model.bin")
-        assert "pytorch_model.bin" in (message := rejection(directory)) and Q in message
-    torch.save([1, 2], directory / "pytorch_model.bin")
-    assert "not a dictionary of tensors" in rejection(directory)
+    assert "c.safetensors: not a complete safetensors file" in message
 
 
 def test_a_stored_head_of_a_tied_model_must_be_the_embedding(tmp_path: Path) -> None:
