@@ -55,7 +55,7 @@ class SaveError(Exception):
     """A checkpoint could not be written; earlier ones are unchanged."""
 
 
-class CheckpointWriter:
+class _CheckpointWriter:
     """Writes the boxes that one rank holds.
 
     `add` only records the tensors, which must not change until `finish` has written them: a save holds
@@ -167,7 +167,7 @@ class TrainingSave:
         if error is not None:
             raise SaveError(error)
         self.directory = temporary_directory(save, self.iteration, token)
-        self._writer = CheckpointWriter(self.directory, world.rank)
+        self._writer = _CheckpointWriter(self.directory, world.rank)
         if host is not None:
             copies = iter(host.copies([value for row in rows for value in row.values()]))
             rows = [{kind: next(copies) for kind in row} for row in rows]

@@ -59,13 +59,13 @@ MOST_LINES_OF_A_FILE = 470
 
 FIRST_FLOOR = ("errors", "files", "processes", "progress", "api", "lm_eval")
 BUDGETS = {
-    f"{PACKAGE}/": 25_420,
+    f"{PACKAGE}/": 25_111,
     " ".join(
         f"{PACKAGE}/{folder}/" for folder in ("blueprint", "comm", "parallel", "model", "engine", "train")
     ): 10_850,
     f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_550,
-    f"{PACKAGE}/checkpoint/": 2_500,
-    f"{PACKAGE}/data/": 4_220,
+    f"{PACKAGE}/checkpoint/": 2_204,
+    f"{PACKAGE}/data/": 4_211,
     f"{PACKAGE}/convert/": 2_530,
     f"{PACKAGE}/generate/": 2_160,
     f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_620,

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from megatron_ladder.checkpoint.format import Checkpoint, find_checkpoint
 from megatron_ladder.checkpoint.manifest import merge_manifest
 from megatron_ladder.checkpoint.publish import write_manifest
-from megatron_ladder.checkpoint.saving import CheckpointWriter
+from megatron_ladder.checkpoint.saving import _CheckpointWriter
 from megatron_ladder.errors import UserError
 from tests.unit.checkpoint.tiny_training import header_of, save_state, small_state
 
@@ -23,7 +23,7 @@ def test_bits_survive(tmp_path: Path, dtype: torch.dtype) -> None:
     bits[::5, 1:] = 255  # NaNs of different payloads
     values = bits.view(dtype).view(8, 8)
     assert values.isnan().any()
-    writer = CheckpointWriter(tmp_path, 0)
+    writer = _CheckpointWriter(tmp_path, 0)
     writer.add("x", "exp_avg", (8, 8), (0, 0), values)
     write_manifest(tmp_path, merge_manifest(header_of(1), [writer.finish()]))
     out = torch.empty(8, 8, dtype=dtype)

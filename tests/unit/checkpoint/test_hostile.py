@@ -12,7 +12,7 @@ from megatron_ladder.checkpoint.checksum import file_checksum
 from megatron_ladder.checkpoint.loading import load_newest
 from megatron_ladder.checkpoint.manifest import FileRecord, merge_manifest
 from megatron_ladder.checkpoint.publish import write_manifest
-from megatron_ladder.checkpoint.saving import CheckpointWriter
+from megatron_ladder.checkpoint.saving import _CheckpointWriter
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.errors import UserError
 from tests.unit.checkpoint.tiny_training import SHAPES, TinyState, header_of
@@ -39,7 +39,7 @@ def test_a_pickle_with_a_forged_manifest_is_rejected(tmp_path: Path, files: str)
     """Size and checksum agree; only the content of the file is wrong."""
     directory, marker = tmp_path / "iter_0000010", tmp_path / "owned"
     directory.mkdir()
-    state, writer = TinyState(1), CheckpointWriter(directory, 0)
+    state, writer = TinyState(1), _CheckpointWriter(directory, 0)
     for (name, kind), tensor in state.whole.items():
         writer.add(name, kind, SHAPES[name], (0,) * tensor.dim(), tensor)
     writer.add("rng.rank_00000.cpu", "rng", (38,), (0,), next(iter(state.whole.values())).view(-1)[:1].repeat(38))

@@ -14,7 +14,7 @@ from megatron_ladder.checkpoint.format import find_checkpoint
 from megatron_ladder.checkpoint.manifest import Index, merge_manifest
 from megatron_ladder.checkpoint.optimizer_state import MOMENTS, Span
 from megatron_ladder.checkpoint.publish import create_temporary_directory, publish, write_manifest
-from megatron_ladder.checkpoint.saving import CheckpointWriter, SaveOutcome, TrainingSave
+from megatron_ladder.checkpoint.saving import SaveOutcome, TrainingSave, _CheckpointWriter
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.parallel.layout import Section
 
@@ -171,7 +171,7 @@ def small_state(seed: int) -> State:
 
 def write_halves(directory: Path, state: Mapping[tuple[str, str], torch.Tensor]) -> list[Index]:
     """Rank 0 writes the first half of the rows of each tensor, rank 1 the second half."""
-    writers = [CheckpointWriter(directory, rank) for rank in range(2)]
+    writers = [_CheckpointWriter(directory, rank) for rank in range(2)]
     for (name, kind), tensor in state.items():
         rows = tensor.shape[0] // 2
         writers[0].add(name, kind, tensor.shape, [0] * tensor.dim(), tensor[:rows])

@@ -29,7 +29,7 @@ from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.loading import load_weights
 from megatron_ladder.checkpoint.manifest import merge_manifest
 from megatron_ladder.checkpoint.publish import create_temporary_directory, publish, write_manifest
-from megatron_ladder.checkpoint.saving import CheckpointWriter
+from megatron_ladder.checkpoint.saving import _CheckpointWriter
 from megatron_ladder.cli.convert_checkpoint import main
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.model.language_model import LanguageModel
@@ -121,7 +121,7 @@ def write_cut_checkpoint(
     ranks = 3
     weights = make_weights(ReferenceConfig.like(config), seed=5)
     temporary = create_temporary_directory(save, 30, "token")
-    writers = [CheckpointWriter(temporary, rank) for rank in range(ranks)]
+    writers = [_CheckpointWriter(temporary, rank) for rank in range(ranks)]
     for name, weight in weights.items():
         flat = weight.reshape(-1)
         cuts = [flat.numel() * rank // ranks for rank in range(ranks + 1)]

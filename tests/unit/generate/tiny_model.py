@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.checkpoint.manifest import merge_manifest
 from megatron_ladder.checkpoint.publish import create_temporary_directory, publish, write_manifest
-from megatron_ladder.checkpoint.saving import CheckpointWriter
+from megatron_ladder.checkpoint.saving import _CheckpointWriter
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.data.tokenizer_training import train_sentencepiece
 from megatron_ladder.data.tokenizers import SentencePieceTokenizer
@@ -89,7 +89,7 @@ def tiny_engine(config: ModelConfig, weights: Mapping[str, Tensor], packed: bool
 def write_checkpoint(save: Path, config: ModelConfig, weights: Mapping[str, Tensor], **more: Any) -> Path:
     """Write the weights as the checkpoint of iteration 10, with `more` in its header; return its directory."""
     temporary = create_temporary_directory(save, 10, "token")
-    writer = CheckpointWriter(temporary, 0)
+    writer = _CheckpointWriter(temporary, 0)
     for name, weight in weights.items():
         writer.add(name, "weight", weight.shape, [0] * weight.dim(), weight)
     header = {"iteration": 10, "consumed_samples": 80, "model": config.to_dict()} | more
