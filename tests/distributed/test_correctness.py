@@ -3,7 +3,7 @@
 import itertools
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,38 +12,69 @@ from torch import Tensor
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.model.experts import Router
 from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.operations import ExpertOptions
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.parallel.layout import parameter_sections
 from tests.helpers.pairwise import pairwise
 from tests.helpers.pool import GlooPools
 from tests.helpers.recording import InlineQueue
-from tests.helpers.sharded import Pieces, assert_pieces, build, gradient_pieces, mesh_of, small_model
-from tests.reference import ReferenceConfig, Weights, make_weights, reference_gradients
+from tests.helpers.sharded import Pieces, assert_pieces, fill_slices, gradient_pieces, mesh_of, small_model
+from tests.reference import ReferenceConfig, Routed, Weights, make_weights, reference_gradients, reference_logits
 
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-11}
+TOLERANCE = 1e-11
+ALL = (0, 1, 2, 3)
+QWEN: dict[str, Any] = {
+    "num_experts": 8,
+    "moe_router_topk": 3,
+    "moe_ffn_hidden_size": 8,
+    "moe_layers": ALL,
+    "qk_layernorm": True,
+}
+GLM: dict[str, Any] = {
+    "num_experts": 8,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 12,
+    "moe_shared_expert_intermediate_size": 20,
+    "moe_layers": (1, 2, 3),
+    "moe_router_score_function": "sigmoid",
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_enable_expert_bias": True,
+    "moe_router_num_groups": 4,
+    "moe_router_group_topk": 2,
+    "rotary_percent": 0.5,
+}
+SHARED = GLM | {"moe_layers": ALL, "moe_router_unnormalized": True, "moe_router_score_function": "softmax"}
+
+
+def late(mode: str, layers: tuple[int, ...] = ALL, staleness: int = 1, **more: Any) -> dict[str, Any]:
+    return {"residual_mode": mode, "ladder_layers": layers, "residual_staleness": staleness, **more}
+
 
 WIRINGS: dict[str, dict[str, Any]] = {
     "standard": {},
-    "ladder": {"residual_mode": "ladder", "ladder_layers": (0, 1, 2, 3)},
+    "ladder": late("ladder"),
     "parallel": {"residual_mode": "parallel"},
-    "hybrid": {"residual_mode": "ladder", "ladder_layers": (1, 3)},
+    "hybrid": late("ladder", (1, 3)),
+    "ladder-parallel": late("ladder-parallel"),
+    "ladder-attention": late("ladder-attention", (0, 1, 3)),
+    "staleness-3-hybrid": late("ladder", (1, 2), 3),
+    "ladder-parallel-2": late("ladder-parallel", (0, 1, 2), 2),
+    "experts": GLM,
+    "experts-ladder": late("ladder", **QWEN),
+    "experts-parallel": {**GLM, "residual_mode": "parallel"},
+    "experts-ladder-parallel": late("ladder-parallel", **SHARED),
+    "experts-ladder-attention": late("ladder-attention", (0, 1, 3), **QWEN),
+    "farskip": late("farskip", **SHARED),
+    "farskip-dense": late("farskip", **GLM | {"moe_layers": (0, 2)}),
+    "farskip-hybrid": late("farskip", (0, 2), **SHARED),
+    "farskip-routed-only": late("farskip", (1, 2, 3), **QWEN),
+    "shortcut": late("shortcut", **GLM),
+    "shortcut-hybrid": late("shortcut", (1, 2), **SHARED),
+    "longcat": late("longcat", **QWEN),
+    "longcat-hybrid": late("longcat", (0, 1), **QWEN | {"moe_layers": (0, 2)}),
 }
-MORE_WIRINGS: dict[str, dict[str, Any]] = {
-    "ladder-parallel": {"residual_mode": "ladder-parallel", "ladder_layers": (0, 1, 2, 3)},
-    "hybrid-parallel": {"residual_mode": "ladder-parallel", "ladder_layers": (1, 2)},
-    "ladder-attention": {"residual_mode": "ladder-attention", "ladder_layers": (0, 1, 3)},
-    "staleness-2": {"residual_mode": "ladder", "ladder_layers": (0, 1, 2, 3), "residual_staleness": 2},
-    "staleness-3-hybrid": {"residual_mode": "ladder", "ladder_layers": (1, 2), "residual_staleness": 3},
-    "ladder-parallel-2": {"residual_mode": "ladder-parallel", "ladder_layers": (0, 1, 2), "residual_staleness": 2},
-}
-
-
-def desync(tensor_parallel: int, interval: int) -> dict[str, Any]:
-    """Return the desync wiring, whose tensor-parallel size is part of the model."""
-    return {"residual_mode": "desync", "desync_interval": interval, "desync_tp": tensor_parallel}
-
-
 FEATURES: dict[str, dict[str, Any]] = {
     "tied": {"tie_embeddings": True, "rope_scaling": "linear", "rope_scaling_factor": 2.0, "logit_soft_cap": 1.5},
     "biases": {"add_qkv_bias": True, "add_attention_output_bias": True, "add_mlp_bias": True},
@@ -57,179 +88,221 @@ FEATURES: dict[str, dict[str, Any]] = {
         "rope_original_max_position_embeddings": 16,
     },
 }
+LAYOUTS = {"1": (1, ""), "2": (2, ""), "2-ahead": (2, "ahead"), "4-sharded": (4, "sharded")}
+"""Tensor-parallel size, and how the stream is sharded; `ahead` of the computation, as on a second stream of CUDA."""
 
 
-def run_case(
-    config: ModelConfig,
-    weights: Weights,
-    tensor_parallel: int,
-    options: StackOptions,
-    tokens: Tensor,
-    labels: Tensor,
-    mask: Tensor,
-    sequence_parallel: bool,
-    reads_ahead: bool,
-) -> tuple[float, Pieces]:
-    """Return the loss per unmasked token, and every gradient that this rank holds."""
-    model = build(config, weights, tensor_parallel, options, sequence_parallel)
-    model.stack.side_queue = InlineQueue() if reads_ahead else None
-    loss = model(tokens, labels, mask) / mask.sum()
-    loss.backward()
-    return loss.item(), gradient_pieces(model)
+def desync(ranks: int, interval: int) -> dict[str, Any]:
+    """Return a model whose tensor-parallel size is part of it. The last interval of its ten sub-blocks is shorter."""
+    return {"num_layers": 5, "residual_mode": "desync", "desync_interval": interval, "desync_tp": ranks}
 
 
-def batch(config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(0, config.vocab_size, (2, 13), generator=generator)
-    mask = (torch.rand(2, 12, generator=generator) < 0.7).to(dtype)
-    return tokens[:, :-1], tokens[:, 1:], mask
-
-
-def check(
-    gloo_pools: GlooPools,
-    tensor_parallel: int,
-    config: ModelConfig,
-    options: StackOptions,
-    dtype: torch.dtype,
-    sequence_parallel: bool = False,
-    reads_ahead: bool = False,
-) -> None:
-    reference = ReferenceConfig.like(config)
-    weights = make_weights(reference, seed=1, dtype=dtype)
-    tokens, labels, mask = batch(config, dtype)
-    loss, gradients = reference_gradients(weights, reference, tokens, labels, mask)
-    results = gloo_pools(tensor_parallel).run(
-        run_case, config, weights, tensor_parallel, options, tokens, labels, mask, sequence_parallel, reads_ahead
-    )
-    for found, _ in results:
-        assert found == pytest.approx(float(loss), rel=TOLERANCE[dtype])
-    assert_pieces([pieces for _, pieces in results], gradients, TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize(
-    ("tensor_parallel", "wiring", "overlap", "recompute", "dtype"),
-    pairwise(
-        ([1, 2, 4], list(WIRINGS), [True, False], [0, 3], [torch.float64, torch.float32]),
-        (str, str, ["overlap", "blocking"], ["kept", "recomputed"], ["fp64", "fp32"]),
-    ),
-)
-def test_wirings(
-    gloo_pools: GlooPools, tensor_parallel: int, wiring: str, overlap: bool, recompute: int, dtype: torch.dtype
-) -> None:
-    config = small_model(**WIRINGS[wiring])
-    check(gloo_pools, tensor_parallel, config, StackOptions(overlap, recompute), dtype)
-
-
-@pytest.mark.parametrize(
-    ("tensor_parallel", "wiring", "overlap", "recompute"),
-    pairwise(
-        ([1, 2], list(MORE_WIRINGS), [True, False], [0, 3]),
-        (str, str, ["overlap", "blocking"], ["kept", "recomputed"]),
-    ),
-)
-def test_more_wirings(gloo_pools: GlooPools, tensor_parallel: int, wiring: str, overlap: bool, recompute: int) -> None:
-    config = small_model(**MORE_WIRINGS[wiring])
-    check(gloo_pools, tensor_parallel, config, StackOptions(overlap, recompute), torch.float64)
-
-
-@pytest.mark.parametrize(
-    ("tensor_parallel", "wiring", "overlap", "recompute"),
-    pairwise(
-        ([2, 4], [*WIRINGS, *MORE_WIRINGS], [(True, True), (True, False), (False, True)], [0, 3]),
-        (str, str, ["overlap", "forward-overlap", "blocking"], ["kept", "recomputed"]),
-    ),
-)
-def test_sequence_parallel(
-    gloo_pools: GlooPools, tensor_parallel: int, wiring: str, overlap: tuple[bool, bool], recompute: int
-) -> None:
-    config = small_model(**(WIRINGS | MORE_WIRINGS)[wiring])
-    options = StackOptions(overlap[0], recompute, mirrored_backward=overlap[1])
-    check(gloo_pools, tensor_parallel, config, options, torch.float64, sequence_parallel=True)
-
-
-@pytest.mark.parametrize("recompute", [0, 3], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "blocking"])
-@pytest.mark.parametrize("interval", [2, 4])
-@pytest.mark.parametrize("tensor_parallel", [2, 4])
-def test_desync(gloo_pools: GlooPools, tensor_parallel: int, interval: int, overlap: bool, recompute: int) -> None:
-    # With ten sub-blocks, the last interval of four is shorter.
-    config = small_model(num_layers=5, **desync(tensor_parallel, interval))
-    check(gloo_pools, tensor_parallel, config, StackOptions(overlap, recompute), torch.float64)
-
-
-@pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize(("tensor_parallel", "interval"), [(2, 4), (4, 2)])
-def test_desync_features(gloo_pools: GlooPools, tensor_parallel: int, interval: int, feature: str) -> None:
-    config = small_model(num_layers=3, **desync(tensor_parallel, interval), **FEATURES[feature])
-    check(gloo_pools, tensor_parallel, config, StackOptions(recompute_layers=2), torch.float64)
-
-
-LANE_WIRINGS: dict[str, dict[str, Any]] = {
-    "ladder": WIRINGS["ladder"],
-    "hybrid": WIRINGS["hybrid"],
-    "ladder-attention": MORE_WIRINGS["ladder-attention"],
-    "staleness-2": MORE_WIRINGS["staleness-2"],
-    "staleness-4": {**WIRINGS["ladder"], "residual_staleness": 4},
-    "ladder-parallel-2": MORE_WIRINGS["ladder-parallel-2"],
+NOT_SHARED = {
+    "num_key_value_heads": 4,
+    "qk_layernorm": False,
+    "add_attention_output_bias": False,
+    "add_mlp_bias": False,
 }
+"""Lanes of one rank must not share weights."""
+OWN_STREAMS: dict[str, tuple[int, dict[str, Any]]] = {
+    "2-lanes-on-1": (1, WIRINGS["ladder-parallel-2"] | {"lanes": 2} | NOT_SHARED),
+    "2-lanes-on-2": (2, WIRINGS["hybrid"] | {"lanes": 2}),
+    "4-lanes-on-2": (2, WIRINGS["ladder-attention"] | {"lanes": 4} | NOT_SHARED),
+    "4-lanes-on-4": (4, late("ladder", ALL, 4, lanes=4)),
+    "desync-2-on-2": (2, desync(2, 2)),
+    "desync-4-on-2": (2, desync(2, 4)),
+    "desync-2-on-4": (4, desync(4, 2)),
+    "desync-4-on-4": (4, desync(4, 4)),
+}
+"""Models whose ranks or lanes read streams of their own, and on how many ranks."""
+
+PER_SEQUENCE = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.1}
+VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "overlap": ("overlap", "experts", PER_SEQUENCE),
+    "forward-overlap": ("forward-overlap", "width", PER_SEQUENCE | {"moe_router_load_balancing_type": "aux_loss"}),
+    "blocking": ("blocking", "experts", {}),
+}
+"""Overlap, sharding of experts, and balancing losses."""
+RECOMPUTED, CUTS, MICRO_BATCHES = ([0, 3], [(), (1, 3)], [1, 2])
+OPTION_NAMES = (["kept", "recomputed"], ["whole", "cut"], ["one", "accumulated"], str)
+
+
+class How(NamedTuple):
+    """What must not change the result."""
+
+    ranks: int
+    sharded_stream: str
+    sharding: str
+    overlap: str
+    recompute: int
+    cuts: tuple[int, ...]
+    micro_batches: int
+
+
+Batch = tuple[Tensor, Tensor, Tensor]
+"""Tokens, labels and loss mask, [b, s]."""
+
+
+class Outcome(NamedTuple):
+    """What a rank found."""
+
+    loss: float
+    """With the balancing losses."""
+    loads: list[list[int]]
+    """How many tokens chose each expert, by layer."""
+    gradients: Pieces
+
+
+def run_case(config: ModelConfig, weights: Weights, experts: ExpertOptions, how: How, batch: Batch) -> Outcome:
+    """Run the micro-batches of a batch through one or several ranges of layers."""
+    replicas = key_value_replicas(config, how.ranks)
+    mesh = mesh_of(how.ranks, replicas) if how.ranks > 1 else ProcessMesh.single()
+    mesh = replace(mesh, sequence_parallel=bool(how.sharded_stream))
+    options = StackOptions(how.overlap != "blocking", how.recompute, mirrored_backward=how.overlap != "forward-overlap")
+    parts = []
+    for bound in itertools.pairwise((0, *how.cuts, config.num_layers)):
+        part = LanguageModel(config, mesh, options, layers=range(*bound), dtype=torch.float64, experts=experts)
+        fill_slices(part, weights)
+        part.stack.side_queue = InlineQueue() if how.sharded_stream == "ahead" else None
+        part.stack.partial_sums.expect(how.micro_batches)
+        parts.append(part)
+    loss_sum = 0.0
+    for tokens, labels, mask in micro_batches(batch, how.micro_batches):
+        entered: list[Tensor] = []
+        left = tokens
+        for part in parts:
+            # A state that crosses between processes is a new leaf there, and its gradient is sent back.
+            entered.append(left.detach().clone().requires_grad_() if entered else left)
+            left = part.stage(entered[-1], loss_scale=1 / tokens_of(batch))
+            entered.append(left)
+        loss = parts[-1].loss(left[0], labels, mask) / tokens_of(batch)
+        loss.backward()
+        for index in reversed(range(len(parts) - 1)):
+            entered[2 * index + 1].backward(entered[2 * index + 2].grad)
+        loss_sum += loss.item()
+    loss_sum += sum(float(part.take_extra_losses().sum()) for part in parts) / tokens_of(batch)
+    loads = [module.loads.tolist() for part in parts for module in part.modules() if isinstance(module, Router)]
+    return Outcome(loss_sum, loads, [piece for part in parts for piece in gradient_pieces(part)])
+
+
+def make_batch(config: ModelConfig) -> Batch:
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, config.vocab_size, (4, 9), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:], (torch.rand(4, 8, generator=generator) < 0.6).double()
+
+
+def micro_batches(batch: Batch, count: int) -> list[Batch]:
+    return list(zip(*(part.chunk(count) for part in batch), strict=True))
+
+
+def tokens_of(batch: Batch) -> float:
+    """Return the divisor of the losses."""
+    return max(1.0, float(batch[2].sum()))
+
+
+def check(gloo_pools: GlooPools, config: ModelConfig, how: How, batch: Batch, **losses: Any) -> None:
+    reference = replace(ReferenceConfig.like(config), **losses)
+    weights = make_weights(reference, seed=1, dtype=torch.float64)
+    expected_loss, expected = 0.0, dict[str, Tensor]()
+    # All losses but that of whole micro-batches are the same for the whole batch at once.
+    is_whole = reference.moe_router_load_balancing_type == "seq_aux_loss"
+    for part in micro_batches(batch, 1 if is_whole else how.micro_batches):
+        loss, gradients = reference_gradients(weights, reference, *part, tokens_of(batch))
+        expected_loss += loss.item()
+        expected = {name: expected[name] + one if expected else one for name, one in gradients.items()}
+    record: list[Routed] = []
+    reference_logits(weights, reference, batch[0], record=record)
+    experts = ExpertOptions(
+        reference.moe_aux_loss_coeff,
+        reference.moe_router_load_balancing_type,
+        reference.moe_z_loss_coeff,
+        how.sharding,
+    )
+    outcomes = gloo_pools(how.ranks).run(run_case, config, weights, experts, how, batch)
+    for loss, loads, _ in outcomes:
+        assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
+        assert loads == [routed.loads.tolist() for routed in record]
+    assert_pieces([outcome.gradients for outcome in outcomes], expected, TOLERANCE)
 
 
 @pytest.mark.parametrize(
-    ("lanes", "wiring", "overlap", "recompute"),
+    ("wiring", "layout", "recompute", "cuts", "micro_batches", "variant"),
     pairwise(
-        ([(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)], list(LANE_WIRINGS), [True, False], [0, 3]),
-        (lambda lanes: f"{lanes[0]}-lanes-on-{lanes[1]}", str, ["overlap", "blocking"], ["kept", "recomputed"]),
+        (list(WIRINGS), list(LAYOUTS), RECOMPUTED, CUTS, MICRO_BATCHES, list(VARIANTS)),
+        (str, lambda layout: f"tp{layout}", *OPTION_NAMES),
     ),
 )
-def test_own_partials(
-    gloo_pools: GlooPools, lanes: tuple[int, int], wiring: str, overlap: bool, recompute: int
+def test_every_wiring_and_layout(
+    gloo_pools: GlooPools,
+    wiring: str,
+    layout: str,
+    recompute: int,
+    cuts: tuple[int, ...],
+    micro_batches: int,
+    variant: str,
 ) -> None:
-    config = small_model(lanes=lanes[0], num_key_value_heads=4, add_qkv_bias=True, **LANE_WIRINGS[wiring])
-    check(gloo_pools, lanes[1], config, StackOptions(overlap, recompute), torch.float64)
-
-
-@pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("lanes", [2, 4])
-def test_own_partials_features(gloo_pools: GlooPools, lanes: int, feature: str) -> None:
-    config = small_model(lanes=lanes, **MORE_WIRINGS["staleness-2"], **FEATURES[feature])
-    check(gloo_pools, lanes, config, StackOptions(recompute_layers=2), torch.float64)
+    overlap, sharding, losses = VARIANTS[variant]
+    how = How(*LAYOUTS[layout], sharding, overlap, recompute, cuts, micro_batches)
+    config = small_model(**WIRINGS[wiring])
+    check(gloo_pools, config, how, make_batch(config), **losses)
 
 
 @pytest.mark.parametrize(
-    ("tensor_parallel", "wiring", "feature"),
-    list(itertools.product([1, 2, 4], ["ladder", "parallel"], FEATURES)),
+    ("name", "feature", "recompute", "cuts", "micro_batches", "overlap"),
+    pairwise(
+        (list(OWN_STREAMS), ["biases", "qwen", "multi-head"], RECOMPUTED, CUTS, MICRO_BATCHES, ["overlap", "blocking"]),
+        (str, str, *OPTION_NAMES),
+    ),
 )
-def test_features(gloo_pools: GlooPools, tensor_parallel: int, wiring: str, feature: str) -> None:
-    config = small_model(**WIRINGS[wiring], **FEATURES[feature])
-    check(gloo_pools, tensor_parallel, config, StackOptions(recompute_layers=2), torch.float64)
-
-
-@pytest.mark.parametrize("recompute", [0, 3], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("mirrored", [True, False], ids=["overlap", "forward-overlap"])
-@pytest.mark.parametrize("wiring", ["ladder", "hybrid", "staleness-2", "ladder-parallel-2", "ladder-attention"])
-def test_side_queue(gloo_pools: GlooPools, wiring: str, mirrored: bool, recompute: int) -> None:
-    """The order on CUDA, where the side queue is a second stream."""
-    config = small_model(**(WIRINGS | MORE_WIRINGS)[wiring])
-    options = StackOptions(recompute_layers=recompute, mirrored_backward=mirrored)
-    check(gloo_pools, 2, config, options, torch.float64, sequence_parallel=True, reads_ahead=True)
-
-
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "blocking"])
-@pytest.mark.parametrize(
-    ("tensor_parallel", "wiring", "feature"),
-    [(2, "ladder", "biases"), (4, "ladder", "qwen"), (2, "parallel", "tied"), (4, "hybrid", "multi-head")],
-)
-def test_sequence_parallel_features(
-    gloo_pools: GlooPools, tensor_parallel: int, wiring: str, feature: str, overlap: bool
+def test_streams_of_their_own(
+    gloo_pools: GlooPools,
+    name: str,
+    feature: str,
+    recompute: int,
+    cuts: tuple[int, ...],
+    micro_batches: int,
+    overlap: str,
 ) -> None:
+    ranks, changes = OWN_STREAMS[name]
+    config = small_model(**FEATURES[feature] | changes)
+    how = How(ranks, "", "width", overlap, recompute, cuts, micro_batches)
+    check(gloo_pools, config, how, make_batch(config))
+
+
+@pytest.mark.parametrize(
+    ("feature", "layout", "wiring", "overlap"),
+    pairwise(
+        (list(FEATURES), [*LAYOUTS.values(), (4, "")], ["ladder", "parallel", "hybrid"], ["overlap", "blocking"]),
+        (str, lambda layout: f"tp{layout[0]}{layout[1]}", str, str),
+    ),
+)
+def test_features(gloo_pools: GlooPools, feature: str, layout: tuple[int, str], wiring: str, overlap: str) -> None:
     config = small_model(**WIRINGS[wiring], **FEATURES[feature])
-    check(gloo_pools, tensor_parallel, config, StackOptions(overlap, 2), torch.float64, sequence_parallel=True)
+    check(gloo_pools, config, How(*layout, "width", overlap, 2, (), 1), make_batch(config))
 
 
-def initial_pieces(config: ModelConfig, tensor_parallel: int) -> Pieces:
+@pytest.mark.parametrize(
+    ("wiring", "layout", "recompute", "micro_batches", "kind"),
+    pairwise(
+        (["experts", "farskip"], list(LAYOUTS), [0, 3], [1, 4], ["seq_aux_loss", "aux_loss"]),
+        (str, lambda layout: f"tp{layout}", ["kept", "recomputed"], ["one", "accumulated"], str),
+    ),
+)
+def test_balancing_losses_alone(
+    gloo_pools: GlooPools, wiring: str, layout: str, recompute: int, micro_batches: int, kind: str
+) -> None:
+    """No target counts, so that a balancing loss multiplied by the ranks is not hidden by the gradient of the rest."""
+    how = How(*LAYOUTS[layout], "width", "overlap", recompute, (), micro_batches)
+    config = small_model(**WIRINGS[wiring])
+    tokens, labels, mask = make_batch(config)
+    losses = PER_SEQUENCE | {"moe_router_load_balancing_type": kind}
+    check(gloo_pools, config, how, (tokens, labels, torch.zeros_like(mask)), **losses)
+
+
+def initial_pieces(config: ModelConfig, ranks: int, sharding: Any) -> Pieces:
     """Return this rank's slices of the initial weights."""
-    mesh = mesh_of(tensor_parallel, key_value_replicas(config, tensor_parallel))
-    model = LanguageModel(config, mesh, seed=7)
+    mesh = mesh_of(ranks, key_value_replicas(config, ranks))
+    model = LanguageModel(config, mesh, seed=7, experts=ExpertOptions(sharding=sharding))
     for matrix in (model.embedding, model.lm_head):
         assert matrix is not None and not matrix.weight[matrix.valid :].any(), "padding is not zero"
     return [
@@ -239,13 +312,19 @@ def initial_pieces(config: ModelConfig, tensor_parallel: int) -> Pieces:
     ]
 
 
+def initial_weights(gloo_pools: GlooPools, config: ModelConfig, sharding: str = "width") -> dict[str, Tensor]:
+    """Return the initial weights, which must not depend on the layout."""
+    (whole,) = gloo_pools(1).run(initial_pieces, config, 1, sharding)
+    full = {name: values for name, _, values in whole}
+    for ranks in (2, 4):
+        assert_pieces(gloo_pools(ranks).run(initial_pieces, config, ranks, sharding), full, 0.0)
+    return full
+
+
 @pytest.mark.parametrize("wiring", ["hybrid", "parallel"])
 def test_initial_model_does_not_depend_on_the_layout(gloo_pools: GlooPools, wiring: str) -> None:
     config = small_model(**WIRINGS[wiring], ffn_hidden_size=200, add_qkv_bias=True, init_method_std=0.5)
-    (whole,) = gloo_pools(1).run(initial_pieces, config, 1)
-    full = {name: values for name, _, values in whole}
-    for tensor_parallel in (2, 4):
-        assert_pieces(gloo_pools(tensor_parallel).run(initial_pieces, config, tensor_parallel), full, 0.0)
+    full = initial_weights(gloo_pools, config)
     assert full["layers.0.attention.q_proj.weight"].std().item() == pytest.approx(0.5, rel=0.05)
     assert full["layers.0.mlp.down_proj.weight"].std().item() == pytest.approx(0.5 / 8**0.5, rel=0.05)
     assert not torch.equal(full["layers.0.mlp.up_proj.weight"], full["layers.0.mlp.gate_proj.weight"])
@@ -253,14 +332,25 @@ def test_initial_model_does_not_depend_on_the_layout(gloo_pools: GlooPools, wiri
     assert not torch.equal(full["embedding.weight"][:37], full["embedding.weight"][64:])
 
 
-@pytest.mark.parametrize("tensor_parallel", [2, 4])
-def test_initial_desync_model_is_standard_with_more_norms(gloo_pools: GlooPools, tensor_parallel: int) -> None:
-    (whole,) = gloo_pools(1).run(initial_pieces, small_model(), 1)
+@pytest.mark.parametrize("sharding", ["width", "experts"])
+def test_initial_experts_do_not_depend_on_the_layout(gloo_pools: GlooPools, sharding: str) -> None:
+    changes = {"moe_ffn_hidden_size": 200, "init_method_std": 0.5, "num_layers": 2, "moe_layers": (1,)}
+    full = initial_weights(gloo_pools, small_model(**GLM | changes), sharding)
+    experts = full["layers.1.experts.gate_proj.weight"]
+    assert experts.std().item() == pytest.approx(0.5, rel=0.05)
+    assert full["layers.1.experts.down_proj.weight"].std().item() == pytest.approx(0.5 / 4**0.5, rel=0.05)
+    assert len({tuple(values) for values in experts.flatten(1)[:, :8].tolist()}) == 8, "some experts are equal"
+    assert not torch.equal(experts, full["layers.1.experts.up_proj.weight"])
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_initial_desync_model_is_standard_with_more_norms(gloo_pools: GlooPools, ranks: int) -> None:
+    (whole,) = gloo_pools(1).run(initial_pieces, small_model(), 1, "width")
     full = {name: values for name, _, values in whole}
     for layer, kind in ((0, "mlp"), (1, "attention"), (1, "mlp"), (2, "mlp"), (3, "attention"), (3, "mlp")):
-        full[f"layers.{layer}.{kind}_norm.weight"] = torch.ones(tensor_parallel, 32)
-    config = small_model(**desync(tensor_parallel, 4))
-    assert_pieces(gloo_pools(tensor_parallel).run(initial_pieces, config, tensor_parallel), full, 0.0)
+        full[f"layers.{layer}.{kind}_norm.weight"] = torch.ones(ranks, 32)
+    config = small_model(**desync(ranks, 4) | {"num_layers": 4})
+    assert_pieces(gloo_pools(ranks).run(initial_pieces, config, ranks, "width"), full, 0.0)
 
 
 def test_a_desync_model_has_one_tensor_parallel_size() -> None:

@@ -1,23 +1,17 @@
 """The border between two stages: overlap of reduces, gradients, and the amount of computation."""
 
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.model.language_model import LanguageModel
-from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import train_step
 from tests.helpers.pool import GlooPools
 from tests.helpers.recording import RecordingGroup
-from tests.helpers.sharded import mesh_of, small_model
 from tests.helpers.steps import steps_of_batches
 from tests.helpers.training import build_trainer_here, own_batches
 
@@ -87,75 +81,6 @@ def test_norms_at_a_border_are_summed_once_a_step(gloo_pools: GlooPools) -> None
     _, _, last, _ = gloo_pools(4).run(events_of_a_step, argv, 3)
     assert last.split().count("S") == 1 and last.endswith("S")
     assert last.split().count("B0") == last.split().count("G0") == 3
-
-
-def gradients(parts: list[LanguageModel]) -> dict[str, Tensor]:
-    """Return gradients by layer and name."""
-    found = {}
-    for part in parts:
-        for name, parameter in part.stack.named_parameters():
-            assert parameter.grad is not None, name
-            found[name] = parameter.grad
-    return found
-
-
-def chained_gradients(
-    config: ModelConfig, cuts: tuple[int, ...], options: StackOptions, sequence_parallel: bool = False
-) -> float:
-    """On each rank: compare gradients of chained ranges with those of the whole model after two backward passes.
-
-    Returns the largest error relative to the largest gradient.
-    """
-    mesh = mesh_of(2)
-    whole = LanguageModel(config, mesh, StackOptions(mirrored_backward=False), seed=1, dtype=torch.float64)
-    bounds = [0, *cuts, config.num_layers]
-    cut_mesh = replace(mesh, sequence_parallel=sequence_parallel)
-    parts = [
-        LanguageModel(config, cut_mesh, options, layers=range(*bound), seed=1, dtype=torch.float64)
-        for bound in pairwise(bounds)
-    ]
-    generator = torch.Generator().manual_seed(3)
-    for part in parts:
-        part.stack.partial_sums.expect(2)
-    for _ in range(2):
-        tokens, labels = torch.randint(0, 101, (2, 2, 12), generator=generator)
-        whole(tokens, labels).backward()
-        entered: list[Tensor] = []
-        left = tokens
-        for part in parts:
-            # A state that crosses between processes is a new leaf there, and its gradient is sent back.
-            entered.append(left if left is tokens else left.detach().clone().requires_grad_())
-            left = part.stage(entered[-1])
-            entered.append(left)
-        parts[-1].loss(left[0], labels).backward()
-        for index in reversed(range(len(parts) - 1)):
-            entered[2 * index + 1].backward(entered[2 * index + 2].grad)
-    expected, found = gradients([whole]), gradients(parts)
-    assert expected.keys() == found.keys()
-    return max(float((expected[k] - found[k]).abs().max() / expected[k].abs().max()) for k in expected)
-
-
-@pytest.mark.parametrize("recompute", [0, 9])
-@pytest.mark.parametrize(
-    ("wiring", "sequence_parallel"),
-    [
-        ({"residual_mode": "ladder", "ladder_layers": (1, 2)}, False),
-        ({"residual_mode": "ladder", "ladder_layers": (1, 2, 3), "residual_staleness": 2}, True),
-        ({"residual_mode": "ladder-parallel", "ladder_layers": (0, 1, 2, 3), "residual_staleness": 3}, False),
-        ({"residual_mode": "desync", "desync_interval": 2, "desync_tp": 2}, False),
-        ({"residual_mode": "desync", "desync_interval": 4, "desync_tp": 2}, False),
-        ({"residual_mode": "ladder", "ladder_layers": (1, 2, 3), "residual_staleness": 3, "lanes": 2}, False),
-    ],
-    ids=["hybrid", "staleness-2-sharded", "ladder-parallel-3", "desync", "desync-4", "lanes-3"],
-)
-def test_gradients_of_chained_ranges(
-    gloo_pools: GlooPools, wiring: dict[str, Any], sequence_parallel: bool, recompute: int
-) -> None:
-    """The model is cut after every layer, so that outputs and gradients pass through ranges, and in the middle."""
-    config = small_model(qk_layernorm=True, add_attention_output_bias=True, **wiring)
-    for cuts in ((1, 2, 3), (2,)):
-        for options in (StackOptions(recompute_layers=recompute), StackOptions(tp_overlap=False)):
-            assert max(gloo_pools(2).run(chained_gradients, config, cuts, options, sequence_parallel)) < 1e-10
 
 
 class Operations(TorchDispatchMode):

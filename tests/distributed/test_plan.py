@@ -25,7 +25,7 @@ TOLERANCE = 0.001
 
 
 def live_storages() -> dict[int, torch.UntypedStorage]:
-    """Return all tensor storages of this process by address."""
+    """Return the tensor storages of this process by address, except of frozen objects."""
     gc.collect()
     storages = {}
     for found in gc.get_objects():
@@ -54,8 +54,9 @@ def state_of_a_step(argv: list[str]) -> tuple[int, int, int]:
     The last number is how many of these are in matrices of layers.
     """
     batches = steps_of_batches(2, 2 * torch.distributed.get_world_size())
-    # Kept, so that no address is used again: what earlier cases left may be released during this one.
-    before = live_storages()
+    # Of all objects before this case, nothing is counted.
+    gc.collect()
+    gc.freeze()
     trainer = build_trainer_here([*SHAPE, *argv])
     first, second = (own_batches(trainer, batch) for batch in batches)
     train_step(trainer, first, 1)
@@ -63,7 +64,7 @@ def state_of_a_step(argv: list[str]) -> tuple[int, int, int]:
         loss = trainer.engine.wrapped(*second[0]) / 100
         trainer.engine.wrapped.backward(loss, scale_wrt_gas=False)
         del loss
-        held = lowest(lambda: sum(one.nbytes() for address, one in live_storages().items() if address not in before))
+        held = lowest(lambda: sum(one.nbytes() for one in live_storages().values()))
     model = trainer.run.model
     return held, stage_parameters(model, Layout(), 0), _orthogonal_parameters(model, Layout(muon=True), 0)
 

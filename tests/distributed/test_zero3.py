@@ -114,29 +114,23 @@ def observe(argv: list[str]) -> Observed:
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("tensor_parallel", "words"),
     [
-        "--residual-mode ladder --tie-embeddings --qk-layernorm --add-attention-output-bias --add-mlp-bias",
-        "--residual-mode standard --sequence-parallel --recompute-granularity full",
-        "--residual-mode standard --no-tp-overlap --recompute-granularity full --tie-embeddings --qk-layernorm",
-        "--residual-mode desync --desync-interval 2 --recompute-granularity full",
-        "--residual-mode ladder-parallel --recompute-granularity full --recompute-num-layers 1",
-        "--residual-mode ladder --lanes 2 --recompute-granularity full --recompute-num-layers 1 --qk-layernorm",
+        (1, "--residual-mode ladder --tie-embeddings --qk-layernorm --add-attention-output-bias --add-mlp-bias"),
+        (2, "--residual-mode standard --sequence-parallel --recompute-granularity full"),
+        (2, "--residual-mode standard --no-tp-overlap --recompute-granularity full --tie-embeddings --qk-layernorm"),
+        (2, "--residual-mode desync --desync-interval 2 --recompute-granularity full"),
+        (1, "--residual-mode ladder-parallel --recompute-granularity full --recompute-num-layers 1"),
+        (2, "--residual-mode ladder --lanes 2 --recompute-granularity full --recompute-num-layers 1 --qk-layernorm"),
     ],
 )
-def test_every_weight_is_gathered_before_its_use(gloo_pools: GlooPools, tmp_path: Path, words: str) -> None:
+def test_every_weight_is_gathered_before_its_use(
+    gloo_pools: GlooPools, tmp_path: Path, tensor_parallel: int, words: str
+) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(NOTHING_STAYS))
-    argv = [
-        *RECIPE,
-        *words.split(),
-        "--zero-stage",
-        "3",
-        "--tensor-model-parallel-size",
-        "2",
-        "--deepspeed_config",
-        str(tmp_path / "ds.json"),
-    ]
-    for uses, after_forward, after_backward, reductions, names in gloo_pools(4).run(observe, argv):
+    argv = [*RECIPE, *words.split(), "--tensor-model-parallel-size", str(tensor_parallel), "--zero-stage", "3"]
+    argv += ["--deepspeed_config", str(tmp_path / "ds.json")]
+    for uses, after_forward, after_backward, reductions, names in gloo_pools(2 * tensor_parallel).run(observe, argv):
         assert [use for use in uses if not use.whole] == []
         assert {use.name for use in uses if not use.backward} == names
         # Backward does not read biases, and reads the norms of heads and of desync through a view.
