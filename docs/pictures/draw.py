@@ -3,8 +3,8 @@
     python docs/pictures/draw.py
 
 writes the SVG files next to this program. All times are computed: each row is a pass of `lab/cost/links.py`, which
-walks the sub-blocks by the rule of `model/stack.py`, with a clock that records events. A test compares the files with
-the output of this program, byte for byte.
+walks the sub-blocks by the rule of `model/sub_block.py`, with a clock that records events. A test compares the files
+with the output of this program, byte for byte.
 
 Times are in units of c, the forward computation of a sub-block; attention and MLP are assumed to cost the same.
 """

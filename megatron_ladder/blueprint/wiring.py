@@ -10,7 +10,7 @@ A sub-block names the outputs that are missing from the stream it reads, counted
 
 Ladder is the paper's x_i = x_{i-1} + AllReduce(h_i(x_{i-2})) (arXiv 2501.06589). An output that a sub-block has seen
 stays in the stream, so what a sub-block misses is its predecessor's output, or missed by its predecessor as well.
-`model/stack.py` computes every wiring but one by this rule. The exception is desync: no output is missing, but each
+`model/sub_block.py` computes every wiring but one by this rule. The exception is desync: no output is missing, but each
 tensor-parallel rank has its own stream (`model/desync.py`).
 
 A new wiring is a new row of `WIRINGS`. The command line, the model, the names of its tensors, all counts, conversion,

@@ -10,13 +10,10 @@ Timeline of two ladder sub-blocks, time running to the right (`~~~` is the wire)
 Until `wait` the buffer belongs to the handle: nothing else may read or write it, and autograd has saved no alias of it
 (the backward of a matrix product does not need its output).
 
-On CUDA the reduce runs on a stream of NCCL, and memory that the compute stream's allocator gave out must not be reused
-while NCCL uses it. With `async_op=True` torch keeps the tensor alive until `Work.wait` has made the current stream wait
-for NCCL's (since torch 2.8 always; its `record_stream` calls and TORCH_NCCL_AVOID_RECORD_STREAMS are gone). If nobody
-waits, torch releases the tensor once it sees that the collective is complete. So no `record_stream` is needed here
-under one condition, which both walks keep: a handle is waited for on the stream that computes, where the buffer was
-allocated and its memory is reused. Reads of a sharded stream are waited for on another stream; `side_queue.py` holds
-their tensors instead.
+On CUDA, NCCL's stream must not use memory that the allocator has given to another tensor since. With `async_op=True`
+torch keeps the tensor alive until `Work.wait` has made the current stream wait for NCCL's. So no `record_stream` is
+needed under one condition, which both walks keep: a handle is waited for on the stream that computes, where the buffer
+was allocated. Reads of a sharded stream are waited for on another stream; `side_queue.py` holds their tensors instead.
 """
 
 from collections.abc import Callable

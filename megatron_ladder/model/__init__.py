@@ -1,1 +1,1 @@
-"""The mathematics of one model. Start with `wiring.py`, then `stack.py`."""
+"""The mathematics of one model. Start with `sub_block.py`, the rule of all wirings."""

@@ -1,27 +1,20 @@
-"""The desync wiring, the only one outside the rule of `stack.py`: ranks keep separate streams and sum them at times.
+"""The desync wiring, the only one outside the rule of `sub_block.py`: ranks have separate streams, summed at times.
 
 With t ranks, x_r the stream of rank r, and y_r its partial sum of a sub-block's output (arXiv 2501.06589):
 
     every n-th sub-block and the last    x   = sum over ranks of (y_r + x_r / t)      equal on all ranks
     any other                            x_r = x_r + y_r                              no communication
 
-The rule adds an output to the stream; here a reduce replaces the stream. Hence desync has its own walk, which shares
-only the sub-blocks. A norm that reads x is shared; one that reads x_r has a weight per rank, so t is part of the model.
+A norm that reads x is shared; one that reads x_r has a weight per rank, so t is part of the model. Every reduce is
+waited for at once, because its result is read at once.
 
-Backward. Rank r has the gradient of the loss in its own tensors: in x_r, in y_r, and in the weights applied to them. A
-column-parallel slice reads x_r of its own rank only, so nothing is summed at its input. Sums arise at the borders:
+Backward. Rank r has the gradient of the loss in its own tensors, so sums arise at the borders only:
 
-    x becomes x_r on every rank          the gradient of x is the sum over ranks of those of x_r; the shared norm that
-                                         reads x there feeds every rank's slices, so its weight's gradient is summed too
+    x becomes x_r on every rank          the gradient of x, and of the norm that reads it, is the sum over ranks
     x = sum over ranks (y_r + x_r / t)   with g the complete gradient of x, that of y_r is g and that of x_r is g / t
 
-Hence there is one reduce forward and one backward per interval. The head sums the gradient of its input itself, so
-after the last sub-block nothing is summed again. The bias of an output that is not summed entered x_0 only, so all
-ranks take its gradient from rank 0 (`RowParallelLinear`). These biases, and the norms of queries and keys, are
-communicated one by one.
-
-There is nothing to compute between a reduce and the read of its result, so every reduce is waited for at once, with
-overlap or without.
+The head sums the gradient of its input itself, so after the last sub-block nothing is summed again. The bias of an
+output that is not summed entered x_0 only, so all ranks take its gradient from rank 0 (`RowParallelLinear`).
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """The whole decoder: embedding, stack, final norm, output head and loss, or the part of these on a pipeline stage.
 
-Layouts: token ids and labels [b, s]; hidden_states [s, b, h]; state [1 + pending, s, b, h], see `stack.py`;
+Layouts: token ids and labels [b, s]; hidden_states [s, b, h]; state [1 + pending, s, b, h], see `sub_block.py`;
 logits_shard_v [s, b, padded V / t].
 """
 

@@ -1,19 +1,8 @@
-"""The decoder's layers as one list of sub-blocks around one residual stream.
+"""A range of the decoder's layers as one list of sub-blocks around one residual stream; `sub_block.py` has the rule.
 
-    r = embedding(tokens); pending = {}                     # outputs whose all-reduce is in flight
-    for each sub-block h_i:
-        for each y_j in pending that h_i does not miss:  r = r + pending.pop(y_j).wait()
-        pending[y_i] = start_all_reduce(h_i(r))             # in flight under the sub-blocks that miss y_i
-    for each y_j in pending:                             r = r + pending.pop(y_j).wait()
-
-If nothing is missing, this is the ordinary transformer; if each sub-block misses its predecessor's output, it is Ladder
-Residual (`blueprint/wiring.py`). With own partials, h_i also reads this rank's parts of what it misses, x_i^k = r + sum
-over the missing outputs j of y_j^k, with y_j^k the part of lane k, one of the lanes into which heads and neurons are
-divided. Outside the rule is desync, which has a separate walk (`desync.py`).
-
-A stack is a range of layers, so that a pipeline can cut a model of any wiring at any layer. The stream and the outputs
-that the first sub-block behind the cut misses cross it as one tensor (`sub_block.py`). These outputs cross unreduced:
-the next range starts their reduce, which runs under its first sub-block.
+A pipeline can cut a model of any wiring at any layer. The stream, and the outputs that the first sub-block behind the
+cut misses, cross it as one tensor. These outputs cross unreduced: the next range starts their reduce, which runs under
+its first sub-block. Outside the rule is desync, which has a separate walk (`desync.py`).
 """
 
 from collections.abc import Sequence

@@ -37,6 +37,7 @@ from megatron_ladder.files import write_atomically
 from megatron_ladder.train.inputs import RunInputs, describe_data
 from megatron_ladder.train.log import print_rank_0
 from megatron_ladder.train.reading import TextStreams
+from megatron_ladder.train.record import RunRecord
 from megatron_ladder.train.resume import learned_changes, schedule_note
 from megatron_ladder.train.setup import Trainer
 
@@ -56,26 +57,15 @@ class CheckpointSaver:
     """The checkpoints of a run. The end of its block waits for a save in flight. All ranks call all but `poll`."""
 
     def __init__(
-        self,
-        trainer: Trainer,
-        inputs: RunInputs,
-        on_event: Callable[..., None] = lambda kind, /, **fields: None,
-        streams: TextStreams | None = None,
+        self, trainer: Trainer, inputs: RunInputs, record: RunRecord, streams: TextStreams | None = None
     ) -> None:
-        """
-        Args:
-            on_event: receives events with JSON-able fields on rank 0, in the training thread: "save begin" (iteration,
-                reason, asynchronous), "save end" (iteration, reason, directory, bytes, seconds, blocked_seconds,
-                removed), "save failed" (iteration, reason, error), "load" (directory, iteration, seconds, bytes),
-                "fallback" (directory, faults).
-            streams: data whose position is more than a number of samples; every checkpoint stores it.
-        """
+        """`streams` are data whose position is more than a number of samples; every checkpoint stores it."""
         self._trainer = trainer
         self._inputs = inputs
         self._config = trainer.run.checkpoint
         self._world = trainer.mesh.world
         self._print = partial(print_rank_0, rank=self._world.rank)
-        self._event = on_event if self._world.rank == 0 else lambda kind, /, **fields: None
+        self._event = record.write_first
         self._streams = streams
         template = None if inputs.sources is None else find_chat_template(inputs.sources.datasets, self._print)
         self._small_files = _SmallFiles(inputs.tokenizer, template)

@@ -65,7 +65,7 @@ def open_run(words: RunWords) -> Iterator[OpenRun]:
             trainer = build_trainer(inputs, place, peers)
             print_rank_0("\n".join([banner(trainer), *data_notes(trainer.run, inputs.sources)]), place.rank)
             streams = None if inputs.stream is None else TextStreams(trainer, inputs, inputs.stream)
-            with closing(trainer.engine), CheckpointSaver(trainer, inputs, record.write, streams) as checkpoints:
+            with closing(trainer.engine), CheckpointSaver(trainer, inputs, record, streams) as checkpoints:
                 iteration, consumed_samples = checkpoints.resume()
                 record.write_first("start", **describe_start(trainer, iteration))
                 if folder is not None and place.rank == 0 and not inputs.run.logging.skip_train:

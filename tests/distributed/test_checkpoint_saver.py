@@ -14,6 +14,7 @@ from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.errors import BadNumbersError, UserError
 from megatron_ladder.train import checkpoints
 from megatron_ladder.train.checkpoints import CheckpointSaver
+from megatron_ladder.train.record import RunRecord
 from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import train_step
 from tests.helpers.pool import GlooPools
@@ -43,8 +44,10 @@ def saver_of(argv: list[str], checkpoint: Checkpoint | None = None) -> tuple[Tra
     trainer = build_trainer_here([*RECIPE, *argv])
     inputs: Any = SimpleNamespace(sources=None, tokenizer=None, stream=None, checkpoint=checkpoint)
     events: Events = []
-    streams = CountingStream(trainer.mesh.data.rank)
-    saver = CheckpointSaver(trainer, inputs, lambda kind, /, **fields: events.append((kind, fields)), streams)
+    record: Any = RunRecord(None, trainer.mesh.world.rank)
+    record.write = lambda kind, /, **fields: events.append((kind, fields))
+    streams: Any = CountingStream(trainer.mesh.data.rank)
+    saver = CheckpointSaver(trainer, inputs, record, streams)
     return trainer, saver, events
 
 

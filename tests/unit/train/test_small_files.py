@@ -23,6 +23,7 @@ from megatron_ladder.data.tokenizers import ByteTokenizer, Tokenizer, load_token
 from megatron_ladder.generate.loading import open_model
 from megatron_ladder.train import checkpoints
 from megatron_ladder.train.checkpoints import CheckpointSaver
+from megatron_ladder.train.record import RunRecord
 from tests.unit.checkpoint import tiny_training
 from tests.unit.convert.hand_made import CONFIG, write_directory
 from tests.unit.convert.saved_models import convert
@@ -82,7 +83,7 @@ def train(
         guard=SimpleNamespace(set_state=lambda stored: None, state=dict),
     )
     inputs: Any = SimpleNamespace(sources=sources, tokenizer=tokenizer, stream=None, checkpoint=opened)
-    with CheckpointSaver(trainer, inputs) as saver:
+    with CheckpointSaver(trainer, inputs, RunRecord(None)) as saver:
         saver.resume()
         saver.save(iteration, 4 * iteration)
         saver.save(iteration + 1, 4 * iteration + 4, final=True)
