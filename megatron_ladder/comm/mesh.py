@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.comm.stream import ReplicatedStream, ShardedStream, StreamLayout
+from megatron_ladder.comm.stream import ShardedStream, StreamLayout
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class ProcessMesh:
         """How the tensor-parallel ranks share the residual stream."""
         if self.sequence_parallel and self.tensor.size > 1:
             return ShardedStream(self.tensor)
-        return ReplicatedStream(self.tensor)
+        return StreamLayout(self.tensor)
 
     def of_lane(self, lane: int, lanes: int) -> "ProcessMesh":
         """Return the mesh for building lane `lane` of this rank, of `lanes` on all tensor-parallel ranks.

@@ -10,29 +10,15 @@ A CPU has no second queue; there the chain runs between the sub-blocks.
 """
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
 T = TypeVar("T")
 
 
-class SideQueue(Protocol):
-    """Runs chains one after another."""
-
-    def run(self, chain: Callable[[], T], uses: object) -> T:
-        """Return the chain's result, which later work of the current stream may use after `join`.
-
-        `uses` holds every tensor that the chain uses and did not create; None if the caller holds them until the
-        current stream has waited for the chain.
-        """
-
-    def join(self) -> None:
-        """Make later work of the current stream run after the chains so far."""
-
-
 class CudaSideQueue:
-    """Runs chains on a second CUDA stream.
+    """Runs chains on a second CUDA stream, one after another.
 
     The allocator knows the stream that a tensor was created on and reuses its memory on that stream, without checking
     which other streams use it. Therefore tensors that the computation created and a chain uses are held here until
@@ -46,7 +32,11 @@ class CudaSideQueue:
         self._held: list[object] = []
 
     def run(self, chain: Callable[[], T], uses: object) -> T:
-        """See `SideQueue.run`."""
+        """Return the chain's result, which later work of the current stream may use after `join`.
+
+        `uses` holds every tensor that the chain uses and did not create; None if the caller holds them until the
+        current stream has waited for the chain.
+        """
         if uses is not None:
             self._held.append(uses)
         self._stream.wait_event(torch.cuda.current_stream().record_event())
@@ -54,6 +44,6 @@ class CudaSideQueue:
             return chain()
 
     def join(self) -> None:
-        """See `SideQueue.join`."""
+        """Make later work of the current stream run after the chains so far."""
         torch.cuda.current_stream().wait_event(self._stream.record_event())
         self._held.clear()

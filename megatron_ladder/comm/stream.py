@@ -4,7 +4,7 @@ With t ranks, s positions, b samples and h features, a sub-block multiplies its 
 and ends in a partial sum of its output. So there is a border before and after each sub-block:
 
                           stream           start_read                      start_write
-    ReplicatedStream      [s, b, h]        identity                        all-reduce
+    StreamLayout          [s, b, h]        identity                        all-reduce
     ShardedStream         [s/t, b, h]      all-gather to [s, b, h]         reduce-scatter to [s/t, b, h]
 
 An all-reduce is a reduce-scatter followed by an all-gather, so both layouts send the same number of bytes. Sharded, a
@@ -12,7 +12,7 @@ rank norms, adds and keeps for backward only its own positions. Gradients cross 
 with the same two operations: the gradient of an output is read, that of an input is written.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.autograd import Function
@@ -22,61 +22,46 @@ from megatron_ladder.comm.inflight import InFlight, start_all_reduce
 from megatron_ladder.comm.regions import copy_to_tensor_parallel_region
 
 
-class StreamLayout(Protocol):
-    """The two borders. Both are differentiable; the collectives of their backward are waited for at once."""
+class StreamLayout:
+    """The two borders, where every rank holds all positions.
 
-    shards: int
+    Both are differentiable; the collectives of their backward are waited for at once.
+    """
+
+    shards = 1
     """Number of parts of the sequence."""
+
+    def __init__(self, group: CommGroup) -> None:
+        self.group = group
 
     def start_read(self, stream: Tensor) -> InFlight:
         """Start to map this rank's [s / shards, b, h] to [s, b, h], equal on all ranks."""
-
-    def start_write(self, partial: Tensor) -> InFlight:
-        """Start to map this rank's partial sum [s, b, h] to its part of the sum; do not use `partial` afterwards."""
-
-    def enter(self, stream: Tensor) -> Tensor:
-        """Return the whole stream, whose gradient is summed; for a layer that does not sum it itself."""
-
-
-class ReplicatedStream:
-    """Every rank holds all positions."""
-
-    shards = 1
-
-    def __init__(self, group: CommGroup) -> None:
-        self.group = group
-
-    def start_read(self, stream: Tensor) -> InFlight:
-        """Return the stream itself."""
         return InFlight(stream, None)
 
     def start_write(self, partial: Tensor) -> InFlight:
-        """Start the sum over the ranks, in place."""
+        """Start to map this rank's partial sum [s, b, h] to its part of the sum; do not use `partial` afterwards."""
         return start_all_reduce(partial, self.group)
 
     def enter(self, stream: Tensor) -> Tensor:
-        """Return the stream itself; backward is an all-reduce."""
+        """Return the whole stream, whose gradient is summed; for a layer that does not sum it itself."""
         return copy_to_tensor_parallel_region(stream, self.group)
 
 
-class ShardedStream:
+class ShardedStream(StreamLayout):
     """Every rank holds s/t neighbouring positions, in rank order (sequence parallelism, arXiv 2205.05198)."""
 
     def __init__(self, group: CommGroup) -> None:
-        self.group = group
+        super().__init__(group)
         self.shards = group.size
 
     def start_read(self, stream: Tensor) -> InFlight:
-        """Start to gather all positions."""
         return InFlight(*_StartAllGather.apply(stream, self.group))
 
     def start_write(self, partial: Tensor) -> InFlight:
-        """Start to compute this rank's positions of the sum over the ranks."""
         rows, work = _StartReduceScatter.apply(partial, self.group)
         return InFlight(rows, None if work is None else _Holding(work, partial))
 
     def enter(self, stream: Tensor) -> Tensor:
-        """Return all positions; backward is a reduce-scatter."""
         return self.start_read(stream).wait()
 
 

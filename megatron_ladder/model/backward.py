@@ -45,7 +45,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_ladder.blueprint.wiring import ReadPlan
 from megatron_ladder.comm.inflight import InFlight, Launch, leave_unreduced
-from megatron_ladder.comm.side_queue import SideQueue
+from megatron_ladder.comm.side_queue import CudaSideQueue
 from megatron_ladder.model.sub_block import (
     Output,
     SequenceContext,
@@ -100,7 +100,7 @@ class ForwardRecord:
         first: int,
         launch: Launch,
         sums: PartialSums,
-        queue: SideQueue | None,
+        queue: CudaSideQueue | None,
     ) -> None:
         """Prepare a pass over sub-blocks from `first` on; `launch` starts sums, and `queue` runs reads ahead."""
         self.steps = steps

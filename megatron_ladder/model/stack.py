@@ -16,7 +16,7 @@ from megatron_ladder.blueprint.tensors import layer_tensors
 from megatron_ladder.blueprint.wiring import SubBlockKind, WiredSubBlock, plan_reads
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.comm.side_queue import CudaSideQueue, SideQueue
+from megatron_ladder.comm.side_queue import CudaSideQueue
 from megatron_ladder.comm.spans import Span, no_span
 from megatron_ladder.model.backward import ForwardRecord, walk_mirrored
 from megatron_ladder.model.bodies import MLP, Attention, AttentionMLP, Body
@@ -133,7 +133,7 @@ class TransformerStack(nn.Module):
         self.options = options
         self.mesh = mesh
         self.layout = mesh.stream
-        self.side_queue: SideQueue | None = None
+        self.side_queue: CudaSideQueue | None = None
         self._reads_own = config.lanes > 0
         self._parts = local_lanes(config, mesh.tensor.size) * mesh.stream.shards
         self.desync = config.wiring.stream == "per rank"

@@ -30,7 +30,7 @@ from megatron_ladder.blueprint.wiring import ReadPlan
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.inflight import InFlight, Launch, leave_unreduced
 from megatron_ladder.comm.regions import share_gradient
-from megatron_ladder.comm.side_queue import SideQueue
+from megatron_ladder.comm.side_queue import CudaSideQueue
 from megatron_ladder.comm.spans import Span, no_span
 from megatron_ladder.comm.stream import StreamLayout
 from megatron_ladder.model.documents import DocumentBounds
@@ -275,7 +275,12 @@ class AutogradPass(NamedTuple):
 
 
 def walk(
-    state: Tensor, forward: ForwardPass[Reading], plan: ReadPlan, first: int, launch: Launch, queue: SideQueue | None
+    state: Tensor,
+    forward: ForwardPass[Reading],
+    plan: ReadPlan,
+    first: int,
+    launch: Launch,
+    queue: CudaSideQueue | None,
 ) -> Tensor:
     """Walk a range of sub-blocks by the rule at the top of this file.
 

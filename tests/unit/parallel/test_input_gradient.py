@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_ladder.comm.group import CommGroup, Work
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.side_queue import CudaSideQueue
-from megatron_ladder.comm.stream import ReplicatedStream
+from megatron_ladder.comm.stream import StreamLayout
 from megatron_ladder.parallel.input_gradient import InputGradient, linear_with_input_gradient
 from megatron_ladder.parallel.partial_gradients import PartialGradients, PartialSums
 from megatron_ladder.parallel.weight_gradient import SUM
@@ -60,7 +60,7 @@ class Products(TorchDispatchMode):
 def test_the_sum_starts_between_the_two_products(summed: bool) -> None:
     events: list[str] = []
     group = DoublingGroup(events)
-    input_gradient = InputGradient(ReplicatedStream(group).start_write, PartialGradients(PartialSums(group)))
+    input_gradient = InputGradient(StreamLayout(group).start_write, PartialGradients(PartialSums(group)))
     x, weight = torch.randn(3, 2, 4, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
     bias = torch.randn(5, dtype=torch.float64)
     own_x, own_weight, own_bias = (tensor.clone().requires_grad_() for tensor in (x, weight, bias))
@@ -84,7 +84,7 @@ def test_the_sum_starts_between_the_two_products(summed: bool) -> None:
 
 def test_input_that_is_not_kept_comes_from_the_walk() -> None:
     group = DoublingGroup([])
-    launch = ReplicatedStream(group).start_write
+    launch = StreamLayout(group).start_write
     input_gradient = InputGradient(launch, PartialGradients(PartialSums(group)), keeps_input=False)
     x, weight = torch.randn(3, 2, 4), torch.randn(5, 4, requires_grad=True)
     output = linear_with_input_gradient(x, weight, None, input_gradient)
