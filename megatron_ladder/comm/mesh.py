@@ -80,16 +80,8 @@ class ProcessMesh:
             timeout: of every collective; the default is torch's.
             tp_comm_max_ctas: maximum of multiprocessors per collective of the tensor- and data-parallel groups on a
                 GPU; 0 leaves it to NCCL.
-
-        Raises:
-            ValueError: the world size is not a multiple of tensor x pipeline, or `kv_replicas` does not divide
-                `tensor_parallel`.
         """
         world_size, rank = dist.get_world_size(), dist.get_rank()
-        if world_size % (tensor_parallel * pipeline_parallel):
-            raise ValueError(f"{world_size} ranks cannot form {tensor_parallel} x {pipeline_parallel} model ranks")
-        if tensor_parallel % kv_replicas:
-            raise ValueError(f"{kv_replicas} replicas of key-value heads on {tensor_parallel} tensor-parallel ranks")
         grid = torch.arange(world_size).view(pipeline_parallel, -1, tensor_parallel)
         # DeepSpeed needs a process group even for a group of one rank; only that rank has to create it.
         process_group = dist.group.WORLD

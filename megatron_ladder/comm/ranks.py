@@ -22,15 +22,14 @@ GRACE_SECONDS = 5.0
 """Default time between SIGTERM and SIGKILL."""
 
 
-def run_ranks(
-    module: str, argv: Sequence[str], count: int, grace_seconds: float = GRACE_SECONDS, ends_by_signal: bool = False
-) -> None:
+def run_ranks(module: str, argv: Sequence[str], count: int, grace_seconds: float = GRACE_SECONDS) -> None:
     """Call `module.entry_point` with the same command line in `count` processes, and wait for all of them.
+
+    A signal is forwarded; if all ranks then end with exit code 0, it was the request of a normal end.
 
     Args:
         module: name of an importable module, or path of a script (.py) to run instead.
         grace_seconds: time between SIGTERM and SIGKILL.
-        ends_by_signal: whether a signal is the normal end of the program; then all exit codes 0 mean success.
 
     Raises:
         SystemExit: a rank failed, with its exit code; or a signal ended the program, with 128 + its number.
@@ -46,7 +45,7 @@ def run_ranks(
             failure = _wait(ranks, received)
         finally:
             end_children(ranks, grace_seconds)
-    if received and not (ends_by_signal and all(process.returncode == 0 for process in ranks)):
+    if received and any(process.returncode for process in ranks):
         if received[0] == signal.SIGINT:
             raise KeyboardInterrupt
         sys.exit(128 + received[0])

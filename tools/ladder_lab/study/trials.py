@@ -175,7 +175,7 @@ def training_command(request: Request, flags: Sequence[str], ranks: int) -> list
         return [sys.executable, program, *flags]
     script = (
         f"import sys; sys.path.append({str(ROOT)!r}); from megatron_ladder.comm.ranks import run_ranks; "
-        f"run_ranks('megatron_ladder.cli.pretrain', sys.argv[1:], {ranks}, {STOP_SECONDS}, ends_by_signal=True)"
+        f"run_ranks('megatron_ladder.cli.pretrain', sys.argv[1:], {ranks}, {STOP_SECONDS})"
     )
     return [sys.executable, "-P", "-c", script, *flags]
 
