@@ -62,7 +62,7 @@ BUDGETS = {
     f"{PACKAGE}/": 25_060,
     " ".join(
         f"{PACKAGE}/{folder}/" for folder in ("blueprint", "comm", "parallel", "model", "engine", "train")
-    ): 10_800,
+    ): 10_790,
     f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_550,
     f"{PACKAGE}/checkpoint/": 2_210,
     f"{PACKAGE}/data/": 4_220,
@@ -71,7 +71,7 @@ BUDGETS = {
     f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_620,
     "tools/": 6_090,
     "vllm_plugin/": 2_310,
-    "tests/": 26_900,
+    "tests/": 26_890,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
 MOST_WORDS = 31_950
