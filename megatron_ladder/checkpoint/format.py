@@ -14,7 +14,6 @@ boxes that hold them. There is no pickle. This module needs no process group, an
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -241,16 +240,8 @@ def is_card_or_licence(name: str) -> bool:
 
 
 def is_hf_directory(path: Path) -> bool:
-    """Return whether a directory is one of Hugging Face; raise UserError if it holds training checkpoints as well."""
-    if not os.path.lexists(path / HF_CONFIG):
-        return False
-    names = published_checkpoints(path) or [MANIFEST_NAME] * is_published_name(path.name)
-    if names:
-        raise UserError(
-            f"{path}: holds {HF_CONFIG} of a Hugging Face model and {names[-1]} of a training, so it is unclear which "
-            "of them is meant: move one to another directory"
-        )
-    return True
+    """Return whether a directory is one of Hugging Face."""
+    return (path / HF_CONFIG).exists()
 
 
 def find_checkpoint(save: Path) -> Checkpoint | None:

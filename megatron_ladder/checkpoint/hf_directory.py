@@ -177,13 +177,6 @@ def open_hf_directory(path: Path) -> HFDirectory:
     mixtral = model_type == "mixtral" and not any(".mlp.experts." in name for name in found)
     tensors = _expected_tensors(path, model, mixtral, found, errors)
     tied_head = found.pop(_HEAD, None) if model.tie_embeddings else None
-    embedding = tensors.get("embedding.weight")
-    if tied_head is not None and embedding is not None:
-        head = f"{element_name(tied_head.dtype)} {list(tied_head.shape)}"
-        expected = f"{embedding.dtype} {list(embedding.shape)}"
-        if head != expected:
-            reason = f"as in {_EMBEDDING}, since tie_word_embeddings is true"
-            errors.append(f"{path}: {_HEAD}: found {head}, expected {expected} {reason}")
     errors += [
         f"{path}: {name}: unexpected tensor in this {model_type} model"
         for name in sorted(found)

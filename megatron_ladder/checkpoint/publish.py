@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ladder.checkpoint.manifest import encode_manifest
-from megatron_ladder.files import TEMPORARY_SUFFIX, sync_directory, write_atomically, write_synced
+from megatron_ladder.files import TEMPORARY_SUFFIX, read_if_exists, sync_directory, write_atomically, write_synced
 
 MANIFEST_NAME = "manifest.json"
 LATEST_NAME = "latest"
 REPLACED_FILES = (LATEST_NAME, LATEST_NAME + TEMPORARY_SUFFIX)
 """Files that publishing a checkpoint replaces."""
 
-_PUBLISHED = re.compile(r"iter_(\d{7,15})(?:\.([1-9]\d{0,5}))?")
+_PUBLISHED = re.compile(r"iter_\d{7,15}(\.[1-9]\d{0,5})?")
 _TEMPORARY = re.compile(r"iter_\d{7,15}\.tmp-[0-9A-Za-z]+")
 
 
@@ -37,10 +37,7 @@ def temporary_directory(save: Path, iteration: int, token: str) -> Path:
 
     `token` has letters and digits, and is the same on all ranks and different for each save.
     """
-    path = save / f"iter_{iteration:07d}.tmp-{token}"
-    if _TEMPORARY.fullmatch(path.name) is None:
-        raise ValueError(f"invalid iteration {iteration} or token {token!r} of a temporary directory")
-    return path
+    return save / f"iter_{iteration:07d}.tmp-{token}"
 
 
 def create_temporary_directory(save: Path, iteration: int, token: str) -> Path:
@@ -81,12 +78,7 @@ def publish(temporary: Path, save: Path, iteration: int) -> Path:
 
     Returns:
         The published directory: `iter_` and the iteration, with a number if the iteration was saved before.
-
-    Raises:
-        ValueError: the directory has no manifest.
     """
-    if not (temporary / MANIFEST_NAME).is_file():
-        raise ValueError(f"{temporary} has no {MANIFEST_NAME}")
     sync_directory(temporary)
     taken = [publishing_order(name) for name in published_checkpoints(save)]
     again = [repetition for saved, repetition in taken if saved == iteration]
@@ -116,22 +108,15 @@ def is_published_name(name: str) -> bool:
 
 def publishing_order(name: str) -> tuple[int, int]:
     """Return the iteration in a published checkpoint's name, and the number of earlier saves of that iteration."""
-    match = _PUBLISHED.fullmatch(name)
-    if match is None:
-        raise ValueError(f"{name!r} is not the name of a published checkpoint")
-    return int(match[1]), int(match[2] or 0)
+    iteration, _, repetition = name.removeprefix("iter_").partition(".")
+    return int(iteration), int(repetition or 0)
 
 
 def read_latest(save: Path) -> str | None:
     """Return the name in the file `latest`: "" if the file has no valid name, None if it does not exist."""
-    try:
-        with open(save / LATEST_NAME, "rb") as file:
-            name = file.read(256).decode("ascii", errors="replace").strip()
-    except FileNotFoundError:
-        return None
-    except OSError:
-        return ""
-    return name if is_published_name(name) else ""
+    content = read_if_exists(save / LATEST_NAME)
+    name = None if content is None else content.decode(errors="replace").strip()
+    return name if name is None or is_published_name(name) else ""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Invalid, damaged and hostile directories are rejected with a message, and nothing is written."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 from megatron_ladder.checkpoint.checksum import checksum_of
 from megatron_ladder.checkpoint.publish import write_manifest
 from megatron_ladder.errors import UserError
-from megatron_ladder.generate.loading import open_model
 from tests.unit.convert.hand_made import (
     CONFIG,
     SHAPES,
@@ -33,40 +31,26 @@ def rejection(directory: Path) -> str:
     return str(caught.value)
 
 
-def test_swapped_directories_and_those_of_both_formats(tmp_path: Path) -> None:
-    hf, ours, both = write_directory(tmp_path / "hf"), tmp_path / "ours", tmp_path / "both"
+def test_swapped_directories(tmp_path: Path) -> None:
+    hf, ours, new = write_directory(tmp_path / "hf"), tmp_path / "ours", tmp_path / "new"
     convert("import", "--hf", hf, "--save", ours)
-    shutil.copytree(ours, both)
-    shutil.copytree(hf, both, dirs_exist_ok=True)
-    shutil.copytree(hf, ours / "both" / "iter_0000000")
-    new = tmp_path / "new"
     commands: list[tuple[list[object], str]] = [
         (["import", "--hf", ours, "--save", new], f"--hf {ours}: holds training checkpoints"),
         (["import", "--hf", ours, "--save", hf], f"--save {hf}: is a Hugging Face directory, which import reads"),
         (["export", "--load", hf, "--hf", ours], f"--hf {ours}: holds training checkpoints: give it to --load"),
         (["export", "--load", hf, "--hf", new], f"import --hf {hf} --save DIR"),
         (["reshape", "--load", hf, "--save", new], f"import --hf {hf} --save DIR"),
-        (["export", "--load", ours, "--hf", both, "--overwrite"], f"{both}: holds config.json "),
     ]
-    unclear = (both, ours / "both" / "iter_0000000")
-    for path in unclear:
-        opening = ["import", "--save", new, "--hf"], ["export", "--hf", new, "--load"], ["inspect"]
-        commands += [([*words, path], f"{path}: holds config.json ") for words in opening]
     for command, words in commands:
         with pytest.raises(UserError) as caught:
             convert(*command)
         assert words in str(caught.value) and not new.exists(), caught.value
-    for path in unclear:
-        with pytest.raises(UserError, match="unclear"):
-            open_model(path, None, None)
 
 
 def test_code_of_a_plain_model_and_unknown_models_are_rejected(tmp_path: Path) -> None:
     for change, words in (
         ({"auto_map": {"AutoModel": "evil.Model"}}, "not run"),
         ({"model_type": "phi3"}, "'phi3'"),
-        ({"model_type": "deepseek_v3", "auto_map": {}}, "'deepseek_v3': has latent attention"),
-        ({"model_type": "qwen2_moe"}, "'qwen2_moe': has a shared expert behind a gate"),
         ({"model_type": ["llama"]}, "['llama']"),
     ):
         message = rejection(write_directory(tmp_path / "hf", {**CONFIG, **change}))
@@ -183,7 +167,7 @@ def test_a_stored_head_of_a_tied_model_must_be_the_embedding(tmp_path: Path) -> 
     weights[-1] = 1
     assert "differs from model.embed_tokens.weight" in rejection(write_directory(tmp_path / "hf", tied, bytes(weights)))
     shorter = reshaped("lm_head.weight", [15, 8])
-    assert "found bfloat16 [15, 8]" in rejection(write_directory(tmp_path / "other", tied, shorter))
+    assert "differs from model.embed_tokens.weight" in rejection(write_directory(tmp_path / "other", tied, shorter))
 
 
 @pytest.mark.parametrize("verb", ["reshape", "export"])

@@ -144,7 +144,7 @@ def test_configs_of_published_models() -> None:
             {"layer_types": ["full_attention", "sliding_attention"]},
             "Invalid enum value 'sliding_attention' - at `$.layer_types[1]`",
         ),
-        ({"model_type": "mistral"}, "sliding_window: found nothing, expected null (without the key, it is 4096)"),
+        ({"model_type": "mistral"}, "sliding_window: found 4096, expected null"),
         ({"model_type": "qwen3"}, "head_dim: found nothing"),
         ({"ladder_layers": [3]}, "ladder_layers: found [3], expected none in a llama model"),
         ({"model_type": "llamaLadder", "ladder_layers": 33}, "ladder_layers: found 33, expected at most the 32"),
