@@ -30,15 +30,7 @@ class DataConfig:
     valid_data_path: tuple[Path, ...] = flag((), on_resume="data")
     """Prefix or blend of the validation data, if it is a separate data set. Several sets have names: NAME1=PREFIX1
     NAME2=WEIGHT2 PREFIX2 WEIGHT3 PREFIX3. Give a path that itself begins with a word and = as an absolute path."""
-    data_args_path: Path | None = flag(None, on_resume="data")
-    """File with the arguments of --data-path, separated by white space; for long blends."""
-    per_split_data_args_path: Path | None = flag(None, on_resume="data")
-    """JSON file with the arguments of --train-data-path and --valid-data-path (lists or strings) under the keys train
-    and valid. A key test is accepted, and not read."""
-    split: str = flag(
-        "969,30,1",
-        excludes=("--train-data-path", "--valid-data-path", "--per-split-data-args-path", "--streaming"),
-    )
+    split: str = flag("969,30,1", excludes=("--train-data-path", "--valid-data-path", "--streaming"))
     """Proportions of training, validation and test documents in --data-path. The run leaves test documents out."""
     allow_data_change: bool = flag(False, requires="--load", on_resume="ignore")
     """Resume a checkpoint with data, or an order of data, that differs from its earlier training."""
@@ -60,7 +52,7 @@ class DataConfig:
     them."""
     streaming: tuple[str, ...] = flag(
         (),
-        excludes=("--data-path", "--train-data-path", "--data-args-path", "--loss-on assistant"),
+        excludes=("--data-path", "--train-data-path", "--loss-on assistant"),
         on_resume="data",
     )
     """Text that is tokenized during training, instead of --data-path: JSON lines (also .gz and .zst), Parquet or plain

@@ -7,7 +7,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from megatron_ladder.config.data import DataConfig
@@ -18,68 +17,10 @@ from megatron_ladder.data.samples import SampleSource
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
 
-_PARTS = ("train", "valid", "test")
+_PARTS = ("train", "valid")
 _SET_NAME = re.compile(r"[A-Za-z][\w.-]*")
 
 DataSource = SampleSource | PackedSource | BlendedSource
-
-
-class DataArguments(NamedTuple):
-    """Arguments of the four flags that name data: paths without .bin and .idx, each of them possibly after a weight."""
-
-    data_path: Sequence[str]
-    train: Sequence[str]
-    valid: Sequence[str]
-    test: Sequence[str]
-
-
-def find_data(data: DataConfig) -> DataArguments:
-    """Return the arguments of the four flags, from the command line or from the files that replace them.
-
-    Raises UserError if a file is malformed, or given together with the flag that it replaces.
-    """
-    errors = ErrorCollector()
-    words = list(map(str, data.data_path))
-    if data.data_args_path is not None:
-        if words:
-            errors.add("--data-args-path and --data-path exclude each other: give one of them")
-        with errors.collect():
-            words = _read("--data-args-path", data.data_args_path).split()
-            if not words:
-                errors.add(f"--data-args-path {data.data_args_path}: names no data set")
-    own = {part: list(map(str, getattr(data, f"{part}_data_path", ()))) for part in _PARTS}
-    if data.per_split_data_args_path is not None:
-        if any(own.values()):
-            given = " ".join(f"--{part}-data-path" for part in _PARTS if own[part])
-            errors.add(f"--per-split-data-args-path and {given} exclude each other: give one of them")
-        with errors.collect():
-            own = _read_parts("--per-split-data-args-path", data.per_split_data_args_path)
-    errors.raise_if_any()
-    return DataArguments(words, *(own[part] for part in _PARTS))
-
-
-def _read(flag: str, path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{flag} {path}: cannot be read: {error}") from None
-
-
-class _Parts(msgspec.Struct, forbid_unknown_fields=True):
-    """The content of --per-split-data-args-path: texts, or lists of weights and prefixes."""
-
-    train: str | list[str | float] | None = None
-    valid: str | list[str | float] | None = None
-    test: str | list[str | float] | None = None
-
-
-def _read_parts(flag: str, path: Path) -> dict[str, list[str]]:
-    try:
-        found = msgspec.json.decode(_read(flag, path), type=_Parts)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise UserError(f"{flag} {path}: {error}: expected an object with keys {', '.join(_PARTS)}") from None
-    words = {part: getattr(found, part) or () for part in _PARTS}
-    return {part: value.split() if isinstance(value, str) else list(map(str, value)) for part, value in words.items()}
 
 
 def _named_sets(flag: str, words: Sequence[str]) -> dict[str, list[str]]:
@@ -105,17 +46,12 @@ class Sources(NamedTuple):
     train: DataSource | None
     valid: Mapping[str, DataSource]
     """By the names in --valid-data-path; "" without names."""
-    test: DataSource | None
 
     @property
     def labeled(self) -> dict[str, DataSource]:
         """All sources, with labels for messages."""
-        valid = {f"valid {name}".rstrip(): source for name, source in self.valid.items()}
-        return {
-            label: source
-            for label, source in ({"train": self.train} | valid | {"test": self.test}).items()
-            if source is not None
-        }
+        train = {} if self.train is None else {"train": self.train}
+        return train | {f"valid {name}".rstrip(): source for name, source in self.valid.items()}
 
     @property
     def datasets(self) -> list[IndexedDataset]:
@@ -133,34 +69,34 @@ class OrderOptions(NamedTuple):
     """The tokens that count as labels; see `_choose_labels`."""
 
 
-def open_sources(arguments: DataArguments, split: str, order: OrderOptions, parts: Collection[str] = _PARTS) -> Sources:
-    """Open either one blend of data sets, each of which is divided by `split`, or one blend for each part.
+def open_sources(data: DataConfig, order: OrderOptions, parts: Collection[str] = _PARTS) -> Sources:
+    """Open either one blend of data sets, each of which is divided by --split, or one blend for each part.
 
     Only `parts` are read; others are None and may be too short. Raises UserError for missing or damaged files, both
     kinds of paths or none, invalid weights, no documents for training, or a part without a sample.
     """
-    data_path = arguments.data_path
+    data_path = list(map(str, data.data_path))
+    own = {"train": list(map(str, data.train_data_path)), "valid": list(map(str, data.valid_data_path))}
     flags = {part: "--data-path" if data_path else f"--{part}-data-path" for part in _PARTS}
     errors = ErrorCollector()
-    if data_path and (arguments.train or arguments.valid or arguments.test):
+    if data_path and any(own.values()):
         errors.add("--data-path (divided by --split) excludes --train-data-path and --valid-data-path")
-    if not data_path and "train" in parts and not arguments.train:
+    if not data_path and "train" in parts and not own["train"]:
         errors.add("--data-path is required: the path of a data set without .bin and .idx")
     blends: dict[tuple[str, str], Blend] = {}
-    for part in _PARTS:
-        if part in parts:
-            with errors.collect():
-                own = getattr(arguments, part)
-                named = _named_sets(flags[part], own) if part == "valid" and not data_path else {"": data_path or own}
-                for name, words in named.items():
-                    blends[part, name] = parse_blend(flags[part], words)
+    for part in (part for part in _PARTS if part in parts):
+        with errors.collect():
+            is_named = part == "valid" and not data_path
+            named = _named_sets(flags[part], own[part]) if is_named else {"": data_path or own[part]}
+            for name, words in named.items():
+                blends[part, name] = parse_blend(flags[part], words)
     datasets: dict[Path, IndexedDataset] = {}
     flag_of = {prefix: flags[part] for (part, _), found in blends.items() for prefix in found.prefixes}
     for prefix, flag in flag_of.items():
         with errors.collect(flag):
             datasets[prefix] = IndexedDataset(prefix)
     errors.raise_if_any()
-    shares = _parse_split(split) if data_path else None
+    shares = _parse_split(data.split) if data_path else None
     opened: dict[tuple[str, str], DataSource] = {}
     for (part, name), (prefixes, weights) in blends.items():
         with errors.collect(flags[part]):
@@ -169,9 +105,9 @@ def open_sources(arguments: DataArguments, split: str, order: OrderOptions, part
                 opened[part, name] = source
     errors.raise_if_any()
     if "train" in parts and ("train", "") not in opened:
-        raise UserError(f"--split {split} leaves no document of {data_path[-1]} for training: enlarge its share")
+        raise UserError(f"--split {data.split} leaves no document of {data_path[-1]} for training: enlarge its share")
     valid = {name: source for (part, name), source in opened.items() if part == "valid"}
-    return Sources(opened.get(("train", "")), valid, opened.get(("test", "")))
+    return Sources(opened.get(("train", "")), valid)
 
 
 def _open_part(

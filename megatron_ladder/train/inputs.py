@@ -13,7 +13,7 @@ from megatron_ladder.config.data import DataConfig
 from megatron_ladder.config.run import SECTION_TYPES, RunConfig, RunFlags, parse_run, resolve_run
 from megatron_ladder.data.identity import describe_training
 from megatron_ladder.data.indexed import sidecar_path
-from megatron_ladder.data.loader import OrderOptions, Sources, check_tokenizer, find_data, open_sources
+from megatron_ladder.data.loader import OrderOptions, Sources, check_tokenizer, open_sources
 from megatron_ladder.data.streaming import StreamInput, StreamPlan, choose_streams, find_input
 from megatron_ladder.data.tokenizers import (
     DESCRIPTION_FILE,
@@ -170,7 +170,7 @@ def _resolve(flags: RunFlags, findings: Findings, place: RankInfo) -> ResolvedRu
 def _open(resolved: ResolvedRun, findings: Findings, own_input: Sequence[StreamInput], place: RankInfo) -> RunInputs:
     """Open data and teacher, and compare the data with the checkpoint's."""
     run, tokenizer, checkpoint, errors = resolved.run, resolved.tokenizer, resolved.checkpoint, ErrorCollector()
-    teacher, stream, sources, eod_id = None, None, Sources(None, {}, None), None
+    teacher, stream, sources, eod_id = None, None, Sources(None, {}), None
     if findings.teacher is not None:
         with errors.collect("--distill-from"):
             teacher = open_teacher(findings.teacher)
@@ -270,7 +270,7 @@ def _open_sources(run: RunConfig, tokenizer: Tokenizer | None) -> Sources:
     data = run.data
     parts = ["train"] * (not data.streaming and not run.logging.skip_train) + ["valid"] * (run.logging.eval_iters > 0)
     order = OrderOptions(run.training.seq_length, run.training.seed, data.loss_on)
-    sources = open_sources(find_data(data), data.split, order, parts)
+    sources = open_sources(data, order, parts)
     if tokenizer is not None:
         check_tokenizer(sources.datasets, tokenizer)
     raise_user_errors(

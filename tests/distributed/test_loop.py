@@ -9,7 +9,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from megatron_ladder.data.loader import DataArguments, OrderOptions, open_sources
+from megatron_ladder.config.data import DataConfig
+from megatron_ladder.data.loader import OrderOptions, open_sources
 from megatron_ladder.train import loop
 from megatron_ladder.train.guards import Finding
 from megatron_ladder.train.inputs import RunInputs
@@ -40,8 +41,9 @@ def train(
     """
     trainer = build_trainer_here([*RECIPE, *argv, "--save", str(save)])
     run, rank, signals = trainer.run, dist.get_rank(), StopSignals()
-    arguments = DataArguments([], [prefix], valid, []) if valid else DataArguments([prefix], [], [], [])
-    sources = open_sources(arguments, "1" if valid else "8,2", OrderOptions(run.training.seq_length, 1))
+    paths, own = (Path(prefix),), tuple(map(Path, valid))
+    data = DataConfig(train_data_path=paths, valid_data_path=own) if valid else DataConfig(paths, split="8,2")
+    sources = open_sources(data, OrderOptions(run.training.seq_length, 1))
     record = RunRecord(save, rank)
 
     def save_checkpoint(iteration: int, consumed_samples: int, reason: str, final: bool) -> None:

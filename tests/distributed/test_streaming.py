@@ -25,7 +25,7 @@ def read(argv: list[str], path: str, steps: int, consumed: int, states: list[Any
     trainer, tokenizer = build_trainer_here([*RECIPE, *argv]), NullTokenizer(100)
     plan = StreamPlan(find_input([path], "text").shards, 4, trainer.run.training.seq_length, 1, 20, tokenizer.eod_id)
     inputs = RunInputs(
-        run=trainer.run, tokenizer=tokenizer, sources=Sources(None, {}, None), eod_id=tokenizer.eod_id, stream=plan
+        run=trainer.run, tokenizer=tokenizer, sources=Sources(None, {}), eod_id=tokenizer.eod_id, stream=plan
     )
     streams = TextStreams(trainer, inputs, plan)
     if states:

@@ -1,6 +1,5 @@
 """Blends of data sets."""
 
-import json
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 from megatron_ladder.config.data import DataConfig
 from megatron_ladder.data.blending import _MAX_TURNS, BlendedSource, _turns_of, _whole_weights, parse_blend
 from megatron_ladder.data.indexed import IndexedDataset
-from megatron_ladder.data.loader import DataArguments, OrderOptions, find_data, open_sources
+from megatron_ladder.data.loader import OrderOptions, open_sources
 from megatron_ladder.data.samples import SampleRows, SampleSource
 from megatron_ladder.errors import UserError
 
@@ -72,28 +71,11 @@ def test_invalid_blends(words: str) -> None:
 
 def test_every_data_set_of_a_blend_is_split(make_dataset: MakeDataset) -> None:
     a, b = make_dataset([10] * 10, "a").prefix, make_dataset([5] * 20, "b").prefix
-    sources = open_sources(DataArguments(["2", str(a), "1", str(b)], (), (), ()), "8,2,0", ORDER)
+    sources = open_sources(DataConfig(data_path=(Path("2"), a, Path("1"), b), split="8,2,0"), ORDER)
     assert [member.documents for member in sources.train.sources] == [range(8), range(16)]
     assert [member.documents for member in sources.valid[""].sources] == [range(8, 10), range(16, 20)]
-    assert sources.train.weights == [2, 1] and sources.train.sources[0].shuffle and sources.test is None
+    assert sources.train.weights == [2, 1] and sources.train.sources[0].shuffle
     assert [one.prefix for one in sources.datasets] == [a, b]
     c = make_dataset([50], "c").prefix
-    unweighted = open_sources(DataArguments([str(a), str(c)], (), (), ()), "1", ORDER).train
+    unweighted = open_sources(DataConfig(data_path=(a, c), split="1"), ORDER).train
     assert [len(member) for member in unweighted.sources] == [24, 12] and unweighted.weights == [2, 1]
-
-
-def test_files_that_replace_flags(tmp_path: Path) -> None:
-    (tmp_path / "words").write_text("0.3 a\n0.7  b\n")
-    assert find_data(DataConfig(data_args_path=tmp_path / "words")).data_path == ["0.3", "a", "0.7", "b"]
-    (tmp_path / "parts").write_text(json.dumps({"train": [0.5, "a", "1", "b"], "valid": "v w", "test": None}))
-    found = find_data(DataConfig(per_split_data_args_path=tmp_path / "parts"))
-    assert found == DataArguments([], ["0.5", "a", "1", "b"], ["v", "w"], [])
-    given = DataConfig(data_path=(Path("0.3"), Path("x/a")), valid_data_path=(Path("v"),))
-    assert find_data(given) == DataArguments(["0.3", "x/a"], [], ["v"], [])
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"trian": "a"}', '{"train": 1}', '{"train": [["a"]]}'])
-def test_invalid_files_of_parts(tmp_path: Path, text: str) -> None:
-    (tmp_path / "parts").write_text(text)
-    with pytest.raises(UserError, match="--per-split-data-args-path"):
-        find_data(DataConfig(per_split_data_args_path=tmp_path / "parts"))

@@ -7,17 +7,18 @@ from typing import Any
 
 import numpy as np
 
+from megatron_ladder.config.data import DataConfig
 from megatron_ladder.data.identity import data_changes, describe_training
 from megatron_ladder.data.indexed import IndexedDataset, IndexedDatasetWriter, loss_mask_path
-from megatron_ladder.data.loader import DataArguments, OrderOptions, open_sources
+from megatron_ladder.data.loader import OrderOptions, open_sources
 
 MakeDataset = Callable[..., IndexedDataset]
 LENGTHS = [7, 30, 2, 60]
 
 
-def describe(*words: object, split: str = "1") -> dict[str, Any]:
+def describe(*words: Any, split: str = "1") -> dict[str, Any]:
     """Return the description as read from a checkpoint."""
-    sources = open_sources(DataArguments(list(map(str, words)), (), (), ()), split, OrderOptions(4, 1), ["train"])
+    sources = open_sources(DataConfig(data_path=words, split=split), OrderOptions(4, 1), ["train"])
     assert sources.train is not None
     described: dict[str, Any] = json.loads(json.dumps(describe_training(sources.train, "ab")))
     return described

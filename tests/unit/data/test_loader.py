@@ -1,14 +1,17 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from megatron_ladder.config.data import DataConfig
 from megatron_ladder.data.batches import BatchShape, DocumentRules, GlobalBatchLoader, SampleReader
 from megatron_ladder.data.indexed import IndexedDataset, Sidecar, read_sidecar, sidecar_path, write_sidecar
-from megatron_ladder.data.loader import DataArguments, OrderOptions, check_tokenizer, open_sources
+from megatron_ladder.data.loader import OrderOptions, check_tokenizer, open_sources
 from megatron_ladder.data.samples import SampleSource
 from megatron_ladder.data.tokenizers import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from megatron_ladder.errors import UserError
@@ -18,11 +21,6 @@ MakeDataset = Callable[..., IndexedDataset]
 SEQ_LENGTH = 4
 GLOBAL_BATCH = 12
 ORDER = OrderOptions(SEQ_LENGTH, seed=1)
-
-
-def shared(*words: object) -> DataArguments:
-    """Return arguments of --data-path."""
-    return DataArguments(list(map(str, words)), (), (), ())
 
 
 def source_of(make_dataset: MakeDataset) -> SampleSource:
@@ -76,10 +74,10 @@ def test_id_outside_of_the_vocabulary(make_dataset: MakeDataset) -> None:
 
 
 def test_validation_sets_have_names(make_dataset: MakeDataset) -> None:
-    train, one, two = (str(make_dataset([50 + 10 * number], str(number)).prefix) for number in range(3))
+    train, one, two = (make_dataset([50 + 10 * number], str(number)).prefix for number in range(3))
 
-    def valid(*words: str) -> dict[str, list[int]]:
-        sources = open_sources(DataArguments((), [train], words, ()), "1", ORDER)
+    def valid(*words: Any) -> dict[str, list[int]]:
+        sources = open_sources(DataConfig(train_data_path=(train,), valid_data_path=tuple(map(Path, words))), ORDER)
         return {name: [member.tokens for member in source.sources] for name, source in sources.valid.items()}
 
     assert valid(f"web={one}", "code=", two) == {"web": [60], "code": [70]}
@@ -101,7 +99,7 @@ def test_sidecar_must_name_the_tokenizer(
     dataset, tokenizer = make_dataset([50]), sentencepiece_tokenizer
 
     def check(used: Tokenizer = tokenizer) -> None:
-        check_tokenizer(open_sources(shared(dataset.prefix), "1,0,0", ORDER).datasets, used)
+        check_tokenizer(open_sources(DataConfig(data_path=(dataset.prefix,), split="1,0,0"), ORDER).datasets, used)
 
     check()
     right = Sidecar(tokenizer.kind, tokenizer.sha256, tokenizer.vocab_size, 2, True, 49, 1, 50)

@@ -14,7 +14,7 @@ def streams_of(plan: StreamPlan, vocab_size: int = 100) -> tuple[TextStreams, Ru
     inputs = RunInputs(
         run=cast(Any, None),
         tokenizer=NullTokenizer(vocab_size),
-        sources=Sources(None, {}, None),
+        sources=Sources(None, {}),
         eod_id=vocab_size,
         stream=plan,
     )

@@ -50,7 +50,7 @@ TIMING_ROUNDS, TIMING_ATTEMPTS = 15, 3
 _SPLIT = "96,4,0"
 _EXTENSIBLE = ("wirings", "timed_wirings", "seeds")
 """Settings to which a later start can add values, because a trial depends on none but its own."""
-_DATA_FIELDS = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "streaming")
+_DATA_FIELDS = ("data_path", "train_data_path", "streaming")
 
 
 def run_study(parsed: Parsed) -> None:
