@@ -160,4 +160,4 @@ class ChatTask(Task):
         lengths = np.array([len(conversation.token_ids) for conversation in found], np.int32)
         ids = np.concatenate([np.empty(0, np.int64), *(conversation.token_ids for conversation in found)])
         mask = np.concatenate([np.empty(0, np.uint8), *(conversation.loss_mask for conversation in found)])
-        return (KeyTokens(ids.astype(self.dtype), lengths, int(ids.max(initial=-1)), mask),)
+        return (KeyTokens(ids.astype(self.dtype), lengths, mask),)

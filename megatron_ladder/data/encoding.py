@@ -16,12 +16,11 @@ from megatron_ladder.data.tokenizers import Tokenizer
 class KeyTokens(NamedTuple):
     """Tokens [sum(lengths)] of some documents in the type of the file, without documents that have no token.
 
-    The largest id is -1 if there is no token. The loss mask [sum(lengths)] is None if every token counts.
+    The loss mask [sum(lengths)] is None if every token counts.
     """
 
     token_ids: NDArray[Any]
     lengths: NDArray[np.int32]
-    largest_id: int
     loss_mask: NDArray[np.uint8] | None = None
 
 
@@ -61,11 +60,8 @@ class Task:
     def encode(self, columns: Sequence[list[Any]]) -> tuple[KeyTokens, ...]:
         """Return the tokens for each output, from the columns of what was prepared."""
         end = self.tokenizer.eod_id if self.append_eod else None
-        found = []
-        for texts in columns:
-            ids, lengths = join_documents(self.tokenizer.encode_batch(texts), end)
-            found.append(KeyTokens(ids.astype(self.dtype), lengths, int(ids.max(initial=-1))))
-        return tuple(found)
+        joined = (join_documents(self.tokenizer.encode_batch(texts), end) for texts in columns)
+        return tuple(KeyTokens(ids.astype(self.dtype), lengths) for ids, lengths in joined)
 
 
 def join_documents(documents: Sequence[list[int]], end: int | None) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

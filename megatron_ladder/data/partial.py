@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import msgspec
-import numpy as np
 
 from megatron_ladder.data.encoding import KeyTokens, Task
 from megatron_ladder.data.indexed import (
@@ -21,7 +20,6 @@ from megatron_ladder.data.indexed import (
     IndexedDatasetWriter,
     Sidecar,
     bin_path,
-    documents_with_targets,
     idx_path,
     loss_mask_path,
     write_sidecar,
@@ -30,23 +28,13 @@ from megatron_ladder.data.reading.protocol import Shard
 from megatron_ladder.errors import UserError
 from megatron_ladder.files import lock_file, read_if_exists, remove_temporary_files, write_atomically
 
-_FORMAT = 6
-
-
-class _Counts(msgspec.Struct):
-    """The counts of one output by their names in the sidecar, and of conversations without an answer."""
-
-    without_targets: int = 0
-    documents: int = 0
-    tokens: int = 0
-    largest_id: int = -1
+_FORMAT = 7
 
 
 class FinishedShard(msgspec.Struct):
     """The content of `N.json`; `skipped` has one line for each skipped record."""
 
     made_of: dict[str, Any]
-    counts: list[_Counts]
     skipped: list[str]
 
 
@@ -54,9 +42,7 @@ class ShardWriter:
     """Writes the data sets of one shard; a context manager, which deletes them unless they were finished."""
 
     def __init__(self, prefix: Path, task: Task, made_of: dict[str, Any]) -> None:
-        self._prefix = prefix
-        self._found = FinishedShard(made_of, [_Counts() for _ in task.outputs], [])
-        self._stack = ExitStack()
+        self._prefix, self._found, self._stack = prefix, FinishedShard(made_of, []), ExitStack()
         self._writers = [
             self._stack.enter_context(
                 IndexedDatasetWriter(_part_of(prefix, name), task.dtype, task.chat_template is not None)
@@ -72,15 +58,8 @@ class ShardWriter:
 
     def add(self, parts: Sequence[KeyTokens], skipped: Sequence[str]) -> None:
         """Append documents of each output, and lines about skipped records."""
-        for writer, counts, part in zip(self._writers, self._found.counts, parts, strict=True):
+        for writer, part in zip(self._writers, parts, strict=True):
             writer.add_documents(part.token_ids, part.lengths, part.loss_mask)
-            if part.loss_mask is not None:
-                ends = np.cumsum(part.lengths, dtype=np.int64)
-                answered = documents_with_targets(part.loss_mask, ends - part.lengths, ends)
-                counts.without_targets += len(answered) - int(answered.sum())
-            counts.documents += len(part.lengths)
-            counts.tokens += len(part.token_ids)
-            counts.largest_id = max(counts.largest_id, part.largest_id)
         self._found.skipped += skipped
 
     def finish(self) -> FinishedShard:
@@ -163,38 +142,39 @@ class Partial:
             path.unlink()
         return ShardWriter(self.folder / f"{number:05}", self._task, made_of)
 
-    def join(self, shards: Sequence[FinishedShard]) -> dict[str, Sidecar]:
-        """Join all shards of each output, publish them under their final names, and return their sidecars."""
-        task, skipped, sidecars = self._task, sum(len(shard.skipped) for shard in shards), {}
-        for place, name in enumerate(task.outputs):
-            prefix = dataset_prefix(self._output_prefix, name)
-            if idx_path(prefix).exists():
-                self._report(f"{prefix}: exists, and is replaced")
-            # A killed run may have left them.
-            for path_of in (bin_path, idx_path, loss_mask_path):
-                remove_temporary_files(path_of(prefix))
-            with IndexedDatasetWriter(prefix, task.dtype, task.chat_template is not None) as writer:
-                for number, shard in enumerate(shards):
-                    if shard.counts[place].tokens:
-                        writer.append(IndexedDataset(_part_of(self.folder / f"{number:05}", name)))
-                checksums = writer.publish()
-            counts = [shard.counts[place] for shard in shards]
-            sidecars[name] = Sidecar(
-                task.tokenizer.kind,
-                task.tokenizer.sha256,
-                task.tokenizer.vocab_size,
-                task.tokenizer.eod_id,
-                task.append_eod,
-                largest_id=max(found.largest_id for found in counts),
-                documents=sum(found.documents for found in counts),
-                tokens=sum(found.tokens for found in counts),
-                **checksums._asdict(),
-                conversations=task.chat_template is not None,
-                skipped=skipped,
-                chat_template=task.chat_template,
-            )
-            write_sidecar(prefix, sidecars[name])
-        return sidecars
+    def parts(self, output: str, shards: int) -> list[IndexedDataset]:
+        """Return the data sets of the finished shards with tokens of an output."""
+        prefixes = [_part_of(self.folder / f"{number:05}", output) for number in range(shards)]
+        return [IndexedDataset(prefix) for prefix in prefixes if bin_path(prefix).stat().st_size]
+
+    def join(self, output: str, parts: Sequence[IndexedDataset], skipped: int) -> Sidecar:
+        """Join the parts of an output, publish them under their final name, and return their sidecar."""
+        task, prefix = self._task, dataset_prefix(self._output_prefix, output)
+        if idx_path(prefix).exists():
+            self._report(f"{prefix}: exists, and is replaced")
+        # A killed run may have left them.
+        for path_of in (bin_path, idx_path, loss_mask_path):
+            remove_temporary_files(path_of(prefix))
+        with IndexedDatasetWriter(prefix, task.dtype, task.chat_template is not None) as writer:
+            for part in parts:
+                writer.append(part)
+            checksums = writer.publish()
+        sidecar = Sidecar(
+            task.tokenizer.kind,
+            task.tokenizer.sha256,
+            task.tokenizer.vocab_size,
+            task.tokenizer.eod_id,
+            task.append_eod,
+            largest_id=max(int(part.tokens.max()) for part in parts),
+            documents=sum(map(len, parts)),
+            tokens=sum(len(part.tokens) for part in parts),
+            **checksums._asdict(),
+            conversations=task.chat_template is not None,
+            skipped=skipped,
+            chat_template=task.chat_template,
+        )
+        write_sidecar(prefix, sidecar)
+        return sidecar
 
 
 def dataset_prefix(output_prefix: Path, name: str) -> Path:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_ladder.data.encoding import KeyTokens, Task
-from megatron_ladder.data.indexed import Sidecar
+from megatron_ladder.data.indexed import IndexedDataset, Sidecar, documents_with_targets
 from megatron_ladder.data.partial import FinishedShard, Partial
 from megatron_ladder.data.reading.find import find_sources
 from megatron_ladder.data.reading.protocol import GROUP_BYTES, Block, Reading, Shard, Source
@@ -66,9 +66,10 @@ def preprocess(
                 f"resuming: an earlier run has finished {len(found) - found.count(None)} of {len(found)} shards"
             )
         finished = _make_missing(shards, made_of, found, task, partial, options)
-        for place, name in enumerate(task.outputs):
-            documents = sum(shard.counts[place].documents for shard in finished)
-            without_targets = sum(shard.counts[place].without_targets for shard in finished)
+        parts = {name: partial.parts(name, len(shards)) for name in task.outputs}
+        for name, datasets in parts.items():
+            documents = sum(map(len, datasets))
+            without_targets = documents - sum(map(_with_targets, datasets))
             if without_targets == documents:
                 shown = " ".join(source.name for source in sources[:3]) + (" ..." if len(sources) > 3 else "")
                 problem = (
@@ -78,7 +79,14 @@ def preprocess(
                 raise UserError(f"--input {shown}: no {problem}: nothing is written")
             if without_targets:
                 options.report(f"{without_targets:,} of {documents:,} conversations have no text of the assistant")
-        return partial.join(finished)
+        skipped = sum(len(shard.skipped) for shard in finished)
+        return {name: partial.join(name, datasets, skipped) for name, datasets in parts.items()}
+
+
+def _with_targets(dataset: IndexedDataset) -> int:
+    """Return the number of documents with a token, but the first, that counts in the loss."""
+    bounds, mask = dataset.document_bounds, dataset.loss_mask
+    return len(dataset) if mask is None else int(documents_with_targets(mask, bounds[:-1], bounds[1:]).sum())
 
 
 def _joined_shards(sources: Sequence[Source], reading: Reading, most_bytes: int) -> Iterator[tuple[Shard, ...]]:

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,15 +58,22 @@ class ShardBlock(NamedTuple):
     bad: tuple[BadRecord, ...] = ()
 
 
-class TextShard(Protocol):
-    """A part of the input that is read in order."""
+@dataclass(frozen=True)
+class TextShard:
+    """A part of the input that is read in order; of those that rank 0 has not sent yet, only the name is known."""
 
-    @property
-    def name(self) -> str:
-        """A name that distinguishes it from other and from changed shards, without its directory."""
+    name: str
+    """It distinguishes the shard from other and from changed shards, without its directory."""
+    shard: Shard | None = None
+    reading: Reading = Reading()
 
     def blocks(self, first: int) -> Iterator[ShardBlock]:
         """Yield its blocks, which are always the same, without the first `first` ones."""
+        assert self.shard is not None
+        for block in self.shard.blocks(self.reading, first):
+            parsed = block.read(self.reading)
+            bad = [BadRecord(number, f"{block.place(number)}: {reason}") for number, reason in parsed.bad]
+            yield ShardBlock(parsed.columns[0], tuple(bad))
 
 
 class StreamPosition(NamedTuple):
@@ -291,29 +298,6 @@ def choose_streams(requested: int | None, shards: int, data_parallel_size: int) 
     return streams
 
 
-@dataclass(frozen=True)
-class _FoundShard:
-    name: str
-    shard: Shard
-    reading: Reading
-
-    def blocks(self, first: int) -> Iterator[ShardBlock]:
-        for block in self.shard.blocks(self.reading, first):
-            parsed = block.read(self.reading)
-            bad = [BadRecord(number, f"{block.place(number)}: {reason}") for number, reason in parsed.bad]
-            yield ShardBlock(parsed.columns[0], tuple(bad))
-
-
-@dataclass(frozen=True)
-class _NamedShard:
-    """A shard of which only the name is known, until rank 0 sends it through the process group."""
-
-    name: str
-
-    def blocks(self, first: int) -> Iterator[ShardBlock]:
-        raise RuntimeError(f"{self.name}: read before rank 0 has sent it")
-
-
 class StreamInput(NamedTuple):
     """The input of a streamed run; its shards are picklable, so that one rank looks for all.
 
@@ -333,7 +317,7 @@ class StreamInput(NamedTuple):
     def from_record(record: dict[str, Any]) -> "StreamInput":
         """Return an input whose shards have only names."""
         files = tuple((Path(path), size) for path, size in record["files"])
-        return StreamInput(tuple(map(_NamedShard, record["shards"])), tuple(record["sources"]), files)
+        return StreamInput(tuple(map(TextShard, record["shards"])), tuple(record["sources"]), files)
 
     def check_files(self) -> None:
         """Raise UserError if this host has other files than the one that looked."""
@@ -364,7 +348,7 @@ def find_input(inputs: Sequence[str], key: str, max_bad: int = 0) -> StreamInput
     if len(sources) < _ENOUGH_SHARDS:
         part = max(_MIN_BYTES, sum(source.total_bytes or 0 for source in sources) // _ENOUGH_SHARDS)
     shards = tuple(
-        _FoundShard(shard.label, shard, reading) for source in sources for shard in source.shards(reading, part)
+        TextShard(shard.label, shard, reading) for source in sources for shard in source.shards(reading, part)
     )
     local = [source for source in sources if isinstance(source, LocalFile)]
     some = local[:: -(-len(local) // _COMPARED_FILES) or 1]
