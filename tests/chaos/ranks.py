@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ladder.cli.pretrain import main
@@ -47,28 +47,36 @@ def import_everything() -> None:
 
 
 class Job:
-    """The ranks of one attempt, started together."""
+    """The ranks of one attempt, started together; each writes to a file of its own."""
 
-    def __init__(
-        self, argv: Sequence[str], world_size: int, output: Path, prepare: Callable[[int], None] | None = None
-    ) -> None:
-        """`prepare` is called in each rank with its number before the program begins."""
-        self.output = output
+    def __init__(self, argv_of_ranks: Sequence[Sequence[str | Path]], outputs: str | Path) -> None:
+        """`outputs` is the path of the files, to which `.RANK` is added."""
+        self._outputs = [Path(f"{outputs}.{rank}") for rank in range(len(argv_of_ranks))]
         self._codes: dict[int, int] = {}
         self._pids: list[int] = []
         port = free_port()
-        for rank in range(world_size):
+        for rank, argv in enumerate(argv_of_ranks):
             variables = {
                 "RANK": rank,
                 "LOCAL_RANK": rank,
-                "WORLD_SIZE": world_size,
+                "WORLD_SIZE": len(argv_of_ranks),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
             }
             pid = os.fork()
             if pid == 0:
-                _become_rank(argv, {name: str(value) for name, value in variables.items()}, output, prepare)
+                own = {name: str(value) for name, value in variables.items()}
+                _become_rank([str(word) for word in argv], own, self._outputs[rank])
             self._pids.append(pid)
+
+    def text(self, rank: int) -> str:
+        """Return what a rank has written to stdout and stderr."""
+        return self._outputs[rank].read_text(errors="replace") if self._outputs[rank].exists() else ""
+
+    @property
+    def output(self) -> str:
+        """Return what all ranks have written."""
+        return "".join(map(self.text, range(len(self._outputs))))
 
     @property
     def codes(self) -> dict[int, int]:
@@ -100,7 +108,7 @@ class Job:
                     self.signal(rank, signal.SIGUSR1)
                 time.sleep(STACKS_SECONDS)
                 self.kill()
-                raise AssertionError(f"still running after {seconds:g} s:\n{self.output.read_text()}")
+                raise AssertionError(f"still running after {seconds:g} s:\n{self.output}")
             time.sleep(0.005)
         return self.codes
 
@@ -119,9 +127,7 @@ class Job:
                 self._codes[rank] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def _become_rank(
-    argv: Sequence[str], variables: dict[str, str], output: Path, prepare: Callable[[int], None] | None
-) -> None:
+def _become_rank(argv: Sequence[str], variables: dict[str, str], output: Path) -> None:
     """Run a rank in the forked process; do not return."""
     with contextlib.suppress(BaseException):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -129,12 +135,11 @@ def _become_rank(
         file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, 1)
         os.dup2(file, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
         os.environ |= variables
         faulthandler.register(signal.SIGUSR1)
         random.seed()
         try:
-            if prepare is not None:
-                prepare(int(variables["RANK"]))
             run_program(main, argv)
         except Exception:
             traceback.print_exc()

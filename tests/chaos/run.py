@@ -25,7 +25,7 @@ from tests.chaos.runs import VOCABULARY, Experiment  # noqa: E402
 from tests.helpers.patience import be_patient  # noqa: E402
 from tests.helpers.tokens import write_tokens  # noqa: E402
 
-FAULTS = ("kill", "term", "stop")
+FAULTS = ("kill", "term")
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class ChaosConfig:
         FAULTS,
         choices=[f"{layout}{name}" for layout in ("", "tp:", "pp:", "dp:") for name in FAULTS],
     )
-    """kill: SIGKILL at random moments. term: SIGTERM or SIGINT during a start, a step and a save. stop:
-    SIGSTOP of a rank. tp:kill: a fault of one layout only."""
+    """kill: SIGKILL at random moments. term: SIGTERM or SIGINT during a start, a step and a save. tp:kill: a fault of
+    one layout only."""
     kills: int = 3
     """Number of kills, and of terminations, per layout."""
     seed: int = 0
@@ -64,7 +64,6 @@ def main(argv: Sequence[str]) -> None:
             known: dict[str, Callable[[], str]] = {
                 "kill": lambda e=experiment: faults.kills(e, config.kills),
                 "term": lambda e=experiment: faults.terminations(e, config.kills),
-                "stop": lambda e=experiment: faults.stopped_rank(e),
             }
             for name in (fault.removeprefix(f"{layout}:") for fault in config.faults):
                 if name in known:

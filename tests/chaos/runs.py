@@ -2,7 +2,6 @@
 
 import random
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -50,20 +49,18 @@ class Experiment:
     moments: list[str] = field(default_factory=list)
     """Descriptions of the moments at which attempts were killed."""
 
-    def start(
-        self, save: Path, *flags: str, prepare: Callable[[int], None] | None = None
-    ) -> tuple[Job, list[dict[str, object]]]:
+    def start(self, save: Path, *flags: str) -> tuple[Job, list[dict[str, object]]]:
         """Start an attempt; return it with the events already recorded."""
         self.attempts += 1
         argv = [*RECIPE, *LAYOUTS[self.layout], "--data-path", str(self.folder.parent / "tokens"), "--split", "1"]
         argv += ["--save", str(save), "--load", str(save), *flags]
-        return Job(argv, WORLD_SIZE, self.folder / f"output.{self.attempts}", prepare), events(save)
+        return Job([argv] * WORLD_SIZE, self.folder / f"output.{self.attempts}"), events(save)
 
     def finish(self, save: Path, *flags: str) -> Job:
         """Run to the last step; raise AssertionError if that fails."""
         job, _ = self.start(save, *flags)
         codes = job.wait(ATTEMPT_SECONDS)
-        assert set(codes.values()) == {0}, f"ended with {codes}:\n{job.output.read_text()}"
+        assert set(codes.values()) == {0}, f"ended with {codes}:\n{job.output}"
         return job
 
     def reference(self) -> Path:
@@ -90,7 +87,7 @@ class Experiment:
         wanted = wanted if moment == "step" else (wanted + 2) // 3
         deadline = time.monotonic() + patient(ATTEMPT_SECONDS)
         while sum(event["event"] == kind for event in events(save)[known:]) < wanted and not job.is_over:
-            assert time.monotonic() < deadline, job.output.read_text()
+            assert time.monotonic() < deadline, job.output
             time.sleep(0.001)
         delay = self.chance.uniform(0, 0.03)
         time.sleep(delay)

@@ -20,7 +20,7 @@ def chaos(flags: str, timeout: float) -> list[str]:
 
 def test_a_few_faults() -> None:
     """One process for all of them: a start costs as much as a fault."""
-    faults = {"tp": ["kill", "term"], "pp": ["kill", "stop"], "dp": ["kill"]}
+    faults = {"tp": ["kill", "term"], "pp": ["kill"], "dp": ["kill"]}
     each = [f"{layout}:{fault}" for layout, names in faults.items() for fault in names]
     lines = chaos(f"--faults {' '.join(each)} --kills 2 --seed 3", timeout=600)
     assert [line.split(":")[0] for line in lines] == [fault.replace(":", " ") for fault in each]
@@ -31,4 +31,4 @@ def test_a_few_faults() -> None:
 @pytest.mark.parametrize("layout", ["tp", "pp", "dp"])
 def test_many_faults(layout: str) -> None:
     lines = chaos(f"--layouts {layout} --kills 30 --seed 4", timeout=1500)
-    assert len(lines) == 3 and "30 kills" in lines[0] and BITWISE in lines[0]
+    assert len(lines) == 2 and "30 kills" in lines[0] and BITWISE in lines[0]

@@ -14,83 +14,100 @@ from tests.helpers.recording import HYBRID, LADDER, PARALLEL, InlineQueue, recor
 from tests.helpers.sharded import small_model
 
 LADDER_PARALLEL = {"residual_mode": "ladder-parallel", "ladder_layers": (0, 1, 2)}
-LADDER_ATTENTION = {"residual_mode": "ladder-attention", "ladder_layers": (0, 1, 2)}
 STALENESS_2 = LADDER | {"residual_staleness": 2}
-OWN_PARTIALS = STALENESS_2 | {"lanes": 2}
 DESYNC_2 = {"residual_mode": "desync", "desync_interval": 2, "desync_tp": 2}
 DESYNC_4 = DESYNC_2 | {"desync_interval": 4}
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 8, "ladder_layers": (0, 1, 2)}
 SHARED = EXPERTS | {"moe_layers": (0, 2), "moe_shared_expert_intermediate_size": 8}
-FARSKIP = SHARED | {"residual_mode": "farskip"}
-SHORTCUT = SHARED | {"residual_mode": "shortcut"}
-LONGCAT = EXPERTS | {"moe_layers": (0,), "residual_mode": "longcat"}
+WIRINGS: dict[str, dict[str, Any]] = {
+    "standard": {},
+    "ladder": LADDER,
+    "ladder-qk-norm": LADDER | {"qk_layernorm": True},
+    "ladder-lanes": LADDER | {"lanes": 2},
+    "hybrid": HYBRID,
+    "parallel": PARALLEL,
+    "ladder-parallel": LADDER_PARALLEL,
+    "staleness-2": STALENESS_2,
+    "ladder-attention": {"residual_mode": "ladder-attention", "ladder_layers": (0, 1, 2)},
+    "desync-2": DESYNC_2,
+    "desync-4": DESYNC_4,
+    "lanes": STALENESS_2 | {"lanes": 2},
+    "farskip-without-shared": EXPERTS | {"residual_mode": "farskip", "moe_layers": (0, 1, 2)},
+    "farskip": SHARED | {"residual_mode": "farskip"},
+    "shortcut": SHARED | {"residual_mode": "shortcut"},
+    "longcat": EXPERTS | {"moe_layers": (0,), "residual_mode": "longcat"},
+}
+PASSES = ((True, 0), (True, 3), (False, 0), (False, 3))
+"""Whether autograd follows a pass, and how many layers are recomputed: the order must not depend on them."""
 
 
-def forward_events(config: ModelConfig, options: StackOptions, training: bool) -> str:
+def check_orders(gloo_pools: GlooPools, events: Callable[..., str], wiring: str, expected: str, *more: Any) -> None:
+    config = small_model(num_layers=3, **WIRINGS[wiring])
+    for training, recompute in PASSES:
+        options = StackOptions(recompute_layers=recompute)
+        assert gloo_pools(2).run(events, config, options, training, *more) == [expected, expected]
+
+
+def forward_events(config: ModelConfig, options: StackOptions, training: bool, sharded: bool = False) -> str:
     """Return the launches, waits and computations (`B3`: sub-block 3 starts) of the stack's forward pass."""
-    model, group = recorded_model(config, options)
+    model, group = recorded_model(config, options, sequence_parallel=sharded)
+    model.stack.side_queue = InlineQueue() if sharded else None
     for number, step in enumerate(model.stack.sub_blocks()):
         assert isinstance(step.body, nn.Module)
         step.body.register_forward_pre_hook(lambda *_, number=number: group.events.append(f"B{number}"))
     tokens = torch.arange(24).view(2, 12)
     with torch.set_grad_enabled(training):
-        state = torch.randn(1, 12, 2, config.hidden_size, requires_grad=training)
+        state = torch.randn(1, 6 if sharded else 12, 2, config.hidden_size, requires_grad=training)
         model.stack(state, model.training_context(tokens))
     return " ".join(group.events)
 
 
-@pytest.mark.parametrize(("training", "recompute"), [(True, 0), (True, 3), (False, 0)])
 @pytest.mark.parametrize(
     ("wiring", "expected"),
     [
-        ({}, "B0 L0 W0 B1 L1 W1 B2 L2 W2 B3 L3 W3 B4 L4 W4 B5 L5 W5"),
-        (LADDER, "B0 L0 B1 L1 W0 B2 L2 W1 B3 L3 W2 B4 L4 W3 B5 L5 W4 W5"),
-        (HYBRID, "B0 L0 W0 B1 L1 B2 L2 W1 B3 L3 W2 W3 B4 L4 W4 B5 L5 W5"),
-        (PARALLEL, "B0 L0 W0 B1 L1 W1 B2 L2 W2"),
-        (LADDER_PARALLEL, "B0 L0 B1 L1 W0 B2 L2 W1 W2"),
-        (STALENESS_2, "B0 L0 B1 L1 B2 L2 W0 B3 L3 W1 B4 L4 W2 B5 L5 W3 W4 W5"),
-        (LADDER_ATTENTION, "B0 L0 W0 B1 L1 B2 L2 W1 W2 B3 L3 B4 L4 W3 W4 B5 L5 W5"),
-        (DESYNC_2, "B0 B1 L0 W0 B2 B3 L1 W1 B4 B5 L2 W2"),
-        (DESYNC_4, "B0 B1 B2 B3 L0 W0 B4 B5 L1 W1"),
-        (OWN_PARTIALS, "B0 L0 B1 L1 B2 L2 W0 B3 L3 W1 B4 L4 W2 B5 L5 W3 W4 W5"),
-        (
-            EXPERTS | {"residual_mode": "farskip", "moe_layers": (0, 1, 2)},
-            "B0 L0 B1 L1 W0 B2 L2 W1 B3 L3 W2 B4 L4 W3 B5 L5 W4 W5",
-        ),
+        ("standard", "B0 L0 W0 B1 L1 W1 B2 L2 W2 B3 L3 W3 B4 L4 W4 B5 L5 W5"),
+        ("ladder", "B0 L0 B1 L1 W0 B2 L2 W1 B3 L3 W2 B4 L4 W3 B5 L5 W4 W5"),
+        ("hybrid", "B0 L0 W0 B1 L1 B2 L2 W1 B3 L3 W2 W3 B4 L4 W4 B5 L5 W5"),
+        ("parallel", "B0 L0 W0 B1 L1 W1 B2 L2 W2"),
+        ("ladder-parallel", "B0 L0 B1 L1 W0 B2 L2 W1 W2"),
+        ("staleness-2", "B0 L0 B1 L1 B2 L2 W0 B3 L3 W1 B4 L4 W2 B5 L5 W3 W4 W5"),
+        ("ladder-attention", "B0 L0 W0 B1 L1 B2 L2 W1 W2 B3 L3 B4 L4 W3 W4 B5 L5 W5"),
+        ("desync-2", "B0 B1 L0 W0 B2 B3 L1 W1 B4 B5 L2 W2"),
+        ("desync-4", "B0 B1 B2 B3 L0 W0 B4 B5 L1 W1"),
+        ("lanes", "B0 L0 B1 L1 B2 L2 W0 B3 L3 W1 B4 L4 W2 B5 L5 W3 W4 W5"),
+        ("farskip-without-shared", "B0 L0 B1 L1 W0 B2 L2 W1 B3 L3 W2 B4 L4 W3 B5 L5 W4 W5"),
         # Attention, shared, routed; attention, MLP; attention, shared, routed. Attention travels with what follows it.
-        (FARSKIP, "B0 B1 L0 B2 L1 W0 B3 W1 B4 L2 W2 B5 B6 L3 B7 L4 W3 W4"),
+        ("farskip", "B0 B1 L0 B2 L1 W0 B3 W1 B4 L2 W2 B5 B6 L3 B7 L4 W3 W4"),
         # Attention, routed, shared; attention, MLP; attention, routed, shared.
-        (SHORTCUT, "B0 L0 B1 L1 W0 B2 L2 W1 W2 B3 L3 W3 B4 L4 W4 B5 L5 B6 L6 W5 B7 L7 W6 W7"),
+        ("shortcut", "B0 L0 B1 L1 W0 B2 L2 W1 W2 B3 L3 W3 B4 L4 W4 B5 L5 B6 L6 W5 B7 L7 W6 W7"),
         # Attention, routed, MLP, attention, MLP; the other layers without routed.
         (
-            LONGCAT,
+            "longcat",
             "B0 L0 W0 B1 L1 B2 L2 W2 B3 L3 W3 B4 L4 W1 W4 "
             + " ".join(f"B{number} L{number} W{number}" for number in range(5, 13)),
         ),
     ],
-    ids=[
-        "standard",
-        "ladder",
-        "hybrid",
-        "parallel",
-        "ladder-parallel",
-        "staleness-2",
-        "ladder-attention",
-        "desync-2",
-        "desync-4",
-        "lanes",
-        "farskip-without-shared",
-        "farskip",
-        "shortcut",
-        "longcat",
+)
+def test_forward_keeps_reduces_in_flight(gloo_pools: GlooPools, wiring: str, expected: str) -> None:
+    check_orders(gloo_pools, forward_events, wiring, expected)
+
+
+@pytest.mark.parametrize(
+    ("wiring", "expected"),
+    [
+        ("standard", "G0 H0 B0 L0 W0 G1 H1 B1 L1 W1 G2 H2 B2 L2 W2 G3 H3 B3 L3 W3 G4 H4 B4 L4 W4 G5 H5 B5 L5 W5"),
+        # When sub-block 1 starts: the wait for reduce 0, add, norm, and the gather for sub-block 2.
+        ("ladder", "G0 G1 H0 B0 L0 W0 G2 H1 B1 L1 W1 G3 H2 B2 L2 W2 G4 H3 B3 L3 W3 G5 H4 B4 L4 H5 B5 L5 W4 W5"),
+        ("hybrid", "G0 H0 B0 L0 W0 G1 G2 H1 B1 L1 W1 G3 H2 B2 L2 H3 B3 L3 W2 W3 G4 H4 B4 L4 W4 G5 H5 B5 L5 W5"),
+        ("ladder-parallel", "G0 G1 H0 B0 L0 W0 G2 H1 B1 L1 H2 B2 L2 W1 W2"),
+        (
+            "staleness-2",
+            "G0 G1 H0 B0 L0 G2 H1 B1 L1 W0 G3 H2 B2 L2 W1 G4 H3 B3 L3 W2 G5 H4 B4 L4 H5 B5 L5 W3 W4 W5",
+        ),
     ],
 )
-def test_forward_keeps_reduces_in_flight(
-    gloo_pools: GlooPools, wiring: dict[str, Any], expected: str, training: bool, recompute: int
-) -> None:
-    config = small_model(num_layers=3, **wiring)
-    options = StackOptions(recompute_layers=recompute)
-    assert gloo_pools(2).run(forward_events, config, options, training) == [expected, expected]
+def test_sharded_stream_is_read_under_the_previous_sub_block(gloo_pools: GlooPools, wiring: str, expected: str) -> None:
+    check_orders(gloo_pools, forward_events, wiring, expected, True)
 
 
 def backward_events(config: ModelConfig, options: StackOptions) -> str:
@@ -117,77 +134,26 @@ RECOMPUTED_BACKWARD = "B5 L5 B4 L4 B3 W5 L3 B2 W4 L2 B1 W3 L1 B0 W2 L0 W1 W0"
 @pytest.mark.parametrize(
     ("wiring", "recompute", "expected"),
     [
-        (LADDER, 0, LADDER_BACKWARD),
-        (LADDER, 3, RECOMPUTED_BACKWARD),
-        (LADDER | {"qk_layernorm": True}, 0, LADDER_BACKWARD),
-        (HYBRID, 0, "L5 W5 L4 W4 L3 L2 W3 L1 W2 W1 L0 W0"),
-        ({}, 0, "L5 W5 L4 W4 L3 W3 L2 W2 L1 W1 L0 W0"),
-        (PARALLEL, 0, "L2 W2 L1 W1 L0 W0"),
-        (LADDER_PARALLEL, 0, "L2 L1 W2 L0 W1 W0"),
-        (STALENESS_2, 0, "L5 L4 L3 W5 L2 W4 L1 W3 L0 W2 W1 W0"),
-        (LADDER_ATTENTION, 0, "L5 W5 L4 L3 W4 W3 L2 L1 W2 W1 L0 W0"),
-        (OWN_PARTIALS, 0, "L5 L4 L3 W5 L2 W4 L1 W3 L0 W2 W1 W0"),
-        (LADDER | {"lanes": 2}, 3, RECOMPUTED_BACKWARD),
+        ("ladder", 0, LADDER_BACKWARD),
+        ("ladder", 3, RECOMPUTED_BACKWARD),
+        ("ladder-qk-norm", 0, LADDER_BACKWARD),
+        ("hybrid", 0, "L5 W5 L4 W4 L3 L2 W3 L1 W2 W1 L0 W0"),
+        ("standard", 0, "L5 W5 L4 W4 L3 W3 L2 W2 L1 W1 L0 W0"),
+        ("parallel", 0, "L2 W2 L1 W1 L0 W0"),
+        ("ladder-parallel", 0, "L2 L1 W2 L0 W1 W0"),
+        ("staleness-2", 0, "L5 L4 L3 W5 L2 W4 L1 W3 L0 W2 W1 W0"),
+        ("ladder-attention", 0, "L5 W5 L4 L3 W4 W3 L2 L1 W2 W1 L0 W0"),
+        ("lanes", 0, "L5 L4 L3 W5 L2 W4 L1 W3 L0 W2 W1 W0"),
+        ("ladder-lanes", 3, RECOMPUTED_BACKWARD),
         # The shared and the routed experts of a layer share a reading and its reduce, so two numbers are not used.
-        (FARSKIP, 0, "L7 L6 W7 W6 L5 L4 W5 W4 L3 L2 W3 W2"),
-        (SHORTCUT, 0, "L7 L6 W7 L5 W6 W5 L4 W4 L3 W3 L2 L1 W2 L0 W1 W0"),
-    ],
-    ids=[
-        "ladder",
-        "ladder-recomputed",
-        "ladder-qk-norm",
-        "hybrid",
-        "standard",
-        "parallel",
-        "ladder-parallel",
-        "staleness-2",
-        "ladder-attention",
-        "lanes",
-        "lanes-recomputed",
-        "farskip",
-        "shortcut",
+        ("farskip", 0, "L7 L6 W7 W6 L5 L4 W5 W4 L3 L2 W3 W2"),
+        ("shortcut", 0, "L7 L6 W7 L5 W6 W5 L4 W4 L3 W3 L2 L1 W2 L0 W1 W0"),
     ],
 )
-def test_backward_mirrors_the_forward_order(
-    gloo_pools: GlooPools, wiring: dict[str, Any], recompute: int, expected: str
-) -> None:
-    config = small_model(num_layers=3, **wiring)
+def test_backward_mirrors_the_forward_order(gloo_pools: GlooPools, wiring: str, recompute: int, expected: str) -> None:
+    config = small_model(num_layers=3, **WIRINGS[wiring])
     options = StackOptions(recompute_layers=recompute)
     assert gloo_pools(2).run(backward_events, config, options) == [expected, expected]
-
-
-def sharded_forward_events(config: ModelConfig, options: StackOptions, training: bool) -> str:
-    """Return `forward_events` for a sharded stream; `B3`: sub-block 3's first product."""
-    model, group = recorded_model(config, options, sequence_parallel=True)
-    model.stack.side_queue = InlineQueue()
-    for number, step in enumerate(model.stack.sub_blocks()):
-        assert isinstance(step.body, nn.Module)
-        step.body.register_forward_pre_hook(lambda *_, number=number: group.events.append(f"B{number}"))
-    with torch.set_grad_enabled(training):
-        state = torch.randn(1, 6, 2, config.hidden_size, requires_grad=training)
-        model.stack(state, model.training_context(torch.arange(24).view(2, 12)))
-    return " ".join(group.events)
-
-
-@pytest.mark.parametrize(("training", "recompute"), [(True, 0), (True, 3), (False, 0), (False, 3)])
-@pytest.mark.parametrize(
-    ("wiring", "expected"),
-    [
-        ({}, "G0 H0 B0 L0 W0 G1 H1 B1 L1 W1 G2 H2 B2 L2 W2 G3 H3 B3 L3 W3 G4 H4 B4 L4 W4 G5 H5 B5 L5 W5"),
-        # When sub-block 1 starts: the wait for reduce 0, add, norm, and the gather for sub-block 2.
-        (LADDER, "G0 G1 H0 B0 L0 W0 G2 H1 B1 L1 W1 G3 H2 B2 L2 W2 G4 H3 B3 L3 W3 G5 H4 B4 L4 H5 B5 L5 W4 W5"),
-        (HYBRID, "G0 H0 B0 L0 W0 G1 G2 H1 B1 L1 W1 G3 H2 B2 L2 H3 B3 L3 W2 W3 G4 H4 B4 L4 W4 G5 H5 B5 L5 W5"),
-        (LADDER_PARALLEL, "G0 G1 H0 B0 L0 W0 G2 H1 B1 L1 H2 B2 L2 W1 W2"),
-        (STALENESS_2, "G0 G1 H0 B0 L0 G2 H1 B1 L1 W0 G3 H2 B2 L2 W1 G4 H3 B3 L3 W2 G5 H4 B4 L4 H5 B5 L5 W3 W4 W5"),
-    ],
-    ids=["standard", "ladder", "hybrid", "ladder-parallel", "staleness-2"],
-)
-def test_sharded_stream_is_read_under_the_previous_sub_block(
-    gloo_pools: GlooPools, wiring: dict[str, Any], expected: str, training: bool, recompute: int
-) -> None:
-    config = small_model(num_layers=3, **wiring)
-    options = StackOptions(recompute_layers=recompute)
-    assert gloo_pools(2).run(sharded_forward_events, config, options, training) == [expected, expected]
 
 
 class RecordingQueue(InlineQueue):
@@ -280,17 +246,16 @@ def sharded_backward_events(config: ModelConfig, options: StackOptions) -> str:
 @pytest.mark.parametrize(
     ("wiring", "recompute", "expected"),
     [
-        (PARALLEL, 0, "X2 G2 H2 X1 L2 Y2 W2 G1 H1 X0 L1 Y1 W1 G0 H0 L0 Y0 W0"),
+        ("parallel", 0, "X2 G2 H2 X1 L2 Y2 W2 G1 H1 X0 L1 Y1 W1 G0 H0 L0 Y0 W0"),
         # Under the backward of sub-block 1: the input of 0, the wait for reduce 2, norm, add, and the gather for 0.
-        (LADDER_PARALLEL, 0, "X2 G2 H2 X1 G1 L2 Y2 H1 X0 W2 G0 L1 Y1 H0 L0 Y0 W1 W0"),
-        (LADDER_PARALLEL, 3, "X2 Y2 G2 H2 X1 G1 L2 Y1 H1 X0 W2 G0 L1 Y0 H0 L0 W1 W0"),
+        ("ladder-parallel", 0, "X2 G2 H2 X1 G1 L2 Y2 H1 X0 W2 G0 L1 Y1 H0 L0 Y0 W1 W0"),
+        ("ladder-parallel", 3, "X2 Y2 G2 H2 X1 G1 L2 Y1 H1 X0 W2 G0 L1 Y0 H0 L0 W1 W0"),
     ],
-    ids=["parallel", "ladder-parallel", "ladder-parallel-recomputed"],
 )
 def test_backward_of_a_sharded_stream_mirrors_the_forward_order(
-    gloo_pools: GlooPools, wiring: dict[str, Any], recompute: int, expected: str
+    gloo_pools: GlooPools, wiring: str, recompute: int, expected: str
 ) -> None:
-    config = small_model(num_layers=3, **wiring)
+    config = small_model(num_layers=3, **WIRINGS[wiring])
     options = StackOptions(recompute_layers=recompute)
     assert gloo_pools(2).run(sharded_backward_events, config, options) == [expected, expected]
 

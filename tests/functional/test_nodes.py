@@ -3,14 +3,12 @@
 import os
 import re
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 
@@ -19,7 +17,7 @@ from megatron_ladder.config.run import SECTIONS
 from tests.helpers.commands import REPOSITORY_ROOT, clean_environment, free_port, kill_tree, tracked_files
 from tests.helpers.hosts import Host, two_hosts, why_no_hosts
 from tests.helpers.patience import patient
-from tests.helpers.tokens import write_documents, write_tokens
+from tests.helpers.tokens import write_tokens
 
 VOCABULARY = 96
 RECIPE = (
@@ -123,22 +121,6 @@ def start_on(hosts: Sequence[Host], flags: Sequence[str | Path], folder: Path) -
     ]
 
 
-def start_ranks(flags_of_ranks: Sequence[Sequence[str | Path]], folder: Path) -> list[Command]:
-    """Start one process per rank on this machine, without a launcher that ends all ranks when one ends."""
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(len(flags_of_ranks))}
-    return [
-        Command(
-            ["python", "pretrain_ladder.py", *RECIPE, *flags],
-            folder,
-            f"rank{rank}",
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            **common,
-        )
-        for rank, flags in enumerate(flags_of_ranks)
-    ]
-
-
 def losses(output: str) -> list[float]:
     return [float(value) for value in re.findall(r"lm loss (\S+)", output)]
 
@@ -186,79 +168,6 @@ def test_a_lost_host_is_named(tokens: Path, tmp_path: Path, across: str) -> None
     assert report and all(re.search(named, line) for line in report), commands[0].stderr
     waits = {"data": "in group 'data'", "pipeline": "exchanges a message with rank"}
     assert waits[across] in commands[0].stderr
-
-
-def test_a_stopped_rank_is_reported_with_stacks(tokens: Path, tmp_path: Path) -> None:
-    flags = ["--data-path", tokens, *FOREVER, "--tensor-model-parallel-size", "2"]
-    flags += ["--distributed-timeout-seconds-after-first-step", f"{patient(3):g}"]
-    first, second = start_ranks([flags, flags], tmp_path)
-    with running(first, second):
-        first.wait_for("iteration       3/", START)
-        second.process.send_signal(signal.SIGSTOP)
-        began = time.monotonic()
-        assert first.wait(60) == 4, first.stderr
-        assert time.monotonic() - began > 2
-    report = first.stderr
-    assert re.search(r"\*\*\* rank 0 on \S+ \(127.0.0.1\): no progress for \d+ s", report)
-    # Wherever in a step the other one was stopped.
-    collective = r"(all_reduce|all_gather|broadcast) \d+ in group '\w+' of ranks 0-1, \w+\[.*\]; with rank 1 on"
-    assert re.search(f"not finished: {collective}", report)
-    # The thread that waits, from the program's first line to the handle.
-    stacks = report[report.index("***") : report.index("*** end of the stacks of rank 0")]
-    assert "in train_step" in stacks and "in pretrain" in stacks and "hang watch" not in stacks
-    assert re.search(r"error: rank 0: LostPeerError: rank 1 on \S+ \(127.0.0.1\) is gone or does not answer", report)
-
-
-@pytest.mark.slow
-def test_a_killed_rank_is_named(tokens: Path, tmp_path: Path) -> None:
-    """The error comes long before the timeout, because its connections close."""
-    flags = ["--data-path", tokens, *FOREVER]
-    first, second = start_ranks([flags, flags], tmp_path)
-    with running(first, second):
-        first.wait_for("iteration       3/", START)
-        second.process.send_signal(signal.SIGKILL)
-        assert first.wait(60) == 4, first.stderr
-    assert "error: rank 0: LostPeerError: rank 1 on " in first.stderr
-    # The step's gradients or its log line: which of them waits is up to the moment.
-    assert re.search(r"in group '(data|world)' of ranks 0-1", first.stderr)
-
-
-def test_ranks_with_different_settings_do_not_start(tokens: Path, tmp_path: Path) -> None:
-    common = ["--data-path", tokens, "--train-iters", "3"]
-    others = ["--lr", "2e-2", "--seed", "7", "--tensor-model-parallel-size", "2"]
-    commands = start_ranks([common, [*common, *others]], tmp_path)
-    with running(*commands):
-        assert [command.wait(START) for command in commands] == [2, 2]
-    for command in commands:
-        errors = [line for line in command.stderr.splitlines() if line.startswith("error: ")]
-        flags = [line.split()[1] for line in errors]
-        assert flags == ["--seed", "--lr", "--tensor-model-parallel-size"], command.stderr
-        assert re.search(r"--lr differs: 0.01 for rank 0 on \S+ \(127.0.0.1\) but 0.02 for rank 1 on", errors[1])
-    assert all("Traceback" not in command.stderr for command in commands)
-
-
-def test_an_error_on_one_host_ends_the_others_immediately(tokens: Path, tmp_path: Path) -> None:
-    """Here its data is missing. The first rank is on the other host."""
-    good, bad = ["--data-path", tokens, "--train-iters", "3"], ["--data-path", tmp_path / "no", "--train-iters", "3"]
-    commands = start_ranks([good, bad], tmp_path)
-    with running(*commands):
-        assert [command.wait(START) for command in commands] == [2, 2]
-    first, second = (command.stderr for command in commands)
-    assert re.search(r"error: rank 1 on \S+ \(127.0.0.1\): --data-path \S+no", first), first
-    assert re.search(r"error: --data-path \S+no", second) and "rank 1" not in second
-
-
-def test_an_error_of_one_rank_ends_all_with_its_message(tmp_path: Path) -> None:
-    """Only data-parallel rank 1 reads the sample with an id that the vocabulary lacks."""
-    document = np.ones(16 * 64 + 1, dtype=np.int64)
-    document[16 * 40 :] = VOCABULARY + 5
-    write_documents(tmp_path / "tokens", document)
-    flags = ["--data-path", tmp_path / "tokens", "--train-iters", "64", "--micro-batch-size", "1"]
-    commands = start_ranks([flags, flags], tmp_path)
-    with running(*commands):
-        assert [command.wait(START) for command in commands] == [4, 2]
-    assert "LostPeerError: rank 1 on" in commands[0].stderr
-    assert f"holds token id {VOCABULARY + 5}" in commands[1].stderr and "--tokenizer-model" in commands[1].stderr
 
 
 class Stubs:

@@ -18,6 +18,12 @@ from tests.helpers.commands import tracked_files
 PACKAGE = "megatron_ladder"
 parse = functools.cache(ast.parse)
 
+
+@functools.cache
+def nodes_of(source: str) -> list[ast.AST]:
+    return list(ast.walk(parse(source)))
+
+
 GROUND = {"command_line", "errors", "files", "flags", "processes", "progress"}
 LOW = GROUND | {"blueprint", "config"}
 PARALLEL = LOW | {"comm", "parallel"}
@@ -92,7 +98,7 @@ def all_files() -> list[Path]:
 
 def imported_modules(source: str, module: str, is_package: bool = False) -> Iterator[tuple[int, str]]:
     """Yield the line and absolute name of everything imported, at any nesting level, by statement or by name."""
-    for node in ast.walk(parse(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -130,7 +136,7 @@ def import_errors(source: str, relative: str) -> list[str]:
 def size_errors(source: str, name: str) -> list[str]:
     lines = len(source.splitlines())
     errors = [f"{name}: {lines} lines"] if lines > MOST_LINES_OF_A_FILE else []
-    for node in ast.walk(parse(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > MOST_LINES_OF_A_FUNCTION:
@@ -144,7 +150,7 @@ def undocumented_fields(source: str, name: str) -> list[str]:
     A dataclass without any field docstring does not define flags.
     """
     errors = []
-    for node in ast.walk(parse(source)):
+    for node in nodes_of(source):
         if not isinstance(node, ast.ClassDef):
             continue
         if not any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
@@ -163,7 +169,7 @@ def undocumented_fields(source: str, name: str) -> list[str]:
 def asynchronous_calls(source: str) -> int:
     return sum(
         keyword.arg == "async_op" and getattr(keyword.value, "value", None) is True
-        for node in ast.walk(parse(source))
+        for node in nodes_of(source)
         if isinstance(node, ast.Call)
         for keyword in node.keywords
     )
@@ -208,7 +214,7 @@ def public_definitions(source: str) -> list[str]:
 def annotated_names(source: str) -> set[str]:
     """Names in annotations and bases: a class in the signature of a public definition may be public."""
     names = set()
-    for node in ast.walk(parse(source)):
+    for node in nodes_of(source):
         parts = [getattr(node, "annotation", None), getattr(node, "returns", None), *getattr(node, "bases", ())]
         names |= {word for part in parts if part is not None for word in re.findall(r"\w+", ast.unparse(part))}
     return names

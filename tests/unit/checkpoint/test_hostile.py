@@ -21,7 +21,8 @@ PACKAGE = Path(__file__).resolve().parents[3] / "megatron_ladder"
 RUNS_CODE = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 """Modules whose readers run code from a file."""
 
-CALLS = {"torch.load", "torch.save", "eval", "exec"}
+CALLS = {"load": "torch.load", "save": "torch.save", "eval": "eval", "exec": "exec"}
+"""What may run code, by its last word."""
 
 
 class Payload:
@@ -66,8 +67,8 @@ def code_readers(source: str) -> Iterator[str]:
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] in RUNS_CODE)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in RUNS_CODE:
             yield from (str(node.module) for alias in node.names if not alias.name.endswith("Error"))
-        elif isinstance(node, ast.Attribute | ast.Name) and ast.unparse(node) in CALLS:
-            yield ast.unparse(node)
+        elif (name := getattr(node, "attr", getattr(node, "id", ""))) in CALLS and ast.unparse(node) == CALLS[name]:
+            yield CALLS[name]
         elif isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
             yield "allow_pickle"
 

@@ -186,7 +186,7 @@ def test_gloo_uses_the_interface_that_leads_to_the_others(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("given", [None, "2"])
+@pytest.mark.parametrize("given", [None, pytest.param("2", marks=pytest.mark.slow)])
 def test_ranks_on_cpus_share_the_cores(
     given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

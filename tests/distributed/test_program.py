@@ -1,0 +1,180 @@
+"""The training program on ranks that are forks of the test process: errors, lost peers, and a teacher."""
+
+import hashlib
+import re
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ladder import errors
+from megatron_ladder.train.record import read_record
+from tests.chaos.ranks import Job
+from tests.helpers.patience import patient
+from tests.helpers.pool import import_for_ranks
+from tests.helpers.tokens import write_documents, write_tokens
+from tests.unit.convert.hf_models import random_model, write_hf
+from tests.unit.generate.tiny_model import reference_of, tiny_config, write_checkpoint
+
+VOCABULARY = 67
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --residual-mode ladder "
+    f"--vocab-size {VOCABULARY}"
+).split()
+RECIPE = (
+    "--seq-length 16 --micro-batch-size 2 --lr 1e-2 --lr-warmup-iters 2 --split 1 --log-interval 1 --eval-iters 0"
+).split()
+FOREVER = ["--train-iters", "1000000"]
+SECONDS = 60
+"""Time limit of a run, also on a busy machine."""
+
+
+@pytest.fixture(autouse=True)
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launcher ends the ranks that give another one the time to explain a failure."""
+    monkeypatch.setattr(errors, "GRACE_SECONDS", 0.1)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> list[str]:
+    return ["--data-path", str(write_tokens(tmp_path / "tokens", VOCABULARY))]
+
+
+@contextmanager
+def started(folder: Path, *flags_of_ranks: Sequence[str]) -> Iterator[Job]:
+    """Start one rank for each list of flags, and end those that are left when the block ends."""
+    import_for_ranks()
+    job = Job([[*RECIPE, *flags] for flags in flags_of_ranks], folder / "output")
+    try:
+        yield job
+    finally:
+        job.kill()
+
+
+def run(folder: Path, flags: Sequence[str], ranks: int) -> str:
+    """Return what the ranks of a run that succeeds print."""
+    with started(folder, *[flags] * ranks) as job:
+        codes = job.wait(SECONDS)
+    assert set(codes.values()) == {0}, job.output
+    return job.output
+
+
+def refusals(folder: Path, *flags_of_ranks: Sequence[str]) -> list[list[str]]:
+    """Return the errors that each rank of a run with invalid input prints."""
+    with started(folder, *([*MODEL, *flags] for flags in flags_of_ranks)) as job:
+        codes = job.wait(SECONDS)
+    assert set(codes.values()) == {2} and "Traceback" not in job.output, job.output
+    texts = map(job.text, range(len(flags_of_ranks)))
+    return [[line for line in text.splitlines() if line.startswith("error: ")] for text in texts]
+
+
+def test_all_errors_are_reported_together(data: list[str], tmp_path: Path) -> None:
+    words = (
+        "--train-iters 9 --hidden-size 65 --tensor-model-parallel-size 2 --max-position-embeddings 8 "
+        f"--tokenizer-type HFTokenizer --tokenizer-model {tmp_path}/none"
+    )
+    starts = [f"--tokenizer-model {tmp_path}/none", "--hidden-size 65 is not divisible", "--seq-length 16 is longer"]
+    for found in refusals(tmp_path, *[[*data, *words.split()]] * 2):
+        assert [line.startswith(f"error: {start}") for line, start in zip(found, starts, strict=True)] == [True] * 3
+
+
+def test_ranks_with_different_settings_do_not_start(data: list[str], tmp_path: Path) -> None:
+    common = [*data, "--train-iters", "3", "--global-batch-size", "4"]
+    others = ["--lr", "2e-2", "--seed", "7", "--tensor-model-parallel-size", "2"]
+    for found in refusals(tmp_path, common, [*common, *others]):
+        assert [line.split()[1] for line in found] == ["--seed", "--lr", "--tensor-model-parallel-size"], found
+        assert re.search(r"--lr differs: 0.01 for rank 0 on \S+ \(127.0.0.1\) but 0.02 for rank 1 on", found[1])
+
+
+def test_an_error_on_one_host_ends_the_others_immediately(data: list[str], tmp_path: Path) -> None:
+    """Here its data is missing. The first rank is on the other host."""
+    steps = ["--train-iters", "3"]
+    (first,), (second,) = refusals(tmp_path, [*data, *steps], ["--data-path", f"{tmp_path}/no", *steps])
+    assert re.search(r"error: rank 1 on \S+ \(127.0.0.1\): --data-path \S+no", first), first
+    assert re.search(r"error: --data-path \S+no", second) and "rank 1" not in second
+
+
+def test_an_error_of_one_rank_ends_all_with_its_message(tmp_path: Path) -> None:
+    """Only data-parallel rank 1 reads the sample with an id that the vocabulary lacks."""
+    document = np.ones(16 * 64 + 1, dtype=np.int64)
+    document[16 * 40 :] = VOCABULARY + 5
+    flags = ["--data-path", str(write_documents(tmp_path / "tokens", document)), "--train-iters", "64"]
+    flags += ["--micro-batch-size", "1"]
+    with started(tmp_path, *[[*MODEL, *flags]] * 2) as job:
+        assert job.wait(SECONDS) == {0: 4, 1: 2}, job.output
+    assert "LostPeerError: rank 1 on" in job.text(0)
+    assert f"holds token id {VOCABULARY + 5}" in job.text(1) and "--tokenizer-model" in job.text(1)
+
+
+@contextmanager
+def training(folder: Path, flags: Sequence[str]) -> Iterator[Job]:
+    """Train on two ranks, and begin the block after some steps."""
+    with started(folder, *[[*MODEL, *FOREVER, *flags]] * 2) as job:
+        deadline = time.monotonic() + patient(SECONDS)
+        while "iteration       3/" not in job.text(0):
+            assert not job.codes and time.monotonic() < deadline, job.output
+            time.sleep(0.01)
+        yield job
+
+
+def test_a_stopped_rank_is_reported_with_stacks(data: list[str], tmp_path: Path) -> None:
+    flags = [*data, "--tensor-model-parallel-size", "2"]
+    flags += ["--distributed-timeout-seconds-after-first-step", f"{patient(3):g}"]
+    with training(tmp_path, flags) as job:
+        job.signal(1, signal.SIGSTOP)
+        began = time.monotonic()
+        assert job.wait(SECONDS, ranks=[0])[0] == 4, job.output
+        assert time.monotonic() - began > 2
+    report = job.text(0)
+    assert re.search(r"\*\*\* rank 0 on \S+ \(127.0.0.1\): no progress for \d+ s", report)
+    # Wherever in a step the other one was stopped.
+    collective = r"(all_reduce|all_gather|broadcast) \d+ in group '\w+' of ranks 0-1, \w+\[.*\]; with rank 1 on"
+    assert re.search(f"not finished: {collective}", report)
+    # The thread that waits, from the program's first line to the handle.
+    stacks = report[report.index("***") : report.index("*** end of the stacks of rank 0")]
+    assert "in train_step" in stacks and "in pretrain" in stacks and "hang watch" not in stacks
+    assert re.search(r"error: rank 0: LostPeerError: rank 1 on \S+ \(127.0.0.1\) is gone or does not answer", report)
+
+
+def test_a_killed_rank_is_named(data: list[str], tmp_path: Path) -> None:
+    """The error comes long before the timeout, because its connections close."""
+    with training(tmp_path, data) as job:
+        job.signal(1, signal.SIGKILL)
+        assert job.wait(SECONDS)[0] == 4, job.output
+    assert "error: rank 0: LostPeerError: rank 1 on " in job.text(0)
+    # The step's gradients or its log line: which of them waits is up to the moment.
+    assert re.search(r"in group '(data|world)' of ranks 0-1", job.text(0))
+
+
+def contents(folder: Path) -> dict[str, str]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def distillation_losses(save: Path) -> list[float]:
+    return [event["distillation_loss"] for event in read_record(save) if event["event"] == "progress"]
+
+
+def test_a_model_leaves_its_teacher_and_resumes_with_another(data: list[str], tmp_path: Path) -> None:
+    """The student starts as the teacher itself."""
+    teacher, hf = tmp_path / "teacher", write_hf(random_model(tiny_config(num_layers=1)), tmp_path / "hf")
+    config = tiny_config(residual_mode="ladder", ladder_layers=(1, 2))
+    write_checkpoint(teacher, config, reference_of(config)[0])
+    before = contents(teacher) | contents(hf)
+    argv = [*data, "--lr", "1e-3", *f"--save {tmp_path}/a --tensorboard-dir {tmp_path}/tb".split()]
+    begun = f"--train-iters 3 --tensor-model-parallel-size 2 --load {teacher} --finetune --distill-weight 0.5".split()
+    printed = run(tmp_path, [*argv, *begun, "--distill-from", str(teacher)], 2)
+    first, *others = distillation_losses(tmp_path / "a")
+    assert abs(first) < 1e-5 and len(others) == 2 and min(others) > 1e-4
+    assert "teacher     --residual-mode ladder --num-layers 3 " in printed
+    assert f"| distillation loss {others[-1]:.4g} |" in printed
+
+    resumed = f"--train-iters 4 --load {tmp_path}/a --distill-from {hf} --bf16".split()
+    printed = run(tmp_path, [*argv, *resumed], 1)
+    assert "3 steps done" in printed and "teacher     --num-layers 1 " in printed
+    assert distillation_losses(tmp_path / "a")[-1] > max(others)
+    assert contents(teacher) | contents(hf) == before
