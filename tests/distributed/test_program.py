@@ -136,7 +136,7 @@ def test_a_stopped_rank_is_reported_with_stacks(data: list[str], tmp_path: Path)
     assert re.search(f"not finished: {collective}", report)
     # The thread that waits, from the program's first line to the handle.
     stacks = report[report.index("***") : report.index("*** end of the stacks of rank 0")]
-    assert "in train_step" in stacks and "in pretrain" in stacks and "hang watch" not in stacks
+    assert "in _train\n" in stacks and "in pretrain\n" in stacks and "hang watch" not in stacks
     assert re.search(r"error: rank 0: LostPeerError: rank 1 on \S+ \(127.0.0.1\) is gone or does not answer", report)
 
 
