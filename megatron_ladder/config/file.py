@@ -1,4 +1,4 @@
-"""The configuration file of a run: values of flags in YAML or TOML.
+"""The configuration file of a run: values of flags in YAML.
 
 Values are read from the text of the file, like the words of a command line, so YAML's implicit types do not matter:
 `1e-4` is a number where a flag takes one, and `16-31` or `no` is a text where a flag takes a text.
@@ -6,13 +6,11 @@ Values are read from the text of the file, like the words of a command line, so 
 
 import dataclasses
 import difflib
-import json
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ladder.command_line import FlagWords, ReadOther
+from megatron_ladder.command_line import FlagWords
 from megatron_ladder.errors import Problem, UserError
 from megatron_ladder.flags import ValueType, flag_name, section_flags
 
@@ -25,10 +23,8 @@ _EXPECTED = {int: "a whole number", float: "a number", str: "a text", Path: "a p
 _TAG = "tag:yaml.org,2002:"
 
 
-def read_config_file(
-    path: Path, sections: Sequence[type], read_other: ReadOther, found: FlagWords, places: dict[str, str]
-) -> None:
-    """Add the words of a file, whose keys are the flags of these dataclasses or those of `read_other`, to `found`.
+def read_config_file(path: Path, sections: Sequence[type], found: FlagWords, places: dict[str, str]) -> None:
+    """Add the words of a file, whose keys are the flags of these dataclasses, to `found`.
 
     `places` receives file and line of each flag. Raises UserError if the file cannot be read.
     """
@@ -42,14 +38,10 @@ def read_config_file(
     lines = dict[str, int]()
     for key_node, node in _parse(path):
         line = key_node.start_mark.line + 1
-        # The lines of TOML are unknown.
-        place = str(path) if path.suffix == ".toml" else f"{path}:{line}"
+        place = f"{path}:{line}"
         key = str(key_node.value).replace("-", "_")
         one = flags.get(key)
         name = key if one is None else one.field_name
-        if key_node.id != "scalar":
-            found.problems.append(f"--config {place}: expected a flag as key, found {_kind(key_node)}")
-            continue
         if name in lines:
             twice = f"{key} is set twice, first in line {lines[name]}: remove one of them"
             found.problems.append(f"--config {place}: {twice}")
@@ -59,8 +51,6 @@ def read_config_file(
         try:
             if one is not None:
                 found.words[name] = _words(node, one.value_type)
-            elif (problems := read_other(flag_name(name), _megatron_values(node))) is not None:
-                found.problems += problems
             else:
                 near = difflib.get_close_matches(key, flags, n=1, cutoff=0.8)
                 hint = f"did you mean {near[0]}?" if near else "keys are the flags of --help without dashes"
@@ -82,20 +72,15 @@ def _parse(path: Path) -> list[tuple[Any, Any]]:
     """Return the keys and values of a file as nodes of YAML, which know their text and their line."""
     import yaml
 
-    kind = "TOML" if path.suffix == ".toml" else "YAML"
     try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".toml":
-            # Every JSON text is YAML, except for escaped pairs of surrogates.
-            text = json.dumps(tomllib.loads(text), default=str, ensure_ascii=False)
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except OSError as error:
         raise UserError(f"--config {path}: cannot be read: {error.strerror}") from None
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f":{error.problem_mark.line + 1}"
         raise UserError(f"--config {path}{line}: not YAML: {error.problem}") from None
-    except (ValueError, yaml.YAMLError, RecursionError) as error:
-        raise UserError(f"--config {path}: not {kind}: {error}") from None
+    except (ValueError, yaml.YAMLError) as error:
+        raise UserError(f"--config {path}: not YAML: {error}") from None
     if root is None:
         return []
     if root.id != "mapping":
@@ -111,8 +96,6 @@ def _kind(node: Any) -> str:
 
 def _words(node: Any, value_type: ValueType) -> str | list[str] | None:
     """Return the words of a value as on a command line, or None for null; raise ValueError if its kind is wrong."""
-    if not node.tag.startswith(_TAG):
-        raise ValueError(f"the tag {node.tag} has no meaning here: remove it")
     is_null, is_switch = node.tag == f"{_TAG}null", value_type.scalar is bool
     if is_null and value_type.optional:
         return None
@@ -127,11 +110,3 @@ def _words(node: Any, value_type: ValueType) -> str | list[str] | None:
     if is_switch or "true" in value_type.choices:
         text = _SWITCH_WORDS.get(text.lower(), text)
     return [text] if value_type.many else text
-
-
-def _megatron_values(node: Any) -> list[str]:
-    """Return the words after a flag of Megatron; a switch has none."""
-    if node.id != "scalar":
-        return [_kind(node)]
-    switch = _SWITCH_WORDS.get(node.value.lower(), node.value)
-    return [] if switch == "true" else [switch]

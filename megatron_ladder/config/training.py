@@ -14,7 +14,7 @@ class TrainingConfig:
     train_iters: int = flag(minimum=1)
     """Optimizer steps of the whole run, including the steps of earlier runs that it resumes."""
     config: tuple[Path, ...] = flag((), repeats=True, on_resume="ignore")
-    """YAML or TOML files with values of flags, as in `micro_batch_size: 4` and `bf16: true`. Later files override
+    """YAML files with values of flags, as in `micro_batch_size: 4` and `bf16: true`. Later files override
     earlier ones, and the command line overrides all."""
     seq_length: int = flag(2048, minimum=1)
     """Tokens per sample."""

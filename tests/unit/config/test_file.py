@@ -1,4 +1,4 @@
-"""The configuration file: values of flags in YAML and TOML, next to those of the command line."""
+"""The configuration file: values of flags in YAML, next to those of the command line."""
 
 import os
 import subprocess
@@ -15,24 +15,24 @@ from megatron_ladder.errors import UserError
 BASE = "train_iters: 10\nlr: 1e-4\n"
 
 
-def read(tmp_path: Path, text: str | bytes, words: str = "", name: str = "run.yaml") -> RunFlags:
-    path = tmp_path / name
+def read(tmp_path: Path, text: str | bytes, words: str = "") -> RunFlags:
+    path = tmp_path / "run.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     flags = parse_run(["--config", str(path), *words.split()])
     resolve_run(flags, 1000, 1)
     return flags
 
 
-def errors_of(tmp_path: Path, text: str | bytes, words: str = "", name: str = "run.yaml") -> list[str]:
+def errors_of(tmp_path: Path, text: str | bytes, words: str = "") -> list[str]:
     with pytest.raises(UserError) as raised:
-        read(tmp_path, text, words, name)
-    return [error.replace(str(tmp_path / name), name) for error in raised.value.messages]
+        read(tmp_path, text, words)
+    return [error.replace(f"{tmp_path}/", "") for error in raised.value.messages]
 
 
 FLAGS = (
     "--train-iters 10 --lr 1e-4 --micro-batch-size 4 --bf16 --no-tp-overlap --data-path 0.3 a 0.7 b --split 99,1 "
     "--num-layers 24 --residual-mode ladder --ladder-layers 16-23 --rope-scaling none --profile-ranks 0 "
-    "--adam-eps 1E-9 --tokenizer-model yes --attention-dropout 0 --swiglu --num-query-groups 4"
+    "--adam-eps 1E-9 --tokenizer-model yes --num-query-groups 4"
 )
 YAML = """
 # The same flags.
@@ -51,28 +51,7 @@ profile_ranks: 0
 adam_eps: 1E-9
 tokenizer_model: yes           # a switch in YAML 1.1
 save_interval:
-attention_dropout: 0.0
-swiglu: true
-use_distributed_optimizer: false
 num_query_groups: 4
-"""
-TOML = """
-train_iters = 10
-lr = 1e-4
-micro-batch-size = 4
-bf16 = true
-tp_overlap = false
-data_path = [0.3, "a", 0.7, "b"]
-split = "99,1"
-num_layers = 24
-residual_mode = "ladder"
-ladder_layers = "16-23"
-rope_scaling = "none"
-profile_ranks = [0]
-adam_eps = 1E-9
-tokenizer_model = "yes"
-swiglu = true
-num_query_groups = 4
 """
 
 
@@ -80,10 +59,9 @@ def sections(flags: RunFlags) -> list[object]:
     return [getattr(flags, name) for name in ("model", "optimizer", "parallel", "data", "checkpoint", "profile")]
 
 
-@pytest.mark.parametrize(("name", "text"), [("run.yaml", YAML), ("run.toml", TOML)])
-def test_a_file_means_the_same_as_flags(tmp_path: Path, name: str, text: str) -> None:
+def test_a_file_means_the_same_as_flags(tmp_path: Path) -> None:
     expected = parse_run(FLAGS.split())
-    flags = read(tmp_path, text, name=name)
+    flags = read(tmp_path, YAML)
     assert sections(flags) == sections(expected)
     assert flags.training.bf16 and flags.given - {"config"} == expected.given
 
@@ -154,11 +132,7 @@ def test_a_file_that_can_be_read_once_is_read_once(tmp_path: Path) -> None:
         ('bf16: "yes"', "--bf16: expected true or false, found 'yes' (run.yaml:3)"),
         ("rope_scaling: no", "--rope-scaling: 'no' is not one of none, linear, llama3 (run.yaml:3)"),
         ("data_path: [[a]]", "--data-path: expected a path, found a list (run.yaml:3)"),
-        ("save: !x [a, b]", "--save: the tag !x has no meaning here: remove it (run.yaml:3)"),
         ("save: ''", "--save: the path is empty (run.yaml:3)"),
-        ("swiglu: false", "--swiglu takes no value, found false (run.yaml:3)"),
-        ("? [a, b]\n: 3", "--config run.yaml:3: expected a flag as key, found a list"),
-        ("topk: 8", "--topk is not supported: use --moe-router-topk"),
     ],
 )
 def test_an_invalid_key_or_value_is_one_error(tmp_path: Path, line: str, message: str) -> None:
@@ -172,7 +146,6 @@ def test_an_invalid_key_or_value_is_one_error(tmp_path: Path, line: str, message
         (b"lr: [1", "--config run.yaml:1: not YAML: expected ',' or ']'"),
         (b"lr: 1\n---\nlr: 2", "--config run.yaml:2: not YAML: but found another document"),
         (b"lr: \xff", "--config run.yaml: not YAML: 'utf-8' codec"),
-        (b"[" * 500, "--config run.yaml: not YAML: maximum recursion"),
         (b"lr 1e-4", "--config run.yaml: expected a line `flag_name: value` for each flag, found 'lr 1e-4'"),
     ],
 )
