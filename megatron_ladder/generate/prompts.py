@@ -52,16 +52,6 @@ class PromptEncoder:
             raise UserError(f"{self._template.name}: the template rejects this conversation: {error}") from None
 
 
-def check_characters(source: str, text: str) -> None:
-    """Raise UserError if a text contains surrogates, to which Python decodes bytes that are not UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"{source}: {ascii(text[error.start])} at character {error.start + 1} is not a valid character; use UTF-8"
-        ) from None
-
-
 def read_prompts(options: PromptOptions, encoder: PromptEncoder | None, standard_input: str | None) -> list[Prompt]:
     """Return the prompts of --prompt, --prompt-file, --tokens, and `standard_input`, if it is one, in this order.
 
@@ -82,7 +72,6 @@ def read_prompts(options: PromptOptions, encoder: PromptEncoder | None, standard
                 f"{source}: the model's directory has no tokenizer; use --tokenizer-type and --tokenizer-model, or "
                 "--tokens"
             )
-        check_characters(source, text)
         prompts.append(Prompt(source, text, encoder.encode(text)))
     if options.tokens:
         prompts.append(Prompt("--tokens", None, token_ids(options.tokens)))
