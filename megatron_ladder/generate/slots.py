@@ -209,10 +209,6 @@ class _ActiveSample:
         return Generation(self.request.prompt_ids, tuple(self.ids), text, self.finish_reason, timings, logprobs)
 
 
-_Choice = tuple[Tensor, Tensor, Tensor]
-"""The arguments of `Sampler.read`: the choice, logits_shard_v and random numbers."""
-
-
 class SlotBatch:
     """Samples in the first slots of one static cache."""
 
@@ -244,7 +240,7 @@ class SlotBatch:
         self._rotary = rotary_table(model.config, all_positions, model.compute_dtype)
         self._sampler = self._new_sampler(SamplingPlan.of([]))
         self._inputs = torch.zeros(slots, 3, dtype=torch.float64, device=self._device)
-        self._captured: tuple[StepGraph, _Choice] | None = None
+        self._captured: tuple[StepGraph, Tensor] | None = None
 
     def _new_sampler(self, plan: SamplingPlan) -> Sampler:
         start, vocab_size = self._model.head.start, self._model.config.vocab_size
@@ -271,15 +267,9 @@ class SlotBatch:
 
     def _capture(self, graph: StepGraph) -> None:
         """Capture the decode step, which runs several times for token 0 in column 0."""
-        choices: list[_Choice] = []
-
-        def step() -> Tensor:
-            choices[:] = [self._one_token(self._inputs, self._positions, masked=True)]
-            return choices[0][0]
-
         self._inputs.zero_()
-        chosen = graph.capture(step)
-        self._captured = graph, (chosen, *choices[0][1:])
+        chosen = graph.capture(lambda: self._one_token(self._inputs, self._positions, masked=True))
+        self._captured = graph, chosen
 
     def fits(self, slots: int, positions: int) -> bool:
         """Return whether the batch has as many slots, of as many positions."""
@@ -315,7 +305,7 @@ class SlotBatch:
         logits = self._model.logits_shard(newest.unsqueeze(0))[0]
         numbers = self._sampler.draw(len(prompts))
         uniform = to_device(torch.tensor(numbers, dtype=torch.float64).unsqueeze(1), self._device)
-        return self._finish(self._sampler.choose(logits, uniform), logits, uniform)
+        return self._finish(self._sampler.choose(logits, uniform))
 
     @torch.inference_mode()
     def step(self) -> list[NewToken]:
@@ -334,13 +324,13 @@ class SlotBatch:
         # Doubles represent all ids and columns exactly.
         inputs = to_device(torch.tensor(newest, dtype=torch.float64), self._device)
         if self._captured is None:
-            return self._finish(*self._one_token(inputs, highest + 1, masked=lowest < highest))
-        graph, choice = self._captured
+            return self._finish(self._one_token(inputs, highest + 1, masked=lowest < highest))
+        graph, chosen = self._captured
         self._inputs.copy_(inputs)
         graph.replay()
-        return self._finish(*choice)
+        return self._finish(chosen)
 
-    def _one_token(self, inputs: Tensor, extent: int, masked: bool) -> _Choice:
+    def _one_token(self, inputs: Tensor, extent: int, masked: bool) -> Tensor:
         """Choose the next tokens. Attention gets `extent` columns; `masked` hides later ones.
 
         `inputs` [b, 3] are the newest tokens, their columns, and random numbers.
@@ -361,11 +351,11 @@ class SlotBatch:
         turns = RotaryTable(self._rotary.cos[columns].transpose(0, 1), self._rotary.sin[columns].transpose(0, 1))
         rows = (first_rows + columns.unsqueeze(1)).flatten()
         context = SequenceContext(turns, _TokenColumns(cache, rows, extent), mask, attend=attend)
-        logits, uniform = self._model.logits_shard(self._model.hidden_states(tokens, context))[0], inputs[:, 2:]
-        return self._sampler.choose(logits, uniform), logits, uniform
+        logits = self._model.logits_shard(self._model.hidden_states(tokens, context))[0]
+        return self._sampler.choose(logits, inputs[:, 2:])
 
-    def _finish(self, *choice: Tensor) -> list[NewToken]:
-        chosen = self._sampler.read(*choice)
+    def _finish(self, choice: Tensor) -> list[NewToken]:
+        chosen = self._sampler.read(choice)
         new_tokens = []
         for row, token in enumerate(chosen.tokens):
             sample = self._samples[row]

@@ -37,7 +37,7 @@ def new_sampler(
 
 def choose(sampler: Sampler, logits: Tensor) -> Chosen:
     uniform = torch.tensor(sampler.draw(len(logits)), dtype=torch.float64).unsqueeze(1)
-    return sampler.read(sampler.choose(logits, uniform), logits, uniform)
+    return sampler.read(sampler.choose(logits, uniform))
 
 
 def tokens_of(sampler: Sampler, logits: Tensor) -> list[int]:
@@ -65,11 +65,10 @@ def allowed(logits: list[float], top_k: int, top_p: float, min_p: float) -> set[
 )
 def test_filters_follow_their_definition(top_k: int, top_p: float, min_p: float) -> None:
     logits = (torch.randn(50, generator=torch.Generator().manual_seed(top_k)) * 3).double()
-    descending, order = logits.sort(descending=True)
-    weights = torch.exp(descending - descending[0]).unsqueeze(0)
+    weights = torch.exp(logits - logits.max()).unsqueeze(0)
     parameters = SamplingParameters(top_k=top_k, top_p=top_p, min_p=min_p)
-    kept = _keep_most_likely(weights, weights.sum(1, keepdim=True), _Rows.of([parameters], CPU))[0]
-    assert set(order[kept].tolist()) == allowed(logits.tolist(), top_k, top_p, min_p)
+    kept = _keep_most_likely(weights, _Rows.of([parameters], CPU))[0]
+    assert set(kept.nonzero().flatten().tolist()) == allowed(logits.tolist(), top_k, top_p, min_p)
 
 
 def test_a_draw_ignores_padding_and_finds_the_last_token() -> None:
@@ -83,7 +82,7 @@ def test_draw_inverts_the_cumulative_distribution() -> None:
     below_one = math.nextafter(1.0, 0.0)
     expected = {0.0: 1, 0.2499: 1, 0.25: 3, 0.7499: 3, 0.75: 4, below_one: 4, 1.0: 4}
     for uniform, token in expected.items():
-        assert _draw_at(probabilities.cumsum(1), torch.tensor([[4 * uniform]], dtype=torch.float64)).tolist() == [token]
+        assert _draw_at(probabilities.cumsum(1), torch.tensor([[4 * uniform]], dtype=torch.float64)).item() == token
 
 
 def test_seen_tokens_are_penalized_in_their_sample_only() -> None:
@@ -162,18 +161,6 @@ def test_the_host_reads_the_device_once_per_token(
     for _ in range(5):
         tokens_of(sampler, logits)
     assert (reads.copies, reads.scalars) == (5, 0)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("parameters", [SamplingParameters(top_p=0.99), SamplingParameters(min_p=0.8)])
-def test_candidates_are_added_until_they_include_every_possible_token(parameters: SamplingParameters) -> None:
-    """With 600 nearly equal logits the first 64 candidates are too few; a draw near the end shows it."""
-    logits = torch.linspace(0, 0.1, 600).unsqueeze(0)
-    sampler = new_sampler(parameters, vocab_size=600)
-    drawn = {tokens_of(sampler, logits)[0] for _ in range(600)}
-    expected = allowed(logits[0].tolist(), 0, parameters.top_p, parameters.min_p)
-    assert drawn <= expected and len(drawn) > 300
-    assert min(drawn) < 60
 
 
 @pytest.mark.long
