@@ -65,22 +65,22 @@ MOST_LINES_OF_A_FILE = 470
 
 FIRST_FLOOR = ("errors", "files", "processes", "progress", "api", "lm_eval")
 BUDGETS = {
-    f"{PACKAGE}/": 24_896,
+    f"{PACKAGE}/": 24_700,
     " ".join(
         f"{PACKAGE}/{folder}/" for folder in ("blueprint", "comm", "parallel", "model", "engine", "train")
     ): 10_790,
-    f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_550,
-    f"{PACKAGE}/checkpoint/": 2_153,
-    f"{PACKAGE}/data/": 4_115,
+    f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_440,
+    f"{PACKAGE}/checkpoint/": 2_160,
+    f"{PACKAGE}/data/": 4_120,
     f"{PACKAGE}/convert/": 2_530,
-    f"{PACKAGE}/generate/": 2_160,
+    f"{PACKAGE}/generate/": 2_060,
     f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_620,
     "tools/": 6_090,
     "vllm_plugin/": 2_310,
-    "tests/": 26_811,
+    "tests/": 26_760,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
-MOST_WORDS = 31_950
+MOST_WORDS = 31_830
 """Words in README, docs/ and the READMEs of examples/."""
 MOST_FILES_WITH_ONE_IMPORTER = 30
 MOST_REQUIREMENTS, MOST_EXTRAS = 12, 6
