@@ -5,10 +5,11 @@ import re
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
@@ -46,29 +47,17 @@ class Spans:
     """Attributes what happens to the sub-block whose span is open; spans are not nested."""
 
     def __init__(self) -> None:
-        self.current, self.began = REST, 0
+        self.current = REST
         self.nanoseconds: dict[str, int] = defaultdict(int)
-        self._of_names = dict[str, "Span"]()
 
-    def __call__(self, name: str) -> "Span":
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
         """See `megatron_ladder.comm.spans.Span`; a norm belongs to its sub-block."""
-        if name not in self._of_names:
-            self._of_names[name] = Span(self, re.sub(r"^layers\.\d+\.| norm(?= )", "", name))
-        return self._of_names[name]
-
-
-class Span(NamedTuple):
-    """A span, which itself takes little time."""
-
-    spans: Spans
-    name: str
-
-    def __enter__(self) -> None:
-        self.spans.current, self.spans.began = self.name, time.thread_time_ns()
-
-    def __exit__(self, *_: object) -> None:
-        self.spans.nanoseconds[self.name] += time.thread_time_ns() - self.spans.began
-        self.spans.current = REST
+        self.current = re.sub(r"^layers\.\d+\.| norm(?= )", "", name)
+        began = time.thread_time_ns()
+        yield
+        self.nanoseconds[self.current] += time.thread_time_ns() - began
+        self.current = REST
 
 
 def step_of(options: HostTimeOptions, layers: int, spans: Spans) -> Callable[[], object]:

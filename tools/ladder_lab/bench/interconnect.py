@@ -9,7 +9,7 @@ from ladder_lab.bench.options import BenchmarkOptions
 from ladder_lab.link.link import EmulatedLink, NoCommGroup
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.comm.launch import RankInfo, start_process_group
+from megatron_ladder.comm.launch import RankInfo, check_device, start_process_group
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.symmetric import SymmetricMemoryGroup, check_peers, select_all_reduce
 from megatron_ladder.errors import UserError
@@ -68,12 +68,7 @@ def start_ranks(options: BenchmarkOptions, place: RankInfo) -> torch.device:
     device = place.device()
     if device.type == "cpu":
         raise UserError("--device cuda: torch finds no GPU here: use --device cpu")
-    count = torch.cuda.device_count()
-    if place.local_rank >= count:
-        raise UserError(
-            f"--device cuda: rank {place.rank} is process {place.local_rank + 1} of its host, which has {count} GPUs: "
-            "lower --tp, or start the ranks of several hosts with deepspeed or torchrun"
-        )
+    check_device(place)
     if options.tp_all_reduce == "symmetric":
         check_peers(place.world_size, device, torch.bfloat16)
     return start_process_group(place, TIMEOUT_MINUTES)
