@@ -61,7 +61,7 @@ class WiringComparison:
         self.waited: dict[str, list[float]] = {}
 
     def time(self, workload: Workload, variants: Sequence[Variant], what: str) -> PairedTimes:
-        """Time passes of the variants in alternation; `what` labels the progress bar."""
+        """Time passes of the variants in alternation; `what` labels the progress bar of rank 0."""
         rounds = self.options.rounds
         self.waited = {variant.name: [] for variant in variants}
 
@@ -82,11 +82,8 @@ class WiringComparison:
                 name: counting(name, stack.enter_context(workload.prepare(self.models[name], self.mesh, rounds + 1)))
                 for name in self.waited
             }
-            return measure(ways, rounds, before_each=lambda _: self.mesh.world.barrier(), label=self.label(what))
-
-    def label(self, what: str) -> str | None:
-        """Return the label of a progress bar, which only rank 0 shows."""
-        return what if self.place.rank == 0 else None
+            label = what if self.place.rank == 0 else None
+            return measure(ways, rounds, before_each=lambda _: self.mesh.world.barrier(), label=label)
 
     def calibrate(self, workload: Workload) -> Prediction:
         """Measure the inputs of the step-time model, on a wire without latency."""

@@ -35,10 +35,6 @@ class Interconnect:
         if isinstance(self.wire, EmulatedLink):
             self.wire.set_wire(seconds, 0.0)
 
-    def describe(self, ranks: int) -> str:
-        """Describe ranks, precision and wire for the head of a table."""
-        return f"{ranks} processes, {str(self.dtype).removeprefix('torch.')} on {self.device.type}, {self.name}"
-
     def synchronize(self) -> None:
         """Wait for the GPU."""
         if self.device.type == "cuda":

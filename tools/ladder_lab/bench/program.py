@@ -81,10 +81,11 @@ def _rows(
 
 
 def _heading(comparison: WiringComparison, workload: Workload, size: str, prediction: Prediction) -> str:
-    calibration, options = prediction.by_bound["no-comm"], comparison.options
+    calibration, over = prediction.by_bound["no-comm"], comparison.interconnect
     parts = ", ".join(f"{kind.value} {1e3 * one.forward:.3f}" for kind, one in calibration.kinds.items())
     return (
-        f"{workload.case}, {size}, batch {workload.batch}, {comparison.interconnect.describe(options.tp)}\n"
+        f"{workload.case}, {size}, batch {workload.batch}, {comparison.options.tp} processes, "
+        f"{str(over.dtype).removeprefix('torch.')} on {over.device.type}, {over.name}\n"
         f"{parts} ms forward, the rest of a pass {1e3 * calibration.head:.3f} ms, "
         f"a collective costs its processor {2e3 * prediction.wire.launch_seconds:.3f} ms"
     )

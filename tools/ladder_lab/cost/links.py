@@ -1,15 +1,8 @@
 """Time of a step of a wiring on a wire.
 
 The step-time model walks the same list of sub-blocks by the same plan as the model does (a sub-block waits for the
-outputs that it is the first to see), but it advances a clock instead of computing. It assumes that
-all ranks behave the same, and simulates one. With sub-blocks of compute time c and all-reduce time t a layer takes
-
-    wiring                    serial wire             pipelined wire
-    standard                  2c + 2t                 2c + 2t
-    parallel                  2c + t                  2c + t
-    ladder                    2 max(c, t)             max(2c, c + t)
-    ladder-parallel           max(2c, t)              max(2c, c + t/2)
-    ladder of staleness 2     2 max(c, t)             max(2c, 2 (c + t)/3)
+outputs that it is the first to see), but it advances a clock instead of computing. It assumes that all ranks behave the
+same, and simulates one. docs/concepts.md has the closed forms for a layer.
 
 On a pipelined wire s + 1 sub-blocks of staleness s finish within one c + t: the all-reduce of a sub-block starts when
 the sub-block ends, and the sub-block s + 1 positions later is the first to wait for it.

@@ -172,7 +172,6 @@ def _planned_bytes(run: RunConfig, stage: int) -> float:
         training.micro_batch_size,
         run.recompute_layers > 0,
         parallel.sequence_parallel,
-        muon=run.optimizer.optimizer == "muon",
     )
     precision: Precision = "bf16" if training.bf16 else "fp32"
     return stage_memory(run.model, layout, stage, training.seq_length, run.accumulation_steps, precision).total

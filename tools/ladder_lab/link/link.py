@@ -231,12 +231,6 @@ class NoCommGroup(CommGroup):
         self.collectives += 1
         return None
 
-    def start_reduce_scatter(self, tensor: Tensor, into: Tensor | None = None) -> tuple[Tensor, Work | None]:
-        """Return this rank's rows of its own part."""
-        self.collectives += 1
-        rows = tensor.chunk(self.size)[self.rank]
-        return rows if into is None else into.copy_(rows), None
-
     def start_all_gather(self, tensor: Tensor, into: Tensor | None = None) -> tuple[Tensor, Work | None]:
         """Repeat this rank's rows for every rank."""
         self.collectives += 1
