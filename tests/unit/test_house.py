@@ -75,9 +75,9 @@ BUDGETS = {
     f"{PACKAGE}/convert/": 2_530,
     f"{PACKAGE}/generate/": 2_060,
     f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_620,
-    "tools/": 6_090,
+    "tools/": 6_035,
     "vllm_plugin/": 2_310,
-    "tests/": 26_760,
+    "tests/": 26_750,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
 MOST_WORDS = 31_830
