@@ -1,19 +1,23 @@
 """Generation over several ranks: the same tokens as one rank and as the reference, and the command itself."""
 
 import json
+import random
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
+from megatron_ladder.cli.convert_checkpoint import main as convert
 from megatron_ladder.cli.generate import main
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate import scoring
@@ -29,6 +33,7 @@ from tests.helpers.pool import GlooPools
 from tests.helpers.recording import recorded_model
 from tests.helpers.sharded import build, mesh_of
 from tests.reference import greedy_continuation
+from tests.unit.convert.saved_models import MODELS as KINDS
 from tests.unit.convert.saved_models import save_model
 from tests.unit.generate.tiny_model import (
     MODELS,
@@ -36,10 +41,12 @@ from tests.unit.generate.tiny_model import (
     reference_of,
     tiny_config,
     tiny_engine,
+    write_checkpoint,
     write_checkpoint_with_tokenizer,
 )
 
 Tokens = list[tuple[int, ...]]
+Prompts = Sequence[tuple[int, ...]]
 LONG_PROMPTS = [prompt for prompt in PROMPTS if len(prompt) > 1]
 
 NEW_TOKENS = 8
@@ -155,29 +162,35 @@ def test_a_user_error_ends_all_ranks(model: Path) -> None:
     assert line.startswith("error: --tp 3 does not fit the model; use 1, 2, 4: ")
 
 
-def from_hugging_face(folder: Path) -> tuple[Tokens, list[TokenScores]]:
-    """Run on each rank: continue and score all prompts, the scored ones in several parts."""
+def from_hugging_face(
+    folder: Path, prompts: Prompts = PROMPTS, new_tokens: int = NEW_TOKENS
+) -> tuple[Tokens, list[TokenScores]]:
+    """Run on each rank: continue the prompts, and score those of `PROMPTS` in several parts."""
     stored = open_model(folder, None, None)
     size = dist.get_world_size()
     mesh = mesh_of(size, key_value_replicas(stored.config, size))
     engine = GenerationEngine(load_model(stored, mesh, torch.float32, torch.device("cpu"), overlap=True), mesh)
-    found = engine.generate([GenerationRequest(prompt, NEW_TOKENS, GREEDY) for prompt in PROMPTS])
+    found = engine.generate([GenerationRequest(prompt, new_tokens, GREEDY) for prompt in prompts])
     with patch.object(scoring, "_LOGITS_AT_ONCE", 5 * stored.config.vocab_size // size):
         scores = engine.score_batch([(prompt[:1], prompt[1:]) for prompt in LONG_PROMPTS])
     return [generation.ids for generation in found], scores
 
 
+def greedy_by_module(module: Any, prompts: Prompts, new_tokens: int) -> Tokens:
+    """Return the continuations by `generate` of transformers."""
+    found = []
+    for prompt in prompts:
+        ids = module.generate(
+            torch.tensor([prompt]), max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        found.append(tuple(ids[0, len(prompt) :].tolist()))
+    return found
+
+
 def test_a_hugging_face_directory_on_four_ranks(tmp_path: Path, gloo_pools: GlooPools) -> None:
     """With two key-value heads and an odd vocabulary size."""
     module = save_model(tmp_path, "qwen2")
-    expected = [
-        tuple(
-            module.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)[
-                0, len(prompt) :
-            ].tolist()
-        )
-        for prompt in PROMPTS
-    ]
+    expected = greedy_by_module(module, PROMPTS, NEW_TOKENS)
     results = gloo_pools(4).run(from_hugging_face, tmp_path)
     assert [tokens for tokens, _ in results] == [expected] * 4
     assert [scores for _, scores in results] == [results[0][1]] * 4
@@ -186,6 +199,44 @@ def test_a_hugging_face_directory_on_four_ranks(tmp_path: Path, gloo_pools: Gloo
         at_prompt = [logprobs[place, token].item() for place, token in enumerate(prompt[1:])]
         assert scores.logprobs == pytest.approx(at_prompt, abs=1e-5)
         assert list(scores.most_likely) == logprobs[:-1].argmax(-1).tolist()
+
+
+ROUTED = {"num_experts": 6, "moe_ffn_hidden_size": 12, "moe_layers": (1, 2)}
+SHARED = ROUTED | {"moe_shared_expert_intermediate_size": 8}
+WITH_EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {},
+    "mixtral": {},
+    "glm4_moe": {},
+    "ladder": ROUTED | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+    "farskip": SHARED,
+    "shortcut": SHARED,
+    "longcat": ROUTED | {"rotary_percent": 0.5},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_500_tokens_of_experts_are_those_of_transformers(name: str, tmp_path: Path, gloo_pools: GlooPools) -> None:
+    """Of the standard models in transformers' own classes, and of the others in the exported module."""
+    if name in KINDS:
+        module = save_model(tmp_path / "hf", name)
+        # Larger matrices make other tokens after other prompts.
+        for parameter in module.parameters():
+            parameter.data.mul_(1 if parameter.dim() == 1 else 4)
+        module.save_pretrained(tmp_path / "hf")
+    else:
+        config = tiny_config(**WITH_EXPERTS[name], residual_mode=name, ladder_layers=(0, 1, 2))
+        write_checkpoint(tmp_path / "run", config, reference_of(config)[0])
+        convert(["export", "--load", str(tmp_path / "run"), "--hf", str(tmp_path / "hf")])
+        module = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True, dtype=torch.float32)
+    # Without 0, which `generate` takes for padding. Long continuations repeat themselves.
+    dice = random.Random(1)
+    prompts = [tuple(dice.choices(range(1, 67), k=1 + number % 11)) for number in range(25)]
+    expected = greedy_by_module(module, prompts, 20)
+    assert sum(map(len, expected)) == 500 and len({token for tokens in expected for token in tokens}) > 30
+    for ranks in (1, 2):
+        for tokens, _ in gloo_pools(ranks).run(from_hugging_face, tmp_path / "hf", prompts, 20):
+            assert tokens == expected
 
 
 WITHOUT_OPTIONAL_PACKAGES = """
