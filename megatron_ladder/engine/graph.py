@@ -13,16 +13,18 @@ They share memory: they are captured in this order and replayed in no other.
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_ladder.comm.copies import to_device
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.engine.sharded import ShardedOptimizer
+from megatron_ladder.errors import UserError
+from megatron_ladder.model.language_model import LanguageModel
 
 _WARM_UP_STEPS = 3
 """Steps before a capture, in which operations are compiled, and libraries and NCCL initialise."""
@@ -33,8 +35,9 @@ _MEASURED_STEPS = 5
 class CapturedPasses:
     """Replays the passes of a step, after some steps without graphs."""
 
-    def __init__(self, module: nn.Module, sharded: ShardedOptimizer, world: CommGroup, measures: bool) -> None:
-        """With `measures`, graphs are kept only if they make the slowest rank's fastest step faster."""
+    def __init__(self, module: LanguageModel, sharded: ShardedOptimizer, world: CommGroup, measures: bool) -> None:
+        """With `measures`, graphs are kept only if all ranks can capture, and the slowest rank's fastest step gets
+        faster."""
         self._module, self._sharded, self._world, self._measures = module, sharded, world, measures
         self._first = _WARM_UP_STEPS + _MEASURED_STEPS * measures
         """Number of steps before the capture."""
@@ -51,8 +54,8 @@ class CapturedPasses:
         """Do what `Engine.forward_backward` does, or return None if this step uses no graphs."""
         if not self._uses_graphs():
             return None
-        if not self._graphs:
-            self._capture(micro_batches)
+        if not self._graphs and not self._captures(micro_batches):
+            return None
         self._scale.copy_(scale)
         self._loss_sum.zero_()
         for index, batch in enumerate(micro_batches):
@@ -70,6 +73,32 @@ class CapturedPasses:
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
+
+    def _captures(self, micro_batches: Sequence[Sequence[Tensor | None]]) -> bool:
+        """Capture a step on all ranks; if one of them cannot, return False or raise UserError on all."""
+        failure = ""
+        try:
+            self._capture(micro_batches)
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+        # A capture only records collectives, so that no rank waits for one that has failed.
+        failures = self._world.broadcast_object(self._world.gather_objects(failure))
+        found = next((f"on rank {rank}: {text}" for rank, text in enumerate(failures) if text), None)
+        if found is None:
+            return True
+        if not self._measures:
+            raise UserError(f"--cuda-graph true: a step cannot be captured {found}; use auto or false")
+        self._measures = False
+        self.close()
+        self._sharded.forget_capture()
+        self._module.stack.partial_sums.expect(1)
+        self._print(f"*** --cuda-graph auto: no graphs, because a step cannot be captured {found} ***")
+        return False
+
+    def _print(self, text: str) -> None:
+        if self._world.rank == 0:
+            with suppress(OSError):
+                print(text, flush=True)
 
     def _capture(self, micro_batches: Sequence[Sequence[Tensor | None]]) -> None:
         self._inputs = [None if one is None else one.to(self._device, copy=True) for one in micro_batches[0]]
@@ -105,6 +134,8 @@ class CapturedPasses:
             fastest = [min(durations[_WARM_UP_STEPS : self._first]), min(durations[self._first + 1 :])]
             times = torch.tensor(fastest, dtype=torch.float64).to(self._device)
             without, captured = self._world.all_reduce(times, dist.ReduceOp.MAX).tolist()
+            times_of = f"{1e3 * captured:.1f} ms with graphs, {1e3 * without:.1f} ms without"
+            self._print(f"--cuda-graph auto: steps take {times_of}: {'keeps' if captured < without else 'drops'} them")
             if captured >= without:
                 self.close()
         return not self._closed and len(self._starts) > self._first

@@ -152,6 +152,14 @@ class ShardedOptimizer:
         self.finish_gather()
         self.gathers_late = self._is_due = True
 
+    def forget_capture(self) -> None:
+        """Forget the collectives of a capture that has failed; the next forward pass gathers the weights again."""
+        self._reduces.clear()
+        self._gathers.clear()
+        for bucket in self.buckets:
+            bucket.streams.clear()
+        self.gathers_late, self._is_due = False, True
+
     @torch.no_grad()
     def start_gather(self) -> None:
         """Start to give every rank the weights of all masters."""

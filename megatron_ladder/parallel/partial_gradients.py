@@ -39,6 +39,8 @@ class PartialSums:
     def expect(self, passes: int) -> None:
         """Defer the reduce to the last of the next `passes` backward passes; afterwards every pass reduces again."""
         self._passes_left = passes
+        # Those of a pass that has failed.
+        self._sums.clear()
 
     def add(self, parameter: _Parameter, gradient: Tensor) -> None:
         """Add this rank's part of a gradient; parts of several passes are summed in fp32 at least."""

@@ -1,5 +1,7 @@
 """Steps that replay captured passes: a graph of recorded operators and collectives plays those of CUDA."""
 
+import contextlib
+import io
 import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.engine import graph
 from megatron_ladder.engine.graph import CapturedPasses
+from megatron_ladder.errors import UserError
 from megatron_ladder.train.step import train_step
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import Pieces
@@ -52,10 +55,12 @@ class RecordedGraph(TorchDispatchMode):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        with self:
-            yield
-        for whole, before in self._before.values():
-            whole.copy_(before)
+        try:
+            with self:
+                yield
+        finally:
+            for whole, before in self._before.values():
+                whole.copy_(before)
 
     def replay(self) -> None:
         self.replays += 1
@@ -147,13 +152,78 @@ def test_captured_steps_are_bitwise_those_without_graphs(gloo_pools: GlooPools, 
     check_captured(gloo_pools(4).run(histories, argv, batches_of_steps(data_parallel * micro_batches)))
 
 
+class FailingGraph(RecordedGraph):
+    """Fails in the middle of backward on all ranks, or at the end of the capture on one."""
+
+    def __init__(self, failing_rank: int | None) -> None:
+        super().__init__()
+        self._failing_rank = failing_rank
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._failing_rank is None and len(self._operators) == 700:
+            raise RuntimeError("operation not permitted")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        with super().recording():
+            yield
+        if dist.get_rank() == self._failing_rank:
+            raise RuntimeError("the capture is invalid")
+
+
+def failing(argv: list[str], batches: list[list[Batch]], measures: bool, failing_rank: int | None) -> Any:
+    """On each rank: losses, norms and final weights of eager steps, and of a run whose last graph fails; its output,
+    or the error that ends it."""
+    found: list[Any] = []
+    text = io.StringIO()
+    for captures in (False, True) if measures else (True,):
+        trainer = build_trainer_here([*argv, "--cuda-graph", "false"])
+        made = iter([RecordedGraph(), RecordedGraph(), FailingGraph(failing_rank)])
+        with (
+            played_graphs(),
+            mock.patch.object(torch.cuda, "CUDAGraph", lambda made=made: next(made)),
+            mock.patch.multiple(graph, _WARM_UP_STEPS=WARM_UP, _MEASURED_STEPS=1),
+            contextlib.redirect_stdout(text),
+        ):
+            if captures:
+                sharded = trainer.engine.wrapped.optimizer
+                trainer.engine.passes = CapturedPasses(trainer.model, sharded, trainer.mesh.world, measures)
+            try:
+                results = [train_step(trainer, own_batches(trainer, one), 1 + step) for step, one in enumerate(batches)]
+            except UserError as error:
+                return str(error)
+        history = [(result.loss, result.gradient_norm) for result in results]
+        found.append((history, [values for _, _, values in weight_pieces(trainer)]))
+    return *found, text.getvalue()
+
+
+@pytest.mark.parametrize("failing_rank", [None, 1])
+def test_a_failed_capture_leaves_a_run_without_graphs(gloo_pools: GlooPools, failing_rank: int | None) -> None:
+    words = "--residual-mode ladder --qk-layernorm --tensor-model-parallel-size 2 --sequence-parallel --bf16"
+    argv = [*RECIPE, *words.split(), "--global-batch-size", "16"]
+    found = gloo_pools(4).run(failing, argv, batches_of_steps(8), True, failing_rank)
+    for (eager, weights), (captured, captured_weights), _ in found:
+        assert captured == eager
+        assert all(map(torch.equal, weights, captured_weights))
+    text = "RuntimeError: the capture is invalid" if failing_rank else "RuntimeError: operation not permitted"
+    where = f"a step cannot be captured on rank {failing_rank or 0}: {text}"
+    line = f"*** --cuda-graph auto: no graphs, because {where} ***\n"
+    assert [text for _, _, text in found] == [line, "", "", ""]
+    errors = gloo_pools(4).run(failing, argv, batches_of_steps(8), False, failing_rank)
+    assert errors == [f"--cuda-graph true: {where}; use auto or false"] * 4
+
+
 @pytest.mark.parametrize(("seconds", "kept"), [(0.5, True), (2.0, False)])
 def test_graphs_are_kept_if_steps_are_faster_with_them(
-    monkeypatch: pytest.MonkeyPatch, seconds: float, kept: bool
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seconds: float, kept: bool
 ) -> None:
     clock = itertools.accumulate([0.0] + [1.0] * 8 + [seconds] * 6)
     monkeypatch.setattr(graph.time, "perf_counter", lambda: next(clock))
     sharded: Any = SimpleNamespace(gathers_late=True)
-    passes = CapturedPasses(torch.nn.Linear(1, 1), sharded, CommGroup.alone(), measures=True)
+    module: Any = torch.nn.Linear(1, 1)
+    passes = CapturedPasses(module, sharded, CommGroup.alone(), measures=True)
     assert [passes._uses_graphs() for _ in range(20)] == [False] * 8 + [True] * 6 + [kept] * 6
     assert sharded.gathers_late is kept
+    times = f"{1000 * seconds} ms with graphs, 1000.0 ms without"
+    assert capsys.readouterr().out == f"--cuda-graph auto: steps take {times}: {'keeps' if kept else 'drops'} them\n"
