@@ -137,3 +137,19 @@ def test_parts_of_several_passes_are_summed_once() -> None:
     assert events == ["start", "wait"]
     # In bf16, 256 + 1 is 256.
     assert scale.grad is not None and scale.grad.tolist() == [516.0]
+
+
+def test_a_new_step_forgets_the_parts_of_a_pass_that_failed() -> None:
+    weight, sums = torch.nn.Parameter(torch.ones(3)), PartialSums(DoublingGroup([]))
+    for gradient in (torch.full((3,), 5.0), torch.ones(3)):
+        sums.expect(1)
+        ended = PartialGradients(sums)
+        stand_in = ended.defer(weight)
+        stand_in.grad = gradient
+        if gradient[0] == 5:
+            # Fails after the parts were added.
+            ended.collect(weight)
+            with pytest.raises(RuntimeError):
+                ended.end_pass()
+    ended.end_pass()
+    assert weight.grad is not None and weight.grad.tolist() == [2.0, 2.0, 2.0]
