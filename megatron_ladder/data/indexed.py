@@ -41,8 +41,6 @@ _VERSION = 1
 # Code in the file -> NumPy type.
 _TOKEN_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
-COPIED_TOKENS = 1 << 23
-"""Tokens that are read at once when a whole data set is copied or verified."""
 SAMPLED_BLOCKS, _SAMPLED_BYTES = 64, 4096
 """Number and size of the blocks of .bin that distinguish data sets with equal indices without reading all tokens."""
 
@@ -134,31 +132,15 @@ class IndexedDatasetWriter:
         self.add_documents(np.asarray(token_ids, dtype=np.int64), np.array([len(token_ids)], dtype=np.int32))
 
     def add_documents(
-        self, token_ids: NDArray[Any], lengths: NDArray[np.int32], loss_mask: NDArray[np.uint8] | None = None
+        self, token_ids: NDArray[Any], lengths: NDArray[np.integer], loss_mask: NDArray[np.uint8] | None = None
     ) -> None:
-        """Append documents of `token_ids` [sum(lengths)]; raises ValueError for wrong lengths or too large ids."""
-        if int(lengths.sum(dtype=np.int64)) != len(token_ids) or (len(lengths) and int(lengths.min()) < 0):
-            raise ValueError(f"document lengths add up to {lengths.sum()}, not to {len(token_ids)} tokens")
-        if len(token_ids) and token_ids.dtype != self.dtype:
-            smallest, largest, limits = int(token_ids.min()), int(token_ids.max()), np.iinfo(self.dtype)
-            if smallest < limits.min or largest > limits.max:
-                raise ValueError(f"token ids {smallest} to {largest} do not fit {self.dtype} of {self.prefix}")
-        self._append(token_ids, loss_mask)
-        self._lengths.append(lengths.astype("<i4"))
-
-    def append(self, dataset: "IndexedDataset") -> None:
-        """Append a data set of the same type, of which each document is one sequence."""
-        mask = dataset.loss_mask
-        for begin in range(0, len(dataset.tokens), COPIED_TOKENS):
-            block = slice(begin, begin + COPIED_TOKENS)
-            self._append(dataset.tokens[block], None if mask is None else mask[block])
-        self._lengths.append(np.diff(dataset.document_bounds).astype("<i4"))
-
-    def _append(self, token_ids: NDArray[Any], loss_mask: NDArray[np.uint8] | None) -> None:
+        """Append documents of `token_ids` [sum(lengths)]."""
+        assert int(lengths.sum(dtype=np.int64)) == len(token_ids)
         self._bin.append(np.ascontiguousarray(token_ids, dtype=self.dtype))
         if self._mask is not None:
             assert loss_mask is not None
             self._mask.append(np.ascontiguousarray(loss_mask, dtype=np.uint8))
+        self._lengths.append(lengths.astype("<i4"))
 
     def publish(self) -> Checksums:
         """Move the data set to its final name.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import msgspec
+import numpy as np
 
 from megatron_ladder.data.encoding import KeyTokens, Task
 from megatron_ladder.data.indexed import (
@@ -157,7 +158,7 @@ class Partial:
             remove_temporary_files(path_of(prefix))
         with IndexedDatasetWriter(prefix, task.dtype, task.chat_template is not None) as writer:
             for part in parts:
-                writer.append(part)
+                writer.add_documents(part.tokens, np.diff(part.document_bounds), part.loss_mask)
             checksums = writer.publish()
         sidecar = Sidecar(
             task.tokenizer.kind,

@@ -22,7 +22,6 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +31,7 @@ from megatron_ladder.data.batches import BatchShape
 from megatron_ladder.data.encoding import join_documents
 from megatron_ladder.data.identity import describe_sources
 from megatron_ladder.data.reading.find import find_sources
-from megatron_ladder.data.reading.protocol import BadRecord, LocalFile, Reading, Shard
+from megatron_ladder.data.reading.protocol import BadRecord, Reading, Shard
 from megatron_ladder.data.samples import SampleRows, permutation
 from megatron_ladder.errors import UserError
 
@@ -42,8 +41,6 @@ _MAX_STREAMS = 64
 """Largest number of streams that is chosen automatically."""
 _ENOUGH_SHARDS = 256
 """Files are divided if there are fewer files than this."""
-_COMPARED_FILES = 4
-"""Files of which every host compares the size with that on the host of rank 0."""
 _MIN_BYTES = 1 << 12
 """Approximate minimum size of a part of a file of lines."""
 
@@ -301,36 +298,20 @@ def choose_streams(requested: int | None, shards: int, data_parallel_size: int) 
 class StreamInput(NamedTuple):
     """The input of a streamed run; its shards are picklable, so that one rank looks for all.
 
-    `sources` are described by `describe_sources`. `files` are some local files with their sizes.
+    `sources` are described by `describe_sources`.
     """
 
     shards: tuple[TextShard, ...]
     sources: tuple[dict[str, Any], ...]
-    files: tuple[tuple[Path, int], ...]
 
     def record(self) -> dict[str, Any]:
         """Return everything except the content of the shards, JSON-able."""
-        names, files = [shard.name for shard in self.shards], [(str(path), size) for path, size in self.files]
-        return {"shards": names, "sources": self.sources, "files": files}
+        return {"shards": [shard.name for shard in self.shards], "sources": self.sources}
 
     @staticmethod
     def from_record(record: dict[str, Any]) -> "StreamInput":
         """Return an input whose shards have only names."""
-        files = tuple((Path(path), size) for path, size in record["files"])
-        return StreamInput(tuple(map(TextShard, record["shards"])), tuple(record["sources"]), files)
-
-    def check_files(self) -> None:
-        """Raise UserError if this host has other files than the one that looked."""
-        for path, expected in self.files:
-            try:
-                found = f"has {path.stat().st_size} bytes"
-            except OSError as error:
-                found = f"cannot be read: {error.strerror}"
-            if found != f"has {expected} bytes":
-                raise UserError(
-                    f"--streaming {path}: {found}, and {expected} bytes on the host of rank 0: give all hosts the same "
-                    "files"
-                )
+        return StreamInput(tuple(map(TextShard, record["shards"])), tuple(record["sources"]))
 
 
 def find_input(inputs: Sequence[str], key: str, max_bad: int = 0) -> StreamInput:
@@ -350,6 +331,4 @@ def find_input(inputs: Sequence[str], key: str, max_bad: int = 0) -> StreamInput
     shards = tuple(
         TextShard(shard.label, shard, reading) for source in sources for shard in source.shards(reading, part)
     )
-    local = [source for source in sources if isinstance(source, LocalFile)]
-    some = local[:: -(-len(local) // _COMPARED_FILES) or 1]
-    return StreamInput(shards, describe_sources(sources), tuple((source.path, source.total_bytes) for source in some))
+    return StreamInput(shards, describe_sources(sources))

@@ -184,8 +184,6 @@ def _open(resolved: ResolvedRun, findings: Findings, own_input: Sequence[StreamI
     if findings.stream is not None:
         with errors.collect("--streaming"):
             text_input = own_input[0] if own_input else StreamInput.from_record(findings.stream)
-            if place.rank > 0 and place.local_rank == 0:
-                text_input.check_files()
             stream = _open_stream(run, tokenizer, checkpoint, text_input)
     errors.raise_if_any()
     if checkpoint is not None and (sources.train or stream) and not run.loads_only_weights:

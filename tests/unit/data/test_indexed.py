@@ -2,7 +2,6 @@ import os
 import struct
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from megatron_ladder.data.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
@@ -100,16 +99,6 @@ def test_a_missing_data_set_suggests_similar_names(tmp_path: Path) -> None:
         IndexedDataset(tmp_path / "other")
     with pytest.raises(UserError, match="is a directory: give the path"):
         IndexedDataset(Path("."))
-
-
-def test_the_writer_rejects_ids_that_do_not_fit(tmp_path: Path) -> None:
-    with IndexedDatasetWriter(tmp_path / "x", np.dtype("<u2")) as writer:
-        for ids in ([65_536], [-1]):
-            with pytest.raises(ValueError, match="do not fit"):
-                writer.add_document(ids)
-        for lengths in ([2], [4, -1]):
-            with pytest.raises(ValueError, match="add up"):
-                writer.add_documents(np.array([1, 2, 3]), np.array(lengths, dtype=np.int32))
 
 
 def test_loss_mask_has_a_byte_for_each_token(tmp_path: Path) -> None:

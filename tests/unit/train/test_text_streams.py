@@ -25,7 +25,7 @@ def test_positions_of_other_data_are_ignored(tmp_path: Path) -> None:
     """Such a checkpoint only gets here with --allow-data-change."""
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "1 2"}\n{"text": "3 4"}\n')
-    shards, sources, _ = find_input([str(path)], "text")
+    shards, sources = find_input([str(path)], "text")
     plan = StreamPlan(shards, 1, 7, 1, 10, 100, sources)
     streams, inputs = streams_of(plan)
     state = {"plan": plan.cut(), "positions": {"0": [3, 0, 0, 3, 5]}, "skipped": [[0, 1, 2]]}
