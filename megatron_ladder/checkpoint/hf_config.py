@@ -152,10 +152,8 @@ def model_config_from_hf(config: Mapping[str, Any], source: str = "config.json")
     window = config.get("sliding_window", None if model_type == "mixtral" else 4096)
     if window is not None and (model_type in ("mistral", "mixtral") or read.use_sliding_window):
         errors.append(("sliding_window", window, "null: sliding-window attention is not supported"))
-    if read.num_key_value_heads is None and not is_llama:
-        errors.append(("num_key_value_heads", None, "a number"))
-    if read.head_dim is None and model_type == "qwen3":
-        errors.append(("head_dim", None, "a number"))
+    required = (() if is_llama else ("num_key_value_heads",)) + (("head_dim",) if model_type == "qwen3" else ())
+    errors += [(key, None, "a number") for key in required if getattr(read, key) is None]
     if read.final_logit_softcapping is not None and not is_own:
         expected = f"null in a {model_type} model, whose logits are not bounded"
         errors.append(("final_logit_softcapping", read.final_logit_softcapping, expected))

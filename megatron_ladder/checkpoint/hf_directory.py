@@ -6,12 +6,12 @@ model.safetensors                  weights; or several files and model.safetenso
 """
 
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -20,7 +20,6 @@ from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint.format import GENERATION_CONFIG, HF_CONFIG, find_checkpoint, is_hf_directory
 from megatron_ladder.checkpoint.hf_config import AUTHORS_TYPE, OWN_TYPE, READABLE_TYPES, model_config_from_hf, token_ids
-from megatron_ladder.checkpoint.manifest import parse_json
 from megatron_ladder.checkpoint.tensor_file import element_name, open_safetensors, stored_tensor
 from megatron_ladder.errors import UserError, limited, raise_user_errors
 from megatron_ladder.files import hub_hint
@@ -108,18 +107,11 @@ class HFDirectory:
 
     @property
     def dtype(self) -> str:
-        """Return the element type of most weights."""
-        sizes: Counter[str] = Counter()
-        for tensor in self.tensors.values():
-            sizes[tensor.dtype] += max(tensor.shape)
-        return sizes.most_common(1)[0][0]
+        """Return the element type of the embedding."""
+        return self.tensors["embedding.weight"].dtype
 
     def token_ids(self) -> dict[str, Any]:
-        """Return the ids of special tokens; generation_config.json takes precedence.
-
-        Raises:
-            UserError: as `hf_config.token_ids`, or generation_config.json cannot be read.
-        """
+        """Return the ids of special tokens; generation_config.json takes precedence."""
         ids = token_ids(self.config, self.path / HF_CONFIG, self.model.vocab_size)
         if (self.path / GENERATION_CONFIG).exists():
             values = _read_json_file(self.path / GENERATION_CONFIG)
@@ -141,14 +133,10 @@ class HFDirectory:
 
 
 def _read_json_file(path: Path) -> dict[str, Any]:
-    """Read a JSON object; raise UserError if the file is missing, or `parse_json` rejects it."""
     try:
-        values = parse_json(path.read_bytes())
-        if not isinstance(values, dict):
-            raise ValueError("it is not an object")
-    except (OSError, ValueError) as error:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, UnicodeDecodeError, RecursionError, msgspec.MsgspecError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
-    return values
 
 
 def open_hf_directory(path: Path) -> HFDirectory:

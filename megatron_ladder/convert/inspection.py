@@ -60,7 +60,7 @@ def _hugging_face(path: Path) -> Iterator[str]:
     yield f"{path}: a Hugging Face directory, model_type {directory.config['model_type']}"
     yield from _model(directory.model)
     size = size_text(sum(part.nbytes for tensor in directory.tensors.values() for part in tensor.parts))
-    yield f"weights: {len(directory.tensors)} tensors, mostly {directory.dtype}, {size}"
+    yield f"weights: {len(directory.tensors)} tensors, {directory.dtype}, {size}"
     other = [name for name in CARRIED if (path / name).exists()]
     yield f"other files: {', '.join(other) or 'none; without a tokenizer'}"
 

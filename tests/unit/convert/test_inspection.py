@@ -20,7 +20,7 @@ def test_a_hugging_face_directory(tmp_path: Path) -> None:
         f"{directory}: a Hugging Face directory, model_type llamaLadder",
         "wiring: ladder in layers 1 of 2",
         "2 layers, hidden 8, MLP 12, heads 2 over 1 key-value of width 4, vocabulary 16, positions 32",
-        "weights: 21 tensors, mostly bfloat16, 2.51 kB",
+        "weights: 21 tensors, bfloat16, 2.51 kB",
         "other files: none; without a tokenizer",
     ]
     assert lines_of(directory).splitlines() == expected
