@@ -46,7 +46,7 @@ def test_a_run_with_a_damaged_and_an_unfinished_checkpoint(tmp_path: Path) -> No
     (run / "iter_0000030" / "weights_rank_00001.safetensors").unlink()
     found = inspect_directory(run)
     assert "latest names iter_0000030" in next(found)
-    with pytest.raises(UserError, match=r"weights_rank_00001\.safetensors: is missing"):
+    with pytest.raises(UserError, match=r"weights_rank_00001\.safetensors: missing"):
         list(found)
     convert("import", "--hf", write_directory(tmp_path / "hf"), "--save", tmp_path / "ours")
     assert "continue with pretrain_ladder.py --load DIR --finetune" in lines_of(tmp_path / "ours")
