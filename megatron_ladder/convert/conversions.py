@@ -158,9 +158,8 @@ def _fingerprint(source: Path, files: Files, *more: object) -> str:
         digest.update(f"{path}\0{state.st_size}\0{state.st_mtime_ns}\0".encode())
     for file, tensors in files.items():
         for tensor in tensors:
-            digest.update(f"{file}\0{tensor.key}\0{tensor.shape}\0{tensor.dtype}\0".encode())
-            if tensor.order is not None:
-                digest.update(f"{tensor.order.dim}\0".encode() + tensor.order.source.tobytes())
+            order = None if tensor.order is None else (tensor.order.dim, tensor.order.source.tobytes())
+            digest.update(repr((file, tensor.key, tensor.shape, tensor.dtype, order)).encode())
     return digest.hexdigest()[:16]
 
 

@@ -53,10 +53,9 @@ class GenerationEngine:
             return SlotBatch(self.model, self.group, self.tokenizer, None, slots, positions)
         if self._captured is None or not self._captured.fits(slots, positions):
             self.close()
-            # At most a quarter more than needed, and growing conversations need few batches.
-            unit = max(1, (1 << (positions - 1).bit_length()) // 8)
-            roomy = max(_CAPTURED_TOKENS // slots, math.ceil(positions / unit) * unit)
-            positions = max(positions, min(roomy, self.model.config.max_position_embeddings))
+            # A quarter more than needed, so that growing conversations need few batches.
+            roomy = max(_CAPTURED_TOKENS // slots, positions + positions // 4)
+            positions = min(roomy, self.model.config.max_position_embeddings)
             self._captured = SlotBatch(self.model, self.group, self.tokenizer, self.new_graph, slots, positions)
         return self._captured
 

@@ -16,7 +16,7 @@ import torch
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.launch import RankInfo, naming_lost_peers, read_rank_info, stop_process_group
 from megatron_ladder.comm.ranks import OtherRanks
-from megatron_ladder.command_line import flag_words, parse_command_line
+from megatron_ladder.command_line import flag_words, parse_config
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import UserError, run_program
 from megatron_ladder.generate.engine import GenerationEngine
@@ -56,7 +56,7 @@ class Evaluator:
         evaluation and then end with SystemExit. Raises UserError.
         """
         words = flag_words(flags)
-        options = _parse(words)
+        options = parse_config(ModelOptions, words, "evaluation", None)
         place = read_rank_info()
         starts_ranks = "WORLD_SIZE" not in os.environ and (options.tp or 1) > 1
         if starts_ranks:
@@ -159,12 +159,6 @@ class Evaluator:
             self._others.close()
 
 
-def _parse(words: Sequence[str]) -> ModelOptions:
-    options: ModelOptions
-    (options,) = parse_command_line([ModelOptions], words, "evaluation", "")
-    return options
-
-
 @contextmanager
 def _environment(others: OtherRanks | None) -> Iterator[None]:
     """Add the variables of rank 0 inside the block, so that no other library takes this process for one of several."""
@@ -196,7 +190,7 @@ def _follow(engine: GenerationEngine, group: CommGroup) -> None:
 
 def _main(argv: Sequence[str]) -> None:
     """Run a rank that an `Evaluator` started."""
-    options = _parse(argv)
+    options = parse_config(ModelOptions, argv, "evaluation", None)
     stored = open_model(options.model, options.tokenizer_type, options.tokenizer_model)
     _follow(*_join(read_rank_info(), options, stored))
 

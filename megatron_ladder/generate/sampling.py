@@ -121,7 +121,7 @@ class _Rows(NamedTuple):
             return [temperature, one.top_k or math.inf, top_p, one.min_p, one.repetition_penalty, one.greedy]
 
         columns = to_device(torch.tensor([*map(numbers, parameters)], dtype=torch.float64), device).split(1, dim=1)
-        return cls(*columns[:-1], columns[-1].bool())
+        return cls(*columns)._replace(greedy=columns[-1].bool())
 
     def first(self, count: int) -> "_Rows":
         return _Rows(*(values[:count] for values in self))
