@@ -170,8 +170,6 @@ class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
             setattr(self, norm_name(one.kind), LlamaRMSNorm(shape, eps=config.rms_norm_eps))
         self.layer_idx = layer_idx
         self.missing_in, self.missing_out = config.missing_before(layer_idx), config.missing_before(layer_idx + 1)
-        of_outputs = len(self.missing_in) * (2 if self.lanes else 1)
-        self.tensors_in = 2 + of_outputs if of_outputs else 1
 
     def __call__(self, hidden_states: Tensor | tuple[Tensor, ...], **kwargs: Any) -> Any:
         # Recomputation supports gradients of positional tensors, but not of a tuple of tensors.
@@ -179,18 +177,7 @@ class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
         return super().__call__(*streams, **kwargs)
 
     def forward(self, *state: Tensor, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
-        """Map one state to the next, partial sums being [b, s, lanes, h]; `kwargs` are those of Llama's attention.
-
-        Raises:
-            ValueError: too few tensors, as in a pipeline of another program that passes on only one.
-        """
-        if len(state) < self.tensors_in:
-            partial_sums = " and their partial sums" if self.lanes else ""
-            raise ValueError(
-                f"layer {self.layer_idx} needs two residual streams and {len(self.missing_in)} missing "
-                f"outputs{partial_sums} and was given {len(state)} tensor(s): a ladder cannot be cut into pipeline "
-                "stages here, use tensor parallelism"
-            )
+        """Map one state to the next, partial sums being [b, s, lanes, h]; `kwargs` are those of Llama's attention."""
         complete, count = state[0], len(self.missing_in)
         stream = state[1] if count else complete
         # Each with its number counted back from the newest, and None without lanes.
