@@ -93,16 +93,8 @@ def gather_through_files(directory: Path, rank: int, size: int, timeout_seconds:
     """Gather the bytes of every rank on rank 0 through files in a shared directory.
 
     Saves in the background finish at different times on every rank, while the training threads use the process groups,
-    which two threads must not share. All ranks write to one directory anyway.
-
-    Args:
-        timeout_seconds: how long rank 0 waits for the other ranks after its own part is done.
-
-    Returns:
-        The values in rank order on rank 0, after removing the files; [] on other ranks, without waiting.
-
-    Raises:
-        TimeoutError: ranks wrote no value; the message lists them.
+    which two threads must not share. All ranks write to one directory anyway. Returns the values in rank order on rank
+    0, after removing the files; [] on other ranks, without waiting. Raises TimeoutError if ranks write no value in time.
     """
     files = [directory / f".written_by_rank_{number:05d}.json" for number in range(size)]
     if rank != 0:

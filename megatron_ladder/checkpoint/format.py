@@ -139,16 +139,10 @@ class Checkpoint:
         out: torch.Tensor,
         shape: Sequence[int] | None = None,
     ) -> None:
-        """Fill `out` with a box of a stored tensor, reading only the bytes around that box.
+        """Fill `out` [*extent] with a box of a stored tensor, reading only the bytes around that box.
 
-        Args:
-            out: [*extent], on any device, contiguous or not. Only weights are converted to its dtype.
-            shape: the shape that the whole tensor must have, if it is known.
-
-        Raises:
-            UserError: the tensor is not stored, has another shape, is too small or has another dtype, or its file is
-                damaged.
-            ValueError: the shape of `out` is not `extent`.
+        Only weights are converted to the dtype of `out`. `shape` is that of the whole tensor, if it is known. Raises
+        UserError if the tensor is not stored, has another shape or dtype, or its file is damaged.
         """
         wanted = Box(tuple(offset), tuple(extent))
         if tuple(out.shape) != wanted.extent:
@@ -176,14 +170,9 @@ class Checkpoint:
     def verify(self, progress: str | None = None, rank: int = 0, ranks: int = 1, only_weights: bool = False) -> None:
         """Read files in parallel, and compare checksums with the manifest; another thread may read tensors meanwhile.
 
-        Args:
-            progress: description of the progress bar; no bar if None.
-            rank, ranks: verify share `rank` of `ranks` shares of the files: those that the rank of that number wrote,
-                which it reads again if the layout is the same.
-            only_weights: skip files that contain nothing but tensors of other kinds.
-
-        Raises:
-            UserError: files are damaged; one line per file.
+        Of several `ranks`, each verifies the files that the rank of its number wrote, which it reads again if the
+        layout is the same. `only_weights` skips files of other kinds of tensors. Raises UserError with one line per
+        damaged file.
         """
         skipped = {prefix for kind, prefix in KINDS.items() if kind != "weight"} if only_weights else set()
         records = [
@@ -249,10 +238,7 @@ def find_checkpoint(save: Path) -> Checkpoint | None:
 
     The current checkpoint is the one that `latest` names. If it is not complete, open the newest complete one before
     it, or else the newest of all, and record why in `Checkpoint.warnings`. Checksums of data files are not compared.
-
-    Raises:
-        UserError: there are checkpoints, but none is complete, one line per checkpoint; or it is a Hugging Face
-            directory.
+    Raises UserError if there are checkpoints, but none is complete, or for a Hugging Face directory.
     """
     if is_hf_directory(save):
         raise UserError(

@@ -1,4 +1,4 @@
-"""The `config.json` of a Hugging Face directory, read without trust."""
+"""The `config.json` of a Hugging Face directory."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -129,11 +129,7 @@ _Errors = list[tuple[str, object, str]]
 
 
 def model_config_from_hf(config: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
-    """Read the `config.json` of a type of `READABLE_TYPES`.
-
-    Raises:
-        UserError: the model is not supported, or the file contradicts itself; each line names `source` and the key.
-    """
+    """Read the `config.json` of a type of `READABLE_TYPES`; raise UserError for other models and contradictions."""
     model_type, errors = config.get("model_type"), _Errors()
     if model_type not in READABLE_TYPES:
         raise UserError(f"{source}: model_type {model_type!r}: only {', '.join(READABLE_TYPES)} can be converted")
@@ -314,9 +310,7 @@ def _wiring(model_type: str, read: _Config, count: int, errors: _Errors) -> dict
 def token_ids(values: Any, source: Path, vocab_size: int | None = None) -> dict[str, Any]:
     """Return the ids of special tokens in the JSON object of a file. Null, and -1 except for the end, mean none.
 
-    Raises:
-        UserError: the values are not an object, or an id is not an integer, or not one of the vocabulary if its size is
-            given; each line names `source`.
+    Raises UserError if an id is not an integer, or not one of the vocabulary, if its size is given.
     """
     if not isinstance(values, Mapping):
         raise UserError(f"{source}: found {values!r:.60}, expected an object with {', '.join(TOKEN_KEYS)}")

@@ -140,11 +140,7 @@ def _read_json_file(path: Path) -> dict[str, Any]:
 
 
 def open_hf_directory(path: Path) -> HFDirectory:
-    """Read config.json, the index and the headers of the files, and check that they agree.
-
-    Raises:
-        UserError: at most twenty errors, each with the file, the tensor, and what was found and expected.
-    """
+    """Read config.json, the index and the headers of the files; raise UserError if they do not agree."""
     if not path.is_dir():
         raise UserError(f"--hf {path}: no such directory{hub_hint(path)}")
     if not is_hf_directory(path) and find_checkpoint(path) is not None:
@@ -175,11 +171,7 @@ def open_hf_directory(path: Path) -> HFDirectory:
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of all files of weights by name, with their data left in the mapped files.
-
-    Raises:
-        UserError: there are none, or two sets of them, or the index and the headers disagree.
-    """
+    """Return the tensors of all files of weights by name, with their data left in the mapped files."""
     index, whole = path / INDEX_NAME, path / WEIGHTS_NAME
     if whole.exists() == index.exists():
         found, fix = ("both", "remove one") if whole.exists() else ("neither", "save the weights as safetensors")

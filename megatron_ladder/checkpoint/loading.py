@@ -32,11 +32,7 @@ class WeightSource(Protocol):
 
 @torch.no_grad()
 def load_weights(model: nn.Module, source: WeightSource) -> None:
-    """Fill this rank's parameters, reading only the bytes of their slices; padding becomes zero.
-
-    Raises:
-        UserError: a weight is missing, has another shape, or cannot be read.
-    """
+    """Fill this rank's parameters, reading only the bytes of their slices; padding becomes zero."""
     for parameter, sections in (*parameter_sections(model), *state_sections(model)):
         if has_padding(parameter, sections):
             parameter.zero_()
@@ -57,21 +53,12 @@ def load_newest(
 ) -> tuple[Checkpoint, list[str]]:
     """Load the checkpoint that `latest` names, or the newest undamaged one before it; a collective over `world`.
 
-    Each rank verifies its share of the files while it reads the data that it needs.
-
-    Args:
-        load: a directory of checkpoints, or one checkpoint, which then is the only candidate.
-        refuse: returns other reasons not to load an undamaged checkpoint; the same on every rank.
-        opened: a checkpoint that this rank has opened; it does not read the manifest again, except on rank 0.
-        optimizer: read moments and the number of steps; without them the optimizer starts from scratch.
-        generators: restore the random generators.
-        progress: description of the progress bar of verifying this rank's share; no bar if None.
-
-    Returns:
-        The checkpoint, and the errors of the candidates tried before it.
-
-    Raises:
-        UserError: no checkpoint can be loaded; one line per error. The engine may be partly overwritten.
+    Each rank verifies its share of the files while it reads the data that it needs. `load` may be one checkpoint, which
+    then is the only candidate. `refuse` returns other reasons not to load an undamaged checkpoint; the same on every
+    rank. A rank, except rank 0, does not read the manifest of a checkpoint again that it has `opened`. Without
+    `optimizer`, moments and the number of steps start from scratch, and without `generators`, random generators.
+    `progress` describes the progress bar. Returns the checkpoint, and the errors of the candidates tried before it;
+    raises UserError if none can be loaded, and the engine may be partly overwritten.
     """
     candidates, errors = [load], list[str]()
     if world.rank == 0 and not ((load / MANIFEST_NAME).is_file() or is_published_name(load.name)):

@@ -117,15 +117,10 @@ def make_index(files: Iterable[FileRecord], tensors: Mapping[tuple[str, str], tu
 
 
 def merge_manifest(header: Mapping[str, Any], indices: Sequence[Index]) -> dict[str, Any]:
-    """Merge the indices of all ranks into the manifest of their checkpoint.
+    """Merge the indices of all ranks, in any order, into the manifest of their checkpoint.
 
-    Args:
-        header: `iteration`, `consumed_samples`, `model` and any other JSON-serialisable keys.
-        indices: one per rank, in any order.
-
-    Raises:
-        ValueError: a bug of the writer: the boxes of a tensor leave a hole, overlap, or disagree about its shape or
-            dtype; the header lacks a key.
+    The header has `iteration`, `consumed_samples`, `model` and any other JSON-serialisable keys. Raises ValueError for
+    a bug of the writer: the boxes of a tensor leave a hole, overlap, or disagree about its shape or dtype.
     """
     files = [file for index in indices for file in index.files]
     index: Any = msgspec.to_builtins(make_index(files, _merged_tensors(indices)))
@@ -167,13 +162,9 @@ def encode_manifest(manifest: Mapping[str, Any]) -> bytes:
 
 
 def decode_manifest(data: bytes) -> tuple[dict[str, Any], TensorTable]:
-    """Parse `manifest.json` without trusting it: check that it is complete, unaltered, known and consistent.
+    """Return `manifest.json` without tensors, tilings and its checksum, and the table of tensors.
 
-    Returns:
-        The manifest without tensors, tilings and its checksum, and the table of tensors.
-
-    Raises:
-        ValueError: the manifest is invalid.
+    Raises ValueError if the manifest is incomplete, altered, of another version or inconsistent.
     """
     manifest_checksum(data)
     manifest = msgspec.json.decode(data)

@@ -45,10 +45,6 @@ def create_temporary_directory(save: Path, iteration: int, token: str) -> Path:
 
     One rank calls it before any rank writes. Only directories with a temporary name in which nothing was written since
     this save began are removed; a warning names those that cannot be, such as another user's.
-
-    Raises:
-        FileExistsError: the token was used before.
-        OSError: the directory cannot be created.
     """
     path = temporary_directory(save, iteration, token)
     os.makedirs(save, exist_ok=True)
@@ -72,12 +68,10 @@ def write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def publish(temporary: Path, save: Path, iteration: int) -> Path:
-    """Rename a complete temporary directory and make it the latest checkpoint.
+    """Rename a complete temporary directory, make it the latest checkpoint, and return its path.
 
-    One rank calls it after all ranks have fsynced their files and the manifest is written.
-
-    Returns:
-        The published directory: `iter_` and the iteration, with a number if the iteration was saved before.
+    One rank calls it after all ranks have fsynced their files and the manifest is written. The name is `iter_` and the
+    iteration, with a number if the iteration was saved before.
     """
     sync_directory(temporary)
     taken = [publishing_order(name) for name in published_checkpoints(save)]

@@ -70,14 +70,7 @@ class _CheckpointWriter:
         self._boxes: dict[tuple[str, str], tuple[str, tuple[int, ...], list[BoxRecord]]] = {}
 
     def add(self, name: str, kind: str, global_shape: Sequence[int], offset: Sequence[int], tensor: Tensor) -> None:
-        """Record one box of a canonical tensor.
-
-        Args:
-            kind: one of `KINDS`.
-            global_shape: shape of the canonical tensor.
-            offset: offset of the box in the canonical tensor.
-            tensor: the elements of the box; its shape is the extent. Contiguous, on any device.
-        """
+        """Record the elements of a box of a canonical tensor of `global_shape`, contiguous and on any device."""
         box = Box(tuple(offset), tuple(tensor.shape))
         assert box.fits(global_shape) and tensor.is_contiguous(), f"{name}: not a box of shape {list(global_shape)}"
         new = (element_name(tensor.dtype), tuple(global_shape), list[BoxRecord]())
@@ -147,15 +140,9 @@ class TrainingSave:
     ) -> None:
         """Record the state, or copy it to `host`, and make room for it; a collective over `world`.
 
-        Without `host` the state must not change until `write` has returned.
-
-        Args:
-            save: the directory of the run's checkpoints.
-            header: keys of the manifest besides tensors; see `manifest`.
-            add_files: receives, on rank 0, the directory before it is published, to add the tokenizer's files.
-
-        Raises:
-            SaveError: on every rank: there is no room, or no directory can be created.
+        Without `host` the state must not change until `write` has returned. The header has the keys of the manifest
+        besides tensors. On rank 0, `add_files` receives the directory before it is published, to add the tokenizer's
+        files. Raises SaveError on every rank if there is no room, or no directory can be created.
         """
         spans = [span for span in (*state.spans(), *state.states()) if span.owned]
         rows = [{"weight": span.master, **{w: state.moment(span, w) for w in span.moments}} for span in spans]

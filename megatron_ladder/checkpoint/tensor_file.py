@@ -112,17 +112,9 @@ def stored_tensor(path: Path, file: Any, key: str) -> torch.Tensor:
 
 
 def write_tensor_file(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[int, str]:
-    """Write and fsync a new safetensors file.
+    """Write and fsync a new safetensors file; return its size in bytes, and the checksum of the bytes written.
 
-    Args:
-        tensors: keys and contiguous tensors, on any device. Wider element types are written first, so that every
-            tensor is aligned.
-
-    Returns:
-        The size of the file in bytes, and the checksum of the bytes on their way to the file.
-
-    Raises:
-        FileExistsError: the file exists.
+    The tensors are contiguous, on any device. Wider element types are written first, so that every tensor is aligned.
     """
     import torch
 
