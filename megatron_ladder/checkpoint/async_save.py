@@ -94,7 +94,7 @@ def gather_through_files(directory: Path, rank: int, size: int, timeout_seconds:
 
     Saves in the background finish at different times on every rank, while the training threads use the process groups,
     which two threads must not share. All ranks write to one directory anyway. Returns the values in rank order on rank
-    0, after removing the files; [] on other ranks, without waiting. Raises TimeoutError if ranks write no value in time.
+    0, after removing the files; [] on other ranks, without waiting. Raises TimeoutError if ranks write nothing in time.
     """
     files = [directory / f".written_by_rank_{number:05d}.json" for number in range(size)]
     if rank != 0:
