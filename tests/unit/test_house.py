@@ -65,19 +65,19 @@ MOST_LINES_OF_A_FILE = 470
 
 FIRST_FLOOR = ("errors", "files", "processes", "progress", "api", "lm_eval")
 BUDGETS = {
-    f"{PACKAGE}/": 24_660,
+    f"{PACKAGE}/": 24_566,
     " ".join(
         f"{PACKAGE}/{folder}/" for folder in ("blueprint", "comm", "parallel", "model", "engine", "train")
     ): 10_830,
     f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_440,
-    f"{PACKAGE}/checkpoint/": 2_130,
-    f"{PACKAGE}/data/": 4_080,
+    f"{PACKAGE}/checkpoint/": 2_044,
+    f"{PACKAGE}/data/": 4_077,
     f"{PACKAGE}/convert/": 2_520,
     f"{PACKAGE}/generate/": 2_050,
     f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_620,
     "tools/": 6_040,
     "vllm_plugin/": 2_310,
-    "tests/": 26_880,
+    "tests/": 26_876,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
 MOST_WORDS = 31_870
