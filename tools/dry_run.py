@@ -3,7 +3,6 @@
 The flags are those of the run, as for pretrain_ladder.py. Two steps run with shapes and no numbers.
 """
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -12,8 +11,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from megatron_ladder.command_line import flag_words, parse_command_line  # noqa: E402
-from megatron_ladder.config.run import SECTIONS, RunFlags, parse_run  # noqa: E402
+from megatron_ladder.command_line import build_sections, read_words  # noqa: E402
+from megatron_ladder.config.run import RunFlags, parse_run  # noqa: E402
 from megatron_ladder.errors import ErrorCollector, UserError, run_program  # noqa: E402
 from megatron_ladder.flags import flag  # noqa: E402
 
@@ -32,20 +31,16 @@ class DryRunOptions:
 
 def parse_options(argv: Sequence[str]) -> tuple[DryRunOptions, RunFlags, list[str]]:
     """Read the command line; return also the words that describe the run. Raises UserError with one line per error."""
-    if {"-h", "--help"} & set(argv):
-        parse_command_line([DryRunOptions, *SECTIONS], ["--help"], PROGRAM, __doc__ or "")
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    own.add_argument("--ranks")
-    own.add_argument("--json")
-    try:
-        values, words = own.parse_known_args(argv)
-    except argparse.ArgumentError as error:
-        raise UserError(str(error).removeprefix("argument ")) from None
-    errors = ErrorCollector()
+    words: list[str] = []
+
+    def keep(name: str, values: Sequence[str]) -> list[str]:
+        words.extend([f"{name}={values[0]}"] if len(values) == 1 else [name, *values])
+        return []
+
+    found, errors = read_words([DryRunOptions], argv, PROGRAM, __doc__ or "", keep), ErrorCollector()
     with errors.collect():
-        (options,) = parse_command_line([DryRunOptions], flag_words(vars(values)), PROGRAM, "")
-    flags = parse_run(words, errors.messages)
-    return options, flags, words
+        (options,) = build_sections([DryRunOptions], found)
+    return options, parse_run(words, errors.messages), words
 
 
 def main(argv: Sequence[str]) -> None:

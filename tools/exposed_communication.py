@@ -38,10 +38,8 @@ COUNTED = {
 
 def _totals(found: "Communication", *keys: str) -> "pd.DataFrame":
     """Return number and times of the collectives of each combination of keys."""
-    groups = found.collectives.groupby(list(keys))[["in_flight_seconds", "exposed_seconds"]]
-    table = groups.sum()
-    table.insert(0, "collectives", groups.size())
-    return table
+    times = {name: (name, "sum") for name in ("in_flight_seconds", "exposed_seconds")}
+    return found.collectives.groupby([*keys]).agg(collectives=("iteration", "size"), **times)
 
 
 def _step_rows(found: "Communication") -> "pd.DataFrame":
@@ -68,10 +66,7 @@ def _table(found: "Communication") -> str:
 
 
 parse_options = functools.partial(
-    parse_config,
-    ExposedCommunicationConfig,
-    program="exposed_communication.py",
-    description=__doc__,
+    parse_config, ExposedCommunicationConfig, program="exposed_communication.py", description=__doc__
 )
 
 

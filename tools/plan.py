@@ -6,10 +6,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from ladder_lab.plan.options import (  # noqa: E402
-    LayoutOptions,
-    parse_options,
-)
+from ladder_lab.plan.options import LayoutOptions, parse_options  # noqa: E402
 from megatron_ladder.errors import run_program  # noqa: E402
 
 

@@ -140,31 +140,24 @@ class Prediction:
         return calibration.predict(variant, alpha, self.wire) + self.always_waiting * (alpha + cost)
 
 
-class _Span(NamedTuple):
-    """The marks of a sub-block in a pass."""
-
-    began: Any
-    ended: Any
-    captured: bool
-
-
 def _kind(step: SubBlock) -> SubBlockKind:
     return SubBlockKind(step.name.rpartition(".")[2])
 
 
 def time_forward(model: LanguageModel, clock: DeviceClock) -> Callable[[], dict[SubBlockKind, SubBlockSeconds]]:
     """Time sub-blocks inside passes until the returned function is called, which gives the medians of each kind."""
-    spans: dict[SubBlockKind, list[_Span]] = {}
+    # When a sub-block began and ended, and whether it was captured.
+    spans: dict[SubBlockKind, list[tuple[Any, Any, bool]]] = {}
     handles: list[RemovableHandle] = []
 
-    def attach(step: SubBlock, own: list[_Span]) -> None:
+    def attach(step: SubBlock, own: list[tuple[Any, Any, bool]]) -> None:
         began: list[Any] = [None]
 
         def begin(*_: object) -> None:
             began[0] = clock.mark()
 
         def end(*_: object) -> None:
-            own.append(_Span(began[0], clock.mark(), clock.captures()))
+            own.append((began[0], clock.mark(), clock.captures()))
 
         assert isinstance(step.body, nn.Module)
         # A shared reading is part of the first sub-block's time.
@@ -175,9 +168,9 @@ def time_forward(model: LanguageModel, clock: DeviceClock) -> Callable[[], dict[
         for handle in handles:
             handle.remove()
         # If a step was captured, passes are its replays.
-        chosen = {kind: [span for span in own if span.captured] or own for kind, own in spans.items()}
+        chosen = {kind: [span for span in own if span[2]] or own for kind, own in spans.items()}
         return {
-            kind: SubBlockSeconds(statistics.median(clock.seconds(span.began, span.ended) for span in own))
+            kind: SubBlockSeconds(statistics.median(clock.seconds(began, ended) for began, ended, _ in own))
             for kind, own in chosen.items()
         }
 

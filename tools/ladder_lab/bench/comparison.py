@@ -69,7 +69,7 @@ class WiringComparison:
             def counted() -> None:
                 if not isinstance(self._wire, EmulatedLink):
                     run()
-                    self.interconnect.synchronize()
+                    torch.cuda.synchronize()
                     return
                 self._wire.waited_seconds = 0.0
                 run()

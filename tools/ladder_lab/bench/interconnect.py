@@ -35,11 +35,6 @@ class Interconnect:
         if isinstance(self.wire, EmulatedLink):
             self.wire.set_wire(seconds, 0.0)
 
-    def synchronize(self) -> None:
-        """Wait for the GPU."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def close(self) -> None:
         """Release the emulated wire."""
         if isinstance(self.wire, EmulatedLink):

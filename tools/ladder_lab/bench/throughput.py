@@ -32,6 +32,7 @@ from megatron_ladder.blueprint.tensors import ModelFlops
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.launch import read_rank_info
 from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.convert.remote_code import hf_config
 from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.model.operations import Operations, compile_operations, require_compiler
 
@@ -96,15 +97,8 @@ def _ways(
 
 def _transformers_llama(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
     transformers = importlib.import_module(TRANSFORMERS)
-    same = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    theirs = transformers.LlamaConfig(
-        **{name: getattr(config, name) for name in (*same, "max_position_embeddings")},
-        intermediate_size=config.ffn_hidden_size,
-        num_hidden_layers=config.num_layers,
-        rms_norm_eps=config.norm_epsilon,
-        tie_word_embeddings=config.tie_embeddings,
-        use_cache=False,
-    )
+    values = hf_config(config, dtype=str(dtype).removeprefix("torch."), model_type="llama") | {"use_cache": False}
+    theirs = transformers.AutoConfig.for_model(**values)
     with device:
         model = transformers.AutoModelForCausalLM.from_config(theirs, dtype=dtype, attn_implementation="sdpa")
     return model.to(device)

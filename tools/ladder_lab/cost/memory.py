@@ -154,9 +154,6 @@ def _state_bytes(
 
     `orthogonal` is the number of parameters that Muon updates.
     """
-    # DeepSpeed would step the masters on zero gradients.
-    if precision == "bf16" and layout.zero == 0:
-        raise ValueError("bf16 needs ZeRO 1 or more")
     share = 1 / layout.data
     if layout.data == 1 and layout.zero == 2:
         layout = replace(layout, zero=1)

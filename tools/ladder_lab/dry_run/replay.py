@@ -17,9 +17,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from megatron_ladder.comm.agreement import name_ranks
-
-MOST_PROBLEMS = 10
-"""Maximum number of communicators whose differences are reported."""
+from megatron_ladder.errors import limited
 
 
 class Communicator(NamedTuple):
@@ -70,10 +68,7 @@ def find_problems(programs: Mapping[int, RankProgram]) -> list[str]:
 
     `programs` has every rank of every communicator.
     """
-    differences = list(_differences(programs))
-    if differences:
-        return differences[:MOST_PROBLEMS]
-    return _run_to_the_end(programs)
+    return limited(list(_differences(programs))) or _run_to_the_end(programs)
 
 
 def _differences(programs: Mapping[int, RankProgram]) -> Iterator[str]:

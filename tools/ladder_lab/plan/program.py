@@ -22,6 +22,7 @@ from ladder_lab.plan.layouts import (
 )
 from ladder_lab.plan.options import QUALITY, LayoutOptions, MachineOptions
 from ladder_lab.wirings import NAMED_WIRINGS
+from megatron_ladder.command_line import flag_words
 from megatron_ladder.errors import UserError
 
 GIGABYTE = 1e9
@@ -126,20 +127,19 @@ def _sweep_table(rows: Sequence[dict[str, Any]]) -> str:
 def _training_words(request: PlanRequest, plan: LayoutPlan) -> list[str]:
     """Return the flags of pretrain_ladder.py for a plan: its model, layout and batch, without data and schedule."""
     layout = plan.layout
-    words = NAMED_WIRINGS[plan.wiring].of(request.model, layout.tensor).to_words()
-    for name, value, default in (
-        ("--tensor-model-parallel-size", layout.tensor, 1),
-        ("--pipeline-model-parallel-size", layout.pipeline, 1),
-        ("--zero-stage", layout.zero, None),
-        ("--seq-length", request.sequence, None),
-        ("--micro-batch-size", layout.micro_batch, None),
-        ("--global-batch-size", request.global_batch, None),
-    ):
-        words += [name, str(value)] if value != default else []
-    words += ["--sequence-parallel"] * layout.sequence_parallel
-    words += ["--recompute-granularity", "full"] * layout.recompute
-    words += ["--optimizer", "muon"] * layout.muon
-    return [*words, "--bf16"]
+    flags = {
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "zero_stage": layout.zero,
+        "seq_length": request.sequence,
+        "micro_batch_size": layout.micro_batch,
+        "global_batch_size": request.global_batch,
+        "sequence_parallel": layout.sequence_parallel or None,
+        "recompute_granularity": "full" if layout.recompute else None,
+        "optimizer": "muon" if layout.muon else None,
+        "bf16": True,
+    }
+    return [*NAMED_WIRINGS[plan.wiring].of(request.model, layout.tensor).to_words(), *flag_words(flags)]
 
 
 def _command(request: PlanRequest, plan: LayoutPlan) -> str:
