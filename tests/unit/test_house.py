@@ -75,7 +75,7 @@ BUDGETS = {
     f"{PACKAGE}/convert/": 2_520,
     f"{PACKAGE}/generate/": 2_050,
     f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_620,
-    "tools/": 6_040,
+    "tools/": 5_996,
     "vllm_plugin/": 2_310,
     "tests/": 26_876,
 }
