@@ -156,10 +156,10 @@ def test_two_ranks_continue_standard_input(model: Path, capsys: pytest.CaptureFi
 
 
 def test_a_user_error_ends_all_ranks(model: Path) -> None:
-    done = run_command([sys.executable, PROGRAM, "--model", model, "--tp", "3", "--tokens", "1"], timeout=120)
+    done = run_command([sys.executable, PROGRAM, "--model", model, "--tp", "2", "--tokens", "300"], timeout=120)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
-    assert line.startswith("error: --tp 3 does not fit the model; use 1, 2, 4: ")
+    assert line.startswith("error: --tokens: the id 300 is outside the model's vocabulary of 300")
 
 
 def from_hugging_face(

@@ -178,3 +178,19 @@ def test_a_model_leaves_its_teacher_and_resumes_with_another(data: list[str], tm
     assert "3 steps done" in printed and "teacher     --num-layers 1 " in printed
     assert distillation_losses(tmp_path / "a")[-1] > max(others)
     assert contents(teacher) | contents(hf) == before
+
+
+def test_an_evaluation_equals_that_of_the_training(data: list[str], tmp_path: Path) -> None:
+    """The loss equals that after the last step of the checkpoint, whose sizes and wiring need no flags."""
+    more = [*data, *"--split 90,10,0 --eval-iters 1 --bf16".split()]
+    run(tmp_path, [*MODEL, *more, "--train-iters", "3", "--save", f"{tmp_path}/saved"], 1)
+    words = f"--train-iters 9 --load {tmp_path}/saved --skip-train --save {tmp_path}/evaluated"
+    printed = run(tmp_path, [*more, *words.split()], 1)
+    trained, evaluated = (read_record(tmp_path / name) for name in ("saved", "evaluated"))
+    (before,) = [event for event in trained if event["event"] == "evaluation"]
+    (after,) = [event for event in evaluated if event["event"] == "evaluation"]
+    assert (after["iteration"], after["loss"]) == (before["iteration"], before["loss"]) == (3, before["loss"])
+    assert printed.count("| lm loss") == 3 and f"iteration 3 | valid lm loss {after['loss']:.4f}" in printed
+    ends = [event["reason"] for event in evaluated if event["event"] in ("start", "stop")]
+    assert ends == ["evaluates", "evaluated"]
+    assert not list((tmp_path / "evaluated").glob("iter_*"))

@@ -6,7 +6,7 @@ import pytest
 
 from tests.helpers.commands import run_command
 
-QUICK = "data training/ladder-tp2 training/zero-1-bf16 order/blend-dp2 generate/ladder"
+QUICK = "data training/ladder-tp2 order/blend-dp2 generate/ladder"
 
 
 @pytest.mark.parametrize("names", [QUICK, pytest.param("*", marks=pytest.mark.slow)])

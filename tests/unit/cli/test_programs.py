@@ -58,15 +58,10 @@ def test_help_version_and_wrong_flags_need_only_the_standard_library() -> None:
 @pytest.mark.parametrize(
     ("program", "words", "expected"),
     [
-        ("benchmark", ["decod"], "decod: expected one of decode, prefill, train first"),
-        ("benchmark", ["decode", "--tp", "1"], "--tp 1: expected 2 or more"),
         ("study", ["runn"], "runn: expected one of run, report first; did you mean run?"),
         ("convert_checkpoint", ["inspect"], "inspect: expected one directory"),
-        ("convert_checkpoint", [], "expected one of import, export, reshape, arrange, sensitivity, inspect first"),
         ("convert_checkpoint", ["export", "--load", "a", "--save", "b"], "--save is .*: did you mean --hf?"),
         ("generate", ["--load", "a", "--prompt", "b"], "--load is not a flag of this program: did you mean --model?"),
-        ("plan", ["--gpu", "v100"], "--gpu v100: expected one of h100, h200"),
-        ("benchmark", ["decode", "--wirings", "ladder", "none"], "--wirings none: expected one of standard, "),
     ],
 )
 def test_a_mistake_lists_what_was_expected(program: str, words: list[str], expected: str) -> None:
