@@ -46,20 +46,12 @@ def with_balancing_losses(
     [
         (2, f"{GLM} --zero-stage 0"),
         (2, f"{SPARSE} --zero-stage 1"),
-        (2, f"{SPARSE} --zero-stage 2 --residual-mode ladder"),
         (2, f"{SPARSE} --zero-stage 3 --residual-mode parallel"),
-        (2, f"{QWEN} --zero-stage 1 --residual-mode longcat --tensor-model-parallel-size 2"),
-        (4, f"{SPARSE} --zero-stage 0 --tensor-model-parallel-size 2"),
         (4, f"{GLM} --zero-stage 1 --tensor-model-parallel-size 2 --residual-mode farskip --expert-sharding experts"),
         (4, f"{QWEN} --zero-stage 2 --tensor-model-parallel-size 2 --residual-mode ladder --tie-embeddings"),
         (4, f"{GLM} --zero-stage 3 --tensor-model-parallel-size 2 --residual-mode shortcut"),
         (4, f"{GLM} --zero-stage 1 --tensor-model-parallel-size 4 --sequence-parallel --residual-mode farskip"),
         (4, f"{QWEN} --zero-stage 1 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
-        (
-            4,
-            f"{GLM} --zero-stage 1 --pipeline-model-parallel-size 2 --residual-mode farskip "
-            "--recompute-granularity full",
-        ),
         (
             4,
             f"{QWEN} --zero-stage 3 --tensor-model-parallel-size 2 --residual-mode longcat --expert-sharding experts "
@@ -91,8 +83,6 @@ def train_in_float64(argv: list[str], weights: Weights, batches: list[list[Batch
     ("world", "samples", "words"),
     [
         (1, 8, ""),
-        (1, 2, "--recompute-granularity full"),
-        (2, 4, ""),
         (2, 1, ""),
         (2, 2, "--tensor-model-parallel-size 2"),
         (4, 2, "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full"),
