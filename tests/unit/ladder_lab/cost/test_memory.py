@@ -1,7 +1,6 @@
 """Memory against what a real model keeps, counted storage by storage, and against tables by hand."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from ladder_lab.cost.memory import (
     stage_memory,
     stage_parameters,
 )
+from ladder_lab.dry_run.one_rank import OPERATIONS
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.blueprint.tensors import padded_vocab_size, parameter_count
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
@@ -40,21 +40,8 @@ TOLERANCE = 0.03
 """Rotary tables, root mean squares and the softmax's sums are not counted."""
 
 
-class FusedNorm(torch.autograd.Function):
-    """Keeps its input, as the norms of CUDA do; the numbers do not matter here."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, weight = ctx.saved_tensors
-        return gradient * weight, (gradient * x).sum((0, 1))
-
-
-FUSED = with_norm(lambda x, weight, epsilon: FusedNorm.apply(x, weight))
+FUSED = with_norm(OPERATIONS.norm)
+"""The norm of CUDA, without numbers."""
 
 
 def kept_bytes(model: ModelConfig, recompute: bool, dtype: torch.dtype, samples: int, sequence: int) -> int:
