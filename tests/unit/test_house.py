@@ -68,19 +68,19 @@ BUDGETS = {
     f"{PACKAGE}/": 24_566,
     " ".join(
         f"{PACKAGE}/{folder}/" for folder in ("blueprint", "comm", "parallel", "model", "engine", "train")
-    ): 10_830,
+    ): 10_823,
     f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_440,
     f"{PACKAGE}/checkpoint/": 2_044,
     f"{PACKAGE}/data/": 4_077,
-    f"{PACKAGE}/convert/": 2_520,
-    f"{PACKAGE}/generate/": 2_050,
-    f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_620,
+    f"{PACKAGE}/convert/": 2_512,
+    f"{PACKAGE}/generate/": 2_047,
+    f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_617,
     "tools/": 5_996,
-    "vllm_plugin/": 2_310,
+    "vllm_plugin/": 2_302,
     "tests/": 26_838,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
-MOST_WORDS = 31_870
+MOST_WORDS = 31_835
 """Words in README, docs/ and the READMEs of examples/."""
 MOST_FILES_WITH_ONE_IMPORTER = 30
 MOST_REQUIREMENTS, MOST_EXTRAS = 12, 6
