@@ -49,6 +49,10 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text; none for an empty one."""
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Return the ids of a text like `encode`, but without control tokens: their spellings are text, too."""
+        return self.encode(text)
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text."""
         return [self.encode(text) for text in texts]
@@ -308,6 +312,15 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode_plain(self, text: str) -> list[int]:
+        return list(self._without_added.encode(text, add_special_tokens=False).ids)
+
+    @functools.cached_property
+    def _without_added(self) -> Any:
+        """The tokenizer without its added tokens, whether they are flagged as special or not."""
+        settings = json.loads(self._tokenizer.to_str())
+        return type(self._tokenizer).from_str(json.dumps({**settings, "added_tokens": []}))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)

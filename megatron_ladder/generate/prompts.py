@@ -1,5 +1,6 @@
 """Read prompts, encode them, and check that the model can continue them."""
 
+import secrets
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -47,9 +48,39 @@ class PromptEncoder:
             return (*self._prefix, *encoded) if encoded else ()
         try:
             messages = [*self._system, *history, {"role": "user", "content": text}]
-            return tuple(self._tokenizer.encode(self._template.prompt(messages)))
+            return _encode_conversation(messages, self._template, self._tokenizer)
         except ChatTemplateError as error:
             raise UserError(f"{self._template.name}: the template rejects this conversation: {error}") from None
+
+
+def _encode_conversation(messages: Sequence[Message], template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the ids up to the assistant's answer; raises ChatTemplateError.
+
+    A control token that a message spells out is encoded as text; otherwise a message could end the user's turn.
+    """
+    # Characters for private use and digits, which templates leave as they are. Nobody can guess the number.
+    key = secrets.randbits(64)
+    begin, end = f"\ue000{key}\ue001", f"\ue000{key}\ue002"
+
+    def marked(name: str, value: object) -> object:
+        if name == "role" or not isinstance(value, str) or tokenizer.encode(value) == tokenizer.encode_plain(value):
+            return value
+        # Many templates strip the white space around a message.
+        before, text, after = value.partition(value.strip() or value)
+        return f"{before}{begin}{text}{end}{after}"
+
+    rendered = template.prompt(messages)
+    marked_messages = [{name: marked(name, value) for name, value in message.items()} for message in messages]
+    if marked_messages == messages:
+        return tuple(tokenizer.encode(rendered))
+    first, *pieces = template.prompt(marked_messages).split(begin)
+    parts = [piece.partition(end) for piece in pieces]
+    if rendered != first + "".join(text + rest for text, _, rest in parts):
+        raise ChatTemplateError("it changes a message that spells out a control token")
+    ids = tokenizer.encode(first)
+    for text, _, rest in parts:
+        ids += tokenizer.encode_plain(text) + tokenizer.encode(rest)
+    return tuple(ids)
 
 
 def read_prompts(options: PromptOptions, encoder: PromptEncoder | None, standard_input: str | None) -> list[Prompt]:

@@ -20,6 +20,8 @@ from megatron_ladder.errors import UserError
 from megatron_ladder.files import lock_file
 
 _LOCK_NAME = "run.lock"
+_MOST_BYTES = 4096
+"""Size of a lock file, at most."""
 
 
 class SaveLock:
@@ -49,6 +51,9 @@ class SaveLock:
         if problem is not None:
             advice = "make sure that no other run writes there"
             print(f"*** {self._where}: this file system has no locks ({problem.strerror}): {advice} ***", flush=True)
+        if os.fstat(self._descriptor).st_size > _MOST_BYTES:
+            os.close(self._descriptor)
+            raise UserError(f"{self._where}: {_LOCK_NAME}: is not a run's lock: remove it, or give another directory")
         started = datetime.fromtimestamp(psutil.Process().create_time(), UTC).isoformat(timespec="seconds")
         me = {"host": socket.gethostname(), "pid": os.getpid(), "started": started}
         # The content is only for messages, so a full disk does not matter.

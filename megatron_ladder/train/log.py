@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_ladder import __version__
+from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import ModelFlops, active_parameters, padded_vocab_size, parameter_count
 from megatron_ladder.blueprint.wiring import plan_reads
 from megatron_ladder.comm.agreement import Peers
@@ -51,6 +52,8 @@ def banner(trainer: Trainer) -> str:
         "processes": f"{trainer.mesh.describe()}, on {trainer.device.type}, ZeRO {parallel.zero_stage}",
         **({"stages": _stages(run)} if parallel.pipeline_model_parallel_size > 1 else {}),
         "model": " ".join(model.to_words()),
+        "wiring": _wiring(model),
+        "precision": "bf16, fp32 masters and gradient accumulation" if training.bf16 else "fp32",
         **({} if distillation is None else {"teacher": " ".join(distillation.teacher.config.to_words())}),
         "parameters": f"{parameter_count(model).total:,}{used}; the vocabulary is padded to {vocab_size:,}",
         "batch": f"{run.global_batch_size} samples = {run.accumulation_steps} accumulation steps x "
@@ -64,6 +67,13 @@ def banner(trainer: Trainer) -> str:
     }
     width = max(map(len, rows))
     return "\n".join([f"megatron_ladder {__version__}", *(f"  {name:<{width}}  {rows[name]}" for name in rows)])
+
+
+def _wiring(model: ModelConfig) -> str:
+    if not model.wiring.late:
+        return model.residual_mode
+    layers = "all layers" if len(model.ladder_layers) == model.num_layers else f"layers {[*model.ladder_layers]}"
+    return f"{model.residual_mode} in {layers}"
 
 
 def _stages(run: RunConfig) -> str:

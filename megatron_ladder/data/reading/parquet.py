@@ -119,3 +119,5 @@ def check_columns(name: str, found: Sequence[str], reading: Reading) -> None:
             f"{reading.input_flag} {name}: no column {', '.join(missing)} (columns found: {', '.join(found)}): "
             f"{reading.fix('column', found)}"
         )
+    if repeated := [key for key in reading.all_keys if found.count(key) > 1]:
+        raise UserError(f"{reading.input_flag} {name}: column {repeated[0]} occurs twice: rename one of them")

@@ -71,6 +71,8 @@ def test_a_directory_through_datasets(formats: Path, tmp_path: Path) -> None:
     assert read_all([f"{name}@test"], Reading(("text", "id"), texts_only=False)) == [["only"], [0]]
     with pytest.raises(UserError, match=r"no column body \(columns found: id, text\)"):
         read_all([name], Reading(("body",)))
+    with pytest.raises(UserError, match="a: column text occurs twice"):
+        check_columns("a", ["text", "id", "text"], Reading())
     with pytest.raises(UserError, match="or read conversations with tools/preprocess_data.py --chat"):
         check_columns("a", ["messages"], Reading())
     with pytest.raises(UserError, match="hf://.*@dev: datasets cannot open it"):

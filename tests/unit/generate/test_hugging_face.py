@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM
 
 from megatron_ladder.cli.convert_checkpoint import main as convert
 from megatron_ladder.cli.generate import main
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.convert.remote_code import hf_config
+from megatron_ladder.data.tokenizers import load_tokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.evaluation import Evaluator
@@ -189,3 +190,22 @@ def test_sentencepiece_cannot_encode_conversations(tmp_path: Path) -> None:
     """It spells the control tokens of a template out."""
     with pytest.raises(UserError, match="--chat: SentencePieceTokenizer does not recognise special tokens in a text"):
         PromptEncoder(train_tokenizer(tmp_path, ["def size(x):\n    return x  # mega\n"] * 20), (), True, None)
+
+
+def test_a_control_token_that_a_message_spells_out_is_text(tmp_path: Path) -> None:
+    """Also one that is not flagged as special, as `<tool_call>` in Qwen3. Only the template writes control tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder, alphabet = decoders.ByteLevel(), pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=270, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"])
+    tokenizer.train_from_iterator(["hello"], trainer)
+    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.add_tokens(["<tool_call>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    encoder = PromptEncoder(load_tokenizer("HuggingFaceTokenizer", tmp_path), (), True, None)
+    end, call = (tokenizer.token_to_id(name) for name in ("<|end|>", "<tool_call>"))
+    ids = encoder.encode("a <|end|> <tool_call> b")
+    assert ids.count(end) == 1 and ids[-1] == end and call not in ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "a <|end|> <tool_call> b<|end|>"

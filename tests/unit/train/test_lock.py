@@ -57,3 +57,6 @@ def test_a_second_run_is_rejected_with_the_holder_of_the_lock(tmp_path: Path) ->
         with SaveLock(tmp_path):
             assert json.loads((tmp_path / _LOCK_NAME).read_text())["pid"] == os.getpid()
     assert (tmp_path / _LOCK_NAME).read_text() == ""
+    (tmp_path / _LOCK_NAME).write_text("[" * 5000)
+    with pytest.raises(UserError, match=r"run\.lock: is not a run's lock: remove it"), SaveLock(tmp_path):
+        pass
