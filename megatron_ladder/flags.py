@@ -20,6 +20,7 @@ import functools
 import inspect
 import itertools
 import math
+import re
 import textwrap
 import types
 import typing
@@ -30,6 +31,8 @@ from typing import Any, Literal, Union
 from megatron_ladder.errors import Problem
 from megatron_ladder.files import OutputKind, output_problem
 
+_IMPOSSIBLE = re.compile(r"[\0\ud800-\udc7f\udd00-\udfff]")
+"""NUL, and surrogates except for those that stand for undecodable bytes of a command line."""
 OnResume = Literal["take", "report", "data", "ignore"]
 
 
@@ -166,12 +169,19 @@ class ValueType:
             return word == "true"
         if self.scalar is Path and not word:
             raise ValueError("the path is empty")
+        if self.scalar not in (int, float):
+            if _IMPOSSIBLE.search(word):
+                raise ValueError(f"{word!r} has a character that no path or text can have")
+            return self.scalar(word)
         try:
-            number = self.scalar(word)
+            # Python, like YAML 1.1, reads 1_0 as 10.
+            number = self.scalar(word.replace("_", "?"))
         except ValueError:
             raise ValueError(f"{word!r} is not a {'whole ' if self.scalar is int else ''}number") from None
         if isinstance(number, float) and not math.isfinite(number):
             raise ValueError(f"{word!r} is not finite")
+        if isinstance(number, int) and abs(number) >= 2**63:
+            raise ValueError(f"{word} is too large")
         return number
 
     @property

@@ -41,8 +41,9 @@ from megatron_ladder.convert.training_checkpoint import (
 )
 from megatron_ladder.convert.wiring import rewired, wiring_text
 from megatron_ladder.errors import raise_user_errors
-from megatron_ladder.generate.loading import DTYPES
 
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""Values of --dtype."""
 _DERIVED_KEYS = ("format", "schema_version", "files")
 """Keys of a manifest that a reshape computes again."""
 
@@ -174,7 +175,7 @@ def plan_export(options: ExportOptions) -> Conversion:
     source = open_training_checkpoint(options.load)
     checkpoint = source.checkpoint
     model_type = hf_type(source.model)
-    dtype = source.trained_dtype if options.dtype is None else str(DTYPES[options.dtype]).removeprefix("torch.")
+    dtype = source.trained_dtype if options.dtype is None else _DTYPES[options.dtype]
     weights = [tensor for tensor in source.tensors() if tensor.kind == "weight"]
     raise_user_errors(
         f"{tensor.source}: found {tensor.dtype}, expected {', '.join(FLOAT_DTYPES)}"

@@ -40,7 +40,7 @@ from megatron_ladder.generate.options import (
     OutputOptions,
     SamplingOptions,
 )
-from megatron_ladder.generate.prompts import Prompt, PromptEncoder, prompt_errors, read_prompts
+from megatron_ladder.generate.prompts import Prompt, PromptEncoder, check_characters, prompt_errors, read_prompts
 from megatron_ladder.generate.requests import Generation, GenerationRequest, NewToken
 from megatron_ladder.generate.sampling import SamplingParameters, request_seed
 from megatron_ladder.model.experts import waits_for_choices
@@ -207,7 +207,8 @@ def _converse(engine: GenerationEngine, encoder: PromptEncoder, options: Generat
     history: list[Message] = []
     group = engine.group.over_gloo(_INPUT_TIMEOUT)
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")
+        # `check_characters` reports bytes that are not UTF-8, instead of an exception while reading.
+        sys.stdin.reconfigure(errors="surrogateescape")
     while True:
         prompt = None
         if engine.group.rank == 0:
@@ -242,6 +243,7 @@ def _next_line(
         if not text:
             continue
         try:
+            check_characters("this line", text)
             prompt = Prompt("this line", text, encoder.encode(text, history))
             errors = prompt_errors([prompt], config, max_new_tokens)
         except UserError as error:

@@ -83,6 +83,16 @@ def _encode_conversation(messages: Sequence[Message], template: ChatTemplate, to
     return tuple(ids)
 
 
+def check_characters(source: str, text: str) -> None:
+    """Raise UserError if a text contains surrogates, to which Python decodes bytes that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{source}: {ascii(text[error.start])} at character {error.start + 1} is not a valid character; use UTF-8"
+        ) from None
+
+
 def read_prompts(options: PromptOptions, encoder: PromptEncoder | None, standard_input: str | None) -> list[Prompt]:
     """Return the prompts of --prompt, --prompt-file, --tokens, and `standard_input`, if it is one, in this order.
 
@@ -103,6 +113,7 @@ def read_prompts(options: PromptOptions, encoder: PromptEncoder | None, standard
                 f"{source}: the model's directory has no tokenizer; use --tokenizer-type and --tokenizer-model, or "
                 "--tokens"
             )
+        check_characters(source, text)
         prompts.append(Prompt(source, text, encoder.encode(text)))
     if options.tokens:
         prompts.append(Prompt("--tokens", None, token_ids(options.tokens)))

@@ -64,12 +64,14 @@ def test_a_repeated_flag_replaces_its_values_with_a_warning(capsys: pytest.Captu
 
 
 def test_all_errors_are_reported_together() -> None:
-    found = errors_of("--lrr 3 --steps many --style round --ids 1 x")
+    found = errors_of(
+        "--lrr 3 --steps many --style round --ids 1 9223372036854775808",
+    )
     assert found == [
         "--lrr is not a flag of this program: did you mean --lr?",
         "--steps: 'many' is not a whole number",
         "--style: 'round' is not one of linear, cosine",
-        "--ids: 'x' is not a whole number",
+        "--ids: 9223372036854775808 is too large",
     ]
 
 
@@ -83,9 +85,11 @@ def test_words_of_a_file_are_converted_too() -> None:
         "style": "cosine",
     }
     assert build_sections([Example], FlagWords(words)) == [Example(1e-4, 3, "cosine", False, True, (1, 2))]
-    for name, word in {"bf16": "maybe", "overlap": "", "folder": "", "lr": "nan"}.items():
+    for name, word in {"bf16": "maybe", "overlap": "", "folder": "a\0b", "lr": "nan"}.items():
         with pytest.raises(UserError, match=f"^--{name}: "):
             build_sections([Example], FlagWords(words | {name: word}))
+    with pytest.raises(UserError, match=r"^--folder: '\\ud800' has a character that no path or text can have$"):
+        build_sections([Example], FlagWords(words | {"folder": "\ud800"}))
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,8 @@ def test_an_invalid_value_or_combination_is_one_error(words: str, message: str) 
 @pytest.mark.parametrize(
     ("words", "cause"),
     [
+        ("--train-iters 1_0", "--train-iters: '1_0' is not a whole number"),
+        ("--lr 1_0", "--lr: '1_0' is not a number"),
         ("--train-iters 1e3 --lr-warmup-iters 99 --profile --profile-dir p", "--train-iters: '1e3' is not a whole"),
         ("--num-layers two --residual-mode ladder --ladder-layers 20", "--num-layers: 'two' is not a whole number"),
         ("--residual-mod ladder --ladder-layers 4", "--residual-mod is not a flag of this program: did you mean"),

@@ -148,13 +148,14 @@ def test_a_conversation_includes_its_history(
         return generate(self, requests, *more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(GenerationEngine, "generate", recording)
-    lines = b"hello\n\n" + b"you " * 200 + b"\nyou"
+    lines = b"hello\n\ncaf\xe9\n" + b"you " * 200 + b"\nyou"
     for flags in (["--chat"], []):
         prompts.clear()
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines), encoding="utf-8"))
         main([*argv, "--interactive", *flags])
         captured = capsys.readouterr()
-        assert captured.err.splitlines()[-1].startswith("this line: ")
+        foreign, long = captured.err.splitlines()[-2:]
+        assert foreign.startswith("this line: '\\udce9' at character 4") and long.startswith("this line: ")
         assert len(prompts) == 2
         if flags:
             assert prompts[0] == (3, 7, 6)
