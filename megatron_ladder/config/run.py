@@ -1,5 +1,6 @@
 """The configuration of one run: parses its flags, derives open values, and checks their combinations."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -204,6 +205,9 @@ def _resolve(flags: RunFlags, vocab_size: int, world_size: int, errors: list[str
     errors += _layout_problems(training, parallel, model)
     errors += _implementation_problems(training, flags.optimizer, parallel)
     errors += _profile_problems(flags.profile, training.train_iters, world_size, flags.logging)
+    name = flags.logging.eval_callable
+    if name is not None and not re.fullmatch(r"\w+(\.\w+)*:\w+", name):
+        errors.append(Problem("--eval-callable", f" {name}: expected MODULE:FUNCTION"))
     data_parallel = 1
     if world_size % (tensor_parallel * stages):
         sizes = f" {tensor_parallel}" + (f" x --pipeline-model-parallel-size {stages}" if stages != 1 else "")

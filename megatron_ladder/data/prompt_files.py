@@ -12,10 +12,11 @@ class _Record(msgspec.Struct):
     prompt: str
 
 
-def read_prompt_file(flag: str, path: Path) -> list[tuple[str, str]]:
+def read_prompt_file(flag: str, path: Path, by_line: bool = False) -> list[tuple[str, str]]:
     """Return the prompts of a file, each with its source (the flag, the path and the line) for error messages.
 
-    Plain text is one prompt. Raises UserError if the file cannot be read, is not valid, or contains no prompt.
+    Plain text is one prompt, or one per line that is not blank (`by_line`). Raises UserError if the file cannot be
+    read, is not valid, or contains no prompt.
     """
     source = f"{flag} {path}"
     try:
@@ -24,17 +25,22 @@ def read_prompt_file(flag: str, path: Path) -> list[tuple[str, str]]:
         raise UserError(f"{source}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{source}: not UTF-8: {error.reason} at byte {error.start}") from None
-    if not is_json_lines(path):
+    if not (by_line or is_json_lines(path)):
         return [(source, content.removesuffix("\n").removesuffix("\r"))]
     prompts = []
     for number, line in enumerate(content.split("\n"), start=1):
-        if not line.strip():
+        text = line.removesuffix("\r")
+        if not text.strip():
             continue
-        try:
-            prompts.append((f"{source}:{number}", msgspec.json.decode(line, type=_Record).prompt))
-        except (msgspec.MsgspecError, RecursionError):
-            example = '{"prompt": "Once"}'
-            raise UserError(f"{source}:{number}: expected a JSON object with a text, for example {example}") from None
+        if is_json_lines(path):
+            try:
+                text = msgspec.json.decode(line, type=_Record).prompt
+            except (msgspec.MsgspecError, RecursionError):
+                example = '{"prompt": "Once"}'
+                raise UserError(
+                    f"{source}:{number}: expected a JSON object with a text, for example {example}"
+                ) from None
+        prompts.append((f"{source}:{number}", text))
     if not prompts:
         raise UserError(f"{source}: the file contains no prompt")
     return prompts

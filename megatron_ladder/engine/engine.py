@@ -101,6 +101,10 @@ class Engine(ABC):
         """Return the loss summed over all target tokens; zero on pipeline stages other than the last."""
 
     @abstractmethod
+    def predict(self, micro_batches: Sequence[ModelInputs]) -> Tensor:
+        """Return `LanguageModel.predictions` of each micro-batch, [n, 2, s, b]; zeros on stages other than the last."""
+
+    @abstractmethod
     def step(self) -> None:
         """Update the weights with the reduced gradients, and clear the gradients.
 
@@ -163,6 +167,11 @@ class UnpipelinedEngine(Engine):
         for batch in micro_batches:
             loss_sum += self.module(*batch_to_device(batch, self._device))
         return loss_sum
+
+    @torch.no_grad()
+    def predict(self, micro_batches: Sequence[ModelInputs]) -> Tensor:
+        batches = [batch_to_device(batch, self._device) for batch in micro_batches]
+        return torch.stack([self.module(*batch, predicts=True) for batch in batches])
 
     def step(self) -> None:
         self.wrapped.step()

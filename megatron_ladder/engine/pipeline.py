@@ -38,6 +38,8 @@ class _Stage(nn.Module):
         self.loss_scale = torch.ones(())
         self.micro_batches = 1
         """Their number in a step, by which DeepSpeed divides the loss."""
+        self.predictions: list[Tensor] | None = None
+        """Receives the predictions of each micro-batch, whose loss is then not computed."""
 
     def forward(self, entering: Tensor) -> Tensor:
         """Map the previous stage's state [1 + pending, s, b, h], or ids [b, s], to this one's, or to the loss."""
@@ -45,8 +47,11 @@ class _Stage(nn.Module):
         leaving = self.model.stage(entering, positions, document_bounds, self.loss_scale / self.micro_batches)
         if not self.model.is_last:
             return leaving
-        loss = self.model.loss(leaving[0], labels, loss_mask)
-        return loss * self.loss_scale.to(loss.dtype)
+        if self.predictions is None:
+            loss = self.model.loss(leaving[0], labels, loss_mask)
+            return loss * self.loss_scale.to(loss.dtype)
+        self.predictions.append(self.model.predictions(leaving[0], labels))
+        return leaving.new_zeros(())
 
 
 class _StagedModel(PipelineModule):  # type: ignore[misc]
@@ -120,6 +125,18 @@ class PipelinedEngine(Engine):
     def evaluate(self, micro_batches: Sequence[ModelInputs]) -> Tensor:
         self._stage.loss_scale = torch.ones(())
         return self._run(self.wrapped._inference_schedule(len(micro_batches)), micro_batches)
+
+    @torch.no_grad()
+    def predict(self, micro_batches: Sequence[ModelInputs]) -> Tensor:
+        found: list[Tensor] = []
+        self._stage.predictions = found
+        try:
+            self._run(self.wrapped._inference_schedule(len(micro_batches)), micro_batches)
+        finally:
+            self._stage.predictions = None
+        batch, length = micro_batches[0][0].shape
+        shape = (len(micro_batches), 2, length, batch)
+        return torch.stack(found) if found else torch.zeros(shape, dtype=torch.float64, device=self._device)
 
     def step(self) -> None:
         self.wrapped._exec_optimizer_step()

@@ -125,8 +125,9 @@ class LanguageModel(nn.Module):
         loss_mask: Tensor | None = None,
         positions: Tensor | None = None,
         document_bounds: Tensor | None = None,
+        predicts: bool = False,
     ) -> Tensor:
-        """Return the loss summed over the target tokens that count.
+        """Return the loss summed over the target tokens that count, or the `predictions` if `predicts` is set.
 
         Args:
             tokens: [b, s] int64.
@@ -147,6 +148,8 @@ class LanguageModel(nn.Module):
             soft = self.distillation.soft_targets(tokens, positions, document_bounds)
         context = self.training_context(tokens, positions, document_bounds)
         hidden_states = self.hidden_states(tokens, context)
+        if predicts:
+            return self.predictions(hidden_states, labels)
         return self._with_losses_of_bodies(self.loss(hidden_states, labels, loss_mask, soft), context)
 
     def stage(
@@ -202,6 +205,13 @@ class LanguageModel(nn.Module):
             place = self.extra_losses.index(name)
             self._extra_loss_sums = self._extra_loss_sums.to(loss.device)
             self._extra_loss_sums[place] += loss.detach()
+
+    def predictions(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
+        """The stream after the last layer [s, b, h] -> the loss of each label, and the token with the largest logit.
+
+        Return [2, s, b] fp64, equal on every tensor-parallel rank.
+        """
+        return self._loss(hidden_states, Targets(labels.t(), predicts=True))
 
     def _loss(self, hidden_states: Tensor, targets: Targets) -> Tensor:
         normed = self.final_norm(hidden_states)

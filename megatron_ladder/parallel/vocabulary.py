@@ -64,12 +64,14 @@ class Targets:
         labels: [s, b] int64, equal on every rank; `IGNORED` has no loss.
         weights: [s, b] float, weight of each loss; None counts all.
         z_loss_coeff: coefficient of the squared log normaliser.
+        predicts: ask for the losses of all tokens and the predicted words instead of a sum.
         soft: the teacher's distributions in a distillation.
     """
 
     labels: Tensor
     weights: Tensor | None = None
     z_loss_coeff: float = 0.0
+    predicts: bool = False
     soft: SoftTargets | None = None
 
 
@@ -121,9 +123,12 @@ class VocabParallelMatrix(ParallelModule):
 
         The extra losses are the z-loss, if it has a coefficient, and the distillation loss T^2 KL(p || q), if there is
         a teacher. All are weighted sums over the tokens, in fp32 (fp64 for fp64 logits). The cross entropy has the
-        gradient of the whole loss, so that runs with and without extra losses are comparable.
+        gradient of the whole loss, so that runs with and without extra losses are comparable. If `targets.predicts`,
+        return instead [2, s, b] fp64, without gradients: the loss of each label, and the word with the largest logit.
         """
-        x = self.layout.enter(hidden_states)
+        x, labels = self.layout.enter(hidden_states), targets.labels
+        if targets.predicts:
+            return _predictions(x.flatten(0, 1), self.weight, labels.flatten(), self).view(2, *labels.shape)
         wanted = (x.requires_grad, self.weight.requires_grad) if torch.is_grad_enabled() else (False, False)
         return _ChunkedLoss.apply(x, self.weight, targets, self, wanted)
 
@@ -247,6 +252,15 @@ def _chunks(tokens: int) -> list[slice]:
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
+def _predictions(x: Tensor, weight: Tensor, labels: Tensor, words: VocabParallelMatrix) -> Tensor:
+    result = x.new_empty(2, x.shape[0], dtype=torch.float64)
+    for rows in _chunks(x.shape[0]):
+        logits = words.masked_logits(x[rows].detach(), weight.detach())
+        result[1, rows] = _argmax(logits, words).double()
+        result[0, rows] = _Chunk(logits, labels[rows], words).finish()[0].double()
+    return result
+
+
 class _ChunkedLoss(Function):
     @staticmethod
     def forward(
@@ -320,3 +334,11 @@ def _slopes(targets: Targets, weights: Tensor, normalizers: Tensor) -> tuple[Ten
         of_loss, of_distance = share * weights, soft.weight * soft.temperature**2 * weights
     of_softmax = weights * (share + 2 * targets.z_loss_coeff * normalizers) if targets.z_loss_coeff else of_loss
     return of_loss, of_softmax, of_distance
+
+
+def _argmax(logits: Tensor, words: VocabParallelMatrix) -> Tensor:
+    """Return the word with the largest logit, the first of equal ones: [n, padded V / t] -> [n], equal on all ranks."""
+    largest, columns = logits.max(-1)
+    best = torch.stack((largest.double(), (columns + words.start).double()))
+    largest_of_ranks, words_of_ranks = words.group.all_gather(best.unsqueeze(0), 0).unbind(1)
+    return words_of_ranks.gather(0, largest_of_ranks.argmax(0, keepdim=True))[0].long()

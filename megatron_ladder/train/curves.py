@@ -1,8 +1,9 @@
 """TensorBoard's event files, which Weights & Biases may follow. A failure ends the curves, but not the run."""
 
 import json
+import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,14 @@ class Curves:
             with self._reporting(iteration):
                 for name, value in metrics.items():
                     self._writer.add_scalar(name, value, iteration)
+
+    def samples(self, iteration: int, samples: Sequence[tuple[str, str]]) -> None:
+        """Add prompts and their generated continuations."""
+        if self._writer is not None:
+            with self._reporting(iteration):
+                # Markdown shows indented text as it is.
+                texts = (re.sub("^", "    ", prompt + text, flags=re.MULTILINE) for prompt, text in samples)
+                self._writer.add_text("samples", "\n\n---\n\n".join(texts), iteration)
 
     def close(self, iteration: int, failed: bool) -> None:
         """Finish the files; `failed`: the training ended with an error."""

@@ -14,6 +14,7 @@ from megatron_ladder.config.run import SECTION_TYPES, RunConfig, RunFlags, parse
 from megatron_ladder.data.identity import describe_training
 from megatron_ladder.data.indexed import sidecar_path
 from megatron_ladder.data.loader import OrderOptions, Sources, check_tokenizer, open_sources
+from megatron_ladder.data.prompt_files import read_prompt_file
 from megatron_ladder.data.streaming import StreamInput, StreamPlan, choose_streams, find_input
 from megatron_ladder.data.tokenizers import (
     DESCRIPTION_FILE,
@@ -44,6 +45,8 @@ from megatron_ladder.train.resume import (
 Ask = Callable[[float, Callable[[], Any]], Any]
 """Receives a time limit in minutes, and a function that rank 0 calls; returns the function's JSON-able value on every
 rank."""
+SamplePrompt = tuple[str, tuple[int, ...]]
+"""The text and the ids of one of --sample-prompts."""
 
 
 class Findings(msgspec.Struct):
@@ -77,6 +80,7 @@ class RunInputs(ResolvedRun):
     """The data's end-of-document token, if a tokenizer or a data set's sidecar defines it."""
     stream: StreamPlan | None = None
     """The training input of --streaming, which replaces the training source."""
+    sample_prompts: tuple[SamplePrompt, ...] = ()
     teacher: StoredTeacher | None = None
     """The model of --distill-from, if the run trains."""
 
@@ -168,9 +172,10 @@ def _resolve(flags: RunFlags, findings: Findings, place: RankInfo) -> ResolvedRu
 
 
 def _open(resolved: ResolvedRun, findings: Findings, own_input: Sequence[StreamInput], place: RankInfo) -> RunInputs:
-    """Open data and teacher, and compare the data with the checkpoint's."""
+    """Open data, prompts and teacher, and compare the data with the checkpoint's."""
     run, tokenizer, checkpoint, errors = resolved.run, resolved.tokenizer, resolved.checkpoint, ErrorCollector()
     teacher, stream, sources, eod_id = None, None, Sources(None, {}), None
+    prompts: tuple[SamplePrompt, ...] = ()
     if findings.teacher is not None:
         with errors.collect("--distill-from"):
             teacher = open_teacher(findings.teacher)
@@ -178,17 +183,21 @@ def _open(resolved: ResolvedRun, findings: Findings, own_input: Sequence[StreamI
     with errors.collect():
         sources = _open_sources(run, tokenizer)
         eod_id = _find_eod(run.data, sources, tokenizer)
-        if run.logging.skip_train and not sources.valid:
+        only_losses = run.logging.sample_prompts is None and run.logging.eval_callable is None
+        if run.logging.skip_train and only_losses and not sources.valid:
             fix = "--valid-data-path, or a --split with a share of it, and --eval-iters of 1 or more"
             errors.add(Problem("--skip-train", f" needs validation data: give {fix}"))
     if findings.stream is not None:
         with errors.collect("--streaming"):
             text_input = own_input[0] if own_input else StreamInput.from_record(findings.stream)
             stream = _open_stream(run, tokenizer, checkpoint, text_input)
+    with errors.collect("--sample-prompts"):
+        prompts = _read_sample_prompts(run, tokenizer)
     errors.raise_if_any()
     if checkpoint is not None and (sources.train or stream) and not run.loads_only_weights:
         check_same_data(checkpoint, describe_data(sources, tokenizer, stream), run.data.allow_data_change, place.rank)
-    return RunInputs(**vars(resolved), sources=sources, eod_id=eod_id, stream=stream, teacher=teacher)
+    opened: dict[str, Any] = {"eod_id": eod_id, "stream": stream, "sample_prompts": prompts, "teacher": teacher}
+    return RunInputs(**vars(resolved), sources=sources, **opened)
 
 
 def describe_data(sources: Sources, tokenizer: Tokenizer | None, stream: StreamPlan | None = None) -> dict[str, Any]:
@@ -333,3 +342,20 @@ def _open_stream(
         text_input.sources,
         data.streaming_skip_bad_lines,
     )
+
+
+def _read_sample_prompts(run: RunConfig, tokenizer: Tokenizer | None) -> tuple[SamplePrompt, ...]:
+    path, new_tokens = run.logging.sample_prompts, run.logging.sample_tokens
+    if path is None:
+        return ()
+    if tokenizer is None:
+        raise UserError(f"--sample-prompts {path}: needs a tokenizer: give --tokenizer-type and --tokenizer-model")
+    texts = read_prompt_file("--sample-prompts", path, by_line=True)
+    prompts = [(source, text, tuple(tokenizer.encode(text))) for source, text in texts]
+    raise_user_errors(
+        f"{source}: {len(ids)} tokens and --sample-tokens {new_tokens} do not fit into --seq-length "
+        f"{run.training.seq_length}: shorten the prompt, or lower --sample-tokens"
+        for source, _, ids in prompts
+        if not 0 < len(ids) <= run.training.seq_length + 1 - new_tokens
+    )
+    return tuple((text, ids) for _, text, ids in prompts)

@@ -8,7 +8,7 @@ import os
 import resource
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -173,6 +173,21 @@ class RunLog:
         named = {"name": name} if name else {}
         self._record.write_first("evaluation", iteration=iteration, loss=loss, ppl=perplexity, **named)
         self._curves.metrics(iteration, {f"valid/{label}lm loss": loss, f"valid/{label}ppl": perplexity})
+
+    def samples(self, iteration: int, samples: Sequence[tuple[str, str]]) -> None:
+        """Report prompts and their generated continuations."""
+        for prompt, text in samples:
+            print_rank_0(f"iteration {iteration} | sample {prompt!r} -> {text!r}", self._rank)
+            self._record.write_first("sample", iteration=iteration, prompt=prompt, text=text)
+        self._curves.samples(iteration, samples)
+
+    def metrics(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Report the results of --eval-callable."""
+        shown = " | ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        print_rank_0(f"iteration {iteration} | {shown}", self._rank)
+        named = {f"eval/{name}": value for name, value in metrics.items()}
+        self._record.write_first("metrics", iteration=iteration, **named)
+        self._curves.metrics(iteration, named)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -5,18 +5,18 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from datetime import timedelta
 from functools import partial
-from itertools import takewhile
 
 import torch
 
 from megatron_ladder.comm.watch import HangWatch
 from megatron_ladder.config.run import RunWords
+from megatron_ladder.train.evaluation import Evaluations
 from megatron_ladder.train.log import RunLog, print_rank_0, record_lost_peers, report_finding
 from megatron_ladder.train.opening import OpenRun, open_run
 from megatron_ladder.train.profile import step_contexts
-from megatron_ladder.train.reading import sample_batches, training_batches
+from megatron_ladder.train.reading import training_batches
 from megatron_ladder.train.setup import Trainer
-from megatron_ladder.train.step import evaluate, train_step
+from megatron_ladder.train.step import train_step
 from megatron_ladder.train.stop import Stopper, StopSignals
 
 
@@ -30,15 +30,16 @@ def pretrain(words: RunWords, signals: StopSignals | None = None) -> None:
     with open_run(words) as opened:
         config = opened.trainer.run
         stopper = Stopper(config.reliability, signals, opened.trainer.mesh.world.rank, start)
+        evaluations = Evaluations(opened.trainer, opened.inputs)
         run = _evaluate_loaded if config.logging.skip_train else _train
-        opened.end = run(opened, stopper)
+        opened.end = run(opened, evaluations, stopper)
 
 
-def _evaluate_loaded(opened: OpenRun, stopper: Stopper) -> str:
+def _evaluate_loaded(opened: OpenRun, evaluations: Evaluations, stopper: Stopper) -> str:
     """Evaluate the model of a checkpoint, and return why the run ends."""
     trainer, iteration = opened.trainer, opened.iteration
     with RunLog(trainer, iteration + 1, opened.record, trains=False) as log:
-        _evaluate(opened, iteration, log, stopper)
+        evaluations.run(iteration, log, partial(_agreed_stop_reason, trainer, stopper), everything=True)
     reason = _agreed_stop_reason(trainer, stopper)
     if reason is None:
         return "evaluated"
@@ -46,7 +47,7 @@ def _evaluate_loaded(opened: OpenRun, stopper: Stopper) -> str:
     return reason
 
 
-def _train(opened: OpenRun, stopper: Stopper) -> str:
+def _train(opened: OpenRun, evaluations: Evaluations, stopper: Stopper) -> str:
     """Train until --train-iters or a stop request, and return why the run ends."""
     trainer, record, iteration = opened.trainer, opened.record, opened.iteration
     run, rank = trainer.run, trainer.mesh.world.rank
@@ -94,9 +95,9 @@ def _train(opened: OpenRun, stopper: Stopper) -> str:
             if is_final or _is_due(iteration, run.checkpoint.save_interval):
                 with not_training():
                     reason = _save_checkpoint(opened, stopper, iteration, batches.consumed_samples, reason)
-            if opened.inputs.sources.valid and (iteration == last or _is_due(iteration, run.logging.eval_interval)):
+            if evaluations.are_due(iteration):
                 with not_training():
-                    _evaluate(opened, iteration, log, stopper)
+                    evaluations.run(iteration, log, partial(_agreed_stop_reason, trainer, stopper))
     if reason is not None:
         print_rank_0(f"{reason}: ends after iteration {iteration} of {last}", rank)
     return reason or "all steps are done"
@@ -115,20 +116,6 @@ def _save_checkpoint(
         # Waits for the save in flight and repeats it only if it failed.
         opened.checkpoints.save(iteration, consumed_samples, urgent, final=True)
     return urgent or reason
-
-
-def _evaluate(opened: OpenRun, iteration: int, log: RunLog, stopper: Stopper) -> None:
-    """Report the loss of every validation set, until all ranks stop; all ranks must call it."""
-    trainer = opened.trainer
-    for name, source in opened.inputs.sources.valid.items():
-        with closing(sample_batches(trainer, source, 0)) as batches:
-            # Without another batch, `evaluate` ends with StopIteration.
-            remaining = takewhile(lambda _: _agreed_stop_reason(trainer, stopper) is None, batches)
-            try:
-                loss = evaluate(trainer, remaining, trainer.run.logging.eval_iters)
-            except StopIteration:
-                return
-        log.validation(iteration, loss, name)
 
 
 def _agreed_stop_reason(trainer: Trainer, stopper: Stopper) -> str | None:

@@ -1,7 +1,6 @@
 """The training loop with real trainers: the order of saves, evaluations and stops, and what is logged."""
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from megatron_ladder.config.data import DataConfig
 from megatron_ladder.data.loader import OrderOptions, open_sources
 from megatron_ladder.train import loop
+from megatron_ladder.train.evaluation import Evaluations
 from megatron_ladder.train.guards import Finding
 from megatron_ladder.train.inputs import RunInputs
 from megatron_ladder.train.opening import OpenRun
@@ -33,7 +33,6 @@ def train(
     in_evaluation: bool = False,
     loaded: bool = False,
     bad_step: int = 0,
-    valid: Sequence[str] = (),
 ) -> list[tuple[str, int]]:
     """On each rank: train, with a SIGTERM to rank 1 during a save or an evaluation; return both kinds in order.
 
@@ -41,9 +40,7 @@ def train(
     """
     trainer = build_trainer_here([*RECIPE, *argv, "--save", str(save)])
     run, rank, signals = trainer.run, dist.get_rank(), StopSignals()
-    paths, own = (Path(prefix),), tuple(map(Path, valid))
-    data = DataConfig(train_data_path=paths, valid_data_path=own) if valid else DataConfig(paths, split="8,2")
-    sources = open_sources(data, OrderOptions(run.training.seq_length, 1))
+    sources = open_sources(DataConfig((Path(prefix),), split="8,2"), OrderOptions(run.training.seq_length, 1))
     record = RunRecord(save, rank)
 
     def save_checkpoint(iteration: int, consumed_samples: int, reason: str, final: bool) -> None:
@@ -72,7 +69,7 @@ def train(
         mock.patch.object(trainer.engine, "evaluate", evaluate),
     ):
         run_opened = loop._evaluate_loaded if loaded else loop._train
-        reason = run_opened(opened, stopper)
+        reason = run_opened(opened, Evaluations(trainer, inputs), stopper)
     record.write_first("stop", iteration=0, reason=reason, code=0)
     assert reason == "SIGTERM" or not in_evaluation
     # Only rank 0 writes.
@@ -113,16 +110,3 @@ def test_the_logged_mean_leaves_out_skipped_steps(gloo_pools: GlooPools, tmp_pat
     gloo_pools(1).run(train, ["--log-interval", "2"], prefix, tmp_path, bad_step=2)
     logged = [float(event["loss"]) for event in read_record(tmp_path) if event["event"] == "progress"]
     assert len(logged) == 2 and all(map(math.isfinite, logged))
-
-
-@pytest.mark.parametrize("layout", ["--pipeline-model-parallel-size 2", "--zero-stage 3"])
-def test_every_validation_set_is_recorded(gloo_pools: GlooPools, tmp_path: Path, layout: str) -> None:
-    first, *others = (str(write_tokens(tmp_path / str(seed), seed=seed)) for seed in range(3))
-    valid = [f"web={others[0]}", "code=0.5", others[0], "2", others[1]]
-    gloo_pools(2).run(train, layout.split(), first, tmp_path, valid=valid)
-    events = [event for event in read_record(tmp_path) if event["event"] == "evaluation"]
-    assert [(event["iteration"], event["name"]) for event in events] == [
-        *((2, "web"), (2, "code"), (4, "web"), (4, "code"))
-    ]
-    for event in events:
-        assert event["ppl"] == pytest.approx(math.exp(event["loss"])) and event["ppl"] > 1

@@ -80,15 +80,19 @@ def test_a_second_backward_of_one_graph_is_an_error() -> None:
         loss.backward()
 
 
+@pytest.mark.parametrize("predicts", [False, True])
 @pytest.mark.parametrize("soft_cap", [None, 3.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_loss_takes_two_bytes_per_logit(dtype: torch.dtype, soft_cap: float | None) -> None:
+def test_the_loss_takes_two_bytes_per_logit(dtype: torch.dtype, soft_cap: float | None, predicts: bool) -> None:
     tokens = 4096
     head, x, targets = problem(tokens, dtype, soft_cap)
+    targets = Targets(targets.labels, targets.weights, predicts=predicts)
     with LiveBytes() as memory:
-        head(x, targets)[0].backward()
+        result = head(x, targets)
+        if not predicts:
+            result[0].backward()
     logits = tokens * head.weight.shape[0]
-    gradients = x.nbytes + head.weight.numel() * (4 if dtype == torch.float32 else 6)
+    gradients = 0 if predicts else x.nbytes + head.weight.numel() * (4 if dtype == torch.float32 else 6)
     assert memory.peak - gradients <= 2 * logits
     # One chunk's logits and softmax were counted.
     assert memory.peak >= (4 + dtype.itemsize) / 8 * logits

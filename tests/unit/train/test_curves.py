@@ -26,6 +26,7 @@ def log(run: RunConfig, losses: Mapping[int, float], before: int = 0, hide_later
     curves = Curves(run, before, hide_later, said.append)
     for iteration, loss in losses.items():
         curves.metrics(iteration, {"train/lm loss": loss})
+    curves.samples(max(losses), [("Once\nupon", " a time")])
     curves.close(max(losses), failed=False)
     return said
 

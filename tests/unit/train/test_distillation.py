@@ -142,5 +142,7 @@ def test_an_evaluation_does_not_run_the_teacher(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(teacher.stack, "forward", lambda *_: pytest.fail("the teacher ran"))
     ids = torch.arange(20).view(2, 10)
     with torch.no_grad():
-        student(ids[:, :-1], ids[:, 1:])
+        loss = student(ids[:, :-1], ids[:, 1:])
+        predicted = student(ids[:, :-1], ids[:, 1:], predicts=True)
+    torch.testing.assert_close(predicted[0].sum(), loss)
     assert student.take_extra_losses().tolist() == [0.0]

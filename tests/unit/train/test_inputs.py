@@ -72,7 +72,10 @@ def test_all_invalid_inputs_are_reported_before_the_start(tmp_path: Path, monkey
             ],
         ),
         (f"{data} --cuda-graph", ["--cuda-graph: this machine has no GPU"]),
-        (data, [f"{prefix}: holds token ids up to 99, the model has 67"]),
+        (
+            f"{data} --sample-prompts {tmp_path}/none",
+            [f"{prefix}: holds token ids up to 99, the model has 67", "--sample-prompts "],
+        ),
     ):
         found = errors(words)
         assert [line.startswith(start) for line, start in zip(found, starts, strict=True)] == [True] * len(found), found
