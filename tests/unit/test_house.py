@@ -65,22 +65,22 @@ MOST_LINES_OF_A_FILE = 470
 
 FIRST_FLOOR = ("errors", "files", "processes", "progress", "api", "lm_eval")
 BUDGETS = {
-    f"{PACKAGE}/": 24_566,
+    f"{PACKAGE}/": 25_103,
     " ".join(
         f"{PACKAGE}/{folder}/" for folder in ("blueprint", "comm", "parallel", "model", "engine", "train")
-    ): 10_823,
-    f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_440,
+    ): 11_270,
+    f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_464,
     f"{PACKAGE}/checkpoint/": 2_044,
-    f"{PACKAGE}/data/": 4_077,
-    f"{PACKAGE}/convert/": 2_512,
-    f"{PACKAGE}/generate/": 2_047,
+    f"{PACKAGE}/data/": 4_098,
+    f"{PACKAGE}/convert/": 2_513,
+    f"{PACKAGE}/generate/": 2_091,
     f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_617,
     "tools/": 5_996,
     "vllm_plugin/": 2_302,
-    "tests/": 26_838,
+    "tests/": 27_014,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
-MOST_WORDS = 31_835
+MOST_WORDS = 32_135
 """Words in README, docs/ and the READMEs of examples/."""
 MOST_FILES_WITH_ONE_IMPORTER = 30
 MOST_REQUIREMENTS, MOST_EXTRAS = 12, 6
