@@ -140,6 +140,14 @@ def test_a_stopped_rank_is_reported_with_stacks(data: list[str], tmp_path: Path)
     assert re.search(r"error: rank 0: LostPeerError: rank 1 on \S+ \(127.0.0.1\) is gone or does not answer", report)
 
 
+def test_a_stopped_rank_that_serves_the_store_is_named(data: list[str], tmp_path: Path) -> None:
+    flags = [*data, "--distributed-timeout-seconds-after-first-step", f"{patient(3):g}"]
+    with training(tmp_path, flags) as job:
+        job.signal(0, signal.SIGSTOP)
+        assert job.wait(SECONDS, ranks=[1])[1] == 4, job.output
+    assert "error: rank 1: LostPeerError: rank 0 on " in job.text(1)
+
+
 def test_a_killed_rank_is_named(data: list[str], tmp_path: Path) -> None:
     """The error comes long before the timeout, because its connections close."""
     with training(tmp_path, data) as job:
