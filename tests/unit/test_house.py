@@ -77,7 +77,7 @@ BUDGETS = {
     f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_617,
     "tools/": 5_996,
     "vllm_plugin/": 2_302,
-    "tests/": 27_014,
+    "tests/": 27_022,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
 MOST_WORDS = 31_972
