@@ -229,8 +229,15 @@ def is_card_or_licence(name: str) -> bool:
 
 
 def is_hf_directory(path: Path) -> bool:
-    """Return whether a directory is one of Hugging Face."""
-    return (path / HF_CONFIG).exists()
+    """Return whether a directory is one of Hugging Face; raise UserError if it holds training checkpoints as well."""
+    if not (path / HF_CONFIG).exists():
+        return False
+    if names := published_checkpoints(path) or [MANIFEST_NAME] * is_published_name(path.name):
+        raise UserError(
+            f"{path}: holds {HF_CONFIG} of a Hugging Face model and {names[-1]} of a training, so it is unclear which "
+            "of them is meant: move one to another directory"
+        )
+    return True
 
 
 def find_checkpoint(save: Path) -> Checkpoint | None:

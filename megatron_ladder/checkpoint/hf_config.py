@@ -27,6 +27,17 @@ CLASSES = {
 AUTHORS_TYPE = "llamaLadder"
 """`model_type` of the paper's authors: Llama, with `ladder_layers`."""
 READABLE_TYPES = (*CLASSES, AUTHORS_TYPE)
+_LATENT = "latent attention, whose keys and values are compressed"
+_UNREADABLE = {
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "longcat_flash": f"{_LATENT}, and experts that compute nothing",
+    "gpt_oss": "attention with sinks and sliding windows, and experts with biases and clamped activations",
+    "qwen2_moe": "a shared expert behind a gate",
+    "qwen3_next": "linear attention, and a shared expert behind a gate",
+    "llama4": "chunked attention, and experts whose inputs are weighted instead of their outputs",
+}
+"""Other well-known `model_type` with experts -> what they have that this package cannot compute."""
 EXPERT_FIELDS = {
     "num_experts_per_tok": "moe_router_topk",
     "moe_intermediate_size": "moe_ffn_hidden_size",
@@ -128,11 +139,20 @@ _Errors = list[tuple[str, object, str]]
 """Key, what was found (None for a key that is missing or null), and what was expected."""
 
 
-def model_config_from_hf(config: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
-    """Read the `config.json` of a type of `READABLE_TYPES`; raise UserError for other models and contradictions."""
+def model_config_from_hf(
+    config: Mapping[str, Any], source: str = "config.json", tensors: int | None = None
+) -> ModelConfig:
+    """Read the `config.json` of a type of `READABLE_TYPES`; raise UserError for other models and contradictions.
+
+    `tensors` is the number of stored tensors, if known, which no number of layers can exceed.
+    """
     model_type, errors = config.get("model_type"), _Errors()
     if model_type not in READABLE_TYPES:
-        raise UserError(f"{source}: model_type {model_type!r}: only {', '.join(READABLE_TYPES)} can be converted")
+        lacking = _UNREADABLE.get(str(model_type))
+        reason = f"has {lacking}: " if lacking else ""
+        raise UserError(
+            f"{source}: model_type {model_type!r}: {reason}only {', '.join(READABLE_TYPES)} can be converted"
+        )
     if config.get("quantization_config") is not None:
         raise UserError(f"{source}: quantization_config: the weights are quantised, expected float32 or bfloat16")
     try:
@@ -140,6 +160,9 @@ def model_config_from_hf(config: Mapping[str, Any], source: str = "config.json")
     except msgspec.ValidationError as error:
         raise UserError(f"{source}: {error}") from None
     heads, found = read.num_attention_heads, read.num_hidden_layers
+    if tensors is not None and found > tensors:
+        expected = f"at most {tensors}, the number of stored tensors"
+        raise UserError(f"{source}: num_hidden_layers: found {found}, expected {expected}")
     is_llama, is_own = model_type in ("llama", AUTHORS_TYPE), model_type == OWN_TYPE
     layers, rest = divmod(found, attentions_per_layer(read.residual_mode if is_own else None))
     if rest:
@@ -239,6 +262,8 @@ def _rope(config: Mapping[str, Any], read: _Config, model_type: str, errors: _Er
             continue
         rope = rope or _Rope()
         kind = rope.rope_type or rope.type or "default"
+        if kind != (rope.type or kind):
+            errors.append((f"{key}.type", rope.type, f"the same as rope_type, {kind!r}"))
         if any(isinstance(value, dict) for value in (config[key] or {}).values()):
             kind = "one for each kind of layer"
         if kind not in ROPE_TYPES:
@@ -247,14 +272,17 @@ def _rope(config: Mapping[str, Any], read: _Config, model_type: str, errors: _Er
         if rope.rope_theta is not None:
             thetas[f"{key}.rope_theta"] = rope.rope_theta
         parts[f"{key}.partial_rotary_factor"] = rope.partial_rotary_factor
-        original = rope.original_max_position_embeddings or read.original_max_position_embeddings
+        outer, name = read.original_max_position_embeddings, "original_max_position_embeddings"
+        original = rope.original_max_position_embeddings or outer or read.max_position_embeddings
         scaling = {"rope_scaling_factor": rope.factor} if kind != "default" else {}
         if kind == "llama3":
             scaling |= {
                 "rope_low_freq_factor": rope.low_freq_factor,
                 "rope_high_freq_factor": rope.high_freq_factor,
-                "rope_original_max_position_embeddings": original or read.max_position_embeddings,
+                f"rope_{name}": original,
             }
+            if outer not in (None, original):
+                errors.append((f"{name} and {key}.{name}", f"{outer} and {original}", "one number"))
         for field, value in scaling.items():
             if value is None:
                 errors.append((f"{key}.{field.removeprefix('rope_').removeprefix('scaling_')}", None, "a number"))

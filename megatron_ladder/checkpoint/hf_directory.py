@@ -114,7 +114,7 @@ class HFDirectory:
         """Return the ids of special tokens; generation_config.json takes precedence."""
         ids = token_ids(self.config, self.path / HF_CONFIG, self.model.vocab_size)
         if (self.path / GENERATION_CONFIG).exists():
-            values = _read_json_file(self.path / GENERATION_CONFIG)
+            values = _read_json_file(self.path, GENERATION_CONFIG)
             ids |= token_ids(values, self.path / GENERATION_CONFIG, self.model.vocab_size)
         return ids
 
@@ -132,7 +132,24 @@ class HFDirectory:
         self.tensors[name].read(Box(tuple(offset), tuple(extent)), out.detach())
 
 
-def _read_json_file(path: Path) -> dict[str, Any]:
+def safe_path(directory: Path, name: str) -> Path:
+    """Return the path of a file in a directory; raise UserError if the name or a link leaves it.
+
+    Links may end in `blobs` of the Hugging Face cache: `snapshots/REVISION/FILE` -> `../../blobs/HASH`.
+    """
+    home, path = directory.resolve(), directory / name
+    try:
+        real = path.resolve()
+    except (OSError, ValueError):
+        raise UserError(f"{directory}: {name!r} is not the name of a file") from None
+    in_cache = home.parent.name == "snapshots" and real.parent == home.parent.parent / "blobs"
+    if not in_cache and not real.is_relative_to(home):
+        raise UserError(f"{directory}: {name!r} is {real}, outside of the directory: copy the file into it")
+    return path
+
+
+def _read_json_file(directory: Path, name: str) -> dict[str, Any]:
+    path = safe_path(directory, name)
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, UnicodeDecodeError, RecursionError, msgspec.MsgspecError) as error:
@@ -145,7 +162,7 @@ def open_hf_directory(path: Path) -> HFDirectory:
         raise UserError(f"--hf {path}: no such directory{hub_hint(path)}")
     if not is_hf_directory(path) and find_checkpoint(path) is not None:
         raise UserError(f"--hf {path}: holds training checkpoints, which need no import: give it to --load")
-    config = _read_json_file(path / HF_CONFIG)
+    config = _read_json_file(path, HF_CONFIG)
     source = str(path / HF_CONFIG)
     model_type = config.get("model_type")
     if "auto_map" in config and model_type in READABLE_TYPES and model_type not in (OWN_TYPE, AUTHORS_TYPE):
@@ -154,7 +171,7 @@ def open_hf_directory(path: Path) -> HFDirectory:
             f"unknown; if it is a plain {model_type}, remove auto_map"
         )
     found = _read_tensors(path)
-    model = model_config_from_hf(config, source)
+    model = model_config_from_hf(config, source, len(found))
     errors: list[str] = []
     dropped = _drop_predicting_layers(config, model, found)
     _split_stacks(model, found)
@@ -177,11 +194,11 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         found, fix = ("both", "remove one") if whole.exists() else ("neither", "save the weights as safetensors")
         raise UserError(f"{path}: has {found} of {WEIGHTS_NAME} and {INDEX_NAME}: {fix}")
     if whole.exists():
-        return _read_file(whole)
-    weight_map = _read_json_file(index).get("weight_map")
+        return _read_file(path, WEIGHTS_NAME)
+    weight_map = _read_json_file(path, INDEX_NAME).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise UserError(f"{index}: weight_map is not an object of file names")
-    held = {file: _read_file(path / file) for file in sorted(set(weight_map.values()))}
+    held = {file: _read_file(path, file) for file in sorted(set(weight_map.values()))}
     places = {name: file for file, tensors in held.items() for name in tensors}
     errors = [
         f"{index}: {name}: is in {places.get(name, 'no file')}, but listed in {weight_map.get(name, 'no file')}"
@@ -192,7 +209,8 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     return {name: tensor for tensors in held.values() for name, tensor in tensors.items()}
 
 
-def _read_file(path: Path) -> dict[str, Tensor]:
+def _read_file(directory: Path, name: str) -> dict[str, Tensor]:
+    path = safe_path(directory, name)
     opened = open_safetensors(path)
     return {key: stored_tensor(path, opened, key) for key in opened.keys()}  # noqa: SIM118
 

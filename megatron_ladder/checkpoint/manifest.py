@@ -88,6 +88,15 @@ class _Manifest(Index, frozen=True):
     iteration: int
     consumed_samples: int
     model: dict[str, Any]
+    # A converted model has few of these keys.
+    run: dict[str, Any] = {}
+    data: dict[str, Any] = {}
+    tokenizer: dict[str, Any] | None = None
+    hugging_face: dict[str, Any] = {}
+    guard: dict[str, Any] = {}
+    optimizer: dict[str, Any] = {}
+    data_streams: list[dict[str, Any]] = []
+    versions: dict[str, Any] = {}
 
 
 TensorTable = dict[str, dict[str, StoredTensor]]
@@ -200,6 +209,8 @@ def _check_manifest(values: Any) -> TensorTable:
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from None
     names = {record.name for record in manifest.files}
+    if strange := [name for name in names if re.fullmatch(r"[^./\\\0][^/\\\0]*", name) is None]:
+        raise ValueError(f"the file name {strange[0]!r} is not a plain file name")
     ranks = set(map(writer_of, names))
     files = {kind: {rank: name for rank in ranks if (name := file_name(kind, rank)) in names} for kind in KINDS}
     table: TensorTable = {kind: {} for kind in KINDS}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ladder.command_line import FlagWords
+from megatron_ladder.config.megatron_flags import REFUSED
 from megatron_ladder.errors import Problem, UserError
 from megatron_ladder.flags import ValueType, flag_name, section_flags
 
@@ -51,6 +52,8 @@ def read_config_file(path: Path, sections: Sequence[type], found: FlagWords, pla
         try:
             if one is not None:
                 found.words[name] = _words(node, one.value_type)
+            elif (flag := flag_name(name)) in REFUSED:
+                found.problems.append(Problem(flag, f" is not supported: {REFUSED[flag]}"))
             else:
                 near = difflib.get_close_matches(key, flags, n=1, cutoff=0.8)
                 hint = f"did you mean {near[0]}?" if near else "keys are the flags of --help without dashes"
@@ -79,7 +82,7 @@ def _parse(path: Path) -> list[tuple[Any, Any]]:
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f":{error.problem_mark.line + 1}"
         raise UserError(f"--config {path}{line}: not YAML: {error.problem}") from None
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
         raise UserError(f"--config {path}: not YAML: {error}") from None
     if root is None:
         return []

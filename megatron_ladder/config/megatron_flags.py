@@ -1,4 +1,4 @@
-"""Flags of Megatron that this trainer does not have.
+"""Flags of Megatron and of other trainers that this trainer does not have.
 
 Users bring launch scripts from Megatron-DeepSpeed. A flag that requests what the trainer does anyway is accepted. Any
 other flag is rejected, with its replacement if there is one. No flag is silently ignored.
@@ -59,10 +59,21 @@ _REFUSED_BY_REASON = {
     "lengths are counted in steps: use --train-iters, --lr-decay-iters and --lr-warmup-iters": (
         "--train-samples --train-tokens --lr-decay-samples --lr-warmup-samples --lr-decay-tokens --lr-warmup-tokens"
     ),
-    "use --lr-warmup-iters": "--lr-warmup-fraction",
-    "use one --global-batch-size": "--rampup-batch-size",
-    "use --micro-batch-size": "--batch-size",
-    "use --seq-length": "--encoder-seq-length",
+    "use --lr-warmup-iters": "--lr-warmup-fraction --warmup-steps --warmup-ratio --num-warmup-steps",
+    "use one --global-batch-size": "--rampup-batch-size --train-batch-size --gradient-accumulation-steps",
+    "use --micro-batch-size": "--batch-size --per-device-train-batch-size",
+    "use --lr": "--learning-rate --max-lr",
+    "use --lr-decay-style": "--lr-scheduler-type",
+    "use --clip-grad": "--max-grad-norm --gradient-clipping",
+    "use --train-iters": "--max-steps --num-train-epochs",
+    "use --seq-length": "--encoder-seq-length --max-seq-length --max-length",
+    "use --save": "--output-dir",
+    "use --save-interval": "--save-steps",
+    "use --log-interval": "--logging-steps",
+    "use --eval-interval": "--eval-steps",
+    "use --load": "--resume-from-checkpoint",
+    "import it with `tools/convert_checkpoint.py import`, and use --load": "--model-name-or-path",
+    "list data sets in a file for --config": "--data-args-path --per-split-data-args-path",
     "use --recompute-granularity full": (
         "--checkpoint-activations --deepspeed-activation-checkpointing --recompute-activations "
         "--distribute-saved-activations --partition-activations --checkpoint-in-cpu --moe-layer-recompute"

@@ -140,9 +140,7 @@ class RunWords(FlagWords):
             sections = dict(zip(SECTION_TYPES, open_values, strict=True))
             given = frozenset(name for name, words in self.words.items() if words is not None)
             flags = RunFlags(**sections, given=given, places=self.places)
-            has_groups = flags.model.num_key_value_heads is not None or flags.checkpoint.load is not None
-            if "--group-query-attention" in self.taken and not has_groups:
-                raise_user_errors([Problem("--group-query-attention", " requires --num-query-groups")])
+            raise_user_errors(error for error in _megatron_problems(flags) if error.flag in self.taken)
         return flags
 
 
@@ -186,6 +184,24 @@ def parse_run(argv: Sequence[str], known: Sequence[str] = ()) -> RunFlags:
     words = read_run_words(argv)
     words.problems = [*known, *words.problems]
     return words.to_flags()
+
+
+def _megatron_problems(flags: RunFlags) -> Iterator[Problem]:
+    """Yield one line for each accepted flag of Megatron that these flags contradict."""
+    model, stages, load = flags.model, flags.parallel.pipeline_model_parallel_size, flags.checkpoint.load
+    contradictions = {
+        "--untie-embeddings-and-output-weights": "--tie-embeddings" if model.tie_embeddings else "",
+        "--disable-bias-linear": "--add-mlp-bias" * model.add_mlp_bias
+        or "--add-attention-output-bias" * model.add_attention_output_bias,
+        "--no-pipeline-parallel": f"--pipeline-model-parallel-size {stages}" if stages > 1 else "",
+    }
+    for flag, other in contradictions.items():
+        if other:
+            yield Problem(flag, f" and {other} exclude each other: give one of them")
+    if model.num_key_value_heads is None and load is None:
+        yield Problem("--group-query-attention", " requires --num-query-groups")
+    if load is None:
+        yield Problem("--use-checkpoint-args", " requires --load")
 
 
 def resolve_run(flags: RunFlags, vocab_size: int, world_size: int) -> RunConfig:

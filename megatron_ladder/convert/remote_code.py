@@ -191,7 +191,7 @@ def _metadata(card: bytes) -> dict[str, Any]:
     match = re.match(rb"---[ \r]*\n(.*?)\n---", card, re.DOTALL)
     try:
         values = None if match is None else yaml.safe_load(match[1])
-    except (yaml.YAMLError, ValueError):
+    except (yaml.YAMLError, ValueError, RecursionError):
         values = None
     return values if isinstance(values, dict) else {}
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ladder.checkpoint.format import CARRIED, CHAT_TEMPLATE, is_card_or_licence
+from megatron_ladder.checkpoint.hf_directory import safe_path
 from megatron_ladder.errors import UserError
 
 _CONFIG = "tokenizer_config.json"
@@ -18,12 +19,12 @@ def read_carried(directory: Path) -> dict[str, bytes]:
     Additional chat templates become a list in tokenizer_config.json, as transformers wrote them before.
 
     Raises:
-        UserError: a file with templates cannot be read.
+        UserError: a file is a link out of the directory, or has templates that cannot be read.
     """
     found, more = {}, sorted(f"{path.parent.name}/{path.name}" for path in directory.glob(f"{_MORE_TEMPLATES}/*.jinja"))
     for name in [*sorted(entry.name for entry in directory.iterdir()), *more]:
         if name in (*CARRIED, *more) or (is_card_or_licence(name) and (directory / name).is_file()):
-            found[name] = (directory / name).read_bytes()
+            found[name] = safe_path(directory, name).read_bytes()
     if more:
         templates = {"default": found.pop(CHAT_TEMPLATE, None)} | {Path(name).stem: found.pop(name) for name in more}
         try:

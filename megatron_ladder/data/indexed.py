@@ -243,6 +243,7 @@ class IndexedDataset:
         if not prefix.name:
             raise UserError(f"{prefix}: is a directory: give the path of a data set without .bin and .idx")
         self.prefix = prefix
+        self._mapped: dict[str, mmap.mmap] = {}
         dtype = self._read_index()
         tokens = int(self.sequence_bounds[-1])
         if tokens == 0:
@@ -334,7 +335,17 @@ class IndexedDataset:
                     f"{file.name}: {found} bytes found, {expected} expected by {idx_path(self.prefix)} ({entries} "
                     "tokens): preprocess or copy the data again"
                 )
-            return np.frombuffer(mmap.mmap(file.fileno(), expected, access=mmap.ACCESS_READ), dtype)
+            self._mapped[file.name] = mmap.mmap(file.fileno(), expected, access=mmap.ACCESS_READ)
+            return np.frombuffer(self._mapped[file.name], dtype)
+
+    def check_size(self) -> None:
+        """Raise UserError if a file was truncated since it was opened: reading beyond its end kills the process."""
+        for path, mapped in self._mapped.items():
+            if (found := mapped.size()) < len(mapped):
+                raise UserError(
+                    f"{path}: {found} bytes found, {len(mapped)} when it was opened: another program changed the file "
+                    "during the run: preprocess or copy the data again"
+                )
 
     def __len__(self) -> int:
         """Number of documents."""

@@ -92,6 +92,7 @@ class DatasetSamples(Samples):
         """Write the samples at `places` [n] of an epoch into the rows `rows` [n] of `out`."""
 
     def fill(self, numbers: NDArray[np.int64], rows: NDArray[np.int64], out: SampleRows) -> None:
+        self.dataset.check_size()
         epochs, places = np.divmod(numbers, len(self))
         for epoch in np.unique(epochs).tolist():
             chosen = np.flatnonzero(epochs == epoch)

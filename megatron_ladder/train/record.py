@@ -26,6 +26,16 @@ RECORD_NAME = "run.jsonl"
 EVALUATES = "evaluates"
 """The `reason` of a `start` that takes no step. Later steps in the record remain valid after such a start."""
 
+_NUMBERS = {
+    "start": ("iteration",),
+    "progress": ("iteration", "steps", "seconds", "loss", "tokens_per_second"),
+    "evaluation": ("loss",),
+    "save end": ("blocked_seconds",),
+    "stop": ("code",),
+    "refused": ("code",),
+}
+"""Fields without which an event is incomplete."""
+
 
 class RunRecord:
     """Appends events of a rank to the record of a directory; without a directory it does nothing."""
@@ -62,6 +72,8 @@ def read_record(folder: Path) -> list[dict[str, Any]]:
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
             event = json.loads(line)
             if isinstance(event, Mapping) and isinstance(event.get("event"), str):
+                for name in _NUMBERS.get(event["event"], ()):
+                    float(event[name])
                 events.append({**event, "time": datetime.fromisoformat(event["time"]).astimezone(UTC)})
     return events
 

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib.util
 import itertools
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any
 
 from megatron_ladder.data.reading.parquet import check_columns
 from megatron_ladder.data.reading.protocol import Block, Reading, Rows, Shard
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import UserError, raise_user_errors
 
 PREFIX = "hf://"
 BATCH_ROWS = 256
@@ -73,7 +74,14 @@ class HubSource:
         import datasets
 
         with self.translated_errors("open", "without a network, give a directory of data files, hf:///PATH"):
-            return datasets.load_dataset(self.path, self.config, split=self.split, streaming=True)
+            found = datasets.load_dataset(self.path, self.config, split=self.split, streaming=True)
+            files = self.data_files if Path(self.path).is_dir() else []
+        raise_user_errors(
+            f"{self.flag} {self.name}: its README.md names {file}, which is outside of the directory: copy it there"
+            for file in files
+            if not Path(os.path.abspath(file)).is_relative_to(os.path.abspath(self.path))
+        )
+        return found
 
     @functools.cached_property
     def data_files(self) -> list[str]:

@@ -70,10 +70,10 @@ class ParquetFile(LocalFile):
                 if self.row_group in (None, number):
                     try:
                         yield from self._rows(file, number, first, rows_before, reading) if first < parts else ()
-                    except (pyarrow.ArrowException, OSError, ValueError) as error:
+                    except (pyarrow.ArrowException, OSError) as error:
                         if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno):
                             raise
-                        problem = f"{self.path}: row group {number}: damaged, or not UTF-8 ({error})"
+                        problem = f"{self.path}: row group {number}: damaged ({error})"
                         raise UserError(f"{problem}: download the file again") from None
                     first = max(0, first - parts)
                 rows_before += group.num_rows
@@ -85,7 +85,7 @@ class ParquetFile(LocalFile):
         columns: tuple[list[Any], ...] = tuple([] for _ in reading.all_keys)
         for batch in file.iter_batches(step, row_groups=[number], columns=list(reading.all_keys)):
             for key, column in zip(reading.all_keys, columns, strict=True):
-                column += batch.column(key).to_pylist() if key in batch.schema.names else [None] * len(batch)
+                column += _values(batch.column(key)) if key in batch.schema.names else [None] * len(batch)
             while len(columns[0]) >= min(step, group.num_rows - begin) > 0:
                 end = min(begin + step, group.num_rows)
                 if begin >= first * step:
@@ -96,6 +96,21 @@ class ParquetFile(LocalFile):
                 for column in columns:
                     del column[: end - begin]
                 begin = end
+
+
+def _values(column: Any) -> list[Any]:
+    """Return the values of a column, with an error instead of each one that cannot be read."""
+
+    def value(scalar: Any) -> Any:
+        try:
+            return scalar.as_py()
+        except ValueError as error:
+            return error
+
+    try:
+        return list(column.to_pylist())
+    except ValueError:
+        return list(map(value, column))
 
 
 def _file_bytes(group: Any) -> int:

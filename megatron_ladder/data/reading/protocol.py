@@ -201,8 +201,10 @@ def too_large(reading: Reading) -> str:
 def reason_against(row: Sequence[Any], reading: Reading) -> str | None:
     """Return why the values of a record cannot be tokenized; None if they can."""
     for key, value in zip(reading.all_keys, row, strict=True):
+        if isinstance(value, ValueError):
+            return f"the value under {key!r} cannot be read: {value}"
         if not reading.texts_only:
-            break
+            continue
         if not isinstance(value, str):
             return f"expected a text under {key!r}, found {type(value).__name__}"
         try:

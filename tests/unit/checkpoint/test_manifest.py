@@ -108,6 +108,8 @@ Change = Callable[[dict[str, Any]], object]
         (lambda manifest: manifest.update(schema_version=2), "schema_version is 2, and this program reads 3: use"),
         (lambda manifest: manifest.update(iteration="1"), r"\$.iteration"),
         (lambda manifest: manifest["files"][0].update(size="4"), r"\$.files\[.*size"),
+        (lambda manifest: manifest["files"][0].update(name="../a"), "'../a' is not a plain file name"),
+        (lambda manifest: manifest.update(hugging_face=5), r"Expected `object`, got `int` - at `\$.hugging_face"),
         (lambda manifest: manifest["tilings"][0].update(boxes=[]), "its boxes hold 0 elements, expected 24"),
         (lambda manifest: manifest["tilings"][0]["boxes"][0].__setitem__(0, [9, 9]), "not inside"),
     ],

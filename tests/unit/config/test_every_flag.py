@@ -15,6 +15,13 @@ IGNORED = {"deepspeed", "local_rank"}
 READ_BY_PART = {"train_data_path", "valid_data_path"}
 """Fields that the loader reads by the name of a part."""
 
+CONTRADICTED = {
+    "--untie-embeddings-and-output-weights": "--tie-embeddings",
+    "--disable-bias-linear": "--add-mlp-bias",
+    "--no-pipeline-parallel": "--pipeline-model-parallel-size 2",
+}
+"""Accepted flags of Megatron, and flags that ask for the opposite."""
+
 
 def errors_of(words: str) -> list[str]:
     return run_or_errors(f"--train-iters 100 --lr 1e-3 {words}".split(), 1000, 4)[1]
@@ -75,7 +82,7 @@ def test_every_flag_of_the_trainer_is_read() -> None:
 def test_megatrons_flags_are_accepted_only_for_what_the_trainer_does() -> None:
     known = {word for one in all_flags() for word in (*one.spellings, one.opposite)}
     assert not known & (ACCEPTED.keys() | REFUSED.keys()) and not ACCEPTED.keys() & REFUSED.keys()
-    needed = {"--group-query-attention": "--num-query-groups 4"}
+    needed = {"--group-query-attention": "--num-query-groups 4", "--use-checkpoint-args": "--load l"}
     for flag, values in ACCEPTED.items():
         assert errors_of(f"{flag} {' '.join(values[:1])} {needed.get(flag, '')}") == [], flag
         wrong = errors_of(f"{flag} nonsense")
@@ -83,6 +90,8 @@ def test_megatrons_flags_are_accepted_only_for_what_the_trainer_does() -> None:
     for flag in REFUSED:
         (found,) = errors_of(flag)
         assert found.startswith(f"{flag} is not supported: "), flag
+    for flag, other in CONTRADICTED.items():
+        assert errors_of(f"{flag} {other}") == [f"{flag} and {other} exclude each other: give one of them"]
     for flag, other in needed.items():
         (found,) = errors_of(flag)
         assert found.startswith(f"{flag} requires {other.split()[0]}")

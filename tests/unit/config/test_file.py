@@ -133,6 +133,7 @@ def test_a_file_that_can_be_read_once_is_read_once(tmp_path: Path) -> None:
         ("rope_scaling: no", "--rope-scaling: 'no' is not one of none, linear, llama3 (run.yaml:3)"),
         ("data_path: [[a]]", "--data-path: expected a path, found a list (run.yaml:3)"),
         ("save: ''", "--save: the path is empty (run.yaml:3)"),
+        ("learning_rate: 1", "--learning-rate is not supported: use --lr"),
     ],
 )
 def test_an_invalid_key_or_value_is_one_error(tmp_path: Path, line: str, message: str) -> None:
@@ -146,6 +147,7 @@ def test_an_invalid_key_or_value_is_one_error(tmp_path: Path, line: str, message
         (b"lr: [1", "--config run.yaml:1: not YAML: expected ',' or ']'"),
         (b"lr: 1\n---\nlr: 2", "--config run.yaml:2: not YAML: but found another document"),
         (b"lr: \xff", "--config run.yaml: not YAML: 'utf-8' codec"),
+        (b"[" * 500, "--config run.yaml: not YAML: maximum recursion"),
         (b"lr 1e-4", "--config run.yaml: expected a line `flag_name: value` for each flag, found 'lr 1e-4'"),
     ],
 )

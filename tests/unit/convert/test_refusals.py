@@ -1,6 +1,8 @@
 """Invalid, damaged and hostile directories are rejected with a message, and nothing is written."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 from megatron_ladder.checkpoint.checksum import checksum_of
 from megatron_ladder.checkpoint.publish import write_manifest
 from megatron_ladder.errors import UserError
+from megatron_ladder.generate.loading import open_model
 from tests.unit.convert.hand_made import (
     CONFIG,
     SHAPES,
@@ -31,26 +34,40 @@ def rejection(directory: Path) -> str:
     return str(caught.value)
 
 
-def test_swapped_directories(tmp_path: Path) -> None:
-    hf, ours, new = write_directory(tmp_path / "hf"), tmp_path / "ours", tmp_path / "new"
+def test_swapped_directories_and_those_of_both_formats(tmp_path: Path) -> None:
+    hf, ours, both = write_directory(tmp_path / "hf"), tmp_path / "ours", tmp_path / "both"
     convert("import", "--hf", hf, "--save", ours)
+    shutil.copytree(ours, both)
+    shutil.copytree(hf, both, dirs_exist_ok=True)
+    shutil.copytree(hf, ours / "both" / "iter_0000000")
+    new = tmp_path / "new"
     commands: list[tuple[list[object], str]] = [
         (["import", "--hf", ours, "--save", new], f"--hf {ours}: holds training checkpoints"),
         (["import", "--hf", ours, "--save", hf], f"--save {hf}: is a Hugging Face directory, which import reads"),
         (["export", "--load", hf, "--hf", ours], f"--hf {ours}: holds training checkpoints: give it to --load"),
         (["export", "--load", hf, "--hf", new], f"import --hf {hf} --save DIR"),
         (["reshape", "--load", hf, "--save", new], f"import --hf {hf} --save DIR"),
+        (["export", "--load", ours, "--hf", both, "--overwrite"], f"{both}: holds config.json "),
     ]
+    unclear = (both, ours / "both" / "iter_0000000")
+    for path in unclear:
+        opening = ["import", "--save", new, "--hf"], ["export", "--hf", new, "--load"], ["inspect"]
+        commands += [([*words, path], f"{path}: holds config.json ") for words in opening]
     for command, words in commands:
         with pytest.raises(UserError) as caught:
             convert(*command)
         assert words in str(caught.value) and not new.exists(), caught.value
+    for path in unclear:
+        with pytest.raises(UserError, match="unclear"):
+            open_model(path, None, None)
 
 
 def test_code_of_a_plain_model_and_unknown_models_are_rejected(tmp_path: Path) -> None:
     for change, words in (
         ({"auto_map": {"AutoModel": "evil.Model"}}, "not run"),
         ({"model_type": "phi3"}, "'phi3'"),
+        ({"model_type": "deepseek_v3", "auto_map": {}}, "'deepseek_v3': has latent attention"),
+        ({"model_type": "qwen2_moe"}, "'qwen2_moe': has a shared expert behind a gate"),
         ({"model_type": ["llama"]}, "['llama']"),
     ):
         message = rejection(write_directory(tmp_path / "hf", {**CONFIG, **change}))
@@ -128,6 +145,13 @@ def test_numbers_of_a_configuration(tmp_path: Path, value: str) -> None:
         assert "config.json" in message and len(message) < 1000, key
 
 
+def test_more_layers_than_tensors_are_rejected_before_they_are_counted(tmp_path: Path) -> None:
+    """Memory for a thousand million layers would not be available."""
+    change = {"model_type": "llamaLadder", "num_hidden_layers": 10**9, "ladder_layers": 10**9}
+    message = rejection(write_directory(tmp_path / "hf", {**CONFIG, **change}))
+    assert "num_hidden_layers: found 1000000000, expected at most 21, the number of stored tensors" in message
+
+
 def renamed(old: str, new: str) -> bytes:
     return safetensors(entries({new if name == old else name: shape for name, shape in SHAPES.items()}))
 
@@ -158,6 +182,27 @@ def test_index_and_headers_must_agree(tmp_path: Path) -> None:
     assert "model.safetensors.index.json: stray: is in a.safetensors, but listed in no file" in message
     message = rejection(write_sharded(tmp_path / "four", {"absent": "c.safetensors"}))
     assert "c.safetensors: not a complete safetensors file" in message
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "/x.safetensors", "\0.safetensors"])
+def test_names_in_an_index_must_stay_in_the_directory(tmp_path: Path, name: str) -> None:
+    (tmp_path / "x.safetensors").write_bytes(safetensors(entries(SHAPES)))
+    assert repr(name) in rejection(write_sharded(tmp_path / "hf", {Q: name}))
+
+
+def test_only_links_into_the_hugging_face_cache_leave_a_directory(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0123"
+    blobs.mkdir(parents=True)
+    write_directory(snapshot)
+    for name in ("config.json", "model.safetensors"):
+        os.rename(snapshot / name, blobs / f"hash-{name}")
+        os.symlink(f"../../blobs/hash-{name}", snapshot / name)
+    convert("import", "--hf", snapshot, "--save", tmp_path / "ours")
+    for name in ("model.safetensors", "config.json", "LICENSE"):
+        linked = write_directory(tmp_path / name)
+        (linked / name).unlink(missing_ok=True)
+        os.symlink(blobs / "hash-model.safetensors", linked / name)
+        assert f"{name!r} is {blobs}/hash-model.safetensors, outside of the directory" in rejection(linked)
 
 
 def test_a_stored_head_of_a_tied_model_must_be_the_embedding(tmp_path: Path) -> None:

@@ -107,6 +107,7 @@ def test_configs_survive_a_round_trip_through_transformers(model: ModelConfig, t
 
 def test_the_card_of_an_import_names_the_repository_of_a_cached_model(tmp_path: Path) -> None:
     cached = tmp_path / "models--meta-llama--Llama-2-7b" / "snapshots" / "0123"
+    assert imported_card(cached, b"---\n" + b"[" * 9999 + b"\n---") == imported_card(cached, b"---\n{[\n---")
     assert imported_card(cached, b"---\n{[\n---") == b"---\nbase_model: meta-llama/Llama-2-7b\n---\n"
 
 
@@ -146,6 +147,8 @@ def test_configs_of_published_models() -> None:
         ),
         ({"model_type": "mistral"}, "sliding_window: found 4096, expected null"),
         ({"model_type": "qwen3"}, "head_dim: found nothing"),
+        ({"rope_scaling": LLAMA31["rope_scaling"] | {"type": "linear"}}, "rope_scaling.type: found 'linear'"),
+        ({"original_max_position_embeddings": 4096}, "found '4096 and 8192', expected one number"),
         ({"ladder_layers": [3]}, "ladder_layers: found [3], expected none in a llama model"),
         ({"model_type": "llamaLadder", "ladder_layers": 33}, "ladder_layers: found 33, expected at most the 32"),
         (

@@ -83,6 +83,12 @@ def test_a_directory_through_datasets(formats: Path, tmp_path: Path) -> None:
         read_all([f"hf://{tmp_path}/torn"])
     with pytest.raises(UserError, match=r"hf://.*a\.jsonl: is a file: leave out hf://"):
         read_all([f"hf://{formats}/a.jsonl"])
+    for place in ("..", tmp_path):
+        card = "---\nconfigs:\n- {config_name: default, data_files: [{split: train, path: PLACE/out.jsonl}]}\n---\n"
+        (tmp_path / "torn" / "README.md").write_text(card.replace("PLACE", str(place)))
+        (tmp_path / "out.jsonl").write_text('{"text": "secret"}\n')
+        with pytest.raises(UserError, match=r"hf://.*torn: its README.md names .*out\.jsonl, which is outside of"):
+            read_all([f"hf://{tmp_path}/torn"])
 
 
 def test_all_unreadable_inputs_are_reported(formats: Path, tmp_path: Path) -> None:
@@ -129,8 +135,23 @@ def test_damaged_parquet_is_reported(formats: Path, tmp_path: Path) -> None:
     (tmp_path / "d.parquet").write_bytes(content)
     blocks = read_blocks(find_sources([tmp_path / "d.parquet"], Reading()), Reading())
     assert next(blocks).read(Reading()).columns == (TEXTS[:150],)
-    with pytest.raises(UserError, match=r"d\.parquet: row group 1: damaged, or not UTF-8 \(.+\)"):
+    with pytest.raises(UserError, match=r"d\.parquet: row group 1: damaged \(.+\)"):
         next(blocks)
+
+
+def test_rows_that_cannot_be_read_are_bad_records(tmp_path: Path) -> None:
+    texts = pyarrow.array([b"one", b"two \xff", b"three", b"\xe6\x97"], pyarrow.binary()).view(pyarrow.string())
+    contents = pyarrow.StructArray.from_arrays([texts], ["content"])
+    messages = pyarrow.ListArray.from_arrays(pyarrow.array([0, 1, 2, 3, 4], pyarrow.int32()), contents)
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts, "messages": messages}), tmp_path / "a.parquet")
+    for key, expected in (("text", ["one", "three"]), ("messages", [[{"content": "one"}], [{"content": "three"}]])):
+        reading = Reading((key,), texts_only=key == "text", max_bad=9)
+        (block,) = blocks_of([tmp_path / "a.parquet"], reading)
+        assert block.read(reading).columns == (expected,)
+        assert [place for place, _ in bad_records([tmp_path / "a.parquet"], reading)] == [
+            f"{tmp_path}/a.parquet: row 1",
+            f"{tmp_path}/a.parquet: row 3",
+        ]
 
 
 LINES = [

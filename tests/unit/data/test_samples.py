@@ -1,10 +1,12 @@
+import os
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from megatron_ladder.data.indexed import IndexedDataset, loss_mask_path
+from megatron_ladder.data.indexed import IndexedDataset, bin_path, loss_mask_path
 from megatron_ladder.data.loader import _parse_split, _split_documents
+from megatron_ladder.data.packing import PackedSource
 from megatron_ladder.data.samples import SampleSource, permutation
 from megatron_ladder.errors import UserError
 
@@ -52,6 +54,24 @@ def test_unshuffled_source_reads_in_order_and_wraps_around(make_dataset: MakeDat
     source = SampleSource(make_dataset([3, 4]), range(2), 2, seed=9, shuffle=False)
     once = [[0, 1, 2], [2, 3, 4], [4, 5, 6]]
     assert source.samples(np.arange(7)).tokens.tolist() == [*once, *once, once[0]]
+
+
+def test_files_that_are_truncated_while_they_are_read(make_dataset: MakeDataset) -> None:
+    """Reading them would end the process with SIGBUS, or return zeros for the last page."""
+    prefix = make_dataset([4000] * 5).prefix
+    mask = bytes([1]) * 20_000
+    loss_mask_path(prefix).write_bytes(mask)
+    for path, size in ((loss_mask_path(prefix), 20_000), (bin_path(prefix), 80_000)):
+        source = SampleSource(IndexedDataset(prefix), range(5), 9, seed=0, shuffle=False)
+        packed = PackedSource(source.dataset, range(5), 9, seed=0, shuffle=False, pad_id=0)
+        for left in (size - 1, 0):
+            os.truncate(path, left)
+            for samples in (source, packed):
+                with pytest.raises(UserError) as raised:
+                    samples.samples(np.array([len(samples) - 1]))
+                found = f"{path}: {left} bytes found, {size} when it was opened"
+                assert raised.value.messages[0].startswith(found)
+        path.write_bytes(mask if size == len(mask) else bytes(size))
 
 
 def test_a_part_that_is_too_short(make_dataset: MakeDataset) -> None:

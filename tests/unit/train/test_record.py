@@ -82,7 +82,8 @@ def test_an_incomplete_line_is_skipped(tmp_path: Path) -> None:
     record = RunRecord(tmp_path)
     record.write("start", iteration=1)
     with open(tmp_path / RECORD_NAME, "ab") as file:
-        file.write(b'\n{"time": "2026-01-31T12:00:00+00:00", "event": "prog\xc3')
+        for text in b'"save end"}', b'"start", "iteration": [1]}', b'"progress", "iteration": 1}', b'"prog\xc3':
+            file.write(b'\n{"time": "2026-01-31T12:00:00+00:00", "event": ' + text)
     assert [event["event"] for event in read_record(tmp_path)] == ["start"]
     record.write("stop", code=0)
     assert [event["event"] for event in read_record(tmp_path)] == ["start", "stop"]
