@@ -16,7 +16,6 @@ We write each document as one sequence. Megatron may cut a document into several
 adjacent in .bin, so a document is one range of tokens in both cases, and the reader offers documents as such ranges.
 """
 
-import contextlib
 import dataclasses
 import json
 import mmap
@@ -250,9 +249,8 @@ class IndexedDataset:
             raise UserError(f"{idx_path(prefix)}: has no token: preprocess an input with text")
         self.tokens = self._map(self._open(bin_path(prefix)), dtype, tokens)
         self.loss_mask: NDArray[np.uint8] | None = None
-        with contextlib.suppress(FileNotFoundError):
-            mask: BinaryIO = open(loss_mask_path(prefix), "rb")  # noqa: SIM115 - closed by _map
-            self.loss_mask = self._map(mask, np.dtype(np.uint8), tokens)
+        if loss_mask_path(prefix).exists():
+            self.loss_mask = self._map(self._open(loss_mask_path(prefix)), np.dtype(np.uint8), tokens)
         self.sidecar = read_sidecar(prefix)
         if self.sidecar is not None:
             self._compare(self.sidecar)

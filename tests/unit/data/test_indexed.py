@@ -105,6 +105,10 @@ def test_loss_mask_has_a_byte_for_each_token(tmp_path: Path) -> None:
     prefix = put(tmp_path / "chat", U16_IDX, U16_BIN)
     assert IndexedDataset(prefix).loss_mask is None
     path = tmp_path / "chat_loss_mask.bin"
+    path.mkdir()
+    with pytest.raises(UserError, match=r"chat_loss_mask\.bin: cannot be read: Is a directory"):
+        IndexedDataset(prefix)
+    path.rmdir()
     path.write_bytes(bytes([0, 1, 1, 0]))
     mask = IndexedDataset(prefix).loss_mask
     assert mask is not None and mask.tolist() == [0, 1, 1, 0]
