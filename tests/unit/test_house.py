@@ -80,7 +80,7 @@ BUDGETS = {
     "tests/": 27_129,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
-MOST_WORDS = 32_002
+MOST_WORDS = 32_000
 """Words in README, docs/ and the READMEs of examples/."""
 MOST_FILES_WITH_ONE_IMPORTER = 30
 MOST_REQUIREMENTS, MOST_EXTRAS = 12, 6
