@@ -249,8 +249,13 @@ class IndexedDataset:
             raise UserError(f"{idx_path(prefix)}: has no token: preprocess an input with text")
         self.tokens = self._map(self._open(bin_path(prefix)), dtype, tokens)
         self.loss_mask: NDArray[np.uint8] | None = None
-        if loss_mask_path(prefix).exists():
-            self.loss_mask = self._map(self._open(loss_mask_path(prefix)), np.dtype(np.uint8), tokens)
+        try:
+            mask: BinaryIO = open(loss_mask_path(prefix), "rb")  # noqa: SIM115 - closed by _map
+            self.loss_mask = self._map(mask, np.dtype(np.uint8), tokens)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise UserError(f"{loss_mask_path(prefix)}: cannot be read: {error.strerror}") from None
         self.sidecar = read_sidecar(prefix)
         if self.sidecar is not None:
             self._compare(self.sidecar)

@@ -65,13 +65,13 @@ MOST_LINES_OF_A_FILE = 470
 
 FIRST_FLOOR = ("errors", "files", "processes", "progress", "api", "lm_eval")
 BUDGETS = {
-    f"{PACKAGE}/": 25_249,
+    f"{PACKAGE}/": 25_254,
     " ".join(
         f"{PACKAGE}/{folder}/" for folder in ("blueprint", "comm", "parallel", "model", "engine", "train")
     ): 11_286,
     f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_494,
     f"{PACKAGE}/checkpoint/": 2_108,
-    f"{PACKAGE}/data/": 4_133,
+    f"{PACKAGE}/data/": 4_138,
     f"{PACKAGE}/convert/": 2_514,
     f"{PACKAGE}/generate/": 2_091,
     f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_617,
@@ -80,7 +80,7 @@ BUDGETS = {
     "tests/": 27_129,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
-MOST_WORDS = 32_000
+MOST_WORDS = 31_995
 """Words in README, docs/ and the READMEs of examples/."""
 MOST_FILES_WITH_ONE_IMPORTER = 30
 MOST_REQUIREMENTS, MOST_EXTRAS = 12, 6
