@@ -217,7 +217,7 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_EXPERTS)
 def test_500_tokens_of_experts_are_those_of_transformers(name: str, tmp_path: Path, gloo_pools: GlooPools) -> None:
-    """Of the standard models in transformers' own classes, and of the others in the exported module."""
+    """Standard models run in transformers' own classes, the others in the exported module."""
     if name in KINDS:
         module = save_model(tmp_path / "hf", name)
         # Larger matrices make other tokens after other prompts.

@@ -61,7 +61,7 @@ def split_at_random(rng: random.Random, box: Box, depth: int) -> list[Box]:
 
 
 def test_boxes_that_cannot_tile_a_tensor_are_rejected() -> None:
-    """Drop, repeat or move one of the boxes of a tiling; boxes that overlap as much as they lack are not told apart."""
+    """Drop, repeat or move one box of a tiling. An overlap as large as the gap goes unnoticed."""
     rng = random.Random(4)
     files = [FileRecord("rng_rank_00000.safetensors", 10**6, f"xxh3_128:{0:032x}")]
     header = {"iteration": 1, "consumed_samples": 1, "model": {}}
