@@ -81,7 +81,7 @@ class Row(NamedTuple):
     alpha_seconds: float
     wiring: str
     times: Mapping[str, Sequence[Pass]]
-    """Of every wiring."""
+    """Passes of each wiring, of which `wiring` is the row's."""
     all_reduces: int
 
     def ratios(self) -> list[float]:

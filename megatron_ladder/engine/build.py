@@ -170,17 +170,17 @@ def build_engine(
         sharded.optimizer = optimizer
     engine = kind(model, sharded or optimizer, config, mesh, device)
     graphs = run.training.cuda_graph
-    waits = device.type == "cuda" and waits_for_choices(model)
-    if graphs == "true" and waits:
-        raise UserError(
-            "--cuda-graph: the host would wait for the choice of experts: leave it out, or use --bf16, a hidden size "
-            "and widths of experts on a rank that are multiples of 8, and a GPU of compute capability 9.0 or more"
-        )
-    excluded = waits or mesh.pipeline.size > 1 or run.data.reset_attention_mask or run.profile.profile
-    if graphs == "auto" and excluded:
+    if graphs == "auto" and (mesh.pipeline.size > 1 or run.data.reset_attention_mask or run.profile.profile):
         graphs = "false"
+    # Under ZeRO-3, there would be no whole matrices of experts to look at.
     if sharded is not None and device.type == "cuda" and graphs != "false":
-        engine.passes = CapturedPasses(model, sharded, mesh.world, measures=graphs == "auto")
+        if not waits_for_choices(model):
+            engine.passes = CapturedPasses(model, sharded, mesh.world, measures=graphs == "auto")
+        elif graphs == "true":
+            raise UserError(
+                "--cuda-graph: the host would wait for the choice of experts: leave it out, or use --bf16, widths of "
+                "experts and of the model that are multiples of 8 on a rank, and a GPU of capability 9.0 or more"
+            )
     if isinstance(optimizer, MuonWithAdamW):
         optimizer.distribute(engine.state.spans(), mesh.world)
     return engine, description
