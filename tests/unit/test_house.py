@@ -75,7 +75,7 @@ BUDGETS = {
     f"{PACKAGE}/convert/": 2_514,
     f"{PACKAGE}/generate/": 2_091,
     f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_617,
-    "tools/": 5_996,
+    "tools/": 5_992,
     "vllm_plugin/": 2_302,
     "tests/": 27_129,
 }

@@ -1,6 +1,7 @@
 """tools/study.py: its command line, whole studies with fake training runs, and the statistics of its report."""
 
 import functools
+import itertools
 import json
 import math
 import os
@@ -17,6 +18,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from ladder_lab.bench.options import parse_options as parse_benchmark
 from ladder_lab.study import program, report, trials
 from ladder_lab.study.options import Parsed, parse_options
 from ladder_lab.study.report import holm, paired
@@ -103,26 +105,23 @@ class Stand:
     """Studies with fake training runs, which make the higher of two learning rates the best one."""
 
     folder: Path
-    words: str = "--wirings standard ladder"
     started: Sequence[str] = ()
-    speedup: float = 1.5
     code: Callable[[str], int] = lambda name: 0
 
-    def run(self, seeds: str = "1 2", more: str = "--iterations 10") -> dict[str, Any]:
+    def run(self) -> dict[str, Any]:
         """Run a study, and return its `study.json`."""
         self.started = []
-        common = f"--sizes {SIZE} --seeds {seeds} --learning-rates 1e-3 2e-3 --evaluations 1"
-        data = "-- --data-path x"
-        program.run_study(parsed(f"{common} {self.words} {more} {data}", f"run --output-dir {self.folder}"))
+        grid = f"--wirings standard ladder --sizes {SIZE} --seeds 1 2 --learning-rates 1e-3 2e-3"
+        words = f"{grid} --iterations 10 --evaluations 1 -- --data-path x"
+        program.run_study(parsed(words, f"run --output-dir {self.folder}"))
         return json.loads((self.folder / "study.json").read_text())
 
     def command(self, request: Request, flags: Sequence[str], ranks: int) -> list[str]:
-        value = {name: flags[flags.index(name) + 1] for name in ("--save", "--train-iters", "--lr", "--residual-mode")}
+        value = dict(itertools.pairwise(" ".join(flags).replace("=", " ").split()))
         name = Path(value["--save"]).parent.name
         self.started = [*self.started, name]
         loss = (3.0 if value["--residual-mode"] == "standard" else 3.1) + abs(float(value["--lr"]) - 2e-3)
-        code = self.code(name)
-        arguments = (value["--save"], value["--train-iters"], loss, code)
+        arguments = (value["--save"], value["--train-iters"], loss, self.code(name))
         return [sys.executable, "-I", "-S", "-c", TRAINER, *map(str, arguments)]
 
     def execute(self, run: Any, command: Sequence[str], output: Path) -> Any:
@@ -131,10 +130,11 @@ class Stand:
         link = {"alpha": "1.2c", "alpha_seconds": 0.001, "interconnect": "a wire", "verdict": "sound", "spread": 0.01}
         rows = [
             {"wiring": wiring, "ratio_to_standard": ratio, "median_seconds": 0.3 / ratio, **link}
-            for wiring, ratio in {"standard": 1.0, "ladder": self.speedup, "parallel": 1.2}.items()
+            for wiring, ratio in {"standard": 1.0, "ladder": 1.5, "parallel": 1.2}.items()
         ]
-        target = command[command.index("--json") + 1]
-        return run([sys.executable, "-c", BENCHMARK, target, json.dumps(rows)], output)
+        self.started = [*self.started, "benchmark"]
+        target = parse_benchmark(command[2:])[1].json
+        return run([sys.executable, "-c", BENCHMARK, str(target), json.dumps(rows)], output)
 
 
 @pytest.fixture
@@ -159,8 +159,8 @@ def kinds(names: Sequence[str]) -> list[str]:
 def test_a_study_runs_once_and_reports(stand: Stand) -> None:
     study = stand.run()
     # 2 wirings x 2 rates and 2 further ones, 2 x 2 seeds at equal tokens, ladder x 2 seeds at equal time.
-    assert kinds(stand.started) == ["tuning"] * 6 + ["tokens"] * 4 + ["time"] * 2
-    assert ["lr0.004" in name for name in stand.started[4:6]] == [True, True]
+    assert kinds(stand.started) == ["benchmark"] + ["tuning"] * 6 + ["tokens"] * 4 + ["time"] * 2
+    assert ["lr0.004" in name for name in stand.started[5:7]] == [True, True]
     assert set(study["chosen"].values()) == {2e-3}
     assert all("ladder" in name and "it15" in name for name in stand.started[-2:])
     text = (stand.folder / "report.md").read_text()

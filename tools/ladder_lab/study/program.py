@@ -1,9 +1,10 @@
 """Runs studies, from their command line to their report, and resumes them.
 
-1. tuning: every learning rate for every wiring, with a separate seed; the lowest validation loss wins. If the best rate
+1. step times, on a machine that does nothing else yet.
+2. tuning: every learning rate for every wiring, with a separate seed; the lowest validation loss wins. If the best rate
    is at the edge of the tried ones, rates beyond it are tried.
-2. tokens: every wiring with every seed, for the same number of steps.
-3. time: some wirings again, for as many steps as they can do in the time of standard.
+3. tokens: every wiring with every seed, for the same number of steps.
+4. time: some wirings again, for as many steps as they can do in the time of standard.
 """
 
 import json
@@ -32,10 +33,10 @@ from ladder_lab.study.trials import (
     Trial,
     TrialRunner,
     common_flags,
-    flag_words,
     last_lines,
     read_training_flags,
 )
+from megatron_ladder.command_line import flag_words
 from megatron_ladder.data.indexed import read_sidecar
 from megatron_ladder.errors import ExitCode, UserError, raise_user_errors
 from megatron_ladder.files import write_atomically
@@ -157,10 +158,8 @@ class _Study:
 
     def tune(self) -> None:
         """Choose the learning rates of the models that have none."""
-        rates, open_models = (
-            self.parsed.training.learning_rates,
-            [m for m in self.models if "/".join(m) not in self.chosen],
-        )
+        rates = self.parsed.training.learning_rates
+        open_models = [model for model in self.models if "/".join(model) not in self.chosen]
         if len(rates) == 1:
             self.chosen |= {"/".join(model): rates[0] for model in open_models}
         else:
@@ -256,7 +255,11 @@ def _prepare_data(parsed: Parsed) -> Request:
 
 
 def _compare(study: _Study) -> None:
-    """Run the grid: learning rates, equal tokens, step times, equal time."""
+    """Run the grid: step times, learning rates, equal tokens, equal time."""
+    is_emulated = study.parsed.grid.link != OWN_LINK
+    # A measurement wants a quiet machine, which its user had when starting the study.
+    if is_emulated:
+        _time_steps(study)
     study.tune()
     if not study.chosen:
         return
@@ -264,8 +267,8 @@ def _compare(study: _Study) -> None:
     trained = [model for model in study.models if "/".join(model) in study.chosen]
     # Seeds are the outermost loop, so that an interrupted study has whole pairs.
     study.runner.run(study.trial("tokens", *model, seed) for seed in seeds for model in trained)
-    for size in study.parsed.grid.sizes:
-        _time_steps(study, size)
+    if not is_emulated:
+        _time_steps(study)
     study.runner.run(
         study.trial("time", size, wiring, seed, iterations=steps)
         for seed in seeds
@@ -277,18 +280,15 @@ def _compare(study: _Study) -> None:
     )
 
 
-def _time_steps(study: _Study, size: str) -> None:
-    """Add the step times of wirings at a size that have none; a trial keeps the length that earlier times gave it."""
-    known = study.step_times.get(size, {})
-    wirings = [wiring for wiring in study.parsed.timed_wirings if wiring not in known]
-    if not wirings:
-        return
-    if study.parsed.grid.link == OWN_LINK:
-        found = _own_times(study, size, wirings)
-    else:
-        found = _measured_times(study, size, [STANDARD, *(name for name in wirings if name != STANDARD)])
-    study.step_times[size] = {**found, **known}
-    study.save()
+def _time_steps(study: _Study) -> None:
+    """Add the step times of wirings that have none; a trial keeps the length that earlier times gave it."""
+    measure = _own_times if study.parsed.grid.link == OWN_LINK else _measured_times
+    for size in study.parsed.grid.sizes:
+        known = study.step_times.get(size, {})
+        if wirings := [wiring for wiring in study.parsed.timed_wirings if wiring not in known]:
+            with_standard = dict.fromkeys((STANDARD, *wirings))
+            study.step_times[size] = {**measure(study, size, list(with_standard)), **known}
+            study.save()
 
 
 def _own_times(study: _Study, size: str, wirings: Sequence[str]) -> dict[str, Any]:

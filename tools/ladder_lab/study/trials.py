@@ -24,6 +24,7 @@ from typing import Any, Literal
 from ladder_lab.bench.sizes import find_size
 from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.model_flags import ModelFlags
+from megatron_ladder.command_line import flag_words
 from megatron_ladder.config.run import RunConfig, RunFlags, parse_run, read_run_words, resolve_run
 from megatron_ladder.errors import ErrorCollector, ExitCode
 from megatron_ladder.files import write_atomically
@@ -97,11 +98,6 @@ class Request:
     def checkpoints(self, trial: Trial) -> Path:
         """Return the directory of a trial's checkpoints."""
         return self.folder(trial) / CHECKPOINTS
-
-
-def flag_words(values: Mapping[str, object]) -> list[str]:
-    """Return the words of a command line that sets fields to values."""
-    return [word for name, value in values.items() for word in (flag_name(name), str(value))]
 
 
 @functools.cache
