@@ -40,7 +40,7 @@ def deepspeed_mpu(mesh: ProcessMesh) -> SimpleNamespace:
 class Engine(ABC):
     """A DeepSpeed engine around this rank's part of the model. All ranks call its methods alike.
 
-    A training step calls `forward_backward`, may change the gradients in `state.gradient_pieces()`, and ends with
+    A training step calls `forward_backward`, may change the gradients in `state.gradients()`, and ends with
     `step` or `skip_step`.
 
     Attributes:
@@ -123,9 +123,9 @@ class Engine(ABC):
 
     def skip_step(self) -> None:
         """Clear the gradients without changing weights, moments or the optimizer's step count."""
-        for piece in self.state.gradient_pieces():
+        for _, gradient in self.state.gradients():
             # DeepSpeed must not find an invalid gradient either.
-            piece.gradient.zero_()
+            gradient.zero_()
         # An attribute of the instance overrides the method of the class.
         optimizer = vars(self._sharded or self.state.base)
         optimizer["step"] = lambda closure=None: None

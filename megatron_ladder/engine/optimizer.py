@@ -2,21 +2,16 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from megatron_ladder.config.run import RunConfig
 from megatron_ladder.config.training import OptimizerConfig
 from megatron_ladder.engine.muon import ORTHOGONAL, MuonWithAdamW
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.parallel.apex import find_in_apex
 from megatron_ladder.parallel.layout import whole_shape
-
-DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
-WsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
 
 
 def parameter_groups(model: LanguageModel, config: OptimizerConfig) -> list[dict[str, Any]]:
@@ -79,63 +74,34 @@ def find_fused_adam(config: OptimizerConfig, device: torch.device) -> tuple[Any 
     return found, reason
 
 
-@dataclass(frozen=True)
-class LearningRateSchedule:
-    """Warm-up, then decay: constant, linear, cosine, inverse-square-root or WSD (warm-up, stable, decay).
+def learning_rate(config: OptimizerConfig, train_iters: int, iteration: int) -> float:
+    """Return the rate of an iteration, the first of which is 1, in a run of `train_iters`: warm-up, then decay.
 
     The formulas are those of Megatron-LM's `OptimizerParamScheduler.get_lr`, with one difference: a step uses the rate
     of its own iteration. (Megatron sets the rate after a step, so the first step of a warm-up has the rate 0.)
     """
-
-    lr: float
-    """The highest rate, reached at the end of the warm-up."""
-    decay_iters: int
-    """The iteration at which the rate reaches `min_lr` and stays there (except for `constant`)."""
-    min_lr: float = 0.0
-    decay_style: DecayStyle = "cosine"
-    warmup_iters: int = 0
-    """Iterations over which the rate rises linearly from 0 to `lr`."""
-    wsd_decay_iters: int = 0
-    """WSD: the number of iterations before `decay_iters` in which the rate falls."""
-    wsd_decay_style: WsdDecayStyle = "exponential"
-
-    def at(self, iteration: int) -> float:
-        """Return the learning rate of an iteration; the first iteration is 1."""
-        if iteration <= self.warmup_iters:
-            return self.lr if iteration == self.warmup_iters else self.lr * iteration / self.warmup_iters
-        if self.decay_style == "constant":
-            return self.lr
-        if iteration > self.decay_iters:
-            return self.min_lr
-        if self.decay_style == "inverse-square-root":
-            return max(self.min_lr, self.lr * math.sqrt(max(self.warmup_iters, 1) / max(iteration, 1)))
-        if self.decay_style == "WSD":
-            style: str = self.wsd_decay_style
-            done = max(0, iteration - self.decay_iters + self.wsd_decay_iters) / max(1, self.wsd_decay_iters)
-        else:
-            style, done = self.decay_style, (iteration - self.warmup_iters) / (self.decay_iters - self.warmup_iters)
-        match style:
-            case "exponential":
-                remaining = 2.0 * math.pow(0.5, done) - 1.0
-            case "linear":
-                remaining = 1.0 - done
-            case "cosine":
-                remaining = 0.5 * (1.0 + math.cos(math.pi * done))
-            case "minus_sqrt":
-                remaining = 1.0 - math.sqrt(done)
-        return self.min_lr + remaining * (self.lr - self.min_lr)
-
-
-def build_schedule(run: RunConfig) -> LearningRateSchedule:
-    """Return the learning rate schedule of a run."""
-    train_iters = run.training.train_iters
-    config = run.optimizer.completed(train_iters)
-    return LearningRateSchedule(
-        config.lr,
-        config.lr_decay_iters or train_iters,
-        config.min_lr,
-        config.lr_decay_style,
-        config.lr_warmup_iters,
-        config.lr_wsd_decay_iters or 0,
-        config.lr_wsd_decay_style,
-    )
+    config, warmup = config.completed(train_iters), config.lr_warmup_iters
+    if iteration <= warmup:
+        return config.lr if iteration == warmup else config.lr * iteration / warmup
+    style: str = config.lr_decay_style
+    if style == "constant":
+        return config.lr
+    last = config.lr_decay_iters or train_iters
+    if iteration > last:
+        return config.min_lr
+    if style == "inverse-square-root":
+        return max(config.min_lr, config.lr * math.sqrt(max(warmup, 1) / max(iteration, 1)))
+    first = warmup
+    if style == "WSD":
+        style, first = config.lr_wsd_decay_style, last - (config.lr_wsd_decay_iters or 0)
+    done = max(0, iteration - first) / (last - first)
+    match style:
+        case "exponential":
+            remaining = 2.0 * math.pow(0.5, done) - 1.0
+        case "linear":
+            remaining = 1.0 - done
+        case "cosine":
+            remaining = 0.5 * (1.0 + math.cos(math.pi * done))
+        case "minus_sqrt":
+            remaining = 1.0 - math.sqrt(done)
+    return config.min_lr + remaining * (config.lr - config.min_lr)

@@ -109,6 +109,7 @@ class PipelinedEngine(Engine):
         self._stage = staged.stage
         engine = deepspeed.initialize(model=staged, **arguments)[0]
         engine.pipeline_enable_backward_allreduce = self._sharded is None
+        engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, OptimizerStep: lambda engine: None}
         return engine
 
     def forward_backward(self, micro_batches: Sequence[ModelInputs], scale: Tensor) -> Tensor:
@@ -118,7 +119,7 @@ class PipelinedEngine(Engine):
         self._stage.loss_scale = scale * self._gradient_divisor * count
         self._stage.model.stack.partial_sums.expect(count)
         with self._reducing(count):
-            loss_sum = self._run(_WithoutStep(self.wrapped._train_schedule()), micro_batches)
+            loss_sum = self._run(self.wrapped._train_schedule(), micro_batches)
         return loss_sum / count / self._gradient_divisor
 
     @torch.no_grad()
@@ -150,18 +151,3 @@ class PipelinedEngine(Engine):
         self.wrapped._exec_schedule(schedule)
         loss: Tensor | None = self.wrapped.total_loss
         return torch.zeros((), device=self._device) if loss is None else loss
-
-
-class _WithoutStep:
-    """A training schedule without its last instruction."""
-
-    def __init__(self, schedule: Any) -> None:
-        self._schedule = schedule
-
-    def num_pipe_buffers(self) -> int:
-        """Return the number of micro-batches in flight."""
-        return self._schedule.num_pipe_buffers()
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        for instructions in self._schedule:
-            yield [instruction for instruction in instructions if not isinstance(instruction, OptimizerStep)]

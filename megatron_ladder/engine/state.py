@@ -1,4 +1,4 @@
-"""The optimizer's state: fp32 masters, moments and gradients, by parameter and element.
+"""The optimizer's state: fp32 masters, moments and gradients, by parameter and element; norm and clipping of gradients.
 
 Every class of optimizer that shards its state over data-parallel ranks flattens and divides the parameters in another
 way. One adapter per class maps the parts of local parameters (`Span`) to the optimizer's tensors; this needs no
@@ -7,8 +7,9 @@ is pinned, an unknown class is an error, and every save checks that each weight 
 (`checkpoint/saving.py`).
 """
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -17,9 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_ladder.checkpoint.optimizer_state import MOMENTS, OptimizerState, Span
-from megatron_ladder.engine.gradients import GradientPiece
+from megatron_ladder.comm.copies import to_device
+from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.engine.muon import MOMENTUM, ORTHOGONAL
-from megatron_ladder.parallel.layout import parameter_sections, state_sections
+from megatron_ladder.parallel.layout import Section, parameter_sections, split_interval, state_sections
+
+Gradients = Iterable[tuple[Span, Tensor]]
+"""Spans with their elements of the gradient, in the storage that the optimizer reads; any shape."""
 
 
 class EngineState(OptimizerState, ABC):
@@ -35,26 +40,26 @@ class EngineState(OptimizerState, ABC):
         """The optimizer that DeepSpeed wraps."""
         return self._engine.optimizer.optimizer
 
-    @abstractmethod
-    def gradients(self) -> Iterator[Tensor]:
-        """Iterate over the gradients of `spans` in the storage that the next step reads, before that step."""
-
     def states(self) -> Iterator[Span]:
         owned = dist.get_rank(self._engine.seq_data_parallel_group) == 0
         for state, sections in state_sections(self._engine.module):
             yield Span(sections, state.shape, 0, state.view(-1), state, 0, owned, ())
 
-    def gradient_pieces(self) -> list[GradientPiece]:
-        """Return the gradient that this rank holds, reduced over data-parallel ranks."""
+    def gradients(self) -> list[tuple[Span, Tensor]]:
+        """Return `Gradients` of all spans before a step, reduced over the ranks with the same parameter and other
+        samples."""
         if self._is_offloaded:
             from deepspeed.accelerator import get_accelerator
 
             # DeepSpeed does not wait for its copies to page-locked host memory.
             get_accelerator().synchronize()
-        return [
-            GradientPiece(span.sections, span.shape, span.start, gradient, span.owned)
-            for span, gradient in zip(self.spans(), self.gradients(), strict=True)
-        ]
+        return list(zip(self.spans(), self._gradients(), strict=True))
+
+    def _gradients(self) -> Iterator[Tensor]:
+        """Iterate over the gradients of `spans`; by default they are those of the masters."""
+        for span in self.spans():
+            assert span.flat_master.grad is not None
+            yield span.flat_master.grad.view(-1).narrow(0, span.offset, span.length)
 
     def moment(self, span: Span, which: str) -> Tensor:
         state = self.base.state[span.flat_master]
@@ -119,11 +124,6 @@ class _PlainState(EngineState):
                 weight, moments = parameter.detach().view(-1), _moments(group)
                 yield Span(sections, parameter.shape, 0, weight, parameter, 0, owned, moments)
 
-    def gradients(self) -> Iterator[Tensor]:
-        for span in self.spans():
-            assert span.flat_master.grad is not None
-            yield span.flat_master.grad
-
     def copy_masters_to_weights(self) -> None:
         return
 
@@ -159,11 +159,6 @@ class _ShardedState(_FlatState):
             part = bucket.reduce_over.rank
             yield groups[id(bucket.master)], bucket.parameters, bucket.offsets, bucket.master, part
 
-    def gradients(self) -> Iterator[Tensor]:
-        for span in self.spans():
-            assert span.flat_master.grad is not None
-            yield span.flat_master.grad.narrow(0, span.offset, span.length)
-
     def copy_masters_to_weights(self) -> None:
         self._engine.optimizer.start_gather()
 
@@ -180,12 +175,10 @@ class _ZeroState(_FlatState):
     def copy_masters_to_weights(self) -> None:
         self._engine.optimizer.update_lp_params()
 
-    def gradients(self) -> Iterator[Tensor]:
+    def _gradients(self) -> Iterator[Tensor]:
         optimizer = self._engine.optimizer
-        if optimizer.cpu_offload:
-            for span in self.spans():
-                assert span.flat_master.grad is not None
-                yield span.flat_master.grad.narrow(0, span.offset, span.length)
+        if self._is_offloaded:
+            yield from super()._gradients()
             return
         found: dict[tuple[int, int], Tensor] = {}
         for index, master in enumerate(optimizer.single_partition_of_fp32_groups):
@@ -231,14 +224,12 @@ class _Zero3State(EngineState):
         for _, _, span in self._parts():
             yield span
 
-    def gradients(self) -> Iterator[Tensor]:
-        optimizer = self._engine.optimizer
+    def _gradients(self) -> Iterator[Tensor]:
+        if self._is_offloaded:
+            yield from super()._gradients()
+            return
         for subgroup, index, span in self._parts():
-            if optimizer.offload_optimizer:
-                assert span.flat_master.grad is not None
-                yield span.flat_master.grad.narrow(0, span.offset, span.length)
-            else:
-                yield optimizer.averaged_gradients[subgroup][index].narrow(0, 0, span.length)
+            yield self._engine.optimizer.averaged_gradients[subgroup][index].narrow(0, 0, span.length)
 
     def copy_masters_to_weights(self) -> None:
         optimizer = self._engine.optimizer
@@ -269,3 +260,51 @@ def engine_state(engine: Any) -> EngineState:
     if name not in _STATES:
         raise RuntimeError(f"no adapter can read the state of DeepSpeed's {name}")
     return _STATES[name](engine)
+
+
+def _parts(gradients: Gradients) -> Iterator[tuple[Span, Section, Tensor]]:
+    """Iterate over spans, the sections in them, and the sections' elements, flat."""
+    for span, gradient in gradients:
+        for section, _, begin, length in split_interval(span.sections, span.shape, span.start, gradient.numel()):
+            yield span, section, gradient.reshape(-1).narrow(0, begin, length)
+
+
+def gradient_norm(
+    gradients: Gradients, world: CommGroup, device: torch.device, extra_sums: Tensor
+) -> tuple[float, list[float]]:
+    """Return the norm of the whole model's gradient, and `extra_sums` [n] (fp64, on `device`) summed over ranks.
+
+    Every rank must call it, and gets the same result. Each element counts once, even if several ranks hold it. Squares
+    are added in fp64, because millions of squares of very different size would lose digits in fp32. The norm is not
+    finite if any rank's copy of any element is not, counted or not, so a single corrupt copy is detected too.
+    """
+    parts, counts = [], []
+    for span, section, elements in _parts(gradients):
+        parts.append(elements)
+        counts.append(float(span.owned and section.counted))
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    if parts:
+        norms = torch._foreach_norm(parts, dtype=torch.promote_types(parts[0].dtype, torch.float32))
+        # Gradients of an offloaded optimizer are in host memory, which no GPU collective can read.
+        squares = to_device(torch.stack(norms), device).double().square()
+        # Zero times infinity or NaN is NaN, so copies that do not count still make the sum invalid.
+        total = (squares * to_device(torch.tensor(counts, dtype=torch.float64), device)).sum()
+    square, *sums = world.all_reduce(torch.cat([total.reshape(1), extra_sums])).tolist()
+    return math.sqrt(square), sums
+
+
+def locate_bad_gradient(gradients: Gradients, model: nn.Module, world: CommGroup) -> dict[str, Any]:
+    """Return on all ranks the lowest one with a gradient that is not finite, and the parameter; `{}` if none."""
+    bad = {section.name for _, section, elements in _parts(gradients) if not elements.isfinite().all()}
+    order = (section.name for _, sections in parameter_sections(model) for section in sections)
+    names = world.gather_objects(next((name for name in order if name in bad), None))
+    found = ({"rank": rank, "parameter": name} for rank, name in enumerate(names) if name is not None)
+    located: dict[str, Any] = world.broadcast_object(next(found, {}))
+    return located
+
+
+def clip_gradients(gradients: Gradients, norm: float, highest: float) -> None:
+    """Scale the gradient in place so that its norm is at most `highest`; 0 disables clipping."""
+    tensors = [gradient for _, gradient in gradients]
+    if tensors and 0.0 < highest < norm:
+        torch._foreach_mul_(tensors, highest / norm)

@@ -23,7 +23,6 @@ from megatron_ladder.config.run import RunConfig
 from megatron_ladder.engine.build import build_engine, build_mesh, build_model, start_deepspeed
 from megatron_ladder.engine.deepspeed_json import read_deepspeed_config
 from megatron_ladder.engine.engine import Engine
-from megatron_ladder.engine.optimizer import LearningRateSchedule, build_schedule
 from megatron_ladder.errors import UserError
 from megatron_ladder.flags import flag_name
 from megatron_ladder.model.language_model import LanguageModel
@@ -43,7 +42,6 @@ class Trainer:
     device: torch.device
     model: LanguageModel
     engine: Engine
-    schedule: LearningRateSchedule
     implementations: dict[str, str]
     """Which implementations of the norm and the optimizer are used."""
     peers: Peers = field(default_factory=Peers)
@@ -90,7 +88,6 @@ def build_trainer(inputs: RunInputs, place: RankInfo, peers: Peers) -> Trainer:
         device,
         model,
         engine,
-        build_schedule(run),
         {"norm": norm, "optimizer": adamw},
         peers,
         inputs.eod_id,

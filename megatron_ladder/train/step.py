@@ -13,7 +13,8 @@ from torch import Tensor
 
 from megatron_ladder.comm.copies import to_device
 from megatron_ladder.data.batches import MicroBatch
-from megatron_ladder.engine.gradients import clip_gradients, gradient_norm, locate_bad_gradient
+from megatron_ladder.engine.optimizer import learning_rate
+from megatron_ladder.engine.state import clip_gradients, gradient_norm, locate_bad_gradient
 from megatron_ladder.train.guards import Finding
 from megatron_ladder.train.setup import Trainer
 
@@ -53,32 +54,32 @@ def train_step(
     gradient norm's collective. The host waits for the device only to read its result.
     """
     engine, state, mesh = trainer.engine, trainer.engine.state, trainer.mesh
-    learning_rate = trainer.schedule.at(iteration)
-    state.set_learning_rate(learning_rate)
+    rate = learning_rate(trainer.run.optimizer, trainer.run.training.train_iters, iteration)
+    state.set_learning_rate(rate)
     targets = _count_targets(trainer, micro_batches)
     scale = targets.clamp(min=1.0).reciprocal()
     model = trainer.model
     model.take_extra_losses()
     model.take_loads(trainer.device)
     loss_sum = engine.forward_backward(micro_batches, scale)
-    pieces = state.gradient_pieces()
+    gradients = state.gradients()
     numbers = to_device(torch.tensor(extra_numbers(), dtype=torch.float64), trainer.device)
     extra_losses = to_device(model.take_extra_losses(), trainer.device) * scale
     loads = model.take_loads(trainer.device)
     equal = torch.cat([loss_sum.detach().double().reshape(1), extra_losses, loads.flatten()])
     packed = torch.cat([equal, targets.reshape(1), numbers])
-    norm, sums = gradient_norm(pieces, mesh.world, trainer.device, packed)
+    norm, sums = gradient_norm(gradients, mesh.world, trainer.device, packed)
     # Every tensor-parallel rank contributed the same losses and loads.
     loss, *others = (summed / mesh.tensor.size for summed in sums[: len(equal)])
     found_targets, *sums = sums[len(equal) :]
     named_losses = dict(zip(model.extra_losses, others, strict=False))
     loads = torch.tensor(others[len(named_losses) :], dtype=torch.float64).view(loads.shape)
     if math.isfinite(norm):
-        clip_gradients(pieces, norm, trainer.run.optimizer.clip_grad)
+        clip_gradients(gradients, norm, trainer.run.optimizer.clip_grad)
     text, finding = f"iteration {iteration}: the gradient's norm is {norm}, the loss {loss:g}", None
     kind = trainer.guard.judge(loss, norm, found_targets > 0)
     if kind == "bad numbers":
-        where = locate_bad_gradient(pieces, model, mesh.world)
+        where = locate_bad_gradient(gradients, model, mesh.world)
         text += ": first bad parameter {parameter}, on rank {rank}".format_map(where) if where else ""
         finding = Finding(kind, True, text, where)
     elif kind == "no targets":
@@ -90,7 +91,7 @@ def train_step(
     else:
         engine.step()
         model.follow_loads(loads, trainer.run.training.moe_router_bias_update_rate)
-    return StepResult(loss_sum, norm, learning_rate, loss, named_losses, loads, finding, sums)
+    return StepResult(loss_sum, norm, rate, loss, named_losses, loads, finding, sums)
 
 
 def _count_targets(trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> Tensor:

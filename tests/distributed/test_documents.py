@@ -1,6 +1,7 @@
 """Documents that do not attend to each other, and ranks that read batches: steps compared with a plain model."""
 
 import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_ladder.data.samples import SampleRows
-from megatron_ladder.engine.optimizer import build_schedule
+from megatron_ladder.engine.optimizer import learning_rate
 from megatron_ladder.errors import UserError
 from megatron_ladder.train.reading import sample_batches
 from megatron_ladder.train.step import evaluate, train_step
@@ -96,7 +97,7 @@ def test_steps_equal_those_of_a_plain_model(
         weights,
         config,
         expected_batches(flags),
-        build_schedule(run).at,
+        partial(learning_rate, run.optimizer, run.training.train_iters),
         (0.9, 0.95),
         1e-8,
         0.1,

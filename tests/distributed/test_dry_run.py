@@ -67,7 +67,7 @@ def test_collectives_are_those_of_real_ranks(gloo_pools: GlooPools, layout: str,
             for one in found[str(rank)]["last_step"]
         ]
         assert launches == expected and launches
-        assert found[str(rank)]["waits"] == ["engine/gradients.py: gradient_norm"]
+        assert found[str(rank)]["waits"] == ["engine/state.py: gradient_norm"]
 
 
 def test_memory_is_that_of_the_planner_and_the_host_waits_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,7 +76,7 @@ def test_memory_is_that_of_the_planner_and_the_host_waits_once(capsys: pytest.Ca
     report = capsys.readouterr().out
     assert "*** stage" not in report, report
     assert report.count("the host waits") == 2, report
-    assert report.count("the host waits for the device once in a step, in engine/gradients.py: gradient_norm") == 2
+    assert report.count("the host waits for the device once in a step, in engine/state.py: gradient_norm") == 2
     assert "built 5 of them, and ran 2 steps of 3 of the 32 micro-batches" in report
     assert "launches of 8 ranks in 15 communicators match" in report
 

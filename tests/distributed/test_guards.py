@@ -34,21 +34,21 @@ SPOILED = "layers.2.mlp.down_proj.weight"
 @contextmanager
 def spoiled_gradient(trainer: Trainer, rank: int, name: str) -> Iterator[None]:
     """Inside the block, one element of a parameter's gradient is NaN on one rank."""
-    taken = trainer.engine.state.gradient_pieces
+    taken = trainer.engine.state.gradients
 
     def take() -> list:
-        pieces = taken()
+        gradients = taken()
         if trainer.mesh.world.rank == rank:
-            for piece in pieces:
-                if any(section.name == name for section in piece.sections):
-                    piece.gradient.view(-1)[0] = float("nan")
-        return pieces
+            for span, gradient in gradients:
+                if any(section.name == name for section in span.sections):
+                    gradient.view(-1)[0] = float("nan")
+        return gradients
 
-    trainer.engine.state.gradient_pieces = take
+    trainer.engine.state.gradients = take
     try:
         yield
     finally:
-        trainer.engine.state.gradient_pieces = taken
+        trainer.engine.state.gradients = taken
 
 
 def steps_around(

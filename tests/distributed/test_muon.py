@@ -1,12 +1,13 @@
 """Muon in all layouts, compared with `torch.optim.Muon` on a plain model."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_ladder.engine.optimizer import build_schedule
+from megatron_ladder.engine.optimizer import learning_rate
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import assert_pieces
 from tests.helpers.states import everything, pass_on
@@ -23,7 +24,7 @@ def torch_training(
 ) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
     """Train a plain model with torch's optimizers; return loss and gradient norm of every step, and the weights."""
     run = run_of(argv, world)
-    rate, options = build_schedule(run).at, run.optimizer
+    rate, options = partial(learning_rate, run.optimizer, run.training.train_iters), run.optimizer
     current = {name: torch.nn.Parameter(weight.clone()) for name, weight in weights.items()}
     hidden = [weight for name, weight in current.items() if name.startswith("layers.") and weight.ndim == 2]
     stacks = [weight for weight in current.values() if weight.ndim == 3]

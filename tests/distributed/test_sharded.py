@@ -132,9 +132,9 @@ def unusual_steps(batches: list[list[Batch]]) -> None:
     optimizer = trainer.engine.wrapped.optimizer
     with optimizer.reducing(1):
         weight.sum().backward()
-    for piece in trainer.engine.state.gradient_pieces():
-        is_embedding = piece.sections[0].name == "embedding.weight"
-        assert piece.gradient.eq(2.0 if is_embedding else 0.0).all()
+    for span, gradient in trainer.engine.state.gradients():
+        is_embedding = span.sections[0].name == "embedding.weight"
+        assert gradient.eq(2.0 if is_embedding else 0.0).all()
     with optimizer.reducing(1):
         weight.sum().backward()
         with pytest.raises(RuntimeError, match="gradient 2 of a parameter in a step of 1 backward passes"):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from megatron_ladder.engine.optimizer import build_schedule
+from megatron_ladder.engine.optimizer import learning_rate
 from megatron_ladder.train.step import train_step
 from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.pool import GlooPools
@@ -104,7 +104,7 @@ def test_twenty_steps_equal_transformers(gloo_pools: GlooPools, words: str) -> N
         loss.backward()
         expected.append((loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()))
         for group in optimizer.param_groups:
-            group["lr"] = build_schedule(run).at(iteration)
+            group["lr"] = learning_rate(run.optimizer, run.training.train_iters, iteration)
         optimizer.step()
         optimizer.zero_grad()
     for history, _ in gloo_pools(2).run(train, argv, weights, batches):

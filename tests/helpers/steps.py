@@ -1,12 +1,13 @@
 """Training steps on the ranks of a pool, compared with AdamW written out on a plain model."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_ladder.engine.optimizer import build_schedule
+from megatron_ladder.engine.optimizer import learning_rate
 from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import train_step
 from tests.helpers.pool import GlooPools
@@ -84,7 +85,7 @@ def plain_steps(
         weights,
         config,
         batches,
-        build_schedule(run).at,
+        partial(learning_rate, run.optimizer, run.training.train_iters),
         (0.9, 0.95),
         1e-8,
         0.1,

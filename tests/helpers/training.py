@@ -18,7 +18,6 @@ from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
 from megatron_ladder.data.batches import MicroBatch
 from megatron_ladder.engine.build import build_engine, build_model, start_deepspeed
 from megatron_ladder.engine.deepspeed_json import deepspeed_json
-from megatron_ladder.engine.optimizer import build_schedule
 from megatron_ladder.parallel.layout import parameter_sections, state_sections
 from megatron_ladder.train.distillation import StoredTeacher, build_distillation
 from megatron_ladder.train.profile import named_for_profiler
@@ -95,7 +94,7 @@ def build_trainer_here(
                     section.view(parameter).copy_(weights[section.name][box])
     engine, adamw = build_engine(run, model, deepspeed_json(run), mesh, device)
     implementations = {"norm": norm, "optimizer": adamw}
-    return Trainer(run, mesh, device, model, engine, build_schedule(run), implementations)
+    return Trainer(run, mesh, device, model, engine, implementations)
 
 
 def own_batches(trainer: Trainer, micro_batches: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[MicroBatch]:

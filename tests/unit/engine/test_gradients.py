@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_ladder.checkpoint.optimizer_state import Span
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.engine.gradients import GradientPiece, clip_gradients, gradient_norm
+from megatron_ladder.engine.state import clip_gradients, gradient_norm
 from megatron_ladder.parallel.layout import Section
 
 
@@ -25,15 +26,15 @@ class Operations(TorchDispatchMode):
 @pytest.mark.parametrize("tensors", [0, 1, 40])
 def test_norm_and_clipping_do_not_take_operations_for_each_tensor(tensors: int) -> None:
     values = [torch.randn(3, 5) for _ in range(tensors)]
-    pieces = [
-        GradientPiece([Section(str(number), (3, 5), length=3)], (3, 5), 0, value.clone(), owned=True)
-        for number, value in enumerate(values)
-    ]
+    sections = [Section("matrix", (3, 5), length=3)]
+    gradients = [(Span(sections, (3, 5), 0, value, value, 0, owned=True), value.clone()) for value in values]
     with Operations() as operations:
-        norm, sums = gradient_norm(pieces, CommGroup.alone(), torch.device("cpu"), torch.ones(2, dtype=torch.float64))
-        clip_gradients(pieces, norm, 0.5)
+        norm, sums = gradient_norm(
+            gradients, CommGroup.alone(), torch.device("cpu"), torch.ones(2, dtype=torch.float64)
+        )
+        clip_gradients(gradients, norm, 0.5)
     assert norm == pytest.approx(math.sqrt(sum(float(value.double().square().sum()) for value in values)), rel=1e-6)
     assert sums == [1.0, 1.0]
-    for piece, value in zip(pieces, values, strict=True):
-        torch.testing.assert_close(piece.gradient, value * (0.5 / norm) if norm > 0.5 else value)
+    for (_, gradient), value in zip(gradients, values, strict=True):
+        torch.testing.assert_close(gradient, value * (0.5 / norm) if norm > 0.5 else value)
     assert operations.count <= 20

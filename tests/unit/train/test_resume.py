@@ -8,7 +8,7 @@ import pytest
 
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
-from megatron_ladder.engine.optimizer import build_schedule
+from megatron_ladder.engine.optimizer import learning_rate
 from megatron_ladder.train.resume import complete_flags, resume_problems, schedule_note
 
 BASE = "--seq-length 16 --hidden-size 32 --num-attention-heads 4 --load c"
@@ -39,8 +39,7 @@ def resume(words: str, trained: str = TRAINED) -> tuple[RunConfig, list[str]]:
 
 
 def rates(run: RunConfig) -> list[float]:
-    schedule = build_schedule(run)
-    return [schedule.at(iteration) for iteration in range(1, 301)]
+    return [learning_rate(run.optimizer, run.training.train_iters, iteration) for iteration in range(1, 301)]
 
 
 def test_the_same_flags_continue_the_same_schedule() -> None:

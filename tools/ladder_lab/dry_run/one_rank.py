@@ -20,7 +20,6 @@ from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.data.batches import MicroBatch
 from megatron_ladder.engine.build import build_engine, build_mesh, build_model, start_deepspeed
-from megatron_ladder.engine.optimizer import build_schedule
 from megatron_ladder.engine.state import EngineState
 from megatron_ladder.model.operations import with_norm
 from megatron_ladder.train.setup import Trainer
@@ -86,7 +85,7 @@ def run_rank(run: RunConfig, deepspeed: dict[str, Any], rank: int) -> RankRecord
         mesh = build_mesh(run)
         model, norm = build_model(run, mesh, META, recorder.span, OPERATIONS)
         engine, optimizer = build_engine(run, model, deepspeed, mesh, META)
-        trainer = Trainer(run, mesh, META, model, engine, build_schedule(run), {"norm": norm, "optimizer": optimizer})
+        trainer = Trainer(run, mesh, META, model, engine, {"norm": norm, "optimizer": optimizer})
         if mesh.pipeline.size > 1:
             positions, training = run.training.seq_length // mesh.stream.shards, run.training
             shape = [model.stack.slots_in, positions, training.micro_batch_size]
@@ -97,7 +96,7 @@ def run_rank(run: RunConfig, deepspeed: dict[str, Any], rank: int) -> RankRecord
 
         def mark_gradients() -> tuple[float, ...]:
             memory.mark("gradients", [parameter.grad for parameter in model.parameters()])
-            memory.mark("gradients", [piece.gradient for piece in engine.state.gradient_pieces()])
+            memory.mark("gradients", [gradient for _, gradient in engine.state.gradients()])
             return ()
 
         start = last_step = 0
