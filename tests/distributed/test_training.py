@@ -4,20 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeForCausalLM
 
 from megatron_ladder.engine.optimizer import learning_rate
 from megatron_ladder.train.step import train_step
+from tests.helpers.hugging_face import transformers_model
 from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.pool import GlooPools
 from tests.helpers.steps import RECIPE, Batch, check_resume, check_steps, steps_of_batches, train
-from tests.helpers.training import (
-    build_trainer_here,
-    own_batches,
-    run_of,
-)
-from tests.reference import ReferenceConfig, Weights, make_weights
+from tests.helpers.training import build_trainer_here, own_batches, run_of
+from tests.reference import ReferenceConfig, make_weights
 
 LADDER = "--residual-mode ladder --ladder-layers 2 --qk-layernorm --add-attention-output-bias"
 DESYNC = "--residual-mode desync --add-attention-output-bias --desync-interval"
@@ -44,53 +40,13 @@ QWEN3_MOE = (
 ).split()
 
 
-def qwen3_moe(config: ReferenceConfig, weights: Weights) -> Qwen3MoeForCausalLM:
-    """Return transformers' model with canonical weights."""
-    given = Qwen3MoeConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.ffn_hidden_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        rms_norm_eps=config.norm_epsilon,
-        num_experts=config.num_experts,
-        num_experts_per_tok=config.moe_router_topk,
-        moe_intermediate_size=config.moe_ffn_hidden_size,
-        mlp_only_layers=[layer for layer in range(config.num_layers) if layer not in config.moe_layers],
-        norm_topk_prob=True,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rotary_base},
-    )
-    state: dict[str, Tensor] = {}
-    for name, values in weights.items():
-        for ours, theirs in (
-            ("layers.", "model.layers."),
-            ("embedding.", "model.embed_tokens."),
-            ("final_norm.", "model.norm."),
-            (".attention_norm.", ".input_layernorm."),
-            (".mlp_norm.", ".post_attention_layernorm."),
-            (".attention.", ".self_attn."),
-            (".router.", ".mlp.gate."),
-            (".experts.down_proj.weight", ".mlp.experts.down_proj"),
-        ):
-            name = name.replace(ours, theirs)
-        state[name] = values
-    for layer in config.moe_layers:
-        gate, up = (state.pop(f"model.layers.{layer}.experts.{which}_proj.weight") for which in ("gate", "up"))
-        state[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = torch.cat([gate, up], dim=1)
-    model = Qwen3MoeForCausalLM(given)
-    model.load_state_dict(state)
-    return model
-
-
 @pytest.mark.parametrize("words", ["--zero-stage 1", "--zero-stage 0 --tensor-model-parallel-size 2"])
 def test_twenty_steps_equal_transformers(gloo_pools: GlooPools, words: str) -> None:
     argv = [*QWEN3_MOE, *words.split()]
     run = run_of(argv, 2)
     config = ReferenceConfig.like(run.model)
     weights, batches = make_weights(config, seed=1), steps_of_batches(20, 2)
-    model = qwen3_moe(config, weights)
+    model = transformers_model(config, weights, Qwen3MoeForCausalLM)
     vectors = [weight for weight in model.parameters() if weight.dim() == 1]
     others = [weight for weight in model.parameters() if weight.dim() > 1]
     groups = [{"params": others, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]

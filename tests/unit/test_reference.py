@@ -16,6 +16,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from tests.helpers.hugging_face import Family, module_tensors, transformers_model
 from tests.reference import (
     ReferenceConfig,
     Routed,
@@ -26,9 +27,6 @@ from tests.reference import (
     reference_loss,
     reference_training,
 )
-
-Family = Any
-"""A model class of transformers."""
 
 BASE = ReferenceConfig(
     num_layers=2,
@@ -83,86 +81,6 @@ GLM = replace(
     moe_router_group_topk=2,
 )
 
-HUGGING_FACE_NAMES = {
-    "router": "mlp.gate",
-    "expert_bias": "e_score_correction_bias",
-    "experts": "mlp.experts",
-    "shared_expert": "mlp.shared_experts",
-    "attention_norm": "input_layernorm",
-    "mlp_norm": "post_attention_layernorm",
-    "attention": "self_attn",
-    "embedding": "embed_tokens",
-    "final_norm": "norm",
-}
-
-
-def hugging_face_model(
-    config: ReferenceConfig,
-    weights: dict[str, Tensor],
-    family: Family = LlamaForCausalLM,
-    dtype: torch.dtype = torch.float32,
-) -> Any:
-    """transformers' own model of this configuration with these weights."""
-    values: dict[str, Any] = {
-        "num_hidden_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.moe_ffn_hidden_size if family is MixtralForCausalLM else config.ffn_hidden_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": 512,
-        "rms_norm_eps": config.norm_epsilon,
-        "tie_word_embeddings": config.tie_embeddings,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "rope_parameters": {
-            "rope_type": {"none": "default"}.get(config.rope_scaling, config.rope_scaling),
-            "rope_theta": config.rotary_base,
-            "partial_rotary_factor": config.rotary_percent,
-            "factor": config.rope_scaling_factor,
-            "low_freq_factor": config.rope_low_freq_factor,
-            "high_freq_factor": config.rope_high_freq_factor,
-            "original_max_position_embeddings": config.rope_original_max_position_embeddings,
-        },
-        "attention_bias": config.add_qkv_bias,
-        "mlp_bias": config.add_mlp_bias,
-        "use_qk_norm": config.qk_layernorm,
-        "moe_intermediate_size": config.moe_ffn_hidden_size,
-        "num_local_experts": config.num_experts,
-        "num_experts_per_tok": config.moe_router_topk,
-        "norm_topk_prob": not config.moe_router_unnormalized,
-        "mlp_only_layers": sorted({*range(config.num_layers)} - {*config.moe_layers}),
-        "first_k_dense_replace": min(config.moe_layers, default=0),
-        "n_shared_experts": config.moe_shared_expert_intermediate_size // max(1, config.moe_ffn_hidden_size),
-        "routed_scaling_factor": config.moe_router_topk_scaling_factor,
-        "n_group": config.moe_router_num_groups,
-        "topk_group": config.moe_router_group_topk,
-        "attn_implementation": "eager",
-        "experts_implementation": "eager",
-    }
-    model = family(family.config_class(**values)).to(dtype).eval()
-    state = hugging_face_names(weights)
-    if config.tie_embeddings:
-        state["lm_head.weight"] = weights["embedding.weight"]
-    model.load_state_dict(state, strict=True)
-    return model
-
-
-def hugging_face_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors as transformers stores them, which stacks gate and up projections of experts."""
-    found = {}
-    for name, tensor in tensors.items():
-        words = [HUGGING_FACE_NAMES.get(word, word) for word in name.split(".")]
-        theirs = ".".join(words if name == "lm_head.weight" else ["model", *words])
-        if ".experts." in name:
-            theirs = theirs.removesuffix(".weight").replace(".gate_proj", ".gate_up_proj")
-        if ".experts.up_proj" in name:
-            theirs = theirs.replace(".up_proj", ".gate_up_proj")
-            tensor = torch.cat([found[theirs], tensor], dim=1)
-        found[theirs] = tensor
-    return found
-
 
 def random_ids(config: ReferenceConfig, *shape: int, seed: int = 5) -> Tensor:
     return torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
@@ -198,7 +116,7 @@ FAMILIES += [
 )
 def test_logits_and_gradients_are_transformers(config: ReferenceConfig, family: Family) -> None:
     weights = make_weights(config, seed=1)
-    model = hugging_face_model(config, weights, family)
+    model = transformers_model(config, weights, family)
     tokens, labels = random_ids(config, 2, 70), random_ids(config, 2, 70, seed=6)
     logits = model(tokens).logits
     assert largest_error(reference_logits(weights, config, tokens), logits) < 1e-5
@@ -207,7 +125,7 @@ def test_logits_and_gradients_are_transformers(config: ReferenceConfig, family: 
     loss.backward()
     our_loss, gradients = reference_gradients(weights, config, tokens, labels)
     assert our_loss.item() == pytest.approx(loss.item(), rel=1e-6)
-    found = hugging_face_names(gradients)
+    found = module_tensors(gradients)
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         assert largest_error(found.pop(name), parameter.grad) < 1e-5
@@ -217,7 +135,7 @@ def test_logits_and_gradients_are_transformers(config: ReferenceConfig, family: 
 def test_balancing_losses_are_transformers() -> None:
     config = replace(QWEN3_MOE, moe_aux_loss_coeff=1.0, moe_router_load_balancing_type="aux_loss", moe_z_loss_coeff=1.0)
     weights, tokens = make_weights(config, seed=1), random_ids(config, 2, 70)
-    outputs = hugging_face_model(config, weights, Qwen3MoeForCausalLM)(tokens, output_router_logits=True)
+    outputs = transformers_model(config, weights, Qwen3MoeForCausalLM)(tokens, output_router_logits=True)
     (logits,) = outputs.router_logits
     record: list[Routed] = []
     reference_logits(weights, config, tokens, record=record)
@@ -283,7 +201,7 @@ def test_loss_counts_unmasked_targets_of_the_global_batch() -> None:
 def test_greedy_continuation_is_transformers() -> None:
     weights = make_weights(QWEN2, seed=6)
     prompt = [3, 1, 4, 1, 5]
-    model = hugging_face_model(QWEN2, weights, Qwen2ForCausalLM)
+    model = transformers_model(QWEN2, weights, Qwen2ForCausalLM)
     theirs = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, 5:].tolist()
     continuation = greedy_continuation(weights, QWEN2, prompt, 12)
     assert continuation == theirs

@@ -1,9 +1,6 @@
 """The wirings of the reference model against arithmetic written out by hand."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,128 +22,66 @@ TINY = ReferenceConfig(
 )
 
 
-def by_hand(config: ReferenceConfig, weights: dict[str, Tensor]) -> SimpleNamespace:
-    """Sub-blocks of a two-layer model as numpy functions of one token's stream."""
-    w = {name: weight.numpy() for name, weight in weights.items()}
+class ByHand:
+    """The parts of a model as numpy functions of one token's stream."""
 
-    def norm(x: np.ndarray, name: str) -> np.ndarray:
-        return x / np.sqrt(np.mean(x**2) + config.norm_epsilon) * w[f"{name}.weight"]
+    def __init__(self, config: ReferenceConfig, weights: dict[str, Tensor]) -> None:
+        self.epsilon, self.one_norm = config.norm_epsilon, config.one_norm
+        self.weights = {name.removesuffix(".weight"): weight.numpy() for name, weight in weights.items()}
 
-    def attention(layer: int, x: np.ndarray) -> np.ndarray:
-        prefix = f"layers.{layer}.attention"
-        return w[f"{prefix}.o_proj.weight"] @ (w[f"{prefix}.v_proj.weight"] @ x)
+    def norm(self, x: np.ndarray, name: str) -> np.ndarray:
+        return x / np.sqrt(np.mean(x**2) + self.epsilon) * self.weights[name]
 
-    def mlp(layer: int, x: np.ndarray) -> np.ndarray:
-        gate = w[f"layers.{layer}.mlp.gate_proj.weight"] @ x
-        up = w[f"layers.{layer}.mlp.up_proj.weight"] @ x
-        return w[f"layers.{layer}.mlp.down_proj.weight"] @ (gate / (1 + np.exp(-gate)) * up)
+    def attention(self, layer: int, x: np.ndarray) -> np.ndarray:
+        x = self.norm(x, f"layers.{layer}.attention_norm")
+        v, o = (self.weights[f"layers.{layer}.attention.{which}_proj"] for which in "vo")
+        return o @ (v @ x)
 
-    def sub_block(compute: Callable[[int, np.ndarray], np.ndarray], layer: int, kind: str) -> Callable[..., Any]:
-        return lambda x: compute(layer, norm(x, f"layers.{layer}.{kind}"))
+    def mlp(self, layer: int, x: np.ndarray) -> np.ndarray:
+        x = self.norm(x, f"layers.{layer}.{'attention' if self.one_norm else 'mlp'}_norm")
+        gate, up, down = (self.weights[f"layers.{layer}.mlp.{which}_proj"] for which in ("gate", "up", "down"))
+        return down @ (gate @ x / (1 + np.exp(-gate @ x)) * (up @ x))
 
-    return SimpleNamespace(
-        embedding=w["embedding.weight"],
-        head=lambda x: w["lm_head.weight"] @ norm(x, "final_norm"),
-        attention_0=sub_block(attention, 0, "attention_norm"),
-        attention_1=sub_block(attention, 1, "attention_norm"),
-        mlp_0=sub_block(mlp, 0, "mlp_norm"),
-        mlp_1=sub_block(mlp, 1, "mlp_norm"),
-        parallel_mlp_0=sub_block(mlp, 0, "attention_norm"),
-        parallel_mlp_1=sub_block(mlp, 1, "attention_norm"),
-    )
+    def head(self, x: np.ndarray) -> np.ndarray:
+        return self.weights["lm_head"] @ self.norm(x, "final_norm")
 
 
-def standard(m: SimpleNamespace, x0: np.ndarray) -> np.ndarray:
-    x1 = x0 + m.attention_0(x0)
-    x2 = x1 + m.mlp_0(x1)
-    x3 = x2 + m.attention_1(x2)
-    return x3 + m.mlp_1(x3)
-
-
-def ladder(m: SimpleNamespace, x0: np.ndarray) -> np.ndarray:
-    x1 = x0 + m.attention_0(x0)
-    x2 = x1 + m.mlp_0(x0)
-    x3 = x2 + m.attention_1(x1)
-    return x3 + m.mlp_1(x2)
-
-
-def upper_layer_is_ladder(m: SimpleNamespace, x0: np.ndarray) -> np.ndarray:
-    x1 = x0 + m.attention_0(x0)
-    x2 = x1 + m.mlp_0(x1)
-    x3 = x2 + m.attention_1(x1)
-    return x3 + m.mlp_1(x2)
-
-
-def lower_layer_is_ladder(m: SimpleNamespace, x0: np.ndarray) -> np.ndarray:
-    x1 = x0 + m.attention_0(x0)
-    x2 = x1 + m.mlp_0(x0)
-    x3 = x2 + m.attention_1(x2)
-    return x3 + m.mlp_1(x3)
-
-
-def parallel(m: SimpleNamespace, x0: np.ndarray) -> np.ndarray:
-    x1 = x0 + m.attention_0(x0) + m.parallel_mlp_0(x0)
-    return x1 + m.attention_1(x1) + m.parallel_mlp_1(x1)
-
-
-def ladder_parallel(m: SimpleNamespace, x0: np.ndarray) -> np.ndarray:
-    x1 = x0 + m.attention_0(x0) + m.parallel_mlp_0(x0)
-    return x1 + m.attention_1(x0) + m.parallel_mlp_1(x0)
-
-
-def ladder_attention(m: SimpleNamespace, x0: np.ndarray) -> np.ndarray:
-    x1 = x0 + m.attention_0(x0)
-    x2 = x1 + m.mlp_0(x1)
-    x3 = x2 + m.attention_1(x1)
-    return x3 + m.mlp_1(x3)
-
-
-def two_late(m: SimpleNamespace, x0: np.ndarray) -> np.ndarray:
-    x1 = x0 + m.attention_0(x0)
-    x2 = x1 + m.mlp_0(x0)
-    x3 = x2 + m.attention_1(x0)
-    return x3 + m.mlp_1(x1)
-
-
-def upper_layer_is_two_late(m: SimpleNamespace, x0: np.ndarray) -> np.ndarray:
-    x1 = x0 + m.attention_0(x0)
-    x2 = x1 + m.mlp_0(x1)
-    # The lower layer's MLP has read x1, so x1 is what there is; it cannot be unread.
-    x3 = x2 + m.attention_1(x1)
-    return x3 + m.mlp_1(x1)
+STANDARD, LADDER, PARALLEL, LADDER_ATTENTION = (0, 1, 2, 3), (0, 0, 1, 2), (0, 0, 2, 2), (0, 1, 1, 3)
+"""What attention and MLP of two layers read: the stream after so many sub-blocks."""
 
 
 @pytest.mark.parametrize(
-    ("mode", "layers", "staleness", "expected"),
+    ("mode", "layers", "staleness", "reads"),
     [
-        ("standard", (), 1, standard),
-        ("ladder", (0, 1), 1, ladder),
-        ("ladder", (1,), 1, upper_layer_is_ladder),
-        ("ladder", (0,), 1, lower_layer_is_ladder),
-        ("ladder", (), 1, standard),
-        ("ladder", (0, 1), 2, two_late),
-        ("ladder", (1,), 2, upper_layer_is_two_late),
-        ("parallel", (), 1, parallel),
-        ("ladder-parallel", (0, 1), 1, ladder_parallel),
-        ("ladder-parallel", (0,), 1, parallel),
-        ("ladder-attention", (0, 1), 1, ladder_attention),
-        ("ladder-attention", (0, 1), 3, ladder_attention),
-        ("ladder-attention", (0,), 1, standard),
+        ("standard", (), 1, STANDARD),
+        ("ladder", (0, 1), 1, LADDER),
+        ("ladder", (1,), 1, (0, 1, 1, 2)),
+        ("ladder", (0,), 1, (0, 0, 2, 3)),
+        ("ladder", (), 1, STANDARD),
+        ("ladder", (0, 1), 2, (0, 0, 0, 1)),
+        # The lower layer's MLP has read the first output, which cannot be unread.
+        ("ladder", (1,), 2, (0, 1, 1, 1)),
+        ("parallel", (), 1, PARALLEL),
+        ("ladder-parallel", (0, 1), 1, (0, 0, 0, 0)),
+        ("ladder-parallel", (0,), 1, PARALLEL),
+        ("ladder-attention", (0, 1), 1, LADDER_ATTENTION),
+        ("ladder-attention", (0, 1), 3, LADDER_ATTENTION),
+        ("ladder-attention", (0,), 1, STANDARD),
     ],
 )
 def test_wirings_are_those_written_by_hand(
-    mode: str,
-    layers: tuple[int, ...],
-    staleness: int,
-    expected: Callable[[SimpleNamespace, np.ndarray], np.ndarray],
+    mode: str, layers: tuple[int, ...], staleness: int, reads: tuple[int, ...]
 ) -> None:
     config = replace(TINY, residual_mode=mode, ladder_layers=layers, residual_staleness=staleness)
     weights = make_weights(config, seed=3, dtype=torch.float64)
-    model = by_hand(config, weights)
+    model = ByHand(config, weights)
     logits = reference_logits(weights, config, torch.tensor([[4], [2]])).numpy()
     for row, token in enumerate((4, 2)):
-        by_arithmetic = model.head(expected(model, model.embedding[token]))
-        assert np.abs(logits[row, 0] - by_arithmetic).max() < 1e-12
+        stream = [model.weights["embedding"][token]]
+        for number, read in enumerate(reads):
+            compute = (model.attention, model.mlp)[number % 2]
+            stream.append(stream[-1] + compute(number // 2, stream[read]))
+        assert np.abs(logits[row, 0] - model.head(stream[-1])).max() < 1e-12
 
 
 def test_desync_is_that_written_by_hand() -> None:
@@ -165,15 +100,14 @@ def test_desync_is_that_written_by_hand() -> None:
                 own[name] = weight.chunk(2, 0)[rank]
             elif "o_proj" in name or "down_proj" in name:
                 own[name] = weight.chunk(2, 1)[rank]
-        models.append(by_hand(config, own))
+        models.append(ByHand(config, own))
     a, b = models
     logits = reference_logits(weights, config, torch.tensor([[4], [2]])).numpy()
     for row, token in enumerate((4, 2)):
-        x = a.embedding[token]
-        xa, xb = x + a.attention_0(x), x + b.attention_0(x)
-        x = (a.mlp_0(xa) + xa / 2) + (b.mlp_0(xb) + xb / 2)
-        xa, xb = x + a.attention_1(x), x + b.attention_1(x)
-        x = (a.mlp_1(xa) + xa / 2) + (b.mlp_1(xb) + xb / 2)
+        x = a.weights["embedding"][token]
+        for layer in range(2):
+            xa, xb = x + a.attention(layer, x), x + b.attention(layer, x)
+            x = (a.mlp(layer, xa) + xa / 2) + (b.mlp(layer, xb) + xb / 2)
         assert np.abs(logits[row, 0] - a.head(x)).max() < 1e-12
 
 

@@ -1,23 +1,15 @@
 """Counts against transformers' models, torch's FLOP counter, and published sizes."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import ModelFlops, parameter_count
+from tests.helpers.hugging_face import Family, transformers_model
 
 SMALL = ModelConfig(
     num_layers=3,
@@ -31,48 +23,20 @@ SMALL = ModelConfig(
 )
 
 
-def arguments(model: ModelConfig) -> dict[str, Any]:
-    return {
-        "num_hidden_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.ffn_hidden_size,
-        "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.num_key_value_heads,
-        "head_dim": model.head_dim,
-        "vocab_size": model.vocab_size,
-        "max_position_embeddings": model.max_position_embeddings,
-        "tie_word_embeddings": model.tie_embeddings,
-        "attn_implementation": "eager",
-    }
-
-
-def llama(model: ModelConfig) -> PreTrainedModel:
-    biases: dict[str, Any] = {"attention_bias": model.add_qkv_bias, "mlp_bias": model.add_mlp_bias}
-    return LlamaForCausalLM(LlamaConfig(**arguments(model), **biases))
-
-
-def qwen2(model: ModelConfig) -> PreTrainedModel:
-    return Qwen2ForCausalLM(Qwen2Config(**arguments(model)))
-
-
-def qwen3(model: ModelConfig) -> PreTrainedModel:
-    return Qwen3ForCausalLM(Qwen3Config(**arguments(model)))
-
-
 @pytest.mark.parametrize(
-    ("make", "model"),
+    ("family", "model"),
     [
-        (llama, SMALL),
-        (llama, replace(SMALL, tie_embeddings=True)),
-        (llama, replace(SMALL, add_mlp_bias=True)),
-        (llama, replace(SMALL, add_qkv_bias=True, add_attention_output_bias=True)),
-        (qwen2, replace(SMALL, head_dim=6, add_qkv_bias=True)),
-        (qwen3, replace(SMALL, qk_layernorm=True)),
+        (LlamaForCausalLM, SMALL),
+        (LlamaForCausalLM, replace(SMALL, tie_embeddings=True)),
+        (LlamaForCausalLM, replace(SMALL, add_mlp_bias=True)),
+        (LlamaForCausalLM, replace(SMALL, add_qkv_bias=True, add_attention_output_bias=True)),
+        (Qwen2ForCausalLM, replace(SMALL, head_dim=6, add_qkv_bias=True)),
+        (Qwen3ForCausalLM, replace(SMALL, qk_layernorm=True)),
     ],
 )
-def test_parameters_are_those_of_transformers(make: Any, model: ModelConfig) -> None:
+def test_parameters_are_those_of_transformers(family: Family, model: ModelConfig) -> None:
     with torch.device("meta"):
-        other = make(model)
+        other = transformers_model(model, family=family)
     count = parameter_count(model)
     assert count.total == sum(parameter.numel() for parameter in other.parameters())
     layers = tuple(sum(parameter.numel() for parameter in layer.parameters()) for layer in other.model.layers)
@@ -130,7 +94,7 @@ def counted(model: PreTrainedModel, tokens: torch.Tensor, backward: bool) -> int
 @pytest.mark.parametrize("length", [1, 17])
 def test_operations_are_those_that_torch_counts(heads: tuple[int, int], length: int) -> None:
     model = replace(SMALL, num_attention_heads=heads[0], num_key_value_heads=heads[1])
-    other, flops = llama(model), ModelFlops(model, length)
+    other, flops = transformers_model(model), ModelFlops(model, length)
     tokens = torch.arange(2 * length).view(2, length) % model.vocab_size
     assert flops.forward == counted(other, tokens, backward=False)
     assert flops.training == counted(other, tokens, backward=True)

@@ -14,6 +14,7 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.convert.remote_code import hf_config, module_files
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.parallel.layout import parameter_sections, state_sections
+from tests.helpers.hugging_face import hf_name
 from tests.helpers.sharded import small_model
 
 VOCAB = 61
@@ -46,38 +47,6 @@ def random_model(config: ModelConfig, seed: int = 0) -> LanguageModel:
         for state, _ in state_sections(model):
             state.copy_(torch.randn(state.shape, generator=generator) * 0.15)
     return model
-
-
-def hf_name(name: str) -> str:
-    """Return transformers' name of a canonical tensor."""
-    for ours, theirs in (
-        ("embedding.", "model.embed_tokens."),
-        ("final_norm.", "model.norm."),
-        ("layers.", "model.layers."),
-        (".attention_norm.", ".input_layernorm."),
-        (".mlp_norm.", ".post_attention_layernorm."),
-        (".attention.", ".self_attn."),
-        (".attention_norm_2.", ".input_layernorm_2."),
-        (".mlp_norm_2.", ".post_attention_layernorm_2."),
-        (".attention_2.", ".self_attn_2."),
-        (".router.weight", ".mlp.gate.weight"),
-        (".router.expert_bias", ".mlp.gate.e_score_correction_bias"),
-        (".experts.", ".mlp.experts."),
-        (".shared_expert.", ".mlp.shared_experts."),
-    ):
-        name = name.replace(ours, theirs)
-    return name
-
-
-def module_tensors(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return canonical weights by the names of the exported module, which stacks gates on ups."""
-    found = {}
-    for name, weight in weights.items():
-        if ".experts.gate_proj" in name:
-            name, weight = name.replace("gate", "gate_up"), torch.cat([weight, weights[name.replace("gate", "up")]], 1)
-        if ".experts.up_proj" not in name:
-            found[hf_name(name).removesuffix(".weight" if ".experts." in name else "")] = weight
-    return found
 
 
 def split_experts(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -20,8 +20,9 @@ from megatron_ladder.convert.hf_module.configuration_megatron_ladder import Mega
 from megatron_ladder.convert.hf_module.modeling_megatron_ladder import MegatronLadderForCausalLM
 from megatron_ladder.convert.remote_code import hf_config, hf_type, module_files
 from megatron_ladder.errors import UserError
+from tests.helpers.hugging_face import module_tensors
 from tests.reference import ReferenceConfig, make_weights, reference_logits
-from tests.unit.convert.hf_models import EXPERTS, GLM, VOCAB, module_tensors, tiny_config
+from tests.unit.convert.hf_models import EXPERTS, GLM, VOCAB, tiny_config
 from tests.unit.convert.saved_models import assert_equal_bits, convert, small_config, tensors_of, write_cut_checkpoint
 
 ALL = tuple(range(6))

@@ -1,0 +1,95 @@
+"""transformers' own models of our configurations, and its names of their tensors."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM, MixtralForCausalLM
+
+from tests.reference import ReferenceConfig
+
+Family = Any
+"""A model class of transformers."""
+
+
+def hf_name(name: str) -> str:
+    """Return transformers' name of a canonical tensor."""
+    for ours, theirs in (
+        ("embedding.", "model.embed_tokens."),
+        ("final_norm.", "model.norm."),
+        ("layers.", "model.layers."),
+        (".attention_norm.", ".input_layernorm."),
+        (".mlp_norm.", ".post_attention_layernorm."),
+        (".attention.", ".self_attn."),
+        (".attention_norm_2.", ".input_layernorm_2."),
+        (".mlp_norm_2.", ".post_attention_layernorm_2."),
+        (".attention_2.", ".self_attn_2."),
+        (".router.weight", ".mlp.gate.weight"),
+        (".router.expert_bias", ".mlp.gate.e_score_correction_bias"),
+        (".experts.", ".mlp.experts."),
+        (".shared_expert.", ".mlp.shared_experts."),
+    ):
+        name = name.replace(ours, theirs)
+    return name
+
+
+def module_tensors(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return canonical weights by the names of a module of transformers, which stacks gates on ups of experts."""
+    found = {}
+    for name, weight in weights.items():
+        if ".experts.gate_proj" in name:
+            name, weight = name.replace("gate", "gate_up"), torch.cat([weight, weights[name.replace("gate", "up")]], 1)
+        if ".experts.up_proj" not in name:
+            found[hf_name(name).removesuffix(".weight" if ".experts." in name else "")] = weight
+    return found
+
+
+def transformers_model(
+    model: object, weights: Mapping[str, Tensor] | None = None, family: Family = LlamaForCausalLM
+) -> Any:
+    """Return transformers' own model of a configuration of the package or the reference, with these weights."""
+    config = ReferenceConfig.like(model)
+    values: dict[str, Any] = {
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.moe_ffn_hidden_size if family is MixtralForCausalLM else config.ffn_hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": config.norm_epsilon,
+        "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "rope_parameters": {
+            "rope_type": {"none": "default"}.get(config.rope_scaling, config.rope_scaling),
+            "rope_theta": config.rotary_base,
+            "partial_rotary_factor": config.rotary_percent,
+            "factor": config.rope_scaling_factor,
+            "low_freq_factor": config.rope_low_freq_factor,
+            "high_freq_factor": config.rope_high_freq_factor,
+            "original_max_position_embeddings": config.rope_original_max_position_embeddings,
+        },
+        "attention_bias": config.add_qkv_bias,
+        "mlp_bias": config.add_mlp_bias,
+        "use_qk_norm": config.qk_layernorm,
+        "moe_intermediate_size": config.moe_ffn_hidden_size,
+        "num_local_experts": config.num_experts,
+        "num_experts_per_tok": config.moe_router_topk,
+        "norm_topk_prob": not config.moe_router_unnormalized,
+        "mlp_only_layers": sorted({*range(config.num_layers)} - {*config.moe_layers}),
+        "first_k_dense_replace": min(config.moe_layers, default=0),
+        "n_shared_experts": config.moe_shared_expert_intermediate_size // max(1, config.moe_ffn_hidden_size),
+        "routed_scaling_factor": config.moe_router_topk_scaling_factor,
+        "n_group": config.moe_router_num_groups,
+        "topk_group": config.moe_router_group_topk,
+        "attn_implementation": "eager",
+        "experts_implementation": "eager",
+    }
+    built = family(family.config_class(**values)).eval()
+    if weights is not None:
+        tied = {"lm_head.weight": weights["embedding.weight"]} if config.tie_embeddings else {}
+        built.load_state_dict(module_tensors(weights) | tied, strict=True)
+    return built
