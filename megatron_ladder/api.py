@@ -20,7 +20,6 @@ from megatron_ladder.config.run import read_run_words
 from megatron_ladder.convert.conversions import plan_export, plan_import
 from megatron_ladder.convert.copying import carry_out
 from megatron_ladder.convert.options import ExportOptions, ImportOptions
-from megatron_ladder.data.batches import GlobalBatchLoader, UnreadBatches
 from megatron_ladder.errors import UserError, raise_user_errors
 from megatron_ladder.generate.loading import open_model
 from megatron_ladder.generate.options import ModelOptions, OutputOptions, PromptOptions, SamplingOptions
@@ -28,8 +27,8 @@ from megatron_ladder.generate.program import build_engine, check_hardware, new_r
 from megatron_ladder.generate.prompts import PromptEncoder, prompt_errors, read_prompts
 from megatron_ladder.generate.requests import Generation
 from megatron_ladder.model.language_model import LanguageModel
-from megatron_ladder.train.opening import OpenRun, open_run
-from megatron_ladder.train.reading import sample_batches, training_batches
+from megatron_ladder.train.loop import OpenRun, open_run
+from megatron_ladder.train.reading import sample_batches
 from megatron_ladder.train.step import StepResult, evaluate, train_step
 
 _POSITIONS = 2048
@@ -48,8 +47,8 @@ def build_model(vocab_size: int, seed: int = 1234, **flags: Any) -> LanguageMode
 class TrainingRun:
     """A run between its steps; `training` creates it."""
 
-    def __init__(self, opened: OpenRun, batches: GlobalBatchLoader | UnreadBatches) -> None:
-        self._trainer, self._checkpoints, self._batches = opened.trainer, opened.checkpoints, batches
+    def __init__(self, opened: OpenRun) -> None:
+        self._trainer, self._checkpoints, self._batches = opened.trainer, opened.checkpoints, opened.batches
         self._valid = opened.inputs.sources.valid
         self.iteration = opened.iteration
         """Number of steps done, including those of the checkpoint that the run resumed."""
@@ -99,7 +98,7 @@ class TrainingRun:
         if config.save is None:
             raise UserError("save: the run has no directory; give save")
         self._trainer.engine.state.adopt_weights()
-        self._checkpoints.save(self.iteration, self._batches.consumed_samples, "call", final=not config.async_save)
+        self._checkpoints.save(self.iteration, self._batches, "call", final=not config.async_save)
 
 
 @contextmanager
@@ -119,9 +118,7 @@ def training(**flags: Any) -> Iterator[TrainingRun]:
         with open_run(words) as opened:
             # The caller may read the weights of `model`.
             opened.trainer.engine.finish_step()
-            batches = training_batches(opened.trainer, opened.inputs, opened.streams, opened.consumed_samples)
-            with closing(batches):
-                yield TrainingRun(opened, batches)
+            yield TrainingRun(opened)
     finally:
         # After an error, without waiting for the other processes.
         if dist.is_initialized():

@@ -9,7 +9,6 @@ import numpy as np
 import xxhash
 
 from megatron_ladder.data.indexed import SAMPLED_BLOCKS, format_checksum, sampled_checksum
-from megatron_ladder.data.loader import DataSource
 from megatron_ladder.data.reading.hub import HubSource
 from megatron_ladder.data.reading.protocol import Source
 from megatron_ladder.errors import limited
@@ -18,11 +17,6 @@ _TOTAL_BLOCKS = 1 << 13
 """Approximate number of blocks that are read of all files together; every rank reads them when it starts."""
 _PLACES = {"train": "--data-path:", "stream": "--streaming:", "tokenizer_sha256": "--tokenizer-model: sha256"}
 """Keys of descriptions -> flags."""
-
-
-def describe_training(source: DataSource, tokenizer_sha256: str | None) -> dict[str, Any]:
-    """Return the description of the training data and its order that checkpoints store; JSON-able."""
-    return {"tokenizer_sha256": tokenizer_sha256, "train": source.describe()}
 
 
 def data_changes(stored: dict[str, Any], found: dict[str, Any]) -> list[str]:

@@ -34,9 +34,9 @@ from megatron_ladder.data.loader import find_chat_template
 from megatron_ladder.data.tokenizers import Tokenizer, tokenizer_files
 from megatron_ladder.errors import BadNumbersError, UserError
 from megatron_ladder.files import write_atomically
-from megatron_ladder.train.inputs import RunInputs, describe_data
+from megatron_ladder.train.inputs import RunInputs
 from megatron_ladder.train.log import print_rank_0
-from megatron_ladder.train.reading import TextStreams
+from megatron_ladder.train.reading import Batches
 from megatron_ladder.train.record import RunRecord
 from megatron_ladder.train.resume import learned_changes, schedule_note
 from megatron_ladder.train.setup import Trainer
@@ -56,17 +56,13 @@ class _SaveInFlight(NamedTuple):
 class CheckpointSaver:
     """The checkpoints of a run. The end of its block waits for a save in flight. All ranks call all but `poll`."""
 
-    def __init__(
-        self, trainer: Trainer, inputs: RunInputs, record: RunRecord, streams: TextStreams | None = None
-    ) -> None:
-        """`streams` are data whose position is more than a number of samples; every checkpoint stores it."""
+    def __init__(self, trainer: Trainer, inputs: RunInputs, record: RunRecord) -> None:
         self._trainer = trainer
         self._inputs = inputs
         self._config = trainer.run.checkpoint
         self._world = trainer.mesh.world
         self._print = partial(print_rank_0, rank=self._world.rank)
         self._event = record.write_first
-        self._streams = streams
         template = None if inputs.sources is None else find_chat_template(inputs.sources.datasets, self._print)
         self._small_files = _SmallFiles(inputs.tokenizer, template)
         self._host = HostMemory()
@@ -87,34 +83,35 @@ class CheckpointSaver:
             futures.wait([self._in_flight.work], _FAILING_SECONDS)
             self.poll()
 
-    def resume(self) -> tuple[int, int]:
-        """Load the checkpoint, if any; return steps and samples done. Raises UserError if none is undamaged."""
+    def resume(self) -> tuple[int, int, dict[str, Any]]:
+        """Load the checkpoint, if any; return the steps and samples done, and the manifest if the run continues it.
+
+        Raises UserError if none is undamaged.
+        """
         load, save = self._config.load, self._config.save
         if load is None or self._inputs.checkpoint is None:
             if load is not None:
                 self._print(f"*** --load {load} holds no checkpoint: the run starts from scratch ***")
             elif save is not None and self._world.rank == 0 and (names := published_checkpoints(save)):
                 self._print(f"*** --save {save} holds {names[-1]}, which this run does not continue ***")
-            return 0, 0
+            return 0, 0, {}
         checkpoint = self._load(load, self._inputs.checkpoint)
         if self._world.rank == 0 and save is not None:
             for note in self._small_files.inherit(checkpoint):
                 self._print(f"*** {note} ***")
         if self._config.finetune:
             self._print(f"takes the weights of {checkpoint.directory}: starts at iteration 0")
-            return 0, 0
+            return 0, 0, {}
         if self._trainer.run.logging.skip_train:
             self._print(f"evaluates {checkpoint.directory}: {checkpoint.iteration} steps done")
-            return checkpoint.iteration, checkpoint.consumed_samples
-        if self._streams is not None:
-            self._streams.resume(checkpoint.manifest)
+            return checkpoint.iteration, checkpoint.consumed_samples, {}
         self._trainer.guard.set_state(checkpoint.manifest.get("guard", {}))
         self._print(f"continues from {checkpoint.directory}: {checkpoint.iteration} steps done")
         for change in learned_changes(self._trainer.run, checkpoint):
             self._print(change)
         if schedule := schedule_note(self._trainer.run, checkpoint):
             self._print(schedule)
-        return checkpoint.iteration, checkpoint.consumed_samples
+        return checkpoint.iteration, checkpoint.consumed_samples, checkpoint.manifest
 
     def _load(self, load: Path, opened: Checkpoint) -> Checkpoint:
         config, only_weights, start = self._config, self._trainer.run.loads_only_weights, time.perf_counter()
@@ -151,7 +148,7 @@ class CheckpointSaver:
         )
         return checkpoint
 
-    def save(self, iteration: int, consumed_samples: int, reason: str = "interval", final: bool = False) -> None:
+    def save(self, iteration: int, batches: Batches, reason: str = "interval", final: bool = False) -> None:
         """Publish a checkpoint in --save, or start to; does nothing without --save, or if the run has saved it already.
 
         Waits for a save in flight first. The `final` save of a run is synchronous, and raises UserError if it fails.
@@ -167,21 +164,21 @@ class CheckpointSaver:
         asynchronous, start = config.async_save and not final, time.perf_counter()
         self._event("save begin", iteration=iteration, reason=reason, asynchronous=asynchronous)
         retention = Retention(config.keep_last_n_checkpoints, config.save_retain_interval, self._loaded)
-        host = self._host if asynchronous else None
+        header, host = self._header(iteration, batches), self._host if asynchronous else None
+        state, add_files = self._trainer.engine.state, self._small_files.write
         try:
-            header = self._header(iteration, consumed_samples)
-            state, write_files = self._trainer.engine.state, self._small_files.write
-            saving = TrainingSave(config.save, header, state, world, write_files, retention, host)
+            saving = TrainingSave(config.save, header, state, world, add_files, retention, host)
             if asynchronous:
                 seconds = 60 * self._trainer.run.parallel.distributed_timeout_minutes
                 gather = partial(gather_through_files, saving.directory, world.rank, world.size, seconds)
-                report = partial(self._report, saving, reason, start, time.perf_counter() - start)
                 work = run_in_thread(lambda: saving.write(gather), "checkpoint writer")
-                self._in_flight = _SaveInFlight(iteration, work, report)
-                return
-            outcome = world.broadcast_object(saving.write(world.gather_objects))
-            self._report(saving, reason, start, time.perf_counter() - start, outcome)
-            _raise_if_bad(iteration, outcome)
+            else:
+                work = futures.Future()
+                work.set_result(saving.write(world.gather_objects))
+            report = partial(self._report, saving, reason, start, time.perf_counter() - start)
+            self._in_flight = _SaveInFlight(iteration, work, report)
+            if not asynchronous:
+                self.wait()
         except SaveError as error:
             self._report_failure(iteration, reason, str(error))
         if final and self._saved != iteration:
@@ -201,29 +198,34 @@ class CheckpointSaver:
         futures.wait([self._in_flight.work])
         self.poll()
         outcome = self._world.broadcast_object(self._outcome)
-        if outcome.error is None:
-            self._saved = self._in_flight.iteration
         iteration = self._in_flight.iteration
+        if outcome.error is None:
+            self._saved = iteration
         self._in_flight, self._outcome = None, None
-        _raise_if_bad(iteration, outcome)
+        if outcome.bad_numbers:
+            raise BadNumbersError(
+                f"iteration {iteration}: {outcome.error}, so it was not saved: load an earlier checkpoint, or convert "
+                "the model again if the loaded weights were already bad"
+            )
 
-    def _header(self, iteration: int, consumed_samples: int) -> dict[str, Any]:
-        run, tokenizer = self._trainer.run, self._inputs.tokenizer
+    def _header(self, iteration: int, batches: Batches) -> dict[str, Any]:
+        run, stream, data = self._trainer.run, self._inputs.stream, self._trainer.mesh.data
         header = {
             "iteration": iteration,
-            "consumed_samples": consumed_samples,
+            "consumed_samples": batches.consumed_samples,
             "model": run.model.to_dict(),
             "run": run.to_dict(),
-            "data": describe_data(self._inputs.sources, tokenizer, self._inputs.stream),
+            "data": self._inputs.data,
             **self._small_files.header(),
             "versions": {"megatron_ladder": __version__, "torch": torch.__version__},
             "guard": self._trainer.guard.state(),
         }
-        if self._streams is not None:
-            data = self._trainer.mesh.data
-            gathered = self._world.gather_objects((data.rank, self._streams.state_dict()))
-            states = {rank: state for rank, state in gathered if state is not None}
-            header["data_streams"] = [states[rank] for rank in range(data.size)] if states else []
+        if stream is not None:
+            # Of each data-parallel rank, one rank reads.
+            states = {
+                rank: state for rank, state in self._world.gather_objects((data.rank, batches.reader_state)) if state
+            }
+            header["data_streams"] = [{"plan": stream.cut()} | states[rank] for rank in sorted(states)]
         return header
 
     def _report(
@@ -232,7 +234,6 @@ class CheckpointSaver:
         if outcome.error is not None:
             self._report_failure(saving.iteration, reason, outcome.error)
             return
-        self._saved = saving.iteration
         self._print(f"saved {outcome.directory}")
         for name in outcome.removed:
             self._print(f"removed {name}")
@@ -251,15 +252,6 @@ class CheckpointSaver:
         text = f"iteration {iteration} was not saved: {error}; earlier checkpoints are as they were"
         self._print(f"*** --save {self._config.save}: {text} ***")
         self._event("save failed", iteration=iteration, reason=reason, error=error)
-
-
-def _raise_if_bad(iteration: int, outcome: SaveOutcome) -> None:
-    """Raise BadNumbersError, on every rank, if the state is not finite."""
-    if outcome.bad_numbers:
-        raise BadNumbersError(
-            f"iteration {iteration}: {outcome.error}, so it was not saved: load an earlier checkpoint, or convert the "
-            "model again if the loaded weights were already bad"
-        )
 
 
 class _SmallFiles:

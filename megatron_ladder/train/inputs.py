@@ -12,7 +12,6 @@ from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.config.data import DataConfig
 from megatron_ladder.config.run import SECTION_TYPES, RunConfig, RunFlags, parse_run, resolve_run
-from megatron_ladder.data.identity import describe_training
 from megatron_ladder.data.indexed import sidecar_path
 from megatron_ladder.data.loader import OrderOptions, Sources, check_tokenizer, open_sources
 from megatron_ladder.data.prompt_files import read_prompt_file
@@ -76,6 +75,8 @@ class RunInputs(ResolvedRun):
     """Everything that a run reads, opened."""
 
     sources: Sources
+    data: dict[str, Any] = field(default_factory=dict)
+    """The description of the data that a resumed run compares; only the tokenizer if the run does not train."""
     eod_id: int | None = None
     """The data's end-of-document token, if a tokenizer or a data set's sidecar defines it."""
     stream: StreamPlan | None = None
@@ -194,18 +195,15 @@ def _open(resolved: ResolvedRun, findings: Findings, own_input: Sequence[StreamI
     with errors.collect("--sample-prompts"):
         prompts = _read_sample_prompts(run, tokenizer)
     errors.raise_if_any()
+    data: dict[str, Any] = {"tokenizer_sha256": None if tokenizer is None else tokenizer.sha256}
+    if stream is not None:
+        data["stream"] = stream.describe()
+    elif sources.train is not None:
+        data["train"] = sources.train.describe()
     if checkpoint is not None and (sources.train or stream) and not run.loads_only_weights:
-        check_same_data(checkpoint, describe_data(sources, tokenizer, stream), run.data.allow_data_change, place.rank)
+        check_same_data(checkpoint, data, run.data.allow_data_change, place.rank)
     opened: dict[str, Any] = {"eod_id": eod_id, "stream": stream, "sample_prompts": prompts, "teacher": teacher}
-    return RunInputs(**vars(resolved), sources=sources, **opened)
-
-
-def describe_data(sources: Sources, tokenizer: Tokenizer | None, stream: StreamPlan | None = None) -> dict[str, Any]:
-    """Return the description of data that a resumed run compares; only the tokenizer if the run does not train."""
-    sha256 = None if tokenizer is None else tokenizer.sha256
-    if stream is None and sources.train is not None:
-        return describe_training(sources.train, sha256)
-    return {"tokenizer_sha256": sha256, **({} if stream is None else {"stream": stream.describe()})}
+    return RunInputs(**vars(resolved), sources=sources, data=data, **opened)
 
 
 def _load_vocabulary(flags: RunFlags, checkpoint: Checkpoint | None) -> tuple[Tokenizer | None, int | None]:

@@ -21,6 +21,9 @@ from megatron_ladder.blueprint.tensors import ModelFlops, active_parameters, pad
 from megatron_ladder.blueprint.wiring import plan_reads
 from megatron_ladder.comm.agreement import Peers
 from megatron_ladder.config.run import RunConfig
+from megatron_ladder.data.blending import BlendedSource
+from megatron_ladder.data.loader import Sources
+from megatron_ladder.data.packing import PackedSource
 from megatron_ladder.engine.build import partition
 from megatron_ladder.errors import BadNumbersError, LostPeerError, exit_code_of, without_passwords
 from megatron_ladder.train.curves import Curves
@@ -41,8 +44,8 @@ def print_rank_0(text: str, rank: int) -> None:
         print_if_possible(text)
 
 
-def banner(trainer: Trainer) -> str:
-    """Return the derived numbers of a run, one per line."""
+def banner(trainer: Trainer, sources: Sources) -> str:
+    """Return the derived numbers of a run and of its data, one per line."""
     run, model, training, parallel = trainer.run, trainer.run.model, trainer.run.training, trainer.run.parallel
     flops = ModelFlops(model, training.seq_length)
     vocab_size = padded_vocab_size(model.vocab_size, parallel.tensor_model_parallel_size)
@@ -66,7 +69,28 @@ def banner(trainer: Trainer) -> str:
         "optimizer": f"AdamW by {trainer.implementations['optimizer']}",
     }
     width = max(map(len, rows))
-    return "\n".join([f"megatron_ladder {__version__}", *(f"  {name:<{width}}  {rows[name]}" for name in rows)])
+    return "\n".join(
+        [
+            f"megatron_ladder {__version__}",
+            *(f"  {name:<{width}}  {rows[name]}" for name in rows),
+            *_data_notes(run, sources),
+        ]
+    )
+
+
+def _data_notes(run: RunConfig, sources: Sources) -> Iterator[str]:
+    """Yield one line per data set: its tokens, how often the run reads them, and how conversations are packed."""
+    for part, source in sources.labeled.items():
+        weights = source.weights if isinstance(source, BlendedSource) else [1]
+        for one, weight in zip(source.sources, weights, strict=True):
+            note = f"{part}: {one.name}: {one.tokens:,} tokens in {len(one.documents):,} documents"
+            if part == "train":
+                samples = run.training.train_iters * run.global_batch_size * weight / sum(weights)
+                note += f", {samples * run.training.seq_length / one.tokens:.3g} epochs"
+            if isinstance(one, PackedSource):
+                note += f"; {one.conversations:,} conversations in {len(one):,} rows, {one.filled:.1%} full; "
+                note += f"{one.cut:,} are longer than a row and cut; in {one.without_targets:,} no token counts"
+            yield note
 
 
 def _wiring(model: ModelConfig) -> str:

@@ -1,23 +1,105 @@
-"""A run, from its command line to its last checkpoint."""
+"""A run, from its command line to its last checkpoint; `api.py` opens runs with `open_run`, too."""
 
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import torch
 
+from megatron_ladder.comm.agreement import Peers
+from megatron_ladder.comm.launch import (
+    check_device,
+    from_rank_0,
+    naming_lost_peers,
+    read_rank_info,
+    reporting_errors,
+    stop_process_group,
+)
 from megatron_ladder.comm.watch import HangWatch
+from megatron_ladder.config.file import CONFIG_NAME, config_file_text
 from megatron_ladder.config.run import RunWords
+from megatron_ladder.files import write_atomically
+from megatron_ladder.train.checkpoints import CheckpointSaver
 from megatron_ladder.train.evaluation import Evaluations
-from megatron_ladder.train.log import RunLog, print_rank_0, record_lost_peers, report_finding
-from megatron_ladder.train.opening import OpenRun, open_run
+from megatron_ladder.train.inputs import RunInputs, read_inputs
+from megatron_ladder.train.log import (
+    RunLog,
+    banner,
+    describe_start,
+    print_if_possible,
+    print_rank_0,
+    record_lost_peers,
+    recording_failures,
+    report_finding,
+)
 from megatron_ladder.train.profile import step_contexts
-from megatron_ladder.train.reading import training_batches
-from megatron_ladder.train.setup import Trainer
+from megatron_ladder.train.reading import Batches, training_batches
+from megatron_ladder.train.record import RunRecord, save_lock
+from megatron_ladder.train.setup import Trainer, build_trainer
 from megatron_ladder.train.step import train_step
 from megatron_ladder.train.stop import Stopper, StopSignals
+
+
+@dataclass
+class OpenRun:
+    """A run between its steps."""
+
+    trainer: Trainer
+    inputs: RunInputs
+    batches: Batches
+    """Of the training data, after those of earlier runs."""
+    checkpoints: CheckpointSaver
+    record: RunRecord
+    iteration: int
+    """Number of steps done when the run was opened."""
+    end: str = "the caller has finished"
+    """Why the run ends, for the record."""
+
+
+@contextmanager
+def open_run(words: RunWords) -> Iterator[OpenRun]:
+    """Open the run that a command line describes, resumed from its checkpoint, and close it at the end of the block.
+
+    Raises UserError before anything starts; LostPeerError if another rank ended, or a collective timed out.
+    """
+    place, peers = read_rank_info(), Peers()
+    with ExitStack() as whole_run:
+        for warning in words.warnings:
+            print_rank_0(f"*** {warning} ***", place.rank)
+        with reporting_errors(place):
+            inputs = read_inputs(words.to_flags(), place, partial(from_rank_0, place, whole_run))
+            check_device(place)
+            folder = inputs.run.checkpoint.save
+            if folder is not None and place.rank == 0:
+                whole_run.enter_context(save_lock(folder))
+        record = RunRecord(folder, place.rank)
+        record.write_first("launch")
+        with recording_failures(record, peers), naming_lost_peers(peers):
+            trainer = build_trainer(inputs, place, peers)
+            print_rank_0(banner(trainer, inputs.sources), place.rank)
+            with closing(trainer.engine), CheckpointSaver(trainer, inputs, record) as checkpoints:
+                iteration, consumed_samples, manifest = checkpoints.resume()
+                record.write_first("start", **describe_start(trainer, iteration))
+                if folder is not None and place.rank == 0 and not inputs.run.logging.skip_train:
+                    _write_config(folder, inputs)
+                with closing(training_batches(trainer, inputs, consumed_samples, manifest)) as batches:
+                    run = OpenRun(trainer, inputs, batches, checkpoints, record, iteration)
+                    yield run
+            record.write_first("stop", reason=run.end, code=0)
+            stop_process_group()
+
+
+def _write_config(folder: Path, inputs: RunInputs) -> None:
+    note = f"All values of a run on {inputs.run.world_size} processes; --config of this file repeats the run."
+    try:
+        write_atomically(folder / CONFIG_NAME, config_file_text(inputs.values, note))
+    except OSError as error:
+        # A failing save is no reason to stop, either.
+        print_if_possible(f"*** {folder / CONFIG_NAME}: could not be written: {error.strerror} ***")
 
 
 def pretrain(words: RunWords, signals: StopSignals | None = None) -> None:
@@ -50,7 +132,7 @@ def _evaluate_loaded(opened: OpenRun, evaluations: Evaluations, stopper: Stopper
 def _train(opened: OpenRun, evaluations: Evaluations, stopper: Stopper) -> str:
     """Train until --train-iters or a stop request, and return why the run ends."""
     trainer, record, iteration = opened.trainer, opened.record, opened.iteration
-    run, rank = trainer.run, trainer.mesh.world.rank
+    run, rank, batches = trainer.run, trainer.mesh.world.rank, opened.batches
     last, first = run.training.train_iters, iteration + 1
     if iteration >= last:
         print_rank_0(f"nothing to do: {iteration} of {last} steps are done", rank)
@@ -63,7 +145,6 @@ def _train(opened: OpenRun, evaluations: Evaluations, stopper: Stopper) -> str:
     startup = timedelta(minutes=run.parallel.distributed_timeout_minutes)
     running = timedelta(seconds=run.parallel.distributed_timeout_seconds_after_first_step)
     with (
-        closing(training_batches(trainer, opened.inputs, opened.streams, opened.consumed_samples)) as batches,
         RunLog(trainer, first, record) as log,
         HangWatch(trainer.peers, startup, running, partial(record_lost_peers, record, trainer.peers)) as watch,
     ):
@@ -94,7 +175,7 @@ def _train(opened: OpenRun, evaluations: Evaluations, stopper: Stopper) -> str:
             # The checkpoint comes before the evaluation, so that a failing evaluation does not cost the last steps.
             if is_final or _is_due(iteration, run.checkpoint.save_interval):
                 with not_training():
-                    reason = _save_checkpoint(opened, stopper, iteration, batches.consumed_samples, reason)
+                    reason = _save_checkpoint(opened, stopper, iteration, reason)
             if evaluations.are_due(iteration):
                 with not_training():
                     evaluations.run(iteration, log, partial(_agreed_stop_reason, trainer, stopper))
@@ -103,18 +184,17 @@ def _train(opened: OpenRun, evaluations: Evaluations, stopper: Stopper) -> str:
     return reason or "all steps are done"
 
 
-def _save_checkpoint(
-    opened: OpenRun, stopper: Stopper, iteration: int, consumed_samples: int, reason: str | None
-) -> str | None:
+def _save_checkpoint(opened: OpenRun, stopper: Stopper, iteration: int, reason: str | None) -> str | None:
     """Save after a step; return why the run ends now (`reason` if known before), or None. All ranks must call it."""
+    save = partial(opened.checkpoints.save, iteration, opened.batches)
     final = reason is not None or iteration == opened.trainer.run.training.train_iters
-    opened.checkpoints.save(iteration, consumed_samples, reason or "interval", final)
+    save(reason or "interval", final)
     # A save may take longer than a launcher waits after its signal, which then leaves no time for another step, or for
     # an evaluation.
     urgent = _agreed_stop_reason(opened.trainer, stopper)
     if urgent is not None and not final:
         # Waits for the save in flight and repeats it only if it failed.
-        opened.checkpoints.save(iteration, consumed_samples, urgent, final=True)
+        save(urgent, final=True)
     return urgent or reason
 
 

@@ -1,9 +1,11 @@
-"""The record of a run: `run.jsonl` next to its checkpoints, with one JSON line per event; lines are only appended.
+"""What a run writes next to its checkpoints: its record, and the lock that keeps other runs away.
 
-    {"time": "2026-01-31T12:00:00.123+00:00", "event": "save", "iteration": 100, ...}
+    SAVE/run.jsonl      one JSON line per event; lines are only appended
+                        {"time": "2026-01-31T12:00:00.123+00:00", "event": "save", "iteration": 100, ...}
+    SAVE/run.lock       {"host", "pid", "started"} of the run that writes here; empty if none does
 
-Each line is one `write` to a file opened for appending, so lines of several processes on one machine do not mix. A
-process that dies may leave an incomplete last line; the next writer starts a new line, and readers skip it.
+Each line of the record is one `write` to a file opened for appending, so lines of several processes on one machine do
+not mix. A process that dies may leave an incomplete last line; the next writer starts a new line, and readers skip it.
 
 Each attempt to run begins with `launch`, before it loads anything, and ends with a `stop` of every rank that knows how
 it ended. An attempt that fails before it owns the directory is `refused`.
@@ -15,14 +17,17 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from megatron_ladder.errors import ExitCode
+from megatron_ladder.errors import ExitCode, UserError
+from megatron_ladder.files import lock_file
 
 RECORD_NAME = "run.jsonl"
+_LOCK_NAME, _MOST_LOCK_BYTES = "run.lock", 4096
 EVALUATES = "evaluates"
 """The `reason` of a `start` that takes no step. Later steps in the record remain valid after such a start."""
 
@@ -97,3 +102,46 @@ def attempt_outcome(events: Sequence[Mapping[str, Any]]) -> ExitCode:
 
 def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value)) else value
+
+
+@contextlib.contextmanager
+def save_lock(folder: Path, flag: str = "--save") -> Iterator[None]:
+    """Hold the lock of a directory inside the block; one process of a run that writes there enters it.
+
+    The kernel's lock on the file decides, also between machines if their file system shares locks. It ends with its
+    holder. On a file system without locks there is only a warning. `flag` names the folder in messages. Raises
+    UserError with the holder if another run has the lock.
+    """
+    import psutil
+
+    path, where = folder / _LOCK_NAME, f"{flag} {folder}"
+    try:
+        file = open(path, "a+b", buffering=0)  # noqa: SIM115
+    except OSError as error:
+        fix = "remove the file, or give another directory"
+        raise UserError(f"{where}: {_LOCK_NAME}: {error.strerror}: {fix}") from None
+    with file:
+        try:
+            problem = lock_file(file.fileno())
+        except BlockingIOError:
+            holder = "it has not written its name yet"
+            with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
+                holder = "pid {pid} on {host}, started {started}".format_map(json.loads(path.read_bytes()))
+            fix = "end it, or give another directory"
+            raise UserError(f"{where}: another run writes there: {holder}: {fix}") from None
+        if problem is not None:
+            advice = "make sure that no other run writes there"
+            print(f"*** {where}: this file system has no locks ({problem.strerror}): {advice} ***", flush=True)
+        if path.stat().st_size > _MOST_LOCK_BYTES:
+            raise UserError(f"{where}: {_LOCK_NAME}: is not a run's lock: remove it, or give another directory")
+        started = datetime.fromtimestamp(psutil.Process().create_time(), UTC).isoformat(timespec="seconds")
+        me = {"host": socket.gethostname(), "pid": os.getpid(), "started": started}
+        # The content is only for messages, so a full disk does not matter.
+        with contextlib.suppress(OSError):
+            file.truncate(0)
+            file.write(json.dumps(me).encode())
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                file.truncate(0)

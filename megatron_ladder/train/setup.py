@@ -29,7 +29,7 @@ from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.operations import select_operations
 from megatron_ladder.train.distillation import build_distillation
 from megatron_ladder.train.guards import Guard
-from megatron_ladder.train.inputs import RunInputs, describe_data
+from megatron_ladder.train.inputs import RunInputs
 from megatron_ladder.train.profile import named_for_profiler
 
 
@@ -119,7 +119,7 @@ def _shared_settings(inputs: RunInputs, place: RankInfo) -> dict[str, Any]:
     if run.parallel.deepspeed_config is not None:
         given = read_deepspeed_config(run.parallel.deepspeed_config)
         settings |= {f"--deepspeed_config: {key}": value for key, value in given.items()}
-    data = describe_data(inputs.sources, inputs.tokenizer, inputs.stream)
+    data = dict(inputs.data)
     if inputs.stream is not None:
         # There may be many sources, so only their checksum is exchanged.
         sources = json.dumps(inputs.stream.sources, sort_keys=True).encode()

@@ -1,6 +1,5 @@
 """Checkpoints of runs with real trainers: background saves, failures, and resuming."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,6 @@ from torch import equal
 from megatron_ladder.checkpoint import saving
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.errors import BadNumbersError, UserError
-from megatron_ladder.train import checkpoints
 from megatron_ladder.train.checkpoints import CheckpointSaver
 from megatron_ladder.train.record import RunRecord
 from megatron_ladder.train.setup import Trainer
@@ -26,29 +24,19 @@ RECIPE = ("--train-iters 4 --lr 1e-2 --micro-batch-size 2 --global-batch-size 4 
 Events = list[tuple[str, dict[str, Any]]]
 
 
-class CountingStream:
-    """A position in the data that only the data knows."""
-
-    def __init__(self, rank: int) -> None:
-        self.place: Any = rank
-        self.loaded: list[Any] = []
-
-    def state_dict(self) -> Any:
-        return {"place": self.place}
-
-    def resume(self, manifest: Mapping[str, Any]) -> None:
-        self.loaded = manifest["data_streams"]
+def batches_at(samples: int, rank: int = 0) -> Any:
+    """Batches with a position that only the data knows."""
+    return SimpleNamespace(consumed_samples=samples, reader_state={"place": rank})
 
 
 def saver_of(argv: list[str], checkpoint: Checkpoint | None = None) -> tuple[Trainer, CheckpointSaver, Events]:
     trainer = build_trainer_here([*RECIPE, *argv])
-    inputs: Any = SimpleNamespace(sources=None, tokenizer=None, stream=None, checkpoint=checkpoint)
+    stream = SimpleNamespace(cut=lambda: "a plan")
+    inputs: Any = SimpleNamespace(sources=None, tokenizer=None, stream=stream, checkpoint=checkpoint, data={})
     events: Events = []
     record: Any = RunRecord(None, trainer.mesh.world.rank)
     record.write = lambda kind, /, **fields: events.append((kind, fields))
-    streams: Any = CountingStream(trainer.mesh.data.rank)
-    saver = CheckpointSaver(trainer, inputs, record, streams)
-    return trainer, saver, events
+    return trainer, CheckpointSaver(trainer, inputs, record), events
 
 
 def train(trainer: Trainer, saver: CheckpointSaver, final: int) -> None:
@@ -56,17 +44,17 @@ def train(trainer: Trainer, saver: CheckpointSaver, final: int) -> None:
     for iteration, batch in enumerate(steps_of_batches(4, 2), start=1):
         train_step(trainer, own_batches(trainer, batch), iteration)
         saver.poll()
-        saver.save(iteration, 4 * iteration, final=iteration == final)
+        batches = batches_at(4 * iteration, trainer.mesh.data.rank)
+        saver.save(iteration, batches, final=iteration == final)
         # A step or a stop may request a checkpoint that exists already.
-        saver.save(iteration, 4 * iteration)
+        saver.save(iteration, batches)
 
 
 def saves_of_a_run(argv: list[str], final: int) -> Events:
     """On each rank: return the events."""
-    with mock.patch.object(checkpoints, "describe_data", lambda *of_the_data: {}):
-        trainer, saver, events = saver_of(argv)
-        with saver:
-            train(trainer, saver, final)
+    trainer, saver, events = saver_of(argv)
+    with saver:
+        train(trainer, saver, final)
     return events
 
 
@@ -88,7 +76,7 @@ def test_background_saves_equal_synchronous_saves(gloo_pools: GlooPools, tmp_pat
     for number in (2, 3, 4):
         one, other = (everything(folder / f"iter_000000{number}") for folder in (synchronous, background))
         assert one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    places = [{"place": 0}, {"place": 1}] if "zero" in layout else [{"place": 0}]
+    places = [{"plan": "a plan", "place": rank} for rank in range(2 if "zero" in layout else 1)]
     assert Checkpoint.open(background).manifest["data_streams"] == places
 
 
@@ -102,10 +90,7 @@ def failing_saves(argv: list[str], failing: int) -> tuple[Events, str, int]:
             raise OSError(28, "No space left on device", str(path))
         return real(path, *arguments)
 
-    with (
-        mock.patch.object(checkpoints, "describe_data", lambda *of_the_data: {}),
-        mock.patch.object(saving, "write_tensor_file", write),
-    ):
+    with mock.patch.object(saving, "write_tensor_file", write):
         try:
             with saver:
                 train(trainer, saver, 4)
@@ -131,22 +116,22 @@ def test_a_failing_save_does_not_stop_training_unless_it_is_the_last(
         assert Checkpoint.open(folder).directory.name == whole[-1]
 
 
-def resumed(argv: list[str], load: Path) -> tuple[tuple[int, int], Events, list[Any], int]:
+def resumed(argv: list[str], load: Path) -> tuple[list[int], Events, list[Any], int]:
     """On each rank: return the resumed position, the events, the state of the data, and AdamW's steps."""
     trainer, saver, events = saver_of([*argv, "--load", str(load)], Checkpoint.open(load))
-    streams: Any = saver._streams
-    return saver.resume(), events, streams.loaded, trainer.engine.state.steps_taken()
+    *place, manifest = saver.resume()
+    return place, events, manifest.get("data_streams", []), trainer.engine.state.steps_taken()
 
 
 def test_a_damaged_checkpoint_is_skipped_by_all_ranks(gloo_pools: GlooPools, tmp_path: Path) -> None:
     run = gloo_pools(2).run
     run(saves_of_a_run, ["--save", str(tmp_path)], 4)
     for words, start, steps, loaded in (
-        ([], (4, 16), 4, 2),
-        (["--no-load-optim"], (4, 16), 0, 2),
-        (["--finetune"], (0, 0), 0, 0),
-        (["--skip-train"], (4, 16), 0, 0),
-        (["--skip-train", "--finetune"], (0, 0), 0, 0),
+        ([], [4, 16], 4, 2),
+        (["--no-load-optim"], [4, 16], 0, 2),
+        (["--finetune"], [0, 0], 0, 0),
+        (["--skip-train"], [4, 16], 0, 0),
+        (["--skip-train", "--finetune"], [0, 0], 0, 0),
     ):
         for place, _, states, taken in run(resumed, words, tmp_path):
             assert place == start and taken == steps and len(states) == loaded
@@ -155,7 +140,7 @@ def test_a_damaged_checkpoint_is_skipped_by_all_ranks(gloo_pools: GlooPools, tmp
     data[-5] ^= 1
     damaged.write_bytes(bytes(data))
     (place, events, _, _), (other, others, _, _) = run(resumed, [], tmp_path)
-    assert place == other == (3, 12) and others == []
+    assert place == other == [3, 12] and others == []
     assert [kind for kind, _ in events] == ["fallback", "load"]
     assert events[0][1]["directory"] == events[1][1]["directory"] == str(tmp_path / "iter_0000003")
     assert [str(damaged) in fault for fault in events[0][1]["faults"]] == [True]
@@ -163,13 +148,12 @@ def test_a_damaged_checkpoint_is_skipped_by_all_ranks(gloo_pools: GlooPools, tmp
 
 def saves_a_nan(argv: list[str], rank: int) -> str:
     """On each rank: return the error of a save while one of the weights of `rank` is not a number."""
-    with mock.patch.object(checkpoints, "describe_data", lambda *of_the_data: {}):
-        trainer, saver, _ = saver_of(argv)
-        if trainer.mesh.world.rank == rank:
-            next(span for span in trainer.engine.state.spans() if span.owned).master[0] = float("nan")
-        trainer.engine.state.copy_masters_to_weights()
-        with pytest.raises(BadNumbersError) as raised, saver:
-            saver.save(1, 4)
+    trainer, saver, _ = saver_of(argv)
+    if trainer.mesh.world.rank == rank:
+        next(span for span in trainer.engine.state.spans() if span.owned).master[0] = float("nan")
+    trainer.engine.state.copy_masters_to_weights()
+    with pytest.raises(BadNumbersError) as raised, saver:
+        saver.save(1, batches_at(4))
     return str(raised.value)
 
 

@@ -16,10 +16,10 @@ from megatron_ladder.data.loader import OrderOptions, open_sources
 from megatron_ladder.data.tokenizers import NullTokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.train import loop
-from megatron_ladder.train.evaluation import EvaluatedModel, Evaluations
+from megatron_ladder.train.evaluation import EvaluatedModel, Evaluations, Predictor
 from megatron_ladder.train.inputs import RunInputs
-from megatron_ladder.train.opening import OpenRun
-from megatron_ladder.train.prediction import Predictor
+from megatron_ladder.train.loop import OpenRun
+from megatron_ladder.train.reading import sample_batches
 from megatron_ladder.train.record import RunRecord, read_record
 from tests.helpers.pool import GlooPools
 from tests.helpers.tokens import write_tokens
@@ -103,7 +103,8 @@ def train(argv: list[str], prefixes: Sequence[str], save: Path) -> str:
     inputs = RunInputs(run=run, tokenizer=NullTokenizer(100), sources=sources, sample_prompts=prompts)
     stopper: Any = mock.MagicMock(votes=lambda: [0.0], reason=lambda *_: None)
     try:
-        opened = OpenRun(trainer, inputs, None, mock.MagicMock(), record, iteration=0, consumed_samples=0)
+        batches = sample_batches(trainer, sources.train, 0)
+        opened = OpenRun(trainer, inputs, batches, mock.MagicMock(), record, iteration=0)
         with mock.patch.object(loop, "HangWatch"):
             loop._train(opened, Evaluations(trainer, inputs), stopper)
     except UserError as error:

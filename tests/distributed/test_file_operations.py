@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_ladder.config.run import read_run_words
 from megatron_ladder.data.indexed import Sidecar, write_sidecar
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer
-from megatron_ladder.train import loop, opening, setup
+from megatron_ladder.train import loop, setup
 from tests.helpers.commands import free_port
 from tests.helpers.operations import Operations
 from tests.helpers.pool import GlooPools
@@ -52,7 +52,7 @@ def pretrain(argv: list[str], folder: Path, port: int) -> list[str]:
         patch.setenv("LOCAL_RANK", "0")
         patch.setattr(setup, "start_process_group", lambda *of_the_run: CPU)
         patch.setattr(setup, "start_deepspeed", lambda *of_the_run: None)
-        patch.setattr(opening, "stop_process_group", dist.barrier)
+        patch.setattr(loop, "stop_process_group", dist.barrier)
         patch.setattr(loop, "HangWatch", mock.MagicMock())
         operations = Operations(folder, patch)
         loop.pretrain(read_run_words(argv))

@@ -14,7 +14,8 @@ from megatron_ladder.train import loop
 from megatron_ladder.train.evaluation import Evaluations
 from megatron_ladder.train.guards import Finding
 from megatron_ladder.train.inputs import RunInputs
-from megatron_ladder.train.opening import OpenRun
+from megatron_ladder.train.loop import OpenRun
+from megatron_ladder.train.reading import sample_batches
 from megatron_ladder.train.record import RunRecord, read_record
 from megatron_ladder.train.stop import Stopper, StopSignals
 from tests.helpers.pool import GlooPools
@@ -43,7 +44,7 @@ def train(
     sources = open_sources(DataConfig((Path(prefix),), split="8,2"), OrderOptions(run.training.seq_length, 1))
     record = RunRecord(save, rank)
 
-    def save_checkpoint(iteration: int, consumed_samples: int, reason: str, final: bool) -> None:
+    def save_checkpoint(iteration: int, batches: Any, reason: str, final: bool) -> None:
         record.write_first("save", iteration=iteration)
         if iteration == signal_at and rank == 1:
             signals.received.append(15)
@@ -62,7 +63,7 @@ def train(
     checkpoints: Any = mock.MagicMock(save=save_checkpoint)
     stopper = Stopper(run.reliability, signals, rank, 0.0)
     inputs = RunInputs(run=run, sources=sources)
-    opened = OpenRun(trainer, inputs, None, checkpoints, record, iteration=0, consumed_samples=0)
+    opened = OpenRun(trainer, inputs, sample_batches(trainer, sources.train, 0), checkpoints, record, iteration=0)
     with (
         mock.patch.object(loop, "HangWatch"),
         mock.patch.object(loop, "train_step", step),

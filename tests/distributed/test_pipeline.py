@@ -6,6 +6,7 @@ import io
 import pytest
 import torch
 
+from megatron_ladder.data.loader import Sources
 from megatron_ladder.train.log import RunLog, banner
 from megatron_ladder.train.record import RunRecord
 from megatron_ladder.train.step import evaluate, train_step
@@ -129,7 +130,7 @@ def logged(argv: list[str], weights: Weights, batch: list[Batch]) -> tuple[str, 
     with printing as printed, RunLog(trainer, 1, RunRecord(None)) as log:
         result = train_step(trainer, own_batches(trainer, batch), 1)
         log.training(1, result.loss, result)
-    return printed.getvalue(), result.loss_sum.item(), banner(trainer)
+    return printed.getvalue(), result.loss_sum.item(), banner(trainer, Sources(None, {}))
 
 
 def test_only_rank_0_logs_the_loss_of_the_last_stage(gloo_pools: GlooPools) -> None:

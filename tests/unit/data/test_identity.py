@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megatron_ladder.config.data import DataConfig
-from megatron_ladder.data.identity import data_changes, describe_training
+from megatron_ladder.data.identity import data_changes
 from megatron_ladder.data.indexed import IndexedDataset, IndexedDatasetWriter, loss_mask_path
 from megatron_ladder.data.loader import OrderOptions, open_sources
 
@@ -20,7 +20,7 @@ def describe(*words: Any, split: str = "1") -> dict[str, Any]:
     """Return the description as read from a checkpoint."""
     sources = open_sources(DataConfig(data_path=words, split=split), OrderOptions(4, 1), ["train"])
     assert sources.train is not None
-    described: dict[str, Any] = json.loads(json.dumps(describe_training(sources.train, "ab")))
+    described: dict[str, Any] = json.loads(json.dumps({"tokenizer_sha256": "ab", "train": sources.train.describe()}))
     return described
 
 

@@ -17,7 +17,7 @@ from megatron_ladder.data.indexed import Sidecar, loss_mask_path, write_sidecar
 from megatron_ladder.data.tokenizers import ByteTokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.train import inputs
-from megatron_ladder.train.inputs import RunInputs, describe_data
+from megatron_ladder.train.inputs import RunInputs
 from megatron_ladder.train.resume import learned_changes
 from tests.helpers.tokens import write_documents
 from tests.unit.convert.hand_made import write_directory
@@ -227,8 +227,7 @@ def test_changed_data_is_rejected_or_reported(tmp_path: Path, capsys: pytest.Cap
     config = tiny_config()
     words = [*SIZES, *f"--data-path {prefix} --split 1 --eval-iters 0".split()]
     write_documents(prefix, range(40))
-    sources = read_inputs(words).sources
-    write_checkpoint(tmp_path / "save", config, reference_of(config)[0], data=describe_data(sources, None))
+    write_checkpoint(tmp_path / "save", config, reference_of(config)[0], data=read_inputs(words).data)
     load = ["--load", str(tmp_path / "save"), "--no-load-optim"]
 
     def about_data(words: list[str]) -> list[str]:

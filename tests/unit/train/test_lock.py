@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from megatron_ladder.errors import UserError
-from megatron_ladder.train.lock import _LOCK_NAME, SaveLock
+from megatron_ladder.train.record import _LOCK_NAME, save_lock
 from tests.helpers.commands import REPOSITORY_ROOT
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from megatron_ladder.train.lock import SaveLock
-with SaveLock(Path(sys.argv[1])):
+from megatron_ladder.train.record import save_lock
+with save_lock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -43,20 +43,20 @@ def held_elsewhere(folder: Path) -> Iterator["subprocess.Popen[str]"]:
 
 def test_a_second_run_is_rejected_with_the_holder_of_the_lock(tmp_path: Path) -> None:
     with held_elsewhere(tmp_path) as process:
-        with pytest.raises(UserError) as rejected, SaveLock(tmp_path):
+        with pytest.raises(UserError) as rejected, save_lock(tmp_path):
             pass
         (message,) = rejected.value.messages
         who = f"pid {process.pid} on {os.uname().nodename}"
         assert message.startswith(f"--save {tmp_path}: another run writes there: {who}, started 20")
         (tmp_path / _LOCK_NAME).write_text('{"host": "el')
-        with pytest.raises(UserError, match="another run writes there: it has not"), SaveLock(tmp_path):
+        with pytest.raises(UserError, match="another run writes there: it has not"), save_lock(tmp_path):
             pass
         process.kill()
         process.wait()
         # The lock of a dead process is taken over immediately.
-        with SaveLock(tmp_path):
+        with save_lock(tmp_path):
             assert json.loads((tmp_path / _LOCK_NAME).read_text())["pid"] == os.getpid()
     assert (tmp_path / _LOCK_NAME).read_text() == ""
     (tmp_path / _LOCK_NAME).write_text("[" * 5000)
-    with pytest.raises(UserError, match=r"run\.lock: is not a run's lock: remove it"), SaveLock(tmp_path):
+    with pytest.raises(UserError, match=r"run\.lock: is not a run's lock: remove it"), save_lock(tmp_path):
         pass

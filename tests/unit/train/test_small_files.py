@@ -21,7 +21,6 @@ from megatron_ladder.data.chat_template import read_chat_template
 from megatron_ladder.data.indexed import IndexedDataset, IndexedDatasetWriter, Sidecar, token_dtype, write_sidecar
 from megatron_ladder.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from megatron_ladder.generate.loading import open_model
-from megatron_ladder.train import checkpoints
 from megatron_ladder.train.checkpoints import CheckpointSaver
 from megatron_ladder.train.record import RunRecord
 from tests.unit.checkpoint import tiny_training
@@ -57,7 +56,6 @@ def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     config = open_model(tmp_path / "imported", None, None).config
     shapes = {tensor.name: tensor.shape for tensor in model_tensors(config)}
     monkeypatch.setattr(tiny_training, "SHAPES", shapes)
-    monkeypatch.setattr(checkpoints, "describe_data", lambda *of_the_data: {})
     return tmp_path / "imported"
 
 
@@ -77,16 +75,17 @@ def train(
     )
     trainer: Any = SimpleNamespace(
         run=run,
-        mesh=SimpleNamespace(world=CommGroup.alone()),
+        mesh=SimpleNamespace(world=CommGroup.alone(), data=None),
         model=SimpleNamespace(stack=SimpleNamespace()),
         engine=SimpleNamespace(state=tiny_training.TinyState(1)),
         guard=SimpleNamespace(set_state=lambda stored: None, state=dict),
     )
-    inputs: Any = SimpleNamespace(sources=sources, tokenizer=tokenizer, stream=None, checkpoint=opened)
+    inputs: Any = SimpleNamespace(sources=sources, tokenizer=tokenizer, stream=None, checkpoint=opened, data={})
     with CheckpointSaver(trainer, inputs, RunRecord(None)) as saver:
         saver.resume()
-        saver.save(iteration, 4 * iteration)
-        saver.save(iteration + 1, 4 * iteration + 4, final=True)
+        batches: Any = SimpleNamespace(consumed_samples=4 * iteration)
+        saver.save(iteration, batches)
+        saver.save(iteration + 1, batches, final=True)
     return Checkpoint.open(save).directory
 
 

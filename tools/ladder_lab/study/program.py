@@ -41,7 +41,7 @@ from megatron_ladder.data.indexed import read_sidecar
 from megatron_ladder.errors import ExitCode, UserError, raise_user_errors
 from megatron_ladder.files import write_atomically
 from megatron_ladder.processes import received_signals
-from megatron_ladder.train.lock import SaveLock
+from megatron_ladder.train.record import save_lock
 
 STUDY_NAME = "study.json"
 MOST_FURTHER = 3
@@ -59,7 +59,7 @@ def run_study(parsed: Parsed) -> None:
     folder = parsed.request.output_dir
     chosen = _transferred_rates(parsed)
     folder.mkdir(parents=True, exist_ok=True)
-    with SaveLock(folder, flag="--output-dir"), received_signals() as received:
+    with save_lock(folder, flag="--output-dir"), received_signals() as received:
         parsed = replace(parsed, request=_prepare_data(parsed))
         runner = TrialRunner(parsed.request, parsed.training.jobs, received)
         study = _Study(parsed, runner, chosen)
