@@ -146,4 +146,4 @@ def _read_optimizer(checkpoint: Checkpoint, state: OptimizerState, moments: bool
         for section, box, begin in span.boxes():
             for kind, target in targets.items():
                 out = target.narrow(0, begin, box.numel).view(box.extent)
-                checkpoint.read(section.name, kind, box.offset, box.extent, out, section.global_shape)
+                checkpoint.read(section.name, kind, box.offset, box.extent, out, section.tensor.shape)

@@ -162,7 +162,7 @@ class TrainingSave:
             for section, box, begin in span.boxes():
                 for kind in row if section.counted else ():
                     piece = row[kind].narrow(0, begin, box.numel).view(box.extent)
-                    self._writer.add(section.name, kind, section.global_shape, box.offset, piece)
+                    self._writer.add(section.name, kind, section.tensor.shape, box.offset, piece)
         for name, generator_state in generator_states(world.rank).items():
             self._writer.add(name, "rng", generator_state.shape, (0,), generator_state)
         self._header = {**header, "optimizer": {"steps_taken": state.steps_taken()}}

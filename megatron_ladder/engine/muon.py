@@ -84,8 +84,8 @@ class _Piece(NamedTuple):
 def _pieces(span: Span, ranks: int) -> Iterator[tuple[_Piece, int]]:
     """Yield the pieces of a span, each with its first element, in the span; so many ranks divide a stack."""
     for section, start, begin, length in split_interval(span.sections, span.shape, span.start, span.length):
-        offset, extent, count = section.box.offset, section.box.extent, section.global_shape[0]
-        size = count if section.expert_dim is None else -(-count // ranks)
+        offset, extent, count = section.box.offset, section.box.extent, section.tensor.shape[0]
+        size = count if section.tensor.expert_dim is None else -(-count // ranks)
         numbers = math.prod(extent[1:])
         for first in range(0, count, size):
             low, high = max(first, offset[0]), min(first + size, count, offset[0] + extent[0])
@@ -93,7 +93,7 @@ def _pieces(span: Span, ranks: int) -> Iterator[tuple[_Piece, int]]:
             stop = min(start + length, skipped + (high - low) * numbers)
             if (at := max(start, skipped)) < stop:
                 held = Box((low - first, *offset[1:]), (high - low, *extent[1:]))
-                shape = (min(size, count - first), *section.global_shape[1:])
+                shape = (min(size, count - first), *section.tensor.shape[1:])
                 is_sent = span.owned and section.counted
                 name = f"{section.name} from {first}"
                 yield _Piece(name, shape, held, at - skipped, stop - at, is_sent), begin + at - start

@@ -10,7 +10,7 @@ from megatron_ladder.config.training import OptimizerConfig
 from megatron_ladder.engine.muon import ORTHOGONAL, MuonWithAdamW
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.language_model import LanguageModel
-from megatron_ladder.parallel.apex import find_in_apex
+from megatron_ladder.model.operations import find_in_apex
 from megatron_ladder.parallel.layout import whole_shape
 
 

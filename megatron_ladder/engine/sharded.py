@@ -27,7 +27,7 @@ from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.parallel.layout import SHARDED_MARKS, reduce_groups
-from megatron_ladder.parallel.weight_gradient import SUM, add_product
+from megatron_ladder.parallel.products import SUM, add_product
 
 
 @dataclass(eq=False)

@@ -35,7 +35,7 @@ complete: g at the cut, and the gradient of each part as far as it arises behind
 import functools
 import itertools
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,9 +54,8 @@ from megatron_ladder.model.sub_block import (
     output_parts,
     walk,
 )
-from megatron_ladder.parallel.input_gradient import InputGradient
-from megatron_ladder.parallel.linear import reached_by_backward
 from megatron_ladder.parallel.partial_gradients import PartialGradients, PartialSums
+from megatron_ladder.parallel.products import InputGradient, reached_by_backward
 
 
 class LocalReading(NamedTuple):
@@ -68,21 +67,18 @@ class LocalReading(NamedTuple):
     """None if only the stream is kept for backward."""
     normed: Tensor
     """This rank's positions, detached."""
-    whole: InFlight
-    """All positions."""
+    whole: InFlight | None
+    """All positions; None once the body has used them."""
     input_gradient: InputGradient
     """Collects the gradient of `normed` from all sub-blocks that take it."""
 
 
 class _Graph(NamedTuple):
-    """The two local graphs of a lane: from the stream through the norm, and from there to partial sum and losses."""
+    """The two local graphs of a lane; the second one ends in the partial sum and the losses."""
 
-    stream: Tensor
-    normed_edge: GradientEdge
-    normed: Tensor
+    reading: LocalReading
     partial: GradientEdge
     losses: dict[str, GradientEdge]
-    input_gradient: InputGradient
 
 
 class ForwardRecord:
@@ -139,16 +135,15 @@ class ForwardRecord:
         kept: list[_Graph | LocalReading | Tensor] = []
         for lane, read in enumerate(reading):
             if sub_block.recompute:
-                body = sub_block.lanes[lane]
-                in_flight, losses, again = body(read.whole.wait(), self.context, launch=leave_unreduced)
+                assert read.whole is not None
+                part, losses, again = sub_block.lanes[lane](read.whole.wait(), self.context)
                 self._again[step, lane] = again
                 kept.append(read.stream)
-                parts.append(in_flight.partial)
-                add_losses(self.losses, losses)
             else:
-                graph, part = self._build(step, lane, read, losses=self.losses)
+                graph, part, losses = self._build(step, lane, read)
                 kept.append(graph)
-                parts.append(part)
+            add_losses(self.losses, losses)
+            parts.append(part)
         self._kept.append(kept)
         return sub_block.start_sum(parts, launch)
 
@@ -157,8 +152,9 @@ class ForwardRecord:
         (kept,) = self._kept[step]
         with self.steps[step].named("gather"):
             if isinstance(kept, _Graph):
-                if kept.input_gradient.input_again is None:
-                    kept.input_gradient.input_again = self.layout.start_read(kept.normed)
+                input_gradient = kept.reading.input_gradient
+                if input_gradient.input_again is None:
+                    input_gradient.input_again = self.layout.start_read(kept.reading.normed)
             elif isinstance(kept, Tensor):
                 # CUDA runs the backward of an operation on the stream of its forward, which is then that of the queue.
                 # The wait for the gather makes the computation run after the chain, without a join. The reading keeps
@@ -195,38 +191,17 @@ class ForwardRecord:
         input_gradient = InputGradient(self.launch, self.partial_gradients, keeps_input)
         return LocalReading(leaf, edge, detached, self.layout.start_read(detached), input_gradient)
 
-    def _build(
-        self,
-        step: int,
-        lane: int,
-        reading: LocalReading,
-        losses: dict[str, Tensor] | None = None,
-    ) -> tuple[_Graph, Tensor]:
-        """Run a body with a graph, and add its losses to `losses`. The graph keeps an edge to the partial sum and not
-        the tensor, whose storage the reduce overwrites."""
-        input_gradient = reading.input_gradient
+    def _build(self, step: int, lane: int, reading: LocalReading) -> tuple[_Graph, Tensor, dict[str, Tensor]]:
+        """Run a body with a graph, and return the graph, the partial sum and the losses. The graph keeps an edge to the
+        partial sum and not the tensor, whose storage the reduce overwrites."""
+        assert reading.whole is not None
         with torch.enable_grad():
             normed = reached_by_backward(reading.whole.wait())
-            body = self.steps[step].lanes[lane]
             again = self._again.pop((step, lane), ())
-            in_flight, found, _ = body(normed, self.context, input_gradient, leave_unreduced, *again)
-        add_losses(losses, {name: loss.detach() for name, loss in found.items()})
+            partial, found, _ = self.steps[step].lanes[lane](normed, self.context, reading.input_gradient, *again)
         edges = {name: get_gradient_edge(loss) for name, loss in found.items()}
-        partial = in_flight.partial
-        assert reading.normed_edge is not None
-        graph = _Graph(
-            reading.stream, reading.normed_edge, reading.normed, get_gradient_edge(partial), edges, input_gradient
-        )
-        return graph, partial.detach()
-
-
-class _Read(NamedTuple):
-    """The gradient of a read, or of several that crossed a cut together, on its way into g."""
-
-    number: int
-    """The first of the reads."""
-    gradient: _Graph | InFlight
-    """The sum over the ranks: that of what the norm returned, or of what it read."""
+        graph = _Graph(reading._replace(whole=None), get_gradient_edge(partial), edges)
+        return graph, partial.detach(), {name: loss.detach() for name, loss in found.items()}
 
 
 class _BackwardWalk:
@@ -236,8 +211,9 @@ class _BackwardWalk:
         self._first_reads = record.plan.first_reads
         self._gradient = state_gradient[0]
         """g."""
-        self._pending: deque[_Read] = deque()
-        """Reads that g does not include yet, newest first."""
+        self._pending: deque[tuple[int, Callable[[], Tensor]]] = deque()
+        """Reads that g does not include yet, or several that crossed a cut together, newest first: the number of the
+        first of them, and a function that waits for the sum of the gradients over the ranks."""
         self._own: deque[tuple[int, Sequence[Tensor]]] = deque()
         """With own partials, number and unreduced gradients of the reads that some output's parts still need."""
         self._passed: dict[int, Tensor] = {}
@@ -301,12 +277,12 @@ class _BackwardWalk:
             self._cross(first, parts)
             return
         whole = step.start_sum(parts if step.reads_own else [parts[0].clone()], self._record.launch).whole
-        self._keep(_Read(first, whole), parts)
+        self._keep(first, whole.wait, parts)
 
-    def _keep(self, read: _Read, own: Sequence[Tensor]) -> None:
-        self._pending.append(read)
+    def _keep(self, read: int, wait: Callable[[], Tensor], own: Sequence[Tensor]) -> None:
+        self._pending.append((read, wait))
         if self._record.steps[0].reads_own:
-            self._own.append((read.number, own))
+            self._own.append((read, own))
 
     def _cross(self, read: int, parts: Sequence[Tensor]) -> None:
         slot = next(slot for slot, reads in enumerate(self._crossing) if read in reads)
@@ -339,21 +315,17 @@ class _BackwardWalk:
 
     def _absorb(self, first: int) -> None:
         """Add all reads from `first` on to g."""
-        while self._pending and self._pending[0].number >= first:
-            read = self._pending.popleft()
-            for later in [later for later in self._later if later > read.number]:
+        while self._pending and self._pending[0][0] >= first:
+            read, wait = self._pending.popleft()
+            for later in [later for later in self._later if later > read]:
                 self._later.remove(later)
                 self._passed[later] = self._gradient
-            self._gradient = self._gradient + self._read_gradient(read)
+            self._gradient = self._gradient + wait()
 
-    def _read_gradient(self, read: _Read) -> Tensor:
-        if isinstance(read.gradient, InFlight):
-            return read.gradient.wait()
-        gradient = read.gradient.input_gradient.wait()
-        with self._record.steps[read.number - self._record.first].named("norm backward"):
-            _run_backward((read.gradient.normed_edge,), (gradient,))
-        assert read.gradient.stream.grad is not None
-        return read.gradient.stream.grad
+    def _wait_and_norm(self, step: SubBlock, reading: LocalReading) -> Tensor:
+        gradient = reading.input_gradient.wait()
+        with step.named("norm backward"):
+            return _run_norm_backward(reading.normed_edge, reading.stream, gradient)
 
     def _differentiate(self, number: int, graphs: Sequence[_Graph], gradients: Sequence[Tensor]) -> None:
         """Run the backward of a sub-block, for the gradients of its output's parts."""
@@ -363,34 +335,33 @@ class _BackwardWalk:
             if crosses or step.reads_own:
                 starts_sum = graph is graphs[-1] and not crosses
                 # Without the graph, whose nodes lead to this function: a cycle through C++ would never be freed.
-                end_read = functools.partial(self._end_read, step, graph.normed_edge, graph.stream, own, starts_sum)
-                graph.input_gradient.launch = end_read
+                norm_backward = functools.partial(_run_norm_backward, graph.reading.normed_edge, graph.reading.stream)
+                end_read = functools.partial(self._end_read, step, norm_backward, own, starts_sum)
+                graph.reading.input_gradient.launch = end_read
             # Every rank has computed the losses.
             of_losses = [self._losses[name] / step.group.size for name in graph.losses]
             _run_backward((graph.partial, *graph.losses.values()), (gradient, *of_losses))
-        if graphs[-1].input_gradient.in_flight is None:
+        last = graphs[-1].reading
+        in_flight = last.input_gradient.in_flight
+        if in_flight is None:
             # The sub-block before it takes the same normed stream, and starts the sum.
             return
         if crosses:
             self._cross(number, own)
             return
-        summed = graphs[-1].input_gradient.in_flight if step.reads_own else graphs[-1]
-        assert summed is not None
-        self._keep(_Read(number, summed), own)
+        wait = in_flight.wait if step.reads_own else functools.partial(self._wait_and_norm, step, last)
+        self._keep(number, wait, own)
 
     def _end_read(
         self,
         step: SubBlock,
-        normed_edge: GradientEdge,
-        stream: Tensor,
+        norm_backward: Callable[[Tensor], Tensor],
         own: list[Tensor],
         starts_sum: bool,
         normed_gradient: Tensor,
     ) -> InFlight:
         """Run the backward of a norm before the sum over the ranks, which that of the last lane starts."""
-        _run_backward((normed_edge,), (normed_gradient,))
-        assert stream.grad is not None
-        own.append(stream.grad)
+        own.append(norm_backward(normed_gradient))
         return step.start_sum(own, self._record.launch).whole if starts_sum else leave_unreduced(own[-1])
 
     def _entered_state_gradient(self) -> Tensor:
@@ -412,6 +383,14 @@ def _run_backward(edges: tuple[GradientEdge, ...], gradients: tuple[Tensor, ...]
     """Accumulate gradients from edges, without the checks of torch.autograd.backward, which take as long as the run."""
     engine = torch.autograd.Variable._execution_engine
     engine.run_backward(edges, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def _run_norm_backward(normed_edge: GradientEdge | None, stream: Tensor, gradient: Tensor) -> Tensor:
+    """Return the gradient of the stream that a norm has read."""
+    assert normed_edge is not None
+    _run_backward((normed_edge,), (gradient,))
+    assert stream.grad is not None
+    return stream.grad
 
 
 class _MirroredRange(Function):

@@ -1,4 +1,4 @@
-"""The bodies of sub-blocks: attention, MLP, and both fused. Each implements `SubBlockBody`.
+"""The bodies of sub-blocks: attention, MLP, and both fused. Each is a `Body`.
 
 Layouts: hidden_states [s, b, h]; queries [s, b, heads/t, d]; MLP inner [s, b, ffn/t]; the attention product itself
 [b, heads/t, s, d].
@@ -10,37 +10,22 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ladder.blueprint.tensors import Branch, SubBlockTensors
-from megatron_ladder.comm.inflight import Launch, leave_unreduced, start_all_reduce
 from megatron_ladder.model.documents import document_attention
 from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.operations import BuildContext
-from megatron_ladder.model.sub_block import BodyOutput, SequenceContext
-from megatron_ladder.parallel.input_gradient import InputGradient
+from megatron_ladder.model.sub_block import Body, BodyOutput, SequenceContext
 from megatron_ladder.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_ladder.parallel.products import InputGradient
 
 
 def _input_projection(build: BuildContext, tensors: SubBlockTensors) -> ColumnParallelLinear:
-    config, mesh = build.config, build.mesh
-    return ColumnParallelLinear(
-        [matrix for branch in tensors.branches for matrix in branch.inputs],
-        group=mesh.tensor,
-        kv_replica_group=mesh.kv_replica,
-        dtype=build.dtype,
-        device=build.device,
-        linear=build.operations.linear,
-        sum_input_gradient=config.wiring.stream == "shared" and mesh.stream.shards == 1,
-    )
+    matrices = [matrix for branch in tensors.branches for matrix in branch.inputs]
+    is_shared = build.config.wiring.stream == "shared"
+    return ColumnParallelLinear(matrices, build, sum_input_gradient=is_shared and build.mesh.stream.shards == 1)
 
 
 def _output_projection(build: BuildContext, tensors: SubBlockTensors, branch: Branch) -> RowParallelLinear:
-    return RowParallelLinear(
-        branch.output,
-        group=build.mesh.tensor,
-        dtype=build.dtype,
-        device=build.device,
-        linear=build.operations.linear,
-        equal_gradients=tensors.wired.leaves_shared and not build.config.lanes,
-    )
+    return RowParallelLinear(branch.output, build, tensors.wired.leaves_shared and not build.config.lanes)
 
 
 class _AttentionHeads(nn.Module):
@@ -76,12 +61,6 @@ class _AttentionHeads(nn.Module):
         return attended.permute(2, 0, 1, 3).flatten(2)
 
 
-class Body(nn.Module):
-    """A `SubBlockBody` without losses."""
-
-    loss_names: tuple[str, ...] = ()
-
-
 class Attention(Body):
     """Causal grouped-query attention over this rank's heads: fused q, k, v projection, heads, output projection."""
 
@@ -93,15 +72,11 @@ class Attention(Body):
         self.o_proj = _output_projection(build, tensors, branch)
 
     def forward(
-        self,
-        normed: Tensor,
-        context: SequenceContext,
-        input_gradient: InputGradient | None = None,
-        launch: Launch | None = None,
+        self, normed: Tensor, context: SequenceContext, input_gradient: InputGradient | None = None
     ) -> BodyOutput:
-        """See `SubBlockBody`."""
+        """See `Body`."""
         attended = self.heads(self.qkv_proj(normed, input_gradient), context, input_gradient)
-        return BodyOutput(self.o_proj(attended, launch))
+        return BodyOutput(self.o_proj(attended))
 
 
 class MLP(Body):
@@ -115,15 +90,11 @@ class MLP(Body):
         self.down_proj = _output_projection(build, tensors, branch)
 
     def forward(
-        self,
-        normed: Tensor,
-        context: SequenceContext,
-        input_gradient: InputGradient | None = None,
-        launch: Launch | None = None,
+        self, normed: Tensor, context: SequenceContext, input_gradient: InputGradient | None = None
     ) -> BodyOutput:
-        """See `SubBlockBody`."""
+        """See `Body`."""
         inner = self.operations.swiglu(self.gate_up_proj(normed, input_gradient))
-        return BodyOutput(self.down_proj(inner, launch))
+        return BodyOutput(self.down_proj(inner))
 
 
 class AttentionMLP(Body):
@@ -139,17 +110,11 @@ class AttentionMLP(Body):
         self.down_proj = _output_projection(build, tensors, mlp)
 
     def forward(
-        self,
-        normed: Tensor,
-        context: SequenceContext,
-        input_gradient: InputGradient | None = None,
-        launch: Launch | None = None,
+        self, normed: Tensor, context: SequenceContext, input_gradient: InputGradient | None = None
     ) -> BodyOutput:
-        """See `SubBlockBody`."""
+        """See `Body`."""
         widths = self.in_proj.widths
         projected = self.in_proj(normed, input_gradient)
         heads, gate_up = torch.split(projected, [sum(widths[:3]), sum(widths[3:])], dim=-1)
-        of_attention = self.o_proj(self.heads(heads, context, input_gradient), leave_unreduced)
-        of_mlp = self.down_proj(self.operations.swiglu(gate_up), leave_unreduced)
-        partial = of_attention.partial + of_mlp.partial
-        return BodyOutput(start_all_reduce(partial, self.o_proj.group) if launch is None else launch(partial))
+        of_attention = self.o_proj(self.heads(heads, context, input_gradient))
+        return BodyOutput(of_attention + self.down_proj(self.operations.swiglu(gate_up)))

@@ -26,22 +26,17 @@ from megatron_ladder.comm.regions import enter_tensor_parallel_region
 from megatron_ladder.model.sub_block import SequenceContext, SubBlock
 
 
-def walk_desync(
-    stream: Tensor, steps: Sequence[SubBlock], synchronised: Sequence[bool], context: SequenceContext
-) -> Tensor:
-    """Map the stream [s, b, h] that enters a range to the one that leaves it; either may be this rank's own.
-
-    `synchronised` is whether the stream is equal on all ranks: when it enters, and after each step.
-    """
-    for step, before, after in zip(steps, synchronised[:-1], synchronised[1:], strict=True):
+def walk_desync(stream: Tensor, steps: Sequence[SubBlock], context: SequenceContext) -> Tensor:
+    """Map the stream [s, b, h] that enters a range to the one that leaves it; either may be this rank's own."""
+    for step in steps:
         norm_weight = None
-        if before:
+        if step.wired.reads_shared:
             stream, norm_weight = enter_tensor_parallel_region(step.group, stream, step.norm.weight)
         with step.named("forward"):
-            partial, losses = step.partial_sum(stream, context, norm_weight)
+            partial, losses, _ = step.compute(stream, context, norm_weight)
         assert not losses, "ranks with separate streams have different losses"
-        if not after:
+        if step.wired.leaves_shared:
+            stream = start_all_reduce(partial + stream / step.group.size, step.group).wait()
+        else:
             stream = stream + partial
-            continue
-        stream = start_all_reduce(partial + stream / step.group.size, step.group).wait()
     return stream

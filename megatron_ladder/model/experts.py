@@ -20,16 +20,14 @@ from torch import Tensor, nn
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import Branch, SubBlockTensors
-from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.comm.inflight import InFlight, Launch, leave_unreduced, start_all_reduce
 from megatron_ladder.comm.regions import copy_to_tensor_parallel_region
-from megatron_ladder.model.bodies import MLP, Attention, Body
+from megatron_ladder.model.bodies import MLP, Attention
 from megatron_ladder.model.operations import BALANCING_LOSS, ROUTER_Z_LOSS, BuildContext
-from megatron_ladder.model.sub_block import BodyOutput, SequenceContext
+from megatron_ladder.model.sub_block import Body, BodyOutput, SequenceContext
 from megatron_ladder.parallel.grouped import SortedRows, expert_inputs, grouped_linear, reads_on_host
-from megatron_ladder.parallel.input_gradient import InputGradient, wide_linear
 from megatron_ladder.parallel.layout import ParallelModule
 from megatron_ladder.parallel.partial_gradients import sum_gradient
+from megatron_ladder.parallel.products import InputGradient, linear
 
 
 class Router(ParallelModule):
@@ -45,20 +43,19 @@ class Router(ParallelModule):
     expert_bias: Tensor | None
 
     def __init__(self, build: BuildContext, branch: Branch) -> None:
-        super().__init__()
-        self.group = build.mesh.tensor
+        super().__init__(build)
         weight, *bias = branch.router
-        self.add_parameter("weight", [weight], self.group, build.dtype, build.device)
+        self.add_parameter("weight", [weight], build)
         self.register_buffer("loads", torch.zeros(weight.shape[0], dtype=torch.int64, device=build.device), False)
         if bias:
-            self.add_state("expert_bias", bias[0], self.group, build.device)
+            self.add_state("expert_bias", bias[0], build)
         else:
             self.expert_bias = None
 
     def forward(self, x: Tensor, input_gradient: InputGradient | None = None) -> Tensor:
         """[s, b, h] -> logits [s, b, E] in fp32, or fp64 for an fp64 model."""
         deferred = None if input_gradient is None else input_gradient.partial_gradients
-        return wide_linear(x, sum_gradient(self.weight, self.group, deferred), input_gradient)
+        return linear(x, sum_gradient(self.weight, self.group, deferred), None, input_gradient, wide=True)
 
 
 class _ExpertMatrices(ParallelModule):
@@ -69,13 +66,13 @@ class _ExpertMatrices(ParallelModule):
     down: nn.Parameter
 
     def __init__(self, build: BuildContext, branch: Branch) -> None:
-        super().__init__()
+        super().__init__(build)
         self.swiglu = build.operations.swiglu
         whole = build.experts.sharding == "experts"
         for name, matrix in zip(("gate", "up", "down"), (*branch.inputs, branch.output), strict=True):
             weight = replace(matrix.weight, sharded_dim=0) if whole else matrix.weight
-            self.add_parameter(name, [weight], build.mesh.tensor, build.dtype, build.device)
-        self.first = self.sections["gate"][0].global_start if whole else 0
+            self.add_parameter(name, [weight], build)
+        self.first = self.sections["gate"][0].start if whole else 0
         self.count = self.gate.shape[0]
 
     def forward(
@@ -106,10 +103,9 @@ class _RoutedExperts(Body):
         normed: Tensor,
         context: SequenceContext,
         input_gradient: InputGradient | None = None,
-        launch: Launch | None = None,
         *again: Tensor,
     ) -> BodyOutput:
-        """See `SubBlockBody`; what it keeps are the experts of each token, [s, b, k]."""
+        """See `Body`; what it keeps are the experts of each token, [s, b, k]."""
         x = normed
         if input_gradient is None and self.sums_input:
             x = copy_to_tensor_parallel_region(normed, self.group)
@@ -122,7 +118,7 @@ class _RoutedExperts(Body):
             if not again:
                 self.router.loads += _count(chosen.reshape(1, -1), len(self.router.loads))[0]
         partial = self.matrices(x, chosen, self._weights(scores, chosen), input_gradient)
-        return BodyOutput(_launch(partial, self.group, launch), losses, (chosen,))
+        return BodyOutput(partial, losses, (chosen,))
 
     def _weights(self, scores: Tensor, chosen: Tensor) -> Tensor:
         weights = scores.gather(-1, chosen)
@@ -154,7 +150,6 @@ class Experts(Body):
 
     def __init__(self, build: BuildContext, number: int, tensors: SubBlockTensors) -> None:
         super().__init__()
-        self.group = build.mesh.tensor
         self.beside = nn.ModuleList()
         for branch in tensors.branches:
             one = replace(tensors, branches=(branch,))
@@ -168,23 +163,17 @@ class Experts(Body):
         normed: Tensor,
         context: SequenceContext,
         input_gradient: InputGradient | None = None,
-        launch: Launch | None = None,
         *again: Tensor,
     ) -> BodyOutput:
-        """See `SubBlockBody`."""
-        routed = self.routed(normed, context, input_gradient, leave_unreduced, *again)
-        others = [body(normed, context, input_gradient, leave_unreduced).in_flight.partial for body in self.beside]
-        partial = functools.reduce(torch.add, others, routed.in_flight.partial)
-        return routed._replace(in_flight=_launch(partial, self.group, launch))
+        """See `Body`."""
+        routed = self.routed(normed, context, input_gradient, *again)
+        others = [body(normed, context, input_gradient).partial for body in self.beside]
+        return routed._replace(partial=functools.reduce(torch.add, others, routed.partial))
 
 
 def waits_for_choices(model: nn.Module) -> bool:
     """Whether the host waits in a pass on CUDA until experts are chosen, so that no graph can contain it."""
     return any(reads_on_host(module.gate) for module in model.modules() if isinstance(module, _ExpertMatrices))
-
-
-def _launch(partial: Tensor, group: CommGroup, launch: Launch | None) -> InFlight:
-    return start_all_reduce(partial, group) if launch is None else launch(partial)
 
 
 def _choose(config: ModelConfig, scores: Tensor, bias: Tensor | None) -> Tensor:

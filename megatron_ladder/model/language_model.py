@@ -6,14 +6,14 @@ logits_shard_v [s, b, padded V / t].
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.blueprint.tensors import TensorSpec, embedding_tensor, final_norm_tensor, head_tensor
+from megatron_ladder.blueprint.tensors import embedding_tensor, final_norm_tensor, head_tensor
 from megatron_ladder.comm.copies import to_device
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.model.documents import DocumentBounds
@@ -34,7 +34,6 @@ from megatron_ladder.parallel.vocabulary import (
 )
 
 _DEFAULT_OPTIONS, _NO_LOSSES = StackOptions(), ExpertOptions()
-_Matrix = TypeVar("_Matrix", bound=VocabParallelMatrix)
 
 
 class LanguageModel(nn.Module):
@@ -71,7 +70,15 @@ class LanguageModel(nn.Module):
         super().__init__()
         device = device or torch.device("cpu")
         layers = range(config.num_layers) if layers is None else layers
-        build = BuildContext(config, mesh, options.operations, dtype, device, experts)
+        build = BuildContext(
+            mesh=mesh,
+            dtype=dtype,
+            device=device,
+            linear=options.operations.linear,
+            config=config,
+            operations=options.operations,
+            experts=experts,
+        )
         self.config = config
         self.group = mesh.tensor
         self.distillation = distillation
@@ -80,7 +87,7 @@ class LanguageModel(nn.Module):
         self.is_first, self.is_last = layers.start == 0, layers.stop == config.num_layers
         self.copies_embedding = config.tie_embeddings and self.is_last and not self.is_first
         if self.is_first or self.copies_embedding:
-            self.embedding = _build_vocab_matrix(VocabParallelEmbedding, embedding_tensor(config), build)
+            self.embedding = VocabParallelEmbedding(embedding_tensor(config), build, config.logit_soft_cap)
         if self.copies_embedding:
             sections = self.embedding.sections
             sections["weight"] = tuple(replace(section, counted=False) for section in sections["weight"])
@@ -95,7 +102,7 @@ class LanguageModel(nn.Module):
             self.final_norm = RMSNorm(build, final_norm_tensor(config))
         self.lm_head: VocabParallelHead | None = None
         if self.is_last and not config.tie_embeddings:
-            self.lm_head = _build_vocab_matrix(VocabParallelHead, head_tensor(config), build)
+            self.lm_head = VocabParallelHead(head_tensor(config), build, config.logit_soft_cap)
         if seed is not None:
             initialize(self, seed)
 
@@ -299,8 +306,3 @@ class Distillation:
         context = self.teacher.training_context(tokens, positions, document_bounds)
         normed = self.teacher.final_norm(self.teacher.hidden_states(tokens, context))
         return SoftTargets(normed, self.teacher.head, self.weight, self.temperature)
-
-
-def _build_vocab_matrix(matrix_type: type[_Matrix], tensor: TensorSpec, build: BuildContext) -> _Matrix:
-    mesh, linear = build.mesh, build.operations.linear
-    return matrix_type(tensor, mesh.tensor, mesh.stream, build.dtype, build.device, linear, build.config.logit_soft_cap)

@@ -26,12 +26,11 @@ class RMSNorm(ParallelModule):
 
         With `own_input` each rank normalises its own heads, or its own stream with a weight that all ranks share.
         """
-        super().__init__()
-        group = build.mesh.tensor
+        super().__init__(build)
         self.operations = build.operations
         self.epsilon = build.config.norm_epsilon
-        self.partial_over = group if own_input or build.mesh.stream.shards > 1 else None
-        self.add_parameter("weight", [tensor], group, build.dtype, build.device)
+        self.partial_over = self.group if own_input or build.mesh.stream.shards > 1 else None
+        self.add_parameter("weight", [tensor], build)
 
     def weight_in_use(self, partial_gradients: PartialGradients | None = None) -> Tensor:
         """Return the weight [n]; if each rank gets only a part of its gradient, the parts are summed over the ranks.

@@ -5,6 +5,7 @@ Another implementation (NVIDIA apex, torch.compile, the packed product in `gener
 them leaves the order of launches and waits as it is.
 """
 
+import importlib
 import importlib.util
 import os
 import shutil
@@ -21,11 +22,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.rotary import RotaryTable, apply_rotary
-from megatron_ladder.parallel.apex import find_in_apex
-from megatron_ladder.parallel.linear import LinearFunction, linear
+from megatron_ladder.parallel.layout import Placement
+from megatron_ladder.parallel.products import LinearFunction, linear
 
 NormFunction = Callable[[Tensor, Tensor, float], Tensor]
 """(x [..., n], weight [n], epsilon) -> [..., n]."""
@@ -137,16 +137,13 @@ class ExpertOptions:
         return (BALANCING_LOSS,) * (self.balancing > 0) + (ROUTER_Z_LOSS,) * (self.z_loss > 0)
 
 
-@dataclass(frozen=True)
-class BuildContext:
+@dataclass(frozen=True, kw_only=True)
+class BuildContext(Placement):
     """What every module of one model is built with."""
 
     config: ModelConfig
-    mesh: ProcessMesh
     operations: Operations
-    dtype: torch.dtype
-    device: torch.device
-    experts: ExpertOptions = ExpertOptions()
+    experts: ExpertOptions
 
 
 def with_norm(norm: NormFunction) -> Operations:
@@ -191,6 +188,30 @@ def require_compiler(flag: str, device: torch.device) -> None:
     """Raise a UserError that names `flag` if torch.compile lacks something, which it reports only at the first step."""
     if problem := _compiler_problem(device):
         raise UserError(f"{flag}: {problem}, or leave {flag} out")
+
+
+def find_in_apex(module: str, attribute: str, extension: str, device: torch.device) -> tuple[Any | None, str]:
+    """Return `attribute` of a module of apex and "", or None and the reason why it cannot be used.
+
+    PyPI has an unrelated package of that name, so a successful import proves nothing: NVIDIA's apex, which provides
+    optional fused kernels, is recognised by the attribute.
+    `extension` is the compiled module that it calls. An apex installed without kernels lacks it, but would report that
+    only at the first use.
+    """
+    if device.type != "cuda":
+        return None, "apex's kernels need a CUDA device"
+    try:
+        imported = importlib.import_module(module)
+    except ImportError:
+        return None, "NVIDIA's apex is not installed (the package apex of the Python index is an unrelated project)"
+    found = getattr(imported, attribute, None)
+    if found is None:
+        return None, f"the installed apex has no {module}.{attribute}: it is not NVIDIA's, or too old"
+    try:
+        importlib.import_module(extension)
+    except ImportError as error:
+        return None, f"the installed apex cannot load its kernels ({error}): it has to be built with --cuda_ext"
+    return found, ""
 
 
 def select_operations(

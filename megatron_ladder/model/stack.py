@@ -5,7 +5,7 @@ cut misses, cross it as one tensor. These outputs cross unreduced: the next rang
 its first sub-block. Outside the rule is desync, which has a separate walk (`desync.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,12 +19,12 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.side_queue import CudaSideQueue
 from megatron_ladder.comm.spans import Span, no_span
 from megatron_ladder.model.backward import ForwardRecord, walk_mirrored
-from megatron_ladder.model.bodies import MLP, Attention, AttentionMLP, Body
+from megatron_ladder.model.bodies import MLP, Attention, AttentionMLP
 from megatron_ladder.model.desync import walk_desync
 from megatron_ladder.model.experts import Experts
 from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.operations import BuildContext, Operations
-from megatron_ladder.model.sub_block import AutogradPass, SequenceContext, SubBlock, walk
+from megatron_ladder.model.sub_block import AutogradPass, Body, SequenceContext, SubBlock, walk
 from megatron_ladder.parallel.partial_gradients import PartialSums
 
 BODIES: dict[SubBlockKind, type[Body]] = {
@@ -82,29 +82,14 @@ class _TransformerLayer(nn.Module):
 
     def sub_blocks(
         self, wired_sub_blocks: Sequence[WiredSubBlock], mesh: ProcessMesh, recompute: bool, name: str, span: Span
-    ) -> list[SubBlock]:
-        steps = []
+    ) -> Iterator[SubBlock]:
         for wired in wired_sub_blocks:
             kind = wired.kind
             norm, bodies = self.norms[kind.norm], (self.bodies[_body_name(kind, lane)] for lane in self._lanes)
             assert isinstance(norm, RMSNorm)
             lanes = [body for body in bodies if isinstance(body, Body)]
-            name_of_kind = f"{name}.{kind.value}"
-            steps.append(
-                SubBlock(
-                    norm,
-                    lanes,
-                    self._reads_own,
-                    mesh.tensor,
-                    mesh.stream,
-                    recompute,
-                    wired.joins_next,
-                    wired.shares_reading and not recompute,
-                    name_of_kind,
-                    span,
-                )
-            )
-        return steps
+            own, name_of_kind = self._reads_own, f"{name}.{kind.value}"
+            yield SubBlock(wired, norm, lanes, own, mesh.tensor, mesh.stream, recompute, name_of_kind, span)
 
 
 class TransformerStack(nn.Module):
@@ -137,8 +122,6 @@ class TransformerStack(nn.Module):
         self._reads_own = config.lanes > 0
         self._parts = local_lanes(config, mesh.tensor.size) * mesh.stream.shards
         self.desync = config.wiring.stream == "per rank"
-        sub_blocks = [sub_block for layer in layers for sub_block in wired[layer]]
-        self.synchronised = [sub_blocks[0].reads_shared, *(sub_block.leaves_shared for sub_block in sub_blocks)]
         self.partial_sums = PartialSums(mesh.tensor)
         self._first = sum(len(sub_blocks) for sub_blocks in wired[: layers.start])
         self.layers = nn.ModuleDict({str(layer): _TransformerLayer(build, layer) for layer in layers})
@@ -162,7 +145,7 @@ class TransformerStack(nn.Module):
             # Not earlier: ZeRO-3 builds the stack on another device.
             self.side_queue = CudaSideQueue(state.device)
         if self.desync:
-            return walk_desync(state[0], steps, self.synchronised, context).unsqueeze(0)
+            return walk_desync(state[0], steps, context).unsqueeze(0)
         launch, queue = (self.layout.start_write, self.side_queue) if overlap else (self._write_blocking, None)
         mirrored = overlap and self.options.mirrored_backward and self.mesh.tensor.size > 1
         if torch.is_grad_enabled() and (mirrored or self._reads_own):

@@ -23,20 +23,19 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_ladder.blueprint.wiring import ReadPlan
+from megatron_ladder.blueprint.wiring import ReadPlan, WiredSubBlock
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.inflight import InFlight, Launch, leave_unreduced
 from megatron_ladder.comm.regions import share_gradient
 from megatron_ladder.comm.side_queue import CudaSideQueue
-from megatron_ladder.comm.spans import Span, no_span
+from megatron_ladder.comm.spans import Span
 from megatron_ladder.comm.stream import StreamLayout
 from megatron_ladder.model.documents import DocumentBounds
 from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.rotary import RotaryTable
-from megatron_ladder.parallel.input_gradient import InputGradient
 
 
 class StateCache(Protocol):
@@ -73,8 +72,8 @@ class SequenceContext(NamedTuple):
 class BodyOutput(NamedTuple):
     """What a body returns."""
 
-    in_flight: InFlight
-    """The handle of its output, [s, b, h] or this rank's positions of it."""
+    partial: Tensor
+    """This rank's partial sum of its output, [s, b, h]."""
     losses: Mapping[str, Tensor] = MappingProxyType({})
     """Scalars by name that training adds to the loss, which is a sum over target tokens. They are equal on all
     tensor-parallel ranks; each rank's backward gets the gradient divided by the number of ranks, so that all gradients
@@ -83,28 +82,18 @@ class BodyOutput(NamedTuple):
     """What a repetition under recomputation gets as further arguments instead of computing it again."""
 
 
-class SubBlockBody(Protocol):
+class Body(nn.Module):
     """What a sub-block computes between its norm and the sum over the ranks: an input projection, work on this rank's
-    share of it, and an output projection."""
+    share of it, and an output projection.
 
-    loss_names: tuple[str, ...]
+    `body(normed, context, input_gradient=None, *again)` computes the output of the normed stream, all positions,
+    [s, b, h]. `input_gradient` receives the gradient of `normed`; None leaves it to autograd. `again` is what the first
+    run kept, in a repetition; bodies that keep nothing do not take it.
+    """
+
+    loss_names: tuple[str, ...] = ()
     """Names of the losses that it returns."""
-
-    def __call__(
-        self,
-        normed: Tensor,
-        context: SequenceContext,
-        input_gradient: InputGradient | None = None,
-        launch: Launch | None = None,
-        *again: Tensor,
-    ) -> BodyOutput:
-        """Compute the output of the normed stream, all positions, [s, b, h].
-
-        Args:
-            input_gradient: receives the gradient of `normed`; None leaves it to autograd.
-            launch: starts the sum over the ranks, as in `RowParallelLinear`.
-            again: what the first run kept, in a repetition; not for bodies that keep nothing.
-        """
+    __call__: Callable[..., BodyOutput]
 
 
 class Output(NamedTuple):
@@ -119,8 +108,9 @@ class Output(NamedTuple):
 class SubBlock(NamedTuple):
     """One step of the walk: `h(r) = body(norm(r))`, without the residual."""
 
+    wired: WiredSubBlock
     norm: RMSNorm
-    lanes: Sequence[SubBlockBody]
+    lanes: Sequence[Body]
     """The body; with own partials, one for each lane of this rank."""
     reads_own: bool
     """Own partials: each lane adds its parts of the missing outputs to what it reads."""
@@ -130,20 +120,21 @@ class SubBlock(NamedTuple):
     """How these ranks share the stream."""
     recompute: bool
     """Keep only the input for backward."""
-    joins_next: bool = False
-    """Its output travels in the sum of the next sub-block's."""
-    shares_reading: bool = False
-    """It takes the normed stream of the sub-block before it; a recomputed one reads by itself."""
-    name: str = ""
+    name: str
     """The name in a profile: `layers.3.attention`."""
-    span: Span = no_span
+    span: Span
 
     def named(self, activity: str) -> AbstractContextManager[object]:
         """Name the computation inside for a profiler: `layers.3.attention forward`."""
         return self.span(f"{self.name} {activity}")
 
     @property
-    def body(self) -> SubBlockBody:
+    def shares_reading(self) -> bool:
+        """Whether it takes the normed stream of the sub-block before it; a recomputed one reads by itself."""
+        return self.wired.shares_reading and not self.recompute
+
+    @property
+    def body(self) -> Body:
         """The only body; fails with several lanes."""
         (body,) = self.lanes
         return body
@@ -167,30 +158,24 @@ class SubBlock(NamedTuple):
         # Not in place, because the parts are read.
         return Output(launch(functools.reduce(torch.add, parts) if len(parts) > 1 else parts[0].clone()), tuple(parts))
 
-    def partial_sum(
-        self, stream: Tensor, context: SequenceContext, norm_weight: Tensor | None = None
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Return this rank's partial sum of the output for a stream, [s, b, h], and the losses of the body.
+    def compute(self, stream: Tensor, context: SequenceContext, norm_weight: Tensor | None = None) -> BodyOutput:
+        """Norm a stream and run the body.
 
         Recomputation repeats the gather of a sharded stream, because its result is not kept. It does not repeat the sum
         over the ranks, which is started outside. `norm_weight` replaces the norm's weight.
         """
-
         kept: tuple[Tensor, ...] = ()
 
-        def compute(stream: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+        def run(stream: Tensor) -> BodyOutput:
             nonlocal kept
-            normed = self.layout.start_read(self.norm(stream, norm_weight)).wait()
-            output = self.body(normed, context, None, leave_unreduced, *kept)
+            output = self.body(self.layout.start_read(self.norm(stream, norm_weight)).wait(), context, None, *kept)
             kept = output.kept
-            return output.in_flight.partial, output.losses
+            return output
 
-        if self.recomputes:
-            found: tuple[Tensor, Mapping[str, Tensor]] = checkpoint(
-                compute, stream, use_reentrant=False, preserve_rng_state=False
-            )
-            return found
-        return compute(stream)
+        if not self.recomputes:
+            return run(stream)
+        output: BodyOutput = checkpoint(run, stream, use_reentrant=False, preserve_rng_state=False)
+        return output
 
 
 def add_losses(total: dict[str, Tensor] | None, losses: Mapping[str, Tensor]) -> None:
@@ -225,53 +210,41 @@ class ForwardPass(Protocol[Reading]):
         """
 
 
-class NormedStream(NamedTuple):
-    """A reading in autograd's graph."""
-
-    stream: Tensor
-    whole: InFlight | None
-    """The normed stream, [s, b, h]; None if norm and body are computed together, and again in backward."""
-
-
 class AutogradPass(NamedTuple):
-    """The forward pass whose backward is left to autograd, and the one without a backward, as always with own parts."""
+    """The forward pass whose backward is left to autograd, and the one without a backward, as always with own parts.
+
+    A reading is the stream, and its normed reads, [s, b, h], in flight. If norm and body are computed together, and
+    again in backward, there are none.
+    """
 
     steps: Sequence[SubBlock]
     context: SequenceContext
 
     def read(
         self, step: int, stream: Tensor, output: Tensor | None, missing: Collection[Output]
-    ) -> tuple[Tensor, list[NormedStream]]:
+    ) -> tuple[Tensor, tuple[Tensor, list[InFlight]]]:
         """See `ForwardPass.read`."""
         sub_block = self.steps[step]
-        if sub_block.recomputes or sub_block.reads_own:
-            stream = stream if output is None else stream + output
-            if sub_block.recomputes:
-                return stream, [NormedStream(stream, None)]
-            reads = sub_block.reads(stream, missing)
-            return stream, [NormedStream(read, InFlight(sub_block.norm(read), None)) for read in reads]
         norm = sub_block.norm
-        stream, normed = (stream, norm(stream)) if output is None else norm(stream, output=output)
-        return stream, [NormedStream(stream, sub_block.layout.start_read(normed))]
+        if not sub_block.recomputes and not sub_block.reads_own:
+            stream, normed = (stream, norm(stream)) if output is None else norm(stream, output=output)
+            return stream, (stream, [sub_block.layout.start_read(normed)])
+        stream = stream if output is None else stream + output
+        reads = [] if sub_block.recomputes else sub_block.reads(stream, missing)
+        return stream, (stream, [InFlight(norm(read), None) for read in reads])
 
-    def start(self, step: int, reading: list[NormedStream], launch: Launch) -> Output:
+    def start(self, step: int, reading: tuple[Tensor, list[InFlight]], launch: Launch) -> Output:
         """See `ForwardPass.start`."""
-        sub_block = self.steps[step]
-        if sub_block.reads_own:
-            parts = [
-                body(normed.wait(), self.context, launch=leave_unreduced).in_flight.partial
-                for body, (_, normed) in zip(sub_block.lanes, reading, strict=True)
-                if normed is not None
-            ]
-            return sub_block.start_sum(parts, launch)
-        ((stream, normed),) = reading
-        if normed is None:
-            partial, losses = sub_block.partial_sum(stream, self.context)
-            in_flight = launch(partial)
+        sub_block, (stream, reads) = self.steps[step], reading
+        if reads:
+            found = [body(read.wait(), self.context) for body, read in zip(sub_block.lanes, reads, strict=True)]
         else:
-            in_flight, losses, _ = sub_block.body(normed.wait(), self.context, launch=launch)
-        add_losses(self.context.losses, {name: share_gradient(loss, sub_block.group) for name, loss in losses.items()})
-        return Output(in_flight)
+            found = [sub_block.compute(stream, self.context)]
+        output = sub_block.start_sum([one.partial for one in found], launch)
+        for _, losses, _ in found:
+            shared = {name: share_gradient(loss, sub_block.group) for name, loss in losses.items()}
+            add_losses(self.context.losses, shared)
+        return output
 
 
 def walk(
@@ -321,12 +294,12 @@ def walk(
         reads_next = number + 1 < last and not steps[number + 1 - first].shares_reading
         if queue is not None and reads_next and number not in plan.arriving(number + 1):
             ahead.append(queue.run(functools.partial(read, number + 1), uses=(stream, *pending.values())))
-        launch_sum = leave_unreduced if step.joins_next or number in leaving else launch
+        launch_sum = leave_unreduced if step.wired.joins_next or number in leaving else launch
         if joined is not None:
             launch_sum = functools.partial(_launch_together, launch_sum, joined)
         with step.named("forward"):
             output = forward.start(number - first, reading, launch_sum)
-        joined = output.whole.partial if step.joins_next else None
+        joined = output.whole.partial if step.wired.joins_next else None
         if joined is None:
             pending[number] = output
     for arrived in plan.arriving(last):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron_ladder.parallel.input_gradient import InputGradient
+from megatron_ladder.parallel.products import InputGradient
 
 _GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNMENT = 16
@@ -137,10 +137,7 @@ class _ExpertInputs(Function):
     def forward(
         ctx: Any, x: Tensor, gate: Tensor, up: Tensor, sorted_rows: SortedRows, input_gradient: InputGradient | None
     ) -> Tensor:
-        keeps_input = input_gradient is None or input_gradient.keeps_input
-        if input_gradient is not None:
-            input_gradient.expect()
-        ctx.save_for_backward(gate, up, *([x] if keeps_input else []))
+        ctx.save_for_backward(gate, up, *((x,) if input_gradient is None else input_gradient.use(x)))
         ctx.sorted_rows, ctx.input_gradient = sorted_rows, input_gradient
         rows = x.flatten(0, -2)[sorted_rows.tokens]
         return torch.cat([_multiply(rows, weight.transpose(1, 2), sorted_rows) for weight in (gate, up)], dim=-1)

@@ -8,7 +8,7 @@ checkpoints and conversion read the sections; nothing else knows how a parameter
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -17,63 +17,49 @@ from torch import Tensor, nn
 from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.tensors import TensorSpec
 from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.parallel.products import LinearFunction, linear
 
 
 @dataclass(frozen=True)
 class Section:
     """The part of a local parameter that belongs to one canonical tensor.
 
-    Along `dim`, elements `[local_start, local_start + length)` of the parameter are elements
-    `[global_start, global_start + length)` of the canonical tensor; the other dimensions are whole. Padding rows of
-    the vocabulary belong to no section.
+    Along `dim`, elements `[local_start, local_start + length)` of the parameter are elements `[start, start + length)`
+    of the canonical tensor; the other dimensions are whole. Padding rows of the vocabulary belong to no section.
     """
 
-    name: str
-    """Canonical name, `layers.7.attention.q_proj.weight`."""
-    global_shape: tuple[int, ...]
-    """Shape of the whole tensor, without padding."""
-    dim: int = 0
-    """The sharded dimension."""
-    global_start: int = 0
+    tensor: TensorSpec
+    start: int
     """First element in the canonical tensor."""
-    length: int = 0
+    length: int
     """Elements along `dim`."""
     local_start: int = 0
     """First element in the local parameter."""
-    block: int = 1
-    """Elements along `dim` that are initialised from one generator."""
-    mean: float = 0.0
-    """Initial mean."""
-    std: float = 0.0
-    """Initial standard deviation; 0 means constant."""
-    expert_dim: int | None = None
-    """As in `TensorSpec`."""
     counted: bool = True
     """Whether this rank's copy counts in norms and is saved, among ranks that hold the same slice."""
 
     @staticmethod
     def of(tensor: TensorSpec, group: CommGroup, local_start: int = 0) -> "Section":
         """Return the section of a canonical tensor that a tensor-parallel rank holds."""
-        start, length = tensor.slice_of(group.rank, group.size)
-        return Section(
-            tensor.name,
-            tensor.shape,
-            tensor.sharded_dim or 0,
-            start,
-            length,
-            local_start,
-            tensor.block,
-            tensor.mean,
-            tensor.std,
-            tensor.expert_dim,
-            counted=group.rank % tensor.replicas(group.size) == 0,
-        )
+        counted = group.rank % tensor.replicas(group.size) == 0
+        return Section(tensor, *tensor.slice_of(group.rank, group.size), local_start, counted)
+
+    @property
+    def name(self) -> str:
+        """Canonical name, `layers.7.attention.q_proj.weight`."""
+        return self.tensor.name
+
+    @property
+    def dim(self) -> int:
+        """The sharded dimension."""
+        return self.tensor.sharded_dim or 0
 
     @property
     def box(self) -> Box:
         """The elements of the canonical tensor."""
-        shape = self.global_shape
-        offset = tuple(self.global_start if i == self.dim else 0 for i in range(len(shape)))
+        shape = self.tensor.shape
+        offset = tuple(self.start if i == self.dim else 0 for i in range(len(shape)))
         return Box(offset, tuple(self.length if i == self.dim else size for i, size in enumerate(shape)))
 
     def view(self, parameter: Tensor) -> Tensor:
@@ -112,6 +98,16 @@ SHARDED_MARKS = ("model_parallel", "tensor_model_parallel")
 """Attributes that mark a parameter for DeepSpeed as sharded over the tensor-parallel ranks."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where parallel layers hold their parameters, and how they multiply with them."""
+
+    mesh: ProcessMesh
+    dtype: torch.dtype
+    device: torch.device
+    linear: LinearFunction = linear
+
+
 class ParallelModule(nn.Module):
     """A module that describes its parameters by sections."""
 
@@ -119,8 +115,9 @@ class ParallelModule(nn.Module):
     """The ranks over which gradients are summed, if they are not all that process other samples (`ProcessMesh.data`):
     those that hold the same parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: Placement) -> None:
         super().__init__()
+        self.group = place.mesh.tensor
         self.sections: dict[str, tuple[Section, ...]] = {}
 
     def allocate(self, device: torch.device) -> None:
@@ -133,10 +130,10 @@ class ParallelModule(nn.Module):
         for attribute, tensor in self.named_buffers(recurse=False):
             self.register_buffer(attribute, torch.zeros_like(tensor, device=device), persistent=False)
 
-    def add_state(self, attribute: str, tensor: TensorSpec, group: CommGroup, device: torch.device) -> None:
+    def add_state(self, attribute: str, tensor: TensorSpec, place: Placement) -> None:
         """Register a tensor in fp32 that checkpoints hold, but no gradient trains; it is whole on every rank."""
-        self.register_buffer(attribute, torch.zeros(tensor.shape, device=device), persistent=False)
-        self.sections[attribute] = (Section.of(tensor, group),)
+        self.register_buffer(attribute, torch.zeros(tensor.shape, device=place.device), persistent=False)
+        self.sections[attribute] = (Section.of(tensor, self.group),)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Keep states in fp32 where the parameters are converted."""
@@ -146,20 +143,21 @@ class ParallelModule(nn.Module):
             setattr(self, name, state.to(getattr(self, name).device))
         return self
 
-    def add_parameter(
-        self, attribute: str, tensors: Sequence[TensorSpec], group: CommGroup, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        """Register an uninitialised parameter that holds the rank's slices of canonical tensors, one after another.
+    def add_parameter(self, attribute: str, tensors: Sequence[TensorSpec], place: Placement) -> None:
+        """Register an uninitialised parameter that holds the rank's slices of canonical tensors, or None without any.
 
         The slices follow one another along the sharded dimension, which is that of the first tensor.
         """
+        if not tensors:
+            self.register_parameter(attribute, None)
+            return
         sections, start = [], 0
         for tensor in tensors:
-            sections.append(Section.of(tensor, group, start))
-            start += tensor.width(group.size)
+            sections.append(Section.of(tensor, self.group, start))
+            start += tensor.width(self.group.size)
         shape, dim = list(tensors[0].shape), tensors[0].sharded_dim
         shape[dim or 0] = start
-        parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        parameter = nn.Parameter(torch.empty(shape, dtype=place.dtype, device=place.device))
         for mark in SHARDED_MARKS:
             setattr(parameter, mark, dim is not None)
         self.register_parameter(attribute, parameter)
@@ -216,29 +214,26 @@ def initialize(model: nn.Module, seed: int) -> None:
 
 
 def _initialize_section(values: Tensor, section: Section, seed: int) -> None:
-    if section.std == 0.0:
-        values.fill_(section.mean)
+    tensor, dim = section.tensor, section.dim
+    if tensor.std == 0.0:
+        values.fill_(tensor.mean)
         return
-    if section.expert_dim is not None:
+    if tensor.expert_dim is not None:
         # Each expert is a matrix by itself, whichever dimension of the stack is sharded.
-        whole_experts = section.dim == 0
-        for place, matrix in enumerate(values):
-            expert = place + section.global_start * whole_experts
-            of_one, dim = section.global_shape[1:], section.expert_dim - 1
-            start, length = (0, of_one[dim]) if whole_experts else (section.global_start, section.length)
-            one = Section(f"{section.name}/{expert}", of_one, dim, start, length, 0, section.block, std=section.std)
-            _initialize_section(matrix, one, seed)
+        start, length = (section.start, section.length) if dim else (0, tensor.shape[tensor.expert_dim])
+        of_one = replace(tensor, shape=tensor.shape[1:], sharded_dim=tensor.expert_dim - 1, expert_dim=None)
+        for expert, matrix in enumerate(values, start=0 if dim else section.start):
+            one = replace(of_one, name=f"{tensor.name}/{expert}")
+            _initialize_section(matrix, Section(one, start, length), seed)
         return
-    stop = section.global_start + section.length
-    whole = section.global_shape[section.dim]
-    for block in range(section.global_start // section.block, -(-stop // section.block)):
-        start = block * section.block
-        shape = list(section.global_shape)
-        shape[section.dim] = min(section.block, whole - start)
-        digest = hashlib.sha256(f"{seed}/{section.name}/{block}".encode()).digest()
+    stop = section.start + section.length
+    for block in range(section.start // tensor.block, -(-stop // tensor.block)):
+        start = block * tensor.block
+        shape = list(tensor.shape)
+        shape[dim] = min(tensor.block, shape[dim] - start)
+        digest = hashlib.sha256(f"{seed}/{tensor.name}/{block}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
-        drawn = torch.empty(shape).normal_(section.mean, section.std, generator=generator)
-        first, last = max(start, section.global_start), min(start + shape[section.dim], stop)
-        values.narrow(section.dim, first - section.global_start, last - first).copy_(
-            drawn.narrow(section.dim, first - start, last - first)
-        )
+        drawn = torch.empty(shape).normal_(tensor.mean, tensor.std, generator=generator)
+        first, last = max(start, section.start), min(start + shape[dim], stop)
+        drawn = drawn.narrow(dim, first - start, last - first)
+        values.narrow(dim, first - section.start, last - first).copy_(drawn)

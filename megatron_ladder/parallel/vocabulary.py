@@ -28,12 +28,9 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megatron_ladder.blueprint.tensors import TensorSpec, loss_chunk_tokens
-from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.inflight import InFlight
-from megatron_ladder.comm.stream import StreamLayout
-from megatron_ladder.parallel.layout import ParallelModule
-from megatron_ladder.parallel.linear import LinearFunction, linear
-from megatron_ladder.parallel.weight_gradient import add_product
+from megatron_ladder.parallel.layout import ParallelModule, Placement
+from megatron_ladder.parallel.products import add_product
 
 IGNORED = -100
 """Label of a token without a loss, as in `torch.nn.functional.cross_entropy`."""
@@ -86,24 +83,13 @@ class VocabParallelMatrix(ParallelModule):
 
     weight: nn.Parameter
 
-    def __init__(
-        self,
-        tensor: TensorSpec,
-        group: CommGroup,
-        layout: StreamLayout,
-        dtype: torch.dtype,
-        device: torch.device,
-        linear: LinearFunction = linear,
-        soft_cap: float | None = None,
-    ) -> None:
-        """`linear` multiplies with the weight."""
-        super().__init__()
-        self.layout = layout
-        self.linear = linear
+    def __init__(self, tensor: TensorSpec, place: Placement, soft_cap: float | None = None) -> None:
+        super().__init__(place)
+        self.layout = place.mesh.stream
+        self.linear = place.linear
         self.soft_cap = soft_cap
-        self.group = group
-        self.start, self.valid = tensor.slice_of(group.rank, group.size)
-        self.add_parameter("weight", [tensor], group, dtype, device)
+        self.start, self.valid = tensor.slice_of(self.group.rank, self.group.size)
+        self.add_parameter("weight", [tensor], place)
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """Map the stream to `x @ weight_shard^T`, [s, b, padded V / t]; columns from `valid` on are padding."""

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ladder.blueprint.tensors import TensorSpec
+from megatron_ladder.parallel.layout import Placement
 from megatron_ladder.parallel.vocabulary import SoftTargets, Targets, VocabParallelHead
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import mesh_of
@@ -51,12 +52,10 @@ def sharded_losses(
     ranks: int, student: Model, teacher: Model, labels: Tensor, weights: Tensor, settings: Settings
 ) -> tuple[Tensor, Tensor, Tensor]:
     """On each rank: return the losses, and the gradients of the input and of this rank's words."""
-    mesh, heads = mesh_of(ranks), []
+    place, heads = Placement(mesh=mesh_of(ranks), dtype=torch.float64, device=torch.device("cpu")), []
     for model in (student, teacher):
         tensor = TensorSpec("head", tuple(model.matrix.shape), sharded_dim=0, padded=True)
-        head = VocabParallelHead(
-            tensor, mesh.tensor, mesh.stream, torch.float64, torch.device("cpu"), soft_cap=model.soft_cap
-        )
+        head = VocabParallelHead(tensor, place, model.soft_cap)
         with torch.no_grad():
             # Padding must not matter, whatever it contains.
             head.weight.fill_(1e3)[: head.valid] = model.matrix[head.start : head.start + head.valid]

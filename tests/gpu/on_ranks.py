@@ -28,7 +28,7 @@ from megatron_ladder.generate.loading import DTYPES, load_model, open_model
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import SamplingParameters
 from megatron_ladder.model.operations import require_compiler
-from megatron_ladder.parallel.weight_gradient import add_product
+from megatron_ladder.parallel.products import add_product
 from megatron_ladder.train.profile import step_contexts
 from megatron_ladder.train.reading import sample_batches
 from megatron_ladder.train.step import train_step

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ladder.blueprint.tensors import TensorSpec
 from megatron_ladder.checkpoint.async_save import gather_through_files, run_in_thread
 from megatron_ladder.checkpoint.format import find_checkpoint
 from megatron_ladder.checkpoint.manifest import Index, merge_manifest
@@ -39,7 +40,7 @@ class TinyState:
             parts = {
                 kind: self.whole[name, kind].view(-1)[start : start + length].clone() for kind in ("weight", *MOMENTS)
             }
-            section = Section(name, shape, 0, 0, shape[0])
+            section = Section(TensorSpec(name, shape), 0, shape[0])
             weight = parts["weight"].bfloat16()
             self._spans.append(Span([section], shape, start, weight, parts["weight"], 0, owned=True))
             self._moments |= {(id(parts["weight"]), which): parts[which] for which in MOMENTS}

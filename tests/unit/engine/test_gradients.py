@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_ladder.blueprint.tensors import TensorSpec
 from megatron_ladder.checkpoint.optimizer_state import Span
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.engine.state import clip_gradients, gradient_norm
@@ -26,7 +27,7 @@ class Operations(TorchDispatchMode):
 @pytest.mark.parametrize("tensors", [0, 1, 40])
 def test_norm_and_clipping_do_not_take_operations_for_each_tensor(tensors: int) -> None:
     values = [torch.randn(3, 5) for _ in range(tensors)]
-    sections = [Section("matrix", (3, 5), length=3)]
+    sections = [Section(TensorSpec("matrix", (3, 5)), 0, 3)]
     gradients = [(Span(sections, (3, 5), 0, value, value, 0, owned=True), value.clone()) for value in values]
     with Operations() as operations:
         norm, sums = gradient_norm(

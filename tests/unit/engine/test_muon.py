@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron_ladder.blueprint.tensors import TensorSpec
 from megatron_ladder.checkpoint.optimizer_state import Span
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.config.training import OptimizerConfig
@@ -17,8 +18,8 @@ CUTS = (0, 37, 264, 301, 504)
 
 
 def spans_of(flat: torch.Tensor) -> list[Span]:
-    sections = [Section("q", FUSED["q"], length=8), Section("k", FUSED["k"], length=3, local_start=8)]
-    fused, down = (sections, (11, 24)), ([Section("down", SHAPES["down"], dim=1, length=10)], SHAPES["down"])
+    sections = [Section(TensorSpec("q", FUSED["q"]), 0, 8), Section(TensorSpec("k", FUSED["k"]), 0, 3, local_start=8)]
+    fused, down = (sections, (11, 24)), ([Section(TensorSpec("down", SHAPES["down"], 1), 0, 10)], SHAPES["down"])
     found = []
     for low, high in zip(CUTS, CUTS[1:], strict=False):
         held, shape = fused if high <= 264 else down

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from megatron_ladder.blueprint.boxes import Box
+from megatron_ladder.blueprint.tensors import TensorSpec
 from megatron_ladder.parallel.layout import Section, split_interval
 
-Q = Section("q", (8, 3), 0, global_start=4, length=4, local_start=0)
-K = Section("k", (2, 3), 0, global_start=1, length=1, local_start=4)
-ROW = Section("o", (3, 8), 1, global_start=4, length=4)
+Q = Section(TensorSpec("q", (8, 3), 0), start=4, length=4)
+K = Section(TensorSpec("k", (2, 3), 0), start=1, length=1, local_start=4)
+ROW = Section(TensorSpec("o", (3, 8), 1), start=4, length=4)
 
 
 def test_sections_know_their_boxes() -> None:

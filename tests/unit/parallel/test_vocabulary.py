@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_ladder.blueprint.tensors import TensorSpec
 from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.parallel.layout import Placement
 from megatron_ladder.parallel.vocabulary import SoftTargets, Targets, VocabParallelHead
 from tests.helpers.live_bytes import LiveBytes
 
@@ -24,9 +25,9 @@ class Problem(NamedTuple):
 
 def problem(tokens: int, dtype: torch.dtype, soft_cap: float | None = None) -> Problem:
     torch.manual_seed(3)
-    mesh = ProcessMesh.single()
+    place = Placement(mesh=ProcessMesh.single(), dtype=dtype, device=torch.device("cpu"))
     tensor = TensorSpec("head", (VOCAB, WIDTH), sharded_dim=0, padded=True)
-    head = VocabParallelHead(tensor, mesh.tensor, mesh.stream, dtype, torch.device("cpu"), soft_cap=soft_cap)
+    head = VocabParallelHead(tensor, place, soft_cap)
     torch.nn.init.normal_(head.weight[:VOCAB])
     head.weight.data[VOCAB:] = 0
     labels = torch.randint(0, VOCAB, (tokens // 2, 2))

@@ -200,7 +200,7 @@ def time_backward(
     backward: dict[SubBlockKind, list[float]] = {}
     weight_gradient: dict[SubBlockKind, list[float]] = {}
     for step in [*model.stack.sub_blocks()] * rounds:
-        partial, _ = step.partial_sum(hidden_states.detach().requires_grad_(), context)
+        partial = step.compute(hidden_states.detach().requires_grad_(), context).partial
         seconds = clock.time(functools.partial(partial.backward, torch.ones_like(partial)))
         backward.setdefault(_kind(step), []).append(seconds)
         # The product of the output's gradient and the input.

@@ -9,8 +9,7 @@ import torch
 from megatron_ladder.config.training import OptimizerConfig
 from megatron_ladder.engine.optimizer import build_optimizer
 from megatron_ladder.errors import UserError
-from megatron_ladder.model.operations import Operations, select_operations
-from megatron_ladder.parallel.apex import find_in_apex
+from megatron_ladder.model.operations import Operations, find_in_apex, select_operations
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
