@@ -1,5 +1,6 @@
 """What every test gets: one thread, no network hub, an extensions folder of its own, signals that are heard, --slow."""
 
+import gc
 import itertools
 import os
 import shutil
@@ -27,6 +28,15 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 for number, usual in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
+
+
+# While modules are imported, there is a growing number of objects to look at and no garbage.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
