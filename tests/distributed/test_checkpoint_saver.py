@@ -16,8 +16,7 @@ from megatron_ladder.train.record import RunRecord
 from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import train_step
 from tests.helpers.pool import GlooPools
-from tests.helpers.states import everything
-from tests.helpers.steps import steps_of_batches
+from tests.helpers.steps import everything, steps_of_batches
 from tests.helpers.training import build_trainer_here, own_batches
 
 RECIPE = ("--train-iters 4 --lr 1e-2 --micro-batch-size 2 --global-batch-size 4 --residual-mode ladder --bf16").split()

@@ -19,7 +19,7 @@ from megatron_ladder.model.operations import ExpertOptions
 from megatron_ladder.parallel.layout import parameter_sections, state_sections
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import mesh_of
-from tests.helpers.states import everything, pass_on
+from tests.helpers.steps import everything, pass_on
 from tests.unit.convert.hf_models import split_experts
 from tests.unit.convert.saved_models import assert_equal_bits, convert, save_model, tensors_of
 

@@ -9,8 +9,7 @@ from torch import equal
 
 from megatron_ladder.train.step import train_step
 from tests.helpers.pool import GlooPools
-from tests.helpers.states import everything
-from tests.helpers.steps import Batch, steps_of_batches
+from tests.helpers.steps import Batch, everything, steps_of_batches
 from tests.helpers.training import build_trainer_here, load_trainer, own_batches, save_trainer
 
 RECIPE = (

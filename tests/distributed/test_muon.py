@@ -10,8 +10,7 @@ from torch import Tensor
 from megatron_ladder.engine.optimizer import learning_rate
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import assert_pieces
-from tests.helpers.states import everything, pass_on
-from tests.helpers.steps import RECIPE, STEPS, Batch, check_resume, steps_of_batches, train
+from tests.helpers.steps import RECIPE, STEPS, Batch, check_resume, everything, pass_on, steps_of_batches, train
 from tests.helpers.training import run_of
 from tests.reference import ReferenceConfig, Weights, make_weights
 from tests.reference.model import reference_gradients

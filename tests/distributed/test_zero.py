@@ -14,8 +14,7 @@ from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import evaluate, train_step
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import Pieces
-from tests.helpers.states import everything, pass_on
-from tests.helpers.steps import RECIPE, Batch, check_resume, check_steps, steps_of_batches, train
+from tests.helpers.steps import RECIPE, Batch, check_resume, check_steps, everything, pass_on, steps_of_batches, train
 from tests.helpers.training import (
     build_trainer_here,
     own_batches,

@@ -17,8 +17,7 @@ from tests.distributed.test_captured import batches_of_steps, check_captured, hi
 from tests.distributed.test_experts_training import GLM, QWEN, with_balancing_losses
 from tests.gpu import on_ranks
 from tests.gpu.runner import Machine, NotRun, Value, check
-from tests.helpers.states import everything, pass_on
-from tests.helpers.steps import RECIPE, check_outcome, plain_steps, train
+from tests.helpers.steps import RECIPE, check_outcome, everything, pass_on, plain_steps, train
 from tests.reference import reference_gradients
 from tests.unit.generate.tiny_model import reference_of, tiny_config, write_checkpoint
 

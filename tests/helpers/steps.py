@@ -1,4 +1,4 @@
-"""Training steps on the ranks of a pool, compared with AdamW written out on a plain model."""
+"""Training steps on the ranks of a pool, compared with AdamW on a plain model, and states handed to other trainers."""
 
 from functools import partial
 from pathlib import Path
@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.checkpoint.optimizer_state import MOMENTS
 from megatron_ladder.engine.optimizer import learning_rate
 from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import train_step
@@ -55,16 +57,21 @@ def loss_of(trainer: Trainer, share: Tensor) -> float:
     return trainer.mesh.pipeline.all_reduce(trainer.mesh.data.all_reduce(share.clone())).item()
 
 
+def take_steps(trainer: Trainer, batches: list[list[Batch]], first: int = 1) -> History:
+    """On each rank: take a step with each batch, from iteration `first` on."""
+    history = []
+    for iteration, batch in enumerate(batches, start=first):
+        result = train_step(trainer, own_batches(trainer, batch), iteration)
+        history.append((loss_of(trainer, result.loss_sum), result.gradient_norm, *result.extra_losses.values()))
+    return history
+
+
 def train(
-    argv: list[str], weights: Weights, batches: list[list[Batch]], teacher: TeacherInMemory | None = None
+    argv: list[str], weights: Weights | None, batches: list[list[Batch]], teacher: TeacherInMemory | None = None
 ) -> tuple[History, Pieces]:
     """On each rank: what happens in every step, and the final weights."""
     trainer = build_trainer_here(argv, weights, teacher=teacher)
-    history = []
-    for iteration, batch in enumerate(batches, start=1):
-        result = train_step(trainer, own_batches(trainer, batch), iteration)
-        history.append((loss_of(trainer, result.loss_sum), result.gradient_norm, *result.extra_losses.values()))
-    return history, weight_pieces(trainer)
+    return take_steps(trainer, batches), weight_pieces(trainer)
 
 
 def plain_steps(
@@ -113,36 +120,45 @@ def check_outcome(
     assert_pieces([pieces for _, pieces in results], final, slack * 2e-4)
 
 
-def interrupted(argv: list[str], batches: list[list[Batch]], save: str, stop: int) -> tuple[list[float], Pieces]:
+def interrupted(argv: list[str], batches: list[list[Batch]], save: Path, stop: int) -> tuple[History, Pieces]:
     """On each rank: the first `stop` steps in one trainer, saved; the others in a fresh one that loads."""
-    losses = []
     trainer = build_trainer_here(argv)
-    for iteration in range(1, stop + 1):
-        losses.append(train_step(trainer, own_batches(trainer, batches[iteration - 1]), iteration).loss_sum.item())
-    save_trainer(trainer, Path(save), stop)
+    history = take_steps(trainer, batches[:stop])
+    save_trainer(trainer, save, stop)
     # Another seed: nothing of the fresh trainer's own weights may be left after loading.
     fresh = build_trainer_here([*argv, "--seed", "99"])
-    load_trainer(fresh, Path(save))
-    for iteration in range(stop + 1, len(batches) + 1):
-        losses.append(train_step(fresh, own_batches(fresh, batches[iteration - 1]), iteration).loss_sum.item())
-    return losses, weight_pieces(fresh)
-
-
-def uninterrupted(argv: list[str], batches: list[list[Batch]]) -> tuple[list[float], Pieces]:
-    """On each rank: all steps in one trainer."""
-    trainer = build_trainer_here(argv)
-    losses = [
-        train_step(trainer, own_batches(trainer, batch), iteration).loss_sum.item()
-        for iteration, batch in enumerate(batches, start=1)
-    ]
-    return losses, weight_pieces(trainer)
+    load_trainer(fresh, save)
+    return history + take_steps(fresh, batches[stop:], stop + 1), weight_pieces(fresh)
 
 
 def check_resume(gloo_pools: GlooPools, tmp_path: Path, argv: list[str], world: int) -> None:
     batches = steps_of_batches(STEPS, 4)
-    whole = gloo_pools(world).run(uninterrupted, argv, batches)
-    resumed = gloo_pools(world).run(interrupted, argv, batches, str(tmp_path / "save"), STEPS - 1)
-    for (losses, pieces), (losses_resumed, pieces_resumed) in zip(whole, resumed, strict=True):
-        assert losses == losses_resumed
+    whole = gloo_pools(world).run(train, argv, None, batches)
+    resumed = gloo_pools(world).run(interrupted, argv, batches, tmp_path / "save", STEPS - 1)
+    for (history, pieces), (history_resumed, pieces_resumed) in zip(whole, resumed, strict=True):
+        assert history == history_resumed
         for (name, _, values), (_, _, values_resumed) in zip(pieces, pieces_resumed, strict=True):
             assert torch.equal(values, values_resumed), name
+
+
+def pass_on(argv: list[str], load: str | None, save: str, steps: int) -> int:
+    """On each rank: loads a checkpoint, takes steps, and saves; returns the steps that AdamW then knows of."""
+    trainer = build_trainer_here(argv if load is None else [*argv, "--seed", "99"])
+    if load is not None:
+        load_trainer(trainer, Path(load))
+    training = trainer.run.training
+    take_steps(trainer, steps_of_batches(steps, 4, training.micro_batch_size, training.seq_length))
+    save_trainer(trainer, Path(save), 1)
+    return trainer.engine.state.steps_taken()
+
+
+def everything(save: Path) -> dict[tuple[str, str], Tensor]:
+    """All weights and moments of the checkpoint in a folder, whole."""
+    checkpoint = Checkpoint.open(save)
+    values = {}
+    for kind in ("weight", *MOMENTS):
+        for name, stored in checkpoint.stored(kind).items():
+            shape = stored.shape
+            values[name, kind] = torch.empty(shape)
+            checkpoint.read(name, kind, (0,) * len(shape), shape, out=values[name, kind])
+    return values
