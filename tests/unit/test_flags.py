@@ -9,6 +9,7 @@ import pytest
 from megatron_ladder.command_line import FlagWords, _help_parser, build_sections, flag_words, parse_command_line
 from megatron_ladder.errors import UserError
 from megatron_ladder.flags import flag
+from tests.helpers.runs import errors_of
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,8 @@ def parse(words: str) -> Example:
     return example
 
 
-def errors_of(words: str) -> list[str]:
-    with pytest.raises(UserError) as caught:
-        parse(words)
-    return list(caught.value.messages)
+def mistakes(words: str) -> list[str]:
+    return errors_of(parse, words)
 
 
 def test_values_are_converted_to_their_types() -> None:
@@ -64,7 +63,7 @@ def test_a_repeated_flag_replaces_its_values_with_a_warning(capsys: pytest.Captu
 
 
 def test_all_errors_are_reported_together() -> None:
-    found = errors_of(
+    found = mistakes(
         "--lrr 3 --steps many --style round --ids 1 9223372036854775808",
     )
     assert found == [
@@ -109,12 +108,12 @@ def test_a_switch_with_a_third_value(words: str, value: str) -> None:
 
 
 def test_a_missing_value_is_an_error() -> None:
-    assert errors_of("--lr") == ["--lr: expected a value"]
-    assert errors_of("--lr 1 --folder= --ids") == ["--ids: expected a value", "--folder: the path is empty"]
+    assert mistakes("--lr") == ["--lr: expected a value"]
+    assert mistakes("--lr 1 --folder= --ids") == ["--ids: expected a value", "--folder: the path is empty"]
 
 
 def test_a_word_too_many_is_an_error() -> None:
-    assert errors_of("x --lr 1 2 --bf16=true") == [
+    assert mistakes("x --lr 1 2 --bf16=true") == [
         "x: expected a flag",
         "2: expected a flag, after the value of --lr",
         "--bf16 takes no value, found true",
@@ -131,7 +130,7 @@ def test_help_shows_docstrings() -> None:
 
 @pytest.mark.parametrize("word", ["nan", "-inf"])
 def test_numbers_are_finite(word: str) -> None:
-    assert errors_of(f"--lr={word}") == [f"--lr: '{word}' is not finite"]
+    assert mistakes(f"--lr={word}") == [f"--lr: '{word}' is not finite"]
 
 
 @dataclass(frozen=True)
@@ -159,11 +158,7 @@ class Bounded:
 
 
 def bounded(words: str) -> list[str]:
-    try:
-        parse_command_line([Bounded], words.split(), "bounded.py", "")
-    except UserError as error:
-        return list(error.messages)
-    return []
+    return errors_of(parse_command_line, [Bounded], words.split(), "bounded.py", "")
 
 
 def test_values_within_their_limits_pass() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_ladder.config.file import config_file_text
 from megatron_ladder.config.run import RunFlags, parse_run, read_run_words, resolve_run
-from megatron_ladder.errors import UserError
+from tests.helpers.runs import errors_of
 
 BASE = "train_iters: 10\nlr: 1e-4\n"
 
@@ -23,10 +23,8 @@ def read(tmp_path: Path, text: str | bytes, words: str = "") -> RunFlags:
     return flags
 
 
-def errors_of(tmp_path: Path, text: str | bytes, words: str = "") -> list[str]:
-    with pytest.raises(UserError) as raised:
-        read(tmp_path, text, words)
-    return [error.replace(f"{tmp_path}/", "") for error in raised.value.messages]
+def mistakes(tmp_path: Path, text: str | bytes, words: str = "") -> list[str]:
+    return [error.replace(f"{tmp_path}/", "") for error in errors_of(read, tmp_path, text, words)]
 
 
 FLAGS = (
@@ -34,6 +32,7 @@ FLAGS = (
     "--num-layers 24 --residual-mode ladder --ladder-layers 16-23 --rope-scaling none --profile-ranks 0 "
     "--adam-eps 1E-9 --tokenizer-model yes --num-query-groups 4"
 )
+
 YAML = """
 # The same flags.
 train_iters: 10
@@ -104,7 +103,7 @@ def test_the_command_line_wins(tmp_path: Path) -> None:
     assert (flags.optimizer.lr, flags.training.bf16, flags.parallel.tp_overlap) == (2.0, False, True)
     assert flags.data.data_path == (Path("c"),) and flags.checkpoint.save == Path("x")
     assert flags.training.micro_batch_size == 2
-    assert errors_of(tmp_path, text, f"{words} --seed x1") == ["--seed: 'x1' is not a whole number"]
+    assert mistakes(tmp_path, text, f"{words} --seed x1") == ["--seed: 'x1' is not a whole number"]
 
 
 def test_a_file_that_can_be_read_once_is_read_once(tmp_path: Path) -> None:
@@ -137,7 +136,7 @@ def test_a_file_that_can_be_read_once_is_read_once(tmp_path: Path) -> None:
     ],
 )
 def test_an_invalid_key_or_value_is_one_error(tmp_path: Path, line: str, message: str) -> None:
-    found = errors_of(tmp_path, BASE + line + "\n")
+    found = mistakes(tmp_path, BASE + line + "\n")
     assert len(found) == 1 and found[0].startswith(message), found
 
 
@@ -152,7 +151,7 @@ def test_an_invalid_key_or_value_is_one_error(tmp_path: Path, line: str, message
     ],
 )
 def test_an_unreadable_file_is_reported_with_the_other_errors(tmp_path: Path, text: bytes, message: str) -> None:
-    found = errors_of(tmp_path, text, "--lr 1 --train-iters x")
+    found = mistakes(tmp_path, text, "--lr 1 --train-iters x")
     assert len(found) == 2 and found[0].startswith(message), found
     assert found[1] == "--train-iters: 'x' is not a whole number"
 

@@ -18,6 +18,7 @@ from megatron_ladder.convert.sensitivity import read_batches
 from megatron_ladder.data.indexed import IndexedDatasetWriter, Sidecar, loss_mask_path, write_sidecar
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.loading import open_model
+from tests.helpers.runs import errors_of
 from tests.reference import make_weights, reference_logits
 from tests.unit.convert.hf_models import GLM
 from tests.unit.convert.saved_models import convert
@@ -145,9 +146,9 @@ def test_files_that_do_not_belong_to_the_request_are_errors(
     other.write_text('{"order": [1, 0]}')
     text.write_text(json.dumps({**found, "residual_staleness": "1"}))
     value = layers.format(file=file, other=other, text=text)
-    with pytest.raises(UserError) as caught:
-        convert("reshape", "--load", tmp_path / "run", "--save", tmp_path / "new", "--ladder-layers", value, *words)
-    assert len(caught.value.messages) == 1 and message in caught.value.messages[0]
+    paths = ("--load", tmp_path / "run", "--save", tmp_path / "new")
+    (error,) = errors_of(convert, "reshape", *paths, "--ladder-layers", value, *words)
+    assert message in error
 
 
 @pytest.mark.parametrize(

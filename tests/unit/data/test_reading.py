@@ -16,6 +16,7 @@ from megatron_ladder.data.reading.lines import Lines
 from megatron_ladder.data.reading.parquet import check_columns
 from megatron_ladder.data.reading.protocol import SPAN_BYTES, Block, Reading, read_blocks
 from megatron_ladder.errors import UserError
+from tests.helpers.runs import errors_of
 
 TEXTS = [f"number {number} é🎉\n" * (number * 37 % 700) for number in range(600)]
 CONTENT = "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in TEXTS).encode()
@@ -96,12 +97,11 @@ def test_all_unreadable_inputs_are_reported(formats: Path, tmp_path: Path) -> No
     (tmp_path / "x.parquet").write_bytes(b"x" * 100)
     (tmp_path / "x.csv.gz").write_bytes(b"")
     (tmp_path / "x.CSV").write_text("text\na\n")
-    inputs = [tmp_path / "missing", tmp_path, tmp_path / "plain.txt", tmp_path / "x.parquet", tmp_path / "x.csv.gz"]
-    inputs += [tmp_path / "x.CSV"]
-    with pytest.raises(UserError) as caught:
-        find_sources([*inputs, formats / "d.parquet", f"{tmp_path}/*.json", "-", "-"], Reading(("text", "body")))
+    inputs: list[str | Path] = [tmp_path / "missing", tmp_path]
+    inputs += [tmp_path / name for name in ("plain.txt", "x.parquet", "x.csv.gz", "x.CSV")]
+    inputs += [formats / "d.parquet", f"{tmp_path}/*.json", "-", "-"]
     for line, expected in zip(
-        caught.value.messages,
+        errors_of(find_sources, inputs, Reading(("text", "body"))),
         (
             "missing: no such file",
             "is a directory",

@@ -9,6 +9,7 @@ from megatron_ladder.data.loader import _parse_split, _split_documents
 from megatron_ladder.data.packing import PackedSource
 from megatron_ladder.data.samples import SampleSource, permutation
 from megatron_ladder.errors import UserError
+from tests.helpers.runs import errors_of
 
 MakeDataset = Callable[..., IndexedDataset]
 
@@ -67,10 +68,8 @@ def test_files_that_are_truncated_while_they_are_read(make_dataset: MakeDataset)
         for left in (size - 1, 0):
             os.truncate(path, left)
             for samples in (source, packed):
-                with pytest.raises(UserError) as raised:
-                    samples.samples(np.array([len(samples) - 1]))
-                found = f"{path}: {left} bytes found, {size} when it was opened"
-                assert raised.value.messages[0].startswith(found)
+                (error,) = errors_of(samples.samples, np.array([len(samples) - 1]))
+                assert error.startswith(f"{path}: {left} bytes found, {size} when it was opened")
         path.write_bytes(mask if size == len(mask) else bytes(size))
 
 

@@ -19,6 +19,7 @@ from megatron_ladder.data.indexed import (
 from megatron_ladder.data.inspect import verify
 from megatron_ladder.data.tokenizers import SentencePieceTokenizer
 from megatron_ladder.errors import UserError
+from tests.helpers.runs import errors_of
 
 SIDECAR = Sidecar("T", "ab", 100_000, 2, True, largest_id=0, documents=0, tokens=0)
 
@@ -36,11 +37,7 @@ def write(prefix: Path, lengths: list[int], dtype: str = "<u2", **changes: objec
 
 
 def refusals_of(prefix: Path) -> list[str]:
-    try:
-        IndexedDataset(prefix)
-    except UserError as error:
-        return list(error.messages)
-    return []
+    return errors_of(IndexedDataset, prefix)
 
 
 def test_every_corruption_of_an_index_is_detected(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_ladder.config.run import parse_run, resolve_run
 from megatron_ladder.engine.deepspeed_json import deepspeed_json
-from megatron_ladder.errors import UserError
+from tests.helpers.runs import errors_of
 
 BASE = "--train-iters 100 --lr 1e-3 --seq-length 128 --hidden-size 64 --num-attention-heads 4"
 PARAMETERS = 12 * (4 * 64 * 64 + 3 * 64 * 256 + 2 * 64) + 64 + 2 * 1024 * 64
@@ -112,7 +112,5 @@ def test_the_optimizer_is_offloaded_by_a_flag(tmp_path: Path) -> None:
     ],
 )
 def test_other_keys_and_contradictions_are_rejected(tmp_path: Path, given: object, message: str) -> None:
-    with pytest.raises(UserError) as raised:
-        merged(tmp_path, given)
-    (found,) = raised.value.messages
+    (found,) = errors_of(merged, tmp_path, given)
     assert found.startswith(f"--deepspeed_config {tmp_path}/ds.json: ") and message in found

@@ -14,9 +14,9 @@ import torch
 from tokenizers import models
 
 from megatron_ladder.cli.generate import main
-from megatron_ladder.errors import UserError
 from megatron_ladder.generate.options import PromptOptions
 from megatron_ladder.generate.prompts import PromptEncoder, read_prompts
+from tests.helpers.runs import errors_of
 from tests.reference import reference_logits
 from tests.unit.generate.tiny_model import (
     reference_of,
@@ -40,15 +40,9 @@ def without_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def errors_of(argv: list[str]) -> tuple[str, ...]:
-    with pytest.raises(UserError) as raised:
-        main(argv)
-    return raised.value.messages
-
-
 def test_all_errors_of_a_command_line_are_reported() -> None:
     words = "--tp 0 --max-new-tokens 0 --temperature -1 --top-k -1 --top-p 0 --seed -1 --tokens 1 x --json --stream"
-    errors = errors_of(["--promt", "a", "--tokenizer-type", "HFTokenizer", *words.split()])
+    errors = errors_of(main, ["--promt", "a", "--tokenizer-type", "HFTokenizer", *words.split()])
     beginnings = [
         "--promt is not a flag of this program: did you mean --prompt?",
         "--model is required",
@@ -67,7 +61,7 @@ def test_all_errors_of_a_command_line_are_reported() -> None:
 
 def test_a_terminal_is_not_read_as_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    (missing,) = errors_of(["--model", "somewhere"])
+    (missing,) = errors_of(main, ["--model", "somewhere"])
     assert missing.startswith("there is no prompt; ")
 
 
@@ -82,7 +76,7 @@ def test_a_terminal_is_not_read_as_a_prompt(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_invalid_flags(flags: str, expected: str) -> None:
-    (error,) = errors_of(["--model", "M", *flags.split()])
+    (error,) = errors_of(main, ["--model", "M", *flags.split()])
     assert error.startswith(expected)
 
 
@@ -94,7 +88,7 @@ def test_a_damaged_checkpoint_is_rejected(run_folder: Path, tmp_path: Path, caps
     content = bytearray(weights.read_bytes())
     content[-8] ^= 1
     weights.write_bytes(content)
-    (error,) = errors_of(argv)
+    (error,) = errors_of(main, argv)
     assert error.startswith(f"--model {weights}: damaged: the manifest records xxh3_128:")
     assert error.endswith("pass --no-verify to load the file nevertheless")
     assert capsys.readouterr().out == ""
@@ -180,7 +174,7 @@ def test_bad_prompt_files(tmp_path: Path, run_folder: Path, name: str, content: 
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
-    (error,) = errors_of(["--model", str(run_folder), "--prompt-file", str(path)])
+    (error,) = errors_of(main, ["--model", str(run_folder), "--prompt-file", str(path)])
     assert error.startswith(f"--prompt-file {tmp_path}/{expected}")
 
 
@@ -198,26 +192,26 @@ def test_bad_prompt_files(tmp_path: Path, run_folder: Path, name: str, content: 
     ],
 )
 def test_prompts_that_cannot_be_continued(run_folder: Path, flags: list[str], expected: str) -> None:
-    (error,) = errors_of(["--model", str(run_folder), *flags])
+    (error,) = errors_of(main, ["--model", str(run_folder), *flags])
     assert error.startswith(expected)
 
 
 def test_unusable_model_directories(tmp_path: Path, run_folder: Path, without_tokenizer: Path) -> None:
     text = ["--prompt", "a"]
-    (error,) = errors_of(["--model", str(tmp_path / "none"), *text])
+    (error,) = errors_of(main, ["--model", str(tmp_path / "none"), *text])
     assert error == f"--model {tmp_path / 'none'}: no such directory"
     (tmp_path / "none").mkdir()
-    (error,) = errors_of(["--model", str(tmp_path / "none"), *text])
+    (error,) = errors_of(main, ["--model", str(tmp_path / "none"), *text])
     assert error == f"--model {tmp_path / 'none'}: no checkpoint found"
-    (error,) = errors_of(["--model", str(without_tokenizer), *text])
+    (error,) = errors_of(main, ["--model", str(without_tokenizer), *text])
     assert error.startswith("--prompt 'a': the model's directory has no tokenizer; use --tokenizer-type")
     cut = shutil.copytree(run_folder, tmp_path / "cut") / "iter_0000010" / "weights_rank_00000.safetensors"
     cut.write_bytes(cut.read_bytes()[:-1])
-    first, *others = errors_of(["--model", str(tmp_path / "cut"), *text])
+    first, *others = errors_of(main, ["--model", str(tmp_path / "cut"), *text])
     assert first.startswith(f"--model {tmp_path / 'cut'}: none of its 1 checkpoints is complete")
     tokenizer = train_tokenizer(tmp_path, ["def size(x):\n    return x\n"] * 20).files[0]
     flags = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tokenizer)]
-    (error,) = errors_of(["--model", str(without_tokenizer), *text, *flags])
+    (error,) = errors_of(main, ["--model", str(without_tokenizer), *text, *flags])
     assert error.startswith("--prompt 'a': the id ") and error.endswith("use the tokenizer that belongs to the model")
     assert "outside the model's vocabulary of 67" in error
 
@@ -236,7 +230,7 @@ def test_standard_input_is_a_prompt(
     (found,) = lines_of(argv, capsys)
     assert (found["prompt"], found["ids"]) == ("def add(", expected[0]["ids"])
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-    (error,) = errors_of(argv)
+    (error,) = errors_of(main, argv)
     assert error == "standard input: the prompt is empty; at least one token is required"
 
 
@@ -255,5 +249,5 @@ def test_scores_equal_those_of_the_reference(without_tokenizer: Path, capsys: py
     assert printed == f"3 tokens scored, log-likelihood {found['log_likelihood']:.4f}, " + (
         f"perplexity {found['perplexity']:.4f}\n"
     )
-    (error,) = errors_of(argv[:-3])
+    (error,) = errors_of(main, argv[:-3])
     assert error == "--tokens: a single token has no score, because there is no token before it"

@@ -19,6 +19,7 @@ from megatron_ladder.generate.sampling import SamplingParameters
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.operations import Operations, compile_operations, require_compiler, select_operations
 from megatron_ladder.model.stack import StackOptions
+from tests.helpers.runs import errors_of
 from tests.unit.generate.tiny_model import MODELS, PROMPTS, reference_of, tiny_config, tiny_engine, tiny_model
 
 BACKEND = "aot_eager"
@@ -119,9 +120,7 @@ def test_sub_blocks_are_compiled_on_cuda_where_that_works(monkeypatch: pytest.Mo
         select_operations("apex", "auto", cuda)
 
     def problem(device: torch.device) -> str:
-        with pytest.raises(UserError) as raised:
-            require_compiler("--flag", device)
-        (message,) = raised.value.messages
+        (message,) = errors_of(require_compiler, "--flag", device)
         assert message.startswith("--flag: ") and message.endswith(", or leave --flag out")
         return message.removeprefix("--flag: ").removesuffix(", or leave --flag out")
 

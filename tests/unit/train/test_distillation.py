@@ -12,11 +12,11 @@ from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.run import parse_run
 from megatron_ladder.data.tokenizers import NullTokenizer, tokenizer_files
-from megatron_ladder.errors import UserError
 from megatron_ladder.model.language_model import Distillation, LanguageModel
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.train.distillation import build_distillation
 from megatron_ladder.train.inputs import RunInputs, read_inputs
+from tests.helpers.runs import errors_of
 from tests.helpers.sharded import fill_slices
 from tests.helpers.tokens import write_documents
 from tests.unit.generate.tiny_model import reference_of, tiny_config, tiny_model, write_checkpoint
@@ -32,12 +32,6 @@ def read(folder: Path, teacher: Path, more: str = "", processes: int = 1) -> Run
     data = write_documents(folder / "tokens", range(60), range(60))
     argv = [*SIZES, "--data-path", data, "--distill-from", teacher, *more.split()]
     return read_inputs(parse_run([str(word) for word in argv]), RankInfo(0, processes, 0))
-
-
-def refusals(folder: Path, teacher: Path, more: str = "", processes: int = 1) -> list[str]:
-    with pytest.raises(UserError) as raised:
-        read(folder, teacher, more, processes)
-    return list(raised.value.messages)
 
 
 def write_teacher(save: Path, **changes: Any) -> dict[str, Tensor]:
@@ -68,7 +62,9 @@ def test_a_teacher_with_other_words_is_refused(tmp_path: Path) -> None:
         (folder / name).write_bytes(content)
     named = f"--distill-from {folder}: the teacher has another tokenizer, whose id 0 is '0' instead of '\\x00': "
     words = "--vocab-size 257 --tokenizer-type"
-    assert refusals(tmp_path, folder, f"{words} ByteTokenizer") == [f"{named}train both models with one tokenizer"]
+    assert errors_of(read, tmp_path, folder, f"{words} ByteTokenizer") == [
+        f"{named}train both models with one tokenizer"
+    ]
     assert read(tmp_path, folder, f"{words[17:]} NullTokenizer --vocab-size 256").teacher is not None
     assert read(tmp_path, folder, f"{words} ByteTokenizer --distill-weight 0").teacher is None
 
@@ -76,19 +72,19 @@ def test_a_teacher_with_other_words_is_refused(tmp_path: Path) -> None:
 def test_teachers_that_cannot_teach_are_refused(tmp_path: Path) -> None:
     write_teacher(tmp_path / "other", vocab_size=70, max_position_embeddings=8)
     named = f"--distill-from {tmp_path}/other/iter_0000010: the teacher has "
-    assert refusals(tmp_path, tmp_path / "other") == [
+    assert errors_of(read, tmp_path, tmp_path / "other") == [
         f"{named}a vocabulary of 70 ids, and the model one of 67: both must use one tokenizer; if they do, give "
         "--vocab-size 70",
         f"{named}8 positions: use a --seq-length of at most 8, not 12",
     ]
     write_teacher(tmp_path / "heads", num_attention_heads=3, num_key_value_heads=3)
-    (error,) = refusals(tmp_path, tmp_path / "heads", "--tensor-model-parallel-size 2", processes=2)
+    (error,) = errors_of(read, tmp_path, tmp_path / "heads", "--tensor-model-parallel-size 2", processes=2)
     assert "the teacher cannot be sharded like the model: --num-attention-heads 3 is not divisible by" in error
     write_teacher(tmp_path / "desync", residual_mode="desync", desync_interval=2, desync_tp=2)
-    (error,) = refusals(tmp_path, tmp_path / "desync")
+    (error,) = errors_of(read, tmp_path, tmp_path / "desync")
     assert "this desync model has per-rank norms for 2 tensor-parallel ranks: use 2" in error
     assert read(tmp_path, tmp_path / "desync", "--tensor-model-parallel-size 2", processes=2).teacher is not None
-    (error,) = refusals(tmp_path, tmp_path / "heads", f"--save {tmp_path}/heads --overwrite-checkpoints")
+    (error,) = errors_of(read, tmp_path, tmp_path / "heads", f"--save {tmp_path}/heads --overwrite-checkpoints")
     assert error.startswith(f"--distill-from {tmp_path}/heads/iter_0000010: is in --save {tmp_path}/heads, where ")
 
 
