@@ -49,7 +49,7 @@ def test_two_ranks_equal_one_process_with_separate_streams(tmp_path: Path) -> No
 
 def test_a_rank_that_ends_early_ends_the_evaluation(tmp_path: Path) -> None:
     """Otherwise rank 0 would wait for it."""
-    write_checkpoint(tmp_path / "run", CONFIG, reference_of(CONFIG)[0])
+    write_checkpoint(tmp_path / "run", CONFIG)
     site = tmp_path / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text("import os\nif os.environ.get('RANK') == '1':\n    os._exit(7)\n")

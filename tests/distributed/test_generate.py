@@ -226,7 +226,7 @@ def test_500_tokens_of_experts_are_those_of_transformers(name: str, tmp_path: Pa
         module.save_pretrained(tmp_path / "hf")
     else:
         config = tiny_config(**WITH_EXPERTS[name], residual_mode=name, ladder_layers=(0, 1, 2))
-        write_checkpoint(tmp_path / "run", config, reference_of(config)[0])
+        write_checkpoint(tmp_path / "run", config)
         convert(["export", "--load", str(tmp_path / "run"), "--hf", str(tmp_path / "hf")])
         module = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True, dtype=torch.float32)
     # Without 0, which `generate` takes for padding. Long continuations repeat themselves.

@@ -18,7 +18,7 @@ from tests.helpers.patience import patient
 from tests.helpers.pool import import_for_ranks
 from tests.helpers.tokens import write_documents, write_tokens
 from tests.unit.convert.hf_models import random_model, write_hf
-from tests.unit.generate.tiny_model import reference_of, tiny_config, write_checkpoint
+from tests.unit.generate.tiny_model import tiny_config, write_checkpoint
 
 VOCABULARY = 67
 MODEL = (
@@ -171,7 +171,7 @@ def test_a_model_leaves_its_teacher_and_resumes_with_another(data: list[str], tm
     """The student starts as the teacher itself."""
     teacher, hf = tmp_path / "teacher", write_hf(random_model(tiny_config(num_layers=1)), tmp_path / "hf")
     config = tiny_config(residual_mode="ladder", ladder_layers=(1, 2))
-    write_checkpoint(teacher, config, reference_of(config)[0])
+    write_checkpoint(teacher, config)
     before = contents(teacher) | contents(hf)
     argv = [*data, "--lr", "1e-3", *f"--save {tmp_path}/a --tensorboard-dir {tmp_path}/tb".split()]
     begun = f"--train-iters 3 --tensor-model-parallel-size 2 --load {teacher} --finetune --distill-weight 0.5".split()

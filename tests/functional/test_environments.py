@@ -13,7 +13,7 @@ from tests.gpu import runner
 from tests.helpers.commands import REPOSITORY_ROOT, run_command, write_nvidia_smi
 from tests.helpers.programs import load_program
 from tests.helpers.tokens import write_tokens
-from tests.unit.generate.tiny_model import reference_of, tiny_config, write_checkpoint
+from tests.unit.generate.tiny_model import write_checkpoint
 
 GPU_MINUTES = 15
 TRAINING = "--num-layers 1 --hidden-size 16 --num-attention-heads 1 --seq-length 8 --train-iters 1 --lr 1 --split 1"
@@ -30,8 +30,7 @@ TRAINING = "--num-layers 1 --hidden-size 16 --num-attention-heads 1 --seq-length
 def test_programs_name_gpus_that_torch_cannot_use(
     program: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = tiny_config()
-    write_checkpoint(tmp_path / "model", config, reference_of(config)[0])
+    write_checkpoint(tmp_path / "model")
     write_tokens(tmp_path / "tokens")
     write_nvidia_smi(tmp_path, gpus=8, driver="550.54.15")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")

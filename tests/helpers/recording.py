@@ -1,10 +1,11 @@
-"""Models whose collectives record their launches and waits."""
+"""Records of launches and waits of collectives, and of operators."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.comm.group import CommGroup, Work
@@ -72,6 +73,20 @@ def recorded_model(
     group = RecordingGroup(mesh.tensor)
     mesh = replace(mesh, tensor=group, sequence_parallel=sequence_parallel)
     return LanguageModel(config, mesh, options, seed=1), group
+
+
+class Calls(TorchDispatchMode):
+    """Lists the operators that run inside of it, except views, with their named arguments; or passes them on."""
+
+    def __init__(self, note: Callable[[Any, dict[str, Any]], object] | None = None) -> None:
+        super().__init__()
+        self.found: list[tuple[Any, dict[str, Any]]] = []
+        self._note = note or (lambda *call: self.found.append(call))
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not function.is_view:
+            self._note(function, kwargs or {})
+        return function(*args, **(kwargs or {}))
 
 
 class InlineQueue:

@@ -1,8 +1,27 @@
-"""Copies of tokenizers, as checkpoints contain them."""
+"""Tokenizers: small byte-level ones, and copies, as checkpoints contain them."""
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import tokenizers
+from tokenizers.pre_tokenizers import ByteLevel
+
 from megatron_ladder.data.tokenizers import Tokenizer, tokenizer_files
+
+
+def train_byte_level(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str]) -> tokenizers.Tokenizer:
+    """Return a tokenizer of the library, whose vocabulary begins with the special tokens and all bytes."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(special_tokens),
+        initial_alphabet=ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
 
 
 def copy_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:

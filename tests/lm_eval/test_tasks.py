@@ -26,7 +26,7 @@ from megatron_ladder.lm_eval import LadderLM
 from tests.helpers.commands import REPOSITORY_ROOT, clean_environment
 from tests.helpers.patience import patient
 from tests.helpers.tokenizer_copies import copy_tokenizer
-from tests.unit.generate.tiny_model import reference_of, tiny_config, write_checkpoint
+from tests.unit.generate.tiny_model import tiny_config, write_checkpoint
 
 WIRINGS: dict[str, dict[str, Any]] = {
     "ladder": {"residual_mode": "ladder", "ladder_layers": (0, 1, 2)},
@@ -73,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in WIRINGS:
         tokenizer = write_tokenizer(folder / f"{name}-tokenizer", strips=name == "hybrid")
         config = config_of(name, tokenizer)
-        checkpoint = write_checkpoint(folder / name, config, reference_of(config)[0])
+        checkpoint = write_checkpoint(folder / name, config)
         copy_tokenizer(tokenizer, checkpoint)
         convert(["export", "--load", str(folder / name), "--hf", str(folder / f"{name}-hf")])
     (folder / "tasks").mkdir()

@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.convert.options import SensitivityOptions
 from megatron_ladder.convert.sensitivity import read_batches
-from megatron_ladder.data.indexed import IndexedDatasetWriter, Sidecar, loss_mask_path, write_sidecar
+from megatron_ladder.data.indexed import Sidecar, loss_mask_path, write_sidecar
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.loading import open_model
 from tests.helpers.runs import errors_of
+from tests.helpers.tokens import write_documents
 from tests.reference import make_weights, reference_logits
 from tests.unit.convert.hf_models import GLM
 from tests.unit.convert.saved_models import convert
@@ -43,19 +44,15 @@ CASES: dict[str, tuple[dict[str, Any], list[object], dict[str, Any]]] = {
 
 
 def write_tokens(prefix: Path, count: int, vocab_size: int = 67) -> list[int]:
-    tokens = np.random.default_rng(5).integers(0, vocab_size, count).astype("<u2")
-    with IndexedDatasetWriter(prefix, tokens.dtype) as writer:
-        writer.add_document(tokens[: count // 2])
-        writer.add_document(tokens[count // 2 :])
-        writer.publish()
-    found: list[int] = tokens.tolist()
-    return found
+    tokens = np.random.default_rng(5).integers(0, vocab_size, count)
+    write_documents(prefix, tokens[: count // 2], tokens[count // 2 :])
+    return list(tokens.tolist())
 
 
 def measure(folder: Path, changes: dict[str, Any], *words: object) -> tuple[dict[str, Any], list[int]]:
     """Run the command on a model with these changes; return the content of its file, and the tokens of the data."""
     config = tiny_config(num_layers=LAYERS, **changes)
-    write_checkpoint(folder / "run", config, reference_of(config)[0])
+    write_checkpoint(folder / "run", config)
     tokens = write_tokens(folder / "data", 100)
     output = folder / "out.json"
     sizes = ("--tokens", LENGTH * ROWS + 3, "--seq-length", LENGTH, "--batch-size", 2)
@@ -170,7 +167,7 @@ def test_data_that_cannot_be_measured_is_an_error(
     write_tokens(tmp_path / "masked", 100)
     loss_mask_path(tmp_path / "masked").write_bytes(bytes(99) + b"\1")
     given = {"load": tmp_path, "data": Path("data"), "output": tmp_path / "out", "seq_length": LENGTH} | changes
-    write_checkpoint(tmp_path / "run", tiny_config(), reference_of(tiny_config())[0])
+    write_checkpoint(tmp_path / "run")
     with pytest.raises(UserError, match=message):
         read_batches(SensitivityOptions(**given), open_model(tmp_path / "run", None, None))
 
@@ -184,10 +181,7 @@ def test_conversations_are_measured_as_training_reads_them(tmp_path: Path, capsy
     lengths = [5, 11, 3, 9, 8, 12, 4, 7]
     conversations = [generator.integers(0, 67, length) for length in lengths]
     marks = [generator.integers(0, 2, length) for length in lengths]
-    with IndexedDatasetWriter(tmp_path / "chat", np.dtype("<u2")) as writer:
-        for tokens in conversations:
-            writer.add_document(tokens.astype("<u2"))
-        writer.publish()
+    write_documents(tmp_path / "chat", *conversations)
     loss_mask_path(tmp_path / "chat").write_bytes(bytes(np.concatenate(marks).astype(np.uint8)))
     total = sum(lengths)
     write_sidecar(

@@ -1,6 +1,5 @@
 """Small tokenizers and data sets of known content, made once per session."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +9,8 @@ import tokenizers
 from megatron_ladder.data.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
 from megatron_ladder.data.tokenizer_training import train_sentencepiece
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
+from tests.helpers.tokenizer_copies import train_byte_level
+from tests.helpers.tokens import MakeDataset
 
 TEXT = Path(tokenizers.__file__).read_text() + Path(np.__file__).read_text()
 
@@ -24,16 +25,7 @@ def sentencepiece_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Sentenc
 @pytest.fixture(scope="session")
 def hugging_face_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("hugging_face")
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=500,
-        special_tokens=["<|pad|>", "<|end_of_turn|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([TEXT], trainer)
+    tokenizer = train_byte_level([TEXT], 500, ["<|pad|>", "<|end_of_turn|>"])
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|end_of_turn|>"}}')
     return directory
@@ -42,9 +34,6 @@ def hugging_face_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def hugging_face_tokenizer(hugging_face_directory: Path) -> HuggingFaceTokenizer:
     return HuggingFaceTokenizer(hugging_face_directory)
-
-
-MakeDataset = Callable[..., IndexedDataset]
 
 
 @pytest.fixture

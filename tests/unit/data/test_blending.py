@@ -1,6 +1,5 @@
 """Blends of data sets."""
 
-from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
@@ -9,12 +8,11 @@ import pytest
 
 from megatron_ladder.config.data import DataConfig
 from megatron_ladder.data.blending import _MAX_TURNS, BlendedSource, _turns_of, _whole_weights, parse_blend
-from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.loader import OrderOptions, open_sources
 from megatron_ladder.data.samples import SampleRows, SampleSource
 from megatron_ladder.errors import UserError
+from tests.helpers.tokens import MakeDataset
 
-MakeDataset = Callable[..., IndexedDataset]
 SEQ_LENGTH = 4
 ORDER = OrderOptions(SEQ_LENGTH, seed=7)
 

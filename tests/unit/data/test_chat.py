@@ -21,6 +21,7 @@ from megatron_ladder.data.indexed import IndexedDataset, read_sidecar
 from megatron_ladder.data.inspect import verify
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer
 from megatron_ladder.errors import UserError
+from tests.helpers.tokenizer_copies import train_byte_level
 
 CHATML = (
     "{% for message in messages %}\n"
@@ -52,16 +53,8 @@ MESSAGES: list[dict[str, Any]] = [
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A byte-level tokenizer that adds a <bos> to a text, which must not be added to the output of a template."""
     folder = tmp_path_factory.mktemp("chat")
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<bos>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([Path(__file__).read_text()], trainer)
+    special = ["<bos>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+    tokenizer = train_byte_level([Path(__file__).read_text()], 400, special)
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 0)])
     tokenizer.save(str(folder / "tokenizer.json"))
     configure(folder)

@@ -1,7 +1,6 @@
 """A resumed run continues with the same samples, or reports what changed."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +8,10 @@ import numpy as np
 
 from megatron_ladder.config.data import DataConfig
 from megatron_ladder.data.identity import data_changes
-from megatron_ladder.data.indexed import IndexedDataset, IndexedDatasetWriter, loss_mask_path
+from megatron_ladder.data.indexed import IndexedDatasetWriter, loss_mask_path
 from megatron_ladder.data.loader import OrderOptions, open_sources
+from tests.helpers.tokens import MakeDataset
 
-MakeDataset = Callable[..., IndexedDataset]
 LENGTHS = [7, 30, 2, 60]
 
 

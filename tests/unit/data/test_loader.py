@@ -1,5 +1,4 @@
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,13 @@ import torch
 
 from megatron_ladder.config.data import DataConfig
 from megatron_ladder.data.batches import BatchShape, DocumentRules, GlobalBatchLoader, SampleReader
-from megatron_ladder.data.indexed import IndexedDataset, Sidecar, read_sidecar, sidecar_path, write_sidecar
+from megatron_ladder.data.indexed import Sidecar, read_sidecar, sidecar_path, write_sidecar
 from megatron_ladder.data.loader import OrderOptions, check_tokenizer, open_sources
 from megatron_ladder.data.samples import SampleSource
 from megatron_ladder.data.tokenizers import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from megatron_ladder.errors import UserError
 from tests.helpers.runs import errors_of
-
-MakeDataset = Callable[..., IndexedDataset]
+from tests.helpers.tokens import MakeDataset
 
 SEQ_LENGTH = 4
 GLOBAL_BATCH = 12

@@ -1,5 +1,4 @@
 import itertools
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -9,8 +8,7 @@ from megatron_ladder.data.loader import OrderOptions, open_source
 from megatron_ladder.data.packing import LossOn, PackedSource, _pack
 from megatron_ladder.data.samples import SampleSource
 from megatron_ladder.errors import UserError
-
-MakeDataset = Callable[..., IndexedDataset]
+from tests.helpers.tokens import MakeDataset
 
 LENGTHS = [7, 3, 9, 2, 2, 1, 14, 4, 0, 8, 3]
 SEQ_LENGTH, PAD = 9, 99

@@ -1,6 +1,5 @@
 """Whole runs of preprocessing: what they write, and what they keep if they are interrupted or fail."""
 
-import gzip
 import json
 import os
 import re
@@ -21,15 +20,10 @@ from megatron_ladder.data.preprocess import PreprocessOptions, preprocess
 from megatron_ladder.data.reading.protocol import Reading
 from megatron_ladder.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer
 from megatron_ladder.errors import UserError
+from tests.helpers.tokens import write_lines
 
 SHARD = 20_000
 TEXTS = [f"document {number} of some" for number in range(6000)]
-
-
-def write_lines(path: Path, texts: list[str] = TEXTS) -> Path:
-    content = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
-    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
-    return path
 
 
 def run(inputs: list[Any], prefix: Path, append_eod: bool = False, **reading: Any) -> list[str]:
@@ -69,16 +63,8 @@ def test_json_lines_and_plain_text(tmp_path: Path, sentencepiece_tokenizer: Sent
     assert sidecar.largest_id == max(map(max, expected))
     assert (sidecar.vocab_size, sidecar.eod_id, sidecar.append_eod) == (600, 2, True)
     assert sidecar.tokenizer_sha256 == sentencepiece_tokenizer.sha256
-    assert (
-        len(
-            [
-                line
-                for line in verify(IndexedDataset(tmp_path / "out_text_document"))
-                if "equals that in the sidecar" in line
-            ]
-        )
-        == 2
-    )
+    verified = verify(IndexedDataset(tmp_path / "out_text_document"))
+    assert sum("equals that in the sidecar" in line for line in verified) == 2
 
 
 @pytest.mark.long
@@ -180,7 +166,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def interrupted(tmp_path: Path, stop_after: list[int], shards: int = 3, append_eod: bool = False) -> None:
     """Kill a run after some shards; the next one runs to its end."""
-    write_lines(tmp_path / "a.jsonl")
+    write_lines(tmp_path / "a.jsonl", TEXTS)
     stop_after[0] = shards
     with pytest.raises(Stopped):
         run([tmp_path / "a.jsonl"], tmp_path / "out", append_eod)

@@ -1,5 +1,4 @@
 import os
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -10,8 +9,7 @@ from megatron_ladder.data.packing import PackedSource
 from megatron_ladder.data.samples import SampleSource, permutation
 from megatron_ladder.errors import UserError
 from tests.helpers.runs import errors_of
-
-MakeDataset = Callable[..., IndexedDataset]
+from tests.helpers.tokens import MakeDataset
 
 SEQ_LENGTH = 4
 LENGTHS = [3, 0, 11, 1, 1, 7, 0, 20, 2, 0]

@@ -14,12 +14,7 @@ from megatron_ladder.data import streaming
 from megatron_ladder.data.reading import lines as lines_module
 from megatron_ladder.data.streaming import StreamInput, find_input
 from tests.helpers.operations import Operations
-
-
-def write_lines(path: Path, texts: list[str]) -> Path:
-    content = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
-    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
-    return path
+from tests.helpers.tokens import write_lines
 
 
 def texts_of(inputs: list[Path | str], first: int = 0) -> list[list[str]]:

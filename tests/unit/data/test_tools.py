@@ -20,6 +20,7 @@ from megatron_ladder.data.inspect import verify
 from megatron_ladder.data.tokenizers import SentencePieceTokenizer
 from megatron_ladder.errors import UserError
 from tests.helpers.runs import errors_of
+from tests.helpers.tokens import write_documents
 
 SIDECAR = Sidecar("T", "ab", 100_000, 2, True, largest_id=0, documents=0, tokens=0)
 
@@ -88,19 +89,12 @@ def test_inspecting_prints_texts(
     tmp_path: Path, sentencepiece_tokenizer: SentencePieceTokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer, texts = sentencepiece_tokenizer, ["def one():", "import os", "class Three:\n    pass"]
-    with IndexedDatasetWriter(tmp_path / "d", np.dtype("<u2")) as writer:
-        for text in texts:
-            writer.add_document(tokenizer.encode(text))
-        writer.publish()
+    write_documents(tmp_path / "d", *map(tokenizer.encode, texts))
     flags = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tokenizer.files[0])]
     inspect_data([str(tmp_path / "d"), *flags, "--documents", "0", "2-2", "--verify"])
     printed = capsys.readouterr().out
-    assert (
-        f"{tmp_path}/d: 3 documents, " in printed
-        and "tokens per document: minimum " in printed
-        and "verified: the sizes" in printed
-    )
-    assert texts[0] in printed and texts[2] in printed and texts[1] not in printed
+    shown = f"{tmp_path}/d: 3 documents, ", "tokens per document: minimum ", "verified: the sizes", texts[0], texts[2]
+    assert all(words in printed for words in shown) and texts[1] not in printed
     inspect_data(["--data-path", str(tmp_path / "d"), "--documents", "1"])
     ids = " ".join(map(str, tokenizer.encode(texts[1])))
     assert capsys.readouterr().out.splitlines()[-1].endswith(f" tokens: {ids}")

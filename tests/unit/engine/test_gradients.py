@@ -1,27 +1,16 @@
 """Norm and clipping take one operation for all gradients: on a GPU, each operation is a launch."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ladder.blueprint.tensors import TensorSpec
 from megatron_ladder.checkpoint.optimizer_state import Span
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.engine.state import clip_gradients, gradient_norm
 from megatron_ladder.parallel.layout import Section
-
-
-class Operations(TorchDispatchMode):
-    """Counts operations that are not views."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += not function.is_view
-        return function(*args, **(kwargs or {}))
+from tests.helpers.recording import Calls
 
 
 @pytest.mark.parametrize("tensors", [0, 1, 40])
@@ -29,7 +18,7 @@ def test_norm_and_clipping_do_not_take_operations_for_each_tensor(tensors: int) 
     values = [torch.randn(3, 5) for _ in range(tensors)]
     sections = [Section(TensorSpec("matrix", (3, 5)), 0, 3)]
     gradients = [(Span(sections, (3, 5), 0, value, value, 0, owned=True), value.clone()) for value in values]
-    with Operations() as operations:
+    with Calls() as operations:
         norm, sums = gradient_norm(
             gradients, CommGroup.alone(), torch.device("cpu"), torch.ones(2, dtype=torch.float64)
         )
@@ -38,4 +27,4 @@ def test_norm_and_clipping_do_not_take_operations_for_each_tensor(tensors: int) 
     assert sums == [1.0, 1.0]
     for (_, gradient), value in zip(gradients, values, strict=True):
         torch.testing.assert_close(gradient, value * (0.5 / norm) if norm > 0.5 else value)
-    assert operations.count <= 20
+    assert len(operations.found) <= 20

@@ -34,10 +34,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def without_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = tiny_config()
-    folder = tmp_path_factory.mktemp("bare")
-    write_checkpoint(folder, config, reference_of(config)[0])
-    return folder
+    return write_checkpoint(tmp_path_factory.mktemp("bare")).parent
 
 
 def test_all_errors_of_a_command_line_are_reported() -> None:

@@ -85,7 +85,7 @@ def test_logits_with_the_cache_equal_recomputation(
 
 def test_each_prompt_gives_the_same_tokens_alone_and_in_a_batch() -> None:
     config = tiny_config(**MODELS["ladder"])
-    engine = tiny_engine(config, reference_of(config)[0])
+    engine = tiny_engine(config)
     requests = [
         GenerationRequest(prompt, NEW_TOKENS + row, SamplingParameters(seed=row, top_k=20, top_p=0.9))
         for row, prompt in enumerate(PROMPTS)
@@ -120,7 +120,7 @@ def test_a_sample_ends_at_any_of_its_eos_ids_and_the_others_continue() -> None:
 def test_pieces_join_to_the_text_of_the_ids() -> None:
     """The model generates random bytes, many of which begin a character that is never completed."""
     config = tiny_config(vocab_size=256)
-    engine = tiny_engine(config, reference_of(config)[0])
+    engine = tiny_engine(config)
     engine.tokenizer = Bytes()
     requests = [GenerationRequest((65, 66), 3, SamplingParameters(seed=seed)) for seed in range(30)]
     tokens: list[NewToken] = []
@@ -149,7 +149,7 @@ def test_non_finite_logits_are_an_error() -> None:
 def test_a_stop_string_can_span_tokens() -> None:
     """The stop string is bytes 3 and 4 of the text without a stop string."""
     config = tiny_config(vocab_size=128)
-    engine = tiny_engine(config, reference_of(config)[0])
+    engine = tiny_engine(config)
     engine.tokenizer = Bytes()
     free = GenerationRequest((65, 66), 12, SamplingParameters(seed=3))
     (whole,) = engine.generate([free])

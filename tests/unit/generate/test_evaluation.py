@@ -40,7 +40,7 @@ def reference_score(
 @pytest.fixture(scope="module")
 def evaluator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Evaluator]:
     folder = tmp_path_factory.mktemp("model")
-    write_checkpoint(folder, CONFIG, reference_of(CONFIG)[0])
+    write_checkpoint(folder, CONFIG)
     yield Evaluator(2, model=folder, tokenizer_type="ByteTokenizer", tokenizer_model=folder)
 
 
@@ -57,7 +57,7 @@ def test_scores_are_those_of_the_reference(evaluator: Evaluator) -> None:
 
 
 def test_invalid_arguments_start_no_rank(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, CONFIG, reference_of(CONFIG)[0])
+    write_checkpoint(tmp_path, CONFIG)
     with pytest.raises(UserError, match="the directory has no tokenizer"):
         Evaluator(1, model=tmp_path)
     with pytest.raises(UserError, match="--tp 3 does not fit the model; use 1, 2, 4"):

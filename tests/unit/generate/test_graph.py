@@ -98,7 +98,7 @@ class Graphs:
 
 def capturing_engine() -> tuple[GenerationEngine, Graphs]:
     config = tiny_config(num_layers=1)
-    engine, graphs = tiny_engine(config, reference_of(config)[0]), Graphs()
+    engine, graphs = tiny_engine(config), Graphs()
     engine.new_graph = graphs
     return engine, graphs
 
@@ -234,8 +234,7 @@ def test_attention_to_filled_columns_gives_the_same_tokens(
 
 
 def test_missing_gpu_and_compiler_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tiny_config()
-    write_checkpoint(tmp_path, config, reference_of(config)[0])
+    write_checkpoint(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     words = ["--model", str(tmp_path), "--tokens", "1 2"]
     with pytest.raises(UserError, match="--tp-all-reduce symmetric needs all ranks on GPUs .* found a CPU"):

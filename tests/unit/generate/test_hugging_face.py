@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM
 
 from megatron_ladder.cli.convert_checkpoint import main as convert
@@ -26,6 +26,7 @@ from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import GREEDY
 from megatron_ladder.model.language_model import LanguageModel
 from tests.helpers.sharded import fill_slices
+from tests.helpers.tokenizer_copies import train_byte_level
 from tests.reference import greedy_continuation
 from tests.unit.convert.hf_models import write_hf
 from tests.unit.convert.saved_models import MODELS as KINDS
@@ -66,7 +67,7 @@ EXPORTED["ladder-parallel"] = {"residual_mode": "ladder-parallel", "ladder_layer
 @pytest.mark.parametrize("name", EXPORTED)
 def test_exported_models_give_the_tokens_of_their_module(name: str, tmp_path: Path) -> None:
     config = tiny_config(**EXPORTED[name])
-    write_checkpoint(tmp_path / "run", config, reference_of(config)[0])
+    write_checkpoint(tmp_path / "run", config)
     convert(["export", "--load", str(tmp_path / "run"), "--hf", str(tmp_path / "hf")])
     module = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True, dtype=torch.float32)
     stored = open_model(tmp_path / "hf", None, None)
@@ -195,11 +196,7 @@ def test_sentencepiece_cannot_encode_conversations(tmp_path: Path) -> None:
 
 def test_a_control_token_that_a_message_spells_out_is_text(tmp_path: Path) -> None:
     """Also one that is not flagged as special, as `<tool_call>` in Qwen3. Only the template writes control tokens."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder, alphabet = decoders.ByteLevel(), pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=270, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"])
-    tokenizer.train_from_iterator(["hello"], trainer)
+    tokenizer = train_byte_level(["hello"], 270, ["<|endoftext|>"])
     tokenizer.add_special_tokens(["<|end|>"])
     tokenizer.add_tokens(["<tool_call>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
 
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer
 from megatron_ladder.generate.slots import IncrementalDecoder, StopFinder
+from tests.helpers.tokenizer_copies import train_byte_level
 from tests.unit.generate.plain_tokenizers import Bytes, Words
 from tests.unit.generate.tiny_model import train_tokenizer
 
@@ -19,19 +18,28 @@ def pieces_of(decoder: IncrementalDecoder, ids: Sequence[int]) -> list[str]:
     return [*(decoder.push(number) for number in ids), decoder.finish()]
 
 
-def test_bytes_are_joined_to_whole_characters() -> None:
-    decoder = IncrementalDecoder(Bytes(), [])
-    pieces = pieces_of(decoder, Bytes().encode("aß🙂!"))
-    assert pieces == ["a", "", "ß", "", "", "", "🙂", "!", ""]
+SHARP_S = list("ß".encode())
 
 
-def test_an_incomplete_character_is_shown_at_the_end() -> None:
-    decoder = IncrementalDecoder(Bytes(), [])
-    assert pieces_of(decoder, [*b"ok", 0xF0, 0x9F]) == ["o", "k", "", "", "\ufffd"]
-
-
-def test_a_character_that_begins_in_the_prompt_is_completed() -> None:
-    assert pieces_of(IncrementalDecoder(Bytes(), [ord("a"), 0xC3]), [0x9F, ord("b")]) == ["ß", "b", ""]
+@pytest.mark.parametrize(
+    ("tokenizer", "prompt", "ids", "pieces"),
+    [
+        (Bytes(), [], list("aß🙂!".encode()), ["a", "", "ß", "", "", "", "🙂", "!", ""]),
+        # An incomplete character is shown at the end.
+        (Bytes(), [], [*b"ok", 0xF0, 0x9F], ["o", "k", "", "", "\ufffd"]),
+        # A character that begins in the prompt is completed.
+        (Bytes(), [ord("a"), SHARP_S[0]], [SHARP_S[1], ord("b")], ["ß", "b", ""]),
+        (Words(), [1, 2], [3, 4], [" w3", " w4", ""]),
+        (Words(), [7] * 30, [3] * 30, [" w3"] * 30 + [""]),
+        (Words(), [], [3, 4], ["w3", " w4", ""]),
+        # Control tokens have no text and remove no space.
+        (Words(), [1], [3, 0, 0, 4], [" w3", "", "", " w4", ""]),
+    ],
+)
+def test_whole_characters_and_all_spaces_are_kept(
+    tokenizer: Bytes, prompt: list[int], ids: list[int], pieces: list[str]
+) -> None:
+    assert pieces_of(IncrementalDecoder(tokenizer, prompt), ids) == pieces
 
 
 @pytest.mark.parametrize("prompt", ["caf\ufffd", "\ufffd\ufffd"])
@@ -39,16 +47,6 @@ def test_a_character_that_begins_in_the_prompt_is_completed() -> None:
 def test_a_prompt_that_ends_in_a_replacement_character_is_not_repeated(prompt: str, continuation: str) -> None:
     decoder = IncrementalDecoder(Bytes(), list(prompt.encode()))
     assert "".join(pieces_of(decoder, list(continuation.encode()))) == continuation
-
-
-def test_the_space_before_a_word_is_kept() -> None:
-    assert pieces_of(IncrementalDecoder(Words(), [1, 2]), [3, 4]) == [" w3", " w4", ""]
-    assert pieces_of(IncrementalDecoder(Words(), [7] * 30), [3] * 30) == [" w3"] * 30 + [""]
-    assert pieces_of(IncrementalDecoder(Words(), []), [3, 4]) == ["w3", " w4", ""]
-
-
-def test_control_tokens_have_no_text_and_remove_no_space() -> None:
-    assert pieces_of(IncrementalDecoder(Words(), [1]), [3, 0, 0, 4]) == [" w3", "", "", " w4", ""]
 
 
 @pytest.mark.parametrize("cut", [0, 7])
@@ -62,12 +60,7 @@ def test_sentencepiece_pieces_join_to_the_text(tmp_path: Path, cut: int) -> None
 
 
 def test_byte_level_bpe_pieces_join_to_the_text(tmp_path: Path) -> None:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {symbol: number for number, symbol in enumerate([*alphabet, "</s>"])}
-    model = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = decoders.ByteLevel()
-    model.save(str(tmp_path / "tokenizer.json"))
+    train_byte_level([], 257, ["</s>"]).save(str(tmp_path / "tokenizer.json"))
     tokenizer = HuggingFaceTokenizer(tmp_path)
     pieces = pieces_of(IncrementalDecoder(tokenizer, tokenizer.encode("x ")), tokenizer.encode(TEXT))
     assert "".join(pieces) == TEXT

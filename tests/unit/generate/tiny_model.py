@@ -81,13 +81,17 @@ def tiny_model(
     return model
 
 
-def tiny_engine(config: ModelConfig, weights: Mapping[str, Tensor], packed: bool = False) -> GenerationEngine:
+def tiny_engine(config: ModelConfig, weights: Mapping[str, Tensor] | None = None) -> GenerationEngine:
     """Build an engine of one rank."""
-    return GenerationEngine(tiny_model(config, weights, packed), ProcessMesh.single())
+    return GenerationEngine(tiny_model(config, weights or reference_of(config)[0]), ProcessMesh.single())
 
 
-def write_checkpoint(save: Path, config: ModelConfig, weights: Mapping[str, Tensor], **more: Any) -> Path:
-    """Write the weights as the checkpoint of iteration 10, with `more` in its header; return its directory."""
+def write_checkpoint(
+    save: Path, config: ModelConfig | None = None, weights: Mapping[str, Tensor] | None = None, **more: Any
+) -> Path:
+    """Write the checkpoint of iteration 10, with `more` in its header; return its directory."""
+    config = config or tiny_config()
+    weights = weights or reference_of(config)[0]
     temporary = create_temporary_directory(save, 10, "token")
     writer = _CheckpointWriter(temporary, 0)
     for name, weight in weights.items():
@@ -107,6 +111,6 @@ def write_checkpoint_with_tokenizer(folder: Path) -> tuple[Path, ModelConfig, Se
     """Write a directory with one checkpoint of a hybrid model and a tokenizer of 300 ids."""
     tokenizer = train_tokenizer(folder, ["def add(a, b):\n    return a + b\n", "class Point:\n    pass\n"] * 20)
     config = tiny_config(vocab_size=tokenizer.vocab_size, residual_mode="ladder", ladder_layers=(1, 2))
-    checkpoint = write_checkpoint(folder / "run", config, reference_of(config)[0])
+    checkpoint = write_checkpoint(folder / "run", config)
     copy_tokenizer(tokenizer, checkpoint)
     return folder / "run", config, tokenizer

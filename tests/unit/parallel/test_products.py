@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ladder.comm.group import CommGroup, Work
 from megatron_ladder.comm.inflight import InFlight
@@ -19,6 +18,7 @@ from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.parallel.partial_gradients import PartialGradients, PartialSums
 from megatron_ladder.parallel.products import SUM, InputGradient, add_product, linear
+from tests.helpers.recording import Calls
 from tests.helpers.sharded import small_model
 from tests.unit.comm import fake_cuda
 
@@ -48,19 +48,6 @@ class DoublingGroup(CommGroup):
         return Doubling()
 
 
-class Products(TorchDispatchMode):
-    """Records matrix products."""
-
-    def __init__(self, events: list[str]) -> None:
-        super().__init__()
-        self.events = events
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "mm" in str(function):
-            self.events.append("product")
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("summed", [False, True], ids=["autograd", "summed elsewhere"])
 def test_the_sum_starts_between_the_two_products(summed: bool) -> None:
     events: list[str] = []
@@ -77,7 +64,7 @@ def test_the_sum_starts_between_the_two_products(summed: bool) -> None:
     output = linear(x, weight, bias, input_gradient)
     gradient = torch.randn_like(output)
     torch.nn.functional.linear(own_x, own_weight, own_bias).backward(gradient)
-    with Products(events):
+    with Calls(lambda function, _: "mm" in str(function) and events.append("product")):
         output.backward(gradient)
     assert events == ["product", "start", "product"]
     assert x.grad is None and own_x.grad is not None
@@ -170,19 +157,6 @@ def test_the_sum_is_wider_than_the_product(replace: bool) -> None:
     total = torch.full((5, 3), torch.nan if replace else 1000.0)
     add_product(total, a, b, replace)
     torch.testing.assert_close(total, (a @ b).float() + (0.0 if replace else 1000.0), rtol=0, atol=0)
-
-
-class Calls(TorchDispatchMode):
-    """Records operations other than views, with their named arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[Any, dict[str, Any]]] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not function.is_view:
-            self.found.append((function, kwargs))
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("replace", [False, True])

@@ -56,8 +56,7 @@ def test_a_checkpoint_teaches_in_the_precision_of_the_run(tmp_path: Path, precis
 
 
 def test_a_teacher_with_other_words_is_refused(tmp_path: Path) -> None:
-    config = tiny_config(vocab_size=257)
-    folder = write_checkpoint(tmp_path / "teacher", config, reference_of(config)[0])
+    folder = write_checkpoint(tmp_path / "teacher", tiny_config(vocab_size=257))
     for name, content in tokenizer_files(NullTokenizer(256)).items():
         (folder / name).write_bytes(content)
     named = f"--distill-from {folder}: the teacher has another tokenizer, whose id 0 is '0' instead of '\\x00': "

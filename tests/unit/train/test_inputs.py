@@ -22,7 +22,7 @@ from megatron_ladder.train.resume import learned_changes
 from tests.helpers.runs import errors_of
 from tests.helpers.tokens import write_documents
 from tests.unit.convert.hand_made import write_directory
-from tests.unit.generate.tiny_model import reference_of, tiny_config, write_checkpoint
+from tests.unit.generate.tiny_model import tiny_config, write_checkpoint
 
 SIZES = (
     "--num-layers 3 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --num-key-value-heads 2 "
@@ -84,7 +84,7 @@ def test_sizes_come_from_the_checkpoint(tmp_path: Path) -> None:
     """The model, its vocabulary, the length and the seed of a resumed run need no flags."""
     config = tiny_config(residual_mode="ladder", ladder_layers=(1, 2), qk_layernorm=True, rotary_base=500.0)
     run = {"training": {"seq_length": 8, "seed": 5}}
-    write_checkpoint(tmp_path, config, reference_of(config)[0], run=run)
+    write_checkpoint(tmp_path, config, run=run)
     write_documents(tmp_path / "tokens", range(60))
     words = f"--train-iters 20 --lr 1 --data-path {tmp_path}/tokens --split 1 --eval-iters 0 --load {tmp_path}"
 
@@ -124,12 +124,12 @@ def test_sizes_come_from_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_all_values_of_a_resumed_run_come_from_its_checkpoint(tmp_path: Path) -> None:
-    config, prefix = tiny_config(), write_documents(tmp_path / "tokens", range(60), range(50))
+    prefix = write_documents(tmp_path / "tokens", range(60), range(50))
     more = f"--lr-warmup-iters 3 --lr-decay-style linear --eval-iters 0 --exit-interval 7 --data-path {prefix}"
     more += f" --save {tmp_path} --save-interval 2"
     learned = "--split 1,0,0 --z-loss-coeff 0.1 --bf16 --global-batch-size 3"
     first = read_inputs([*SIZES, *more.split(), *learned.split()]).run
-    write_checkpoint(tmp_path, config, reference_of(config)[0], run=first.to_dict())
+    write_checkpoint(tmp_path, run=first.to_dict())
 
     def resumed(words: str) -> RunInputs:
         return read_inputs(["--load", str(tmp_path), "--no-load-optim", "--vocab-size", "67", *words.split()])
@@ -163,7 +163,7 @@ def test_all_values_of_a_resumed_run_come_from_its_checkpoint(tmp_path: Path) ->
 
 def test_a_desync_model_resumes_only_at_its_tensor_parallel_size(tmp_path: Path) -> None:
     config = tiny_config(residual_mode="desync", desync_interval=4, desync_tp=2)
-    write_checkpoint(tmp_path, config, reference_of(config)[0])
+    write_checkpoint(tmp_path, config)
     desync = "--residual-mode desync --desync-interval"
     assert differences_in(tmp_path, f"{desync} 4 --tensor-model-parallel-size 2") == []
     assert differences_in(tmp_path, f"{desync} 4 --tensor-model-parallel-size 4") == ["--tensor-model-parallel-size 4"]
@@ -175,10 +175,9 @@ def test_a_desync_model_resumes_only_at_its_tensor_parallel_size(tmp_path: Path)
 
 
 def test_a_run_must_continue_the_checkpoints_that_save_holds(tmp_path: Path) -> None:
-    config = tiny_config()
     (tmp_path / "link").symlink_to(tmp_path / "here")
     for name in ("here", "there"):
-        write_checkpoint(tmp_path / name, config, reference_of(config)[0])
+        write_checkpoint(tmp_path / name)
 
     def errors(words: str) -> list[str]:
         found = mistakes(words.format(here=tmp_path / "here", dir=tmp_path))
@@ -203,8 +202,7 @@ def test_a_run_must_continue_the_checkpoints_that_save_holds(tmp_path: Path) -> 
 
 
 def test_finetuning_may_change_length_and_order_of_samples(tmp_path: Path) -> None:
-    config = tiny_config()
-    write_checkpoint(tmp_path, config, reference_of(config)[0])
+    write_checkpoint(tmp_path)
     manifest = tmp_path / "iter_0000010" / "manifest.json"
     stored = decode_manifest(manifest.read_bytes())[0] | {"run": {"training": {"seq_length": 8, "seed": 5}}}
     whole = json.loads(manifest.read_text())
@@ -217,10 +215,9 @@ def test_finetuning_may_change_length_and_order_of_samples(tmp_path: Path) -> No
 
 def test_changed_data_is_rejected_or_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prefix = tmp_path / "tokens"
-    config = tiny_config()
     words = [*SIZES, *f"--data-path {prefix} --split 1 --eval-iters 0".split()]
     write_documents(prefix, range(40))
-    write_checkpoint(tmp_path / "save", config, reference_of(config)[0], data=read_inputs(words).data)
+    write_checkpoint(tmp_path / "save", data=read_inputs(words).data)
     load = ["--load", str(tmp_path / "save"), "--no-load-optim"]
 
     def about_data(words: list[str]) -> list[str]:
@@ -281,8 +278,7 @@ def test_an_evaluation_needs_a_model_and_validation_data(tmp_path: Path) -> None
     assert errors(valid) == ["--skip-train requires --load"]
     assert errors(f"{valid} --load {tmp_path}") == [f"--load {tmp_path}"]
     assert errors(f"{valid} --load {tmp_path}/iter_0000009") == [f"--load {tmp_path}/iter_0000009"]
-    config = tiny_config()
-    write_checkpoint(tmp_path, config, reference_of(config)[0])
+    write_checkpoint(tmp_path)
     load = f"--load {tmp_path}"
     assert errors(f"{load} --data-path {prefix} --split 1") == ["--skip-train needs validation data"]
     assert errors(f"{load} --data-path {prefix} --split 1 --eval-iters 0") == ["--skip-train needs validation data"]
