@@ -5,14 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
 
 from megatron_ladder.processes import end_children, received_signals, start_child
+from tests.helpers.commands import REPOSITORY_ROOT as ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 IGNORES_TERMINATION = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True)"
 
 

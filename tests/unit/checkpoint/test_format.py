@@ -1,6 +1,5 @@
 """What a checkpoint holds and refuses, damaged checkpoints, and the choice of the current one."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from megatron_ladder.checkpoint.publish import write_manifest
 from megatron_ladder.checkpoint.saving import _CheckpointWriter
 from megatron_ladder.errors import UserError
 from tests.helpers.runs import errors_of
-from tests.unit.checkpoint.tiny_training import header_of, save_state, small_state
+from tests.unit.checkpoint.tiny_training import DAMAGES, flip, header_of, save_state, small_state
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -66,41 +65,24 @@ def test_checkpoints_of_another_model_are_rejected(tmp_path: Path) -> None:
         checkpoint.read("mlp.weight", "weight", (0, 0), (6, 5), torch.empty(5, 6))
 
 
-def flip_a_bit(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 16
-    path.write_bytes(data)
-
-
-def truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
-
-
 def verified(directory: Path) -> None:
     Checkpoint.open(directory).verify()
 
 
-DAMAGE: dict[str, Callable[[Path], None]] = {
-    "flipped": flip_a_bit,
-    "truncated": truncate,
-    "removed": Path.unlink,
-}
-
-
-@pytest.mark.parametrize("damage", list(DAMAGE))
-def test_damage_to_any_file_is_reported(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_to_any_file_is_reported(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     whole = save_state(tmp_path / "whole", 200, "a", small_state(2))
     for name in sorted(path.name for path in whole.iterdir()):
         directory = tmp_path / name
         for iteration, token in ((50, "a"), (100, "b"), (200, "c")):
             save_state(directory, iteration, token, small_state(iteration // 100))
         damaged = directory / "iter_0000200" / name
-        DAMAGE[damage](damaged)
+        damage(damaged)
         errors = errors_of(verified, damaged.parent)
         assert errors and all(line.startswith(f"{damaged}: ") for line in errors)
         found = find_checkpoint(directory)
         assert found is not None
-        if damage == "flipped" and name != "manifest.json":
+        if damage is flip and name != "manifest.json":
             # Only `verify` reads the data; `load_newest` then falls back.
             assert found.directory.name == "iter_0000200"
             continue

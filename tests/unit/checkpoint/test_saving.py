@@ -17,15 +17,21 @@ from megatron_ladder.checkpoint.loading import load_newest
 from megatron_ladder.checkpoint.saving import SaveError
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.errors import UserError
-from tests.unit.checkpoint.tiny_training import TinyState, begin, hand_over, holds, on_ranks, save_at_once
+from tests.unit.checkpoint.tiny_training import (
+    DAMAGES,
+    TinyState,
+    begin,
+    flip,
+    hand_over,
+    holds,
+    names,
+    on_ranks,
+    save_at_once,
+)
 
 
 def save_of_ranks(save: Path, iteration: int, seed: int) -> list[Any]:
     return on_ranks(2, lambda w: save_at_once(save, iteration, TinyState(seed, w.rank, w.size), w))
-
-
-def names(save: Path) -> list[str]:
-    return sorted(entry.name for entry in save.iterdir())
 
 
 def test_background_saves_write_the_copied_state(tmp_path: Path) -> None:
@@ -123,17 +129,7 @@ def load(save: Path, world: CommGroup, state: TinyState) -> tuple[str, list[str]
     return checkpoint.directory.name, faults
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) * 3 // 4] ^= 4
-    path.write_bytes(bytes(data))
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-@pytest.mark.parametrize("damage", [flip, cut, Path.unlink])
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_loading_ranks_agree_on_the_newest_undamaged_checkpoint(tmp_path: Path, damage: Any) -> None:
     """Whichever file is damaged and whichever rank reads it: all ranks load the checkpoint before it."""
     save_of_ranks(tmp_path / "whole", 100, 1)

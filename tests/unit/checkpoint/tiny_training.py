@@ -184,3 +184,20 @@ def save_state(save: Path, iteration: int, token: str, state: State) -> Path:
     temporary = create_temporary_directory(save, iteration, token)
     write_manifest(temporary, merge_manifest(header_of(iteration), write_halves(temporary, state)))
     return publish(temporary, save, iteration)
+
+
+def names(save: Path) -> list[str]:
+    return sorted(entry.name for entry in save.iterdir())
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) * 3 // 4] ^= 4
+    path.write_bytes(bytes(data))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+DAMAGES = [flip, cut, Path.unlink]

@@ -11,10 +11,10 @@ import pytest
 
 from megatron_ladder import __version__
 from megatron_ladder.cli import generate
+from tests.helpers.commands import REPOSITORY_ROOT as ROOT
 from tests.helpers.programs import PROGRAMS, SUBCOMMANDS, load_program, script_of
 from tests.helpers.runs import errors_of
 
-ROOT = Path(__file__).resolve().parents[3]
 BARE = [sys.executable, "-E", "-s", "-S"]
 """A Python that has only the standard library: without site-packages, and so without torch and all other packages."""
 ANSWERS = """

@@ -46,21 +46,14 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_without_a_launcher_there_is_one_rank() -> None:
-    assert read_rank_info() == RankInfo(0, 1, 0)
-    assert not read_rank_info().launched
-
-
-def test_a_launcher_sets_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in zip(LAUNCHER_VARIABLES, ("5", "8", "1", "host", "1234"), strict=True):
-        monkeypatch.setenv(name, value)
-    assert read_rank_info() == RankInfo(5, 8, 1) and read_rank_info().launched
-
-
-def test_incomplete_launcher_variables_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rank_is_that_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_rank_info() == RankInfo(0, 1, 0) and not read_rank_info().launched
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(UserError, match="has WORLD_SIZE but not RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"):
         read_rank_info()
+    for name, value in zip(LAUNCHER_VARIABLES, ("5", "8", "1", "host", "1234"), strict=True):
+        monkeypatch.setenv(name, value)
+    assert read_rank_info() == RankInfo(5, 8, 1) and read_rank_info().launched
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ import pytest
 from megatron_ladder.comm import ranks
 from megatron_ladder.comm.ranks import run_ranks
 from megatron_ladder.errors import LostPeerError
+from tests.helpers.commands import REPOSITORY_ROOT as ROOT
 from tests.helpers.patience import patient
 
-ROOT = Path(__file__).resolve().parents[3]
 MODULE = "tests.unit.comm.rank_program"
 
 

@@ -11,10 +11,9 @@ from ladder_lab.cost.machines import PRESETS
 from ladder_lab.plan.options import parse_options
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
 from megatron_ladder.errors import UserError
+from tests.helpers.commands import REPOSITORY_ROOT as ROOT
 from tests.helpers.runs import errors_of
 from tools.plan import main
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_a_thousand_gpus_without_torch(tmp_path: Path) -> None:

@@ -1,16 +1,113 @@
-"""Attention of one query over a cache, compared with torch's own over repeated heads."""
+"""Attention within documents and over a cache, compared with plain arithmetic and torch's own."""
+
+import math
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from megatron_ladder.model import documents as documents_module
+from megatron_ladder.model.documents import DocumentBounds, _flash_attention, document_attention
 from megatron_ladder.model.operations import Operations
+
+BATCH, LENGTH, HEADS, KV_HEADS, WIDTH = 2, 9, 4, 2, 8
+BOUNDS = torch.tensor([0, 1, 2, 6, 9, 14, 18], dtype=torch.int32)
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(BATCH, heads, LENGTH, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes)
+    return q, k, v
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend with an explicit mask [b, s, s]."""
+    k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
+    number = [sum(place >= bound for bound in BOUNDS.tolist()) for place in range(BATCH * LENGTH)]
+    hidden = torch.tensor(
+        [
+            [
+                [key > query or number[row * LENGTH + key] != number[row * LENGTH + query] for key in range(LENGTH)]
+                for query in range(LENGTH)
+            ]
+            for row in range(BATCH)
+        ]
+    )
+    scores = (q @ k.transpose(2, 3) / math.sqrt(WIDTH)).masked_fill(hidden[:, None], -math.inf)
+    return torch.softmax(scores, dim=-1) @ v
+
+
+def as_documented(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> Tensor:
+    """torch.nn.attention.varlen.varlen_attn, which CPUs lack, implemented from its documentation."""
+    assert window_size == (-1, 0) and enable_gqa and torch.equal(cu_seq_q, cu_seq_k)
+    assert cu_seq_q.dtype == torch.int32 and max_q == max_k == int(cu_seq_q.diff().max())
+    assert query.shape == (BATCH * LENGTH, HEADS, WIDTH)
+    assert key.shape == value.shape == (BATCH * LENGTH, KV_HEADS, WIDTH)
+    found = []
+    for begin, end in zip(cu_seq_q.tolist(), cu_seq_q.tolist()[1:], strict=False):
+        q, k, v = (x[begin:end].transpose(0, 1) for x in (query, key, value))
+        k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=0) for x in (k, v))
+        scores = q @ k.transpose(1, 2) / math.sqrt(WIDTH)
+        later = torch.ones(end - begin, end - begin).triu(1).bool()
+        found.append((torch.softmax(scores.masked_fill(later, -math.inf), dim=-1) @ v).transpose(0, 1))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one after the other", "packed"])
+def test_tokens_attend_within_their_document(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", as_documented)
+    kernel = _flash_attention if packed else None
+    results = []
+    documents = DocumentBounds.of(BOUNDS, torch.device("cpu"))
+    for attention in (plain, lambda *qkv: document_attention(*qkv, documents, kernel)):
+        q, k, v = inputs()
+        found = attention(q, k, v)
+        weights = torch.arange(found.numel(), dtype=torch.float64).view(found.shape).cos()
+        (found * weights).sum().backward()
+        results.append((found.detach(), q.grad, k.grad, v.grad))
+    for expected, computed in zip(*results, strict=True):
+        assert computed.shape == expected.shape
+        assert torch.allclose(computed, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_half_precision_on_cuda_uses_the_packed_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: tensors that only claim to be on one."""
+
+    class OnCuda(Tensor):
+        is_cuda = True
+
+    taken: list[torch.dtype] = []
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, documents: DocumentBounds) -> Tensor:
+        taken.append(q.dtype)
+        return q
+
+    monkeypatch.setattr(documents_module, "_flash_attention", kernel)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        q, k, v = (x.detach().to(dtype).as_subclass(OnCuda) for x in inputs())
+        document_attention(q, k, v, DocumentBounds.of(BOUNDS, torch.device("cpu")))
+    assert taken == [torch.float16, torch.bfloat16]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 1), (3, 3)])
 @pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("masked", [True, False])
-def test_grouped_queries(heads: int, kv_heads: int, queries: int, masked: bool) -> None:
+def test_one_query_or_several_over_grouped_heads_of_a_cache(
+    heads: int, kv_heads: int, queries: int, masked: bool
+) -> None:
     torch.manual_seed(0)
     q = torch.randn(2, queries, heads, 8).transpose(1, 2)
     # The beginning of a longer cache, as a batch of slots passes it.
