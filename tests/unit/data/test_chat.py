@@ -74,6 +74,12 @@ def encoder_of(folder: Path, template: str | None = None, tmp_path: Path | None 
     return ConversationEncoder(HuggingFaceTokenizer(folder), path)
 
 
+def preprocess(folder: Path, tmp_path: Path, *words: object) -> None:
+    """Preprocess conversations with the tokenizer of a folder to `tmp_path / "out"`."""
+    command = ["--output-prefix", tmp_path / "out", "--chat", "--tokenizer-type", "HFTokenizer"]
+    preprocess_data.main([str(word) for word in (*command, "--tokenizer-model", folder, *words)])
+
+
 def tokens_of(encoder: ConversationEncoder, messages: list[dict[str, Any]]) -> Conversation:
     (found,) = encoder.encode([encoder.render(messages)])
     return found
@@ -212,9 +218,9 @@ def test_tools_and_a_separate_system_text_reach_the_template(folder: Path, tmp_p
         place.mkdir(exist_ok=True) if written == "hf" else None
         file = place / "train.jsonl" if written == "hf" else place
         file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    argv = f"--output-prefix {tmp_path}/out --chat --chat-keys conversations --chat-template {tmp_path}/t.jinja".split()
-    argv += ["--input", f"hf://{tmp_path}/hf" if written == "hf" else f"{tmp_path}/{written}"]
-    preprocess_data.main([*argv, "--tokenizer-type", "HFTokenizer", "--tokenizer-model", str(folder)])
+    given = f"hf://{tmp_path}/hf" if written == "hf" else tmp_path / written
+    flags = ["--chat-keys", "conversations", "--chat-template", tmp_path / "t.jinja", "--input", given]
+    preprocess(folder, tmp_path, *flags)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     usual = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
     expected = [
@@ -265,10 +271,8 @@ def test_preprocessing_conversations(folder: Path, tmp_path: Path) -> None:
     lines = [json.dumps({"id": 1, "messages": messages}) for messages in (MESSAGES[1:3], MESSAGES)]
     (tmp_path / "a.jsonl").write_text("\n\n".join(lines))
     (tmp_path / "template.jinja").write_text(MARKED)
-    command = f"--input {tmp_path}/a.jsonl {tmp_path}/b.parquet --output-prefix {tmp_path}/out --chat".split()
-    command += f"--tokenizer-type HFTokenizer --tokenizer-model {folder}".split()
-    command += ["--chat-template", str(tmp_path / "template.jinja")]
-    preprocess_data.main(command)
+    words = ["--input", tmp_path / "a.jsonl", tmp_path / "b.parquet", "--chat-template", tmp_path / "template.jinja"]
+    preprocess(folder, tmp_path, *words)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     expected = []
     for messages in (MESSAGES[1:3], MESSAGES, MESSAGES, MESSAGES[:3]):
@@ -281,7 +285,7 @@ def test_preprocessing_conversations(folder: Path, tmp_path: Path) -> None:
     sidecar = read_sidecar(prefix)
     assert sidecar is not None and sidecar.conversations and sidecar.documents == 4
     assert verify(IndexedDataset(prefix))[-1] == "verified: the checksum of the loss mask equals that in the sidecar"
-    preprocess_data.main([*command, "--append-eod"])
+    preprocess(folder, tmp_path, *words, "--append-eod")
     assert documents_of(prefix) == [([*ids, 3], [*mask, 0]) for ids, mask in expected]
 
 
@@ -289,15 +293,14 @@ def test_conversations_without_answers_are_counted(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answered, asked = (json.dumps({"messages": messages}) + "\n" for messages in (MESSAGES, MESSAGES[:2]))
-    command = f"--input {tmp_path}/a.jsonl --output-prefix {tmp_path}/out --chat --chat-template {tmp_path}/t".split()
-    command += f"--tokenizer-type HFTokenizer --tokenizer-model {folder}".split()
+    words = ["--input", tmp_path / "a.jsonl", "--chat-template", tmp_path / "t"]
     (tmp_path / "t").write_text(MARKED)
     (tmp_path / "a.jsonl").write_text(asked * 3)
     with pytest.raises(UserError, match=r"a\.jsonl: no conversation with a text of the assistant: nothing is written"):
-        preprocess_data.main(command)
+        preprocess(folder, tmp_path, *words)
     assert not list(tmp_path.glob("out*"))
     (tmp_path / "a.jsonl").write_text(asked * 3 + answered + asked)
-    preprocess_data.main(command)
+    preprocess(folder, tmp_path, *words)
     assert "4 of 5 conversations have no text of the assistant" in capsys.readouterr().out
 
 
@@ -309,13 +312,12 @@ def test_a_rejected_conversation_is_located(folder: Path, tmp_path: Path, capsys
         "{% for m in messages %}{% if m.content == 'nn' %}{{ raise_exception('no nn') }}{% endif %}{{ m.content }}"
         "<|im_end|>{% endfor %}"
     )
-    command = f"--input {tmp_path}/a.jsonl --output-prefix {tmp_path}/out --chat --chat-keys instruction output".split()
-    command += f"--tokenizer-type HFTokenizer --tokenizer-model {folder} --chat-template {tmp_path}/template".split()
+    words = ["--input", tmp_path / "a.jsonl", "--chat-template", tmp_path / "template", "--chat-keys"]
     with pytest.raises(UserError, match="name the key with --chat-keys"):
-        preprocess_data.main([*command, "--chat-keys", "turns"])
+        preprocess(folder, tmp_path, *words, "turns")
     with pytest.raises(UserError, match=r"a\.jsonl:4: .*rejects it: no nn"):
-        preprocess_data.main(command)
+        preprocess(folder, tmp_path, *words, "instruction", "output")
     assert not list(tmp_path.glob("out*"))
-    preprocess_data.main([*command, "--skip-bad-lines", "1"])
+    preprocess(folder, tmp_path, *words, "instruction", "output", "--skip-bad-lines", 1)
     assert "3 documents" in capsys.readouterr().out
     assert len(documents_of(tmp_path / "out_instruction_document")) == 3

@@ -1,7 +1,7 @@
 """Steps of every wiring on the streams, the allocator and the autograd of CUDA, played on a CPU; and planted faults."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -76,11 +76,14 @@ def config_of(wiring: str, **changes: Any) -> ModelConfig:
 
 
 @pytest.fixture
-def checker(monkeypatch: pytest.MonkeyPatch) -> Checker:
+def checker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Checker]:
     monkeypatch.setattr(graph, "_WARM_UP_STEPS", 2)
     played = Checker()
     played.install(monkeypatch)
-    return played
+    # The collector need not look at the objects of all tests before.
+    gc.freeze()
+    yield played
+    gc.unfreeze()
 
 
 CASES: list[tuple[str, dict[str, Any], bool, int, int]] = [

@@ -111,7 +111,6 @@ def check_equal(found: Sequence[Generation], wanted: Sequence[Generation]) -> No
 @pytest.fixture
 def no_collector() -> Iterator[None]:
     """Objects are freed by their reference counts alone."""
-    gc.collect()
     gc.disable()
     yield
     gc.enable()

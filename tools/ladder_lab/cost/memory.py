@@ -32,7 +32,7 @@ Stage i of a pipeline of p stages holds those of min(p - i, micro-batches) micro
 
 import itertools
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Literal, NamedTuple
 
 from megatron_ladder.blueprint.model import ModelConfig
@@ -130,6 +130,7 @@ def _orthogonal_parameters(model: ModelConfig, layout: Layout, stage: int) -> in
     return sum(layer.matrices for layer in _numbers_of_stage(model, layout, stage)) if layout.muon else 0
 
 
+@cache
 def stage_layers(model: ModelConfig, pipeline: int, stage: int) -> range:
     """Return the layers of a pipeline stage; the first stages have one more if the layers do not divide evenly."""
     return uniform_partition(model.num_layers, pipeline)[stage]
@@ -208,8 +209,7 @@ def stage_memory(
     held = min(layout.pipeline - stage, micro_batches)
     activations = held * _layers_activation_bytes(model, layout, stage, tokens, precision)
     if layout.recompute:
-        largest = max(layer.activations for layer in _numbers_of_stage(model, layout, stage))
-        activations += tokens * largest * size
+        activations += tokens * size * max(layer.activations for layer in _numbers_of_stage(model, layout, stage))
     if stage == layout.pipeline - 1:
         rows = padded_vocab_size(model.vocab_size, layout.tensor) // layout.tensor
         activations += LOSS_BYTES * loss_chunk_tokens(tokens) * rows
