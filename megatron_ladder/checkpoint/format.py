@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.checkpoint.checksum import file_checksum
 from megatron_ladder.checkpoint.manifest import KINDS, TensorTable, decode_manifest, manifest_checksum, writer_of
 from megatron_ladder.checkpoint.publish import (
     LATEST_NAME,
@@ -32,7 +31,13 @@ from megatron_ladder.checkpoint.publish import (
     publishing_order,
     read_latest,
 )
-from megatron_ladder.checkpoint.tensor_file import StoredTensor, element_name, open_safetensors, stored_tensor
+from megatron_ladder.checkpoint.tensor_file import (
+    StoredTensor,
+    element_name,
+    file_checksum,
+    open_safetensors,
+    stored_tensor,
+)
 from megatron_ladder.errors import UserError, limited, raise_user_errors
 from megatron_ladder.files import hub_hint
 from megatron_ladder.progress import ProgressBar
@@ -92,7 +97,15 @@ class Checkpoint:
     @staticmethod
     def open_unchecked(directory: Path) -> Checkpoint:
         """Open a checkpoint that another rank found complete; only the manifest is read."""
-        return _open_directory(directory)
+        path = directory / MANIFEST_NAME
+        try:
+            data = path.read_bytes()
+            manifest, table = decode_manifest(data)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            raise UserError(f"{path}: {error}") from None
+        return Checkpoint(directory, manifest, table, manifest_checksum(data))
 
     def close(self) -> None:
         """Release the data files; further reads open them again."""
@@ -126,25 +139,16 @@ class Checkpoint:
         """Return all stored tensors of a kind by name."""
         return self._table[kind]
 
-    def read_weight(self, name: str, offset: Sequence[int], extent: Sequence[int], out: torch.Tensor) -> None:
+    def read_weight(self, name: str, box: Box, out: torch.Tensor) -> None:
         """Fill `out` with a box of a weight, converted to its dtype; raise as `read`."""
-        self.read(name, "weight", offset, extent, out)
+        self.read(name, "weight", box, out)
 
-    def read(
-        self,
-        name: str,
-        kind: str,
-        offset: Sequence[int],
-        extent: Sequence[int],
-        out: torch.Tensor,
-        shape: Sequence[int] | None = None,
-    ) -> None:
+    def read(self, name: str, kind: str, wanted: Box, out: torch.Tensor, shape: Sequence[int] | None = None) -> None:
         """Fill `out` [*extent] with a box of a stored tensor, reading only the bytes around that box.
 
         Only weights are converted to the dtype of `out`. `shape` is that of the whole tensor, if it is known. Raises
         UserError if the tensor is not stored, has another shape or dtype, or its file is damaged.
         """
-        wanted = Box(tuple(offset), tuple(extent))
         if tuple(out.shape) != wanted.extent:
             raise ValueError(f"{name}: {wanted} cannot be read into a tensor of shape {list(out.shape)}")
         if name not in self._table[kind]:
@@ -288,20 +292,8 @@ def checkpoint_candidates(save: Path) -> tuple[list[str], list[str]]:
     return candidates, errors
 
 
-def _open_directory(directory: Path) -> Checkpoint:
-    path = directory / MANIFEST_NAME
-    try:
-        data = path.read_bytes()
-        manifest, table = decode_manifest(data)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"{path}: {error}") from None
-    return Checkpoint(directory, manifest, table, manifest_checksum(data))
-
-
 def _open_complete(directory: Path) -> Checkpoint:
-    checkpoint, errors = _open_directory(directory), []
+    checkpoint, errors = Checkpoint.open_unchecked(directory), []
     for record in checkpoint.manifest["files"]:
         path, expected = directory / record["name"], record["size"]
         found = path.stat().st_size if path.is_file() else "no"

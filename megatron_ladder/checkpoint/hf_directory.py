@@ -6,7 +6,7 @@ model.safetensors                  weights; or several files and model.safetenso
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,9 +127,9 @@ class HFDirectory:
                 "which of them is the head"
             )
 
-    def read_weight(self, name: str, offset: Sequence[int], extent: Sequence[int], out: Tensor) -> None:
-        """Fill `out` [*extent], of any dtype and on any device, with a box of a weight; raise UserError on failure."""
-        self.tensors[name].read(Box(tuple(offset), tuple(extent)), out.detach())
+    def read_weight(self, name: str, box: Box, out: Tensor) -> None:
+        """Fill `out` [*box.extent], of any dtype and on any device, with a box of a weight."""
+        self.tensors[name].read(box, out.detach())
 
 
 def safe_path(directory: Path, name: str) -> Path:

@@ -4,7 +4,7 @@ Each rank reads the runs of parameters that its optimizer updates; nothing is ga
 master, and a bf16 weight is exactly its rounded value.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.checkpoint.format import Checkpoint, checkpoint_candidates, reporting_os_errors
 from megatron_ladder.checkpoint.optimizer_state import OptimizerState
 from megatron_ladder.checkpoint.publish import MANIFEST_NAME, is_published_name
@@ -26,8 +27,8 @@ from megatron_ladder.parallel.layout import has_padding, parameter_sections, sta
 class WeightSource(Protocol):
     """Weights on disk by canonical name: a training checkpoint or a Hugging Face directory."""
 
-    def read_weight(self, name: str, offset: Sequence[int], extent: Sequence[int], out: Tensor) -> None:
-        """Fill `out` [*extent] with a box of a weight; raise UserError if it cannot be read."""
+    def read_weight(self, name: str, box: Box, out: Tensor) -> None:
+        """Fill `out` [*box.extent] with a box of a weight; raise UserError if it cannot be read."""
 
 
 @torch.no_grad()
@@ -37,7 +38,7 @@ def load_weights(model: nn.Module, source: WeightSource) -> None:
         if has_padding(parameter, sections):
             parameter.zero_()
         for section in sections:
-            source.read_weight(section.name, section.box.offset, section.box.extent, section.view(parameter))
+            source.read_weight(section.name, section.box, section.view(parameter))
 
 
 def load_newest(
@@ -119,12 +120,14 @@ def _load_state(
         if optimizer and counters.get("steps_taken", -1) < 0:
             errors.add(f"{checkpoint.directory}: {MANIFEST_NAME}: optimizer.steps_taken is missing or negative")
         with errors.collect():
-            _read_optimizer(checkpoint, state, optimizer)
+            for span in (*state.spans(), *state.states()):
+                for piece in span.pieces(state, moments=optimizer):
+                    checkpoint.read(piece.name, piece.kind, piece.box, piece.tensor, piece.shape)
             stored = checkpoint.stored("rng") if generators else {}
             for name, now in generator_states(world.rank).items():
                 # A rank that did not exist at the save, or has another kind of generator, keeps its fresh one.
                 if name in stored and stored[name].shape == tuple(now.shape):
-                    checkpoint.read(name, "rng", (0,), tuple(now.shape), out=now)
+                    checkpoint.read(name, "rng", Box.whole(now.shape), now)
                     restored[name] = now
         with errors.collect():
             verified.result()
@@ -135,15 +138,3 @@ def _load_state(
     for name, generator_state in restored.items():
         restore = torch.cuda.set_rng_state if name.endswith(".cuda") else torch.set_rng_state
         restore(generator_state)
-
-
-@torch.no_grad()
-def _read_optimizer(checkpoint: Checkpoint, state: OptimizerState, moments: bool) -> None:
-    for span in (*state.spans(), *state.states()):
-        targets = {"weight": span.master}
-        if moments:
-            targets |= {which: state.moment(span, which) for which in span.moments}
-        for section, box, begin in span.boxes():
-            for kind, target in targets.items():
-                out = target.narrow(0, begin, box.numel).view(box.extent)
-                checkpoint.read(section.name, kind, box.offset, box.extent, out, section.tensor.shape)

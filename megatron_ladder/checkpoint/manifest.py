@@ -33,8 +33,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from megatron_ladder.checkpoint.checksum import checksum_of
-from megatron_ladder.checkpoint.tensor_file import StoredTensor
+from megatron_ladder.checkpoint.tensor_file import StoredTensor, checksum_of
 
 FORMAT_NAME = "megatron_ladder checkpoint"
 SCHEMA_VERSION = 3

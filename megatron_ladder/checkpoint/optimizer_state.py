@@ -15,6 +15,18 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's moments. Muon keeps the first."""
 
 
+class Piece(NamedTuple):
+    """A box of a canonical tensor, in memory."""
+
+    name: str
+    kind: str
+    shape: Sequence[int]
+    """Shape of the whole tensor."""
+    box: Box
+    tensor: Tensor
+    """The elements, [*box.extent], contiguous."""
+
+
 class Span(NamedTuple):
     """A contiguous part of one local parameter that this rank's optimizer updates."""
 
@@ -40,14 +52,17 @@ class Span(NamedTuple):
         """Number of elements."""
         return self.weight.numel()
 
-    def boxes(self) -> Iterator[tuple[Section, Box, int]]:
-        """Iterate over the boxes of canonical tensors that make up the span; padding belongs to none.
+    def pieces(self, state: "OptimizerState", moments: bool = True, only_counted: bool = False) -> Iterator[Piece]:
+        """Iterate over views of the span's masters and moments; padding belongs to no piece.
 
-        Each comes with its section, and the position of its first element in the span.
+        `only_counted` leaves out sections that another rank saves.
         """
+        flat = {"weight": self.master} | {which: state.moment(self, which) for which in self.moments if moments}
         for section, start, begin, length in split_interval(self.sections, self.shape, self.start, self.length):
-            for box, position in section.box.cut(start, length):
-                yield section, box, begin + position
+            for box, position in section.box.cut(start, length) if section.counted or not only_counted else ():
+                for kind, values in flat.items():
+                    elements = values.narrow(0, begin + position, box.numel).view(box.extent)
+                    yield Piece(section.name, kind, section.tensor.shape, box, elements)
 
     @property
     def master(self) -> Tensor:

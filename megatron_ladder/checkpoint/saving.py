@@ -22,8 +22,8 @@ from torch import Tensor
 
 from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.checkpoint.async_save import HostMemory
-from megatron_ladder.checkpoint.checksum import file_checksum
 from megatron_ladder.checkpoint.manifest import (
+    KINDS,
     BoxRecord,
     FileRecord,
     Index,
@@ -32,7 +32,7 @@ from megatron_ladder.checkpoint.manifest import (
     make_index,
     merge_manifest,
 )
-from megatron_ladder.checkpoint.optimizer_state import OptimizerState
+from megatron_ladder.checkpoint.optimizer_state import OptimizerState, Piece
 from megatron_ladder.checkpoint.publish import (
     Retention,
     create_temporary_directory,
@@ -41,7 +41,7 @@ from megatron_ladder.checkpoint.publish import (
     temporary_directory,
     write_manifest,
 )
-from megatron_ladder.checkpoint.tensor_file import box_key, element_name, write_tensor_file
+from megatron_ladder.checkpoint.tensor_file import box_key, element_name, file_checksum, write_tensor_file
 from megatron_ladder.comm.group import CommGroup
 
 _OTHER_BYTES = 1 << 20
@@ -55,51 +55,19 @@ class SaveError(Exception):
     """A checkpoint could not be written; earlier ones are unchanged."""
 
 
-class _CheckpointWriter:
-    """Writes the boxes that one rank holds.
-
-    `add` only records the tensors, which must not change until `finish` has written them: a save holds
-    no second copy of the state.
-    """
-
-    def __init__(self, directory: Path, rank: int) -> None:
-        """`directory` exists, and is not yet published."""
-        self._directory = directory
-        self._rank = rank
-        self._tensors: dict[str, list[tuple[str, Tensor]]] = {}
-        self._boxes: dict[tuple[str, str], tuple[str, tuple[int, ...], list[BoxRecord]]] = {}
-
-    def add(self, name: str, kind: str, global_shape: Sequence[int], offset: Sequence[int], tensor: Tensor) -> None:
-        """Record the elements of a box of a canonical tensor of `global_shape`, contiguous and on any device."""
-        box = Box(tuple(offset), tuple(tensor.shape))
-        assert box.fits(global_shape) and tensor.is_contiguous(), f"{name}: not a box of shape {list(global_shape)}"
-        new = (element_name(tensor.dtype), tuple(global_shape), list[BoxRecord]())
-        self._boxes.setdefault((kind, name), new)[2].append(BoxRecord(box.offset, box.extent, self._rank))
-        self._tensors.setdefault(file_name(kind, self._rank), []).append((box_key(kind, name, box), tensor))
-
-    def first_not_finite(self) -> str | None:
-        """Return the kind and name of the first recorded tensor with an infinity or a NaN."""
-        tensors = (item for items in self._tensors.values() for item in items)
-        for key, tensor in tensors:
-            # One pass without a copy; a NaN is both the smallest and the largest element.
-            if tensor.is_floating_point() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
-                kind, _, name = key.rpartition("@")[0].partition(":")
-                return f"{kind} of {name}"
-        return None
-
-    def finish(self) -> Index:
-        """Write and fsync the files, and return their index; raise FileExistsError if this rank wrote here before."""
-        files = [
-            FileRecord(name, *write_tensor_file(self._directory / name, tensors))
-            for name, tensors in self._tensors.items()
-        ]
-        tensors = {key: (dtype, Tiling(shape, tuple(boxes))) for key, (dtype, shape, boxes) in self._boxes.items()}
-        return make_index(files, tensors)
-
-    def discard(self) -> None:
-        """Remove the written files."""
-        for name in self._tensors:
-            (self._directory / name).unlink(missing_ok=True)
+def _write_pieces(directory: Path, rank: int, pieces: Sequence[Piece]) -> Index:
+    """Write and fsync the files of a rank, and return their index; raise FileExistsError if it wrote here before."""
+    files: dict[str, list[tuple[str, Tensor]]] = {}
+    boxes: dict[tuple[str, str], list[BoxRecord]] = {}
+    for name, kind, shape, box, tensor in pieces:
+        assert box.fits(shape) and tensor.is_contiguous(), f"{name}: not a box of shape {list(shape)}"
+        files.setdefault(file_name(kind, rank), []).append((box_key(kind, name, box), tensor))
+        boxes.setdefault((kind, name), []).append(BoxRecord(box.offset, box.extent, rank))
+    records = [FileRecord(name, *write_tensor_file(directory / name, tensors)) for name, tensors in files.items()]
+    described = {(piece.kind, piece.name): (element_name(piece.tensor.dtype), tuple(piece.shape)) for piece in pieces}
+    return make_index(
+        records, {key: (dtype, Tiling(shape, tuple(boxes[key]))) for key, (dtype, shape) in described.items()}
+    )
 
 
 class SaveOutcome(NamedTuple):
@@ -144,27 +112,22 @@ class TrainingSave:
         besides tensors. On rank 0, `add_files` receives the directory before it is published, to add the tokenizer's
         files. Raises SaveError on every rank if there is no room, or no directory can be created.
         """
-        spans = [span for span in (*state.spans(), *state.states()) if span.owned]
-        rows = [{"weight": span.master, **{w: state.moment(span, w) for w in span.moments}} for span in spans]
+        spans = (span for span in (*state.spans(), *state.states()) if span.owned)
+        pieces = [piece for span in spans for piece in span.pieces(state, only_counted=True)]
         self.iteration = int(header["iteration"])
         self._save, self._add_files, self._retention = save, add_files, retention or Retention()
-        sizes = world.gather_objects(sum(value.nbytes for row in rows for value in row.values()))
+        sizes = world.gather_objects(sum(piece.tensor.nbytes for piece in pieces))
         room = (*_make_room(save, self.iteration, sum(sizes)), sum(sizes)) if world.rank == 0 else None
         token, error, self.total_bytes = world.broadcast_object(room)
         if error is not None:
             raise SaveError(error)
         self.directory = temporary_directory(save, self.iteration, token)
-        self._writer = _CheckpointWriter(self.directory, world.rank)
         if host is not None:
-            copies = iter(host.copies([value for row in rows for value in row.values()]))
-            rows = [{kind: next(copies) for kind in row} for row in rows]
-        for span, row in zip(spans, rows, strict=True):
-            for section, box, begin in span.boxes():
-                for kind in row if section.counted else ():
-                    piece = row[kind].narrow(0, begin, box.numel).view(box.extent)
-                    self._writer.add(section.name, kind, section.tensor.shape, box.offset, piece)
-        for name, generator_state in generator_states(world.rank).items():
-            self._writer.add(name, "rng", generator_state.shape, (0,), generator_state)
+            copies = host.copies([piece.tensor for piece in pieces])
+            pieces = [piece._replace(tensor=copy) for piece, copy in zip(pieces, copies, strict=True)]
+        generators = generator_states(world.rank).items()
+        self._rank = world.rank
+        self._pieces = pieces + [Piece(name, "rng", one.shape, Box.whole(one.shape), one) for name, one in generators]
         self._header = {**header, "optimizer": {"steps_taken": state.steps_taken()}}
 
     def write(self, gather: Gather) -> SaveOutcome | None:
@@ -191,13 +154,16 @@ class TrainingSave:
         return SaveOutcome(str(published), None, remove_old_checkpoints(self._save, self._retention))
 
     def _write_own(self) -> _Part:
-        if (bad := self._writer.first_not_finite()) is not None:
-            return _Part(not_finite=bad)
+        for piece in sorted(self._pieces, key=lambda piece: piece.kind != "weight"):
+            # One pass without a copy; a NaN is both the smallest and the largest element.
+            if piece.tensor.is_floating_point() and not torch.stack(torch.aminmax(piece.tensor)).isfinite().all():
+                return _Part(not_finite=f"{piece.kind} of {piece.name}")
         try:
-            return _Part(self._writer.finish())
+            return _Part(_write_pieces(self.directory, self._rank, self._pieces))
         except OSError as error:
             # Frees room on a full disk, so that the hand-over file can be written.
-            self._writer.discard()
+            for kind in KINDS:
+                (self.directory / file_name(kind, self._rank)).unlink(missing_ok=True)
             return _Part(error=_reason(error, self.directory))
 
     def _other_files(self, written: set[str]) -> list[FileRecord]:

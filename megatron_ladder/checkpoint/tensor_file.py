@@ -3,6 +3,9 @@
 The safetensors library reads them: it maps a file, so a part of a tensor costs only its bytes. It does not write
 checkpoints, because it serialises only from memory and without a checksum of the bytes.
 
+Files have checksums, written as "xxh3_128:digits". XXH3-128 detects damage at memory speed. A checksum inside a
+checkpoint does not make the checkpoint trustworthy; containing no code does.
+
 Layout (https://github.com/huggingface/safetensors): u64 little-endian length n of the header; n bytes of JSON,
 key -> {"dtype", "shape", "data_offsets": [begin, end]}, padded with blanks; the data without holes, to which the
 offsets are relative.
@@ -10,6 +13,7 @@ offsets are relative.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -23,14 +27,16 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from megatron_ladder.blueprint.boxes import Box
-from megatron_ladder.checkpoint.checksum import CHUNK_BYTES, PIECE_BYTES, formatted
 from megatron_ladder.errors import UserError
 
 if TYPE_CHECKING:
     # Programs that only look at checkpoints start without torch, whose import takes seconds.
     import torch
 
-
+_CHUNK_BYTES = 1 << 24
+"""Bytes copied from a device at a time: the only extra memory that a save takes."""
+_PIECE_BYTES = 1 << 19
+"""Bytes written, and hashed, at a time: few enough to be hashed from a core's cache."""
 STORED_NAMES: Mapping[str, str] = {
     "float32": "F32",
     "bfloat16": "BF16",
@@ -134,12 +140,27 @@ def write_tensor_file(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -
         file.write(header)
         for _, tensor in ordered:
             flat = tensor.detach().view(-1)
-            for chunk in flat.split(CHUNK_BYTES // flat.element_size()):
+            for chunk in flat.split(_CHUNK_BYTES // flat.element_size()):
                 data = chunk.cpu().view(torch.uint8).numpy().data
-                for begin in range(0, len(data), PIECE_BYTES):
-                    piece = data[begin : begin + PIECE_BYTES]
+                for begin in range(0, len(data), _PIECE_BYTES):
+                    piece = data[begin : begin + _PIECE_BYTES]
                     hasher.update(piece)
                     file.write(piece)
         file.flush()
         os.fsync(file.fileno())
-    return len(header) + size, formatted(hasher)
+    return len(header) + size, _formatted(hasher)
+
+
+def checksum_of(data: bytes) -> str:
+    """Return the checksum of bytes in memory."""
+    return _formatted(xxhash.xxh3_128(data))
+
+
+def file_checksum(path: Path) -> str:
+    """Read a file and return its checksum."""
+    with open(path, "rb", buffering=0) as file:
+        return _formatted(hashlib.file_digest(file, xxhash.xxh3_128))  # type: ignore[arg-type]
+
+
+def _formatted(hasher: xxhash.xxh3_128) -> str:
+    return f"xxh3_128:{hasher.hexdigest()}"

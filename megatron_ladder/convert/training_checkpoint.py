@@ -17,7 +17,6 @@ from torch import Tensor
 from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import model_tensors
-from megatron_ladder.checkpoint.checksum import checksum_of, file_checksum
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.manifest import (
     KINDS,
@@ -31,7 +30,7 @@ from megatron_ladder.checkpoint.manifest import (
     writer_of,
 )
 from megatron_ladder.checkpoint.publish import MANIFEST_NAME
-from megatron_ladder.checkpoint.tensor_file import box_key
+from megatron_ladder.checkpoint.tensor_file import box_key, checksum_of, file_checksum
 from megatron_ladder.convert.copying import CopiedTensor, Files, divide
 from megatron_ladder.errors import UserError, limited, raise_user_errors
 
@@ -61,11 +60,11 @@ class TrainingCheckpoint:
     def read(self, name: str, kind: str, expert: int | None = None) -> Tensor:
         """Return a whole tensor, or an expert's matrix of a stack; raise UserError if it cannot be read."""
         stored = self.checkpoint.stored(kind)[name]
-        offset, extent = (0,) * len(stored.shape), stored.shape
+        box = Box.whole(stored.shape)
         if expert is not None:
-            offset, extent = (expert, *offset[1:]), (1, *extent[1:])
-        found = torch.empty(extent, dtype=getattr(torch, stored.dtype))
-        self.checkpoint.read(name, kind, offset, extent, found)
+            box = Box((expert, *box.offset[1:]), (1, *box.extent[1:]))
+        found = torch.empty(box.extent, dtype=getattr(torch, stored.dtype))
+        self.checkpoint.read(name, kind, box, found)
         return found if expert is None else found[0]
 
     @property

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.optimizer_state import MOMENTS
 from megatron_ladder.engine.optimizer import learning_rate
@@ -160,5 +161,5 @@ def everything(save: Path) -> dict[tuple[str, str], Tensor]:
         for name, stored in checkpoint.stored(kind).items():
             shape = stored.shape
             values[name, kind] = torch.empty(shape)
-            checkpoint.read(name, kind, (0,) * len(shape), shape, out=values[name, kind])
+            checkpoint.read(name, kind, Box.whole(shape), values[name, kind])
     return values

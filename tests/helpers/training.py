@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.checkpoint.loading import load_newest
 from megatron_ladder.checkpoint.saving import TrainingSave
@@ -34,9 +35,8 @@ class TeacherInMemory:
     config: ModelConfig
     weights: Mapping[str, Tensor]
 
-    def read_weight(self, name: str, offset: Sequence[int], extent: Sequence[int], out: Tensor) -> None:
-        box = tuple(slice(start, start + length) for start, length in zip(offset, extent, strict=True))
-        out.copy_(self.weights[name][box])
+    def read_weight(self, name: str, box: Box, out: Tensor) -> None:
+        out.copy_(self.weights[name][box.slices()])
 
 
 SIZES = (

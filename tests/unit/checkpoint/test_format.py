@@ -7,10 +7,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.checkpoint.format import Checkpoint, find_checkpoint
 from megatron_ladder.checkpoint.manifest import merge_manifest
+from megatron_ladder.checkpoint.optimizer_state import Piece
 from megatron_ladder.checkpoint.publish import write_manifest
-from megatron_ladder.checkpoint.saving import _CheckpointWriter
+from megatron_ladder.checkpoint.saving import _write_pieces
 from megatron_ladder.errors import UserError
 from tests.helpers.runs import errors_of
 from tests.unit.checkpoint.tiny_training import DAMAGES, flip, header_of, save_state, small_state
@@ -23,14 +25,13 @@ def test_bits_survive(tmp_path: Path, dtype: torch.dtype) -> None:
     bits[::5, 1:] = 255  # NaNs of different payloads
     values = bits.view(dtype).view(8, 8)
     assert values.isnan().any()
-    writer = _CheckpointWriter(tmp_path, 0)
-    writer.add("x", "exp_avg", (8, 8), (0, 0), values)
-    write_manifest(tmp_path, merge_manifest(header_of(1), [writer.finish()]))
+    piece = Piece("x", "exp_avg", (8, 8), Box.whole((8, 8)), values)
+    write_manifest(tmp_path, merge_manifest(header_of(1), [_write_pieces(tmp_path, 0, [piece])]))
     out = torch.empty(8, 8, dtype=dtype)
-    Checkpoint.open(tmp_path).read("x", "exp_avg", (0, 0), (8, 8), out)
+    Checkpoint.open(tmp_path).read("x", "exp_avg", Box.whole((8, 8)), out)
     assert torch.equal(out.view(torch.uint8), values.view(torch.uint8))
     column = torch.empty(8, 3, dtype=dtype)
-    Checkpoint.open(tmp_path).read("x", "exp_avg", (0, 2), (8, 3), column)
+    Checkpoint.open(tmp_path).read("x", "exp_avg", Box((0, 2), (8, 3)), column)
     assert torch.equal(column.view(torch.uint8), values[:, 2:5].contiguous().view(torch.uint8))
 
 
@@ -48,7 +49,7 @@ def test_weights_are_in_separate_files_that_safetensors_opens(tmp_path: Path) ->
     for path in directory.glob("optimizer*"):
         path.write_bytes(bytes(path.stat().st_size))
     out = torch.empty(6, 5, dtype=torch.bfloat16)
-    Checkpoint.open(tmp_path).read("mlp.weight", "weight", (0, 0), (6, 5), out)
+    Checkpoint.open(tmp_path).read("mlp.weight", "weight", Box.whole((6, 5)), out)
     assert torch.equal(out, small_state(1)["mlp.weight", "weight"])
 
 
@@ -56,13 +57,13 @@ def test_checkpoints_of_another_model_are_rejected(tmp_path: Path) -> None:
     save_state(tmp_path, 100, "a", small_state(1))
     checkpoint = Checkpoint.open(tmp_path)
     with pytest.raises(UserError, match="expected lm_head.weight: the checkpoint belongs to another model"):
-        checkpoint.read("lm_head.weight", "weight", (0,), (1,), torch.empty(1))
+        checkpoint.read("lm_head.weight", "weight", Box.whole((1,)), torch.empty(1))
     with pytest.raises(UserError, match=r"weight of mlp.weight has the shape \[6, 5\].*\[0:6, 3:7\]"):
-        checkpoint.read("mlp.weight", "weight", (0, 3), (6, 4), torch.empty(6, 4))
+        checkpoint.read("mlp.weight", "weight", Box((0, 3), (6, 4)), torch.empty(6, 4))
     with pytest.raises(UserError, match=r"\[6, 5\].*\[6, 6\]"):
-        checkpoint.read("mlp.weight", "exp_avg", (0, 0), (3, 5), torch.empty(3, 5), shape=(6, 6))
+        checkpoint.read("mlp.weight", "exp_avg", Box.whole((3, 5)), torch.empty(3, 5), shape=(6, 6))
     with pytest.raises(ValueError, match=r"\[5, 6\]"):
-        checkpoint.read("mlp.weight", "weight", (0, 0), (6, 5), torch.empty(5, 6))
+        checkpoint.read("mlp.weight", "weight", Box.whole((6, 5)), torch.empty(5, 6))
 
 
 def verified(directory: Path) -> None:

@@ -7,15 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from megatron_ladder.checkpoint.checksum import file_checksum
+from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.checkpoint.loading import load_newest
 from megatron_ladder.checkpoint.manifest import FileRecord, merge_manifest
+from megatron_ladder.checkpoint.optimizer_state import Piece
 from megatron_ladder.checkpoint.publish import write_manifest
-from megatron_ladder.checkpoint.saving import _CheckpointWriter
+from megatron_ladder.checkpoint.saving import _write_pieces
+from megatron_ladder.checkpoint.tensor_file import file_checksum
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.errors import UserError
-from tests.unit.checkpoint.tiny_training import SHAPES, TinyState, header_of
+from tests.unit.checkpoint.tiny_training import TinyState, header_of
 
 PACKAGE = Path(__file__).resolve().parents[3] / "megatron_ladder"
 RUNS_CODE = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
@@ -40,11 +43,9 @@ def test_a_pickle_with_a_forged_manifest_is_rejected(tmp_path: Path, files: str)
     """Size and checksum agree; only the content of the file is wrong."""
     directory, marker = tmp_path / "iter_0000010", tmp_path / "owned"
     directory.mkdir()
-    state, writer = TinyState(1), _CheckpointWriter(directory, 0)
-    for (name, kind), tensor in state.whole.items():
-        writer.add(name, kind, SHAPES[name], (0,) * tensor.dim(), tensor)
-    writer.add("rng.rank_00000.cpu", "rng", (38,), (0,), next(iter(state.whole.values())).view(-1)[:1].repeat(38))
-    index = writer.finish()
+    tensors = TinyState(1).whole | {("rng.rank_00000.cpu", "rng"): torch.zeros(38)}
+    pieces = [Piece(*key, tensor.shape, Box.whole(tensor.shape), tensor) for key, tensor in tensors.items()]
+    index = _write_pieces(directory, 0, pieces)
     (record,) = [record for record in index.files if record.name.startswith(files)]
     file = directory / record.name
     # torch.load and pickle.load would both read it.

@@ -7,8 +7,7 @@ import torch
 import xxhash
 from safetensors import safe_open
 
-from megatron_ladder.checkpoint.checksum import file_checksum
-from megatron_ladder.checkpoint.tensor_file import STORED_NAMES, open_safetensors, write_tensor_file
+from megatron_ladder.checkpoint.tensor_file import STORED_NAMES, file_checksum, open_safetensors, write_tensor_file
 from megatron_ladder.errors import UserError
 
 

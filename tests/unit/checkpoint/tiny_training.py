@@ -1,7 +1,7 @@
 """The state of a tiny run, and worlds of ranks without torch.distributed."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.tensors import TensorSpec
 from megatron_ladder.checkpoint.async_save import gather_through_files, run_in_thread
 from megatron_ladder.checkpoint.format import find_checkpoint
-from megatron_ladder.checkpoint.manifest import Index, merge_manifest
-from megatron_ladder.checkpoint.optimizer_state import MOMENTS, Span
+from megatron_ladder.checkpoint.manifest import merge_manifest
+from megatron_ladder.checkpoint.optimizer_state import MOMENTS, Piece, Span
 from megatron_ladder.checkpoint.publish import create_temporary_directory, publish, write_manifest
-from megatron_ladder.checkpoint.saving import SaveOutcome, TrainingSave, _CheckpointWriter
+from megatron_ladder.checkpoint.saving import SaveOutcome, TrainingSave, _write_pieces
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.parallel.layout import Section
 
@@ -114,7 +115,7 @@ def on_ranks(size: int, work: Callable[[CommGroup], Any]) -> list[Any]:
     return [rank.result() for rank in ranks]
 
 
-def header_of(iteration: int) -> dict[str, object]:
+def header_of(iteration: int) -> dict[str, Any]:
     return {"iteration": iteration, "consumed_samples": 8 * iteration, "model": {"num_layers": 2}}
 
 
@@ -146,7 +147,7 @@ def holds(save: Path, whole: dict[tuple[str, str], Tensor]) -> bool:
     same = []
     for (name, kind), tensor in whole.items():
         out = torch.empty_like(tensor)
-        found.read(name, kind, [0] * tensor.dim(), tensor.shape, out)
+        found.read(name, kind, Box.whole(tensor.shape), out)
         same.append(torch.equal(out, tensor))
     assert all(same) or not any(same)
     return all(same)
@@ -170,20 +171,22 @@ def small_state(seed: int) -> State:
     return state
 
 
-def write_halves(directory: Path, state: Mapping[tuple[str, str], torch.Tensor]) -> list[Index]:
-    """Rank 0 writes the first half of the rows of each tensor, rank 1 the second half."""
-    writers = [_CheckpointWriter(directory, rank) for rank in range(2)]
-    for (name, kind), tensor in state.items():
-        rows = tensor.shape[0] // 2
-        writers[0].add(name, kind, tensor.shape, [0] * tensor.dim(), tensor[:rows])
-        writers[1].add(name, kind, tensor.shape, [rows] + [0] * (tensor.dim() - 1), tensor[rows:])
-    return [writer.finish() for writer in writers]
+def publish_pieces(save: Path, header: dict[str, Any], ranks: Sequence[list[Piece]], token: str = "token") -> Path:
+    temporary = create_temporary_directory(save, header["iteration"], token)
+    indices = [_write_pieces(temporary, rank, pieces) for rank, pieces in enumerate(ranks)]
+    write_manifest(temporary, merge_manifest(header, indices))
+    return publish(temporary, save, header["iteration"])
 
 
 def save_state(save: Path, iteration: int, token: str, state: State) -> Path:
-    temporary = create_temporary_directory(save, iteration, token)
-    write_manifest(temporary, merge_manifest(header_of(iteration), write_halves(temporary, state)))
-    return publish(temporary, save, iteration)
+    """Rank 0 writes the first half of the rows of each tensor, rank 1 the second half."""
+    halves: tuple[list[Piece], list[Piece]] = [], []
+    for (name, kind), tensor in state.items():
+        rows = tensor.shape[0] // 2
+        for half, start, part in zip(halves, (0, rows), (tensor[:rows], tensor[rows:]), strict=True):
+            box = Box((start, *[0] * (tensor.dim() - 1)), tuple(part.shape))
+            half.append(Piece(name, kind, tensor.shape, box, part))
+    return publish_pieces(save, header_of(iteration), halves, token)
 
 
 def names(save: Path) -> list[str]:

@@ -27,14 +27,13 @@ from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.loading import load_weights
-from megatron_ladder.checkpoint.manifest import merge_manifest
-from megatron_ladder.checkpoint.publish import create_temporary_directory, publish, write_manifest
-from megatron_ladder.checkpoint.saving import _CheckpointWriter
+from megatron_ladder.checkpoint.optimizer_state import Piece
 from megatron_ladder.cli.convert_checkpoint import main
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.model.language_model import LanguageModel
 from tests.helpers.sharded import small_model
 from tests.reference import ReferenceConfig, make_weights
+from tests.unit.checkpoint.tiny_training import publish_pieces
 from tests.unit.convert.hf_models import our_logits as logits_of
 
 SIZES = {
@@ -120,12 +119,11 @@ def write_cut_checkpoint(
     """Write a checkpoint as ZeRO does: each of 3 ranks has an interval of every flattened tensor and its moments."""
     ranks = 3
     weights = make_weights(ReferenceConfig.like(config), seed=5)
-    temporary = create_temporary_directory(save, 30, "token")
-    writers = [_CheckpointWriter(temporary, rank) for rank in range(ranks)]
+    pieces: list[list[Piece]] = [[] for _ in range(ranks)]
     for name, weight in weights.items():
         flat = weight.reshape(-1)
         cuts = [flat.numel() * rank // ranks for rank in range(ranks + 1)]
-        for rank, writer in enumerate(writers):
+        for rank, own in enumerate(pieces):
             if cuts[rank] == cuts[rank + 1]:
                 continue
             piece = flat[cuts[rank] : cuts[rank + 1]]
@@ -137,8 +135,8 @@ def write_cut_checkpoint(
             for kind, values in parts.items():
                 for box, begin in Box.whole(weight.shape).cut(cuts[rank], values.numel()):
                     elements = values[begin : begin + box.numel].view(box.extent)
-                    writer.add(name, kind, weight.shape, box.offset, elements)
-    writers[1].add("rng.rank_00001.cpu", "rng", (9,), (0,), torch.arange(9, dtype=torch.uint8))
+                    own.append(Piece(name, kind, weight.shape, box, elements))
+    pieces[1].append(Piece("rng.rank_00001.cpu", "rng", (9,), Box.whole((9,)), torch.arange(9, dtype=torch.uint8)))
     flags = {"training": run} if optimizer is None else {"training": run, "optimizer": {"optimizer": optimizer}}
     header = {
         "iteration": 30,
@@ -148,9 +146,7 @@ def write_cut_checkpoint(
         "optimizer": {"steps_taken": 30},
         "tokenizer": None,
     }
-    (temporary / "merges.txt").write_text("{}")
-    write_manifest(temporary, merge_manifest(header, [writer.finish() for writer in writers]))
-    publish(temporary, save, 30)
+    (publish_pieces(save, header, pieces) / "merges.txt").write_text("{}")
     return weights
 
 

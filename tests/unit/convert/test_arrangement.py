@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.comm.mesh import ProcessMesh
@@ -43,7 +44,7 @@ def read_all(load: Path, kind: str = "weight") -> tuple[ModelConfig, dict[str, T
     found = {}
     for name, stored in checkpoint.stored(kind).items():
         found[name] = torch.empty(stored.shape)
-        checkpoint.read(name, kind, [0] * len(stored.shape), stored.shape, found[name])
+        checkpoint.read(name, kind, Box.whole(stored.shape), found[name])
     return checkpoint.model(), found
 
 

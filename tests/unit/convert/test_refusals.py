@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_ladder.checkpoint.checksum import checksum_of
 from megatron_ladder.checkpoint.publish import write_manifest
+from megatron_ladder.checkpoint.tensor_file import checksum_of
 from megatron_ladder.generate.loading import open_model
 from tests.helpers.runs import errors_of
 from tests.unit.convert.hand_made import (

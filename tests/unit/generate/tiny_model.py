@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.checkpoint.manifest import merge_manifest
-from megatron_ladder.checkpoint.publish import create_temporary_directory, publish, write_manifest
-from megatron_ladder.checkpoint.saving import _CheckpointWriter
+from megatron_ladder.checkpoint.optimizer_state import Piece
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.data.tokenizer_training import train_sentencepiece
 from megatron_ladder.data.tokenizers import SentencePieceTokenizer
@@ -22,6 +21,7 @@ from megatron_ladder.model.stack import StackOptions
 from tests.helpers.sharded import fill_slices, small_model
 from tests.helpers.tokenizer_copies import copy_tokenizer
 from tests.reference import ReferenceConfig, make_weights
+from tests.unit.checkpoint.tiny_training import publish_pieces
 
 PROMPTS = ((5, 9, 3), (17,), (1, 2, 3, 4, 5, 6, 7, 8, 40), (60, 60, 2, 11, 9))
 """Prompts of unequal lengths."""
@@ -92,13 +92,9 @@ def write_checkpoint(
     """Write the checkpoint of iteration 10, with `more` in its header; return its directory."""
     config = config or tiny_config()
     weights = weights or reference_of(config)[0]
-    temporary = create_temporary_directory(save, 10, "token")
-    writer = _CheckpointWriter(temporary, 0)
-    for name, weight in weights.items():
-        writer.add(name, "weight", weight.shape, [0] * weight.dim(), weight)
+    pieces = [Piece(name, "weight", one.shape, Box.whole(one.shape), one) for name, one in weights.items()]
     header = {"iteration": 10, "consumed_samples": 80, "model": config.to_dict()} | more
-    write_manifest(temporary, merge_manifest(header, [writer.finish()]))
-    return publish(temporary, save, 10)
+    return publish_pieces(save, header, [pieces])
 
 
 def train_tokenizer(folder: Path, texts: Iterable[str]) -> SentencePieceTokenizer:
