@@ -24,7 +24,7 @@ def row(one: Flag) -> str:
     )
     also = f" (also {', '.join(f'`{other}`' for other in others)})" if others else ""
     default = "required" if one.is_required else f"`{one.shown_default}`" if one.shown_default else ""
-    cells = (f"`{first}{value}`{also}", default, str(one.limits), one.documentation)
+    cells = (f"`{first}{value}`{also}", default, one.limits, one.documentation)
     return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 
 

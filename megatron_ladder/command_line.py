@@ -16,16 +16,13 @@ from megatron_ladder.errors import Problem, UserError, raise_user_errors
 from megatron_ladder.flags import Flag, flag_name, limit_problems, section_flags
 
 Config = TypeVar("Config")
-ReadOther = Callable[[str, Sequence[str]], list[str] | None]
-"""Reads a flag of another program with its values; returns its errors, or None if it is unknown there as well."""
-
 _SAME = (("--model", "--hf", "--load", "--save"), ("--data", "--data-path", "--input"))
 """Flags of different programs for the same directories and files; a program that lacks one suggests another."""
 
 
 @dataclass
 class FlagWords:
-    """The words of a command line by flag, before they are converted to values."""
+    """The words of a command line, or of files, by flag, before they are converted to values."""
 
     words: dict[str, str | list[str] | None] = field(default_factory=dict)
     """By the name of the field; None is a value that is None."""
@@ -33,23 +30,26 @@ class FlagWords:
     warnings: list[str] = field(default_factory=list)
     faulty: set[str] = field(default_factory=set)
     """Names of the fields with a problem, whose values are unknown."""
+    places: dict[str, str] = field(default_factory=dict)
+    """File and line of each flag that a file sets."""
+    accepted: set[str] = field(default_factory=set)
+    """Flags of another program that request what this one does anyway."""
+
+
+ReadOther = Callable[[str, Sequence[str], FlagWords], bool]
+"""Reads a flag of another program with its values into words; returns whether it is known there."""
 
 
 def _help_parser(config_classes: Sequence[type], program: str, description: str) -> argparse.ArgumentParser:
     """Return a parser that prints the help, with one argument group per dataclass."""
-    parser = argparse.ArgumentParser(
-        prog=program,
-        usage="%(prog)s [flags]",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    _add_version(parser)
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = _parser(prog=program, usage="%(prog)s [flags]", description=description, formatter_class=layout)
     for config_class in config_classes:
         title = inspect.cleandoc(config_class.__doc__ or config_class.__name__).split("\n")[0]
         group = parser.add_argument_group(title.rstrip("."))
         for one in section_flags(config_class):
             default = f"default: {one.shown_default}" if one.shown_default else "required" * one.is_required
-            facts = "; ".join(part for part in (str(one.limits), default) if part)
+            facts = "; ".join(part for part in (one.limits, default) if part)
             text = (one.documentation + (f" ({facts})" if facts else "")).replace("%", "%%")
             placeholder = one.value_type.placeholder
             options: dict[str, Any] = {"action": "store_true"}
@@ -80,13 +80,9 @@ def parse_config(
     description: str | None,
     find_errors: Callable[[Config], Iterable[str]] = lambda config: (),
 ) -> Config:
-    """Read `argv` into one dataclass.
+    """Read `argv` into one dataclass, as `parse_command_line`; `find_errors` checks what `flag` cannot declare.
 
-    Args:
-        description: docstring of the program; the help shows its first paragraph.
-        find_errors: checks that `flag` cannot declare.
-
-    Raise a UserError with one message per error of the command line.
+    `description` is the docstring of the program, of which the help shows the first paragraph.
     """
     summary = " ".join((description or "").split("\n\n")[0].split())
     config: Config
@@ -100,20 +96,24 @@ def read_words(
     argv: Sequence[str],
     program: str,
     description: str,
-    read_other: ReadOther = lambda name, values: None,
+    read_other: ReadOther = lambda name, values, found: False,
 ) -> FlagWords:
     """Return the words of a command line by flag; `--help` and `--version` end the program."""
     if {"-h", "--help", "--version"} & set(argv):
         _help_parser(config_classes, program, description).parse_args(["--version" if "--version" in argv else "-h"])
-    flags = [one for config_class in config_classes for one in section_flags(config_class)]
+    flags = section_flags(*config_classes)
     known = {spelling: one for one in flags for spelling in one.spellings}
     known |= {one.opposite: one for one in flags if one.switches_to is not None}
     found = FlagWords()
     for name, attached, following in _groups(argv, found):
         if name in known:
             _read_flag(known[name], name, attached, following, found)
-        else:
-            _read_unknown(name, attached or following, known, read_other, found)
+        elif not read_other(name, attached or following, found):
+            others = [one for names in _SAME if name in names for one in names if one in known]
+            near = others[:1] or difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+            found.faulty |= {known[one].field_name for one in near}
+            hint = f"did you mean {near[0]}?" if near else "see --help"
+            found.problems.append(Problem(name, f" is not a flag of this program: {hint}"))
     return found
 
 
@@ -152,26 +152,13 @@ def _read_flag(one: Flag, name: str, attached: list[str], following: list[str], 
         found.faulty.add(one.field_name)
 
 
-def _read_unknown(
-    name: str, values: Sequence[str], known: Mapping[str, Flag], read_other: ReadOther, found: FlagWords
-) -> None:
-    if (problems := read_other(name, values)) is not None:
-        found.problems += problems
-        return
-    others = [one for names in _SAME if name in names for one in names if one in known]
-    near = others[:1] or difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-    found.faulty |= {known[one].field_name for one in near}
-    hint = f"did you mean {near[0]}?" if near else "see --help"
-    found.problems.append(Problem(name, f" is not a flag of this program: {hint}"))
-
-
 def build_sections(config_classes: Sequence[type], found: FlagWords, may_lack_values: bool = False) -> list[Any]:
     """Return one instance of each dataclass; raise a UserError with all problems of words and values.
 
     With `may_lack_values`, a required flag without words is None, and flags are not compared with each other.
     """
     problems, values = list(found.problems), dict[str, Any]()
-    flags = [one for config_class in config_classes for one in section_flags(config_class)]
+    flags = section_flags(*config_classes)
     for one in (one for one in flags if one.field_name not in found.faulty):
         words = found.words.get(one.field_name, one.default)
         if one.field_name in found.words and words is not None:
@@ -205,10 +192,10 @@ def flag_words(flags: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def _add_version(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--version", action="version", version=f"megatron_ladder {__version__}", help="show the version and exit"
-    )
+def _parser(**options: Any) -> argparse.ArgumentParser:
+    parser, version = argparse.ArgumentParser(**options), f"megatron_ladder {__version__}"
+    parser.add_argument("--version", action="version", version=version, help="show the version and exit")
+    return parser
 
 
 def take_subcommand(
@@ -223,8 +210,7 @@ def take_subcommand(
     if first in descriptions:
         return first, words
     if first in ("-h", "--help", "--version"):
-        parser = argparse.ArgumentParser(prog=program, usage="%(prog)s SUBCOMMAND [flags]", description=description)
-        _add_version(parser)
+        parser = _parser(prog=program, usage="%(prog)s SUBCOMMAND [flags]", description=description)
         listed = parser.add_subparsers(title="subcommands", description="Each has its --help.", metavar="SUBCOMMAND")
         for name, sentence in descriptions.items():
             listed.add_parser(name, help=sentence)

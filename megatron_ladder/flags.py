@@ -11,7 +11,7 @@ docstring is its help. The type determines how many values the flag takes and ho
     tuple[T, ...]              one or more values after one flag
     T | None                   as T; None if the flag is not given
 
-Bounds of a value, and flags that it requires or excludes, are declared in `flag`. `command_line.py` reads the words.
+Bounds of a value, and flags that it requires or excludes, are declared with `flag`. `command_line.py` reads the words.
 """
 
 import ast
@@ -33,83 +33,13 @@ from megatron_ladder.files import OutputKind, output_problem
 
 _IMPOSSIBLE = re.compile(r"[\0\ud800-\udc7f\udd00-\udfff]")
 """NUL, and surrogates except for those that stand for undecodable bytes of a command line."""
-OnResume = Literal["take", "report", "data", "ignore"]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Limits:
-    choices: tuple[str, ...] = ()
-    minimum: float | None = None
-    maximum: float | None = None
-    above: float | None = None
-    below: float | None = None
-    requires: tuple[str, ...] = ()
-    excludes: tuple[str, ...] = ()
-    output: OutputKind | None = None
-
-    def contain(self, number: float) -> bool:
-        low = (self.minimum is None or number >= self.minimum) and (self.above is None or number > self.above)
-        return low and (self.maximum is None or number <= self.maximum) and (self.below is None or number < self.below)
-
-    @property
-    def bounds(self) -> str:
-        """Describe the accepted numbers: `1 or more`, `0 to 1`, `above 0, at most 1`; empty without limits."""
-        if self.minimum is not None and self.maximum is not None:
-            return f"{self.minimum:.15g} to {self.maximum:.15g}"
-        limits = {
-            "above {:.15g}": self.above,
-            "{:.15g} or more": self.minimum,
-            "at most {:.15g}": self.maximum,
-            "below {:.15g}": self.below,
-        }
-        return ", ".join(text.format(limit) for text, limit in limits.items() if limit is not None)
-
-    def __str__(self) -> str:
-        choices = "among " + ", ".join(self.choices) if self.choices else ""
-        requires = "requires " + " and ".join(self.requires) if self.requires else ""
-        excludes = "not with " + " or ".join(self.excludes) if self.excludes else ""
-        return "; ".join(part for part in (choices, self.bounds, requires, excludes) if part)
-
-
-def flag(
-    default: Any = dataclasses.MISSING,
-    *,
-    aliases: Sequence[str] = (),
-    choices: Iterable[str] = (),
-    minimum: float | None = None,
-    maximum: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    requires: str | Sequence[str] = (),
-    excludes: str | Sequence[str] = (),
-    output: OutputKind | None = None,
-    details: str = "",
-    repeats: bool = False,
-    on_resume: OnResume = "take",
-) -> Any:
-    """Declare a dataclass field that is a flag.
-
-    Args:
-        default: value without the flag; the flag is required if there is none.
-        aliases: further spellings, with leading dashes.
-        choices: accepted texts, if they are computed; a Literal type lists others.
-        minimum, maximum, above, below: limits of a number, or of each number of a tuple; the last two are
-            exclusive.
-        requires: flags without which this one has no effect. A flag with a value (`"--optimizer adam"`) must have
-            that value; without one it must have any value but its default.
-        excludes: flags that contradict this one, in the same notation.
-        output: kind of a path that the program writes; it is an error if that is impossible.
-        details: computed text that follows the docstring in the help.
-        repeats: a repetition of the flag adds values; otherwise it replaces them.
-        on_resume: what a resumed run does with the value of its checkpoint if the flag is not given. take: uses it;
-            report: likewise, and reports another given value, because it changes what is learned; data: uses it if no
-            other flag that names data is given; ignore: uses the default, because the value concerns one start.
-    """
-    requires = (requires,) if isinstance(requires, str) else tuple(requires)
-    excludes = (excludes,) if isinstance(excludes, str) else tuple(excludes)
-    limits = _Limits(tuple(choices), minimum, maximum, above, below, requires, excludes, output)
-    metadata = {"aliases": aliases, "limits": limits, "details": details, "repeats": repeats, "on_resume": on_resume}
-    return dataclasses.field(default=default, metadata=metadata)
+def flag(default: Any = dataclasses.MISSING, **declared: Any) -> Any:
+    """Declare a dataclass field that is a flag, required without a default; `Flag` describes what can be declared."""
+    for name in declared.keys() & {"choices", "requires", "excludes"}:
+        declared[name] = (declared[name],) if isinstance(declared[name], str) else tuple(declared[name])
+    return dataclasses.field(default=default, metadata=declared)
 
 
 def flag_name(field_name: str) -> str:
@@ -193,27 +123,54 @@ class ValueType:
         return {int: "N", float: "X", str: "TEXT", Path: "PATH", bool: ""}[self.scalar]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Flag:
-    """A field of a dataclass as a flag."""
+    """A field of a dataclass as a flag; `flag` can declare the fields that have a default here."""
 
     field_name: str
-    spellings: tuple[str, ...]
-    """The flag and its aliases."""
     value_type: ValueType
-    documentation: str
-    """One line."""
+    docstring: str
     default: Any
     """`dataclasses.MISSING` if the flag is required."""
-    limits: _Limits
-    repeats: bool
-    """Whether a repetition of the flag adds values."""
-    on_resume: OnResume
+    aliases: tuple[str, ...] = ()
+    """Further spellings, with leading dashes."""
+    choices: tuple[str, ...] = ()
+    """Accepted texts, if they are computed; a Literal type lists others."""
+    minimum: float | None = None
+    """Limit of a number, or of each number of a tuple, as the next three; the last two are exclusive."""
+    maximum: float | None = None
+    above: float | None = None
+    below: float | None = None
+    requires: tuple[str, ...] = ()
+    """Flags without which this one has no effect. A flag with a value (`"--optimizer adam"`) must have that value;
+    without one it must have any value but its default."""
+    excludes: tuple[str, ...] = ()
+    """Flags that contradict this one, in the same notation."""
+    output: OutputKind | None = None
+    """Kind of a path that the program writes; it is an error if that is impossible."""
+    details: str = ""
+    """Computed text that follows the docstring in the help."""
+    repeats: bool = False
+    """Whether a repetition of the flag adds values; otherwise it replaces them."""
+    on_resume: Literal["take", "report", "data", "ignore"] = "take"
+    """What a resumed run does with the value of its checkpoint if the flag is not given. take: uses it; report:
+    likewise, and reports another given value, because it changes what is learned; data: uses it if no other flag that
+    names data is given; ignore: uses the default, because the value concerns one start."""
 
     @property
     def name(self) -> str:
         """The first spelling; a switch that is on by default is spelled as what turns it off."""
-        return self.spellings[0]
+        return flag_name(f"no_{self.field_name}" if self.default is True else self.field_name)
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """The flag and its aliases."""
+        return (self.name, *self.aliases)
+
+    @property
+    def documentation(self) -> str:
+        """One line."""
+        return " ".join(f"{self.docstring} {self.details}".split())
 
     @property
     def is_required(self) -> bool:
@@ -239,29 +196,51 @@ class Flag:
             return ""
         return " ".join(map(str, self.default)) if isinstance(self.default, tuple) else str(self.default)
 
+    def allows(self, number: float) -> bool:
+        """Whether a number is within the limits."""
+        low = (self.minimum is None or number >= self.minimum) and (self.above is None or number > self.above)
+        return low and (self.maximum is None or number <= self.maximum) and (self.below is None or number < self.below)
+
+    @property
+    def bounds(self) -> str:
+        """Describe the accepted numbers: `1 or more`, `0 to 1`, `above 0, at most 1`; empty without limits."""
+        if self.minimum is not None and self.maximum is not None:
+            return f"{self.minimum:.15g} to {self.maximum:.15g}"
+        limits = {
+            "above {:.15g}": self.above,
+            "{:.15g} or more": self.minimum,
+            "at most {:.15g}": self.maximum,
+            "below {:.15g}": self.below,
+        }
+        return ", ".join(text.format(limit) for text, limit in limits.items() if limit is not None)
+
+    @property
+    def limits(self) -> str:
+        """Describe the accepted values, and the flags that this one requires and excludes."""
+        choices = "among " + ", ".join(self.choices) if self.choices else ""
+        requires = "requires " + " and ".join(self.requires) if self.requires else ""
+        excludes = "not with " + " or ".join(self.excludes) if self.excludes else ""
+        return "; ".join(part for part in (choices, self.bounds, requires, excludes) if part)
+
 
 # Parsing sources dominates the time to read a command line, and studies read many command lines.
 @functools.cache
-def section_flags(config_class: type) -> tuple[Flag, ...]:
-    """Return all flags of a dataclass, inherited ones last."""
+def section_flags(*config_classes: type) -> tuple[Flag, ...]:
+    """Return all flags of dataclasses, inherited ones last."""
+    if len(config_classes) != 1:
+        return tuple(one for config_class in config_classes for one in section_flags(config_class))
+    (config_class,) = config_classes
     documented, hints = _field_docstrings(config_class), typing.get_type_hints(config_class)
-    flags = []
-    for field in sorted(dataclasses.fields(config_class), key=lambda f: f.name not in config_class.__annotations__):
-        name = flag_name(f"no_{field.name}" if field.default is True else field.name)
-        documentation = f"{documented.get(field.name, '')} {field.metadata.get('details', '')}"
-        flags.append(
-            Flag(
-                field_name=field.name,
-                spellings=(name, *field.metadata.get("aliases", ())),
-                value_type=ValueType.of(hints[field.name]),
-                documentation=" ".join(documentation.split()),
-                default=field.default,
-                limits=field.metadata.get("limits", _Limits()),
-                repeats=field.metadata.get("repeats", False),
-                on_resume=field.metadata.get("on_resume", "take"),
-            )
+    return tuple(
+        Flag(
+            field_name=field.name,
+            value_type=ValueType.of(hints[field.name]),
+            docstring=documented.get(field.name, ""),
+            default=field.default,
+            **field.metadata,
         )
-    return tuple(flags)
+        for field in sorted(dataclasses.fields(config_class), key=lambda f: f.name not in config_class.__annotations__)
+    )
 
 
 def value_errors(configs: Sequence[Any]) -> list[Problem]:
@@ -287,22 +266,22 @@ def limit_problems(flags: Iterable[Flag], values: Mapping[str, Any], together: b
         return str(values[name]) == wanted if wanted else values[name] != default
 
     for name, value in values.items():
-        limits, before = known[name].limits, len(problems)
+        declared, before = known[name], len(problems)
         for one in value if isinstance(value, tuple) else (value,):
-            if isinstance(one, int | float) and not limits.contain(one):
-                problems.append(Problem(name, f" {one}: expected {limits.bounds}"))
-            if isinstance(one, str) and limits.choices and one not in limits.choices:
-                problems.append(Problem(name, f" {one}: expected one of {', '.join(limits.choices)}"))
-            problem = output_problem(one, limits.output) if limits.output and isinstance(one, Path) else None
+            if isinstance(one, int | float) and not declared.allows(one):
+                problems.append(Problem(name, f" {one}: expected {declared.bounds}"))
+            if isinstance(one, str) and declared.choices and one not in declared.choices:
+                problems.append(Problem(name, f" {one}: expected one of {', '.join(declared.choices)}"))
+            problem = output_problem(one, declared.output) if declared.output and isinstance(one, Path) else None
             if problem:
                 problems.append(Problem(name, f" {one}: cannot be written: {problem}: give another path"))
-        if not together or value in (known[name].default, "false") or len(problems) > before:
+        if not together or value in (declared.default, "false") or len(problems) > before:
             continue
         shown = "" if isinstance(value, bool | tuple) else f" {value}"
-        for other in limits.requires:
+        for other in declared.requires:
             if not holds(other, unknown=True):
                 problems.append(Problem(name, f"{shown} requires {other}"))
-        for other in limits.excludes:
+        for other in declared.excludes:
             if holds(other, unknown=False):
                 problems.append(Problem(name, f"{shown} and {other} exclude each other: give one of them"))
     return problems
@@ -312,10 +291,8 @@ def to_plain(config: Any) -> dict[str, Any]:
     """Return the fields of a dataclass instance as JSON-compatible values: paths as text, tuples as lists."""
 
     def plain(value: Any) -> Any:
-        if isinstance(value, Path):
-            return str(value)
         if isinstance(value, tuple | list):
             return [plain(item) for item in value]
-        return value
+        return str(value) if isinstance(value, Path) else value
 
     return {field.name: plain(getattr(config, field.name)) for field in dataclasses.fields(config)}

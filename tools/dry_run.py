@@ -11,12 +11,10 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from megatron_ladder.command_line import build_sections, read_words  # noqa: E402
-from megatron_ladder.config.run import RunFlags, parse_run  # noqa: E402
+from megatron_ladder.command_line import FlagWords, build_sections, read_words  # noqa: E402
+from megatron_ladder.config.run import parse_run  # noqa: E402
 from megatron_ladder.errors import ErrorCollector, UserError, run_program  # noqa: E402
 from megatron_ladder.flags import flag  # noqa: E402
-
-PROGRAM = "dry_run.py"
 
 
 @dataclass(frozen=True)
@@ -29,23 +27,26 @@ class DryRunOptions:
     """File for the memory of the ranks that are built, and for all collectives of a step in order."""
 
 
-def parse_options(argv: Sequence[str]) -> tuple[DryRunOptions, RunFlags, list[str]]:
+def parse_options(argv: Sequence[str]) -> tuple[DryRunOptions, list[str]]:
     """Read the command line; return also the words that describe the run. Raises UserError with one line per error."""
     words: list[str] = []
 
-    def keep(name: str, values: Sequence[str]) -> list[str]:
+    def keep(name: str, values: Sequence[str], _: FlagWords) -> bool:
         words.extend([f"{name}={values[0]}"] if len(values) == 1 else [name, *values])
-        return []
+        return True
 
-    found, errors = read_words([DryRunOptions], argv, PROGRAM, __doc__ or "", keep), ErrorCollector()
+    found, errors = read_words([DryRunOptions], argv, "dry_run.py", __doc__ or "", keep), ErrorCollector()
     with errors.collect():
         (options,) = build_sections([DryRunOptions], found)
-    return options, parse_run(words, errors.messages), words
+    with errors.collect():
+        parse_run(words)
+    errors.raise_if_any()
+    return options, words
 
 
 def main(argv: Sequence[str]) -> None:
     """Build the ranks, print what they allocate and communicate, and compare their collectives."""
-    options, _, words = parse_options(argv)
+    options, words = parse_options(argv)
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("a dry run needs no launcher: start it as `python tools/dry_run.py ...`")
     from ladder_lab.dry_run.program import dry_run

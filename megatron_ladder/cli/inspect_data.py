@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ladder.command_line import parse_config
-from megatron_ladder.config.data import TokenizerType
+from megatron_ladder.config.sections import TokenizerType
 from megatron_ladder.errors import run_program
 from megatron_ladder.flags import flag
 

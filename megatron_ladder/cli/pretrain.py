@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megatron_ladder.config.data import DataConfig
-from megatron_ladder.config.run import RunFlags, parse_run, read_run_words
+from megatron_ladder.config.run import RunFlags, parse_run, read_run_words, to_flags
+from megatron_ladder.config.sections import DataConfig
 from megatron_ladder.errors import Problem, UserError, exit_code_of, run_program
 from megatron_ladder.flags import section_flags
 from megatron_ladder.train.record import RunRecord, read_record
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> None:
     with StopSignals() as signals, _recording_early_failures(words.words.get("save")):
         # Several processes report their errors to each other, which needs torch.
         if os.environ.get("WORLD_SIZE", "1") == "1":
-            words.to_flags()
+            to_flags(words)
         from megatron_ladder.train.loop import pretrain
 
         pretrain(words, signals)

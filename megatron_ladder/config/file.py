@@ -24,17 +24,13 @@ _EXPECTED = {int: "a whole number", float: "a number", str: "a text", Path: "a p
 _TAG = "tag:yaml.org,2002:"
 
 
-def read_config_file(path: Path, sections: Sequence[type], found: FlagWords, places: dict[str, str]) -> None:
-    """Add the words of a file, whose keys are the flags of these dataclasses, to `found`.
-
-    `places` receives file and line of each flag. Raises UserError if the file cannot be read.
-    """
+def read_config_file(path: Path, sections: Sequence[type], found: FlagWords) -> None:
+    """Add the words of a file, whose keys are the flags of these dataclasses; raise UserError if it cannot be read."""
     flags = {
         spelling.removeprefix("--").replace("-", "_"): one
-        for section in sections
-        for one in section_flags(section)
+        for one in section_flags(*sections)
         if one.field_name not in NOT_IN_FILES
-        for spelling in (flag_name(one.field_name), *one.spellings[1:])
+        for spelling in (flag_name(one.field_name), *one.aliases)
     }
     lines = dict[str, int]()
     for key_node, node in _parse(path):
@@ -48,7 +44,7 @@ def read_config_file(path: Path, sections: Sequence[type], found: FlagWords, pla
             found.problems.append(f"--config {place}: {twice}")
             continue
         lines[name] = line
-        places[flag_name(name)] = places[flag_name(f"no_{name}")] = place
+        found.places |= dict.fromkeys((flag_name(name), flag_name(f"no_{name}")), place)
         try:
             if one is not None:
                 found.words[name] = _words(node, one.value_type)
@@ -79,11 +75,10 @@ def _parse(path: Path) -> list[tuple[Any, Any]]:
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except OSError as error:
         raise UserError(f"--config {path}: cannot be read: {error.strerror}") from None
-    except yaml.MarkedYAMLError as error:
-        line = "" if error.problem_mark is None else f":{error.problem_mark.line + 1}"
-        raise UserError(f"--config {path}{line}: not YAML: {error.problem}") from None
     except (ValueError, yaml.YAMLError, RecursionError) as error:
-        raise UserError(f"--config {path}: not YAML: {error}") from None
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise UserError(f"--config {where}: not YAML: {getattr(error, 'problem', error)}") from None
     if root is None:
         return []
     if root.id != "mapping":

@@ -3,25 +3,16 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_ladder.blueprint.model import ModelConfig, resolve_model, tensor_parallel_errors
 from megatron_ladder.blueprint.model_flags import ModelFlags
 from megatron_ladder.command_line import FlagWords, build_sections, read_words
-from megatron_ladder.config.data import CheckpointConfig, DataConfig
 from megatron_ladder.config.file import NOT_IN_FILES, read_config_file
 from megatron_ladder.config.megatron_flags import read_megatron_flag
-from megatron_ladder.config.training import (
-    LoggingConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    ProfileConfig,
-    ReliabilityConfig,
-    TrainingConfig,
-)
-from megatron_ladder.errors import ErrorCollector, Problem, raise_user_errors, showing_places
+from megatron_ladder.config.sections import Sections
+from megatron_ladder.errors import Problem, UserError, raise_user_errors, showing_places
 from megatron_ladder.flags import flag_name, section_flags, to_plain
 
 PROGRAM = "pretrain_ladder.py"
@@ -37,21 +28,7 @@ Most runs need these flags; a file (--config) can hold them:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Sections:
-    """The sections of the command line that hold for a run as they are."""
-
-    training: TrainingConfig
-    optimizer: OptimizerConfig
-    parallel: ParallelConfig
-    data: DataConfig
-    checkpoint: CheckpointConfig
-    logging: LoggingConfig
-    profile: ProfileConfig
-    reliability: ReliabilityConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunFlags(_Sections):
+class RunFlags(Sections):
     """The values of the command line and of the files of --config."""
 
     model: ModelFlags
@@ -66,22 +43,21 @@ class RunFlags(_Sections):
         # A tokenizer or a checkpoint determines the vocabulary unless the flag was given.
         model = replace(run.model.to_flags(), vocab_size=self.model.vocab_size)
         completed = replace(run, optimizer=run.optimizer.completed(run.training.train_iters))
-        sections = [model, *(getattr(completed, name) for name in _Sections.__annotations__)]
+        sections = [model, *(getattr(completed, name) for name in Sections.__annotations__)]
         values = {name: value for section in sections for name, value in to_plain(section).items()}
         values |= {"global_batch_size": run.global_batch_size, "load": None if checkpoint is None else str(checkpoint)}
         if checkpoint is None:
             # These flags had no effect.
-            every = (one for section in SECTIONS for one in section_flags(section))
-            values |= {one.field_name: one.default for one in every if "--load" in one.limits.requires}
+            values |= {one.field_name: one.default for one in section_flags(*SECTIONS) if "--load" in one.requires}
         return {name: value for name, value in values.items() if name not in NOT_IN_FILES}
 
 
-SECTION_TYPES: dict[str, type] = {"model": ModelFlags, **_Sections.__annotations__}
+SECTION_TYPES: dict[str, type] = {"model": ModelFlags, **Sections.__annotations__}
 SECTIONS = tuple(SECTION_TYPES.values())
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(_Sections):
+class RunConfig(Sections):
     """A run whose values are all known."""
 
     model: ModelConfig
@@ -123,67 +99,44 @@ class RunConfig(_Sections):
         return {**sections, **{name: getattr(self, name) for name in derived}}
 
 
-@dataclass
-class RunWords(FlagWords):
-    """The words of the command line and of the files of --config, each read once."""
-
-    places: dict[str, str] = field(default_factory=dict)
-    """File and line of each flag that a file sets."""
-    taken: set[str] = field(default_factory=set)
-    """Flags of Megatron that are accepted."""
-
-    def to_flags(self) -> RunFlags:
-        """Convert the words to values; raises UserError with one line per word and value that is not valid."""
-        with showing_places(self.places):
-            # A checkpoint may provide them.
-            open_values = build_sections(SECTIONS, self, may_lack_values="load" in self.words)
-            sections = dict(zip(SECTION_TYPES, open_values, strict=True))
-            given = frozenset(name for name, words in self.words.items() if words is not None)
-            flags = RunFlags(**sections, given=given, places=self.places)
-            raise_user_errors(error for error in _megatron_problems(flags) if error.flag in self.taken)
-        return flags
-
-
-def read_run_words(argv: Sequence[str]) -> RunWords:
+def read_run_words(argv: Sequence[str]) -> FlagWords:
     """Read the command line, and the files of --config, of which later ones and the command line override earlier ones.
 
-    Problems are kept for `RunWords.to_flags`.
+    Problems are kept for `to_flags`.
     """
-    taken, places = set[str](), dict[str, str]()
-    read_other = partial(read_megatron_flag, taken=taken)
-    given, of_files = read_words(SECTIONS, argv, PROGRAM, DESCRIPTION, read_other), FlagWords()
+    given, found = read_words(SECTIONS, argv, PROGRAM, DESCRIPTION, read_megatron_flag), FlagWords()
     for path in given.words.get("config") or ():
-        one, problems = FlagWords(), ErrorCollector()
-        with problems.collect():
-            read_config_file(Path(path), SECTIONS, one, places)
-        if problems.messages:
+        try:
+            read_config_file(Path(path), SECTIONS, found)
+        except UserError as error:
+            found.problems += error.messages
             # The flags that the file would set are unknown.
-            every = {field.field_name for section in SECTIONS for field in section_flags(section)}
-            of_files.faulty |= every - given.words.keys()
-        of_files.problems += [*problems.messages, *one.problems]
-        of_files.faulty |= one.faulty
-        of_files.words |= one.words
-    for name in given.words:
-        for flag in (flag_name(name), flag_name(f"no_{name}")):
-            places.pop(flag, None)
-    return RunWords(
-        of_files.words | given.words,
-        of_files.problems + given.problems,
-        given.warnings,
-        of_files.faulty | given.faulty,
-        places,
-        taken,
+            found.faulty |= {one.field_name for one in section_flags(*SECTIONS)} - given.words.keys()
+    overridden = {flag_name(spelling) for name in given.words for spelling in (name, f"no_{name}")}
+    return replace(
+        given,
+        words=found.words | given.words,
+        problems=found.problems + given.problems,
+        faulty=found.faulty | given.faulty,
+        places={flag: place for flag, place in found.places.items() if flag not in overridden},
     )
 
 
-def parse_run(argv: Sequence[str], known: Sequence[str] = ()) -> RunFlags:
-    """Read the command line; raises UserError with `known` errors, and one line per value that is not valid by itself.
+def to_flags(found: FlagWords) -> RunFlags:
+    """Convert the words of a run to values; raises UserError with one line per word and value that is not valid."""
+    with showing_places(found.places):
+        # A checkpoint may provide them.
+        open_values = build_sections(SECTIONS, found, may_lack_values="load" in found.words)
+        sections = dict(zip(SECTION_TYPES, open_values, strict=True))
+        given = frozenset(name for name, words in found.words.items() if words is not None)
+        flags = RunFlags(**sections, given=given, places=found.places)
+        raise_user_errors(error for error in _megatron_problems(flags) if error.flag in found.accepted)
+    return flags
 
-    Combinations are checked by `resolve_run`.
-    """
-    words = read_run_words(argv)
-    words.problems = [*known, *words.problems]
-    return words.to_flags()
+
+def parse_run(argv: Sequence[str]) -> RunFlags:
+    """Read the command line; raises UserError as `to_flags`. Combinations are checked by `resolve_run`."""
+    return to_flags(read_run_words(argv))
 
 
 def _megatron_problems(flags: RunFlags) -> Iterator[Problem]:
@@ -207,20 +160,13 @@ def _megatron_problems(flags: RunFlags) -> Iterator[Problem]:
 def resolve_run(flags: RunFlags, vocab_size: int, world_size: int) -> RunConfig:
     """Derive the values that the flags leave open; raises UserError with one line per invalid combination."""
     errors: list[str] = []
-    with showing_places(flags.places):
-        run = _resolve(flags, vocab_size, world_size, errors)
-        raise_user_errors(errors)
-    return run
-
-
-def _resolve(flags: RunFlags, vocab_size: int, world_size: int, errors: list[str]) -> RunConfig:
     training, parallel = flags.training, flags.parallel
     tensor_parallel, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     model = resolve_model(flags.model, vocab_size, training.seq_length, tensor_parallel, errors)
-    errors += _schedule_problems(training, flags.optimizer)
-    errors += _layout_problems(training, parallel, model)
-    errors += _implementation_problems(training, flags.optimizer, parallel)
-    errors += _profile_problems(flags.profile, training.train_iters, world_size, flags.logging)
+    errors += _schedule_problems(flags)
+    errors += _layout_problems(flags, model)
+    errors += _implementation_problems(flags)
+    errors += _profile_problems(flags, world_size)
     name = flags.logging.eval_callable
     if name is not None and not re.fullmatch(r"\w+(\.\w+)*:\w+", name):
         errors.append(Problem("--eval-callable", f" {name}: expected MODULE:FUNCTION"))
@@ -244,6 +190,8 @@ def _resolve(flags: RunFlags, vocab_size: int, world_size: int, errors: list[str
         ranks += f" / --pipeline-model-parallel-size {stages}"
         text = f" {global_batch_size} is not a multiple of {product} = {samples_at_once} ({ranks})"
         errors.append(Problem("--global-batch-size", text))
+    with showing_places(flags.places):
+        raise_user_errors(errors)
     return RunConfig(
         **{name: getattr(flags, name) for name in SECTION_TYPES} | {"model": model},
         world_size=world_size,
@@ -253,7 +201,8 @@ def _resolve(flags: RunFlags, vocab_size: int, world_size: int, errors: list[str
     )
 
 
-def _schedule_problems(training: TrainingConfig, optimizer: OptimizerConfig) -> Iterator[Problem]:
+def _schedule_problems(flags: RunFlags) -> Iterator[Problem]:
+    training, optimizer = flags.training, flags.optimizer
     warmup, last = optimizer.lr_warmup_iters, optimizer.lr_wsd_decay_iters
     if optimizer.min_lr > optimizer.lr:
         yield Problem("--min-lr", f" {optimizer.min_lr} is above --lr {optimizer.lr}")
@@ -266,7 +215,8 @@ def _schedule_problems(training: TrainingConfig, optimizer: OptimizerConfig) -> 
         yield Problem("--lr-warmup-iters", f" {warmup} leaves no step of {end} for the decay")
 
 
-def _layout_problems(training: TrainingConfig, parallel: ParallelConfig, model: ModelConfig) -> Iterator[Problem]:
+def _layout_problems(flags: RunFlags, model: ModelConfig) -> Iterator[Problem]:
+    training, parallel = flags.training, flags.parallel
     length, longest, layers = training.seq_length, model.max_position_embeddings, model.num_layers
     recomputed, stages = training.recompute_num_layers, parallel.pipeline_model_parallel_size
     if length > longest:
@@ -285,10 +235,9 @@ def _layout_problems(training: TrainingConfig, parallel: ParallelConfig, model: 
         yield Problem("--recompute-num-layers", f" {recomputed} is above --num-layers {layers}")
 
 
-def _implementation_problems(
-    training: TrainingConfig, optimizer: OptimizerConfig, parallel: ParallelConfig
-) -> Iterator[Problem]:
+def _implementation_problems(flags: RunFlags) -> Iterator[Problem]:
     """Reject combinations that DeepSpeed or apex does not support or gets wrong."""
+    training, optimizer, parallel = flags.training, flags.optimizer, flags.parallel
     stage, stages = parallel.zero_stage, parallel.pipeline_model_parallel_size
     offloads, has_apex = parallel.offload_optimizer != "none", optimizer.optimizer_implementation == "apex"
     if stage in ("2", "3") and stages > 1:
@@ -310,9 +259,8 @@ def _implementation_problems(
         yield Problem("--optimizer-implementation", " apex miscounts steps with --zero-stage 3: use torch")
 
 
-def _profile_problems(
-    profile: ProfileConfig, train_iters: int, world_size: int, logging: LoggingConfig
-) -> Iterator[Problem]:
+def _profile_problems(flags: RunFlags, world_size: int) -> Iterator[Problem]:
+    profile, train_iters = flags.profile, flags.training.train_iters
     if not profile.profile:
         return
     start, end = profile.profile_step_start, profile.profile_step_end
@@ -325,5 +273,5 @@ def _profile_problems(
     if absent or not profile.profile_ranks:
         text = f" {absent}: expected ranks from 0 to {world_size - 1} of the {world_size} launched processes"
         yield Problem("--profile-ranks", text)
-    if profile.folder(logging.tensorboard_dir) is None:
+    if profile.folder(flags.logging.tensorboard_dir) is None:
         yield Problem("--profile", " needs a directory for its traces: give --profile-dir or --tensorboard-dir")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_ladder.config.data import DataConfig
+from megatron_ladder.config.sections import DataConfig
 from megatron_ladder.data.blending import Blend, BlendedSource, parse_blend
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.packing import LossOn, PackedSource

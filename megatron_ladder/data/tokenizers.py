@@ -18,7 +18,7 @@ import tokenizers
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import decoders, normalizers
 
-from megatron_ladder.config.data import TokenizerType
+from megatron_ladder.config.sections import TokenizerType
 from megatron_ladder.errors import UserError
 from megatron_ladder.files import hub_hint, read_if_exists
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.checkpoint.optimizer_state import Span
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.config.training import OptimizerConfig
+from megatron_ladder.config.sections import OptimizerConfig
 from megatron_ladder.parallel.layout import split_interval
 
 ORTHOGONAL = "orthogonal"

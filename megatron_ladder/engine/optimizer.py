@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron_ladder.config.training import OptimizerConfig
+from megatron_ladder.config.sections import OptimizerConfig
 from megatron_ladder.engine.muon import ORTHOGONAL, MuonWithAdamW
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.language_model import LanguageModel

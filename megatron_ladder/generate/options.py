@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_ladder.command_line import parse_command_line
-from megatron_ladder.config.data import TokenizerType
+from megatron_ladder.config.sections import TokenizerType
 from megatron_ladder.errors import raise_user_errors
 from megatron_ladder.flags import flag
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from megatron_ladder.config.training import ReliabilityConfig
+from megatron_ladder.config.sections import ReliabilityConfig
 from megatron_ladder.errors import BadNumbersError
 
 _Kind = Literal["bad numbers", "no targets", "loss spike"]

@@ -10,8 +10,8 @@ import msgspec
 
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.comm.launch import RankInfo
-from megatron_ladder.config.data import DataConfig
 from megatron_ladder.config.run import SECTION_TYPES, RunConfig, RunFlags, parse_run, resolve_run
+from megatron_ladder.config.sections import DataConfig
 from megatron_ladder.data.indexed import sidecar_path
 from megatron_ladder.data.loader import OrderOptions, Sources, check_tokenizer, open_sources
 from megatron_ladder.data.prompt_files import read_prompt_file

@@ -20,8 +20,9 @@ from megatron_ladder.comm.launch import (
     stop_process_group,
 )
 from megatron_ladder.comm.watch import HangWatch
+from megatron_ladder.command_line import FlagWords
 from megatron_ladder.config.file import CONFIG_NAME, config_file_text
-from megatron_ladder.config.run import RunWords
+from megatron_ladder.config.run import to_flags
 from megatron_ladder.files import write_atomically
 from megatron_ladder.train.checkpoints import CheckpointSaver
 from megatron_ladder.train.evaluation import Evaluations
@@ -61,7 +62,7 @@ class OpenRun:
 
 
 @contextmanager
-def open_run(words: RunWords) -> Iterator[OpenRun]:
+def open_run(words: FlagWords) -> Iterator[OpenRun]:
     """Open the run that a command line describes, resumed from its checkpoint, and close it at the end of the block.
 
     Raises UserError before anything starts; LostPeerError if another rank ended, or a collective timed out.
@@ -71,7 +72,7 @@ def open_run(words: RunWords) -> Iterator[OpenRun]:
         for warning in words.warnings:
             print_rank_0(f"*** {warning} ***", place.rank)
         with reporting_errors(place):
-            inputs = read_inputs(words.to_flags(), place, partial(from_rank_0, place, whole_run))
+            inputs = read_inputs(to_flags(words), place, partial(from_rank_0, place, whole_run))
             check_device(place)
             folder = inputs.run.checkpoint.save
             if folder is not None and place.rank == 0:
@@ -102,7 +103,7 @@ def _write_config(folder: Path, inputs: RunInputs) -> None:
         print_if_possible(f"*** {folder / CONFIG_NAME}: could not be written: {error.strerror} ***")
 
 
-def pretrain(words: RunWords, signals: StopSignals | None = None) -> None:
+def pretrain(words: FlagWords, signals: StopSignals | None = None) -> None:
     """Run the training that a command line describes; `signals` request a graceful shutdown, if they are handled.
 
     Raises UserError before anything starts; BadNumbersError after too many consecutive steps whose numbers were not

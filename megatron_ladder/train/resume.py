@@ -21,10 +21,9 @@ from megatron_ladder.checkpoint.publish import (
     published_checkpoints,
     read_latest,
 )
-from megatron_ladder.config.data import CheckpointConfig
 from megatron_ladder.config.file import CONFIG_NAME
 from megatron_ladder.config.run import SECTION_TYPES, RunConfig, RunFlags
-from megatron_ladder.config.training import OptimizerConfig
+from megatron_ladder.config.sections import CheckpointConfig, OptimizerConfig
 from megatron_ladder.data.identity import data_changes
 from megatron_ladder.errors import ErrorCollector, Problem, UserError, raise_user_errors
 from megatron_ladder.flags import flag_name, limit_problems, section_flags, to_plain

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Self
 
-from megatron_ladder.config.training import ReliabilityConfig
+from megatron_ladder.config.sections import ReliabilityConfig
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SAME_SECONDS = 2.0

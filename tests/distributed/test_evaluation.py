@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ladder.config.data import DataConfig
+from megatron_ladder.config.sections import DataConfig
 from megatron_ladder.data.loader import OrderOptions, open_sources
 from megatron_ladder.data.tokenizers import NullTokenizer
 from megatron_ladder.errors import UserError

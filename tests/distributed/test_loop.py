@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from megatron_ladder.config.data import DataConfig
+from megatron_ladder.config.sections import DataConfig
 from megatron_ladder.data.loader import OrderOptions, open_sources
 from megatron_ladder.train import loop
 from megatron_ladder.train.evaluation import Evaluations

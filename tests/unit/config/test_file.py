@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ladder.config.file import config_file_text
-from megatron_ladder.config.run import RunFlags, parse_run, read_run_words, resolve_run
+from megatron_ladder.config.run import RunFlags, parse_run, read_run_words, resolve_run, to_flags
 from tests.helpers.runs import errors_of
 
 BASE = "train_iters: 10\nlr: 1e-4\n"
@@ -113,7 +113,7 @@ def test_a_file_that_can_be_read_once_is_read_once(tmp_path: Path) -> None:
     writer.start()
     words = read_run_words(["--config", str(tmp_path / "pipe")])
     writer.join()
-    assert words.to_flags().training.bf16 and words.to_flags().training.bf16
+    assert to_flags(words).training.bf16 and to_flags(words).training.bf16
 
 
 @pytest.mark.parametrize(

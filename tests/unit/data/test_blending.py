@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ladder.config.data import DataConfig
+from megatron_ladder.config.sections import DataConfig
 from megatron_ladder.data.blending import _MAX_TURNS, BlendedSource, _turns_of, _whole_weights, parse_blend
 from megatron_ladder.data.loader import OrderOptions, open_sources
 from megatron_ladder.data.samples import SampleRows, SampleSource

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ladder.config.data import DataConfig
+from megatron_ladder.config.sections import DataConfig
 from megatron_ladder.data.identity import data_changes
 from megatron_ladder.data.indexed import IndexedDatasetWriter, loss_mask_path
 from megatron_ladder.data.loader import OrderOptions, open_sources

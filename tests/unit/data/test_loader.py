@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ladder.config.data import DataConfig
+from megatron_ladder.config.sections import DataConfig
 from megatron_ladder.data.batches import BatchShape, DocumentRules, GlobalBatchLoader, SampleReader
 from megatron_ladder.data.indexed import Sidecar, read_sidecar, sidecar_path, write_sidecar
 from megatron_ladder.data.loader import OrderOptions, check_tokenizer, open_sources

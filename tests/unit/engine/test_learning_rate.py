@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ladder.config.training import OptimizerConfig
+from megatron_ladder.config.sections import OptimizerConfig
 from megatron_ladder.engine.optimizer import learning_rate
 
 BASE: dict[str, Any] = {"lr": 8.0, "min_lr": 2.0, "lr_warmup_iters": 4, "lr_decay_iters": 16}

@@ -6,7 +6,7 @@ import torch
 from megatron_ladder.blueprint.tensors import TensorSpec
 from megatron_ladder.checkpoint.optimizer_state import Span
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.config.training import OptimizerConfig
+from megatron_ladder.config.sections import OptimizerConfig
 from megatron_ladder.engine.muon import ORTHOGONAL, MuonWithAdamW
 from megatron_ladder.parallel.layout import Section
 

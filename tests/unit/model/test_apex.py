@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from megatron_ladder.config.training import OptimizerConfig
+from megatron_ladder.config.sections import OptimizerConfig
 from megatron_ladder.engine.optimizer import build_optimizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.operations import Operations, find_in_apex, select_operations

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from megatron_ladder.config.training import ReliabilityConfig
+from megatron_ladder.config.sections import ReliabilityConfig
 from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.train.guards import Finding, Guard
 

@@ -15,8 +15,7 @@ from tokenizers.models import WordLevel
 from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.config.data import CheckpointConfig
-from megatron_ladder.config.training import OptimizerConfig
+from megatron_ladder.config.sections import CheckpointConfig, OptimizerConfig
 from megatron_ladder.data.chat_template import read_chat_template
 from megatron_ladder.data.indexed import IndexedDataset, IndexedDatasetWriter, Sidecar, token_dtype, write_sidecar
 from megatron_ladder.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ladder.config.training import ReliabilityConfig
+from megatron_ladder.config.sections import ReliabilityConfig
 from megatron_ladder.train.stop import Stopper, StopSignals
 from tests.helpers.commands import REPOSITORY_ROOT
 from tests.helpers.patience import patient
