@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from megatron_ladder.command_line import FlagWords, build_sections, read_words  # noqa: E402
-from megatron_ladder.config.run import parse_run  # noqa: E402
+from megatron_ladder.config.run import RunFlags, parse_run  # noqa: E402
 from megatron_ladder.errors import ErrorCollector, UserError, run_program  # noqa: E402
 from megatron_ladder.flags import flag  # noqa: E402
 
@@ -27,7 +27,7 @@ class DryRunOptions:
     """File for the memory of the ranks that are built, and for all collectives of a step in order."""
 
 
-def parse_options(argv: Sequence[str]) -> tuple[DryRunOptions, list[str]]:
+def parse_options(argv: Sequence[str]) -> tuple[DryRunOptions, RunFlags, list[str]]:
     """Read the command line; return also the words that describe the run. Raises UserError with one line per error."""
     words: list[str] = []
 
@@ -39,19 +39,19 @@ def parse_options(argv: Sequence[str]) -> tuple[DryRunOptions, list[str]]:
     with errors.collect():
         (options,) = build_sections([DryRunOptions], found)
     with errors.collect():
-        parse_run(words)
+        flags = parse_run(words)
     errors.raise_if_any()
-    return options, words
+    return options, flags, words
 
 
 def main(argv: Sequence[str]) -> None:
     """Build the ranks, print what they allocate and communicate, and compare their collectives."""
-    options, words = parse_options(argv)
+    options, flags, _ = parse_options(argv)
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("a dry run needs no launcher: start it as `python tools/dry_run.py ...`")
     from ladder_lab.dry_run.program import dry_run
 
-    dry_run(words, options.ranks, options.json)
+    dry_run(flags, options.ranks, options.json)
 
 
 if __name__ == "__main__":

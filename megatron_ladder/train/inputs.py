@@ -10,7 +10,7 @@ import msgspec
 
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.comm.launch import RankInfo
-from megatron_ladder.config.run import SECTION_TYPES, RunConfig, RunFlags, parse_run, resolve_run
+from megatron_ladder.config.run import SECTION_TYPES, RunConfig, RunFlags, resolve_run
 from megatron_ladder.config.sections import DataConfig
 from megatron_ladder.data.indexed import sidecar_path
 from megatron_ladder.data.loader import OrderOptions, Sources, check_tokenizer, open_sources
@@ -104,12 +104,11 @@ def read_inputs(flags: RunFlags, place: RankInfo, ask: Ask = lambda minutes, loo
         return _open(resolved, findings, own_input, place)
 
 
-def read_dry_run(argv: Sequence[str], world_size: int) -> RunConfig:
-    """Return the run of a command line with so many processes; opens no data and creates no directories.
+def read_dry_run(flags: RunFlags, world_size: int) -> RunConfig:
+    """Return the run of flags with so many processes; opens no data and creates no directories.
 
     Raises UserError with one line per error.
     """
-    flags = parse_run(argv)
     with showing_places(flags.places):
         found = look_for_checkpoint(flags)
         _, _, run = _complete(flags, None if found is None else found.open(), world_size)

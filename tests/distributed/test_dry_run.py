@@ -13,6 +13,7 @@ from torch import Tensor
 from ladder_lab.dry_run.program import dry_run
 from ladder_lab.dry_run.recorder import Recorder
 from megatron_ladder.comm.group import CommGroup, Work
+from megatron_ladder.config.run import parse_run
 from megatron_ladder.data.batches import MicroBatch
 from megatron_ladder.errors import UserError
 from megatron_ladder.train.step import train_step
@@ -58,7 +59,7 @@ def launches_of_second_step(argv: Sequence[str]) -> list[tuple[Any, ...]]:
 )
 def test_collectives_are_those_of_real_ranks(gloo_pools: GlooPools, layout: str, tmp_path: Path) -> None:
     argv = [*RECIPE, *layout.split(), "--global-batch-size", "2"]
-    dry_run(argv, 2, tmp_path / "found.json")
+    dry_run(parse_run(argv), 2, tmp_path / "found.json")
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["ranks"]
     for rank, expected in enumerate(gloo_pools(2).run(launches_of_second_step, argv)):
         groups = found[str(rank)]["groups"]
@@ -72,7 +73,7 @@ def test_collectives_are_those_of_real_ranks(gloo_pools: GlooPools, layout: str,
 
 def test_memory_is_that_of_the_planner_and_the_host_waits_once(capsys: pytest.CaptureFixture[str]) -> None:
     layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel".split()
-    dry_run([*LARGER, *layout, "--global-batch-size", "64"], 8)
+    dry_run(parse_run([*LARGER, *layout, "--global-batch-size", "64"]), 8)
     report = capsys.readouterr().out
     assert "*** stage" not in report, report
     assert report.count("the host waits") == 2, report
@@ -91,7 +92,7 @@ def test_a_reduce_that_one_rank_leaves_out_is_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(CommGroup, "start_all_reduce", leave_one_out)
     argv = [*RECIPE, "--tensor-model-parallel-size", "2", "--global-batch-size", "1"]
     with pytest.raises(UserError) as caught:
-        dry_run(argv, 2)
+        dry_run(parse_run(argv), 2)
     assert caught.value.messages == (
         "the dry run found: group 'tensor' of ranks 0-1, collective 4: rank 1 launches all_reduce of 768 bytes "
         "(bfloat16) in layers.1.mlp forward, but rank 0 launches all_reduce of 768 bytes (bfloat16) in "

@@ -121,7 +121,7 @@ def _read_program(script: str, words: Sequence[str], processes: int | None) -> l
 def _read_tool(script: str, words: Sequence[str]) -> None:
     parsed = load_program(PROGRAM_OF[script]).parse_options(words)
     if script == "tools/dry_run.py":
-        options, run = parsed
+        options, _, run = parsed
         _read_training(run, options.ranks, False)
 
 

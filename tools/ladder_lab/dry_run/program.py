@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from ladder_lab.cost.memory import Layout, Precision, stage_memory
 from ladder_lab.dry_run.one_rank import STEPS, RankRecord, run_rank
 from ladder_lab.dry_run.replay import Communicator, RankProgram, find_problems
 from ladder_lab.output import write_json
-from megatron_ladder.config.run import RunConfig
+from megatron_ladder.config.run import RunConfig, RunFlags
 from megatron_ladder.engine.build import import_deepspeed
 from megatron_ladder.engine.deepspeed_json import deepspeed_json
 from megatron_ladder.errors import raise_user_errors
@@ -30,18 +30,13 @@ TOLERANCE = 0.1
 """Relative difference to the planner's memory that is reported."""
 
 
-def dry_run(argv: Sequence[str], ranks: int, output: Path | None = None) -> None:
+def dry_run(flags: RunFlags, ranks: int, output: Path | None = None) -> None:
     """Run two steps of every distinct rank without devices, and print what they allocate and communicate.
 
-    Args:
-        argv: the command line of the run.
-        ranks: its number of processes.
-        output: JSON file for the memory and the collectives.
-
-    Raises UserError if the flags are invalid, or if the ranks' collectives do not match.
+    `output` is a JSON file for both. Raises UserError if the flags are invalid, or the ranks' collectives do not match.
     """
     begin = time.monotonic()
-    planned = read_dry_run(argv, ranks)
+    planned = read_dry_run(flags, ranks)
     raise_user_errors(_unsupported(planned))
     run = _shortened(planned)
     records = _run_ranks(run)
