@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from tests.helpers.hugging_face import Family, module_tensors, transformers_model
+from tests.helpers.sharded import small_model
 from tests.reference import (
     ReferenceConfig,
     Routed,
@@ -28,15 +29,8 @@ from tests.reference import (
     reference_training,
 )
 
-BASE = ReferenceConfig(
-    num_layers=2,
-    hidden_size=24,
-    ffn_hidden_size=40,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    head_dim=6,
-    vocab_size=53,
-)
+SIZES = {"num_layers": 2, "hidden_size": 24, "ffn_hidden_size": 40, "num_key_value_heads": 4, "head_dim": 6}
+BASE = ReferenceConfig.like(small_model(**SIZES, vocab_size=53))
 LLAMA3 = replace(
     BASE,
     rope_scaling="llama3",

@@ -7,19 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.sharded import small_model
 from tests.reference import ReferenceConfig, make_weights, reference_logits
 
 # Wirings on sequences of one token, for which attention is o_proj(v_proj(x)): no other key, no rotation.
 
-TINY = ReferenceConfig(
-    num_layers=2,
-    hidden_size=4,
-    ffn_hidden_size=6,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    head_dim=2,
-    vocab_size=7,
-)
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 2}
+TINY = ReferenceConfig.like(small_model(num_layers=2, hidden_size=4, ffn_hidden_size=6, vocab_size=7, **HEADS))
 
 
 class ByHand:

@@ -10,17 +10,9 @@ from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qw
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import ModelFlops, parameter_count
 from tests.helpers.hugging_face import Family, transformers_model
+from tests.helpers.sharded import small_model
 
-SMALL = ModelConfig(
-    num_layers=3,
-    hidden_size=24,
-    ffn_hidden_size=40,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=10,
-    vocab_size=37,
-    max_position_embeddings=64,
-)
+SMALL = small_model(num_layers=3, hidden_size=24, ffn_hidden_size=40, head_dim=10, vocab_size=37)
 
 
 @pytest.mark.parametrize(
@@ -61,17 +53,9 @@ def test_a_parallel_layer_has_one_norm_less() -> None:
 def test_published_sizes(
     layers: int, hidden: int, heads: int, ffn: int, published: float, published_untied: float
 ) -> None:
-    star_coder_vocabulary = 49152
-    model = ModelConfig(
-        num_layers=layers,
-        hidden_size=hidden,
-        ffn_hidden_size=ffn,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        head_dim=hidden // heads,
-        vocab_size=star_coder_vocabulary,
-        max_position_embeddings=2048,
-    )
+    model = small_model(num_layers=layers, hidden_size=hidden, ffn_hidden_size=ffn, head_dim=hidden // heads)
+    # StarCoder's vocabulary.
+    model = replace(model, num_attention_heads=heads, num_key_value_heads=heads, vocab_size=49152)
     count = parameter_count(model)
     assert round((count.total - count.lm_head) / 1e9, 3) == published
     assert round(count.total / 1e9, 3) == published_untied

@@ -1,7 +1,5 @@
 """The report of a hand-written record with known numbers."""
 
-import subprocess
-import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,6 @@ import pytest
 from megatron_ladder.cli.report_run import _describe, _summarize, main
 from megatron_ladder.errors import UserError
 from megatron_ladder.train.record import RunRecord
-from tests.helpers.commands import REPOSITORY_ROOT
 
 BEGAN = datetime(2026, 1, 31, 12, tzinfo=UTC)
 
@@ -69,15 +66,13 @@ def test_an_evaluation_of_an_older_checkpoint_loses_no_steps() -> None:
     assert (summary.steps, summary.lost_steps, summary.interruptions) == (10, 4, 1)
 
 
-def test_the_program_prints_and_draws(tmp_path: Path) -> None:
+def test_the_program_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = RunRecord(tmp_path)
     for one in EVENTS:
         record.write(one["event"], **{name: value for name, value in one.items() if name not in ("time", "event")})
-    done = subprocess.run(
-        [sys.executable, "tools/report_run.py", str(tmp_path)], cwd=REPOSITORY_ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert "lost steps: 4" in done.stdout and f"plot: {tmp_path / 'report.png'}" in done.stdout
+    main([str(tmp_path)])
+    printed = capsys.readouterr().out
+    assert "lost steps: 4" in printed and f"plot: {tmp_path / 'report.png'}" in printed
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.comm.mesh import ProcessMesh
@@ -80,3 +81,12 @@ def our_logits(model: LanguageModel, tokens: Tensor) -> Tensor:
     with torch.no_grad():
         hidden_states = model.hidden_states(tokens, model.training_context(tokens))
         return model.logits_shard(hidden_states)[..., : model.config.vocab_size].transpose(0, 1)
+
+
+def opened(folder: Path, **options: Any) -> Any:
+    """Open a directory as a user does; every weight must be in it."""
+    module, report = AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, output_loading_info=True, **options
+    )
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return module.eval()

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AutoModel,
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
 )
 
@@ -24,6 +23,7 @@ from tests.unit.convert.hf_models import (
     GLM,
     VOCAB,
     hf_tensors,
+    opened,
     our_logits,
     random_model,
     tiny_config,
@@ -44,15 +44,6 @@ def module_of(model: LanguageModel, attention: str = "sdpa") -> MegatronLadderFo
     module = MegatronLadderForCausalLM(config).eval()
     module.load_state_dict(hf_tensors(model))
     return module
-
-
-def opened(folder: Path, **options: Any) -> nn.Module:
-    """Open a directory as a user does; every weight must be in it."""
-    module, report = AutoModelForCausalLM.from_pretrained(
-        folder, trust_remote_code=True, output_loading_info=True, **options
-    )
-    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    return module.eval()
 
 
 def greedy(model: LanguageModel, prompt: Tensor, new_tokens: int) -> Tensor:

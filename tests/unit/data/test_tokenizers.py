@@ -63,11 +63,8 @@ def test_the_end_of_sequence_token_is_found(hugging_face_directory: Path, tmp_pa
     named = HuggingFaceTokenizer(alone, "el")
     copy_tokenizer(named, tmp_path / "copy")
     assert named.eod_id == library.token_to_id("el")
-    assert (
-        load_tokenizer_from_directory(tmp_path / "copy").eod_id
-        == pickle.loads(pickle.dumps(named)).eod_id
-        == named.eod_id
-    )
+    for copy in (load_tokenizer_from_directory(tmp_path / "copy"), pickle.loads(pickle.dumps(named))):
+        assert copy.eod_id == named.eod_id
     with pytest.raises(UserError, match="--eod-token <nowhere>: is not in the vocabulary of "):
         HuggingFaceTokenizer(alone, "<nowhere>")
     (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "el"}')
@@ -88,12 +85,8 @@ def test_a_copied_tokenizer_equals_the_original(tokenizer: Tokenizer, tmp_path: 
     moved = (tmp_path / "checkpoint").rename(tmp_path / "moved")
     loaded = load_tokenizer_from_directory(moved)
     assert {file.parent for file in loaded.files} <= {moved}
-    assert (loaded.kind, loaded.sha256, loaded.vocab_size, loaded.eod_id) == (
-        tokenizer.kind,
-        tokenizer.sha256,
-        tokenizer.vocab_size,
-        tokenizer.eod_id,
-    )
+    for name in ("kind", "sha256", "vocab_size", "eod_id"):
+        assert getattr(loaded, name) == getattr(tokenizer, name)
     assert loaded.encode(NASTY[5]) == tokenizer.encode(NASTY[5])
 
 

@@ -100,11 +100,8 @@ def test_sizes_come_from_the_checkpoint(tmp_path: Path) -> None:
     assert (tuned.run.training.seq_length, tuned.run.training.seed) == (40, 1234)
     # A tokenizer may have more ids than the model, as long as they do not occur.
     for more in ("", "--vocab-size 67"):
-        assert (
-            read(f"--finetune --seq-length 8 --tokenizer-type ByteTokenizer {more}").run.model.vocab_size
-            == config.vocab_size
-            == 67
-        )
+        found = read(f"--finetune --seq-length 8 --tokenizer-type ByteTokenizer {more}")
+        assert found.run.model.vocab_size == config.vocab_size == 67
     for more, message in (
         ("--num-layers 4", "--num-layers 4: .* was trained with 3"),
         ("--num-layers 4 --ladder-layers 2-3", "--num-layers 4: .* was trained with 3"),

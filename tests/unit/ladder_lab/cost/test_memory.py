@@ -25,17 +25,9 @@ from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.operations import with_norm
 from megatron_ladder.model.stack import StackOptions
 from tests.helpers.live_bytes import LiveBytes
+from tests.helpers.sharded import small_model
 
-SMALL = ModelConfig(
-    num_layers=3,
-    hidden_size=128,
-    ffn_hidden_size=352,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    vocab_size=384,
-    max_position_embeddings=128,
-)
+SMALL = small_model(num_layers=3, hidden_size=128, ffn_hidden_size=352, head_dim=32, vocab_size=384)
 TOLERANCE = 0.03
 """Rotary tables, root mean squares and the softmax's sums are not counted."""
 

@@ -58,10 +58,8 @@ def test_the_trainer_reads_the_command_of_a_plan(model: str) -> None:
         run = resolve_run(parse_run(words), asked.model.vocab_size, 64)
         layout, parallel = plan.layout, run.parallel
         assert run.model == NAMED_WIRINGS[plan.wiring].of(asked.model, plan.layout.tensor)
-        assert (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) == (
-            layout.tensor,
-            layout.pipeline,
-        )
+        assert parallel.tensor_model_parallel_size == layout.tensor
+        assert parallel.pipeline_model_parallel_size == layout.pipeline
         assert (run.data_parallel_size, int(parallel.zero_stage)) == (layout.data, layout.zero)
         assert run.optimizer.optimizer == ("muon" if asked.muon else "adamw")
         assert (run.training.micro_batch_size, run.global_batch_size) == (layout.micro_batch, 128)
