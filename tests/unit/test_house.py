@@ -65,19 +65,19 @@ MOST_LINES_OF_A_FILE = 470
 
 FIRST_FLOOR = ("errors", "files", "processes", "progress", "api", "lm_eval")
 BUDGETS = {
-    f"{PACKAGE}/": 24_742,
+    f"{PACKAGE}/": 24_642,
     " ".join(
         f"{PACKAGE}/{folder}/" for folder in ("blueprint", "comm", "parallel", "model", "engine", "train")
-    ): 10_831,
-    f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_494,
+    ): 10_830,
+    f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_395,
     f"{PACKAGE}/checkpoint/": 2_061,
     f"{PACKAGE}/data/": 4_132,
     f"{PACKAGE}/convert/": 2_513,
     f"{PACKAGE}/generate/": 2_091,
     f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_614,
-    "tools/": 5_991,
+    "tools/": 5_987,
     "vllm_plugin/": 2_302,
-    "tests/": 26_692,
+    "tests/": 26_861,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
 MOST_WORDS = 31_995
