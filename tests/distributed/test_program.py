@@ -17,7 +17,7 @@ from tests.chaos.ranks import Job
 from tests.helpers.patience import patient
 from tests.helpers.pool import import_for_ranks
 from tests.helpers.tokens import write_documents, write_tokens
-from tests.unit.convert.hf_models import random_model, write_hf
+from tests.unit.convert.saved_models import export
 from tests.unit.generate.tiny_model import tiny_config, write_checkpoint
 
 VOCABULARY = 67
@@ -169,7 +169,7 @@ def distillation_losses(save: Path) -> list[float]:
 
 def test_a_model_leaves_its_teacher_and_resumes_with_another(data: list[str], tmp_path: Path) -> None:
     """The student starts as the teacher itself."""
-    teacher, hf = tmp_path / "teacher", write_hf(random_model(tiny_config(num_layers=1)), tmp_path / "hf")
+    teacher, (hf, _) = tmp_path / "teacher", export(tmp_path / "exported", tiny_config(num_layers=1))
     config = tiny_config(residual_mode="ladder", ladder_layers=(1, 2))
     write_checkpoint(teacher, config)
     before = contents(teacher) | contents(hf)

@@ -34,7 +34,7 @@ from megatron_ladder.model.language_model import LanguageModel
 from tests.helpers.sharded import small_model
 from tests.reference import ReferenceConfig, make_weights
 from tests.unit.checkpoint.tiny_training import publish_pieces
-from tests.unit.convert.hf_models import our_logits as logits_of
+from tests.unit.generate.tiny_model import write_checkpoint
 
 SIZES = {
     "vocab_size": 301,
@@ -150,9 +150,19 @@ def write_cut_checkpoint(
     return weights
 
 
+def export(folder: Path, config: ModelConfig, *words: object) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Export a model of random weights to `folder / "hf"`; return that directory and the weights."""
+    weights = make_weights(ReferenceConfig.like(config), seed=5)
+    write_checkpoint(folder / "run", config, weights)
+    convert("export", "--load", folder / "run", "--hf", folder / "hf", *words)
+    return folder / "hf", weights
+
+
+@torch.no_grad()
 def our_logits(directory: Path, tokens: torch.Tensor) -> torch.Tensor:
     """Map tokens [b, s] to logits [b, s, V] with our model on one rank."""
     checkpoint = Checkpoint.open(directory)
     model = LanguageModel(checkpoint.model(), ProcessMesh.single())
     load_weights(model, checkpoint)
-    return logits_of(model, tokens)
+    hidden_states = model.hidden_states(tokens, model.training_context(tokens))
+    return model.logits_shard(hidden_states)[..., : model.config.vocab_size].transpose(0, 1)

@@ -1,4 +1,4 @@
-"""Exported directories in transformers, compared with the training model; test_lanes.py compares the formulas."""
+"""Exported directories in transformers, compared with the reference; test_lanes.py compares the formulas."""
 
 import subprocess
 import sys
@@ -16,19 +16,10 @@ from transformers import (
 from megatron_ladder.convert.hf_module.configuration_megatron_ladder import MegatronLadderConfig
 from megatron_ladder.convert.hf_module.modeling_megatron_ladder import MegatronLadderForCausalLM, MegatronLadderModel
 from megatron_ladder.convert.remote_code import hf_config, hf_type, module_files
-from megatron_ladder.model.language_model import LanguageModel
 from tests.helpers.commands import REPOSITORY_ROOT
-from tests.unit.convert.hf_models import (
-    EXPERTS,
-    GLM,
-    VOCAB,
-    hf_tensors,
-    opened,
-    our_logits,
-    random_model,
-    tiny_config,
-    write_hf,
-)
+from tests.reference import ReferenceConfig, reference_logits
+from tests.unit.convert.hf_models import EXPERTS, GLM, VOCAB, opened, tiny_config
+from tests.unit.convert.saved_models import export
 
 HYBRID = {"residual_mode": "ladder", "ladder_layers": (1, 2, 4)}
 UPPER = {"moe_layers": (1, 2, 3, 4, 5)}
@@ -36,14 +27,6 @@ UPPER = {"moe_layers": (1, 2, 3, 4, 5)}
 
 def random_tokens(*shape: int, seed: int = 1) -> Tensor:
     return torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def module_of(model: LanguageModel, attention: str = "sdpa") -> MegatronLadderForCausalLM:
-    """Return the exported module with the weights of a model."""
-    config = MegatronLadderConfig(**hf_config(model.config, dtype="float32"), attn_implementation=attention)
-    module = MegatronLadderForCausalLM(config).eval()
-    module.load_state_dict(hf_tensors(model))
-    return module
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
@@ -80,21 +63,19 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
         ),
     ],
 )
-def test_exported_directories_match_the_training_model(
-    model_type: str, changes: dict[str, Any], tmp_path: Path
-) -> None:
-    model = random_model(tiny_config(**changes))
-    module = opened(write_hf(model, tmp_path / "model"))
-    assert module.config.model_type == hf_type(model.config) == model_type
-    tokens = random_tokens(2, 40)
+def test_exported_directories_match_the_reference(model_type: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    config = tiny_config(**changes)
+    folder, weights = export(tmp_path, config)
+    module, tokens = opened(folder), random_tokens(2, 40)
+    assert module.config.model_type == hf_type(config) == model_type
     with torch.no_grad():
-        assert_close(module(tokens).logits, our_logits(model, tokens))
+        assert_close(module(tokens).logits, reference_logits(weights, ReferenceConfig.like(config), tokens))
 
 
 def test_saving_and_loading_changes_nothing(tmp_path: Path) -> None:
     changes = HYBRID | {"tie_embeddings": True, "rope_scaling": "linear", "rope_scaling_factor": 2.0}
-    model = random_model(tiny_config(**changes))
-    first = opened(write_hf(model, tmp_path / "first", dtype="bfloat16"), dtype="auto")
+    folder, _ = export(tmp_path, tiny_config(**changes), "--dtype", "bf16")
+    first = opened(folder, dtype="auto")
     assert first.dtype == torch.bfloat16
     assert first.lm_head.weight is first.model.embed_tokens.weight
     first.save_pretrained(tmp_path / "second")
@@ -110,8 +91,8 @@ def test_saving_and_loading_changes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_larger_or_another_head_keeps_its_weights_and_the_bound_of_the_logits(tmp_path: Path, tied: bool) -> None:
-    model, tokens = random_model(tiny_config(logit_soft_cap=0.5, tie_embeddings=tied)), random_tokens(1, 8)
-    module = opened(write_hf(model, tmp_path / "model"))
+    config, tokens = tiny_config(logit_soft_cap=0.5, tie_embeddings=tied), random_tokens(1, 8)
+    module = opened(export(tmp_path, config)[0])
     with torch.no_grad():
         before = module(tokens).logits
         module.resize_token_embeddings(VOCAB + 3)
@@ -121,15 +102,15 @@ def test_a_larger_or_another_head_keeps_its_weights_and_the_bound_of_the_logits(
         assert_close(after[..., :VOCAB], before)
         assert after.shape[-1] == VOCAB + 3 and after.abs().max() < 0.5
         # As adapters do.
-        module.lm_head = nn.Linear(model.config.hidden_size, VOCAB)
+        module.lm_head = nn.Linear(config.hidden_size, VOCAB)
         unbounded = module.lm_head(module.model(tokens).last_hidden_state)
         assert_close(module(tokens).logits, 0.5 * (unbounded / 0.5).tanh())
 
 
 def test_the_first_layers_are_a_shorter_model(tmp_path: Path) -> None:
-    model, prompt = random_model(tiny_config(**HYBRID)), random_tokens(1, 8)
-    module, sizes = opened(write_hf(model, tmp_path / "model")), {"num_layers": 2, "ladder_layers": (1,)}
-    shorter = module_of(random_model(tiny_config(**{**HYBRID, **sizes})))
+    module, prompt = opened(export(tmp_path, tiny_config(**HYBRID))[0]), random_tokens(1, 8)
+    written = hf_config(tiny_config(**HYBRID | {"num_layers": 2, "ladder_layers": (1,)}), dtype="float32")
+    shorter = MegatronLadderForCausalLM(MegatronLadderConfig(**written)).eval()
     shorter.load_state_dict(module.state_dict(), strict=False)
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     assert module.generate(prompt, assistant_early_exit=2, **options).equal(module.generate(prompt, **options))
@@ -139,11 +120,10 @@ def test_the_first_layers_are_a_shorter_model(tmp_path: Path) -> None:
 
 
 def test_a_classifier_reads_the_last_token(tmp_path: Path) -> None:
-    model, tokens = random_model(tiny_config(**HYBRID)), random_tokens(1, 8)
-    folder = write_hf(model, tmp_path / "model")
+    folder, tokens = export(tmp_path, tiny_config(**HYBRID))[0], random_tokens(1, 8)
     module = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True, num_labels=3).eval()
     with torch.no_grad():
-        last = module_of(model).model(tokens).last_hidden_state[:, -1]
+        last = opened(folder).model(tokens).last_hidden_state[:, -1]
         assert_close(module(tokens).logits, module.score(last))
 
 

@@ -24,14 +24,11 @@ from megatron_ladder.generate.loading import StoredModel, load_model, open_model
 from megatron_ladder.generate.prompts import PromptEncoder
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import GREEDY
-from megatron_ladder.model.language_model import LanguageModel
-from tests.helpers.sharded import fill_slices
 from tests.helpers.tokenizer_copies import train_byte_level
-from tests.reference import greedy_continuation
-from tests.unit.convert.hf_models import write_hf
+from tests.reference import ReferenceConfig, greedy_continuation
 from tests.unit.convert.saved_models import MODELS as KINDS
-from tests.unit.convert.saved_models import save_model
-from tests.unit.generate.tiny_model import MODELS, PROMPTS, reference_of, tiny_config, train_tokenizer, write_checkpoint
+from tests.unit.convert.saved_models import export, save_model
+from tests.unit.generate.tiny_model import MODELS, PROMPTS, tiny_config, train_tokenizer
 
 NEW_TOKENS = 10
 CPU = torch.device("cpu")
@@ -67,10 +64,9 @@ EXPORTED["ladder-parallel"] = {"residual_mode": "ladder-parallel", "ladder_layer
 @pytest.mark.parametrize("name", EXPORTED)
 def test_exported_models_give_the_tokens_of_their_module(name: str, tmp_path: Path) -> None:
     config = tiny_config(**EXPORTED[name])
-    write_checkpoint(tmp_path / "run", config)
-    convert(["export", "--load", str(tmp_path / "run"), "--hf", str(tmp_path / "hf")])
-    module = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True, dtype=torch.float32)
-    stored = open_model(tmp_path / "hf", None, None)
+    folder, _ = export(tmp_path, config)
+    module = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
+    stored = open_model(folder, None, None)
     assert stored.config.residual_mode == config.residual_mode
     assert greedy_here(stored) == greedy_by_transformers(module)
 
@@ -86,15 +82,13 @@ def test_weights_are_converted_to_the_requested_dtype(tmp_path: Path) -> None:
 def test_the_paper_authors_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A Llama configuration with `ladder_layers`, the number of last layers that are ladder layers."""
     config = tiny_config(residual_mode="ladder", ladder_layers=(1, 2))
-    weights, reference = reference_of(config)
-    model = LanguageModel(config, ProcessMesh.single())
-    fill_slices(model, weights)
-    write_hf(model, tmp_path)
+    folder, weights = export(tmp_path, config)
+    reference = ReferenceConfig.like(config)
     found = hf_config(tiny_config(), dtype="float32") | {"model_type": "llamaLadder", "ladder_layers": 2}
-    (tmp_path / "config.json").write_text(json.dumps(found))
-    argv = ["--model", str(tmp_path), "--max-new-tokens", str(NEW_TOKENS), "--temperature", "0", "--json"]
+    (folder / "config.json").write_text(json.dumps(found))
+    argv = ["--model", str(folder), "--max-new-tokens", str(NEW_TOKENS), "--temperature", "0", "--json"]
     main([*argv, "--tokens", *map(str, PROMPTS[2])])
-    ids = json.loads(capsys.readouterr().out)["ids"]
+    ids = json.loads(capsys.readouterr().out.splitlines()[-1])["ids"]
     assert ids == greedy_continuation(weights, reference, PROMPTS[2], NEW_TOKENS)
     assert ids != greedy_continuation(weights, replace(reference, ladder_layers=()), PROMPTS[2], NEW_TOKENS)
 
