@@ -56,7 +56,18 @@ def build(
     """Build this rank's slices of the full `weights`; with `packed`, for generation on a CPU."""
     mesh = mesh_of(tensor_parallel, key_value_replicas(config, tensor_parallel))
     mesh = replace(mesh, sequence_parallel=sequence_parallel)
-    dtype = weights["embedding.weight"].dtype
+    return build_on(mesh, config, weights, options, packed, weights["embedding.weight"].dtype)
+
+
+def build_on(
+    mesh: ProcessMesh,
+    config: ModelConfig,
+    weights: Mapping[str, Tensor],
+    options: StackOptions,
+    packed: bool,
+    dtype: torch.dtype,
+) -> LanguageModel:
+    """`build` on a mesh; with `packed`, as `load_model` does on a CPU."""
     if packed:
         options = replace(options, operations=PACKED_OPERATIONS)
         model = LanguageModel(config, mesh, options, dtype=dtype, device=torch.device("meta"))

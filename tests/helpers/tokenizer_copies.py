@@ -29,3 +29,11 @@ def copy_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for name, content in tokenizer_files(tokenizer).items():
         (directory / name).write_bytes(content)
+
+
+def write_words(path: Path, *words: str, unknown: str = "[UNK]") -> None:
+    """Write the file of a tokenizer whose ids are the numbers of these words."""
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=unknown))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(path))

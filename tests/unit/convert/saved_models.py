@@ -6,20 +6,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from transformers import (
-    Glm4MoeConfig,
     Glm4MoeForCausalLM,
-    LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
     MistralForCausalLM,
-    MixtralConfig,
     MixtralForCausalLM,
     PreTrainedModel,
-    Qwen2Config,
     Qwen2ForCausalLM,
-    Qwen3Config,
     Qwen3ForCausalLM,
-    Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
 
@@ -56,25 +49,25 @@ GLM = {
     "use_qk_norm": True,
     "attention_bias": True,
 }
-MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM, {}),
-    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 24}),
-    "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 5}),
-    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, EXPERTS | {"num_experts": 5, "mlp_only_layers": [0]}),
-    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM, EXPERTS | GLM),
+MODELS: dict[str, tuple[type[Any], dict[str, Any]]] = {
+    "llama": (LlamaForCausalLM, {}),
+    "mistral": (MistralForCausalLM, {"sliding_window": None}),
+    "qwen2": (Qwen2ForCausalLM, {}),
+    "qwen3": (Qwen3ForCausalLM, {"head_dim": 24}),
+    "mixtral": (MixtralForCausalLM, {"num_local_experts": 5}),
+    "qwen3_moe": (Qwen3MoeForCausalLM, EXPERTS | {"num_experts": 5, "mlp_only_layers": [0]}),
+    "glm4_moe": (Glm4MoeForCausalLM, EXPERTS | GLM),
 }
 """Rows of experts are no multiple of 16 bytes."""
 
 
 def save_model(path: Path, kind: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
     """Save a random model, including random norms and biases."""
-    config, model, own = MODELS[kind]
+    model, own = MODELS[kind]
     saving = {"max_shard_size": "50GB"}
     saving |= {key: changes.pop(key) for key in ("max_shard_size", "save_original_format") if key in changes}
     torch.manual_seed(0)
-    built: PreTrainedModel = model(config(**{**SIZES, **own, **changes}))
+    built: PreTrainedModel = model(model.config_class(**{**SIZES, **own, **changes}))
     with torch.no_grad():
         for parameter in built.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.1 + (parameter.dim() == 1))

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import sentencepiece
 import tokenizers
-from tokenizers.models import BPE, WordLevel
+from tokenizers.models import BPE
 from tokenizers.normalizers import Lowercase
-from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from megatron_ladder.checkpoint.format import Checkpoint
@@ -21,7 +20,7 @@ from megatron_ladder.data.tokenizers import (
 )
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.loading import open_model
-from tests.helpers.tokenizer_copies import copy_tokenizer
+from tests.helpers.tokenizer_copies import copy_tokenizer, write_words
 from tests.unit.convert.hand_made import write_directory
 from tests.unit.convert.saved_models import convert
 from tests.unit.generate.tiny_model import train_tokenizer, write_checkpoint_with_tokenizer
@@ -110,12 +109,6 @@ def test_transformers_encodes_as_any_sentencepiece_model_or_it_is_not_exported(
     assert again.manifest["tokenizer"]["sha256"] == ours.sha256 == load_tokenizer_from_directory(again.directory).sha256
 
 
-def write_word_tokenizer(path: Path) -> None:
-    tokenizer = tokenizers.Tokenizer(WordLevel({"<eos>": 0, "a": 1, "b": 2, "[UNK]": 3}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = Whitespace()
-    tokenizer.save(str(path / "tokenizer.json"))
-
-
 def test_bytes_are_exported_without_a_tokenizer(tmp_path: Path) -> None:
     run, _, _ = write_checkpoint_with_tokenizer(tmp_path)
     checkpoint = Checkpoint.open(run).directory
@@ -129,7 +122,7 @@ def test_bytes_are_exported_without_a_tokenizer(tmp_path: Path) -> None:
 def test_transformers_opens_a_single_tokenizer_file(tmp_path: Path, questions: list[str]) -> None:
     """For example after training with only --tokenizer-model FILE."""
     directory = write_directory(tmp_path / "hf")
-    write_word_tokenizer(directory)
+    write_words(directory / "tokenizer.json", "<eos>", "a", "b", "[UNK]")
     convert("import", "--hf", directory, "--save", tmp_path / "ours", "--ladder-layers", "1")
     convert("export", "--load", tmp_path / "ours", "--hf", tmp_path / "back")
     ours = load_tokenizer("HuggingFaceTokenizer", directory / "tokenizer.json")
@@ -139,7 +132,7 @@ def test_transformers_opens_a_single_tokenizer_file(tmp_path: Path, questions: l
 
 def test_an_imported_tokenizer_names_no_code_that_is_not_exported(tmp_path: Path, questions: list[str]) -> None:
     directory = write_directory(tmp_path / "hf")
-    write_word_tokenizer(directory)
+    write_words(directory / "tokenizer.json", "<eos>", "a", "b", "[UNK]")
     config = {"eos_token": "<eos>", "tokenizer_class": "OddTokenizer", "auto_map": {"AutoTokenizer": ["odd.Odd", None]}}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     convert("import", "--hf", directory, "--save", tmp_path / "ours")

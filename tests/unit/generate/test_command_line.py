@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 import torch
-from tokenizers import models
 
 from megatron_ladder.cli.generate import main
 from megatron_ladder.generate.options import PromptOptions
 from megatron_ladder.generate.prompts import PromptEncoder, read_prompts
 from tests.helpers.runs import errors_of
+from tests.helpers.tokenizer_copies import write_words
 from tests.reference import reference_logits
 from tests.unit.generate.tiny_model import (
     reference_of,
@@ -112,8 +111,7 @@ def test_the_tokenizers_end_of_text_ends_a_continuation(
     main(argv)
     ids = json.loads(capsys.readouterr().out)["ids"]
     end = ids[4]
-    words = {f"w{number}": number for number in range(300)}
-    tokenizers.Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(tmp_path / "tokenizer.json"))
+    write_words(tmp_path / "tokenizer.json", *(f"w{number}" for number in range(300)), unknown="w0")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": f"w{end}"}))
     argv += ["--tokenizer-type", "HFTokenizer", "--tokenizer-model", str(tmp_path)]
     main(argv)

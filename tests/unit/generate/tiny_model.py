@@ -14,11 +14,10 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.data.tokenizer_training import train_sentencepiece
 from megatron_ladder.data.tokenizers import SentencePieceTokenizer
 from megatron_ladder.generate.engine import GenerationEngine
-from megatron_ladder.generate.loading import PACKED_OPERATIONS, _load_packed
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.operations import Operations
 from megatron_ladder.model.stack import StackOptions
-from tests.helpers.sharded import fill_slices, small_model
+from tests.helpers.sharded import build_on, small_model
 from tests.helpers.tokenizer_copies import copy_tokenizer
 from tests.reference import ReferenceConfig, make_weights
 from tests.unit.checkpoint.tiny_training import publish_pieces
@@ -69,16 +68,9 @@ def tiny_model(
     dtype: torch.dtype = torch.float32,
     operations: Operations | None = None,
 ) -> LanguageModel:
-    """Build a model of one rank; with `packed`, as `load_model` does on a CPU."""
-    mesh = ProcessMesh.single()
-    if packed:
-        options = StackOptions(operations=operations or PACKED_OPERATIONS)
-        model = LanguageModel(config, mesh, options, dtype=dtype, device=torch.device("meta"))
-        _load_packed(model, lambda part: fill_slices(part, weights))
-    else:
-        model = LanguageModel(config, mesh, StackOptions(operations=operations or Operations()), dtype=dtype)
-        fill_slices(model, weights)
-    return model
+    """Build a model of one rank."""
+    options = StackOptions(operations=operations or Operations())
+    return build_on(ProcessMesh.single(), config, weights, options, packed, dtype)
 
 
 def tiny_engine(config: ModelConfig, weights: Mapping[str, Tensor] | None = None) -> GenerationEngine:

@@ -8,9 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tokenizers
 from huggingface_hub import ModelCard
-from tokenizers.models import WordLevel
 
 from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint.format import Checkpoint
@@ -22,6 +20,7 @@ from megatron_ladder.data.tokenizers import ByteTokenizer, Tokenizer, load_token
 from megatron_ladder.generate.loading import open_model
 from megatron_ladder.train.checkpoints import CheckpointSaver
 from megatron_ladder.train.record import RunRecord
+from tests.helpers.tokenizer_copies import write_words
 from tests.unit.checkpoint import tiny_training
 from tests.unit.convert.hand_made import CONFIG, write_directory
 from tests.unit.convert.saved_models import convert
@@ -38,16 +37,11 @@ TERMS = {
 }
 
 
-def write_words(path: Path, *words: str) -> None:
-    vocabulary = {word: number for number, word in enumerate(("<eos>", "[UNK]", *words))}
-    tokenizers.Tokenizer(WordLevel(vocabulary, unk_token="[UNK]")).save(str(path))
-
-
 @pytest.fixture
 def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory of checkpoints with an imported model, next to its Hugging Face directory `hf`."""
     directory = write_directory(tmp_path / "hf", {**CONFIG, "eos_token_id": 5, "pad_token_id": 3})
-    write_words(directory / "tokenizer.json", "a", "b")
+    write_words(directory / "tokenizer.json", "<eos>", "[UNK]", "a", "b")
     for name, text in (EXTRA_FILES | TERMS).items():
         (directory / name).write_text(text)
     convert("import", "--hf", directory, "--save", tmp_path / "imported")
