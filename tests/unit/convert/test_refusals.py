@@ -12,14 +12,7 @@ from megatron_ladder.checkpoint.publish import write_manifest
 from megatron_ladder.checkpoint.tensor_file import checksum_of
 from megatron_ladder.generate.loading import open_model
 from tests.helpers.runs import errors_of
-from tests.unit.convert.hand_made import (
-    CONFIG,
-    SHAPES,
-    entries,
-    safetensors,
-    write_directory,
-    write_sharded,
-)
+from tests.unit.convert.hand_made import CONFIG, SHAPES, entries, safetensors, write_directory, write_sharded
 from tests.unit.convert.saved_models import convert, small_config, write_cut_checkpoint
 
 Q = "model.layers.1.self_attn.q_proj.weight"

@@ -12,12 +12,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFas
 
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.data.chat_template import read_chat_template
-from megatron_ladder.data.tokenizers import (
-    ByteTokenizer,
-    Tokenizer,
-    load_tokenizer,
-    load_tokenizer_from_directory,
-)
+from megatron_ladder.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, load_tokenizer_from_directory
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.loading import open_model
 from tests.helpers.tokenizer_copies import copy_tokenizer, write_words

@@ -152,12 +152,7 @@ FAULTS: dict[str, tuple[object, str, object, str]] = {
     "a reduce on the side does not hold its tensor": (stream, "_Holding", lambda work, _: work, "reuse of memory"),
     "sums are read in flight": (InFlight, "wait", lambda sums: sums.partial, "reads before"),
     "weights are read while they are gathered": (ShardedOptimizer, "_wait_for", lambda *_: None, "reads before"),
-    "gradients are updated while they are reduced": (
-        sharded,
-        "InFlight",
-        Unwaited,
-        "mul_ writes before",
-    ),
+    "gradients are updated while they are reduced": (sharded, "InFlight", Unwaited, "mul_ writes before"),
     "the host reads a norm": (RMSNorm, "forward", read, "host takes part in a capture: _local_scalar_dense"),
     "a chain runs on a stream that is not captured": (CudaSideQueue, "run", run_at_once, "outside of the capture"),
     "gathers from before a capture": (

@@ -22,14 +22,7 @@ from megatron_ladder.generate import slots
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.requests import Generation, GenerationRequest
 from megatron_ladder.generate.sampling import GREEDY, SamplingParameters
-from tests.unit.generate.tiny_model import (
-    MODELS,
-    PROMPTS,
-    reference_of,
-    tiny_config,
-    tiny_engine,
-    write_checkpoint,
-)
+from tests.unit.generate.tiny_model import MODELS, PROMPTS, reference_of, tiny_config, tiny_engine, write_checkpoint
 
 aten = torch.ops.aten
 HOST_COPIES = (aten._local_scalar_dense.default, aten.nonzero.default, aten.lift_fresh.default)

@@ -6,13 +6,7 @@ import pytest
 
 from ladder_lab.bench.sizes import SIZES
 from ladder_lab.cost.machines import Machine
-from ladder_lab.plan.layouts import (
-    PlanRequest,
-    _layouts,
-    best_of_each_grid,
-    fitting_plans,
-    verdict,
-)
+from ladder_lab.plan.layouts import PlanRequest, _layouts, best_of_each_grid, fitting_plans, verdict
 from ladder_lab.plan.program import _training_words
 from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
