@@ -104,7 +104,11 @@ def test_the_answer_of_layouts_is_a_sentence(
     [
         (
             "inference --tp 3",
-            ["--tp 3 does not divide --model llama-70b: --num-attention-heads 64 is not divisible"],
+            [
+                "--tp 3 does not divide --model llama-70b: --num-attention-heads 64 is not divisible",
+                "--ffn-hidden-size 28672",
+                "--num-key-value-heads 8",
+            ],
         ),
         (
             "inference --tp 16 --gpus-per-node 16",
