@@ -36,6 +36,11 @@ def without_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("bare")).parent
 
 
+def lines_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    main([*argv, "--json"])
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
 def test_all_errors_of_a_command_line_are_reported() -> None:
     words = "--tp 0 --max-new-tokens 0 --temperature -1 --top-k -1 --top-p 0 --seed -1 --tokens 1 x --json --stream"
     errors = errors_of(main, ["--promt", "a", "--tokenizer-type", "HFTokenizer", *words.split()])
@@ -61,21 +66,6 @@ def test_a_terminal_is_not_read_as_a_prompt(monkeypatch: pytest.MonkeyPatch) -> 
     assert missing.startswith("there is no prompt; ")
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ("--prompt a --stop=", "--stop: an empty text would end every continuation"),
-        ("--prompt a --repetition-penalty 1e-300", "--repetition-penalty 1e-300: expected 0.01 to 100"),
-        ("--prompt a --logprobs", "--logprobs requires --json or --score"),
-        ("--tokens 1 --chat", "--tokens and --chat exclude each other"),
-        ("--tokens , ", "--tokens: the prompt is empty"),
-    ],
-)
-def test_invalid_flags(flags: str, expected: str) -> None:
-    (error,) = errors_of(main, ["--model", "M", *flags.split()])
-    assert error.startswith(expected)
-
-
 def test_a_damaged_checkpoint_is_rejected(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Only files that generation reads are compared with their checksums."""
     folder = shutil.copytree(run_folder, tmp_path / "run")
@@ -95,8 +85,7 @@ def test_a_damaged_checkpoint_is_rejected(run_folder: Path, tmp_path: Path, caps
 def test_text_output_repeats_the_prompt(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Streamed or not, the text equals that of the JSON line."""
     argv = ["--model", str(run_folder), "--prompt", "def add(", "--max-new-tokens", "30", "--seed", "3"]
-    main([*argv, "--json"])
-    printed = json.loads(capsys.readouterr().out)
+    (printed,) = lines_of(argv, capsys)
     for how in ([], ["--stream"]):
         main([*argv, *how])
         captured = capsys.readouterr()
@@ -107,29 +96,26 @@ def test_text_output_repeats_the_prompt(run_folder: Path, capsys: pytest.Capture
 def test_the_tokenizers_end_of_text_ends_a_continuation(
     tmp_path: Path, run_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ["--model", str(run_folder), "--tokens", "4", "5", "--max-new-tokens", "12", "--seed", "3", "--json"]
-    main(argv)
-    ids = json.loads(capsys.readouterr().out)["ids"]
+    argv = ["--model", str(run_folder), "--tokens", "4", "5", "--max-new-tokens", "12", "--seed", "3"]
+    ids = lines_of(argv, capsys)[0]["ids"]
     end = ids[4]
     write_words(tmp_path / "tokenizer.json", *(f"w{number}" for number in range(300)), unknown="w0")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": f"w{end}"}))
     argv += ["--tokenizer-type", "HFTokenizer", "--tokenizer-model", str(tmp_path)]
-    main(argv)
-    ended = json.loads(capsys.readouterr().out)
+    (ended,) = lines_of(argv, capsys)
     until_end = ids[: ids.index(end) + 1]
     assert (ended["ids"], ended["finish_reason"]) == (until_end, "eos")
     assert f"w{end}" not in ended["text"].split()
     assert f"w{until_end[0]}" in ended["text"].split()
-    main([*argv, "--ignore-eos"])
-    continued = json.loads(capsys.readouterr().out)
+    (continued,) = lines_of([*argv, "--ignore-eos"], capsys)
     assert (continued["ids"], continued["finish_reason"]) == (ids, "length")
     assert f"w{end}" in continued["text"].split()
 
 
 def test_flags_of_sampling_reach_the_sampler(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def ids(*flags: str) -> list[list[int]]:
-        main(["--model", str(run_folder), "--prompt", "def", "class", "--max-new-tokens", "5", "--json", *flags])
-        return [json.loads(line)["ids"] for line in capsys.readouterr().out.splitlines()]
+        argv = ["--model", str(run_folder), "--prompt", "def", "class", "--max-new-tokens", "5", *flags]
+        return [line["ids"] for line in lines_of(argv, capsys)]
 
     greedy, uniform = ids("--temperature", "0"), ["--temperature", "1e6"]
     assert ids(*uniform, "--top-k", "1") == greedy
@@ -176,6 +162,11 @@ def test_bad_prompt_files(tmp_path: Path, run_folder: Path, name: str, content: 
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
+        (["--prompt", "a", "--stop="], "--stop: an empty text would end every continuation"),
+        (["--prompt", "a", "--repetition-penalty", "1e-300"], "--repetition-penalty 1e-300: expected 0.01 to 100"),
+        (["--prompt", "a", "--logprobs"], "--logprobs requires --json or --score"),
+        (["--tokens", "1", "--chat"], "--tokens and --chat exclude each other"),
+        (["--tokens", ","], "--tokens: the prompt is empty"),
         (["--prompt", "a", ""], "--prompt '': the prompt is empty"),
         (["--tokens", "1", "300"], "--tokens: the id 300 is outside the model's vocabulary of 300"),
         (["--tokens", "1", "--max-new-tokens", "96"], "--tokens: 1 tokens and --max-new-tokens 96 are 97, but the"),
@@ -186,7 +177,7 @@ def test_bad_prompt_files(tmp_path: Path, run_folder: Path, name: str, content: 
         ),
     ],
 )
-def test_prompts_that_cannot_be_continued(run_folder: Path, flags: list[str], expected: str) -> None:
+def test_flags_and_prompts_that_cannot_be_continued(run_folder: Path, flags: list[str], expected: str) -> None:
     (error,) = errors_of(main, ["--model", str(run_folder), *flags])
     assert error.startswith(expected)
 
@@ -209,11 +200,6 @@ def test_unusable_model_directories(tmp_path: Path, run_folder: Path, without_to
     (error,) = errors_of(main, ["--model", str(without_tokenizer), *text, *flags])
     assert error.startswith("--prompt 'a': the id ") and error.endswith("use the tokenizer that belongs to the model")
     assert "outside the model's vocabulary of 67" in error
-
-
-def lines_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
-    main([*argv, "--json"])
-    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
 def test_standard_input_is_a_prompt(
