@@ -1,10 +1,12 @@
-"""A Hugging Face directory built byte by byte, so that any part of it can be made invalid."""
+"""A Hugging Face directory built by hand, so that any part of it can be made invalid."""
 
 import json
-import math
-import struct
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors.torch import save
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -38,31 +40,11 @@ SHAPES: dict[str, list[int]] = {
     "model.norm.weight": [8],
     "lm_head.weight": [16, 8],
 }
-ELEMENT_BYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "I8": 1, "I64": 8}
 
 
-def entries(shapes: dict[str, list[int]], dtype: str = "BF16") -> dict[str, Any]:
-    """Return a safetensors header of consecutive tensors."""
-    header: dict[str, Any] = {}
-    end = 0
-    for name, shape in shapes.items():
-        begin, end = end, end + math.prod(shape) * ELEMENT_BYTES[dtype]
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-    return header
-
-
-def safetensors(header: dict[str, Any] | str, length: int | None = None, data: bytes | None = None) -> bytes:
-    """Return the bytes of a file with that header.
-
-    Args:
-        length: recorded length of the header. Default: the true one.
-        data: default: zeros up to the largest offset.
-    """
-    text = header if isinstance(header, str) else json.dumps(header)
-    if data is None:
-        assert isinstance(header, dict)
-        data = bytes(max(entry["data_offsets"][1] for entry in header.values()))
-    return struct.pack("<Q", len(text) if length is None else length) + text.encode() + data
+def zeros(shapes: Mapping[str, Sequence[int]] = SHAPES, dtype: torch.dtype = torch.bfloat16) -> bytes:
+    """Return a file of weights that are zero."""
+    return save({name: torch.zeros(*shape, dtype=dtype) for name, shape in shapes.items()})
 
 
 def write_directory(path: Path, config: dict[str, Any] | str | None = None, weights: bytes | None = None) -> Path:
@@ -70,7 +52,7 @@ def write_directory(path: Path, config: dict[str, Any] | str | None = None, weig
     path.mkdir(parents=True, exist_ok=True)
     config = CONFIG if config is None else config
     (path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
-    (path / "model.safetensors").write_bytes(safetensors(entries(SHAPES)) if weights is None else weights)
+    (path / "model.safetensors").write_bytes(zeros() if weights is None else weights)
     return path
 
 
@@ -82,7 +64,7 @@ def write_sharded(path: Path, weight_map: dict[str, str] | None = None, **files:
     halves = {"a.safetensors": names[:10], "b.safetensors": names[10:]}
     for file, held in halves.items():
         shapes = {name: SHAPES[name] for name in held} | files.get(file[0], {})
-        (path / file).write_bytes(safetensors(entries(shapes)))
+        (path / file).write_bytes(zeros(shapes))
     index = {name: file for file, held in halves.items() for name in held} | (weight_map or {})
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     return path

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.errors import UserError
-from tests.unit.convert.hand_made import SHAPES, entries, safetensors, write_directory
+from tests.unit.convert.hand_made import write_directory, zeros
 from tests.unit.convert.saved_models import (
     assert_equal_bits,
     convert,
@@ -64,7 +64,7 @@ def test_a_changed_source_is_converted_from_scratch(tmp_path: Path, monkeypatch:
         patch.setattr(os, "replace", lambda one, other: real(one, other) if "weights" in str(other) else 1 / 0)
         with pytest.raises(ZeroDivisionError):
             convert(*words)
-    weights = bytearray(safetensors(entries(SHAPES)))
+    weights = bytearray(zeros())
     weights[-1] = 1
     write_directory(directory, weights=bytes(weights))
     os.utime(directory / "model.safetensors", ns=(1, 1))

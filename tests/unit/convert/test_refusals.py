@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load, save
 
 from megatron_ladder.checkpoint.publish import write_manifest
 from megatron_ladder.checkpoint.tensor_file import checksum_of
 from megatron_ladder.generate.loading import open_model
 from tests.helpers.runs import errors_of
-from tests.unit.convert.hand_made import CONFIG, SHAPES, entries, safetensors, write_directory, write_sharded
+from tests.unit.convert.hand_made import CONFIG, SHAPES, write_directory, write_sharded, zeros
 from tests.unit.convert.saved_models import convert, small_config, write_cut_checkpoint
 
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -99,8 +101,7 @@ MIXTRAL = CONFIG | {"model_type": "mixtral", "num_local_experts": 3, "num_expert
 )
 def test_experts(tmp_path: Path, changes: dict[str, Any], shapes: dict[str, list[int]], words: list[str]) -> None:
     """No import of a model drops its experts without a word."""
-    weights = safetensors(entries(SHAPES | shapes))
-    message = rejection(write_directory(tmp_path / "hf", MIXTRAL | changes, weights))
+    message = rejection(write_directory(tmp_path / "hf", MIXTRAL | changes, zeros(SHAPES | shapes)))
     for word in words:
         assert word in message, message
 
@@ -144,20 +145,20 @@ def test_more_layers_than_tensors_are_rejected_before_they_are_counted(tmp_path:
 
 
 def renamed(old: str, new: str) -> bytes:
-    return safetensors(entries({new if name == old else name: shape for name, shape in SHAPES.items()}))
+    return zeros({new if name == old else name: shape for name, shape in SHAPES.items()})
 
 
 def reshaped(name: str, shape: list[int]) -> bytes:
-    return safetensors(entries({**SHAPES, name: shape}))
+    return zeros(SHAPES | {name: shape})
 
 
 @pytest.mark.parametrize(
     ("weights", "words"),
     [
-        (safetensors(entries(SHAPES))[:-1], ["model.safetensors", "file not fully covered"]),
+        (zeros()[:-1], ["model.safetensors", "file not fully covered"]),
         (reshaped(Q, [8, 4]), [Q, "found shape [8, 4]", "expected [8, 8]"]),
         (renamed(Q, "model.layers.1.self_attn.q.weight"), [Q, "is missing", "self_attn.q.weight", "unexpected tensor"]),
-        (safetensors(entries(SHAPES, "I8")), ["model.embed_tokens.weight", "found int8", "quantised"]),
+        (zeros(dtype=torch.int8), ["model.embed_tokens.weight", "found int8", "quantised"]),
     ],
 )
 def test_files_of_weights(tmp_path: Path, weights: bytes, words: list[str]) -> None:
@@ -177,7 +178,7 @@ def test_index_and_headers_must_agree(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../x.safetensors", "/x.safetensors", "\0.safetensors"])
 def test_names_in_an_index_must_stay_in_the_directory(tmp_path: Path, name: str) -> None:
-    (tmp_path / "x.safetensors").write_bytes(safetensors(entries(SHAPES)))
+    (tmp_path / "x.safetensors").write_bytes(zeros())
     assert repr(name) in rejection(write_sharded(tmp_path / "hf", {Q: name}))
 
 
@@ -199,9 +200,9 @@ def test_only_links_into_the_hugging_face_cache_leave_a_directory(tmp_path: Path
 def test_a_stored_head_of_a_tied_model_must_be_the_embedding(tmp_path: Path) -> None:
     tied = {**CONFIG, "tie_word_embeddings": True}
     convert("import", "--hf", write_directory(tmp_path / "equal", tied), "--save", tmp_path / "ours")
-    weights = bytearray(safetensors(entries(SHAPES)))
-    weights[-1] = 1
-    assert "differs from model.embed_tokens.weight" in rejection(write_directory(tmp_path / "hf", tied, bytes(weights)))
+    weights = load(zeros())
+    weights["lm_head.weight"][-1, -1] = 1
+    assert "differs from model.embed_tokens.weight" in rejection(write_directory(tmp_path / "hf", tied, save(weights)))
     shorter = reshaped("lm_head.weight", [15, 8])
     assert "differs from model.embed_tokens.weight" in rejection(write_directory(tmp_path / "other", tied, shorter))
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.data.tokenizers import ByteTokenizer
 from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.generate import slots as slots_module
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.requests import GenerationRequest, NewToken
 from megatron_ladder.generate.sampling import Chosen, SamplingParameters, SamplingPlan
 from tests.reference import greedy_continuation, make_weights, reference_logits
-from tests.unit.generate.plain_tokenizers import Bytes
 from tests.unit.generate.tiny_model import MODELS, PROMPTS, reference_of, tiny_config, tiny_engine, tiny_model
 
 GREEDY = SamplingParameters(temperature=0.0)
@@ -121,11 +121,11 @@ def test_pieces_join_to_the_text_of_the_ids() -> None:
     """The model generates random bytes, many of which begin a character that is never completed."""
     config = tiny_config(vocab_size=256)
     engine = tiny_engine(config)
-    engine.tokenizer = Bytes()
+    engine.tokenizer = ByteTokenizer()
     requests = [GenerationRequest((65, 66), 3, SamplingParameters(seed=seed)) for seed in range(30)]
     tokens: list[NewToken] = []
     generations = engine.generate(requests, tokens.append)
-    texts = [Bytes().decode(generation.ids) for generation in generations]
+    texts = [ByteTokenizer().decode(generation.ids) for generation in generations]
     assert [generation.text for generation in generations] == texts
     assert ["".join(token.text for token in tokens if token.sample == sample) for sample in range(30)] == texts
     assert any(0xC2 <= generation.ids[-1] <= 0xF4 for generation in generations)
@@ -150,7 +150,7 @@ def test_a_stop_string_can_span_tokens() -> None:
     """The stop string is bytes 3 and 4 of the text without a stop string."""
     config = tiny_config(vocab_size=128)
     engine = tiny_engine(config)
-    engine.tokenizer = Bytes()
+    engine.tokenizer = ByteTokenizer()
     free = GenerationRequest((65, 66), 12, SamplingParameters(seed=3))
     (whole,) = engine.generate([free])
     assert whole.text is not None

@@ -5,11 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ladder.data.tokenizers import HuggingFaceTokenizer
+from megatron_ladder.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from megatron_ladder.generate.slots import IncrementalDecoder, StopFinder
 from tests.helpers.tokenizer_copies import train_byte_level
-from tests.unit.generate.plain_tokenizers import Bytes, Words
 from tests.unit.generate.tiny_model import train_tokenizer
+
+
+class Words(ByteTokenizer):
+    """Every id except 0 is a word; words are joined with spaces."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(f" w{number}" for number in ids if number).removeprefix(" ")
+
 
 TEXT = "def größe(x):\n    return '日本 🙂🙂'  # Ωmega  \n"
 
@@ -24,11 +31,11 @@ SHARP_S = list("ß".encode())
 @pytest.mark.parametrize(
     ("tokenizer", "prompt", "ids", "pieces"),
     [
-        (Bytes(), [], list("aß🙂!".encode()), ["a", "", "ß", "", "", "", "🙂", "!", ""]),
+        (ByteTokenizer(), [], list("aß🙂!".encode()), ["a", "", "ß", "", "", "", "🙂", "!", ""]),
         # An incomplete character is shown at the end.
-        (Bytes(), [], [*b"ok", 0xF0, 0x9F], ["o", "k", "", "", "\ufffd"]),
+        (ByteTokenizer(), [], [*b"ok", 0xF0, 0x9F], ["o", "k", "", "", "\ufffd"]),
         # A character that begins in the prompt is completed.
-        (Bytes(), [ord("a"), SHARP_S[0]], [SHARP_S[1], ord("b")], ["ß", "b", ""]),
+        (ByteTokenizer(), [ord("a"), SHARP_S[0]], [SHARP_S[1], ord("b")], ["ß", "b", ""]),
         (Words(), [1, 2], [3, 4], [" w3", " w4", ""]),
         (Words(), [7] * 30, [3] * 30, [" w3"] * 30 + [""]),
         (Words(), [], [3, 4], ["w3", " w4", ""]),
@@ -37,7 +44,7 @@ SHARP_S = list("ß".encode())
     ],
 )
 def test_whole_characters_and_all_spaces_are_kept(
-    tokenizer: Bytes, prompt: list[int], ids: list[int], pieces: list[str]
+    tokenizer: ByteTokenizer, prompt: list[int], ids: list[int], pieces: list[str]
 ) -> None:
     assert pieces_of(IncrementalDecoder(tokenizer, prompt), ids) == pieces
 
@@ -45,7 +52,7 @@ def test_whole_characters_and_all_spaces_are_kept(
 @pytest.mark.parametrize("prompt", ["caf\ufffd", "\ufffd\ufffd"])
 @pytest.mark.parametrize("continuation", ["abc", "é!", "\ufffdz", "\ufffd"])
 def test_a_prompt_that_ends_in_a_replacement_character_is_not_repeated(prompt: str, continuation: str) -> None:
-    decoder = IncrementalDecoder(Bytes(), list(prompt.encode()))
+    decoder = IncrementalDecoder(ByteTokenizer(), list(prompt.encode()))
     assert "".join(pieces_of(decoder, list(continuation.encode()))) == continuation
 
 

@@ -19,16 +19,8 @@ def span(name: str, start: float, stop: float, thread: int = MAIN, category: str
 
 
 def kernel(name: str, start: float, stop: float, stream: int, correlation: int, category: str = "kernel") -> Event:
-    return {
-        "ph": "X",
-        "cat": category,
-        "name": name,
-        "ts": start,
-        "dur": stop - start,
-        "pid": 0,
-        "tid": stream,
-        "args": {"stream": stream, "correlation": correlation},
-    }
+    args = {"stream": stream, "correlation": correlation}
+    return span(name, start, stop, stream, category) | {"pid": 0, "args": args}
 
 
 def launch(moment: float, correlation: int, thread: int = MAIN) -> Event:
