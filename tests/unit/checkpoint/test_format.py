@@ -15,7 +15,7 @@ from megatron_ladder.checkpoint.publish import write_manifest
 from megatron_ladder.checkpoint.saving import _write_pieces
 from megatron_ladder.errors import UserError
 from tests.helpers.runs import errors_of
-from tests.unit.checkpoint.tiny_training import DAMAGES, flip, header_of, save_state, small_state
+from tests.unit.checkpoint.tiny_training import DAMAGES, TinyState, flip, header_of, names, save_of_ranks
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -36,10 +36,11 @@ def test_bits_survive(tmp_path: Path, dtype: torch.dtype) -> None:
 
 
 def test_weights_are_in_separate_files_that_safetensors_opens(tmp_path: Path) -> None:
-    directory = save_state(tmp_path, 100, "a", small_state(1))
-    names = sorted(path.name for path in directory.glob("*.safetensors"))
+    save_of_ranks(tmp_path, 100, 1)
+    directory = tmp_path / "iter_0000100"
+    files = sorted(path.name for path in directory.glob("*.safetensors"))
     groups = ("optimizer", "rng", "weights")
-    assert names == [f"{group}_rank_0000{rank}.safetensors" for group in groups for rank in (0, 1)]
+    assert files == [f"{group}_rank_0000{rank}.safetensors" for group in groups for rank in (0, 1)]
     for path in directory.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             kinds = {key.partition(":")[0] for key in file.keys()}  # noqa: SIM118
@@ -48,13 +49,13 @@ def test_weights_are_in_separate_files_that_safetensors_opens(tmp_path: Path) ->
         assert ("weight" in kinds) == path.name.startswith("weights") and (kinds == {"weight"} or "weight" not in kinds)
     for path in directory.glob("optimizer*"):
         path.write_bytes(bytes(path.stat().st_size))
-    out = torch.empty(6, 5, dtype=torch.bfloat16)
+    out = torch.empty(6, 5)
     Checkpoint.open(tmp_path).read("mlp.weight", "weight", Box.whole((6, 5)), out)
-    assert torch.equal(out, small_state(1)["mlp.weight", "weight"])
+    assert torch.equal(out, TinyState(1).whole["mlp.weight", "weight"])
 
 
 def test_checkpoints_of_another_model_are_rejected(tmp_path: Path) -> None:
-    save_state(tmp_path, 100, "a", small_state(1))
+    save_of_ranks(tmp_path, 100, 1)
     checkpoint = Checkpoint.open(tmp_path)
     with pytest.raises(UserError, match="expected lm_head.weight: the checkpoint belongs to another model"):
         checkpoint.read("lm_head.weight", "weight", Box.whole((1,)), torch.empty(1))
@@ -72,11 +73,11 @@ def verified(directory: Path) -> None:
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_to_any_file_is_reported(tmp_path: Path, damage: Callable[[Path], None]) -> None:
-    whole = save_state(tmp_path / "whole", 200, "a", small_state(2))
-    for name in sorted(path.name for path in whole.iterdir()):
+    save_of_ranks(tmp_path / "whole", 200, 2)
+    for name in names(tmp_path / "whole" / "iter_0000200"):
         directory = tmp_path / name
-        for iteration, token in ((50, "a"), (100, "b"), (200, "c")):
-            save_state(directory, iteration, token, small_state(iteration // 100))
+        for iteration in (50, 100, 200):
+            save_of_ranks(directory, iteration, seed=iteration)
         damaged = directory / "iter_0000200" / name
         damage(damaged)
         errors = errors_of(verified, damaged.parent)
@@ -103,7 +104,7 @@ def test_damage_to_any_file_is_reported(tmp_path: Path, damage: Callable[[Path],
 )
 def test_latest_is_preferred_but_not_trusted(tmp_path: Path, latest: bytes | None, used: str, warned: bool) -> None:
     for seed, iteration in enumerate((100, 100, 200, 300)):
-        save_state(tmp_path, iteration, f"t{seed}", small_state(seed))
+        save_of_ranks(tmp_path, iteration, seed)
     if latest is None:
         (tmp_path / "latest").unlink()
     else:

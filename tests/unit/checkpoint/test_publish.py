@@ -12,7 +12,7 @@ from megatron_ladder.checkpoint.publish import (
     temporary_directory,
 )
 from megatron_ladder.comm.group import CommGroup
-from tests.unit.checkpoint.tiny_training import TinyState, holds, names, save_at_once, save_state, small_state
+from tests.unit.checkpoint.tiny_training import TinyState, holds, names, save_at_once, save_of_ranks
 
 RETAINED = [
     (Retention(), [50, 100, 150, 200]),
@@ -48,7 +48,7 @@ def test_iterations_saved_again_do_not_count(tmp_path: Path) -> None:
 
 
 def test_only_remains_of_dead_saves_are_removed(tmp_path: Path) -> None:
-    save_state(tmp_path, 100, "a", small_state(1))
+    save_of_ranks(tmp_path, 100, 1)
     ours = [temporary_directory(tmp_path, 200, token) for token in ("dead", "alive")]
     for directory in ours:
         directory.mkdir()
@@ -71,4 +71,4 @@ def test_only_remains_of_dead_saves_are_removed(tmp_path: Path) -> None:
     assert before - {path.name for path in tmp_path.iterdir()} == {ours[0].name}
     assert running.is_dir() and (outside / "kept").exists()
     assert all((directory / "kept").exists() for directory in foreign)
-    assert holds(tmp_path, small_state(1))
+    assert holds(tmp_path, TinyState(1).whole)

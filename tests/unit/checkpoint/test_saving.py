@@ -27,11 +27,8 @@ from tests.unit.checkpoint.tiny_training import (
     names,
     on_ranks,
     save_at_once,
+    save_of_ranks,
 )
-
-
-def save_of_ranks(save: Path, iteration: int, seed: int) -> list[Any]:
-    return on_ranks(2, lambda w: save_at_once(save, iteration, TinyState(seed, w.rank, w.size), w))
 
 
 def test_background_saves_write_the_copied_state(tmp_path: Path) -> None:

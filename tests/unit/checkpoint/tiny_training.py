@@ -153,40 +153,16 @@ def holds(save: Path, whole: dict[tuple[str, str], Tensor]) -> bool:
     return all(same)
 
 
-State = dict[tuple[str, str], torch.Tensor]
-"""(name, kind) -> canonical tensor"""
-
-
-def small_state(seed: int) -> State:
-    """Return tensors of all kinds, as two ranks save them with `save_state`."""
-    generator = torch.Generator().manual_seed(seed)
-    state: State = {
-        ("mlp.weight", "weight"): torch.randn(6, 5, generator=generator).bfloat16(),
-        ("norm.weight", "weight"): torch.randn(7, generator=generator).bfloat16(),
-        ("rank_00000.cpu", "rng"): torch.randint(0, 256, (33,), generator=generator, dtype=torch.uint8),
-    }
-    for kind in ("exp_avg", "exp_avg_sq"):
-        state["mlp.weight", kind] = torch.randn(6, 5, generator=generator)
-        state["norm.weight", kind] = torch.randn(7, generator=generator)
-    return state
-
-
-def publish_pieces(save: Path, header: dict[str, Any], ranks: Sequence[list[Piece]], token: str = "token") -> Path:
-    temporary = create_temporary_directory(save, header["iteration"], token)
+def publish_pieces(save: Path, header: dict[str, Any], ranks: Sequence[list[Piece]]) -> Path:
+    temporary = create_temporary_directory(save, header["iteration"], "token")
     indices = [_write_pieces(temporary, rank, pieces) for rank, pieces in enumerate(ranks)]
     write_manifest(temporary, merge_manifest(header, indices))
     return publish(temporary, save, header["iteration"])
 
 
-def save_state(save: Path, iteration: int, token: str, state: State) -> Path:
-    """Rank 0 writes the first half of the rows of each tensor, rank 1 the second half."""
-    halves: tuple[list[Piece], list[Piece]] = [], []
-    for (name, kind), tensor in state.items():
-        rows = tensor.shape[0] // 2
-        for half, start, part in zip(halves, (0, rows), (tensor[:rows], tensor[rows:]), strict=True):
-            box = Box((start, *[0] * (tensor.dim() - 1)), tuple(part.shape))
-            half.append(Piece(name, kind, tensor.shape, box, part))
-    return publish_pieces(save, header_of(iteration), halves, token)
+def save_of_ranks(save: Path, iteration: int, seed: int) -> list[Any]:
+    """Save a state of two ranks; return their outcomes or errors."""
+    return on_ranks(2, lambda w: save_at_once(save, iteration, TinyState(seed, w.rank, w.size), w))
 
 
 def names(save: Path) -> list[str]:
