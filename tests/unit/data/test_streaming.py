@@ -21,19 +21,23 @@ from megatron_ladder.errors import UserError
 EOD, SEQ_LENGTH, STREAMS = 0, 7, 4
 
 
-class Numbers:
-    """A shard of texts that are numbers; counts the blocks that were read."""
+class Shard:
+    """A shard of blocks of texts, of which None is an unreadable record; counts the blocks that were read."""
 
-    def __init__(self, first: int, blocks: Sequence[int]) -> None:
-        self.name = f"shard {first}"
-        ends = list(itertools.accumulate(blocks, initial=first))
-        self._blocks = [list(range(begin, end)) for begin, end in itertools.pairwise(ends)]
-        self.read = 0
+    def __init__(self, name: str, blocks: Sequence[Sequence[str | None]]) -> None:
+        self.name, self._blocks, self.read = name, blocks, 0
 
     def blocks(self, first: int) -> Iterator[ShardBlock]:
-        for block in self._blocks[first:]:
+        for number, block in enumerate(self._blocks[first:], first + 1):
             self.read += 1
-            yield ShardBlock([str(number) for number in block])
+            bad = tuple(BadRecord(0, f"{self.name}:{number}: not JSON") for text in block if text is None)
+            yield ShardBlock([text for text in block if text is not None], bad)
+
+
+def numbers(first: int, blocks: Sequence[int]) -> Shard:
+    """Return a shard of texts that are numbers."""
+    ends = itertools.accumulate(blocks, initial=first)
+    return Shard(f"shard {first}", [list(map(str, range(*ends))) for ends in itertools.pairwise(ends)])
 
 
 def encode(texts: Sequence[str]) -> list[list[int]]:
@@ -43,7 +47,7 @@ def encode(texts: Sequence[str]) -> list[list[int]]:
 
 def plan_of(window: int = 12, streams: int = STREAMS, seed: int = 1) -> StreamPlan:
     """Return a plan of 11 shards of 31 documents each, number 5 without any."""
-    shards = tuple(Numbers(100 * place, [] if place == 5 else [10, 1, 20]) for place in range(11))
+    shards = tuple(numbers(100 * place, [] if place == 5 else [10, 1, 20]) for place in range(11))
     return StreamPlan(shards, streams, SEQ_LENGTH, seed, window, EOD)
 
 
@@ -129,19 +133,7 @@ def test_resuming_rereads_only_one_window() -> None:
     fresh = plan_of(window=12)
     reader_of(fresh, consumed=480, states=[begun.state()]).read()
     # A window is two or three blocks, and two rows of a stream are in at most two windows.
-    assert sum(shard.read for shard in fresh.shards if isinstance(shard, Numbers)) <= 2 * 3 * STREAMS
-
-
-class Texts:
-    """A shard with one block per text; None is an unreadable record."""
-
-    def __init__(self, name: str, texts: Sequence[str | None]) -> None:
-        self.name, self._texts = name, texts
-
-    def blocks(self, first: int) -> Iterator[ShardBlock]:
-        for line, text in enumerate(self._texts[first:], first + 1):
-            bad = BadRecord(0, f"{self.name}:{line}: not JSON")
-            yield ShardBlock([], (bad,)) if text is None else ShardBlock([text])
+    assert sum(shard.read for shard in fresh.shards) <= 2 * 3 * STREAMS
 
 
 def encode_marked(texts: Sequence[str]) -> list[list[int]]:
@@ -152,7 +144,7 @@ def encode_marked(texts: Sequence[str]) -> list[list[int]]:
 def spoiled_plan(max_bad: int) -> StreamPlan:
     """Return a plan of three shards; the second and third have three bad records together."""
     texts: list[list[str | None]] = [["1", "2"], ["3", None, "4"], [None, "5", None, "6"]]
-    shards = tuple(Texts(f"{name}.jsonl", members) for name, members in zip("abc", texts, strict=True))
+    shards = tuple(Shard(f"{name}.jsonl", [[text] for text in own]) for name, own in zip("abc", texts, strict=True))
     return StreamPlan(shards, 2, SEQ_LENGTH, 1, 2, EOD, max_bad=max_bad)
 
 
