@@ -11,8 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_ladder.blueprint.model import ModelConfig, resolve_model
-from megatron_ladder.blueprint.model_flags import ModelFlags
+from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, resolve_model
 from megatron_ladder.comm.launch import read_rank_info
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.command_line import flag_words, parse_command_line

@@ -1,11 +1,10 @@
-"""A model: the sizes, rotary embedding, biases, experts and wiring of a Llama-family decoder."""
+"""A model: the sizes, rotary embedding, biases, experts and wiring of a Llama-family decoder, and its flags."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
-from megatron_ladder.blueprint.model_flags import ModelFlags, ModelTraits
 from megatron_ladder.blueprint.wiring import (
     DESYNC_INTERVALS,
     WIRINGS,
@@ -22,37 +21,122 @@ FFN_MULTIPLE = 256
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelTraits:
+    """Values that are the same on the command line and in a checkpoint."""
+
+    norm_epsilon: float = flag(1e-5, aliases=("--layernorm-epsilon",), above=0)
+    """Term added to the mean square in RMSNorm."""
+    rotary_base: float = flag(10000.0, aliases=("--rope-theta",), above=0)
+    """Base of the rotary embedding's wavelengths."""
+    rope_scaling: Literal["none", "linear", "llama3"] = "none"
+    """Method that scales rotary frequencies for longer contexts."""
+    rope_scaling_factor: float = flag(1.0, above=0, requires="--rope-scaling")
+    """Factor by which the context grows (linear and llama3)."""
+    rope_low_freq_factor: float = flag(1.0, above=0, requires="--rope-scaling llama3")
+    """Llama 3 scaling: wavelengths above original positions / this factor are scaled in full."""
+    rope_high_freq_factor: float = flag(4.0, above=0, requires="--rope-scaling llama3")
+    """Llama 3 scaling: wavelengths below original positions / this factor are not scaled."""
+    rope_original_max_position_embeddings: int = flag(8192, minimum=1, requires="--rope-scaling llama3")
+    """Llama 3 scaling: maximum positions of the model before scaling."""
+    tie_embeddings: bool = False
+    """Use the embedding matrix as the output head."""
+    add_qkv_bias: bool = False
+    """Biases on the query, key and value projections."""
+    add_attention_output_bias: bool = False
+    """A bias on the attention's output projection."""
+    add_mlp_bias: bool = False
+    """Biases on the three projections of the MLP."""
+    qk_layernorm: bool = False
+    """RMSNorm over each query and key head before the rotary embedding."""
+    logit_soft_cap: float | None = flag(None, above=0)
+    """Bound of the logits: cap x tanh(logits / cap), as in Gemma 2, where it is 30. No bound by default."""
+    rotary_percent: float = flag(1.0, above=0, maximum=1)
+    """Part of each head that the rotary embedding rotates, from its first dimension on."""
+    num_experts: int = flag(0, minimum=0, maximum=4096)
+    """Routed experts of a layer (mixture of experts); 0: every layer is dense."""
+    moe_router_topk: int = flag(2, minimum=1, requires="--num-experts")
+    """Experts of each token."""
+    moe_shared_expert_intermediate_size: int = flag(0, minimum=0, requires="--num-experts")
+    """Width of the expert that every token uses; 0: there is none."""
+    moe_router_score_function: Literal["softmax", "sigmoid"] = flag("softmax", requires="--num-experts")
+    """Function that maps the router's logits to scores: over all experts, or for each expert."""
+    moe_router_unnormalized: bool = flag(False, requires="--num-experts")
+    """Weight the chosen experts by their scores, without dividing by the sum."""
+    moe_router_topk_scaling_factor: float = flag(1.0, above=0, requires="--num-experts")
+    """Factor on the weights of the chosen experts."""
+    moe_router_enable_expert_bias: bool = flag(False, requires="--num-experts")
+    """Choose experts by scores plus a bias that follows the experts' loads, without a loss (DeepSeek-V3)."""
+    moe_router_num_groups: int = flag(1, minimum=1, requires="--num-experts")
+    """Groups of experts, of which each token first chooses --moe-router-group-topk, by the sum of the two highest
+    scores in each."""
+    moe_router_group_topk: int = flag(1, minimum=1, requires="--moe-router-num-groups")
+    """Groups from which a token chooses its experts."""
+    init_method_std: float = flag(0.02, minimum=0)
+    """Standard deviation of the initial weights; that of output projections is divided by sqrt(2 x layers)."""
+    residual_mode: ResidualMode = flag(
+        "standard", details=" ".join(f"{wiring.name}: {wiring.description}" for wiring in WIRINGS.values())
+    )
+    """Wiring of the layers."""
+    residual_staleness: int = flag(1, minimum=1)
+    """How many sub-blocks late a ladder layer reads the stream, and so how many all-reduces are in flight."""
+    lanes: int = flag(0, aliases=("--own-partials",), minimum=0)
+    """Lanes into which heads and neurons are divided, a multiple of the tensor-parallel size. A lane also reads its own
+    part of the outputs in flight (own partials). The number is part of the model. 0: no own partials; 1: the same as
+    the standard wiring."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFlags(ModelTraits):
+    """Model. Sizes and wiring of the decoder; defaults are Llama's."""
+
+    num_layers: int = flag(12, minimum=1, maximum=100_000)
+    """Transformer layers."""
+    hidden_size: int = flag(768, minimum=1)
+    """Width of the residual stream."""
+    ffn_hidden_size: int | None = flag(None, minimum=1)
+    """Width of the MLP; by default 8/3 of the hidden size, rounded up to a multiple of 256."""
+    num_attention_heads: int = flag(12, minimum=1)
+    """Query heads."""
+    num_key_value_heads: int | None = flag(None, aliases=("--num-query-groups",), minimum=1)
+    """Key and value heads (grouped-query attention); by default as many as query heads."""
+    head_dim: int | None = flag(None, aliases=("--kv-channels",), minimum=1)
+    """Width of one head; by default the hidden size divided by the query heads."""
+    vocab_size: int | None = flag(None, minimum=1)
+    """Number of token ids; by default that of the tokenizer. It is padded to 128 x tensor-parallel size."""
+    max_position_embeddings: int | None = flag(None, minimum=1)
+    """Longest sequence that the model accepts; by default the training sequence length."""
+    moe_ffn_hidden_size: int | None = flag(None, minimum=1, requires="--num-experts")
+    """Width of one expert; by default --ffn-hidden-size."""
+    moe_layers: str | None = flag(None, requires="--num-experts")
+    """Layers with experts, in the notation of --ladder-layers; by default all. The others are dense."""
+    ladder_layers: str | None = None
+    """Layers that read the stream late: all (the default), none, N (the upper N layers), or indices from 0 as in
+    16-31, 3,7,9-12 or [16] (one layer)."""
+    desync_interval: int = 2
+    """Sub-blocks between two all-reduces with --residual-mode desync: 2 or 4."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig(ModelTraits):
     """A resolved model, as checkpoints store it.
 
-    The attributes are those of `ModelFlags` after `resolve_model`. `ladder_layers` is empty in a wiring without late
-    sub-blocks.
+    The attributes are those of `ModelFlags` after `resolve_model`. `moe_layers` and `ladder_layers` are sorted; the
+    latter is empty in a wiring without late sub-blocks. Widths and intervals of what the model lacks are 0.
     """
 
     num_layers: int = flag(minimum=1)
-    """Transformer layers."""
     hidden_size: int = flag(minimum=1)
-    """Width of the residual stream."""
     ffn_hidden_size: int = flag(minimum=1)
-    """Width of the MLP."""
     num_attention_heads: int = flag(minimum=1)
-    """Query heads."""
     num_key_value_heads: int = flag(minimum=1)
-    """Key and value heads."""
     head_dim: int = flag(minimum=1)
-    """Width of one head."""
     vocab_size: int = flag(minimum=1)
     """Number of token ids, without padding."""
     max_position_embeddings: int = flag(minimum=1)
-    """Longest sequence that the model accepts."""
     moe_ffn_hidden_size: int = 0
-    """Width of one expert; 0 without experts."""
     moe_layers: tuple[int, ...] = ()
-    """Sorted indices of the layers with experts."""
     ladder_layers: tuple[int, ...] = ()
-    """Sorted indices of the layers that read the stream late."""
     desync_interval: int = 0
-    """Sub-blocks between two all-reduces of a desynchronised stream; 0 without desync."""
     desync_tp: int | None = None
     """The tensor-parallel size of a desync model, which cannot change; None without desync."""
 
@@ -91,21 +175,6 @@ class ModelConfig(ModelTraits):
         plain = (name for name, row in WIRINGS.items() if not row.late and (row.sub_blocks, row.stream) == same)
         mode = next(plain, self.residual_mode)
         return replace(self, residual_mode=mode, ladder_layers=(), residual_staleness=1, lanes=0)
-
-    def in_wiring(
-        self, mode: ResidualMode, *, staleness: int = 1, lanes: int = 0, desync_interval: int = 0, ranks: int = 1
-    ) -> "ModelConfig":
-        """Return the same model with all layers in another wiring; `ranks` is part of a desync model."""
-        wiring = WIRINGS[mode]
-        return replace(
-            self,
-            residual_mode=mode,
-            residual_staleness=staleness,
-            lanes=lanes,
-            ladder_layers=tuple(range(self.num_layers)) if wiring.late else (),
-            desync_interval=desync_interval,
-            desync_tp=ranks if wiring.stream == "per rank" else None,
-        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the model as JSON values; the inverse of `from_dict`."""

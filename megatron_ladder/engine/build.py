@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from megatron_ladder.blueprint.model import key_value_replicas
-from megatron_ladder.blueprint.partition import balanced_partition, uniform_partition
-from megatron_ladder.blueprint.tensors import parameter_count
+from megatron_ladder.blueprint.tensors import balanced_partition, parameter_count, uniform_partition
 from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.spans import Span, no_span

@@ -4,7 +4,7 @@
     choice   the k highest scores (with a bias that only the choice sees; within the best groups of experts)
     y        sum over the chosen experts e of  weight_e * down_e(silu(gate_e x) * up_e x)
 
-Tokens are sorted by expert, so that each matrix multiplies one block of rows (`parallel/grouped.py`). A rank holds a
+Tokens are sorted by expert, so that each matrix multiplies one block of rows (`parallel/products.py`). A rank holds a
 part of the width of every expert, or whole experts; either way its y is a partial sum. So are all gradients inside: of
 the input, of the chosen weights, and so of the router's matrix, which all ranks hold; the last one is summed with those
 of the norms.
@@ -24,10 +24,16 @@ from megatron_ladder.comm.regions import copy_to_tensor_parallel_region
 from megatron_ladder.model.bodies import MLP, Attention
 from megatron_ladder.model.operations import BALANCING_LOSS, ROUTER_Z_LOSS, BuildContext
 from megatron_ladder.model.sub_block import Body, BodyOutput, SequenceContext
-from megatron_ladder.parallel.grouped import SortedRows, expert_inputs, grouped_linear, reads_on_host
 from megatron_ladder.parallel.layout import ParallelModule
 from megatron_ladder.parallel.partial_gradients import sum_gradient
-from megatron_ladder.parallel.products import InputGradient, linear
+from megatron_ladder.parallel.products import (
+    InputGradient,
+    SortedRows,
+    expert_inputs,
+    grouped_linear,
+    linear,
+    reads_on_host,
+)
 
 
 class Router(ParallelModule):
@@ -93,7 +99,6 @@ class _RoutedExperts(Body):
         (branch,) = tensors.branches
         self.config = build.config
         self.options = build.experts
-        self.group = build.mesh.tensor
         self.sums_input = build.mesh.stream.shards == 1
         self.router = Router(build, branch)
         self.matrices = _ExpertMatrices(build, branch)
@@ -108,7 +113,7 @@ class _RoutedExperts(Body):
         """See `Body`; what it keeps are the experts of each token, [s, b, k]."""
         x = normed
         if input_gradient is None and self.sums_input:
-            x = copy_to_tensor_parallel_region(normed, self.group)
+            x = copy_to_tensor_parallel_region(normed, self.router.group)
         logits = self.router(x, input_gradient)
         scores = logits.softmax(-1) if self.config.moe_router_score_function == "softmax" else logits.sigmoid()
         (chosen,) = again or (_choose(self.config, scores.detach(), self.router.expert_bias),)

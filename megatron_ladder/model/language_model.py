@@ -70,15 +70,8 @@ class LanguageModel(nn.Module):
         super().__init__()
         device = device or torch.device("cpu")
         layers = range(config.num_layers) if layers is None else layers
-        build = BuildContext(
-            mesh=mesh,
-            dtype=dtype,
-            device=device,
-            linear=options.operations.linear,
-            config=config,
-            operations=options.operations,
-            experts=experts,
-        )
+        ops = options.operations
+        build = BuildContext(mesh, dtype, device, ops.linear, config=config, operations=ops, experts=experts)
         self.config = config
         self.group = mesh.tensor
         self.distillation = distillation

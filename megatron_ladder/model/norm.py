@@ -37,11 +37,7 @@ class RMSNorm(ParallelModule):
 
         `partial_gradients` sums the parts later; without it, each sum is waited for where the gradient arises.
         """
-        return (
-            self.weight
-            if self.partial_over is None
-            else sum_gradient(self.weight, self.partial_over, partial_gradients)
-        )
+        return sum_gradient(self.weight, self.partial_over, partial_gradients)
 
     def forward(
         self,

@@ -98,7 +98,7 @@ SHARDED_MARKS = ("model_parallel", "tensor_model_parallel")
 """Attributes that mark a parameter for DeepSpeed as sharded over the tensor-parallel ranks."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Placement:
     """Where parallel layers hold their parameters, and how they multiply with them."""
 

@@ -120,15 +120,14 @@ class PartialGradients:
         self._sums.end_pass()
 
 
-def sum_gradient(parameter: Tensor, group: CommGroup, partial_gradients: PartialGradients | None) -> Tensor:
-    """Return a parameter for a use on data that differ between ranks; the parts of its gradient are summed.
+def sum_gradient(parameter: Tensor, group: CommGroup | None, partial_gradients: PartialGradients | None) -> Tensor:
+    """Return a parameter for a use on data that differ between the ranks of a group, if there is one; the parts of its
+    gradient are summed.
 
     `partial_gradients` sums them later; without it, each sum is waited for where the gradient arises.
     """
-    if not torch.is_grad_enabled():
+    if group is None or not torch.is_grad_enabled():
         return parameter
-    return (
-        copy_to_tensor_parallel_region(parameter, group)
-        if partial_gradients is None
-        else partial_gradients.defer(parameter)
-    )
+    if partial_gradients is not None:
+        return partial_gradients.defer(parameter)
+    return copy_to_tensor_parallel_region(parameter, group)

@@ -52,7 +52,7 @@ def sharded_losses(
     ranks: int, student: Model, teacher: Model, labels: Tensor, weights: Tensor, settings: Settings
 ) -> tuple[Tensor, Tensor, Tensor]:
     """On each rank: return the losses, and the gradients of the input and of this rank's words."""
-    place, heads = Placement(mesh=mesh_of(ranks), dtype=torch.float64, device=torch.device("cpu")), []
+    place, heads = Placement(mesh_of(ranks), torch.float64, torch.device("cpu")), []
     for model in (student, teacher):
         tensor = TensorSpec("head", tuple(model.matrix.shape), sharded_dim=0, padded=True)
         head = VocabParallelHead(tensor, place, model.soft_cap)

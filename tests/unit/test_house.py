@@ -65,24 +65,24 @@ MOST_LINES_OF_A_FILE = 470
 
 FIRST_FLOOR = ("errors", "files", "processes", "progress", "api", "lm_eval")
 BUDGETS = {
-    f"{PACKAGE}/": 24_642,
+    f"{PACKAGE}/": 24_588,
     " ".join(
         f"{PACKAGE}/{folder}/" for folder in ("blueprint", "comm", "parallel", "model", "engine", "train")
-    ): 10_830,
-    f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_395,
+    ): 10_778,
+    f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_394,
     f"{PACKAGE}/checkpoint/": 2_061,
     f"{PACKAGE}/data/": 4_132,
     f"{PACKAGE}/convert/": 2_513,
     f"{PACKAGE}/generate/": 2_091,
-    f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_614,
-    "tools/": 5_987,
+    f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_613,
+    "tools/": 5_984,
     "vllm_plugin/": 2_302,
-    "tests/": 26_401,
+    "tests/": 26_399,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
 MOST_WORDS = 31_995
 """Words in README, docs/ and the READMEs of examples/."""
-MOST_FILES_WITH_ONE_IMPORTER = 30
+MOST_FILES_WITH_ONE_IMPORTER = 25
 MOST_REQUIREMENTS, MOST_EXTRAS = 12, 6
 CALLED_BY_NAME = ("cli/", "convert/hf_module/")
 """Programs, and classes that transformers loads from exported models."""

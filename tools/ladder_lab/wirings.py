@@ -50,13 +50,17 @@ class NamedWiring:
 
     def of(self, model: ModelConfig, ranks: int) -> ModelConfig:
         """Return the model in this wiring, on so many tensor-parallel ranks."""
-        lanes = ranks if self.own_partials else 0
-        wired = model.in_wiring(
-            self.mode, staleness=self.staleness, lanes=lanes, desync_interval=self.desync_interval, ranks=ranks
+        wiring, layers = WIRINGS[self.mode], model.num_layers
+        first = layers - layers // 2 if self.upper_half else 0
+        return replace(
+            model,
+            residual_mode=self.mode,
+            residual_staleness=self.staleness,
+            lanes=ranks if self.own_partials else 0,
+            ladder_layers=tuple(range(first, layers)) if wiring.late else (),
+            desync_interval=self.desync_interval,
+            desync_tp=ranks if wiring.stream == "per rank" else None,
         )
-        if not self.upper_half:
-            return wired
-        return replace(wired, ladder_layers=wired.ladder_layers[model.num_layers - model.num_layers // 2 :])
 
 
 NAMED_WIRINGS: Mapping[str, NamedWiring] = {

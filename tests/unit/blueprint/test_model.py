@@ -6,12 +6,12 @@ import pytest
 
 from megatron_ladder.blueprint.model import (
     ModelConfig,
+    ModelFlags,
     key_value_replicas,
     parse_layers,
     resolve_model,
     tensor_parallel_errors,
 )
-from megatron_ladder.blueprint.model_flags import ModelFlags
 from megatron_ladder.blueprint.wiring import WIRINGS
 from megatron_ladder.command_line import parse_command_line
 from megatron_ladder.errors import UserError

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ladder.parallel.grouped import SortedRows, expert_inputs, grouped_linear, reads_on_host
+from megatron_ladder.parallel.products import SortedRows, expert_inputs, grouped_linear, reads_on_host
 
 EXPERTS, TOKENS, CHOICES = 6, 40, 2
 

@@ -25,7 +25,7 @@ class Problem(NamedTuple):
 
 def problem(tokens: int, dtype: torch.dtype, soft_cap: float | None = None) -> Problem:
     torch.manual_seed(3)
-    place = Placement(mesh=ProcessMesh.single(), dtype=dtype, device=torch.device("cpu"))
+    place = Placement(ProcessMesh.single(), dtype, torch.device("cpu"))
     tensor = TensorSpec("head", (VOCAB, WIDTH), sharded_dim=0, padded=True)
     head = VocabParallelHead(tensor, place, soft_cap)
     torch.nn.init.normal_(head.weight[:VOCAB])

@@ -101,17 +101,10 @@ class Calibration:
         blocks = []
         for sub_block in itertools.chain(*variant.wiring.of(self.shape, ranks=2).wired_layers):
             forward, backward, weight_gradient = self.kinds[sub_block.kind]
-            blocks.append(
-                SubBlockTime(
-                    forward,
-                    reduce_seconds,
-                    sub_block.missing if variant.tp_overlap else (),
-                    backward - weight_gradient,
-                    weight_gradient,
-                    sub_block.joins_next and variant.tp_overlap,
-                    sub_block.shares_reading and variant.tp_overlap,
-                )
-            )
+            missing = sub_block.missing if variant.tp_overlap else ()
+            times = forward, reduce_seconds, missing, backward - weight_gradient, weight_gradient
+            shared = sub_block.joins_next and variant.tp_overlap, sub_block.shares_reading and variant.tp_overlap
+            blocks.append(SubBlockTime(*times, *shared))
         steps = join_intervals(blocks, variant.wiring.desync_interval)
         total = forward_seconds(steps, wire, head_seconds=self.head)
         if any(one.backward for one in self._layers):

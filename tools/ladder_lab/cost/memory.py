@@ -36,13 +36,13 @@ from functools import cache, lru_cache
 from typing import Literal, NamedTuple
 
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.blueprint.partition import uniform_partition
 from megatron_ladder.blueprint.tensors import (
     embedding_tensor,
     final_norm_tensor,
     layer_tensors,
     loss_chunk_tokens,
     padded_vocab_size,
+    uniform_partition,
 )
 from megatron_ladder.blueprint.wiring import plan_reads
 

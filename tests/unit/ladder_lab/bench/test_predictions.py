@@ -8,6 +8,7 @@ from ladder_lab.bench.calibration import Calibration, SubBlockSeconds
 from ladder_lab.bench.sizes import find_size
 from ladder_lab.bench.variants import VARIANTS
 from ladder_lab.cost.links import WireModel
+from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.wiring import SubBlockKind
 
 ATTENTION, MLP = SubBlockKind.ATTENTION, SubBlockKind.MLP
@@ -25,7 +26,7 @@ SPLIT = Calibration(
         SubBlockKind.ROUTED_EXPERTS: SubBlockSeconds(4.0, 8.0, 3.0),
     },
     96.0,
-    EXPERTS.in_wiring("farskip"),
+    NAMED_WIRINGS["farskip"].of(EXPERTS, 1),
 )
 
 

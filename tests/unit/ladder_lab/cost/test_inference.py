@@ -13,6 +13,7 @@ from ladder_lab.bench.sizes import SIZES
 from ladder_lab.cost import inference
 from ladder_lab.cost.inference import EXPERTS_FLOOR, InferenceRequest, inference_memory, predict_inference
 from ladder_lab.cost.machines import PRESETS, Machine
+from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.tensors import padded_vocab_size
 from tests.helpers.commands import REPOSITORY_ROOT
 
@@ -32,10 +33,10 @@ def test_wirings_differ_by_their_reduces_and_their_adds() -> None:
     without = step(replace(request, reduce_factor=0.0))
     # Two for each layer, one for the embedding, one for the gather of the logits.
     assert step(request) - without == pytest.approx((2 * 32 + 2) * t)
-    desync = replace(request, model=LLAMA.in_wiring("desync", desync_interval=4, ranks=8))
+    desync = replace(request, model=NAMED_WIRINGS["desync-4x"].of(LLAMA, 8))
     assert step(desync) - without == pytest.approx((16 + 2) * t, rel=0.01)
     # Every sub-block but the last hides less than t, so the wire determines the time.
-    ladder = replace(request, model=LLAMA.in_wiring("ladder"))
+    ladder = replace(request, model=NAMED_WIRINGS["ladder"].of(LLAMA, 1))
     assert 64 * t < step(ladder) < 0.75 * step(request)
     hybrid = replace(ladder, model=replace(ladder.model, ladder_layers=tuple(range(16, 32))))
     assert step(hybrid) == pytest.approx((step(ladder) + step(request)) / 2, rel=0.03)
@@ -74,7 +75,7 @@ def test_published_cells(link: str, peers: Literal["on", "off"], batch: int) -> 
     request = InferenceRequest(model, replace(H100, link=PRESETS[link]), 8, batch, 1024, GENERATE)
     paper = {w: read_published()["llama-70b", peers, str(batch), w] for w in ("standard", "ladder")}
     standard = predict_inference(request).total
-    found = predict_inference(replace(request, model=model.in_wiring("ladder"))).total
+    found = predict_inference(replace(request, model=NAMED_WIRINGS["ladder"].of(model, 1))).total
     assert batch * GENERATE / standard == pytest.approx(paper["standard"]["tokens_per_second"], rel=0.12)
     assert standard / found == pytest.approx(paper["ladder"]["speed_up"], rel=0.09)
 

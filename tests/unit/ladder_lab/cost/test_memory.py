@@ -16,6 +16,7 @@ from ladder_lab.cost.memory import (
     stage_parameters,
 )
 from ladder_lab.dry_run.one_rank import OPERATIONS
+from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.blueprint.tensors import padded_vocab_size, parameter_count
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
@@ -63,7 +64,7 @@ def kept_bytes(model: ModelConfig, recompute: bool, dtype: torch.dtype, samples:
 def test_activations_are_those_of_a_real_forward_pass(
     dtype: torch.dtype, precision: Precision, wiring, recompute: bool
 ) -> None:
-    model = replace(SMALL.in_wiring(wiring), logit_soft_cap=30.0 if wiring == "ladder" else None)
+    model = replace(NAMED_WIRINGS[wiring].of(SMALL, 1), logit_soft_cap=30.0 if wiring == "ladder" else None)
     layout = Layout(micro_batch=2, recompute=recompute)
     counted = _layers_activation_bytes(model, layout, 0, 128, precision)
     counted += _head_activation_bytes(model, layout, 128, precision)
@@ -85,7 +86,7 @@ def test_the_peak_of_the_loss_is_that_of_a_real_step(dtype: torch.dtype, precisi
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 @pytest.mark.parametrize("wiring", ["ladder", "parallel"])
 def test_parameters_are_those_of_the_modules(tensor: int, wiring) -> None:
-    model = replace(SMALL.in_wiring(wiring), vocab_size=200, add_qkv_bias=True, qk_layernorm=True)
+    model = replace(NAMED_WIRINGS[wiring].of(SMALL, 1), vocab_size=200, add_qkv_bias=True, qk_layernorm=True)
     replicas = CommGroup(range(key_value_replicas(model, tensor)), 0, None)
     mesh = replace(ProcessMesh.single(), tensor=CommGroup(range(tensor), 0, None), kv_replica=replicas)
     with torch.device("meta"):

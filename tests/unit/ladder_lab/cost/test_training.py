@@ -10,6 +10,7 @@ from ladder_lab.cost.links import WireModel, backward_seconds, forward_seconds
 from ladder_lab.cost.machines import Machine
 from ladder_lab.cost.memory import Layout, stage_memory, stage_parameters, worst_memory
 from ladder_lab.cost.training import LayerTime, _outputs_at_cuts, step_time
+from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.tensors import ModelFlops, padded_vocab_size, parameter_count
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
 
@@ -21,7 +22,7 @@ NO_CONTENTION = replace(H100, contention=0.0)
 def times_of(
     wiring="standard", tensor: int = 8, machine: Machine = NO_CONTENTION, factor: float = 1.0, recompute: bool = False
 ) -> LayerTime:
-    return LayerTime(LLAMA.in_wiring(wiring), machine, tensor, 4096, 1, recompute, False, factor)
+    return LayerTime(NAMED_WIRINGS[wiring].of(LLAMA, 1), machine, tensor, 4096, 1, recompute, False, factor)
 
 
 def head_seconds(tensor: int, vocabulary: int = 128256) -> float:
@@ -67,7 +68,7 @@ def test_gains_of_training_with_bounded_collectives(wiring: str, gain: float) ->
 @pytest.mark.parametrize("interval", [2, 4])
 def test_desync_exposes_one_reduce_per_interval_in_each_pass(interval: int) -> None:
     standard = times_of(factor=3.0)
-    model = LLAMA.in_wiring("desync", desync_interval=interval, ranks=8)
+    model = NAMED_WIRINGS[f"desync-{interval}x"].of(LLAMA, 8)
     compute, total = replace(standard, model=model).passes(range(32))
     assert compute == pytest.approx(standard.passes(range(32))[0])
     assert total - compute == pytest.approx(2 * 64 / interval * standard.reduce_seconds)
@@ -117,5 +118,5 @@ def test_each_layer_counts_as_what_it_is() -> None:
 
 def test_outputs_that_cross_a_cut() -> None:
     """With routed experts in layers 0 and 3 only, the attention above a dense layer misses nothing."""
-    model = replace(SIZES["small-moe"], num_layers=5, moe_layers=(0, 3)).in_wiring("farskip")
+    model = NAMED_WIRINGS["farskip"].of(replace(SIZES["small-moe"], num_layers=5, moe_layers=(0, 3)), 1)
     assert _outputs_at_cuts(model) == [0, 1, 0, 0, 1]
