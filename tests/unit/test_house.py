@@ -77,7 +77,7 @@ BUDGETS = {
     f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_613,
     "tools/": 5_984,
     "vllm_plugin/": 2_302,
-    "tests/": 26_399,
+    "tests/": 26_387,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
 MOST_WORDS = 31_995
