@@ -22,7 +22,7 @@ from megatron_ladder.checkpoint.publish import (
     read_latest,
 )
 from megatron_ladder.config.file import CONFIG_NAME
-from megatron_ladder.config.run import SECTION_TYPES, RunConfig, RunFlags
+from megatron_ladder.config.run import SECTION_TYPES, SECTIONS, RunConfig, RunFlags
 from megatron_ladder.config.sections import CheckpointConfig, OptimizerConfig
 from megatron_ladder.data.identity import data_changes
 from megatron_ladder.errors import ErrorCollector, Problem, UserError, raise_user_errors
@@ -35,10 +35,10 @@ _DEFINES_ORDER = ("seed", "seq_length")
 """Fields that a resumed run must not change, because they determine the order of samples."""
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "train_iters", "lr")
 """Flags without which no model is trained from scratch under --load."""
-_TAKEN = ("training", "optimizer", "data", "checkpoint", "logging", "reliability")
+_TAKEN = ("training", "data", "checkpoint", "logging", "reliability", "optimizer")
 """Sections whose values a resumed run takes, unless a flag declares otherwise."""
 _IGNORED, _REPORTED, _DATA = (
-    {one.field_name for section in SECTION_TYPES.values() for one in section_flags(section) if one.on_resume == rule}
+    {one.field_name for one in section_flags(*SECTIONS) if one.on_resume == rule}
     for rule in ("ignore", "report", "data")
 )
 """Names of flags by their `on_resume`."""
@@ -149,7 +149,7 @@ def complete_flags(flags: RunFlags, checkpoint: Checkpoint) -> RunFlags:
     if not flags.checkpoint.finetune:
         flags = _with_values_of_the_run(flags, checkpoint)
     elif "seq_length" not in given:
-        length = _recorded(checkpoint).get("training", {}).get("seq_length", flags.training.seq_length)
+        length = _values(checkpoint.manifest.get("run", {})).get("seq_length", flags.training.seq_length)
         flags = replace(flags, training=replace(flags.training, seq_length=length))
     required = {"--train-iters": flags.training.train_iters, "--lr": flags.optimizer.lr}
     raise_user_errors(Problem(name, " is required: --load lacks it") for name, one in required.items() if one is None)
@@ -161,7 +161,8 @@ def complete_flags(flags: RunFlags, checkpoint: Checkpoint) -> RunFlags:
 
 def _with_values_of_the_run(flags: RunFlags, checkpoint: Checkpoint) -> RunFlags:
     """Return flags with the values of the checkpoint's run, unless given ones replace or exclude them."""
-    run, given, load, save = _recorded(checkpoint), flags.given, flags.checkpoint.load, flags.checkpoint.save
+    stored, given = _values(checkpoint.manifest.get("run", {})), flags.given
+    load, save = flags.checkpoint.load, flags.checkpoint.save
     kept, data = {*given, *_IGNORED}, given & _DATA
     if data:
         kept |= _DATA - ({"train_data_path", "streaming"} if data == {"valid_data_path"} else set())
@@ -177,11 +178,11 @@ def _with_values_of_the_run(flags: RunFlags, checkpoint: Checkpoint) -> RunFlags
     values = {one.name: getattr(getattr(flags, name), one.field_name) for name, one in every}
     problems = limit_problems(known, values)
     for name, one in every:
-        if one.field_name not in run.get(name, {}) or one.field_name in kept:
+        if one.field_name not in stored or one.field_name in kept:
             continue
         kind = get_type_hints(SECTION_TYPES[name])[one.field_name]
         try:
-            value = msgspec.convert(run[name][one.field_name], kind, dec_hook=lambda kind, text: kind(text))
+            value = msgspec.convert(stored[one.field_name], kind, dec_hook=lambda kind, text: kind(text))
         except msgspec.ValidationError as error:
             raise UserError(f"--load {checkpoint.directory}: {one.name}: {error}: give the flag") from None
         found = limit_problems(known, values | {one.name: value})
@@ -192,17 +193,14 @@ def _with_values_of_the_run(flags: RunFlags, checkpoint: Checkpoint) -> RunFlags
     return replace(flags, **{name: replace(getattr(flags, name), **fields) for name, fields in sections.items()})
 
 
-def _recorded(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
-    """Return the sections of the checkpoint's run that a resumed run takes, with the derived values."""
-    run = checkpoint.manifest.get("run", {})
-    sections = {name: dict(run[name]) for name in _TAKEN if name in run}
+def _values(run: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that a resumed run takes by field, with the derived ones, of what `RunConfig.to_dict` gave."""
+    values = {name: value for section in _TAKEN for name, value in run.get(section, {}).items()}
     if "global_batch_size" in run:
-        sections["training"]["global_batch_size"] = run["global_batch_size"]
+        values["global_batch_size"] = run["global_batch_size"]
     if "optimizer" in run:
-        sections["optimizer"] = to_plain(
-            msgspec.convert(run["optimizer"], OptimizerConfig).completed(run["training"]["train_iters"])
-        )
-    return sections
+        values |= to_plain(msgspec.convert(run["optimizer"], OptimizerConfig).completed(values["train_iters"]))
+    return values
 
 
 def model_differences(run: RunConfig, checkpoint: Checkpoint) -> list[Problem]:
@@ -219,9 +217,9 @@ def model_differences(run: RunConfig, checkpoint: Checkpoint) -> list[Problem]:
     if model.num_layers != run.model.num_layers:
         # The default, all layers, depends on their number.
         pairs.pop("ladder_layers", None)
-    training = checkpoint.manifest.get("run", {}).get("training", {})
+    recorded = _values(checkpoint.manifest.get("run", {}))
     if not run.loads_only_weights:
-        pairs |= {name: (getattr(run.training, name), training[name]) for name in _DEFINES_ORDER if name in training}
+        pairs |= {name: (getattr(run.training, name), recorded[name]) for name in _DEFINES_ORDER if name in recorded}
     return [
         Problem(flag_name(name), f" {ours}: {checkpoint.directory} was trained with {theirs}")
         for name, (ours, theirs) in pairs.items()
@@ -241,7 +239,7 @@ def resume_problems(flags: RunFlags, run: RunConfig, checkpoint: Checkpoint) -> 
         fix = f"give --optimizer {saved}, or --no-load-optim to start the optimizer from scratch"
         yield Problem("--optimizer", f" {chosen}: {directory} was trained with {saved}: {fix}")
         return
-    stored = {} if options.override_opt_param_scheduler else _recorded(checkpoint).get("optimizer", {})
+    stored = {} if options.override_opt_param_scheduler else _values(checkpoint.manifest.get("run", {}))
     for name, ours in vars(run.optimizer).items():
         if name in flags.given and ours != stored.get(name, ours) and not name.startswith("optimizer"):
             fix = "give --override-opt-param-scheduler to change it, or leave the flag out to keep the stored value"
@@ -250,12 +248,7 @@ def resume_problems(flags: RunFlags, run: RunConfig, checkpoint: Checkpoint) -> 
 
 def learned_changes(run: RunConfig, checkpoint: Checkpoint) -> list[str]:
     """Return one line for each given value with which a resumed run learns something else than before."""
-    if not checkpoint.manifest.get("run"):
-        return []
-    theirs = {name: value for section in _recorded(checkpoint).values() for name, value in section.items()}
-    sections = (run.training, run.data, run.reliability, run.optimizer.completed(run.training.train_iters))
-    ours = {name: value for section in sections for name, value in to_plain(section).items()}
-    ours["global_batch_size"] = run.global_batch_size
+    ours, theirs = _values(run.to_dict()), _values(checkpoint.manifest.get("run", {}))
     return [
         f"*** {flag_name(name)} {ours[name]}: the checkpoint was trained with {theirs[name]} ***"
         for name in ours
@@ -265,7 +258,7 @@ def learned_changes(run: RunConfig, checkpoint: Checkpoint) -> list[str]:
 
 def schedule_note(run: RunConfig, checkpoint: Checkpoint) -> str | None:
     """Return a note about the schedule of a run that is longer or shorter than the run that saved the checkpoint."""
-    stored = checkpoint.manifest.get("run", {}).get("training", {}).get("train_iters")
+    stored = _values(checkpoint.manifest.get("run", {})).get("train_iters")
     end = run.optimizer.lr_decay_iters
     if stored in (None, run.training.train_iters) or run.optimizer.lr_decay_style == "constant" or end is None:
         return None

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Self
 
 from megatron_ladder.config.sections import ReliabilityConfig
@@ -71,40 +72,40 @@ class StopSignals:
                 os._exit(128 + number[0])
 
 
+@dataclass
 class Stopper:
     """Decides whether a run ends after the current step."""
 
-    def __init__(self, config: ReliabilityConfig, signals: StopSignals | None, rank: int, start: float) -> None:
-        """`start` is `time.monotonic()` at the start of the process."""
-        self._config = config
-        self._signals = signals
-        self._rank = rank
-        self._start = start
-        self._looked = -_LOOK_SECONDS
-        self._killed = False
+    config: ReliabilityConfig
+    signals: StopSignals | None
+    rank: int
+    start: float
+    """`time.monotonic()` at the start of the process."""
+    _looked: float = -_LOOK_SECONDS
+    _killed: bool = False
 
     def votes(self) -> list[float]:
         """Return this rank's vote for each reason, 1 or 0, to be summed over ranks."""
-        received = self._signals.received if self._signals is not None else []
-        now, minutes, path = time.monotonic(), self._config.exit_duration_in_mins, self._config.kill_switch_file
-        if path is not None and self._rank == 0 and now - self._looked >= _LOOK_SECONDS:
+        received = self.signals.received if self.signals is not None else []
+        now, minutes, path = time.monotonic(), self.config.exit_duration_in_mins, self.config.kill_switch_file
+        if path is not None and self.rank == 0 and now - self._looked >= _LOOK_SECONDS:
             self._looked = now
             with contextlib.suppress(OSError):
                 self._killed = path.exists()
-        late = minutes is not None and now - self._start > 60 * minutes
+        late = minutes is not None and now - self.start > 60 * minutes
         return [float(vote) for vote in (*(number in received for number in _SIGNALS), late, self._killed)]
 
     def reason(self, sums: Sequence[float], iteration: int = 0) -> str | None:
         """Return why all ranks end after a step (0: before the first), or None; `sums` are all ranks' votes."""
         texts = [
             *(signal.Signals(number).name for number in _SIGNALS),
-            f"--exit-duration-in-mins {self._config.exit_duration_in_mins}",
-            f"--kill-switch-file {self._config.kill_switch_file}",
+            f"--exit-duration-in-mins {self.config.exit_duration_in_mins}",
+            f"--kill-switch-file {self.config.kill_switch_file}",
         ]
         for text, votes in zip(texts, sums, strict=True):
             if votes > 0:
                 return text
-        interval = self._config.exit_interval
+        interval = self.config.exit_interval
         if interval is not None and iteration > 0 and iteration % interval == 0:
             return f"--exit-interval {interval}"
         return None
