@@ -1,4 +1,4 @@
-"""A set of ranks and its collectives. No other file starts one.
+"""A set of ranks and its collectives, which no other file starts, and copies from the host to the device.
 
 Layers receive a `CommGroup` and use no global group. In a group of one rank every collective does nothing. A recorded
 or emulated interconnect is another class with the same methods.
@@ -22,6 +22,14 @@ class Work(Protocol):
 
     def wait(self) -> object:
         """Return when the result is available (on CUDA: to later work of the current stream)."""
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device; the host does not wait if it has to be copied from the CPU.
+
+    A GPU copies from page-locked memory by itself. From any other memory, the host copies.
+    """
+    return tensor if tensor.device == device else tensor.pin_memory().to(device, non_blocking=True)
 
 
 class CommGroup:

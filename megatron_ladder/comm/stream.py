@@ -9,17 +9,19 @@ and ends in a partial sum of its output. So there is a border before and after e
 
 An all-reduce is a reduce-scatter followed by an all-gather, so both layouts send the same number of bytes. Sharded, a
 rank norms, adds and keeps for backward only its own positions. Gradients cross the borders in the opposite direction
-with the same two operations: the gradient of an output is read, that of an input is written.
+with the same two operations: the gradient of an output is read, that of an input is written. The functions at the end
+are borders without communication forward, whose backward completes a gradient that leaves a rank's slice.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from megatron_ladder.comm.group import CommGroup, Work
 from megatron_ladder.comm.inflight import InFlight, start_all_reduce
-from megatron_ladder.comm.regions import copy_to_tensor_parallel_region
 
 
 class StreamLayout:
@@ -55,11 +57,21 @@ class ShardedStream(StreamLayout):
         self.shards = group.size
 
     def start_read(self, stream: Tensor) -> InFlight:
-        return InFlight(*_StartAllGather.apply(stream, self.group))
+        # Each rank uses all positions, so their gradients are summed.
+        return InFlight(
+            *_Border.apply(self._gather, lambda gradient, _: [InFlight(*self._sum(gradient)).wait()], stream)
+        )
 
     def start_write(self, partial: Tensor) -> InFlight:
-        rows, work = _StartReduceScatter.apply(partial, self.group)
+        # Every rank's partial sum gets the gradient of the sum at all positions.
+        rows, work = _Border.apply(self._sum, lambda gradient, _: [InFlight(*self._gather(gradient)).wait()], partial)
         return InFlight(rows, None if work is None else _Holding(work, partial))
+
+    def _gather(self, part: Tensor) -> tuple[Tensor, Work | None]:
+        return self.group.start_all_gather(part.contiguous())
+
+    def _sum(self, partial: Tensor) -> tuple[Tensor, Work | None]:
+        return self.group.start_reduce_scatter(partial.contiguous())
 
     def enter(self, stream: Tensor) -> Tensor:
         return self.start_read(stream).wait()
@@ -79,27 +91,64 @@ class _Holding(NamedTuple):
         return self.work.wait()
 
 
-class _StartAllGather(Function):
-    """Forward starts the gather. In backward, each rank used all positions, so their gradients are summed."""
+class _Border(Function):
+    """Calls one function forward, and another with the gradients of its results backward."""
 
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, group: CommGroup) -> tuple[Tensor, Any]:
-        ctx.group = group
-        return group.start_all_gather(shard.contiguous())
+    def forward(ctx: Any, there: Callable[..., Any], back: Callable[..., Any], *tensors: Tensor) -> Any:
+        ctx.back = back
+        return there(*tensors)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor, None]:
-        return InFlight(*ctx.group.start_reduce_scatter(gradient.contiguous())).wait(), None
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, None, *ctx.back(*gradients)
 
 
-class _StartReduceScatter(Function):
-    """Forward starts the sum. In backward, every rank's partial sum gets the gradient of the sum at all positions."""
+def copy_to_tensor_parallel_region(tensor: Tensor, group: CommGroup) -> Tensor:
+    """Return `tensor`; its gradient, of which each rank has a partial sum, is reduced over `group`.
 
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, group: CommGroup) -> tuple[Tensor, Any]:
-        ctx.group = group
-        return group.start_reduce_scatter(partial.contiguous())
+    For activations that enter column-parallel layers, and for replicated parameters that are used on a rank's own
+    heads (the norms of queries and keys).
+    """
+    return enter_tensor_parallel_region(group, tensor)[0]
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor, None]:
-        return InFlight(*ctx.group.start_all_gather(gradient.contiguous())).wait(), None
+
+def enter_tensor_parallel_region(group: CommGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Apply `copy_to_tensor_parallel_region` to tensors of one dtype, whose gradients are summed in one reduce."""
+
+    def back(*gradients: Tensor) -> list[Tensor]:
+        whole = group.all_reduce(torch.cat([gradient.flatten() for gradient in gradients]))
+        parts = whole.split([gradient.numel() for gradient in gradients])
+        return [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
+
+    if group.size == 1 or not torch.is_grad_enabled():
+        return tensors
+    return _Border.apply(lambda *given: tuple(tensor.view_as(tensor) for tensor in given), back, *tensors)
+
+
+def share_gradient(tensor: Tensor, group: CommGroup) -> Tensor:
+    """Return `tensor`, which all ranks have computed alike; each rank gets an equal part of its gradient."""
+    return tensor if group.size == 1 else _with_gradient(tensor, lambda gradient: gradient / group.size)
+
+
+def sum_gradient_rows(weight: Tensor, start: int, stop: int, group: CommGroup) -> Tensor:
+    """Return `weight`; rows `start` to `stop` of its gradient are summed over `group`.
+
+    For key and value heads that several ranks hold: each rank gets the gradient from its own query heads only. A
+    weight that requires no gradient is returned unchanged: it may be packed, and packed weights have no views.
+    """
+
+    def sum_rows(gradient: Tensor) -> Tensor:
+        whole = gradient.clone()
+        whole[start:stop] = group.all_reduce(whole[start:stop].contiguous())
+        return whole
+
+    return weight if group.size == 1 or not weight.requires_grad else _with_gradient(weight, sum_rows)
+
+
+def _with_gradient(tensor: Tensor, back: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return `tensor`, whose gradient is mapped by a function."""
+    view = tensor.view_as(tensor)
+    if view.requires_grad:
+        view.register_hook(back)
+    return view

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_ladder.comm.copies import to_device
+from megatron_ladder.comm.group import to_device
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.engine.graph import CapturedPasses
 from megatron_ladder.engine.sharded import ShardedOptimizer

@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ladder.comm.copies import to_device
-from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.group import CommGroup, to_device
 from megatron_ladder.engine.sharded import ShardedOptimizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.language_model import LanguageModel

@@ -18,7 +18,7 @@ from deepspeed.runtime.pipe.schedule import OptimizerStep
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
-from megatron_ladder.comm.copies import to_device
+from megatron_ladder.comm.group import to_device
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.engine.engine import Engine, ModelInputs, batch_to_device, deepspeed_mpu
 from megatron_ladder.model.language_model import LanguageModel

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_ladder.checkpoint.optimizer_state import MOMENTS, OptimizerState, Span
-from megatron_ladder.comm.copies import to_device
-from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.group import CommGroup, to_device
 from megatron_ladder.engine.muon import MOMENTUM, ORTHOGONAL
 from megatron_ladder.parallel.layout import Section, parameter_sections, split_interval, state_sections
 

@@ -22,8 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ladder.comm.copies import to_device
-from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.group import CommGroup, to_device
 from megatron_ladder.generate.scoring import gather_scores, read_scores, vocabulary_logits
 
 NO_TOKEN = -1

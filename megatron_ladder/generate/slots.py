@@ -30,8 +30,7 @@ import torch
 from torch import Tensor
 
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas, local_lanes
-from megatron_ladder.comm.copies import to_device
-from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.group import CommGroup, to_device
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.generate.graph import PAGE, FilledColumns, StepGraph, counts_filled_columns

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from megatron_ladder.comm.inflight import start_all_reduce
-from megatron_ladder.comm.regions import enter_tensor_parallel_region
+from megatron_ladder.comm.stream import enter_tensor_parallel_region
 from megatron_ladder.model.sub_block import SequenceContext, SubBlock
 
 

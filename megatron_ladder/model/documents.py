@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ladder.comm.copies import to_device
+from megatron_ladder.comm.group import to_device
 
 
 class DocumentBounds(NamedTuple):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import Branch, SubBlockTensors
-from megatron_ladder.comm.regions import copy_to_tensor_parallel_region
+from megatron_ladder.comm.stream import copy_to_tensor_parallel_region
 from megatron_ladder.model.bodies import MLP, Attention
 from megatron_ladder.model.operations import BALANCING_LOSS, ROUTER_Z_LOSS, BuildContext
 from megatron_ladder.model.sub_block import Body, BodyOutput, SequenceContext

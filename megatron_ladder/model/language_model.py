@@ -14,7 +14,7 @@ from torch.autograd import Function
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import embedding_tensor, final_norm_tensor, head_tensor
-from megatron_ladder.comm.copies import to_device
+from megatron_ladder.comm.group import to_device
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.model.documents import DocumentBounds
 from megatron_ladder.model.experts import Router

@@ -29,10 +29,9 @@ from torch.utils.checkpoint import checkpoint
 from megatron_ladder.blueprint.wiring import ReadPlan, WiredSubBlock
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.inflight import InFlight, Launch, leave_unreduced
-from megatron_ladder.comm.regions import share_gradient
 from megatron_ladder.comm.side_queue import CudaSideQueue
 from megatron_ladder.comm.spans import Span
-from megatron_ladder.comm.stream import StreamLayout
+from megatron_ladder.comm.stream import StreamLayout, share_gradient
 from megatron_ladder.model.documents import DocumentBounds
 from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.rotary import RotaryTable

@@ -18,7 +18,7 @@ from torch.autograd import Function
 
 from megatron_ladder.blueprint.tensors import Matrix
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.comm.regions import copy_to_tensor_parallel_region, sum_gradient_rows
+from megatron_ladder.comm.stream import copy_to_tensor_parallel_region, sum_gradient_rows
 from megatron_ladder.parallel.layout import ParallelModule, Placement
 from megatron_ladder.parallel.products import InputGradient, linear
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.comm.regions import copy_to_tensor_parallel_region
+from megatron_ladder.comm.stream import copy_to_tensor_parallel_region
 
 
 class _Parameter(NamedTuple):

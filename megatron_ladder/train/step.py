@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_ladder.comm.copies import to_device
+from megatron_ladder.comm.group import to_device
 from megatron_ladder.data.batches import MicroBatch
 from megatron_ladder.engine.optimizer import learning_rate
 from megatron_ladder.engine.state import clip_gradients, gradient_norm, locate_bad_gradient

@@ -7,8 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ladder.comm.group import CommGroup, Work
-from megatron_ladder.comm.regions import copy_to_tensor_parallel_region, sum_gradient_rows
-from megatron_ladder.comm.stream import ShardedStream
+from megatron_ladder.comm.stream import ShardedStream, copy_to_tensor_parallel_region, sum_gradient_rows
 
 
 class _Pending:
