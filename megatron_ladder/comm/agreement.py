@@ -16,9 +16,8 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -41,8 +40,7 @@ _USES: dict[tuple[str, str, int], Iterator[int]] = defaultdict(itertools.count)
 Key = TypeVar("Key", bound=Hashable)
 
 
-@dataclass(frozen=True)
-class Host:
+class Host(NamedTuple):
     """The machine on which a rank runs, with the address from which it reaches rank 0."""
 
     name: str
@@ -134,8 +132,7 @@ def _group_ranks(items: Iterable[tuple[Key, int]]) -> dict[Key, list[int]]:
     return grouped
 
 
-@dataclass(frozen=True)
-class RankReport:
+class RankReport(NamedTuple):
     """The host and settings of a rank, and the reasons why it cannot start.
 
     Settings are JSON-compatible values by label, such as a flag; all ranks must have the same.
@@ -181,13 +178,12 @@ def agree(store: Store, rank: int, world_size: int, report: RankReport, timeout:
             f"rank {rank} was started twice, the second time on {report.host}: give each host a different --node_rank, "
             "and all hosts the same hostfile"
         )
-    store.set(f"{REPORT}/{rank}", json.dumps(asdict(report)))
+    store.set(f"{REPORT}/{rank}", json.dumps(report))
     if rank == 0:
-        verdict = _judge(store, world_size, timeout)
-    else:
-        # Rank 0 may itself wait until the timeout for another rank before it writes the verdict.
-        store.wait([VERDICT], timeout + timedelta(seconds=LINGER_SECONDS))
-        verdict = json.loads(store.get(VERDICT))
+        store.set(VERDICT, json.dumps(_judge(store, world_size, timeout)))
+    # Rank 0 may itself wait until the timeout for another rank before it writes the verdict.
+    store.wait([VERDICT], timeout + timedelta(seconds=LINGER_SECONDS))
+    verdict = json.loads(store.get(VERDICT))
     store.set(f"{READ}/{rank}", "")
     if rank == 0 and (verdict["missing"] or verdict["errors"]):
         present = [f"{READ}/{other}" for other in range(world_size) if other not in verdict["missing"]]
@@ -203,23 +199,20 @@ def agree(store: Store, rank: int, world_size: int, report: RankReport, timeout:
             f"rank {rank} on {report.host} was started as one of {world_size} processes, rank 0 as one of "
             f"{len(verdict['hosts'])}: give all hosts the same hostfile"
         )
-    return [Host(**host) for host in verdict["hosts"]]
+    return [Host(*host) for host in verdict["hosts"]]
 
 
 def _judge(store: Store, world_size: int, timeout: timedelta) -> dict[str, Any]:
-    """Compare all reports and write the verdict; called by rank 0."""
+    """Return the verdict of rank 0: the ranks that did not arrive, the errors, or the hosts of all ranks."""
     keys = [f"{REPORT}/{rank}" for rank in range(world_size)]
-    verdict: dict[str, Any] = {"missing": [], "errors": [], "hosts": []}
+    missing = []
     try:
         store.wait(keys, timeout)
     except dist.DistStoreError:
-        verdict["missing"] = [rank for rank, key in enumerate(keys) if not store.check([key])]
-    if not verdict["missing"]:
-        found = [json.loads(text) for text in store.multi_get(keys)]
-        reports = [RankReport(Host(**one["host"]), one["settings"], one["errors"]) for one in found]
-        verdict |= {"hosts": [one["host"] for one in found], "errors": _find_errors(reports)}
-    store.set(VERDICT, json.dumps(verdict))
-    return verdict
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+    found = [] if missing else [json.loads(text) for text in store.multi_get(keys)]
+    reports = [RankReport(Host(*host), settings, errors) for host, settings, errors in found]
+    return {"missing": missing, "hosts": [report.host for report in reports], "errors": _find_errors(reports)}
 
 
 def _find_errors(reports: Sequence[RankReport]) -> list[str]:

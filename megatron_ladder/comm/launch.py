@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ladder.comm.agreement import Host, Peers, RankReport, agree, open_store
-from megatron_ladder.comm.watch import describe_lost, describe_unfinished, lost_peers
+from megatron_ladder.comm.watch import lost_peers_error
 from megatron_ladder.errors import ErrorCollector, LostPeerError, UserError, raise_user_errors
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -248,10 +248,7 @@ def naming_lost_peers(peers: Peers | None = None) -> Iterator[None]:
         message = str(error)
         if not isinstance(error, dist.DistError) and not any(words in message for words in GLOO_FAILURES):
             raise
-        known = peers or Peers()
-        lost = lost_peers(message, known)
-        text = f"{describe_lost(lost, known)}: {message}\n{describe_unfinished(known)}"
-        raise LostPeerError(text, lost) from error
+        raise lost_peers_error(message, peers or Peers()) from error
 
 
 def stop_process_group() -> None:

@@ -16,10 +16,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -38,25 +37,15 @@ MOST_COLLECTIVES = 4
 """Maximum number of unfinished collectives to describe, oldest first: the others wait for the oldest."""
 
 
-@dataclass(frozen=True)
-class _RecordedCollective:
-    """A collective that this rank launched.
+class _RecordedCollective(NamedTuple):
+    """A collective that this rank launched."""
 
-    `name` is torch's name for it, such as all_reduce; `number` counts from 1 in its process group, which `group`
-    describes. `ranks` are global, and empty if the group no longer exists; `shapes` are those of the inputs, with
-    dtypes. A finished collective may have failed.
-    """
-
-    name: str
-    group: str
-    ranks: tuple[int, ...]
-    number: int
-    shapes: str
+    text: str
+    """Its name in torch, number in its process group (from 1), group, and the dtypes and shapes of its inputs."""
+    ranks: Sequence[int]
+    """Global ranks; none if the group no longer exists."""
     finished: bool
-
-    def __str__(self) -> str:
-        members = f" of {name_ranks(self.ranks)}" if self.ranks else ""
-        return f"{self.name} {self.number} in group {self.group!r}{members}, {self.shapes}"
+    """Whether it has ended; it may have failed."""
 
 
 def _dump_recorder(collectives: bool) -> dict[str, Any]:
@@ -83,19 +72,16 @@ def _recorded_collectives() -> list[_RecordedCollective]:
     groups = {group.group_name: group for group in distributed_c10d._world.pg_map}
     found = []
     for entry in _dump_recorder(True).get("entries", []):
-        group_name, description = entry["process_group"]
-        group = groups.get(group_name)
+        name = entry["profiling_name"].partition(":")[2]
+        group_name, group = entry["process_group"]
+        number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
+        process_group = groups.get(group_name)
+        ranks = [] if process_group is None else dist.get_process_group_ranks(process_group)
+        members = f" of {name_ranks(ranks)}" if ranks else ""
         inputs = zip(entry["input_dtypes"], entry["input_sizes"], strict=True)
-        found.append(
-            _RecordedCollective(
-                name=entry["profiling_name"].partition(":")[2],
-                group="world" if description == "default_pg" else description,
-                ranks=() if group is None else tuple(dist.get_process_group_ranks(group)),
-                number=entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"],
-                shapes=", ".join(f"{dtype}{size}" for dtype, size in inputs) or "no data",
-                finished=entry["retired"],
-            )
-        )
+        shapes = ", ".join(f"{dtype}{size}" for dtype, size in inputs) or "no data"
+        text = f"{name} {number} in group {'world' if group == 'default_pg' else group!r}{members}, {shapes}"
+        found.append(_RecordedCollective(text, ranks, entry["retired"]))
     return found
 
 
@@ -105,28 +91,28 @@ def _unfinished_collectives() -> list[_RecordedCollective]:
     return [one for one in collectives if not one.finished] or collectives[-1:]
 
 
-def describe_unfinished(peers: Peers) -> str:
+def _describe_unfinished(peers: Peers) -> str:
     """Describe the collectives that this rank waits for, or the last one, with the other participants; one per line."""
     collectives = _unfinished_collectives()
     lines = []
     for collective in collectives[:MOST_COLLECTIVES]:
         others = sorted({*collective.ranks} - {_this_rank()})
         state = "started last" if collective.finished else "not finished"
-        lines.append(f"{state}: {collective}" + (f"; with {peers.describe(others)}" if others else ""))
+        lines.append(f"{state}: {collective.text}" + (f"; with {peers.describe(others)}" if others else ""))
     if len(collectives) > MOST_COLLECTIVES:
-        lines.append(f"not finished: {len(collectives) - MOST_COLLECTIVES} more; the last is {collectives[-1]}")
+        lines.append(f"not finished: {len(collectives) - MOST_COLLECTIVES} more; the last is {collectives[-1].text}")
     return "\n".join(lines or ["no collective is recorded"])
 
 
-def lost_peers(message: str, peers: Peers) -> list[int]:
-    """Return the ranks that a network error may refer to, among the participants of unfinished collectives.
+def lost_peers_error(message: str, peers: Peers) -> LostPeerError:
+    """Return the error for a failed collective, with the unfinished collectives and the participants that are lost.
 
-    If the error contains an address, these are the participants there; otherwise those that did not record that they
-    wait. If all participants wait, they wait for one of the other ranks.
+    Those are at the address in torch's message, or else the ones that did not record that they wait.
     """
     partners = sorted({rank for one in _unfinished_collectives() for rank in one.ranks} - {_this_rank()})
     at_address = [rank for rank in peers.named_in(message) if rank in partners]
-    return at_address or _silent_ranks(partners, peers)
+    lost = at_address or _silent_ranks(partners, peers)
+    return LostPeerError(f"{_describe_lost(lost, peers)}: {message}\n{_describe_unfinished(peers)}", lost)
 
 
 def _silent_ranks(partners: list[int], peers: Peers) -> list[int]:
@@ -135,7 +121,7 @@ def _silent_ranks(partners: list[int], peers: Peers) -> list[int]:
     return peers.silent(partners) or peers.silent(others) or partners
 
 
-def describe_lost(lost: list[int], peers: Peers) -> str:
+def _describe_lost(lost: list[int], peers: Peers) -> str:
     """Describe lost ranks and their last heartbeats: `rank 3 on node-b (10.0.0.2) is gone or does not answer`."""
     who = ("one of " if len(lost) > 1 else "") + peers.describe(lost) if lost else "another process"
     beats = peers.last_beats(lost)
@@ -249,7 +235,7 @@ class HangWatch:
             peer = _awaited_peer(self._worker)
             if silent >= limit * END_AT and peer is not None:
                 lost = _silent_ranks([peer], self._peers)
-                error = LostPeerError(f"{describe_lost(lost, self._peers)}: no message for {silent:.0f} s", lost)
+                error = LostPeerError(f"{_describe_lost(lost, self._peers)}: no message for {silent:.0f} s", lost)
                 self._on_loss(error)
                 fail(error)
 
@@ -267,7 +253,7 @@ class HangWatch:
         # A single write, because other ranks write to the same stream.
         sys.stderr.write(
             f"*** {where}: no progress for {seconds:.0f} s; in {self._limit.total_seconds() * (1 - REPORT_AT):.0f} s a "
-            f"collective that still waits ends the run\n{exchange}{describe_unfinished(self._peers)}\n{stacks}"
+            f"collective that still waits ends the run\n{exchange}{_describe_unfinished(self._peers)}\n{stacks}"
             f"*** end of the stacks of rank {self._rank}\n"
         )
         sys.stderr.flush()

@@ -4,7 +4,6 @@ import json
 import re
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict
 from datetime import timedelta
 
 import pytest
@@ -75,7 +74,7 @@ def test_all_ranks_raise_the_error_of_one() -> None:
 def test_rank_0_serves_its_store_until_all_ranks_have_read_the_verdict() -> None:
     """Otherwise torch prints the stack of each rank that still reads."""
     store, report = HashStore(), RankReport(HOSTS[0], {}, ["no data"])
-    store.set(f"{agreement.REPORT}/1", json.dumps(asdict(report)))
+    store.set(f"{agreement.REPORT}/1", json.dumps(report))
     serving = threading.Thread(target=agree, args=(store, 0, 2, report, SOON))
     serving.start()
     store.wait([f"{agreement.READ}/0"], SOON)
