@@ -17,7 +17,7 @@ from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.spans import Span, no_span
 from megatron_ladder.config.run import RunConfig
-from megatron_ladder.engine.engine import Engine, UnpipelinedEngine
+from megatron_ladder.engine.engine import Engine
 from megatron_ladder.engine.graph import CapturedPasses
 from megatron_ladder.engine.muon import MuonWithAdamW
 from megatron_ladder.engine.optimizer import build_optimizer, parameter_groups
@@ -148,7 +148,7 @@ def build_engine(
     run: RunConfig, model: LanguageModel, config: dict[str, Any], mesh: ProcessMesh, device: torch.device
 ) -> tuple[Engine, str]:
     """Return the engine and a description of its optimizer; raises UserError for missing apex."""
-    kind: type[Engine] = UnpipelinedEngine
+    kind: type[Engine] = Engine
     if mesh.pipeline.size > 1:
         # Imported late, because DeepSpeed must not be imported before the process group exists.
         from megatron_ladder.engine.pipeline import PipelinedEngine

@@ -1,13 +1,12 @@
-"""The interface between a training step and DeepSpeed, and its implementation without pipeline stages."""
+"""The interface between a training step and DeepSpeed, of which `engine/pipeline.py` is the form with stages."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_ladder.comm.group import to_device
 from megatron_ladder.comm.mesh import ProcessMesh
@@ -37,8 +36,8 @@ def deepspeed_mpu(mesh: ProcessMesh) -> SimpleNamespace:
     return SimpleNamespace(**functions)
 
 
-class Engine(ABC):
-    """A DeepSpeed engine around this rank's part of the model. All ranks call its methods alike.
+class Engine:
+    """A DeepSpeed engine around this rank's model, which has all layers. All ranks call its methods alike.
 
     A training step calls `forward_backward`, may change the gradients in `state.gradients()`, and ends with
     `step` or `skip_step`.
@@ -69,14 +68,11 @@ class Engine(ABC):
             self.wrapped.enable_backward_allreduce = False
         self.state: EngineState = engine_state(self.wrapped)
 
-    @property
-    def module(self) -> nn.Module:
-        """The module whose forward pass processes a micro-batch."""
-        return self.wrapped.module
-
-    @abstractmethod
     def _initialize(self, model: LanguageModel, **arguments: Any) -> Any:
         """Return DeepSpeed's engine around the model; `arguments` are for `deepspeed.initialize`."""
+        import deepspeed
+
+        return deepspeed.initialize(model=model, mpu=deepspeed_mpu(self._mesh), **arguments)[0]
 
     @property
     def _gradient_divisor(self) -> int:
@@ -87,7 +83,6 @@ class Engine(ABC):
         """Return the context of this many forward and backward passes."""
         return nullcontext() if self._sharded is None else self._sharded.reducing(micro_batches)
 
-    @abstractmethod
     def forward_backward(self, micro_batches: Sequence[ModelInputs], scale: Tensor) -> Tensor:
         """Run forward and backward of this rank's micro-batches, and reduce gradients over data-parallel ranks.
 
@@ -95,21 +90,43 @@ class Engine(ABC):
         data-parallel ranks.
         Returns this rank's scaled loss, summed over micro-batches; zero on pipeline stages other than the last.
         """
+        captured = None if self.passes is None else self.passes.run(micro_batches, scale)
+        if captured is not None:
+            # DeepSpeed counts micro-batches.
+            for _ in micro_batches[1:]:
+                self.wrapped.step()
+            return captured
+        loss_sum = torch.zeros((), device=self._device)
+        with self._reducing(len(micro_batches)):
+            for index, batch in enumerate(micro_batches):
+                loss = self.wrapped(*batch_to_device(batch, self._device))
+                loss = loss * scale.to(loss.dtype)
+                loss_sum += loss.detach()
+                self.wrapped.backward(loss * self._gradient_divisor, scale_wrt_gas=False)
+                if index < len(micro_batches) - 1:
+                    self.wrapped.step()
+        return loss_sum
 
-    @abstractmethod
+    @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[ModelInputs]) -> Tensor:
         """Return the loss summed over all target tokens; zero on pipeline stages other than the last."""
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
+        for batch in micro_batches:
+            loss_sum += self.wrapped.module(*batch_to_device(batch, self._device))
+        return loss_sum
 
-    @abstractmethod
+    @torch.no_grad()
     def predict(self, micro_batches: Sequence[ModelInputs]) -> Tensor:
         """Return `LanguageModel.predictions` of each micro-batch, [n, 2, s, b]; zeros on stages other than the last."""
+        batches = [batch_to_device(batch, self._device) for batch in micro_batches]
+        return torch.stack([self.wrapped.module(*batch, predicts=True) for batch in batches])
 
-    @abstractmethod
     def step(self) -> None:
         """Update the weights with the reduced gradients, and clear the gradients.
 
         Other ranks' parts of the weights may arrive later, at the latest under the next forward pass.
         """
+        self.wrapped.step()
 
     def close(self) -> None:
         """Free what was captured, while its process groups exist."""
@@ -133,45 +150,3 @@ class Engine(ABC):
             self.step()
         finally:
             del optimizer["step"]
-
-
-class UnpipelinedEngine(Engine):
-    """Every rank holds all layers."""
-
-    def _initialize(self, model: LanguageModel, **arguments: Any) -> Any:
-        import deepspeed
-
-        return deepspeed.initialize(model=model, mpu=deepspeed_mpu(self._mesh), **arguments)[0]
-
-    def forward_backward(self, micro_batches: Sequence[ModelInputs], scale: Tensor) -> Tensor:
-        captured = None if self.passes is None else self.passes.run(micro_batches, scale)
-        if captured is not None:
-            # DeepSpeed counts micro-batches.
-            for _ in micro_batches[1:]:
-                self.wrapped.step()
-            return captured
-        loss_sum = torch.zeros((), device=self._device)
-        with self._reducing(len(micro_batches)):
-            for index, batch in enumerate(micro_batches):
-                loss = self.wrapped(*batch_to_device(batch, self._device))
-                loss = loss * scale.to(loss.dtype)
-                loss_sum += loss.detach()
-                self.wrapped.backward(loss * self._gradient_divisor, scale_wrt_gas=False)
-                if index < len(micro_batches) - 1:
-                    self.wrapped.step()
-        return loss_sum
-
-    @torch.no_grad()
-    def evaluate(self, micro_batches: Sequence[ModelInputs]) -> Tensor:
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
-        for batch in micro_batches:
-            loss_sum += self.module(*batch_to_device(batch, self._device))
-        return loss_sum
-
-    @torch.no_grad()
-    def predict(self, micro_batches: Sequence[ModelInputs]) -> Tensor:
-        batches = [batch_to_device(batch, self._device) for batch in micro_batches]
-        return torch.stack([self.module(*batch, predicts=True) for batch in batches])
-
-    def step(self) -> None:
-        self.wrapped.step()

@@ -19,7 +19,6 @@ layer's experts among them, and an owner orthogonalises all matrices of its part
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -105,6 +104,7 @@ class _OwnPiece(NamedTuple):
     piece: _Piece
     flat_master: Tensor
     offset: int
+    round: int
     owner: int
 
     def of(self, values: Tensor) -> Tensor:
@@ -112,8 +112,7 @@ class _OwnPiece(NamedTuple):
         return values.view(-1).narrow(0, self.offset, self.piece.length)
 
 
-@dataclass(frozen=True)
-class _Round:
+class _Round(NamedTuple):
     """At most one matrix per rank."""
 
     own: Sequence[_OwnPiece]
@@ -154,21 +153,14 @@ class MuonWithAdamW(torch.optim.AdamW):
         shapes = {piece.name: piece.shape for pieces in everyone for piece in pieces}
         by_cost = sorted(shapes, key=lambda name: (-math.prod(shapes[name]) * min(shapes[name][-2:]), name))
         place = {name: divmod(index, world.size) for index, name in enumerate(by_cost)}
-        rounds = range(-(-len(by_cost) // world.size))
-        assembled: list[list[list[_Piece]]] = [[[] for _ in everyone] for _ in rounds]
-        for rank, pieces in enumerate(everyone):
-            for piece in pieces:
-                number, owner = place[piece.name]
-                if owner == world.rank:
-                    assembled[number][rank].append(piece)
-        held_here: list[list[_OwnPiece]] = [[] for _ in rounds]
-        for piece, flat_master, offset in own:
-            number, owner = place[piece.name]
-            held_here[number].append(_OwnPiece(piece, flat_master, offset, owner))
+        held = [_OwnPiece(piece, master, offset, *place[piece.name]) for piece, master, offset in own]
         self._world = world
         self._rounds = [
-            _Round(sorted(pieces, key=lambda one: one.owner), of_ranks)
-            for pieces, of_ranks in zip(held_here, assembled, strict=True)
+            _Round(
+                sorted((one for one in held if one.round == number), key=lambda one: one.owner),
+                [[one for one in pieces if place[one.name] == (number, world.rank)] for pieces in everyone],
+            )
+            for number in range(-(-len(by_cost) // world.size))
         ]
 
     @torch.no_grad()

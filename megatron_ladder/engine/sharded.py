@@ -16,7 +16,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -30,29 +30,40 @@ from megatron_ladder.parallel.layout import SHARDED_MARKS, reduce_groups
 from megatron_ladder.parallel.products import SUM, add_product
 
 
-@dataclass(eq=False)
 class _Bucket:
-    """Parameters of one group whose gradients are reduced together."""
+    """Parameters of one group whose gradients are reduced together.
 
-    parameters: Sequence[nn.Parameter]
-    offsets: Sequence[int]
-    """Index of the first element of each parameter."""
-    weights: Tensor
-    """Flat, in the precision of the model, padded to a multiple of the number of ranks."""
-    own_weights: Tensor
-    """This rank's part of `weights`."""
-    gradients: Tensor
-    """Summed over micro-batches, flat, fp32; this rank's part is then summed over the ranks, in place."""
-    master: nn.Parameter
-    """This rank's part in fp32, with its gradient. In an fp32 model it is `own_weights`."""
-    reduce_over: CommGroup
-    """Ranks with the same parameters and other samples, over which the bucket is divided."""
-    copies: CommGroup | None
-    """Pipeline stages with copies of the parameters, over which gradients are summed first."""
-    unfinished: int = 0
-    """Number of parameters that will get another gradient in this step."""
-    streams: set[Any] = field(default_factory=set)
-    """CUDA streams that have added gradients."""
+    Attributes:
+        parameters: their weights are views of `weights`.
+        offsets: index of the first element of each parameter.
+        weights: flat, in the precision of the model, padded to a multiple of the number of ranks.
+        own_weights: this rank's part of `weights`.
+        gradients: summed over micro-batches, flat, fp32; this rank's part is then summed over the ranks, in place.
+        master: this rank's part in fp32, with its gradient. In an fp32 model it is `own_weights`.
+        reduce_over: ranks with the same parameters and other samples, over which the bucket is divided.
+        copies: pipeline stages with copies of the parameters, over which gradients are summed first.
+        unfinished: number of parameters that will get another gradient in this step.
+        streams: CUDA streams that have added gradients.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, reduce_over: CommGroup, copies: CommGroup | None
+    ) -> None:
+        self.parameters, self.reduce_over, self.copies = parameters, reduce_over, copies
+        *self.offsets, length = accumulate((parameter.numel() for parameter in parameters), initial=0)
+        own_length = -(-length // reduce_over.size)
+        self.weights = torch.zeros(own_length * reduce_over.size, dtype=dtype, device=parameters[0].device)
+        self.gradients = torch.zeros_like(self.weights, dtype=torch.promote_types(dtype, torch.float32))
+        for parameter, offset in zip(parameters, self.offsets, strict=True):
+            view = self.weights.narrow(0, offset, parameter.numel()).view(parameter.shape)
+            view.copy_(parameter.detach())
+            parameter.data = view
+        first = reduce_over.rank * own_length
+        self.own_weights = self.weights.narrow(0, first, own_length)
+        self.master = nn.Parameter(self.own_weights.to(self.gradients.dtype))
+        self.master.grad = self.gradients.narrow(0, first, own_length)
+        self.unfinished = 0
+        self.streams: set[Any] = set()
 
 
 class ShardedOptimizer:
@@ -93,7 +104,7 @@ class ShardedOptimizer:
             is_last = index == len(groups) - 1
             keys = {one: (reduce_over[one], is_last or not getattr(one, SHARDED_MARKS[0])) for one in ordered}
             buckets = [
-                (late, _bucket(parameters, dtype, over, mesh.ends if parameters[0] is tied else None))
+                (late, _Bucket(parameters, dtype, over, mesh.ends if parameters[0] is tied else None))
                 for over, late in dict.fromkeys(keys.values())
                 for parameters in _cut([one for one in ordered if keys[one] == (over, late)], bucket_numbers, tied)
             ]
@@ -119,7 +130,7 @@ class ShardedOptimizer:
         for module in model.modules():
             needed = [self._sums[parameter][0] for parameter in module.parameters(recurse=False)]
             if needed:
-                module.register_forward_pre_hook(self._wait_before_forward(needed))
+                module.register_forward_pre_hook(lambda *_, needed=needed: self._wait_for(needed))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -219,9 +230,6 @@ class ShardedOptimizer:
             _, in_flight = self._gathers.popleft()
             in_flight.wait()
 
-    def _wait_before_forward(self, needed: Sequence[_Bucket]) -> Callable[..., None]:
-        return lambda *_: self._wait_for(needed)
-
 
 def _cut(
     parameters: Sequence[nn.Parameter], bucket_numbers: int, alone: nn.Parameter | None
@@ -236,24 +244,3 @@ def _cut(
         part.append(parameter)
     if part:
         yield part
-
-
-def _bucket(
-    parameters: Sequence[nn.Parameter], dtype: torch.dtype, over: CommGroup, copies: CommGroup | None
-) -> _Bucket:
-    """Return the bucket of these parameters, whose weights become views of it."""
-    offsets, length = [], 0
-    for parameter in parameters:
-        offsets.append(length)
-        length += parameter.numel()
-    own_length = -(-length // over.size)
-    weights = torch.zeros(own_length * over.size, dtype=dtype, device=parameters[0].device)
-    gradients = torch.zeros_like(weights, dtype=torch.promote_types(dtype, torch.float32))
-    for parameter, offset in zip(parameters, offsets, strict=True):
-        view = weights.narrow(0, offset, parameter.numel()).view(parameter.shape)
-        view.copy_(parameter.detach())
-        parameter.data = view
-    own_weights, own_gradients = (whole.narrow(0, over.rank * own_length, own_length) for whole in (weights, gradients))
-    master = nn.Parameter(own_weights.to(gradients.dtype))
-    master.grad = own_gradients
-    return _Bucket(parameters, offsets, weights, own_weights, gradients, master, over, copies)
