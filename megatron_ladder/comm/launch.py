@@ -212,7 +212,6 @@ def from_rank_0(place: RankInfo, keep: contextlib.ExitStack, timeout_minutes: fl
                 value = look()
             # The store accepts bytes, too, up to 8 MB.
             store.set("found", zlib.compress(json.dumps([errors.messages, value]).encode()))  # type: ignore[arg-type]
-        store.wait(["found"], timeout)
         messages, found = json.loads(zlib.decompress(store.get("found")))
     except dist.DistError as error:
         flags = "--load, --save, --distill-from and --streaming"

@@ -1,13 +1,14 @@
 """NVIDIA's apex is recognised by its contents, not by its name."""
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_ladder.config.sections import OptimizerConfig
 from megatron_ladder.engine.optimizer import build_optimizer
+from megatron_ladder.engine.state import engine_state
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.operations import Operations, find_in_apex, select_operations
 
@@ -43,3 +44,11 @@ def test_apex_is_never_used_on_a_cpu(unrelated_apex: None) -> None:
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.95) and optimizer.param_groups[0]["weight_decay"] == 0.1
     with pytest.raises(UserError, match="CUDA device"):
         build_optimizer(group, OptimizerConfig(lr=0.1, optimizer_implementation="apex"), CPU)
+
+
+def test_a_resumed_apex_continues_the_step_count_of_its_groups() -> None:
+    apex = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
+    optimizer = type("ShardedOptimizer", (SimpleNamespace,), {})(optimizer=apex, buckets=[])
+    state = engine_state(SimpleNamespace(module=torch.nn.Module(), optimizer=optimizer))
+    state.set_steps_taken(7)
+    assert apex.param_groups[0]["step"] == state.steps_taken() == 7
