@@ -33,6 +33,9 @@ class InFlight(NamedTuple):
     """The result's buffer; for an all-reduce, this rank's partial sum until the reduce is complete."""
     work: Work | None
     """The collective's handle; None if there is nothing to wait for."""
+    held: Tensor | None = None
+    """A tensor that is being summed into another. torch releases it at the wait, whichever stream that runs on, so code
+    that waits on a side stream keeps this handle until the two streams have joined (`side_queue.py`)."""
 
     def wait(self) -> Tensor:
         """Return the result."""

@@ -14,7 +14,7 @@ are borders without communication forward, whose backward completes a gradient t
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,7 +65,7 @@ class ShardedStream(StreamLayout):
     def start_write(self, partial: Tensor) -> InFlight:
         # Every rank's partial sum gets the gradient of the sum at all positions.
         rows, work = _Border.apply(self._sum, lambda gradient, _: [InFlight(*self._gather(gradient)).wait()], partial)
-        return InFlight(rows, None if work is None else _Holding(work, partial))
+        return InFlight(rows, work, partial)
 
     def _gather(self, part: Tensor) -> tuple[Tensor, Work | None]:
         return self.group.start_all_gather(part.contiguous())
@@ -75,20 +75,6 @@ class ShardedStream(StreamLayout):
 
     def enter(self, stream: Tensor) -> Tensor:
         return self.start_read(stream).wait()
-
-
-class _Holding(NamedTuple):
-    """A handle that keeps the tensor that is being summed.
-
-    torch releases it at the wait, whichever stream that runs on. Code that waits on a side stream therefore keeps the
-    handle until the two streams have joined (`side_queue.py`).
-    """
-
-    work: Work
-    partial: Tensor
-
-    def wait(self) -> object:
-        return self.work.wait()
 
 
 class _Border(Function):

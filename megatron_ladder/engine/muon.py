@@ -74,11 +74,6 @@ class _Piece(NamedTuple):
     sent: bool
     """Whether the owner uses this copy, of all copies of these elements."""
 
-    def regions(self, matrix: Tensor, elements: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-        """Yield the parts of the whole matrix and of this interval's elements that correspond to each other."""
-        for box, begin in self.held.cut(self.start, self.length):
-            yield matrix[box.slices()], elements.narrow(0, begin, box.numel).view(box.extent)
-
 
 def _pieces(span: Span, ranks: int) -> Iterator[tuple[_Piece, int]]:
     """Yield the pieces of a span, each with its first element, in the span; so many ranks divide a stack."""
@@ -96,6 +91,13 @@ def _pieces(span: Span, ranks: int) -> Iterator[tuple[_Piece, int]]:
                 is_sent = span.owned and section.counted
                 name = f"{section.name} from {first}"
                 yield _Piece(name, shape, held, at - skipped, stop - at, is_sent), begin + at - start
+
+
+def _regions(matrix: Tensor, pieces: Sequence[_Piece], elements: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the parts of the whole matrix and of the elements of its pieces that correspond to each other."""
+    for piece, values in zip(pieces, elements.split([piece.length for piece in pieces]), strict=True):
+        for box, begin in piece.held.cut(piece.start, piece.length):
+            yield matrix[box.slices()], values.narrow(0, begin, box.numel).view(box.extent)
 
 
 class _OwnPiece(NamedTuple):
@@ -220,14 +222,11 @@ class MuonWithAdamW(torch.optim.AdamW):
             return list(received)
         matrix = self._nothing.new_empty(some.shape)
         for pieces, elements in zip(assembled, received, strict=True):
-            sent = [piece for piece in pieces if piece.sent]
-            for piece, values in zip(sent, elements.split([piece.length for piece in sent]), strict=True):
-                for whole, part in piece.regions(matrix, values):
-                    whole.copy_(part)
+            for whole, part in _regions(matrix, [piece for piece in pieces if piece.sent], elements):
+                whole.copy_(part)
         matrix = _orthogonalize(matrix, self._config.muon_ns_steps)
         returned = [self._nothing.new_empty(sum(piece.length for piece in pieces)) for pieces in assembled]
         for pieces, elements in zip(assembled, returned, strict=True):
-            for piece, values in zip(pieces, elements.split([piece.length for piece in pieces]), strict=True):
-                for whole, part in piece.regions(matrix, values):
-                    part.copy_(whole)
+            for whole, part in _regions(matrix, pieces, elements):
+                part.copy_(whole)
         return returned
