@@ -123,6 +123,10 @@ def run_at_once(queue: CudaSideQueue, chain: Callable[[], Any], uses: object) ->
         return chain()
 
 
+def write_without_holding(layout: ShardedStream, partial: torch.Tensor) -> InFlight:
+    return WRITE(layout, partial)._replace(held=None)
+
+
 def swap_losses(model: LanguageModel) -> torch.Tensor:
     taken, model._extra_loss_sums = model._extra_loss_sums, torch.zeros_like(model._extra_loss_sums)
     return taken
@@ -149,23 +153,13 @@ FAULTS: dict[str, tuple[object, str, object, str]] = {
         "reuse of memory",
     ),
     "a chain does not wait for the computation": (CudaSideQueue, "run", run_at_once, "reads before"),
-    "a reduce on the side does not hold its tensor": (
-        ShardedStream,
-        "start_write",
-        lambda layout, partial: WRITE(layout, partial)._replace(held=None),
-        "reuse of memory",
-    ),
+    "a sum on the side holds no tensor": (ShardedStream, "start_write", write_without_holding, "reuse of memory"),
     "sums are read in flight": (InFlight, "wait", lambda sums: sums.partial, "reads before"),
     "weights are read while they are gathered": (ShardedOptimizer, "_wait_for", lambda *_: None, "reads before"),
     "gradients are updated while they are reduced": (sharded, "InFlight", Unwaited, "mul_ writes before"),
     "the host reads a norm": (RMSNorm, "forward", read, "host takes part in a capture: _local_scalar_dense"),
     "a chain runs on a stream that is not captured": (CudaSideQueue, "run", run_at_once, "outside of the capture"),
-    "gathers from before a capture": (
-        ShardedOptimizer,
-        "gather_late",
-        lambda _: None,
-        "across the border of a capture",
-    ),
+    "gathers before a capture": (ShardedOptimizer, "gather_late", lambda _: None, "across the border of a capture"),
     "reduces go on after a capture": (sharded, "InFlight", Unwaited, "not joined at the end of a capture"),
     "autograd nodes live on": (LanguageModel, "forward", keep, "across the border of a capture"),
     "captured sums are replaced": (LanguageModel, "take_extra_losses", swap_losses, "memory that was freed"),
