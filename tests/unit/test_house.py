@@ -65,15 +65,15 @@ MOST_LINES_OF_A_FILE = 470
 
 FIRST_FLOOR = ("errors", "files", "processes", "progress", "api", "lm_eval")
 BUDGETS = {
-    f"{PACKAGE}/": 24_588,
+    f"{PACKAGE}/": 24_457,
     " ".join(
         f"{PACKAGE}/{folder}/" for folder in ("blueprint", "comm", "parallel", "model", "engine", "train")
-    ): 10_778,
+    ): 10_649,
     f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_394,
     f"{PACKAGE}/checkpoint/": 2_061,
     f"{PACKAGE}/data/": 4_132,
     f"{PACKAGE}/convert/": 2_513,
-    f"{PACKAGE}/generate/": 2_091,
+    f"{PACKAGE}/generate/": 2_089,
     f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_613,
     "tools/": 5_984,
     "vllm_plugin/": 2_302,

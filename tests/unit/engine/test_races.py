@@ -10,11 +10,11 @@ import torch
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.wiring import WIRINGS
+from megatron_ladder.comm import stream
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.side_queue import CudaSideQueue
-from megatron_ladder.comm.stream import ShardedStream
 from megatron_ladder.engine import graph, sharded
 from megatron_ladder.engine.graph import CapturedPasses
 from megatron_ladder.engine.sharded import ShardedOptimizer
@@ -123,10 +123,6 @@ def run_at_once(queue: CudaSideQueue, chain: Callable[[], Any], uses: object) ->
         return chain()
 
 
-def write_without_holding(layout: ShardedStream, partial: torch.Tensor) -> InFlight:
-    return WRITE(layout, partial)._replace(held=None)
-
-
 def swap_losses(model: LanguageModel) -> torch.Tensor:
     taken, model._extra_loss_sums = model._extra_loss_sums, torch.zeros_like(model._extra_loss_sums)
     return taken
@@ -144,7 +140,7 @@ def keep(model: LanguageModel, *args: Any) -> torch.Tensor:
 
 
 KEPT: list[torch.Tensor] = []
-RUN, NORM, LOSS, WRITE = CudaSideQueue.run, RMSNorm.forward, LanguageModel.forward, ShardedStream.start_write
+RUN, NORM, LOSS = CudaSideQueue.run, RMSNorm.forward, LanguageModel.forward
 FAULTS: dict[str, tuple[object, str, object, str]] = {
     "a chain does not hold what it uses": (
         CudaSideQueue,
@@ -153,7 +149,7 @@ FAULTS: dict[str, tuple[object, str, object, str]] = {
         "reuse of memory",
     ),
     "a chain does not wait for the computation": (CudaSideQueue, "run", run_at_once, "reads before"),
-    "a sum on the side holds no tensor": (ShardedStream, "start_write", write_without_holding, "reuse of memory"),
+    "a sum on the side holds no tensor": (stream, "InFlight", lambda *sums: InFlight(*sums[:2]), "reuse of memory"),
     "sums are read in flight": (InFlight, "wait", lambda sums: sums.partial, "reads before"),
     "weights are read while they are gathered": (ShardedOptimizer, "_wait_for", lambda *_: None, "reads before"),
     "gradients are updated while they are reduced": (sharded, "InFlight", Unwaited, "mul_ writes before"),
