@@ -1,9 +1,11 @@
 """The conversions of `convert_checkpoint.py`: import and export of Hugging Face directories, and reshape.
 
-Each function reads headers and manifests only, and returns a checked `Conversion`.
+Each function reads headers and manifests only, and returns a checked `Conversion`. The comparison of logits before and
+after is the one check that knows the meaning of the numbers.
 """
 
 import hashlib
+import importlib.util
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -12,10 +14,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import psutil
+import torch
+from torch import Tensor
+
 from megatron_ladder import __version__
 from megatron_ladder.blueprint.boxes import Box
-from megatron_ladder.checkpoint.format import GENERATION_CONFIG, HF_CONFIG, MODEL_CARD, is_card_or_licence
-from megatron_ladder.checkpoint.hf_config import token_ids
+from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
+from megatron_ladder.blueprint.tensors import model_tensors
+from megatron_ladder.checkpoint.format import GENERATION_CONFIG, HF_CONFIG, MODEL_CARD, Checkpoint, is_card_or_licence
+from megatron_ladder.checkpoint.hf_config import CLASSES, OWN_TYPE, token_ids
 from megatron_ladder.checkpoint.hf_directory import (
     FLOAT_DTYPES,
     INDEX_NAME,
@@ -24,15 +32,25 @@ from megatron_ladder.checkpoint.hf_directory import (
     hf_name,
     open_hf_directory,
 )
+from megatron_ladder.checkpoint.loading import load_weights
 from megatron_ladder.checkpoint.manifest import KINDS
 from megatron_ladder.checkpoint.publish import MANIFEST_NAME, temporary_directory
 from megatron_ladder.checkpoint.tensor_file import box_key
+from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.convert.copying import Conversion, CopiedTensor, Files, Permutation, divide, total_bytes
-from megatron_ladder.convert.logits import compare_logits
 from megatron_ladder.convert.options import CheckpointOptions, ExportOptions, ImportOptions, ReshapeOptions, shard_bytes
-from megatron_ladder.convert.outputs import check_hf_target, check_save_target, publish_hf, publish_save
-from megatron_ladder.convert.remote_code import hf_config, hf_type, imported_card, model_card, module_files
-from megatron_ladder.convert.tokenizer_files import describe_tokenizer, exported_tokenizer, json_file, read_carried
+from megatron_ladder.convert.outputs import check_hf_target, check_save_target, publish_hf, publish_save, size_text
+from megatron_ladder.convert.small_files import (
+    describe_tokenizer,
+    exported_tokenizer,
+    hf_config,
+    hf_type,
+    imported_card,
+    json_file,
+    model_card,
+    module_files,
+    read_carried,
+)
 from megatron_ladder.convert.training_checkpoint import (
     TrainingCheckpoint,
     checkpoint_files,
@@ -41,9 +59,14 @@ from megatron_ladder.convert.training_checkpoint import (
 )
 from megatron_ladder.convert.wiring import rewired, wiring_text
 from megatron_ladder.errors import raise_user_errors
+from megatron_ladder.model.language_model import LanguageModel
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Values of --dtype."""
+_MAX_DIFFERENCE = 1e-4
+"""Allowed difference of two programs that compute in fp32, relative to the largest logit."""
+_TOKENS = 64
+_FP32_BYTES = 4
 _DERIVED_KEYS = ("format", "schema_version", "files")
 """Keys of a manifest that a reshape computes again."""
 
@@ -90,7 +113,7 @@ def plan_import(options: ImportOptions) -> Conversion:
             f"wiring: {wiring_text(model)}",
         ),
         notes=notes,
-        check_logits=lambda work: compare_logits(options.hf, directory.model, work, model_type, None, own_code=False),
+        check_logits=lambda work: _compare_logits(options.hf, directory.model, work, model_type, None, own_code=False),
     )
 
 
@@ -126,7 +149,7 @@ def plan_reshape(options: ReshapeOptions, orders: Mapping[str, Permutation] = Ma
         source.other_files,
         facts=(f"{checkpoint.directory}: iteration {iteration}, {', '.join(kinds)}, wiring: {wiring_text(model)}",),
         notes=[*notes, *checkpoint.warnings],
-        verified_source=lambda: source.verified(only_weights=False),
+        verify_source=lambda: source.verify(only_weights=False),
     )
 
 
@@ -213,8 +236,8 @@ def plan_export(options: ExportOptions) -> Conversion:
             + (f", with {', '.join(code)}: load it with trust_remote_code=True" if code else ""),
         ),
         notes=checkpoint.warnings,
-        verified_source=lambda: source.verified(only_weights=True),
-        check_logits=lambda work: compare_logits(
+        verify_source=lambda: source.verify(only_weights=True),
+        check_logits=lambda work: _compare_logits(
             work, source.model, checkpoint.directory, model_type, new_dtype, own_code=True
         ),
     )
@@ -233,3 +256,63 @@ def _exported(
     for expert in range(tensor.shape[0]):
         key, read = hf_name(tensor.name, expert, mixtral), partial(source.read, tensor.name, "weight", expert)
         yield replace(cast, key=key, shape=tensor.shape[1:], read=read)
+
+
+def _compare_logits(
+    hf: Path, model: ModelConfig, checkpoint: Path, model_type: str, dtype: str | None, own_code: bool
+) -> str:
+    """Compare transformers' model of a Hugging Face directory with ours of a training checkpoint, both in fp32.
+
+    Both models are in memory as a whole.
+
+    Args:
+        model: sizes and wiring of the directory; the weights of the checkpoint are used in that wiring.
+        model_type: model type of the directory.
+        dtype: element type to which the weights of the directory were rounded, and those of the checkpoint are for the
+            comparison; None if the directory has the exact weights.
+        own_code: whether this process wrote the code in the directory, so that it may run.
+
+    Returns:
+        A line with the difference, or the reason why logits were not compared.
+
+    Raises:
+        RuntimeError: the logits differ.
+    """
+    plain = model_type in CLASSES and model_type != OWN_TYPE
+    needed = 2 * _FP32_BYTES * sum(tensor.numel for tensor in model_tensors(model))
+    available = psutil.virtual_memory().available
+    if not plain and not own_code:
+        return f"logits were not compared: the code of a {model_type} directory is not trusted"
+    if importlib.util.find_spec("transformers") is None:
+        return "logits were not compared: transformers is not installed"
+    if tensor_parallel_errors(model, 1):
+        return "logits were not compared: one process of the trainer cannot compute this model"
+    if needed > available:
+        free = f"{size_text(available)} of memory are free"
+        return f"logits were not compared: two models in fp32 need {size_text(needed)}, and {free}"
+    # Imported here because it takes seconds.
+    from transformers import AutoModelForCausalLM
+
+    tokens = torch.randint(0, model.vocab_size, (1, min(_TOKENS, model.max_position_embeddings)))
+    # The grouped products of transformers fail where a row is not a multiple of 16 bytes.
+    exact = {"dtype": torch.float32, "experts_implementation": "eager"}
+    theirs = AutoModelForCausalLM.from_pretrained(
+        hf, **exact, trust_remote_code=not plain, local_files_only=True
+    ).eval()
+    with torch.no_grad():
+        expected: Tensor = theirs(tokens).logits[0]
+    del theirs
+    built = LanguageModel(model, ProcessMesh.single()).requires_grad_(False)
+    load_weights(built, Checkpoint.open(checkpoint))
+    with torch.no_grad():
+        if dtype is not None:
+            for parameter in built.parameters():
+                parameter.copy_(parameter.to(getattr(torch, dtype)))
+        hidden_states = built.hidden_states(tokens, built.training_context(tokens))
+        ours = built.logits_shard(hidden_states)[:, 0, : model.vocab_size]
+    # The largest logit of a model of zeros is zero.
+    largest = expected.abs().max().clamp(min=torch.finfo(expected.dtype).tiny)
+    difference = float((ours - expected).abs().max() / largest)
+    if not difference <= _MAX_DIFFERENCE:
+        raise RuntimeError(f"{hf}: logits of transformers and ours differ by {difference:.1e} of the largest")
+    return f"verified: logits on {tokens.numel()} random tokens agree to {difference:.1e} of the largest"

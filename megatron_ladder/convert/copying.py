@@ -7,7 +7,6 @@ A conversion writes whole tensors, cast and in a new order where requested:
 One file is in memory at a time. A conversion that is started again skips the files that have their names.
 """
 
-import contextlib
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -115,8 +114,8 @@ class Conversion:
     """The complete temporary directory -> the published directory."""
     facts: Sequence[str]
     notes: Sequence[str] = ()
-    verified_source: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-    """The context of all reading; raises UserError if files of the source are damaged."""
+    verify_source: Callable[[], None] = lambda: None
+    """Raises UserError if files of the source are damaged."""
     check_logits: Callable[[Path], str] | None = None
     """The complete temporary directory -> a line about logits; for --verify."""
 
@@ -143,20 +142,20 @@ def carry_out(conversion: Conversion, options: ConversionOptions, report: Callab
     if not continued:
         check_space(conversion.target, total_bytes(files))
     try:
-        with conversion.verified_source():
-            work.mkdir(parents=True, exist_ok=True)
-            if continued:
-                report(f"continues an interrupted conversion in {work}")
-            _write_files(files, work)
-            for name, content in conversion.small_files(work).items():
-                write_atomically(work / name, content)
-            if options.verify:
-                _verify_files(files, work)
-                count = sum(map(len, files.values()))
-                report(f"verified: all {count} tensors are bitwise equal to their sources")
-                if conversion.check_logits is not None:
-                    report(conversion.check_logits(work))
-            published = conversion.publish(work)
+        conversion.verify_source()
+        work.mkdir(parents=True, exist_ok=True)
+        if continued:
+            report(f"continues an interrupted conversion in {work}")
+        _write_files(files, work)
+        for name, content in conversion.small_files(work).items():
+            write_atomically(work / name, content)
+        if options.verify:
+            _verify_files(files, work)
+            count = sum(map(len, files.values()))
+            report(f"verified: all {count} tensors are bitwise equal to their sources")
+            if conversion.check_logits is not None:
+                report(conversion.check_logits(work))
+        published = conversion.publish(work)
     except UserError:
         # No source that can be converted has the same plan.
         shutil.rmtree(work, ignore_errors=True)

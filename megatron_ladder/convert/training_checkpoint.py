@@ -3,7 +3,6 @@
 A converted checkpoint has whole tensors in files of bounded size, which every layout of ranks can read.
 """
 
-import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -74,15 +73,12 @@ class TrainingCheckpoint:
         stored = self.checkpoint.stored("weight")["embedding.weight"].dtype
         return "bfloat16" if stored == "float32" and training.get("bf16") else stored
 
-    @contextlib.contextmanager
-    def verified(self, only_weights: bool) -> Iterator[None]:
-        """Close the files afterwards; raise UserError if their contents differ from the checksums in the manifest."""
+    def verify(self, only_weights: bool) -> None:
+        """Raise UserError if the contents of files differ from the checksums in the manifest."""
         try:
             self.checkpoint.verify("verifying the source", only_weights=only_weights)
         except UserError as error:
             raise UserError(*(f"{line}; choose another checkpoint with --load" for line in error.messages)) from None
-        with contextlib.closing(self.checkpoint):
-            yield
 
 
 def open_training_checkpoint(load: Path) -> TrainingCheckpoint:

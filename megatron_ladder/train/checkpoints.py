@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from megatron_ladder import __version__
-from megatron_ladder.checkpoint.async_save import HostMemory, gather_through_files, run_in_thread
 from megatron_ladder.checkpoint.format import (
     CARRIED,
     CHAT_TEMPLATE,
@@ -28,7 +27,14 @@ from megatron_ladder.checkpoint.format import (
 )
 from megatron_ladder.checkpoint.loading import load_newest
 from megatron_ladder.checkpoint.publish import Retention, published_checkpoints
-from megatron_ladder.checkpoint.saving import SaveError, SaveOutcome, TrainingSave
+from megatron_ladder.checkpoint.saving import (
+    HostMemory,
+    SaveError,
+    SaveOutcome,
+    TrainingSave,
+    gather_through_files,
+    run_in_thread,
+)
 from megatron_ladder.data.chat_template import own_chat_template
 from megatron_ladder.data.loader import find_chat_template
 from megatron_ladder.data.tokenizers import Tokenizer, tokenizer_files

@@ -65,14 +65,14 @@ MOST_LINES_OF_A_FILE = 470
 
 FIRST_FLOOR = ("errors", "files", "processes", "progress", "api", "lm_eval")
 BUDGETS = {
-    f"{PACKAGE}/": 24_457,
+    f"{PACKAGE}/": 24_436,
     " ".join(
         f"{PACKAGE}/{folder}/" for folder in ("blueprint", "comm", "parallel", "model", "engine", "train")
     ): 10_649,
     f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_394,
-    f"{PACKAGE}/checkpoint/": 2_061,
+    f"{PACKAGE}/checkpoint/": 2_047,
     f"{PACKAGE}/data/": 4_132,
-    f"{PACKAGE}/convert/": 2_513,
+    f"{PACKAGE}/convert/": 2_500,
     f"{PACKAGE}/generate/": 2_089,
     f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_613,
     "tools/": 5_984,
@@ -82,7 +82,7 @@ BUDGETS = {
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
 MOST_WORDS = 31_995
 """Words in README, docs/ and the READMEs of examples/."""
-MOST_FILES_WITH_ONE_IMPORTER = 25
+MOST_FILES_WITH_ONE_IMPORTER = 23
 MOST_REQUIREMENTS, MOST_EXTRAS = 12, 6
 CALLED_BY_NAME = ("cli/", "convert/hf_module/")
 """Programs, and classes that transformers loads from exported models."""

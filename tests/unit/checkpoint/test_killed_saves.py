@@ -20,9 +20,9 @@ from typing import Any
 
 import pytest
 
-from megatron_ladder.checkpoint.async_save import HostMemory
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.publish import Retention, published_checkpoints
+from megatron_ladder.checkpoint.saving import HostMemory
 from megatron_ladder.comm.group import CommGroup
 from tests.unit.checkpoint.tiny_training import TinyState, begin, hand_over, holds, on_ranks, save_at_once
 

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from megatron_ladder.checkpoint import saving
-from megatron_ladder.checkpoint.async_save import HostMemory
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.loading import load_newest
-from megatron_ladder.checkpoint.saving import SaveError
+from megatron_ladder.checkpoint.saving import HostMemory, SaveError
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.errors import UserError
 from tests.unit.checkpoint.tiny_training import (

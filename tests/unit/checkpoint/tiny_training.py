@@ -11,12 +11,17 @@ from torch import Tensor
 
 from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.tensors import TensorSpec
-from megatron_ladder.checkpoint.async_save import gather_through_files, run_in_thread
 from megatron_ladder.checkpoint.format import find_checkpoint
 from megatron_ladder.checkpoint.manifest import merge_manifest
 from megatron_ladder.checkpoint.optimizer_state import MOMENTS, Piece, Span
 from megatron_ladder.checkpoint.publish import create_temporary_directory, publish, write_manifest
-from megatron_ladder.checkpoint.saving import SaveOutcome, TrainingSave, _write_pieces
+from megatron_ladder.checkpoint.saving import (
+    SaveOutcome,
+    TrainingSave,
+    _write_pieces,
+    gather_through_files,
+    run_in_thread,
+)
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.parallel.layout import Section
 
@@ -102,16 +107,13 @@ def on_ranks(size: int, work: Callable[[CommGroup], Any]) -> list[Any]:
     """Run `work` on every rank; return the results or exceptions."""
     board, barrier = [None] * size, threading.Barrier(size)
 
-    def answer(rank: int) -> Callable[[], Any]:
-        def call() -> Any:
-            try:
-                return work(ThreadWorld(rank, size, board, barrier))
-            except Exception as error:
-                return error
+    def answer(rank: int) -> Any:
+        try:
+            return work(ThreadWorld(rank, size, board, barrier))
+        except Exception as error:
+            return error
 
-        return call
-
-    ranks = [run_in_thread(answer(rank), f"rank {rank}") for rank in range(size)]
+    ranks = [run_in_thread(partial(answer, rank), f"rank {rank}") for rank in range(size)]
     return [rank.result() for rank in ranks]
 
 
@@ -121,8 +123,7 @@ def header_of(iteration: int) -> dict[str, Any]:
 
 def add_vocabulary(directory: Path) -> None:
     """Write a file that belongs to the model, such as a tokenizer."""
-    with open(directory / "vocabulary.txt", "w") as file:
-        file.write("a b c\n")
+    (directory / "vocabulary.txt").write_text("a b c\n")
 
 
 def begin(save: Path, iteration: int, state: TinyState, world: CommGroup, **options: Any) -> TrainingSave:

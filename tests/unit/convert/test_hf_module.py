@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 
 from megatron_ladder.convert.hf_module.configuration_megatron_ladder import MegatronLadderConfig
 from megatron_ladder.convert.hf_module.modeling_megatron_ladder import MegatronLadderForCausalLM, MegatronLadderModel
-from megatron_ladder.convert.remote_code import hf_config, hf_type, module_files
+from megatron_ladder.convert.small_files import hf_config, hf_type, module_files
 from tests.helpers.commands import REPOSITORY_ROOT
 from tests.reference import ReferenceConfig, reference_logits
 from tests.unit.convert.hf_models import EXPERTS, GLM, VOCAB, opened, tiny_config

@@ -19,7 +19,7 @@ from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.hf_config import model_config_from_hf
 from megatron_ladder.convert.hf_module.configuration_megatron_ladder import MegatronLadderConfig
 from megatron_ladder.convert.hf_module.modeling_megatron_ladder import MegatronLadderForCausalLM
-from megatron_ladder.convert.remote_code import hf_config, hf_type, module_files
+from megatron_ladder.convert.small_files import hf_config, hf_type, module_files
 from tests.helpers.hugging_face import module_tensors
 from tests.helpers.runs import errors_of
 from tests.reference import ReferenceConfig, make_weights, reference_logits

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.checkpoint.hf_config import model_config_from_hf
-from megatron_ladder.convert.remote_code import hf_config, hf_type, imported_card, module_files
+from megatron_ladder.convert.small_files import hf_config, hf_type, imported_card, module_files
 from tests.helpers.commands import run_command
 from tests.helpers.runs import errors_of
 from tests.unit.convert.hf_models import tiny_config

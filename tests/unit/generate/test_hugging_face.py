@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from megatron_ladder.cli.convert_checkpoint import main as convert
 from megatron_ladder.cli.generate import main
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.convert.remote_code import hf_config
+from megatron_ladder.convert.small_files import hf_config
 from megatron_ladder.data.tokenizers import load_tokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.engine import GenerationEngine

@@ -32,7 +32,7 @@ from megatron_ladder.blueprint.tensors import ModelFlops
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.launch import read_rank_info
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.convert.remote_code import hf_config
+from megatron_ladder.convert.small_files import hf_config
 from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.model.operations import Operations, compile_operations, require_compiler
 
