@@ -4,26 +4,19 @@ A forked rank is an ordinary process for signals, locks and files, and runs the 
 not have started any thread of torch, so it computes nothing.
 """
 
-import contextlib
-import ctypes
-import faulthandler
 import importlib
 import os
-import random
 import signal
-import sys
 import time
-import traceback
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from megatron_ladder.cli.pretrain import main
 from megatron_ladder.errors import run_program
 from tests.helpers.commands import free_port
+from tests.helpers.forks import fork
 from tests.helpers.patience import patient
-
-PR_SET_PDEATHSIG = 1
-"""From <linux/prctl.h>: sets the signal that the kernel sends to a process whose parent has died."""
 
 STACKS_SECONDS = 0.5
 """Time in which a rank writes its stacks."""
@@ -63,11 +56,8 @@ class Job:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
             }
-            pid = os.fork()
-            if pid == 0:
-                own = {name: str(value) for name, value in variables.items()}
-                _become_rank([str(word) for word in argv], own, self._outputs[rank])
-            self._pids.append(pid)
+            own = {name: str(value) for name, value in variables.items()}
+            self._pids.append(fork(partial(run_program, main, list(map(str, argv))), own, self._outputs[rank]))
 
     def text(self, rank: int) -> str:
         """Return what a rank has written to stdout and stderr."""
@@ -125,23 +115,3 @@ class Job:
         for rank, pid in enumerate(self._pids):
             if rank not in self._codes:
                 self._codes[rank] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def _become_rank(argv: Sequence[str], variables: dict[str, str], output: Path) -> None:
-    """Run a rank in the forked process; do not return."""
-    with contextlib.suppress(BaseException):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        os.setpgid(0, 0)
-        file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
-        sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
-        os.environ |= variables
-        faulthandler.register(signal.SIGUSR1)
-        random.seed()
-        try:
-            run_program(main, argv)
-        except Exception:
-            traceback.print_exc()
-            sys.stderr.flush()
-    os._exit(1)

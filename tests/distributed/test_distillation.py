@@ -154,24 +154,9 @@ def distilled(teacher: TeacherInMemory) -> LossAndGradients:
 def test_steps_equal_a_plain_model(
     gloo_pools: GlooPools, tensor_parallel: int, data_parallel: int, teacher: str, words: str
 ) -> None:
-    argv = [
-        *RECIPE,
-        *words.split(),
-        "--tensor-model-parallel-size",
-        str(tensor_parallel),
-        "--global-batch-size",
-        "8",
-        "--residual-mode",
-        "ladder",
-        "--ladder-layers",
-        "2",
-        "--distill-from",
-        "teacher",
-        "--distill-weight",
-        str(WEIGHT),
-        "--distill-temperature",
-        str(TEMPERATURE),
-    ]
+    words += f" --tensor-model-parallel-size {tensor_parallel} --global-batch-size 8 --residual-mode ladder"
+    words += f" --ladder-layers 2 --distill-from teacher --distill-weight {WEIGHT} --distill-temperature {TEMPERATURE}"
+    argv = [*RECIPE, *words.split()]
     world, taught_by = tensor_parallel * data_parallel, teacher_of(teacher)
     weights, batches, expected, final = plain_steps(argv, world, distilled(taught_by))
     check_outcome(gloo_pools(world).run(train, argv, weights, batches, taught_by), expected, final)

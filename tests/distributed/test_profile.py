@@ -40,19 +40,8 @@ def records(table: Any) -> list[dict[str, Any]]:
 
 
 def arguments(folder: Path, *, mode: str, ranks: str, start: int = 2, end: int = 4) -> list[str]:
-    return [
-        "--residual-mode",
-        mode,
-        "--profile",
-        "--profile-step-start",
-        str(start),
-        "--profile-step-end",
-        str(end),
-        "--profile-ranks",
-        *ranks.split(),
-        "--profile-dir",
-        str(folder),
-    ]
+    words = f"--residual-mode {mode} --profile --profile-step-start {start} --profile-step-end {end}"
+    return [*words.split(), "--profile-ranks", *ranks.split(), "--profile-dir", str(folder)]
 
 
 def names_of(events: list[Event], iteration: int) -> list[str]:

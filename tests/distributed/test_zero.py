@@ -44,15 +44,8 @@ PAIRWISE = [
 def test_steps_equal_a_plain_model(gloo_pools: GlooPools, layout: str, wiring: str, stage: str) -> None:
     """Compares loss and gradient norm of five steps, and the final weights."""
     tensor_parallel, data_parallel = LAYOUTS[layout]
-    argv = [
-        *GENTLE_RECIPE,
-        *WIRINGS[wiring].split(),
-        "--tensor-model-parallel-size",
-        str(tensor_parallel),
-        "--zero-stage",
-        stage,
-    ]
-    check_steps(gloo_pools, argv, tensor_parallel * data_parallel)
+    words = f"{WIRINGS[wiring]} --tensor-model-parallel-size {tensor_parallel} --zero-stage {stage}"
+    check_steps(gloo_pools, [*GENTLE_RECIPE, *words.split()], tensor_parallel * data_parallel)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 MARK = re.compile(r"^<!-- (not run|run|prints)(?:: (.+?))? -->$")
 FENCE = re.compile(r"^( *)```(\w*)$")
-SESSION = re.compile(r'^([\w.-]+)(?:, until "(.+)")?$')
 
 
 @dataclass(frozen=True)
@@ -35,14 +34,7 @@ class Fence:
     @property
     def session(self) -> str:
         """Name of the session that runs the fence; empty if there is none."""
-        found = SESSION.match(self.about) if self.mark == "run" else None
-        return found[1] if found else ""
-
-    @property
-    def until(self) -> str | None:
-        """For a background command: the text that it prints when the next fence may start."""
-        found = SESSION.match(self.about) if self.mark == "run" else None
-        return found[2] if found else None
+        return self.about if self.mark == "run" and re.fullmatch(r"[\w.-]+", self.about) else ""
 
 
 def page_paths() -> list[str]:
@@ -87,7 +79,7 @@ def mark_errors(page: str, text: str) -> list[str]:
         if fence.mark == "not run" and not fence.about:
             errors.append(f"{fence.place}: a reason is missing: <!-- not run: reason -->")
         if fence.mark == "run" and not fence.session:
-            errors.append(f'{fence.place}: expected <!-- run: session --> or <!-- run: session, until "text" -->')
+            errors.append(f"{fence.place}: expected <!-- run: session -->")
         if fence.mark in ("run", "not run") and fence.language not in ("bash", "python"):
             errors.append(f"{fence.place}: expected bash or python, found '{fence.language}'")
     comments = re.findall(r"^ *<!-- *(.*?) *-->$", text, re.MULTILINE)

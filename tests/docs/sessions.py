@@ -1,26 +1,19 @@
 """Runs the fences of documentation pages, one after another, as real processes in a prepared folder."""
 
-import contextlib
 import json
 import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 import sysconfig
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.docs.pages import ROOT, Fence, fences
-from tests.helpers.commands import clean_environment, free_port, kill_tree, run_command
-from tests.helpers.patience import patient
+from tests.helpers.commands import free_port, run_command
 
 CORPUS_BYTES, LARGE_CORPUS_BYTES = 3_000_000, 10_000_000
 TIMEOUT = 900.0
-READY_SECONDS = 120.0
-"""Seconds that a background command may take until it prints that it is ready."""
 MODEL = (
     "--hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 512 --micro-batch-size 2 "
     "--lr 1e-3 --data-path corpus_text_document --split 9,1,0 --eval-iters 1 "
@@ -150,16 +143,13 @@ def run_session(name: str, steps: Sequence[Fence], shelf: Path, folder: Path) ->
     """
     shutil.copytree(prepared(NEEDS.get(name.partition(".")[0], ()), shelf), folder, symlinks=True)
     (folder / ".exported").unlink(missing_ok=True)
-    with contextlib.ExitStack() as running:
-        printed = ""
-        for step in steps:
-            if step.mark == "prints":
-                missing = missing_line(step.text, printed)
-                assert missing is None, f"{step.place}: {missing!r} is not in what was printed:\n{printed}"
-            elif step.until is not None:
-                printed = running.enter_context(_in_background(step, folder))
-            else:
-                printed = _run(folder, step.text, step.place, step.language)
+    printed = ""
+    for step in steps:
+        if step.mark == "prints":
+            missing = missing_line(step.text, printed)
+            assert missing is None, f"{step.place}: {missing!r} is not in what was printed:\n{printed}"
+        else:
+            printed = _run(folder, step.text, step.place, step.language)
 
 
 def prepared(needs: tuple[Callable[[Path], None], ...], shelf: Path) -> Path:
@@ -198,37 +188,6 @@ def _run(folder: Path, text: str, place: str = "preparing", language: str = "bas
     done = run_command(argv, TIMEOUT, _environment(), folder)
     assert done.returncode == 0, f"{place}: exit code {done.returncode} of\n{text}\n{done.stdout}{done.stderr}"
     return done.stdout + done.stderr
-
-
-@contextlib.contextmanager
-def _in_background(step: Fence, folder: Path) -> Iterator[str]:
-    """Start a fence and wait until it is ready; interrupt it at the end of the block."""
-    output_file = folder / f".output{step.line}"
-    with output_file.open("w") as output:
-        process = subprocess.Popen(
-            _shell(step.text),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            text=True,
-            cwd=folder,
-            env=clean_environment() | _environment(),
-            start_new_session=True,
-        )
-    try:
-        deadline = time.monotonic() + patient(READY_SECONDS)
-        while (step.until or "") not in output_file.read_text(encoding="utf-8"):
-            printed = output_file.read_text(encoding="utf-8")
-            assert process.poll() is None, f"{step.place}: exit code {process.returncode} of\n{step.text}\n{printed}"
-            assert time.monotonic() < deadline, f"{step.place}: did not print {step.until!r}:\n{printed}"
-            time.sleep(0.2)
-        yield output_file.read_text(encoding="utf-8")
-        assert process.poll() is None, f"{step.place}: ended before it was interrupted"
-        # Like Ctrl-C, this signals the whole process group.
-        os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(patient(60)) in (0, 130, -signal.SIGINT), f"{step.place}: exit code {process.returncode}"
-    finally:
-        kill_tree(process)
 
 
 def _shell(text: str) -> list[str]:

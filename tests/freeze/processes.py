@@ -6,11 +6,11 @@ import os
 import runpy
 import signal
 import sys
-import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import deepspeed  # noqa: F401
 import torch
@@ -19,6 +19,7 @@ import torch.utils.tensorboard  # noqa: F401
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.commands import REPOSITORY_ROOT, free_port
+from tests.helpers.forks import fork
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,10 @@ class Place:
         for rank in range(ranks):
             launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks), "RANK": str(rank)}
             environment = {**launched, "LOCAL_RANK": str(rank)} if ranks > 1 else {}
-            if (child := os.fork()) == 0:
-                self._become(script, [str(word) for word in argv], environment, self.folder / f"rank_{rank}", spy)
-            left[child] = rank
+            output, errors, tokens = (self.folder / f"rank_{rank}.{kind}" for kind in ("out", "err", "tokens"))
+            output.unlink(missing_ok=True)
+            work = partial(self._run_script, script, list(map(str, argv)), tokens if spy else None)
+            left[fork(work, environment | {"PYTHONPATH": str(self.root)}, output, errors)] = rank
         while left:
             child, status = os.wait()
             if child in left and status:
@@ -53,29 +55,12 @@ class Place:
             left.pop(child, None)
         return (self.folder / "rank_0.out").read_text()
 
-    def _become(
-        self, script: str, argv: list[str], environment: Mapping[str, str], output: Path, spy: bool
-    ) -> NoReturn:
-        code = 1
-        try:
-            for descriptor, kind in ((1, "out"), (2, "err")):
-                os.dup2(os.open(f"{output}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), descriptor)
-            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", 1)
-            os.chdir(self.root)
-            os.environ.update(environment, PYTHONPATH=str(self.root))
-            sys.path[:] = [str(self.root), *(path for path in sys.path if Path(path).resolve() != REPOSITORY_ROOT)]
-            sys.argv = [script, *argv]
-            with _EmbeddingSpy(Path(f"{output}.tokens")) if spy else contextlib.nullcontext():
-                runpy.run_path(script, run_name="__main__")
-            code = 0
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            # The exit handlers and buffers of the parent are not this process's to run.
-            os._exit(code)
+    def _run_script(self, script: str, argv: list[str], tokens: Path | None) -> None:
+        os.chdir(self.root)
+        sys.path[:] = [str(self.root), *(path for path in sys.path if Path(path).resolve() != REPOSITORY_ROOT)]
+        sys.argv = [script, *argv]
+        with _EmbeddingSpy(tokens) if tokens else contextlib.nullcontext():
+            runpy.run_path(script, run_name="__main__")
 
 
 class _EmbeddingSpy(TorchDispatchMode):

@@ -5,8 +5,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import yaml
 
 from megatron_ladder.command_line import parse_command_line
 from megatron_ladder.config.run import SECTIONS
-from tests.helpers.commands import REPOSITORY_ROOT, clean_environment, free_port, kill_tree, tracked_files
+from tests.helpers.commands import REPOSITORY_ROOT, Command, clean_environment, free_port, running, tracked_files
 from tests.helpers.hosts import Host, two_hosts, why_no_hosts
 from tests.helpers.patience import patient
 from tests.helpers.tokens import write_tokens
@@ -39,84 +38,14 @@ def tokens(tmp_path: Path) -> Path:
     return write_tokens(tmp_path / "tokens", VOCABULARY)
 
 
-class Command:
-    """A running command, whose output goes to files so that it can be read at any time."""
-
-    def __init__(self, argv: Sequence[str | Path], folder: Path, name: str, **variables: str) -> None:
-        self.paths = [folder / f"{name}.out", folder / f"{name}.err"]
-        environment = clean_environment() | {"TORCH_EXTENSIONS_DIR": str(folder / "extensions"), **variables}
-        with self.paths[0].open("w") as out, self.paths[1].open("w") as err:
-            self.process = subprocess.Popen(
-                [str(word) for word in argv],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                text=True,
-                env=environment,
-                cwd=REPOSITORY_ROOT,
-                start_new_session=True,
-            )
-
-    @property
-    def stdout(self) -> str:
-        return self.paths[0].read_text(errors="replace")
-
-    @property
-    def stderr(self) -> str:
-        return self.paths[1].read_text(errors="replace")
-
-    def wait(self, seconds: float) -> int:
-        try:
-            return self.process.wait(patient(seconds))
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"still ran after {seconds} s\n{self.stdout}\n{self.stderr}") from None
-
-    def wait_for(self, words: str, seconds: float) -> None:
-        deadline = time.monotonic() + patient(seconds)
-        while words not in self.stdout:
-            assert self.process.poll() is None and time.monotonic() < deadline, self.stdout + self.stderr
-            time.sleep(0.05)
-
-
-@contextmanager
-def running(*commands: Command) -> Iterator[None]:
-    """End the commands and all their descendants when the block ends."""
-    try:
-        yield
-    finally:
-        for command in commands:
-            kill_tree(command.process)
-
-
 def start_on(hosts: Sequence[Host], flags: Sequence[str | Path], folder: Path) -> list[Command]:
     """`deepspeed --no_ssh` on each host, two ranks on each."""
     hostfile = folder / "hostfile"
     hostfile.write_text("".join(f"{host.name} slots=2\n" for host in hosts))
-    port = free_port()
+    launcher = f"deepspeed --no_ssh --master_addr {hosts[0].address} --master_port {free_port()} --node_rank"
+    program = ["pretrain_ladder.py", *RECIPE, "--tensor-model-parallel-size", "2", *flags]
     return [
-        Command(
-            host.enter(
-                [
-                    "deepspeed",
-                    "--hostfile",
-                    hostfile,
-                    "--no_ssh",
-                    "--node_rank",
-                    str(number),
-                    "--master_addr",
-                    hosts[0].address,
-                    "--master_port",
-                    str(port),
-                    "pretrain_ladder.py",
-                    *RECIPE,
-                    "--tensor-model-parallel-size",
-                    "2",
-                    *flags,
-                ]
-            ),
-            folder,
-            host.name,
-        )
+        Command(host.enter([*launcher.split(), str(number), "--hostfile", hostfile, *program]), folder / host.name)
         for number, host in enumerate(hosts)
     ]
 
@@ -130,7 +59,7 @@ def losses(output: str) -> list[float]:
 @pytest.mark.parametrize("across", ACROSS)
 def test_two_hosts_train_like_one_process(tokens: Path, tmp_path: Path, across: str) -> None:
     flags = ["--data-path", tokens, "--train-iters", "5"]
-    alone = Command(["python", "pretrain_ladder.py", *RECIPE, *flags], tmp_path, "alone")
+    alone = Command(["python", "pretrain_ladder.py", *RECIPE, *flags], tmp_path / "alone")
     with running(alone):
         assert alone.wait(START) == 0, alone.stderr
     with two_hosts() as hosts:
@@ -267,15 +196,8 @@ def test_a_slurm_job_starts_every_node(stubs: Stubs) -> None:
     assert words[0] == "srun --kill-on-bad-exit=1"
     starts = [place for place, word in enumerate(words) if word == "--master_addr"]
     for node, start in enumerate(starts):
-        assert words[start : start + 7] == [
-            "--master_addr",
-            "n3",
-            "--master_port",
-            "20017",
-            "--no_ssh",
-            "--node_rank",
-            str(node),
-        ]
+        expected = f"--master_addr n3 --master_port 20017 --no_ssh --node_rank {node}"
+        assert words[start : start + 7] == expected.split()
     assert len(starts) == 2 and words.count("n4 slots=4") == 2 and words.count("7") == 2
     stubs.add("sleep", "")
     for status, attempts in {3: 1, 1: 20}.items():

@@ -6,8 +6,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.functional.test_nodes import FOREVER, RECIPE, START, Command, running, tokens
-from tests.helpers.commands import REPOSITORY_ROOT, free_port
+from tests.functional.test_nodes import FOREVER, RECIPE, START, tokens
+from tests.helpers.commands import REPOSITORY_ROOT, Command, free_port, running
 
 __all__ = ["tokens"]
 
@@ -34,7 +34,7 @@ def test_a_run_with_a_killed_rank_resumes_until_it_is_asked_to_stop(
 ) -> None:
     stop, save = tmp_path / "stop", tmp_path / "run"
     flags = ["--data-path", tokens, *FOREVER, "--save-interval", "2", "--kill-switch-file", stop]
-    command = Command(loop(launcher, flags, save), tmp_path, "loop", DS_ACCELERATOR="cpu")
+    command = Command(loop(launcher, flags, save), tmp_path / "loop", {"DS_ACCELERATOR": "cpu"})
     with running(command):
         command.wait_for("iteration       5/", START)
         ranks = [one for one in psutil.Process(command.process.pid).children(recursive=True) if "RANK" in one.environ()]
@@ -52,7 +52,7 @@ def test_a_run_with_a_killed_rank_resumes_until_it_is_asked_to_stop(
 @pytest.mark.parametrize("launcher", ["deepspeed", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_invalid_input_is_not_repeated(launcher: str, tokens: Path, tmp_path: Path) -> None:
     flags = ["--data-path", tokens, "--train-iters", "3", "--hidden-sise", "3"]
-    command = Command(loop(launcher, flags, tmp_path / "run"), tmp_path, "loop", DS_ACCELERATOR="cpu")
+    command = Command(loop(launcher, flags, tmp_path / "run"), tmp_path / "loop", {"DS_ACCELERATOR": "cpu"})
     with running(command):
         assert command.wait(START) == 2, command.stdout + command.stderr
     assert command.stderr.count("error: --hidden-sise ") == 1 and command.stdout.count("the input was invalid") == 1

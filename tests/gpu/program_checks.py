@@ -5,11 +5,9 @@ import importlib.util
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from tests.chaos.runs import VOCABULARY, final_tensors, losses
 from tests.gpu import on_ranks
 from tests.gpu.rank_checks import NOT_COMPILED, Decoded, compare_decoded, decoding_model
 from tests.gpu.runner import Machine, NotRun, Value, check
-from tests.helpers.commands import REPOSITORY_ROOT, clean_environment, free_port, kill_tree
+from tests.helpers.commands import Command, free_port, running
 from tests.helpers.tokens import write_tokens
 
 EXIT_SECONDS = 30.0
@@ -82,35 +80,14 @@ def generated(machine: Machine, processes: int, more: Sequence[str]) -> tuple[De
     words = "--tokens 5,9,3,7 --max-new-tokens 32 --temperature 0 --dtype fp32 --json --logprobs"
     command = [sys.executable, "tools/generate.py", "--model", str(decoding_model(machine)), *words.split()]
     command += ["--tp", str(processes), *more]
-    # Errors go to a file, because a full pipe would block the program while its output is awaited.
-    errors = machine.folder / "errors"
-    with open(errors, "w") as stderr:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            cwd=REPOSITORY_ROOT,
-            env=clean_environment() | machine.environment(),
-            start_new_session=True,
-        )
-    assert process.stdout is not None
-    timer = machine.kill_at_limit(process)
-    try:
-        line = process.stdout.readline()
+    started = Command(command, machine.folder / "generated", machine.environment())
+    with running(started):
+        started.wait_for("\n", machine.seconds_left)
         began = time.monotonic()
-        assert line, f"no output: {' '.join(command)}\n{errors.read_text()}"
-        process.wait(EXIT_SECONDS)
+        code = started.wait(EXIT_SECONDS)
         seconds = time.monotonic() - began
-    except subprocess.TimeoutExpired:
-        raise AssertionError(f"still runs {EXIT_SECONDS:g} s after its output: {' '.join(command)}") from None
-    finally:
-        timer.cancel()
-        kill_tree(process)
-        process.stdout.close()
-    assert process.returncode == 0, f"exit code {process.returncode}: {' '.join(command)}\n{errors.read_text()}"
-    values = json.loads(line)
+    assert code == 0, f"exit code {code}: {started.description}"
+    values = json.loads(started.stdout)
     return [(values["ids"], values["logprobs"])], seconds
 
 
@@ -118,70 +95,37 @@ def generated(machine: Machine, processes: int, more: Sequence[str]) -> tuple[De
 def killed_rank(machine: Machine, ranks: int) -> str:
     folder = machine.folder / f"killed {ranks}"
     folder.mkdir()
-    save, output = folder / "save", folder / "output"
-    argv = [
-        *training_flags(folder),
-        "--train-iters",
-        "1000000",
-        "--save",
-        str(save),
-        "--save-interval",
-        "1000000",
-        "--distributed-timeout-seconds-after-first-step",
-        str(TIMEOUT_SECONDS),
-        "--tensor-model-parallel-size",
-        "2",
-        *NOT_COMPILED.split(),
+    save = folder / "save"
+    words = "--train-iters 1000000 --save-interval 1000000 --tensor-model-parallel-size 2"
+    words += f" --distributed-timeout-seconds-after-first-step {TIMEOUT_SECONDS} {NOT_COMPILED}"
+    command = [sys.executable, "pretrain_ladder.py", *training_flags(folder), *words.split(), "--save", save]
+    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    # Without a launcher, which would end the others.
+    processes = [
+        Command(
+            command,
+            folder / f"rank{rank}",
+            machine.environment() | shared | {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"},
+        )
+        for rank in range(ranks)
     ]
-    with started_ranks(machine, ranks, ["pretrain_ladder.py", *argv], output) as processes:
+    with running(*processes):
         while len(losses(save)) < 3:
-            ended = [process.returncode for process in processes if process.poll() is not None]
+            ended = [one.description for one in processes if one.process.poll() is not None]
             waits = not ended and machine.seconds_left > TIMEOUT_SECONDS + EXIT_SECONDS
-            assert waits, f"no third step; ended ranks: {ended}\n{output.read_text()}"
+            assert waits, f"no third step; ended ranks: {ended}\n{processes[0].description}"
             time.sleep(0.05)
-        os.killpg(processes[-1].pid, signal.SIGKILL)
-        began, limit = time.monotonic(), TIMEOUT_SECONDS + EXIT_SECONDS
-        try:
-            for process in processes[:-1]:
-                process.wait(began + limit - time.monotonic())
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"ranks still run {limit:g} s after the kill\n{output.read_text()}") from None
+        os.killpg(processes[-1].process.pid, signal.SIGKILL)
+        began = time.monotonic()
+        ends = began + TIMEOUT_SECONDS + EXIT_SECONDS
+        codes = sorted({one.wait(ends - time.monotonic()) for one in processes[:-1]})
         seconds = time.monotonic() - began
-    text, codes = output.read_text(), sorted({process.returncode for process in processes[:-1]})
+        text = "".join(one.stdout + one.stderr for one in processes)
     named = f"rank {ranks - 1}" in text
     figure = f"exit code {', '.join(map(str, codes))} after {seconds:.1f} s; lost rank {'' if named else 'not '}named"
     # On GPUs, NCCL's watchdog may abort a process before it can report.
     assert 0 not in codes and (machine.on_gpu or (codes == [ExitCode.LOST_PEER] and named)), f"{figure}\n{text}"
     return figure
-
-
-@contextmanager
-def started_ranks(
-    machine: Machine, ranks: int, command: Sequence[str], output: Path
-) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start a program on all ranks without a launcher, which would end them; kill those that are left at the end."""
-    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    variables = clean_environment() | machine.environment() | shared
-    processes = []
-    with open(output, "w") as file:
-        for rank in range(ranks):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCH_EXTENSIONS_DIR": f"{output}.extensions"}
-            process = subprocess.Popen(
-                [sys.executable, *command],
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                text=True,
-                cwd=REPOSITORY_ROOT,
-                start_new_session=True,
-                env=variables | own,
-            )
-            processes.append(process)
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            kill_tree(process)
 
 
 SHAPES = {"1B": "llama-1b", "8B": "8x4096x14336x32x8x128256"}
@@ -203,16 +147,8 @@ def throughput(machine: Machine, ranks: int, name: str) -> str:
     if not machine.on_gpu:
         flags = ["--size", CPU_SHAPES[name], "--sequence", "64", "--matrix", "256", "--backend", "none"]
     # 3: too noisy to judge, with results.
-    machine.command(
-        sys.executable,
-        "tools/throughput.py",
-        *flags,
-        "--rounds",
-        "5",
-        "--json",
-        result,
-        codes=(ExitCode.DONE, ExitCode.BAD_NUMBERS),
-    )
+    command = [sys.executable, "tools/throughput.py", *flags, "--rounds", "5", "--json", result]
+    machine.command(*command, codes=(ExitCode.DONE, ExitCode.BAD_NUMBERS))
     rows: dict[str, dict[str, Any]] = {row["way"]: row for row in json.loads(result.read_text())}
     device = machine.description
     figure = "; ".join(

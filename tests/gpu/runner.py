@@ -8,7 +8,6 @@ fails with any exception except `NotRun`, whose text is the reason.
 import contextlib
 import os
 import subprocess
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from tests.helpers.commands import kill_tree, run_command
+from tests.helpers.commands import run_command
 from tests.helpers.pool import RankPool
 
 R = TypeVar("R")
@@ -112,13 +111,6 @@ class Machine:
         command = " ".join(map(str, argv))
         assert done.returncode in codes, f"exit code {done.returncode}: {command}\n{done.stdout}\n{done.stderr}"
         return done
-
-    def kill_at_limit(self, process: subprocess.Popen[str]) -> threading.Timer:
-        """Kill a process that the check starts itself when the check's time is up, unless the timer is cancelled."""
-        timer = threading.Timer(self.seconds_left, kill_tree, [process])
-        timer.daemon = True
-        timer.start()
-        return timer
 
     def environment(self) -> dict[str, str]:
         """Return the variables that processes need in addition to those of every test."""

@@ -8,7 +8,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -100,6 +101,74 @@ def _kill_descendants(process_id: int) -> None:
     for descendant in descendants:
         with contextlib.suppress(psutil.NoSuchProcess):
             descendant.kill()
+
+
+class Command:
+    """A running command, whose output goes to files so that it can be read at any time."""
+
+    def __init__(
+        self,
+        argv: Sequence[str | Path],
+        output: Path,
+        env: Mapping[str, str] | None = None,
+        cwd: Path = REPOSITORY_ROOT,
+    ) -> None:
+        """Write to the files `output`.out and `output`.err; `env` is added to `clean_environment()`."""
+        self.argv = [str(word) for word in argv]
+        self._paths = [output.with_name(f"{output.name}.{kind}") for kind in ("out", "err")]
+        extensions = {"TORCH_EXTENSIONS_DIR": f"{output}.extensions"}
+        with self._paths[0].open("w") as out, self._paths[1].open("w") as err:
+            self.process = subprocess.Popen(
+                self.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                text=True,
+                env=clean_environment() | extensions | dict(env or {}),
+                cwd=cwd,
+                start_new_session=True,
+            )
+
+    @property
+    def stdout(self) -> str:
+        return self._paths[0].read_text(errors="replace")
+
+    @property
+    def stderr(self) -> str:
+        return self._paths[1].read_text(errors="replace")
+
+    @property
+    def description(self) -> str:
+        """The command and all that it has written, for messages."""
+        return f"{' '.join(self.argv)}\n{self.stdout}\n{self.stderr}"
+
+    def wait(self, seconds: float) -> int:
+        try:
+            return self.process.wait(patient(seconds))
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still ran after {seconds:.3g} s: {self.description}") from None
+
+    def wait_for(self, words: str, seconds: float) -> None:
+        """Wait until these words were printed to stdout."""
+        deadline = time.monotonic() + patient(seconds)
+        while True:
+            # Its last output is complete once it has ended.
+            code = self.process.poll()
+            if words in self.stdout:
+                return
+            assert code is None, f"exit code {code}: {self.description}"
+            assert time.monotonic() < deadline, f"did not print {words!r}: {self.description}"
+            time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def running(*commands: Command) -> Iterator[None]:
+    """End the commands and all their descendants when the block ends."""
+    try:
+        yield
+    finally:
+        for command in commands:
+            kill_tree(command.process)
 
 
 def run_command(

@@ -7,7 +7,6 @@ function travels by reference, so it must be defined at the top level of an impo
 """
 
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import importlib
@@ -21,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -31,6 +31,7 @@ import torch
 
 from megatron_ladder.engine.build import import_deepspeed
 from tests.helpers.commands import clean_environment, end_tree, free_port
+from tests.helpers.forks import fork
 from tests.helpers.patience import patient
 
 P = ParamSpec("P")
@@ -152,18 +153,13 @@ class RankPool:
         # DeepSpeed collects garbage in every step of some optimizers. Imported modules need no look then.
         gc.collect()
         gc.freeze()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
         for rank in range(self.world_size):
             ours, theirs = Pipe()
             self._pipes.append(ours)
-            parent, child = os.getpid(), os.fork()
-            if child == 0:
-                for pipe in self._pipes:
-                    pipe.close()
-                _become_rank(rank, folder, environment, theirs, parent, self._backend)
+            own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            become = partial(_become_rank, rank, folder, own, tuple(self._pipes), theirs, self._backend)
+            self._processes.append(psutil.Process(fork(become, own, folder / f"output.{rank}")))
             theirs.close()
-            self._processes.append(psutil.Process(child))
         self._gather(patient(START_TIMEOUT))
 
     def _exchange(self, message: bytes, timeout: float) -> list[Any]:
@@ -242,39 +238,19 @@ class GlooPools:
 
 
 def _become_rank(
-    rank: int, folder: Path, environment: Mapping[str, str], pipe: Connection, parent: int, backend: str
+    rank: int, folder: Path, environment: Mapping[str, str], pipes: Sequence[Connection], pipe: Connection, backend: str
 ) -> NoReturn:
     """Make this fork of the test process a rank with a process environment as a launcher provides it."""
-    try:
-        os.setsid()
-        _die_with(parent)
-        os.chdir(folder)
-        os.environ.clear()
-        os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
-        _redirect_streams(folder / f"output.{rank}")
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        _serve(rank, pipe, backend)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        # The exit handlers and buffers of the test process are not the fork's to run.
-        os._exit(1)
+    for one in pipes:
+        one.close()
+    os.chdir(folder)
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _serve(rank, pipe, backend)
 
 
-def _redirect_streams(output: Path) -> None:
-    for descriptor, path, flags in (
-        (0, Path(os.devnull), os.O_RDONLY),
-        (1, output, os.O_WRONLY | os.O_CREAT | os.O_APPEND),
-        (2, output, os.O_WRONLY | os.O_CREAT | os.O_APPEND),
-    ):
-        opened = os.open(path, flags, 0o600)
-        os.dup2(opened, descriptor)
-        os.close(opened)
-    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
-    faulthandler.enable(file=sys.stderr)
-
-
-def _serve(rank: int, pipe: Connection, backend: str) -> None:
+def _serve(rank: int, pipe: Connection, backend: str) -> NoReturn:
     """Join the default process group, then answer cases until the parent closes its end of the pipe."""
     stacks = open(f"stacks.{rank}", "w")  # noqa: SIM115 (the signal's handler writes to it for life)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -329,15 +305,6 @@ def _answer(message: bytes) -> bytes:
 
 def _import_module(name: str) -> None:
     importlib.import_module(name)
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel end this process when `parent` ends, even while a collective blocks it."""
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
-    if ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:
-        os._exit(0)
 
 
 def _destroy_abandoned_groups(fresh_references: int) -> None:
