@@ -148,7 +148,7 @@ def check_captured(results: list[list[tuple[list[Any], Pieces]]]) -> None:
 )
 def test_captured_steps_are_bitwise_those_without_graphs(gloo_pools: GlooPools, words: str, micro_batches: int) -> None:
     data_parallel = 4 // (2 if "tensor" in words else 1)
-    argv = [*RECIPE, *words.split(), "--global-batch-size", str(2 * data_parallel * micro_batches)]
+    argv = [*RECIPE, *words.split(), "--num-layers", "2", "--global-batch-size", str(2 * data_parallel * micro_batches)]
     check_captured(gloo_pools(4).run(histories, argv, batches_of_steps(data_parallel * micro_batches)))
 
 

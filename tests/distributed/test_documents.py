@@ -1,7 +1,6 @@
 """Documents that do not attend to each other, and ranks that read batches: steps compared with a plain model."""
 
 import dataclasses
-from functools import partial
 
 import numpy as np
 import pytest
@@ -9,14 +8,14 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_ladder.data.samples import SampleRows
-from megatron_ladder.engine.optimizer import learning_rate
 from megatron_ladder.errors import UserError
 from megatron_ladder.train.reading import sample_batches
 from megatron_ladder.train.step import evaluate, train_step
 from tests.helpers.pool import GlooPools
-from tests.helpers.sharded import Pieces, assert_pieces
-from tests.helpers.training import build_trainer_here, run_of, weight_pieces
-from tests.reference import MicroBatch, ReferenceConfig, Sight, Weights, make_weights, reference_training
+from tests.helpers.sharded import Pieces
+from tests.helpers.steps import check_outcome, loss_of, plain_steps
+from tests.helpers.training import build_trainer_here, weight_pieces
+from tests.reference import MicroBatch, Sight, Weights
 from tests.reference.documents import begins_after, loss_mask_of, sight_of
 
 EOD, STEPS, BATCH, LENGTH = 3, 3, 8, 12
@@ -50,8 +49,7 @@ def train(argv: list[str], weights: Weights) -> tuple[list[tuple[float, float]],
     batches = sample_batches(trainer, source, consumed_samples=0)
     for iteration in range(1, STEPS + 1):
         result = train_step(trainer, next(batches), iteration)
-        loss = trainer.mesh.pipeline.all_reduce(trainer.mesh.data.all_reduce(result.loss_sum.clone()))
-        history.append((loss.item(), result.gradient_norm))
+        history.append((loss_of(trainer, result.loss_sum), result.gradient_norm))
     batches.close()
     assert batches.consumed_samples == STEPS * BATCH
     pieces = weight_pieces(trainer)
@@ -90,25 +88,9 @@ def test_steps_equal_those_of_a_plain_model(
     argv = [*RECIPE, *flags.split(), *layout.split()]
     if "parallel --zero" in layout:
         argv = [word for word in argv if word not in ("--ladder-layers", "1,2")]
-    run = run_of(argv, world)
-    config = ReferenceConfig.like(run.model)
-    weights = make_weights(config, seed=1, dtype=torch.float32)
-    expected, final = reference_training(
-        weights,
-        config,
-        expected_batches(flags),
-        partial(learning_rate, run.optimizer, run.training.train_iters),
-        (0.9, 0.95),
-        1e-8,
-        0.1,
-        0.5,
-        no_decay=lambda name: name.endswith(("norm.weight", ".bias")),
-    )
+    weights, _, expected, final = plain_steps(argv, world, batches=expected_batches(flags))
     results = gloo_pools(world).run(train, argv, weights)
-    for history, *_ in results:
-        for found, wanted in zip(history, expected, strict=True):
-            assert found == pytest.approx(wanted, rel=1e-5)
-    assert_pieces([pieces for _, pieces, _, _ in results], final, 2e-4)
+    check_outcome([(history, pieces) for history, pieces, *_ in results], expected, final)
     assert [rank for rank, (_, _, reads, _) in enumerate(results) if reads] == readers
     assert len({loss for *_, loss in results}) == 1
 

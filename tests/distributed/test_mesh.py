@@ -1,11 +1,15 @@
-"""The process mesh: the ranks of each group, and the timeouts of groups."""
+"""The process mesh: the ranks of each group; and a directory that they do not share."""
 
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
 from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.errors import UserError
+from megatron_ladder.train.setup import _check_shared
 from tests.helpers.pool import GlooPools
+from tests.helpers.sharded import mesh_of
 
 
 def members() -> dict[str, tuple[int, ...]]:
@@ -36,3 +40,23 @@ def ranks_over_gloo() -> tuple[list[int], list[int]]:
 def test_stages_that_joined_other_groups_form_a_group_over_gloo(gloo_pools: GlooPools) -> None:
     """The first and the last stage have a group that those between them lack."""
     assert gloo_pools(4).run(ranks_over_gloo) == [([0, 1, 2, 3], [0, 1, 2, 3]), ([], []), ([], []), ([], [])]
+
+
+def errors_of_save(folders: list[Path]) -> tuple[str, ...]:
+    """On each rank: return the errors if every rank has its own directory."""
+    save = folders[dist.get_rank()]
+    try:
+        _check_shared(save, mesh_of(2).world)
+    except UserError as error:
+        return error.messages
+    return ()
+
+
+def test_a_directory_that_is_not_shared_is_rejected(gloo_pools: GlooPools, tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    assert gloo_pools(2).run(errors_of_save, [folders[0]] * 2) == [(), ()]
+    for (message,) in gloo_pools(2).run(errors_of_save, folders):
+        assert message.startswith("--save ") and "do not see the same directory" in message
+    assert [list(folder.iterdir()) for folder in folders] == [[], []]

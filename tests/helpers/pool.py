@@ -54,9 +54,11 @@ PRELOADED = ("deepspeed.runtime.pipe.engine", "deepspeed.module_inject", "torch.
 
 def import_for_ranks() -> None:
     """Import what ranks need, for a CPU."""
+    gc.disable()
     import_deepspeed()
     for module in PRELOADED:
         importlib.import_module(module)
+    gc.enable()
 
 
 class RankPool:

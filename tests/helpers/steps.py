@@ -1,7 +1,9 @@
 """Training steps on the ranks of a pool, compared with AdamW on a plain model, and states handed to other trainers."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from tests.helpers.training import (
 )
 from tests.reference import (
     LossAndGradients,
+    MicroBatch,
     ReferenceConfig,
     Weights,
     make_weights,
@@ -80,7 +83,8 @@ def plain_steps(
     world: int,
     gradients_of: LossAndGradients = reference_gradients,
     dtype: torch.dtype = torch.float32,
-) -> tuple[Weights, list[list[Batch]], History, dict[str, Tensor]]:
+    batches: Sequence[Sequence[MicroBatch]] | None = None,
+) -> tuple[Weights, Any, History, dict[str, Tensor]]:
     """Return initial weights, batches, and what a plain model in one process makes of them.
 
     That is what happens in every step, and the final weights.
@@ -88,7 +92,7 @@ def plain_steps(
     run = run_of(argv, world)
     config = ReferenceConfig.like(run.model, run.training)
     weights = make_weights(config, seed=1, dtype=dtype)
-    batches = steps_of_batches(STEPS, 4)
+    batches = steps_of_batches(STEPS, 4) if batches is None else batches
     expected, final = reference_training(
         weights,
         config,
