@@ -11,17 +11,10 @@ from tests.docs.reading import read_command
 from tests.docs.shell import OPEN_END, commands
 from tests.helpers.commands import tracked_files
 
-OTHERS = {
-    "--flag",
-    "--node_rank",
-    "--local-dir",
-    "--shm-size",
-    "--enable-expert-parallel",
-    "--enforce-eager",
-    "--quantization",
-    "--batch_size",
-    "--trust-remote-code",
-}
+OTHERS = (
+    "--flag --node_rank --local-dir --shm-size --enable-expert-parallel --enforce-eager --quantization --batch_size "
+    "--trust-remote-code"
+).split()
 """Flags of other programs that the pages mention, and a placeholder for any flag."""
 CALL = re.compile(r"^(python|deepspeed|torchrun|bash|sbatch|pip|tools/\w+\.py|pretrain_ladder\.py)\s")
 
