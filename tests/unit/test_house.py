@@ -68,7 +68,7 @@ BUDGETS = {
     f"{PACKAGE}/": 24_436,
     " ".join(
         f"{PACKAGE}/{folder}/" for folder in ("blueprint", "comm", "parallel", "model", "engine", "train")
-    ): 10_649,
+    ): 10_655,
     f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_394,
     f"{PACKAGE}/checkpoint/": 2_047,
     f"{PACKAGE}/data/": 4_132,
@@ -77,7 +77,7 @@ BUDGETS = {
     f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_613,
     "tools/": 5_984,
     "vllm_plugin/": 2_302,
-    "tests/": 26_387,
+    "tests/": 26_179,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
 MOST_WORDS = 31_995
