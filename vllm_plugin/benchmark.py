@@ -8,6 +8,7 @@ and each wiring has a separate engine, because CUDA graphs contain the wiring.
 import argparse
 import gc
 import importlib.util
+import itertools
 import os
 import statistics
 import sys
@@ -15,27 +16,15 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ladder_lab.link.link import EmulatedLink
+from types import SimpleNamespace
+from typing import Any, NamedTuple, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
-WIRINGS: dict[str, dict[str, Any]] = {
-    "standard": {"residual_mode": "standard"},
-    "ladder": {"residual_mode": "ladder"},
-    "parallel": {"residual_mode": "parallel"},
-    "ladder-parallel": {"residual_mode": "ladder-parallel"},
-    "ladder-attention": {"residual_mode": "ladder-attention"},
-    "staleness-2": {"residual_mode": "ladder", "residual_staleness": 2},
-    "farskip": {"residual_mode": "farskip"},
-    "shortcut": {"residual_mode": "shortcut"},
-}
-"""Name -> keys of the configuration; all layers read late if the mode allows it."""
 EXPERT_WIRINGS = ("farskip", "shortcut")
 """They need experts."""
+STALENESS_2 = "staleness-2"
+WIRINGS = ("ladder", "parallel", "ladder-parallel", "ladder-attention", STALENESS_2, *EXPERT_WIRINGS)
+"""Compared with standard; all layers read late if the mode allows it."""
 NO_COMM = "no-comm"
 """The standard wiring without sums: wrong results, and a bound for any interconnect."""
 LLAMA = "vLLM's Llama"
@@ -71,63 +60,47 @@ class Pass(NamedTuple):
     step: float
 
 
-class Row(NamedTuple):
-    """One wiring at one time of an all-reduce."""
+def table_row(
+    mode: str,
+    case: Case,
+    wire: tuple[float, float] | None,
+    wiring: str,
+    times: Mapping[str, Sequence[Pass]],
+    all_reduces: int = 0,
+) -> dict[str, str]:
+    """Return the cells of one wiring by their heads.
 
-    mode: str
-    case: Case
-    alpha: float | None
-    """Multiple of a sub-block's time; None for the real interconnect."""
-    alpha_seconds: float
-    wiring: str
-    times: Mapping[str, Sequence[Pass]]
-    """Passes of each wiring, of which `wiring` is the row's."""
-    all_reduces: int
+    Args:
+        wire: the time of an emulated all-reduce, as a multiple of a sub-block's and in seconds.
+        times: passes of this wiring and of those that it is compared with, in the same rounds.
+        all_reduces: their number in a pass of this wiring.
+    """
 
-    def ratios(self) -> list[float]:
-        """Return standard / this wiring in each round."""
-        pairs = zip(self.times["standard"], self.times[self.wiring], strict=True)
-        return [slow.forward / fast.forward for slow, fast in pairs]
+    def ratios(other: str) -> list[float]:
+        return [one.forward / own.forward for one, own in zip(times[other], times[wiring], strict=True)]
 
-    def cells(self) -> list[str]:
-        """Return the cells of this row below `TABLE_HEAD`."""
-        ratios, times = self.ratios(), self.times[self.wiring]
-        forward = statistics.median(one.forward for one in times)
-        outside = statistics.median(one.step - one.forward for one in times)
-        no_comm = wire = all_reduce = ""
-        if self.alpha is not None:
-            pairs = zip(self.times[NO_COMM], times, strict=True)
-            no_comm = f"{statistics.median(bound.forward / one.forward for bound, one in pairs):.2f}"
-            wire = f"{self.all_reduces * self.alpha_seconds / forward:.2f}" if self.all_reduces else ""
-            all_reduce = f"{self.alpha:g}c = {1e3 * self.alpha_seconds:.2f} ms"
-        return [
-            self.mode,
-            self.case.name,
-            str(self.case.batch),
-            all_reduce,
-            self.wiring,
-            f"{1e3 * forward:.2f}",
-            f"{statistics.median(ratios):.2f}",
-            f"{min(ratios):.2f} to {max(ratios):.2f}",
-            no_comm,
-            wire,
-            "" if self.alpha is None else f"{1e3 * outside:.2f}",
-        ]
-
-
-TABLE_HEAD = [
-    "mode",
-    "case",
-    "batch",
-    "all-reduce",
-    "wiring",
-    "ms",
-    "standard / wiring",
-    "range",
-    "share of no-comm",
-    "share of the wire",
-    "outside ms",
-]
+    forward = statistics.median(one.forward for one in times[wiring])
+    compared = ratios("standard")
+    row = {
+        "mode": mode,
+        "case": case.name,
+        "batch": str(case.batch),
+        "all-reduce": "",
+        "wiring": wiring,
+        "ms": f"{1e3 * forward:.2f}",
+        "standard / wiring": f"{statistics.median(compared):.2f}",
+        "range": f"{min(compared):.2f} to {max(compared):.2f}",
+        "share of no-comm": "",
+        "share of the wire": "",
+        "outside ms": "",
+    }
+    if wire is not None:
+        alpha, seconds = wire
+        row["all-reduce"] = f"{alpha:g}c = {1e3 * seconds:.2f} ms"
+        row["share of no-comm"] = f"{statistics.median(ratios(NO_COMM)):.2f}"
+        row["share of the wire"] = f"{all_reduces * seconds / forward:.2f}" if all_reduces else ""
+        row["outside ms"] = f"{1e3 * statistics.median(one.step - one.forward for one in times[wiring]):.2f}"
+    return row
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
@@ -139,7 +112,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add(
         "--wirings",
         nargs="+",
-        choices=[name for name in WIRINGS if name != "standard"],
+        choices=WIRINGS,
         default=["ladder", "parallel", "ladder-parallel"],
         help="compared with standard",
     )
@@ -226,29 +199,6 @@ def start_ranks(options: argparse.Namespace, argv: Sequence[str]) -> NoReturn:
     os.execve(command[0], [*command, __file__, *argv], environment)
 
 
-class LinkTransport:
-    """All-reduces over the emulated interconnect."""
-
-    def __init__(self, link: "EmulatedLink") -> None:
-        self._link = link
-
-    def start(self, partial: "Tensor") -> tuple["Tensor", Any]:
-        """Launch the sum of `partial`; return its buffer and its handle."""
-        buffer = partial.clone()
-        return buffer, self._link.start_all_reduce(buffer)
-
-
-class NoTransport:
-    """Leaves the sums out; its instances are handles without effect, too."""
-
-    def start(self, partial: "Tensor") -> tuple["Tensor", Any]:
-        """Return a copy of `partial` and a handle."""
-        return partial.clone(), self
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
 def model_config(options: argparse.Namespace, wiring: str) -> Any:
     """Return the configuration of the model with a wiring in all layers."""
     from megatron_ladder_vllm import configuration_megatron_ladder as ladder
@@ -265,18 +215,18 @@ def model_config(options: argparse.Namespace, wiring: str) -> Any:
     }
     if wiring == LLAMA:
         return LlamaConfig(architectures=["LlamaForCausalLM"], **shape)
-    keys = dict(WIRINGS[wiring])
-    if options.experts:
-        keys |= {
-            "num_experts": options.experts,
-            "num_experts_per_tok": options.topk,
-            "moe_intermediate_size": options.expert_intermediate,
-            "shared_expert_intermediate_size": options.shared_intermediate,
-            "expert_layers": list(range(options.layers)),
-        }
-    late = bool(ladder.WIRINGS[keys["residual_mode"]].late)
+    mode = "ladder" if wiring == STALENESS_2 else wiring
     return ladder.MegatronLadderConfig(
-        architectures=["MegatronLadderForCausalLM"], ladder_layers=options.layers if late else None, **shape, **keys
+        architectures=["MegatronLadderForCausalLM"],
+        num_experts=options.experts,
+        num_experts_per_tok=options.topk,
+        moe_intermediate_size=options.expert_intermediate,
+        shared_expert_intermediate_size=options.shared_intermediate,
+        expert_layers=list(range(options.layers)) if options.experts else None,
+        residual_mode=mode,
+        ladder_layers=options.layers if ladder.WIRINGS[mode].late else None,
+        residual_staleness=2 if wiring == STALENESS_2 else 1,
+        **shape,
     )
 
 
@@ -323,7 +273,9 @@ class Engine:
             (self._runner,) = self._llm.collective_rpc(lambda worker: worker.model_runner)
             self._model = self._runner.model.model
             self._runner.model.register_forward_pre_hook(lambda *_: self._forwards.append(-time.perf_counter()))
-            self._runner.model.register_forward_hook(lambda *_: self._end_forward())
+            self._runner.model.register_forward_hook(
+                lambda *_: self._forwards.append(self._forwards.pop() + time.perf_counter())
+            )
 
     def walk(self, wiring: str, transport: Any) -> None:
         """Compute the following steps as `wiring`, with all-reduces over `transport`; only on a CPU."""
@@ -377,11 +329,8 @@ class Engine:
         del self._llm
         gc.collect()
 
-    def _end_forward(self) -> None:
-        self._forwards[-1] += time.perf_counter()
 
-
-def measure_emulated(options: argparse.Namespace, mode: str) -> Iterator[Row]:
+def measure_emulated(options: argparse.Namespace, mode: str) -> Iterator[dict[str, str]]:
     """Measure all wirings in one engine, alternately, over the emulated interconnect."""
     from ladder_lab.link.link import EmulatedLink
     from megatron_ladder.comm.group import CommGroup
@@ -389,8 +338,15 @@ def measure_emulated(options: argparse.Namespace, mode: str) -> Iterator[Row]:
     engine = Engine(options, mode, "standard")
     tp = engine.group
     link = EmulatedLink(CommGroup(tp.ranks, tp.rank_in_group, tp.cpu_group), spin_seconds=SPIN_SECONDS)
-    ways = {name: (name, LinkTransport(link)) for name in ("standard", *options.wirings)}
-    ways[NO_COMM] = ("standard", NoTransport())
+
+    def over_link(partial: Any) -> tuple[Any, Any]:
+        buffer = partial.clone()
+        return buffer, link.start_all_reduce(buffer)
+
+    def without_sum(partial: Any) -> tuple[Any, Any]:
+        return partial.clone(), SimpleNamespace(wait=lambda: None)
+
+    ways = {name: (name, over_link) for name in ("standard", *options.wirings)} | {NO_COMM: ("standard", without_sum)}
     all_reduces = {
         name: sum(not one.joins_next for layer in model_config(options, name).wired_layers() for one in layer)
         for name in ways.keys() - {NO_COMM}
@@ -412,12 +368,12 @@ def measure_emulated(options: argparse.Namespace, mode: str) -> Iterator[Row]:
             link.set_wire(seconds, 0.0)
             times = measure(case, list(ways))
             for name in ways:
-                yield Row(mode, case, alpha, seconds, name, times, all_reduces.get(name, 0))
+                yield table_row(mode, case, (alpha, seconds), name, times, all_reduces.get(name, 0))
     link.close()
     engine.close()
 
 
-def measure_real(options: argparse.Namespace, mode: str) -> Iterator[Row]:
+def measure_real(options: argparse.Namespace, mode: str) -> Iterator[dict[str, str]]:
     """Measure the wirings and, without experts, vLLM's Llama in one engine each, over the real interconnect."""
     times: dict[Case, dict[str, list[Pass]]] = {case: {} for case in cases_of(options)}
     for wiring in ("standard", *options.wirings, *([] if options.experts else [LLAMA])):
@@ -427,23 +383,21 @@ def measure_real(options: argparse.Namespace, mode: str) -> Iterator[Row]:
         engine.close()
     for case, found in times.items():
         for wiring in found:
-            yield Row(mode, case, None, 0.0, wiring, found, 0)
+            yield table_row(mode, case, None, wiring, found)
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> None:
     """Start the ranks, or run as one of them."""
     options = parse_options(argv)
     if "RANK" not in os.environ:
         start_ranks(options, argv)
-    on_first_rank = os.environ["RANK"] == "0"
-    if on_first_rank:
-        print("|", " | ".join(TABLE_HEAD), "|\n|" + "---|" * len(TABLE_HEAD), flush=True)
-    for mode in options.mode:
-        for row in measure_emulated(options, mode) if options.device == "cpu" else measure_real(options, mode):
-            if on_first_rank:
-                print("|", " | ".join(row.cells()), "|", flush=True)
-    return 0
+    measure = measure_emulated if options.device == "cpu" else measure_real
+    rows = itertools.chain.from_iterable(measure(options, mode) for mode in options.mode)
+    for number, row in enumerate(rows):
+        if os.environ["RANK"] == "0":
+            head = f"| {' | '.join(row)} |\n|{'---|' * len(row)}\n" if number == 0 else ""
+            print(f"{head}| {' | '.join(row.values())} |", flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

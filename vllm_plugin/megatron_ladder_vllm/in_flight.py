@@ -19,9 +19,9 @@ launch what should hide it:
 """
 
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,56 +30,46 @@ from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.forward_context import in_piecewise_cudagraph
 from vllm.utils.torch_utils import direct_register_custom_op
 
+Transport = Callable[[Tensor], tuple[Tensor, Any]]
+"""Launches the sum over the tensor-parallel ranks of a tensor, which must not change until it is done.
 
-class Work(Protocol):
-    """A collective in flight."""
-
-    def wait(self) -> object:
-        """Block the host (CPU) or the current stream (CUDA) until the collective is done."""
-
-
-class Transport(Protocol):
-    """Sums tensors over the tensor-parallel ranks in the background."""
-
-    def start(self, partial: Tensor) -> tuple[Tensor, Work]:
-        """Launch the sum of `partial`, which must not change until it is done; return its buffer and its handle."""
+Returns the buffer of the sum, and a handle whose `wait` blocks the host (CPU) or the current stream (CUDA) until then.
+"""
 
 
-class AsyncTransport:
-    """Asynchronous collectives of torch.distributed: gloo on a CPU.
+def asynchronous(group: GroupCoordinator) -> Transport:
+    """Return asynchronous collectives of torch.distributed: gloo on a CPU.
 
     vLLM's own all-reduce of a CPU goes through shared memory and blocks the caller.
     """
 
-    def __init__(self, group: GroupCoordinator) -> None:
-        self._group = group.device_group
-
-    def start(self, partial: Tensor) -> tuple[Tensor, Work]:
+    def start(partial: Tensor) -> tuple[Tensor, Any]:
         buffer = partial.clone(memory_format=torch.contiguous_format)
-        return buffer, dist.all_reduce(buffer, group=self._group, async_op=True)
+        return buffer, dist.all_reduce(buffer, group=group.device_group, async_op=True)
+
+    return start
 
 
-class SideStreamTransport:
-    """vLLM's own all-reduce of a GPU (custom, symmetric memory, multimem or NCCL) on one side stream.
+def on_side_stream(group: GroupCoordinator) -> Transport:
+    """Return vLLM's own all-reduce of a GPU (custom, symmetric memory, multimem or NCCL), on one side stream.
 
     The reduces of the main stream use the same communicators. They are ordered against those of the side stream because
     each launch waits for the main stream, and the model waits for all launches before its head.
     """
+    # A product of the main stream fills every multiprocessor; reduces get the next free ones.
+    stream = torch.cuda.Stream(priority=-1)
 
-    def __init__(self, group: GroupCoordinator) -> None:
-        self._group = group
-        # A product of the main stream fills every multiprocessor; reduces get the next free ones.
-        self._stream = torch.cuda.Stream(priority=-1)
-
-    def start(self, partial: Tensor) -> tuple[Tensor, Work]:
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+    def start(partial: Tensor) -> tuple[Tensor, Any]:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             # The side stream reuses this memory after the next launch at the earliest, which waits for all readers of
             # the buffer on the main stream.
-            buffer = self._group._all_reduce_out_place(partial)
+            buffer = group._all_reduce_out_place(partial)
             done = torch.cuda.Event()
             done.record()
         return buffer, done
+
+    return start
 
 
 class AllReduces:
@@ -87,8 +77,8 @@ class AllReduces:
 
     def __init__(self, group: GroupCoordinator) -> None:
         self.name = group.unique_name
-        self.transport: Transport = SideStreamTransport(group) if group.device.type == "cuda" else AsyncTransport(group)
-        self._works: dict[int, Work] = {}
+        self.transport = on_side_stream(group) if group.device.type == "cuda" else asynchronous(group)
+        self._works: dict[int, Any] = {}
         _by_group[self.name] = self
 
     def start(self, partial: Tensor) -> Tensor:
@@ -103,7 +93,7 @@ class AllReduces:
                 '(its warnings above name the cause); pass --compilation-config \'{"cudagraph_mode": "NONE"}\', or '
                 "choose an attention backend with full graphs"
             )
-        buffer, work = self.transport.start(partial)
+        buffer, work = self.transport(partial)
         self._works[buffer.data_ptr()] = work
         return buffer
 
@@ -128,23 +118,10 @@ def _hold(reading: Tensor, latest: Tensor) -> None:
     return None
 
 
-def _start_shape(partial: Tensor, latest: Tensor | None, group: str) -> Tensor:
-    return torch.empty_like(partial, memory_format=torch.contiguous_format)
-
-
 _library = torch.library.Library("ladder", "DEF")
-direct_register_custom_op("start", _start, fake_impl=_start_shape, target_lib=_library)
+direct_register_custom_op("start", _start, fake_impl=lambda part, *_: part.new_empty(part.shape), target_lib=_library)
 direct_register_custom_op("wait", _wait, mutates_args=["buffer"], fake_impl=lambda *_: None, target_lib=_library)
 direct_register_custom_op("hold", _hold, mutates_args=["reading"], fake_impl=lambda *_: None, target_lib=_library)
-
-
-class Pending(NamedTuple):
-    """An output that is missing from the residual stream."""
-
-    buffer: Tensor
-    """The sum, [tokens, hidden_size]; undefined while it is in flight."""
-    partial: Tensor | None
-    """This rank's part of the sum while it is in flight; None if `buffer` is complete."""
 
 
 class PendingOutputs:
@@ -157,7 +134,9 @@ class PendingOutputs:
             summed: outputs that a previous pipeline stage did not add, oldest first, counted back from the newest.
         """
         self._all_reduces = all_reduces
-        self._pending = {-back: Pending(output, None) for back, output in summed.items()}
+        # The sums [tokens, hidden_size], and this rank's parts of those that are in flight and so still undefined.
+        self._sums = {-back: output for back, output in summed.items()}
+        self._parts: dict[int, Tensor] = {}
         self._launched = 0
         self._joining: Tensor | None = None
         self._latest: Tensor | None = None
@@ -165,7 +144,7 @@ class PendingOutputs:
 
     def arriving(self, missing: Collection[int]) -> list[int]:
         """Return the outputs that a sub-block sees which misses these, counted back from the newest."""
-        return [number for number in self._pending if self._launched - number not in missing]
+        return [number for number in self._sums if self._launched - number not in missing]
 
     def launch(self, partial: Tensor, joins_next: bool = False) -> None:
         """Append an output, given this rank's part of its sum; one that joins the next is launched with that."""
@@ -176,12 +155,12 @@ class PendingOutputs:
         if joins_next:
             self._latest = partial
             return
-        output = Pending(partial, None)
+        number = self._launched - 1
+        self._sums[number] = partial
         if self._all_reduces is not None:
-            buffer = torch.ops.ladder.start(partial, self._latest, self._all_reduces.name)
-            output = Pending(buffer, partial)
-            self._latest, self._launched_last = buffer, True
-        self._pending[self._launched - 1] = output
+            self._parts[number] = partial
+            self._sums[number] = self._latest = torch.ops.ladder.start(partial, self._latest, self._all_reduces.name)
+            self._launched_last = True
 
     def hold(self, reading: Tensor) -> None:
         """Let what a sub-block computes from its normed stream come after the latest launch in a compiled graph."""
@@ -190,16 +169,15 @@ class PendingOutputs:
 
     def add_own_parts(self, stream: Tensor) -> Tensor:
         """Return the sum of the stream and this rank's parts of all outputs."""
-        for output in self._pending.values():
-            assert output.partial is not None, "a sum from another stage has no parts"
-            stream = stream + output.partial
+        assert self._parts.keys() == self._sums.keys(), "a sum from another stage has no parts"
+        for partial in self._parts.values():
+            stream = stream + partial
         return stream
 
     def pop(self, number: int) -> Tensor:
         """Wait for an output and remove it."""
-        buffer, partial = self._pending.pop(number)
-        if partial is None:
-            return buffer
-        torch.ops.ladder.wait(buffer, partial, self._latest, self._all_reduces.name)
-        self._latest, self._launched_last = buffer, False
+        buffer, partial = self._sums.pop(number), self._parts.pop(number, None)
+        if partial is not None:
+            torch.ops.ladder.wait(buffer, partial, self._latest, self._all_reduces.name)
+            self._latest, self._launched_last = buffer, False
         return buffer

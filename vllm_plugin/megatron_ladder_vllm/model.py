@@ -14,7 +14,7 @@ output that joins the next one is added to it before the launch.
 Tensors are [tokens, width]; weights, heads and key-value caches are shards of the tensor-parallel ranks.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
@@ -23,23 +23,18 @@ from torch import Tensor, nn
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_world_size, get_tp_group
-from vllm.model_executor.layers.activation import SiluAndMul
-from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe import FusedMoEFactory, FusedMoERouter, GateLinear, RoutingMethodType
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.quantization import QuantizationConfig
-from vllm.model_executor.layers.rotary_embedding import get_rope
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.model_executor.models.interfaces import SupportsLoRA, SupportsPP
+from vllm.model_executor.layers.linear import RowParallelLinear
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.models.glm4_moe import Glm4MoeModel
+from vllm.model_executor.models.llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
 from vllm.model_executor.models.utils import (
     AutoWeightsLoader,
     PPMissingLayer,
     WeightsMapper,
     make_empty_intermediate_tensors_factory,
     make_layers,
-    maybe_prefix,
 )
 from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
@@ -48,64 +43,32 @@ from megatron_ladder_vllm.configuration_megatron_ladder import MegatronLadderCon
 from megatron_ladder_vllm.in_flight import AllReduces, PendingOutputs
 
 
-def unreduced_linear(
-    input_size: int, output_size: int, bias: bool, quant_config: QuantizationConfig | None, prefix: str
-) -> RowParallelLinear:
-    """Return a row-parallel linear layer whose outputs are partial sums; the first rank adds the bias."""
-    linear = RowParallelLinear(input_size, output_size, bias=bias, quant_config=quant_config, prefix=prefix)
-    # The constructor rejects a bias without a reduce, although only the first rank adds it.
-    linear.reduce_results = False
-    return linear
-
-
-class LadderAttention(nn.Module):
-    """Attention of this rank's heads."""
+class LadderAttention(LlamaAttention):
+    """Attention of this rank's heads, whose output is a part of a sum."""
 
     def __init__(self, config: MegatronLadderConfig, vllm_config: VllmConfig, prefix: str) -> None:
-        super().__init__()
-        quant_config = vllm_config.quant_config
-        ranks = get_tensor_model_parallel_world_size()
-        self.head_dim = config.head_dim
-        num_heads = config.num_attention_heads // ranks
-        num_kv_heads = max(1, config.num_key_value_heads // ranks)
-        self.widths = [num_heads * self.head_dim, num_kv_heads * self.head_dim, num_kv_heads * self.head_dim]
-        self.qkv_proj = QKVParallelLinear(
+        super().__init__(
+            config,
             config.hidden_size,
-            self.head_dim,
             config.num_attention_heads,
             config.num_key_value_heads,
-            bias=config.attention_bias,
-            quant_config=quant_config,
-            prefix=f"{prefix}.qkv_proj",
-        )
-        self.o_proj = unreduced_linear(
-            config.num_attention_heads * self.head_dim,
-            config.hidden_size,
+            config.max_position_embeddings,
+            vllm_config.quant_config,
+            config.attention_bias,
             config.attention_output_bias,
-            quant_config,
-            f"{prefix}.o_proj",
+            vllm_config.cache_config,
+            prefix,
         )
+        leave_unreduced(self.o_proj)
         self.qk_norm = config.qk_norm
         if self.qk_norm:
             self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
             self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.rotary_emb = get_rope(
-            self.head_dim, max_position=config.max_position_embeddings, rope_parameters=config.rope_parameters
-        )
-        self.attn = Attention(
-            num_heads,
-            self.head_dim,
-            self.head_dim**-0.5,
-            num_kv_heads=num_kv_heads,
-            cache_config=vllm_config.cache_config,
-            quant_config=quant_config,
-            prefix=f"{prefix}.attn",
-        )
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         """[tokens, hidden_size] -> this rank's part of the sum [tokens, hidden_size]."""
         qkv, _ = self.qkv_proj(hidden_states)
-        q, k, v = qkv.split(self.widths, dim=-1)
+        q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
         if self.qk_norm:
             q = self.q_norm(q.reshape(*q.shape[:-1], -1, self.head_dim)).view(q.shape)
             k = self.k_norm(k.reshape(*k.shape[:-1], -1, self.head_dim)).view(k.shape)
@@ -114,41 +77,18 @@ class LadderAttention(nn.Module):
         return output
 
 
-class LadderMLP(nn.Module):
-    """This rank's part of a SwiGLU MLP."""
-
-    def __init__(self, config: MegatronLadderConfig, vllm_config: VllmConfig, width: int, prefix: str) -> None:
-        super().__init__()
-        quant_config = vllm_config.quant_config
-        self.gate_up_proj = MergedColumnParallelLinear(
-            config.hidden_size,
-            [width] * 2,
-            bias=config.mlp_bias,
-            quant_config=quant_config,
-            prefix=f"{prefix}.gate_up_proj",
-        )
-        self.down_proj = unreduced_linear(
-            width, config.hidden_size, config.mlp_bias, quant_config, f"{prefix}.down_proj"
-        )
-        self.act_fn = SiluAndMul()
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """[tokens, hidden_size] -> this rank's part of the sum [tokens, hidden_size]."""
-        gate_up, _ = self.gate_up_proj(hidden_states)
-        output, _ = self.down_proj(self.act_fn(gate_up))
-        return output
+def leave_unreduced(linear: RowParallelLinear) -> None:
+    """Make the outputs of a layer parts of sums; the first rank adds the bias."""
+    # The constructor rejects a bias without a reduce, although only the first rank adds it.
+    linear.reduce_results = False
 
 
-def router(config: MegatronLadderConfig, prefix: str) -> GateLinear:
-    """Return the linear layer for the logits of experts, which computes in float32 as in training."""
-    dtype = torch.float32
-    linear = GateLinear(config.hidden_size, config.num_experts, out_dtype=dtype, params_dtype=dtype, prefix=prefix)
-    bias = torch.zeros(config.num_experts, dtype=dtype)
-    if config.use_expert_bias:
-        linear.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
-    else:
-        linear.register_buffer("e_score_correction_bias", bias, persistent=False)
-    return linear
+def unreduced_mlp(config: MegatronLadderConfig, vllm_config: VllmConfig, width: int, prefix: str) -> LlamaMLP:
+    """Return a SwiGLU MLP whose outputs are this rank's parts of sums."""
+    quant_config, bias = vllm_config.quant_config, config.mlp_bias
+    mlp = LlamaMLP(config.hidden_size, width, config.hidden_act, quant_config, bias, prefix)
+    leave_unreduced(mlp.down_proj)
+    return mlp
 
 
 class LocalRouter(FusedMoERouter):
@@ -177,11 +117,26 @@ class LocalRouter(FusedMoERouter):
         return weights.masked_fill(local < 0, 0.0), local.clamp(min=0)
 
 
-def routed_experts(config: MegatronLadderConfig, vllm_config: VllmConfig, gate: GateLinear, prefix: str) -> nn.Module:
-    """Return vLLM's experts, whose outputs are this rank's parts of sums."""
+def add_experts(config: MegatronLadderConfig, vllm_config: VllmConfig, module: nn.Module, prefix: str) -> None:
+    """Give a layer's module vLLM's experts, whose outputs are this rank's parts of sums, and their router.
+
+    The router computes in float32, as in training.
+    """
+    module.gate = gate = GateLinear(
+        config.hidden_size,
+        config.num_experts,
+        out_dtype=torch.float32,
+        params_dtype=torch.float32,
+        prefix=f"{prefix}.gate",
+    )
+    bias = torch.zeros(config.num_experts, dtype=torch.float32)
+    if config.use_expert_bias:
+        gate.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
+    else:
+        gate.register_buffer("e_score_correction_bias", bias, persistent=False)
     # Only with a bias, vLLM's choice of groups is that of the training.
     with_bias = config.scoring_func != "softmax" or config.use_expert_bias or config.n_group > 1
-    experts = FusedMoEFactory(
+    module.experts = experts = FusedMoEFactory(
         num_experts=config.num_experts,
         top_k=config.num_experts_per_tok,
         hidden_size=config.hidden_size,
@@ -198,48 +153,29 @@ def routed_experts(config: MegatronLadderConfig, vllm_config: VllmConfig, gate: 
         router_logits_dtype=torch.float32,
         quant_config=vllm_config.quant_config,
         reduce_results=False,
-        prefix=prefix,
+        prefix=f"{prefix}.experts",
     )
     if not experts.moe_config.skip_final_all_reduce:
-        raise ValueError(f"{prefix}: vLLM sums the outputs of these experts itself, so they cannot be hidden")
+        raise ValueError(f"{prefix}.experts: vLLM sums the outputs of these experts itself, so they cannot be hidden")
     if current_platform.is_cpu() and experts.expert_map is not None:
         experts.router = LocalRouter(experts.router, experts.expert_map)
-    return experts
-
-
-def feed_forward(
-    config: MegatronLadderConfig, vllm_config: VllmConfig, branches: Collection[str], prefix: str
-) -> nn.Module:
-    """Return the MLP of a layer, its experts, or both, under the names of an exported directory."""
-    dense = "mlp" in branches
-    module = LadderMLP(config, vllm_config, config.intermediate_size, prefix) if dense else nn.Module()
-    if "experts" in branches:
-        module.gate = router(config, f"{prefix}.gate")
-        module.experts = routed_experts(config, vllm_config, module.gate, f"{prefix}.experts")
-    if "shared_expert" in branches:
-        width = config.shared_expert_intermediate_size
-        module.shared_experts = LadderMLP(config, vllm_config, width, f"{prefix}.shared_experts")
-    return module
 
 
 def read_stream(
-    norm: RMSNorm, stream: Tensor, pending: PendingOutputs, missing: tuple[int, ...], reads_own_parts: bool
+    norm: RMSNorm, stream: Tensor, pending: PendingOutputs, missing: tuple[int, ...], with_own_parts: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return the normed stream, from which the `missing` outputs are missing, and that stream.
 
-    With `reads_own_parts`, this rank's parts of the missing outputs are normed with it.
+    `with_own_parts`: this rank's parts of the missing outputs are normed with it.
     """
     arriving = pending.arriving(missing)
-    if reads_own_parts and missing:
-        for number in arriving:
-            stream = stream + pending.pop(number)
-        return norm(pending.add_own_parts(stream)), stream
-    for number in arriving[:-1]:
+    newest = arriving.pop() if arriving and not with_own_parts else None
+    for number in arriving:
         stream = stream + pending.pop(number)
-    if not arriving:
-        return norm(stream), stream
-    # One kernel adds and norms. It overwrites both tensors, which nothing else reads.
-    return norm(pending.pop(arriving[-1]), stream)
+    if newest is not None:
+        # One kernel adds and norms. It overwrites both tensors, which nothing else reads.
+        return norm(pending.pop(newest), stream)
+    return norm(pending.add_own_parts(stream) if with_own_parts else stream), stream
 
 
 class LadderDecoderLayer(nn.Module):
@@ -253,10 +189,16 @@ class LadderDecoderLayer(nn.Module):
         self.absent = () if config.shared_expert_intermediate_size else ("shared_expert",)
         branches = {name for one in sub_blocks for name in self.branches(one)}
         self.self_attn = LadderAttention(config, vllm_config, f"{prefix}.self_attn")
-        self.mlp = feed_forward(config, vllm_config, branches, f"{prefix}.mlp")
+        dense, shared = config.intermediate_size, config.shared_expert_intermediate_size
+        # The MLP of a layer, its experts, or both, under the names of an exported directory.
+        self.mlp = unreduced_mlp(config, vllm_config, dense, f"{prefix}.mlp") if "mlp" in branches else nn.Module()
+        if "experts" in branches:
+            add_experts(config, vllm_config, self.mlp, f"{prefix}.mlp")
+        if "shared_expert" in branches:
+            self.mlp.shared_experts = unreduced_mlp(config, vllm_config, shared, f"{prefix}.mlp.shared_experts")
         if "attention_2" in branches:
             self.self_attn_2 = LadderAttention(config, vllm_config, f"{prefix}.self_attn_2")
-            self.mlp_2 = LadderMLP(config, vllm_config, config.intermediate_size, f"{prefix}.mlp_2")
+            self.mlp_2 = unreduced_mlp(config, vllm_config, dense, f"{prefix}.mlp_2")
         for name in {norm_name(one.kind) for one in sub_blocks}:
             setattr(self, name, RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
 
@@ -267,18 +209,14 @@ class LadderDecoderLayer(nn.Module):
     def branch(self, name: str, positions: Tensor, normed: Tensor) -> Tensor:
         """Return this rank's part of one output [tokens, hidden_size]."""
         match name:
-            case "attention":
-                return self.self_attn(positions, normed)
-            case "attention_2":
-                return self.self_attn_2(positions, normed)
             case "experts":
                 logits, _ = self.mlp.gate(normed)
                 return self.mlp.experts(normed, logits)
             case "shared_expert":
                 return self.mlp.shared_experts(normed)
-            case "mlp_2":
-                return self.mlp_2(normed)
-        return self.mlp(normed)
+            case "mlp" | "mlp_2":
+                return getattr(self, name)(normed)
+        return getattr(self, name.replace("attention", "self_attn"))(positions, normed)
 
     def forward(self, positions: Tensor, stream: Tensor, pending: PendingOutputs) -> Tensor:
         """Compute the sub-blocks, which change `pending`; return the stream [tokens, hidden_size]."""
@@ -286,7 +224,8 @@ class LadderDecoderLayer(nn.Module):
         for sub_block in self.sub_blocks:
             if not sub_block.shares_reading:
                 norm = getattr(self, norm_name(sub_block.kind))
-                normed, stream = read_stream(norm, stream, pending, sub_block.missing, self.reads_own_parts)
+                missing = sub_block.missing
+                normed, stream = read_stream(norm, stream, pending, missing, self.reads_own_parts and missing != ())
             pending.hold(normed)
             parts = [self.branch(name, positions, normed) for name in self.branches(sub_block)]
             partial = sum(parts[1:], parts[0])
@@ -305,17 +244,10 @@ class LadderDecoderLayer(nn.Module):
 class MegatronLadderModel(nn.Module):
     """The layers of a pipeline stage, with the embedding on the first and the final norm on the last."""
 
-    hf_to_vllm_mapper = WeightsMapper(
+    hf_to_vllm_mapper = Glm4MoeModel.hf_to_vllm_mapper | WeightsMapper(
         orig_to_new_stacked={
-            ".q_proj": (".qkv_proj", "q"),
-            ".k_proj": (".qkv_proj", "k"),
-            ".v_proj": (".qkv_proj", "v"),
-        }
-        # vLLM's experts have their own names.
-        | {
-            f".{module}.{name}_proj": (f".{module}.gate_up_proj", half)
-            for module in ("mlp", "mlp_2", "shared_experts")
-            for half, name in enumerate(("gate", "up"))
+            ".mlp_2.gate_proj": (".mlp_2.gate_up_proj", 0),
+            ".mlp_2.up_proj": (".mlp_2.gate_up_proj", 1),
         }
     )
 
@@ -369,8 +301,7 @@ class MegatronLadderModel(nn.Module):
         for layer in islice(self.layers, self.start_layer, self.end_layer):
             stream = layer(positions, stream, pending)
         if get_pp_group().is_last_rank:
-            normed, _ = read_stream(self.norm, stream, pending, (), reads_own_parts=False)
-            return normed
+            return read_stream(self.norm, stream, pending, ())[0]
         for number in pending.arriving(self.sent):
             stream = stream + pending.pop(number)
         sent = zip(self.sent.values(), pending.arriving(()), strict=True)
@@ -381,50 +312,15 @@ class MegatronLadderModel(nn.Module):
         return AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)
 
 
-class MegatronLadderForCausalLM(nn.Module, SupportsLoRA, SupportsPP):
+class MegatronLadderForCausalLM(LlamaForCausalLM):
     """The decoder with its head."""
 
     hf_to_vllm_mapper = MegatronLadderModel.hf_to_vllm_mapper
-    packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-    embedding_modules = {"embed_tokens": "input_embeddings", "lm_head": "output_embeddings"}
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        super().__init__()
-        # vLLM's LoRA manager reads this attribute.
-        self.config = config = vllm_config.model_config.hf_config
-        self.model = MegatronLadderModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
-        self.make_empty_intermediate_tensors = self.model.make_empty_intermediate_tensors
-        if not get_pp_group().is_last_rank:
-            self.lm_head = PPMissingLayer()
-            return
-        self.lm_head = ParallelLMHead(
-            config.vocab_size,
-            config.hidden_size,
-            quant_config=vllm_config.quant_config,
-            prefix=maybe_prefix(prefix, "lm_head"),
-        )
-        if config.tie_word_embeddings:
-            self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
-        self.logits_processor = LogitsProcessor(config.vocab_size, soft_cap=config.final_logit_softcapping)
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        if get_pp_group().is_last_rank:
+            self.logits_processor.soft_cap = self.config.final_logit_softcapping
 
-    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        """Ids [tokens] -> embeddings [tokens, hidden_size]."""
-        return self.model.embed_input_ids(input_ids)
-
-    def forward(
-        self,
-        input_ids: Tensor | None,
-        positions: Tensor,
-        intermediate_tensors: IntermediateTensors | None = None,
-        inputs_embeds: Tensor | None = None,
-    ) -> Tensor | IntermediateTensors:
-        """Compute this stage's layers, see `MegatronLadderModel.forward`."""
-        return self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
-
-    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        """[tokens, hidden_size] -> logits [tokens, vocab_size] on the ranks that sample."""
-        return self.logits_processor(self.lm_head, hidden_states)
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load tensors with the names of a Hugging Face directory; return the parameters that were loaded."""
-        return AutoWeightsLoader(self).load_weights(weights)
+    def _init_model(self, vllm_config: VllmConfig, prefix: str = "", **_: Any) -> MegatronLadderModel:
+        return MegatronLadderModel(vllm_config=vllm_config, prefix=prefix)

@@ -1,6 +1,5 @@
 """The models, and processes with vLLM, that are shared by all tests of a run."""
 
-import gc
 import json
 import os
 from collections.abc import Iterator
@@ -8,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.helpers.commands import free_port
+from tests.helpers.pool import RankPool
 
 # Read when vLLM and torch are imported, or when an engine starts.
 os.environ.update(
@@ -18,6 +20,8 @@ os.environ.update(
     VLLM_LOGGING_LEVEL="WARNING",
     VLLM_NO_USAGE_STATS="1",
 )
+TIMEOUT = 600.0
+"""Seconds; a test that compiles takes a tenth of it."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -44,45 +48,35 @@ def references(models: Path) -> Any:
     return json.loads((models / "references.json").read_text())
 
 
-@pytest.fixture(scope="session")
-def processes() -> Iterator[dict[str, Any]]:
-    """Two ranks under `ranks`, and a process without plugins under `plain`.
+def started(count: int, **variables: str) -> Iterator[Any]:
+    """Yield what calls a function on as many ranks, and returns their results.
 
-    Both are forks of this process from before its own first engine, because engines start threads.
+    The ranks are forks of this process, in which no engine starts: engines start threads.
     """
     from vllm.model_executor.models import registry
 
-    from vllm_plugin.tests import engines  # noqa: F401 (imports vLLM for all of them)
-    from vllm_plugin.tests.workers import Workers
+    from vllm_plugin.tests import engines
 
     # vLLM looks at a model's class in another process, which would import vLLM for each of these.
     registry._run_in_subprocess = lambda function: function()
-    # Collecting garbage would otherwise write to, and so copy, the pages that the forks share.
-    gc.collect()
-    gc.freeze()
-    workers = {"ranks": Workers(2, {}), "plain": Workers(1, {"VLLM_PLUGINS": ""})}
-    yield workers
-    for each in workers.values():
-        each.close()
+    pool = RankPool(count, variables=os.environ | variables)
+    yield lambda *call: pool.run_within(TIMEOUT, engines.call, free_port(), *call)
+    pool.close()
 
 
 @pytest.fixture(scope="session")
-def ranks(processes: dict[str, Any]) -> Any:
+def ranks() -> Iterator[Any]:
     """Two ranks of `external_launcher`."""
-    return processes["ranks"]
+    yield from started(2)
 
 
 @pytest.fixture(scope="session")
-def plain(processes: dict[str, Any]) -> Any:
+def one() -> Iterator[Any]:
+    """A process that is the only rank of its engines."""
+    yield from started(1)
+
+
+@pytest.fixture(scope="session")
+def plain() -> Iterator[Any]:
     """A process in which vLLM loads no plugins."""
-    return processes["plain"]
-
-
-@pytest.fixture(scope="session")
-def here(processes: dict[str, Any]) -> Any:
-    """Call functions in this process, which is the only rank of its engines, after the others have been forked."""
-
-    def call(function: Any, *arguments: Any) -> Any:
-        return function(*arguments)
-
-    return call
+    yield from started(1, VLLM_PLUGINS="")

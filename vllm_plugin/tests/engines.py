@@ -1,4 +1,4 @@
-"""Calls of vLLM that tests make in their own process or on the ranks of a `Workers`.
+"""Calls of vLLM that tests make in other processes.
 
 Each builds one engine. Results are plain values, so that nothing keeps an engine alive that the next one replaces.
 """
@@ -7,18 +7,31 @@ import gc
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from vllm import LLM, SamplingParams, envs
-from vllm.distributed.parallel_state import destroy_model_parallel
+from vllm.distributed.parallel_state import _group_name_counter, destroy_model_parallel
 from vllm.lora.request import LoRARequest
 
 from vllm_plugin.tests.models import NEW_TOKENS, make_prompts
 
 CHUNK = 16
 """Tokens of a step: less than the longest prompts have, so vLLM computes them in chunks."""
+
+
+def call(port: int, function: Any, *arguments: Any) -> Any:
+    """Call a function on a rank, with a port for all ranks of the engine that it builds.
+
+    If all engines used one port, a rank could connect to the store of the other rank's previous engine.
+    """
+    os.environ["MASTER_PORT"] = str(port)
+    # vLLM names shared memory by these counters, so two test runs on one machine would share it.
+    for group in "tp", "pp":
+        _group_name_counter.setdefault(group, os.getppid())
+    return function(*arguments)
 
 
 def build(folder: Path, **options: Any) -> LLM:
@@ -109,26 +122,25 @@ def recorded_passes(folder: Path, options: dict[str, Any]) -> tuple[list[list[in
     Operations are recorded by their letters, launches as `s` and waits as `w`, each with the number of its launch.
     """
     llm = build(folder, **options)
-    addresses: list[int] = []
 
     def record_all(model: torch.nn.Module) -> None:
         reduces = model.model.all_reduces
-        launch, wait_for = reduces.start, reduces.wait
+        launch, launches = reduces.transport, []
 
-        def start(partial: torch.Tensor) -> torch.Tensor:
-            with record_function(f"s{len(addresses)}"):
-                buffer = launch(partial)
-            addresses.append(buffer.data_ptr())
-            return buffer
+        def start(partial: torch.Tensor) -> tuple[torch.Tensor, Any]:
+            number = len(launches)
+            with record_function(f"s{number}"):
+                buffer, work = launch(partial)
+            launches.append(number)
 
-        def wait(buffer: torch.Tensor) -> None:
-            # The newest launch with this memory.
-            number = max(index for index, address in enumerate(addresses) if address == buffer.data_ptr())
-            with record_function(f"w{number}"):
-                wait_for(buffer)
+            def wait() -> None:
+                with record_function(f"w{number}"):
+                    work.wait()
 
-        reduces.start, reduces.wait = start, wait
-        model.register_forward_pre_hook(lambda *_: addresses.clear())
+            return buffer, SimpleNamespace(wait=wait)
+
+        reduces.transport = start
+        model.register_forward_pre_hook(lambda *_: launches.clear())
 
     llm.apply_model(record_all)
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
@@ -142,19 +154,8 @@ def recorded_passes(folder: Path, options: dict[str, Any]) -> tuple[list[list[in
 
 def logits(folder: Path, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
     """Continue one prompt; return the new tokens and the logits [new tokens, vocabulary] that chose them."""
-    llm = build(folder)
-    rows: list[torch.Tensor] = []
-
-    def record_logits(model: torch.nn.Module) -> None:
-        compute_logits = model.compute_logits
-
-        def record(hidden_states: torch.Tensor) -> torch.Tensor:
-            found = compute_logits(hidden_states)
-            rows.append(found[-1:].clone())
-            return found
-
-        model.compute_logits = record
-
-    llm.apply_model(record_logits)
-    ((found,), _) = continued(llm, [prompt])
-    return found, torch.cat(rows)[-NEW_TOKENS:]
+    llm = build(folder, logprobs_mode="raw_logits", max_logprobs=-1)
+    sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False, logprobs=-1)
+    ((output,),) = (found.outputs for found in llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False))
+    rows = [[row[token].logprob for token in range(len(row))] for row in output.logprobs or ()]
+    return list(output.token_ids), torch.tensor(rows)

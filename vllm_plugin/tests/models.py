@@ -10,11 +10,15 @@ import json
 import random
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-LAYERS = 3
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
 NEW_TOKENS = 24
 WIRINGS: dict[str, dict[str, Any]] = {
     "standard": {},
@@ -87,27 +91,17 @@ def make_prompts() -> list[list[int]]:
 
 def write_everything(folder: Path) -> None:
     """Write a directory for each model, an adapter, and the reference tokens of each model in `references.json`."""
-    import torch
+    from ladder_lab.bench.sizes import find_size
+    from tests.unit.convert.hf_models import random_model, write_hf
 
-    from tests.unit.convert.hf_models import random_model, tiny_config, write_hf
-
-    sizes = {
-        "num_layers": LAYERS,
-        "hidden_size": 64,
-        "ffn_hidden_size": 128,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "vocab_size": 96,
-        "max_position_embeddings": 128,
-    }
+    shape = replace(find_size("3x64x128x4x2x96"), head_dim=32, max_position_embeddings=128)
     variants = {name: WIRINGS["hybrid"] | changes for name, changes in VARIANTS.items()}
     changes = WIRINGS | LANES | variants | EXPERTS | EXPERT_VARIANTS
     for name in changes:
         # The weights of all wirings are the same, so a model with the wrong wiring gives wrong tokens.
         # Lanes divide the same weights.
         whole = {key: value for key, value in changes[name].items() if key != "lanes"}
-        model = random_model(tiny_config(**sizes | whole))
+        model = random_model(replace(shape, **whole))
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():
                 if parameter_name.endswith("bias"):
@@ -128,8 +122,7 @@ def write_everything(folder: Path) -> None:
     for name in ("standard", "llama"):
         quantise(folder / name, folder / f"{name}-int8")
     for name in SERVED:
-        shutil.copytree(folder / name, folder / f"served-{name}")
-        write_tokenizer(folder / f"served-{name}")
+        write_tokenizer(folder / name)
 
 
 def change_config(folder: Path, **changes: Any) -> None:
@@ -164,31 +157,31 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
 
 
-def projections(tensors: dict[str, Any]) -> Iterator[str]:
-    """Yield the names of the matrices of all layers, without `.weight`."""
-    for name in tensors:
+def copy_changed(source: Path, folder: Path, change: Callable[[str, Tensor], dict[str, Tensor]]) -> None:
+    """Copy a model; `change` maps the name, without `.weight`, and value of each layer's matrices to new tensors."""
+    shutil.copytree(source, folder)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name, weight in list(tensors.items()):
         module, _, kind = name.rpartition(".")
         if module.endswith(MATRICES) and kind == "weight":
-            yield module
+            tensors |= change(module, weight)
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def write_adapter(folder: Path) -> None:
     """Write a LoRA of the hybrid in PEFT's format to `adapter`, and the sum of both to `merged`."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
     generator = torch.Generator().manual_seed(1)
-    tensors = load_file(folder / "hybrid" / "model.safetensors")
-    adapter = {}
-    for module in list(projections(tensors)):
-        weight = tensors[f"{module}.weight"]
+    adapter: dict[str, Tensor] = {}
+
+    def add(module: str, weight: Tensor) -> dict[str, Tensor]:
         down = torch.randn(ADAPTER_RANK, weight.shape[1], generator=generator) * 0.2
         up = torch.randn(weight.shape[0], ADAPTER_RANK, generator=generator) * 0.2
-        adapter |= {
-            f"base_model.model.{module}.lora_A.weight": down,
-            f"base_model.model.{module}.lora_B.weight": up,
-        }
-        tensors[f"{module}.weight"] = weight + 2 * up @ down
+        adapter[f"base_model.model.{module}.lora_A.weight"] = down
+        adapter[f"base_model.model.{module}.lora_B.weight"] = up
+        return {f"{module}.weight": weight + 2 * up @ down}
+
+    copy_changed(folder / "hybrid", folder / "merged", add)
     (folder / "adapter").mkdir()
     save_file(adapter, folder / "adapter" / "adapter_model.safetensors")
     settings = {
@@ -201,23 +194,16 @@ def write_adapter(folder: Path) -> None:
         "base_model_name_or_path": "hybrid",
     }
     (folder / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
-    shutil.copytree(folder / "hybrid", folder / "merged")
-    save_file(tensors, folder / "merged" / "model.safetensors", metadata={"format": "pt"})
 
 
 def quantise(source: Path, folder: Path) -> None:
     """Write a copy of a model with one 8-bit scale per output, for activations that vLLM quantises per token."""
-    import torch
-    from safetensors.torch import load_file, save_file
 
-    shutil.copytree(source, folder)
-    tensors = load_file(source / "model.safetensors")
-    for module in list(projections(tensors)):
-        weight = tensors[f"{module}.weight"]
+    def to_eight_bits(module: str, weight: Tensor) -> dict[str, Tensor]:
         scale = weight.abs().amax(dim=1, keepdim=True) / 127
-        tensors[f"{module}.weight"] = (weight / scale).round().to(torch.int8)
-        tensors[f"{module}.weight_scale"] = scale
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return {f"{module}.weight": (weight / scale).round().to(torch.int8), f"{module}.weight_scale": scale}
+
+    copy_changed(source, folder, to_eight_bits)
     eight_bits = {"num_bits": 8, "type": "int", "symmetric": True}
     scheme = {
         "targets": ["Linear"],

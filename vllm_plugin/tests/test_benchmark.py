@@ -8,8 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-LAYERS = 2
-SHAPE = f"--layers {LAYERS} --hidden 64 --intermediate 128 --heads 2 --kv-heads 2 --vocab 96"
+SHAPE = "--layers 2 --hidden 64 --intermediate 128 --heads 2 --kv-heads 2 --vocab 96"
 EXPERTS = "--experts 4 --expert-intermediate 64 --shared-intermediate 64"
 RUN = "--rounds 3 --steps 4 --prefill-tokens 16 --batch 2 --alpha 30 --wirings ladder ladder-parallel"
 
@@ -30,7 +29,7 @@ def print_table(arguments: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("mode", ["eager", "inductor"])
 def test_a_slow_wire_limits_every_wiring(mode: str, ranks: Any) -> None:
-    first, second = ranks.run(print_table, [*SHAPE.split(), *RUN.split(), "--mode", mode])
+    first, second = ranks(print_table, [*SHAPE.split(), *RUN.split(), "--mode", mode])
     assert second == []
     head, _, *lines = (line[2:-2].split(" | ") for line in first)
     rows = [dict(zip(head, line, strict=True)) for line in lines]
@@ -48,7 +47,7 @@ def test_a_slow_wire_limits_every_wiring(mode: str, ranks: Any) -> None:
 
 def test_wirings_of_experts_are_measured(ranks: Any) -> None:
     run = "--rounds 1 --steps 2 --batch 1 --case decode --alpha 0 --mode eager --wirings ladder farskip shortcut"
-    first, _ = ranks.run(print_table, [*SHAPE.split(), *EXPERTS.split(), *run.split()])
+    first, _ = ranks(print_table, [*SHAPE.split(), *EXPERTS.split(), *run.split()])
     assert [line.split(" | ")[4] for line in first[2:]] == ["standard", "ladder", "farskip", "shortcut", "no-comm"]
 
 

@@ -41,7 +41,7 @@ def test_order(model: str, mode: str, models: Path, references: Any, ranks: Any)
     from vllm_plugin.tests import engines
 
     expected = by_interval(re.sub("[AMR]", lambda letter: OPERATIONS[letter[0]], ORDER[model]))
-    for tokens, passes in ranks.run(engines.recorded_passes, models / model, {"enforce_eager": mode == "eager"}):
+    for tokens, passes in ranks(engines.recorded_passes, models / model, {"enforce_eager": mode == "eager"}):
         assert tokens == references[model]
         assert len(passes) > NEW_TOKENS
         assert {by_interval(steps) for steps in passes} == {expected}
@@ -53,25 +53,27 @@ def by_interval(steps: str) -> str:
     return " ".join(" ".join(sorted(part.split())) for part in parts)
 
 
-class Doubling:
-    """A transport of two ranks with equal numbers, which records where it puts the sums."""
-
-    def __init__(self) -> None:
-        self.addresses: list[int] = []
-
-    def start(self, partial: Tensor) -> tuple[Tensor, Any]:
-        buffer = 2 * partial
-        self.addresses.append(buffer.data_ptr())
-        return buffer, SimpleNamespace(wait=lambda: None)
-
-
 @pytest.mark.parametrize("compiled", [False, True])
-def test_sums_and_readings_are_not_copied(compiled: bool) -> None:
+def test_sums_and_readings_are_not_copied(compiled: bool, one: Any) -> None:
+    ((sums, addresses, launched),) = one(three_sums, compiled)
+    assert sums == [4.0, 10.0, 0.0]
+    assert addresses == launched
+
+
+def three_sums(compiled: bool) -> tuple[list[float], list[int], list[int]]:
+    """Return three sums of two ranks with equal numbers, their addresses, and where the transport put them."""
     from megatron_ladder_vllm.in_flight import AllReduces, PendingOutputs
 
-    group: Any = SimpleNamespace(unique_name=f"doubling {compiled}", device=torch.device("cpu"), device_group=None)
+    group: Any = SimpleNamespace(unique_name="doubling", device=torch.device("cpu"), device_group=None)
     all_reduces = AllReduces(group)
-    all_reduces.transport = transport = Doubling()
+    launched: list[int] = []
+
+    def double(partial: Tensor) -> tuple[Tensor, Any]:
+        buffer = 2 * partial
+        launched.append(buffer.data_ptr())
+        return buffer, SimpleNamespace(wait=lambda: None)
+
+    all_reduces.transport = double
 
     def forward(partial: Tensor) -> list[Tensor]:
         pending = PendingOutputs(all_reduces)
@@ -82,18 +84,16 @@ def test_sums_and_readings_are_not_copied(compiled: bool) -> None:
         pending.launch(partial - 1)
         return [first, pending.pop(1), pending.pop(2)]
 
-    function = torch.compile(forward, fullgraph=True) if compiled else forward
-    sums = function(torch.ones(2, 4))
-    assert [found.unique().item() for found in sums] == [4.0, 10.0, 0.0]
-    assert [found.data_ptr() for found in sums] == transport.addresses
+    sums = (torch.compile(forward, fullgraph=True) if compiled else forward)(torch.ones(2, 4))
+    return [found.unique().item() for found in sums], [found.data_ptr() for found in sums], launched
 
 
 def test_reduces_have_a_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise they would wait for multiprocessors behind a product that fills the device."""
-    from megatron_ladder_vllm.in_flight import SideStreamTransport
+    from megatron_ladder_vllm.in_flight import on_side_stream
 
     priorities: list[int] = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda device=None, priority=0: priorities.append(priority))
     group: Any = None
-    SideStreamTransport(group)
+    on_side_stream(group)
     assert priorities == [-1]

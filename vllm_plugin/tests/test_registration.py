@@ -1,23 +1,25 @@
 """What the entry point registers, and which models and settings are rejected."""
 
-import logging
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import TestCase
+from unittest.mock import patch
 
 import pytest
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen3-moe"])
 def test_models_of_vllm_are_unaffected_by_the_plugin(
-    model: str, models: Path, references: Any, here: Any, plain: Any
+    model: str, models: Path, references: Any, one: Any, plain: Any
 ) -> None:
     from vllm_plugin.tests import engines
 
-    for tokens, _ in (here(engines.tokens, models / model, {}), *plain.run(engines.tokens, models / model, {})):
+    for tokens, _ in (*one(engines.tokens, models / model, {}), *plain(engines.tokens, models / model, {})):
         assert tokens == references[model]
-    assert plain.run(registered_types) == [(False, False)]
-    assert here(registered_types) == (True, True)
+    assert plain(registered_types) == [(False, False)]
+    assert one(registered_types) == [(True, True)]
 
 
 def registered_types() -> tuple[bool, bool]:
@@ -29,7 +31,7 @@ def registered_types() -> tuple[bool, bool]:
 
 
 def test_another_version_of_vllm_is_rejected(plain: Any) -> None:
-    ((messages, known),) = plain.run(register_with_version, "0.33.1")
+    ((messages, known),) = plain(register_with_version, "0.33.1")
     (message,) = messages
     assert "supports vLLM 0.32, but this is vLLM 0.33.1" in message and "install vllm==0.32.*" in message
     assert known == (False, False)
@@ -40,28 +42,39 @@ def register_with_version(version: str) -> tuple[list[str], tuple[bool, bool]]:
     import vllm
     from megatron_ladder_vllm import register
 
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    log, actual = logging.getLogger("vllm.plugins.megatron_ladder"), vllm.__version__
-    log.addHandler(handler)
-    vllm.__version__ = version
-    try:
+    log = "vllm.plugins.megatron_ladder"
+    with patch.object(vllm, "__version__", version), TestCase().assertLogs(log) as logged:
         register()
-    finally:
-        vllm.__version__ = actual
-        log.removeHandler(handler)
-    return messages, registered_types()
+    return [record.getMessage() for record in logged.records], registered_types()
 
 
-def test_desync_is_rejected_by_name(models: Path, here: Any) -> None:
-    with pytest.raises(ValueError, match="residual_mode 'desync': the plugin cannot serve this wiring"):
-        here(engine_config, models / "desync", None)
+@pytest.mark.parametrize(
+    ("model", "graphs", "message"),
+    [
+        ("desync", None, "residual_mode 'desync': the plugin cannot serve this wiring"),
+        ("lanes", None, "--tensor-parallel-size 1: the model has 2 lanes .*: use 2"),
+        ("ladder", "PIECEWISE", "cudagraph_mode PIECEWISE: .* use FULL_DECODE_ONLY"),
+        ("ladder", "FULL_AND_PIECEWISE", "cudagraph_mode FULL_AND_PIECEWISE: .* use FULL_DECODE_ONLY"),
+    ],
+)
+def test_rejections_name_the_cause(model: str, graphs: str | None, message: str, models: Path, one: Any) -> None:
+    (found,) = one(rejection, models / model, graphs)
+    assert re.search(message, found)
 
 
-def test_every_lane_needs_a_rank(models: Path, here: Any) -> None:
-    with pytest.raises(ValueError, match="--tensor-parallel-size 1: the model has 2 lanes .*: use 2"):
-        here(engine_config, models / "lanes", None)
+def rejection(folder: Path, graphs: str | None) -> str:
+    """Return why vLLM's programs cannot make the configuration of an engine."""
+    from vllm.config import CompilationConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = EngineArgs(model=str(folder), skip_tokenizer_init=True, max_model_len=128)
+    if graphs is not None:
+        arguments.compilation_config = CompilationConfig(cudagraph_mode=graphs)
+    try:
+        arguments.create_engine_config()
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize(
@@ -72,20 +85,27 @@ def test_every_lane_needs_a_rank(models: Path, here: Any) -> None:
     ],
 )
 def test_lanes_cannot_be_staged_and_experts_not_replicated(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        verified(keys)
+
+
+def test_full_graphs_are_the_default() -> None:
+    from vllm.config import CUDAGraphMode
+
+    assert verified({}).cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
+
+
+def verified(keys: dict[str, Any]) -> Any:
+    """Return how a model with these keys is compiled for two ranks, stages and replicas."""
     from megatron_ladder_vllm.configuration_megatron_ladder import MegatronLadderConfig
     from megatron_ladder_vllm.deployment import DeploymentRules
+    from vllm.config import CompilationConfig
 
     model = SimpleNamespace(hf_config=MegatronLadderConfig(**keys))
     parallel = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=2)
-    config: Any = SimpleNamespace(model_config=model, parallel_config=parallel)
-    with pytest.raises(ValueError, match=message):
-        DeploymentRules.verify_and_update_config(config)
-
-
-@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])
-def test_piecewise_graphs_are_rejected(mode: str, models: Path, here: Any) -> None:
-    with pytest.raises(ValueError, match=f"cudagraph_mode {mode}: .* use FULL_DECODE_ONLY"):
-        here(engine_config, models / "ladder", mode)
+    config: Any = SimpleNamespace(model_config=model, parallel_config=parallel, compilation_config=CompilationConfig())
+    DeploymentRules.verify_and_update_config(config)
+    return config.compilation_config
 
 
 def test_a_fallback_to_piecewise_graphs_is_rejected() -> None:
@@ -99,26 +119,3 @@ def test_a_fallback_to_piecewise_graphs_is_rejected() -> None:
     context: Any = SimpleNamespace(cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE)
     with override_forward_context(context), pytest.raises(RuntimeError, match='"cudagraph_mode": "NONE"'):
         AllReduces(group).start(torch.ones(2, 4))
-
-
-def engine_config(folder: Path, graphs: str | None) -> Any:
-    """Return the configuration of an engine, as vLLM's programs make it."""
-    from vllm.config import CompilationConfig
-    from vllm.engine.arg_utils import EngineArgs
-
-    arguments = EngineArgs(model=str(folder), skip_tokenizer_init=True, max_model_len=128)
-    if graphs is not None:
-        arguments.compilation_config = CompilationConfig(cudagraph_mode=graphs)
-    return arguments.create_engine_config()
-
-
-def test_full_graphs_are_the_default(models: Path) -> None:
-    from megatron_ladder_vllm.configuration_megatron_ladder import MegatronLadderConfig
-    from megatron_ladder_vllm.deployment import DeploymentRules
-    from vllm.config import CompilationConfig, CUDAGraphMode
-
-    compilation = CompilationConfig()
-    model = SimpleNamespace(hf_config=MegatronLadderConfig())
-    config: Any = SimpleNamespace(compilation_config=compilation, model_config=model, parallel_config=None)
-    DeploymentRules.verify_and_update_config(config)
-    assert compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY

@@ -9,7 +9,6 @@ import torch
 
 from vllm_plugin.tests.models import EXPERT_VARIANTS, EXPERTS, LANES, VARIANTS, WIRINGS, make_prompts
 
-EAGER, COMPILED = {"enforce_eager": True}, {"enforce_eager": False}
 _MODES = ("eager", "compiled")
 # Every variant and all experts with both numbers of ranks, and in both modes.
 _COVER = [
@@ -37,18 +36,14 @@ def test_the_references_distinguish_the_models(references: Any) -> None:
     ("model", "how"), CASES, ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else value
 )
 def test_tokens_equal_those_of_the_generator(
-    model: str, how: tuple[int, str], models: Path, references: Any, ranks: Any, here: Any
+    model: str, how: tuple[int, str], models: Path, references: Any, ranks: Any, one: Any
 ) -> None:
     from vllm_plugin.tests import engines
 
     rank_count, mode = how
-    options = EAGER if mode == "eager" else COMPILED
+    options = {"enforce_eager": mode == "eager"}
     assert max(map(len, make_prompts())) > 2 * engines.CHUNK
-    if rank_count == 1:
-        results = [here(engines.tokens, models / model, options)]
-    else:
-        results = ranks.run(engines.tokens, models / model, options)
-    for tokens, cached in results:
+    for tokens, cached in (one if rank_count == 1 else ranks)(engines.tokens, models / model, options):
         assert tokens == references[model]
         # One block of the cache for each of the two prompts that begin as an earlier one.
         assert cached == 64
@@ -70,7 +65,7 @@ def test_tokens_with_pipeline_stages(model: str, partition: str, models: Path, r
     """The first cut of the hybrid is at its border; the others are between layers that read late."""
     from vllm_plugin.tests import engines
 
-    assert ranks.run(engines.staged_tokens, models / model, partition) == [references[model]] * 2
+    assert ranks(engines.staged_tokens, models / model, partition) == [references[model]] * 2
 
 
 @pytest.mark.parametrize("mode", _MODES)
@@ -81,7 +76,7 @@ def test_tokens_with_experts_divided_among_the_ranks(
     from vllm_plugin.tests import engines
 
     options = {"enforce_eager": mode == "eager", "enable_expert_parallel": True}
-    for tokens, _ in ranks.run(engines.tokens, models / model, options):
+    for tokens, _ in ranks(engines.tokens, models / model, options):
         assert tokens == references[model]
 
 
@@ -95,11 +90,11 @@ def test_the_exported_module_chooses_the_same_tokens(model: str, models: Path, r
 
 
 @pytest.mark.parametrize("model", ["soft-cap", "biases"])
-def test_logits_equal_those_of_the_exported_module(model: str, models: Path, here: Any) -> None:
+def test_logits_equal_those_of_the_exported_module(model: str, models: Path, one: Any) -> None:
     from vllm_plugin.tests import engines
 
     prompt = make_prompts()[2]
-    tokens, found = here(engines.logits, models / model, prompt)
+    ((tokens, found),) = one(engines.logits, models / model, prompt)
     with torch.no_grad():
         expected = exported(models / model)(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     assert found.shape == expected.shape

@@ -9,13 +9,13 @@ def test_an_adapter_of_all_matrices_equals_merged_weights(models: Path, referenc
 
     assert references["merged"] != references["hybrid"]
     expected = (references["hybrid"], references["merged"])
-    assert ranks.run(engines.adapted_tokens, models / "hybrid", models / "adapter") == [expected] * 2
+    assert ranks(engines.adapted_tokens, models / "hybrid", models / "adapter") == [expected] * 2
 
 
 def test_quantised_weights_equal_those_of_llama_in_vllm(models: Path, references: Any, ranks: Any) -> None:
     from vllm_plugin.tests import engines
 
-    ours = ranks.run(engines.quantised_tokens, models / "standard-int8")
-    llama = ranks.run(engines.quantised_tokens, models / "llama-int8")
+    ours = ranks(engines.quantised_tokens, models / "standard-int8")
+    llama = ranks(engines.quantised_tokens, models / "llama-int8")
     assert ours == llama
     assert [methods for _, methods in ours] == [{"CompressedTensorsLinearMethod"}] * 2
