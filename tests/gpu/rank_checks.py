@@ -29,6 +29,7 @@ WIRINGS = {
     **{mode: f"--residual-mode {mode}" for mode in SHARED_STREAM_MODES},
     "hybrid": "--residual-mode ladder --ladder-layers 1",
     "staleness 2": "--residual-mode ladder --residual-staleness 2",
+    "experts": f"{QWEN} --residual-mode ladder",
 }
 EXPERT_WIRINGS = (
     *(f"{GLM} --residual-mode {mode}" for mode in ("standard", "farskip", "shortcut")),
@@ -56,12 +57,11 @@ VARIANTS: dict[str, dict[str, str]] = {
 def layouts_of(ranks: int) -> dict[str, str]:
     """Return the flags of the layouts to compare with one GPU, by name."""
     if ranks == 2:
-        zero = {f"ZeRO-{stage}": f"--zero-stage {stage}" for stage in range(4)}
         return {
             "TP2": "--tensor-model-parallel-size 2",
             "TP2+SP": "--tensor-model-parallel-size 2 --sequence-parallel",
             "PP2": "--pipeline-model-parallel-size 2",
-            **zero,
+            **{f"ZeRO-{stage}": f"--zero-stage {stage}" for stage in range(4)},
             "offload": "--zero-stage 2 --offload-optimizer cpu",
         }
     half = ranks // 2
