@@ -76,7 +76,7 @@ BUDGETS = {
     f"{PACKAGE}/generate/": 2_089,
     f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_613,
     "tools/": 5_984,
-    "vllm_plugin/": 2_302,
+    "vllm_plugin/": 1_999,
     "tests/": 26_179,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
