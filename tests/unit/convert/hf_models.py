@@ -1,13 +1,20 @@
-"""Tiny models, and their weights and directories as transformers names and opens them."""
+"""Tiny models, and Hugging Face directories of the same weights written without the converter."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.convert.remote_code import hf_config, module_files
+from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.parallel.layout import parameter_sections, state_sections
 from tests.helpers.hugging_face import hf_name
 from tests.helpers.sharded import small_model
 
@@ -30,6 +37,19 @@ def tiny_config(**changes: Any) -> ModelConfig:
     return small_model(**({"num_layers": 6, "vocab_size": VOCAB} | changes))
 
 
+def random_model(config: ModelConfig, seed: int = 0) -> LanguageModel:
+    """Return our model with weights large enough that every sub-block matters."""
+    model = LanguageModel(config, ProcessMesh.single())
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * 0.15
+            parameter.copy_(noise + (1.0 if parameter.dim() == 1 else 0.0))
+        for state, _ in state_sections(model):
+            state.copy_(torch.randn(state.shape, generator=generator) * 0.15)
+    return model
+
+
 def split_experts(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return canonical weights by transformers' names, which has one tensor for each matrix of an expert."""
     found = {}
@@ -37,6 +57,23 @@ def split_experts(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for expert, matrix in enumerate(weight if ".experts." in name else [weight]):
             found[hf_name(name).replace(".experts.", f".experts.{expert}.")] = matrix.clone()
     return found
+
+
+def hf_tensors(model: LanguageModel) -> dict[str, Tensor]:
+    """Return all weights by transformers' names."""
+    every = (*parameter_sections(model), *state_sections(model))
+    return split_experts({one.name: one.view(tensor).detach() for tensor, sections in every for one in sections})
+
+
+def write_hf(model: LanguageModel, folder: Path, dtype: str = "float32", **ids: Any) -> Path:
+    """Write a Hugging Face directory of the model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(hf_config(model.config, dtype=dtype, **ids)))
+    for name, content in module_files(model.config).items():
+        (folder / name).write_bytes(content)
+    tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in hf_tensors(model).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def opened(folder: Path, **options: Any) -> Any:
