@@ -102,13 +102,7 @@ def test_one_mistake_is_one_error(words: str, cause: str) -> None:
 def test_all_errors_are_reported_together() -> None:
     """Values first, then how they fit together."""
     found = read("--colour 3 --topk 4 --seed x --lr 0 --finetune")[1]
-    assert [line.split(" ")[0].rstrip(":") for line in found] == [
-        "--colour",
-        "--topk",
-        "--seed",
-        "--lr",
-        "--finetune",
-    ]
+    assert [line.split(" ")[0].rstrip(":") for line in found] == ["--colour", "--topk", "--seed", "--lr", "--finetune"]
     found = read("--hidden-size 65 --global-batch-size 6 --min-lr 5")[1]
     assert [line.split(" ")[0] for line in found] == ["--hidden-size", "--min-lr", "--global-batch-size"]
 

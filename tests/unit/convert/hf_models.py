@@ -37,10 +37,10 @@ def tiny_config(**changes: Any) -> ModelConfig:
     return small_model(**({"num_layers": 6, "vocab_size": VOCAB} | changes))
 
 
-def random_model(config: ModelConfig, seed: int = 0) -> LanguageModel:
+def random_model(config: ModelConfig) -> LanguageModel:
     """Return our model with weights large enough that every sub-block matters."""
     model = LanguageModel(config, ProcessMesh.single())
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator) * 0.15
@@ -59,21 +59,15 @@ def split_experts(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def hf_tensors(model: LanguageModel) -> dict[str, Tensor]:
-    """Return all weights by transformers' names."""
-    every = (*parameter_sections(model), *state_sections(model))
-    return split_experts({one.name: one.view(tensor).detach() for tensor, sections in every for one in sections})
-
-
-def write_hf(model: LanguageModel, folder: Path, dtype: str = "float32", **ids: Any) -> Path:
+def write_hf(model: LanguageModel, folder: Path) -> None:
     """Write a Hugging Face directory of the model."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(hf_config(model.config, dtype=dtype, **ids)))
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(hf_config(model.config, dtype="float32")))
     for name, content in module_files(model.config).items():
         (folder / name).write_bytes(content)
-    tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in hf_tensors(model).items()}
+    every = (*parameter_sections(model), *state_sections(model))
+    tensors = split_experts({one.name: one.view(tensor).detach() for tensor, sections in every for one in sections})
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 def opened(folder: Path, **options: Any) -> Any:
