@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.convert.remote_code import hf_config, module_files
+from megatron_ladder.convert.small_files import hf_config, module_files
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.parallel.layout import parameter_sections, state_sections
 from tests.helpers.hugging_face import hf_name
