@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from megatron_ladder.command_line import parse_command_line  # noqa: E402
 from megatron_ladder.data.reading.find import find_sources  # noqa: E402
-from megatron_ladder.data.reading.protocol import Reading, read_blocks  # noqa: E402
+from megatron_ladder.data.reading.protocol import Reading, read_records  # noqa: E402
 from megatron_ladder.errors import UserError, run_program  # noqa: E402
 from megatron_ladder.files import write_atomically  # noqa: E402
 
@@ -40,12 +40,7 @@ def documents(inputs: Sequence[str], keys: tuple[str, ...]) -> Iterator[str]:
     Raises:
         UserError: an input is missing, or a record has no text.
     """
-    reading = Reading(keys)
-    for block in read_blocks(find_sources(inputs, reading), reading):
-        parsed = block.read(reading)
-        for bad in parsed.bad:
-            raise UserError(f"{block.place(bad.number)}: {bad.reason}")
-        yield from (text for text in parsed.columns[0] if text)
+    return (text for text, *_ in read_records(find_sources(inputs, Reading(keys))) if text)
 
 
 def main(argv: Sequence[str]) -> None:

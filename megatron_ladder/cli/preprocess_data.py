@@ -80,8 +80,7 @@ def main(argv: Sequence[str]) -> None:
     config = parse_options(argv)
     from megatron_ladder.data.chat import OPTIONAL_KEYS, ChatTask, ConversationEncoder
     from megatron_ladder.data.encoding import Task
-    from megatron_ladder.data.partial import dataset_prefix
-    from megatron_ladder.data.preprocess import PreprocessOptions, preprocess
+    from megatron_ladder.data.preprocess import PreprocessOptions, dataset_prefix, preprocess
     from megatron_ladder.data.reading.protocol import Reading
     from megatron_ladder.data.tokenizers import load_tokenizer
 

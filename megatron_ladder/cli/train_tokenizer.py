@@ -45,13 +45,12 @@ def main(argv: Sequence[str]) -> None:
     from megatron_ladder.data.tokenizer_training import MAX_LINE_BYTES, TextSample, train_bpe, train_sentencepiece
     from megatron_ladder.data.tokenizers import load_tokenizer
 
-    reading = Reading(config.json_keys)
-    sources = find_sources(config.input, reading)
+    sources = find_sources(config.input, Reading(config.json_keys))
     is_sentencepiece = config.model_type == "sentencepiece"
     path = config.model_prefix.with_name(config.model_prefix.name + (".model" if is_sentencepiece else ".json"))
     if problem := output_problem(path, "file"):
         raise UserError(f"--model-prefix {config.model_prefix}: cannot write {path}: {problem}: give another")
-    sample = TextSample(sources, reading, config.max_megabytes * 1_000_000, in_lines=is_sentencepiece)
+    sample = TextSample(sources, config.max_megabytes * 1_000_000, in_lines=is_sentencepiece)
     amount, whole = size_text(sample.used_bytes), sample.input_bytes
     amount = f"at most {amount}" if whole is None else f"{amount} of {size_text(whole)}"
     print(f"training {config.vocab_size} pieces on {amount}", flush=True)

@@ -43,11 +43,6 @@ class BatchShape:
     micro_batch_size: int
     data_parallel_size: int = 1
 
-    @property
-    def rows(self) -> int:
-        """Samples of a data-parallel rank in one step."""
-        return self.global_batch_size // self.data_parallel_size
-
 
 @dataclass(frozen=True)
 class DocumentRules:
@@ -126,7 +121,10 @@ class GlobalBatchLoader(Iterator[list[MicroBatch]]):
         consumed_samples: int = 0,
         group: CommGroup | None = None,
     ) -> None:
-        """`reader` is None except on rank 0 of `group`: the ranks that exchange the batches, in host memory."""
+        """`reader` is None except on rank 0 of `group`: the ranks that exchange the batches, in host memory.
+
+        Without both, every micro-batch is empty: a middle pipeline stage does not read its batches.
+        """
         self.shape, self.rules, self.consumed_samples = shape, rules, consumed_samples
         self.reader_state = {} if reader is None else reader.state()
         self._group = group or CommGroup.alone()
@@ -135,52 +133,31 @@ class GlobalBatchLoader(Iterator[list[MicroBatch]]):
 
     def __next__(self) -> list[MicroBatch]:
         """Raises the reader's UserError on every rank of the group."""
-        rows = self._read() if self._group.size == 1 else self._receive()
-        self.consumed_samples += self.shape.global_batch_size
-        return make_micro_batches(rows, self.rules, self.shape.micro_batch_size)
+        shape = self.shape
+        found: SampleRows | UserError | None = None
+        if self._reader is not None:
+            try:
+                ahead = self._ahead or self._thread.submit(self._read_one)
+                found, self.reader_state = ahead.result()
+                self._ahead = self._thread.submit(self._read_one)
+            except UserError as error:
+                found = error
+        found = self._group.broadcast_object(found)
+        if isinstance(found, UserError):
+            raise found
+        self.consumed_samples += shape.global_batch_size
+        if found is None:
+            nothing, number = torch.empty(0, dtype=torch.int64), shape.global_batch_size // shape.data_parallel_size
+            return [MicroBatch(nothing, nothing)] * (number // shape.micro_batch_size)
+        return make_micro_batches(found, self.rules, shape.micro_batch_size)
 
     def close(self) -> None:
         """Stop reading ahead, and wait until the reader is idle."""
         self._thread.shutdown(cancel_futures=True)
 
-    def _receive(self) -> SampleRows:
-        found: SampleRows | UserError | None = None
-        if self._reader is not None:
-            try:
-                found = self._read()
-            except UserError as error:
-                found = error
-        found = self._group.broadcast_object(found)
-        if isinstance(found, SampleRows):
-            return found
-        assert isinstance(found, UserError)
-        raise found
-
-    def _read(self) -> SampleRows:
-        ahead = self._ahead or self._thread.submit(self._read_one)
-        rows, self.reader_state = ahead.result()
-        self._ahead = self._thread.submit(self._read_one)
-        return rows
-
     def _read_one(self) -> tuple[SampleRows, dict[str, Any]]:
         assert self._reader is not None
         return self._reader.read(), self._reader.state()
-
-
-class UnreadBatches(Iterator[list[MicroBatch]]):
-    """Empty micro-batches for a middle pipeline stage, which does not read the batch."""
-
-    def __init__(self, shape: BatchShape, consumed_samples: int = 0) -> None:
-        self.shape, self.consumed_samples = shape, consumed_samples
-        self.reader_state: dict[str, Any] = {}
-
-    def __next__(self) -> list[MicroBatch]:
-        self.consumed_samples += self.shape.global_batch_size
-        nothing = torch.empty(0, dtype=torch.int64)
-        return [MicroBatch(nothing, nothing)] * (self.shape.rows // self.shape.micro_batch_size)
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def make_micro_batches(rows: SampleRows, rules: DocumentRules, micro_batch_size: int) -> list[MicroBatch]:

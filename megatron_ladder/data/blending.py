@@ -139,8 +139,10 @@ class BlendedSource(Samples):
         self.has_begins = all(source.has_begins for source in sources)
 
     def describe(self) -> dict[str, Any]:
-        """See DatasetSamples; each data set also has a weight, of any sum."""
+        """See DatasetSamples; each of several data sets also has a weight, of any sum."""
         members = [source.describe() for source in self.sources]
+        if len(members) == 1:
+            return members[0]
         sets = [member["sets"][0] | {"weight": weight} for member, weight in zip(members, self.weights, strict=True)]
         return members[0] | {"sets": sets}
 

@@ -21,8 +21,7 @@ from megatron_ladder.data.chat_template import (
     RenderedConversation,
     read_chat_template,
 )
-from megatron_ladder.data.encoding import KeyTokens, Task
-from megatron_ladder.data.reading.protocol import BadRecord, Parsed
+from megatron_ladder.data.encoding import KeyTokens, Task, join_documents
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 
 OPTIONAL_KEYS = ("system", "tools")
@@ -140,24 +139,18 @@ class ChatTask(Task):
     def outputs(self) -> tuple[str, ...]:
         return self.reading.keys[:1]
 
-    def prepare(self, parsed: Parsed) -> Parsed:
-        """Return one column of rendered conversations; conversations that cannot be rendered are bad records."""
-        rendered, bad, keys = list[Any](), list(parsed.bad), self.reading.keys
-        for place, values in enumerate(zip(*parsed.columns, strict=True)):
-            system, tools = values[len(keys) :] or (None, None)
-            try:
-                messages = read_messages(keys, values[: len(keys)], system)
-                rendered.append(self.encoder.render(messages, read_tools(tools)))
-            except ChatTemplateError as error:
-                bad.append(BadRecord(parsed.numbers[place], f"{self.encoder.template.name} rejects it: {error}"))
-        return Parsed((rendered,), (), tuple(sorted(bad)))
+    def prepare(self, values: Sequence[Any]) -> RenderedConversation | str:
+        keys = self.reading.keys
+        system, tools = values[len(keys) :] or (None, None)
+        try:
+            messages = read_messages(keys, values[: len(keys)], system)
+            return self.encoder.render(messages, read_tools(tools))
+        except ChatTemplateError as error:
+            return f"{self.encoder.template.name} rejects it: {error}"
 
-    def encode(self, columns: Sequence[list[Any]]) -> tuple[KeyTokens, ...]:
-        found = [conversation for conversation in self.encoder.encode(columns[0]) if len(conversation.token_ids)]
-        if self.append_eod:
-            end = self.tokenizer.eod_id
-            found = [Conversation(np.append(ids, end), np.append(mask, np.uint8(0))) for ids, mask in found]
-        lengths = np.array([len(conversation.token_ids) for conversation in found], np.int32)
-        ids = np.concatenate([np.empty(0, np.int64), *(conversation.token_ids for conversation in found)])
-        mask = np.concatenate([np.empty(0, np.uint8), *(conversation.loss_mask for conversation in found)])
-        return (KeyTokens(ids.astype(self.dtype), lengths, mask),)
+    def encode(self, records: Sequence[RenderedConversation]) -> tuple[KeyTokens, ...]:
+        found, end = self.encoder.encode(records), self.tokenizer.eod_id if self.append_eod else None
+        ids, lengths = join_documents([conversation.token_ids.tolist() for conversation in found], end)
+        masks = [conversation.loss_mask.tolist() for conversation in found]
+        mask, _ = join_documents(masks, 0 if self.append_eod else None)
+        return (KeyTokens(ids.astype(self.dtype), lengths, mask.astype(np.uint8)),)

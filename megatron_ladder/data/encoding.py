@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ladder.data.indexed import token_dtype
-from megatron_ladder.data.reading.protocol import Parsed, Reading
+from megatron_ladder.data.reading.protocol import Reading
 from megatron_ladder.data.tokenizers import Tokenizer
 
 
@@ -26,7 +26,7 @@ class KeyTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """Makes each text of a key a document. It is sent to the worker processes, so it is small and immutable."""
+    """Makes each text of a key a document. Each worker process receives it once."""
 
     tokenizer: Tokenizer
     reading: Reading = Reading()
@@ -53,13 +53,14 @@ class Task:
         values |= {"--chat-template": self.chat_template, "--max-document-megabytes": self.reading.max_bytes >> 20}
         return values | ({"end-of-document token": self.tokenizer.eod_id} if self.append_eod else {})
 
-    def prepare(self, parsed: Parsed) -> Parsed:
-        """Return the values to encode of a block; records that cannot be encoded become bad records."""
-        return parsed
+    def prepare(self, values: Sequence[Any]) -> Any:
+        """Return what to encode of the values of a record, or the reason why it cannot be encoded as a text."""
+        return values
 
-    def encode(self, columns: Sequence[list[Any]]) -> tuple[KeyTokens, ...]:
-        """Return the tokens for each output, from the columns of what was prepared."""
+    def encode(self, records: Sequence[Any]) -> tuple[KeyTokens, ...]:
+        """Return the tokens of prepared records for each output."""
         end = self.tokenizer.eod_id if self.append_eod else None
+        columns = ([values[place] for values in records] for place in range(len(self.outputs)))
         joined = (join_documents(self.tokenizer.encode_batch(texts), end) for texts in columns)
         return tuple(KeyTokens(ids.astype(self.dtype), lengths) for ids, lengths in joined)
 

@@ -16,15 +16,15 @@ We write each document as one sequence. Megatron may cut a document into several
 adjacent in .bin, so a document is one range of tokens in both cases, and the reader offers documents as such ranges.
 """
 
+import contextlib
 import dataclasses
 import json
 import mmap
 import os
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Literal, NamedTuple, Self
+from typing import IO, Any, BinaryIO, Literal, Self
 
 import msgspec
 import numpy as np
@@ -75,12 +75,11 @@ def format_checksum(hasher: xxhash.xxh3_128) -> str:
 
 
 class _HashedFile:
-    """A file that is written from its beginning to its end and computes its checksum."""
+    """A file that is written under a temporary name, from its beginning to its end, and computes its checksum."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file: IO[bytes] = open(path, "xb")  # noqa: SIM115 - closed by close()
-        self._hasher = xxhash.xxh3_128()
+        self._path, self._temporary, self._hasher = path, temporary_path(path), xxhash.xxh3_128()
+        self._file: IO[bytes] = open(self._temporary, "xb")  # noqa: SIM115 - closed by finish() or remove()
 
     def append(self, content: "bytes | NDArray[Any]") -> None:
         """Write bytes, or those of a contiguous array."""
@@ -95,18 +94,14 @@ class _HashedFile:
         self._file.close()
         return format_checksum(self._hasher)
 
+    def publish(self) -> None:
+        """Move the finished file to its final name."""
+        publish(self._temporary, self._path)
+
     def remove(self) -> None:
-        """Close and delete the file, unless it has been renamed."""
+        """Close and delete the file, unless it was published."""
         self._file.close()
-        self.path.unlink(missing_ok=True)
-
-
-class Checksums(NamedTuple):
-    """Checksums of the files of a data set, see `format_checksum`; the names are those in the sidecar."""
-
-    bin_checksum: str
-    idx_checksum: str
-    loss_mask_checksum: str | None
+        self._temporary.unlink(missing_ok=True)
 
 
 class IndexedDatasetWriter:
@@ -115,20 +110,16 @@ class IndexedDatasetWriter:
     def __init__(self, prefix: Path, dtype: "np.dtype[Any]", has_loss_mask: bool = False) -> None:
         self.prefix, self.dtype = prefix, dtype
         self._lengths: list[NDArray[np.int32]] = []
-        self._bin = _HashedFile(temporary_path(bin_path(prefix)))
-        self._mask = _HashedFile(temporary_path(loss_mask_path(prefix))) if has_loss_mask else None
+        self._bin, self._idx = _HashedFile(bin_path(prefix)), _HashedFile(idx_path(prefix))
+        self._mask = _HashedFile(loss_mask_path(prefix)) if has_loss_mask else None
+        self._files = [file for file in (self._bin, self._mask, self._idx) if file is not None]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._bin.remove()
-        if self._mask is not None:
-            self._mask.remove()
-
-    def add_document(self, token_ids: Sequence[int] | NDArray[Any]) -> None:
-        """Append one document of any number of tokens."""
-        self.add_documents(np.asarray(token_ids, dtype=np.int64), np.array([len(token_ids)], dtype=np.int32))
+        for file in self._files:
+            file.remove()
 
     def add_documents(
         self, token_ids: NDArray[Any], lengths: NDArray[np.integer], loss_mask: NDArray[np.uint8] | None = None
@@ -141,37 +132,27 @@ class IndexedDatasetWriter:
             self._mask.append(np.ascontiguousarray(loss_mask, dtype=np.uint8))
         self._lengths.append(lengths.astype("<i4"))
 
-    def publish(self) -> Checksums:
-        """Move the data set to its final name.
+    def publish(self) -> dict[str, Any]:
+        """Move the data set to its final name, and return the checksums of its files by their names in the sidecar.
 
         What looks complete is never a mixture of old and new files: an old sidecar and index are deleted first, the new
         index follows the tokens, and each step is durable before the next.
         """
+        # Each document is one sequence.
         lengths = np.concatenate([np.empty(0, "<i4"), *self._lengths])
-        idx = _HashedFile(temporary_path(idx_path(self.prefix)))
-        try:
-            _write_index(idx, self.dtype, lengths)
-            mask_checksum = None if self._mask is None else self._mask.finish()
-            checksums = Checksums(self._bin.finish(), idx.finish(), mask_checksum)
-            for stale in (sidecar_path(self.prefix), idx_path(self.prefix), loss_mask_path(self.prefix)):
-                stale.unlink(missing_ok=True)
-            sync_directory(self.prefix.parent)
-            publish(self._bin.path, bin_path(self.prefix))
-            if self._mask is not None:
-                publish(self._mask.path, loss_mask_path(self.prefix))
-            publish(idx.path, idx_path(self.prefix))
-        finally:
-            idx.remove()
+        code = next(code for code, name in _TOKEN_DTYPES.items() if np.dtype(name) == self.dtype)
+        self._idx.append(_HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(lengths) + 1))
+        self._idx.append(lengths)
+        self._idx.append((np.cumsum(lengths, dtype="<i8") - lengths) * self.dtype.itemsize)
+        self._idx.append(np.arange(len(lengths) + 1, dtype="<i8"))
+        named = {"bin_checksum": self._bin, "idx_checksum": self._idx, "loss_mask_checksum": self._mask}
+        checksums = {name: None if file is None else file.finish() for name, file in named.items()}
+        for stale in (sidecar_path(self.prefix), idx_path(self.prefix), loss_mask_path(self.prefix)):
+            stale.unlink(missing_ok=True)
+        sync_directory(self.prefix.parent)
+        for file in self._files:
+            file.publish()
         return checksums
-
-
-def _write_index(file: _HashedFile, dtype: "np.dtype[Any]", lengths: NDArray[np.int32]) -> None:
-    """Write an index of documents of one sequence each; `lengths` [S] are their tokens."""
-    code = next(code for code, name in _TOKEN_DTYPES.items() if np.dtype(name) == dtype)
-    file.append(_HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(lengths) + 1))
-    file.append(lengths)
-    file.append((np.cumsum(lengths, dtype="<i8") - lengths) * dtype.itemsize)
-    file.append(np.arange(len(lengths) + 1, dtype="<i8"))
 
 
 @dataclass(frozen=True)
@@ -243,19 +224,17 @@ class IndexedDataset:
             raise UserError(f"{prefix}: is a directory: give the path of a data set without .bin and .idx")
         self.prefix = prefix
         self._mapped: dict[str, mmap.mmap] = {}
-        dtype = self._read_index()
-        tokens = int(self.sequence_bounds[-1])
-        if tokens == 0:
-            raise UserError(f"{idx_path(prefix)}: has no token: preprocess an input with text")
-        self.tokens = self._map(self._open(bin_path(prefix)), dtype, tokens)
-        self.loss_mask: NDArray[np.uint8] | None = None
         try:
-            mask: BinaryIO = open(loss_mask_path(prefix), "rb")  # noqa: SIM115 - closed by _map
-            self.loss_mask = self._map(mask, np.dtype(np.uint8), tokens)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            raise UserError(f"{loss_mask_path(prefix)}: cannot be read: {error.strerror}") from None
+            dtype = self._read_index()
+            tokens = int(self.sequence_bounds[-1])
+            if tokens == 0:
+                raise UserError(f"{idx_path(prefix)}: has no token: preprocess an input with text")
+            self.tokens = self._map(bin_path(prefix), dtype, tokens)
+        except FileNotFoundError as error:
+            raise UserError(f"{error.filename}: no such file{_prefixes_nearby(prefix)}") from None
+        self.loss_mask: NDArray[np.uint8] | None = None
+        with contextlib.suppress(FileNotFoundError):
+            self.loss_mask = self._map(loss_mask_path(prefix), np.dtype(np.uint8), tokens)
         self.sidecar = read_sidecar(prefix)
         if self.sidecar is not None:
             self._compare(self.sidecar)
@@ -286,7 +265,7 @@ class IndexedDataset:
     def _read_index(self) -> "np.dtype[Any]":
         """Read and validate .idx and return the type of the tokens."""
         path = idx_path(self.prefix)
-        with self._open(path) as file:
+        with _open(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size < _HEADER.size:
                 raise UserError(f"{path}: {size} bytes found, at least {_HEADER.size} expected: not a Megatron index")
@@ -322,16 +301,8 @@ class IndexedDataset:
         self.idx_checksum = format_checksum(xxhash.xxh3_128(content))
         return dtype
 
-    def _open(self, path: Path) -> BinaryIO:
-        try:
-            return open(path, "rb")
-        except FileNotFoundError:
-            raise UserError(f"{path}: no such file{_prefixes_nearby(self.prefix)}") from None
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-
-    def _map(self, opened: BinaryIO, dtype: "np.dtype[Any]", entries: int) -> NDArray[Any]:
-        with opened as file:
+    def _map(self, path: Path, dtype: "np.dtype[Any]", entries: int) -> NDArray[Any]:
+        with _open(path) as file:
             found, expected = os.fstat(file.fileno()).st_size, entries * dtype.itemsize
             if found != expected:
                 raise UserError(
@@ -357,6 +328,16 @@ class IndexedDataset:
     def document(self, number: int) -> NDArray[Any]:
         """Return the tokens of one document, a view into the file."""
         return self.tokens[self.document_bounds[number] : self.document_bounds[number + 1]]
+
+
+def _open(path: Path) -> BinaryIO:
+    """Open a file; raises FileNotFoundError, and UserError for other problems."""
+    try:
+        return open(path, "rb")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def documents_with_targets(

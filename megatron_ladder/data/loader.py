@@ -20,8 +20,6 @@ from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
 _PARTS = ("train", "valid")
 _SET_NAME = re.compile(r"[A-Za-z][\w.-]*")
 
-DataSource = SampleSource | PackedSource | BlendedSource
-
 
 def _named_sets(flag: str, words: Sequence[str]) -> dict[str, list[str]]:
     """`web=P1 code=W2 P2 W3 P3` -> the words of each set's blend; words without a name are the set ""."""
@@ -43,12 +41,12 @@ def _named_sets(flag: str, words: Sequence[str]) -> dict[str, list[str]]:
 class Sources(NamedTuple):
     """Samples of each part, or None. Only training is shuffled."""
 
-    train: DataSource | None
-    valid: Mapping[str, DataSource]
+    train: BlendedSource | None
+    valid: Mapping[str, BlendedSource]
     """By the names in --valid-data-path; "" without names."""
 
     @property
-    def labeled(self) -> dict[str, DataSource]:
+    def labeled(self) -> dict[str, BlendedSource]:
         """All sources, with labels for messages."""
         train = {} if self.train is None else {"train": self.train}
         return train | {f"valid {name}".rstrip(): source for name, source in self.valid.items()}
@@ -97,7 +95,7 @@ def open_sources(data: DataConfig, order: OrderOptions, parts: Collection[str] =
             datasets[prefix] = IndexedDataset(prefix)
     errors.raise_if_any()
     shares = _parse_split(data.split) if data_path else None
-    opened: dict[tuple[str, str], DataSource] = {}
+    opened: dict[tuple[str, str], BlendedSource] = {}
     for (part, name), (prefixes, weights) in blends.items():
         with errors.collect(flags[part]):
             source = _open_part(part, [datasets[prefix] for prefix in prefixes], weights, shares, order)
@@ -116,7 +114,7 @@ def _open_part(
     weights: Sequence[Fraction] | None,
     shares: Sequence[float] | None,
     order: OrderOptions,
-) -> DataSource | None:
+) -> BlendedSource | None:
     """Return a part's share of some data sets, all of them without `shares`; None if they have no document for it."""
     errors = ErrorCollector()
     sources, own_weights = [], []
@@ -135,9 +133,7 @@ def _open_part(
             "which are packed whole: blend only one kind"
         )
     errors.raise_if_any()
-    if not sources:
-        return None
-    return sources[0] if len(sources) == 1 else BlendedSource(sources, own_weights)
+    return BlendedSource(sources, own_weights) if sources else None
 
 
 def _choose_labels(dataset: IndexedDataset, loss_on: LossOn | None) -> LossOn:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ladder.data.indexed import IndexedDataset, documents_with_targets
-from megatron_ladder.data.samples import SAMPLES, DatasetSamples, SampleRows, permutation
+from megatron_ladder.data.samples import SAMPLES, DatasetSamples, SampleRows
 from megatron_ladder.errors import UserError
 
 LossOn = Literal["all", "assistant"]
@@ -105,18 +105,17 @@ class PackedSource(DatasetSamples):
         self._conversations = present[by_row] + documents.start
         self._firsts = np.searchsorted(row_of[by_row], np.arange(int(row_of.max()) + 2))
         self.filled = int(kept.sum()) / (len(self) * (seq_length + 1))
-        self._epoch = -1
-        self._order = np.arange(len(self))
 
     def __len__(self) -> int:
         return len(self._firsts) - 1
 
+    def _make_order(self, epoch: int) -> NDArray[np.int64]:
+        return self._permutation(len(self), epoch, SAMPLES)
+
     def _fill_epoch(self, epoch: int, places: NDArray[np.int64], rows: NDArray[np.int64], out: SampleRows) -> None:
-        if self.shuffle and epoch != self._epoch:
-            self._epoch, self._order = epoch, permutation(len(self), self.seed, epoch, SAMPLES)
         assert out.loss_mask is not None and out.begins is not None
         bounds, counts = self.dataset.document_bounds, None if self.loss_on == "all" else self.dataset.loss_mask
-        for packed, row in zip(self._order[places].tolist(), rows.tolist(), strict=True):
+        for packed, row in zip(self._order_of(epoch)[places].tolist(), rows.tolist(), strict=True):
             tokens, mask, begins = out.tokens[row], out.loss_mask[row], out.begins[row]
             begins[:] = False
             end = 0

@@ -2,29 +2,48 @@
 
 The input is cut into shards of about a gigabyte. No output has its final name before the whole input is read, and a run
 that was interrupted or failed continues after the shards that it has finished.
+
+An unfinished data set is a hidden directory next to the output. `.<prefix>.partial/` contains for shard N a small data
+set `N_<output>` of each output, and `N.json`, which is written last. It records everything that determines the shard:
+the input, the tokenizer and the flags. A run uses the shards whose record is what it would write itself, makes the
+others, and joins all of them in order.
 """
 
-import itertools
+import json
 import math
 import multiprocessing
 import os
+import shutil
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
+
+import numpy as np
 
 from megatron_ladder.data.encoding import KeyTokens, Task
-from megatron_ladder.data.indexed import IndexedDataset, Sidecar, documents_with_targets
-from megatron_ladder.data.partial import FinishedShard, Partial
+from megatron_ladder.data.indexed import (
+    IndexedDataset,
+    IndexedDatasetWriter,
+    Sidecar,
+    bin_path,
+    documents_with_targets,
+    idx_path,
+    loss_mask_path,
+    write_sidecar,
+)
 from megatron_ladder.data.reading.find import find_sources
-from megatron_ladder.data.reading.protocol import GROUP_BYTES, Block, Reading, Shard, Source
+from megatron_ladder.data.reading.protocol import GROUP_BYTES, Block, Shard, Source
 from megatron_ladder.errors import UserError
+from megatron_ladder.files import lock_file, read_if_exists, remove_temporary_files, write_atomically
 from megatron_ladder.processes import interrupts_blocked
 from megatron_ladder.progress import ProgressBar
+
+_FORMAT = 7
 
 
 @dataclass(frozen=True)
@@ -36,6 +55,128 @@ class PreprocessOptions:
     report: Callable[[str], None] = print
     shard_bytes: int = 1 << 30
     """Approximate size of the input whose output is finished or absent; an interrupted run loses at most one."""
+
+
+class Partial:
+    """The directory of an unfinished run; a context manager. After an error it is kept if it has a finished shard."""
+
+    def __init__(self, output_prefix: Path, task: Task, report: Callable[[str], None]) -> None:
+        """Lock the directory, or raise UserError if another process uses it."""
+        self.folder = output_prefix.with_name(f".{output_prefix.name}.partial")
+        self._output_prefix, self._task, self._report = output_prefix, task, report
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.folder / "lock", "ab")  # noqa: SIM115 - closed by __exit__
+        except OSError as error:
+            raise UserError(f"--output-prefix {output_prefix}: cannot be written: {error}") from None
+        try:
+            problem = lock_file(self._lock.fileno())
+        except BlockingIOError:
+            self._lock.close()
+            raise UserError(
+                f"--output-prefix {output_prefix}: another process is writing there ({self.folder}): wait for it, or "
+                "give another prefix"
+            ) from None
+        if problem is not None:
+            about = f"this file system has no locks ({problem.strerror})"
+            report(f"{self.folder}: {about}: make sure that no other process writes there")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        finished = len(list(self.folder.glob("*.json")))
+        if kind is None or not finished:
+            self.discard()
+        else:
+            self._report(
+                f"stopped: run the same command again to resume; {self.folder} keeps {finished} finished shards"
+            )
+        self._lock.close()
+
+    def discard(self) -> None:
+        """Delete all finished shards."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def made_of(self, shards: Sequence[Shard]) -> dict[str, Any]:
+        """Return everything that determines the output of some shards; JSON-able."""
+        inputs = [shard.identity() for shard in shards]
+        return {"format": _FORMAT, "input": inputs} | self._task.identity()
+
+    def _part(self, number: int, output: str) -> Path:
+        return self.folder / f"{number:05}_{output}"
+
+    def _record(self, number: int) -> Path:
+        return self.folder / f"{number:05}.json"
+
+    def _writer(self, prefix: Path) -> IndexedDatasetWriter:
+        return IndexedDatasetWriter(prefix, self._task.dtype, self._task.chat_template is not None)
+
+    def find(self, number: int, made_of: dict[str, Any]) -> list[str] | None:
+        """Return the lines about skipped records of a shard that an earlier run has finished, and made of the same."""
+        content = read_if_exists(self._record(number))
+        if content is None or None in made_of["input"]:
+            return None
+        found, expected = json.loads(content), json.loads(json.dumps(made_of))
+        changed = [name for name in expected if found["made_of"].get(name) != expected[name]]
+        if changed:
+            self._report(f"shard {number} of an earlier run has other {', '.join(changed)}: starting it from scratch")
+        return None if changed else found["skipped"]
+
+    @contextmanager
+    def begin(self, number: int, made_of: dict[str, Any]) -> Iterator[tuple[list[IndexedDatasetWriter], list[str]]]:
+        """Open the writers of a shard, and a list for lines about skipped records; both are durable after the block.
+
+        What an earlier run left of the shard is removed, and so are its files if an error ends the block.
+        """
+        for path in self.folder.glob(f"{number:05}[_.]*"):
+            path.unlink()
+        with ExitStack() as stack:
+            writers = [stack.enter_context(self._writer(self._part(number, name))) for name in self._task.outputs]
+            skipped: list[str] = []
+            yield writers, skipped
+            for writer in writers:
+                writer.publish()
+            write_atomically(self._record(number), json.dumps({"made_of": made_of, "skipped": skipped}))
+
+    def parts(self, output: str, shards: int) -> list[IndexedDataset]:
+        """Return the data sets of the finished shards with tokens of an output."""
+        prefixes = [self._part(number, output) for number in range(shards)]
+        return [IndexedDataset(prefix) for prefix in prefixes if bin_path(prefix).stat().st_size]
+
+    def join(self, output: str, parts: Sequence[IndexedDataset], skipped: int) -> Sidecar:
+        """Join the parts of an output, publish them under their final name, and return their sidecar."""
+        task, prefix = self._task, dataset_prefix(self._output_prefix, output)
+        if idx_path(prefix).exists():
+            self._report(f"{prefix}: exists, and is replaced")
+        # A killed run may have left them.
+        for path_of in (bin_path, idx_path, loss_mask_path):
+            remove_temporary_files(path_of(prefix))
+        with self._writer(prefix) as writer:
+            for part in parts:
+                writer.add_documents(part.tokens, np.diff(part.document_bounds), part.loss_mask)
+            checksums = writer.publish()
+        sidecar = Sidecar(
+            task.tokenizer.kind,
+            task.tokenizer.sha256,
+            task.tokenizer.vocab_size,
+            task.tokenizer.eod_id,
+            task.append_eod,
+            largest_id=max(int(part.tokens.max()) for part in parts),
+            documents=sum(map(len, parts)),
+            tokens=sum(len(part.tokens) for part in parts),
+            **checksums,
+            conversations=task.chat_template is not None,
+            skipped=skipped,
+            chat_template=task.chat_template,
+        )
+        write_sidecar(prefix, sidecar)
+        return sidecar
+
+
+def dataset_prefix(output_prefix: Path, name: str) -> Path:
+    """`corpus` and `text` -> `corpus_text_document`, as Megatron names its outputs."""
+    return output_prefix.with_name(f"{output_prefix.name}_{name}_document")
 
 
 class _TokenizedGroup(NamedTuple):
@@ -57,15 +198,13 @@ def preprocess(
         OSError: a file or the network failed during the run.
     """
     sources = find_sources(inputs, task.reading)
-    shards = list(_joined_shards(sources, task.reading, options.shard_bytes))
+    shards = list(_joined_shards(sources, options.shard_bytes))
     with Partial(output_prefix, task, options.report) as partial:
         made_of = [partial.made_of(members) for members in shards]
         found = [partial.find(number, one) for number, one in enumerate(made_of)]
-        if any(found):
-            options.report(
-                f"resuming: an earlier run has finished {len(found) - found.count(None)} of {len(found)} shards"
-            )
-        finished = _make_missing(shards, made_of, found, task, partial, options)
+        if finished := len(found) - found.count(None):
+            options.report(f"resuming: an earlier run has finished {finished} of {len(found)} shards")
+        skipped = _make_missing(shards, made_of, found, task, partial, options)
         parts = {name: partial.parts(name, len(shards)) for name in task.outputs}
         for name, datasets in parts.items():
             documents = sum(map(len, datasets))
@@ -79,7 +218,6 @@ def preprocess(
                 raise UserError(f"--input {shown}: no {problem}: nothing is written")
             if without_targets:
                 options.report(f"{without_targets:,} of {documents:,} conversations have no text of the assistant")
-        skipped = sum(len(shard.skipped) for shard in finished)
         return {name: partial.join(name, datasets, skipped) for name, datasets in parts.items()}
 
 
@@ -89,11 +227,11 @@ def _with_targets(dataset: IndexedDataset) -> int:
     return len(dataset) if mask is None else int(documents_with_targets(mask, bounds[:-1], bounds[1:]).sum())
 
 
-def _joined_shards(sources: Sequence[Source], reading: Reading, most_bytes: int) -> Iterator[tuple[Shard, ...]]:
+def _joined_shards(sources: Sequence[Source], most_bytes: int) -> Iterator[tuple[Shard, ...]]:
     """Yield all shards in order; small ones together, up to `most_bytes`."""
     joined: list[Shard] = []
     size = 0
-    for shard in (shard for source in sources for shard in source.shards(reading, most_bytes)):
+    for shard in (shard for source in sources for shard in source.shards(most_bytes)):
         own = most_bytes if shard.total_bytes is None else shard.total_bytes
         if joined and size + own > most_bytes:
             yield tuple(joined)
@@ -106,45 +244,43 @@ def _joined_shards(sources: Sequence[Source], reading: Reading, most_bytes: int)
 def _make_missing(
     shards: Sequence[tuple[Shard, ...]],
     made_of: Sequence[dict[str, object]],
-    found: Sequence[FinishedShard | None],
+    found: Sequence[Sequence[str] | None],
     task: Task,
     partial: Partial,
     options: PreprocessOptions,
-) -> list[FinishedShard]:
-    """Return the records of all shards, after tokenizing those that were not `found`."""
+) -> int:
+    """Tokenize the shards that were not `found`, and return the number of skipped records of all shards."""
     sizes = [[shard.total_bytes for shard in members] for members in shards]
-    total = None if any(None in members for members in sizes) else sum(size or 0 for size in itertools.chain(*sizes))
-    missing = [number for number, record in enumerate(found) if record is None]
+    known = [sum(size or 0 for size in members) for members in sizes]
+    total = None if any(None in members for members in sizes) else sum(known)
+    missing = [number for number, earlier in enumerate(found) if earlier is None]
     expected = sum(size or options.shard_bytes for number in missing for size in sizes[number])
-    done = sum(size or 0 for number, record in enumerate(found) if record is not None for size in sizes[number])
     workers = min(options.workers, math.ceil(expected / GROUP_BYTES))
-    finished = list(found)
     skipped = 0
-    for record in found:
-        skipped = _count_skipped(skipped, [] if record is None else record.skipped, task.reading.max_bad)
+    for earlier in found:
+        skipped = _count_skipped(skipped, earlier or (), task.reading.max_bad)
     read_bytes = documents = shown_documents = 0
     with (
-        ProgressBar("tokenized", total, done=done) as bar,
-        closing(
-            _tokenize_all(_groups([shards[number] for number in missing], task.reading), task, workers)
-        ) as tokenized,
+        ProgressBar("tokenized", total, done=sum(known) - sum(known[number] for number in missing)) as bar,
+        closing(_tokenize_all(_groups([shards[number] for number in missing]), task, workers)) as tokenized,
     ):
         for number in missing:
-            with partial.begin(number, made_of[number]) as writer:
+            with partial.begin(number, made_of[number]) as (writers, lines):
                 for group, is_last in tokenized:
                     skipped = _count_skipped(skipped, group.bad, task.reading.max_bad)
                     for line in group.bad:
                         options.report(f"skipped {line}")
-                    writer.add(group.keys, group.bad)
+                    lines += group.bad
+                    for writer, part in zip(writers, group.keys, strict=True):
+                        writer.add_documents(*part)
                     read_bytes, documents = read_bytes + group.file_bytes, documents + group.documents
                     if documents - shown_documents >= options.log_interval:
                         bar.advance(read_bytes, documents=documents)
                         read_bytes, shown_documents = 0, documents
                     if is_last:
                         break
-                finished[number] = writer.finish()
         bar.advance(read_bytes, documents=documents)
-    return [record for record in finished if record is not None]
+    return skipped
 
 
 def _count_skipped(before: int, lines: Sequence[str], max_bad: int) -> int:
@@ -155,12 +291,12 @@ def _count_skipped(before: int, lines: Sequence[str], max_bad: int) -> int:
     return before + len(lines)
 
 
-def _groups(shards: Sequence[tuple[Shard, ...]], reading: Reading) -> Iterator[tuple[tuple[Block, ...], bool]]:
+def _groups(shards: Sequence[tuple[Shard, ...]]) -> Iterator[tuple[tuple[Block, ...], bool]]:
     """Yield all blocks in groups of ~GROUP_BYTES, and whether each group is the last one of an element of `shards`."""
     for members in shards:
         group: list[Block] = []
         size = 0
-        for block in (block for shard in members for block in shard.blocks(reading)):
+        for block in (block for shard in members for block in shard.blocks()):
             if size >= GROUP_BYTES:
                 yield tuple(group), False
                 group, size = [], 0
@@ -177,7 +313,7 @@ def _tokenize_all(
         yield from ((_tokenize_group(task, group), is_last) for group, is_last in groups)
         return
     # Not multiprocessing.Pool, which waits forever for a worker that was killed.
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_initialize_worker)
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _initialize_worker, (task,))
     with ExitStack() as stack:
         stack.callback(pool.shutdown, wait=True, cancel_futures=True)
         with interrupts_blocked():
@@ -186,7 +322,7 @@ def _tokenize_all(
                 pool.submit(os.getpid)
         ahead = deque[tuple[Future[_TokenizedGroup], bool]]()
         for group, is_last in groups:
-            ahead.append((pool.submit(_tokenize_group, task, group), is_last))
+            ahead.append((pool.submit(_work, group), is_last))
             if len(ahead) > 2 * workers:
                 future, was_last = ahead.popleft()
                 yield future.result(), was_last
@@ -194,9 +330,13 @@ def _tokenize_all(
             yield future.result(), was_last
 
 
-def _initialize_worker() -> None:
-    """Limit the tokenizer to one thread, and end the worker if its parent is killed."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+_task_of_worker: Task
+
+
+def _initialize_worker(task: Task) -> None:
+    """Keep the task, limit the tokenizer to one thread, and end the worker if its parent is killed."""
+    global _task_of_worker
+    _task_of_worker, os.environ["TOKENIZERS_PARALLELISM"] = task, "false"
 
     def end_with_parent() -> None:
         parent = multiprocessing.parent_process()
@@ -207,13 +347,12 @@ def _initialize_worker() -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
+def _work(group: Sequence[Block]) -> _TokenizedGroup:
+    return _tokenize_group(_task_of_worker, group)
+
+
 def _tokenize_group(task: Task, group: Sequence[Block]) -> _TokenizedGroup:
-    parsed = [task.prepare(block.read(task.reading)) for block in group]
-    bad = [
-        f"{block.place(number)}: {reason}"
-        for block, one in zip(group, parsed, strict=True)
-        for number, reason in one.bad
-    ]
-    columns = [[value for one in parsed for value in one.columns[place]] for place in range(len(task.outputs))]
-    file_bytes = sum(block.file_bytes for block in group)
-    return _TokenizedGroup(file_bytes, len(columns[0]), bad, task.encode(columns))
+    parsed = [block.read(task.prepare) for block in group]
+    records = [record for one in parsed for record in one.records]
+    bad = [reason for one in parsed for _, reason in one.bad]
+    return _TokenizedGroup(sum(block.file_bytes for block in group), len(records), bad, task.encode(records))

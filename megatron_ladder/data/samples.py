@@ -82,10 +82,18 @@ class DatasetSamples(Samples):
         self.dataset, self.documents, self.seq_length = dataset, documents, seq_length
         self.seed, self.shuffle = seed, shuffle
         self.name, self.token_dtype = str(dataset.prefix), dataset.tokens.dtype
+        self._order_of = functools.lru_cache(maxsize=1)(self._make_order)
+
+    def _permutation(self, size: int, epoch: int, purpose: int) -> NDArray[np.int64]:
+        return permutation(size, self.seed, epoch, purpose) if self.shuffle else np.arange(size)
 
     @abstractmethod
     def __len__(self) -> int:
         """Number of samples of an epoch."""
+
+    @abstractmethod
+    def _make_order(self, epoch: int) -> Any:
+        """Return the order of an epoch, which is kept until another one is read."""
 
     @abstractmethod
     def _fill_epoch(self, epoch: int, places: NDArray[np.int64], rows: NDArray[np.int64], out: SampleRows) -> None:
@@ -97,11 +105,6 @@ class DatasetSamples(Samples):
         for epoch in np.unique(epochs).tolist():
             chosen = np.flatnonzero(epochs == epoch)
             self._fill_epoch(epoch if self.shuffle else 0, places[chosen], rows[chosen], out)
-
-    @property
-    def sources(self) -> "tuple[DatasetSamples, ...]":
-        """These samples, as a blend of one."""
-        return (self,)
 
     @functools.cached_property
     def content(self) -> dict[str, Any]:
@@ -125,17 +128,6 @@ class DatasetSamples(Samples):
         documents = [self.documents.start, self.documents.stop]
         one = {"prefix": self.name, "documents": documents, "content": self.content}
         return {"order": self.order, "sets": [one]}
-
-
-class Order(NamedTuple):
-    """The order of an epoch: the documents [D] to concatenate, and the sample numbers [S] as they are read.
-
-    `starts` [D + 1] are the first token of each document in the concatenated tokens, and the number of tokens.
-    """
-
-    documents: NDArray[np.int64]
-    starts: NDArray[np.int64]
-    samples: NDArray[np.int64]
 
 
 class SampleSource(DatasetSamples):
@@ -165,25 +157,24 @@ class SampleSource(DatasetSamples):
                 f"{dataset.prefix}: no token of the {part} part counts by its loss mask, so there is nothing to learn: "
                 "give other data, or --loss-on all"
             )
-        self._held: tuple[int, Order] | None = None
 
     def __len__(self) -> int:
         return (self.tokens - 1) // self.seq_length
 
     def _fill_epoch(self, epoch: int, places: NDArray[np.int64], rows: NDArray[np.int64], out: SampleRows) -> None:
-        order = self._order_of(epoch)
-        begins = order.samples[places] * self.seq_length
+        documents, starts, samples = self._order_of(epoch)
+        begins = samples[places] * self.seq_length
         ends = begins + self.seq_length + 1
         # Documents first .. last (inclusive) of each sample; "right" skips empty documents.
-        first = np.searchsorted(order.starts, begins, side="right") - 1
-        last = np.searchsorted(order.starts, ends, side="left") - 1
+        first = np.searchsorted(starts, begins, side="right") - 1
+        last = np.searchsorted(starts, ends, side="left") - 1
         counts = last - first + 1
         # One entry per piece, which is the part of a document that is in a sample.
         owner = np.repeat(np.arange(len(places)), counts)
         piece = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts) + first[owner]
-        piece_begin = np.maximum(order.starts[piece], begins[owner])
-        lengths = np.minimum(order.starts[piece + 1], ends[owner]) - piece_begin
-        sources = self.dataset.document_bounds[order.documents[piece]] + piece_begin - order.starts[piece]
+        piece_begin = np.maximum(starts[piece], begins[owner])
+        lengths = np.minimum(starts[piece + 1], ends[owner]) - piece_begin
+        sources = self.dataset.document_bounds[documents[piece]] + piece_begin - starts[piece]
         targets = rows[owner] * (self.seq_length + 1) + piece_begin - begins[owner]
         arrays = [(self.dataset.tokens, out.tokens)]
         if out.loss_mask is not None and self.dataset.loss_mask is not None:
@@ -197,14 +188,9 @@ class SampleSource(DatasetSamples):
             for begin, end, to, to_end in zip(*ranges, strict=True):
                 flat[to:to_end] = data[begin:end]
 
-    def _order_of(self, epoch: int) -> Order:
-        if self._held is None or self._held[0] != epoch:
-            documents, samples = np.arange(len(self.documents)), np.arange(len(self))
-            if self.shuffle:
-                documents = permutation(len(documents), self.seed, epoch, DOCUMENTS)
-                samples = permutation(len(samples), self.seed, epoch, SAMPLES)
-            documents += self.documents.start
-            starts = np.zeros(len(documents) + 1, np.int64)
-            np.cumsum(np.diff(self.dataset.document_bounds)[documents], out=starts[1:])
-            self._held = epoch, Order(documents, starts, samples)
-        return self._held[1]
+    def _make_order(self, epoch: int) -> tuple[NDArray[np.int64], ...]:
+        """Return the documents [D] to concatenate, where each begins there and the end [D + 1], and the samples [S]."""
+        documents = self._permutation(len(self.documents), epoch, DOCUMENTS) + self.documents.start
+        starts = np.zeros(len(documents) + 1, np.int64)
+        np.cumsum(np.diff(self.dataset.document_bounds)[documents], out=starts[1:])
+        return documents, starts, self._permutation(len(self), epoch, SAMPLES)

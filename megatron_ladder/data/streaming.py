@@ -20,7 +20,7 @@ skipped records.
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -48,31 +48,6 @@ Encode = Callable[[Sequence[str]], Sequence[list[int]]]
 """Texts -> ids without an end-of-document token."""
 
 
-class ShardBlock(NamedTuple):
-    """The documents of a block of a shard, and its unreadable records, whose reasons begin with their locations."""
-
-    texts: list[str]
-    bad: tuple[BadRecord, ...] = ()
-
-
-@dataclass(frozen=True)
-class TextShard:
-    """A part of the input that is read in order; of those that rank 0 has not sent yet, only the name is known."""
-
-    name: str
-    """It distinguishes the shard from other and from changed shards, without its directory."""
-    shard: Shard | None = None
-    reading: Reading = Reading()
-
-    def blocks(self, first: int) -> Iterator[ShardBlock]:
-        """Yield its blocks, which are always the same, without the first `first` ones."""
-        assert self.shard is not None
-        for block in self.shard.blocks(self.reading, first):
-            parsed = block.read(self.reading)
-            bad = [BadRecord(number, f"{block.place(number)}: {reason}") for number, reason in parsed.bad]
-            yield ShardBlock(parsed.columns[0], tuple(bad))
-
-
 class StreamPosition(NamedTuple):
     """The position of a stream: the beginning of the window in which the next sample begins, and its used tokens.
 
@@ -90,7 +65,8 @@ class StreamPosition(NamedTuple):
 class StreamPlan:
     """Everything that determines the samples; the same in every layout."""
 
-    shards: tuple[TextShard, ...]
+    shards: tuple[str, ...]
+    """Their labels, which all ranks know; rank 0 alone has looked for the shards."""
     streams: int
     seq_length: int
     seed: int
@@ -112,47 +88,21 @@ class StreamPlan:
             "window_documents": self.window_documents,
             "eod_id": self.eod_id,
             "shards": len(self.shards),
-            "shards_sha256": hashlib.sha256("\n".join(shard.name for shard in self.shards).encode()).hexdigest(),
+            "shards_sha256": hashlib.sha256("\n".join(self.shards).encode()).hexdigest(),
         }
-
-
-class SkippedRecords:
-    """The unreadable records of one rank's streams, and those that a checkpoint lists for all ranks.
-
-    Each counts once. So any number of ranks can read an input with at most `limit` bad records any number of times.
-    """
-
-    def __init__(
-        self, limit: int = 0, report: Callable[[str], None] = print, known: Iterable[Sequence[int]] = ()
-    ) -> None:
-        """`report` receives a line about each new record; `known` is the combined `state` of any number of ranks."""
-        self._limit, self._report = limit, report
-        self._known = {(shard, block, record) for shard, block, record in known}
-
-    def add(self, shard: int, block: int, bad: Sequence[BadRecord]) -> None:
-        """Count the bad records of a block; raises UserError for too many."""
-        for record in bad:
-            found = (shard, block, record.number)
-            # A block with too many bad records was not read to its end.
-            if found in self._known and len(bad) <= self._limit:
-                continue
-            where = f"--streaming {record.reason}"
-            if len(self._known) >= self._limit:
-                already = f" ({len(self._known)} before it were skipped: --streaming-skip-bad-lines {self._limit})"
-                raise UserError(where + (already if self._limit else ""))
-            self._known.add(found)
-            self._report(f"skipped: {where}")
-
-    def state(self) -> list[list[int]]:
-        """Return shard, block and record of each; JSON-able."""
-        return [list(found) for found in sorted(self._known)]
 
 
 class _ShardStream:
     def __init__(
-        self, plan: StreamPlan, number: int, encode: Encode, position: StreamPosition, skipped: SkippedRecords
+        self,
+        plan: StreamPlan,
+        shards: Sequence[Shard],
+        number: int,
+        encode: Encode,
+        position: StreamPosition,
+        skip: Callable[[int, int, Sequence[BadRecord]], None],
     ) -> None:
-        self._plan, self._number, self._encode, self._skipped = plan, number, encode, skipped
+        self._plan, self._shards, self._number, self._encode, self._skip = plan, shards, number, encode, skip
         self._next, self._used = position._replace(used=0), position.used
         # Each window begins at a position with 0 used tokens.
         self._windows: deque[tuple[StreamPosition, NDArray[np.int32]]] = deque()
@@ -207,42 +157,66 @@ class _ShardStream:
 
     def _blocks_from(self, position: StreamPosition) -> Iterator[tuple[list[str], StreamPosition]]:
         """Yield documents from a position on, each time with the position after them; none at the end of an epoch."""
-        epoch, shard, block = position.epoch, position.shard, position.block
+        epoch, shard, first = position.epoch, position.shard, position.block
         while True:
             own = self._own_shards(epoch)
             for place in range(shard, len(own)):
-                source = self._plan.shards[own[place]]
-                for number, documents in enumerate(source.blocks(block), start=block):
-                    if documents.bad:
-                        self._skipped.add(own[place], number, documents.bad)
-                    yield documents.texts, StreamPosition(epoch, place, number + 1)
-                block = 0
+                for number, block in enumerate(self._shards[own[place]].blocks(first), start=first):
+                    records, bad = block.read()
+                    self._skip(own[place], number, bad)
+                    yield [text for (text,) in records], StreamPosition(epoch, place, number + 1)
+                first = 0
             epoch, shard = epoch + 1, 0
             yield [], StreamPosition(epoch)
 
 
 class StreamReader:
-    """Reads the samples of one data-parallel rank from its streams alternately. Every rank has as many streams."""
+    """Reads the samples of one data-parallel rank from its streams alternately. Every rank has as many streams.
+
+    Each unreadable record counts once, and a checkpoint lists those of all ranks. So any number of ranks can read an
+    input with at most `max_bad` of them any number of times.
+    """
 
     def __init__(
         self,
         plan: StreamPlan,
+        shards: Sequence[Shard],
         encode: Encode,
         shape: BatchShape,
         data_parallel_rank: int,
         consumed_samples: int,
-        positions: Mapping[int, StreamPosition],
+        states: Sequence[Mapping[str, Any]],
         vocab_size: int,
-        skipped: SkippedRecords | None = None,
+        report: Callable[[str], None] = print,
     ) -> None:
-        """`consumed_samples` were read by all ranks together; streams without one of `positions` are new."""
-        self._skipped = skipped or SkippedRecords(plan.max_bad)
+        """`consumed_samples` were read by all ranks together, which had these `states` then; other streams are new.
+
+        `report` receives a line about each record that is skipped for the first time.
+        """
+        found = (item for state in states for item in state["positions"].items())
+        positions = {int(number): StreamPosition(*place) for number, place in found}
+        self._skipped = {(shard, block, record) for state in states for shard, block, record in state["skipped"]}
         self._streams = {
-            number: _ShardStream(plan, number, encode, positions.get(number, StreamPosition()), self._skipped)
+            number: _ShardStream(plan, shards, number, encode, positions.get(number, StreamPosition()), self._skip)
             for number in range(data_parallel_rank, plan.streams, shape.data_parallel_size)
         }
-        self._plan, self._shape, self._rank = plan, shape, data_parallel_rank
+        self._plan, self._shape, self._rank, self._report = plan, shape, data_parallel_rank, report
         self._vocab_size, self._next = vocab_size, consumed_samples
+
+    def _skip(self, shard: int, block: int, bad: Sequence[BadRecord]) -> None:
+        """Count the bad records of a block; raises UserError for too many."""
+        limit = self._plan.max_bad
+        for record in bad:
+            found = (shard, block, record.number)
+            # A block with too many bad records was not read to its end.
+            if found in self._skipped and len(bad) <= limit:
+                continue
+            where = f"--streaming {record.reason}"
+            if len(self._skipped) >= limit:
+                already = f" ({len(self._skipped)} before it were skipped: --streaming-skip-bad-lines {limit})"
+                raise UserError(where + (already if limit else ""))
+            self._skipped.add(found)
+            self._report(f"skipped: {where}")
 
     def read(self) -> SampleRows:
         """Return the next rows [n, s + 1]; raises UserError for an input without text or with too many bad records."""
@@ -258,20 +232,9 @@ class StreamReader:
         return SampleRows(rows, None)
 
     def state(self) -> dict[str, Any]:
-        """Return the positions of this rank's streams by their numbers, and the skipped records."""
+        """Return the positions of this rank's streams by their numbers, and the skipped records; JSON-able."""
         positions = {str(number): list(stream.position) for number, stream in self._streams.items()}
-        return {"positions": positions, "skipped": self._skipped.state()}
-
-
-def positions_of(states: Sequence[Mapping[str, Any]]) -> dict[int, StreamPosition]:
-    """Return the position of each stream from the states of any number of ranks."""
-    places = ((number, place) for state in states for number, place in state["positions"].items())
-    return {int(number): StreamPosition(*map(int, place)) for number, place in places}
-
-
-def skipped_of(states: Sequence[Mapping[str, Any]]) -> list[Sequence[int]]:
-    """Return the skipped records from the states of all ranks."""
-    return [found for state in states for found in state["skipped"]]
+        return {"positions": positions, "skipped": [list(found) for found in sorted(self._skipped)]}
 
 
 def choose_streams(requested: int | None, shards: int, data_parallel_size: int) -> int:
@@ -296,28 +259,19 @@ def choose_streams(requested: int | None, shards: int, data_parallel_size: int) 
 
 
 class StreamInput(NamedTuple):
-    """The input of a streamed run; its shards are picklable, so that one rank looks for all.
+    """What every rank knows of the input of a streamed run; JSON-able."""
 
-    `sources` are described by `describe_sources`.
-    """
-
-    shards: tuple[TextShard, ...]
+    shards: tuple[str, ...]
+    """Their labels."""
     sources: tuple[dict[str, Any], ...]
-
-    def record(self) -> dict[str, Any]:
-        """Return everything except the content of the shards, JSON-able."""
-        return {"shards": [shard.name for shard in self.shards], "sources": self.sources}
-
-    @staticmethod
-    def from_record(record: dict[str, Any]) -> "StreamInput":
-        """Return an input whose shards have only names."""
-        return StreamInput(tuple(map(TextShard, record["shards"])), tuple(record["sources"]))
+    """See `describe_sources`."""
 
 
-def find_input(inputs: Sequence[str], key: str, max_bad: int = 0) -> StreamInput:
-    """Return the input of arguments such as those of preprocess_data.py's --input.
+def find_input(inputs: Sequence[str], key: str, max_bad: int = 0) -> tuple[tuple[Shard, ...], StreamInput]:
+    """Return the shards of arguments such as those of preprocess_data.py's --input, and what describes them.
 
-    Up to `max_bad` unreadable records are skipped. Raises UserError for an argument that cannot be read repeatedly.
+    The shards are picklable, so that one rank looks for all. Up to `max_bad` unreadable records are skipped. Raises
+    UserError for an argument that cannot be read repeatedly.
     """
     if "-" in inputs:
         raise UserError("--streaming -: standard input cannot be read again by a resumed run: give files")
@@ -328,7 +282,5 @@ def find_input(inputs: Sequence[str], key: str, max_bad: int = 0) -> StreamInput
     part = None
     if len(sources) < _ENOUGH_SHARDS:
         part = max(_MIN_BYTES, sum(source.total_bytes or 0 for source in sources) // _ENOUGH_SHARDS)
-    shards = tuple(
-        TextShard(shard.label, shard, reading) for source in sources for shard in source.shards(reading, part)
-    )
-    return StreamInput(shards, describe_sources(sources))
+    shards = tuple(shard for source in sources for shard in source.shards(part))
+    return shards, StreamInput(tuple(shard.label for shard in shards), describe_sources(sources))

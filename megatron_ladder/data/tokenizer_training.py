@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import sentencepiece
 import tokenizers
 
-from megatron_ladder.data.reading.protocol import Reading, Source, read_blocks
+from megatron_ladder.data.reading.protocol import Source, read_records
 from megatron_ladder.errors import UserError
 
 MAX_LINE_BYTES = 1 << 16
@@ -24,7 +24,7 @@ _END_OF_TEXT = "<|endoftext|>"
 class TextSample:
     """Text for a trainer, sampled evenly from the whole input; counts the lines that are too long for it."""
 
-    def __init__(self, sources: Sequence[Source], reading: Reading, most_bytes: int, in_lines: bool) -> None:
+    def __init__(self, sources: Sequence[Source], most_bytes: int, in_lines: bool) -> None:
         """Prepare a sample of about `most_bytes`, or that much of the beginning of an input of unknown size.
 
         Raise a UserError if the input is empty.
@@ -37,7 +37,7 @@ class TextSample:
         self.too_long = 0
         self._share = self.used_bytes / (self.input_bytes or self.used_bytes)
         self._most_bytes = math.inf if self.input_bytes else most_bytes
-        self._sources, self._reading, self._in_lines = sources, reading, in_lines
+        self._sources, self._in_lines = sources, in_lines
 
     def __iter__(self) -> Iterator[str]:
         """Yield lines or larger pieces, evenly spaced; raises UserError if a record cannot be read."""
@@ -55,20 +55,16 @@ class TextSample:
             yield piece
 
     def _pieces(self) -> Iterator[str]:
-        for block in read_blocks(self._sources, self._reading):
-            parsed = block.read(self._reading)
-            for bad in parsed.bad:
-                raise UserError(f"{block.place(bad.number)}: {bad.reason}")
-            for text in itertools.chain.from_iterable(parsed.columns):
-                if self._in_lines:
-                    yield from text.split("\n")
-                    continue
-                begin = 0
-                while begin < len(text):
-                    end = text.find("\n", begin + _PIECE_CHARACTERS)
-                    end = len(text) if end < 0 else end
-                    yield text[begin:end]
-                    begin = end
+        for text in itertools.chain.from_iterable(read_records(self._sources)):
+            if self._in_lines:
+                yield from text.split("\n")
+                continue
+            begin = 0
+            while begin < len(text):
+                end = text.find("\n", begin + _PIECE_CHARACTERS)
+                end = len(text) if end < 0 else end
+                yield text[begin:end]
+                begin = end
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:

@@ -69,11 +69,6 @@ class Tokenizer(Protocol):
         """The flag that selects it, for messages."""
         return f"--tokenizer-model {self.files[0]}" if self.files else f"--tokenizer-type {self.kind}"
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle only what another process needs to load the same tokenizer, once."""
-        model = self.files[0] if self.files else None
-        return _load_unchanged, (self.sha256, self.kind, model, self.vocab_size - 1)
-
 
 class ByteTokenizer(Tokenizer):
     """Uses the bytes of UTF-8 as ids 0 to 255; 256 ends a document. For tests."""
@@ -264,7 +259,9 @@ class HuggingFaceTokenizer(Tokenizer):
         library.no_padding()
         library.no_truncation()
         self._tokenizer = library
-        self._added = library.get_added_tokens_decoder()
+        added = library.get_added_tokens_decoder().values()
+        self.special_tokens = tuple(token.content for token in added if token.special)
+        """The texts of the added tokens that are flagged as special."""
         vocabulary = library.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise UserError(f"--tokenizer-model {path}: has an empty vocabulary")
@@ -274,15 +271,6 @@ class HuggingFaceTokenizer(Tokenizer):
         beginnings = [token for _, token in self._named("bos_token") if isinstance(token, str) and token in vocabulary]
         self.bos_id = vocabulary[beginnings[0]] if beginnings else None
         self.eod_id = self._find_eod(vocabulary)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        load, arguments = super().__reduce__()
-        return load, (*arguments, self.named_tokens()["eos_token"])
-
-    @property
-    def special_tokens(self) -> tuple[str, ...]:
-        """The texts of the added tokens that are flagged as special."""
-        return tuple(token.content for token in self._added.values() if token.special)
 
     def named_tokens(self) -> dict[str, str]:
         return {"eos_token": str(self._tokenizer.id_to_token(self.eod_id))}
@@ -371,17 +359,6 @@ def load_tokenizer(
     if kind == SentencePieceTokenizer.kind:
         return SentencePieceTokenizer(tokenizer_model)
     return HuggingFaceTokenizer(tokenizer_model, eod_token)
-
-
-@functools.cache
-def _load_unchanged(
-    sha256: str, kind: str, model: Path | None, vocab_size: int, eod_token: str | None = None
-) -> Tokenizer:
-    """Load a tokenizer in a worker; raises UserError if it differs from the one that other processes use."""
-    tokenizer = load_tokenizer(kind, model, vocab_size, eod_token)
-    if tokenizer.sha256 != sha256:
-        raise UserError(f"--tokenizer-model {model}: changed while it was used: start again")
-    return tokenizer
 
 
 class _Description(msgspec.Struct):

@@ -35,6 +35,7 @@ from megatron_ladder.checkpoint.saving import (
     gather_through_files,
     run_in_thread,
 )
+from megatron_ladder.data.batches import GlobalBatchLoader
 from megatron_ladder.data.chat_template import own_chat_template
 from megatron_ladder.data.loader import find_chat_template
 from megatron_ladder.data.tokenizers import Tokenizer, tokenizer_files
@@ -42,7 +43,6 @@ from megatron_ladder.errors import BadNumbersError, UserError
 from megatron_ladder.files import write_atomically
 from megatron_ladder.train.inputs import RunInputs
 from megatron_ladder.train.log import print_rank_0
-from megatron_ladder.train.reading import Batches
 from megatron_ladder.train.record import RunRecord
 from megatron_ladder.train.resume import learned_changes, schedule_note
 from megatron_ladder.train.setup import Trainer
@@ -154,7 +154,7 @@ class CheckpointSaver:
         )
         return checkpoint
 
-    def save(self, iteration: int, batches: Batches, reason: str = "interval", final: bool = False) -> None:
+    def save(self, iteration: int, batches: GlobalBatchLoader, reason: str = "interval", final: bool = False) -> None:
         """Publish a checkpoint in --save, or start to; does nothing without --save, or if the run has saved it already.
 
         Waits for a save in flight first. The `final` save of a run is synchronous, and raises UserError if it fails.
@@ -214,7 +214,7 @@ class CheckpointSaver:
                 "the model again if the loaded weights were already bad"
             )
 
-    def _header(self, iteration: int, batches: Batches) -> dict[str, Any]:
+    def _header(self, iteration: int, batches: GlobalBatchLoader) -> dict[str, Any]:
         run, stream, data = self._trainer.run, self._inputs.stream, self._trainer.mesh.data
         header = {
             "iteration": iteration,

@@ -15,6 +15,7 @@ from megatron_ladder.config.sections import DataConfig
 from megatron_ladder.data.indexed import sidecar_path
 from megatron_ladder.data.loader import OrderOptions, Sources, check_tokenizer, open_sources
 from megatron_ladder.data.prompt_files import read_prompt_file
+from megatron_ladder.data.reading.protocol import Shard
 from megatron_ladder.data.streaming import StreamInput, StreamPlan, choose_streams, find_input
 from megatron_ladder.data.tokenizers import (
     DESCRIPTION_FILE,
@@ -54,8 +55,7 @@ class Findings(msgspec.Struct):
     checkpoint: FoundModel | None = None
     """In --load."""
     teacher: FoundModel | None = None
-    stream: dict[str, Any] | None = None
-    """The record of the input of --streaming."""
+    stream: StreamInput | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +81,8 @@ class RunInputs(ResolvedRun):
     """The data's end-of-document token, if a tokenizer or a data set's sidecar defines it."""
     stream: StreamPlan | None = None
     """The training input of --streaming, which replaces the training source."""
+    shards: tuple[Shard, ...] = ()
+    """Those of the stream, on rank 0."""
     sample_prompts: tuple[SamplePrompt, ...] = ()
     teacher: StoredTeacher | None = None
     """The model of --distill-from, if the run trains."""
@@ -92,16 +94,16 @@ def read_inputs(flags: RunFlags, place: RankInfo, ask: Ask = lambda minutes, loo
 
     `ask` returns the findings of rank 0, see `launch.from_rank_0`; by default, this rank looks.
     """
-    own_input: list[StreamInput] = []
+    own_shards: list[Shard] = []
 
     def look() -> Any:
         with showing_places(flags.places):
-            return msgspec.to_builtins(_look(flags, own_input))
+            return msgspec.to_builtins(_look(flags, own_shards))
 
     findings = msgspec.convert(ask(flags.parallel.distributed_timeout_minutes, look), Findings)
     with showing_places(flags.places):
         resolved = _resolve(flags, findings, place)
-        return _open(resolved, findings, own_input, place)
+        return _open(resolved, findings, own_shards, place)
 
 
 def read_dry_run(flags: RunFlags, world_size: int) -> RunConfig:
@@ -115,8 +117,8 @@ def read_dry_run(flags: RunFlags, world_size: int) -> RunConfig:
     return run
 
 
-def _look(flags: RunFlags, own_input: list[StreamInput]) -> Findings:
-    """Look for checkpoints, teacher and input of --streaming, which `own_input` receives; create --save."""
+def _look(flags: RunFlags, own_shards: list[Shard]) -> Findings:
+    """Look for checkpoints, teacher and input of --streaming, whose shards `own_shards` receives; create --save."""
     findings, errors = Findings(), ErrorCollector()
     with errors.collect("--load"):
         findings.checkpoint = look_for_checkpoint(flags)
@@ -130,8 +132,8 @@ def _look(flags: RunFlags, own_input: list[StreamInput]) -> Findings:
             findings.teacher = find_teacher(flags)
         if data.streaming:
             with errors.collect("--streaming"):
-                own_input.append(find_input(data.streaming, data.streaming_key, data.streaming_skip_bad_lines))
-                findings.stream = own_input[0].record()
+                found = find_input(data.streaming, data.streaming_key, data.streaming_skip_bad_lines)
+                own_shards[:], findings.stream = found
     errors.raise_if_any()
     return findings
 
@@ -171,7 +173,7 @@ def _resolve(flags: RunFlags, findings: Findings, place: RankInfo) -> ResolvedRu
     return ResolvedRun(run=run, deepspeed=deepspeed, tokenizer=tokenizer, checkpoint=checkpoint, values=values)
 
 
-def _open(resolved: ResolvedRun, findings: Findings, own_input: Sequence[StreamInput], place: RankInfo) -> RunInputs:
+def _open(resolved: ResolvedRun, findings: Findings, own_shards: Sequence[Shard], place: RankInfo) -> RunInputs:
     """Open data, prompts and teacher, and compare the data with the checkpoint's."""
     run, tokenizer, checkpoint, errors = resolved.run, resolved.tokenizer, resolved.checkpoint, ErrorCollector()
     teacher, stream, sources, eod_id = None, None, Sources(None, {}), None
@@ -189,8 +191,7 @@ def _open(resolved: ResolvedRun, findings: Findings, own_input: Sequence[StreamI
             errors.add(Problem("--skip-train", f" needs validation data: give {fix}"))
     if findings.stream is not None:
         with errors.collect("--streaming"):
-            text_input = own_input[0] if own_input else StreamInput.from_record(findings.stream)
-            stream = _open_stream(run, tokenizer, checkpoint, text_input)
+            stream = _open_stream(run, tokenizer, checkpoint, findings.stream)
     with errors.collect("--sample-prompts"):
         prompts = _read_sample_prompts(run, tokenizer)
     errors.raise_if_any()
@@ -202,7 +203,7 @@ def _open(resolved: ResolvedRun, findings: Findings, own_input: Sequence[StreamI
     if checkpoint is not None and (sources.train or stream) and not run.loads_only_weights:
         check_same_data(checkpoint, data, run.data.allow_data_change, place.rank)
     opened: dict[str, Any] = {"eod_id": eod_id, "stream": stream, "sample_prompts": prompts, "teacher": teacher}
-    return RunInputs(**vars(resolved), sources=sources, data=data, **opened)
+    return RunInputs(**vars(resolved), sources=sources, data=data, shards=tuple(own_shards), **opened)
 
 
 def _load_vocabulary(flags: RunFlags, checkpoint: Checkpoint | None) -> tuple[Tokenizer | None, int | None]:

@@ -21,7 +21,6 @@ from megatron_ladder.blueprint.tensors import ModelFlops, active_parameters, pad
 from megatron_ladder.blueprint.wiring import plan_reads
 from megatron_ladder.comm.agreement import Peers
 from megatron_ladder.config.run import RunConfig
-from megatron_ladder.data.blending import BlendedSource
 from megatron_ladder.data.loader import Sources
 from megatron_ladder.data.packing import PackedSource
 from megatron_ladder.engine.build import partition
@@ -81,11 +80,10 @@ def banner(trainer: Trainer, sources: Sources) -> str:
 def _data_notes(run: RunConfig, sources: Sources) -> Iterator[str]:
     """Yield one line per data set: its tokens, how often the run reads them, and how conversations are packed."""
     for part, source in sources.labeled.items():
-        weights = source.weights if isinstance(source, BlendedSource) else [1]
-        for one, weight in zip(source.sources, weights, strict=True):
+        for one, weight in zip(source.sources, source.weights, strict=True):
             note = f"{part}: {one.name}: {one.tokens:,} tokens in {len(one.documents):,} documents"
             if part == "train":
-                samples = run.training.train_iters * run.global_batch_size * weight / sum(weights)
+                samples = run.training.train_iters * run.global_batch_size * weight / sum(source.weights)
                 note += f", {samples * run.training.seq_length / one.tokens:.3g} epochs"
             if isinstance(one, PackedSource):
                 note += f"; {one.conversations:,} conversations in {len(one):,} rows, {one.filled:.1%} full; "

@@ -23,6 +23,7 @@ from megatron_ladder.comm.watch import HangWatch
 from megatron_ladder.command_line import FlagWords
 from megatron_ladder.config.file import CONFIG_NAME, config_file_text
 from megatron_ladder.config.run import to_flags
+from megatron_ladder.data.batches import GlobalBatchLoader
 from megatron_ladder.files import write_atomically
 from megatron_ladder.train.checkpoints import CheckpointSaver
 from megatron_ladder.train.evaluation import Evaluations
@@ -38,7 +39,7 @@ from megatron_ladder.train.log import (
     report_finding,
 )
 from megatron_ladder.train.profile import step_contexts
-from megatron_ladder.train.reading import Batches, training_batches
+from megatron_ladder.train.reading import training_batches
 from megatron_ladder.train.record import RunRecord, save_lock
 from megatron_ladder.train.setup import Trainer, build_trainer
 from megatron_ladder.train.step import train_step
@@ -51,7 +52,7 @@ class OpenRun:
 
     trainer: Trainer
     inputs: RunInputs
-    batches: Batches
+    batches: GlobalBatchLoader
     """Of the training data, after those of earlier runs."""
     checkpoints: CheckpointSaver
     record: RunRecord

@@ -1,18 +1,15 @@
 """Decides which ranks read batches, and which ranks receive them by broadcast."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from megatron_ladder.data.batches import BatchShape, DocumentRules, GlobalBatchLoader, SampleReader, UnreadBatches
+from megatron_ladder.data.batches import BatchShape, DocumentRules, GlobalBatchLoader, SampleReader
 from megatron_ladder.data.identity import data_changes
 from megatron_ladder.data.samples import Samples
-from megatron_ladder.data.streaming import SkippedRecords, StreamPlan, StreamReader, positions_of, skipped_of
+from megatron_ladder.data.streaming import StreamPlan, StreamReader
 from megatron_ladder.train.inputs import RunInputs
 from megatron_ladder.train.log import print_if_possible
 from megatron_ladder.train.setup import Trainer
-
-Batches = GlobalBatchLoader | UnreadBatches
 
 
 def _shape_and_rules(trainer: Trainer) -> tuple[BatchShape, DocumentRules]:
@@ -21,7 +18,7 @@ def _shape_and_rules(trainer: Trainer) -> tuple[BatchShape, DocumentRules]:
     return shape, DocumentRules(trainer.eod_id, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
 
 
-def sample_batches(trainer: Trainer, source: Samples | None, consumed_samples: int) -> Batches:
+def sample_batches(trainer: Trainer, source: Samples | None, consumed_samples: int) -> GlobalBatchLoader:
     """Return this rank's batches of numbered samples, if there is a source, starting after `consumed_samples`.
 
     On the first and last pipeline stage, the first tensor-parallel rank reads and broadcasts to the others of its
@@ -30,7 +27,7 @@ def sample_batches(trainer: Trainer, source: Samples | None, consumed_samples: i
     mesh, (shape, rules) = trainer.mesh, _shape_and_rules(trainer)
     embeds_or_has_targets = mesh.pipeline.rank in (0, mesh.pipeline.size - 1)
     if source is None or not (embeds_or_has_targets or rules.cuts_rows):
-        return UnreadBatches(shape, consumed_samples)
+        return GlobalBatchLoader(None, shape, rules, consumed_samples)
     reader = None
     if mesh.tensor.rank == 0:
         reader = SampleReader(source, shape, mesh.data.rank, consumed_samples, trainer.run.model.vocab_size)
@@ -39,7 +36,7 @@ def sample_batches(trainer: Trainer, source: Samples | None, consumed_samples: i
 
 def training_batches(
     trainer: Trainer, inputs: RunInputs, consumed_samples: int, manifest: Mapping[str, Any]
-) -> Batches:
+) -> GlobalBatchLoader:
     """Return this rank's training batches after `consumed_samples`; `manifest` is that of the resumed checkpoint.
 
     The first rank of each model tokenizes streamed text and broadcasts to the model's other ranks.
@@ -51,7 +48,7 @@ def training_batches(
     shape, rules = _shape_and_rules(trainer)
     states = _stored_streams(plan, inputs.data, manifest)
     # Rank 0 has looked at files and asked a hub for all ranks.
-    plan = replace(plan, shards=mesh.world.broadcast_object(plan.shards))
+    shards = mesh.world.broadcast_object(inputs.shards)
     if mesh.model.rank == 0:
 
         def warn(text: str) -> None:
@@ -60,13 +57,14 @@ def training_batches(
 
         reader = StreamReader(
             plan,
+            shards,
             tokenizer.encode_batch,
             shape,
             mesh.data.rank,
             consumed_samples,
-            positions_of(states),
+            states,
             trainer.run.model.vocab_size,
-            SkippedRecords(plan.max_bad, warn, skipped_of(states)),
+            warn,
         )
     return GlobalBatchLoader(reader, shape, rules, consumed_samples, trainer.on_host(mesh.model))
 

@@ -23,10 +23,9 @@ def rows_of(batches: list[MicroBatch]) -> list[list[int]]:
 def read(argv: list[str], path: str, steps: int, consumed: int, states: list[Any]) -> tuple[list[Any], Any]:
     """Return the rows of every step and the final state as a checkpoint has it, on each rank."""
     trainer, tokenizer = build_trainer_here([*RECIPE, *argv]), NullTokenizer(100)
-    plan = StreamPlan(find_input([path], "text").shards, 4, trainer.run.training.seq_length, 1, 20, tokenizer.eod_id)
-    inputs = RunInputs(
-        run=trainer.run, tokenizer=tokenizer, sources=Sources(None, {}), eod_id=tokenizer.eod_id, stream=plan
-    )
+    shards, (names, _) = find_input([path], "text")
+    plan = StreamPlan(names, 4, trainer.run.training.seq_length, 1, 20, tokenizer.eod_id)
+    inputs = RunInputs(run=trainer.run, tokenizer=tokenizer, sources=Sources(None, {}), stream=plan, shards=shards)
     batches = training_batches(trainer, inputs, consumed, {"data_streams": states})
     rows = [rows_of(next(batches)) for _ in range(steps)]
     batches.close()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, DTypeLike
 
 from megatron_ladder.data.indexed import IndexedDataset, IndexedDatasetWriter
 
@@ -14,11 +14,10 @@ MakeDataset = Callable[..., IndexedDataset]
 """The fixture `make_dataset` of the tests of data."""
 
 
-def write_documents(prefix: Path, *documents: ArrayLike) -> Path:
+def write_documents(prefix: Path, *documents: ArrayLike, dtype: DTypeLike = np.uint16) -> Path:
     """Write a data set of these documents; return its prefix."""
-    with IndexedDatasetWriter(prefix, np.dtype(np.uint16)) as writer:
-        for document in documents:
-            writer.add_document(document)
+    with IndexedDatasetWriter(prefix, np.dtype(dtype)) as writer:
+        writer.add_documents(np.concatenate(documents), np.array(list(map(len, documents))))
         writer.publish()
     return prefix
 

@@ -65,16 +65,16 @@ MOST_LINES_OF_A_FILE = 470
 
 FIRST_FLOOR = ("errors", "files", "processes", "progress", "api", "lm_eval")
 BUDGETS = {
-    f"{PACKAGE}/": 24_436,
+    f"{PACKAGE}/": 24_245,
     " ".join(
         f"{PACKAGE}/{folder}/" for folder in ("blueprint", "comm", "parallel", "model", "engine", "train")
     ): 10_649,
     f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_394,
     f"{PACKAGE}/checkpoint/": 2_047,
-    f"{PACKAGE}/data/": 4_132,
+    f"{PACKAGE}/data/": 3_945,
     f"{PACKAGE}/convert/": 2_500,
     f"{PACKAGE}/generate/": 2_089,
-    f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_613,
+    f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_611,
     "tools/": 5_984,
     "vllm_plugin/": 1_999,
     "tests/": 26_179,

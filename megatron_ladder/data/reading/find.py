@@ -37,9 +37,9 @@ def find_sources(inputs: Sequence[str | Path], reading: Reading) -> list[Source]
 
 def _sources_of(word: str, reading: Reading) -> list[Source]:
     if word == "-":
-        return [StandardInput()]
+        return [StandardInput(reading)]
     if word.startswith(PREFIX):
-        return [HubSource.parse(word, reading.input_flag)]
+        return [HubSource.parse(word, reading)]
     if not os.path.lexists(word) and glob.has_magic(word):
         files = [Path(name) for name in sorted(glob.glob(word, recursive=True)) if os.path.isfile(name)]
         if not files:
@@ -57,7 +57,7 @@ def _source_of(path: Path, reading: Reading) -> Source:
         raise UserError(f"{shown}: no permission to read")
     suffix = path.suffix.lower()
     if is_json_lines(path):
-        return JsonLinesFile(path)
+        return JsonLinesFile(path, reading)
     if suffix in COMPRESSIONS:
         if not is_json_lines(path.with_suffix("")):
             known = ", ".join(name + suffix for name in JSON_SUFFIXES)
@@ -67,19 +67,19 @@ def _source_of(path: Path, reading: Reading) -> Source:
                 zstd_module()
             except ImportError:
                 raise UserError(f"{shown}: Zstandard needs a library: pip install backports.zstd") from None
-        return CompressedLines(path)
+        return CompressedLines(path, reading)
     if suffix == ".parquet":
-        source = ParquetFile(path)
-        source.check(reading)
+        source = ParquetFile(path, reading)
+        source.check()
         return source
     if suffix in (".csv", ".tsv"):
         raise UserError(f"{shown}: tables of text cannot be read: convert it to Parquet or JSON lines")
     with open(path, "rb") as file:
         if _BEGINS_WITH_OBJECT.match(file.read(64)):
-            return JsonLinesFile(path)
+            return JsonLinesFile(path, reading)
     if reading.keys != ("text",) or not reading.texts_only:
         raise UserError(
             f"{shown}: plain text has no keys {' '.join(reading.keys)}: leave out {reading.keys_flag}, or give JSON "
             f"lines ({', '.join(JSON_SUFFIXES)})"
         )
-    return PlainFile(path)
+    return PlainFile(path, reading)

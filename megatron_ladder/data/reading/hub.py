@@ -31,7 +31,7 @@ _NETWORK_MODULES = ("aiohttp", "h11", "http.client", "httpcore", "httpx", "huggi
 class HubSource:
     """A split of a data set: `name` is what the user wrote, `path` a name on the hub or a local directory."""
 
-    flag: str
+    reading: Reading
     name: str
     path: str
     config: str | None
@@ -39,8 +39,9 @@ class HubSource:
     total_bytes = None
 
     @staticmethod
-    def parse(text: str, flag: str) -> "HubSource":
+    def parse(text: str, reading: Reading) -> "HubSource":
         """Parse `hf://NAME[:CONFIG][@SPLIT]`, where the split defaults to `train`, without importing the library."""
+        flag = reading.input_flag
         found = re.fullmatch(r"hf://([^:@]+)(?::([^:@]+))?(?:@([^:@]+))?", text)
         if found is None:
             raise UserError(f"{flag} {text}: expected hf://NAME[:CONFIG][@SPLIT]")
@@ -48,9 +49,9 @@ class HubSource:
             raise UserError(f"{flag} {text}: is a file: leave out hf://")
         if importlib.util.find_spec("datasets") is None:
             raise UserError(f"{flag} {text}: needs the datasets library: pip install datasets")
-        return HubSource(flag, text, found[1], found[2], found[3] or "train")
+        return HubSource(reading, text, found[1], found[2], found[3] or "train")
 
-    def shards(self, reading: Reading, part_bytes: int | None) -> Iterator[Shard]:
+    def shards(self, part_bytes: int | None) -> Iterator[Shard]:
         """Yield the library's own shards, usually files."""
         count = int(self.dataset.num_shards)
         yield from (_HubShard(self, number, count) for number in range(count))
@@ -62,7 +63,9 @@ class HubSource:
             yield
         except Exception as error:  # Errors of the hub, the network and many file formats have no common base class.
             reason = str(error).strip().split("\n")[0]
-            problem = f"{self.flag} {self.name}: datasets cannot {action} it ({type(error).__name__}: {reason})"
+            problem = (
+                f"{self.reading.input_flag} {self.name}: datasets cannot {action} it ({type(error).__name__}: {reason})"
+            )
             is_remote = type(error).__module__.startswith(_NETWORK_MODULES) and not isinstance(error, ValueError)
             if is_remote or isinstance(error, ConnectionError | TimeoutError):
                 raise ConnectionError(f"{problem}: run the same command again to resume{fix and '; ' + fix}") from error
@@ -76,8 +79,9 @@ class HubSource:
         with self.translated_errors("open", "without a network, give a directory of data files, hf:///PATH"):
             found = datasets.load_dataset(self.path, self.config, split=self.split, streaming=True)
             files = self.data_files if Path(self.path).is_dir() else []
+        named = f"{self.reading.input_flag} {self.name}: its README.md names"
         raise_user_errors(
-            f"{self.flag} {self.name}: its README.md names {file}, which is outside of the directory: copy it there"
+            f"{named} {file}, which is outside of the directory: copy it there"
             for file in files
             if not Path(os.path.abspath(file)).is_relative_to(os.path.abspath(self.path))
         )
@@ -113,9 +117,9 @@ class _HubShard:
         statuses = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
         return [self.source.name, self.number, self.count, statuses]
 
-    def blocks(self, reading: Reading, first: int = 0) -> Iterator[Block]:
+    def blocks(self, first: int = 0) -> Iterator[Block]:
         """Stream rows without the first blocks, of which no more is read than the library requires."""
-        source = self.source
+        source, reading = self.source, self.source.reading
         with source.translated_errors("read"):
             dataset = source.dataset.shard(num_shards=self.count, index=self.number)
         if dataset.column_names:
@@ -132,7 +136,8 @@ class _HubShard:
                 return
             name = f"{source.name} part {self.number} of {self.count}"
             absent = [None] * len(batch[reading.keys[0]])
-            yield Rows(name, begin, tuple(list(batch.get(key, absent)) for key in reading.all_keys))
+            rows = list(zip(*(batch.get(key, absent) for key in reading.all_keys), strict=True))
+            yield Rows(reading, name, rows, begin, 0)
 
 
 def _skip_rows(dataset: Any, rows: int, file: str | None) -> Any:

@@ -20,11 +20,8 @@ from megatron_ladder.data.reading.protocol import (
     SPAN_BYTES,
     Block,
     LocalFile,
-    Parsed,
     Reading,
     Shard,
-    parsed_records,
-    reason_against,
     too_large,
 )
 from megatron_ladder.errors import UserError
@@ -52,8 +49,7 @@ def _parse_line(line: bytes, reading: Reading) -> list[Any] | str:
     if missing:
         found = ", ".join(map(repr, record)) or "none"
         return f"no key {missing[0]!r} (keys found: {found}): {reading.fix('key', record)}"
-    values = [record.get(key) for key in reading.all_keys]
-    return reason_against(values, reading) or values
+    return [record.get(key) for key in reading.all_keys]
 
 
 def _not_utf8(content: bytes, error: UnicodeDecodeError) -> str:
@@ -68,26 +64,22 @@ def _lines_before(path: str, end: int) -> int:
 
 
 @dataclass(frozen=True)
-class Lines:
+class Lines(Block):
     """Whole lines; `begin` is the position of the first one in the text, and `first` its number, if it is known."""
 
-    name: str
-    content: bytes
-    begin: int
     first: int | None
-    file_bytes: int
 
     @property
     def text_bytes(self) -> int:
         return len(self.content)
 
-    def read(self, reading: Reading) -> Parsed:
+    def rows(self) -> Iterator[tuple[int, list[Any] | str]]:
         numbered = enumerate(self._text().split(b"\n"))
-        rows = ((number, _parse_line(line, reading)) for number, line in numbered if line and not line.isspace())
-        return parsed_records(rows, reading)
+        return ((number, _parse_line(line, self.reading)) for number, line in numbered if line and not line.isspace())
 
     def _text(self) -> bytes:
-        return self.content if self.begin else self.content.removeprefix(BYTE_ORDER_MARK)
+        content: bytes = self.content
+        return content if self.begin else content.removeprefix(BYTE_ORDER_MARK)
 
     def place(self, number: int) -> str:
         if self.first is None and self.begin > _LINES_COUNTED_BYTES:
@@ -99,25 +91,22 @@ class Lines:
 class _Document(Lines):
     """The content of a file of plain text."""
 
-    def read(self, reading: Reading) -> Parsed:
+    def rows(self) -> Iterator[tuple[int, list[Any] | str]]:
         content = self._text()
-        if len(content) > reading.max_bytes:
-            return parsed_records([(0, too_large(reading))], reading)
         try:
-            return parsed_records([(0, [content.decode()])], reading)
+            yield 0, too_large(self.reading) if len(content) > self.reading.max_bytes else [content.decode()]
         except UnicodeDecodeError as error:
-            return parsed_records([(content.count(b"\n", 0, error.start), _not_utf8(content, error))], reading)
+            yield content.count(b"\n", 0, error.start), _not_utf8(content, error)
 
 
-@dataclass(frozen=True)
 class PlainFile(LocalFile):
     """A file of plain text, which is one document and one block."""
 
-    def blocks(self, reading: Reading, first: int = 0) -> Iterator[Block]:
+    def blocks(self, first: int = 0) -> Iterator[Block]:
         if first == 0:
             with open(self.path, "rb") as file:
-                content = file.read(len(BYTE_ORDER_MARK) + reading.max_bytes + 1)
-            yield _Document(self.name, content, 0, 0, self.total_bytes)
+                content = file.read(len(BYTE_ORDER_MARK) + self.reading.max_bytes + 1)
+            yield _Document(self.reading, self.name, content, 0, self.total_bytes, 0)
 
 
 @dataclass(frozen=True)
@@ -135,12 +124,12 @@ class JsonLinesFile(LocalFile):
     def label(self) -> str:
         return super().label if self.end is None else f"{self.path.name} {self.begin}-{self.end}"
 
-    def shards(self, reading: Reading, part_bytes: int | None) -> Iterator[Shard]:
+    def shards(self, part_bytes: int | None) -> Iterator[Shard]:
         size = self.total_bytes
         for begin in range(0, size, part_bytes or max(size, 1)):
             yield self if part_bytes is None else replace(self, begin=begin, end=min(begin + part_bytes, size))
 
-    def blocks(self, reading: Reading, first: int = 0) -> Iterator[Block]:
+    def blocks(self, first: int = 0) -> Iterator[Block]:
         """Yield lines; the blocks before the first one are not read."""
         # The difference of one byte is older than ranges; the order of streamed samples depends on it.
         reach = SPAN_BYTES if self.end is None else SPAN_BYTES - 1
@@ -155,8 +144,8 @@ class JsonLinesFile(LocalFile):
                 following = min(_end_of_line(file, begin + reach), end)
                 if number >= first:
                     file.seek(begin)
-                    content = file.read(min(following - begin, SPAN_BYTES + reading.max_bytes + 1))
-                    yield Lines(self.name, content, begin, None, following - begin)
+                    content = file.read(min(following - begin, SPAN_BYTES + self.reading.max_bytes + 1))
+                    yield Lines(self.reading, self.name, content, begin, following - begin, None)
                 begin = following
 
 
@@ -169,7 +158,7 @@ def _end_of_line(file: BinaryIO, start: int, limit: float = math.inf) -> int:
 
 
 def _cut_lines(
-    name: str, stream: BinaryIO | gzip.GzipFile, max_bytes: int, position: Callable[[], int] = lambda: 0
+    reading: Reading, name: str, stream: BinaryIO | gzip.GzipFile, position: Callable[[], int] = lambda: 0
 ) -> Iterator[Lines]:
     """Yield whole lines of a stream; `position` returns the position in the file that the stream decompresses."""
     rest, begin, lines, before = bytearray(), 0, 0, 0
@@ -177,21 +166,17 @@ def _cut_lines(
         head, line_feed, tail = chunk.rpartition(b"\n")
         if line_feed or (rest and not chunk):
             content, after = bytes(rest + head + line_feed), position()
-            yield Lines(name, content, begin, lines, after - before)
+            yield Lines(reading, name, content, begin, after - before, lines)
             rest, begin, lines, before = bytearray(), begin + len(content), lines + content.count(b"\n"), after
-        if len(rest) <= max_bytes:
+        if len(rest) <= reading.max_bytes:
             rest += tail
 
 
-@dataclass(frozen=True)
 class CompressedLines(LocalFile):
     """A file of JSON lines, compressed as its suffix says."""
 
-    def blocks(self, reading: Reading, first: int = 0) -> Iterator[Block]:
+    def blocks(self, first: int = 0) -> Iterator[Block]:
         """Yield decompressed lines; raises UserError if the file is damaged or truncated, OSError if reading fails."""
-        return itertools.islice(self._lines(reading), first, None)
-
-    def _lines(self, reading: Reading) -> Iterator[Block]:
         suffix = self.path.suffix.lower()
         errors = (EOFError, OSError, zlib.error) if suffix == ".gz" else (EOFError, OSError, zstd_module().ZstdError)
         with (
@@ -199,7 +184,7 @@ class CompressedLines(LocalFile):
             gzip.GzipFile(fileobj=file) if suffix == ".gz" else zstd_module().ZstdFile(file) as stream,
         ):
             try:
-                yield from _cut_lines(self.name, stream, reading.max_bytes, file.tell)
+                yield from itertools.islice(_cut_lines(self.reading, self.name, stream, file.tell), first, None)
             except errors as error:
                 # Errors of the operating system have a number, those of decompressors do not.
                 if isinstance(error, OSError) and error.errno:
@@ -222,11 +207,14 @@ class StandardInput:
     name = label = "-"
     total_bytes = None
 
+    def __init__(self, reading: Reading) -> None:
+        self.reading = reading
+
     def identity(self) -> None:
         return None
 
-    def shards(self, reading: Reading, part_bytes: int | None) -> Iterator[Shard]:
+    def shards(self, part_bytes: int | None) -> Iterator[Shard]:
         yield self
 
-    def blocks(self, reading: Reading, first: int = 0) -> Iterator[Block]:
-        return itertools.islice(_cut_lines("<stdin>", sys.stdin.buffer, reading.max_bytes), first, None)
+    def blocks(self, first: int = 0) -> Iterator[Block]:
+        return itertools.islice(_cut_lines(self.reading, "<stdin>", sys.stdin.buffer), first, None)

@@ -1,7 +1,8 @@
 """Parquet files: one block per row group; large row groups are divided."""
 
+import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_ladder.data.reading.protocol import GROUP_BYTES, Block, LocalFile, Reading, Rows, Shard
@@ -30,22 +31,23 @@ class ParquetFile(LocalFile):
             return super().label
         return f"{self.path.name} {self.row_group} {self.group_bytes}" + (f" {self.parts}" if self.parts > 1 else "")
 
-    def check(self, reading: Reading) -> None:
+    def check(self) -> None:
         """Raise UserError if the file cannot be read or lacks a column."""
+        shown = f"{self.reading.input_flag} {self.path}"
         try:
             import pyarrow
             import pyarrow.parquet
         except ImportError:
-            raise UserError(f"{reading.input_flag} {self.path}: Parquet needs pyarrow: pip install pyarrow") from None
+            raise UserError(f"{shown}: Parquet needs pyarrow: pip install pyarrow") from None
         try:
             names = pyarrow.parquet.read_schema(self.path).names
         except (pyarrow.ArrowException, OSError) as error:
             if isinstance(error, OSError) and error.errno:
                 raise
-            raise UserError(f"{reading.input_flag} {self.path}: not a Parquet file ({error})") from None
-        check_columns(str(self.path), names, reading)
+            raise UserError(f"{shown}: not a Parquet file ({error})") from None
+        check_columns(self.name, names, self.reading)
 
-    def shards(self, reading: Reading, part_bytes: int | None) -> Iterator[Shard]:
+    def shards(self, part_bytes: int | None) -> Iterator[Shard]:
         import pyarrow.parquet
 
         if part_bytes is None:
@@ -54,10 +56,19 @@ class ParquetFile(LocalFile):
         metadata = pyarrow.parquet.read_metadata(self.path)
         for number in range(metadata.num_row_groups):
             group = metadata.row_group(number)
-            parts = -(-group.num_rows // _rows_of_a_part(group, reading.keys))
-            yield ParquetFile(self.path, number, _file_bytes(group), parts)
+            yield replace(self, row_group=number, group_bytes=_file_bytes(group), parts=len(self._begins(group)))
 
-    def blocks(self, reading: Reading, first: int = 0) -> Iterator[Block]:
+    def _begins(self, group: Any) -> range:
+        """Return the first row of each part of a row group with about GROUP_BYTES of text, or more in a single part."""
+        columns = [group.column(place) for place in range(group.num_columns)]
+        # Columns of a structure are called `key.name`.
+        keys = tuple(f"{key}." for key in self.reading.keys)
+        read = [column for column in columns if f"{column.path_in_schema}.".startswith(keys)]
+        size = sum(int(column.total_uncompressed_size) for column in read)
+        step = group.num_rows if size < 2 * GROUP_BYTES else -(-group.num_rows * GROUP_BYTES // size)
+        return range(0, group.num_rows, max(1, step))
+
+    def blocks(self, first: int = 0) -> Iterator[Block]:
         """Yield rows; raises UserError if the file is damaged. Row groups before the first block are not read."""
         import pyarrow
         import pyarrow.parquet
@@ -66,10 +77,10 @@ class ParquetFile(LocalFile):
         with pyarrow.parquet.ParquetFile(self.path, buffer_size=_BUFFER_BYTES) as file:
             for number in range(file.num_row_groups):
                 group = file.metadata.row_group(number)
-                parts = -(-group.num_rows // _rows_of_a_part(group, reading.keys))
+                parts = len(self._begins(group))
                 if self.row_group in (None, number):
                     try:
-                        yield from self._rows(file, number, first, rows_before, reading) if first < parts else ()
+                        yield from self._parts(file, number, first, rows_before) if first < parts else ()
                     except (pyarrow.ArrowException, OSError) as error:
                         if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno):
                             raise
@@ -78,24 +89,24 @@ class ParquetFile(LocalFile):
                     first = max(0, first - parts)
                 rows_before += group.num_rows
 
-    def _rows(self, file: Any, number: int, first: int, rows_before: int, reading: Reading) -> Iterator[Rows]:
-        """Yield the rows of a row group, which can only be decoded from its beginning."""
-        group, begin = file.metadata.row_group(number), 0
-        step, size = _rows_of_a_part(group, reading.keys), _file_bytes(group)
-        columns: tuple[list[Any], ...] = tuple([] for _ in reading.all_keys)
-        for batch in file.iter_batches(step, row_groups=[number], columns=list(reading.all_keys)):
-            for key, column in zip(reading.all_keys, columns, strict=True):
-                column += _values(batch.column(key)) if key in batch.schema.names else [None] * len(batch)
-            while len(columns[0]) >= min(step, group.num_rows - begin) > 0:
-                end = min(begin + step, group.num_rows)
-                if begin >= first * step:
-                    part = tuple(column[: end - begin] for column in columns)
-                    # Shares that add up to the whole.
-                    share = size * end // group.num_rows - size * begin // group.num_rows
-                    yield Rows(self.name, rows_before + begin, part, share)
-                for column in columns:
-                    del column[: end - begin]
-                begin = end
+    def _parts(self, file: Any, number: int, first: int, rows_before: int) -> Iterator[Rows]:
+        """Yield the parts of a row group, which can only be decoded from its beginning."""
+        group, keys = file.metadata.row_group(number), self.reading.all_keys
+        count, begins, size = group.num_rows, self._begins(group), _file_bytes(group)
+        batches = file.iter_batches(begins.step, row_groups=[number], columns=list(keys))
+        rows = itertools.chain.from_iterable(_rows_of(batch, keys) for batch in batches)
+        for part, begin in enumerate(begins):
+            taken, end = list(itertools.islice(rows, begins.step)), min(begin + begins.step, count)
+            if part >= first:
+                # Shares that add up to the whole.
+                share = size * end // count - size * begin // count
+                yield Rows(self.reading, self.name, taken, rows_before + begin, share)
+
+
+def _rows_of(batch: Any, keys: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+    absent = [None] * len(batch)
+    columns = (_values(batch.column(key)) if key in batch.schema.names else absent for key in keys)
+    return zip(*columns, strict=True)
 
 
 def _values(column: Any) -> list[Any]:
@@ -115,15 +126,6 @@ def _values(column: Any) -> list[Any]:
 
 def _file_bytes(group: Any) -> int:
     return sum(group.column(place).total_compressed_size for place in range(group.num_columns))
-
-
-def _rows_of_a_part(group: Any, keys: Sequence[str]) -> int:
-    """Return the number of rows with about GROUP_BYTES of text; all rows of a group less than twice that size."""
-    columns = [group.column(place) for place in range(group.num_columns)]
-    # Columns of a structure are called `key.name`.
-    read = [one for one in columns if any(f"{one.path_in_schema}.".startswith(f"{key}.") for key in keys)]
-    size = sum(int(column.total_uncompressed_size) for column in read)
-    return max(1, group.num_rows if size < 2 * GROUP_BYTES else -(-group.num_rows * GROUP_BYTES // size))
 
 
 def check_columns(name: str, found: Sequence[str], reading: Reading) -> None:

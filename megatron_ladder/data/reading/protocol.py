@@ -5,10 +5,13 @@ always gives the same blocks.
 """
 
 import functools
-from collections.abc import Container, Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+
+from megatron_ladder.errors import raise_user_errors
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson", ".jsonlines", ".jl")
@@ -52,7 +55,7 @@ class Reading:
 
 
 class BadRecord(NamedTuple):
-    """A record that cannot be read: its line or row in the block, from 0, and the reason."""
+    """A record that cannot be read: its line or row in the block, from 0, and the reason, after its location."""
 
     number: int
     reason: str
@@ -61,30 +64,50 @@ class BadRecord(NamedTuple):
 class Parsed(NamedTuple):
     """The content of a block."""
 
-    columns: tuple[list[Any], ...]
-    """For each key, the values of all readable records."""
-    numbers: Sequence[int]
-    """Record number of each value, counted as in BadRecord."""
-    bad: tuple[BadRecord, ...] = ()
+    records: list[Any]
+    """The readable records: their values, or what was prepared from these."""
+    bad: list[BadRecord]
     """In order. Reading ends after `max_bad` + 1 of them."""
 
 
-class Block(Protocol):
+@dataclass(frozen=True)
+class Block(ABC):
     """Some records of a shard, with their content, which another process can decode."""
 
+    reading: Reading
+    name: str
+    """The file."""
+    content: Any
+    begin: int
+    """Place of the content: its first byte or row in the text or table."""
+    file_bytes: int
+    """Its share of `Shard.total_bytes`."""
+
     @property
+    @abstractmethod
     def text_bytes(self) -> int:
         """Approximate size of its text, by which blocks are grouped."""
 
-    @property
-    def file_bytes(self) -> int:
-        """Its share of `Shard.total_bytes`."""
+    @abstractmethod
+    def rows(self) -> Iterator[tuple[int, Sequence[Any] | str]]:
+        """Yield the number of each record, and the values of the keys, or the reason why it cannot be read."""
 
-    def read(self, reading: Reading) -> Parsed:
-        """Decode the values of the keys."""
-
+    @abstractmethod
     def place(self, number: int) -> str:
         """Return the location of record `number` of the block: `file:line` for a file of lines."""
+
+    def read(self, prepare: Callable[[Sequence[Any]], Any] = list) -> Parsed:
+        """Decode all records; `prepare` converts the values of each, or returns a text with the reason against it."""
+        records, bad = list[Any](), list[BadRecord]()
+        for number, row in self.rows():
+            record = row if isinstance(row, str) else _reason_against(row, self.reading) or prepare(row)
+            if not isinstance(record, str):
+                records.append(record)
+                continue
+            bad.append(BadRecord(number, f"{self.place(number)}: {record}"))
+            if len(bad) > self.reading.max_bad:
+                break
+        return Parsed(records, bad)
 
 
 class Shard(Protocol):
@@ -101,8 +124,8 @@ class Shard(Protocol):
     def identity(self) -> list[Any] | None:
         """Return values that distinguish it from a changed one, JSON-able; None if it can be read only once."""
 
-    def blocks(self, reading: Reading, first: int = 0) -> Iterator[Block]:
-        """Yield its blocks of about SPAN_BYTES in order, without the first ones."""
+    def blocks(self, first: int = 0) -> Iterator[Block]:
+        """Yield its blocks of about SPAN_BYTES in order, which are always the same, without the first ones."""
 
 
 class Source(Protocol):
@@ -116,7 +139,7 @@ class Source(Protocol):
     def total_bytes(self) -> int | None:
         """Size of the file; None if unknown."""
 
-    def shards(self, reading: Reading, part_bytes: int | None) -> Iterator[Shard]:
+    def shards(self, part_bytes: int | None) -> Iterator[Shard]:
         """Cut it: ranges of about `part_bytes` of an uncompressed file, row groups. None: files stay whole."""
 
 
@@ -125,6 +148,7 @@ class LocalFile:
     """What local files and parts of them share. A file that is not cut is a source and its only shard."""
 
     path: Path
+    reading: Reading
 
     @property
     def name(self) -> str:
@@ -142,54 +166,32 @@ class LocalFile:
         """Return the path, the time of its last change, and the label."""
         return [str(self.path), self.path.stat().st_mtime_ns, self.label]
 
-    def shards(self, reading: Reading, part_bytes: int | None) -> Iterator[Any]:
+    def shards(self, part_bytes: int | None) -> Iterator[Any]:
         yield self
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Some rows of a table, as columns; `begin` is the number of the first one."""
-
-    name: str
-    begin: int
-    columns: tuple[list[Any], ...]
-    file_bytes: int = 0
+class Rows(Block):
+    """Some rows of a table; `begin` is the number of the first one."""
 
     @functools.cached_property
     def text_bytes(self) -> int:
-        return sum(len(str(value)) for column in self.columns for value in column)
+        return sum(len(str(value)) for row in self.content for value in row)
 
-    def read(self, reading: Reading) -> Parsed:
-        rows = enumerate(zip(*self.columns, strict=True))
-        return parsed_records(((number, reason_against(row, reading) or row) for number, row in rows), reading)
+    def rows(self) -> Iterator[tuple[int, Sequence[Any] | str]]:
+        return enumerate(self.content)
 
     def place(self, number: int) -> str:
         """Return the row, counted from 0 as in tables."""
         return f"{self.name}: row {self.begin + number}"
 
 
-def read_blocks(sources: Sequence[Source], reading: Reading) -> Iterator[Block]:
-    """Yield the blocks of all sources in order."""
-    for source in sources:
-        for shard in source.shards(reading, None):
-            yield from shard.blocks(reading)
-
-
-def parsed_records(rows: Iterable[tuple[int, Sequence[Any] | str]], reading: Reading) -> Parsed:
-    """Return the readable records; `rows` are their numbers, and the values or a reason against them."""
-    columns: tuple[list[Any], ...] = tuple([] for _ in reading.all_keys)
-    bad: list[BadRecord] = []
-    numbers: list[int] = []
-    for number, row in rows:
-        if isinstance(row, str):
-            bad.append(BadRecord(number, row))
-            if len(bad) > reading.max_bad:
-                break
-            continue
-        numbers.append(number)
-        for column, value in zip(columns, row, strict=True):
-            column.append(value)
-    return Parsed(columns, numbers, tuple(bad))
+def read_records(sources: Sequence[Source]) -> Iterator[list[Any]]:
+    """Yield the values of all records in order; raises UserError for one that cannot be read."""
+    for shard in (shard for source in sources for shard in source.shards(None)):
+        for block in shard.blocks():
+            records, bad = block.read()
+            raise_user_errors(record.reason for record in bad)
+            yield from records
 
 
 def too_large(reading: Reading) -> str:
@@ -198,7 +200,7 @@ def too_large(reading: Reading) -> str:
     return f"larger than {reading.max_bytes >> 20} megabytes{fix}"
 
 
-def reason_against(row: Sequence[Any], reading: Reading) -> str | None:
+def _reason_against(row: Sequence[Any], reading: Reading) -> str | None:
     """Return why the values of a record cannot be tokenized; None if they can."""
     for key, value in zip(reading.all_keys, row, strict=True):
         if isinstance(value, ValueError):

@@ -5,13 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ladder.data.batches import (
-    BatchShape,
-    DocumentRules,
-    GlobalBatchLoader,
-    UnreadBatches,
-    make_micro_batches,
-)
+from megatron_ladder.data.batches import BatchShape, DocumentRules, GlobalBatchLoader, make_micro_batches
 from megatron_ladder.data.samples import SampleRows
 from megatron_ladder.errors import UserError
 from tests.helpers.patience import patient
@@ -114,6 +108,6 @@ def test_reading_ahead_does_not_advance_the_state() -> None:
 
 
 def test_a_middle_stage_counts_samples() -> None:
-    loader = UnreadBatches(BatchShape(5, 8, 2, data_parallel_size=2), 8)
+    loader = GlobalBatchLoader(None, BatchShape(5, 8, 2, data_parallel_size=2), DocumentRules(), 8)
     assert [batch.tokens.numel() for batch in next(loader)] == [0, 0]
     assert loader.consumed_samples == 16

@@ -18,7 +18,6 @@ LENGTHS = [7, 30, 2, 60]
 def describe(*words: Any, split: str = "1") -> dict[str, Any]:
     """Return the description as read from a checkpoint."""
     sources = open_sources(DataConfig(data_path=words, split=split), OrderOptions(4, 1), ["train"])
-    assert sources.train is not None
     described: dict[str, Any] = json.loads(json.dumps({"tokenizer_sha256": "ab", "train": sources.train.describe()}))
     return described
 

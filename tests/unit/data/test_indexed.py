@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ladder.data.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
+from megatron_ladder.data.indexed import IndexedDataset, token_dtype
 from megatron_ladder.errors import UserError
+from tests.helpers.tokens import write_documents
 
 U16_BIN = bytes.fromhex("0500 0600 ffff 0700")
 U16_IDX = bytes.fromhex(
@@ -29,10 +30,7 @@ def put(prefix: Path, idx: bytes, data: bytes) -> Path:
 def test_files_equal_megatrons_bytes(tmp_path: Path) -> None:
     documents = [[5, 6, 65_535], [7]]
     assert token_dtype(65_500).name == "int32"
-    with IndexedDatasetWriter(tmp_path / "a.b", token_dtype(65_499)) as writer:
-        for document in documents:
-            writer.add_document(document)
-        writer.publish()
+    write_documents(tmp_path / "a.b", *documents, dtype=token_dtype(65_499))
     assert (tmp_path / "a.b.idx").read_bytes() == U16_IDX
     assert (tmp_path / "a.b.bin").read_bytes() == U16_BIN
     assert sorted(os.listdir(tmp_path)) == ["a.b.bin", "a.b.idx"]
@@ -61,10 +59,7 @@ def test_every_token_type_of_megatron(tmp_path: Path, name: str) -> None:
     read = IndexedDataset(prefix)
     assert read.tokens.dtype.name == name
     assert [read.document(number).tolist() for number in range(2)] == [[1, 2], [3]]
-    with IndexedDatasetWriter(tmp_path / "ours", read.tokens.dtype) as writer:
-        writer.add_document([1, 2])
-        writer.add_document([3])
-        writer.publish()
+    write_documents(tmp_path / "ours", [1, 2], [3], dtype=read.tokens.dtype)
     assert (tmp_path / "ours.idx").read_bytes() == idx and (tmp_path / "ours.bin").read_bytes() == data
 
 

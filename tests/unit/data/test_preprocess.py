@@ -14,8 +14,7 @@ from megatron_ladder.data.encoding import Task
 from megatron_ladder.data.indexed import IndexedDataset, read_sidecar
 from megatron_ladder.data.inspect import verify
 from megatron_ladder.data.loader import check_tokenizer
-from megatron_ladder.data.partial import Partial
-from megatron_ladder.data.preprocess import PreprocessOptions, preprocess
+from megatron_ladder.data.preprocess import Partial, PreprocessOptions, preprocess
 from megatron_ladder.data.reading.protocol import Reading
 from megatron_ladder.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer
 from megatron_ladder.errors import UserError

@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow
@@ -14,7 +15,7 @@ from backports import zstd
 from megatron_ladder.data.reading.find import find_sources
 from megatron_ladder.data.reading.lines import Lines
 from megatron_ladder.data.reading.parquet import check_columns
-from megatron_ladder.data.reading.protocol import SPAN_BYTES, Block, Reading, read_blocks
+from megatron_ladder.data.reading.protocol import SPAN_BYTES, Block, Reading, read_records
 from megatron_ladder.errors import UserError
 from tests.helpers.runs import errors_of
 
@@ -24,22 +25,26 @@ assert len(CONTENT) > 5 * SPAN_BYTES
 
 
 def blocks_of(inputs: list[str | Path], reading: Reading | None = None) -> list[Block]:
-    reading = reading or Reading()
-    return list(read_blocks(find_sources(inputs, reading), reading))
+    return list(read_blocks(inputs, reading or Reading()))
+
+
+def read_blocks(inputs: list[str | Path], reading: Reading) -> Iterator[Block]:
+    shards = (shard for source in find_sources(inputs, reading) for shard in source.shards(None))
+    return (block for shard in shards for block in shard.blocks())
 
 
 def read_all(inputs: list[str | Path], reading: Reading | None = None) -> list[list[object]]:
     """Return the concatenated columns of all sources, which must not have bad records."""
     reading = reading or Reading()
-    parsed = [block.read(reading) for block in blocks_of(inputs, reading)]
-    assert not any(one.bad for one in parsed)
-    return [[value for one in parsed for value in one.columns[place]] for place in range(len(reading.keys))]
+    records = list(read_records(find_sources(inputs, reading)))
+    return [[values[place] for values in records] for place in range(len(reading.keys))]
 
 
 def bad_records(inputs: list[str | Path], reading: Reading) -> list[tuple[str, str]]:
     """Return locations and reasons."""
-    found = [(block, block.read(reading)) for block in blocks_of(inputs, reading)]
-    return [(block.place(number), reason) for block, parsed in found for number, reason in parsed.bad]
+    found = [(block, block.read().bad) for block in blocks_of(inputs, reading)]
+    bad = [(block.place(number), reason) for block, records in found for number, reason in records]
+    return [(place, reason.removeprefix(f"{place}: ")) for place, reason in bad]
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +138,8 @@ def test_damaged_parquet_is_reported(formats: Path, tmp_path: Path) -> None:
     begin = column.dictionary_page_offset or column.data_page_offset
     content[begin + 40 : begin + 400] = b"\xff" * 360
     (tmp_path / "d.parquet").write_bytes(content)
-    blocks = read_blocks(find_sources([tmp_path / "d.parquet"], Reading()), Reading())
-    assert next(blocks).read(Reading()).columns == (TEXTS[:150],)
+    blocks = read_blocks([tmp_path / "d.parquet"], Reading())
+    assert next(blocks).read().records == [[text] for text in TEXTS[:150]]
     with pytest.raises(UserError, match=r"d\.parquet: row group 1: damaged \(.+\)"):
         next(blocks)
 
@@ -147,7 +152,7 @@ def test_rows_that_cannot_be_read_are_bad_records(tmp_path: Path) -> None:
     for key, expected in (("text", ["one", "three"]), ("messages", [[{"content": "one"}], [{"content": "three"}]])):
         reading = Reading((key,), texts_only=key == "text", max_bad=9)
         (block,) = blocks_of([tmp_path / "a.parquet"], reading)
-        assert block.read(reading).columns == (expected,)
+        assert block.read().records == [[value] for value in expected]
         assert [place for place, _ in bad_records([tmp_path / "a.parquet"], reading)] == [
             f"{tmp_path}/a.parquet: row 1",
             f"{tmp_path}/a.parquet: row 3",
@@ -177,9 +182,10 @@ LINES = [
 def test_blocks_are_parsed_like_single_lines(line: bytes) -> None:
     """Compare a block around one line with the result of Python's decoder for each line."""
     content = b'{"text": "before"}\n' + line + b'\n{"text": "after"}'
-    parsed = Lines("name", content, 0, 0, 0).read(Reading(max_bad=9))
+    parsed = Lines(Reading(max_bad=9), "name", content, 0, 0, 0).read()
     expected = [text_of(one) for one in line.split(b"\n")]
-    assert parsed.columns == (["before", *(text for text in expected if text is not None), "after"],)
+    texts = ["before", *(text for text in expected if text is not None), "after"]
+    assert parsed.records == [[text] for text in texts]
     bad = [number for number, one in enumerate(line.split(b"\n"), 1) if one.strip() and text_of(one) is None]
     assert [record.number for record in parsed.bad] == bad
 
@@ -212,6 +218,6 @@ def test_a_huge_line_is_never_in_memory(tmp_path: Path, monkeypatch: pytest.Monk
         found = bad_records([tmp_path / name], reading)
         assert [place for place, _ in found] == [f"{tmp_path}/{name}:{line}" for line in (3, 6)]
         assert all(r == "larger than 1 megabytes: raise --max-document-megabytes" for _, r in found)
-        texts = [text for block in blocks_of([tmp_path / name], reading) for text in block.read(reading).columns[0]]
+        texts = [text for block in blocks_of([tmp_path / name], reading) for (text,) in block.read().records]
         assert [len(text) for text in texts] == [10, 2000, 10, 900_000, 10]
     assert most[0] <= SPAN_BYTES + reading.max_bytes + 1

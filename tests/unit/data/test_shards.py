@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import msgspec
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from megatron_ladder.data import streaming
 from megatron_ladder.data.reading import lines as lines_module
+from megatron_ladder.data.reading.protocol import Block
 from megatron_ladder.data.streaming import StreamInput, find_input
 from tests.helpers.operations import Operations
 from tests.helpers.tokens import write_lines
@@ -19,8 +21,12 @@ from tests.helpers.tokens import write_lines
 
 def texts_of(inputs: list[Path | str], first: int = 0) -> list[list[str]]:
     """Return the texts of each shard."""
-    shards = find_input(list(map(str, inputs)), "text").shards
-    return [[text for block in shard.blocks(first) for text in block.texts] for shard in shards]
+    shards, _ = find_input(list(map(str, inputs)), "text")
+    return [[text for block in shard.blocks(first) for text in texts_in(block)] for shard in shards]
+
+
+def texts_in(block: Block) -> list[str]:
+    return [text for (text,) in block.read().records]
 
 
 TEXTS = [f"text {number} " + "x" * (number * 37 % 400) for number in range(500)]
@@ -49,8 +55,8 @@ def test_every_format(tmp_path: Path) -> None:
     found = texts_of([str(tmp_path / "b.par*"), tmp_path / "c.jsonl.gz", tmp_path / "d.txt", f"hf://{hub}"])
     assert [len(part) for part in found] == [30, 30, 30, 10, 100, 1, 10, 10, 10]
     assert [text for part in found for text in part] == [*TEXTS[:200], "a\nb", *TEXTS[200:230]]
-    assert all(list(shard.blocks(1)) == [] for shard in find_input([str(tmp_path / "b.parquet")], "text").shards)
-    names = [shard.name for shard in find_input([str(tmp_path / "b.parquet"), f"hf://{hub}"], "text").shards]
+    assert all(list(shard.blocks(1)) == [] for shard in find_input([str(tmp_path / "b.parquet")], "text")[0])
+    names = find_input([str(tmp_path / "b.parquet"), f"hf://{hub}"], "text")[1].shards
     assert len(set(names)) == len(names) and not any(str(tmp_path) in name for name in names[:4])
 
 
@@ -71,17 +77,17 @@ def test_one_rank_looks_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     count("load_dataset")
     count("load_dataset_builder")
     words = [f"hf://{tmp_path}/hub", *(f"{tmp_path}/{name}" for name in ("a.jsonl", "b.jsonl.gz", "c.txt"))]
-    first = find_input(words, "text")
-    before_a_process_group, in_one = json.dumps(first.record()), pickle.dumps(first.shards)
+    found, first = find_input(words, "text")
+    before_a_process_group, in_one = msgspec.json.encode(first), pickle.dumps(found)
     operations = Operations(tmp_path, monkeypatch)
-    found, shards = StreamInput.from_record(json.loads(before_a_process_group)), pickle.loads(in_one)
-    names = [shard.name for shard in found.shards]
-    assert [shard.name for shard in shards] == names and found[1:] == first[1:]
+    shards = pickle.loads(in_one)
+    assert msgspec.json.decode(before_a_process_group, type=StreamInput) == first
     assert not operations.of_thread
-    blocks = [[block.texts for block in shard.blocks(first)] for shard in shards for first in (0, 1)]
+    assert tuple(shard.label for shard in shards) == first.shards
+    blocks = [[texts_in(block) for block in shard.blocks(number)] for shard in shards for number in (0, 1)]
     assert blocks[:6] == [[TEXTS[:256], TEXTS[256:300]], [TEXTS[256:300]]] * 3
     assert asked == ["load_dataset", "load_dataset_builder"]
-    assert names == [shard.name for shard in find_input(words, "text").shards]
+    assert find_input(words, "text")[1] == first
 
 
 @pytest.fixture
@@ -111,9 +117,11 @@ def test_a_hub_shard_can_be_entered_in_its_middle(tmp_path: Path, converted: lis
             pyarrow.parquet.write_table(table, path, row_group_size=150)
         else:
             write_lines(path, texts[part])
-    for part, shard in enumerate(find_input([f"hf://{tmp_path}"], "text").shards):
+    for part, shard in enumerate(find_input([f"hf://{tmp_path}"], "text")[0]):
         whole = list(shard.blocks(0))
-        assert [block.texts for block in whole] == [texts[part][begin : begin + 256] for begin in range(0, 1000, 256)]
+        assert [texts_in(block) for block in whole] == [
+            texts[part][begin : begin + 256] for begin in range(0, 1000, 256)
+        ]
         for first in (1, 2, 3, 4, 5):
             converted.clear()
             assert list(shard.blocks(first)) == whole[first:]
@@ -124,9 +132,9 @@ def bad_places(inputs: list[Path | str], first: int = 0) -> list[str]:
     """Return locations and reasons of all bad records."""
     return [
         bad.reason
-        for shard in find_input(list(map(str, inputs)), "text", 9).shards
-        for documents in shard.blocks(first)
-        for bad in documents.bad
+        for shard in find_input(list(map(str, inputs)), "text", 9)[0]
+        for block in shard.blocks(first)
+        for bad in block.read().bad
     ]
 
 

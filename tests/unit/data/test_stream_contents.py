@@ -33,7 +33,7 @@ def write(path: Path, seed: int) -> None:
 
 def described(*words: object) -> dict[str, Any]:
     """Return the description for a checkpoint."""
-    shards, sources = find_input(list(map(str, words)), "text")
+    _, (shards, sources) = find_input(list(map(str, words)), "text")
     plan = StreamPlan(shards, 1, 7, 1, 10, 0, sources)
     kept: dict[str, Any] = json.loads(json.dumps({"tokenizer_sha256": None, "stream": plan.describe()}))
     return kept

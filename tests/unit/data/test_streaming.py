@@ -2,20 +2,15 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_ladder.data.batches import BatchShape
-from megatron_ladder.data.reading.protocol import BadRecord
-from megatron_ladder.data.streaming import (
-    ShardBlock,
-    SkippedRecords,
-    StreamPlan,
-    StreamReader,
-    positions_of,
-    skipped_of,
-)
+from megatron_ladder.data.reading.protocol import BadRecord, Parsed
+from megatron_ladder.data.streaming import StreamPlan, StreamReader
 from megatron_ladder.errors import UserError
 
 EOD, SEQ_LENGTH, STREAMS = 0, 7, 4
@@ -25,13 +20,14 @@ class Shard:
     """A shard of blocks of texts, of which None is an unreadable record; counts the blocks that were read."""
 
     def __init__(self, name: str, blocks: Sequence[Sequence[str | None]]) -> None:
-        self.name, self._blocks, self.read = name, blocks, 0
+        self.label, self._blocks, self.read = name, blocks, 0
 
-    def blocks(self, first: int) -> Iterator[ShardBlock]:
+    def blocks(self, first: int) -> Iterator[Any]:
         for number, block in enumerate(self._blocks[first:], first + 1):
             self.read += 1
-            bad = tuple(BadRecord(0, f"{self.name}:{number}: not JSON") for text in block if text is None)
-            yield ShardBlock([text for text in block if text is not None], bad)
+            bad = [BadRecord(0, f"{self.label}:{number}: not JSON") for text in block if text is None]
+            parsed = Parsed([[text] for text in block if text is not None], bad)
+            yield SimpleNamespace(read=partial(tuple, parsed))
 
 
 def numbers(first: int, blocks: Sequence[int]) -> Shard:
@@ -45,17 +41,27 @@ def encode(texts: Sequence[str]) -> list[list[int]]:
     return [[int(text) + 1] * (0 if int(text) % 31 == 30 else 1 + int(text) % 3) for text in texts]
 
 
+def shards_of_numbers() -> list[Shard]:
+    """Return 11 shards of 31 documents each, number 5 without any."""
+    return [numbers(100 * place, [] if place == 5 else [10, 1, 20]) for place in range(11)]
+
+
 def plan_of(window: int = 12, streams: int = STREAMS, seed: int = 1) -> StreamPlan:
-    """Return a plan of 11 shards of 31 documents each, number 5 without any."""
-    shards = tuple(numbers(100 * place, [] if place == 5 else [10, 1, 20]) for place in range(11))
-    return StreamPlan(shards, streams, SEQ_LENGTH, seed, window, EOD)
+    labels = tuple(shard.label for shard in shards_of_numbers())
+    return StreamPlan(labels, streams, SEQ_LENGTH, seed, window, EOD)
 
 
 def reader_of(
-    plan: StreamPlan, rank: int = 0, size: int = 1, batch: int = 8, consumed: int = 0, states: Sequence[Any] = ()
+    plan: StreamPlan,
+    rank: int = 0,
+    size: int = 1,
+    batch: int = 8,
+    consumed: int = 0,
+    states: Sequence[Any] = (),
+    shards: Sequence[Shard] | None = None,
 ) -> StreamReader:
-    positions, shape = positions_of(json.loads(json.dumps(states))), BatchShape(SEQ_LENGTH, batch, 1, size)
-    return StreamReader(plan, encode, shape, rank, consumed, positions, 2000)
+    states, shape = json.loads(json.dumps(states)), BatchShape(SEQ_LENGTH, batch, 1, size)
+    return StreamReader(plan, shards or shards_of_numbers(), encode, shape, rank, consumed, states, 2000)
 
 
 def rows_of(readers: Sequence[StreamReader], steps: int) -> list[list[list[int]]]:
@@ -130,10 +136,10 @@ def test_resuming_rereads_only_one_window() -> None:
     plan = plan_of(window=12)
     begun = reader_of(plan)
     rows_of([begun], 60)
-    fresh = plan_of(window=12)
-    reader_of(fresh, consumed=480, states=[begun.state()]).read()
+    fresh = shards_of_numbers()
+    reader_of(plan, consumed=480, states=[begun.state()], shards=fresh).read()
     # A window is two or three blocks, and two rows of a stream are in at most two windows.
-    assert sum(shard.read for shard in fresh.shards) <= 2 * 3 * STREAMS
+    assert sum(shard.read for shard in fresh) <= 2 * 3 * STREAMS
 
 
 def encode_marked(texts: Sequence[str]) -> list[list[int]]:
@@ -141,20 +147,15 @@ def encode_marked(texts: Sequence[str]) -> list[list[int]]:
     return [[int(text)] * 3 if text else [] for text in texts]
 
 
-def spoiled_plan(max_bad: int) -> StreamPlan:
-    """Return a plan of three shards; the second and third have three bad records together."""
-    texts: list[list[str | None]] = [["1", "2"], ["3", None, "4"], [None, "5", None, "6"]]
-    shards = tuple(Shard(f"{name}.jsonl", [[text] for text in own]) for name, own in zip("abc", texts, strict=True))
-    return StreamPlan(shards, 2, SEQ_LENGTH, 1, 2, EOD, max_bad=max_bad)
-
-
 def spoiled_reader(
     max_bad: int, reported: list[str], rank: int = 0, size: int = 1, states: Sequence[Any] = (), consumed: int = 0
 ) -> StreamReader:
-    plan, states = spoiled_plan(max_bad), json.loads(json.dumps(states))
-    skipped = SkippedRecords(max_bad, reported.append, skipped_of(states))
-    shape = BatchShape(SEQ_LENGTH, 2, 1, size)
-    return StreamReader(plan, encode_marked, shape, rank, consumed, positions_of(states), 2000, skipped)
+    """Return a reader of three shards; the second and third have three bad records together."""
+    texts: list[list[str | None]] = [["1", "2"], ["3", None, "4"], [None, "5", None, "6"]]
+    shards = [Shard(f"{name}.jsonl", [[text] for text in own]) for name, own in zip("abc", texts, strict=True)]
+    plan = StreamPlan(tuple(shard.label for shard in shards), 2, SEQ_LENGTH, 1, 2, EOD, max_bad=max_bad)
+    states, shape = json.loads(json.dumps(states)), BatchShape(SEQ_LENGTH, 2, 1, size)
+    return StreamReader(plan, shards, encode_marked, shape, rank, consumed, states, 2000, reported.append)
 
 
 @pytest.mark.parametrize("stop", [0, 1, 2, 3, 4])
@@ -176,6 +177,6 @@ def test_a_resumed_run_continues_counting_bad_records(stop: int) -> None:
 
 
 def test_ids_outside_of_the_vocabulary() -> None:
-    reader = StreamReader(plan_of(), encode, BatchShape(SEQ_LENGTH, 8, 1), 0, 0, {}, 10)
+    reader = StreamReader(plan_of(), shards_of_numbers(), encode, BatchShape(SEQ_LENGTH, 8, 1), 0, 0, [], 10)
     with pytest.raises(UserError, match="--tokenizer-model: gives token id .*, the model has ids 0 to 9"):
         reader.read()

@@ -156,7 +156,7 @@ HARD_TEXTS = (
 
 
 def encoded(tokenizer: Tokenizer, append_eod: bool) -> tuple[list[int], list[int]]:
-    (found,) = Task(tokenizer, Reading(), append_eod).encode([list(HARD_TEXTS)])
+    (found,) = Task(tokenizer, Reading(), append_eod).encode([[text] for text in HARD_TEXTS])
     assert found.token_ids.dtype == np.dtype("<u2")
     return found.token_ids.tolist(), found.lengths.tolist()
 

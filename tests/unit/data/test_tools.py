@@ -32,7 +32,7 @@ def write(prefix: Path, lengths: list[int], dtype: str = "<u2", **changes: objec
         writer.add_documents(tokens, np.array(lengths, np.int32))
         checksums = writer.publish()
     counted = replace(SIDECAR, largest_id=int(tokens.max()), documents=len(lengths), tokens=len(tokens))
-    known = replace(counted, **checksums._asdict())
+    known = replace(counted, **checksums)
     write_sidecar(prefix, replace(known, **changes))
     return prefix
 

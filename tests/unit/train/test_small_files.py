@@ -123,7 +123,7 @@ def test_the_template_of_the_data_is_exported(
             writer.add_documents(np.arange(3), np.array([3], np.int32), np.ones(3, np.uint8))
             checksums = writer.publish()
         sidecar = Sidecar("HuggingFaceTokenizer", "ab", 4, 0, False, 2, 1, 3, conversations=True, chat_template=name)
-        write_sidecar(tmp_path / name, dataclasses.replace(sidecar, **checksums._asdict()))
+        write_sidecar(tmp_path / name, dataclasses.replace(sidecar, **checksums))
         datasets.append(IndexedDataset(tmp_path / name))
     tokenizer = load_tokenizer("HuggingFaceTokenizer", tmp_path / "hf")
     directory = train(imported, tmp_path / "run", tokenizer, True, 1, SimpleNamespace(datasets=datasets))
