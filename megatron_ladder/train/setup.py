@@ -82,17 +82,8 @@ def build_trainer(inputs: RunInputs, place: RankInfo, peers: Peers) -> Trainer:
     distillation = None if teacher is None else build_distillation(run, teacher, mesh, device)
     model, norm = build_model(run, mesh, device, span, distillation=distillation)
     engine, adamw = build_engine(run, model, inputs.deepspeed, mesh, device)
-    return Trainer(
-        run,
-        mesh,
-        device,
-        model,
-        engine,
-        {"norm": norm, "optimizer": adamw},
-        peers,
-        inputs.eod_id,
-        Guard(run.reliability),
-    )
+    implementations, guard = {"norm": norm, "optimizer": adamw}, Guard(run.reliability)
+    return Trainer(run, mesh, device, model, engine, implementations, peers, inputs.eod_id, guard)
 
 
 def _check_shared(save: Path, world: CommGroup) -> None:
