@@ -65,10 +65,10 @@ MOST_LINES_OF_A_FILE = 470
 
 FIRST_FLOOR = ("errors", "files", "processes", "progress", "api", "lm_eval")
 BUDGETS = {
-    f"{PACKAGE}/": 24_245,
+    f"{PACKAGE}/": 24_236,
     " ".join(
         f"{PACKAGE}/{folder}/" for folder in ("blueprint", "comm", "parallel", "model", "engine", "train")
-    ): 10_649,
+    ): 10_644,
     f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_394,
     f"{PACKAGE}/checkpoint/": 2_047,
     f"{PACKAGE}/data/": 3_945,
@@ -80,7 +80,7 @@ BUDGETS = {
     "tests/": 26_179,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
-MOST_WORDS = 31_995
+MOST_WORDS = 31_998
 """Words in README, docs/ and the READMEs of examples/."""
 MOST_FILES_WITH_ONE_IMPORTER = 23
 MOST_REQUIREMENTS, MOST_EXTRAS = 12, 6
