@@ -253,7 +253,11 @@ def _branch(config: ModelConfig, layer: int, which: str) -> Branch:
         return _experts(config, name)
     if which == "shared_expert":
         return _mlp(config, name, config.moe_shared_expert_intermediate_size)
-    return _attention(config, name) if which.startswith("attention") else _mlp(config, name, config.ffn_hidden_size)
+    if which in ("mlp", "mlp_2"):
+        return _mlp(config, name, config.ffn_hidden_size)
+    if which in ("attention", "attention_2"):
+        return _attention(config, name)
+    raise KeyError(which)
 
 
 def _norm(config: ModelConfig, layer: int, wired: WiredSubBlock) -> TensorSpec:

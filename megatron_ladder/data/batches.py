@@ -36,9 +36,8 @@ class MicroBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Number and length of samples; the other sizes divide the global batch size."""
+    """Numbers of samples; the other two divide the global batch size."""
 
-    seq_length: int
     global_batch_size: int
     micro_batch_size: int
     data_parallel_size: int = 1

@@ -82,10 +82,15 @@ class DatasetSamples(Samples):
         self.dataset, self.documents, self.seq_length = dataset, documents, seq_length
         self.seed, self.shuffle = seed, shuffle
         self.name, self.token_dtype = str(dataset.prefix), dataset.tokens.dtype
-        self._order_of = functools.lru_cache(maxsize=1)(self._make_order)
+        self._orders: dict[int, Any] = {}
 
     def _permutation(self, size: int, epoch: int, purpose: int) -> NDArray[np.int64]:
         return permutation(size, self.seed, epoch, purpose) if self.shuffle else np.arange(size)
+
+    def _order_of(self, epoch: int) -> Any:
+        if epoch not in self._orders:
+            self._orders = {epoch: self._make_order(epoch)}
+        return self._orders[epoch]
 
     @abstractmethod
     def __len__(self) -> int:

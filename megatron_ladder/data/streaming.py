@@ -194,7 +194,7 @@ class StreamReader:
         `report` receives a line about each record that is skipped for the first time.
         """
         found = (item for state in states for item in state["positions"].items())
-        positions = {int(number): StreamPosition(*place) for number, place in found}
+        positions = {int(number): StreamPosition(*map(int, place)) for number, place in found}
         self._skipped = {(shard, block, record) for state in states for shard, block, record in state["skipped"]}
         self._streams = {
             number: _ShardStream(plan, shards, number, encode, positions.get(number, StreamPosition()), self._skip)

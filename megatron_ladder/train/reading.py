@@ -14,7 +14,7 @@ from megatron_ladder.train.setup import Trainer
 
 def _shape_and_rules(trainer: Trainer) -> tuple[BatchShape, DocumentRules]:
     run, training, data = trainer.run, trainer.run.training, trainer.run.data
-    shape = BatchShape(training.seq_length, run.global_batch_size, training.micro_batch_size, run.data_parallel_size)
+    shape = BatchShape(run.global_batch_size, training.micro_batch_size, run.data_parallel_size)
     return shape, DocumentRules(trainer.eod_id, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
 
 

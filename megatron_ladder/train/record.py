@@ -132,7 +132,7 @@ def save_lock(folder: Path, flag: str = "--save") -> Iterator[None]:
         if problem is not None:
             advice = "make sure that no other run writes there"
             print(f"*** {where}: this file system has no locks ({problem.strerror}): {advice} ***", flush=True)
-        if path.stat().st_size > _MOST_LOCK_BYTES:
+        if os.fstat(file.fileno()).st_size > _MOST_LOCK_BYTES:
             raise UserError(f"{where}: {_LOCK_NAME}: is not a run's lock: remove it, or give another directory")
         started = datetime.fromtimestamp(psutil.Process().create_time(), UTC).isoformat(timespec="seconds")
         me = {"host": socket.gethostname(), "pid": os.getpid(), "started": started}

@@ -217,8 +217,8 @@ def model_differences(run: RunConfig, checkpoint: Checkpoint) -> list[Problem]:
     if model.num_layers != run.model.num_layers:
         # The default, all layers, depends on their number.
         pairs.pop("ladder_layers", None)
-    recorded = _values(checkpoint.manifest.get("run", {}))
     if not run.loads_only_weights:
+        recorded = _values(checkpoint.manifest.get("run", {}))
         pairs |= {name: (getattr(run.training, name), recorded[name]) for name in _DEFINES_ORDER if name in recorded}
     return [
         Problem(flag_name(name), f" {ours}: {checkpoint.directory} was trained with {theirs}")

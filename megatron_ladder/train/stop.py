@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 from megatron_ladder.config.sections import ReliabilityConfig
@@ -81,8 +81,8 @@ class Stopper:
     rank: int
     start: float
     """`time.monotonic()` at the start of the process."""
-    _looked: float = -_LOOK_SECONDS
-    _killed: bool = False
+    _looked: float = field(default=-_LOOK_SECONDS, init=False)
+    _killed: bool = field(default=False, init=False)
 
     def votes(self) -> list[float]:
         """Return this rank's vote for each reason, 1 or 0, to be summed over ranks."""

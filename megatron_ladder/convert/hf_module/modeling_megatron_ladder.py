@@ -214,8 +214,10 @@ class MegatronLadderDecoderLayer(GradientCheckpointingLayer):
             elif branch == "experts":
                 tokens = x.flatten(0, 1)
                 outputs.append(self.mlp.experts(tokens, *self.mlp.gate(tokens)).view(x.shape))
+            elif branch in ("mlp", "mlp_2"):
+                outputs.append(self.mlp_2(x) if branch == "mlp_2" else self.mlp(x))
             elif branch != "shared_expert":
-                outputs.append(self.mlp_2(x) if branch.endswith("_2") else self.mlp(x))
+                raise KeyError(branch)
             elif hasattr(self.mlp, "shared_experts"):
                 outputs.append(self.mlp.shared_experts(x))
         return sum(outputs[1:], outputs[0])

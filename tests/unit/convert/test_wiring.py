@@ -4,16 +4,39 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_ladder.convert.options import ReshapeOptions
 from megatron_ladder.convert.wiring import rewired
 from megatron_ladder.errors import UserError
-from tests.unit.convert.saved_models import small_config
+from tests.unit.convert.saved_models import convert, our_logits, save_model, small_config
 
 STANDARD: dict[str, Any] = {}
 LATE = {"residual_mode": "ladder", "ladder_layers": (1, 2), "residual_staleness": 2}
 LANES = LATE | {"lanes": 2}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_ffn_hidden_size": 20, "moe_layers": (1, 2)}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mask", [(), (0,), (1, 3), (2, 3), (0, 1, 2), (0, 1, 2, 3)])
+def test_hybrids_follow_the_recurrence(tmp_path: Path, mask: tuple[int, ...]) -> None:
+    """With x_i the stream after transformers' sub-block i: x_i = x_{i-1} + h_i(x_{i-2}) in a ladder layer, and
+    x_{i-1} + h_i(x_{i-1}) in others (arXiv 2501.06589)."""
+    llama: Any = save_model(tmp_path / "hf")
+    layers = "[" + ",".join(map(str, mask)) + "]" if mask else "none"
+    convert("import", "--hf", tmp_path / "hf", "--save", tmp_path / "ours", "--ladder-layers", layers)
+    tokens = torch.randint(0, 301, (2, 20))
+    newest = before = llama.model.embed_tokens(tokens)
+    places = {
+        "position_embeddings": llama.model.rotary_emb(newest, torch.arange(20).unsqueeze(0)),
+        "attention_mask": torch.full((20, 20), float("-inf")).triu(1)[None, None],
+    }
+    for index, layer in enumerate(llama.model.layers):
+        for norm, body in ((layer.input_layernorm, layer.self_attn), (layer.post_attention_layernorm, layer.mlp)):
+            normed = norm(before if index in mask else newest)
+            output = body(normed) if body is layer.mlp else body(normed, **places)[0]
+            newest, before = newest + output, newest
+    torch.testing.assert_close(our_logits(tmp_path / "ours", tokens), llama.lm_head(llama.model.norm(newest)))
 
 
 @pytest.mark.parametrize(

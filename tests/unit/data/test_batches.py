@@ -92,7 +92,7 @@ class Counting:
 
 def test_reading_ahead_does_not_advance_the_state() -> None:
     reader = Counting()
-    loader = GlobalBatchLoader(reader, BatchShape(5, 4, 2), DocumentRules(), 8)
+    loader = GlobalBatchLoader(reader, BatchShape(4, 2), DocumentRules(), 8)
     assert loader.reader_state == {"steps": 0}
     first = next(loader)
     assert [batch.tokens.unique().tolist() for batch in first] == [[1], [1]]
@@ -108,6 +108,6 @@ def test_reading_ahead_does_not_advance_the_state() -> None:
 
 
 def test_a_middle_stage_counts_samples() -> None:
-    loader = GlobalBatchLoader(None, BatchShape(5, 8, 2, data_parallel_size=2), DocumentRules(), 8)
+    loader = GlobalBatchLoader(None, BatchShape(8, 2, data_parallel_size=2), DocumentRules(), 8)
     assert [batch.tokens.numel() for batch in next(loader)] == [0, 0]
     assert loader.consumed_samples == 16

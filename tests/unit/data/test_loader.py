@@ -29,7 +29,7 @@ def source_of(make_dataset: MakeDataset) -> SampleSource:
 def loader_of(
     source: SampleSource, micro: int, rank: int, size: int, consumed: int = 0, vocab_size: int = 100
 ) -> GlobalBatchLoader:
-    shape = BatchShape(SEQ_LENGTH, GLOBAL_BATCH, micro, size)
+    shape = BatchShape(GLOBAL_BATCH, micro, size)
     reader = SampleReader(source, shape, rank, consumed, vocab_size)
     return GlobalBatchLoader(reader, shape, DocumentRules(), consumed)
 

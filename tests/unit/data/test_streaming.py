@@ -60,7 +60,7 @@ def reader_of(
     states: Sequence[Any] = (),
     shards: Sequence[Shard] | None = None,
 ) -> StreamReader:
-    states, shape = json.loads(json.dumps(states)), BatchShape(SEQ_LENGTH, batch, 1, size)
+    states, shape = json.loads(json.dumps(states)), BatchShape(batch, 1, size)
     return StreamReader(plan, shards or shards_of_numbers(), encode, shape, rank, consumed, states, 2000)
 
 
@@ -154,7 +154,7 @@ def spoiled_reader(
     texts: list[list[str | None]] = [["1", "2"], ["3", None, "4"], [None, "5", None, "6"]]
     shards = [Shard(f"{name}.jsonl", [[text] for text in own]) for name, own in zip("abc", texts, strict=True)]
     plan = StreamPlan(tuple(shard.label for shard in shards), 2, SEQ_LENGTH, 1, 2, EOD, max_bad=max_bad)
-    states, shape = json.loads(json.dumps(states)), BatchShape(SEQ_LENGTH, 2, 1, size)
+    states, shape = json.loads(json.dumps(states)), BatchShape(2, 1, size)
     return StreamReader(plan, shards, encode_marked, shape, rank, consumed, states, 2000, reported.append)
 
 
@@ -177,6 +177,6 @@ def test_a_resumed_run_continues_counting_bad_records(stop: int) -> None:
 
 
 def test_ids_outside_of_the_vocabulary() -> None:
-    reader = StreamReader(plan_of(), shards_of_numbers(), encode, BatchShape(SEQ_LENGTH, 8, 1), 0, 0, [], 10)
+    reader = StreamReader(plan_of(), shards_of_numbers(), encode, BatchShape(8, 1), 0, 0, [], 10)
     with pytest.raises(UserError, match="--tokenizer-model: gives token id .*, the model has ids 0 to 9"):
         reader.read()

@@ -4,6 +4,7 @@ import io
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -77,7 +78,7 @@ def run_rank(run: RunConfig, deepspeed: dict[str, Any], rank: int) -> RankRecord
     place, recorder = RankInfo(rank, run.world_size, 0), Recorder(rank)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=run.world_size)
     start_deepspeed(place, META)
-    from megatron_ladder.engine.meta_device import descriptions, receive_states, use_meta_device
+    from ladder_lab.dry_run.meta_device import receive_states, use_meta_device
 
     use_meta_device(recorder.host_waits)
     memory = recorder.memory
@@ -91,7 +92,8 @@ def run_rank(run: RunConfig, deepspeed: dict[str, Any], rank: int) -> RankRecord
             shape = [model.stack.slots_in, positions, training.micro_batch_size]
             dtype = torch.bfloat16 if training.bf16 else torch.float32
             receive_states(engine.wrapped, [*shape, run.model.hidden_size], dtype)
-        memory.leave_out(descriptions(engine.wrapped))
+        # Described on the meta device in a real run as well.
+        memory.leave_out(chain(*getattr(engine.wrapped.optimizer, "round_robin_bit16_meta", ())))
         memory.mark("weights", [*model.parameters(), *(span.weight for span in engine.state.spans())])
 
         def mark_gradients() -> tuple[float, ...]:

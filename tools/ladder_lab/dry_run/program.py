@@ -81,7 +81,7 @@ def _run_ranks(run: RunConfig) -> dict[int, RankRecord]:
     # DeepSpeed does not know the meta device by this name. Processes share what is imported here.
     os.environ["DS_ACCELERATOR"] = "cpu"
     import_deepspeed()
-    importlib.import_module("megatron_ladder.engine.meta_device")
+    importlib.import_module("ladder_lab.dry_run.meta_device")
 
     def run_alone(rank: int) -> RankRecord:
         """Run a rank in a process of its own, since DeepSpeed has global state."""

@@ -71,9 +71,6 @@ class GridOptions:
     """Wirings of --wirings that are also trained for the time that standard takes, or none; all if not given."""
     sizes: tuple[str, ...] = flag(("12x32x96x2x2x512",), details=f"Names: {', '.join(SIZES)}; numbers: {SHAPE}.")
     """Shapes of the model, by name or in numbers. The default corpus gets the vocabulary of the size."""
-    learning_rates_from: Path | None = flag(None, excludes="--learning-rates")
-    """Folder of a finished study, usually of a smaller model: instead of trying --learning-rates, use its rate of each
-    wiring, times the ratio of its hidden size to that of the model."""
     link: str = "1.2c"
     """Interconnect of the trials at equal time: the time of one all-reduce on an emulated wire between
     --timing-ranks processes of this machine, as multiples of the computation of the mean sub-block (1.2c), or

@@ -19,11 +19,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ladder_lab.bench.options import FEWEST_ROUNDS
 from ladder_lab.bench.paired import RatioVerdict
 from ladder_lab.bench.sizes import find_size
 from ladder_lab.study.options import OWN_LINK, Parsed
-from ladder_lab.study.report import write_report
+from ladder_lab.study.report import STUDY_NAME, write_report
 from ladder_lab.study.trials import (
     ROOT,
     STANDARD,
@@ -43,26 +42,22 @@ from megatron_ladder.files import write_atomically
 from megatron_ladder.processes import received_signals
 from megatron_ladder.train.record import save_lock
 
-STUDY_NAME = "study.json"
 MOST_FURTHER = 3
 """Most learning rates that are tried beyond the grid."""
 TIMING_ROUNDS, TIMING_ATTEMPTS = 15, 3
 """Rounds of a measurement of step times, and most measurements until the benchmark finds one sound."""
-_SPLIT = "96,4,0"
 _EXTENSIBLE = ("wirings", "timed_wirings", "seeds")
 """Settings to which a later start can add values, because a trial depends on none but its own."""
-_DATA_FIELDS = ("data_path", "train_data_path", "streaming")
 
 
 def run_study(parsed: Parsed) -> None:
     """Run the missing trials of a study and write its report. Raises UserError, and SystemExit if trials fail."""
     folder = parsed.request.output_dir
-    chosen = _transferred_rates(parsed)
     folder.mkdir(parents=True, exist_ok=True)
     with save_lock(folder, flag="--output-dir"), received_signals() as received:
         parsed = replace(parsed, request=_prepare_data(parsed))
         runner = TrialRunner(parsed.request, parsed.training.jobs, received)
-        study = _Study(parsed, runner, chosen)
+        study = _Study(parsed, runner)
         study.load()
         try:
             _compare(study)
@@ -83,7 +78,7 @@ class _Study:
 
     parsed: Parsed
     runner: TrialRunner
-    chosen: dict[str, float]
+    chosen: dict[str, float] = field(default_factory=dict)
     """`size/wiring` -> learning rate."""
     step_times: dict[str, Any] = field(default_factory=dict)
     """Size -> {wiring -> the row of the benchmark}."""
@@ -100,20 +95,11 @@ class _Study:
 
     def settings(self) -> dict[str, Any]:
         """Return everything on which results depend."""
-        training, grid = self.parsed.training, self.parsed.grid
-        found: dict[str, Any] = {
-            "sizes": grid.sizes,
-            "wirings": grid.wirings,
-            "timed_wirings": self.parsed.timed_wirings,
-        }
+        training, grid, request = self.parsed.training, self.parsed.grid, self.parsed.request
+        found: dict[str, Any] = {name: getattr(grid, name) for name in ("sizes", "wirings", "link")}
         found |= {name: getattr(training, name) for name in ("seeds", "iterations", "learning_rates", "evaluations")}
-        found["link"] = grid.link
-        if grid.learning_rates_from is not None:
-            found |= {"learning_rates": [], "given_rates": self.chosen}
-        shapes = {size: find_size(size).hidden_size for size in grid.sizes}
-        request = self.parsed.request
-        words = {"training_flags": common_flags(request), "data": request.data_flags or "given", "hidden_sizes": shapes}
-        return json.loads(json.dumps({**found, **words}))
+        found |= {"timed_wirings": self.parsed.timed_wirings, "training_flags": common_flags(request)}
+        return json.loads(json.dumps({**found, "data": request.data_flags or "given"}))
 
     def load(self) -> None:
         """Read the study of the folder, or write this one. Raises UserError if other settings differ."""
@@ -121,18 +107,11 @@ class _Study:
         now: dict[str, Any] = self.settings()
         if path.exists():
             before = json.loads(path.read_text(encoding="utf-8"))
-
-            def is_extended(name: str, old: Any) -> bool:
-                new: Any = now.get(name)
-                if name == "given_rates":
-                    return isinstance(new, dict) and old.items() <= new.items()
-                return old == new or (name in _EXTENSIBLE and set(old) <= set(new))
-
             raise_user_errors(
                 f"{path}: {name.replace('_', ' ')}: was {json.dumps(old)}, now {json.dumps(now.get(name))}: give "
                 "another --output-dir, or the same settings" + " and further ones" * (name in _EXTENSIBLE)
                 for name, old in before["settings"].items()
-                if not is_extended(name, old)
+                if now.get(name) != old and not (name in _EXTENSIBLE and set(old) <= set(now[name]))
             )
             # Trials were trained with the rates and for the lengths that were found before.
             self.chosen |= before["chosen"]
@@ -165,8 +144,7 @@ class _Study:
         else:
             tried = {model: sorted(rates) for model in open_models}
             while not self.runner.failures:
-                trials = [self._tuning(model, rate) for model, values in tried.items() for rate in values]
-                self.runner.run(trials)
+                self.runner.run(self._tuning(model, rate) for model, values in tried.items() for rate in values)
                 losses = {model: self._losses(model, values) for model, values in tried.items()}
                 further = {
                     model: value
@@ -209,34 +187,11 @@ def value_beyond(losses: Mapping[float, float]) -> float | None:
     return float(f"{best * best / neighbour:.3g}")
 
 
-def _transferred_rates(parsed: Parsed) -> dict[str, float]:
-    """Return the rates of the first size of `--learning-rates-from`, times the ratio of the hidden sizes, if given."""
-    source = parsed.grid.learning_rates_from
-    if source is None:
-        return {}
-    try:
-        other = json.loads((source / STUDY_NAME).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"--learning-rates-from {source}: not a study: expected the --output-dir of one") from None
-    size, hidden = next(iter(other["settings"]["hidden_sizes"].items()))
-    rates = {wiring: other["chosen"].get(f"{size}/{wiring}") for wiring in parsed.grid.wirings}
-    if missing := [wiring for wiring, rate in rates.items() if rate is None]:
-        raise UserError(
-            f"--learning-rates-from {source}: has chosen no rate for {', '.join(missing)}: add these --wirings to that "
-            "study, or leave them out"
-        )
-    return {
-        f"{new}/{wiring}": float(f"{rate * hidden / find_size(new).hidden_size:.4g}")
-        for new in parsed.grid.sizes
-        for wiring, rate in rates.items()
-    }
-
-
 def _prepare_data(parsed: Parsed) -> Request:
     """Return the request with the flags of the data; builds the default corpus if no data are given."""
     request = parsed.request
     given = read_training_flags(request.training_flags).data
-    if any(getattr(given, name) for name in _DATA_FIELDS):
+    if given.data_path or given.train_data_path or given.streaming:
         return request
     folder, vocabularies = request.output_dir / "data", {find_size(size).vocab_size for size in parsed.grid.sizes}
     if len(vocabularies) > 1:
@@ -249,7 +204,7 @@ def _prepare_data(parsed: Parsed) -> Request:
         if subprocess.run([sys.executable, str(script), *words]).returncode:
             raise UserError(f"{script} failed: give other data after --")
     # Validation text of the same kind, because wirings are compared by how well they learn it.
-    data = ("--data-path", str(folder / "train_text_document"), "--split", _SPLIT)
+    data = ("--data-path", str(folder / "train_text_document"), "--split", "96,4,0")
     tokenizer = ("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(folder / "tokenizer.model"))
     return replace(request, data_flags=(*data, *tokenizer))
 
@@ -286,8 +241,7 @@ def _time_steps(study: _Study) -> None:
     for size in study.parsed.grid.sizes:
         known = study.step_times.get(size, {})
         if wirings := [wiring for wiring in study.parsed.timed_wirings if wiring not in known]:
-            with_standard = dict.fromkeys((STANDARD, *wirings))
-            study.step_times[size] = {**measure(study, size, list(with_standard)), **known}
+            study.step_times[size] = {**measure(study, size, list(dict.fromkeys((STANDARD, *wirings)))), **known}
             study.save()
 
 
@@ -323,7 +277,7 @@ def _measured_times(study: _Study, size: str, wirings: Sequence[str]) -> dict[st
         "batch": training.micro_batch_size,
         "sequence": training.seq_length,
         "alpha": grid.link,
-        "rounds": max(TIMING_ROUNDS, FEWEST_ROUNDS),
+        "rounds": TIMING_ROUNDS,
         "json": rows,
         "wirings": wirings,
     }

@@ -61,9 +61,3 @@ def receive_states(wrapped: Any, shape: list[int], dtype: torch.dtype) -> None:
         return buffer
 
     wrapped._recv_tensor_meta = receive_shape
-
-
-def descriptions(wrapped: Any) -> list[torch.Tensor]:
-    """Return the tensors that an engine of DeepSpeed has on the meta device in a real run as well."""
-    groups = getattr(wrapped.optimizer, "round_robin_bit16_meta", ())
-    return [tensor for group in groups for tensor in group]
