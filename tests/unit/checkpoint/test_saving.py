@@ -95,7 +95,10 @@ def test_a_state_that_is_not_finite_is_not_published(
     def save(world: CommGroup) -> Any:
         state = TinyState(2, world.rank, world.size)
         spans = list(state.spans())
-        (spans[1].master if kind == "weight" else state.moment(spans[1], kind))[3] = value if world.rank else 1.0
+        # Weights are named first, whatever else is bad.
+        moment = state.moment(spans[kind != "weight"], "exp_avg_sq")
+        for bad in [moment, spans[1].master][: 1 + (kind == "weight")]:
+            bad[3] = value if world.rank else 1.0
         state.copy_masters_to_weights()
         if not has_masters:
             state._spans = [span._replace(weight=span.master) for span in spans]
