@@ -38,10 +38,7 @@ def parse_options(argv: Sequence[str]) -> tuple[DryRunOptions, RunFlags, list[st
     found, errors = read_words([DryRunOptions], argv, "dry_run.py", __doc__ or "", keep), ErrorCollector()
     with errors.collect():
         (options,) = build_sections([DryRunOptions], found)
-    with errors.collect():
-        flags = parse_run(words)
-    errors.raise_if_any()
-    return options, flags, words
+    return options, parse_run(words, errors.messages), words
 
 
 def main(argv: Sequence[str]) -> None:

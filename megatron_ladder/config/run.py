@@ -133,9 +133,13 @@ def to_flags(found: FlagWords) -> RunFlags:
     return flags
 
 
-def parse_run(argv: Sequence[str]) -> RunFlags:
-    """Read the command line; raises UserError as `to_flags`. Combinations are checked by `resolve_run`."""
-    return to_flags(read_run_words(argv))
+def parse_run(argv: Sequence[str], known: Sequence[str] = ()) -> RunFlags:
+    """Read the command line; raises UserError with `known` errors and those of `to_flags`.
+
+    Combinations are checked by `resolve_run`.
+    """
+    words = read_run_words(argv)
+    return to_flags(replace(words, problems=[*known, *words.problems]))
 
 
 def _megatron_problems(flags: RunFlags) -> Iterator[Problem]:

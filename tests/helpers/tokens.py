@@ -17,7 +17,8 @@ MakeDataset = Callable[..., IndexedDataset]
 def write_documents(prefix: Path, *documents: ArrayLike, dtype: DTypeLike = np.uint16) -> Path:
     """Write a data set of these documents; return its prefix."""
     with IndexedDatasetWriter(prefix, np.dtype(dtype)) as writer:
-        writer.add_documents(np.concatenate(documents), np.array(list(map(len, documents))))
+        for document in documents:
+            writer.add_document(np.asarray(document))
         writer.publish()
     return prefix
 

@@ -65,19 +65,19 @@ MOST_LINES_OF_A_FILE = 470
 
 FIRST_FLOOR = ("errors", "files", "processes", "progress", "api", "lm_eval")
 BUDGETS = {
-    f"{PACKAGE}/": 24_173,
+    f"{PACKAGE}/": 24_181,
     " ".join(
         f"{PACKAGE}/{folder}/" for folder in ("blueprint", "comm", "parallel", "model", "engine", "train")
     ): 10_579,
-    f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_394,
+    f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_398,
     f"{PACKAGE}/checkpoint/": 2_047,
-    f"{PACKAGE}/data/": 3_949,
+    f"{PACKAGE}/data/": 3_953,
     f"{PACKAGE}/convert/": 2_498,
     f"{PACKAGE}/generate/": 2_089,
     f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_611,
-    "tools/": 6_000,
+    "tools/": 5_997,
     "vllm_plugin/": 1_999,
-    "tests/": 26_205,
+    "tests/": 26_206,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
 MOST_WORDS = 31_997
