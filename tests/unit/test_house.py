@@ -77,7 +77,7 @@ BUDGETS = {
     f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_611,
     "tools/": 5_997,
     "vllm_plugin/": 1_999,
-    "tests/": 26_206,
+    "tests/": 26_228,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
 MOST_WORDS = 31_997
