@@ -81,13 +81,13 @@ class _Border(Function):
     """Calls one function forward, and another with the gradients of its results backward."""
 
     @staticmethod
-    def forward(ctx: Any, there: Callable[..., Any], back: Callable[..., Any], *tensors: Tensor) -> Any:
-        ctx.back = back
-        return there(*tensors)
+    def forward(ctx: Any, run: Callable[..., Any], run_backward: Callable[..., Any], *tensors: Tensor) -> Any:
+        ctx.run_backward = run_backward
+        return run(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return None, None, *ctx.back(*gradients)
+        return None, None, *ctx.run_backward(*gradients)
 
 
 def copy_to_tensor_parallel_region(tensor: Tensor, group: CommGroup) -> Tensor:
@@ -102,14 +102,14 @@ def copy_to_tensor_parallel_region(tensor: Tensor, group: CommGroup) -> Tensor:
 def enter_tensor_parallel_region(group: CommGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Apply `copy_to_tensor_parallel_region` to tensors of one dtype, whose gradients are summed in one reduce."""
 
-    def back(*gradients: Tensor) -> list[Tensor]:
+    def sum_together(*gradients: Tensor) -> list[Tensor]:
         whole = group.all_reduce(torch.cat([gradient.flatten() for gradient in gradients]))
         parts = whole.split([gradient.numel() for gradient in gradients])
         return [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
 
     if group.size == 1 or not torch.is_grad_enabled():
         return tensors
-    return _Border.apply(lambda *given: tuple(tensor.view_as(tensor) for tensor in given), back, *tensors)
+    return _Border.apply(lambda *given: tuple(tensor.view_as(tensor) for tensor in given), sum_together, *tensors)
 
 
 def share_gradient(tensor: Tensor, group: CommGroup) -> Tensor:
@@ -132,9 +132,9 @@ def sum_gradient_rows(weight: Tensor, start: int, stop: int, group: CommGroup) -
     return weight if group.size == 1 or not weight.requires_grad else _with_gradient(weight, sum_rows)
 
 
-def _with_gradient(tensor: Tensor, back: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return `tensor`, whose gradient is mapped by a function."""
+def _with_gradient(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return `tensor`, whose gradient `change` maps."""
     view = tensor.view_as(tensor)
     if view.requires_grad:
-        view.register_hook(back)
+        view.register_hook(change)
     return view

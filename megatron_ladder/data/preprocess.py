@@ -336,7 +336,8 @@ _task_of_worker: Task
 def _initialize_worker(task: Task) -> None:
     """Keep the task, limit the tokenizer to one thread, and end the worker if its parent is killed."""
     global _task_of_worker
-    _task_of_worker, os.environ["TOKENIZERS_PARALLELISM"] = task, "false"
+    _task_of_worker = task
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
     def end_with_parent() -> None:
         parent = multiprocessing.parent_process()

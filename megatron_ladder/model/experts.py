@@ -155,13 +155,13 @@ class Experts(Body):
 
     def __init__(self, build: BuildContext, number: int, tensors: SubBlockTensors) -> None:
         super().__init__()
-        self.beside = nn.ModuleList()
+        self.parallel_bodies = nn.ModuleList()
         for branch in tensors.branches:
             one = replace(tensors, branches=(branch,))
             if branch.router:
                 self.routed = _RoutedExperts(build, one)
             else:
-                self.beside.append((Attention if branch.score_width else MLP)(build, number, one))
+                self.parallel_bodies.append((Attention if branch.score_width else MLP)(build, number, one))
 
     def forward(
         self,
@@ -172,7 +172,7 @@ class Experts(Body):
     ) -> BodyOutput:
         """See `Body`."""
         routed = self.routed(normed, context, input_gradient, *again)
-        others = [body(normed, context, input_gradient).partial for body in self.beside]
+        others = [body(normed, context, input_gradient).partial for body in self.parallel_bodies]
         return routed._replace(partial=functools.reduce(torch.add, others, routed.partial))
 
 

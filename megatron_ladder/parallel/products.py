@@ -38,8 +38,6 @@ GradientSum = Callable[[Tensor, Tensor], None]
 """Adds the gradient a @ b, once per backward pass."""
 LinearFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """(x [..., in], weight [out, in], bias [out] or None) -> [..., out]."""
-
-
 _GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNMENT = 16
 """Bytes of which a row of an operand of torch's grouped product must be a multiple."""

@@ -132,8 +132,8 @@ def _look(flags: RunFlags, own_shards: list[Shard]) -> Findings:
             findings.teacher = find_teacher(flags)
         if data.streaming:
             with errors.collect("--streaming"):
-                found = find_input(data.streaming, data.streaming_key, data.streaming_skip_bad_lines)
-                own_shards[:], findings.stream = found
+                found, findings.stream = find_input(data.streaming, data.streaming_key, data.streaming_skip_bad_lines)
+                own_shards.extend(found)
     errors.raise_if_any()
     return findings
 

@@ -53,7 +53,7 @@ class OpenRun:
     trainer: Trainer
     inputs: RunInputs
     batches: GlobalBatchLoader
-    """Of the training data, after those of earlier runs."""
+    """The training batches that follow those of earlier runs."""
     checkpoints: CheckpointSaver
     record: RunRecord
     iteration: int

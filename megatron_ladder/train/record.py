@@ -27,7 +27,8 @@ from megatron_ladder.errors import ExitCode, UserError
 from megatron_ladder.files import lock_file
 
 RECORD_NAME = "run.jsonl"
-_LOCK_NAME, _MOST_LOCK_BYTES = "run.lock", 4096
+_LOCK_NAME = "run.lock"
+_MOST_LOCK_BYTES = 4096
 EVALUATES = "evaluates"
 """The `reason` of a `start` that takes no step. Later steps in the record remain valid after such a start."""
 

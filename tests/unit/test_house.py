@@ -68,19 +68,19 @@ BUDGETS = {
     f"{PACKAGE}/": 24_181,
     " ".join(
         f"{PACKAGE}/{folder}/" for folder in ("blueprint", "comm", "parallel", "model", "engine", "train")
-    ): 10_579,
+    ): 10_578,
     f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_398,
     f"{PACKAGE}/checkpoint/": 2_047,
-    f"{PACKAGE}/data/": 3_953,
+    f"{PACKAGE}/data/": 3_954,
     f"{PACKAGE}/convert/": 2_498,
     f"{PACKAGE}/generate/": 2_089,
     f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_611,
     "tools/": 5_997,
     "vllm_plugin/": 1_999,
-    "tests/": 26_228,
+    "tests/": 26_233,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
-MOST_WORDS = 31_997
+MOST_WORDS = 31_994
 """Words in README, docs/ and the READMEs of examples/."""
 MOST_FILES_WITH_ONE_IMPORTER = 23
 MOST_REQUIREMENTS, MOST_EXTRAS = 12, 6

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.blueprint.tensors import ModelFlops, balanced_partition, parameter_count
+from megatron_ladder.blueprint.tensors import ModelFlops, _branch, balanced_partition, parameter_count
 from megatron_ladder.config.run import parse_run, resolve_run
 from megatron_ladder.engine.build import partition
 from tests.helpers.hugging_face import Family, transformers_model
@@ -128,3 +128,8 @@ def test_a_runs_partition(words: str, expected: list[int]) -> None:
     )
     run = resolve_run(parse_run((base + words).split()), 2000, 4)
     assert sizes(partition(run)) == expected
+
+
+def test_a_branch_without_tensors_of_its_own_is_not_taken_for_an_mlp() -> None:
+    with pytest.raises(KeyError, match="convolution"):
+        _branch(small_model(), 0, "convolution")
