@@ -26,6 +26,7 @@ from megatron_ladder.generate.program import build_engine, check_hardware, new_r
 from megatron_ladder.generate.prompts import PromptEncoder, prompt_errors, read_prompts
 from megatron_ladder.generate.requests import Generation
 from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.train.evaluation import Predictor, Score
 from megatron_ladder.train.loop import OpenRun, open_run
 from megatron_ladder.train.reading import sample_batches
 from megatron_ladder.train.step import StepResult, evaluate, train_step
@@ -49,6 +50,9 @@ class TrainingRun:
     def __init__(self, opened: OpenRun) -> None:
         self._trainer, self._checkpoints, self._batches = opened.trainer, opened.checkpoints, opened.batches
         self._valid = opened.inputs.sources.valid
+        self._predictor = Predictor(opened.trainer)
+        self.tokenizer = opened.inputs.tokenizer
+        """The run's tokenizer; None without one."""
         self.iteration = opened.iteration
         """Number of steps done, including those of the checkpoint that the run resumed."""
 
@@ -87,6 +91,23 @@ class TrainingRun:
             raise UserError(f"evaluate: the run has no validation set {name!r}; {fix}")
         with closing(sample_batches(self._trainer, self._valid[name], 0)) as batches:
             return evaluate(self._trainer, batches, self._trainer.run.logging.eval_iters)
+
+    def score(self, requests: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
+        """Return the log-likelihood of each continuation, and whether greedy decoding yields it, in every layout.
+
+        A request is a pair of ids, `(context, continuation)`. Raises ValueError if one is empty, a continuation is
+        longer than `seq_length`, or an id is outside of the vocabulary.
+        """
+        return self._predictor.score(requests)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Sequence[int] = ()
+    ) -> list[list[int]]:
+        """Return the greedy continuation of each prompt, ending before a token of `stop_ids`; raises as `score`.
+
+        There is no key-value cache: each new token costs a pass over its row.
+        """
+        return self._predictor.generate(prompts, max_new_tokens, stop_ids)
 
     def save(self) -> None:
         """Write a checkpoint to `save`; with `async_save`, the next call and the end of the block wait for its end.

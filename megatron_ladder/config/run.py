@@ -1,6 +1,5 @@
 """The configuration of one run: parses its flags, derives open values, and checks their combinations."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -170,9 +169,6 @@ def resolve_run(flags: RunFlags, vocab_size: int, world_size: int) -> RunConfig:
     errors += _layout_problems(flags, model)
     errors += _implementation_problems(flags)
     errors += _profile_problems(flags, world_size)
-    name = flags.logging.eval_callable
-    if name is not None and not re.fullmatch(r"\w+(\.\w+)*:\w+", name):
-        errors.append(Problem("--eval-callable", f" {name}: expected MODULE:FUNCTION"))
     data_parallel = 1
     if world_size % (tensor_parallel * stages):
         sizes = f" {tensor_parallel}" + (f" x --pipeline-model-parallel-size {stages}" if stages != 1 else "")

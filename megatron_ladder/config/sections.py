@@ -302,11 +302,6 @@ class LoggingConfig:
     key prompt."""
     sample_tokens: int = flag(64, minimum=1, requires="--sample-prompts")
     """New tokens for each of --sample-prompts. Each costs a forward pass over --seq-length positions."""
-    eval_callable: str | None = None
-    """MODULE:FUNCTION that receives an EvaluatedModel (docs/training.md) and returns metrics by name, which are logged.
-    Python finds the module in PYTHONPATH or the current directory."""
-    eval_callable_interval: int | None = flag(None, minimum=1, requires="--eval-callable")
-    """Steps between calls of --eval-callable; --eval-interval by default."""
     skip_train: bool = flag(False, requires="--load", on_resume="ignore")
     """Evaluate the model from --load, record the results in --save, and exit."""
     tensorboard_dir: Path | None = None

@@ -1,31 +1,22 @@
-"""Evaluations during training: losses on validation sets, continuations of prompts, and a function of the user."""
+"""Evaluations during training: losses on validation sets, and continuations of prompts."""
 
-import importlib
-import os
-import sys
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron_ladder.comm.agreement import raising_on_all_ranks
-from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.data.batches import DocumentRules, make_micro_batches
 from megatron_ladder.data.samples import SampleRows
-from megatron_ladder.data.tokenizers import Tokenizer
-from megatron_ladder.errors import UserError
 from megatron_ladder.train.inputs import RunInputs
 from megatron_ladder.train.log import RunLog
 from megatron_ladder.train.reading import sample_batches
 from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import evaluate
 
-_DONE = "done"
 Request = tuple[Sequence[int], Sequence[int]]
 """Ids of a context, and of its continuation."""
 
@@ -48,8 +39,7 @@ class Predictor:
         self._trainer = trainer
         self.max_length = trainer.run.training.seq_length
 
-    def check(self, requests: Sequence[Request]) -> None:
-        """Raise ValueError if a text is empty, too long, or has an id outside of the vocabulary."""
+    def _check(self, requests: Sequence[Request]) -> None:
         vocab_size = self._trainer.run.model.vocab_size
         for number, (context, continuation) in enumerate(requests):
             wrong = [token for token in (*context, *continuation) if not 0 <= token < vocab_size]
@@ -62,7 +52,12 @@ class Predictor:
                 )
 
     def score(self, requests: Sequence[Request]) -> list[Score]:
-        """Return the score of each continuation; contexts that are too long lose their beginnings."""
+        """Return the score of each continuation; contexts that are too long lose their beginnings.
+
+        Raises ValueError if a context or a continuation is empty, a continuation is longer than `max_length`, or an id
+        is outside of the vocabulary.
+        """
+        self._check(requests)
         whole = [np.array([*context, *following], np.int64)[-self.max_length - 1 :] for context, following in requests]
         predicted = self._predict([ids[:-1] for ids in whole], [ids[1:] for ids in whole])
         scores = []
@@ -76,8 +71,9 @@ class Predictor:
     ) -> list[list[int]]:
         """Return the greedy continuation of each prompt, ending before a token of `stop_ids`.
 
-        Prompts that are too long lose their beginnings.
+        Prompts that are too long lose their beginnings. Raises ValueError as `score` does.
         """
+        self._check([(prompt, [0] * max_new_tokens) for prompt in prompts])
         starts = [list(prompt)[-(self.max_length - max_new_tokens + 1) :] for prompt in prompts]
         generated: list[list[int]] = [[] for _ in prompts]
         active = list(range(len(prompts)))
@@ -131,129 +127,33 @@ class Predictor:
         return [predictions[row, :, place] for row, place in places]
 
 
-class EvaluatedModel:
-    """What the function of --eval-callable receives: the model in training, on rank 0.
-
-    The other ranks wait in `call`, and take part in the passes that this object requests.
-
-    Attributes:
-        iteration: number of steps done.
-        tokenizer: the run's tokenizer; None without --tokenizer-type.
-        max_length: --seq-length. A continuation may have as many ids; a longer context loses its beginning.
-    """
-
-    def __init__(self, predictor: Predictor, world: CommGroup, iteration: int, tokenizer: Tokenizer | None) -> None:
-        self.iteration, self.tokenizer, self.max_length = iteration, tokenizer, predictor.max_length
-        self._predictor, self._world = predictor, world
-        self._failure: Exception | None = None
-
-    def score(self, requests: Sequence[Request]) -> list[Score]:
-        """Return the log-likelihood of each continuation after its context, and whether greedy decoding yields it.
-
-        A request is a pair of ids, `(context, continuation)`. Raises ValueError if one is empty, too long, or has an id
-        outside of the vocabulary.
-        """
-        pairs = [(tuple(map(int, context)), tuple(map(int, following))) for context, following in requests]
-        self._predictor.check(pairs)
-        scores: list[Score] = self._together("score", pairs)
-        return scores
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Sequence[int] = ()
-    ) -> list[list[int]]:
-        """Return the greedy continuation of each prompt, ending before a token of `stop_ids`; raises as `score`."""
-        ids = [tuple(map(int, prompt)) for prompt in prompts]
-        self._predictor.check([(prompt, [0] * max_new_tokens) for prompt in ids])
-        generated: list[list[int]] = self._together("generate", ids, max_new_tokens, tuple(stop_ids))
-        return generated
-
-    def _together(self, method: str, *arguments: Any) -> Any:
-        try:
-            self._world.broadcast_object((method, arguments))
-            return getattr(self._predictor, method)(*arguments)
-        except Exception as error:
-            # The ranks are out of step, so this error must end the run even if the user's function handles it.
-            self._failure = error
-            raise
-
-    def call(self, function: Callable[["EvaluatedModel"], Mapping[str, float]] | None) -> tuple[dict[str, float], str]:
-        """Call the function on rank 0; return its metrics, and the message of its error, on every rank."""
-        outcome: tuple[dict[str, float], str] = ({}, "")
-        if function is not None:
-            try:
-                metrics = function(self)
-                if not isinstance(metrics, Mapping):
-                    raise TypeError(f"expected numbers by name, found {type(metrics).__name__}")
-                outcome = ({str(name): float(value) for name, value in metrics.items()}, "")
-            except (Exception, SystemExit) as error:
-                traceback.print_exc()
-                outcome = ({}, f"{type(error).__name__}: {error}")
-            if self._failure is not None:
-                raise self._failure
-            self._world.broadcast_object((_DONE, outcome))
-            return outcome
-        while (request := self._world.broadcast_object(None))[0] != _DONE:
-            method, arguments = request
-            getattr(self._predictor, method)(*arguments)
-        done: tuple[dict[str, float], str] = request[1]
-        return done
-
-
 class Evaluations:
     """The evaluations of a run. Every rank must make the same calls."""
 
     def __init__(self, trainer: Trainer, inputs: RunInputs) -> None:
-        """Raises UserError on every rank if --eval-callable cannot be imported."""
         self._trainer, self._inputs = trainer, inputs
         self._predictor = Predictor(trainer)
-        self._function: Callable[[EvaluatedModel], Mapping[str, float]] | None = None
-        if trainer.run.logging.eval_callable is not None:
-            with raising_on_all_ranks(trainer.mesh.world):
-                if trainer.mesh.world.rank == 0:
-                    self._function = _import_callable(trainer.run.logging.eval_callable)
 
     def are_due(self, iteration: int) -> bool:
         """Whether there is something to evaluate after a step."""
-        return any(self._due(iteration))
+        is_time = iteration == self._trainer.run.training.train_iters
+        is_time = is_time or iteration % self._trainer.run.logging.eval_interval == 0
+        return is_time and bool(self._inputs.sources.valid or self._inputs.sample_prompts)
 
-    def _due(self, iteration: int) -> tuple[bool, bool]:
-        """Return whether losses and samples, and whether the metrics of --eval-callable, are due after a step."""
-        logging, last = self._trainer.run.logging, iteration == self._trainer.run.training.train_iters
-        has_inputs = bool(self._inputs.sources.valid or self._inputs.sample_prompts)
-        interval = logging.eval_callable_interval or logging.eval_interval
-        return (
-            has_inputs and (last or iteration % logging.eval_interval == 0),
-            logging.eval_callable is not None and (last or iteration % interval == 0),
-        )
-
-    def run(self, iteration: int, log: RunLog, stops: Callable[[], str | None], everything: bool = False) -> None:
-        """Run and report what is due after a step, or `everything`, until `stops` returns a reason.
-
-        Raises UserError on every rank if the function of --eval-callable fails.
-        """
-        logging, prompts = self._trainer.run.logging, self._inputs.sample_prompts
-        validates, calls = self._due(iteration)
-        if everything or validates:
-            for name, source in self._inputs.sources.valid.items():
-                with closing(sample_batches(self._trainer, source, 0)) as batches:
-                    # Without another batch, `evaluate` ends with StopIteration.
-                    remaining = takewhile(lambda _: not stops(), batches)
-                    try:
-                        loss = evaluate(self._trainer, remaining, logging.eval_iters)
-                    except StopIteration:
-                        return
-                log.validation(iteration, loss, name)
-            if prompts and not stops():
-                log.samples(iteration, self._continue_prompts(prompts))
-        if (calls or (everything and logging.eval_callable is not None)) and not stops():
-            model = EvaluatedModel(self._predictor, self._trainer.mesh.world, iteration, self._inputs.tokenizer)
-            metrics, problem = model.call(self._function)
-            if problem:
-                raise UserError(
-                    f"--eval-callable {logging.eval_callable} failed after iteration {iteration}: {problem} (traceback "
-                    "on rank 0): fix it, and resume from the last checkpoint"
-                )
-            log.metrics(iteration, metrics)
+    def run(self, iteration: int, log: RunLog, stops: Callable[[], str | None]) -> None:
+        """Evaluate the model after a step and report the results, until `stops` returns a reason."""
+        prompts = self._inputs.sample_prompts
+        for name, source in self._inputs.sources.valid.items():
+            with closing(sample_batches(self._trainer, source, 0)) as batches:
+                # Without another batch, `evaluate` ends with StopIteration.
+                remaining = takewhile(lambda _: not stops(), batches)
+                try:
+                    loss = evaluate(self._trainer, remaining, self._trainer.run.logging.eval_iters)
+                except StopIteration:
+                    return
+            log.validation(iteration, loss, name)
+        if prompts and not stops():
+            log.samples(iteration, self._continue_prompts(prompts))
 
     def _continue_prompts(self, prompts: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[str, str]]:
         tokenizer = self._inputs.tokenizer
@@ -271,21 +171,3 @@ class Evaluations:
             text = tokenizer.decode([*ids, *known])[len(tokenizer.decode(ids)) :]
             samples.append((prompt, text))
         return samples
-
-
-def _import_callable(name: str) -> Callable[[EvaluatedModel], Mapping[str, float]]:
-    """Return `module:function`, also from the current directory; raises UserError if that fails."""
-    module, _, function = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except (Exception, SystemExit) as error:
-        raise UserError(
-            f"--eval-callable {name}: cannot be imported: {type(error).__name__}: {error}: give a function of a module "
-            "in PYTHONPATH or the current directory"
-        ) from error
-    if not callable(found):
-        raise UserError(f"--eval-callable {name}: found {type(found).__name__}, expected a function")
-    called: Callable[[EvaluatedModel], Mapping[str, float]] = found
-    return called

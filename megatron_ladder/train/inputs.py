@@ -185,8 +185,7 @@ def _open(resolved: ResolvedRun, findings: Findings, own_shards: Sequence[Shard]
     with errors.collect():
         sources = _open_sources(run, tokenizer)
         eod_id = _find_eod(run.data, sources, tokenizer)
-        only_losses = run.logging.sample_prompts is None and run.logging.eval_callable is None
-        if run.logging.skip_train and only_losses and not sources.valid:
+        if run.logging.skip_train and run.logging.sample_prompts is None and not sources.valid:
             fix = "--valid-data-path, or a --split with a share of it, and --eval-iters of 1 or more"
             errors.add(Problem("--skip-train", f" needs validation data: give {fix}"))
     if findings.stream is not None:

@@ -8,7 +8,7 @@ import os
 import resource
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -202,14 +202,6 @@ class RunLog:
             print_rank_0(f"iteration {iteration} | sample {prompt!r} -> {text!r}", self._rank)
             self._record.write_first("sample", iteration=iteration, prompt=prompt, text=text)
         self._curves.samples(iteration, samples)
-
-    def metrics(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Report the results of --eval-callable."""
-        shown = " | ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        print_rank_0(f"iteration {iteration} | {shown}", self._rank)
-        named = {f"eval/{name}": value for name, value in metrics.items()}
-        self._record.write_first("metrics", iteration=iteration, **named)
-        self._curves.metrics(iteration, named)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

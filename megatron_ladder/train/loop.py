@@ -123,7 +123,7 @@ def _evaluate_loaded(opened: OpenRun, evaluations: Evaluations, stopper: Stopper
     """Evaluate the model of a checkpoint, and return why the run ends."""
     trainer, iteration = opened.trainer, opened.iteration
     with RunLog(trainer, iteration + 1, opened.record, trains=False) as log:
-        evaluations.run(iteration, log, partial(_agreed_stop_reason, trainer, stopper), everything=True)
+        evaluations.run(iteration, log, partial(_agreed_stop_reason, trainer, stopper))
     reason = _agreed_stop_reason(trainer, stopper)
     if reason is None:
         return "evaluated"

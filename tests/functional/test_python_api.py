@@ -50,6 +50,7 @@ for layout in {}, {"offload_optimizer": "cpu"}, {"zero_stage": 3}:
             for weight in run.model.parameters():
                 weight.data.zero_()
         run.save()
+        print(">", run.score([([1], [0])])[0].is_greedy, run.generate([[1]], 2))
         run.step()
         attempt(training(**files, **sizes, **limits).__enter__)
         print(">", round(run.evaluate("held"), 3))
@@ -101,7 +102,11 @@ def test_the_example_runs_twice_in_one_process(corpus: Path, tmp_path: Path) -> 
         "True",
         "iteration 2: the gradient's norm is nan, the loss nan: first bad parameter embedding.weight, on rank 0: 2 in "
         "a row, as many as --max-consecutive-bad-steps allows",
-        *["training: this process has process groups already: end the other training() block, or destroy them", UNIFORM]
+        *[
+            "True [[0, 0]]",
+            "training: this process has process groups already: end the other training() block, or destroy them",
+            UNIFORM,
+        ]
         * 3,
         f"--save {tmp_path}/run_gone: the last checkpoint could not be written",
         "--tp 2: the launcher started 1 processes; remove --tp, or start as many",

@@ -65,22 +65,22 @@ MOST_LINES_OF_A_FILE = 470
 
 FIRST_FLOOR = ("errors", "files", "processes", "progress", "api", "lm_eval")
 BUDGETS = {
-    f"{PACKAGE}/": 24_181,
+    f"{PACKAGE}/": 24_066,
     " ".join(
         f"{PACKAGE}/{folder}/" for folder in ("blueprint", "comm", "parallel", "model", "engine", "train")
-    ): 10_578,
-    f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_398,
+    ): 10_451,
+    f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_389,
     f"{PACKAGE}/checkpoint/": 2_047,
     f"{PACKAGE}/data/": 3_954,
     f"{PACKAGE}/convert/": 2_498,
     f"{PACKAGE}/generate/": 2_089,
-    f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_611,
+    f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_632,
     "tools/": 5_997,
     "vllm_plugin/": 1_999,
-    "tests/": 26_233,
+    "tests/": 26_188,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
-MOST_WORDS = 31_994
+MOST_WORDS = 31_894
 """Words in README, docs/ and the READMEs of examples/."""
 MOST_FILES_WITH_ONE_IMPORTER = 23
 MOST_REQUIREMENTS, MOST_EXTRAS = 12, 6
