@@ -1,8 +1,9 @@
-"""Progress of long operations on stderr: amount, rate and remaining time.
+"""What long operations print: their progress on stderr (amount, rate and remaining time), and lines that may be lost.
 
 On a terminal a bar is redrawn in place. Elsewhere a line is printed every few seconds, so that logs stay readable.
 """
 
+import contextlib
 import sys
 import threading
 import time
@@ -86,3 +87,15 @@ class ProgressBar:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def print_if_possible(text: str) -> None:
+    """Print and flush. If the terminal is gone or the disk full, the text is lost but the run continues."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
+
+
+def print_rank_0(text: str, rank: int) -> None:
+    """Print on rank 0, as `print_if_possible` does."""
+    if rank == 0:
+        print_if_possible(text)

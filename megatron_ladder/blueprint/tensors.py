@@ -119,8 +119,6 @@ class Branch:
     """Column-parallel: q, k, v; or gate, up, of all experts."""
     output: Matrix
     """Row-parallel: o; or down, of all experts."""
-    kept_twice: tuple[Matrix, ...]
-    """Inputs whose products are kept for backward twice: before and after rotary embedding, or SiLU."""
     head_norms: tuple[TensorSpec, ...] = ()
     """Norms of queries and keys."""
     score_width: int = 0
@@ -143,30 +141,6 @@ class Branch:
         of_experts = sum(matrix.weight.numel for matrix in (*self.inputs, self.output))
         return of_experts // self.experts * self.experts_per_token + sum(one.numel for one in self.router[:1])
 
-    def weights_read(self, tokens: float) -> float:
-        """Return the numbers in the matrices that a step of so many tokens reads: those of the expected number of
-        distinct experts, if every expert is equally likely."""
-        share = self.experts_per_token / self.experts
-        if self.experts == 1:
-            return self.weights_per_token
-        of_router = sum(one.numel for one in self.router[:1])
-        of_experts = (self.weights_per_token - of_router) / share
-        return of_experts * (1 - (1 - share) ** tokens) + of_router
-
-    @property
-    def product_flops(self) -> int:
-        """FLOPs per token of the matrices, forward."""
-        return 2 * self.weights_per_token
-
-    def score_flops(self, positions: int) -> int:
-        """Return the FLOPs per token of query times key and of scores times values, over so many positions."""
-        return 4 * positions * self.score_width
-
-    def activations(self, ranks: int) -> float:
-        """Return the numbers per token that a rank keeps for backward between its input and output products."""
-        kept = sum(matrix.weight.width(ranks) for matrix in (*self.inputs, *self.kept_twice))
-        return (kept + self.output.weight.width(ranks)) * self.experts_per_token
-
 
 @dataclass(frozen=True)
 class SubBlockTensors:
@@ -187,10 +161,6 @@ class SubBlockTensors:
     def parameters(self, ranks: int | None = None) -> int:
         """Return the number of parameters of the whole sub-block, or of one of so many tensor-parallel ranks."""
         return sum(tensor.numel if ranks is None else tensor.local_numel(ranks) for tensor in self.tensors)
-
-    def activations(self, ranks: int) -> float:
-        """Return the numbers per token that a rank keeps for backward inside the branches."""
-        return sum(branch.activations(ranks) for branch in self.branches)
 
 
 def _column(name: str, rows: int, config: ModelConfig, bias: bool, heads: int | None = None) -> Matrix:
@@ -223,7 +193,6 @@ def _attention(config: ModelConfig, name: str) -> Branch:
     return Branch(
         (q, k, v),
         _row(f"{name}.o_proj", width, config, config.add_attention_output_bias, block=config.head_dim),
-        kept_twice=(q, k),
         head_norms=norms if config.qk_layernorm else (),
         score_width=width,
     )
@@ -231,7 +200,7 @@ def _attention(config: ModelConfig, name: str) -> Branch:
 
 def _mlp(config: ModelConfig, name: str, width: int) -> Branch:
     gate, up = (_column(f"{name}.{which}_proj", width, config, config.add_mlp_bias) for which in ("gate", "up"))
-    return Branch((gate, up), _row(f"{name}.down_proj", width, config, config.add_mlp_bias), kept_twice=(gate,))
+    return Branch((gate, up), _row(f"{name}.down_proj", width, config, config.add_mlp_bias))
 
 
 def _experts(config: ModelConfig, name: str) -> Branch:
@@ -244,7 +213,7 @@ def _experts(config: ModelConfig, name: str) -> Branch:
     router = name.removesuffix("experts") + "router"
     choice = (_whole(f"{router}.expert_bias", count),) if config.moe_router_enable_expert_bias else ()
     weight = TensorSpec(f"{router}.weight", (count, hidden), block=count, std=config.init_method_std)
-    return Branch((gate, up), down, (gate,), (), 0, (weight, *choice), count, config.moe_router_topk)
+    return Branch((gate, up), down, (), 0, (weight, *choice), count, config.moe_router_topk)
 
 
 def _branch(config: ModelConfig, layer: int, which: str) -> Branch:
@@ -411,7 +380,7 @@ class ModelFlops:
         """Forward, of each layer. A kernel that skips masked scores computes (s + 1) / (2 s) of those counted here."""
         s = self.sequence_length
         return tuple(
-            sum(s * (one.product_flops + one.score_flops(s)) for sub_block in layer for one in sub_block.branches)
+            sum(2 * s * (one.weights_per_token + 2 * s * one.score_width) for part in layer for one in part.branches)
             for layer in layer_tensors(self.model)
         )
 

@@ -99,11 +99,6 @@ class Wiring:
     """Whether the tensor-parallel ranks share one stream, or each has its own (desync)."""
 
     @property
-    def one_norm(self) -> bool:
-        """Whether attention and MLP of a layer share a norm, so that it has one norm instead of two."""
-        return len(self.sub_blocks) == 1
-
-    @property
     def takes(self) -> tuple[str, ...]:
         """Fields of `ModelFlags` that only some wirings have, and this one does."""
         if self.stream == "per rank":
@@ -335,6 +330,3 @@ SHARED_STREAM_MODES = tuple(
     name for name, wiring in WIRINGS.items() if wiring.stream == "shared" and not wiring.needs_experts
 )
 """Wirings of all models by the rule. One process computes the same with them as several."""
-
-PER_RANK_MODES = tuple(name for name, wiring in WIRINGS.items() if wiring.stream == "per rank")
-"""The other wirings: the tensor-parallel size is part of the model."""

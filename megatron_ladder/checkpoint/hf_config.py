@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from megatron_ladder.blueprint.model import ModelConfig, model_errors
-from megatron_ladder.blueprint.wiring import PER_RANK_MODES, WIRINGS
+from megatron_ladder.blueprint.wiring import WIRINGS
 from megatron_ladder.errors import UserError, raise_user_errors
 
 OWN_TYPE = "megatron_ladder"
@@ -324,14 +324,14 @@ def _wiring(model_type: str, read: _Config, count: int, errors: _Errors) -> dict
         errors.append(("ladder_layers", list(layers), f"none with residual_mode {mode!r}"))
     desync = {"desync_interval": read.desync_interval or 0, "desync_tp": read.desync_tp or 0}
     for key, number in desync.items():
-        if bool(number) != (mode in PER_RANK_MODES):
+        if bool(number) != (WIRINGS[mode].stream == "per rank"):
             errors.append((key, number, f"{'a number' if not number else '0'} with residual_mode {mode!r}"))
     return {
         "residual_mode": mode,
         "ladder_layers": layers,
         "residual_staleness": read.residual_staleness or 1,
         "lanes": read.lanes or 0,
-        **(desync if mode in PER_RANK_MODES else {}),
+        **(desync if WIRINGS[mode].stream == "per rank" else {}),
     }
 
 

@@ -61,7 +61,7 @@ def _late_model(model: ModelConfig, options: SensitivityOptions) -> ModelConfig:
             f"--load {options.load}: a model of {model.lanes} lanes with own partials: measure the standard model that "
             "it was made from"
         )
-    late = "ladder-parallel" if model.wiring.one_norm else "ladder"
+    late = "ladder-parallel" if len(model.wiring.sub_blocks) == 1 else "ladder"
     mode = options.residual_mode or (model.residual_mode if model.wiring.late else late)
     every = ReshapeOptions(
         load=options.load,

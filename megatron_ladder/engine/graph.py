@@ -13,7 +13,7 @@ They share memory: they are captured in this order and replayed in no other.
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from itertools import pairwise
 
 import torch
@@ -24,6 +24,7 @@ from megatron_ladder.comm.group import CommGroup, to_device
 from megatron_ladder.engine.sharded import ShardedOptimizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.progress import print_rank_0
 
 _WARM_UP_STEPS = 3
 """Steps before a capture, in which operations are compiled, and libraries and NCCL initialise."""
@@ -91,13 +92,9 @@ class CapturedPasses:
         self.close()
         self._sharded.forget_capture()
         self._module.stack.partial_sums.expect(1)
-        self._print(f"*** --cuda-graph auto: no graphs, because a step cannot be captured {found} ***")
+        text = f"*** --cuda-graph auto: no graphs, because a step cannot be captured {found} ***"
+        print_rank_0(text, self._world.rank)
         return False
-
-    def _print(self, text: str) -> None:
-        if self._world.rank == 0:
-            with suppress(OSError):
-                print(text, flush=True)
 
     def _capture(self, micro_batches: Sequence[Sequence[Tensor | None]]) -> None:
         self._inputs = [None if one is None else one.to(self._device, copy=True) for one in micro_batches[0]]
@@ -134,7 +131,8 @@ class CapturedPasses:
             times = torch.tensor(fastest, dtype=torch.float64).to(self._device)
             without, captured = self._world.all_reduce(times, dist.ReduceOp.MAX).tolist()
             times_of = f"{1e3 * captured:.1f} ms with graphs, {1e3 * without:.1f} ms without"
-            self._print(f"--cuda-graph auto: steps take {times_of}: {'keeps' if captured < without else 'drops'} them")
+            verdict = f"{'keeps' if captured < without else 'drops'} them"
+            print_rank_0(f"--cuda-graph auto: steps take {times_of}: {verdict}", self._world.rank)
             if captured >= without:
                 self.close()
         return not self._closed and len(self._starts) > self._first

@@ -7,6 +7,7 @@ its first sub-block. Outside the rule is desync, which has a separate walk (`des
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -84,12 +85,11 @@ class _TransformerLayer(nn.Module):
         self, wired_sub_blocks: Sequence[WiredSubBlock], mesh: ProcessMesh, recompute: bool, name: str, span: Span
     ) -> Iterator[SubBlock]:
         for wired in wired_sub_blocks:
-            kind = wired.kind
-            norm, bodies = self.norms[kind.norm], (self.bodies[_body_name(kind, lane)] for lane in self._lanes)
-            assert isinstance(norm, RMSNorm)
-            lanes = [body for body in bodies if isinstance(body, Body)]
-            own, name_of_kind = self._reads_own, f"{name}.{kind.value}"
-            yield SubBlock(wired, norm, lanes, own, mesh.tensor, mesh.stream, recompute, name_of_kind, span)
+            kind, own = wired.kind, self._reads_own
+            norm: Any = self.norms[kind.norm]
+            lanes: list[Any] = [self.bodies[_body_name(kind, lane)] for lane in self._lanes]
+            of_kind = f"{name}.{kind.value}"
+            yield SubBlock(wired, norm, lanes, own, mesh.tensor, mesh.stream, recompute, of_kind, span)
 
 
 class TransformerStack(nn.Module):

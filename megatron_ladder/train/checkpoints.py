@@ -41,8 +41,8 @@ from megatron_ladder.data.loader import find_chat_template
 from megatron_ladder.data.tokenizers import Tokenizer, tokenizer_files
 from megatron_ladder.errors import BadNumbersError, UserError
 from megatron_ladder.files import write_atomically
+from megatron_ladder.progress import print_rank_0
 from megatron_ladder.train.inputs import RunInputs
-from megatron_ladder.train.log import print_rank_0
 from megatron_ladder.train.record import RunRecord
 from megatron_ladder.train.resume import learned_changes, schedule_note
 from megatron_ladder.train.setup import Trainer

@@ -22,6 +22,7 @@ from megatron_ladder.files import hub_hint
 from megatron_ladder.model.language_model import Distillation, LanguageModel
 from megatron_ladder.model.operations import select_operations
 from megatron_ladder.model.stack import StackOptions
+from megatron_ladder.progress import print_rank_0
 from megatron_ladder.train.resume import FoundModel
 
 
@@ -32,8 +33,6 @@ class StoredTeacher:
     directory: Path
     config: ModelConfig
     weights: WeightSource
-    checkpoint: Checkpoint | None = None
-    """The source of the weights, unless it is a Hugging Face directory, whose files have no checksums."""
     tokenizer: Tokenizer | None = None
     """The tokenizer in its directory, if there is one that training could use."""
 
@@ -60,9 +59,9 @@ def open_teacher(found: FoundModel) -> StoredTeacher:
         tokenizer = find_tokenizer(directory)
     if is_hf_directory(directory):
         opened = open_hf_directory(directory)
-        return StoredTeacher(directory, opened.model, opened, tokenizer=tokenizer)
+        return StoredTeacher(directory, opened.model, opened, tokenizer)
     checkpoint = found.open()
-    return StoredTeacher(checkpoint.directory, checkpoint.model(), checkpoint, checkpoint, tokenizer)
+    return StoredTeacher(directory, checkpoint.model(), checkpoint, tokenizer)
 
 
 def teacher_errors(run: RunConfig, teacher: StoredTeacher, tokenizer: Tokenizer | None) -> Iterator[str]:
@@ -115,12 +114,11 @@ def build_distillation(run: RunConfig, teacher: StoredTeacher, mesh: ProcessMesh
     )
     options = StackOptions(run.parallel.tp_overlap, operations=operations)
     model = LanguageModel(config, frozen_mesh, options, dtype=compute_dtype(run), device=device).requires_grad_(False)
-    checkpoint = teacher.checkpoint
     with raising_on_all_ranks(mesh.world, "--distill-from"):
         load_weights(model, teacher.weights)
-        if checkpoint is not None:
-            checkpoint.verify(None, mesh.world.rank, mesh.world.size, only_weights=True)
-    if checkpoint is not None and mesh.world.rank == 0:
-        for warning in checkpoint.warnings:
-            print(f"*** --distill-from {warning} ***", flush=True)
+        # The files of Hugging Face have no checksums.
+        if isinstance(teacher.weights, Checkpoint):
+            teacher.weights.verify(None, mesh.world.rank, mesh.world.size, only_weights=True)
+            for warning in teacher.weights.warnings:
+                print_rank_0(f"*** --distill-from {warning} ***", mesh.world.rank)
     return Distillation(model, training.distill_weight, training.distill_temperature)

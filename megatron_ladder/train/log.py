@@ -1,6 +1,5 @@
 """What a run reports: a banner, one line per interval, curves, and events in the record."""
 
-import contextlib
 import hashlib
 import json
 import math
@@ -25,22 +24,11 @@ from megatron_ladder.data.loader import Sources
 from megatron_ladder.data.packing import PackedSource
 from megatron_ladder.engine.build import partition
 from megatron_ladder.errors import BadNumbersError, LostPeerError, exit_code_of, without_passwords
+from megatron_ladder.progress import print_if_possible, print_rank_0
 from megatron_ladder.train.curves import Curves
 from megatron_ladder.train.record import EVALUATES, RunRecord
 from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import StepResult
-
-
-def print_if_possible(text: str) -> None:
-    """Print and flush. If the terminal is gone or the disk full, the text is lost but the run continues."""
-    with contextlib.suppress(OSError):
-        print(text, flush=True)
-
-
-def print_rank_0(text: str, rank: int) -> None:
-    """Print on rank 0, as `print_if_possible` does."""
-    if rank == 0:
-        print_if_possible(text)
 
 
 def banner(trainer: Trainer, sources: Sources) -> str:

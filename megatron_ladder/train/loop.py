@@ -25,6 +25,7 @@ from megatron_ladder.config.file import CONFIG_NAME, config_file_text
 from megatron_ladder.config.run import to_flags
 from megatron_ladder.data.batches import GlobalBatchLoader
 from megatron_ladder.files import write_atomically
+from megatron_ladder.progress import print_if_possible, print_rank_0
 from megatron_ladder.train.checkpoints import CheckpointSaver
 from megatron_ladder.train.evaluation import Evaluations
 from megatron_ladder.train.inputs import RunInputs, read_inputs
@@ -32,8 +33,6 @@ from megatron_ladder.train.log import (
     RunLog,
     banner,
     describe_start,
-    print_if_possible,
-    print_rank_0,
     record_lost_peers,
     recording_failures,
     report_finding,

@@ -7,7 +7,7 @@ started, so that their start does not look like communication, and until the tra
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.spans import Span, name_collectives, no_span
 from megatron_ladder.config.run import RunConfig
+from megatron_ladder.progress import print_if_possible, print_rank_0
 
 
 def named_for_profiler(run: RunConfig, mesh: ProcessMesh) -> tuple[ProcessMesh, Span]:
@@ -44,8 +45,8 @@ def step_contexts(
     """
     config = run.profile
     first, last = max(config.profile_step_start + 1, first_iteration), config.profile_step_end
-    if config.profile and first > last and world.rank == 0:
-        print(f"*** --profile: steps up to {last} are done: nothing is profiled ***", flush=True)
+    if config.profile and first > last:
+        print_rank_0(f"*** --profile: steps up to {last} are done: nothing is profiled ***", world.rank)
     if not config.profile or first > last:
         return lambda iteration: nullcontext()
     folder = config.folder(run.logging.tensorboard_dir)
@@ -86,6 +87,5 @@ def _write_trace(profiler: profile, path: Path) -> None:
         text = f"profile: {path}"
     except OSError as error:
         text = f"*** --profile: {path} cannot be written: {error.strerror} ***"
-    with suppress(OSError):
-        # The output may be on the same disk.
-        print(text, flush=True)
+    # The output may be on the same disk.
+    print_if_possible(text)

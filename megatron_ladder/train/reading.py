@@ -7,8 +7,8 @@ from megatron_ladder.data.batches import BatchShape, DocumentRules, GlobalBatchL
 from megatron_ladder.data.identity import data_changes
 from megatron_ladder.data.samples import Samples
 from megatron_ladder.data.streaming import StreamPlan, StreamReader
+from megatron_ladder.progress import print_if_possible
 from megatron_ladder.train.inputs import RunInputs
-from megatron_ladder.train.log import print_if_possible
 from megatron_ladder.train.setup import Trainer
 
 

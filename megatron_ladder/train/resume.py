@@ -27,6 +27,7 @@ from megatron_ladder.config.sections import CheckpointConfig, OptimizerConfig
 from megatron_ladder.data.identity import data_changes
 from megatron_ladder.errors import ErrorCollector, Problem, UserError, raise_user_errors
 from megatron_ladder.flags import flag_name, limit_problems, section_flags, to_plain
+from megatron_ladder.progress import print_rank_0
 from megatron_ladder.train.record import RECORD_NAME
 
 _FREE_TO_CHANGE = ("init_method_std", "max_position_embeddings")
@@ -276,7 +277,7 @@ def check_same_data(checkpoint: Checkpoint, data: dict[str, Any], allowed: bool,
     if changes and not allowed:
         fix = "give the same data, or --allow-data-change to read other samples"
         raise UserError(*(f"{change}: {fix}" for change in changes))
-    if changes and rank == 0:
-        for change in changes:
-            print(f"*** --allow-data-change: {change} ***", flush=True)
-        print(f"*** the run continues at sample {checkpoint.consumed_samples} of the new order ***", flush=True)
+    for change in changes:
+        print_rank_0(f"*** --allow-data-change: {change} ***", rank)
+    if changes:
+        print_rank_0(f"*** the run continues at sample {checkpoint.consumed_samples} of the new order ***", rank)

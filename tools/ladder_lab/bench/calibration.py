@@ -133,10 +133,6 @@ class Prediction:
         return calibration.predict(variant, alpha, self.wire) + self.always_waiting * (alpha + cost)
 
 
-def _kind(step: SubBlock) -> SubBlockKind:
-    return SubBlockKind(step.name.rpartition(".")[2])
-
-
 def time_forward(model: LanguageModel, clock: DeviceClock) -> Callable[[], dict[SubBlockKind, SubBlockSeconds]]:
     """Time sub-blocks inside passes until the returned function is called, which gives the medians of each kind."""
     # When a sub-block began and ended, and whether it was captured.
@@ -168,7 +164,7 @@ def time_forward(model: LanguageModel, clock: DeviceClock) -> Callable[[], dict[
         }
 
     for step in model.stack.sub_blocks():
-        attach(step, spans.setdefault(_kind(step), []))
+        attach(step, spans.setdefault(step.wired.kind, []))
     return finish
 
 
@@ -195,9 +191,9 @@ def time_backward(
     for step in [*model.stack.sub_blocks()] * rounds:
         partial = step.compute(hidden_states.detach().requires_grad_(), context).partial
         seconds = clock.time(functools.partial(partial.backward, torch.ones_like(partial)))
-        backward.setdefault(_kind(step), []).append(seconds)
+        backward.setdefault(step.wired.kind, []).append(seconds)
         # The product of the output's gradient and the input.
-        gradient = rows.new_ones(rows.shape[0], columns[_kind(step)]).t()
+        gradient = rows.new_ones(rows.shape[0], columns[step.wired.kind]).t()
         seconds = clock.time(functools.partial(torch.matmul, gradient, rows))
-        weight_gradient.setdefault(_kind(step), []).append(seconds)
+        weight_gradient.setdefault(step.wired.kind, []).append(seconds)
     return {kind: (statistics.median(own), statistics.median(weight_gradient[kind])) for kind, own in backward.items()}

@@ -166,14 +166,22 @@ def _decode_seconds(request: InferenceRequest, one: SubBlockTensors, sub_blocks:
     kind = "parallel" if sub_blocks == 1 else "ladder" if one.wired.missing else "standard"
     seconds = constants.glue[kind] * MICROSECOND / sub_blocks
     for branch in one.branches:
-        reading = branch.weights_read(request.batch) / request.ranks * request.weight_bits / 8 / rate
-        flops = branch.product_flops * request.batch / request.ranks
+        reading = _weights_read(branch, request.batch) / request.ranks * request.weight_bits / 8 / rate
+        flops = 2 * branch.weights_per_token * request.batch / request.ranks
         computing = flops / (FLOPS_SHARE * request.machine.gpu.peak_flops)
         kernels = _share_of_floor(branch) * floor + (EXPERTS_FLOOR if branch.experts > 1 else 0.0)
         seconds += max(reading, computing) + kernels * MICROSECOND
         if branch.score_width:
             seconds += request.batch * positions * _cache_bytes(request) / request.machine.gpu.memory_bytes_per_second
     return seconds
+
+
+def _weights_read(branch: Branch, tokens: float) -> float:
+    """Return the numbers in the matrices that a step of so many tokens reads: those of the expected number of distinct
+    experts, if every expert is equally likely."""
+    of_router, share = sum(one.numel for one in branch.router[:1]), branch.experts_per_token / branch.experts
+    of_experts = (branch.weights_per_token - of_router) / share
+    return of_experts * (1 - (1 - share) ** tokens) + of_router
 
 
 def _prefill_seconds(request: InferenceRequest, one: SubBlockTensors) -> float:
@@ -183,7 +191,7 @@ def _prefill_seconds(request: InferenceRequest, one: SubBlockTensors) -> float:
     seconds = 0.0
     for branch in one.branches:
         # A flash kernel skips the masked half of the scores.
-        flops = tokens * (branch.product_flops + branch.score_flops(request.prompt) / 2) / request.ranks
+        flops = tokens * 2 * (branch.weights_per_token + request.prompt * branch.score_width) / request.ranks
         seconds += flops / (FLOPS_SHARE * request.machine.gpu.peak_flops)
         seconds += _share_of_floor(branch) * PREFILL_FLOOR * MICROSECOND
     return seconds + streams

@@ -37,6 +37,7 @@ from typing import Literal, NamedTuple
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import (
+    Branch,
     embedding_tensor,
     final_norm_tensor,
     layer_tensors,
@@ -114,10 +115,20 @@ def _numbers_of_layers(model: ModelConfig, tensor: int) -> list[_LayerNumbers]:
                 for branch in sub_block.branches
                 for matrix in (*branch.inputs, branch.output)
             ),
-            sum(sub_block.activations(tensor) for sub_block in layer),
+            sum(_kept_inside(branch, tensor) for sub_block in layer for branch in sub_block.branches),
         )
         for layer in layer_tensors(model)
     ]
+
+
+def _kept_inside(branch: Branch, ranks: int) -> float:
+    """Return the numbers per token that a rank keeps for backward between the first and the last products of a branch.
+
+    Rotary embedding maps queries and keys, and SiLU the gate; those products are kept before and after.
+    """
+    twice = branch.inputs[: 2 if branch.score_width else 1]
+    matrices = (*branch.inputs, *twice, branch.output)
+    return sum(matrix.weight.width(ranks) for matrix in matrices) * branch.experts_per_token
 
 
 def _numbers_of_stage(model: ModelConfig, layout: Layout, stage: int) -> list[_LayerNumbers]:

@@ -100,7 +100,7 @@ class LayerTime:
 
         def time_of(sub_block: SubBlockTensors) -> SubBlockTime:
             # A flash kernel skips the masked half of the scores.
-            flops = sum(one.product_flops + one.score_flops(self.sequence) / 2 for one in sub_block.branches)
+            flops = sum(2 * (one.weights_per_token + self.sequence * one.score_width) for one in sub_block.branches)
             inputs = sum(
                 matrix.weight.numel * one.experts_per_token / one.experts
                 for one in sub_block.branches
