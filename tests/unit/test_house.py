@@ -75,9 +75,9 @@ BUDGETS = {
     f"{PACKAGE}/convert/": 2_498,
     f"{PACKAGE}/generate/": 2_089,
     f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_645,
-    "tools/": 6_012,
+    "tools/": 5_997,
     "vllm_plugin/": 1_999,
-    "tests/": 26_188,
+    "tests/": 26_190,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
 MOST_WORDS = 31_894

@@ -122,13 +122,11 @@ def _numbers_of_layers(model: ModelConfig, tensor: int) -> list[_LayerNumbers]:
 
 
 def _kept_inside(branch: Branch, ranks: int) -> float:
-    """Return the numbers per token that a rank keeps for backward between the first and the last products of a branch.
-
-    Rotary embedding maps queries and keys, and SiLU the gate; those products are kept before and after.
-    """
+    """Return the numbers per token that a rank keeps for backward inside a branch; queries, keys and gates twice,
+    before and after rotary embedding or SiLU."""
     twice = branch.inputs[: 2 if branch.score_width else 1]
-    matrices = (*branch.inputs, *twice, branch.output)
-    return sum(matrix.weight.width(ranks) for matrix in matrices) * branch.experts_per_token
+    widths = (matrix.weight.width(ranks) for matrix in (*branch.inputs, *twice, branch.output))
+    return sum(widths) * branch.experts_per_token
 
 
 def _numbers_of_stage(model: ModelConfig, layout: Layout, stage: int) -> list[_LayerNumbers]:

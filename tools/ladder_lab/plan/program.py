@@ -43,8 +43,11 @@ def print_layouts(given: MachineOptions, options: LayoutOptions) -> None:
             f"GPU and divides --global-batch-size {options.global_batch_size} evenly: give more GPUs, or a batch size "
             "with more divisors"
         )
-    print(f"{options.model}, " + _report_text(request, plans, options.top), flush=True)
-    write_json(options.json, _report_json(request, plans))
+    # Wirings differ with tensor parallelism only.
+    layout = next((plan.layout for plan in plans if plan.layout.tensor > 1), None)
+    rows = [] if layout is None else sweep(request, layout)
+    print(f"{options.model}, " + _report_text(request, plans, options.top, layout, rows), flush=True)
+    write_json(options.json, _report_json(request, plans, layout, rows))
 
 
 def tokens_per_second(request: PlanRequest, plan: LayoutPlan) -> float:
@@ -109,11 +112,6 @@ def _layouts_verdict(plans: Sequence[LayoutPlan]) -> str:
     return f"Layout: {verdict(named)}"
 
 
-def _tensor_parallel_layout(plans: Sequence[LayoutPlan]) -> Layout | None:
-    """Return the layout of the fastest plan with tensor parallelism, the only kind in which wirings differ."""
-    return next((plan.layout for plan in plans if plan.layout.tensor > 1), None)
-
-
 def _sweep_table(rows: Sequence[dict[str, Any]]) -> str:
     """Return speed-ups over the standard wiring, from fast to slow interconnects."""
     table = []
@@ -124,8 +122,8 @@ def _sweep_table(rows: Sequence[dict[str, Any]]) -> str:
     return markdown_table(table)
 
 
-def _training_words(request: PlanRequest, plan: LayoutPlan) -> list[str]:
-    """Return the flags of pretrain_ladder.py for a plan: its model, layout and batch, without data and schedule."""
+def _command(request: PlanRequest, plan: LayoutPlan) -> str:
+    """Return the command of a plan, without data and schedule."""
     layout = plan.layout
     flags = {
         "tensor_model_parallel_size": layout.tensor,
@@ -139,14 +137,11 @@ def _training_words(request: PlanRequest, plan: LayoutPlan) -> list[str]:
         "optimizer": "muon" if layout.muon else None,
         "bf16": True,
     }
-    return [*NAMED_WIRINGS[plan.wiring].of(request.model, layout.tensor).to_words(), *flag_words(flags)]
-
-
-def _command(request: PlanRequest, plan: LayoutPlan) -> str:
+    words = [*NAMED_WIRINGS[plan.wiring].of(request.model, layout.tensor).to_words(), *flag_words(flags)]
     per_node = request.machine.per_box
     launcher = f"--num_gpus {request.gpus}" if request.gpus <= per_node else "--hostfile HOSTS"
     lines, line = [], f"deepspeed --quiet {launcher} pretrain_ladder.py"
-    for word in map(shlex.quote, _training_words(request, plan)):
+    for word in map(shlex.quote, words):
         if word.startswith("--") and len(line) + len(word) > 90:
             lines.append(line + " \\")
             line = "   "
@@ -154,7 +149,9 @@ def _command(request: PlanRequest, plan: LayoutPlan) -> str:
     return "\n".join([*lines, line])
 
 
-def _report_text(request: PlanRequest, plans: Sequence[LayoutPlan], top: int) -> str:
+def _report_text(
+    request: PlanRequest, plans: Sequence[LayoutPlan], top: int, layout: Layout | None, rows: Sequence[dict[str, Any]]
+) -> str:
     parts = [
         f"{request.machine.place(request.gpus)}, {request.global_batch} samples of {request.sequence} tokens per step, "
         "bf16; figures not measured here, so times are ranges.",
@@ -164,21 +161,20 @@ def _report_text(request: PlanRequest, plans: Sequence[LayoutPlan], top: int) ->
         "Command of the first row; add --train-iters, --lr, the data and --save:",
         _command(request, plans[0]),
     ]
-    layout = _tensor_parallel_layout(plans)
     if layout is not None:
         parts += [
             f"Wirings of {_describe_layout(layout)}, as speed-ups over standard; the fastest by more than 3 %, or a "
             "tie:",
-            _sweep_table(sweep(request, layout)),
+            _sweep_table(rows),
         ]
     parts.append(f"Figures:\n{request.machine.describe(request.gpus)}")
     return "\n\n".join(parts)
 
 
-def _report_json(request: PlanRequest, plans: Sequence[LayoutPlan]) -> dict[str, Any]:
+def _report_json(
+    request: PlanRequest, plans: Sequence[LayoutPlan], layout: Layout | None, rows: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
     """Return all plans, fastest first, and the sweep as JSON."""
-    layout = _tensor_parallel_layout(plans)
-    rows = [] if layout is None else sweep(request, layout)
     machine = request.machine
     return {
         "machine": {"gpu": machine.gpu.name, "gpus_per_node": machine.per_box, "link": machine.link.name}

@@ -125,14 +125,9 @@ def parse_options(argv: Sequence[str]) -> Parsed | ReportOptions:
     if isinstance(options, ReportOptions):
         raise_user_errors(errors)
         return options
-    common = {name: getattr(options, name) for name in ("seq_length", "micro_batch_size", "global_batch_size")}
-    request = Request(
-        options.output_dir,
-        {**common, "eval_iters": options.eval_iters},
-        options.evaluations,
-        training_flags,
-        launcher=options.launcher,
-    )
+    fields = ("seq_length", "micro_batch_size", "global_batch_size", "eval_iters")
+    common = {name: getattr(options, name) for name in fields}
+    request = Request(options.output_dir, common, options.evaluations, training_flags, launcher=options.launcher)
     parsed = Parsed(request, options, grid[0])
     errors += [*_find_errors(parsed), *training_flag_errors(training_flags)]
     raise_user_errors(errors)

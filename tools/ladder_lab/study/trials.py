@@ -194,14 +194,10 @@ class TrialRunner:
     def run(self, trials: Iterable[Trial]) -> None:
         """Run what has no result; raise StudyStopped after a signal."""
         missing = [trial for trial in trials if not self._collect(trial)]
-        sizes: dict[tuple[str, str], int] = {}
 
+        @functools.cache
         def processes(trial: Trial) -> int:
-            key = (trial.size, trial.wiring)
-            if key not in sizes:
-                is_local = self.request.launcher is None
-                sizes[key] = resolve_trial(self.request, trial).world_size if is_local else 1
-            return sizes[key]
+            return resolve_trial(self.request, trial).world_size if self.request.launcher is None else 1
 
         def run_one(trial: Trial) -> None:
             if not self._can_resume(trial):

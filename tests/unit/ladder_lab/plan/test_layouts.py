@@ -1,5 +1,6 @@
 """The layouts that are found, their memory, and the rule for a winner."""
 
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from ladder_lab.bench.sizes import SIZES
 from ladder_lab.cost.machines import Machine
 from ladder_lab.plan.layouts import PlanRequest, _layouts, best_of_each_grid, fitting_plans, verdict
-from ladder_lab.plan.program import _training_words
+from ladder_lab.plan.program import _command
 from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
 from megatron_ladder.config.run import parse_run, resolve_run
@@ -48,7 +49,8 @@ def test_the_trainer_reads_the_command_of_a_plan(model: str) -> None:
     assert {plan.wiring for plan in named} == {"staleness-2", "desync-2x", "desync-4x"}
     plans += [next(plan for plan in named if plan.wiring == name) for name in ("staleness-2", "desync-2x", "desync-4x")]
     for plan in plans:
-        words = [*_training_words(asked, plan), "--train-iters", "10", "--lr", "1e-3"]
+        _, _, command = _command(asked, plan).partition(" pretrain_ladder.py ")
+        words = [*shlex.split(command.replace("\\\n", "")), "--train-iters", "10", "--lr", "1e-3"]
         run = resolve_run(parse_run(words), asked.model.vocab_size, 64)
         layout, parallel = plan.layout, run.parallel
         assert run.model == NAMED_WIRINGS[plan.wiring].of(asked.model, plan.layout.tensor)
