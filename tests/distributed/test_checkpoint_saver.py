@@ -79,13 +79,13 @@ def test_background_saves_equal_synchronous_saves(gloo_pools: GlooPools, tmp_pat
     assert Checkpoint.open(background).manifest["data_streams"] == places
 
 
-def failing_saves(argv: list[str], failing: int) -> tuple[Events, str, int]:
-    """On each rank: return the events, the error of the last save, and the saved checkpoints."""
+def failing_saves(argv: list[str], failing: int, rank: int) -> tuple[Events, str, int]:
+    """On each rank: return the events, the error of the last save, and the steps; `rank` cannot write an iteration."""
     real = saving.write_tensor_file
     trainer, saver, events = saver_of(argv)
 
     def write(path: Path, *arguments: Any) -> tuple[int, str]:
-        if trainer.mesh.world.rank == 1 and f"000000{failing}" in path.parent.name:
+        if trainer.mesh.world.rank == rank and f"000000{failing}" in path.parent.name:
             raise OSError(28, "No space left on device", str(path))
         return real(path, *arguments)
 
@@ -102,9 +102,9 @@ def failing_saves(argv: list[str], failing: int) -> tuple[Events, str, int]:
 def test_a_failing_save_does_not_stop_training_unless_it_is_the_last(
     gloo_pools: GlooPools, tmp_path: Path, words: str
 ) -> None:
-    for failing, said in ((2, ""), (4, "the last checkpoint could not be written")):
+    for rank, failing, said in ((0, 2, ""), (1, 4, "the last checkpoint could not be written")):
         folder = tmp_path / str(failing)
-        ranks = gloo_pools(2).run(failing_saves, ["--save", str(folder), *words.split()], failing)
+        ranks = gloo_pools(2).run(failing_saves, ["--save", str(folder), *words.split()], failing, rank)
         assert all(said in message and bool(said) == bool(message) for _, message, _ in ranks)
         assert [steps for _, _, steps in ranks] == [4, 4]
         failed = [fields for kind, fields in ranks[0][0] if kind == "save failed"]

@@ -89,18 +89,18 @@ class ThreadWorld(CommGroup):
         self._barrier = barrier
 
     def gather_objects(self, value: object) -> list[Any]:
-        self._board[self.rank] = value
-        self._barrier.wait(10)
-        values = list(self._board) if self.rank == 0 else []
-        self._barrier.wait(10)
-        return values
+        values = self._exchange(value)
+        return values if self.rank == 0 else []
 
     def broadcast_object(self, value: object) -> Any:
+        return self._exchange(value)[0]
+
+    def _exchange(self, value: object) -> list[Any]:
         self._board[self.rank] = value
         self._barrier.wait(10)
-        first = self._board[0]
+        values = list(self._board)
         self._barrier.wait(10)
-        return first
+        return values
 
 
 def on_ranks(size: int, work: Callable[[CommGroup], Any]) -> list[Any]:
