@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save
+from transformers import AutoConfig, AutoModelForCausalLM
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -23,22 +24,9 @@ CONFIG: dict[str, Any] = {
     "hidden_act": "silu",
     "tie_word_embeddings": False,
 }
-LAYER = {
-    "input_layernorm.weight": [8],
-    "post_attention_layernorm.weight": [8],
-    "self_attn.q_proj.weight": [8, 8],
-    "self_attn.k_proj.weight": [4, 8],
-    "self_attn.v_proj.weight": [4, 8],
-    "self_attn.o_proj.weight": [8, 8],
-    "mlp.gate_proj.weight": [12, 8],
-    "mlp.up_proj.weight": [12, 8],
-    "mlp.down_proj.weight": [8, 12],
-}
 SHAPES: dict[str, list[int]] = {
-    "model.embed_tokens.weight": [16, 8],
-    **{f"model.layers.{layer}.{name}": shape for layer in range(2) for name, shape in LAYER.items()},
-    "model.norm.weight": [8],
-    "lm_head.weight": [16, 8],
+    name: list(weight.shape)
+    for name, weight in AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG)).state_dict().items()
 }
 
 
@@ -56,15 +44,14 @@ def write_directory(path: Path, config: dict[str, Any] | str | None = None, weig
     return path
 
 
-def write_sharded(path: Path, weight_map: dict[str, str] | None = None, **files: dict[str, list[int]]) -> Path:
-    """Write a directory of two files that agree with the index by default."""
+def write_sharded(path: Path, listed: dict[str, str], stored: dict[str, list[int]]) -> Path:
+    """Write a directory of two files that agree with their index but for what it lists, or the first file stores."""
     write_directory(path)
     (path / "model.safetensors").unlink()
     names = list(SHAPES)
     halves = {"a.safetensors": names[:10], "b.safetensors": names[10:]}
-    for file, held in halves.items():
-        shapes = {name: SHAPES[name] for name in held} | files.get(file[0], {})
-        (path / file).write_bytes(zeros(shapes))
-    index = {name: file for file, held in halves.items() for name in held} | (weight_map or {})
+    for more, (file, held) in zip((stored, {}), halves.items(), strict=True):
+        (path / file).write_bytes(zeros({name: SHAPES[name] for name in held} | more))
+    index = {name: file for file, held in halves.items() for name in held} | listed
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     return path

@@ -117,8 +117,6 @@ def write_cut_checkpoint(
         flat = weight.reshape(-1)
         cuts = [flat.numel() * rank // ranks for rank in range(ranks + 1)]
         for rank, own in enumerate(pieces):
-            if cuts[rank] == cuts[rank + 1]:
-                continue
             piece = flat[cuts[rank] : cuts[rank + 1]]
             parts = {"weight": piece, "exp_avg": piece * 0.1, "exp_avg_sq": piece.square()}
             if optimizer == "muon" and name.endswith(("_proj.weight", "router.weight")):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.comm.mesh import ProcessMesh
@@ -18,6 +17,7 @@ from megatron_ladder.data.batches import MicroBatch
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.language_model import LanguageModel
 from tests.helpers.sharded import fill_slices
+from tests.helpers.steps import everything
 from tests.reference import ReferenceConfig, make_weights, reference_logits
 from tests.unit.convert.saved_models import convert, small_config, write_cut_checkpoint
 from tests.unit.convert.test_sensitivity import write_tokens
@@ -38,25 +38,14 @@ MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
 """Changes of the model, and flags."""
 
 
-def read_all(load: Path, kind: str = "weight") -> tuple[ModelConfig, dict[str, Tensor]]:
-    """Return a checkpoint's model, and its tensors of a kind."""
-    checkpoint = Checkpoint.open(load)
-    found = {}
-    for name, stored in checkpoint.stored(kind).items():
-        found[name] = torch.empty(stored.shape)
-        checkpoint.read(name, kind, Box.whole(stored.shape), found[name])
-    return checkpoint.model(), found
-
-
 def arranged(folder: Path, config: ModelConfig, weights: Mapping[str, Tensor], *words: str) -> dict[str, Tensor]:
     """Run the command on a model, and return the weights of its result."""
     write_checkpoint(folder / "run", config, weights)
     write_tokens(folder / "data", 200)
     sizes = ("--tokens", 150, "--seq-length", 16, "--batch-size", 3)
     convert("arrange", "--load", folder / "run", "--save", folder / "new", "--data", folder / "data", *sizes, *words)
-    model, found = read_all(folder / "new")
-    assert model.lanes == int(words[words.index("--lanes") + 1])
-    return found
+    assert Checkpoint.open(folder / "new").model().lanes == int(words[words.index("--lanes") + 1])
+    return {name: weight for (name, _), weight in everything(folder / "new").items()}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -82,10 +71,11 @@ def test_moments_follow_their_weights(tmp_path: Path) -> None:
     write_tokens(tmp_path / "data", 200)
     words = ("--load", tmp_path / "run", "--save", tmp_path / "new", "--data", tmp_path / "data", "--lanes", 2)
     convert("arrange", *words, "--seq-length", 16, "--verify")
-    found, first, second = (read_all(tmp_path / "new", kind)[1] for kind in ("weight", "exp_avg", "exp_avg_sq"))
-    assert any(not torch.equal(found[name], weights[name]) for name in weights)
-    for name, weight in found.items():
-        assert torch.equal(first[name], weight * 0.1) and torch.equal(second[name], weight.square()), name
+    found = everything(tmp_path / "new")
+    assert any(not torch.equal(found[name, "weight"], weights[name]) for name in weights)
+    for name in weights:
+        weight, first, second = (found[name, kind] for kind in ("weight", "exp_avg", "exp_avg_sq"))
+        assert torch.equal(first, weight * 0.1) and torch.equal(second, weight.square()), name
 
 
 def planted_weights(config: ModelConfig, groups: int, seed: int) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.hf_directory import hf_name
 from megatron_ladder.errors import UserError
+from tests.helpers.steps import everything
 from tests.unit.convert.hand_made import write_directory
 from tests.unit.convert.hf_models import GLM
 from tests.unit.convert.saved_models import (
@@ -24,6 +25,7 @@ from tests.unit.convert.saved_models import (
     tensors_of,
     write_cut_checkpoint,
 )
+from tests.unit.convert.test_remote_code import LLAMA31
 
 
 @pytest.mark.parametrize(
@@ -82,20 +84,13 @@ def test_the_bias_of_the_choice_of_experts_is_never_rounded(tmp_path: Path, flag
     assert module.model.layers[1].mlp.gate.e_score_correction_bias.equal(bias) and module.dtype == torch.bfloat16
 
 
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+LLAMA3 = LLAMA31["rope_scaling"] | {"rope_theta": 5e5, "original_max_position_embeddings": 32}
 
 
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
-        ("llama", {"rope_parameters": LLAMA3_ROPE}),
+        ("llama", {"rope_parameters": LLAMA3}),
         ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),
         ("mistral", {}),
         ("qwen2", {"tie_word_embeddings": True}),
@@ -149,18 +144,17 @@ def test_export_of_a_checkpoint_written_with_zero(
 
 @pytest.mark.parametrize("value", [70000.0, float("inf"), float("nan")])
 def test_numbers_that_do_not_fit_are_rejected(value: float, tmp_path: Path) -> None:
-    save_model(tmp_path / "hf")
-    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    hf, ours, new = tmp_path / "hf", tmp_path / "ours", tmp_path / "new"
+    save_model(hf)
+    weights = load_file(hf / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][3, 7] = value
-    save_file(weights, tmp_path / "hf" / "model.safetensors")
-    message = r"up_proj.weight: contains NaN or infinity"
+    save_file(weights, hf / "model.safetensors")
+    words, message = ["import", "--hf", hf, "--save", new], "contains NaN or infinity"
     if value == 70000.0:
-        convert("import", "--hf", tmp_path / "hf", "--save", tmp_path / "ours")
-        message = r"up_proj.weight: the value 7e\+04 does not fit in float16; choose another --dtype"
-    words = ["import", "--hf", tmp_path / "hf", "--save", tmp_path / "new"]
-    if value == 70000.0:
-        words = ["export", "--load", tmp_path / "ours", "--hf", tmp_path / "new", "--dtype", "fp16"]
-    with pytest.raises(UserError, match=message):
+        convert("import", "--hf", hf, "--save", ours)
+        words = ["export", "--load", ours, "--hf", new, "--dtype", "fp16"]
+        message = r"the value 7e\+04 does not fit in float16; choose another --dtype"
+    with pytest.raises(UserError, match=f"up_proj.weight: {message}"):
         convert(*words)
     assert not list(tmp_path.glob("new*/*"))
 
@@ -176,15 +170,11 @@ def test_reshape_keeps_every_number(tmp_path: Path, optimizer: str, changes: dic
     before, after = Checkpoint.open(tmp_path / "run"), Checkpoint.open(tmp_path / "other")
     after.verify()
     assert {**after.manifest, "files": 0} == {**before.manifest, "files": 0}
-    for kind in ("weight", "exp_avg", "exp_avg_sq", "rng"):
-        assert after.stored(kind).keys() == before.stored(kind).keys()
-        for name, stored in after.stored(kind).items():
-            shape, dtype, values = stored.shape, getattr(torch, stored.dtype), []
-            assert (shape, stored.dtype) == (before.stored(kind)[name].shape, before.stored(kind)[name].dtype)
-            for checkpoint in (before, after):
-                values.append(torch.empty(shape, dtype=dtype))
-                checkpoint.read(name, kind, Box.whole(shape), values[-1])
-            assert torch.equal(*values), name
+    one, other = everything(tmp_path / "run"), everything(tmp_path / "other")
+    assert one.keys() == other.keys() and all(one[key].equal(other[key]) for key in one)
+    generator = torch.empty(9, dtype=torch.uint8)
+    after.read("rng.rank_00001.cpu", "rng", Box.whole((9,)), generator)
+    assert generator.equal(torch.arange(9))
     names = {f"{group}_rank_00000.safetensors" for group in ("weights", "optimizer", "rng")}
     assert {file["name"] for file in after.manifest["files"]} == names | {"merges.txt"}
 

@@ -1,5 +1,6 @@
 """Exported directories in transformers, compared with the reference; test_lanes.py compares the formulas."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -7,17 +8,22 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForSequenceClassification
 
+from megatron_ladder.checkpoint.format import Checkpoint
+from megatron_ladder.checkpoint.hf_config import model_config_from_hf
 from megatron_ladder.convert.hf_module.configuration_megatron_ladder import MegatronLadderConfig
-from megatron_ladder.convert.hf_module.modeling_megatron_ladder import MegatronLadderForCausalLM, MegatronLadderModel
+from megatron_ladder.convert.hf_module.modeling_megatron_ladder import MegatronLadderForCausalLM
 from megatron_ladder.convert.small_files import hf_config, hf_type, module_files
 from tests.helpers.commands import REPOSITORY_ROOT
 from tests.reference import ReferenceConfig, reference_logits
-from tests.unit.convert.hf_models import EXPERTS, GLM, VOCAB, opened, tiny_config
-from tests.unit.convert.saved_models import export
+from tests.unit.convert.hf_models import BIASES, EXPERTS, GLM, VOCAB, opened, tiny_config
+from tests.unit.convert.saved_models import assert_equal_bits, convert, export, tensors_of
+from tests.unit.convert.test_remote_code import LLAMA3
 
+ROPE = LLAMA3 | {"rope_original_max_position_embeddings": 16}
 HYBRID = {"residual_mode": "ladder", "ladder_layers": (1, 2, 4)}
 UPPER = {"moe_layers": (1, 2, 3, 4, 5)}
 
@@ -35,6 +41,8 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
     ("model_type", "changes"),
     [
         ("llama", {"rope_scaling": "linear", "rope_scaling_factor": 2.0, "rotary_base": 5e5, "head_dim": 12}),
+        ("llama", BIASES | ROPE | {"tie_embeddings": True, "init_method_std": 0.01}),
+        ("mistral", {"hidden_size": 34}),
         ("qwen2", {"add_qkv_bias": True, "tie_embeddings": True, "norm_epsilon": 1e-6}),
         ("qwen3", {"qk_layernorm": True, "head_dim": 12}),
         ("qwen3_moe", EXPERTS | {"qk_layernorm": True, "moe_layers": (0, 3), "moe_router_unnormalized": True}),
@@ -43,47 +51,38 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
         ("megatron_ladder", GLM | HYBRID | {"residual_mode": "farskip"}),
         ("megatron_ladder", HYBRID | {"logit_soft_cap": 0.5, "tie_embeddings": True}),
         ("megatron_ladder", {"add_qkv_bias": True, "head_dim": 12}),
+        ("megatron_ladder", {"add_attention_output_bias": True}),
         ("megatron_ladder", {"residual_mode": "parallel"}),
-        ("megatron_ladder", HYBRID | {"residual_mode": "ladder-parallel", "residual_staleness": 3}),
-        (
-            "megatron_ladder",
-            HYBRID
-            | {
-                "add_qkv_bias": True,
-                "add_attention_output_bias": True,
-                "add_mlp_bias": True,
-                "rope_scaling": "llama3",
-                "rope_scaling_factor": 8.0,
-                "rotary_base": 5e5,
-                "rope_original_max_position_embeddings": 16,
-            },
-        ),
+        ("megatron_ladder", HYBRID | {"residual_staleness": 2, "lanes": 2}),
+        ("megatron_ladder", {"residual_mode": "desync", "desync_interval": 4, "desync_tp": 2, "add_mlp_bias": True}),
+        ("megatron_ladder", HYBRID | {"residual_mode": "ladder-attention", "residual_staleness": 3}),
+        ("megatron_ladder", HYBRID | BIASES | ROPE),
     ],
 )
-def test_exported_directories_match_the_reference(model_type: str, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_exported_directories_match_the_reference_and_can_be_imported(
+    model_type: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
     config = tiny_config(**changes)
-    folder, weights = export(tmp_path, config)
+    folder, weights = export(tmp_path, config, "--verify")
     module, tokens = opened(folder), random_tokens(2, 40)
-    assert module.config.model_type == hf_type(config) == model_type
+    written = json.loads((folder / "config.json").read_text())
+    assert module.config.model_type == written["model_type"] == hf_type(config) == model_type
+    # As in constraints.txt, with which the tests run.
+    assert written["transformers_version"] == transformers.__version__
+    for dropped in ("", "rope_parameters", "rope_scaling"):
+        left = {key: value for key, value in written.items() if key != dropped}
+        assert model_config_from_hf(left) == config.canonical()
+    module.save_pretrained(tmp_path / "saved")
+    body = AutoModel.from_pretrained(tmp_path / "saved", trust_remote_code=True).eval()
     with torch.no_grad():
         assert_close(module(tokens).logits, reference_logits(weights, ReferenceConfig.like(config), tokens))
-
-
-def test_saving_and_loading_changes_nothing(tmp_path: Path) -> None:
-    changes = HYBRID | {"tie_embeddings": True, "rope_scaling": "linear", "rope_scaling_factor": 2.0}
-    folder, _ = export(tmp_path, tiny_config(**changes), "--dtype", "bf16")
-    first = opened(folder, dtype="auto")
-    assert first.dtype == torch.bfloat16
-    assert first.lm_head.weight is first.model.embed_tokens.weight
-    first.save_pretrained(tmp_path / "second")
-    second = opened(tmp_path / "second", dtype="auto")
-    tokens = random_tokens(2, 9)
-    with torch.no_grad():
-        assert torch.equal(second(tokens).logits, first(tokens).logits)
-    body = AutoModel.from_pretrained(tmp_path / "second", trust_remote_code=True, dtype="auto")
-    assert type(body).__name__ == MegatronLadderModel.__name__
-    with torch.no_grad():
-        assert torch.equal(body.eval()(tokens).last_hidden_state, first.model(tokens).last_hidden_state)
+        assert torch.equal(body(tokens).last_hidden_state, module.model(tokens).last_hidden_state)
+    # transformers keeps only one spelling of the rotary embedding when it saves our config.
+    assert "rope_scaling" not in json.loads((tmp_path / "saved" / "config.json").read_text())
+    convert("import", "--hf", tmp_path / "saved", "--save", tmp_path / "again")
+    assert Checkpoint.open(tmp_path / "again").model() == config.canonical()
+    convert("export", "--load", tmp_path / "again", "--hf", tmp_path / "back")
+    assert_equal_bits(tensors_of(tmp_path / "back"), tensors_of(folder))
 
 
 @pytest.mark.parametrize("tied", [True, False])

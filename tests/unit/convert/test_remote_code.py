@@ -1,21 +1,17 @@
 """`config.json` in both directions: plain types, a round trip through transformers, and rejected values."""
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
-from transformers import AutoConfig
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.checkpoint.hf_config import model_config_from_hf
-from megatron_ladder.convert.small_files import hf_config, hf_type, imported_card, module_files
+from megatron_ladder.convert.small_files import imported_card
 from tests.helpers.commands import run_command
 from tests.helpers.runs import errors_of
-from tests.unit.convert.hf_models import tiny_config
 
 LLAMA3 = {
     "rope_scaling": "llama3",
@@ -64,46 +60,6 @@ OURS = ModelConfig(
     **LLAMA3,
 )
 
-MODELS = [
-    tiny_config(),
-    tiny_config(**LLAMA3, tie_embeddings=True, norm_epsilon=1e-6, init_method_std=0.01),
-    tiny_config(rope_scaling="linear", rope_scaling_factor=4.0, head_dim=12),
-    tiny_config(add_qkv_bias=True, add_attention_output_bias=True, add_mlp_bias=True),
-    tiny_config(hidden_size=34),
-    tiny_config(add_qkv_bias=True),
-    tiny_config(qk_layernorm=True, head_dim=12),
-    tiny_config(residual_mode="ladder", ladder_layers=(3, 5), **LLAMA3),
-    tiny_config(residual_mode="ladder", ladder_layers=(0,), residual_staleness=3, qk_layernorm=True, add_mlp_bias=True),
-    tiny_config(residual_mode="parallel", add_qkv_bias=True),
-    tiny_config(residual_mode="ladder-parallel", ladder_layers=(5,), hidden_size=34),
-    tiny_config(residual_mode="ladder-attention", ladder_layers=(0, 2)),
-    tiny_config(add_attention_output_bias=True),
-]
-
-
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: f"{hf_type(model)}-{model.residual_mode}")
-def test_configs_survive_a_round_trip(model: ModelConfig) -> None:
-    written = json.loads(json.dumps(hf_config(model, dtype="bfloat16", eos_token_id=[1, 2])))
-    assert model_config_from_hf(written) == model
-    assert (set(module_files(model)) != set()) == ("auto_map" in written) == (hf_type(model) == "megatron_ladder")
-    assert written["eos_token_id"] == [1, 2] and written["bos_token_id"] is None
-    for dropped in ("rope_parameters", "rope_scaling"):
-        left = {key: value for key, value in written.items() if key != dropped}
-        assert model_config_from_hf(left) == model
-
-
-@pytest.mark.parametrize("model", MODELS[:7], ids=hf_type)
-def test_configs_survive_a_round_trip_through_transformers(model: ModelConfig, tmp_path: Path) -> None:
-    """transformers keeps only one spelling of the rotary embedding when it saves our config."""
-    written = hf_config(model, dtype="float32")
-    # As in constraints.txt, with which the tests run.
-    assert written["transformers_version"] == transformers.__version__
-    (tmp_path / "config.json").write_text(json.dumps(written))
-    AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
-    saved = json.loads((tmp_path / "again" / "config.json").read_text())
-    assert "rope_scaling" not in saved
-    assert model_config_from_hf(saved) == model
-
 
 def test_the_card_of_an_import_names_the_repository_of_a_cached_model(tmp_path: Path) -> None:
     cached = tmp_path / "models--meta-llama--Llama-2-7b" / "snapshots" / "0123"
@@ -129,10 +85,18 @@ def test_configs_of_published_models() -> None:
     assert model_config_from_hf(old) == replace(OURS, **plain)
 
 
+OWN = {"model_type": "megatron_ladder", "residual_mode": "ladder"}
+DESYNC = OWN | {"residual_mode": "desync"}
+MIXTRAL = {"model_type": "mixtral", "num_experts_per_tok": 2}
+GLM = {"model_type": "glm4_moe", "num_experts_per_tok": 2, "moe_intermediate_size": 8, "routed_scaling_factor": 1.0}
+GLM |= {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"model_type": "gemma2"}, "model_type 'gemma2': only llama, mistral"),
+        ({"model_type": ["llama"]}, "model_type ['llama']: only llama, mistral"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: the weights are quantised"),
         ({"hidden_act": "gelu"}, "Invalid enum value 'gelu' - at `$.hidden_act`"),
         ({"num_key_value_heads": 5}, "--num-key-value-heads 5"),
@@ -151,10 +115,17 @@ def test_configs_of_published_models() -> None:
         ({"original_max_position_embeddings": 4096}, "found '4096 and 8192', expected one number"),
         ({"ladder_layers": [3]}, "ladder_layers: found [3], expected none in a llama model"),
         ({"model_type": "llamaLadder", "ladder_layers": 33}, "ladder_layers: found 33, expected at most the 32"),
-        (
-            {"model_type": "megatron_ladder", "residual_mode": "parallel", "ladder_layers": [1]},
-            "ladder_layers: found [1], expected none with residual_mode 'parallel'",
-        ),
+        (OWN | {"residual_mode": "parallel", "ladder_layers": [1]}, "found [1], expected none with residual_mode 'par"),
+        (OWN | {"intermediate_size": 49, "lanes": 2}, "--ffn-hidden-size 49 is not divisible by --lanes 2"),
+        (OWN | {"lanes": "2"}, "got `str` - at `$.lanes`"),
+        (OWN | {"desync_interval": 2}, "desync_interval: found 2, expected 0"),
+        (DESYNC | {"desync_interval": 2}, "desync_tp: found 0"),
+        (DESYNC | {"desync_interval": 3, "desync_tp": 2}, "--desync-interval 3 is not 2 or 4"),
+        (MIXTRAL, "num_experts, num_local_experts or n_routed_experts: found nothing"),
+        (MIXTRAL | {"num_local_experts": 3, "sliding_window": 8}, "sliding_window: found 8"),
+        (MIXTRAL | {"num_local_experts": 1}, "--moe-router-topk 2"),
+        (GLM | {"n_routed_experts": 3}, "norm_topk_prob: found nothing"),
+        (GLM | {"norm_topk_prob": True, "n_routed_experts": 3, "num_experts": 4}, "found [3, 4], expected one number"),
     ],
 )
 def test_unsupported_values_are_rejected(changes: dict[str, Any], words: str) -> None:

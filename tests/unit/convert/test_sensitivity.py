@@ -118,34 +118,23 @@ def test_two_ranks_equal_a_plain_loop(tmp_path: Path) -> None:
 
 
 def test_a_model_is_rewired_with_its_cheapest_layers(tmp_path: Path) -> None:
+    """A file that does not belong to the request is an error."""
     found, _ = measure(tmp_path, {}, "--residual-staleness", 2)
-    words = ("reshape", "--load", tmp_path / "run", "--save", tmp_path / "hybrid")
-    convert(*words, "--ladder-layers", f"best:3@{tmp_path / 'out.json'}")
+    words = ("reshape", "--load", tmp_path / "run", "--save", tmp_path / "hybrid", "--ladder-layers")
+    (tmp_path / "other").write_text('{"order": [1, 0]}')
+    (tmp_path / "text").write_text(json.dumps(found | {"residual_staleness": "2"}))
+    for file, more, message in (
+        ("out.json", ("--residual-staleness", 1), "--residual-staleness 2, not 1"),
+        ("absent", (), "No such file"),
+        ("other", (), "not a file of convert_checkpoint.py sensitivity"),
+        ("text", (), "residual_staleness"),
+    ):
+        (error,) = errors_of(convert, *words, f"best:2@{tmp_path / file}", *more)
+        assert message in error
+    convert(*words, f"best:3@{tmp_path / 'out.json'}")
     model = Checkpoint.open(tmp_path / "hybrid").model()
     assert (model.residual_mode, model.residual_staleness) == ("ladder", 2)
     assert model.ladder_layers == tuple(sorted(found["order"][:3]))
-
-
-@pytest.mark.parametrize(
-    ("layers", "words", "message"),
-    [
-        ("best:2@{file}", ["--residual-staleness", 2], "--residual-staleness 1, not 2"),
-        ("best:2@{file}.md", [], "No such file"),
-        ("best:2@{other}", [], "not a file of convert_checkpoint.py sensitivity"),
-        ("best:2@{text}", [], "residual_staleness"),
-    ],
-)
-def test_files_that_do_not_belong_to_the_request_are_errors(
-    layers: str, words: list[object], message: str, tmp_path: Path
-) -> None:
-    found, _ = measure(tmp_path, {}, "--greedy-layers", 1)
-    file, other, text = tmp_path / "out.json", tmp_path / "other.json", tmp_path / "text.json"
-    other.write_text('{"order": [1, 0]}')
-    text.write_text(json.dumps({**found, "residual_staleness": "1"}))
-    value = layers.format(file=file, other=other, text=text)
-    paths = ("--load", tmp_path / "run", "--save", tmp_path / "new")
-    (error,) = errors_of(convert, "reshape", *paths, "--ladder-layers", value, *words)
-    assert message in error
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from megatron_ladder.generate.loading import open_model
 from tests.helpers.tokenizer_copies import copy_tokenizer, write_words
 from tests.unit.convert.hand_made import write_directory
 from tests.unit.convert.saved_models import convert
-from tests.unit.generate.tiny_model import train_tokenizer, write_checkpoint_with_tokenizer
+from tests.unit.generate.tiny_model import write_checkpoint_with_tokenizer
 
 TEXTS = ["def add(a, b):\n    return a + b\n", "  two  blanks\t", "\u6f22 12", " class"]
 
@@ -48,15 +48,8 @@ def assert_transformers_loads(directory: Path, ours: Tokenizer, texts: list[str]
         assert loaded.eos_token_id == ours.eod_id == GenerationConfig.from_pretrained(directory).eos_token_id
 
 
-@pytest.mark.parametrize("name", ["tokenizer.model", "other.model"])
-def test_transformers_encodes_as_the_sentencepiece_tokenizer(tmp_path: Path, name: str, questions: list[str]) -> None:
+def test_transformers_encodes_as_the_sentencepiece_tokenizer(tmp_path: Path, questions: list[str]) -> None:
     run, _, ours = write_checkpoint_with_tokenizer(tmp_path)
-    checkpoint = Checkpoint.open(run).directory
-    if name != "tokenizer.model":
-        for path in (checkpoint / "tokenizer.model", checkpoint / "megatron_ladder_tokenizer.json"):
-            path.unlink()
-        renamed = (tmp_path / "tokenizer.model").rename(tmp_path / name)
-        copy_tokenizer(load_tokenizer("SentencePieceTokenizer", renamed), checkpoint)
     convert("export", "--load", run, "--hf", tmp_path / "hf")
     assert_transformers_loads(tmp_path / "hf", ours, TEXTS, questions)
     # Transformers asks for code that a tokenizer does not need, and goes on without it.
@@ -114,28 +107,27 @@ def test_bytes_are_exported_without_a_tokenizer(tmp_path: Path) -> None:
     assert not list((tmp_path / "bytes").glob("*tokenizer*"))
 
 
-def test_transformers_opens_a_single_tokenizer_file(tmp_path: Path, questions: list[str]) -> None:
-    """For example after training with only --tokenizer-model FILE."""
+@pytest.mark.parametrize(
+    "config",
+    [
+        # For example after training with only --tokenizer-model FILE.
+        None,
+        # Code that is not exported.
+        {"eos_token": "<eos>", "tokenizer_class": "OddTokenizer", "auto_map": {"AutoTokenizer": ["odd.Odd", None]}},
+    ],
+)
+def test_transformers_opens_a_tokenizer_without_code(
+    tmp_path: Path, config: dict[str, object] | None, questions: list[str]
+) -> None:
     directory = write_directory(tmp_path / "hf")
     write_words(directory / "tokenizer.json", "<eos>", "a", "b", "[UNK]")
+    if config is not None:
+        (directory / "tokenizer_config.json").write_text(json.dumps(config))
     convert("import", "--hf", directory, "--save", tmp_path / "ours", "--ladder-layers", "1")
     convert("export", "--load", tmp_path / "ours", "--hf", tmp_path / "back")
     ours = load_tokenizer("HuggingFaceTokenizer", directory / "tokenizer.json")
     assert ours.encode("a b") == [1, 2] and ours.eod_id == 0
     assert_transformers_loads(tmp_path / "back", ours, ["a b"], questions)
-
-
-def test_an_imported_tokenizer_names_no_code_that_is_not_exported(tmp_path: Path, questions: list[str]) -> None:
-    directory = write_directory(tmp_path / "hf")
-    write_words(directory / "tokenizer.json", "<eos>", "a", "b", "[UNK]")
-    config = {"eos_token": "<eos>", "tokenizer_class": "OddTokenizer", "auto_map": {"AutoTokenizer": ["odd.Odd", None]}}
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    convert("import", "--hf", directory, "--save", tmp_path / "ours")
-    convert("export", "--load", tmp_path / "ours", "--hf", tmp_path / "back")
-    assert_transformers_loads(
-        tmp_path / "back", load_tokenizer("HuggingFaceTokenizer", directory / "tokenizer.json"), ["a b"], questions
-    )
-    assert AutoTokenizer.from_pretrained(tmp_path / "back").encode("b") == [2] and not questions
 
 
 def test_transformers_reads_all_of_a_tokenizer_file(tmp_path: Path) -> None:
@@ -158,10 +150,3 @@ def test_transformers_reads_all_of_a_tokenizer_file(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(tmp_path / "with_templates").chat_template == loaded.chat_template
     found = open_model(tmp_path / "named", None, None).tokenizer
     assert found is not None and read_chat_template(found).source == "{{ messages }}"
-
-
-def test_more_ids_than_the_model_has_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory = write_directory(tmp_path / "hf")
-    train_tokenizer(directory, TEXTS[:1] * 40)
-    convert("import", "--hf", directory, "--save", tmp_path / "ours", "--dry-run")
-    assert "the tokenizer has 300 ids, the model 16" in capsys.readouterr().out
