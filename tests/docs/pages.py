@@ -91,19 +91,13 @@ def mark_errors(page: str, text: str) -> list[str]:
     return errors
 
 
+def prose(text: str) -> str:
+    """Return the text outside of fences."""
+    return re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
 def code_spans(text: str) -> Iterator[str]:
     """Iterate over the text between single backticks, outside of fences."""
-    outside = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
-    for paragraph in re.split(r"\n\s*\n", outside):
+    for paragraph in re.split(r"\n\s*\n", prose(text)):
         for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", paragraph):
             yield " ".join(span.split())
-
-
-def indented_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Iterate over number and text of the lines outside of fences that are code by their indentation."""
-    inside = False
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip().startswith("```"):
-            inside = not inside
-        elif not inside and line.startswith("    "):
-            yield number, line.strip()

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from megatron_ladder.flags import flag_name
-from tests.docs.pages import ROOT, code_spans, fences, indented_lines, mark_errors, page_paths, read_page
+from tests.docs.pages import ROOT, code_spans, fences, mark_errors, page_paths, prose, read_page
 from tests.docs.reading import read_command
 from tests.docs.shell import OPEN_END, commands
 from tests.helpers.commands import tracked_files
@@ -43,9 +43,9 @@ def page_errors(page: str, text: str) -> list[str]:
                     "<!-- not run: reason -->"
                 )
             errors += [f"{fence.place}: {error}" for error in found or ()]
-    for line, text_of_line in indented_lines(text):
-        if CALL.match(text_of_line):
-            errors.append(f"{page}:{line}: commands must be in a bash fence, found indented text")
+    for line in re.findall("^ {4} *(.+)", prose(text), re.MULTILINE):
+        if CALL.match(line):
+            errors.append(f"{page}: commands must be in a bash fence, found indented text: {line}")
     return errors + span_errors(page, text)
 
 

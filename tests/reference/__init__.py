@@ -7,12 +7,10 @@ from tests.reference.model import (
     Sight,
     Weights,
     greedy_continuation,
-    inverse_frequencies,
     make_weights,
     reference_gradients,
     reference_logits,
     reference_loss,
-    weight_shapes,
 )
 
 __all__ = [
@@ -23,11 +21,9 @@ __all__ = [
     "Sight",
     "Weights",
     "greedy_continuation",
-    "inverse_frequencies",
     "make_weights",
     "reference_gradients",
     "reference_logits",
     "reference_loss",
     "reference_training",
-    "weight_shapes",
 ]

@@ -16,7 +16,7 @@ from tests.helpers.runs import errors_of
 class Example:
     """Example. More words."""
 
-    lr: float
+    lr: float = flag(above=0, maximum=10)
     """The rate, in 100% of cases."""
     steps: int = flag(3, aliases=("--iterations",))
     """Steps."""
@@ -26,7 +26,7 @@ class Example:
     """Turn overlap off."""
     bf16: bool = False
     """Half precision."""
-    ids: tuple[int, ...] = ()
+    ids: tuple[int, ...] = flag((), minimum=-2)
     """Numbers."""
     texts: tuple[str, ...] = flag((), repeats=True)
     """Texts."""
@@ -34,6 +34,12 @@ class Example:
     """A folder."""
     fused: Literal["auto", "true", "false"] = "auto"
     """Fuse."""
+    decay: float = flag(0.9, minimum=0, below=1)
+    """A decay."""
+    depth: int | None = flag(None, minimum=1, requires="--style cosine")
+    """A depth."""
+    stream: bool = flag(False, excludes="--bf16")
+    """Stream."""
 
 
 def parse(words: str) -> Example:
@@ -44,8 +50,8 @@ def parse(words: str) -> Example:
 
 def test_values_are_converted_to_their_types() -> None:
     assert parse("--lr 1e-3") == Example(1e-3)
-    given = parse("--lr=2 --iterations 7 --style cosine --no-overlap --bf16 --ids 1 -2 --folder a/b")
-    assert given == Example(2.0, 7, "cosine", False, True, (1, -2), folder=Path("a/b"))
+    words = "--lr=10 --iterations 7 --style cosine --no-overlap --bf16 --ids 1 -2 --folder a/b --decay 0 --depth 1"
+    assert parse(words) == Example(10.0, 7, "cosine", False, True, (1, -2), folder=Path("a/b"), decay=0.0, depth=1)
 
 
 def test_a_repeated_flag_replaces_its_values_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,6 +88,16 @@ def test_a_repeated_flag_replaces_its_values_with_a_warning(capsys: pytest.Captu
         ),
         ("--lr=nan", ["--lr: 'nan' is not finite"]),
         ("--lr=-inf", ["--lr: '-inf' is not finite"]),
+        (
+            "--lr 11 --decay 1 --ids 4 -3 --depth 3 --bf16 --stream",
+            [
+                "--lr 11.0: expected above 0, at most 10",
+                "--ids -3: expected -2 or more",
+                "--decay 1.0: expected 0 or more, below 1",
+                "--depth 3 requires --style cosine",
+                "--stream and --bf16 exclude each other: give one of them",
+            ],
+        ),
     ],
 )
 def test_all_errors_are_reported_together(words: str, errors: list[str]) -> None:
@@ -124,54 +140,6 @@ def test_a_switch_with_a_third_value(words: str, value: str) -> None:
 def test_help_shows_docstrings() -> None:
     text = " ".join(_help_parser([Example], "example.py", "An example.").format_help().split())
     assert "Example. More words" in text
-    assert "--lr X The rate, in 100% of cases. (required)" in text
+    assert "--lr X The rate, in 100% of cases. (above 0, at most 10; required)" in text
     assert "--steps N, --iterations N Steps. (default: 3)" in text
     assert "--no-overlap Turn overlap off." in text
-
-
-@dataclass(frozen=True)
-class Bounded:
-    """Bounded. Flags with limits."""
-
-    ranks: int = flag(minimum=2)
-    """Ranks."""
-    rate: float = flag(0.5, above=0, maximum=1)
-    """A rate."""
-    decay: float = flag(0.9, minimum=0, below=1)
-    """A decay."""
-    seeds: tuple[int, ...] = flag((), minimum=0)
-    """Seeds."""
-    depth: int | None = flag(None, minimum=1, requires="--style deep")
-    """A depth."""
-    style: Literal["flat", "deep"] = "flat"
-    """A style."""
-    chat: bool = False
-    """Chat."""
-    system: str | None = flag(None, requires="--chat")
-    """The system's message."""
-    stream: bool = flag(False, excludes="--chat")
-    """Stream."""
-
-
-def bounded(words: str) -> list[str]:
-    return errors_of(parse_command_line, [Bounded], words.split(), "bounded.py", "")
-
-
-def test_values_within_their_limits_pass() -> None:
-    assert bounded("--ranks 2 --rate 1 --decay 0 --seeds 0 3 --style deep --depth 1 --chat --system x") == []
-
-
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        ("--ranks 1", "--ranks 1: expected 2 or more"),
-        ("--ranks 2 --rate 0", "--rate 0.0: expected above 0, at most 1"),
-        ("--ranks 2 --decay 1", "--decay 1.0: expected 0 or more, below 1"),
-        ("--ranks 2 --seeds 4 -1", "--seeds -1: expected 0 or more"),
-        ("--ranks 2 --depth 3", "--depth 3 requires --style deep"),
-        ("--ranks 2 --system x", "--system x requires --chat"),
-        ("--ranks 2 --chat --stream", "--stream and --chat exclude each other: give one of them"),
-    ],
-)
-def test_a_value_outside_its_limits_is_one_error(words: str, error: str) -> None:
-    assert bounded(words) == [error]

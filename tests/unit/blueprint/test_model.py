@@ -1,5 +1,6 @@
-"""The model's flags, its stored form, and the grammar of --ladder-layers."""
+"""The model's flags, its stored form, the grammar of --ladder-layers, and what sub-blocks can miss."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from megatron_ladder.blueprint.model import (
     resolve_model,
     tensor_parallel_errors,
 )
-from megatron_ladder.blueprint.wiring import WIRINGS
+from megatron_ladder.blueprint.wiring import WIRINGS, ReadPlan
 from megatron_ladder.command_line import parse_command_line
 from megatron_ladder.errors import UserError
 
@@ -181,3 +182,16 @@ def test_the_stored_form_round_trips() -> None:
 def test_a_damaged_stored_form_names_its_file(change: dict[str, object]) -> None:
     with pytest.raises(UserError, match="file"):
         ModelConfig.from_dict(resolve()[0].to_dict() | change, "file")
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ([(), (), (2,)], "sub-block 2 misses output 2 before it"),
+        ([(), (1,), (1,), (1, 3)], "sub-block 3 misses output 3 before it"),
+        ([(), (0,)], "sub-block 1 misses output 0 before it"),
+    ],
+)
+def test_an_output_that_was_seen_cannot_be_missing(missing: Sequence[tuple[int, ...]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ReadPlan.of(missing)

@@ -6,29 +6,19 @@ known at once: `now` is the time in seconds at which a stream will have finished
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
 
+@dataclass
 class Event:
-    def __init__(self, enable_timing: bool = False, external: bool = False) -> None:
-        self.enable_timing, self.external = enable_timing, external
-        self.time = 0.0
+    time: float
 
-    def record(self, stream: "Stream") -> None:
-        self.time = stream.now
-
-    def wait(self, stream: "Stream | None" = None) -> None:
-        (stream or torch.cuda.current_stream()).wait_event(self)  # type: ignore[arg-type]
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, end: "Event") -> float:
-        assert self.enable_timing and end.enable_timing, "torch refuses events without times"
-        return (end.time - self.time) * 1e3
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self)  # type: ignore[arg-type]
 
 
 class Stream:
@@ -40,9 +30,7 @@ class Stream:
         self.now = max(self.now, event.time)
 
     def record_event(self) -> Event:
-        event = Event()
-        event.record(self)
-        return event
+        return Event(self.now)
 
 
 class Device:
@@ -50,12 +38,7 @@ class Device:
 
     def __init__(self) -> None:
         self.streams = [Stream()]
-        self.current = self.streams[0]
-        self.capturing = False
-
-    @property
-    def compute(self) -> Stream:
-        return self.streams[0]
+        self.current = self.compute = self.streams[0]
 
     def new_stream(self, device: Any = None, priority: int = 0) -> Stream:
         self.streams.append(Stream(device, priority))
@@ -69,11 +52,9 @@ class Device:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> Device:
-    """Replace torch's streams and events."""
+    """Replace torch's streams."""
     fake = Device()
     monkeypatch.setattr(torch.cuda, "Stream", fake.new_stream)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "stream", fake.use)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: fake.current)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing)
     return fake

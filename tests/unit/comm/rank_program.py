@@ -15,9 +15,6 @@ def entry_point() -> None:
     word = words[rank]
     if word == "sleep":
         time.sleep(60)
-    elif word == "stubborn":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        time.sleep(60)
     elif word == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     # The other ranks start first.

@@ -120,6 +120,7 @@ def test_small_sums_are_one_shot(monkeypatch: pytest.MonkeyPatch, multicast: boo
     fake = Torch(monkeypatch, multicast)
     group = make_group(fake)
     assert fake.rendezvous == [(MOST_BYTES // 2, fake.group)]
+    assert fake.device.streams[1].priority < 0, "it would wait for multiprocessors behind the product"
     tensor = torch.arange(12, dtype=torch.bfloat16).view(3, 4)
     expected = 2 * tensor
     work = group.start_all_reduce(tensor)
@@ -163,51 +164,45 @@ def test_one_shot_sums_need_peer_access(monkeypatch: pytest.MonkeyPatch) -> None
         check_peers(3, GPU, torch.float16)
 
 
-def test_auto_uses_symmetric_memory_only_if_every_rank_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_symmetric_memory_is_used_only_if_every_rank_can(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = Torch(monkeypatch)
     handle: Any = fake.group
     group, others = CommGroup([0, 1], 0, handle), {str: "a", list: list[str]()}
+    another_cannot_map = list[str]()
+
+    def gather(self: CommGroup, value: object) -> list[object]:
+        return [value, others[type(value)] or (another_cannot_map if fake.rendezvous else [])]
+
     monkeypatch.setattr(socket, "gethostname", lambda: "a")
-    monkeypatch.setattr(CommGroup, "gather_objects", lambda self, value: [value, others[type(value)]])
+    monkeypatch.setattr(CommGroup, "gather_objects", gather)
     monkeypatch.setattr(CommGroup, "broadcast_object", lambda self, value: value)
 
     def select(choice: AllReduceChoice, dtype: torch.dtype = torch.bfloat16) -> bool:
         return isinstance(select_all_reduce(choice, group, GPU, dtype), SymmetricMemoryGroup)
 
+    def assert_impossible(message: str) -> None:
+        fake.rendezvous.clear()
+        assert not select("auto")
+        fake.rendezvous.clear()
+        with pytest.raises(UserError, match=message):
+            select("symmetric")
+
     assert select("auto") and select("symmetric") and not select("nccl")
     assert not select("auto", torch.float16)
+    another_cannot_map.append("invalid device")
+    assert_impossible("invalid device")
+    another_cannot_map.clear()
+    fake.error = RuntimeError("no memory")
+    assert_impossible("no memory")
     others[str] = "b"
-    assert not select("auto"), "another rank is on another machine"
-    with pytest.raises(UserError, match="found 2 machines"):
-        select("symmetric")
+    assert_impossible("found 2 machines")
     others |= {str: "a", list: ["GPU 1 cannot read"]}
-    assert not select("auto"), "another rank cannot"
-    with pytest.raises(UserError, match="GPU 1 cannot read"):
-        select("symmetric")
+    assert_impossible("GPU 1 cannot read")
     others[list] = []
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: False)
-    with pytest.raises(UserError, match="cannot read the memory"):
-        select("symmetric")
+    assert_impossible("cannot read the memory")
     alone = CommGroup.alone()
     assert select_all_reduce("symmetric", alone, CPU, torch.float32) is alone
-
-
-@pytest.mark.parametrize("failing", ["this rank", "another rank"])
-def test_all_ranks_use_nccl_if_one_cannot_map_the_memory(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
-    fake = Torch(monkeypatch)
-    fake.error = RuntimeError("invalid device") if failing == "this rank" else None
-    handle: Any = fake.group
-    group = CommGroup([0, 1], 0, handle)
-
-    def gather(self: CommGroup, value: object) -> list[object]:
-        return [value, ["invalid device"] if fake.rendezvous and failing == "another rank" else value]
-
-    monkeypatch.setattr(CommGroup, "gather_objects", gather)
-    monkeypatch.setattr(CommGroup, "broadcast_object", lambda self, value: value)
-    assert select_all_reduce("auto", group, GPU, torch.bfloat16) is group
-    fake.rendezvous.clear()
-    with pytest.raises(UserError, match="invalid device"):
-        select_all_reduce("symmetric", group, GPU, torch.bfloat16)
 
 
 @pytest.mark.usefixtures("nccl")

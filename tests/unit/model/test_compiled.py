@@ -6,10 +6,10 @@ import sysconfig
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.errors import UserError
@@ -25,51 +25,15 @@ from tests.unit.generate.tiny_model import MODELS, PROMPTS, reference_of, tiny_c
 BACKEND = "aot_eager"
 
 
-def counting(operations: Operations, counted: list[int]) -> Operations:
-    """Collects the widths of what norms add."""
-
-    def counting_add_norm(x: Tensor, output: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-        counted.append(output.shape[-1])
-        return operations.add_norm(x, output, weight, epsilon)
-
-    return replace(operations, add_norm=counting_add_norm)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "changes", "recompute", "additions"),
-    [
-        # The first of six sub-blocks reads the embedding only.
-        ("standard", {}, 0, 5),
-        ("ladder", {"qk_layernorm": True}, 3, 0),
-    ],
-)
-def test_gradients_equal_those_of_the_uncompiled_model(
-    name: str, changes: dict[str, Any], recompute: int, additions: int
-) -> None:
-    torch.compiler.reset()
-    config = tiny_config(**(MODELS[name] | changes))
-    counted: list[int] = []
-    compiled = counting(compile_operations(Operations(), BACKEND), counted)
-    models = [
-        LanguageModel(
-            config,
-            ProcessMesh.single(),
-            StackOptions(recompute_layers=recompute, operations=operations),
-            dtype=torch.float64,
-            seed=1,
-        )
-        for operations in (Operations(), compiled)
-    ]
+@pytest.mark.parametrize(("name", "recompute", "additions"), [("standard", 0, 5), ("ladder", 3, 0)])
+def test_the_norm_adds_the_output_before_it(name: str, recompute: int, additions: int) -> None:
+    """The first of six sub-blocks reads the embedding only; in a ladder, outputs arrive during the sub-block before."""
+    add_norm = Mock(wraps=Operations().add_norm)
+    options = StackOptions(recompute_layers=recompute, operations=replace(Operations(), add_norm=add_norm))
+    model = LanguageModel(tiny_config(**MODELS[name]), ProcessMesh.single(), options, seed=1)
     tokens = torch.arange(24).view(2, 12)
-    losses = [model(tokens, tokens.flip(1)) for model in models]
-    assert counted == [config.hidden_size] * additions
-    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-12)
-    for loss in losses:
-        loss.backward()
-    for a, b in zip(*(model.parameters() for model in models), strict=True):
-        assert a.grad is not None and b.grad is not None
-        assert (a.grad - b.grad).abs().max() <= 1e-11 * a.grad.abs().max()
+    model(tokens, tokens.flip(1))
+    assert add_norm.call_count == additions
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""The step-time model against closed forms, schedules drawn by hand and a second recurrence."""
+"""The step-time model against closed forms and a second recurrence."""
 
 import random
 from collections.abc import Sequence
@@ -50,23 +50,6 @@ def test_closed_forms(wiring: str, serial, pipelined, t: float) -> None:
         # Backward is the mirror: the same form with its own compute time.
         backward = [backward_seconds(layers(wiring, count, 1.0, t), wire) for count in (30, 60)]
         assert a_layer(backward, 30) == pytest.approx(form(2.0, t))
-
-
-def test_schedules_drawn_by_hand() -> None:
-    one = SubBlockTime(1.0, 5.0, (1, 2))
-    # Sub-blocks end at 1 2 3; y0 is there at 6, so the next end at 7 8 9; y3 is there at 12, so the next ends at 13.
-    assert forward_seconds([one] * 4, PIPELINED) == pytest.approx(12)
-    assert forward_seconds([one] * 6, PIPELINED) == pytest.approx(14)
-    assert forward_seconds([one] * 7, PIPELINED) == pytest.approx(18)
-    # One after another: y0 6, y1 11, y2 16, y3 21.
-    assert forward_seconds([one] * 4, SERIAL, 0.25) == pytest.approx(21.25)
-    # Standard, ladder, ladder, standard: two end at 1 2; y0 is there at 3: 4; y1 at 5 and y2 at 7: 8; y3 at 10.
-    hybrid = [SubBlockTime(1.0, 2.0, s, dgrad_seconds=1.0) for s in ((), (1,), (1,), ())]
-    assert forward_seconds(hybrid, SERIAL) == pytest.approx(10)
-    # Backward of 3 ends at 1, its reduce at 3: 2 ends at 4. Of 2 and 3, only 3 read the output of 1: that ends at 5
-    # without waiting. Only 2 and 3 read the output of 0: it waits for 2's reduce at 6 and ends at 7. Then 1's reduce
-    # at 8, and its own at 10.
-    assert backward_seconds(hybrid, SERIAL) == pytest.approx(10)
 
 
 def recurrence(

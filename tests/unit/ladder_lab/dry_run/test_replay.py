@@ -36,10 +36,6 @@ def smaller(of_rank_3: list[Collective], all_programs: Programs) -> None:
     of_rank_3[1] = of_rank_3[1]._replace(size=32)
 
 
-def missing(of_rank_3: list[Collective], all_programs: Programs) -> None:
-    del of_rank_3[0]
-
-
 def between_two_groups(of_rank_3: list[Collective], all_programs: Programs) -> None:
     """Every communicator sees the same launches, but ranks 0 and 3 reduce over the other group first."""
     for collectives in (of_rank_3, all_programs[0].collectives):
@@ -53,11 +49,6 @@ def test_ranks_that_match_have_no_problems() -> None:
 @pytest.mark.parametrize(
     ("plant", "expected"),
     [
-        (
-            missing,
-            "group 'tensor' of ranks 2-3, collective 1: rank 3 launches all_reduce of 64 bytes (bfloat16) in "
-            "layers.0.mlp, but rank 2 launches all_reduce of 64 bytes (bfloat16) in layers.0.attention",
-        ),
         (
             smaller,
             "group 'tensor' of ranks 2-3, collective 2: rank 3 launches all_reduce of 32 bytes (bfloat16) in "
