@@ -28,13 +28,14 @@ def test_a_child_dies_with_its_parent(death_signal: signal.Signals) -> None:
         psutil.Process(int(done.stdout)).wait(10)
 
 
-def test_children_that_ignore_termination_are_killed() -> None:
+@pytest.mark.parametrize("kill_groups", [False, True])
+def test_children_that_ignore_termination_are_killed(kill_groups: bool) -> None:
     stubborn = start_child(
         [sys.executable, "-c", IGNORES_TERMINATION + "; time.sleep(60)"], stdout=subprocess.PIPE, start_new_session=True
     )
     polite = start_child(["sleep", "60"], start_new_session=True)
     assert stubborn.stdout is not None and stubborn.stdout.readline() == b"ready\n"
-    end_children([stubborn, polite], grace_seconds=0.2, kill_groups=True)
+    end_children([stubborn, polite], grace_seconds=0.2, kill_groups=kill_groups)
     assert (stubborn.returncode, polite.returncode) == (-signal.SIGKILL, -signal.SIGTERM)
 
 

@@ -16,6 +16,7 @@ from megatron_ladder.comm.agreement import Peers
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.comm.side_queue import CudaSideQueue
 from megatron_ladder.comm.symmetric import (
     MOST_BYTES,
     AllReduceChoice,
@@ -32,19 +33,10 @@ from tests.unit.comm import fake_cuda
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-class FakeOptions:
+def nccl_options(is_high_priority_stream: bool) -> SimpleNamespace:
     """The attributes of torch's NCCL options, which CPU builds lack."""
-
-    def __init__(self, is_high_priority_stream: bool = False) -> None:
-        self.is_high_priority_stream = is_high_priority_stream
-        self.config = SimpleNamespace(max_ctas=None)
-        self._timeout: timedelta | None = None
-
-
-@pytest.fixture
-def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = SimpleNamespace(Options=FakeOptions)
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", fake, raising=False)
+    config = SimpleNamespace(max_ctas=None)
+    return SimpleNamespace(is_high_priority_stream=is_high_priority_stream, config=config, _timeout=None)
 
 
 def test_nccl_starts_with_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,26 +45,22 @@ def test_nccl_starts_with_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*names, "CUBLAS_WORKSPACE_CONFIG"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    found: list[list[str | None]] = []
-
-    def start(*_: object, **__: object) -> None:
-        found.append([os.environ.get(name) for name in names])
-        raise LostPeerError("started")
-
     monkeypatch.setattr(torch.cuda, "set_device", Mock())
     monkeypatch.setattr(torch, "use_deterministic_algorithms", Mock())
     monkeypatch.setattr(setup, "_shared_settings", Mock())
     monkeypatch.setattr(RankInfo, "device", lambda self: GPU)
-    monkeypatch.setattr(dist, "init_process_group", start)
-    for words in ([], ["--deterministic-mode"]):
+    monkeypatch.setattr(dist, "init_process_group", Mock(side_effect=LostPeerError("started")))
+
+    def settings(*words: str) -> list[str | None]:
         inputs: Any = SimpleNamespace(run=run_of([*RECIPE, *words], 1))
-        with pytest.raises(LostPeerError):
+        with pytest.raises(LostPeerError, match="started"):
             setup.build_trainer(inputs, RankInfo(0, 1, 0), Peers())
-    assert found == [[None, "1", "2000"], ["^NVLS,NVLSTree", "1", "2000"]]
+        return [os.environ.get(name) for name in names]
+
+    assert settings() == [None, "1", "2000"]
+    assert settings("--deterministic-mode") == ["^NVLS,NVLSTree", "1", "2000"]
     monkeypatch.setenv("NCCL_ALGO", "Ring")
-    with pytest.raises(LostPeerError):
-        setup.build_trainer(inputs, RankInfo(0, 1, 0), Peers())
-    assert found[-1][0] == "Ring"
+    assert settings("--deterministic-mode")[0] == "Ring"
 
 
 class Torch:
@@ -108,6 +96,21 @@ class Torch:
         out.copy_(2 * shared)
         self.one_shot.append(out.numel())
         self.device.current.now += 5e-6
+
+
+def test_a_chain_runs_after_earlier_work_and_alongside_later_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = fake_cuda.install(monkeypatch)
+    queue = CudaSideQueue(GPU)
+    device.compute.now = 5.0
+
+    def chain() -> None:
+        assert device.current.now == 5.0, "its inputs might not be ready"
+        device.current.now += 3.0
+
+    queue.run(chain, uses=())
+    device.compute.now += 1.0
+    queue.join()
+    assert device.compute.now == 8.0
 
 
 def make_group(fake: Torch) -> SymmetricMemoryGroup:
@@ -205,7 +208,6 @@ def test_symmetric_memory_is_used_only_if_every_rank_can(monkeypatch: pytest.Mon
     assert select_all_reduce("symmetric", alone, CPU, torch.float32) is alone
 
 
-@pytest.mark.usefixtures("nccl")
 def test_groups_that_overlap_with_computation_have_priority_and_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[tuple[int, ...], Any]] = []
 
@@ -213,6 +215,7 @@ def test_groups_that_overlap_with_computation_have_priority_and_a_limit(monkeypa
         made.append((tuple(ranks), pg_options))
         return object()
 
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=nccl_options), raising=False)
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "get_world_size", lambda: 8)
     monkeypatch.setattr(dist, "get_rank", lambda: 5)
