@@ -7,8 +7,6 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -29,6 +27,7 @@ for number, usual in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.de
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
 
+TEST_NUMBERS = itertools.count()
 
 # While modules are imported, there is a growing number of objects to look at and no garbage.
 gc.disable()
@@ -67,13 +66,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=slow)
 
 
-@pytest.fixture(scope="session")
-def extensions_dirs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    root = tmp_path_factory.mktemp("torch_extensions")
-    return (root / str(number) for number in itertools.count())
-
-
 @pytest.fixture(autouse=True)
-def own_torch_extensions_dir(extensions_dirs: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def own_torch_extensions_dir(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """A build that was killed leaves a lock in this folder on which every later user of it waits for ever."""
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(next(extensions_dirs)))
+    folder = tmp_path_factory.getbasetemp() / "torch_extensions" / str(next(TEST_NUMBERS))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(folder))

@@ -52,19 +52,6 @@ def test_temporary_files_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("is_directory", [False, True])
-def test_a_lock_excludes_others_until_it_is_closed(tmp_path: Path, is_directory: bool) -> None:
-    path = tmp_path / "lock"
-    path.mkdir() if is_directory else path.touch()
-    first, second = os.open(path, os.O_RDONLY), os.open(path, os.O_RDONLY)
-    assert lock_file(first) is None
-    with pytest.raises(BlockingIOError):
-        lock_file(second)
-    os.close(first)
-    assert lock_file(second, wait=True) is None
-    os.close(second)
-
-
 def test_a_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(descriptor: int, operation: int) -> None:
         raise OSError(37, "No locks available")

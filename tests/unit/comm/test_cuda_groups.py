@@ -201,6 +201,7 @@ def test_symmetric_memory_is_used_only_if_every_rank_can(monkeypatch: pytest.Mon
     assert_impossible("found 2 machines")
     others |= {str: "a", list: ["GPU 1 cannot read"]}
     assert_impossible("GPU 1 cannot read")
+    assert fake.rendezvous == [], "the other rank does not join this collective"
     others[list] = []
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: False)
     assert_impossible("cannot read the memory")
