@@ -7,8 +7,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-MARK = re.compile(r"^<!-- (not run|run|prints)(?:: (.+?))? -->$")
-FENCE = re.compile(r"^( *)```(\w*)$")
+FENCE = re.compile(
+    r"(?:^ *<!-- (?P<mark>not run|run|prints)(?:: (?P<about>[^\n]+?))? -->\n(?: *\n)*)?"
+    r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^ *```$",
+    re.MULTILINE | re.DOTALL,
+)
+"""With the mark above it."""
 
 
 @dataclass(frozen=True)
@@ -49,25 +53,12 @@ def read_page(page: str) -> str:
 
 def fences(page: str, text: str) -> list[Fence]:
     """Return the fences of a page in order."""
-    found: list[Fence] = []
-    opened: tuple[int, str, str] | None = None
-    body: list[str] = []
-    above = ""
-    for number, line in enumerate(text.split("\n"), start=1):
-        if opened is None:
-            match = FENCE.match(line)
-            if match:
-                opened, body = (number, match[1], match[2]), []
-            elif line.strip():
-                above = line.strip()
-        elif line.strip() == "```":
-            mark = MARK.match(above)
-            first, indent, language = opened
-            inside = "\n".join(one.removeprefix(indent) for one in body)
-            found.append(Fence(page, first, language, inside, mark[1] if mark else "", (mark and mark[2]) or ""))
-            opened, above = None, ""
-        else:
-            body.append(line)
+    found = []
+    for match in FENCE.finditer(text):
+        mark, about, indent, language, body = match.groups(default="")
+        line = text.count("\n", 0, match.start("indent")) + 1
+        inside = "\n".join(one.removeprefix(indent) for one in body.removesuffix("\n").split("\n"))
+        found.append(Fence(page, line, language, inside, mark, about))
     return found
 
 

@@ -4,6 +4,7 @@ import json
 import re
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -23,21 +24,18 @@ def meet(
 ) -> list[list[Host] | Exception]:
     """Return the results or exceptions of `agree` on each rank; None is a rank that never arrives."""
     store = HashStore()
-    results: dict[int, list[Host] | Exception] = {}
 
-    def life(rank: int, report: RankReport) -> None:
+    def life(rank: int) -> list[Host] | Exception:
+        report = reports[rank]
+        assert report is not None
         try:
-            results[rank] = agree(store, rank, sizes[rank] if sizes else len(reports), report, timeout)
+            return agree(store, rank, sizes[rank] if sizes else len(reports), report, timeout)
         except Exception as error:
-            results[rank] = error
+            return error
 
-    threads = [threading.Thread(target=life, args=(rank, report)) for rank, report in enumerate(reports) if report]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert len(results) == len(threads), "a rank hangs"
-    return [results[rank] for rank in sorted(results)]
+    present = [rank for rank, report in enumerate(reports) if report]
+    with ThreadPoolExecutor(len(present)) as threads:
+        return list(threads.map(life, present))
 
 
 def messages(result: list[Host] | Exception) -> tuple[str, ...]:
