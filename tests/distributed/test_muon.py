@@ -1,7 +1,6 @@
 """Muon in all layouts, compared with `torch.optim.Muon` on a plain model."""
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +8,7 @@ from torch import Tensor
 
 from megatron_ladder.engine.optimizer import learning_rate
 from tests.helpers.pool import GlooPools
-from tests.helpers.sharded import assert_pieces
-from tests.helpers.steps import RECIPE, STEPS, Batch, check_resume, everything, pass_on, steps_of_batches, train
+from tests.helpers.steps import RECIPE, STEPS, Batch, check_outcome, steps_of_batches, train
 from tests.helpers.training import run_of
 from tests.reference import ReferenceConfig, Weights, make_weights
 from tests.reference.model import reference_gradients
@@ -93,38 +91,4 @@ def test_steps_equal_torch_muon(gloo_pools: GlooPools, monkeypatch: pytest.Monke
     weights = make_weights(ReferenceConfig.like(run_of(argv, world).model), seed=1, dtype=torch.float32)
     batches = steps_of_batches(STEPS, 4)
     expected, final = torch_training(argv, world, weights, batches)
-    results = gloo_pools(world).run(train, argv, weights, batches)
-    for history, _ in results:
-        for found, wanted in zip(history, expected, strict=True):
-            assert found == pytest.approx(wanted, rel=1e-5)
-    assert_pieces([pieces for _, pieces in results], final, 2e-4)
-
-
-def test_resumed_steps_equal_uninterrupted_ones_bitwise(gloo_pools: GlooPools, tmp_path: Path) -> None:
-    check_resume(gloo_pools, tmp_path, [*MUON, "--zero-stage", "1", "--bf16"], 2)
-
-
-LAYOUTS = [
-    ("--zero-stage 0", 1),
-    ("--zero-stage 1 --tensor-model-parallel-size 2", 4),
-    ("--zero-stage 1 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 4),
-    ("--zero-stage 0 --tensor-model-parallel-size 2", 2),
-]
-
-
-def test_a_run_continues_in_other_layouts(gloo_pools: GlooPools, tmp_path: Path) -> None:
-    """A step in each layout, with saves in between, gives the state of as many steps in one layout."""
-    argv = [*MUON, "--add-mlp-bias"]
-    load: dict[str, str | None] = {"one": None, "many": None}
-    for number, (words, world) in enumerate(LAYOUTS):
-        for name, (layout, ranks) in {"one": LAYOUTS[0], "many": (words, world)}.items():
-            save = str(tmp_path / f"{name}.{number}")
-            steps = gloo_pools(ranks).run(pass_on, [*argv, *layout.split()], load[name], save, 1)
-            assert steps == [number + 1] * ranks
-            load[name] = save
-    found, expected = (everything(Path(str(load[name]))) for name in ("many", "one"))
-    assert found.keys() == expected.keys()
-    for key, values in expected.items():
-        torch.testing.assert_close(found[key], values, rtol=1e-3, atol=2e-5)
-    first, second = ({name for name, kind in found if kind == moment} for moment in ("exp_avg", "exp_avg_sq"))
-    assert first - second == {name for name in first if name.endswith("_proj.weight")}
+    check_outcome(gloo_pools(world).run(train, argv, weights, batches), expected, final)

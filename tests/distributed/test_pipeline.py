@@ -1,126 +1,127 @@
-"""Pipeline stages: whole steps compared with a plain model, checkpoints across layouts, logging."""
+"""Pipeline stages: overlap of reduces at their border, gradients, the amount of computation, and logging."""
 
 import contextlib
 import io
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from megatron_ladder.data.loader import Sources
 from megatron_ladder.train.log import RunLog, banner
 from megatron_ladder.train.record import RunRecord
-from megatron_ladder.train.step import evaluate, train_step
+from megatron_ladder.train.setup import Trainer
+from megatron_ladder.train.step import train_step
 from tests.helpers.pool import GlooPools
-from tests.helpers.steps import Batch, check_steps, loss_of, steps_of_batches, train
+from tests.helpers.recording import RecordingGroup
+from tests.helpers.steps import Batch, steps_of_batches
 from tests.helpers.training import build_trainer_here, own_batches, run_of
-from tests.reference import ReferenceConfig, Weights, make_weights, reference_loss
+from tests.reference import ReferenceConfig, Weights, make_weights
 
-STEPS = 3
-RECIPE = (
-    f"--train-iters {STEPS} --lr 1e-3 --clip-grad 0.5 --weight-decay 0.1 --micro-batch-size 2 --global-batch-size 8 "
-    "--qk-layernorm --add-attention-output-bias"
-).split()
-
-Layout = tuple[int, int, int]
-"""Tensor-, pipeline- and data-parallel size."""
-
-LAYOUTS: list[Layout] = [(1, 2, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2)]
-# With two stages, the first one has layers 0 and 1 of the three.
-WIRINGS = {
-    "standard": "",
-    "ladder": "--residual-mode ladder",
-    "hybrid-cut-inside": "--residual-mode ladder --ladder-layers 1,2",
-    "hybrid-cut-at-the-border": "--residual-mode ladder --ladder-layers 2",
-}
+RECIPE = "--train-iters 5 --lr 1e-3 --micro-batch-size 2 --qk-layernorm".split()
+STAGES = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2".split()
 
 
-def layout_flags(layout: Layout) -> list[str]:
-    return f"--tensor-model-parallel-size {layout[0]} --pipeline-model-parallel-size {layout[1]}".split()
+def record(trainer: Trainer) -> list[str]:
+    """Record the events of this stage's stack, numbered within the stage.
+
+    The events are launches and waits of reduces (`L3`, `W3`), starts of sub-blocks (`B3`), gradients of their first
+    weights (`G3`), and sums of partial gradients (`S`).
+    """
+    stack = trainer.model.stack
+    group = RecordingGroup(stack.mesh.tensor)
+    stack.mesh = replace(stack.mesh, tensor=group)
+    stack.layout, stack.partial_sums.group = stack.mesh.stream, group
+    for number, step in enumerate(stack.sub_blocks()):
+        step.norm.register_forward_pre_hook(lambda *_, number=number: group.events.append(f"B{number}"))
+        names = ("qkv_proj.weight", "gate_up_proj.weight")
+        first = next(parameter for name, parameter in step.body.named_parameters() if name in names)
+        first.register_post_accumulate_grad_hook(lambda _, number=number: group.events.append(f"G{number}"))
+    return group.events
 
 
-def world_of(layout: Layout) -> int:
-    return layout[0] * layout[1] * layout[2]
+def events_of_a_step(argv: list[str], micro_batches: int) -> str:
+    """On each rank: return the events of one step."""
+    trainer = build_trainer_here(argv)
+    events = record(trainer)
+    train_step(trainer, own_batches(trainer, steps_of_batches(1, micro_batches)[0]), 1)
+    return " ".join(events)
 
 
-def check_stages(gloo_pools: GlooPools, layout: Layout, flags: str) -> None:
-    check_steps(gloo_pools, [*RECIPE, *layout_flags(layout), *flags.split()], world_of(layout))
+# Sub-blocks 0 to 3 of three ladder layers are on the first stage, 4 and 5 on the last, where they are 0 and 1.
+FIRST_FORWARD = "B0 L0 B1 L1 W0 B2 L2 W1 B3 W2"
+FIRST_BACKWARD = "L3 L4 G3 W3 L5 G2 W4 L6 G1 W5 L7 G0 W6 W7"
+LAST_FORWARD = "L0 B0 L1 W0 B1 L2 W1 W2"
+LAST_BACKWARD = "L3 G1 G0 W3"
 
 
-def grid() -> list[object]:
-    """Return all combinations; without --slow, every pair of layout and stage, and of wiring and stage, occurs."""
-    return [
-        pytest.param(
-            layout,
-            flags,
-            str(zero),
-            id=f"{'x'.join(map(str, layout))}-{name}-zero{zero}",
-            marks=[] if column == (2 * row % 4 + zero) ^ (row // 2) else pytest.mark.slow,
-        )
-        for row, layout in enumerate(LAYOUTS)
-        for column, (name, flags) in enumerate(WIRINGS.items())
-        for zero in (0, 1)
-    ]
+@pytest.mark.parametrize("lanes", ["0", "2"])
+def test_nothing_is_exposed_at_a_ladder_border(gloo_pools: GlooPools, lanes: str) -> None:
+    """Forward: the last stage reduces the last output of the first stage (B3) under its first sub-block (L0).
+
+    Backward: the last stage sends the gradient of that sub-block's input unreduced (no launch between G1 and the end),
+    and the first stage reduces it (L3) under its first backward.
+    """
+    argv = [*RECIPE, *STAGES, *"--residual-mode ladder --lanes".split(), lanes]
+    first, _, last, _ = gloo_pools(4).run(events_of_a_step, argv, 1)
+    assert first == f"{FIRST_FORWARD} {FIRST_BACKWARD} S"
+    assert last == f"{LAST_FORWARD} {LAST_BACKWARD} S"
 
 
-@pytest.mark.parametrize(("layout", "flags", "zero"), grid())
-def test_steps_equal_a_plain_model(gloo_pools: GlooPools, layout: Layout, flags: str, zero: str) -> None:
-    check_stages(gloo_pools, layout, f"{flags} --zero-stage {zero}")
+def test_norms_at_a_border_are_summed_once_a_step(gloo_pools: GlooPools) -> None:
+    argv = [*RECIPE, *STAGES, *"--residual-mode ladder --global-batch-size 6".split()]
+    _, _, last, _ = gloo_pools(4).run(events_of_a_step, argv, 3)
+    assert last.split().count("S") == 1 and last.endswith("S")
+    assert last.split().count("B0") == last.split().count("G0") == 3
 
 
-@pytest.mark.parametrize(
-    ("layout", "flags"),
-    [
-        ((2, 2, 2), "--residual-mode parallel --zero-stage 0"),
-        # Outputs pass through stages of one layer that neither read nor compute them.
-        ((2, 4, 1), "--residual-mode ladder-parallel --residual-staleness 3 --num-layers 5"),
-        ((2, 2, 1), "--residual-mode desync --desync-interval 4 --zero-stage 0"),
-        ((1, 2, 2), "--residual-mode ladder --tie-embeddings --zero-stage 0"),
-        ((1, 4, 1), "--residual-mode ladder --tie-embeddings --num-layers 6 --pipeline-partition parameters"),
-        ((2, 2, 1), "--residual-mode ladder --recompute-granularity full --recompute-num-layers 2"),
-        ((2, 2, 1), "--residual-mode ladder --no-tp-overlap"),
-        ((2, 2, 1), "--residual-mode ladder --sequence-parallel --qk-layernorm"),
-        ((2, 2, 1), "--residual-mode ladder --residual-staleness 3 --lanes 2"),
-    ],
-)
-def test_more_wirings_and_features_equal_a_plain_model(gloo_pools: GlooPools, layout: Layout, flags: str) -> None:
-    check_stages(gloo_pools, layout, flags)
+class Operations(TorchDispatchMode):
+    """Counts the floating-point operations of products with torch's formulas.
+
+    torch's FlopCounterMode also tracks modules, and fails if an input requires a gradient without receiving one.
+    """
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func._overloadpacket in flop_registry:
+            self.total += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=result)
+        return result
 
 
-def test_bf16_follows_fp32(gloo_pools: GlooPools) -> None:
-    argv = [*RECIPE, *layout_flags((2, 2, 1)), "--residual-mode", "ladder", "--tie-embeddings"]
-    weights = make_weights(ReferenceConfig.like(run_of(argv, 4).model), seed=1, dtype=torch.float32)
-    batches = steps_of_batches(STEPS, 4)
-    plain = gloo_pools(4).run(train, argv, weights, batches)[0][0]
-    half = gloo_pools(4).run(train, [*argv, "--bf16"], weights, batches)[0][0]
-    for found, wanted in zip(half, plain, strict=True):
-        assert found == pytest.approx(wanted, rel=2e-2)
-        assert found != wanted
+def operations(argv: list[str], micro_batches: int) -> tuple[int, list[int]]:
+    """On each rank: return the floating-point operations of a step, and how often each matrix received a gradient."""
+    trainer = build_trainer_here(argv)
+    backward_passes: dict[int, int] = {}
+    for parameter in trainer.model.stack.parameters():
+        if parameter.dim() == 2:
+            backward_passes[id(parameter)] = 0
+
+            def count(parameter: Tensor) -> None:
+                backward_passes[id(parameter)] += 1
+
+            parameter.register_post_accumulate_grad_hook(count)
+    batches = own_batches(trainer, steps_of_batches(1, micro_batches)[0])
+    with Operations() as operations:
+        train_step(trainer, batches, 1)
+    return operations.total, list(backward_passes.values())
 
 
-def evaluated(argv: list[str], weights: Weights, batches: list[list[Batch]]) -> tuple[float, list[float]]:
-    """On each rank: return the loss of an evaluation, and losses of steps with evaluations between them."""
-    trainer = build_trainer_here(argv, weights)
-    own = [own_batches(trainer, batch) for batch in batches]
-    before = evaluate(trainer, iter(own), len(own))
-    losses = []
-    for iteration, batch in enumerate(own, start=1):
-        losses.append(loss_of(trainer, train_step(trainer, batch, iteration).loss_sum))
-        evaluate(trainer, iter(own), 1)
-    return before, losses
-
-
-def test_evaluation_is_the_mean_over_tokens_and_affects_no_step(gloo_pools: GlooPools) -> None:
-    argv = [*RECIPE, *layout_flags((1, 2, 2)), "--residual-mode", "ladder"]
-    config = ReferenceConfig.like(run_of(argv, 4).model)
-    weights = make_weights(config, seed=1, dtype=torch.float32)
-    batches = steps_of_batches(2, 4)
-    tokens, labels, mask = (torch.cat(parts) for parts in zip(*(b for step in batches for b in step), strict=True))
-    expected = float(reference_loss(weights, config, tokens, labels, mask))
-    results = gloo_pools(4).run(evaluated, argv, weights, batches)
-    undisturbed = [loss for loss, _ in gloo_pools(4).run(train, argv, weights, batches)[0][0]]
-    for before, losses in results:
-        assert before == pytest.approx(expected, rel=1e-5)
-        assert losses == undisturbed
+@pytest.mark.parametrize("flags", ["--residual-mode ladder", "--recompute-granularity full --recompute-num-layers 1"])
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_stages_need_no_additional_computation(gloo_pools: GlooPools, tensor_parallel: int, flags: str) -> None:
+    """The operations of two stages add up to those of one stage."""
+    argv = [*RECIPE, "--global-batch-size", "6", "--tensor-model-parallel-size", str(tensor_parallel), *flags.split()]
+    whole = gloo_pools(tensor_parallel).run(operations, argv, 3)
+    stages = gloo_pools(2 * tensor_parallel).run(operations, [*argv, "--pipeline-model-parallel-size", "2"], 3)
+    assert sum(flops for flops, _ in stages) == sum(flops for flops, _ in whole) > 0
+    for _, backward_passes in stages:
+        assert backward_passes and set(backward_passes) == {3}
 
 
 def logged(argv: list[str], weights: Weights, batch: list[Batch]) -> tuple[str, float, str]:
@@ -134,7 +135,7 @@ def logged(argv: list[str], weights: Weights, batch: list[Batch]) -> tuple[str, 
 
 
 def test_only_rank_0_logs_the_loss_of_the_last_stage(gloo_pools: GlooPools) -> None:
-    argv = [*RECIPE, *layout_flags((2, 2, 1))]
+    argv = [*RECIPE, *STAGES, "--global-batch-size", "8"]
     weights = make_weights(ReferenceConfig.like(run_of(argv, 4).model), seed=1, dtype=torch.float32)
     results = gloo_pools(4).run(logged, argv, weights, steps_of_batches(1, 4)[0])
     lines, losses, banners = zip(*results, strict=True)

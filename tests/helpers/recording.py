@@ -20,15 +20,14 @@ PARALLEL = {"residual_mode": "parallel"}
 
 
 class RecordingGroup(CommGroup):
-    """A group that records launch (`L3`: of sub-block 3) and wait (`W3`) of each reduce or reduce-scatter, and those of
-    all-gathers (`G3`, `H3`)."""
+    """A group that records launch (`L3`: of sub-block 3) and wait (`W3`) of each reduce or reduce-scatter, those of
+    all-gathers (`G3`, `H3`), and blocking sums (`S`)."""
 
     def __init__(self, group: CommGroup) -> None:
         super().__init__(group.ranks, group.rank, group.process_group)
         self.events: list[str] = []
         self.started = 0
         self.gathers = 0
-        self.blocking = 0
 
     def start_all_reduce(self, tensor: Tensor) -> Work | None:
         return self._note("L", "W", self._next_reduce(), super().start_all_reduce(tensor))
@@ -52,7 +51,7 @@ class RecordingGroup(CommGroup):
         return RecordedWork(work, lambda: self.events.append(f"{wait}{number}"))
 
     def all_reduce(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        self.blocking += 1
+        self.events.append("S")
         return super().all_reduce(tensor, *args, **kwargs)
 
 

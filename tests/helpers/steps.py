@@ -30,9 +30,12 @@ from tests.reference import (
     LossAndGradients,
     MicroBatch,
     ReferenceConfig,
+    Routed,
+    Sight,
     Weights,
     make_weights,
     reference_gradients,
+    reference_logits,
     reference_training,
 )
 
@@ -41,6 +44,14 @@ History = list[tuple[float, ...]]
 """Loss, gradient norm and extra losses of every step."""
 STEPS = 3
 RECIPE = f"--train-iters {STEPS} --lr 1e-2 --clip-grad 0.5 --weight-decay 0.1 --micro-batch-size 2".split()
+GENTLE_RECIPE = [*RECIPE, "--lr", "1e-3", "--global-batch-size", "8"]
+
+
+def launch_of(layout: str, *words: str) -> tuple[int, list[str]]:
+    """Return the number of ranks of a layout, such as 2x1x4 for TP 2, PP 1 and DP 4, and the flags of a run in it."""
+    tensor, stages, data = map(int, layout.split("x"))
+    sizes = f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {stages}"
+    return tensor * stages * data, [word for flags in (*words, sizes) for word in flags.split()]
 
 
 def steps_of_batches(steps: int, micro_batches: int, samples: int = 2, tokens: int = 12) -> list[list[Batch]]:
@@ -78,11 +89,25 @@ def train(
     return take_steps(trainer, batches), weight_pieces(trainer)
 
 
+def with_balancing_losses(
+    weights: Weights, config: ReferenceConfig, tokens: Tensor, labels: Tensor, mask: Tensor, total: float, *sight: Sight
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return cross entropy and balancing losses separately, and the gradients of their sum."""
+    loss, gradients = reference_gradients(weights, config, tokens, labels, mask, total, *sight)
+    record: list[Routed] = []
+    reference_logits(weights, config, tokens, *sight, record=record)
+    sums = []
+    if config.moe_aux_loss_coeff:
+        sums.append(sum(routed.auxiliary_loss for routed in record) / total)
+    if config.moe_z_loss_coeff:
+        sums.append(sum(routed.z_loss for routed in record) / total)
+    return torch.stack([loss - sum(sums), *sums]), gradients
+
+
 def plain_steps(
     argv: list[str],
     world: int,
-    gradients_of: LossAndGradients = reference_gradients,
-    dtype: torch.dtype = torch.float32,
+    gradients_of: LossAndGradients = with_balancing_losses,
     batches: Sequence[Sequence[MicroBatch]] | None = None,
 ) -> tuple[Weights, Any, History, dict[str, Tensor]]:
     """Return initial weights, batches, and what a plain model in one process makes of them.
@@ -91,7 +116,7 @@ def plain_steps(
     """
     run = run_of(argv, world)
     config = ReferenceConfig.like(run.model, run.training)
-    weights = make_weights(config, seed=1, dtype=dtype)
+    weights = make_weights(config, seed=1, dtype=torch.float32)
     batches = steps_of_batches(STEPS, 4) if batches is None else batches
     expected, final = reference_training(
         weights,
@@ -106,12 +131,6 @@ def plain_steps(
         gradients_of=gradients_of,
     )
     return weights, batches, expected, final
-
-
-def check_steps(gloo_pools: GlooPools, argv: list[str], world: int) -> None:
-    """Compare losses, gradient norms and final weights with a plain model in one process."""
-    weights, batches, expected, final = plain_steps(argv, world)
-    check_outcome(gloo_pools(world).run(train, argv, weights, batches), expected, final)
 
 
 def check_outcome(
@@ -139,11 +158,15 @@ def interrupted(argv: list[str], batches: list[list[Batch]], save: Path, stop: i
 def check_resume(gloo_pools: GlooPools, tmp_path: Path, argv: list[str], world: int) -> None:
     batches = steps_of_batches(STEPS, 4)
     whole = gloo_pools(world).run(train, argv, None, batches)
-    resumed = gloo_pools(world).run(interrupted, argv, batches, tmp_path / "save", STEPS - 1)
-    for (history, pieces), (history_resumed, pieces_resumed) in zip(whole, resumed, strict=True):
-        assert history == history_resumed
-        for (name, _, values), (_, _, values_resumed) in zip(pieces, pieces_resumed, strict=True):
-            assert torch.equal(values, values_resumed), name
+    check_same(whole, gloo_pools(world).run(interrupted, argv, batches, tmp_path / "save", STEPS - 1))
+
+
+def check_same(results: Sequence[tuple[Any, Pieces]], others: Sequence[tuple[Any, Pieces]]) -> None:
+    """Assert that on every rank, two trainings have bitwise the same history and the same final weights."""
+    for (history, pieces), (other_history, other_pieces) in zip(results, others, strict=True):
+        assert history == other_history
+        for (name, _, values), (_, _, other_values) in zip(pieces, other_pieces, strict=True):
+            assert torch.equal(values, other_values), name
 
 
 def pass_on(argv: list[str], load: str | None, save: str, steps: int) -> int:

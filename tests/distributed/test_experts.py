@@ -27,33 +27,6 @@ def loads_and_weights(argv: list[str], batches: list[list[Batch]]) -> tuple[list
     return [result.loads for result in results], weight_pieces(trainer)
 
 
-@pytest.mark.parametrize(
-    ("world", "words"),
-    [
-        (1, "--recompute-granularity full"),
-        (2, "--zero-stage 3"),
-        (2, "--tensor-model-parallel-size 2 --recompute-granularity full --expert-sharding experts"),
-        (4, "--tensor-model-parallel-size 2 --sequence-parallel --zero-stage 2"),
-        (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --recompute-granularity full"),
-    ],
-)
-def test_every_layout_counts_each_token_once(gloo_pools: GlooPools, world: int, words: str) -> None:
-    batches = steps_of_batches(STEPS, 4)
-    # A step without targets is left out.
-    batches[1] = [(tokens, labels, torch.zeros_like(mask)) for tokens, labels, mask in batches[1]]
-    ((loads, pieces),) = gloo_pools(1).run(loads_and_weights, [*ARGV, "--zero-stage", "0"], batches)
-    biases = {name: values for name, _, values in pieces if name.endswith("expert_bias")}
-    tokens = sum(ids.numel() for ids, _, _ in batches[0])
-    assert [step.sum(-1).tolist() for step in loads] == [[3 * tokens] * 2] * STEPS
-    moves = sum(torch.sign(step.mean(-1, keepdim=True) - step) for step in (loads[0], loads[2]))
-    assert moves.any()
-    for layer, values in enumerate(moves, start=1):
-        torch.testing.assert_close(biases[f"layers.{layer}.router.expert_bias"], RATE * values.float())
-    results = gloo_pools(world).run(loads_and_weights, [*ARGV, *words.split()], batches)
-    assert all(torch.equal(torch.stack(own_loads), torch.stack(loads)) for own_loads, _ in results)
-    assert_pieces([[piece for piece in own if piece[0] in biases] for _, own in results], biases, 0.0)
-
-
 @pytest.mark.parametrize("stage", "123")
 def test_biases_stay_in_fp32(gloo_pools: GlooPools, stage: str) -> None:
     argv = [*ARGV, "--bf16", "--zero-stage", stage]

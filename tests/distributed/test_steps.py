@@ -1,0 +1,230 @@
+"""Whole optimizer steps with DeepSpeed in every layout, compared with a plain AdamW on a plain model, and resumed."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3MoeForCausalLM
+
+from megatron_ladder.engine.optimizer import learning_rate
+from megatron_ladder.train.step import evaluate, train_step
+from tests.helpers.hugging_face import transformers_model
+from tests.helpers.live_bytes import LiveBytes
+from tests.helpers.pairwise import pairwise
+from tests.helpers.pool import GlooPools
+from tests.helpers.steps import (
+    GENTLE_RECIPE,
+    RECIPE,
+    Batch,
+    check_outcome,
+    check_resume,
+    launch_of,
+    loss_of,
+    plain_steps,
+    steps_of_batches,
+    train,
+)
+from tests.helpers.training import build_trainer_here, own_batches, run_of
+from tests.reference import ReferenceConfig, Weights, make_weights, reference_loss
+
+# With two stages, the first one has layers 0 and 1 of the three.
+WIRINGS = {
+    "standard": "--residual-mode standard --tie-embeddings --add-mlp-bias",
+    "ladder": "--residual-mode ladder --qk-layernorm --add-attention-output-bias",
+    "hybrid-cut-inside": "--residual-mode ladder --ladder-layers 1,2 --qk-layernorm --add-attention-output-bias",
+    "hybrid-cut-at-the-border": "--residual-mode ladder --ladder-layers 2 --qk-layernorm --tie-embeddings",
+}
+ONE_STAGE, TWO_STAGES = ("1x1x1", "2x1x1", "1x1x2", "2x1x2"), ("1x2x1", "2x2x1", "1x2x2", "2x2x2")
+DESYNC = "--residual-mode desync --add-attention-output-bias --desync-interval"
+"""Norm weights of every rank count in the gradient norm and do not decay, although they are rows of a matrix."""
+QWEN = "--num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 16 --qk-layernorm --moe-aux-loss-coeff 0.05"
+GLM = (
+    "--num-experts 8 --moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 24 --moe-layers 1,2 "
+    "--moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5 --moe-router-num-groups 4 "
+    "--moe-router-group-topk 2 --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05 "
+    "--moe-aux-loss-coeff 0.05 --moe-z-loss-coeff 0.01"
+)
+SPARSE = "--num-experts 64 --moe-router-topk 1 --moe-router-unnormalized --moe-ffn-hidden-size 8"
+"""More experts than tokens of a micro-batch."""
+
+
+def check_steps(gloo_pools: GlooPools, layout: str, words: str) -> None:
+    """Compare losses and gradient norms of all steps, and the final weights and biases, which ranks have alike."""
+    world, argv = launch_of(layout, words)
+    argv = [*GENTLE_RECIPE, *argv]
+    weights, batches, expected, final = plain_steps(argv, world)
+    results = gloo_pools(world).run(train, argv, weights, batches)
+    check_outcome(results, expected, final)
+    copies: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+    for name, offset, values in (piece for _, pieces in results for piece in pieces):
+        assert torch.equal(copies.setdefault((name, offset), values), values), f"the ranks' copies of {name} differ"
+
+
+@pytest.mark.parametrize(
+    ("layout", "wiring", "stage"),
+    [
+        *pairwise((ONE_STAGE, list(WIRINGS), "0123"), (str, str, str)),
+        *pairwise((TWO_STAGES, list(WIRINGS), "01"), (str, str, str)),
+    ],
+)
+def test_steps_equal_a_plain_model(gloo_pools: GlooPools, layout: str, wiring: str, stage: str) -> None:
+    check_steps(gloo_pools, layout, f"{WIRINGS[wiring]} --zero-stage {stage}")
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ("4x1x1", f"{WIRINGS['hybrid-cut-at-the-border']} --zero-stage 1"),
+        ("2x1x1", f"{WIRINGS['ladder']} --zero-stage 0 --sequence-parallel --recompute-granularity full"),
+        ("2x1x1", f"{DESYNC} 2 --zero-stage 0"),
+        ("2x1x2", f"{DESYNC} 4 --zero-stage 1"),
+        ("2x1x2", f"{DESYNC} 4 --zero-stage 2"),
+        ("2x1x2", "--zero-stage 3 --residual-mode ladder --sequence-parallel --qk-layernorm --tie-embeddings"),
+        ("1x1x2", "--zero-stage 3 --residual-mode ladder-parallel --recompute-granularity full"),
+        ("1x1x2", "--zero-stage 2 --residual-mode ladder --offload-optimizer cpu"),
+        ("1x1x2", "--zero-stage 3 --residual-mode ladder --offload-optimizer cpu"),
+        ("2x1x2", "--zero-stage 2 --residual-mode ladder --lanes 4 --num-key-value-heads 4"),
+        ("2x1x2", "--zero-stage 3 --residual-mode ladder --lanes 2 --residual-staleness 2"),
+        ("2x2x2", "--zero-stage 0 --residual-mode parallel --qk-layernorm"),
+        # Outputs pass through stages of one layer that neither read nor compute them.
+        ("2x4x1", "--residual-mode ladder-parallel --residual-staleness 3 --num-layers 5 --add-attention-output-bias"),
+        ("2x2x1", f"{DESYNC} 4 --zero-stage 0"),
+        ("1x2x2", "--zero-stage 0 --residual-mode ladder --tie-embeddings"),
+        ("1x4x1", "--residual-mode ladder --tie-embeddings --num-layers 6 --pipeline-partition parameters"),
+        ("2x2x1", f"{WIRINGS['ladder']} --recompute-granularity full --recompute-num-layers 2"),
+        ("2x2x1", f"{WIRINGS['ladder']} --no-tp-overlap"),
+        ("2x2x1", f"{WIRINGS['ladder']} --sequence-parallel"),
+        ("2x2x1", f"{WIRINGS['ladder']} --residual-staleness 3 --lanes 2"),
+        ("1x1x2", f"{GLM} --zero-stage 0"),
+        ("1x1x2", f"{SPARSE} --zero-stage 1"),
+        ("1x1x2", f"{SPARSE} --zero-stage 3 --residual-mode parallel"),
+        ("2x1x2", f"{GLM} --zero-stage 1 --residual-mode farskip --expert-sharding experts"),
+        ("2x1x2", f"{QWEN} --zero-stage 2 --residual-mode ladder --tie-embeddings"),
+        ("2x1x2", f"{GLM} --zero-stage 3 --residual-mode shortcut"),
+        ("4x1x1", f"{GLM} --zero-stage 1 --sequence-parallel --residual-mode farskip"),
+        ("2x2x1", f"{QWEN} --zero-stage 1"),
+        (
+            "2x1x2",
+            f"{QWEN} --zero-stage 3 --residual-mode longcat --expert-sharding experts "
+            "--recompute-granularity full --sequence-parallel",
+        ),
+    ],
+)
+def test_more_wirings_and_features_equal_a_plain_model(gloo_pools: GlooPools, layout: str, words: str) -> None:
+    check_steps(gloo_pools, layout, words)
+
+
+QWEN3_MOE = (
+    "--train-iters 20 --lr 1e-3 --clip-grad 0.5 --weight-decay 0.1 --micro-batch-size 2 --global-batch-size 4 "
+    "--qk-layernorm --num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 16 --moe-layers 1-2"
+).split()
+
+
+@pytest.mark.parametrize("words", ["--zero-stage 1", "--zero-stage 0 --tensor-model-parallel-size 2"])
+def test_twenty_steps_equal_transformers(gloo_pools: GlooPools, words: str) -> None:
+    argv = [*QWEN3_MOE, *words.split()]
+    run = run_of(argv, 2)
+    config = ReferenceConfig.like(run.model)
+    weights, batches = make_weights(config, seed=1), steps_of_batches(20, 2)
+    model = transformers_model(config, weights, Qwen3MoeForCausalLM)
+    vectors = [weight for weight in model.parameters() if weight.dim() == 1]
+    others = [weight for weight in model.parameters() if weight.dim() > 1]
+    groups = [{"params": others, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer, expected = torch.optim.AdamW(groups, betas=(0.9, 0.95)), []
+    for iteration, batch in enumerate(batches, start=1):
+        targets = sum(mask.sum() for _, _, mask in batch)
+        loss = torch.zeros(())
+        for tokens, labels, mask in batch:
+            losses = torch.nn.functional.cross_entropy(model(tokens).logits.transpose(1, 2), labels, reduction="none")
+            loss = loss + (losses * mask).sum() / targets
+        loss.backward()
+        expected.append((loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(run.optimizer, run.training.train_iters, iteration)
+        optimizer.step()
+        optimizer.zero_grad()
+    for history, _ in gloo_pools(2).run(train, argv, weights, batches):
+        assert [loss for loss, _ in history] == pytest.approx([loss for loss, _ in expected], rel=1e-6)
+        assert [norm for _, norm in history] == pytest.approx([norm for _, norm in expected], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ("1x1x1", "--zero-stage 0"),
+        ("1x1x2", "--zero-stage 1 --tie-embeddings"),
+        ("2x1x2", "--bf16 --ladder-layers 0,2"),
+        ("1x1x2", "--zero-stage 2 --bf16"),
+        ("1x1x2", "--zero-stage 3 --bf16 --offload-optimizer cpu"),
+        ("2x1x2", "--zero-stage 3 --bf16 --num-experts 4 --moe-router-enable-expert-bias"),
+        ("2x1x2", "--bf16 --residual-mode desync --desync-interval 4"),
+        ("1x1x2", "--zero-stage 1 --bf16 --residual-mode standard --optimizer muon"),
+    ],
+)
+def test_resumed_steps_equal_uninterrupted_ones_bitwise(
+    gloo_pools: GlooPools, tmp_path: Path, layout: str, words: str
+) -> None:
+    world, argv = launch_of(layout, "--global-batch-size 8 --residual-mode ladder", words)
+    check_resume(gloo_pools, tmp_path, [*RECIPE, *argv], world)
+
+
+def evaluated(argv: list[str], weights: Weights, batches: list[list[Batch]]) -> tuple[float, list[float], float]:
+    """On each rank: return the losses of evaluations before and after all steps, and of steps with others between."""
+    trainer = build_trainer_here(argv, weights)
+    own = [own_batches(trainer, batch) for batch in batches]
+    before = evaluate(trainer, iter(own), len(own))
+    losses = []
+    for iteration, batch in enumerate(own, start=1):
+        losses.append(loss_of(trainer, train_step(trainer, batch, iteration).loss_sum))
+        evaluate(trainer, iter(own), 1)
+    return before, losses, evaluate(trainer, iter(own), len(own))
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [("1x1x2", f"{WIRINGS['hybrid-cut-at-the-border']} --zero-stage 3"), ("1x2x2", "--residual-mode ladder")],
+)
+def test_evaluation_is_the_mean_over_tokens_and_affects_no_step(gloo_pools: GlooPools, layout: str, words: str) -> None:
+    """ZeRO-3 evaluates before the first step, when no weight was gathered yet, and between steps."""
+    world, argv = launch_of(layout, words)
+    argv = [*GENTLE_RECIPE, *argv]
+    weights, batches, _, final = plain_steps(argv, world)
+    config = ReferenceConfig.like(run_of(argv, world).model)
+    tokens, labels, mask = (torch.cat(parts) for parts in zip(*(b for step in batches for b in step), strict=True))
+    expected = [float(reference_loss(each, config, tokens, labels, mask)) for each in (weights, final)]
+    undisturbed = [loss for loss, _ in gloo_pools(world).run(train, argv, weights, batches)[0][0]]
+    for before, losses, after in gloo_pools(world).run(evaluated, argv, weights, batches):
+        assert [before, after] == pytest.approx(expected, rel=1e-5)
+        assert losses == undisturbed
+    assert expected[0] != pytest.approx(expected[1], rel=1e-4)
+
+
+def kept_for_backward(argv: list[str], batches: list[list[Batch]]) -> int:
+    """On each rank: return the bytes that one forward pass keeps, including its output."""
+    trainer = build_trainer_here(argv)
+    kept: list[int] = []
+    memory = LiveBytes()
+    trainer.model.register_forward_pre_hook(lambda *_: memory.__enter__() and None, prepend=True)
+
+    def end(*_: object) -> None:
+        memory.__exit__(None, None, None)
+        kept.append(memory.live)
+
+    trainer.model.register_forward_hook(end)
+    train_step(trainer, own_batches(trainer, batches[0]), 1)
+    return kept[0]
+
+
+@pytest.mark.parametrize(("mode", "recompute"), [("standard", False), ("ladder", True), ("ladder-parallel", False)])
+def test_sequence_parallelism_keeps_less_memory(gloo_pools: GlooPools, mode: str, recompute: bool) -> None:
+    """A sub-block keeps only a slice of the stream and of the normed stream, or with recomputation of the stream."""
+    argv = [*RECIPE, "--tensor-model-parallel-size", "2", "--global-batch-size", "2", "--residual-mode", mode]
+    argv += ["--recompute-granularity", "full"] if recompute else []
+    batches = steps_of_batches(1, 1)
+    whole, *_ = gloo_pools(2).run(kept_for_backward, argv, batches)
+    cut, *_ = gloo_pools(2).run(kept_for_backward, [*argv, "--sequence-parallel"], batches)
+    stream = 12 * 2 * 32 * 4
+    sub_blocks = 3 if mode == "ladder-parallel" else 6
+    # Half of each. The first norm of `standard` reads the output of the embedding, which is kept in either case.
+    assert whole - cut >= sub_blocks * (1 if recompute else 2) * stream / 2
