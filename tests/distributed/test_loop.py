@@ -1,6 +1,7 @@
 """The training loop with real trainers: the order of saves, evaluations and stops, and what is logged."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,10 +11,11 @@ import torch.distributed as dist
 
 from megatron_ladder.config.sections import DataConfig
 from megatron_ladder.data.loader import OrderOptions, open_sources
+from megatron_ladder.data.tokenizers import NullTokenizer
 from megatron_ladder.train import loop
 from megatron_ladder.train.evaluation import Evaluations
 from megatron_ladder.train.guards import Finding
-from megatron_ladder.train.inputs import RunInputs
+from megatron_ladder.train.inputs import RunInputs, SamplePrompt
 from megatron_ladder.train.loop import OpenRun
 from megatron_ladder.train.reading import sample_batches
 from megatron_ladder.train.record import RunRecord, read_record
@@ -28,20 +30,21 @@ SKIPPED = Finding("bad numbers", True, "the loss is nan")
 
 def train(
     argv: list[str],
-    prefix: str,
+    data: DataConfig,
     save: Path,
     signal_at: int = 0,
     in_evaluation: bool = False,
     loaded: bool = False,
     bad_step: int = 0,
-) -> list[tuple[str, int]]:
-    """On each rank: train, with a SIGTERM to rank 1 during a save or an evaluation; return both kinds in order.
+    prompts: Sequence[SamplePrompt] = (),
+) -> list[dict[str, Any]]:
+    """On each rank: train, with a SIGTERM to rank 1 during a save or an evaluation; on rank 0, return the events.
 
     The loss of step `bad_step` is not a number.
     """
     trainer = build_trainer_here([*RECIPE, *argv, "--save", str(save)])
     run, rank, signals = trainer.run, dist.get_rank(), StopSignals()
-    sources = open_sources(DataConfig((Path(prefix),), split="8,2"), OrderOptions(run.training.seq_length, 1))
+    sources = open_sources(data, OrderOptions(run.training.seq_length, 1))
     record = RunRecord(save, rank)
 
     def save_checkpoint(iteration: int, batches: Any, reason: str, final: bool) -> None:
@@ -62,7 +65,7 @@ def train(
 
     checkpoints: Any = mock.MagicMock(save=save_checkpoint)
     stopper = Stopper(run.reliability, signals, rank, 0.0)
-    inputs = RunInputs(run=run, sources=sources)
+    inputs = RunInputs(run=run, tokenizer=NullTokenizer(100), sources=sources, sample_prompts=tuple(prompts))
     opened = OpenRun(trainer, inputs, sample_batches(trainer, sources.train, 0), checkpoints, record, iteration=0)
     with (
         mock.patch.object(loop, "HangWatch"),
@@ -74,7 +77,14 @@ def train(
     record.write_first("stop", iteration=0, reason=reason, code=0)
     assert reason == "SIGTERM" or not in_evaluation
     # Only rank 0 writes.
-    events = read_record(save) if rank == 0 else []
+    return read_record(save) if rank == 0 else []
+
+
+def split_data(folder: Path) -> DataConfig:
+    return DataConfig((write_tokens(folder / "tokens"),), split="8,2")
+
+
+def kinds(events: list[dict[str, Any]]) -> list[tuple[str, int]]:
     return [(event["event"], event["iteration"]) for event in events if event["event"] != "progress"]
 
 
@@ -91,23 +101,39 @@ def train(
 def test_a_scheduled_end_evaluates_and_a_signal_does_not_wait(
     gloo_pools: GlooPools, tmp_path: Path, flags: str, signal_at: int, expected: list[tuple[str, int]]
 ) -> None:
-    prefix = str(write_tokens(tmp_path / "tokens"))
     words = [*flags.split(), "--tensor-model-parallel-size", "2"]
-    found, _ = gloo_pools(2).run(train, words, prefix, tmp_path, signal_at)
-    assert found == [*expected, ("stop", 0)]
+    found, _ = gloo_pools(2).run(train, words, split_data(tmp_path), tmp_path, signal_at)
+    assert kinds(found) == [*expected, ("stop", 0)]
 
 
 def test_a_signal_ends_an_evaluation(gloo_pools: GlooPools, tmp_path: Path) -> None:
-    prefix = str(write_tokens(tmp_path / "tokens"))
-    found, _ = gloo_pools(2).run(train, ["--zero-stage", "2"], prefix, tmp_path, in_evaluation=True)
-    assert found == [("save", 3), ("stop", 0)], "the next step ends the run"
+    data, words = split_data(tmp_path), ["--zero-stage", "2"]
+    found, _ = gloo_pools(2).run(train, words, data, tmp_path, in_evaluation=True)
+    assert kinds(found) == [("save", 3), ("stop", 0)], "the next step ends the run"
     (tmp_path / "loaded").mkdir()
-    found, _ = gloo_pools(2).run(train, ["--zero-stage", "2"], prefix, tmp_path / "loaded", 0, True, True)
-    assert found == [("stop", 0)]
+    found, _ = gloo_pools(2).run(train, words, data, tmp_path / "loaded", in_evaluation=True, loaded=True)
+    assert kinds(found) == [("stop", 0)]
 
 
 def test_the_logged_mean_leaves_out_skipped_steps(gloo_pools: GlooPools, tmp_path: Path) -> None:
-    prefix = str(write_tokens(tmp_path / "tokens"))
-    gloo_pools(1).run(train, ["--log-interval", "2"], prefix, tmp_path, bad_step=2)
-    logged = [float(event["loss"]) for event in read_record(tmp_path) if event["event"] == "progress"]
+    (found,) = gloo_pools(1).run(train, ["--log-interval", "2"], split_data(tmp_path), tmp_path, bad_step=2)
+    logged = [float(event["loss"]) for event in found if event["event"] == "progress"]
     assert len(logged) == 2 and all(map(math.isfinite, logged))
+
+
+@pytest.mark.parametrize("layout", ["--pipeline-model-parallel-size 2", "--zero-stage 3"])
+def test_all_evaluations_are_recorded(gloo_pools: GlooPools, tmp_path: Path, layout: str) -> None:
+    train_set, *valid_sets = (write_tokens(tmp_path / str(seed), seed=seed) for seed in range(3))
+    named = (f"web={valid_sets[0]}", "code=0.5", valid_sets[0], "2", valid_sets[1])
+    data = DataConfig(train_data_path=(train_set,), valid_data_path=tuple(map(Path, named)))
+    argv = [*layout.split(), *"--eval-iters 1 --sample-prompts p --sample-tokens 3".split()]
+    events, _ = gloo_pools(2).run(train, argv, data, tmp_path, prompts=(("5 6", (5, 6)), ("7", (7,))))
+    events = [event for event in events if event["event"] in ("evaluation", "sample")]
+    names = [(event["event"], event["iteration"], event.get("name", event.get("prompt"))) for event in events]
+    each = [("evaluation", "web"), ("evaluation", "code"), ("sample", "5 6"), ("sample", "7")]
+    assert names == [(kind, iteration, name) for iteration in (2, 4) for kind, name in each]
+    for event in events:
+        if event["event"] == "evaluation":
+            assert event["ppl"] == pytest.approx(math.exp(event["loss"])) and event["ppl"] > 1
+        else:
+            assert len(event["text"].split()) == 3

@@ -134,13 +134,21 @@ def plain_steps(
 
 
 def check_outcome(
-    results: list[tuple[History, Pieces]], expected: History, final: dict[str, Tensor], slack: float = 1.0
+    results: list[tuple[History, Pieces]],
+    expected: History,
+    final: dict[str, Tensor],
+    slack: float = 1.0,
+    tolerance: float = 1e-5,
 ) -> None:
-    """Compare what `train` returned on all ranks with `plain_steps`; `slack` multiplies the tolerances."""
+    """Compare what `train` returned on all ranks with `plain_steps`; `slack` multiplies the tolerances.
+
+    Args:
+        tolerance: of the history.
+    """
     assert any(norm > 0.5 for _, norm, *_ in expected), "nothing was clipped, so clipping is not tested"
     for history, _ in results:
         for found, wanted in zip(history, expected, strict=True):
-            assert found == pytest.approx(wanted, rel=slack * 1e-5)
+            assert found == pytest.approx(wanted, rel=slack * tolerance)
     assert_pieces([pieces for _, pieces in results], final, slack * 2e-4)
 
 
