@@ -49,13 +49,13 @@ SPARSE = "--num-experts 64 --moe-router-topk 1 --moe-router-unnormalized --moe-f
 """More experts than tokens of a micro-batch."""
 
 
-def check_steps(gloo_pools: GlooPools, layout: str, words: str) -> None:
+def check_steps(gloo_pools: GlooPools, layout: str, words: str, tolerance: float) -> None:
     """Compare losses and gradient norms of all steps, and the final weights and biases, which ranks have alike."""
     world, argv = launch_of(layout, words)
     argv = [*GENTLE_RECIPE, *argv]
     weights, batches, expected, final = plain_steps(argv, world)
     results = gloo_pools(world).run(train, argv, weights, batches)
-    check_outcome(results, expected, final, tolerance=1e-6)
+    check_outcome(results, expected, final, tolerance=tolerance)
     copies: dict[tuple[str, tuple[int, ...]], Tensor] = {}
     for name, offset, values in (piece for _, pieces in results for piece in pieces):
         assert torch.equal(copies.setdefault((name, offset), values), values), f"the ranks' copies of {name} differ"
@@ -69,7 +69,7 @@ def check_steps(gloo_pools: GlooPools, layout: str, words: str) -> None:
     ],
 )
 def test_steps_equal_a_plain_model(gloo_pools: GlooPools, layout: str, wiring: str, stage: str) -> None:
-    check_steps(gloo_pools, layout, f"{WIRINGS[wiring]} --zero-stage {stage}")
+    check_steps(gloo_pools, layout, f"{WIRINGS[wiring]} --zero-stage {stage}", 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_steps_equal_a_plain_model(gloo_pools: GlooPools, layout: str, wiring: s
     ],
 )
 def test_more_wirings_and_features_equal_a_plain_model(gloo_pools: GlooPools, layout: str, words: str) -> None:
-    check_steps(gloo_pools, layout, words)
+    check_steps(gloo_pools, layout, words, 1e-6)
 
 
 QWEN3_MOE = (
