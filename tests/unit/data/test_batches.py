@@ -25,14 +25,23 @@ def rows_with_ends(seed: int, count: int = 6, length: int = 15) -> SampleRows:
 @pytest.mark.parametrize("positions", [False, True])
 @pytest.mark.parametrize("attention", [False, True])
 @pytest.mark.parametrize("loss", [False, True])
-def test_document_ends_match_megatron(positions: bool, attention: bool, loss: bool) -> None:
-    rows = rows_with_ends(1)
+@pytest.mark.parametrize("marked", [False, True])
+def test_documents_match_megatron(positions: bool, attention: bool, loss: bool, marked: bool) -> None:
+    """Data may mark the beginnings of documents, which override end tokens, and labels that count."""
+    rows, counted = rows_with_ends(1), torch.ones(15)
+    begins = np.random.default_rng(3).random(rows.tokens.shape) < 0.3
+    if marked:
+        rows = rows._replace(begins=begins, loss_mask=np.tile(np.arange(16) % 2, (6, 1)).astype(np.uint8))
+        # The label of place t is token t + 1.
+        counted = ((torch.arange(15) + 1) % 2).float()
     batches = make_micro_batches(rows, DocumentRules(EOD, positions, attention, loss), 2)
     assert len(batches) == 3
     for number, batch in enumerate(batches):
-        both = torch.from_numpy(rows.tokens[2 * number : 2 * number + 2].astype(np.int64))
+        chosen = slice(2 * number, 2 * number + 2)
+        both = torch.from_numpy(rows.tokens[chosen].astype(np.int64))
         assert torch.equal(batch.tokens, both[:, :-1]) and torch.equal(batch.labels, both[:, 1:])
-        expected = sight_of(begins_after(batch.tokens, EOD), positions, attention)
+        begun = begins[chosen, :-1].tolist() if marked else begins_after(batch.tokens, EOD)
+        expected = sight_of(begun, positions, attention)
         if positions:
             assert batch.positions is not None and torch.equal(batch.positions, expected.positions)
         else:
@@ -43,8 +52,9 @@ def test_document_ends_match_megatron(positions: bool, attention: bool, loss: bo
             assert torch.equal(seen(batch.document_bounds, 2, 15), expected.visible)
         else:
             assert batch.document_bounds is None
-        if loss:
-            assert batch.loss_mask is not None and torch.equal(batch.loss_mask, loss_mask_of(batch.tokens, EOD))
+        if loss or marked:
+            expected_mask = counted * loss_mask_of(batch.tokens, EOD) if loss else counted.expand(2, 15)
+            assert batch.loss_mask is not None and torch.equal(batch.loss_mask, expected_mask)
         else:
             assert batch.loss_mask is None
 
@@ -54,24 +64,6 @@ def seen(bounds: torch.Tensor, rows: int, length: int) -> torch.Tensor:
     number = torch.bucketize(torch.arange(rows * length), bounds, right=True).view(rows, length)
     earlier = torch.ones(length, length).tril().bool()
     return (number[:, :, None] == number[:, None, :]) & earlier
-
-
-def test_masks_of_the_data_and_of_document_ends_are_combined() -> None:
-    rows = rows_with_ends(2)._replace(loss_mask=np.tile(np.arange(16) % 2, (6, 1)).astype(np.uint8))
-    (batch,) = make_micro_batches(rows, DocumentRules(EOD, eod_mask_loss=True), 6)
-    # The label of place t is token t + 1.
-    expected = ((torch.arange(15) + 1) % 2).float() * loss_mask_of(batch.tokens, EOD)
-    assert batch.loss_mask is not None and torch.equal(batch.loss_mask, expected)
-
-
-def test_given_document_begins_override_end_tokens() -> None:
-    rows = rows_with_ends(3)
-    begins = np.random.default_rng(3).random(rows.tokens.shape) < 0.3
-    (batch,) = make_micro_batches(rows._replace(begins=begins), DocumentRules(EOD, True, True), 6)
-    expected = sight_of(begins[:, :-1].tolist(), True, True)
-    assert batch.positions is not None and torch.equal(batch.positions, expected.positions)
-    assert batch.document_bounds is not None
-    assert torch.equal(seen(batch.document_bounds, 6, 15), expected.visible)
 
 
 class Counting:

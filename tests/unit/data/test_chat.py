@@ -85,19 +85,6 @@ def tokens_of(encoder: ConversationEncoder, messages: list[dict[str, Any]]) -> C
     return found
 
 
-@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["chatml", "marked"])
-def test_ids_are_those_of_transformers(folder: Path, tmp_path: Path, template: str) -> None:
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-    expected = theirs.apply_chat_template(
-        MESSAGES, chat_template=template, return_assistant_tokens_mask=template is MARKED, return_dict=True
-    )
-    found = tokens_of(encoder_of(folder, template, tmp_path), MESSAGES)
-    assert found.token_ids.tolist() == expected["input_ids"]
-    assert found.token_ids.tolist().count(0) == (1 if template is MARKED else 0)
-    if template is MARKED:
-        assert found.loss_mask.tolist() == expected["assistant_masks"]
-
-
 def test_answers_without_generation_blocks_include_their_end_tokens(folder: Path, tmp_path: Path) -> None:
     found = tokens_of(encoder_of(folder, CHATML, tmp_path), MESSAGES)
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -161,7 +148,10 @@ def test_records_with_an_instruction() -> None:
     for nothing in ("", None):
         assert read_messages(keys, ["Add.", nothing, "3"])[0]["content"] == "Add."
     assert read_messages(keys[::2], ["Add.\n\n1 2", "3"]) == expected
+    # A column of a table has all keys in every row.
     assert read_messages(["messages"], [[MESSAGES[1] | {"tool_calls": None}]]) == [MESSAGES[1]]
+    both = {"role": "user", "from": "human", "content": "Hi"}
+    assert read_messages(["messages"], [[both]]) == [both]
 
 
 @pytest.mark.parametrize(
@@ -178,26 +168,10 @@ def test_records_without_a_conversation(keys: list[str], values: list[Any], erro
         read_messages(keys, values)
 
 
-def test_messages_in_sharegpt_format() -> None:
-    """Test the format of BAAI/Infinity-Instruct; a column of a table has all keys in every row."""
-    written: list[dict[str, Any]] = [
-        {"from": "system", "value": "Be brief."},
-        {"from": "human", "value": "Hi"},
-        {"from": "gpt", "value": "Hello", "role": None},
-    ]
-    assert read_messages(["conversations"], [written]) == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Hello"},
-    ]
-    usual: dict[str, Any] = {"role": "user", "from": "human", "content": "Hi"}
-    assert read_messages(["messages"], [[usual]]) == [usual]
-
-
 TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
 
 
-@pytest.mark.parametrize("written", ["a.jsonl", "a.parquet", "hf"])
+@pytest.mark.parametrize("written", ["a.jsonl", "a.parquet", "hf/train.jsonl"])
 def test_tools_and_a_separate_system_text_reach_the_template(folder: Path, tmp_path: Path, written: str) -> None:
     tools = [{"name": "f", "parameters": {"x": "int"}}]
     records: list[dict[str, Any]] = [
@@ -205,20 +179,15 @@ def test_tools_and_a_separate_system_text_reach_the_template(folder: Path, tmp_p
         {"conversations": MESSAGES[1:3], "tools": json.dumps(tools)},
     ]
     (tmp_path / "t.jinja").write_text(TOOLS)
-    if written == "a.parquet":
-        rows = [
-            {"conversations": [{"from": None, "value": None, **m} for m in one["conversations"]]} for one in records
-        ]
-        table = [
-            row | {key: one.get(key) for key in ("system", "tools")} for row, one in zip(rows, records, strict=True)
-        ]
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), tmp_path / written)
+    if written.endswith(".parquet"):
+        struct = pyarrow.struct([(name, pyarrow.string()) for name in ("from", "value", "role", "content")])
+        columns = {"conversations": pyarrow.list_(struct), "system": pyarrow.string(), "tools": pyarrow.string()}
+        table = pyarrow.Table.from_pylist(records, pyarrow.schema(columns))
+        pyarrow.parquet.write_table(table, tmp_path / written)
     else:
-        place = tmp_path / written
-        place.mkdir(exist_ok=True) if written == "hf" else None
-        file = place / "train.jsonl" if written == "hf" else place
-        file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    given = f"hf://{tmp_path}/hf" if written == "hf" else tmp_path / written
+        (tmp_path / written).parent.mkdir(exist_ok=True)
+        (tmp_path / written).write_text("".join(json.dumps(record) + "\n" for record in records))
+    given = f"hf://{tmp_path}/hf" if written.startswith("hf/") else tmp_path / written
     flags = ["--chat-keys", "conversations", "--chat-template", tmp_path / "t.jinja", "--input", given]
     preprocess(folder, tmp_path, *flags)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)

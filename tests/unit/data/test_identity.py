@@ -1,16 +1,20 @@
 """A resumed run continues with the same samples, or reports what changed."""
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from megatron_ladder.config.sections import DataConfig
 from megatron_ladder.data.identity import data_changes
-from megatron_ladder.data.indexed import IndexedDatasetWriter, loss_mask_path
+from megatron_ladder.data.indexed import loss_mask_path
 from megatron_ladder.data.loader import OrderOptions, open_sources
-from tests.helpers.tokens import MakeDataset
+from megatron_ladder.data.streaming import StreamPlan, find_input
+from tests.helpers.tokens import MakeDataset, write_documents, write_lines
 
 LENGTHS = [7, 30, 2, 60]
 
@@ -22,22 +26,16 @@ def describe(*words: Any, split: str = "1") -> dict[str, Any]:
     return described
 
 
-def rewrite(prefix: Path, tokens: np.ndarray, lengths: list[int]) -> None:
-    with IndexedDatasetWriter(prefix, np.dtype("<i4")) as writer:
-        writer.add_documents(tokens, np.array(lengths, np.int32))
-        writer.publish()
-
-
 def test_other_tokens_with_equal_counts_are_detected(make_dataset: MakeDataset) -> None:
     prefix = make_dataset(LENGTHS).prefix
     before = describe(prefix)
-    rewrite(prefix, np.arange(99)[::-1].copy(), LENGTHS)
+    write_documents(prefix, *np.split(np.arange(99)[::-1], np.cumsum(LENGTHS)[:-1]), dtype=np.int32)
     (line,) = data_changes(before, describe(prefix))
     assert line.startswith(f"--data-path: sets {prefix} content bin_sample is 'xxh3_128:")
-    rewrite(prefix, np.arange(99), LENGTHS[::-1])
+    make_dataset(LENGTHS[::-1])
     (line,) = data_changes(before, describe(prefix))
     assert line.startswith(f"--data-path: sets {prefix} content idx_checksum is 'xxh3_128:")
-    rewrite(prefix, np.arange(100), [*LENGTHS, 1])
+    make_dataset([*LENGTHS, 1])
     assert len(data_changes(before, describe(prefix))) == 5
 
 
@@ -59,3 +57,39 @@ def test_changes_of_loss_mask_split_weights_and_data_sets(make_dataset: MakeData
     loss_mask_path(a).write_bytes(bytes([1]) * 100)
     (line,) = data_changes(before, describe("3", a, "7", b, split="8,2"))
     assert line.startswith(f"--data-path: sets {a} content loss_mask_sample is 'xxh3") and line.endswith("was None")
+
+
+TEXTS = [f"text {number} " + "x" * (number * 37 % 400) for number in range(200)]
+
+
+def describe_streamed(*words: object) -> dict[str, Any]:
+    """Return the description as read from a checkpoint."""
+    _, (shards, sources) = find_input(list(map(str, words)), "text")
+    plan = StreamPlan(shards, 1, 7, 1, 10, 0, sources)
+    kept: dict[str, Any] = json.loads(json.dumps({"tokenizer_sha256": None, "stream": plan.describe()}))
+    return kept
+
+
+@pytest.mark.parametrize("is_hub", [False, True])
+def test_reordered_lines_of_streamed_texts_are_detected(tmp_path: Path, is_hub: bool) -> None:
+    """Sizes are equal, and the other files are unchanged."""
+    files = [write_lines(tmp_path / f"{name}.jsonl", TEXTS) for name in "abc"]
+    words = [f"hf://{tmp_path}"] if is_hub else files
+    before = describe_streamed(*words)
+    assert data_changes(before, describe_streamed(*words)) == []
+    write_lines(files[1], TEXTS[::-1])
+    (line,) = data_changes(before, describe_streamed(*words))
+    name = re.escape(tmp_path.name if is_hub else "b.jsonl")
+    assert re.fullmatch(rf"--streaming: sources {name} sample is 'xxh3_128:\w+', was 'xxh3_128:\w+'", line)
+
+
+def test_moved_streamed_files_are_not_a_change(tmp_path: Path) -> None:
+    here, moved = tmp_path / "here", tmp_path / "elsewhere"
+    (here / "set" / "more").mkdir(parents=True)
+    for name in ("c", "set/a", "set/more/b"):
+        write_lines(here / f"{name}.jsonl", [name, *TEXTS])
+    before = describe_streamed(here / "c.jsonl", f"hf://{here}/set")
+    shutil.copytree(here, moved)
+    assert data_changes(before, describe_streamed(moved / "c.jsonl", f"hf://{moved}/set")) == []
+    (moved / "set" / "README.md").write_text("no data")
+    assert data_changes(before, describe_streamed(moved / "c.jsonl", f"hf://{moved}/set")) == []

@@ -16,7 +16,7 @@ from megatron_ladder.data.inspect import verify
 from megatron_ladder.data.loader import check_tokenizer
 from megatron_ladder.data.preprocess import Partial, PreprocessOptions, preprocess
 from megatron_ladder.data.reading.protocol import Reading
-from megatron_ladder.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer
+from megatron_ladder.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from megatron_ladder.errors import UserError
 from tests.helpers.tokens import write_lines
 
@@ -47,13 +47,14 @@ def texts_of(prefix: Path) -> list[str]:
 
 def test_json_lines_and_plain_text(tmp_path: Path, sentencepiece_tokenizer: SentencePieceTokenizer) -> None:
     (tmp_path / "a.jsonl").write_bytes(
-        b'\xef\xbb\xbf{"text": "one\\ttwo", "n": 1}\r\n\n  \n{"text": ""}\n{"text": "caf\\u00e9 \\ud83c\\udf89"}'
+        b'\xef\xbb\xbf{"text": "", "text": "one\\ttwo\\u0000", "n": NaN}\r\n\n  \n{"text": ""}\n'
+        b'{"text": "caf\\u00e9 \\ud83c\\udf89", "n": "\\ud800"}'
     )
     (tmp_path / "b.py").write_bytes(b"\xef\xbb\xbfdef f():\r\n\treturn 1\n")
     (tmp_path / "empty.txt").write_text("")
     inputs = [tmp_path / "a.jsonl", tmp_path / "empty.txt", tmp_path / "b.py"]
     sidecar = preprocess(inputs, tmp_path / "out", Task(sentencepiece_tokenizer, append_eod=True))["text"]
-    texts = ["one\ttwo", "café 🎉", "def f():\r\n\treturn 1\n"]
+    texts = ["one\ttwo\0", "café 🎉", "def f():\r\n\treturn 1\n"]
     expected = [[*sentencepiece_tokenizer.encode(text), 2] for text in texts]
     assert documents_of(tmp_path / "out_text_document") == expected
     assert read_sidecar(tmp_path / "out_text_document") == sidecar
@@ -63,21 +64,6 @@ def test_json_lines_and_plain_text(tmp_path: Path, sentencepiece_tokenizer: Sent
     assert sidecar.tokenizer_sha256 == sentencepiece_tokenizer.sha256
     verified = verify(IndexedDataset(tmp_path / "out_text_document"))
     assert sum("equals that in the sidecar" in line for line in verified) == 2
-
-
-@pytest.mark.long
-def test_shards_and_workers_do_not_change_the_output(
-    tmp_path: Path, hugging_face_tokenizer: HuggingFaceTokenizer
-) -> None:
-    """Compare one shard with many and two workers; a text is longer than a shard and than a read."""
-    texts = [*(f"document {number} " + "word " * (number % 90) for number in range(3000)), "long " * 220_000, "last"]
-    write_lines(tmp_path / "a.jsonl", texts)
-    for name, shard_bytes, used in (("one", 1 << 30, 1), ("many", 200_000, 2)):
-        options = PreprocessOptions(used, report=lambda line: None, shard_bytes=shard_bytes)
-        preprocess([tmp_path / "a.jsonl"], tmp_path / name, Task(hugging_face_tokenizer, Reading(), True), options)
-    assert files_of(tmp_path / "one") == files_of(tmp_path / "many")
-    expected = [[*ids, hugging_face_tokenizer.eod_id] for ids in hugging_face_tokenizer.encode_batch(texts)]
-    assert documents_of(tmp_path / "many_text_document") == expected
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import pytest
 from backports import zstd
 
 from megatron_ladder.data.reading.find import find_sources
-from megatron_ladder.data.reading.lines import Lines
 from megatron_ladder.data.reading.parquet import check_columns
 from megatron_ladder.data.reading.protocol import SPAN_BYTES, Block, Reading, read_records
 from megatron_ladder.errors import UserError
@@ -157,45 +156,6 @@ def test_rows_that_cannot_be_read_are_bad_records(tmp_path: Path) -> None:
             f"{tmp_path}/a.parquet: row 1",
             f"{tmp_path}/a.parquet: row 3",
         ]
-
-
-LINES = [
-    b'{"text": "a"}',
-    b'{"text": "b", "text": "twice"}',
-    b'{"text": "\\ud83c\\udf89 \\u0000"}',
-    b'{"text": "x", "n": NaN}',
-    b'{"text": "x", "n": "\\ud800"}',
-    b'{"text":',
-    b'{"text": "x", "n": "\xff"}',
-    b'{"text": "\xed\xa0\x80"}',
-    b'{"text": "\\ud83c"}',
-    b'{"text": 1}',
-    b'["text"]',
-    b"  \t",
-    b'{"text": "crlf"}\r',
-    b'{"text":\n"a"}',
-    b'{"text": "a"} {"text": "b"}\n',
-]
-
-
-@pytest.mark.parametrize("line", LINES)
-def test_blocks_are_parsed_like_single_lines(line: bytes) -> None:
-    """Compare a block around one line with the result of Python's decoder for each line."""
-    content = b'{"text": "before"}\n' + line + b'\n{"text": "after"}'
-    parsed = Lines(Reading(max_bad=9), "name", content, 0, 0, 0).read()
-    expected = [text_of(one) for one in line.split(b"\n")]
-    texts = ["before", *(text for text in expected if text is not None), "after"]
-    assert parsed.records == [[text] for text in texts]
-    bad = [number for number, one in enumerate(line.split(b"\n"), 1) if one.strip() and text_of(one) is None]
-    assert [record.number for record in parsed.bad] == bad
-
-
-def text_of(line: bytes) -> str | None:
-    try:
-        text = json.loads(line.decode())["text"]
-        return text.encode().decode()
-    except (ValueError, TypeError, AttributeError):
-        return None
 
 
 def test_a_huge_line_is_never_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

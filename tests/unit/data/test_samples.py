@@ -40,13 +40,17 @@ def test_the_permutation_is_stable_across_releases() -> None:
 
 
 def test_samples_equal_the_definition_over_three_epochs(make_dataset: MakeDataset) -> None:
-    source = SampleSource(make_dataset(LENGTHS), range(len(LENGTHS)), SEQ_LENGTH, seed=5, shuffle=True)
+    dataset = make_dataset(LENGTHS)
+    # Every third token counts; the tokens are their positions in the file.
+    loss_mask_path(dataset.prefix).write_bytes((np.arange(len(dataset.tokens)) % 3 == 0).astype(np.uint8).tobytes())
+    source = SampleSource(IndexedDataset(dataset.prefix), range(len(LENGTHS)), SEQ_LENGTH, seed=5, shuffle=True)
     expected = [sample for epoch in range(3) for sample in epoch_by_hand(LENGTHS, SEQ_LENGTH, 5, epoch)]
     assert len(source) * 3 == len(expected)
-    assert source.samples(np.arange(len(expected))).tokens.tolist() == expected
-    backwards = np.arange(len(expected))[::-1]
-    assert source.samples(backwards).tokens.tolist() == expected[::-1]
-    assert source.samples(np.arange(len(expected))).tokens.tolist() == expected
+    for numbers in (np.arange(len(expected)), np.arange(len(expected))[::-1], np.arange(len(expected))):
+        rows = source.samples(numbers)
+        assert rows.tokens.tolist() == [expected[number] for number in numbers]
+        assert rows.loss_mask is not None and rows.loss_mask.dtype == np.uint8
+        assert np.array_equal(rows.loss_mask, rows.tokens % 3 == 0)
 
 
 def test_unshuffled_source_reads_in_order_and_wraps_around(make_dataset: MakeDataset) -> None:
@@ -101,13 +105,3 @@ def test_splits_are_rounded_as_in_megatron(text: str, documents: int, sizes: tup
 def test_invalid_splits(text: str) -> None:
     with pytest.raises(UserError, match="--split"):
         _parse_split(text)
-
-
-def test_the_loss_mask_follows_its_tokens(make_dataset: MakeDataset) -> None:
-    dataset = make_dataset(LENGTHS)
-    # Every third token counts; the tokens are their positions in the file.
-    loss_mask_path(dataset.prefix).write_bytes((np.arange(len(dataset.tokens)) % 3 == 0).astype(np.uint8).tobytes())
-    source = SampleSource(IndexedDataset(dataset.prefix), range(len(LENGTHS)), SEQ_LENGTH, 5, shuffle=True)
-    rows = source.samples(np.arange(2 * len(source)))
-    assert rows.loss_mask is not None and rows.loss_mask.dtype == np.uint8
-    assert np.array_equal(rows.loss_mask, rows.tokens % 3 == 0)

@@ -3,13 +3,14 @@ import json
 import pickle
 import re
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import datasets
 import msgspec
 import pyarrow
 import pyarrow.parquet
 import pytest
+from datasets.formatting.formatting import PythonFormatter
 
 from megatron_ladder.data import streaming
 from megatron_ladder.data.reading import lines as lines_module
@@ -68,14 +69,9 @@ def test_one_rank_looks_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS[:300]}), path, row_group_size=100)
     for name in ("a.jsonl", "b.jsonl.gz", "c.txt"):
         write_lines(tmp_path / name, TEXTS[:10])
-    asked: list[str] = []
-
-    def count(name: str) -> None:
-        real = getattr(datasets, name)
-        monkeypatch.setattr(datasets, name, lambda *args, **options: asked.append(name) or real(*args, **options))
-
-    count("load_dataset")
-    count("load_dataset_builder")
+    asked = [mock.Mock(wraps=asks) for asks in (datasets.load_dataset, datasets.load_dataset_builder)]
+    monkeypatch.setattr(datasets, "load_dataset", asked[0])
+    monkeypatch.setattr(datasets, "load_dataset_builder", asked[1])
     words = [f"hf://{tmp_path}/hub", *(f"{tmp_path}/{name}" for name in ("a.jsonl", "b.jsonl.gz", "c.txt"))]
     found, first = find_input(words, "text")
     before_a_process_group, in_one = msgspec.json.encode(first), pickle.dumps(found)
@@ -86,28 +82,12 @@ def test_one_rank_looks_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert tuple(shard.label for shard in shards) == first.shards
     blocks = [[texts_in(block) for block in shard.blocks(number)] for shard in shards for number in (0, 1)]
     assert blocks[:6] == [[TEXTS[:256], TEXTS[256:300]], [TEXTS[256:300]]] * 3
-    assert asked == ["load_dataset", "load_dataset_builder"]
+    assert [asks.call_count for asks in asked] == [1, 1]
     assert find_input(words, "text")[1] == first
 
 
-@pytest.fixture
-def converted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Record the number of rows in each batch that `datasets` decodes."""
-    from datasets.formatting.formatting import PythonFormatter
-
-    made: list[int] = []
-
-    def format_batch(self: Any, table: Any) -> Any:
-        made.append(len(table))
-        return original(self, table)
-
-    original = PythonFormatter.format_batch
-    monkeypatch.setattr(PythonFormatter, "format_batch", format_batch)
-    return made
-
-
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz"])
-def test_a_hub_shard_can_be_entered_in_its_middle(tmp_path: Path, converted: list[int], kind: str) -> None:
+def test_a_hub_shard_can_be_entered_in_its_middle(tmp_path: Path, kind: str) -> None:
     """Parts of 1000 rows are four blocks; previous row groups of Parquet are not read."""
     texts = [[f"{part} {number}" for number in range(1000)] for part in range(2)]
     for part in range(2):
@@ -123,9 +103,10 @@ def test_a_hub_shard_can_be_entered_in_its_middle(tmp_path: Path, converted: lis
             texts[part][begin : begin + 256] for begin in range(0, 1000, 256)
         ]
         for first in (1, 2, 3, 4, 5):
-            converted.clear()
-            assert list(shard.blocks(first)) == whole[first:]
-            assert sum(converted) == max(0, 1000 - 256 * first)
+            decode = PythonFormatter.format_batch
+            with mock.patch.object(PythonFormatter, "format_batch", autospec=True, side_effect=decode) as decoded:
+                assert list(shard.blocks(first)) == whole[first:]
+            assert sum(len(call.args[1]) for call in decoded.mock_calls) == max(0, 1000 - 256 * first)
 
 
 def bad_places(inputs: list[Path | str], first: int = 0) -> list[str]:

@@ -1,5 +1,6 @@
 import json
 import pickle
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -141,36 +142,19 @@ def test_trained_byte_pairs_include_line_feeds(tmp_path: Path, capsys: pytest.Ca
         train_bpe(["a"], 256)
 
 
-HARD_TEXTS = (
-    *("", " ", "\n"),
-    "  two leading, two trailing  ",
-    "I'LL we'll DON'T don't 's 'S 're'Ve it's",
-    "1234567890 x=12345 3.14e-10 1,000,000 ٣٤٥ Ⅷ ½",
-    "héllo wörld — naïve Ærøskøbing ﬁ ① Å e\u0301",
-    "日本語のテキスト 中文文本，標點。 한국어 ไทย हिन्दी العربية עברית",
-    "🎉🏽👩‍👩‍👧‍👦 \U0001f1e9\U0001f1ea \ufe0f \x00\x01\x1c\x7f\x85\xa0\u180e\u2003\u2028\u200b\u3000\ufeff\x0b\x0c",
-    "▁a ▁▁b a▁b <s> </s> <unk> <0x0A> <|endoftext|><|endoftext|> <|im_start|> <pad>",
-    "z" * 300 + " " * 300 + "\n" * 50 + "ab" * 300,
-    Path(tokenizers.__file__).read_text(),
-)
-
-
-def encoded(tokenizer: Tokenizer, append_eod: bool) -> tuple[list[int], list[int]]:
-    (found,) = Task(tokenizer, Reading(), append_eod).encode([[text] for text in HARD_TEXTS])
-    assert found.token_ids.dtype == np.dtype("<u2")
-    return found.token_ids.tolist(), found.lengths.tolist()
-
-
-def test_the_ids_are_those_of_tokenizers(hugging_face_directory: Path) -> None:
-    plain = tokenizers.Tokenizer.from_file(str(hugging_face_directory / "tokenizer.json"))
-    expected = [plain.encode(text, add_special_tokens=False).ids for text in HARD_TEXTS if text]
-    tokenizer = HuggingFaceTokenizer(hugging_face_directory)
-    assert encoded(tokenizer, append_eod=False) == (sum(expected, []), list(map(len, expected)))
-    ended = [[*ids, tokenizer.eod_id] for ids in expected]
-    assert encoded(tokenizer, append_eod=True) == (sum(ended, []), list(map(len, ended)))
-
-
-def test_the_ids_are_those_of_sentencepiece(sentencepiece_tokenizer: SentencePieceTokenizer) -> None:
-    plain = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_tokenizer.files[0]))
-    expected = [plain.encode(text) for text in HARD_TEXTS if text]
-    assert encoded(sentencepiece_tokenizer, append_eod=False) == (sum(expected, []), list(map(len, expected)))
+def test_the_ids_are_those_of_the_libraries(
+    sentencepiece_tokenizer: SentencePieceTokenizer, hugging_face_tokenizer: HuggingFaceTokenizer
+) -> None:
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_tokenizer.files[0]))
+    library = tokenizers.Tokenizer.from_file(str(hugging_face_tokenizer.files[0]))
+    texts = [*NASTY, "<|pad|><|end_of_turn|> a▁ ▁▁b I'LL don't", Path(tokenizers.__file__).read_text()]
+    used: Sequence[tuple[Tokenizer, Callable[[str], list[int]]]] = (
+        (sentencepiece_tokenizer, pieces.encode),
+        (hugging_face_tokenizer, lambda text: library.encode(text, add_special_tokens=False).ids),
+    )
+    for tokenizer, encode in used:
+        for end in ([], [tokenizer.eod_id]):
+            expected = [encode(text) + end for text in texts if text]
+            (found,) = Task(tokenizer, Reading(), bool(end)).encode([[text] for text in texts])
+            assert found.token_ids.dtype == np.dtype("<u2") and found.token_ids.tolist() == sum(expected, [])
+            assert found.lengths.tolist() == list(map(len, expected))
