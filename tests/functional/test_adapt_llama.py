@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
 
 from examples.adapt_llama import tiny_llama
 from examples.adapt_llama.evaluate import HeldOut, perplexity
@@ -25,29 +27,16 @@ from tests.helpers.commands import REPOSITORY_ROOT, run_command
 from tests.unit.convert.test_remote_code import LLAMA31
 
 SCRIPT = REPOSITORY_ROOT / "examples" / "adapt_llama" / "adapt.sh"
-LAYERS, HIDDEN, MLP, HEADS, KEY_VALUE_HEADS, HEAD, VOCABULARY = 32, 4096, 14336, 32, 8, 128, 128256
 
 
 def headers_alone(folder: Path) -> Path:
     """A directory whose weights are as long as the 8B's, and hold a header and nothing else: a hole of 16 GB."""
-    layer = {
-        "input_layernorm": [HIDDEN],
-        "post_attention_layernorm": [HIDDEN],
-        "self_attn.q_proj": [HEADS * HEAD, HIDDEN],
-        "self_attn.o_proj": [HIDDEN, HEADS * HEAD],
-        "self_attn.k_proj": [KEY_VALUE_HEADS * HEAD, HIDDEN],
-        "self_attn.v_proj": [KEY_VALUE_HEADS * HEAD, HIDDEN],
-        "mlp.gate_proj": [MLP, HIDDEN],
-        "mlp.up_proj": [MLP, HIDDEN],
-        "mlp.down_proj": [HIDDEN, MLP],
-    }
-    shapes = {"model.embed_tokens": [VOCABULARY, HIDDEN], "model.norm": [HIDDEN], "lm_head": [VOCABULARY, HIDDEN]}
-    for index in range(LAYERS):
-        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**LLAMA31))
     header, end = dict[str, Any](), 0
-    for name, shape in shapes.items():
-        begin, end = end, end + 2 * math.prod(shape)
-        header[f"{name}.weight"] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+    for name, weight in model.state_dict().items():
+        begin, end = end, end + 2 * weight.numel()
+        header[name] = {"dtype": "BF16", "shape": weight.shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA31))
@@ -75,7 +64,7 @@ def test_the_command_lines_for_the_8b(tmp_path: Path) -> None:
     assert f"--ladder-layers best:16@{tmp_path}/run/sensitivity.json" in done.stdout
     assert not parse_run(words).given & {field.name for field in fields(ModelFlags)}
     model = open_hf_directory(source).model
-    run = resolve_run(parse_run([*words, *model.to_words()]), VOCABULARY, 8)
+    run = resolve_run(parse_run([*words, *model.to_words()]), model.vocab_size, 8)
     assert run.model == model
     assert (run.optimizer.lr, run.optimizer.lr_warmup_iters) == (5e-6, 200)
     assert 0 <= run.training.train_iters * run.tokens_per_step - 3_000_000_000 < run.tokens_per_step

@@ -2,6 +2,7 @@
 
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,21 @@ import pytest
 
 from tests.helpers.commands import REPOSITORY_ROOT, run_command, write_nvidia_smi, write_program
 
-ENVIRONMENT = f"set -euo pipefail; source {REPOSITORY_ROOT}/examples/environment.sh"
 (VERSION,) = re.findall(r"^torch==(.+)$", (REPOSITORY_ROOT / "constraints.txt").read_text(), re.MULTILINE)
+
+
+def run_script(script: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run functions of the shared scripts, for which the programs of a folder come first."""
+    path = f"{folder}:{os.environ['PATH']}"
+    words = ["bash", "-c", f"set -euo pipefail; source {REPOSITORY_ROOT}/examples/environment.sh; {script}"]
+    return run_command(words, timeout=60, env={"PATH": path, **variables})
 
 
 def test_gpus_are_counted_however_slowly_they_are_listed(tmp_path: Path) -> None:
     write_nvidia_smi(tmp_path, gpus=3)
-    script = f"set -euo pipefail; source {REPOSITORY_ROOT}/examples/environment.sh; gpu_count"
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = run_command(["bash", "-c", f"unset CUDA_VISIBLE_DEVICES; {script}"], timeout=60, env=environment)
+    done = run_script("gpu_count", tmp_path)
     assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
-    done = run_command(["bash", "-c", f"CUDA_VISIBLE_DEVICES=0,2; {script}"], timeout=60, env=environment)
-    assert done.stdout == "2\n"
+    assert run_script("gpu_count", tmp_path, CUDA_VISIBLE_DEVICES="0,2").stdout == "2\n"
 
 
 @pytest.mark.parametrize(
@@ -43,12 +47,11 @@ def test_the_build_of_torch_suits_the_driver(
     if machine is not None:
         write_nvidia_smi(tmp_path, **machine)
     # The package index has a build with a local version or not; what is installed is only printed.
-    script = f"""{ENVIRONMENT}
-        ENVIRONMENT={tmp_path}
+    script = f"""ENVIRONMENT={tmp_path}
         has_version() {{ false; }}
         attempt() {{ shift; echo "$@"; [[ "$*" != *torch==*+* ]] || {str(has_build).lower()}; }}
         install_torch"""
-    done = run_command(["bash", "-c", script], timeout=60, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    done = run_script(script, tmp_path)
     assert done.returncode == code, done.stderr
     assert expected in (done.stderr if code else done.stdout)
 
@@ -70,8 +73,7 @@ def test_a_build_that_cannot_use_the_gpus_is_replaced(
     if driver is not None:
         write_nvidia_smi(tmp_path, gpus=1, driver=driver)
     (tmp_path / f"lib/python3.12/site-packages/torch-{installed}.dist-info").mkdir(parents=True)
-    script = f"{ENVIRONMENT}; ENVIRONMENT={tmp_path}; if lacks_cuda; then echo replaced; fi"
-    done = run_command(["bash", "-c", script], timeout=60, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    done = run_script(f"ENVIRONMENT={tmp_path}; if lacks_cuda; then echo replaced; fi", tmp_path)
     assert (done.returncode, done.stdout) == (0, "replaced\n" * is_replaced), done.stderr
 
 
@@ -80,9 +82,8 @@ def test_scripts_of_packages_start_in_a_path_with_a_blank(tmp_path: Path) -> Non
     programs.mkdir(parents=True)
     (programs / "python").symlink_to(sys.executable)
     write_program(programs / "tool", f'#!{programs}/python\nimport sys\n\nprint(sys.argv[1:], "\\\\")\n')
-    script = f"source {REPOSITORY_ROOT}/examples/environment.sh; ENVIRONMENT='{programs.parent}'; repair_scripts"
     for _ in range(2):
-        assert run_command(["bash", "-c", f"set -euo pipefail; {script}"], timeout=60).returncode == 0
+        assert run_script(f"ENVIRONMENT='{programs.parent}'; repair_scripts", tmp_path).returncode == 0
         done = run_command([programs / "tool", "c d", "$e"], timeout=60)
         assert (done.returncode, done.stdout) == (0, "['c d', '$e'] \\\n"), done.stderr
 
@@ -94,8 +95,7 @@ def test_a_training_run_that_stopped_early_is_not_finished(tmp_path: Path, newes
     """A stage is recorded as done only if the run reached its last step."""
     (tmp_path / "done").mkdir()
     (tmp_path / "checkpoint").mkdir()
-    script = f"""set -euo pipefail
-        run={tmp_path} stages=1
+    script = f"""run={tmp_path} stages=1
         source {REPOSITORY_ROOT}/examples/stages.sh
         launch() {{
             echo "$@"
@@ -103,7 +103,7 @@ def test_a_training_run_that_stopped_early_is_not_finished(tmp_path: Path, newes
             echo "train_iters: 200" >"$run/checkpoint/config.yaml"
         }}
         run_once training "$run/checkpoint/latest" Training train "$run/checkpoint" pretrain_ladder.py --lr 1"""
-    done = run_command(["bash", "-c", script], timeout=60)
+    done = run_script(script, tmp_path)
     assert "pretrain_ladder.py --lr 1" in done.stdout
     assert (done.returncode == 0, (tmp_path / "done" / "training").exists()) == (is_finished, is_finished), done.stderr
     assert is_finished or "training stopped at iter_0000040 of 200 steps" in done.stderr

@@ -1,4 +1,4 @@
-"""Building the package's wheel, and working with it in an empty environment."""
+"""What a wheel of the package and a container image contain."""
 
 import subprocess
 import sys
@@ -26,3 +26,13 @@ def test_a_wheel_contains_the_packages_and_nothing_else(tmp_path: Path) -> None:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}
     packages = ("megatron_ladder/", "tools/ladder_lab/")
     assert found == {name.removeprefix("tools/") for name in tracked if name.startswith(packages)}
+
+
+def test_the_container_image_copies_what_the_package_needs() -> None:
+    copied = set[str]()
+    for line in (REPOSITORY_ROOT / "examples" / "Dockerfile").read_text().splitlines():
+        if line.startswith("COPY "):
+            copied.update(line.split()[1:-1])
+    present = {name.partition("/")[0] for name in tracked_files()}
+    assert copied <= present
+    assert present - copied == {".ci", ".gitignore", "docs", "tests", "vllm_plugin"}

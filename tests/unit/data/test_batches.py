@@ -1,5 +1,5 @@
 import time
-from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -66,32 +66,19 @@ def seen(bounds: torch.Tensor, rows: int, length: int) -> torch.Tensor:
     return (number[:, :, None] == number[:, None, :]) & earlier
 
 
-class Counting:
-    """Returns rows that contain the number of the step; the third step is an error."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-
-    def read(self) -> SampleRows:
-        if self.steps == 2:
-            raise UserError("the data ends here")
-        self.steps += 1
-        return SampleRows(np.full((4, 6), self.steps), None)
-
-    def state(self) -> dict[str, Any]:
-        return {"steps": self.steps}
-
-
 def test_reading_ahead_does_not_advance_the_state() -> None:
-    reader = Counting()
+    reader = mock.Mock()
+    steps = (SampleRows(np.full((4, 6), step), None) for step in (1, 2))
+    reader.read.side_effect = [*steps, UserError("the data ends here")]
+    reader.state = lambda: {"steps": reader.read.call_count}
     loader = GlobalBatchLoader(reader, BatchShape(4, 2), DocumentRules(), 8)
     assert loader.reader_state == {"steps": 0}
     first = next(loader)
     assert [batch.tokens.unique().tolist() for batch in first] == [[1], [1]]
     deadline = time.monotonic() + patient(10)
-    while reader.steps < 2 and time.monotonic() < deadline:
+    while reader.read.call_count < 2 and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert (reader.steps, loader.reader_state, loader.consumed_samples) == (2, {"steps": 1}, 12)
+    assert (reader.read.call_count, loader.reader_state, loader.consumed_samples) == (2, {"steps": 1}, 12)
     next(loader)
     with pytest.raises(UserError, match="the data ends here"):
         next(loader)

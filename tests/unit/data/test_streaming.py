@@ -59,9 +59,10 @@ def reader_of(
     consumed: int = 0,
     states: Sequence[Any] = (),
     shards: Sequence[Shard] | None = None,
+    **more: Any,
 ) -> StreamReader:
     states, shape = json.loads(json.dumps(states)), BatchShape(batch, 1, size)
-    return StreamReader(plan, shards or shards_of_numbers(), encode, shape, rank, consumed, states, 2000)
+    return StreamReader(plan, shards or shards_of_numbers(), encode, shape, rank, consumed, states, 2000, **more)
 
 
 def rows_of(readers: Sequence[StreamReader], steps: int) -> list[list[list[int]]]:
@@ -135,20 +136,12 @@ def test_resuming_rereads_only_one_window() -> None:
     assert sum(shard.read for shard in fresh) <= 2 * 3 * STREAMS
 
 
-def encode_marked(texts: Sequence[str]) -> list[list[int]]:
-    """An empty text has no token."""
-    return [[int(text)] * 3 if text else [] for text in texts]
-
-
-def spoiled_reader(
-    max_bad: int, reported: list[str], rank: int = 0, size: int = 1, states: Sequence[Any] = (), consumed: int = 0
-) -> StreamReader:
+def spoiled_reader(max_bad: int, reported: list[str], states: Sequence[Any] = (), consumed: int = 0) -> StreamReader:
     """Return a reader of three shards; the second and third have three bad records together."""
     texts: list[list[str | None]] = [["1", "2"], ["3", None, "4"], [None, "5", None, "6"]]
     shards = [Shard(f"{name}.jsonl", [[text] for text in own]) for name, own in zip("abc", texts, strict=True)]
     plan = StreamPlan(tuple(shard.label for shard in shards), 2, SEQ_LENGTH, 1, 2, EOD, max_bad=max_bad)
-    states, shape = json.loads(json.dumps(states)), BatchShape(2, 1, size)
-    return StreamReader(plan, shards, encode_marked, shape, rank, consumed, states, 2000, reported.append)
+    return reader_of(plan, batch=2, consumed=consumed, states=states, shards=shards, report=reported.append)
 
 
 @pytest.mark.parametrize("stop", [0, 1, 2, 3, 4])
