@@ -6,7 +6,6 @@ import re
 import shlex
 import struct
 import sys
-from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -71,22 +70,16 @@ def test_the_command_lines_for_the_8b(tmp_path: Path) -> None:
     assert run.data.loss_on == "assistant" and run.training.seed == 7
 
 
-def held_out(answers: Sequence[str]) -> list[HeldOut]:
-    """Return conversations of four tokens, the last two of which are the assistant's."""
-    tokens = Conversation(np.array([1, 2, 3, 4]), np.array([0, 0, 1, 1], np.uint8))
-    return [
-        HeldOut([{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}], "", tokens)
-        for answer in answers
-    ]
-
-
 def test_perplexity_counts_only_tokens_of_the_assistant() -> None:
     """By hand: probabilities 1/2, 1/4, 1/8 and 1/2 of four tokens have a geometric mean of 2 ** (-7 / 4)."""
+    # The last two of four tokens are the assistant's.
+    tokens = Conversation(np.array([1, 2, 3, 4]), np.array([0, 0, 1, 1], np.uint8))
+    held_out = [HeldOut([{"role": "user", "content": "?"}, {"role": "assistant", "content": "a"}], "", tokens)]
     logs = [[-9.0, math.log(1 / 2), math.log(1 / 4)], [-9.0, math.log(1 / 8), math.log(1 / 2)]]
     scores = [{"prompt_ids": [1, 2, 3, 4], "logprobs": some} for some in logs]
-    assert perplexity(held_out("ab"), scores) == pytest.approx(2 ** (7 / 4))
+    assert perplexity(held_out * 2, scores) == pytest.approx(2 ** (7 / 4))
     with pytest.raises(RuntimeError, match="scored tokens that training does not read"):
-        perplexity(held_out("a"), [{"prompt_ids": [0, 1, 2, 3, 4], "logprobs": [0.0] * 4}])
+        perplexity(held_out, [{"prompt_ids": [0, 1, 2, 3, 4], "logprobs": [0.0] * 4}])
 
 
 def test_the_training_of_the_source_shows_its_progress(

@@ -1,16 +1,18 @@
-"""Scripts that test the project in other environments, and the checks of `tests/gpu.sh` on a CPU."""
+"""What a wheel and a container image contain, scripts that test the project in other environments, and GPU checks."""
 
 import importlib
 import os
 import re
+import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
 from megatron_ladder.errors import UserError
 from tests.gpu import runner
-from tests.helpers.commands import REPOSITORY_ROOT, run_command, write_nvidia_smi
+from tests.helpers.commands import REPOSITORY_ROOT, run_command, tracked_files, write_nvidia_smi
 from tests.helpers.programs import load_program
 from tests.helpers.tokens import write_tokens
 from tests.unit.generate.tiny_model import write_checkpoint
@@ -86,3 +88,33 @@ def test_every_gpu_check_passes_on_a_cpu(tmp_path: Path) -> None:
     # torchtitan is not among the packages of the tests, and a compiler is optional.
     others = [row for row in rows[2:] if row[2] != "passed"]
     assert all(row[2] == "not run" and ("torchtitan" in row[3] or "compiler" in row[3]) for row in others), others
+
+
+def test_a_wheel_contains_the_packages_and_nothing_else(tmp_path: Path) -> None:
+    tracked = tracked_files()
+    for name in tracked:
+        copy = tmp_path / "source" / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes((REPOSITORY_ROOT / name).read_bytes())
+    # Without --wheel, the wheel is made from the source distribution, so both must be complete.
+    subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path],
+        cwd=tmp_path / "source",
+        capture_output=True,
+        check=True,
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        found = {name for name in archive.namelist() if ".dist-info/" not in name}
+    packages = ("megatron_ladder/", "tools/ladder_lab/")
+    assert found == {name.removeprefix("tools/") for name in tracked if name.startswith(packages)}
+
+
+def test_the_container_image_copies_what_the_package_needs() -> None:
+    copied = set[str]()
+    for line in (REPOSITORY_ROOT / "examples" / "Dockerfile").read_text().splitlines():
+        if line.startswith("COPY "):
+            copied.update(line.split()[1:-1])
+    present = {name.partition("/")[0] for name in tracked_files()}
+    assert copied <= present
+    assert present - copied == {".ci", ".gitignore", "docs", "tests", "vllm_plugin"}

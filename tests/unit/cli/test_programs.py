@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -35,18 +34,14 @@ for program, words in json.loads(sys.argv[1]):
 """
 
 
-def answers(command_lines: Sequence[tuple[str, Sequence[str]]]) -> list[tuple[str, str]]:
-    """Parse command lines of programs in one process that has no packages; return output and end of each."""
-    command = [*BARE, "-c", ANSWERS, json.dumps(command_lines)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
-
-
 def test_help_version_and_wrong_flags_need_only_the_standard_library() -> None:
     subcommands = [(program, [name]) for program, names in SUBCOMMANDS.items() for name in names]
     lines = [*((program, list[str]()) for program in PROGRAMS), *subcommands]
     flags = ("--help", "-h", "--version", "--wrong")
-    found = iter(answers([(program, [*words, flag]) for program, words in lines for flag in flags]))
+    asked = [(program, [*words, flag]) for program, words in lines for flag in flags]
+    command = [*BARE, "-c", ANSWERS, json.dumps(asked)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    found = (tuple(json.loads(line)) for line in done.stdout.splitlines())
     for program, words in lines:
         (help_text, help_end), short_help, version, (_, error) = (next(found) for _ in flags)
         assert help_text.startswith("usage: ") and help_end == "SystemExit: 0", (program, words, help_end)

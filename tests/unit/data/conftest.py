@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import tokenizers
 
-from megatron_ladder.data.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
+from megatron_ladder.data.indexed import IndexedDataset, token_dtype
 from megatron_ladder.data.tokenizer_training import train_sentencepiece
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
 from tests.helpers.tokenizer_copies import train_byte_level
-from tests.helpers.tokens import MakeDataset
+from tests.helpers.tokens import MakeDataset, write_documents
 
 TEXT = Path(tokenizers.__file__).read_text() + Path(np.__file__).read_text()
 
@@ -41,9 +41,7 @@ def make_dataset(tmp_path: Path) -> MakeDataset:
     """Return a function that makes a data set of documents of the given lengths whose tokens count up from 0."""
 
     def make(lengths: list[int], name: str = "numbers", vocab_size: int = 100_000) -> IndexedDataset:
-        with IndexedDatasetWriter(tmp_path / name, token_dtype(vocab_size)) as writer:
-            writer.add_documents(np.arange(sum(lengths)), np.array(lengths, dtype=np.int32))
-            writer.publish()
-        return IndexedDataset(tmp_path / name)
+        documents = np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
+        return IndexedDataset(write_documents(tmp_path / name, *documents, dtype=token_dtype(vocab_size)))
 
     return make

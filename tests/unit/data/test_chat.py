@@ -66,12 +66,9 @@ def configure(folder: Path, **values: Any) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config | values))
 
 
-def encoder_of(folder: Path, template: str | None = None, tmp_path: Path | None = None) -> ConversationEncoder:
-    path = None
-    if template is not None and tmp_path is not None:
-        path = tmp_path / "template.jinja"
-        path.write_text(template)
-    return ConversationEncoder(HuggingFaceTokenizer(folder), path)
+def encoder_of(folder: Path, template: str, tmp_path: Path) -> ConversationEncoder:
+    (tmp_path / "template.jinja").write_text(template)
+    return ConversationEncoder(HuggingFaceTokenizer(folder), tmp_path / "template.jinja")
 
 
 def preprocess(folder: Path, tmp_path: Path, *words: object) -> None:

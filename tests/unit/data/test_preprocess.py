@@ -1,11 +1,13 @@
 """Whole runs of preprocessing: what they write, and what they keep if they are interrupted or fail."""
 
+import contextlib
 import fcntl
 import json
 import os
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -132,64 +134,51 @@ class Stopped(BaseException):
     """Simulates a killed process."""
 
 
-@pytest.fixture
-def stop_after(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Kill the run when it begins the shard after so many, unless the number is negative."""
-    left = [-1]
-    begin = Partial.begin
-
-    def stopped(self: Partial, *arguments: Any) -> Any:
-        if left[0] == 0:
-            raise Stopped
-        left[0] -= 1
-        return begin(self, *arguments)
-
-    monkeypatch.setattr(Partial, "begin", stopped)
-    return left
-
-
-def interrupted(tmp_path: Path, stop_after: list[int], shards: int = 3, append_eod: bool = False) -> None:
-    """Kill a run after some shards; the next one runs to its end."""
+def interrupted(tmp_path: Path, shards: int = 3, append_eod: bool = False) -> None:
+    """Kill a run after some shards."""
     write_lines(tmp_path / "a.jsonl", TEXTS)
-    stop_after[0] = shards
-    with pytest.raises(Stopped):
+    begin, begun = Partial.begin, iter(range(shards))
+
+    def stopped(*arguments: Any) -> Any:
+        if next(begun, None) is None:
+            raise Stopped
+        return begin(*arguments)
+
+    with mock.patch.object(Partial, "begin", stopped), pytest.raises(Stopped):
         run([tmp_path / "a.jsonl"], tmp_path / "out", append_eod)
-    stop_after[0] = -1
 
 
 @pytest.mark.parametrize("shards", [1, 7])
-def test_a_killed_run_continues_after_its_finished_shards(tmp_path: Path, stop_after: list[int], shards: int) -> None:
-    interrupted(tmp_path, stop_after, shards)
+def test_a_killed_run_continues_after_its_finished_shards(tmp_path: Path, shards: int) -> None:
+    interrupted(tmp_path, shards)
     assert not list(tmp_path.glob("out_*")) and (tmp_path / ".out.partial").is_dir()
     finished = {path: path.stat().st_mtime_ns for path in (tmp_path / ".out.partial").glob("*.json")}
     assert len(finished) == shards
     # What a killed writer left.
     (tmp_path / ".out.partial" / f"{shards:05}_text.bin.0123abcd.partial").write_bytes(b"torn")
     (tmp_path / "out_text_document.bin.0123abcd.partial").write_bytes(b"torn")
-    stop_after[0] = -(-(tmp_path / "a.jsonl").stat().st_size // SHARD) - shards
-    (reported,) = run([tmp_path / "a.jsonl"], tmp_path / "out")
-    assert stop_after[0] == 0 and f"has finished {shards} of" in reported
-    stop_after[0] = -1
+    count = -(-(tmp_path / "a.jsonl").stat().st_size // SHARD)
+    with mock.patch.object(Partial, "begin", autospec=True, side_effect=Partial.begin) as begun:
+        (reported,) = run([tmp_path / "a.jsonl"], tmp_path / "out")
+    assert begun.call_count == count - shards and f"has finished {shards} of {count}" in reported
     run([tmp_path / "a.jsonl"], tmp_path / "whole")
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
     assert not (tmp_path / ".out.partial").exists() and not list(tmp_path.glob("*.partial"))
 
 
-def test_shards_of_other_flags_or_input_are_made_again(
-    tmp_path: Path, stop_after: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_of_other_flags_or_input_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def reasons(reported: list[str]) -> set[str]:
         return set(re.findall("of an earlier run has other (.*): starting it from scratch", "\n".join(reported)))
 
-    interrupted(tmp_path, stop_after)
+    interrupted(tmp_path)
     reported = run([tmp_path / "a.jsonl"], tmp_path / "out", append_eod=True)
     assert reasons(reported) == {"--append-eod, end-of-document token"}
-    interrupted(tmp_path, stop_after, append_eod=True)
+    interrupted(tmp_path, append_eod=True)
     monkeypatch.setattr(ByteTokenizer, "eod_id", 9)
     reported = run([tmp_path / "a.jsonl"], tmp_path / "out", append_eod=True)
     assert reasons(reported) == {"end-of-document token"}
     assert {document[-1] for document in documents_of(tmp_path / "out_text_document")} == {9}
-    interrupted(tmp_path, stop_after)
+    interrupted(tmp_path)
     os.utime(write_lines(tmp_path / "a.jsonl", TEXTS[::-1]), (1, 1))
     assert reasons(run([tmp_path / "a.jsonl"], tmp_path / "out")) == {"input"}
     assert texts_of(tmp_path / "out") == TEXTS[::-1]
@@ -202,29 +191,22 @@ def test_a_crash_while_publishing_leaves_no_mixture(tmp_path: Path, monkeypatch:
         (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{name * 9}"}}\n{{"text": "{name}"}}\n')
     prefix = tmp_path / "out_text_document"
     run([tmp_path / "a.jsonl"], tmp_path / "out")
-    left = [step]
+    steps = iter(range(step))
 
     def crash_in_time(function: Any) -> Any:
         def counted(path: Any, *arguments: Any, **others: Any) -> Any:
             target = Path(arguments[0]) if arguments else path
-            if target.parent == tmp_path and ".partial" not in target.name:
-                if left[0] == 0:
-                    raise Stopped
-                left[0] -= 1
+            if target.parent == tmp_path and ".partial" not in target.name and next(steps, None) is None:
+                raise Stopped
             return function(path, *arguments, **others)
 
         return counted
 
-    crashed = False
-    with monkeypatch.context() as patched:
+    with monkeypatch.context() as patched, pytest.raises(Stopped) if step < 6 else contextlib.nullcontext():
         patched.setattr(os, "replace", crash_in_time(os.replace))
         patched.setattr(Path, "unlink", crash_in_time(Path.unlink))
-        try:
-            run([tmp_path / "b.jsonl"], tmp_path / "out")
-        except Stopped:
-            crashed = True
+        run([tmp_path / "b.jsonl"], tmp_path / "out")
     # The old sidecar is deleted first, then the index and the mask; then .bin, .idx and .json are published.
-    assert crashed == (step < 6)
     try:
         found = bytes(IndexedDataset(prefix).tokens.tolist())
         check_tokenizer([IndexedDataset(prefix)], ByteTokenizer())
@@ -237,8 +219,8 @@ def test_a_crash_while_publishing_leaves_no_mixture(tmp_path: Path, monkeypatch:
     assert not list(tmp_path.glob("*.partial")) and not (tmp_path / ".out.partial").exists()
 
 
-def test_concurrent_runs_with_the_same_output_are_rejected(tmp_path: Path, stop_after: list[int]) -> None:
-    interrupted(tmp_path, stop_after)
+def test_concurrent_runs_with_the_same_output_are_rejected(tmp_path: Path) -> None:
+    interrupted(tmp_path)
     with open(tmp_path / ".out.partial" / "lock", "a") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(UserError, match="--output-prefix .*out: another process is writing there"):

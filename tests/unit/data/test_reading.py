@@ -21,20 +21,16 @@ from tests.helpers.runs import errors_of
 TEXTS = [f"number {number} é🎉\n" * (number * 37 % 700) for number in range(600)]
 CONTENT = "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in TEXTS).encode()
 assert len(CONTENT) > 5 * SPAN_BYTES
+USUAL = Reading()
 
 
-def blocks_of(inputs: list[str | Path], reading: Reading | None = None) -> list[Block]:
-    return list(read_blocks(inputs, reading or Reading()))
-
-
-def read_blocks(inputs: list[str | Path], reading: Reading) -> Iterator[Block]:
+def blocks_of(inputs: list[str | Path], reading: Reading = USUAL) -> Iterator[Block]:
     shards = (shard for source in find_sources(inputs, reading) for shard in source.shards(None))
     return (block for shard in shards for block in shard.blocks())
 
 
-def read_all(inputs: list[str | Path], reading: Reading | None = None) -> list[list[object]]:
+def read_all(inputs: list[str | Path], reading: Reading = USUAL) -> list[list[object]]:
     """Return the concatenated columns of all sources, which must not have bad records."""
-    reading = reading or Reading()
     records = list(read_records(find_sources(inputs, reading)))
     return [[values[place] for values in records] for place in range(len(reading.keys))]
 
@@ -137,7 +133,7 @@ def test_damaged_parquet_is_reported(formats: Path, tmp_path: Path) -> None:
     begin = column.dictionary_page_offset or column.data_page_offset
     content[begin + 40 : begin + 400] = b"\xff" * 360
     (tmp_path / "d.parquet").write_bytes(content)
-    blocks = read_blocks([tmp_path / "d.parquet"], Reading())
+    blocks = blocks_of([tmp_path / "d.parquet"])
     assert next(blocks).read().records == [[text] for text in TEXTS[:150]]
     with pytest.raises(UserError, match=r"d\.parquet: row group 1: damaged \(.+\)"):
         next(blocks)
