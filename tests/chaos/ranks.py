@@ -4,7 +4,6 @@ A forked rank is an ordinary process for signals, locks and files, and runs the 
 not have started any thread of torch, so it computes nothing.
 """
 
-import importlib
 import os
 import signal
 import time
@@ -17,26 +16,10 @@ from megatron_ladder.errors import run_program
 from tests.helpers.commands import free_port
 from tests.helpers.forks import fork
 from tests.helpers.patience import patient
+from tests.helpers.pool import import_for_ranks
 
 STACKS_SECONDS = 0.5
 """Time in which a rank writes its stacks."""
-
-
-def import_everything() -> None:
-    """Import what ranks need, including modules that torch and DeepSpeed import on first use."""
-    os.environ |= {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
-    importlib.import_module("megatron_ladder.engine.build").import_deepspeed()
-    for module in (
-        "deepspeed.pipe",
-        "deepspeed.runtime.zero.muon.original_muon",
-        "torch._dynamo",
-        "megatron_ladder.train.loop",
-        "megatron_ladder.engine.pipeline",
-    ):
-        importlib.import_module(module)
-
-    threads = os.listdir("/proc/self/task")
-    assert len(threads) == 1, f"{len(threads)} threads: a fork would lose all but one"
 
 
 class Job:
@@ -47,6 +30,7 @@ class Job:
         self._outputs = [Path(f"{outputs}.{rank}") for rank in range(len(argv_of_ranks))]
         self._codes: dict[int, int] = {}
         self._pids: list[int] = []
+        import_for_ranks()
         port = free_port()
         for rank, argv in enumerate(argv_of_ranks):
             variables = {
@@ -55,6 +39,7 @@ class Job:
                 "WORLD_SIZE": len(argv_of_ranks),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
+                "CUDA_VISIBLE_DEVICES": "",
             }
             own = {name: str(value) for name, value in variables.items()}
             self._pids.append(fork(partial(run_program, main, list(map(str, argv))), own, self._outputs[rank]))

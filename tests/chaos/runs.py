@@ -2,7 +2,7 @@
 
 import random
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +13,7 @@ from megatron_ladder.checkpoint.publish import read_latest
 from megatron_ladder.train.record import read_record
 from tests.chaos.ranks import Job
 from tests.helpers.patience import patient
+from tests.helpers.tokens import write_tokens
 
 VOCABULARY, STEPS, SAVE_INTERVAL = 96, 24, 3
 WORLD_SIZE = 2
@@ -46,13 +47,14 @@ class Experiment:
     start_seconds: float = 0.5
     """Approximate duration of a start."""
     attempts: int = 0
-    moments: list[str] = field(default_factory=list)
-    """Descriptions of the moments at which attempts were killed."""
+
+    def __post_init__(self) -> None:
+        write_tokens(self.folder / "tokens", VOCABULARY)
 
     def start(self, save: Path, *flags: str) -> tuple[Job, list[dict[str, object]]]:
         """Start an attempt; return it with the events already recorded."""
         self.attempts += 1
-        argv = [*RECIPE, *LAYOUTS[self.layout], "--data-path", str(self.folder.parent / "tokens"), "--split", "1"]
+        argv = [*RECIPE, *LAYOUTS[self.layout], "--data-path", str(self.folder / "tokens"), "--split", "1"]
         argv += ["--save", str(save), "--load", str(save), *flags]
         return Job([argv] * WORLD_SIZE, self.folder / f"output.{self.attempts}"), events(save)
 
@@ -73,15 +75,14 @@ class Experiment:
             self.start_seconds = time.monotonic() - began - (ended - first).total_seconds()
         return save
 
-    def await_moment(self, job: Job, save: Path, moment: Moment, known: int) -> str:
-        """Wait for a random moment of an attempt, or for its end; return a description of the moment.
+    def await_moment(self, job: Job, save: Path, moment: Moment, known: int) -> None:
+        """Wait for a random moment of an attempt, or for its end.
 
         `known`: number of events recorded before the attempt.
         """
         if moment == "start":
-            delay = self.chance.uniform(0, self.start_seconds)
-            time.sleep(delay)
-            return f"{delay * 1e3:.0f} ms after its start"
+            time.sleep(self.chance.uniform(0, self.start_seconds))
+            return
         wanted = self.chance.randrange(1, 2 * SAVE_INTERVAL + 1)
         kind = "progress" if moment == "step" else "save begin"
         wanted = wanted if moment == "step" else (wanted + 2) // 3
@@ -89,9 +90,7 @@ class Experiment:
         while sum(event["event"] == kind for event in events(save)[known:]) < wanted and not job.is_over:
             assert time.monotonic() < deadline, job.output
             time.sleep(0.001)
-        delay = self.chance.uniform(0, 0.03)
-        time.sleep(delay)
-        return f"{delay * 1e3:.0f} ms after event '{kind}' {wanted} of its attempt"
+        time.sleep(self.chance.uniform(0, 0.03))
 
     def check(self, save: Path) -> None:
         """Assert that every loss of every attempt and every tensor equals the uninterrupted run."""

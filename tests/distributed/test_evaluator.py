@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import REPOSITORY_ROOT, clean_environment
-from tests.helpers.patience import patient
+from tests.helpers.commands import REPOSITORY_ROOT, run_command
 from tests.reference import greedy_continuation
 from tests.unit.generate.test_evaluation import CONFIG, TEXTS, reference_score
 from tests.unit.generate.tiny_model import PROMPTS, reference_of, tiny_config, write_checkpoint
@@ -30,10 +29,10 @@ print(json.dumps([scores, [generation.ids for generation in generations]]))
 """
 
 
-def directed(model: Path, *variables: tuple[str, str]) -> "subprocess.CompletedProcess[str]":
-    words = [sys.executable, "-c", DIRECTED, str(model), json.dumps([TEXTS, PROMPTS])]
-    environment = {**clean_environment(), "PYTHONPATH": str(REPOSITORY_ROOT), **dict(variables)}
-    return subprocess.run(words, capture_output=True, text=True, env=environment, timeout=patient(120), check=False)
+def directed(model: Path, path: Path = REPOSITORY_ROOT) -> "subprocess.CompletedProcess[str]":
+    """Run a program that looks for modules in a directory first."""
+    words = [sys.executable, "-c", DIRECTED, model, json.dumps([TEXTS, PROMPTS])]
+    return run_command(words, timeout=120, env={"PYTHONPATH": os.pathsep.join([str(path), str(REPOSITORY_ROOT)])})
 
 
 def test_two_ranks_equal_one_process_with_separate_streams(tmp_path: Path) -> None:
@@ -53,6 +52,6 @@ def test_a_rank_that_ends_early_ends_the_evaluation(tmp_path: Path) -> None:
     site = tmp_path / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text("import os\nif os.environ.get('RANK') == '1':\n    os._exit(7)\n")
-    done = directed(tmp_path / "run", ("PYTHONPATH", os.pathsep.join([str(site), str(REPOSITORY_ROOT)])))
+    done = directed(tmp_path / "run", site)
     assert (done.returncode, done.stdout) == (7, "")
     assert done.stderr.splitlines()[-1] == "error: rank 1 of 2 ended with exit code 7"

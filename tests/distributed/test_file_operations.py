@@ -4,7 +4,6 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import tokenizers
 import torch.distributed as dist
 
 from megatron_ladder.config.run import read_run_words
@@ -14,6 +13,7 @@ from megatron_ladder.train import loop, setup
 from tests.helpers.commands import free_port
 from tests.helpers.operations import Operations
 from tests.helpers.pool import GlooPools
+from tests.helpers.tokenizer_copies import write_words
 from tests.helpers.tokens import write_tokens
 from tests.helpers.training import CPU, deepspeed_is_started
 
@@ -24,23 +24,15 @@ RECIPE = (
 ).split()
 
 
-def write_tokenizer(folder: Path) -> list[str]:
-    """Write a tokenizer and return flags."""
-    path = folder / "tokenizer.json"
-    words = {word: number for number, word in enumerate(["</s>", *map(str, range(100))])}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "0"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save(str(path))
-    return [*RECIPE, "--tokenizer-model", str(path)]
-
-
 def write_data(folder: Path) -> list[str]:
     """Write a data set with a sidecar, and return flags."""
-    words, prefix = write_tokenizer(folder), write_tokens(folder / "tokens", documents=10)
-    found = HuggingFaceTokenizer(folder / "tokenizer.json")
+    tokenizer, prefix = folder / "tokenizer.json", write_tokens(folder / "tokens", documents=10)
+    write_words(tokenizer, "</s>", *map(str, range(100)), unknown="0")
+    found = HuggingFaceTokenizer(tokenizer)
     sidecar = Sidecar(found.kind, found.sha256, found.vocab_size, 0, False, largest_id=100, documents=10, tokens=500)
     write_sidecar(prefix, sidecar)
-    return [*words, *f"--data-path {prefix} --split 8,2,0 --eval-iters 1".split()]
+    flags = f"--tokenizer-model {tokenizer} --data-path {prefix} --split 8,2,0 --eval-iters 1"
+    return [*RECIPE, *flags.split()]
 
 
 def pretrain(argv: list[str], folder: Path, port: int) -> list[str]:

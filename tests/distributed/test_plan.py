@@ -1,8 +1,6 @@
 """Assumptions of the planner: bytes that DeepSpeed's optimizers, and a forward pass, allocate."""
 
-import gc
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from ladder_lab.cost.memory import (
     stage_parameters,
 )
 from megatron_ladder.train.step import train_step
+from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.pool import GlooPools
 from tests.helpers.steps import steps_of_batches
 from tests.helpers.training import build_trainer_here, own_batches
@@ -24,28 +23,14 @@ TOLERANCE = 0.001
 """Alignment of flat buffers, and batches."""
 
 
-def live_storages() -> dict[int, torch.UntypedStorage]:
-    """Return the tensor storages of this process by address, except of frozen objects."""
-    gc.collect()
-    storages = {}
-    for found in gc.get_objects():
-        # Not what torch.compile traces with, which has no storage.
-        if type(found) in (torch.Tensor, torch.nn.Parameter) and found.device.type == "cpu":
-            for tensor in (found, found.grad):
-                if tensor is not None:
-                    storage = tensor.untyped_storage()
-                    storages[storage.data_ptr()] = storage
-    return storages
+def lowest(memory: LiveBytes) -> int:
+    """Return the fewest of several counts: gloo's threads release buffers of finished collectives a little later."""
 
-
-def lowest(count: Callable[[], int]) -> int:
-    """Return the lowest of several counts: gloo's threads release buffers of finished collectives a little later."""
-
-    def count_later() -> int:
+    def later() -> int:
         time.sleep(0.05)
-        return count()
+        return memory.live
 
-    return min(count_later() for _ in range(10))
+    return min(later() for _ in range(10))
 
 
 def state_of_a_step(argv: list[str]) -> tuple[int, int, int]:
@@ -54,17 +39,15 @@ def state_of_a_step(argv: list[str]) -> tuple[int, int, int]:
     The last number is how many of these are in matrices of layers.
     """
     batches = steps_of_batches(2, 2 * torch.distributed.get_world_size())
-    # Of all objects before this case, nothing is counted.
-    gc.collect()
-    gc.freeze()
-    trainer = build_trainer_here([*SHAPE, *argv])
-    first, second = (own_batches(trainer, batch) for batch in batches)
-    train_step(trainer, first, 1)
-    with trainer.engine._reducing(len(second)):
-        loss = trainer.engine.wrapped(*second[0]) / 100
-        trainer.engine.wrapped.backward(loss, scale_wrt_gas=False)
-        del loss
-        held = lowest(lambda: sum(one.nbytes() for one in live_storages().values()))
+    with LiveBytes() as memory:
+        trainer = build_trainer_here([*SHAPE, *argv])
+        first, second = (own_batches(trainer, batch) for batch in batches)
+        train_step(trainer, first, 1)
+        with trainer.engine._reducing(len(second)):
+            loss = trainer.engine.wrapped(*second[0]) / 100
+            trainer.engine.wrapped.backward(loss, scale_wrt_gas=False)
+            del loss
+            held = lowest(memory)
     model = trainer.run.model
     return held, stage_parameters(model, Layout(), 0), _orthogonal_parameters(model, Layout(muon=True), 0)
 

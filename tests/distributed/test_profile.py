@@ -2,9 +2,7 @@
 
 import contextlib
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 
 from ladder_lab.bench.exposed import ELSEWHERE, Event, communication, read_events
@@ -35,13 +33,9 @@ def profiled_steps(argv: list[str], first_iteration: int = 1) -> list[float]:
     return losses
 
 
-def records(table: Any) -> list[dict[str, Any]]:
-    return table.to_dict("records")
-
-
-def arguments(folder: Path, *, mode: str, ranks: str, start: int = 2, end: int = 4) -> list[str]:
-    words = f"--residual-mode {mode} --profile --profile-step-start {start} --profile-step-end {end}"
-    return [*words.split(), "--profile-ranks", *ranks.split(), "--profile-dir", str(folder)]
+def arguments(folder: Path, ranks: str) -> list[str]:
+    words = f"--residual-mode ladder --profile --profile-step-start 2 --profile-step-end 4 --profile-ranks {ranks}"
+    return [*words.split(), "--profile-dir", str(folder)]
 
 
 def names_of(events: list[Event], iteration: int) -> list[str]:
@@ -57,18 +51,28 @@ def names_of(events: list[Event], iteration: int) -> list[str]:
     return [event["name"] for event in sorted(inside, key=lambda event: event["ts"])]
 
 
+def check_collectives(events: list[Event], forward: int, backward: int) -> None:
+    """Compare the collectives of each sub-block in two steps, and the seconds of these steps."""
+    found = communication(events)
+    assert found.device == "cpu" and set(found.step_seconds) == {3, 4}
+    rows = {(row["name"], row["direction"]): row for row in _sub_block_rows(found).to_dict("records")}
+    sub_blocks = [f"layers.{layer}.{kind}" for layer in range(3) for kind in ("attention", "mlp")]
+    assert list(rows)[:-1] == [(name, direction) for name in sub_blocks for direction in ("forward", "backward")]
+    for row in list(rows.values())[:-1]:
+        assert row["collectives"] == (forward if row["direction"] == "forward" else backward), row
+    assert list(rows)[-1] == (ELSEWHERE, "")
+    for step in _step_rows(found).to_dict("records"):
+        assert 0 < step["exposed_seconds"] < step["seconds"]
+        assert step["exposed_seconds"] <= step["in_flight_seconds"]
+
+
 def test_a_trace_names_sub_blocks_and_reduces_in_their_order(gloo_pools: GlooPools, tmp_path: Path) -> None:
     plain = gloo_pools(2).run(profiled_steps, ["--residual-mode", "ladder"])
-    assert gloo_pools(2).run(profiled_steps, arguments(tmp_path, mode="ladder", ranks="0 1")) == plain
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        f"rank{rank}-steps3-4.pt.trace.json.gz" for rank in (0, 1)
-    ]
-    for path in tmp_path.iterdir():
+    assert gloo_pools(2).run(profiled_steps, arguments(tmp_path, "0 1")) == plain
+    paths = sorted(tmp_path.iterdir())
+    assert [path.name for path in paths] == [f"rank{rank}-steps3-4.pt.trace.json.gz" for rank in (0, 1)]
+    for path in paths:
         events = read_events(path)
-        assert {event["name"] for event in events if event["name"].startswith("iteration")} == {
-            "iteration 3",
-            "iteration 4",
-        }
         names = names_of(events, 4)
         start, wait = "all_reduce start", "all_reduce wait"
         forward = names[names.index("layers.0.attention forward") :]
@@ -94,32 +98,15 @@ def test_a_trace_names_sub_blocks_and_reduces_in_their_order(gloo_pools: GlooPoo
             "layers.1.mlp backward",
             start,
         ]
+        # In each micro-batch, every sub-block reduces its output, and the gradient of its input.
+        check_collectives(events, 2, 2)
 
 
-@pytest.mark.parametrize(
-    ("wiring", "forward", "backward"),
-    [
-        ([], 2, 2),
-        # Forward gathers its input and scatters its output. Backward also gathers its output's gradient, and gathers
-        # its input again, because it is not kept.
-        (["--sequence-parallel"], 4, 6),
-    ],
-    ids=["overlap", "sequence-parallel"],
-)
-def test_each_collective_of_a_real_trace_has_its_sub_block(
-    gloo_pools: GlooPools, tmp_path: Path, wiring: list[str], forward: int, backward: int
-) -> None:
-    """Two micro-batches: every sub-block reduces its output and its input's gradient once in each."""
-    gloo_pools(2).run(profiled_steps, [*arguments(tmp_path, mode="ladder", ranks="0"), *wiring])
+def test_each_collective_of_a_real_trace_has_its_sub_block(gloo_pools: GlooPools, tmp_path: Path) -> None:
+    """Forward gathers its input and scatters its output, in each of two micro-batches.
+
+    Backward also gathers its output's gradient, and gathers its input again, because it is not kept.
+    """
+    gloo_pools(2).run(profiled_steps, [*arguments(tmp_path, "0"), "--sequence-parallel"])
     (path,) = tmp_path.iterdir()
-    found = communication(read_events(path))
-    assert found.device == "cpu" and set(found.step_seconds) == {3, 4}
-    rows = {(row["name"], row["direction"]): row for row in records(_sub_block_rows(found))}
-    sub_blocks = [f"layers.{layer}.{kind}" for layer in range(3) for kind in ("attention", "mlp")]
-    assert list(rows)[:-1] == [(name, direction) for name in sub_blocks for direction in ("forward", "backward")]
-    for row in list(rows.values())[:-1]:
-        assert row["collectives"] == (forward if row["direction"] == "forward" else backward), row
-    assert list(rows)[-1] == (ELSEWHERE, "")
-    for step in records(_step_rows(found)):
-        assert 0 < step["exposed_seconds"] < step["seconds"]
-        assert step["exposed_seconds"] <= step["in_flight_seconds"]
+    check_collectives(read_events(path), 4, 6)

@@ -72,16 +72,6 @@ def refusals(folder: Path, *flags_of_ranks: Sequence[str]) -> list[list[str]]:
     return [[line for line in text.splitlines() if line.startswith("error: ")] for text in texts]
 
 
-def test_all_errors_are_reported_together(data: list[str], tmp_path: Path) -> None:
-    words = (
-        "--train-iters 9 --hidden-size 65 --tensor-model-parallel-size 2 --max-position-embeddings 8 "
-        f"--tokenizer-type HFTokenizer --tokenizer-model {tmp_path}/none"
-    )
-    starts = [f"--tokenizer-model {tmp_path}/none", "--hidden-size 65 is not divisible", "--seq-length 16 is longer"]
-    for found in refusals(tmp_path, *[[*data, *words.split()]] * 2):
-        assert [line.startswith(f"error: {start}") for line, start in zip(found, starts, strict=True)] == [True] * 3
-
-
 def test_ranks_with_different_settings_do_not_start(data: list[str], tmp_path: Path) -> None:
     common = [*data, "--train-iters", "3", "--global-batch-size", "4"]
     others = ["--lr", "2e-2", "--seed", "7", "--tensor-model-parallel-size", "2"]

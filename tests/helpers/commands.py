@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -75,32 +76,38 @@ done
     )
 
 
-def kill_tree(process: subprocess.Popen[str]) -> None:
-    """End `process`, started in its own session, with its group and its descendants in other groups."""
-    if process.poll() is None:
-        _kill_descendants(process.pid)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def kill_tree(process: subprocess.Popen[str] | psutil.Process) -> int | None:
+    """End a child, started in its own session, with its group and its descendants in other groups.
 
-
-def end_tree(process: psutil.Process) -> int | None:
-    """As `kill_tree`, for a child that was forked; return its exit code, None if that was collected before."""
-    _kill_descendants(process.pid)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    code: int | None = process.wait()
-    return code
-
-
-def _kill_descendants(process_id: int) -> None:
-    """A launcher may give each worker its own session (torchrun does), which a signal to the group cannot reach."""
+    Return its exit code; None if psutil finds that it was collected before. A launcher may give each worker its own
+    session (torchrun does), which a signal to the group cannot reach.
+    """
     descendants: list[psutil.Process] = []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        descendants = psutil.Process(process_id).children(recursive=True)
+    # Another process may have its number once it was collected.
+    if getattr(process, "returncode", None) is None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            descendants = psutil.Process(process.pid).children(recursive=True)
     for descendant in descendants:
         with contextlib.suppress(psutil.NoSuchProcess):
             descendant.kill()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()
+
+
+def _start(
+    argv: Sequence[str | Path], env: Mapping[str, str] | None, cwd: Path, extensions: str, **streams: Any
+) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [str(word) for word in argv],
+        stdin=subprocess.DEVNULL,
+        text=True,
+        errors="replace",
+        env=clean_environment() | {"TORCH_EXTENSIONS_DIR": extensions} | dict(env or {}),
+        cwd=cwd,
+        start_new_session=True,
+        **streams,
+    )
 
 
 class Command:
@@ -114,20 +121,9 @@ class Command:
         cwd: Path = REPOSITORY_ROOT,
     ) -> None:
         """Write to the files `output`.out and `output`.err; `env` is added to `clean_environment()`."""
-        self.argv = [str(word) for word in argv]
         self._paths = [output.with_name(f"{output.name}.{kind}") for kind in ("out", "err")]
-        extensions = {"TORCH_EXTENSIONS_DIR": f"{output}.extensions"}
         with self._paths[0].open("w") as out, self._paths[1].open("w") as err:
-            self.process = subprocess.Popen(
-                self.argv,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                text=True,
-                env=clean_environment() | extensions | dict(env or {}),
-                cwd=cwd,
-                start_new_session=True,
-            )
+            self.process = _start(argv, env, cwd, f"{output}.extensions", stdout=out, stderr=err)
 
     @property
     def stdout(self) -> str:
@@ -140,7 +136,7 @@ class Command:
     @property
     def description(self) -> str:
         """The command and all that it has written, for messages."""
-        return f"{' '.join(self.argv)}\n{self.stdout}\n{self.stderr}"
+        return f"{self.process.args}\n{self.stdout}\n{self.stderr}"
 
     def wait(self, seconds: float) -> int:
         try:
@@ -183,35 +179,20 @@ def run_command(
     its timeout nor leave a process behind that holds its output: both raise AssertionError with the output so far,
     and every process of the command is ended.
     """
-    command, timeout = [str(argument) for argument in argv], patient(timeout)
-    with tempfile.TemporaryDirectory(prefix="torch_extensions_") as extensions:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            env=clean_environment() | {"TORCH_EXTENSIONS_DIR": extensions} | dict(env or {}),
-            cwd=cwd,
-            start_new_session=True,
-        )
+    timeout, pipe = patient(timeout), subprocess.PIPE
+    with (
+        tempfile.TemporaryDirectory(prefix="torch_extensions_") as extensions,
+        _start(argv, env, cwd, extensions, stdout=pipe, stderr=pipe) as process,
+    ):
         try:
             stdout, stderr = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired as expired:
             ending = "still ran" if process.poll() is None else "left a process behind that still ran"
+            # Bytes, even of a text stream.
+            out, err = ((output or b"").decode(errors="replace") for output in (expired.stdout, expired.stderr))
             raise AssertionError(
-                f"{' '.join(command)}\n{ending} after {timeout:g} s\n"
-                f"--- stdout\n{_text(expired.stdout)}\n--- stderr\n{_text(expired.stderr)}"
+                f"{process.args}\n{ending} after {timeout:g} s\n--- stdout\n{out}\n--- stderr\n{err}"
             ) from None
         finally:
             kill_tree(process)
-            for stream in (process.stdout, process.stderr):
-                if stream is not None:
-                    stream.close()
-    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
-
-
-def _text(output: bytes | str | None) -> str:
-    """What an interrupted `communicate` had read: bytes, even of a text stream."""
-    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)

@@ -30,7 +30,7 @@ import psutil
 import torch
 
 from megatron_ladder.engine.build import import_deepspeed
-from tests.helpers.commands import clean_environment, end_tree, free_port
+from tests.helpers.commands import clean_environment, free_port, kill_tree
 from tests.helpers.forks import fork
 from tests.helpers.patience import patient
 
@@ -48,7 +48,12 @@ STACKS_TIMEOUT = 5.0
 """Seconds that hanging ranks get to write their stacks."""
 GROUPS_KEPT = 32
 """Process groups that a rank may hold before abandoned ones are destroyed."""
-PRELOADED = ("deepspeed.runtime.pipe.engine", "deepspeed.module_inject", "torch._inductor.compile_fx")
+PRELOADED = (
+    "deepspeed.runtime.pipe.engine",
+    "deepspeed.module_inject",
+    "torch._inductor.compile_fx",
+    "megatron_ladder.train.loop",
+)
 """Imported once for all ranks on a CPU, which are forks of this process; each would need seconds for it."""
 
 
@@ -115,7 +120,7 @@ class RankPool:
     def close(self) -> None:
         """End the processes; a later case starts new ones."""
         for process in self._processes:
-            end_tree(process)
+            kill_tree(process)
         for pipe in self._pipes:
             pipe.close()
         if self._folder is not None:
@@ -200,7 +205,7 @@ class RankPool:
         return [results[rank] for rank in range(self.world_size)]
 
     def _obituary(self, rank: int) -> str:
-        code = end_tree(self._processes[rank])
+        code = kill_tree(self._processes[rank])
         output = self._written("output", rank).splitlines()[-40:]
         return "\n".join([f"ended with exit code {code}; last of its output:", *output])
 

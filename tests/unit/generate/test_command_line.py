@@ -1,6 +1,5 @@
 """The command line in one process: flags, prompts, models, and output."""
 
-import io
 import json
 import math
 import shutil
@@ -165,6 +164,8 @@ def test_bad_prompt_files(tmp_path: Path, run_folder: Path, name: str, content: 
         (["--prompt", "a", "--stop="], "--stop: an empty text would end every continuation"),
         (["--prompt", "a", "--repetition-penalty", "1e-300"], "--repetition-penalty 1e-300: expected 0.01 to 100"),
         (["--prompt", "a", "--logprobs"], "--logprobs requires --json or --score"),
+        (["--tokens", "1", "--tp-all-reduce", "symmetric"], "--tp-all-reduce symmetric needs all ranks on GPUs"),
+        (["--tokens", "1", "--compile-sub-blocks"], "--compile-sub-blocks: no C++ compiler was found"),
         (["--tokens", "1", "--chat"], "--tokens and --chat exclude each other"),
         (["--tokens", ","], "--tokens: the prompt is empty"),
         (["--prompt", "a", ""], "--prompt '': the prompt is empty"),
@@ -177,7 +178,12 @@ def test_bad_prompt_files(tmp_path: Path, run_folder: Path, name: str, content: 
         ),
     ],
 )
-def test_flags_and_prompts_that_cannot_be_continued(run_folder: Path, flags: list[str], expected: str) -> None:
+def test_flags_and_prompts_that_cannot_be_continued(
+    run_folder: Path, flags: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine without a GPU and a compiler."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(shutil, "which", lambda program: None)
     (error,) = errors_of(main, ["--model", str(run_folder), *flags])
     assert error.startswith(expected)
 
@@ -200,19 +206,6 @@ def test_unusable_model_directories(tmp_path: Path, run_folder: Path, without_to
     (error,) = errors_of(main, ["--model", str(without_tokenizer), *text, *flags])
     assert error.startswith("--prompt 'a': the id ") and error.endswith("use the tokenizer that belongs to the model")
     assert "outside the model's vocabulary of 67" in error
-
-
-def test_standard_input_is_a_prompt(
-    run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    argv = ["--model", str(run_folder), "--max-new-tokens", "4"]
-    expected = lines_of([*argv, "--prompt", "def add("], capsys)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("def add(\n"))
-    (found,) = lines_of(argv, capsys)
-    assert (found["prompt"], found["ids"]) == ("def add(", expected[0]["ids"])
-    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-    (error,) = errors_of(main, argv)
-    assert error == "standard input: the prompt is empty; at least one token is required"
 
 
 def test_scores_equal_those_of_the_reference(without_tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:

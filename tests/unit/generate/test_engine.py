@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.data.tokenizers import ByteTokenizer
@@ -23,31 +23,6 @@ NEW_TOKENS = 7
 
 def requests_of(prompts: Sequence[tuple[int, ...]], sampling: SamplingParameters) -> list[GenerationRequest]:
     return [GenerationRequest(prompt, NEW_TOKENS, sampling) for prompt in prompts]
-
-
-class ForcedTokens:
-    """Replaces the sampler: records the logits and returns given tokens."""
-
-    plan = SamplingPlan.of([])
-
-    def __init__(self, tokens: Tensor) -> None:
-        self.tokens = iter(tokens)
-        self.logits: list[Tensor] = []
-
-    def choose(self, logits: Tensor, _: Tensor) -> Tensor:
-        self.logits.append(logits)
-        return logits
-
-    def draw(self, count: int) -> list[float]:
-        return [0.0] * count
-
-    def read(self, *_: Tensor) -> Chosen:
-        return Chosen(next(self.tokens).tolist(), None)
-
-    def begin(self, *_: object) -> None:
-        pass
-
-    count = begin
 
 
 PLAIN, PACKED = (False, torch.float64, 1e-11), (True, torch.float32, 1e-5)
@@ -70,14 +45,17 @@ def test_logits_with_the_cache_equal_recomputation(
     for part, weight in model.named_parameters():
         assert weight.is_mkldnn == (packs and ("proj.weight" in part or part == "lm_head.weight")), part
     forced = torch.randint(0, config.vocab_size, (NEW_TOKENS, len(PROMPTS)), generator=torch.Generator().manual_seed(1))
-    sampler = ForcedTokens(forced)
+    rows, sampler = iter(forced.tolist()), mock.Mock(plan=SamplingPlan.of([]))
+    sampler.choose.side_effect = lambda logits, uniform: logits
+    sampler.draw.side_effect = lambda count: [0.0] * count
+    sampler.read.side_effect = lambda chosen: Chosen(next(rows), None)
     monkeypatch.setattr(slots_module, "Sampler", lambda *_: sampler)
 
     generations = GenerationEngine(model, ProcessMesh.single()).generate(requests_of(PROMPTS, GREEDY))
 
     assert [generation.ids for generation in generations] == [tuple(row) for row in forced.t().tolist()]
     for row, prompt in enumerate(PROMPTS):
-        for step, logits in enumerate(sampler.logits):
+        for step, (logits, _) in enumerate(call.args for call in sampler.choose.call_args_list):
             tokens = torch.tensor([[*prompt, *forced[:step, row].tolist()]])
             expected = reference_logits(weights, reference, tokens)[0, -1]
             assert (logits[row, : config.vocab_size] - expected).abs().max() <= tolerance * expected.abs().max()

@@ -64,6 +64,9 @@ def test_invalid_arguments_start_no_rank(tmp_path: Path) -> None:
         Evaluator(1, model=tmp_path, tp=3)
     with pytest.raises(UserError, match="--tpp is not a flag of this program: did you mean --tp"):
         Evaluator(1, model=tmp_path, tpp=3)
+    write_checkpoint(tmp_path / "desync", tiny_config(residual_mode="desync", desync_interval=2, desync_tp=2))
+    with pytest.raises(UserError, match="--tp 1 does not fit the model; use 2: "):
+        Evaluator(1, model=tmp_path / "desync", tp=1)
 
 
 def test_special_tokens_before_a_text_are_those_of_the_tokenizer_file(tmp_path: Path) -> None:

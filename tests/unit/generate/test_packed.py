@@ -27,18 +27,10 @@ def test_packed_weights_multiply_as_exactly_as_others(dtype: torch.dtype) -> Non
             assert (found - expected).abs().max() <= 4 * torch.finfo(dtype).eps * expected.abs().max()
 
 
-@pytest.mark.parametrize("supported", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_without_products_of_a_dtype_its_weights_stay(
-    dtype: torch.dtype, supported: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_products_of_a_dtype_its_weights_stay(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported"):
-        monkeypatch.setattr(torch.ops.mkldnn, name, lambda: supported)
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: supported)
-    config = tiny_config()
-    weights = reference_of(config)[0]
-    model = tiny_model(config, weights, packed=True, dtype=dtype)
-    plain = tiny_model(config, weights, dtype=dtype)
-    for (name, weight), (_, expected) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
-        assert weight.is_mkldnn == (supported and ("proj.weight" in name or name == "lm_head.weight")), name
-        assert torch.equal(weight.to_dense() if weight.is_mkldnn else weight, expected), name
+        monkeypatch.setattr(torch.ops.mkldnn, name, lambda: False)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: dtype != torch.float32)
+    model = tiny_model(tiny_config(), reference_of(tiny_config())[0], packed=True, dtype=dtype)
+    assert not any(weight.is_mkldnn for weight in model.parameters())

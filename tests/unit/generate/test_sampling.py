@@ -121,48 +121,6 @@ def test_non_finite_logits_give_no_token(bad: float, parameters: SamplingParamet
     assert found == [2, NO_TOKEN]
 
 
-class HostReads:
-    """Counts the calls that make the host wait for a device."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.copies, self.scalars = 0, 0
-        for name in ("item", "__bool__", "__int__", "__float__", "nonzero"):
-            self.count(monkeypatch, name, "scalars")
-        self.count(monkeypatch, "cpu", "copies")
-
-    def count(self, monkeypatch: pytest.MonkeyPatch, name: str, kind: str) -> None:
-        real = getattr(Tensor, name)
-
-        def counted(tensor: Tensor, *arguments: object) -> object:
-            # Random numbers are drawn on the host.
-            if not (name == "item" and tensor.shape == (1,)):
-                setattr(self, kind, getattr(self, kind) + 1)
-            return real(tensor, *arguments)
-
-        monkeypatch.setattr(Tensor, name, counted)
-
-
-@pytest.mark.parametrize(
-    "parameters",
-    [
-        [SamplingParameters(seed=seed) for seed in range(3)],
-        [GREEDY, SamplingParameters(temperature=0.7), SamplingParameters(top_k=3, top_p=0.9, min_p=0.2)],
-        [SamplingParameters(logprobs=True, repetition_penalty=1.1)] * 3,
-    ],
-    ids=["all tokens", "mixed", "scored"],
-)
-def test_the_host_reads_the_device_once_per_token(
-    parameters: list[SamplingParameters], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sampler = new_sampler(*parameters, vocab_size=40)
-    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(1))
-    tokens_of(sampler, logits)
-    reads = HostReads(monkeypatch)
-    for _ in range(5):
-        tokens_of(sampler, logits)
-    assert (reads.copies, reads.scalars) == (5, 0)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
 def test_frequencies_follow_the_temperature(temperature: float) -> None:

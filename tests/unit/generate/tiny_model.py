@@ -89,6 +89,15 @@ def write_checkpoint(
     return publish_pieces(save, header, [pieces])
 
 
+def greedy_by_transformers(
+    model: Any, prompts: Iterable[tuple[int, ...]] = PROMPTS, new_tokens: int = 10
+) -> list[tuple[int, ...]]:
+    """Return the continuations by `generate` of transformers."""
+    options = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    found = [model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :] for prompt in prompts]
+    return [tuple(ids.tolist()) for ids in found]
+
+
 def train_tokenizer(folder: Path, texts: Iterable[str]) -> SentencePieceTokenizer:
     model = folder / "tokenizer.model"
     model.write_bytes(train_sentencepiece(texts, vocab_size=300))

@@ -62,6 +62,11 @@ def test_all_invalid_inputs_are_reported_before_the_start(tmp_path: Path, monkey
             [f"--load {tmp_path}/iter_0000009: there is no such", f"--distill-from {tmp_path}/none: no such directory"],
         ),
         (
+            f"{data} {outputs} --hidden-size 65 --max-position-embeddings 8 --tokenizer-type HFTokenizer "
+            f"--tokenizer-model {tmp_path}/no",
+            [f"--tokenizer-model {tmp_path}/no", "--hidden-size 65 is not divisible", "--seq-length 12 is longer"],
+        ),
+        (
             f"{data} {outputs}",
             [
                 "--compile-sub-blocks: no C++ compiler was found",

@@ -2,57 +2,38 @@
 
 import json
 import os
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from megatron_ladder.errors import UserError
 from megatron_ladder.train.record import _LOCK_NAME, save_lock
-from tests.helpers.commands import REPOSITORY_ROOT
+from tests.helpers.commands import Command, kill_tree, running
 
 HOLDER = """
-import sys, time
+import signal, sys
 from pathlib import Path
 from megatron_ladder.train.record import save_lock
 with save_lock(Path(sys.argv[1])):
     print("held", flush=True)
-    sys.stdin.read()
+    signal.pause()
 """
 
 
-@contextmanager
-def held_elsewhere(folder: Path) -> Iterator["subprocess.Popen[str]"]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(folder)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=REPOSITORY_ROOT,
-    )
-    try:
-        assert process.stdout is not None and process.stdout.readline() == "held\n"
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
 def test_a_second_run_is_rejected_with_the_holder_of_the_lock(tmp_path: Path) -> None:
-    with held_elsewhere(tmp_path) as process:
+    holder = Command([sys.executable, "-c", HOLDER, tmp_path], tmp_path / "holder")
+    with running(holder):
+        holder.wait_for("held\n", 60)
         with pytest.raises(UserError) as rejected, save_lock(tmp_path):
             pass
         (message,) = rejected.value.messages
-        who = f"pid {process.pid} on {os.uname().nodename}"
+        who = f"pid {holder.process.pid} on {os.uname().nodename}"
         assert message.startswith(f"--save {tmp_path}: another run writes there: {who}, started 20")
         (tmp_path / _LOCK_NAME).write_text('{"host": "el')
         with pytest.raises(UserError, match="another run writes there: it has not"), save_lock(tmp_path):
             pass
-        process.kill()
-        process.wait()
+        kill_tree(holder.process)
         # The lock of a dead process is taken over immediately.
         with save_lock(tmp_path):
             assert json.loads((tmp_path / _LOCK_NAME).read_text())["pid"] == os.getpid()

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 from megatron_ladder.config.sections import ReliabilityConfig
 from megatron_ladder.train.stop import Stopper, StopSignals
-from tests.helpers.commands import REPOSITORY_ROOT
+from tests.helpers.commands import Command, running
 from tests.helpers.patience import patient
 
 # Blocks in C without returning to the interpreter, like a rank that waits in a collective.
@@ -26,20 +25,19 @@ with StopSignals():
 
 
 @pytest.mark.long
-def test_two_quick_signals_count_as_one_and_a_later_one_ends_the_process() -> None:
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM], text=True, cwd=REPOSITORY_ROOT, **pipes)
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    time.sleep(2.3)
-    assert process.poll() is None
-    process.send_signal(signal.SIGTERM)
-    began = time.monotonic()
-    _, output = process.communicate(timeout=patient(10))
-    assert process.returncode == 128 + signal.SIGTERM and time.monotonic() - began < patient(0.8)
-    assert output == "a second SIGTERM: ends at once\n"
+def test_two_quick_signals_count_as_one_and_a_later_one_ends_the_process(tmp_path: Path) -> None:
+    command = Command([sys.executable, "-c", PROGRAM], tmp_path / "output")
+    with running(command):
+        command.wait_for("ready", 60)
+        command.process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+        command.process.send_signal(signal.SIGTERM)
+        time.sleep(2.3)
+        assert command.process.poll() is None
+        command.process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        assert command.wait(10) == 128 + signal.SIGTERM and time.monotonic() - began < patient(0.8)
+    assert command.stderr == "a second SIGTERM: ends at once\n"
 
 
 def test_handlers_are_restored_and_ignored_signals_stay_ignored() -> None:
