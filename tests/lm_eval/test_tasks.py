@@ -23,8 +23,7 @@ from megatron_ladder.cli.convert_checkpoint import main as convert
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.lm_eval import LadderLM
-from tests.helpers.commands import REPOSITORY_ROOT, clean_environment
-from tests.helpers.patience import patient
+from tests.helpers.commands import REPOSITORY_ROOT, run_command
 from tests.helpers.tokenizer_copies import copy_tokenizer
 from tests.unit.generate.tiny_model import tiny_config, write_checkpoint
 
@@ -123,31 +122,27 @@ def assert_equal_results(found: Mapping[str, Any], expected: Mapping[str, Any]) 
     for task, metrics in expected["results"].items():
         numbers = {name: value for name, value in metrics.items() if isinstance(value, float)}
         assert numbers and {name: found["results"][task][name] for name in numbers} == pytest.approx(numbers, rel=1e-4)
-    for task, samples in expected["samples"].items():
-        own, others = (answers(one, task, range(len(samples))) for one in (found, expected))
+    for task in expected["samples"]:
+        own, others = (answers(one, task) for one in (found, expected))
         if task == "answers":
             assert own == others and any(others)
         else:
             assert own == pytest.approx(others, rel=1e-6, abs=1e-4), task
 
 
-def answers(results: Mapping[str, Any], task: str, documents: Sequence[int]) -> list[Any]:
-    """Return everything that the model answered about some documents of a task, as numbers or texts."""
+def answers(results: Mapping[str, Any], task: str) -> list[Any]:
+    """Return everything that the model answered about the documents of a task, as numbers or texts."""
     samples = {sample["doc_id"]: json.loads(json.dumps(sample["resps"])) for sample in results["samples"][task]}
-    return flat([samples[number] for number in documents])
+    return flat([samples[number] for number in sorted(samples)])
 
 
 def flat(value: Any) -> list[Any]:
     return [leaf for one in value for leaf in flat(one)] if isinstance(value, list) else [value]
 
 
-def two_ranks(folder: Path, name: str, **more: Any) -> LadderLM:
-    return LadderLM(model=folder / name, tp=2, batch_size=3, **more)
-
-
 @pytest.mark.parametrize("name", WIRINGS)
 def test_two_ranks_equal_the_export(folder: Path, name: str) -> None:
-    model = two_ranks(folder, name)
+    model = LadderLM(model=folder / name, tp=2, batch_size=3)
     found = evaluate(folder, model)
     model._evaluator.close()
     assert_equal_results(found, evaluate_export(folder, name))
@@ -158,8 +153,7 @@ def run_command_line(
 ) -> "subprocess.CompletedProcess[str]":
     words = [sys.executable, *launcher, "-m", "megatron_ladder.lm_eval", "--model", "megatron_ladder"]
     words += ["--model_args", arguments, "--tasks", "choices", "--include_path", str(folder / "tasks"), *more]
-    environment = {**clean_environment(), "PYTHONPATH": str(REPOSITORY_ROOT), "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(words, capture_output=True, text=True, env=environment, timeout=patient(300), check=False)
+    return run_command(words, 300, {"PYTHONPATH": str(REPOSITORY_ROOT), "HF_HUB_OFFLINE": "1"})
 
 
 @pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")])

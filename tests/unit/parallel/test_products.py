@@ -50,28 +50,17 @@ class DoublingGroup(CommGroup):
 
 @pytest.mark.parametrize("summed", [False, True], ids=["autograd", "summed elsewhere"])
 def test_the_sum_starts_between_the_two_products(summed: bool) -> None:
-    events: list[str] = []
+    events, found = list[str](), list[Tensor]()
     group = DoublingGroup(events)
     input_gradient = InputGradient(StreamLayout(group).start_write, PartialGradients(PartialSums(group)))
-    x, weight = torch.randn(3, 2, 4, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
-    bias = torch.randn(5, dtype=torch.float64)
-    own_x, own_weight, own_bias = (tensor.clone().requires_grad_() for tensor in (x, weight, bias))
-    for tensor in (x, weight, bias):
-        tensor.requires_grad_()
+    x, weight = (torch.randn(shape, requires_grad=True) for shape in ((3, 2, 4), (5, 4)))
     if summed:
         setattr(weight, SUM, lambda a, b: found.append(a @ b))
-    found: list[Tensor | None] = []
-    output = linear(x, weight, bias, input_gradient)
-    gradient = torch.randn_like(output)
-    torch.nn.functional.linear(own_x, own_weight, own_bias).backward(gradient)
+    output = linear(x, weight, None, input_gradient)
     with Calls(lambda function, _: "mm" in str(function) and events.append("product")):
-        output.backward(gradient)
+        output.backward(torch.randn_like(output))
     assert events == ["product", "start", "product"]
-    assert x.grad is None and own_x.grad is not None
-    torch.testing.assert_close(input_gradient.wait(), 2 * own_x.grad, rtol=1e-12, atol=0)
-    assert (weight.grad is None) == summed
-    (weight_gradient,) = found or [weight.grad]
-    torch.testing.assert_close((weight_gradient, bias.grad), (own_weight.grad, own_bias.grad), rtol=1e-12, atol=1e-14)
+    assert x.grad is None and (weight.grad is None) == summed == (len(found) == 1)
 
 
 def test_input_that_is_not_kept_comes_from_the_walk() -> None:

@@ -55,6 +55,7 @@ def test_gains_of_training_with_bounded_collectives(wiring: str, gain: float) ->
 @pytest.mark.parametrize("interval", [2, 4])
 def test_desync_exposes_one_reduce_per_interval_in_each_pass(interval: int) -> None:
     standard = times_of(factor=3.0)
+    assert standard.reduce_seconds == 3 * times_of().reduce_seconds
     model = NAMED_WIRINGS[f"desync-{interval}x"].of(LLAMA, 8)
     compute, total = replace(standard, model=model).passes(range(32))
     assert compute == pytest.approx(standard.passes(range(32))[0])
