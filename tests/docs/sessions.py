@@ -185,7 +185,8 @@ def missing_line(shown: str, printed: str) -> str | None:
 def _run(folder: Path, text: str, place: str = "preparing", language: str = "bash") -> str:
     """Run commands until one fails, and return their output, stderr last."""
     argv = [sys.executable, "-c", text] if language == "python" else _shell(text)
-    done = run_command(argv, TIMEOUT, _environment(), folder)
+    environment = {"HF_HUB_OFFLINE": "1", "TORCH_EXTENSIONS_DIR": os.environ["TORCH_EXTENSIONS_DIR"]}
+    done = run_command(argv, TIMEOUT, environment, folder)
     assert done.returncode == 0, f"{place}: exit code {done.returncode} of\n{text}\n{done.stdout}{done.stderr}"
     return done.stdout + done.stderr
 
@@ -203,7 +204,3 @@ def _shell(text: str) -> list[str]:
         f'torchrun() {{ command torchrun --master-port {port} "$@"; }}\n'
     )
     return ["bash", "-c", f'{before}{text}\nexport -p > "$exported"']
-
-
-def _environment() -> dict[str, str]:
-    return {"HF_HUB_OFFLINE": "1", "TORCH_EXTENSIONS_DIR": os.environ["TORCH_EXTENSIONS_DIR"]}

@@ -38,12 +38,6 @@ def test_parameters_are_those_of_transformers(family: Family, model: ModelConfig
     assert count.layers == layers
 
 
-def test_a_parallel_layer_has_one_norm_less() -> None:
-    for mode, layers, saved in (("ladder", (1, 2), 0), ("parallel", (), 3), ("ladder-parallel", (2,), 3)):
-        count = parameter_count(replace(SMALL, residual_mode=mode, ladder_layers=layers))
-        assert parameter_count(SMALL).total - count.total == saved * SMALL.hidden_size
-
-
 @pytest.mark.parametrize(
     ("layers", "hidden", "heads", "ffn", "published", "published_untied"),
     [

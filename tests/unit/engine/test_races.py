@@ -112,9 +112,8 @@ def test_steps_neither_race_nor_break_a_capture(
     assert not any(type(one) is ForwardRecord for one in gc.get_objects()), "backward is never freed"
 
 
-class Unwaited(InFlight):
-    def wait(self) -> torch.Tensor:
-        return self.partial
+def without_wait(partial: torch.Tensor, *_: object) -> InFlight:
+    return InFlight(partial, None)
 
 
 def run_at_once(queue: CudaSideQueue, chain: Callable[[], Any], uses: object) -> Any:
@@ -152,11 +151,11 @@ FAULTS: dict[str, tuple[object, str, object, str]] = {
     "a sum on the side holds no tensor": (stream, "InFlight", lambda *sums: InFlight(*sums[:2]), "reuse of memory"),
     "sums are read in flight": (InFlight, "wait", lambda sums: sums.partial, "reads before"),
     "weights are read while they are gathered": (ShardedOptimizer, "_wait_for", lambda *_: None, "reads before"),
-    "gradients are updated while they are reduced": (sharded, "InFlight", Unwaited, "mul_ writes before"),
+    "gradients are updated while they are reduced": (sharded, "InFlight", without_wait, "mul_ writes before"),
     "the host reads a norm": (RMSNorm, "forward", read, "host takes part in a capture: _local_scalar_dense"),
     "a chain runs on a stream that is not captured": (CudaSideQueue, "run", run_at_once, "outside of the capture"),
     "gathers before a capture": (ShardedOptimizer, "gather_late", lambda _: None, "across the border of a capture"),
-    "reduces go on after a capture": (sharded, "InFlight", Unwaited, "not joined at the end of a capture"),
+    "reduces go on after a capture": (sharded, "InFlight", without_wait, "not joined at the end of a capture"),
     "autograd nodes live on": (LanguageModel, "forward", keep, "across the border of a capture"),
     "captured sums are replaced": (LanguageModel, "take_extra_losses", swap_losses, "memory that was freed"),
 }

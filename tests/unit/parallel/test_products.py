@@ -2,6 +2,7 @@
 
 import functools
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,21 +32,11 @@ class DoublingGroup(CommGroup):
         self.events = events
 
     def all_reduce(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        work = self.start_all_reduce(tensor)
-        assert work is not None
-        work.wait()
-        return tensor
+        return InFlight(tensor, self.start_all_reduce(tensor)).wait()
 
     def start_all_reduce(self, tensor: Tensor) -> Work | None:
         self.events.append("start")
-        events = self.events
-
-        class Doubling:
-            def wait(self) -> None:
-                events.append("wait")
-                tensor.mul_(2)
-
-        return Doubling()
+        return Mock(wait=lambda: (self.events.append("wait"), tensor.mul_(2)))
 
 
 @pytest.mark.parametrize("summed", [False, True], ids=["autograd", "summed elsewhere"])
