@@ -35,7 +35,7 @@ def read_command(words: Sequence[str]) -> list[str] | None:
     if program in ("bash", "sbatch", "source") and rest and (rest[0].startswith(("examples/", "tests/"))):
         return _read_script(rest)
     if program.startswith("megatron-ladder-"):
-        return _read_program(_script_of(program.removeprefix("megatron-ladder-")), rest, 1)
+        return _read_program(script_of(program.removeprefix("megatron-ladder-").replace("-", "_")), rest, 1)
     return None
 
 
@@ -45,10 +45,6 @@ def _read_python(words: Sequence[str], processes: int | None) -> list[str] | Non
     if words[0] in PROGRAM_OF:
         return _read_program(words[0], words[1:], processes)
     return _read_script(words)
-
-
-def _script_of(name: str) -> str:
-    return script_of(name.replace("-", "_"))
 
 
 def _read_launch(launcher: str, words: Sequence[str]) -> list[str] | None:

@@ -19,8 +19,6 @@ MODEL = (
     "--lr 1e-3 --data-path corpus_text_document --split 9,1,0 --eval-iters 1 "
     "--tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model"
 )
-
-
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 
 

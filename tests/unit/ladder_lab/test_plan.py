@@ -1,7 +1,6 @@
 """tools/plan.py as a command: without torch, fast, and with all errors reported."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 from ladder_lab.cost.machines import PRESETS
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
 from tests.helpers.commands import REPOSITORY_ROOT as ROOT
+from tests.helpers.commands import run_command
 from tests.helpers.runs import errors_of
 from tools.plan import main
 
@@ -18,13 +18,7 @@ def test_a_thousand_gpus_without_torch(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     script = "import sys; from plan import main; main(sys.argv[1:]); print('torch' in sys.modules, file=sys.stderr)"
     arguments = "--model llama-70b --gpus 1024 --global-batch-size 1024 --json".split()
-    done = subprocess.run(
-        [sys.executable, "-c", script, *arguments, str(out)],
-        cwd=ROOT / "tools",
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_command([sys.executable, "-c", script, *arguments, str(out)], 60, cwd=ROOT / "tools")
     assert done.stderr == "False\n"
     report = json.loads(out.read_text())
     assert len(report["layouts"]) > 100

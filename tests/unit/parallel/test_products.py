@@ -12,7 +12,7 @@ from megatron_ladder.comm.group import CommGroup, Work
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.side_queue import CudaSideQueue
-from megatron_ladder.comm.stream import StreamLayout
+from megatron_ladder.comm.stream import StreamLayout, copy_to_tensor_parallel_region, sum_gradient_rows
 from megatron_ladder.engine import sharded
 from megatron_ladder.engine.sharded import ShardedOptimizer
 from megatron_ladder.model.language_model import LanguageModel
@@ -98,6 +98,18 @@ def test_gradients_arrive_on_the_stream_of_the_computation(monkeypatch: pytest.M
     CudaSideQueue(torch.device("cuda")).run(chain, uses=None)
     # The backward of an operation runs on the stream of its forward.
     assert streams == [device.compute]
+
+
+def test_sums_of_gradients_leave_the_incoming_gradient_unchanged() -> None:
+    group = DoublingGroup([])
+    for enter, expected in (
+        (lambda x: sum_gradient_rows(x, 1, 3, group), [1, 2, 2, 1]),
+        (lambda x: copy_to_tensor_parallel_region(x, group), [2, 2, 2, 2]),
+    ):
+        leaf, gradient = torch.zeros(4, 1, requires_grad=True), torch.ones(4, 1)
+        enter(leaf).backward(gradient)
+        assert leaf.grad is not None and leaf.grad.flatten().tolist() == expected
+        assert gradient.flatten().tolist() == [1, 1, 1, 1]
 
 
 def test_a_new_step_forgets_the_parts_of_a_pass_that_failed() -> None:

@@ -7,8 +7,6 @@ import pytest
 from ladder_lab.cost.machines import PRESETS, Machine
 
 KILOBYTE, MEGABYTE, GIGABYTE = 2**10, 2**20, 10**9
-
-
 H100 = Machine.usual("h100")
 
 

@@ -31,8 +31,6 @@ from tests.helpers.sharded import small_model
 SMALL = small_model(num_layers=3, hidden_size=128, ffn_hidden_size=352, head_dim=32, vocab_size=384)
 TOLERANCE = 0.03
 """Rotary tables, root mean squares and the softmax's sums are not counted."""
-
-
 FUSED = with_norm(OPERATIONS.norm)
 """The norm of CUDA, without numbers."""
 
