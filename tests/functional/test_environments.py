@@ -18,14 +18,17 @@ from tests.helpers.tokens import write_tokens
 from tests.unit.generate.tiny_model import write_checkpoint
 
 GPU_MINUTES = 15
-TRAINING = "--num-layers 1 --hidden-size 16 --num-attention-heads 1 --seq-length 8 --train-iters 1 --lr 1 --split 1"
+TRAINING = (
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 1 --seq-length 8 --train-iters 1 --lr 1 --split 1 "
+    "--micro-batch-size 1 --vocab-size 101 --data-path {0}/tokens"
+)
 
 
 @pytest.mark.parametrize(
     ("program", "words"),
     [
-        ("pretrain", f"{TRAINING} --micro-batch-size 1 --vocab-size 101 --data-path tokens"),
-        ("generate", "--model model --tokens 1,2"),
+        ("pretrain", TRAINING),
+        ("generate", "--model {0}/model --tokens 1,2"),
         ("throughput", "--size 1x16x48x1x1x101 --sequence 8 --backend none"),
     ],
 )
@@ -37,9 +40,8 @@ def test_programs_name_gpus_that_torch_cannot_use(
     write_nvidia_smi(tmp_path, gpus=8, driver="550.54.15")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    places = {"model": tmp_path / "model", "tokens": tmp_path / "tokens"}
     with pytest.raises(UserError) as raised:
-        load_program(program).main([str(places.get(word, word)) for word in words.split()])
+        load_program(program).main(words.format(tmp_path).split())
     (error,) = raised.value.messages
     assert error.startswith("nvidia-smi lists 8 GPUs with driver 550.54.15, but torch ")
 

@@ -49,7 +49,7 @@ def test_finished_tasks_are_skipped_and_settings_kept_apart(tmp_path: Path, monk
 
     def lm_eval(command: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
         calls.append(command)
-        assert env["PYTHONPATH"].split(os.pathsep)[0] == str(REPOSITORY_ROOT)
+        assert env["PYTHONPATH"].split(os.pathsep) == [str(REPOSITORY_ROOT), "own"]
         task, output = (command[command.index(flag) + 1] for flag in ("--tasks", "--output_path"))
         if task not in failing:
             path = Path(output) / "model__name" / "results_2026-01-01T00-00-00.000000.json"
@@ -63,6 +63,7 @@ def test_finished_tasks_are_skipped_and_settings_kept_apart(tmp_path: Path, monk
         main([*flags, *words])
         return (tmp_path / "out" / "table.md").read_text()
 
+    monkeypatch.setenv("PYTHONPATH", "own")
     monkeypatch.setattr(subprocess, "run", lm_eval)
     monkeypatch.setitem(sys.modules, "lm_eval", mock.Mock(__spec__="installed"))
     with pytest.raises(UserError, match="1.2b-ladder PIQA: lm_eval exited with code 3 and left no result"):
@@ -76,6 +77,7 @@ def test_finished_tasks_are_skipped_and_settings_kept_apart(tmp_path: Path, monk
     text = run("--limit", "8", "--tasks", "piqa", "--chat-template")
     (call,) = calls
     assert call[call.index("--limit") + 1] == "8" and "--apply_chat_template" in call
+    assert call[-1].endswith("/piqa_0-shot_chat_limit-8")
     assert "Only 8 samples of each task: not an estimate." in text and "with the chat template" in text
     assert "\n| 1.2b-ladder |  |  |  | 70.00 |  |  |  |  |\n" in text
 

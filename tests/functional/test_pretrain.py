@@ -28,15 +28,17 @@ def tokens(tmp_path: Path) -> Path:
     return write_tokens(tmp_path / "tokens", VOCABULARY)
 
 
-def deepspeed(processes: int) -> list[str]:
-    return ["deepspeed", "--num_gpus", str(processes), "--master_port", str(free_port()), "pretrain_ladder.py"]
+LAUNCHERS = {
+    "deepspeed": "deepspeed --num_gpus 2 --master_port",
+    "torchrun": "torchrun --nproc-per-node 2 --master-port",
+}
 
 
-def torchrun(processes: int) -> list[str]:
-    return ["torchrun", "--nproc-per-node", str(processes), "--master-port", str(free_port()), "pretrain_ladder.py"]
+def launch(launcher: str) -> list[str]:
+    """Return the words that start two processes."""
+    return [*LAUNCHERS[launcher].split(), str(free_port()), "pretrain_ladder.py"]
 
 
-LAUNCHERS = {"deepspeed": deepspeed, "torchrun": torchrun}
 START = 240
 """Time limit for launchers and processes to start, also on a busy machine."""
 
@@ -67,11 +69,11 @@ def test_a_resumed_run_equals_an_uninterrupted_run_bitwise(tokens: Path, tmp_pat
         *f"--data-path {tokens} --split 1 --train-iters 8 --tensor-model-parallel-size 2".split(),
     ]
     saves = ["--save", tmp_path / "a", "--save-interval", "4", "--async-save"]
-    whole = run_command([*deepspeed(2), *argv, *saves], timeout=120)
+    whole = run_command([*launch("deepspeed"), *argv, *saves], timeout=120)
     assert whole.returncode == 0, whole.stdout + whole.stderr
     config = tmp_path / "a" / "config.yaml"
     part = run_command(
-        [*torchrun(2), "--config", config, "--load", tmp_path / "a" / "iter_0000004", "--save", tmp_path / "b"],
+        [*launch("torchrun"), "--config", config, "--load", tmp_path / "a" / "iter_0000004", "--save", tmp_path / "b"],
         timeout=120,
     )
     assert part.returncode == 0, part.stdout + part.stderr
@@ -120,7 +122,7 @@ def loop(launcher: str, flags: list[str | Path], folder: Path) -> list[str]:
     page = (REPOSITORY_ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
     (script,) = re.findall(r"```bash\n(dir=.*?)```", page, re.DOTALL)
     words = " ".join(map(str, [*RECIPE, "--split", "1", *flags]))
-    command = " ".join([*LAUNCHERS[launcher](2), words])
+    command = " ".join([*launch(launcher), words])
     changed = script.replace("deepspeed --quiet --num_gpus 8 pretrain_ladder.py ...", command)
     changed = changed.replace("dir=checkpoints", f"dir={folder}").replace("10 * attempt", "0")
     assert command in changed and str(folder) in changed

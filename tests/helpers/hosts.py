@@ -17,6 +17,7 @@ from tests.helpers.patience import patient
 
 LIFETIME = 600
 """Seconds after which a host ends if the test does not end it."""
+_NEEDS_USER_NAMESPACE = os.geteuid() != 0
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Host:
 
     def enter(self, argv: Sequence[str | Path]) -> list[str]:
         """Return the command that runs `argv` on this host."""
-        namespaces = ["--user", "--preserve-credentials"] if _needs_user_namespace() else []
+        namespaces = ["--user", "--preserve-credentials"] if _NEEDS_USER_NAMESPACE else []
         return ["nsenter", "--target", str(self.pid), *namespaces, "--net", "--uts", "--", *map(str, argv)]
 
     def run(self, *argv: str) -> None:
@@ -52,10 +53,6 @@ class Host:
                     os.kill(int(process.name), signal.SIGKILL)
 
 
-def _needs_user_namespace() -> bool:
-    return os.geteuid() != 0
-
-
 @contextlib.contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
     """Create `node-a` at 10.77.0.1 and `node-b` at 10.77.0.2, joined by a cable; their processes end with the block.
@@ -68,8 +65,7 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
     try:
         for number, name in enumerate(("node-a", "node-b"), start=1):
             if not hosts:
-                own = ["--user", "--map-root-user"] if _needs_user_namespace() else []
-                command = ["unshare", *own]
+                command = ["unshare", *(["--user", "--map-root-user"] if _NEEDS_USER_NAMESPACE else [])]
             else:
                 # Both are in the first one's user namespace, so that a cable may join them.
                 command = [*hosts[0].enter(()), "unshare"]

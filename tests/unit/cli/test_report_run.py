@@ -51,19 +51,18 @@ def test_goodput_counts_steps_that_were_kept() -> None:
     assert "4 -> 10: SIGTERM (exit code 0)" in report
 
 
-def test_a_start_that_failed_early_leaves_the_end_of_the_run_before() -> None:
-    failed = event(60, "stop", reason="UserError", code=2)
-    assert "4 -> 10: SIGTERM (exit code 0)" in _describe([*EVENTS, failed], _summarize([*EVENTS, failed]))
-
-
-def test_an_evaluation_of_an_older_checkpoint_loses_no_steps() -> None:
-    looked = [
+def test_later_starts_that_did_not_train_change_nothing() -> None:
+    """A start that failed early, and an evaluation of an older checkpoint."""
+    later = [
+        *EVENTS,
+        event(55, "stop", reason="UserError", code=2),
         event(60, "start", iteration=4, reason="evaluates"),
         event(61, "evaluation", iteration=4, loss=2.0),
         event(62, "stop", reason="evaluated", code=0),
     ]
-    summary = _summarize([*EVENTS, *looked])
+    summary = _summarize(later)
     assert (summary.steps, summary.lost_steps, summary.interruptions) == (10, 4, 1)
+    assert "4 -> 10: SIGTERM (exit code 0)" in _describe(later, summary)
 
 
 def test_the_program_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

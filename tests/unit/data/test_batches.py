@@ -28,12 +28,12 @@ def rows_with_ends(seed: int, count: int = 6, length: int = 15) -> SampleRows:
 @pytest.mark.parametrize("marked", [False, True])
 def test_documents_match_megatron(positions: bool, attention: bool, loss: bool, marked: bool) -> None:
     """Data may mark the beginnings of documents, which override end tokens, and labels that count."""
-    rows, counted = rows_with_ends(1), torch.ones(15)
+    rows, counted = rows_with_ends(1), torch.ones(2, 15)
     begins = np.random.default_rng(3).random(rows.tokens.shape) < 0.3
     if marked:
         rows = rows._replace(begins=begins, loss_mask=np.tile(np.arange(16) % 2, (6, 1)).astype(np.uint8))
         # The label of place t is token t + 1.
-        counted = ((torch.arange(15) + 1) % 2).float()
+        counted *= (torch.arange(15) + 1) % 2
     batches = make_micro_batches(rows, DocumentRules(EOD, positions, attention, loss), 2)
     assert len(batches) == 3
     for number, batch in enumerate(batches):
@@ -42,21 +42,17 @@ def test_documents_match_megatron(positions: bool, attention: bool, loss: bool, 
         assert torch.equal(batch.tokens, both[:, :-1]) and torch.equal(batch.labels, both[:, 1:])
         begun = begins[chosen, :-1].tolist() if marked else begins_after(batch.tokens, EOD)
         expected = sight_of(begun, positions, attention)
-        if positions:
-            assert batch.positions is not None and torch.equal(batch.positions, expected.positions)
-        else:
-            assert batch.positions is None
-        if attention:
-            assert batch.document_bounds is not None and batch.document_bounds.dtype == torch.int32
-            assert {0, 15, 30} <= set(batch.document_bounds.tolist())
-            assert torch.equal(seen(batch.document_bounds, 2, 15), expected.visible)
-        else:
-            assert batch.document_bounds is None
-        if loss or marked:
-            expected_mask = counted * loss_mask_of(batch.tokens, EOD) if loss else counted.expand(2, 15)
-            assert batch.loss_mask is not None and torch.equal(batch.loss_mask, expected_mask)
-        else:
-            assert batch.loss_mask is None
+        assert same(batch.positions, expected.positions if positions else None)
+        assert same(batch.loss_mask, counted * loss_mask_of(batch.tokens, EOD) if loss else counted if marked else None)
+        bounds = batch.document_bounds
+        assert (bounds is not None) == attention
+        if bounds is not None:
+            assert bounds.dtype == torch.int32 and {0, 15, 30} <= set(bounds.tolist())
+            assert torch.equal(seen(bounds, 2, 15), expected.visible)
+
+
+def same(found: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
+    return found is expected if found is None or expected is None else torch.equal(found, expected)
 
 
 def seen(bounds: torch.Tensor, rows: int, length: int) -> torch.Tensor:

@@ -20,12 +20,6 @@ from tests.helpers.operations import Operations
 from tests.helpers.tokens import write_lines
 
 
-def texts_of(inputs: list[Path | str], first: int = 0) -> list[list[str]]:
-    """Return the texts of each shard."""
-    shards, _ = find_input(list(map(str, inputs)), "text")
-    return [[text for block in shard.blocks(first) for text in texts_in(block)] for shard in shards]
-
-
 def texts_in(block: Block) -> list[str]:
     return [text for (text,) in block.read().records]
 
@@ -38,50 +32,39 @@ def test_shards_contain_every_line_once(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(streaming, "_MIN_BYTES", least)
     path = write_lines(tmp_path / "a.jsonl", TEXTS)
     path.write_bytes(path.read_bytes().removesuffix(b"\n"))
-    parts = texts_of([path])
-    assert [text for part in parts for text in part] == TEXTS
+    shards, _ = find_input([str(path)], "text")
+    assert [text for shard in shards for block in shard.blocks() for text in texts_in(block)] == TEXTS
     wanted = min(path.stat().st_size / least, streaming._ENOUGH_SHARDS)
-    assert wanted / 1.1 <= len(parts) <= wanted + 2
-
-
-def test_every_format(tmp_path: Path) -> None:
-    table = pyarrow.table({"text": TEXTS[:100]})
-    pyarrow.parquet.write_table(table, tmp_path / "b.parquet", row_group_size=30)
-    write_lines(tmp_path / "c.jsonl.gz", TEXTS[100:200])
-    (tmp_path / "d.txt").write_text("a\nb")
-    hub = tmp_path / "hub"
-    hub.mkdir()
-    for number in range(3):
-        write_lines(hub / f"{number}.jsonl", TEXTS[200 + 10 * number : 210 + 10 * number])
-    found = texts_of([str(tmp_path / "b.par*"), tmp_path / "c.jsonl.gz", tmp_path / "d.txt", f"hf://{hub}"])
-    assert [len(part) for part in found] == [30, 30, 30, 10, 100, 1, 10, 10, 10]
-    assert [text for part in found for text in part] == [*TEXTS[:200], "a\nb", *TEXTS[200:230]]
-    assert all(list(shard.blocks(1)) == [] for shard in find_input([str(tmp_path / "b.parquet")], "text")[0])
-    names = find_input([str(tmp_path / "b.parquet"), f"hf://{hub}"], "text")[1].shards
-    assert len(set(names)) == len(names) and not any(str(tmp_path) in name for name in names[:4])
+    assert wanted / 1.1 <= len(shards) <= wanted + 2
 
 
 def test_one_rank_looks_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pickled input is enough to read every shard, without another look at a directory or question to the hub."""
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS[:100]}), tmp_path / "a.parquet", row_group_size=30)
+    write_lines(tmp_path / "b.jsonl", TEXTS[:10])
+    write_lines(tmp_path / "c.jsonl.gz", TEXTS[:100])
+    (tmp_path / "d.txt").write_text("a\nb")
     (tmp_path / "hub").mkdir()
     for number in range(3):
         path = tmp_path / "hub" / f"{number}.parquet"
-        pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS[:300]}), path, row_group_size=100)
-    for name in ("a.jsonl", "b.jsonl.gz", "c.txt"):
-        write_lines(tmp_path / name, TEXTS[:10])
+        pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS[number:300]}), path, row_group_size=100)
     asked = [mock.Mock(wraps=asks) for asks in (datasets.load_dataset, datasets.load_dataset_builder)]
     monkeypatch.setattr(datasets, "load_dataset", asked[0])
     monkeypatch.setattr(datasets, "load_dataset_builder", asked[1])
-    words = [f"hf://{tmp_path}/hub", *(f"{tmp_path}/{name}" for name in ("a.jsonl", "b.jsonl.gz", "c.txt"))]
+    words = [f"{tmp_path}/{name}" for name in ("a.par*", "b.jsonl", "c.jsonl.gz", "d.txt")] + [f"hf://{tmp_path}/hub"]
     found, first = find_input(words, "text")
     before_a_process_group, in_one = msgspec.json.encode(first), pickle.dumps(found)
     operations = Operations(tmp_path, monkeypatch)
     shards = pickle.loads(in_one)
     assert msgspec.json.decode(before_a_process_group, type=StreamInput) == first
     assert not operations.of_thread
-    assert tuple(shard.label for shard in shards) == first.shards
-    blocks = [[texts_in(block) for block in shard.blocks(number)] for shard in shards for number in (0, 1)]
-    assert blocks[:6] == [[TEXTS[:256], TEXTS[256:300]], [TEXTS[256:300]]] * 3
+    assert tuple(shard.label for shard in shards) == first.shards and len(set(first.shards)) == 10
+    assert not any(str(tmp_path) in name for name in first.shards[:7])
+    local = [*(TEXTS[begin : min(begin + 30, 100)] for begin in range(0, 100, 30)), TEXTS[:10], TEXTS[:100], ["a\nb"]]
+    hub = [[TEXTS[number : number + 256], TEXTS[number + 256 : 300]] for number in range(3)]
+    blocks = [[texts_in(block) for block in shard.blocks()] for shard in shards]
+    assert blocks == [*([texts] for texts in local), *hub]
+    assert [[texts_in(block) for block in shard.blocks(1)] for shard in shards] == [whole[1:] for whole in blocks]
     assert [asks.call_count for asks in asked] == [1, 1]
     assert find_input(words, "text")[1] == first
 
