@@ -14,20 +14,20 @@ from megatron_ladder.checkpoint.publish import (
 from megatron_ladder.comm.group import CommGroup
 from tests.unit.checkpoint.tiny_training import TinyState, holds, names, save_at_once, save_of_ranks
 
-RETAINED = [
-    (Retention(), [50, 100, 150, 200]),
-    (Retention(keep_last=2), [150, 200]),
-    (Retention(keep_last=2, interval=100), [100, 150, 200]),
-    (Retention(keep_last=1, protected=Path("iter_0000050")), [50, 200]),
-]
 
-
-@pytest.mark.parametrize(("retention", "kept"), RETAINED)
-def test_retention(tmp_path: Path, retention: Retention, kept: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("retention", "kept"),
+    [
+        (Retention(), [50, 100, 150, 200]),
+        (Retention(keep_last=2), [150, 200]),
+        (Retention(keep_last=2, interval=100), [100, 150, 200]),
+        (Retention(keep_last=1, protected=Path("iter_0000050")), [50, 200]),
+    ],
+)
+def test_retention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, retention: Retention, kept: list[int]) -> None:
+    monkeypatch.chdir(tmp_path)
     for iteration in (50, 100, 150):
         save_at_once(tmp_path, iteration, TinyState(1), CommGroup.alone())
-    protected = None if retention.protected is None else tmp_path / retention.protected
-    retention = Retention(retention.keep_last, retention.interval, protected)
     outcome = save_at_once(tmp_path, 200, TinyState(2), CommGroup.alone(), retention=retention)
     assert names(tmp_path) == [*(f"iter_{iteration:07d}" for iteration in kept), "latest"]
     assert list(outcome.removed) == [f"iter_{i:07d}" for i in (50, 100, 150) if i not in kept]

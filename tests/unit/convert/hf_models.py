@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -45,3 +46,8 @@ def opened(folder: Path) -> Any:
     module, report = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return module.eval()
+
+
+def some_tokens(*shape: int) -> Tensor:
+    """Return tokens of which none is 0, the padding."""
+    return torch.randint(1, VOCAB, shape, generator=torch.Generator().manual_seed(1))

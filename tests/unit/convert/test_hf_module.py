@@ -19,17 +19,13 @@ from megatron_ladder.convert.hf_module.modeling_megatron_ladder import MegatronL
 from megatron_ladder.convert.small_files import hf_config, hf_type, module_files
 from tests.helpers.commands import REPOSITORY_ROOT
 from tests.reference import ReferenceConfig, reference_logits
-from tests.unit.convert.hf_models import BIASES, EXPERTS, GLM, VOCAB, opened, tiny_config
+from tests.unit.convert.hf_models import BIASES, EXPERTS, GLM, VOCAB, opened, some_tokens, tiny_config
 from tests.unit.convert.saved_models import assert_equal_bits, convert, export, tensors_of
 from tests.unit.convert.test_remote_code import LLAMA3
 
 ROPE = LLAMA3 | {"rope_original_max_position_embeddings": 16}
 HYBRID = {"residual_mode": "ladder", "ladder_layers": (1, 2, 4)}
 UPPER = {"moe_layers": (1, 2, 3, 4, 5)}
-
-
-def random_tokens(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
@@ -64,7 +60,7 @@ def test_exported_directories_match_the_reference_and_can_be_imported(
 ) -> None:
     config = tiny_config(**changes)
     folder, weights = export(tmp_path, config, "--verify")
-    module, tokens = opened(folder), random_tokens(2, 40)
+    module, tokens = opened(folder), some_tokens(2, 40)
     written = json.loads((folder / "config.json").read_text())
     assert module.config.model_type == written["model_type"] == hf_type(config) == model_type
     # As in constraints.txt, with which the tests run.
@@ -87,7 +83,7 @@ def test_exported_directories_match_the_reference_and_can_be_imported(
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_larger_or_another_head_keeps_its_weights_and_the_bound_of_the_logits(tmp_path: Path, tied: bool) -> None:
-    config, tokens = tiny_config(logit_soft_cap=0.5, tie_embeddings=tied), random_tokens(1, 8)
+    config, tokens = tiny_config(logit_soft_cap=0.5, tie_embeddings=tied), some_tokens(1, 8)
     module = opened(export(tmp_path, config)[0])
     with torch.no_grad():
         before = module(tokens).logits
@@ -104,7 +100,7 @@ def test_a_larger_or_another_head_keeps_its_weights_and_the_bound_of_the_logits(
 
 
 def test_the_first_layers_are_a_shorter_model(tmp_path: Path) -> None:
-    module, prompt = opened(export(tmp_path, tiny_config(**HYBRID))[0]), random_tokens(1, 8)
+    module, prompt = opened(export(tmp_path, tiny_config(**HYBRID))[0]), some_tokens(1, 8)
     written = hf_config(tiny_config(**HYBRID | {"num_layers": 2, "ladder_layers": (1,)}), dtype="float32")
     shorter = MegatronLadderForCausalLM(MegatronLadderConfig(**written)).eval()
     shorter.load_state_dict(module.state_dict(), strict=False)
@@ -116,7 +112,7 @@ def test_the_first_layers_are_a_shorter_model(tmp_path: Path) -> None:
 
 
 def test_a_classifier_reads_the_last_token(tmp_path: Path) -> None:
-    folder, tokens = export(tmp_path, tiny_config(**HYBRID))[0], random_tokens(1, 8)
+    folder, tokens = export(tmp_path, tiny_config(**HYBRID))[0], some_tokens(1, 8)
     module = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True, num_labels=3).eval()
     with torch.no_grad():
         last = opened(folder).model(tokens).last_hidden_state[:, -1]

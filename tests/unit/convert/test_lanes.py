@@ -19,7 +19,7 @@ from megatron_ladder.convert.small_files import hf_config, hf_type, module_files
 from tests.helpers.hugging_face import module_tensors
 from tests.helpers.runs import errors_of
 from tests.reference import ReferenceConfig, make_weights, reference_logits
-from tests.unit.convert.hf_models import BIASES, EXPERTS, GLM, VOCAB, tiny_config
+from tests.unit.convert.hf_models import BIASES, EXPERTS, GLM, some_tokens, tiny_config
 
 ALL = tuple(range(6))
 FOUR = {"lanes": 4, "num_key_value_heads": 4}
@@ -118,10 +118,6 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> Build:
         return module, weights
 
     return build
-
-
-def some_tokens(*shape: int) -> Tensor:
-    return torch.randint(1, VOCAB, shape, generator=torch.Generator().manual_seed(1))
 
 
 def gradients_of(module: MegatronLadderForCausalLM, tokens: Tensor) -> dict[str, Tensor]:

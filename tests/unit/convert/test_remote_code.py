@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ladder.blueprint.model import ModelConfig
+from ladder_lab.bench.sizes import SIZES
 from megatron_ladder.checkpoint.hf_config import model_config_from_hf
 from megatron_ladder.convert.small_files import imported_card
 from tests.helpers.commands import run_command
@@ -48,17 +48,7 @@ LLAMA31 = {
     },
 }
 """Configuration of Llama-3.1-8B, written by transformers 4."""
-OURS = ModelConfig(
-    num_layers=32,
-    hidden_size=4096,
-    ffn_hidden_size=14336,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    vocab_size=128256,
-    max_position_embeddings=131072,
-    **LLAMA3,
-)
+OURS = replace(SIZES["llama-8b"], max_position_embeddings=131072, **LLAMA3)
 
 
 def test_the_card_of_an_import_names_the_repository_of_a_cached_model(tmp_path: Path) -> None:
