@@ -145,19 +145,15 @@ def test_a_checkpoint_that_one_rank_cannot_open_is_skipped_by_all(
     """For example a directory on a local disk of another host, or a stale file handle."""
     for iteration in (100, 200):
         save_of_ranks(tmp_path, iteration, iteration)
-    real, seeing = Checkpoint.open_unchecked, threading.local()
+    real = Checkpoint.open_unchecked
 
     def see(path: Path) -> Checkpoint:
-        if getattr(seeing, "rank", 0) == 1 and path.name >= unseen:
+        if threading.current_thread().name == "rank 1" and path.name >= unseen:
             raise OSError(116, "Stale file handle") if stale else UserError(f"{path}: cannot be read: gone")
         return real(path)
 
-    def load_of_rank(world: CommGroup) -> tuple[str, list[str]]:
-        seeing.rank = world.rank
-        return load(tmp_path, world, TinyState(3, world.rank, 2))
-
     monkeypatch.setattr(Checkpoint, "open_unchecked", see)
-    one, other = on_ranks(2, load_of_rank)
+    one, other = on_ranks(2, lambda world: load(tmp_path, world, TinyState(3, world.rank, 2)))
     reason = f"{tmp_path / 'iter_0000200'}: cannot be read: {'Stale file handle' if stale else 'gone'} (on rank 1)"
     if unseen == "iter_0000200":
         assert one == other == ("iter_0000100", [reason])

@@ -101,17 +101,13 @@ LLAMA3 = LLAMA31["rope_scaling"] | {"rope_theta": 5e5, "original_max_position_em
     ],
 )
 def test_logits_match_transformers(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
-    hf, ours, back = tmp_path / "hf", tmp_path / "ours", tmp_path / "back"
+    hf, ours = tmp_path / "hf", tmp_path / "ours"
     reference = save_model(hf, kind, **changes)
     convert("import", "--hf", hf, "--save", ours)
     tokens = torch.randint(0, 301, (2, 48))
     with torch.no_grad():
         expected = reference(tokens).logits
     assert (our_logits(ours, tokens) - expected).abs().max() <= 1e-5 * expected.abs().max()
-    convert("export", "--load", ours, "--hf", back)
-    again = type(reference).from_pretrained(back, experts_implementation="eager").eval()
-    with torch.no_grad():
-        assert (again(tokens).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def test_verify_compares_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

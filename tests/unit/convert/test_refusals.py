@@ -87,7 +87,7 @@ def reshaped(name: str, shape: list[int]) -> bytes:
 
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 3, "num_experts_per_tok": 2}
 EXPERTS = [{f"block_sparse_moe.experts.{one}.w2.weight": [8, 12 - one] for one in range(4)}]
-EXPERTS += [{f"mlp.experts.{name}_proj": [2, 24, 8] for name in ("gate_up", "down")}]
+EXPERTS += [{"mlp.experts.gate_up_proj": [2, 24, 8], "mlp.experts.down_proj": [4, 8, 12]}]
 WRONG, STACKED = (zeros(SHAPES | {f"model.layers.0.{name}": of[name] for name in of}) for of in EXPERTS)
 
 
@@ -101,7 +101,7 @@ WRONG, STACKED = (zeros(SHAPES | {f"model.layers.0.{name}": of[name] for name in
         # No import of a model drops its experts without a word.
         (MIXTRAL, zeros(), ["1.block_sparse_moe.experts.0.w1.weight: is missing (and 2", "up_proj.weight: unexpected"]),
         (MIXTRAL, WRONG, ["1.w2.weight: found shape [8, 11], expected [8, 12]", "3.w2.weight: unexpected tensor"]),
-        (MIXTRAL, STACKED, [f"mlp.experts.2.{name}_proj.weight: is missing" for name in ("gate", "down")]),
+        (MIXTRAL, STACKED, ["experts.2.gate_proj.weight: is missing", "experts.3.down_proj.weight: unexpected tensor"]),
         ({}, zeros()[:-1], ["model.safetensors: not a complete safetensors file", "file not fully covered"]),
         *(({}, data, ["not a complete safetensors file"]) for data in (b"\2\0\0", b"\0\0\0\0\0\0\0\x40{}")),
         ({}, reshaped(Q, [8, 4]), [Q, "found shape [8, 4]", "expected [8, 8]"]),
