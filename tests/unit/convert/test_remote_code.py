@@ -1,4 +1,4 @@
-"""`config.json` in both directions: plain types, a round trip through transformers, and rejected values."""
+"""`config.json` of published models, values that are rejected, model cards, and the build of the plugin."""
 
 import sys
 from dataclasses import replace
