@@ -8,10 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from safetensors import safe_open
 
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.train.record import read_record
+from tests.chaos.runs import final_tensors
 from tests.helpers.commands import REPOSITORY_ROOT, Command, free_port, run_command, running
 from tests.helpers.tokens import write_tokens
 
@@ -43,15 +43,6 @@ START = 240
 """Time limit for launchers and processes to start, also on a busy machine."""
 
 
-def all_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """Return every tensor in a checkpoint's files, read with the safetensors library."""
-    tensors = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            tensors |= {f"{path.name}/{key}": file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    return tensors
-
-
 def losses(output: str) -> list[str]:
     return [line.split("|")[1].strip() for line in output.splitlines() if "| lm loss" in line]
 
@@ -79,7 +70,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run_bitwise(tokens: Path, tmp_pat
     assert part.returncode == 0, part.stdout + part.stderr
     assert "4 steps done" in part.stdout
     assert len(losses(whole.stdout)) == 8 and losses(part.stdout) == losses(whole.stdout)[4:]
-    first, second = (all_tensors(tmp_path / name / "iter_0000008") for name in "ab")
+    first, second = (final_tensors(tmp_path / name) for name in "ab")
     assert first.keys() == second.keys() and len(first) > 50
     for key, tensor in first.items():
         assert torch.equal(tensor, second[key]), key

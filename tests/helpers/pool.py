@@ -87,11 +87,6 @@ class RankPool:
         self._imported: set[str] = set()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
-    @property
-    def process_ids(self) -> list[int]:
-        """Process ids in rank order; empty while no process runs."""
-        return [process.pid for process in self._processes]
-
     def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Call `function` with the same arguments on every rank; return the results in rank order.
 
@@ -322,7 +317,8 @@ def _destroy_abandoned_groups(fresh_references: int) -> None:
     Groups that a module keeps (a cached mesh, DeepSpeed's own) have more references and stay.
     """
     names: dict[Any, str] = torch.distributed.distributed_c10d._world.pg_names
-    groups = [group for group in _known_groups() if group is not torch.distributed.group.WORLD]
+    world = torch.distributed.group.WORLD
+    groups = [group for group in torch.distributed.distributed_c10d._world.pg_map if group is not world]
     if len(groups) <= GROUPS_KEPT:
         return
     gc.collect()
@@ -333,10 +329,6 @@ def _destroy_abandoned_groups(fresh_references: int) -> None:
             torch.distributed.destroy_process_group(group)
             # torch names a group that only its members make after the number of names so far, so none may be freed.
             names[object()] = name
-
-
-def _known_groups() -> list[Any]:
-    return list(torch.distributed.distributed_c10d._world.pg_map)
 
 
 def _references(group: Any) -> int:

@@ -24,11 +24,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from megatron_ladder.data.samples import SampleRows
 from megatron_ladder.train.reading import sample_batches
 from megatron_ladder.train.step import train_step
+from tests.helpers.races import READERS
 from tests.helpers.training import build_trainer_here
 
 DEVICE = torch.device("cpu", 0)
-READERS = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "is_nonzero")
-"""Operators whose result, or whose result's shape, the host needs."""
 
 
 class Waits(TorchDispatchMode):

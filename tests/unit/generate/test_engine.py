@@ -61,20 +61,6 @@ def test_logits_with_the_cache_equal_recomputation(
             assert (logits[row, : config.vocab_size] - expected).abs().max() <= tolerance * expected.abs().max()
 
 
-def test_each_prompt_gives_the_same_tokens_alone_and_in_a_batch() -> None:
-    config = tiny_config(**MODELS["ladder"])
-    engine = tiny_engine(config)
-    requests = [
-        GenerationRequest(prompt, NEW_TOKENS + row, SamplingParameters(seed=row, top_k=20, top_p=0.9))
-        for row, prompt in enumerate(PROMPTS)
-    ]
-    together = engine.generate(requests)
-    assert [len(generation.ids) for generation in together] == [7, 8, 9, 10]
-    for request, generation in zip(requests, together, strict=True):
-        (alone,) = engine.generate([request])
-        assert (alone.ids, alone.finish_reason) == (generation.ids, "length")
-
-
 def test_a_sample_ends_at_any_of_its_eos_ids_and_the_others_continue() -> None:
     config = tiny_config(**MODELS["standard"])
     weights, reference = reference_of(config)

@@ -12,7 +12,6 @@ from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.generate.sampling import (
     GREEDY,
     NO_TOKEN,
-    Chosen,
     Sampler,
     SamplingParameters,
     SamplingPlan,
@@ -35,13 +34,9 @@ def new_sampler(
     return sampler
 
 
-def choose(sampler: Sampler, logits: Tensor) -> Chosen:
-    uniform = torch.tensor(sampler.draw(len(logits)), dtype=torch.float64).unsqueeze(1)
-    return sampler.read(sampler.choose(logits, uniform))
-
-
 def tokens_of(sampler: Sampler, logits: Tensor) -> list[int]:
-    tokens = choose(sampler, logits).tokens
+    uniform = torch.tensor(sampler.draw(len(logits)), dtype=torch.float64).unsqueeze(1)
+    tokens = sampler.read(sampler.choose(logits, uniform)).tokens
     if NO_TOKEN not in tokens:
         sampler.count(torch.tensor(tokens).unsqueeze(1))
     return tokens

@@ -42,12 +42,6 @@ def rates(run: RunConfig) -> list[float]:
     return [learning_rate(run.optimizer, run.training.train_iters, iteration) for iteration in range(1, 301)]
 
 
-def test_the_same_flags_continue_the_same_schedule() -> None:
-    run, errors = resume(TRAINED)
-    assert not errors and rates(run) == rates(run_of(TRAINED))
-    assert schedule_note(run, checkpoint_of(run_of(TRAINED))) is None
-
-
 @pytest.mark.parametrize(
     ("change", "flags"),
     [
