@@ -23,7 +23,7 @@ from megatron_ladder.errors import UserError
 from megatron_ladder.train.step import train_step
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import Pieces
-from tests.helpers.steps import RECIPE, Batch, steps_of_batches
+from tests.helpers.steps import RECIPE, Batch, check_same, steps_of_batches
 from tests.helpers.training import build_trainer_here, own_batches, weight_pieces
 
 WARM_UP, CAPTURED = 1, 3
@@ -129,10 +129,9 @@ def batches_of_steps(micro_batches: int) -> list[list[Batch]]:
 
 def check_captured(results: list[list[tuple[list[Any], Pieces]]]) -> None:
     """Compare what `histories` returned on all ranks."""
-    for (eager, weights), (captured, captured_weights) in results:
-        assert captured == eager and len({loss for loss, *_ in eager[::2]}) == WARM_UP + CAPTURED
-        for one, other in zip(weights, captured_weights, strict=True):
-            assert torch.equal(one[-1], other[-1]), one[0]
+    check_same(*zip(*results, strict=True))
+    for (eager, _), _ in results:
+        assert len({loss for loss, *_ in eager[::2]}) == WARM_UP + CAPTURED
 
 
 @pytest.mark.parametrize(
@@ -194,7 +193,7 @@ def failing(argv: list[str], batches: list[list[Batch]], measures: bool, failing
             except UserError as error:
                 return str(error)
         history = [(result.loss, result.gradient_norm) for result in results]
-        found.append((history, [values for _, _, values in weight_pieces(trainer)]))
+        found.append((history, weight_pieces(trainer)))
     return *found, text.getvalue()
 
 
@@ -203,13 +202,12 @@ def test_a_failed_capture_leaves_a_run_without_graphs(gloo_pools: GlooPools, fai
     words = "--residual-mode ladder --qk-layernorm --tensor-model-parallel-size 2 --sequence-parallel --bf16"
     argv = [*RECIPE, *words.split(), "--global-batch-size", "8"]
     found = gloo_pools(2).run(failing, argv, batches_of_steps(4), True, failing_rank)
-    for (eager, weights), (captured, captured_weights), _ in found:
-        assert captured == eager
-        assert all(map(torch.equal, weights, captured_weights))
+    eager, captured, output = zip(*found, strict=True)
+    check_same(captured, eager)
     text = "RuntimeError: the capture is invalid" if failing_rank else "RuntimeError: operation not permitted"
     where = f"a step cannot be captured on rank {failing_rank or 0}: {text}"
     line = f"*** --cuda-graph auto: no graphs, because {where} ***\n"
-    assert [text for _, _, text in found] == [line, ""]
+    assert output == (line, "")
     errors = gloo_pools(2).run(failing, argv, batches_of_steps(4), False, failing_rank)
     assert errors == [f"--cuda-graph true: {where}; use auto or false"] * 2
 

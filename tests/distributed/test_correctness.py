@@ -16,11 +16,19 @@ from megatron_ladder.model.experts import Router
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.operations import ExpertOptions
 from megatron_ladder.model.stack import StackOptions
-from megatron_ladder.parallel.layout import parameter_sections
 from tests.helpers.pairwise import pairwise
 from tests.helpers.pool import GlooPools
 from tests.helpers.recording import InlineQueue
-from tests.helpers.sharded import Pieces, assert_pieces, fill_slices, gradient_pieces, mesh_of, small_model
+from tests.helpers.sharded import (
+    Pieces,
+    assert_pieces,
+    fill_slices,
+    gradient_pieces,
+    mesh_of,
+    run_chain,
+    small_model,
+    weight_pieces_of,
+)
 from tests.reference import ReferenceConfig, Routed, Weights, make_weights, reference_gradients, reference_logits
 
 TOLERANCE = 1e-11
@@ -168,18 +176,7 @@ def run_case(config: ModelConfig, weights: Weights, experts: ExpertOptions, how:
         parts.append(part)
     loss_sum = 0.0
     for tokens, labels, mask in micro_batches(batch, how.micro_batches):
-        entered: list[Tensor] = []
-        left = tokens
-        for part in parts:
-            # A state that crosses between processes is a new leaf there, and its gradient is sent back.
-            entered.append(left.detach().clone().requires_grad_() if entered else left)
-            left = part.stage(entered[-1], loss_scale=1 / tokens_of(batch))
-            entered.append(left)
-        loss = parts[-1].loss(left[0], labels, mask) / tokens_of(batch)
-        loss.backward()
-        for index in reversed(range(len(parts) - 1)):
-            entered[2 * index + 1].backward(entered[2 * index + 2].grad)
-        loss_sum += loss.item()
+        loss_sum += run_chain(parts, tokens, labels, mask, tokens_of(batch)).item()
     loss_sum += sum(float(part.take_extra_losses().sum()) for part in parts) / tokens_of(batch)
     loads = [module.loads.tolist() for part in parts for module in part.modules() if isinstance(module, Router)]
     return Outcome(loss_sum, loads, [piece for part in parts for piece in gradient_pieces(part)])
@@ -305,11 +302,7 @@ def initial_pieces(config: ModelConfig, ranks: int, sharding: Any) -> Pieces:
     model = LanguageModel(config, mesh, seed=7, experts=ExpertOptions(sharding=sharding))
     for matrix in (model.embedding, model.lm_head):
         assert matrix is not None and not matrix.weight[matrix.valid :].any(), "padding is not zero"
-    return [
-        (section.name, section.box.offset, section.view(parameter.detach()).clone())
-        for parameter, sections in parameter_sections(model)
-        for section in sections
-    ]
+    return weight_pieces_of(model)
 
 
 def initial_weights(gloo_pools: GlooPools, config: ModelConfig, sharding: str = "width") -> dict[str, Tensor]:

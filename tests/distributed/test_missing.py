@@ -16,7 +16,7 @@ from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.stack import StackOptions
 from tests.helpers.pool import GlooPools
 from tests.helpers.recording import InlineQueue, recorded_model
-from tests.helpers.sharded import Pieces, assert_pieces, fill_slices, gradient_pieces, mesh_of, small_model
+from tests.helpers.sharded import Pieces, assert_pieces, fill_slices, gradient_pieces, mesh_of, run_chain, small_model
 from tests.reference import ReferenceConfig, make_weights, reference_gradients
 
 TOLERANCE = 1e-11
@@ -112,24 +112,15 @@ def run_cases(seeds: range, ranks: int) -> list[tuple[float, Pieces]]:
         case = random_case(seed, ranks)
         mesh = replace(mesh_of(2) if ranks > 1 else ProcessMesh.single(), sequence_parallel=case.sequence_parallel)
         weights = make_weights(ReferenceConfig.like(case.config), seed, torch.float64)
-        parts, pieces, left = [], [], inputs(seed)[0]
-        entered: list[Tensor] = []
+        parts = []
         for bound in pairwise(case.bounds):
             part = LanguageModel(case.config, mesh, case.options, layers=range(*bound), dtype=torch.float64)
             fill_slices(part, weights)
             part.stack.rewire(wired(case))
             part.stack.side_queue = InlineQueue() if case.sequence_parallel and seed % 2 else None
-            entered.append(left.detach().clone().requires_grad_() if parts else left)
-            left = part.stage(entered[-1])
-            entered.append(left)
             parts.append(part)
-        loss = parts[-1].loss(left[0], inputs(seed)[1])
-        loss.backward()
-        for index in reversed(range(len(parts) - 1)):
-            entered[2 * index + 1].backward(entered[2 * index + 2].grad)
-        for part in parts:
-            pieces += gradient_pieces(part)
-        found.append((loss.item(), pieces))
+        loss = run_chain(parts, *inputs(seed))
+        found.append((loss.item(), [piece for part in parts for piece in gradient_pieces(part)]))
     return found
 
 

@@ -21,7 +21,8 @@ from megatron_ladder.model.stack import BODIES
 from megatron_ladder.parallel.layout import parameter_sections
 from megatron_ladder.train.step import train_step
 from tests.helpers.pool import GlooPools
-from tests.helpers.steps import RECIPE, Batch, steps_of_batches
+from tests.helpers.sharded import Pieces
+from tests.helpers.steps import RECIPE, Batch, History, check_same, steps_of_batches, take_steps
 from tests.helpers.training import build_trainer_here, own_batches, weight_pieces
 
 ARGV = [*RECIPE, *"--zero-stage 1 --global-batch-size 8 --residual-mode ladder".split()]
@@ -57,11 +58,10 @@ class LateGroup(CommGroup):
         return into, _LateWork(lambda: super(LateGroup, self).start_all_gather(tensor, into)[1])
 
 
-def steps(argv: list[str], batches: list[list[Batch]], late: bool) -> tuple[list[float], list[Tensor]]:
-    """On each rank: the losses, and the final weights."""
+def steps(argv: list[str], batches: list[list[Batch]], late: bool) -> tuple[History, Pieces]:
+    """On each rank: what happens in every step, and the final weights."""
     trainer = build_trainer_here(argv, wrap_data=LateGroup if late else lambda group: group)
-    results = [train_step(trainer, own_batches(trainer, batch), 1 + index) for index, batch in enumerate(batches)]
-    return [result.loss for result in results], [values for _, _, values in weight_pieces(trainer)]
+    return take_steps(trainer, batches), weight_pieces(trainer)
 
 
 @pytest.mark.parametrize(
@@ -77,10 +77,7 @@ def test_every_module_waits_for_its_weights(gloo_pools: GlooPools, tmp_path: Pat
     config = tmp_path / "one_parameter_per_bucket.json"
     config.write_text('{"zero_optimization": {"reduce_bucket_size": 1}}')
     argv, batches = [*ARGV, *words.split(), "--deepspeed_config", str(config)], steps_of_batches(3, 4)
-    late, usual = (gloo_pools(world).run(steps, argv, batches, late) for late in (True, False))
-    for (losses, weights), (expected_losses, expected_weights) in zip(late, usual, strict=True):
-        assert losses == expected_losses
-        assert all(map(torch.equal, weights, expected_weights))
+    check_same(*(gloo_pools(world).run(steps, argv, batches, late) for late in (True, False)))
 
 
 def order_of_events(words: str, batches: list[list[Batch]]) -> list[str]:

@@ -96,7 +96,9 @@ def test_steps_equal_a_plain_model(gloo_pools: GlooPools, layout: str, wiring: s
         ("2x2x1", f"{WIRINGS['ladder']} --no-tp-overlap"),
         ("2x2x1", f"{WIRINGS['ladder']} --sequence-parallel"),
         ("2x2x1", f"{WIRINGS['ladder']} --residual-staleness 3 --lanes 2"),
-        ("1x1x2", f"{GLM} --zero-stage 0"),
+        ("1x1x2", "--zero-stage 0 --z-loss-coeff 0.02"),
+        ("2x2x1", "--zero-stage 1 --z-loss-coeff 0.02"),
+        ("1x1x2", f"{GLM} --zero-stage 0 --z-loss-coeff 0.02"),
         ("1x1x2", f"{SPARSE} --zero-stage 1"),
         ("1x1x2", f"{SPARSE} --zero-stage 3 --residual-mode parallel"),
         ("2x1x2", f"{GLM} --zero-stage 1 --residual-mode farskip --expert-sharding experts"),
@@ -183,17 +185,20 @@ def evaluated(argv: list[str], weights: Weights, batches: list[list[Batch]]) -> 
 
 @pytest.mark.parametrize(
     ("layout", "words"),
-    [("1x1x2", f"{WIRINGS['hybrid-cut-at-the-border']} --zero-stage 3"), ("1x2x2", "--residual-mode ladder")],
+    [
+        ("1x1x2", f"{WIRINGS['hybrid-cut-at-the-border']} --zero-stage 3"),
+        ("1x2x2", "--residual-mode ladder --z-loss-coeff 0.02"),
+    ],
 )
 def test_evaluation_is_the_mean_over_tokens_and_affects_no_step(gloo_pools: GlooPools, layout: str, words: str) -> None:
-    """ZeRO-3 evaluates before the first step, when no weight was gathered yet, and between steps."""
+    """ZeRO-3 evaluates before the first step, when no weight was gathered yet, and between steps. No z-loss counts."""
     world, argv = launch_of(layout, words)
     argv = [*GENTLE_RECIPE, *argv]
     weights, batches, _, final = plain_steps(argv, world)
     config = ReferenceConfig.like(run_of(argv, world).model)
     tokens, labels, mask = (torch.cat(parts) for parts in zip(*(b for step in batches for b in step), strict=True))
     expected = [float(reference_loss(each, config, tokens, labels, mask)) for each in (weights, final)]
-    undisturbed = [loss for loss, _ in gloo_pools(world).run(train, argv, weights, batches)[0][0]]
+    undisturbed = [loss for loss, *_ in gloo_pools(world).run(train, argv, weights, batches)[0][0]]
     for before, losses, after in gloo_pools(world).run(evaluated, argv, weights, batches):
         assert [before, after] == pytest.approx(expected, rel=1e-5)
         assert losses == undisturbed

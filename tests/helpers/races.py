@@ -98,7 +98,6 @@ class Checker(TorchDispatchMode):
         monkeypatch.setattr(torch.cuda, "Stream", self.new_stream)
         monkeypatch.setattr(torch.cuda, "stream", self.use)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.autograd, "backward", self._backward)
         monkeypatch.setattr(mirrored, "_run_backward", self._backward)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", partial(Capture, self))

@@ -1,7 +1,7 @@
 """Shared helpers: a rank's model from full weights, and gradients by canonical name."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -86,6 +86,33 @@ def fill_slices(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
         for section in sections:
             box = section.box.slices()
             section.view(parameter).copy_(weights[section.name][box])
+
+
+def weight_pieces_of(module: nn.Module) -> Pieces:
+    """Return every weight and state that this rank holds, including replicated ones."""
+    return [
+        (section.name, section.box.offset, section.view(parameter.detach()).clone())
+        for parameter, sections in (*parameter_sections(module), *state_sections(module))
+        for section in sections
+    ]
+
+
+def run_chain(
+    parts: Sequence[LanguageModel], tokens: Tensor, labels: Tensor, mask: Tensor | None = None, total: float = 1.0
+) -> Tensor:
+    """Run ranges of layers forward and backward as pipeline stages do; return the loss, divided by `total`."""
+    entered: list[Tensor] = []
+    left = tokens
+    for part in parts:
+        # A state that crosses between processes is a new leaf there, and its gradient is sent back.
+        entered.append(left.detach().clone().requires_grad_() if entered else left)
+        left = part.stage(entered[-1], loss_scale=1 / total)
+        entered.append(left)
+    loss = parts[-1].loss(left[0], labels, mask) / total
+    loss.backward()
+    for index in reversed(range(len(parts) - 1)):
+        entered[2 * index + 1].backward(entered[2 * index + 2].grad)
+    return loss
 
 
 def gradient_pieces(model: LanguageModel) -> Pieces:

@@ -89,14 +89,16 @@ def train(
     return take_steps(trainer, batches), weight_pieces(trainer)
 
 
-def with_balancing_losses(
+def with_extra_losses(
     weights: Weights, config: ReferenceConfig, tokens: Tensor, labels: Tensor, mask: Tensor, total: float, *sight: Sight
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return cross entropy and balancing losses separately, and the gradients of their sum."""
+    """Return cross entropy, z-loss and balancing losses separately, and the gradients of their sum."""
     loss, gradients = reference_gradients(weights, config, tokens, labels, mask, total, *sight)
     record: list[Routed] = []
-    reference_logits(weights, config, tokens, *sight, record=record)
+    logits = reference_logits(weights, config, tokens, *sight, record=record)
     sums = []
+    if config.z_loss_coeff:
+        sums.append(config.z_loss_coeff * (logits.logsumexp(-1).square() * mask).sum() / total)
     if config.moe_aux_loss_coeff:
         sums.append(sum(routed.auxiliary_loss for routed in record) / total)
     if config.moe_z_loss_coeff:
@@ -107,7 +109,7 @@ def with_balancing_losses(
 def plain_steps(
     argv: list[str],
     world: int,
-    gradients_of: LossAndGradients = with_balancing_losses,
+    gradients_of: LossAndGradients = with_extra_losses,
     batches: Sequence[Sequence[MicroBatch]] | None = None,
 ) -> tuple[Weights, Any, History, dict[str, Tensor]]:
     """Return initial weights, batches, and what a plain model in one process makes of them.

@@ -19,11 +19,10 @@ from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
 from megatron_ladder.data.batches import MicroBatch
 from megatron_ladder.engine.build import build_engine, build_model, start_deepspeed
 from megatron_ladder.engine.deepspeed_json import deepspeed_json
-from megatron_ladder.parallel.layout import parameter_sections, state_sections
 from megatron_ladder.train.distillation import StoredTeacher, build_distillation
 from megatron_ladder.train.profile import named_for_profiler
 from megatron_ladder.train.setup import Trainer
-from tests.helpers.sharded import Pieces, mesh_of
+from tests.helpers.sharded import Pieces, fill_slices, mesh_of, weight_pieces_of
 
 CPU = torch.device("cpu")
 
@@ -87,11 +86,8 @@ def build_trainer_here(
         distillation = build_distillation(run, StoredTeacher(Path(), teacher.config, teacher), mesh, device)
     model, norm = build_model(run, mesh, device, span, distillation=distillation)
     if weights is not None:
-        with gathered(model.parameters(), written=True), torch.no_grad():
-            for parameter, sections in (*parameter_sections(model), *state_sections(model)):
-                for section in sections:
-                    box = section.box.slices()
-                    section.view(parameter).copy_(weights[section.name][box])
+        with gathered(model.parameters(), written=True):
+            fill_slices(model, weights)
     engine, adamw = build_engine(run, model, deepspeed_json(run), mesh, device)
     implementations = {"norm": norm, "optimizer": adamw}
     return Trainer(run, mesh, device, model, engine, implementations)
@@ -107,11 +103,7 @@ def weight_pieces(trainer: Trainer) -> Pieces:
     """Return every weight of this rank's part of the model, gathered if ZeRO-3 partitions it."""
     trainer.engine.finish_step()
     with gathered(trainer.model.parameters()):
-        return [
-            (section.name, section.box.offset, section.view(parameter.detach()).clone())
-            for parameter, sections in (*parameter_sections(trainer.model), *state_sections(trainer.model))
-            for section in sections
-        ]
+        return weight_pieces_of(trainer.model)
 
 
 def gathered(parameters: Iterable[nn.Parameter], written: bool = False) -> AbstractContextManager[None]:

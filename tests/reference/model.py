@@ -72,6 +72,8 @@ class ReferenceConfig:
     moe_router_load_balancing_type: str = "seq_aux_loss"
     moe_z_loss_coeff: float = 0.0
     moe_router_bias_update_rate: float = 0.0
+    z_loss_coeff: float = 0.0
+    """Of the squares of the logits' log normalisers."""
     missing: tuple[tuple[int, ...], ...] = ()
     """For each sub-block, the outputs that it misses, counted back from the newest; by default, by `staleness`."""
 
@@ -274,7 +276,7 @@ def reference_loss(
     total_tokens: float | None = None,
     sight: Sight | None = None,
 ) -> Tensor:
-    """Return cross entropy summed over unmasked targets and balancing losses, divided by `total_tokens`; a scalar.
+    """Return cross entropy and z-loss summed over unmasked targets and balancing losses, divided by `total_tokens`.
 
     Args:
         tokens, labels: ids [b, s]; `labels[b, t]` is the target at position t (shifted by the caller).
@@ -284,7 +286,8 @@ def reference_loss(
     record: list[Routed] = []
     logits = reference_logits(weights, config, tokens, sight, record)
     of_target = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    losses = torch.logsumexp(logits, dim=-1) - of_target
+    normalizers = torch.logsumexp(logits, dim=-1)
+    losses = normalizers - of_target + config.z_loss_coeff * normalizers.square()
     mask = torch.ones_like(losses) if loss_mask is None else loss_mask.to(losses.dtype)
     balancing = sum(routed.auxiliary_loss + routed.z_loss for routed in record)
     return ((losses * mask).sum() + balancing) / (mask.sum() if total_tokens is None else total_tokens)
