@@ -96,7 +96,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "rope_original_max_position_embeddings": 16,
     },
 }
-LAYOUTS = {"1": (1, ""), "2": (2, ""), "2-ahead": (2, "ahead"), "4-sharded": (4, "sharded")}
+LAYOUTS = {"tp1": (1, ""), "tp2": (2, ""), "tp2-ahead": (2, "ahead"), "tp4-sharded": (4, "sharded")}
 """Tensor-parallel size, and how the stream is sharded; `ahead` of the computation, as on a second stream of CUDA."""
 
 
@@ -131,8 +131,7 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "blocking": ("blocking", "experts", {}),
 }
 """Overlap, sharding of experts, and balancing losses."""
-RECOMPUTED, CUTS, MICRO_BATCHES = ([0, 3], [(), (1, 3)], [1, 2])
-OPTION_NAMES = (["kept", "recomputed"], ["whole", "cut"], ["one", "accumulated"], str)
+RECOMPUTED, CUTS = {"kept": 0, "recomputed": 3}, {"whole": (), "cut": (1, 3)}
 
 
 class How(NamedTuple):
@@ -224,22 +223,19 @@ def check(gloo_pools: GlooPools, config: ModelConfig, how: How, batch: Batch, **
 
 @pytest.mark.parametrize(
     ("wiring", "layout", "recompute", "cuts", "micro_batches", "variant"),
-    pairwise(
-        (list(WIRINGS), list(LAYOUTS), RECOMPUTED, CUTS, MICRO_BATCHES, list(VARIANTS)),
-        (str, lambda layout: f"tp{layout}", *OPTION_NAMES),
-    ),
+    pairwise(list(WIRINGS), LAYOUTS, RECOMPUTED, CUTS, {"one": 1, "accumulated": 2}, list(VARIANTS)),
 )
 def test_every_wiring_and_layout(
     gloo_pools: GlooPools,
     wiring: str,
-    layout: str,
+    layout: tuple[int, str],
     recompute: int,
     cuts: tuple[int, ...],
     micro_batches: int,
     variant: str,
 ) -> None:
     overlap, sharding, losses = VARIANTS[variant]
-    how = How(*LAYOUTS[layout], sharding, overlap, recompute, cuts, micro_batches)
+    how = How(*layout, sharding, overlap, recompute, cuts, micro_batches)
     config = small_model(**WIRINGS[wiring])
     check(gloo_pools, config, how, make_batch(config), **losses)
 
@@ -247,8 +243,12 @@ def test_every_wiring_and_layout(
 @pytest.mark.parametrize(
     ("name", "feature", "recompute", "cuts", "micro_batches", "overlap"),
     pairwise(
-        (list(OWN_STREAMS), ["biases", "qwen", "multi-head"], RECOMPUTED, CUTS, MICRO_BATCHES, ["overlap", "blocking"]),
-        (str, str, *OPTION_NAMES),
+        list(OWN_STREAMS),
+        ["biases", "qwen", "multi-head"],
+        RECOMPUTED,
+        CUTS,
+        {"one": 1, "accumulated": 2},
+        ["overlap", "blocking"],
     ),
 )
 def test_streams_of_their_own(
@@ -268,10 +268,7 @@ def test_streams_of_their_own(
 
 @pytest.mark.parametrize(
     ("feature", "layout", "wiring", "overlap"),
-    pairwise(
-        (list(FEATURES), [*LAYOUTS.values(), (4, "")], ["ladder", "parallel", "hybrid"], ["overlap", "blocking"]),
-        (str, lambda layout: f"tp{layout[0]}{layout[1]}", str, str),
-    ),
+    pairwise(list(FEATURES), LAYOUTS | {"tp4": (4, "")}, ["ladder", "parallel", "hybrid"], ["overlap", "blocking"]),
 )
 def test_features(gloo_pools: GlooPools, feature: str, layout: tuple[int, str], wiring: str, overlap: str) -> None:
     config = small_model(**WIRINGS[wiring], **FEATURES[feature])
@@ -280,16 +277,13 @@ def test_features(gloo_pools: GlooPools, feature: str, layout: tuple[int, str], 
 
 @pytest.mark.parametrize(
     ("wiring", "layout", "recompute", "micro_batches", "kind"),
-    pairwise(
-        (["experts", "farskip"], list(LAYOUTS), [0, 3], [1, 4], ["seq_aux_loss", "aux_loss"]),
-        (str, lambda layout: f"tp{layout}", ["kept", "recomputed"], ["one", "accumulated"], str),
-    ),
+    pairwise(["experts", "farskip"], LAYOUTS, RECOMPUTED, {"one": 1, "accumulated": 4}, ["seq_aux_loss", "aux_loss"]),
 )
 def test_balancing_losses_alone(
-    gloo_pools: GlooPools, wiring: str, layout: str, recompute: int, micro_batches: int, kind: str
+    gloo_pools: GlooPools, wiring: str, layout: tuple[int, str], recompute: int, micro_batches: int, kind: str
 ) -> None:
     """No target counts, so that a balancing loss multiplied by the ranks is not hidden by the gradient of the rest."""
-    how = How(*LAYOUTS[layout], "width", "overlap", recompute, (), micro_batches)
+    how = How(*layout, "width", "overlap", recompute, (), micro_batches)
     config = small_model(**WIRINGS[wiring])
     tokens, labels, mask = make_batch(config)
     losses = PER_SEQUENCE | {"moe_router_load_balancing_type": kind}

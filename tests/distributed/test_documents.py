@@ -13,7 +13,7 @@ from megatron_ladder.train.reading import sample_batches
 from megatron_ladder.train.step import evaluate, train_step
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import Pieces
-from tests.helpers.steps import check_outcome, loss_of, plain_steps
+from tests.helpers.steps import check_outcome, launch_of, loss_of, plain_steps
 from tests.helpers.training import build_trainer_here, weight_pieces
 from tests.reference import MicroBatch, Sight, Weights
 from tests.reference.documents import begins_after, loss_mask_of, sight_of
@@ -21,8 +21,9 @@ from tests.reference.documents import begins_after, loss_mask_of, sight_of
 EOD, STEPS, BATCH, LENGTH = 3, 3, 8, 12
 RECIPE = (
     f"--train-iters {STEPS} --lr 1e-3 --clip-grad 0.5 --micro-batch-size 2 --global-batch-size {BATCH} "
-    "--residual-mode ladder --ladder-layers 1,2 --qk-layernorm"
+    "--residual-mode ladder --qk-layernorm"
 ).split()
+HYBRID = "--ladder-layers 1,2"
 ALL = "--reset-position-ids --reset-attention-mask --eod-mask-loss"
 
 
@@ -71,23 +72,22 @@ def expected_batches(flags: str) -> list[list[MicroBatch]]:
 
 
 @pytest.mark.parametrize(
-    ("world", "layout", "flags", "readers"),
+    ("layout", "words", "flags", "readers"),
     [
-        (1, "", "--reset-position-ids --recompute-granularity full", [0]),
-        (2, "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full", ALL, [0]),
-        (2, "--tensor-model-parallel-size 2 --no-tp-overlap", ALL, [0]),
-        (2, "--pipeline-model-parallel-size 2", ALL, [0, 1]),
-        (2, "--residual-mode parallel --zero-stage 3", ALL, [0, 1]),
-        (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", ALL, [0, 2]),
-        (4, "--pipeline-model-parallel-size 4 --num-layers 5", "--eod-mask-loss", [0, 3]),
+        ("1x1x1", f"{HYBRID} --recompute-granularity full", "--reset-position-ids", [0]),
+        ("2x1x1", f"{HYBRID} --sequence-parallel --recompute-granularity full", ALL, [0]),
+        ("2x1x1", f"{HYBRID} --no-tp-overlap", ALL, [0]),
+        ("1x2x1", HYBRID, ALL, [0, 1]),
+        ("1x1x2", "--residual-mode parallel --zero-stage 3", ALL, [0, 1]),
+        ("2x2x1", HYBRID, ALL, [0, 2]),
+        ("1x4x1", f"{HYBRID} --num-layers 5", "--eod-mask-loss", [0, 3]),
     ],
 )
 def test_steps_equal_those_of_a_plain_model(
-    gloo_pools: GlooPools, world: int, layout: str, flags: str, readers: list[int]
+    gloo_pools: GlooPools, layout: str, words: str, flags: str, readers: list[int]
 ) -> None:
-    argv = [*RECIPE, *flags.split(), *layout.split()]
-    if "parallel --zero" in layout:
-        argv = [word for word in argv if word not in ("--ladder-layers", "1,2")]
+    world, argv = launch_of(layout, words, flags)
+    argv = [*RECIPE, *argv]
     weights, _, expected, final = plain_steps(argv, world, batches=expected_batches(flags))
     results = gloo_pools(world).run(train, argv, weights)
     check_outcome([(history, pieces) for history, pieces, *_ in results], expected, final)

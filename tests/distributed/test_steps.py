@@ -35,7 +35,6 @@ WIRINGS = {
     "hybrid-cut-inside": "--residual-mode ladder --ladder-layers 1,2 --qk-layernorm --add-attention-output-bias",
     "hybrid-cut-at-the-border": "--residual-mode ladder --ladder-layers 2 --qk-layernorm --tie-embeddings",
 }
-ONE_STAGE, TWO_STAGES = ("1x1x1", "2x1x1", "1x1x2", "2x1x2"), ("1x2x1", "2x2x1", "1x2x2", "2x2x2")
 DESYNC = "--residual-mode desync --add-attention-output-bias --desync-interval"
 """Norm weights of every rank count in the gradient norm and do not decay, although they are rows of a matrix."""
 QWEN = "--num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 16 --qk-layernorm --moe-aux-loss-coeff 0.05"
@@ -64,8 +63,8 @@ def check_steps(gloo_pools: GlooPools, layout: str, words: str, tolerance: float
 @pytest.mark.parametrize(
     ("layout", "wiring", "stage"),
     [
-        *pairwise((ONE_STAGE, list(WIRINGS), "0123"), (str, str, str)),
-        *pairwise((TWO_STAGES, list(WIRINGS), "01"), (str, str, str)),
+        *pairwise(("1x1x1", "2x1x1", "1x1x2", "2x1x2"), list(WIRINGS), "0123"),
+        *pairwise(("1x2x1", "2x2x1", "1x2x2", "2x2x2"), list(WIRINGS), "01"),
     ],
 )
 def test_steps_equal_a_plain_model(gloo_pools: GlooPools, layout: str, wiring: str, stage: str) -> None:

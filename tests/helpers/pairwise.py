@@ -2,42 +2,37 @@
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
 
 
-def pairwise(
-    axes: Sequence[Sequence[object]],
-    ids: Sequence[Callable[[Any], str] | Sequence[str]],
-) -> list[Any]:
-    """Return the product of the axes as pytest parameters.
+def pairwise(*axes: Iterable[str] | Mapping[str, object]) -> list[Any]:
+    """Return the product of the axes as pytest parameters; an axis has values by name, or names that are values.
 
     A greedy cover, in which each pair of values of two axes occurs at least once, is unmarked; the rest is marked slow.
-
-    Args:
-        ids: for each axis, names of its values, or a function from a value to its name.
     """
-    cases = list(itertools.product(*(range(len(axis)) for axis in axes)))
+    values = [axis if isinstance(axis, Mapping) else {name: name for name in axis} for axis in axes]
+    cases = list(itertools.product(*values))
     cover = _greedy_cover(cases)
     return [
         pytest.param(
-            *(axis[place] for axis, place in zip(axes, case, strict=True)),
-            id="-".join(_name(names, axis, place) for names, axis, place in zip(ids, axes, case, strict=True)),
+            *(axis[name] for axis, name in zip(values, case, strict=True)),
+            id="-".join(case),
             marks=() if case in cover else pytest.mark.slow,
         )
         for case in cases
     ]
 
 
-def _greedy_cover(cases: Sequence[tuple[int, ...]]) -> set[tuple[int, ...]]:
+def _greedy_cover(cases: Sequence[tuple[str, ...]]) -> set[tuple[str, ...]]:
     bits: dict[object, int] = {}
     pairs = {
         case: sum(1 << bits.setdefault(pair, len(bits)) for pair in itertools.combinations(enumerate(case), 2))
         for case in cases
     }
-    missing, cover = (1 << len(bits)) - 1, set[tuple[int, ...]]()
+    missing, cover = (1 << len(bits)) - 1, set[tuple[str, ...]]()
     # The first of equal cases is taken: in their order, most would have the first value of each axis.
     cases = random.Random(0).sample(cases, len(cases))
     while missing:
@@ -45,7 +40,3 @@ def _greedy_cover(cases: Sequence[tuple[int, ...]]) -> set[tuple[int, ...]]:
         cover.add(best)
         missing &= ~pairs[best]
     return cover
-
-
-def _name(names: Callable[[Any], str] | Sequence[str], axis: Sequence[object], place: int) -> str:
-    return names(axis[place]) if callable(names) else names[place]
