@@ -1,68 +1,47 @@
 """Muon in all layouts, compared with `torch.optim.Muon` on a plain model."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_ladder.engine.optimizer import learning_rate
 from tests.helpers.pool import GlooPools
-from tests.helpers.steps import RECIPE, STEPS, Batch, check_outcome, steps_of_batches, train
+from tests.helpers.steps import RECIPE, STEPS, Batch, History, check_outcome, steps_of_batches, torch_steps, train
 from tests.helpers.training import run_of
-from tests.reference import ReferenceConfig, Weights, make_weights
-from tests.reference.model import reference_gradients
+from tests.reference import ReferenceConfig, Weights, make_weights, reference_loss
 
 MUON = [*RECIPE, *"--lr 1e-2 --global-batch-size 8 --optimizer muon".split()]
 
 
 def torch_training(
     argv: list[str], world: int, weights: Weights, batches: list[list[Batch]]
-) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
-    """Train a plain model with torch's optimizers; return loss and gradient norm of every step, and the weights."""
+) -> tuple[History, dict[str, Tensor]]:
+    """Train a plain model with torch's optimizers; return what happens in every step, and the weights."""
     run = run_of(argv, world)
-    rate, options = partial(learning_rate, run.optimizer, run.training.train_iters), run.optimizer
-    current = {name: torch.nn.Parameter(weight.clone()) for name, weight in weights.items()}
-    hidden = [weight for name, weight in current.items() if name.startswith("layers.") and weight.ndim == 2]
-    stacks = [weight for weight in current.values() if weight.ndim == 3]
-    of_stacks = [[torch.nn.Parameter(matrix) for matrix in stack.detach()] for stack in stacks]
-    hidden += [matrix for matrices in of_stacks for matrix in matrices]
-    vocabulary = [weight for name, weight in current.items() if not name.startswith("layers.") and weight.ndim == 2]
-    vectors = [weight for weight in current.values() if weight.ndim == 1]
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(
-            hidden,
-            weight_decay=0.1,
-            momentum=options.muon_momentum,
-            nesterov=options.muon_nesterov,
-            ns_steps=options.muon_ns_steps,
-            adjust_lr_fn=options.muon_scale_mode,
-        ),
-        torch.optim.AdamW(
-            [{"params": vocabulary, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], betas=(0.9, 0.95)
-        ),
-    ]
-    history = []
-    for iteration, batch in enumerate(batches, start=1):
-        tokens = sum(float(mask.sum()) for _, _, mask in batch)
-        loss = 0.0
-        for weight in current.values():
-            weight.grad = torch.zeros_like(weight)
-        for micro_batch in batch:
-            part, gradients = reference_gradients(current, ReferenceConfig.like(run.model), *micro_batch, tokens)
-            loss += float(part)
-            for name, gradient in gradients.items():
-                current[name].grad += gradient
-        history.append((loss, float(torch.nn.utils.clip_grad_norm_(current.values(), 0.5))))
-        for stack, matrices in zip(stacks, of_stacks, strict=True):
-            assert stack.grad is not None
-            for matrix, gradient in zip(matrices, stack.grad, strict=True):
-                matrix.grad = gradient
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate(iteration)
-            optimizer.step()
-    return history, {name: weight.detach() for name, weight in current.items()}
+    options = run.optimizer
+    # Every expert has a matrix.
+    parts = {name: weight.unbind() if weight.ndim == 3 else [weight] for name, weight in weights.items()}
+    current = {name: [torch.nn.Parameter(one.clone()) for one in of_name] for name, of_name in parts.items()}
+
+    def whole() -> dict[str, Tensor]:
+        return {name: torch.stack(of) if weights[name].ndim == 3 else of[0] for name, of in current.items()}
+
+    def loss_of(tokens: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+        return reference_loss(whole(), ReferenceConfig.like(run.model), tokens, labels, mask, 1.0)
+
+    matrices = [(name, one) for name, of in current.items() for one in of if one.ndim == 2]
+    vectors = [one for of in current.values() for one in of if one.ndim == 1]
+    muon = torch.optim.Muon(
+        [one for name, one in matrices if name.startswith("layers.")],
+        weight_decay=0.1,
+        momentum=options.muon_momentum,
+        nesterov=options.muon_nesterov,
+        ns_steps=options.muon_ns_steps,
+        adjust_lr_fn=options.muon_scale_mode,
+    )
+    vocabulary = [one for name, one in matrices if not name.startswith("layers.")]
+    groups = [{"params": vocabulary, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    history = torch_steps(run, batches, loss_of, [muon, torch.optim.AdamW(groups, betas=(0.9, 0.95))])
+    return history, {name: weight.detach() for name, weight in whole().items()}
 
 
 @pytest.mark.parametrize(

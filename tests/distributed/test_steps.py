@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from transformers import Qwen3MoeForCausalLM
 
-from megatron_ladder.engine.optimizer import learning_rate
 from megatron_ladder.train.step import evaluate, train_step
 from tests.helpers.hugging_face import transformers_model
 from tests.helpers.live_bytes import LiveBytes
@@ -23,6 +22,7 @@ from tests.helpers.steps import (
     loss_of,
     plain_steps,
     steps_of_batches,
+    torch_steps,
     train,
 )
 from tests.helpers.training import build_trainer_here, own_batches, run_of
@@ -132,19 +132,12 @@ def test_twenty_steps_equal_transformers(gloo_pools: GlooPools, words: str) -> N
     vectors = [weight for weight in model.parameters() if weight.dim() == 1]
     others = [weight for weight in model.parameters() if weight.dim() > 1]
     groups = [{"params": others, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer, expected = torch.optim.AdamW(groups, betas=(0.9, 0.95)), []
-    for iteration, batch in enumerate(batches, start=1):
-        targets = sum(mask.sum() for _, _, mask in batch)
-        loss = torch.zeros(())
-        for tokens, labels, mask in batch:
-            losses = torch.nn.functional.cross_entropy(model(tokens).logits.transpose(1, 2), labels, reduction="none")
-            loss = loss + (losses * mask).sum() / targets
-        loss.backward()
-        expected.append((loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()))
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(run.optimizer, run.training.train_iters, iteration)
-        optimizer.step()
-        optimizer.zero_grad()
+
+    def loss_of(tokens: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+        losses = torch.nn.functional.cross_entropy(model(tokens).logits.transpose(1, 2), labels, reduction="none")
+        return (losses * mask).sum()
+
+    expected = torch_steps(run, batches, loss_of, [torch.optim.AdamW(groups, betas=(0.9, 0.95))])
     for history, _ in gloo_pools(2).run(train, argv, weights, batches):
         assert [loss for loss, _ in history] == pytest.approx([loss for loss, _ in expected], rel=1e-6)
         assert [norm for _, norm in history] == pytest.approx([norm for _, norm in expected], rel=1e-4)

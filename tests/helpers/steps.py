@@ -1,6 +1,6 @@
 """Training steps on the ranks of a pool, compared with AdamW on a plain model, and states handed to other trainers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.checkpoint.optimizer_state import MOMENTS
+from megatron_ladder.config.run import RunConfig
 from megatron_ladder.engine.optimizer import learning_rate
 from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import train_step
@@ -133,6 +134,27 @@ def plain_steps(
         gradients_of=gradients_of,
     )
     return weights, batches, expected, final
+
+
+def torch_steps(
+    run: RunConfig,
+    batches: Sequence[Sequence[Batch]],
+    loss_of: Callable[[Tensor, Tensor, Tensor], Tensor],
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> History:
+    """Train with torch's optimizers; `loss_of` returns the sum of a micro-batch's losses."""
+    groups, history = [group for optimizer in optimizers for group in optimizer.param_groups], []
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    for iteration, batch in enumerate(batches, start=1):
+        loss = torch.stack([loss_of(*micro_batch) for micro_batch in batch]).sum() / sum(b[2].sum() for b in batch)
+        loss.backward()
+        history.append((float(loss), float(torch.nn.utils.clip_grad_norm_(parameters, 0.5))))
+        for group in groups:
+            group["lr"] = learning_rate(run.optimizer, run.training.train_iters, iteration)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return history
 
 
 def check_outcome(
