@@ -127,19 +127,14 @@ def weight_shapes(config: ReferenceConfig) -> dict[str, tuple[int, ...]]:
         add_linear(f"{name}.down_proj", h, width, config.add_mlp_bias)
 
     def add_experts(prefix: str) -> None:
-        experts, width, shared = (
-            config.num_experts,
-            config.moe_ffn_hidden_size,
-            config.moe_shared_expert_intermediate_size,
-        )
+        experts, width = config.num_experts, config.moe_ffn_hidden_size
         shapes[f"{prefix}.router.weight"] = (experts, h)
         if config.moe_router_enable_expert_bias:
             shapes[f"{prefix}.router.expert_bias"] = (experts,)
-        shapes[f"{prefix}.experts.gate_proj.weight"] = (experts, width, h)
-        shapes[f"{prefix}.experts.up_proj.weight"] = (experts, width, h)
-        shapes[f"{prefix}.experts.down_proj.weight"] = (experts, h, width)
-        if shared:
-            add_mlp(f"{prefix}.shared_expert", shared)
+        for name, matrix in (("gate", (width, h)), ("up", (width, h)), ("down", (h, width))):
+            shapes[f"{prefix}.experts.{name}_proj.weight"] = (experts, *matrix)
+        if config.moe_shared_expert_intermediate_size:
+            add_mlp(f"{prefix}.shared_expert", config.moe_shared_expert_intermediate_size)
 
     for layer in range(config.num_layers):
         prefix, kinds = f"layers.{layer}", layer_kinds(config, layer)

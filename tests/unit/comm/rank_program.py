@@ -14,6 +14,7 @@ def entry_point() -> None:
     (Path(folder) / f"environment.{rank}").write_text("\n".join(f"{k}={v}" for k, v in os.environ.items()))
     word = words[rank]
     if word == "sleep":
+        print(word + "\n", end="", flush=True)
         time.sleep(60)
     elif word == "killed":
         os.kill(os.getpid(), signal.SIGKILL)

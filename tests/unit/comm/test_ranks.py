@@ -1,11 +1,9 @@
 """The parent of ranks: it forwards exit codes and signals, and no rank outlives it."""
 
+import contextlib
 import os
 import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -15,15 +13,14 @@ import pytest
 from megatron_ladder.comm import ranks
 from megatron_ladder.comm.ranks import run_ranks
 from megatron_ladder.errors import LostPeerError
-from tests.helpers.commands import REPOSITORY_ROOT as ROOT
-from tests.helpers.patience import patient
+from tests.helpers.commands import REPOSITORY_ROOT, Command, running
 
 MODULE = "tests.unit.comm.rank_program"
 
 
 @pytest.fixture(autouse=True)
 def ranks_find_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY_ROOT))
 
 
 def process_ids(folder: Path) -> list[int]:
@@ -32,13 +29,6 @@ def process_ids(folder: Path) -> list[int]:
 
 def gone(folder: Path) -> bool:
     return not any(psutil.pid_exists(number) for number in process_ids(folder))
-
-
-def soon(happened: Callable[[], bool], seconds: float = 10) -> bool:
-    deadline = time.monotonic() + patient(seconds)
-    while not happened() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return happened()
 
 
 def test_success_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,14 +67,15 @@ def test_ranks_end_with_their_parent(tmp_path: Path, number: signal.Signals, cod
         "from megatron_ladder.errors import run_program; from megatron_ladder.comm.ranks import run_ranks; "
         f"run_program(lambda argv: run_ranks({MODULE!r}, argv, 2))"
     )
-    command = [sys.executable, "-c", program, str(tmp_path), "sleep", "sleep"]
-    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE, text=True) as parent:
-        assert soon(lambda: len(list(tmp_path.glob("environment.*"))) == 2)
+    parent = Command([sys.executable, "-c", program, tmp_path, "sleep", "sleep"], tmp_path / "parent")
+    with running(parent):
+        parent.wait_for("sleep\nsleep\n", 10)
         # Ctrl-C reaches all processes of a terminal.
-        os.killpg(parent.pid, number) if number == signal.SIGINT else parent.send_signal(number)
-        assert parent.wait(10) == code
-        assert soon(lambda: gone(tmp_path))
-        assert parent.stderr is not None and parent.stderr.read() == ""
+        os.killpg(parent.process.pid, number) if number == signal.SIGINT else parent.process.send_signal(number)
+        assert (parent.wait(10), parent.stderr) == (code, "")
+        for rank in process_ids(tmp_path):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                psutil.Process(rank).wait(10)
 
 
 def test_a_killed_rank_is_the_cause_of_other_failures() -> None:

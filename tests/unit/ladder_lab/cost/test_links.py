@@ -1,7 +1,7 @@
 """The step-time model against closed forms and a second recurrence."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -26,9 +26,10 @@ def layers(wiring: str, count: int, c: float, t: float) -> list[SubBlockTime]:
     return [SubBlockTime(c, t, backs, dgrad_seconds=c, wgrad_seconds=c) for backs in missing]
 
 
-def a_layer(total: Sequence[float], between: int) -> float:
-    """Time of a layer amid many others: from the totals of two stacks that differ by `between` layers."""
-    return (total[1] - total[0]) / between
+def a_layer(seconds: Callable[..., float], wiring: str, t: float, wire: WireModel) -> float:
+    """Time of a layer amid many others: from the totals of two stacks."""
+    few, many = (seconds(layers(wiring, count, 1.0, t), wire) for count in (30, 60))
+    return (many - few) / 30
 
 
 CLOSED_FORMS = [
@@ -45,11 +46,9 @@ CLOSED_FORMS = [
 @pytest.mark.parametrize(("wiring", "serial", "pipelined"), CLOSED_FORMS, ids=[form[0] for form in CLOSED_FORMS])
 def test_closed_forms(wiring: str, serial, pipelined, t: float) -> None:
     for wire, form in ((SERIAL, serial), (PIPELINED, pipelined)):
-        forward = [forward_seconds(layers(wiring, count, 1.0, t), wire) for count in (30, 60)]
-        assert a_layer(forward, 30) == pytest.approx(form(1.0, t))
+        assert a_layer(forward_seconds, wiring, t, wire) == pytest.approx(form(1.0, t))
         # Backward is the mirror: the same form with its own compute time.
-        backward = [backward_seconds(layers(wiring, count, 1.0, t), wire) for count in (30, 60)]
-        assert a_layer(backward, 30) == pytest.approx(form(2.0, t))
+        assert a_layer(backward_seconds, wiring, t, wire) == pytest.approx(form(2.0, t))
 
 
 def recurrence(
