@@ -23,7 +23,7 @@ from megatron_ladder.errors import UserError
 from megatron_ladder.train.step import train_step
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import Pieces
-from tests.helpers.steps import RECIPE, Batch, check_same, steps_of_batches
+from tests.helpers.steps import RECIPE, Batch, check_same, steps_of_batches, take_steps, train
 from tests.helpers.training import build_trainer_here, own_batches, weight_pieces
 
 WARM_UP, CAPTURED = 1, 3
@@ -172,38 +172,31 @@ class FailingGraph(RecordedGraph):
 
 
 def failing(argv: list[str], batches: list[list[Batch]], measures: bool, failing_rank: int | None) -> Any:
-    """On each rank: losses, norms and final weights of eager steps, and of a run whose last graph fails; its output,
-    or the error that ends it."""
-    found: list[Any] = []
-    text = io.StringIO()
-    for captures in (False, True) if measures else (True,):
-        trainer = build_trainer_here([*argv, "--cuda-graph", "false"])
-        made = iter([RecordedGraph(), RecordedGraph(), FailingGraph(failing_rank)])
-        with (
-            played_graphs(),
-            mock.patch.object(torch.cuda, "CUDAGraph", lambda made=made: next(made)),
-            mock.patch.multiple(graph, _WARM_UP_STEPS=WARM_UP, _MEASURED_STEPS=1),
-            contextlib.redirect_stdout(text),
-        ):
-            if captures:
-                sharded = trainer.engine.wrapped.optimizer
-                trainer.engine.passes = CapturedPasses(trainer.model, sharded, trainer.mesh.world, measures)
-            try:
-                results = [train_step(trainer, own_batches(trainer, one), 1 + step) for step, one in enumerate(batches)]
-            except UserError as error:
-                return str(error)
-        history = [(result.loss, result.gradient_norm) for result in results]
-        found.append((history, weight_pieces(trainer)))
-    return *found, text.getvalue()
+    """On each rank: the output and the outcome of a run whose last graph fails, or the error that ends it."""
+    trainer = build_trainer_here(argv)
+    made = iter([RecordedGraph(), RecordedGraph(), FailingGraph(failing_rank)])
+    with (
+        played_graphs(),
+        mock.patch.object(torch.cuda, "CUDAGraph", lambda: next(made)),
+        mock.patch.multiple(graph, _WARM_UP_STEPS=WARM_UP, _MEASURED_STEPS=1),
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+    ):
+        sharded = trainer.engine.wrapped.optimizer
+        trainer.engine.passes = CapturedPasses(trainer.model, sharded, trainer.mesh.world, measures)
+        try:
+            history = take_steps(trainer, batches)
+        except UserError as error:
+            return str(error)
+    return printed.getvalue(), (history, weight_pieces(trainer))
 
 
 @pytest.mark.parametrize("failing_rank", [None, 1])
 def test_a_failed_capture_leaves_a_run_without_graphs(gloo_pools: GlooPools, failing_rank: int | None) -> None:
     words = "--residual-mode ladder --qk-layernorm --tensor-model-parallel-size 2 --sequence-parallel --bf16"
-    argv = [*RECIPE, *words.split(), "--global-batch-size", "8"]
+    argv = [*RECIPE, *words.split(), *"--global-batch-size 8 --cuda-graph false".split()]
     found = gloo_pools(2).run(failing, argv, batches_of_steps(4), True, failing_rank)
-    eager, captured, output = zip(*found, strict=True)
-    check_same(captured, eager)
+    output, outcomes = zip(*found, strict=True)
+    check_same(outcomes, gloo_pools(2).run(train, argv, None, batches_of_steps(4)))
     text = "RuntimeError: the capture is invalid" if failing_rank else "RuntimeError: operation not permitted"
     where = f"a step cannot be captured on rank {failing_rank or 0}: {text}"
     line = f"*** --cuda-graph auto: no graphs, because {where} ***\n"
