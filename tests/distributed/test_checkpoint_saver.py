@@ -19,7 +19,10 @@ from tests.helpers.pool import GlooPools
 from tests.helpers.steps import everything, steps_of_batches
 from tests.helpers.training import build_trainer_here, own_batches
 
-RECIPE = ("--train-iters 4 --lr 1e-2 --micro-batch-size 2 --global-batch-size 4 --residual-mode ladder --bf16").split()
+RECIPE = (
+    "--train-iters 4 --lr 1e-2 --micro-batch-size 2 --global-batch-size 4 --residual-mode ladder --bf16 "
+    "--loss-spike-factor 9"
+).split()
 Events = list[tuple[str, dict[str, Any]]]
 
 
@@ -115,30 +118,31 @@ def test_a_failing_save_does_not_stop_training_unless_it_is_the_last(
         assert Checkpoint.open(folder).directory.name == whole[-1]
 
 
-def resumed(argv: list[str], load: Path) -> tuple[list[int], Events, list[Any], int]:
-    """On each rank: return the resumed position, the events, the state of the data, and AdamW's steps."""
+def resumed(argv: list[str], load: Path) -> tuple[list[int], Events, list[Any], int, int]:
+    """On each rank: return the resumed position, the events, the state of the data, AdamW's steps, and the guard's."""
     trainer, saver, events = saver_of([*argv, "--load", str(load)], Checkpoint.open(load))
     *place, manifest = saver.resume()
-    return place, events, manifest.get("data_streams", []), trainer.engine.state.steps_taken()
+    guarded = len(trainer.guard.state()["losses"])
+    return place, events, manifest.get("data_streams", []), trainer.engine.state.steps_taken(), guarded
 
 
 def test_a_damaged_checkpoint_is_skipped_by_all_ranks(gloo_pools: GlooPools, tmp_path: Path) -> None:
     run = gloo_pools(2).run
     run(saves_of_a_run, ["--save", str(tmp_path)], 4)
-    for words, start, steps, loaded in (
-        ([], [4, 16], 4, 2),
-        (["--no-load-optim"], [4, 16], 0, 2),
-        (["--finetune"], [0, 0], 0, 0),
-        (["--skip-train"], [4, 16], 0, 0),
-        (["--skip-train", "--finetune"], [0, 0], 0, 0),
+    for words, start, steps, loaded, judged in (
+        ([], [4, 16], 4, 2, 4),
+        (["--no-load-optim"], [4, 16], 0, 2, 4),
+        (["--finetune"], [0, 0], 0, 0, 0),
+        (["--skip-train"], [4, 16], 0, 0, 0),
+        (["--skip-train", "--finetune"], [0, 0], 0, 0, 0),
     ):
-        for place, _, states, taken in run(resumed, words, tmp_path):
-            assert place == start and taken == steps and len(states) == loaded
+        for place, _, states, *counts in run(resumed, words, tmp_path):
+            assert place == start and counts == [steps, judged] and len(states) == loaded
     damaged = tmp_path / "iter_0000004" / "optimizer_rank_00001.safetensors"
     data = bytearray(damaged.read_bytes())
     data[-5] ^= 1
     damaged.write_bytes(bytes(data))
-    (place, events, _, _), (other, others, _, _) = run(resumed, [], tmp_path)
+    (place, events, *_), (other, others, *_) = run(resumed, [], tmp_path)
     assert place == other == [3, 12] and others == []
     assert [kind for kind, _ in events] == ["fallback", "load"]
     assert events[0][1]["directory"] == events[1][1]["directory"] == str(tmp_path / "iter_0000003")

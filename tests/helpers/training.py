@@ -20,6 +20,7 @@ from megatron_ladder.data.batches import MicroBatch
 from megatron_ladder.engine.build import build_engine, build_model, start_deepspeed
 from megatron_ladder.engine.deepspeed_json import deepspeed_json
 from megatron_ladder.train.distillation import StoredTeacher, build_distillation
+from megatron_ladder.train.guards import Guard
 from megatron_ladder.train.profile import named_for_profiler
 from megatron_ladder.train.setup import Trainer
 from tests.helpers.sharded import Pieces, fill_slices, mesh_of, weight_pieces_of
@@ -90,7 +91,7 @@ def build_trainer_here(
             fill_slices(model, weights)
     engine, adamw = build_engine(run, model, deepspeed_json(run), mesh, device)
     implementations = {"norm": norm, "optimizer": adamw}
-    return Trainer(run, mesh, device, model, engine, implementations)
+    return Trainer(run, mesh, device, model, engine, implementations, guard=Guard(run.reliability))
 
 
 def own_batches(trainer: Trainer, micro_batches: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[MicroBatch]:
