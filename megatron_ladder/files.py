@@ -117,7 +117,7 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def lock_file(descriptor: int, wait: bool = False) -> OSError | None:
+def lock_file(descriptor: int) -> OSError | None:
     """Take the kernel's exclusive lock on an open file or directory.
 
     The lock ends when its file is closed, so also when its holder is killed. The `filelock` package is not used: it
@@ -125,10 +125,10 @@ def lock_file(descriptor: int, wait: bool = False) -> OSError | None:
     which outlive a killed holder.
 
     Return None if the lock is held; the error if the file system has no locks, so that others cannot be kept away.
-    Raise BlockingIOError if another process holds the lock, unless `wait`.
+    Raise BlockingIOError if another process holds the lock.
     """
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             raise BlockingIOError(error.errno, error.strerror) from None
