@@ -10,6 +10,11 @@ from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.checkpoint.manifest import BoxRecord, FileRecord, Tiling, make_index, merge_manifest
 
 
+def random_box(rng: random.Random, shape: list[int]) -> Box:
+    low = [rng.randrange(size) for size in shape]
+    return Box(tuple(low), tuple(rng.randint(1, size - a) for a, size in zip(low, shape, strict=True)))
+
+
 def random_shape(rng: random.Random, longest: int = 5) -> list[int]:
     return [rng.randint(1, longest) for _ in range(rng.randint(1, 4))]
 
@@ -26,6 +31,20 @@ def test_pieces_cover_the_interval_in_order() -> None:
         assert torch.equal(torch.cat(values), torch.arange(start, start + length))
         assert [begin for _, begin in pieces] == [int(value[0]) - start for value in values]
         assert len(pieces) <= 2 * len(extent) - 1
+
+
+def test_intersection_holds_the_shared_elements() -> None:
+    rng = random.Random(2)
+    for _ in range(300):
+        shape = random_shape(rng)
+        a, b = random_box(rng, shape), random_box(rng, shape)
+        count = np.zeros(shape, int)
+        count[a.slices()] += 1
+        count[b.slices()] += 1
+        shared = a.intersection(b)
+        assert (shared is None) == (not np.any(count == 2))
+        if shared is not None:
+            assert np.all(count[shared.slices()] == 2) and shared.numel == np.sum(count == 2)
 
 
 def split_at_random(rng: random.Random, box: Box, depth: int) -> list[Box]:
