@@ -26,7 +26,7 @@ MANY = [pytest.param(layout, 30, marks=pytest.mark.slow) for layout in LAYOUTS]
 
 @pytest.fixture(scope="module")
 def experiment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Experiment:
-    chance = random.Random(f"3 {request.param}")
+    chance = random.Random(f"7 {request.param}")
     return Experiment(request.param, tmp_path_factory.mktemp(f"chaos_{request.param}"), chance)
 
 
