@@ -82,7 +82,7 @@ BUDGETS = {
     "tests/": 23_874,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
-MOST_WORDS = 31_892
+MOST_WORDS = 31_893
 """Words in README, docs/ and the READMEs of examples/."""
 MOST_FILES_WITH_ONE_IMPORTER = 23
 MOST_REQUIREMENTS, MOST_EXTRAS = 12, 6
