@@ -52,6 +52,7 @@ def test_experts_without_tokens_move_by_their_momentum(gloo_pools: GlooPools, wo
     batches = steps_of_batches(STEPS, 4)
     ((loads, pieces),) = gloo_pools(1).run(loads_and_weights, [*argv, "--zero-stage", "0"], batches)
     assert all(((loads[0] > 0) & (loads[1] == 0)).sum(-1) >= 3)
+    assert (torch.stack(loads).sum(-1) == 3 * sum(tokens.numel() for tokens, _, _ in batches[0])).all()
     experts = {name: values for name, _, values in pieces if ".experts." in name}
     results = gloo_pools(world).run(loads_and_weights, [*argv, *words.split()], batches)
     assert all(torch.equal(torch.stack(own_loads), torch.stack(loads)) for own_loads, _ in results)

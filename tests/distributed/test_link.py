@@ -105,7 +105,7 @@ def test_sums_are_those_of_torch_and_ends_follow_the_rule(gloo_pools: GlooPools,
 
 
 def scattered_and_gathered(serial: bool) -> tuple[list[Tensor], list[Tensor], list[int]]:
-    """Return rows of a sum and joined rows, over the link and by torch, and the wire times."""
+    """Return rows of a sum, joined rows and a whole sum, over the link and by torch, and the wire times of the rows."""
     rank, size = dist.get_rank(), dist.get_world_size()
     partial = torch.randn(2 * size, 3, generator=torch.Generator().manual_seed(rank))
     rows = torch.randn(2, 3, generator=torch.Generator().manual_seed(10 + rank))
@@ -114,11 +114,12 @@ def scattered_and_gathered(serial: bool) -> tuple[list[Tensor], list[Tensor], li
         assert isinstance(scatter, LinkWork) and isinstance(gather, LinkWork)
         gather.wait()
         scatter.wait()
+        whole_sum = link.all_reduce(partial.clone())
     sums, joined = partial.clone(), [torch.empty_like(rows) for _ in range(size)]
     dist.all_reduce(sums)
     dist.all_gather(joined, rows)
-    expected = [sums.chunk(size)[rank], torch.cat(joined)]
-    return [own, whole], expected, [scatter.wire_ns, gather.wire_ns, gather.end_ns - scatter.end_ns]
+    expected = [sums.chunk(size)[rank], torch.cat(joined), sums]
+    return [own, whole, whole_sum], expected, [scatter.wire_ns, gather.wire_ns, gather.end_ns - scatter.end_ns]
 
 
 def test_the_halves_of_an_all_reduce(gloo_pools: GlooPools) -> None:

@@ -149,7 +149,9 @@ def test_reduces_stay_in_flight_and_backward_mirrors_forward(
             stack_events, config, StackOptions(recompute_layers=recompute), training
         ):
             assert found == forward
-            assert recompute or without("BD", mirrored) == (backward if training else "")
+            # Recomputed sub-blocks do not share a reading.
+            if not recompute or wiring not in ("farskip", "longcat"):
+                assert without("BD", mirrored) == (backward if training else "")
 
 
 @pytest.mark.parametrize("wiring", ["ladder", "ladder-lanes"])
@@ -161,7 +163,7 @@ def test_recomputation_runs_under_the_reduces_and_repeats_none(gloo_pools: GlooP
     }
     for recompute, events in expected.items():
         for _, found in gloo_pools(2).run(stack_events, config, StackOptions(recompute_layers=recompute)):
-            assert without("DS", found) == events
+            assert without("D", found) == events + " S" * (wiring == "ladder-lanes")
 
 
 def test_standard_overlaps_the_reduce_with_the_weight_gradient(gloo_pools: GlooPools) -> None:

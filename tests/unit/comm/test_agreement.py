@@ -62,6 +62,13 @@ def test_every_difference_is_named_with_all_values_on_every_rank() -> None:
     ] * 4
 
 
+def test_all_ranks_raise_the_errors_of_one() -> None:
+    reports = [RankReport(host, {"--lr": 0.1}) for host in HOSTS[:3]]
+    reports.append(RankReport(HOSTS[3], {}, ["no data", "no folder"]))
+    expected = tuple(f"rank 3 on node-b (10.0.0.2): {text}" for text in ("no data", "no folder"))
+    assert [messages(result) for result in meet(reports)] == [expected] * 4
+
+
 def test_rank_0_serves_its_store_until_all_ranks_have_read_the_verdict() -> None:
     """Otherwise torch prints the stack of each rank that still reads."""
     store, report = HashStore(), RankReport(HOSTS[0], {}, ["no data"])
