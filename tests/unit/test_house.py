@@ -79,7 +79,7 @@ BUDGETS = {
     f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_645,
     "tools/": 5_997,
     "vllm_plugin/": 1_999,
-    "tests/": 23_874,
+    "tests/": 23_887,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
 MOST_WORDS = 31_893
