@@ -4,10 +4,12 @@ Keyword arguments are the flags of the programs, as in `train_iters=100` for `--
 UserError. Under a launcher, all processes must make the same calls. `docs/api.md` has examples.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch.distributed as dist
 
@@ -19,7 +21,7 @@ from megatron_ladder.config.run import read_run_words
 from megatron_ladder.convert.conversions import plan_export, plan_import
 from megatron_ladder.convert.copying import carry_out
 from megatron_ladder.convert.options import ExportOptions, ImportOptions
-from megatron_ladder.errors import UserError, raise_user_errors
+from megatron_ladder.errors import BadNumbersError, UserError, raise_user_errors
 from megatron_ladder.generate.loading import open_model
 from megatron_ladder.generate.options import ModelOptions, OutputOptions, PromptOptions, SamplingOptions
 from megatron_ladder.generate.program import build_engine, check_hardware, new_request
@@ -92,22 +94,29 @@ class TrainingRun:
         with closing(sample_batches(self._trainer, self._valid[name], 0)) as batches:
             return evaluate(self._trainer, batches, self._trainer.run.logging.eval_iters)
 
-    def score(self, requests: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
+    def score(self, requests: Iterable[tuple[Iterable[int], Iterable[int]]]) -> list[Score]:
         """Return the log-likelihood of each continuation, and whether greedy decoding yields it, in every layout.
 
         A request is a pair of ids, `(context, continuation)`. Raises ValueError if one is empty, a continuation is
-        longer than `seq_length`, or an id is outside of the vocabulary.
+        longer than `seq_length`, or an id is outside of the vocabulary; BadNumbersError if a result is not a number.
         """
-        return self._predictor.score(requests)
+        scores = self._predictor.score(
+            [(_token_ids(context), _token_ids(following)) for context, following in requests]
+        )
+        if any(math.isnan(score.logprob) for score in scores):
+            raise BadNumbersError("score: a likelihood is not a number: weights are not finite, or too large")
+        return scores
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Sequence[int] = ()
+        self, prompts: Iterable[Iterable[int]], max_new_tokens: int, stop_ids: Sequence[int] = ()
     ) -> list[list[int]]:
         """Return the greedy continuation of each prompt, ending before a token of `stop_ids`; raises as `score`.
 
         There is no key-value cache: each new token costs a pass over its row.
         """
-        return self._predictor.generate(prompts, max_new_tokens, stop_ids)
+        if not 0 < max_new_tokens <= self._predictor.max_length:
+            raise ValueError(f"max_new_tokens {max_new_tokens}: expected 1 to seq_length {self._predictor.max_length}")
+        return self._predictor.generate(list(map(_token_ids, prompts)), max_new_tokens, stop_ids)
 
     def save(self) -> None:
         """Write a checkpoint to `save`; with `async_save`, the next call and the end of the block wait for its end.
@@ -143,6 +152,13 @@ def training(**flags: Any) -> Iterator[TrainingRun]:
         # After an error, without waiting for the other processes.
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _token_ids(values: Iterable[SupportsIndex]) -> list[int]:
+    try:
+        return list(map(operator.index, values))
+    except TypeError as error:
+        raise ValueError(f"expected a list of token ids, as run.tokenizer.encode returns it: {error}") from None
 
 
 class TextGenerator:

@@ -47,8 +47,8 @@ class Predictor:
                 raise ValueError(f"request {number}: id {wrong[0]} is outside of the vocabulary, 0 to {vocab_size - 1}")
             if not context or not 0 < len(continuation) <= self.max_length:
                 raise ValueError(
-                    f"request {number}: found {len(context)} ids of context and {len(continuation)} that follow: "
-                    f"expected 1 or more, and 1 to {self.max_length}"
+                    f"request {number}: the context has {len(context)} ids and the continuation {len(continuation)}: "
+                    f"expected 1 or more, and 1 to --seq-length {self.max_length}"
                 )
 
     def score(self, requests: Sequence[Request]) -> list[Score]:

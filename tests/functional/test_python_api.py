@@ -26,7 +26,7 @@ for name in folder, folder + "_again":
 def attempt(call, *values, **flags):
     try:
         print(">", call(*values, **flags))
-    except (UserError, BadNumbersError) as error:
+    except (UserError, BadNumbersError, ValueError) as error:
         print(">", error)
 
 files = {
@@ -38,7 +38,10 @@ limits = {"train_iters": 9, "lr": 1e-3, "max_consecutive_bad_steps": 2}
 with training(**files, **sizes, **limits) as run:
     attempt(run.save)
     attempt(run.evaluate)
+    attempt(run.score, ((text, [1]) for text in ["ab"]))
+    attempt(run.generate, [[1]], 9)
     next(run.model.parameters()).data.fill_(float("nan"))
+    attempt(run.score, [([1], [2])])
     print(">", run.step().skipped)
     attempt(run.step)
 for layout in {}, {"offload_optimizer": "cpu"}, {"zero_stage": 3}:
@@ -99,6 +102,10 @@ def test_the_example_runs_twice_in_one_process(corpus: Path, tmp_path: Path) -> 
     assert [line[2:] for line in done.stdout.splitlines() if line.startswith("> ")] == [
         "save: the run has no directory; give save",
         "evaluate: the run has no validation set ''; name one of 'held'",
+        "expected a list of token ids, as run.tokenizer.encode returns it: 'str' object cannot be interpreted as an "
+        "integer",
+        "max_new_tokens 9: expected 1 to seq_length 8",
+        "score: a likelihood is not a number: weights are not finite, or too large",
         "True",
         "iteration 2: the gradient's norm is nan, the loss nan: first bad parameter embedding.weight, on rank 0: 2 in "
         "a row, as many as --max-consecutive-bad-steps allows",

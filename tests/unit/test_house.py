@@ -67,7 +67,7 @@ MOST_LINES_OF_A_FILE = 470
 
 FIRST_FLOOR = ("errors", "files", "processes", "progress", "api", "lm_eval")
 BUDGETS = {
-    f"{PACKAGE}/": 24_024,
+    f"{PACKAGE}/": 24_040,
     " ".join(
         f"{PACKAGE}/{folder}/" for folder in ("blueprint", "comm", "parallel", "model", "engine", "train")
     ): 10_396,
@@ -76,13 +76,13 @@ BUDGETS = {
     f"{PACKAGE}/data/": 3_954,
     f"{PACKAGE}/convert/": 2_498,
     f"{PACKAGE}/generate/": 2_089,
-    f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_645,
+    f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_661,
     "tools/": 5_997,
     "vllm_plugin/": 1_999,
-    "tests/": 23_887,
+    "tests/": 23_894,
 }
 """Most lines of Python below these places together: a ceiling for whoever comes next."""
-MOST_WORDS = 31_893
+MOST_WORDS = 31_929
 """Words in README, docs/ and the READMEs of examples/."""
 MOST_FILES_WITH_ONE_IMPORTER = 23
 MOST_REQUIREMENTS, MOST_EXTRAS = 12, 6
