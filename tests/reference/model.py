@@ -73,7 +73,7 @@ class ReferenceConfig:
     moe_z_loss_coeff: float = 0.0
     moe_router_bias_update_rate: float = 0.0
     z_loss_coeff: float = 0.0
-    """Of the squares of the logits' log normalisers."""
+    """Coefficient of the squared log normalisers of the logits."""
     missing: tuple[tuple[int, ...], ...] = ()
     """For each sub-block, the outputs that it misses, counted back from the newest; by default, by `staleness`."""
 
