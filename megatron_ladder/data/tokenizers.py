@@ -259,8 +259,8 @@ class HuggingFaceTokenizer(Tokenizer):
         library.no_padding()
         library.no_truncation()
         self._tokenizer = library
-        added = library.get_added_tokens_decoder().values()
-        self.special_tokens = tuple(token.content for token in added if token.special)
+        self._added = library.get_added_tokens_decoder()
+        self.special_tokens = tuple(token.content for token in self._added.values() if token.special)
         """The texts of the added tokens that are flagged as special."""
         vocabulary = library.get_vocab(with_added_tokens=True)
         if not vocabulary:
