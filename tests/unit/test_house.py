@@ -61,30 +61,12 @@ HOMES = {
 }
 """The only places that import these libraries or check for them; nothing imports the experiments."""
 
-MOST_LINES_OF_A_FUNCTION = 90
-MOST_LINES_OF_A_FILE = 470
-
-
-FIRST_FLOOR = ("errors", "files", "processes", "progress", "api", "lm_eval")
-BUDGETS = {
-    f"{PACKAGE}/": 24_040,
-    " ".join(
-        f"{PACKAGE}/{folder}/" for folder in ("blueprint", "comm", "parallel", "model", "engine", "train")
-    ): 10_396,
-    f"{PACKAGE}/config/ {PACKAGE}/flags.py {PACKAGE}/command_line.py": 1_389,
-    f"{PACKAGE}/checkpoint/": 2_047,
-    f"{PACKAGE}/data/": 3_954,
-    f"{PACKAGE}/convert/": 2_498,
-    f"{PACKAGE}/generate/": 2_089,
-    f"{PACKAGE}/cli/ " + " ".join(f"{PACKAGE}/{file}.py" for file in FIRST_FLOOR): 1_661,
-    "tools/": 5_997,
-    "vllm_plugin/": 1_999,
-    "tests/": 23_894,
-}
-"""Most lines of Python below these places together: a ceiling for whoever comes next."""
-MOST_WORDS = 31_929
+MOST_LINES_OF_THE_PACKAGE = 26_000
+MOST_TEST_LINES_PER_PACKAGE_LINE = 1.2
+MOST_LINES_OF_A_FUNCTION = 80
+MOST_WORDS = 32_000
 """Words in README, docs/ and the READMEs of examples/."""
-MOST_FILES_WITH_ONE_IMPORTER = 23
+MOST_FILES_WITH_ONE_IMPORTER = 25
 MOST_REQUIREMENTS, MOST_EXTRAS = 12, 6
 CALLED_BY_NAME = ("cli/", "convert/hf_module/")
 """Programs, and classes that transformers loads from exported models."""
@@ -136,8 +118,7 @@ def import_errors(source: str, relative: str) -> list[str]:
 
 
 def size_errors(source: str, name: str) -> list[str]:
-    lines = len(source.splitlines())
-    errors = [f"{name}: {lines} lines"] if lines > MOST_LINES_OF_A_FILE else []
+    errors = []
     for node in nodes_of(source):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -169,7 +150,7 @@ def test_collectives_are_started_asynchronously_in_one_file() -> None:
     assert len(files) == 1, files
 
 
-def test_functions_and_files_are_short() -> None:
+def test_functions_are_short() -> None:
     assert broken(size_errors, all_files(), ROOT) == []
 
 
@@ -210,16 +191,17 @@ def test_public_definitions_have_clients_and_names_of_their_own() -> None:
     assert alone == []
 
 
-def lines_of(places: str) -> int:
-    """Lines of Python in the tracked files below these places, separated by blanks."""
-    names = [name for name in tracked_files() if name.endswith(".py") and name.startswith(tuple(places.split()))]
-    assert names, places
+def lines_of(folder: str) -> int:
+    """Lines of Python in the tracked files of a folder."""
+    names = [name for name in tracked_files() if name.endswith(".py") and name.startswith(f"{folder}/")]
+    assert names, folder
     return sum(len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name in names)
 
 
-@pytest.mark.parametrize("places", BUDGETS)
-def test_a_folder_stays_within_its_budget(places: str) -> None:
-    assert lines_of(places) <= BUDGETS[places]
+def test_package_and_tests_stay_within_their_budgets() -> None:
+    package = lines_of(PACKAGE)
+    assert package <= MOST_LINES_OF_THE_PACKAGE
+    assert lines_of("tests") <= MOST_TEST_LINES_PER_PACKAGE_LINE * package
 
 
 def test_documentation_stays_within_its_budget() -> None:
