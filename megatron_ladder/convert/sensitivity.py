@@ -121,7 +121,7 @@ def run_model(model: LanguageModel, batch: MicroBatch) -> Tensor:
     """Return the stream after the last layer, [s, b, h]."""
     device = model.embedding.weight.device
     tokens, positions = batch.tokens.to(device), None if batch.positions is None else batch.positions.to(device)
-    return model.hidden_states(tokens, model.training_context(tokens, positions, batch.document_bounds))
+    return model.hidden_states(tokens, model.training_context(tokens, positions, document_bounds=batch.document_bounds))
 
 
 class _Passes:

@@ -29,6 +29,8 @@ class MicroBatch(NamedTuple):
     """[b, s] float32; None if every label counts"""
     positions: Tensor | None = None
     """[b, s] int64: rotary position of each token; None for 0 to s - 1 in every row"""
+    lengths: Tensor | None = None
+    """[b] int64: number of tokens before the padding of each row; None if no row has padding"""
     document_bounds: Tensor | None = None
     """[documents + 1] int32: first token of each document among the b * s tokens, row by row, and b * s. A token
     attends only to its own document, which ends with its row. None: a token attends to all previous ones of its row."""
@@ -120,10 +122,7 @@ class GlobalBatchLoader(Iterator[list[MicroBatch]]):
         consumed_samples: int = 0,
         group: CommGroup | None = None,
     ) -> None:
-        """`reader` is None except on rank 0 of `group`: the ranks that exchange the batches, in host memory.
-
-        Without both, every micro-batch is empty: a middle pipeline stage does not read its batches.
-        """
+        """`reader` is None except on rank 0 of `group`: the ranks that exchange the batches, in host memory."""
         self.shape, self.rules, self.consumed_samples = shape, rules, consumed_samples
         self.reader_state = {} if reader is None else reader.state()
         self._group = group or CommGroup.alone()
@@ -133,7 +132,7 @@ class GlobalBatchLoader(Iterator[list[MicroBatch]]):
     def __next__(self) -> list[MicroBatch]:
         """Raises the reader's UserError on every rank of the group."""
         shape = self.shape
-        found: SampleRows | UserError | None = None
+        found: Any = None
         if self._reader is not None:
             try:
                 ahead = self._ahead or self._thread.submit(self._read_one)
@@ -145,9 +144,6 @@ class GlobalBatchLoader(Iterator[list[MicroBatch]]):
         if isinstance(found, UserError):
             raise found
         self.consumed_samples += shape.global_batch_size
-        if found is None:
-            nothing, number = torch.empty(0, dtype=torch.int64), shape.global_batch_size // shape.data_parallel_size
-            return [MicroBatch(nothing, nothing)] * (number // shape.micro_batch_size)
         return make_micro_batches(found, self.rules, shape.micro_batch_size)
 
     def close(self) -> None:
@@ -175,12 +171,15 @@ def make_micro_batches(rows: SampleRows, rules: DocumentRules, micro_batch_size:
     if rules.reset_position_ids:
         columns = np.broadcast_to(np.arange(begins.shape[1]), begins.shape)
         positions = torch.from_numpy(columns - np.maximum.accumulate(np.where(begins, columns, 0), axis=1))
+    lengths = None if rows.lengths is None else torch.from_numpy(rows.lengths.clip(max=tokens.shape[1]))
     batches = []
     for first in range(0, len(tokens), micro_batch_size):
         chosen, bounds = slice(first, first + micro_batch_size), None
         if rules.reset_attention_mask:
             ends = np.append(np.flatnonzero(begins[chosen]), begins[chosen].size)
             bounds = torch.from_numpy(ends.astype(np.int32))
-        of_mask, of_positions = (None if whole is None else whole[chosen] for whole in (mask, positions))
-        batches.append(MicroBatch(tokens[chosen], labels[chosen], of_mask, of_positions, bounds))
+        of_mask, of_positions, of_lengths = (
+            None if whole is None else whole[chosen] for whole in (mask, positions, lengths)
+        )
+        batches.append(MicroBatch(tokens[chosen], labels[chosen], of_mask, of_positions, of_lengths, bounds))
     return batches

@@ -113,7 +113,7 @@ class PackedSource(DatasetSamples):
         return self._permutation(len(self), epoch, SAMPLES)
 
     def _fill_epoch(self, epoch: int, places: NDArray[np.int64], rows: NDArray[np.int64], out: SampleRows) -> None:
-        assert out.loss_mask is not None and out.begins is not None
+        assert out.loss_mask is not None and out.begins is not None and out.lengths is not None
         bounds, counts = self.dataset.document_bounds, None if self.loss_on == "all" else self.dataset.loss_mask
         for packed, row in zip(self._order_of(epoch)[places].tolist(), rows.tolist(), strict=True):
             tokens, mask, begins = out.tokens[row], out.loss_mask[row], out.begins[row]
@@ -127,6 +127,7 @@ class PackedSource(DatasetSamples):
                 mask[begin:end] = 1 if counts is None else counts[copied]
                 mask[begin] = 0
                 begins[begin] = True
+            out.lengths[row] = end
             tokens[end:] = self.pad_id
             mask[end:] = 0
             # Padding is a separate document, which costs attention least.

@@ -41,12 +41,15 @@ class SampleRows(NamedTuple):
     """[n, seq_length + 1]: 1 for a token that counts as a label; None if all do"""
     begins: NDArray[np.bool_] | None = None
     """[n, seq_length + 1]: whether a document begins; None: documents begin after end-of-document tokens"""
+    lengths: NDArray[np.int64] | None = None
+    """[n]: number of tokens before the padding of each row, at most seq_length + 1; None: no row has padding"""
 
 
 class Samples(ABC):
     """An infinite sequence of samples with random access.
 
-    `name` is for messages, `token_dtype` fits all tokens, and `has_begins` is set if documents' beginnings are marked.
+    `name` is for messages, `token_dtype` fits all tokens, and `has_begins` is set if documents' beginnings and the
+    lengths of rows are given.
     """
 
     name: str
@@ -64,7 +67,8 @@ class Samples(ABC):
         shape = (len(numbers), self.seq_length + 1)
         mask = np.empty(shape, np.uint8) if self.has_loss_mask else None
         begins = np.empty(shape, np.bool_) if self.has_begins else None
-        rows = SampleRows(np.empty(shape, self.token_dtype), mask, begins)
+        lengths = np.empty(len(numbers), np.int64) if self.has_begins else None
+        rows = SampleRows(np.empty(shape, self.token_dtype), mask, begins, lengths)
         self.fill(numbers, np.arange(len(numbers)), rows)
         return rows
 

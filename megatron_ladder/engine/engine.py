@@ -13,10 +13,10 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.engine.graph import CapturedPasses
 from megatron_ladder.engine.sharded import ShardedOptimizer
 from megatron_ladder.engine.state import EngineState, engine_state
-from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.language_model import LanguageModel, LossScales
 
-ModelInputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
-"""One micro-batch: token ids and labels [b, s]; loss mask, positions and document bounds or None, as
+ModelInputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""One micro-batch: token ids and labels [b, s]; loss mask, positions, lengths and document bounds or None, as
 `LanguageModel.forward` takes them."""
 
 
@@ -83,14 +83,13 @@ class Engine:
         """Return the context of this many forward and backward passes."""
         return nullcontext() if self._sharded is None else self._sharded.reducing(micro_batches)
 
-    def forward_backward(self, micro_batches: Sequence[ModelInputs], scale: Tensor) -> Tensor:
+    def forward_backward(self, micro_batches: Sequence[ModelInputs], scales: LossScales) -> Tensor:
         """Run forward and backward of this rank's micro-batches, and reduce gradients over data-parallel ranks.
 
-        The gradients are those of `scale` (a scalar in fp64) times the loss, summed over all target tokens of all
-        data-parallel ranks.
+        The gradients are those of the scaled losses, summed over all tokens of all data-parallel ranks.
         Returns this rank's scaled loss, summed over micro-batches; zero on pipeline stages other than the last.
         """
-        captured = None if self.passes is None else self.passes.run(micro_batches, scale)
+        captured = None if self.passes is None else self.passes.run(micro_batches, scales)
         if captured is not None:
             # DeepSpeed counts micro-batches.
             for _ in micro_batches[1:]:
@@ -99,8 +98,9 @@ class Engine:
         loss_sum = torch.zeros((), device=self._device)
         with self._reducing(len(micro_batches)):
             for index, batch in enumerate(micro_batches):
-                loss = self.wrapped(*batch_to_device(batch, self._device))
-                loss = loss * scale.to(loss.dtype)
+                body_loss_scale = scales.tokens * self._gradient_divisor
+                loss = self.wrapped(*batch_to_device(batch, self._device), body_loss_scale=body_loss_scale)
+                loss = loss * scales.targets.to(loss.dtype)
                 loss_sum += loss.detach()
                 self.wrapped.backward(loss * self._gradient_divisor, scale_wrt_gas=False)
                 if index < len(micro_batches) - 1:

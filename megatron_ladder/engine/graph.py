@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_ladder.comm.group import CommGroup, to_device
 from megatron_ladder.engine.sharded import ShardedOptimizer
 from megatron_ladder.errors import UserError
-from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.language_model import LanguageModel, LossScales
 from megatron_ladder.progress import print_rank_0
 
 _WARM_UP_STEPS = 3
@@ -47,22 +47,24 @@ class CapturedPasses:
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._inputs: list[Tensor | None] = []
         self._device = next(module.parameters()).device
-        self._scale = torch.zeros((), dtype=torch.float64, device=self._device)
+        zero = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._scales = LossScales(zero, zero.clone())
         self._loss_sum = torch.zeros((), device=self._device)
 
-    def run(self, micro_batches: Sequence[Sequence[Tensor | None]], scale: Tensor) -> Tensor | None:
+    def run(self, micro_batches: Sequence[Sequence[Tensor | None]], scales: LossScales) -> Tensor | None:
         """Do what `Engine.forward_backward` does, or return None if this step uses no graphs."""
         if not self._uses_graphs():
             return None
         if not self._graphs and not self._captures(micro_batches):
             return None
-        self._scale.copy_(scale)
+        for held, given in zip(self._scales, scales, strict=True):
+            held.copy_(given)
         self._loss_sum.zero_()
         for index, batch in enumerate(micro_batches):
-            for held, given in zip(self._inputs, batch, strict=True):
-                if held is not given:
-                    assert held is not None and given is not None, "the inputs of all micro-batches are alike"
-                    held.copy_(to_device(given, self._device))
+            for captured, part in zip(self._inputs, batch, strict=True):
+                if captured is not part:
+                    assert captured is not None and part is not None, "the inputs of all micro-batches are alike"
+                    captured.copy_(to_device(part, self._device))
             self._graphs[-1 if index == len(micro_batches) - 1 else min(index, 1)].replay()
         return self._loss_sum.clone()
 
@@ -114,8 +116,8 @@ class CapturedPasses:
                 self._graphs.append(graph)
 
     def _run_pass(self) -> None:
-        loss = self._module(*self._inputs)
-        loss = loss * self._scale.to(loss.dtype)
+        loss = self._module(*self._inputs, body_loss_scale=self._scales.tokens)
+        loss = loss * self._scales.targets.to(loss.dtype)
         self._loss_sum += loss.detach()
         loss.backward()
 

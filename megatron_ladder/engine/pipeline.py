@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from megatron_ladder.comm.group import to_device
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.engine.engine import Engine, ModelInputs, batch_to_device, deepspeed_mpu
-from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.language_model import LanguageModel, LossScales
 
 
 class _Stage(nn.Module):
@@ -35,16 +35,15 @@ class _Stage(nn.Module):
         self.model = model
         self.coming: deque[ModelInputs] = deque()
         """The micro-batches that are still to be processed, in order."""
-        self.loss_scale = torch.ones(())
-        self.micro_batches = 1
-        """Their number in a step, by which DeepSpeed divides the loss."""
+        self.loss_scale = self.body_loss_scale = torch.ones(())
         self.predictions: list[Tensor] | None = None
         """Receives the predictions of each micro-batch, whose loss is then not computed."""
 
     def forward(self, entering: Tensor) -> Tensor:
         """Map the previous stage's state [1 + pending, s, b, h], or ids [b, s], to this one's, or to the loss."""
-        _, labels, loss_mask, positions, document_bounds = batch_to_device(self.coming.popleft(), entering.device)
-        leaving = self.model.stage(entering, positions, document_bounds, self.loss_scale / self.micro_batches)
+        batch = batch_to_device(self.coming.popleft(), entering.device)
+        _, labels, loss_mask, positions, lengths, document_bounds = batch
+        leaving = self.model.stage(entering, positions, lengths, document_bounds, self.body_loss_scale)
         if not self.model.is_last:
             return leaving
         if self.predictions is None:
@@ -112,11 +111,12 @@ class PipelinedEngine(Engine):
         engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, OptimizerStep: lambda engine: None}
         return engine
 
-    def forward_backward(self, micro_batches: Sequence[ModelInputs], scale: Tensor) -> Tensor:
+    def forward_backward(self, micro_batches: Sequence[ModelInputs], scales: LossScales) -> Tensor:
         count = self.wrapped.micro_batches
         assert len(micro_batches) == count
-        self._stage.micro_batches = count
-        self._stage.loss_scale = scale * self._gradient_divisor * count
+        # DeepSpeed divides the loss by the number of micro-batches.
+        self._stage.loss_scale = scales.targets * self._gradient_divisor * count
+        self._stage.body_loss_scale = scales.tokens * self._gradient_divisor
         self._stage.model.stack.partial_sums.expect(count)
         with self._reducing(count):
             loss_sum = self._run(self.wrapped._train_schedule(), micro_batches)

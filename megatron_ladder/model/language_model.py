@@ -6,7 +6,7 @@ logits_shard_v [s, b, padded V / t].
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,15 @@ from megatron_ladder.parallel.vocabulary import (
 )
 
 _DEFAULT_OPTIONS, _NO_LOSSES = StackOptions(), ExpertOptions()
+
+
+class LossScales(NamedTuple):
+    """What turns sums over a global batch into means: scalars in fp64, on the device."""
+
+    targets: Tensor
+    """1 / number of target tokens, for the losses of the head."""
+    tokens: Tensor
+    """1 / number of tokens without padding, for the losses of bodies."""
 
 
 class LanguageModel(nn.Module):
@@ -124,7 +133,9 @@ class LanguageModel(nn.Module):
         labels: Tensor,
         loss_mask: Tensor | None = None,
         positions: Tensor | None = None,
+        lengths: Tensor | None = None,
         document_bounds: Tensor | None = None,
+        body_loss_scale: Tensor | float = 1.0,
         predicts: bool = False,
     ) -> Tensor:
         """Return the loss summed over the target tokens that count, or the `predictions` if `predicts` is set.
@@ -133,12 +144,11 @@ class LanguageModel(nn.Module):
             tokens: [b, s] int64.
             labels: [b, s] int64, the token that follows each; -100 has no loss.
             loss_mask: [b, s] float, weight of each target token; None counts all.
-            positions: [b, s] int64, rotary position of each token; None counts from 0 in every row.
-            document_bounds: see `stage`.
+            positions, lengths, document_bounds, body_loss_scale: see `stage`.
 
         Return a scalar in fp32 (fp64 for an fp64 model), equal on every tensor-parallel rank. The caller divides by the
-        number of tokens of the whole global batch. Other ids than those of the vocabulary raise RuntimeError; on a GPU,
-        a later call raises it.
+        number of targets of the whole global batch. Other ids than those of the vocabulary raise RuntimeError; on a
+        GPU, a later call raises it.
         """
         size, soft = self.config.vocab_size, None
         known = (tokens >= 0) & (tokens < size) & ((labels == IGNORED) | ((labels >= 0) & (labels < size)))
@@ -146,32 +156,35 @@ class LanguageModel(nn.Module):
         if self.distillation is not None and torch.is_grad_enabled():
             # First, while the student keeps nothing for backward yet.
             soft = self.distillation.soft_targets(tokens, positions, document_bounds)
-        context = self.training_context(tokens, positions, document_bounds)
+        context = self.training_context(tokens, positions, lengths, document_bounds)
         hidden_states = self.hidden_states(tokens, context)
         if predicts:
             return self.predictions(hidden_states, labels)
-        return self._with_losses_of_bodies(self.loss(hidden_states, labels, loss_mask, soft), context)
+        loss = self.loss(hidden_states, labels, loss_mask, soft)
+        return self._with_losses_of_bodies(loss, context, body_loss_scale)
 
     def stage(
         self,
         entering: Tensor,
         positions: Tensor | None = None,
+        lengths: Tensor | None = None,
         document_bounds: Tensor | None = None,
-        loss_scale: Tensor | float = 1.0,
+        body_loss_scale: Tensor | float = 1.0,
     ) -> Tensor:
         """Run a pipeline stage: token ids [b, s] on the first stage, a state on the others -> a state.
 
         Args:
             positions: [b, s] int64, rotary position of each token; None counts from 0 in every row.
+            lengths: [b] int64, number of tokens before the padding of each row; None: no padding.
             document_bounds: [documents + 1] int32 on the CPU: the start of each document among the b * s tokens, row
                 after row, and b * s. Every row begins a document, and tokens attend only within their document. None:
                 every token attends to all earlier ones of its row.
-            loss_scale: the gradient of the loss, which this stage's own extra losses get as well.
+            body_loss_scale: the gradient of the losses of bodies, which are sums over tokens.
         """
         state = self.embedding(entering).unsqueeze(0) if self.is_first else entering
         length = state.shape[1] * self.stack.layout.shards
-        context = self._context(length, state.device, positions, document_bounds)
-        return self._with_losses_of_bodies(self.stack(state, context), context, loss_scale)
+        context = self._context(length, state.device, positions, lengths, document_bounds)
+        return self._with_losses_of_bodies(self.stack(state, context), context, body_loss_scale)
 
     def loss(
         self, hidden_states: Tensor, labels: Tensor, loss_mask: Tensor | None = None, soft: SoftTargets | None = None
@@ -188,10 +201,8 @@ class LanguageModel(nn.Module):
         self._add_extra_losses(dict(zip(self._head_losses, losses[1:], strict=True)))
         return losses[0]
 
-    def _with_losses_of_bodies(
-        self, x: Tensor, context: SequenceContext, scale: Tensor | float | None = None
-    ) -> Tensor:
-        """Return x, with whose backward that of the bodies' losses runs, for the gradient `scale` or that of x."""
+    def _with_losses_of_bodies(self, x: Tensor, context: SequenceContext, scale: Tensor | float) -> Tensor:
+        """Return x, with whose backward that of the bodies' losses runs, for the gradient `scale`."""
         if not context.losses:
             return x
         self._add_extra_losses(context.losses)
@@ -218,18 +229,25 @@ class LanguageModel(nn.Module):
         found: Tensor = self.embedding.loss(normed, targets) if self.lm_head is None else self.lm_head(normed, targets)
         return found
 
-    def take_extra_losses(self) -> Tensor:
-        """Return each of the `extra_losses`, summed over all target tokens since the last call, fp64; forget them."""
+    def take_extra_losses(self, scales: LossScales | None = None) -> Tensor:
+        """Return each of the `extra_losses` since the last call, fp64, and forget them.
+
+        Without scales they are sums, over target tokens or, of bodies, over tokens.
+        """
         taken = self._extra_loss_sums.clone()
         # In place, because a captured pass adds to this tensor.
         self._extra_loss_sums.zero_()
-        return taken
+        if scales is None:
+            return taken
+        of_head, of_bodies = len(self._head_losses), len(self.stack.loss_names)
+        factors = torch.cat([scales.targets.expand(of_head), scales.tokens.expand(of_bodies)])
+        return to_device(taken, factors.device) * factors
 
     @torch.no_grad()
     def take_loads(self, device: torch.device) -> Tensor:
-        """Return how many tokens have chosen each expert in training since the last call, fp64; forget it.
+        """Return how many tokens, without padding, have chosen each expert in training since the last call, fp64.
 
-        [layers with experts, E]; the rows of layers on other pipeline stages are zero.
+        Forget it. [layers with experts, E]; the rows of layers on other pipeline stages are zero.
         """
         loads = torch.zeros(len(self.config.moe_layers), self.config.num_experts, dtype=torch.float64, device=device)
         if self.routers:
@@ -251,30 +269,40 @@ class LanguageModel(nn.Module):
         torch._foreach_sub_(biases, above.unbind(), alpha=rate)
 
     def training_context(
-        self, tokens: Tensor, positions: Tensor | None = None, document_bounds: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        lengths: Tensor | None = None,
+        document_bounds: Tensor | None = None,
     ) -> SequenceContext:
         """Return the context of whole rows; by default causal attention at positions 0 .. s-1 (see `stage`)."""
-        return self._context(tokens.shape[1], tokens.device, positions, document_bounds)
+        return self._context(tokens.shape[1], tokens.device, positions, lengths, document_bounds)
 
     def _context(
-        self, length: int, device: torch.device, positions: Tensor | None, document_bounds: Tensor | None
+        self,
+        length: int,
+        device: torch.device,
+        positions: Tensor | None,
+        lengths: Tensor | None,
+        document_bounds: Tensor | None,
     ) -> SequenceContext:
         positions = torch.arange(length, device=device).unsqueeze(1) if positions is None else positions.t()
         table = rotary_table(self.config, positions, self.compute_dtype)
         documents = None if document_bounds is None else DocumentBounds.of(document_bounds, device)
-        return SequenceContext(table, documents=documents, losses={} if torch.is_grad_enabled() else None)
+        token_mask = None if lengths is None else torch.arange(length, device=device).unsqueeze(1) < lengths
+        losses: dict[str, Tensor] | None = {} if torch.is_grad_enabled() else None
+        return SequenceContext(table, documents=documents, losses=losses, token_mask=token_mask)
 
 
 class _Carrying(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor | float | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor | float) -> Tensor:
         ctx.scale, ctx.dtype = scale, loss.dtype
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        scale = gradient if ctx.scale is None else ctx.scale
-        return gradient, torch.as_tensor(scale, dtype=ctx.dtype, device=gradient.device), None
+        return gradient, torch.as_tensor(ctx.scale, dtype=ctx.dtype, device=gradient.device), None
 
 
 @dataclass(frozen=True)
@@ -296,6 +324,6 @@ class Distillation:
         self, tokens: Tensor, positions: Tensor | None = None, document_bounds: Tensor | None = None
     ) -> SoftTargets:
         """Run the teacher over a micro-batch, with the arguments of `LanguageModel.forward`."""
-        context = self.teacher.training_context(tokens, positions, document_bounds)
+        context = self.teacher.training_context(tokens, positions, document_bounds=document_bounds)
         normed = self.teacher.final_norm(self.teacher.hidden_states(tokens, context))
         return SoftTargets(normed, self.teacher.head, self.weight, self.temperature)

@@ -66,6 +66,8 @@ class SequenceContext(NamedTuple):
     """Replaces the model's `Operations.attend`."""
     losses: dict[str, Tensor] | None = None
     """In training, receives the losses of the bodies, summed by name."""
+    token_mask: Tensor | None = None
+    """Boolean [s, b], False for padding, which counts neither in losses nor in loads; None: no padding."""
 
 
 class BodyOutput(NamedTuple):
@@ -74,9 +76,10 @@ class BodyOutput(NamedTuple):
     partial: Tensor
     """This rank's partial sum of its output, [s, b, h]."""
     losses: Mapping[str, Tensor] = MappingProxyType({})
-    """Scalars by name that training adds to the loss, which is a sum over target tokens. They are equal on all
-    tensor-parallel ranks; each rank's backward gets the gradient divided by the number of ranks, so that all gradients
-    inside the body are partial sums. A loss counts once for each micro-batch, also if the body is recomputed."""
+    """Scalars by name: sums over the tokens of the micro-batch without padding. Training adds their means over the
+    global batch to the loss. They are equal on all tensor-parallel ranks; each rank's backward gets the gradient
+    divided by the number of ranks, so that all gradients inside the body are partial sums. A loss counts once for each
+    micro-batch, also if the body is recomputed."""
     kept: tuple[Tensor, ...] = ()
     """What a repetition under recomputation gets as further arguments instead of computing it again."""
 

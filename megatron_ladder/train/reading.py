@@ -21,15 +21,12 @@ def _shape_and_rules(trainer: Trainer) -> tuple[BatchShape, DocumentRules]:
 def sample_batches(trainer: Trainer, source: Samples | None, consumed_samples: int) -> GlobalBatchLoader:
     """Return this rank's batches of numbered samples, if there is a source, starting after `consumed_samples`.
 
-    On the first and last pipeline stage, the first tensor-parallel rank reads and broadcasts to the others of its
-    stage. Stages between them read only if they need document bounds; otherwise they receive nothing.
+    On every pipeline stage, the first tensor-parallel rank reads and broadcasts to the others: a stage that embeds
+    nothing and has no targets still needs document bounds, padding and the number of targets.
     """
     mesh, (shape, rules) = trainer.mesh, _shape_and_rules(trainer)
-    embeds_or_has_targets = mesh.pipeline.rank in (0, mesh.pipeline.size - 1)
-    if source is None or not (embeds_or_has_targets or rules.cuts_rows):
-        return GlobalBatchLoader(None, shape, rules, consumed_samples)
     reader = None
-    if mesh.tensor.rank == 0:
+    if source is not None and mesh.tensor.rank == 0:
         reader = SampleReader(source, shape, mesh.data.rank, consumed_samples, trainer.run.model.vocab_size)
     return GlobalBatchLoader(reader, shape, rules, consumed_samples, trainer.on_host(mesh.tensor))
 

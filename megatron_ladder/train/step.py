@@ -1,7 +1,8 @@
 """One optimizer step, and one evaluation.
 
 The loss of a global batch is the sum over its unmasked target tokens, divided by their number in the whole batch, so it
-depends neither on the micro-batch size nor on the number of ranks that share the batch.
+depends neither on the micro-batch size nor on the number of ranks that share the batch. The losses of bodies are means
+over the tokens without padding, likewise. Every rank reads its batches, and so knows both numbers.
 """
 
 import math
@@ -15,6 +16,7 @@ from megatron_ladder.comm.group import to_device
 from megatron_ladder.data.batches import MicroBatch
 from megatron_ladder.engine.optimizer import learning_rate
 from megatron_ladder.engine.state import clip_gradients, gradient_norm, locate_bad_gradient
+from megatron_ladder.model.language_model import LossScales
 from megatron_ladder.train.guards import Finding
 from megatron_ladder.train.setup import Trainer
 
@@ -56,18 +58,18 @@ def train_step(
     engine, state, mesh = trainer.engine, trainer.engine.state, trainer.mesh
     rate = learning_rate(trainer.run.optimizer, trainer.run.training.train_iters, iteration)
     state.set_learning_rate(rate)
-    targets = _count_targets(trainer, micro_batches)
-    scale = targets.clamp(min=1.0).reciprocal()
+    counts = _count_tokens(trainer, micro_batches)
+    scales = LossScales(*counts.clamp(min=1.0).reciprocal())
     model = trainer.model
     model.take_extra_losses()
     model.take_loads(trainer.device)
-    loss_sum = engine.forward_backward(micro_batches, scale)
+    loss_sum = engine.forward_backward(micro_batches, scales)
     gradients = state.gradients()
     numbers = to_device(torch.tensor(extra_numbers(), dtype=torch.float64), trainer.device)
-    extra_losses = to_device(model.take_extra_losses(), trainer.device) * scale
+    extra_losses = model.take_extra_losses(scales)
     loads = model.take_loads(trainer.device)
     equal = torch.cat([loss_sum.detach().double().reshape(1), extra_losses, loads.flatten()])
-    packed = torch.cat([equal, targets.reshape(1), numbers])
+    packed = torch.cat([equal, counts[:1], numbers])
     norm, sums = gradient_norm(gradients, mesh.world, trainer.device, packed)
     # Every tensor-parallel rank contributed the same losses and loads.
     loss, *others = (summed / mesh.tensor.size for summed in sums[: len(equal)])
@@ -94,16 +96,19 @@ def train_step(
     return StepResult(loss_sum, norm, rate, loss, named_losses, loads, finding, sums)
 
 
-def _count_targets(trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> Tensor:
-    """Return the number of target tokens in the global batch, weighted by their masks.
+def _count_tokens(trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> Tensor:
+    """Return how many target tokens, weighted by their masks, and how many tokens the global batch has, [2] fp64.
 
-    The result, a scalar in fp64 on the device, is not read by the host, which would have to wait for it.
+    The result, on the device, is not read by the host, which would have to wait for it.
     """
     data = trainer.mesh.data
-    pairs = [(batch.labels, batch.loss_mask) for batch in micro_batches]
-    own = sum(labels.numel() if mask is None else float(mask.sum()) for labels, mask in pairs)
-    count = torch.full((), own, dtype=torch.float64, device=trainer.device)
-    return count * data.size if all(mask is None for _, mask in pairs) else data.all_reduce(count)
+    own = [0.0, 0.0]
+    for batch in micro_batches:
+        own[0] += batch.labels.numel() if batch.loss_mask is None else float(batch.loss_mask.sum())
+        own[1] += batch.tokens.numel() if batch.lengths is None else float(batch.lengths.sum())
+    counts = to_device(torch.tensor(own, dtype=torch.float64), trainer.device)
+    is_even = all(batch.loss_mask is None and batch.lengths is None for batch in micro_batches)
+    return counts * data.size if is_even else data.all_reduce(counts)
 
 
 @torch.no_grad()
@@ -114,7 +119,7 @@ def evaluate(trainer: Trainer, batches: Iterator[list[MicroBatch]], global_batch
     for _ in range(global_batches):
         micro_batches = next(batches)
         sums[0] += trainer.engine.evaluate(micro_batches)
-        sums[1] += _count_targets(trainer, micro_batches) / data.size
+        sums[1] += _count_tokens(trainer, micro_batches)[0] / data.size
     # Only the last stage has the loss.
     loss, tokens = pipeline.all_reduce(data.all_reduce(sums) * (pipeline.rank == pipeline.size - 1))
     return float(loss / tokens)

@@ -29,7 +29,15 @@ from tests.helpers.sharded import (
     small_model,
     weight_pieces_of,
 )
-from tests.reference import ReferenceConfig, Routed, Weights, make_weights, reference_gradients, reference_logits
+from tests.reference import (
+    ReferenceConfig,
+    Routed,
+    Sight,
+    Weights,
+    make_weights,
+    reference_gradients,
+    reference_logits,
+)
 
 TOLERANCE = 1e-11
 ALL = (0, 1, 2, 3)
@@ -146,8 +154,26 @@ class How(NamedTuple):
     micro_batches: int
 
 
-Batch = tuple[Tensor, Tensor, Tensor]
-"""Tokens, labels and loss mask, [b, s]."""
+class Batch(NamedTuple):
+    """Rows with padding."""
+
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    lengths: Tensor
+    """[b]: number of tokens of each row before its padding."""
+
+    @property
+    def targets(self) -> float:
+        """The divisor of the losses of the head."""
+        return max(1.0, float(self.loss_mask.sum()))
+
+    @property
+    def sight(self) -> Sight:
+        """Causal attention, and which tokens are padding."""
+        (rows, length), columns = self.tokens.shape, torch.arange(self.tokens.shape[1])
+        visible = torch.ones(rows, length, length, dtype=torch.bool).tril()
+        return Sight(columns.expand(rows, -1), visible, columns < self.lengths.unsqueeze(1))
 
 
 class Outcome(NamedTuple):
@@ -174,9 +200,10 @@ def run_case(config: ModelConfig, weights: Weights, experts: ExpertOptions, how:
         part.stack.partial_sums.expect(how.micro_batches)
         parts.append(part)
     loss_sum = 0.0
-    for tokens, labels, mask in micro_batches(batch, how.micro_batches):
-        loss_sum += run_chain(parts, tokens, labels, mask, tokens_of(batch)).item()
-    loss_sum += sum(float(part.take_extra_losses().sum()) for part in parts) / tokens_of(batch)
+    all_tokens = int(batch.lengths.sum())
+    for tokens, labels, mask, lengths in micro_batches(batch, how.micro_batches):
+        loss_sum += run_chain(parts, tokens, labels, mask, batch.targets, lengths, all_tokens).item()
+    loss_sum += sum(float(part.take_extra_losses().sum()) for part in parts) / all_tokens
     loads = [module.loads.tolist() for part in parts for module in part.modules() if isinstance(module, Router)]
     return Outcome(loss_sum, loads, [piece for part in parts for piece in gradient_pieces(part)])
 
@@ -184,16 +211,12 @@ def run_case(config: ModelConfig, weights: Weights, experts: ExpertOptions, how:
 def make_batch(config: ModelConfig) -> Batch:
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(0, config.vocab_size, (4, 9), generator=generator)
-    return tokens[:, :-1], tokens[:, 1:], (torch.rand(4, 8, generator=generator) < 0.6).double()
+    mask, lengths = (torch.rand(4, 8, generator=generator) < 0.6).double(), torch.tensor([8, 3, 6, 7])
+    return Batch(tokens[:, :-1], tokens[:, 1:], mask, lengths)
 
 
 def micro_batches(batch: Batch, count: int) -> list[Batch]:
-    return list(zip(*(part.chunk(count) for part in batch), strict=True))
-
-
-def tokens_of(batch: Batch) -> float:
-    """Return the divisor of the losses."""
-    return max(1.0, float(batch[2].sum()))
+    return [Batch(*parts) for parts in zip(*(part.chunk(count) for part in batch), strict=True)]
 
 
 def check(gloo_pools: GlooPools, config: ModelConfig, how: How, batch: Batch, **losses: Any) -> None:
@@ -203,11 +226,12 @@ def check(gloo_pools: GlooPools, config: ModelConfig, how: How, batch: Batch, **
     # All losses but that of whole micro-batches are the same for the whole batch at once.
     is_whole = reference.moe_router_load_balancing_type == "seq_aux_loss"
     for part in micro_batches(batch, 1 if is_whole else how.micro_batches):
-        loss, gradients = reference_gradients(weights, reference, *part, tokens_of(batch))
+        totals = batch.targets, int(batch.lengths.sum())
+        loss, gradients = reference_gradients(weights, reference, *part[:3], *totals, part.sight)
         expected_loss += loss.item()
         expected = {name: expected[name] + one if expected else one for name, one in gradients.items()}
     record: list[Routed] = []
-    reference_logits(weights, reference, batch[0], record=record)
+    reference_logits(weights, reference, batch.tokens, batch.sight, record)
     experts = ExpertOptions(
         reference.moe_aux_loss_coeff,
         reference.moe_router_load_balancing_type,
@@ -285,9 +309,9 @@ def test_balancing_losses_alone(
     """No target counts, so that a balancing loss multiplied by the ranks is not hidden by the gradient of the rest."""
     how = How(*layout, "width", "overlap", recompute, (), micro_batches)
     config = small_model(**WIRINGS[wiring])
-    tokens, labels, mask = make_batch(config)
+    batch = make_batch(config)
     losses = PER_SEQUENCE | {"moe_router_load_balancing_type": kind}
-    check(gloo_pools, config, how, (tokens, labels, torch.zeros_like(mask)), **losses)
+    check(gloo_pools, config, how, batch._replace(loss_mask=torch.zeros_like(batch.loss_mask)), **losses)
 
 
 def initial_pieces(config: ModelConfig, ranks: int, sharding: Any) -> Pieces:

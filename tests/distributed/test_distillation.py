@@ -41,10 +41,16 @@ def distilled(teacher: TeacherInMemory, training: TrainingConfig) -> LossAndGrad
     weight, temperature = training.distill_weight, training.distill_temperature
 
     def gradients_of(
-        weights: Weights, config: ReferenceConfig, tokens: Tensor, labels: Tensor, mask: Tensor, total: float
+        weights: Weights,
+        config: ReferenceConfig,
+        tokens: Tensor,
+        labels: Tensor,
+        mask: Tensor,
+        total: float,
+        all_tokens: float,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         leaves = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
-        both = reference_loss(leaves, config, tokens, labels, mask, total)
+        both = reference_loss(leaves, config, tokens, labels, mask, total, all_tokens)
         z = reference_logits(leaves, config, tokens)
         u = reference_logits(teacher.weights, ReferenceConfig.like(teacher.config), tokens)
         p, log_q = (u / temperature).softmax(-1), (z / temperature).log_softmax(-1)

@@ -80,7 +80,7 @@ def expected_batches(flags: str) -> list[list[MicroBatch]]:
         ("1x2x1", HYBRID, ALL, [0, 1]),
         ("1x1x2", "--residual-mode parallel --zero-stage 3", ALL, [0, 1]),
         ("2x2x1", HYBRID, ALL, [0, 2]),
-        ("1x4x1", f"{HYBRID} --num-layers 5", "--eod-mask-loss", [0, 3]),
+        ("1x4x1", f"{HYBRID} --num-layers 5", "--eod-mask-loss", [0, 1, 2, 3]),
     ],
 )
 def test_steps_equal_those_of_a_plain_model(

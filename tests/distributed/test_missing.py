@@ -134,7 +134,7 @@ def test_random_wirings(gloo_pools: GlooPools, seeds: range, ranks: int) -> None
         assert ReadPlan.of(case.missing).first_reads == case.first_reads
         reference = replace(ReferenceConfig.like(case.config), missing=case.missing)
         weights = make_weights(reference, seed, torch.float64)
-        loss, gradients = reference_gradients(weights, reference, *inputs(seed), total_tokens=1.0)
+        loss, gradients = reference_gradients(weights, reference, *inputs(seed), total_targets=1.0, total_tokens=1.0)
         assert [found for found, _ in of_ranks] == pytest.approx([float(loss)] * ranks, rel=TOLERANCE), case
         assert_pieces([pieces for _, pieces in of_ranks], gradients, TOLERANCE)
 

@@ -98,17 +98,26 @@ def weight_pieces_of(module: nn.Module) -> Pieces:
 
 
 def run_chain(
-    parts: Sequence[LanguageModel], tokens: Tensor, labels: Tensor, mask: Tensor | None = None, total: float = 1.0
+    parts: Sequence[LanguageModel],
+    tokens: Tensor,
+    labels: Tensor,
+    mask: Tensor | None = None,
+    targets: float = 1.0,
+    lengths: Tensor | None = None,
+    all_tokens: float = 1.0,
 ) -> Tensor:
-    """Run ranges of layers forward and backward as pipeline stages do; return the loss, divided by `total`."""
+    """Run ranges of layers forward and backward as pipeline stages do; return the loss, divided by `targets`.
+
+    The losses of bodies are divided by `all_tokens`.
+    """
     entered: list[Tensor] = []
     left = tokens
     for part in parts:
         # A state that crosses between processes is a new leaf there, and its gradient is sent back.
         entered.append(left.detach().clone().requires_grad_() if entered else left)
-        left = part.stage(entered[-1], loss_scale=1 / total)
+        left = part.stage(entered[-1], lengths=lengths, body_loss_scale=1 / all_tokens)
         entered.append(left)
-    loss = parts[-1].loss(left[0], labels, mask) / total
+    loss = parts[-1].loss(left[0], labels, mask) / targets
     loss.backward()
     for index in reversed(range(len(parts) - 1)):
         entered[2 * index + 1].backward(entered[2 * index + 2].grad)

@@ -91,19 +91,26 @@ def train(
 
 
 def with_extra_losses(
-    weights: Weights, config: ReferenceConfig, tokens: Tensor, labels: Tensor, mask: Tensor, total: float, *sight: Sight
+    weights: Weights,
+    config: ReferenceConfig,
+    tokens: Tensor,
+    labels: Tensor,
+    mask: Tensor,
+    targets: float,
+    all_tokens: float,
+    *sight: Sight,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return cross entropy, z-loss and balancing losses separately, and the gradients of their sum."""
-    loss, gradients = reference_gradients(weights, config, tokens, labels, mask, total, *sight)
+    loss, gradients = reference_gradients(weights, config, tokens, labels, mask, targets, all_tokens, *sight)
     record: list[Routed] = []
     logits = reference_logits(weights, config, tokens, *sight, record=record)
     sums = []
     if config.z_loss_coeff:
-        sums.append(config.z_loss_coeff * (logits.logsumexp(-1).square() * mask).sum() / total)
+        sums.append(config.z_loss_coeff * (logits.logsumexp(-1).square() * mask).sum() / targets)
     if config.moe_aux_loss_coeff:
-        sums.append(sum(routed.auxiliary_loss for routed in record) / total)
+        sums.append(sum(routed.auxiliary_loss for routed in record) / all_tokens)
     if config.moe_z_loss_coeff:
-        sums.append(sum(routed.z_loss for routed in record) / total)
+        sums.append(sum(routed.z_loss for routed in record) / all_tokens)
     return torch.stack([loss - sum(sums), *sums]), gradients
 
 
@@ -113,7 +120,7 @@ def plain_steps(
     gradients_of: LossAndGradients = with_extra_losses,
     batches: Sequence[Sequence[MicroBatch]] | None = None,
 ) -> tuple[Weights, Any, History, dict[str, Tensor]]:
-    """Return initial weights, batches, and what a plain model in one process makes of them.
+    """Return initial weights, batches, and what a plain model in one process makes of them, in fp64.
 
     That is what happens in every step, and the final weights.
     """
@@ -122,7 +129,7 @@ def plain_steps(
     weights = make_weights(config, seed=1, dtype=torch.float32)
     batches = steps_of_batches(STEPS, 4) if batches is None else batches
     expected, final = reference_training(
-        weights,
+        {name: weight.double() for name, weight in weights.items()},
         config,
         batches,
         partial(learning_rate, run.optimizer, run.training.train_iters),

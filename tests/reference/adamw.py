@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.reference.experts import Routed
-from tests.reference.model import ReferenceConfig, Sight, Weights, reference_gradients, reference_logits
+from tests.reference.model import ReferenceConfig, Sight, Weights, reference_gradients, reference_logits, token_count
 
 MicroBatch = tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Sight]
 """Token ids, labels and loss mask, each [b, s]; and optionally the visible tokens."""
@@ -35,7 +35,7 @@ def reference_training(
 
     Args:
         batches: the global batch of each step as micro-batches, those of all data-parallel ranks included. The
-            loss is divided by the number of unmasked targets of the whole global batch.
+            losses are divided by the number of unmasked targets, or of tokens, of the whole global batch.
         learning_rate: of an iteration, counted from 1.
         clip: maximum of the gradient's global norm; 0 disables clipping.
         no_decay: whether the weight of this name is exempt from weight decay.
@@ -71,11 +71,12 @@ def reference_training(
 def _accumulate(
     weights: Weights, config: ReferenceConfig, batch: Sequence[MicroBatch], gradients_of: LossAndGradients
 ) -> tuple[list[float], dict[str, Tensor]]:
-    total_tokens = sum(float(loss_mask.sum()) for _, _, loss_mask, *_ in batch)
+    targets = sum(float(loss_mask.sum()) for _, _, loss_mask, *_ in batch)
+    all_tokens = sum(token_count(tokens, *sight) for tokens, _, _, *sight in batch)
     total_losses = torch.zeros(1, dtype=torch.float64)
     total: dict[str, Tensor] = {}
     for tokens, labels, loss_mask, *sight in batch:
-        losses, gradients = gradients_of(weights, config, tokens, labels, loss_mask, total_tokens, *sight)
+        losses, gradients = gradients_of(weights, config, tokens, labels, loss_mask, targets, all_tokens, *sight)
         total_losses = total_losses + losses.double()
         for name, gradient in gradients.items():
             total[name] = total[name] + gradient if name in total else gradient

@@ -101,7 +101,12 @@ RECURRENCES: dict[str, Callable[[Tensor, Sequence[Layer]], Tensor]] = {
 
 
 def routed_experts(
-    weights: Mapping[str, Tensor], layer: str, config: Any, x: Tensor, record: list[Routed] | None
+    weights: Mapping[str, Tensor],
+    layer: str,
+    config: Any,
+    x: Tensor,
+    record: list[Routed] | None,
+    token_mask: Tensor | None = None,
 ) -> Tensor:
     """Return the weighted sum over each token's experts, for a normed stream."""
     logits = x @ weights[f"{layer}.router.weight"].T
@@ -116,8 +121,10 @@ def routed_experts(
         of_chosen = of_chosen / (of_chosen.sum(-1, keepdim=True) + tiny)
     of_chosen = of_chosen * config.moe_router_topk_scaling_factor
     if record is not None:
-        loads = chosen.to(x.dtype).sum((0, 1))
-        record.append(Routed(layer, auxiliary_loss(scores, chosen, config), router_z_loss(logits, config), loads))
+        counted = torch.ones_like(chosen[..., 0]) if token_mask is None else token_mask
+        loads = chosen[counted].to(x.dtype).sum(0)
+        balancing, z_loss = auxiliary_loss(scores, chosen, counted, config), router_z_loss(logits[counted], config)
+        record.append(Routed(layer, balancing, z_loss, loads))
     gate, up, down = (weights[f"{layer}.experts.{name}_proj.weight"] for name in ("gate", "up", "down"))
     gates = torch.einsum("bsh,efh->bsef", x, gate)
     neurons = gates * torch.sigmoid(gates) * torch.einsum("bsh,efh->bsef", x, up)
@@ -136,14 +143,16 @@ def choice(biased: Tensor, config: Any) -> Tensor:
     return chosen.scatter_(-1, biased.topk(config.moe_router_topk, -1).indices, True)
 
 
-def auxiliary_loss(scores: Tensor, chosen: Tensor, config: Any) -> Tensor:
+def auxiliary_loss(scores: Tensor, chosen: Tensor, counted: Tensor, config: Any) -> Tensor:
     """Return the Switch loss of a layer, E sum_e (share of choices of e) (mean score of e), times the tokens."""
     if config.moe_router_load_balancing_type == "aux_loss":
-        scores, chosen = (tensor.flatten(0, 1)[None] for tensor in (scores, chosen))
-    mean_scores = (scores / scores.sum(-1, keepdim=True)).mean(1)
-    share = chosen.to(scores.dtype).mean(1) / config.moe_router_topk
-    of_sequences = config.num_experts * (share * mean_scores).sum(-1)
-    return config.moe_aux_loss_coeff * scores.shape[1] * of_sequences.sum()
+        scores, chosen, counted = (tensor.flatten(0, 1)[None] for tensor in (scores, chosen, counted))
+    total = torch.zeros((), dtype=scores.dtype)
+    for row, mask in enumerate(counted):
+        mean_scores = (scores[row][mask] / scores[row][mask].sum(-1, keepdim=True)).mean(0)
+        share = chosen[row][mask].to(scores.dtype).mean(0) / config.moe_router_topk
+        total = total + int(mask.sum()) * config.num_experts * (share * mean_scores).sum()
+    return config.moe_aux_loss_coeff * total
 
 
 def router_z_loss(logits: Tensor, config: Any) -> Tensor:

@@ -175,12 +175,19 @@ def make_weights(config: ReferenceConfig, seed: int, dtype: torch.dtype = torch.
 
 @dataclass(frozen=True)
 class Sight:
-    """Positions and visible tokens, where a token does not see all earlier ones of its row."""
+    """Positions, visible tokens and padding, where a token does not see all earlier ones of its row."""
 
     positions: Tensor
     """[b, s], the position of each token"""
     visible: Tensor
     """[b, s, s] bool: whether the query (second axis) sees the key (third)"""
+    token_mask: Tensor | None = None
+    """[b, s] bool, False for padding"""
+
+
+def token_count(tokens: Tensor, sight: Sight | None = None) -> int:
+    """Return the number of tokens without padding."""
+    return tokens.numel() if sight is None or sight.token_mask is None else int(sight.token_mask.sum())
 
 
 def reference_logits(
@@ -268,15 +275,17 @@ def reference_loss(
     tokens: Tensor,
     labels: Tensor,
     loss_mask: Tensor | None = None,
+    total_targets: float | None = None,
     total_tokens: float | None = None,
     sight: Sight | None = None,
 ) -> Tensor:
-    """Return cross entropy and z-loss summed over unmasked targets and balancing losses, divided by `total_tokens`.
+    """Return the mean of cross entropy and z-loss over unmasked targets, plus that of the routers' losses over tokens.
 
     Args:
         tokens, labels: ids [b, s]; `labels[b, t]` is the target at position t (shifted by the caller).
         loss_mask: [b, s], 1 where a target counts; all if None.
-        total_tokens: unmasked targets of the whole global batch; those of this call if None.
+        total_targets: unmasked targets of the whole global batch; those of this call if None.
+        total_tokens: tokens of the whole global batch without padding; those of this call if None.
     """
     record: list[Routed] = []
     logits = reference_logits(weights, config, tokens, sight, record)
@@ -285,7 +294,8 @@ def reference_loss(
     losses = normalizers - of_target + config.z_loss_coeff * normalizers.square()
     mask = torch.ones_like(losses) if loss_mask is None else loss_mask.to(losses.dtype)
     balancing = sum(routed.auxiliary_loss + routed.z_loss for routed in record)
-    return ((losses * mask).sum() + balancing) / (mask.sum() if total_tokens is None else total_tokens)
+    mean_loss = (losses * mask).sum() / (mask.sum() if total_targets is None else total_targets)
+    return mean_loss + balancing / (token_count(tokens, sight) if total_tokens is None else total_tokens)
 
 
 def reference_gradients(
@@ -294,12 +304,13 @@ def reference_gradients(
     tokens: Tensor,
     labels: Tensor,
     loss_mask: Tensor | None = None,
+    total_targets: float | None = None,
     total_tokens: float | None = None,
     sight: Sight | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return `reference_loss` and its gradient for every trained weight, by autograd over the arithmetic above."""
     leaves = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
-    loss = reference_loss(leaves, config, tokens, labels, loss_mask, total_tokens, sight)
+    loss = reference_loss(leaves, config, tokens, labels, loss_mask, total_targets, total_tokens, sight)
     trained = [name for name in leaves if not name.endswith(".expert_bias")]
     gradients = torch.autograd.grad(loss, [leaves[name] for name in trained])
     return loss.detach(), dict(zip(trained, gradients, strict=True))
@@ -351,7 +362,8 @@ def _sub_blocks(
         return lambda normed: _mlp(weights, f"{prefix}.{name}", normed)
 
     def routed(normed: Tensor) -> Tensor:
-        return routed_experts(weights, prefix, config, normed, record)
+        token_mask = None if sight is None else sight.token_mask
+        return routed_experts(weights, prefix, config, normed, record, token_mask)
 
     experts = [routed, *[mlp("shared_expert")] * (config.moe_shared_expert_intermediate_size > 0)]
     parts: dict[str, tuple[str, list[SubBlock]]] = {

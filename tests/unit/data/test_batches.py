@@ -31,7 +31,10 @@ def test_documents_match_megatron(positions: bool, attention: bool, loss: bool, 
     rows, counted = rows_with_ends(1), torch.ones(2, 15)
     begins = np.random.default_rng(3).random(rows.tokens.shape) < 0.3
     if marked:
-        rows = rows._replace(begins=begins, loss_mask=np.tile(np.arange(16) % 2, (6, 1)).astype(np.uint8))
+        lengths = np.arange(11, 17)
+        rows = rows._replace(
+            begins=begins, loss_mask=np.tile(np.arange(16) % 2, (6, 1)).astype(np.uint8), lengths=lengths
+        )
         # The label of place t is token t + 1.
         counted *= (torch.arange(15) + 1) % 2
     batches = make_micro_batches(rows, DocumentRules(EOD, positions, attention, loss), 2)
@@ -44,6 +47,8 @@ def test_documents_match_megatron(positions: bool, attention: bool, loss: bool, 
         expected = sight_of(begun, positions, attention)
         assert same(batch.positions, expected.positions if positions else None)
         assert same(batch.loss_mask, counted * loss_mask_of(batch.tokens, EOD) if loss else counted if marked else None)
+        # A full row has one token more than its inputs.
+        assert same(batch.lengths, torch.tensor([11, 12, 13, 14, 15, 15])[chosen] if marked else None)
         bounds = batch.document_bounds
         assert (bounds is not None) == attention
         if bounds is not None:
@@ -80,9 +85,3 @@ def test_reading_ahead_does_not_advance_the_state() -> None:
         next(loader)
     assert loader.reader_state == {"steps": 2}
     loader.close()
-
-
-def test_a_middle_stage_counts_samples() -> None:
-    loader = GlobalBatchLoader(None, BatchShape(8, 2, data_parallel_size=2), DocumentRules(), 8)
-    assert [batch.tokens.numel() for batch in next(loader)] == [0, 0]
-    assert loader.consumed_samples == 16

@@ -50,7 +50,8 @@ def test_an_epoch_contains_every_conversation_once(dataset: IndexedDataset) -> N
     orders = []
     for epoch in range(3):
         rows = source.samples(np.arange(len(source)) + epoch * len(source))
-        assert rows.loss_mask is not None and rows.begins is not None
+        assert rows.loss_mask is not None and rows.begins is not None and rows.lengths is not None
+        assert rows.lengths.tolist() == (rows.tokens != PAD).sum(1).tolist()
         found = []
         for tokens, mask, begins in zip(rows.tokens, rows.loss_mask, rows.begins, strict=True):
             for piece in np.split(np.arange(ROOM), np.flatnonzero(begins)[1:]):

@@ -19,7 +19,7 @@ from megatron_ladder.engine import graph, sharded
 from megatron_ladder.engine.graph import CapturedPasses
 from megatron_ladder.engine.sharded import ShardedOptimizer
 from megatron_ladder.model.backward import ForwardRecord
-from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.language_model import LanguageModel, LossScales
 from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.operations import ExpertOptions
 from megatron_ladder.model.stack import StackOptions
@@ -53,7 +53,7 @@ class Rank:
         with self.checker:
             for _ in range(4):
                 self.model.take_extra_losses()
-                if passes.run([self.batch] * micro_batches, torch.ones(())) is None:
+                if passes.run([self.batch] * micro_batches, LossScales(torch.ones(()), torch.ones(()))) is None:
                     with self.optimizer.reducing(micro_batches):
                         for _ in range(micro_batches):
                             self.model(*self.batch).backward()
@@ -133,8 +133,8 @@ def read(norm: RMSNorm, *args: Any, **kwargs: Any) -> Any:
     return normed
 
 
-def keep(model: LanguageModel, *args: Any) -> torch.Tensor:
-    KEPT.append(LOSS(model, *args))
+def keep(model: LanguageModel, *args: Any, **others: Any) -> torch.Tensor:
+    KEPT.append(LOSS(model, *args, **others))
     return KEPT[-1]
 
 

@@ -105,7 +105,8 @@ def test_documents_of_a_row_are_distilled_separately() -> None:
         student(ids[:, begin:end], ids[:, begin + 1 : end + 1])
         losses.append(student.take_extra_losses())
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 0]])
-    student(ids[:, :9], ids[:, 1:10], None, positions, torch.tensor([0, 3, 8, 9], dtype=torch.int32))
+    bounds = torch.tensor([0, 3, 8, 9], dtype=torch.int32)
+    student(ids[:, :9], ids[:, 1:10], positions=positions, document_bounds=bounds)
     torch.testing.assert_close(student.take_extra_losses(), torch.stack(losses).sum(0), rtol=1e-12, atol=0)
 
 
