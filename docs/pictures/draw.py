@@ -1,10 +1,10 @@
-"""Draws the pictures of docs/concepts.md from the schedules of the step-time model.
+"""Draws the pictures of the README and of docs/ from the schedules of the step-time model.
 
     python docs/pictures/draw.py
 
-writes the SVG files next to this program. All times are computed: each row is a pass of `lab/cost/links.py`, which
-walks the sub-blocks by the rule of `model/sub_block.py`, with a clock that records events. A test compares the files
-with the output of this program, byte for byte.
+writes the SVG files next to this program. All times are computed: each row is a pass of
+`tools/ladder_lab/cost/links.py`, which walks the sub-blocks by the rule of `model/sub_block.py`, with a clock that
+records events. A test compares the files with the output of this program, byte for byte.
 
 Times are in units of c, the forward computation of a sub-block; attention and MLP are assumed to cost the same.
 """
@@ -61,6 +61,9 @@ LEFT, RIGHT = 250, 880
 LANE, GAP = 26, 5
 FINE = 1e-9
 """Shorter times are rounding errors."""
+UNIT = "c: the time that one sub-block computes"
+DGRAD, WGRAD = 1.4, 0.6
+"""Computation of the gradients of a sub-block's input and weights, over its forward computation."""
 
 
 @dataclass(frozen=True)
@@ -159,14 +162,14 @@ def forward_row(title: str, note: str, config: ModelConfig, reduce: float, seria
 
 
 def backward_row(title: str, note: str, config: ModelConfig, reduce: float, mirrored: bool) -> Row:
-    """Return the row of a backward pass: 1.4 c for the input's gradient, and 0.6 c for the weight's, which can wait.
+    """Return the row of a backward pass.
 
     `mirrored` is the order of `model/backward.py`; otherwise autograd, which waits for each reduce at its launch.
     """
     names = list(named_sub_blocks(config))
     clock = RecordingClock(WireModel())
     blocks = [
-        SubBlockTime(width, reduce, missing, dgrad_seconds=1.4 * width, wgrad_seconds=0.6 * width)
+        SubBlockTime(width, reduce, missing, dgrad_seconds=DGRAD * width, wgrad_seconds=WGRAD * width)
         for _, _, width, missing in names
     ]
     end = backward_seconds(blocks, clock.wire, launch_before_wgrad=mirrored, wait_at_once=not mirrored, clock=clock)
@@ -178,7 +181,8 @@ def backward_row(title: str, note: str, config: ModelConfig, reduce: float, mirr
             bars += [Bar(*dgrad, fill, label), Bar(*wgrad, "wgrad", "w")]
     else:
         for (start, stop), (label, fill, width, _) in zip(clock.computed, names, strict=True):
-            bars += [Bar(start, start + 1.4 * width, fill, label), Bar(start + 1.4 * width, stop, "wgrad", "w")]
+            between = start + DGRAD * width
+            bars += [Bar(start, between, fill, label), Bar(between, stop, "wgrad", "w")]
     wire = [Bar(*times, "reduce", name[0]) for times, name in zip(clock.carried.values(), names, strict=True)]
     return Row(title, note, bars, wire, end)
 
@@ -252,8 +256,11 @@ def legend(y: float, entries: Sequence[tuple[str, str]]) -> list[str]:
     return drawn
 
 
-def timelines(title: str, entries: Sequence[tuple[str, str]], rows: Sequence[Row]) -> str:
-    """Draw rows below each other on one axis, each with a lane of computation and the lanes of its wire."""
+def timelines(title: str, entries: Sequence[tuple[str, str]], rows: Sequence[Row], unit: str = UNIT) -> str:
+    """Draw rows below each other on one axis, each with a lane of computation and the lanes of its wire.
+
+    `unit` explains the unit of the axis.
+    """
     scale = (RIGHT - LEFT) / max(row.end for row in rows)
     body = [text(24, 32, title, 16, bold=True), *legend(56, entries)]
     top = y = 78.0
@@ -280,7 +287,8 @@ def timelines(title: str, entries: Sequence[tuple[str, str]], rows: Sequence[Row
     for tick in range(0, int(max(row.end for row in rows)) + 1, 2):
         x = LEFT + scale * tick
         body += [line(x, top - 4, x, y - 10), text(x, y + 6, f"{tick} c" if tick else "0", 11, MUTED, "middle")]
-    return page(title, y + 22, [*body, *drawn])
+    body.append(text((LEFT + RIGHT) / 2, y + 28, unit, 12, MUTED, "middle"))
+    return page(title, y + 44, [*body, *drawn])
 
 
 def who_reads_what(panels: Sequence[tuple[str, ModelConfig]]) -> str:
@@ -327,7 +335,7 @@ CURVES = (
 
 def gains() -> str:
     """Draw the speed-up of each wiring over the time of an all-reduce, on both kinds of wire."""
-    title = "Time of the standard wiring over that of another one, forward"
+    title = "Speed-up over standard, forward: the time of a layer in standard over that in another wiring"
     height, top, bottom = 420, 86, 356
     steps = [step / 20 for step in range(81)]
     body = [text(24, 32, title, 16, bold=True)]
@@ -345,7 +353,7 @@ def gains() -> str:
             body += [line(x0, y(ratio), x(4), y(ratio)), text(x0 - 8, y(ratio) + 4, f"{ratio:g}", 11, MUTED, "end")]
         for reduce in range(5):
             body.append(text(x(reduce), bottom + 18, f"{reduce} c" if reduce else "0", 11, MUTED, "middle"))
-        body.append(text(x(2), bottom + 40, "time of an all-reduce", 12, MUTED, "middle"))
+        body.append(text(x(2), bottom + 40, f"time of an all-reduce ({UNIT})", 12, MUTED, "middle"))
         ends: dict[str, tuple[str, str]] = {}
         for curve, mode, staleness, colour, dashes in CURVES:
             points = []
@@ -362,16 +370,41 @@ def gains() -> str:
     return page(title, height, body, 1040)
 
 
+def experts(ends: Sequence[tuple[str, str]]) -> str:
+    """Draw the timelines of layers with experts; `ends` are the last entries of the legend."""
+    kinds = [("attention", "attention (A)"), ("shared_expert", "shared expert (S)"), ("mlp", "routed experts (R, S+R)")]
+    rows = [
+        forward_row(name, note, model(name, 3, num_experts=8, moe_shared_expert_intermediate_size=256), 0.8)
+        for name, note in (
+            ("standard", "no sub-block is late"),
+            ("ladder", "misses the newest output"),
+            ("farskip", "A and S in one all-reduce"),
+            ("shortcut", "R misses A; S misses R"),
+        )
+    ]
+    title = "Experts, forward: three layers, an all-reduce takes 0.8 c"
+    return timelines(title, [*kinds, *ends], rows, "c: the time that A computes; R takes c, S takes 0.5 c")
+
+
 def pictures() -> dict[str, str]:
     """Map each file name to its content."""
     plain, late = model("standard", 3), model("ladder", 3)
     deep, wide, both = model("ladder", 3, "all", 2), model("parallel", 3), model("ladder-parallel", 3)
-    kinds = [("attention", "attention (A)"), ("mlp", "MLP (M)"), ("attention_mlp", "both, of one norm (A+M)")]
+    kinds = [("attention", "attention (A)"), ("mlp", "MLP (M)"), ("attention_mlp", "both, after one norm (A+M)")]
     ends = [("reduce", "all-reduce"), ("wait", "the processor waits")]
     forward = kinds + ends
     backward = [*kinds, ("wgrad", "weight gradient (w)"), ("reduce", "all-reduce"), ends[1]]
     serial, shared = "serial wire", "pipelined wire"
     return {
+        "ladder.svg": timelines(
+            "Forward: three layers, an all-reduce takes 0.8 c",
+            [*kinds[:2], *ends],
+            [
+                forward_row("standard", "waits for every output", plain, 0.8),
+                forward_row("ladder", "reads one sub-block late", late, 0.8),
+            ],
+            "c: the time that one sub-block (attention or MLP) computes. Times are calculated, not measured",
+        ),
         "reads.svg": who_reads_what(
             [
                 ("standard", model("standard", 4)),
@@ -384,11 +417,11 @@ def pictures() -> dict[str, str]:
             "Forward: three layers, an all-reduce takes 0.8 c",
             forward,
             [
-                forward_row("standard", "staleness 0", plain, 0.8),
+                forward_row("standard", "nothing hidden", plain, 0.8),
                 forward_row("parallel", "one all-reduce a layer", wide, 0.8),
-                forward_row("ladder", "staleness 1", late, 0.8),
-                forward_row("ladder-parallel", "staleness 1, one a layer", both, 0.8),
-                forward_row("ladder, staleness 2", "nothing more to hide", deep, 0.8),
+                forward_row("ladder", "one sub-block late", late, 0.8),
+                forward_row("ladder-parallel", "one all-reduce a layer", both, 0.8),
+                forward_row("ladder, staleness 2", "gains nothing here", deep, 0.8),
             ],
         ),
         "slow-wire.svg": timelines(
@@ -414,25 +447,9 @@ def pictures() -> dict[str, str]:
                 backward_row("ladder", "the mirrored rule", late, 1.2, mirrored=True),
                 backward_row("ladder-parallel", "the mirrored rule", both, 1.2, mirrored=True),
             ],
+            f"c: the time that one sub-block computes forward; its input gradient takes {DGRAD} c, w {WGRAD} c",
         ),
-        "experts.svg": timelines(
-            "Experts, forward: three layers, an all-reduce takes 0.8 c",
-            [
-                ("attention", "attention (A)"),
-                ("shared_expert", "shared expert (S)"),
-                ("mlp", "routed experts (R, S+R)"),
-                *ends,
-            ],
-            [
-                forward_row(name, note, model(name, 3, num_experts=8, moe_shared_expert_intermediate_size=256), 0.8)
-                for name, note in (
-                    ("standard", "nothing late"),
-                    ("ladder", "all but the newest"),
-                    ("farskip", "A misses R; S, R miss A"),
-                    ("shortcut", "R misses A; S misses R"),
-                )
-            ],
-        ),
+        "experts.svg": experts(ends),
         "gains.svg": gains(),
     }
 

@@ -1,0 +1,150 @@
+"""Tables and pictures of the pages show what the code computes and what was measured."""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from ladder_lab.bench.sizes import find_size
+from ladder_lab.cost.inference import InferenceRequest, predict_inference
+from ladder_lab.plan.options import MachineOptions
+from ladder_lab.wirings import NAMED_WIRINGS
+from megatron_ladder.blueprint.model import ModelFlags, resolve_model
+from megatron_ladder.blueprint.wiring import WIRINGS, SubBlockKind, WiredSubBlock
+from tests.docs.pages import ROOT, page_paths, read_page
+
+PICTURES = ROOT / "docs" / "pictures"
+LETTERS = {"attention": "A", "attention_2": "A", "mlp": "M", "mlp_2": "M", "shared_expert": "S", "routed_experts": "R"}
+Row = list[str]
+
+
+def table(page: str, heading: str) -> list[Row]:
+    """Return the cells of the first table below a text, without its header."""
+    text = read_page(page)
+    lines = text[text.index(heading) :].splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("|---"))
+    rows = []
+    for line in lines[start + 1 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.removeprefix("|").removesuffix("|").split("|")])
+    return rows
+
+
+def pictures() -> Iterator[tuple[str, str]]:
+    """Yield the caption and the content of every drawn picture on the pages."""
+    for page in page_paths():
+        for caption, target in re.findall(r"!\[([^\]]*)\]\(([^)]*pictures/[^)]*\.svg)\)", read_page(page)):
+            yield caption, ((ROOT / page).parent / target).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", sorted(PICTURES.glob("*.svg")), ids=lambda path: path.stem)
+def test_a_picture_in_units_of_c_defines_c(path: Path) -> None:
+    texts = re.findall(r">([^<]+)</text>", path.read_text(encoding="utf-8"))
+    assert not any(re.search(r"\d c\b", text) for text in texts) or any("c: the time" in text for text in texts)
+
+
+def test_a_caption_that_names_wirings_names_all_of_the_picture() -> None:
+    named = 0
+    for caption, picture in pictures():
+        wirings = {word for word in re.findall(r"[\w-]+", caption) if word in WIRINGS}
+        titles = set(re.findall(r'<text x="24" y="[\d.]+" font-size="14"[^>]*>([^<]+)<', picture))
+        if wirings and titles:
+            assert wirings == titles, caption
+            named += 1
+    assert named > 0
+
+
+def row_of_wiring(sub_blocks: Sequence[tuple[int, WiredSubBlock]], before: Sequence[SubBlockKind]) -> Row:
+    """Return the order, what each kind misses, and the number of all-reduces of numbered sub-blocks of a model."""
+    misses: dict[str, str] = {}
+    for index, one in sub_blocks:
+        missed = sorted(LETTERS[before[index - back].value] for back in one.missing)
+        misses[LETTERS[one.kind.value]] = ", ".join(missed) or "nothing"
+    order = ", ".join(LETTERS[one.kind.value] for _, one in sub_blocks)
+    shared = misses.get("S", misses.get("M", ""))
+    return [
+        order,
+        misses["A"],
+        shared,
+        misses.get("R", "(no R)"),
+        str(sum(not one.joins_next for _, one in sub_blocks)),
+    ]
+
+
+def test_the_table_of_expert_wirings_is_that_of_the_blueprint() -> None:
+    documented = [[*cells[1:-1], cells[-1][0]] for cells in table("docs/moe.md", "order in a layer")]
+    expected = []
+    for mode in ("farskip", "shortcut", "longcat"):
+        shared_width = 0 if mode == "longcat" else 256
+        flags = ModelFlags(
+            residual_mode=mode, num_layers=3, num_experts=8, moe_shared_expert_intermediate_size=shared_width
+        )
+        layers = resolve_model(flags, 256, 256, 1, []).wired_layers
+        numbered = list(enumerate(one for layer in layers for one in layer))
+        kinds = [one.kind for _, one in numbered]
+        size = len(layers[0])
+        layer = numbered[size : 2 * size]
+        halves = [layer[:3], layer[3:]] if mode == "longcat" else [layer]
+        expected += [row_of_wiring(half, kinds) for half in halves]
+    assert documented == expected
+
+
+@pytest.mark.parametrize(
+    ("heading", "columns", "files"),
+    [
+        ("## Decode", "ladder parallel ladder-parallel staleness-2 no-comm", ["decode", "decode-llama"]),
+        ("## Prefill", "ladder parallel ladder-parallel no-comm", ["prefill"]),
+        ("## Training", "ladder parallel ladder-parallel ladder-autograd no-comm", ["train"]),
+    ],
+)
+def test_the_tables_of_the_benchmark_are_those_of_its_files(heading: str, columns: str, files: list[str]) -> None:
+    measured: dict[str, dict[str, dict[str, float]]] = {}
+    for name in files:
+        for row in json.loads((ROOT / "docs" / "benchmark" / f"{name}.json").read_text(encoding="utf-8")):
+            measured.setdefault(row["alpha"], {})[row["wiring"]] = row
+    rows = table("docs/benchmark.md", heading)
+    assert len(rows) == len(measured)
+    for (alpha, by_wiring), (interconnect, milliseconds, *ratios) in zip(measured.items(), rows, strict=True):
+        seconds = by_wiring["standard"]["alpha_seconds"]
+        assert interconnect.removeprefix("Llama-shaped, ") == (f"{alpha} = {1e3 * seconds:.2f} ms" if seconds else "0")
+        assert milliseconds == f"{1e3 * by_wiring['standard']['median_seconds']:.1f}"
+        expected = []
+        for wiring in columns.split():
+            row = by_wiring.get(wiring)
+            predicted = "" if row is None or wiring == "no-comm" else f" ({row['predicted_ratio']:.2f})"
+            expected.append("" if row is None else f"{row['ratio_to_standard']:.2f}{predicted}")
+            assert row is None or 0.005 <= row["spread"] < 0.125, wiring
+        assert ratios == expected
+
+
+@cache
+def tokens_per_second(size: str, wiring: str, batch: int, p2p: str, ranks: int = 8) -> float:
+    """Predict the paper's setting."""
+    model = NAMED_WIRINGS[wiring].of(find_size(size), ranks)
+    machine = MachineOptions(link="nvlink" if p2p == "on" else "no-p2p").machine(ranks)
+    return batch * 512 / predict_inference(InferenceRequest(model, machine, ranks, batch, 1024, 512, 16)).total
+
+
+def speed_up(size: str, batch: int, p2p: str, ranks: int = 8) -> str:
+    ladder, standard = (tokens_per_second(size, wiring, batch, p2p, ranks) for wiring in ("ladder", "standard"))
+    return f"{ladder / standard:.2f}"
+
+
+def test_the_predictions_of_the_paper_page_are_the_planner_s() -> None:
+    by_batch = {(name, p2p): cells for name, p2p, *cells in table("docs/paper.md", "**Llama 70B by batch size.**")}
+    by_size = {(name, p2p): cells for name, p2p, *cells in table("docs/paper.md", "**All sizes at batch 4.**")}
+    sizes = "paper-1.2b paper-3.5b-tp8 llama-8b llama-34b llama-70b bloom-176b".split()
+    for p2p in ("on", "off"):
+        standard = [f"{tokens_per_second('llama-70b', 'standard', batch, p2p):.1f}" for batch in (1, 4, 16, 64)]
+        assert by_batch["standard, predicted", p2p] == standard
+        assert by_batch["ladder, predicted", p2p] == [speed_up("llama-70b", batch, p2p) for batch in (1, 4, 16, 64)]
+        assert by_size["predicted", p2p][:-1] == [speed_up(size, 4, p2p) for size in sizes]
+    assert by_size["predicted", "on"][-1] == speed_up("llama-405b", 4, "on", 16)
+    models = [("paper-1.2b", "standard"), ("paper-1.5b", "ladder")]
+    models += [("paper-3.5b-tp8", "standard"), ("paper-4.5b-tp8", "ladder")]
+    equally_fast = [cells[-1] for cells in table("docs/paper.md", "**Models of equal speed**")]
+    assert equally_fast == [f"{tokens_per_second(size, wiring, 4, 'on'):.1f}" for size, wiring in models]
