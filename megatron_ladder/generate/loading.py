@@ -205,7 +205,7 @@ def _load_packed(model: LanguageModel, fill: Callable[[nn.Module], None]) -> Non
                 memory = torch.empty_like(described, device="cpu")
             module.register_parameter(name, nn.Parameter(memory, requires_grad=False))
         for name, state in list(module.named_buffers(recurse=False)):
-            module.register_buffer(name, torch.zeros_like(state, device="cpu"), persistent=False)
+            setattr(module, name, torch.zeros_like(state, device="cpu"))
         fill(module)
         if module in packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(module.get_parameter("weight").detach(), _ROWS)

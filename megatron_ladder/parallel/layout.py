@@ -128,11 +128,11 @@ class ParallelModule(nn.Module):
                 setattr(parameter, mark, getattr(described, mark))
             self.register_parameter(attribute, parameter)
         for attribute, tensor in self.named_buffers(recurse=False):
-            self.register_buffer(attribute, torch.zeros_like(tensor, device=device), persistent=False)
+            setattr(self, attribute, torch.zeros_like(tensor, device=device))
 
     def add_state(self, attribute: str, tensor: TensorSpec, place: Placement) -> None:
         """Register a tensor in fp32 that checkpoints hold, but no gradient trains; it is whole on every rank."""
-        self.register_buffer(attribute, torch.zeros(tensor.shape, device=place.device), persistent=False)
+        self.register_buffer(attribute, torch.zeros(tensor.shape, device=place.device))
         self.sections[attribute] = (Section.of(tensor, self.group),)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

@@ -130,7 +130,7 @@ def build_models(
                     begin += _room(parameter)
                 setattr(module, name, nn.Parameter(values))
             for name, state in module.named_buffers(recurse=False):
-                module.register_buffer(name, torch.zeros_like(state, device=device), persistent=False)
+                setattr(module, name, torch.zeros_like(state, device=device))
     return models
 
 
