@@ -75,7 +75,8 @@ class TrainingRun:
         """
         self.iteration += 1
         self._trainer.engine.state.adopt_weights()
-        result = train_step(self._trainer, next(self._batches), self.iteration)
+        with self._trainer.engine.keeping_frozen():
+            result = train_step(self._trainer, next(self._batches), self.iteration)
         # The caller may read the weights of `model`.
         self._trainer.engine.finish_step()
         self._checkpoints.poll()

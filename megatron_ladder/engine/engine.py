@@ -1,7 +1,7 @@
 """The interface between a training step and DeepSpeed, of which `engine/pipeline.py` is the form with stages."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,6 +57,7 @@ class Engine:
         device: torch.device,
     ) -> None:
         """`config` is DeepSpeed's."""
+        self._model = model
         self._mesh = mesh
         self._device = device
         self._sharded = optimizer if isinstance(optimizer, ShardedOptimizer) else None
@@ -120,6 +121,27 @@ class Engine:
         """Return `LanguageModel.predictions` of each micro-batch, [n, 2, s, b]; zeros on stages other than the last."""
         batches = [batch_to_device(batch, self._device) for batch in micro_batches]
         return torch.stack([self.wrapped.module(*batch, predicts=True) for batch in batches])
+
+    @contextmanager
+    def keeping_frozen(self) -> Iterator[None]:
+        """Train inside the block, but leave the parameters that need no gradient as they are.
+
+        Backward computes their gradients all the same: buckets, DeepSpeed and captured passes expect one of each.
+        """
+        frozen = [parameter for parameter in self._model.parameters() if not parameter.requires_grad]
+        kept, tied = set(frozen), self._model.tied_weight
+        if tied is not None:
+            # The copies of the two stages remain equal if only one of them is frozen.
+            votes = self._mesh.ends.all_reduce(torch.tensor(float(tied in kept), device=self._device))
+            kept.update([tied] if votes else [])
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        try:
+            with self.state.keeping(kept) if kept else nullcontext():
+                yield
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
 
     def step(self) -> None:
         """Update the weights with the reduced gradients, and clear the gradients.

@@ -9,7 +9,9 @@ is pinned, an unknown class is an error, and every save checks that each weight 
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -33,6 +35,41 @@ class EngineState(OptimizerState, ABC):
         """`engine` is DeepSpeed's."""
         self._engine = engine
         self._sections = {id(parameter): sections for parameter, sections in parameter_sections(engine.module)}
+        self._frozen: Collection[Sequence[Section]] = ()
+        """The sections of the parameters that no step changes."""
+
+    @contextmanager
+    def keeping(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Inside the block, the gradients of these parameters are zero, and steps change neither them nor their
+        moments.
+
+        Masters of several parameters share a tensor, which the optimizer updates as a whole, so their values are copied
+        back after its update, before any weights are made from masters.
+        """
+        self._frozen = {self._sections[id(parameter)] for parameter in parameters}
+        spans = [span for span in self.spans() if span.sections in self._frozen]
+        copies: list[list[tuple[Tensor, Tensor]]] = []
+
+        def copy(*_: object) -> None:
+            # ZeRO-3 updates one tensor after another.
+            updated = {id(tensor) for group in self.base.param_groups for tensor in group["params"]}
+            frozen = [span for span in spans if id(span.flat_master) in updated]
+            values = [
+                value for span in frozen for value in (span.master, *map(partial(self.moment, span), span.moments))
+            ]
+            copies.append([(value, value.clone()) for value in values])
+
+        def copy_back(*_: object) -> None:
+            for value, earlier in copies.pop():
+                value.copy_(earlier)
+
+        hooks = [self.base.register_step_pre_hook(copy), self.base.register_step_post_hook(copy_back)]
+        try:
+            yield
+        finally:
+            self._frozen = ()
+            for hook in hooks:
+                hook.remove()
 
     @property
     def base(self) -> torch.optim.Optimizer:
@@ -52,7 +89,11 @@ class EngineState(OptimizerState, ABC):
 
             # DeepSpeed does not wait for its copies to page-locked host memory.
             get_accelerator().synchronize()
-        return list(zip(self.spans(), self._gradients(), strict=True))
+        gradients = list(zip(self.spans(), self._gradients(), strict=True))
+        for span, gradient in gradients:
+            if span.sections in self._frozen:
+                gradient.zero_()
+        return gradients
 
     def _gradients(self) -> Iterator[Tensor]:
         """Iterate over the gradients of `spans`; by default they are those of the masters."""

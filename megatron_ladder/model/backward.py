@@ -412,6 +412,9 @@ def walk_mirrored(state: Tensor, record: ForwardRecord) -> Tensor:
 
     Parameters get their gradients from inside that backward, as under reentrant checkpointing.
     """
+    if not state.requires_grad:
+        # The embedding is frozen.
+        state = reached_by_backward(state)
     leaving, *losses = _MirroredRange.apply(state, record)
     add_losses(record.context.losses, dict(zip(record.losses, losses, strict=True)))
     result: Tensor = leaving

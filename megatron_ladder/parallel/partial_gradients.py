@@ -92,13 +92,20 @@ class PartialGradients:
         self._collected: dict[int, tuple[_Parameter, Tensor]] = {}
 
     def defer(self, parameter: Tensor) -> Tensor:
-        """Return a stand-in for a parameter; its gradient is summed over the group before it reaches the parameter."""
+        """Return a stand-in for a parameter; its gradient is summed over the group before it reaches the parameter.
+
+        A frozen parameter is returned itself.
+        """
+        if not parameter.requires_grad:
+            return parameter
         self._deferred.append(self._stand_in(parameter))
         return self._deferred[-1][1]
 
     def collect(self, parameter: Tensor) -> Tensor:
         """Return the stand-in for a parameter that several sub-blocks use, and that shall get their gradients at once,
-        because ZeRO counts them. The gradients are complete."""
+        because ZeRO counts them. The gradients are complete. A frozen parameter is returned itself."""
+        if not parameter.requires_grad:
+            return parameter
         if id(parameter) not in self._collected:
             self._collected[id(parameter)] = self._stand_in(parameter)
         return self._collected[id(parameter)][1]

@@ -155,7 +155,7 @@ def torch_steps(
     for iteration, batch in enumerate(batches, start=1):
         loss = torch.stack([loss_of(*micro_batch) for micro_batch in batch]).sum() / sum(b[2].sum() for b in batch)
         loss.backward()
-        history.append((float(loss), float(torch.nn.utils.clip_grad_norm_(parameters, 0.5))))
+        history.append((loss.item(), float(torch.nn.utils.clip_grad_norm_(parameters, 0.5))))
         for group in groups:
             group["lr"] = learning_rate(run.optimizer, run.training.train_iters, iteration)
         for optimizer in optimizers:
