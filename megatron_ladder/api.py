@@ -13,7 +13,7 @@ from typing import Any, SupportsIndex
 
 import torch.distributed as dist
 
-from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, resolve_model
+from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, learning_errors, resolve_model
 from megatron_ladder.comm.launch import read_rank_info
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.command_line import flag_words, parse_command_line
@@ -42,7 +42,7 @@ def build_model(vocab_size: int, seed: int = 1234, **flags: Any) -> LanguageMode
     (chosen,) = parse_command_line([ModelFlags], flag_words({"vocab_size": vocab_size, **flags}), "build_model", "")
     errors: list[str] = []
     config = resolve_model(chosen, vocab_size, chosen.max_position_embeddings or _POSITIONS, 1, errors)
-    raise_user_errors(errors)
+    raise_user_errors([*errors, *learning_errors(config)])
     return LanguageModel(config, ProcessMesh.single(), seed=seed)
 
 

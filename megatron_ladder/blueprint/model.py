@@ -55,7 +55,7 @@ class ModelTraits:
     num_experts: int = flag(0, minimum=0, maximum=4096)
     """Routed experts of a layer (mixture of experts); 0: every layer is dense."""
     moe_router_topk: int = flag(2, minimum=1, requires="--num-experts")
-    """Experts of each token."""
+    """Experts of each token; to train with 1, add --moe-router-unnormalized."""
     moe_shared_expert_intermediate_size: int = flag(0, minimum=0, requires="--num-experts")
     """Width of the expert that every token uses; 0: there is none."""
     moe_router_score_function: Literal["softmax", "sigmoid"] = flag("softmax", requires="--num-experts")
@@ -372,6 +372,16 @@ def _expert_errors(config: ModelConfig) -> Iterator[Problem]:
     elif config.moe_router_topk > experts // groups * config.moe_router_group_topk:
         among = experts // groups * config.moe_router_group_topk
         yield Problem("--moe-router-topk", f" {config.moe_router_topk}: a token chooses among {among} experts")
+
+
+def learning_errors(config: ModelConfig) -> Iterator[Problem]:
+    """Yield one line for each value with which a model can be computed, but not learned."""
+    if config.moe_layers and config.moe_router_topk == 1 and not config.moe_router_unnormalized:
+        yield Problem(
+            "--moe-router-topk",
+            " 1 without --moe-router-unnormalized: the weight of the only expert is divided by itself, so the router "
+            "learns nothing from the loss: add --moe-router-unnormalized, or choose 2 experts or more",
+        )
 
 
 def tensor_parallel_errors(config: ModelConfig, tensor_parallel: int, whole_experts: bool = False) -> list[str]:

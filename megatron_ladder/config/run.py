@@ -5,7 +5,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, resolve_model, tensor_parallel_errors
+from megatron_ladder.blueprint.model import (
+    ModelConfig,
+    ModelFlags,
+    learning_errors,
+    resolve_model,
+    tensor_parallel_errors,
+)
 from megatron_ladder.command_line import FlagWords, build_sections, read_words
 from megatron_ladder.config.file import NOT_IN_FILES, read_config_file
 from megatron_ladder.config.megatron_flags import read_megatron_flag
@@ -165,6 +171,8 @@ def resolve_run(flags: RunFlags, vocab_size: int, world_size: int) -> RunConfig:
     training, parallel = flags.training, flags.parallel
     tensor_parallel, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     model = resolve_model(flags.model, vocab_size, training.seq_length, tensor_parallel, errors)
+    if not flags.logging.skip_train:
+        errors += learning_errors(model)
     errors += _schedule_problems(flags)
     errors += _layout_problems(flags, model)
     errors += _implementation_problems(flags)

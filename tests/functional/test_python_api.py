@@ -140,6 +140,8 @@ def test_errors_are_exceptions_with_one_message_each() -> None:
     assert any("--hiden-size" in message and "--hidden-size" in message for message in caught.value.messages)
     with pytest.raises(UserError, match="--num-attention-heads 3"):
         build_model(vocab_size=10, num_attention_heads=3, hidden_size=64)
+    with pytest.raises(UserError, match="--moe-router-unnormalized"):
+        build_model(vocab_size=10, num_attention_heads=4, hidden_size=64, num_experts=4, moe_router_topk=1)
     with pytest.raises(UserError, match="no/such"):
         TextGenerator("no/such")
     words = torch.tensor([[3, 5]])

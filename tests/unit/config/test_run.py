@@ -73,6 +73,11 @@ def test_batches_follow_from_the_layout() -> None:
             "--pipeline-model-parallel-size 2 --distill-from d",
             "--distill-from d and --pipeline-model-parallel-size exclude each other",
         ),
+        ("--num-experts 4 --moe-router-topk 1", "--moe-router-topk 1 without --moe-router-unnormalized: the weight"),
+        (
+            "--num-experts 4 --moe-router-topk 1 --moe-router-score-function sigmoid",
+            "--moe-router-topk 1 without --moe-router-unnormalized: the weight",
+        ),
         ("--rope-low-freq-factor 2 --rope-scaling linear", "--rope-low-freq-factor 2.0 requires --rope-scaling"),
         ("--recompute-granularity full --recompute-num-layers 13", "--recompute-num-layers 13 is above --num-layers"),
         ("--compile-sub-blocks --norm-implementation apex", "--compile-sub-blocks compiles torch's norm"),
@@ -100,6 +105,11 @@ def test_batches_follow_from_the_layout() -> None:
 def test_an_invalid_value_or_combination_is_one_error(words: str, message: str) -> None:
     found = read(words)[1]
     assert len(found) == 1 and found[0].startswith(message), found
+
+
+def test_a_model_whose_router_cannot_learn_is_evaluated() -> None:
+    assert read("--num-experts 4 --moe-router-topk 1 --load checkpoints --skip-train")[1] == []
+    assert read("--num-experts 4 --moe-router-topk 1 --moe-layers none")[1] == []
 
 
 def test_all_errors_are_reported_together() -> None:

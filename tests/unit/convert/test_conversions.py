@@ -97,6 +97,7 @@ LLAMA3 = LLAMA31["rope_scaling"] | {"rope_theta": 5e5, "original_max_position_em
         ("qwen3", {}),
         ("qwen3_moe", {"norm_topk_prob": False}),
         ("mixtral", {}),
+        ("mixtral", {"num_experts_per_tok": 1}),
         ("glm4_moe", {}),
     ],
 )
