@@ -52,6 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 MAY_IMPORT["lm_eval"] = MODEL | {"data", "generate"}
 MAY_IMPORT["api"] = set(MAY_IMPORT)
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
+MAY_IMPORT["__main__"] = {"cli", "errors"}
 
 HOMES = {
     "deepspeed": ("engine/",),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ladder import __version__
-from megatron_ladder.cli import generate
+from megatron_ladder.cli import generate, programs
 from tests.helpers.commands import REPOSITORY_ROOT as ROOT
 from tests.helpers.programs import PROGRAMS, SUBCOMMANDS, load_program, script_of
 from tests.helpers.runs import errors_of
@@ -84,6 +84,21 @@ def test_programs_check_what_they_write_before_the_work(program: str, flag: str,
 def test_training_names_everything_that_it_needs() -> None:
     found = [message.split(" is required")[0] for message in errors_of(load_program("pretrain").main, [])]
     assert found == ["--data-path", "--tokenizer-type", "--train-iters", "--lr"]
+
+
+def test_the_package_lists_and_runs_its_programs() -> None:
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*BARE, "-m", "megatron_ladder", *words], cwd=ROOT, capture_output=True, text=True)
+
+    listed, alike = run(), run("--help")
+    assert listed.returncode == 0 and listed.stdout == alike.stdout
+    lines = [line.split(maxsplit=1) for line in listed.stdout.splitlines()[2:]]
+    assert [name.replace("-", "_") for name, _ in lines] == [*programs.PROGRAMS]
+    for (_, description), program in zip(lines, programs.PROGRAMS, strict=True):
+        assert (load_program(program).__doc__ or "").startswith(description)
+    assert run("convert-checkpoint", "--help").stdout.startswith("usage: convert_checkpoint.py")
+    wrong = run("convert")
+    assert wrong.returncode == 2 and wrong.stderr.startswith("error: convert: expected one of pretrain, convert-ch")
 
 
 def test_without_the_environment_one_line_names_it(tmp_path: Path) -> None:
