@@ -1,9 +1,10 @@
 """The package from Python: trains, generates and converts in a notebook, or in a script under a launcher.
 
 Keyword arguments are the flags of the programs, as in `train_iters=100` for `--train-iters 100`. Invalid values raise a
-UserError. Under a launcher, all processes must make the same calls. `docs/api.md` has examples.
+UserError. Under a launcher, all processes must make the same calls, but only one converts. `docs/api.md` has examples.
 """
 
+import itertools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,13 +15,14 @@ from typing import Any, SupportsIndex
 import torch.distributed as dist
 
 from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, learning_errors, resolve_model
-from megatron_ladder.comm.launch import read_rank_info
+from megatron_ladder.comm.launch import read_rank_info, stop_process_group
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.command_line import flag_words, parse_command_line
 from megatron_ladder.config.run import read_run_words
 from megatron_ladder.convert.conversions import plan_export, plan_import
 from megatron_ladder.convert.copying import carry_out
 from megatron_ladder.convert.options import ExportOptions, ImportOptions
+from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import BadNumbersError, UserError, raise_user_errors
 from megatron_ladder.generate.loading import open_model
 from megatron_ladder.generate.options import ModelOptions, OutputOptions, PromptOptions, SamplingOptions
@@ -28,11 +30,14 @@ from megatron_ladder.generate.program import build_engine, check_hardware, new_r
 from megatron_ladder.generate.prompts import PromptEncoder, prompt_errors, read_prompts
 from megatron_ladder.generate.requests import Generation
 from megatron_ladder.model.language_model import LanguageModel
-from megatron_ladder.train.evaluation import Predictor, Score
+from megatron_ladder.train.evaluation import Predictor, Request, Score, cut_requests
 from megatron_ladder.train.loop import OpenRun, open_run
 from megatron_ladder.train.reading import sample_batches
 from megatron_ladder.train.step import StepResult, evaluate, train_step
 
+Ids = Iterable[SupportsIndex]
+"""Token ids."""
+TextOrIds = str | Ids
 _POSITIONS = 2048
 """Longest sequence of a model that is built without max_position_embeddings."""
 
@@ -47,12 +52,11 @@ def build_model(vocab_size: int, seed: int = 1234, **flags: Any) -> LanguageMode
 
 
 class TrainingRun:
-    """A run between its steps; `training` creates it."""
+    """A run between its steps; `training` creates it. Its methods raise UserError after the end of the block."""
 
     def __init__(self, opened: OpenRun) -> None:
-        self._trainer, self._checkpoints, self._batches = opened.trainer, opened.checkpoints, opened.batches
-        self._valid = opened.inputs.sources.valid
-        self._predictor = Predictor(opened.trainer)
+        self._opened: OpenRun | None = opened
+        self._model = opened.trainer.model
         self.tokenizer = opened.inputs.tokenizer
         """The run's tokenizer; None without one."""
         self.iteration = opened.iteration
@@ -60,27 +64,42 @@ class TrainingRun:
 
     @property
     def model(self) -> LanguageModel:
-        """This rank's part of the model, a torch module. Weights that the caller changes are trained from there."""
-        return self._trainer.model
+        """This rank's part of the model, a torch module.
+
+        Weights that the caller changes are trained from there. A step leaves parameters whose `requires_grad` is False
+        as they are, with their moments, and without their gradients in its norm.
+        """
+        return self._model
 
     @property
     def config(self) -> ModelConfig:
         """Sizes and wiring of the model."""
-        return self._trainer.run.model
+        return self._model.config
+
+    def _inside(self, call: str) -> OpenRun:
+        """Return the open run; raises UserError after its block."""
+        if self._opened is None:
+            raise UserError(
+                f"{call}: the run has ended with its `with` block: call run.{call}() inside the block, or give a "
+                "checkpoint of the run to TextGenerator or to another training(load=...)"
+            )
+        return self._opened
 
     def step(self) -> StepResult:
         """Train on the next global batch; return its loss, gradient norm and learning rate.
 
         Raises BadNumbersError after `max_consecutive_bad_steps` steps in a row whose numbers were not finite.
         """
+        opened = self._inside("step")
+        trainer = opened.trainer
         self.iteration += 1
-        self._trainer.engine.state.adopt_weights()
-        with self._trainer.engine.keeping_frozen():
-            result = train_step(self._trainer, next(self._batches), self.iteration)
+        trainer.engine.state.adopt_weights()
+        with trainer.engine.keeping_frozen():
+            result = train_step(trainer, next(opened.batches), self.iteration)
         # The caller may read the weights of `model`.
-        self._trainer.engine.finish_step()
-        self._checkpoints.poll()
-        self._trainer.guard.stop_if_hopeless(result.finding)
+        trainer.engine.finish_step()
+        opened.checkpoints.poll()
+        trainer.guard.stop_if_hopeless(result.finding)
         return result
 
     def evaluate(self, name: str = "") -> float:
@@ -88,47 +107,49 @@ class TrainingRun:
 
         Raises UserError if there is no such data.
         """
-        if name not in self._valid:
-            known = ", ".join(map(repr, self._valid))
+        opened = self._inside("evaluate")
+        valid = opened.inputs.sources.valid
+        if name not in valid:
+            known = ", ".join(map(repr, valid))
             fix = f"name one of {known}" if known else "give valid_data_path, or a share of the split"
             raise UserError(f"evaluate: the run has no validation set {name!r}; {fix}")
-        with closing(sample_batches(self._trainer, self._valid[name], 0)) as batches:
-            return evaluate(self._trainer, batches, self._trainer.run.logging.eval_iters)
+        with closing(sample_batches(opened.trainer, valid[name], 0)) as batches:
+            return evaluate(opened.trainer, batches, opened.trainer.run.logging.eval_iters)
 
-    def score(self, requests: Iterable[tuple[Iterable[int], Iterable[int]]]) -> list[Score]:
+    def score(self, requests: Iterable[tuple[TextOrIds, TextOrIds]]) -> list[Score]:
         """Return the log-likelihood of each continuation, and whether greedy decoding yields it, in every layout.
 
-        A request is a pair of ids, `(context, continuation)`. Raises ValueError if one is empty, a continuation is
-        longer than `seq_length`, or an id is outside of the vocabulary; BadNumbersError if a result is not a number.
+        A request is a pair `(context, continuation)` of texts, or of ids. A token with text of both belongs to the
+        continuation. Raises ValueError if a context or continuation has no ids, a continuation is longer than
+        `seq_length`, or an id is outside of the vocabulary; BadNumbersError if a result is not a number.
         """
-        scores = self._predictor.score(
-            [(_token_ids(context), _token_ids(following)) for context, following in requests]
-        )
+        predictor = Predictor(self._inside("score").trainer)
+        scores = predictor.score(_encode_requests(requests, self.tokenizer))
         if any(math.isnan(score.logprob) for score in scores):
             raise BadNumbersError("score: a likelihood is not a number: weights are not finite, or too large")
         return scores
 
-    def generate(
-        self, prompts: Iterable[Iterable[int]], max_new_tokens: int, stop_ids: Sequence[int] = ()
-    ) -> list[list[int]]:
+    def generate(self, prompts: Iterable[Ids], max_new_tokens: int, stop_ids: Sequence[int] = ()) -> list[list[int]]:
         """Return the greedy continuation of each prompt, ending before a token of `stop_ids`; raises as `score`.
 
         There is no key-value cache: each new token costs a pass over its row.
         """
-        if not 0 < max_new_tokens <= self._predictor.max_length:
-            raise ValueError(f"max_new_tokens {max_new_tokens}: expected 1 to seq_length {self._predictor.max_length}")
-        return self._predictor.generate(list(map(_token_ids, prompts)), max_new_tokens, stop_ids)
+        predictor = Predictor(self._inside("generate").trainer)
+        if not 0 < max_new_tokens <= predictor.max_length:
+            raise ValueError(f"max_new_tokens {max_new_tokens}: expected 1 to seq_length {predictor.max_length}")
+        return predictor.generate(list(map(_token_ids, prompts)), max_new_tokens, stop_ids)
 
     def save(self) -> None:
         """Write a checkpoint to `save`; with `async_save`, the next call and the end of the block wait for its end.
 
         Raises UserError if there is no `save`, or, without `async_save`, if the checkpoint could not be written.
         """
-        config = self._trainer.run.checkpoint
+        opened = self._inside("save")
+        config = opened.trainer.run.checkpoint
         if config.save is None:
             raise UserError("save: the run has no directory; give save")
-        self._trainer.engine.state.adopt_weights()
-        self._checkpoints.save(self.iteration, self._batches, "call", final=not config.async_save)
+        opened.trainer.engine.state.adopt_weights()
+        opened.checkpoints.save(self.iteration, opened.batches, "call", final=not config.async_save)
 
 
 @contextmanager
@@ -140,30 +161,64 @@ def training(**flags: Any) -> Iterator[TrainingRun]:
     words = read_run_words(flag_words(flags))
     if words.words.get("skip_train") == "true":
         raise UserError("skip_train=True: training() needs training data: remove it, and call run.evaluate()")
-    if dist.is_initialized():
-        raise UserError(
-            "training: this process has process groups already: end the other training() block, or destroy them"
-        )
+    _check_no_process_groups("training")
     try:
         with open_run(words) as opened:
             # The caller may read the weights of `model`.
             opened.trainer.engine.finish_step()
-            yield TrainingRun(opened)
+            run = TrainingRun(opened)
+            try:
+                yield run
+            finally:
+                run._opened = None
     finally:
-        # After an error, without waiting for the other processes.
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        _leave_process_groups()
 
 
-def _token_ids(values: Iterable[SupportsIndex]) -> list[int]:
+def _check_no_process_groups(call: str) -> None:
+    if dist.is_initialized():
+        raise UserError(
+            f"{call}: this process has process groups already: end the training() block, inside which run.generate and "
+            "run.score use its model, or close() the TextGenerator, or destroy the groups"
+        )
+
+
+def _leave_process_groups() -> None:
+    """Leave the process groups without waiting for the other processes, as after an error."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _token_ids(values: TextOrIds) -> list[int]:
     try:
-        return list(map(operator.index, values))
+        return list(map(operator.index, values))  # type: ignore[arg-type]
     except TypeError as error:
         raise ValueError(f"expected a list of token ids, as run.tokenizer.encode returns it: {error}") from None
 
 
+def _encode_requests(
+    requests: Iterable[tuple[TextOrIds, TextOrIds]], tokenizer: Tokenizer | None, prefix: Sequence[int] = ()
+) -> list[Request]:
+    """Return the ids of contexts and continuations; `prefix` precedes the ids of texts."""
+    encoded: list[Request] = []
+    for context, continuation in requests:
+        if not (isinstance(context, str) and isinstance(continuation, str)):
+            encoded.append((_token_ids(context), _token_ids(continuation)))
+            continue
+        if tokenizer is None:
+            raise UserError("score: there is no tokenizer for texts; give tokenizer_type and tokenizer_model, or ids")
+        alone, whole = ([*prefix, *tokenizer.encode(text)] for text in (context, context + continuation))
+        # A token may hold the end of the context and the beginning of the continuation.
+        cut = sum(itertools.takewhile(operator.truth, map(operator.eq, alone, whole)))
+        encoded.append((whole[:cut], whole[cut:]))
+    return encoded
+
+
 class TextGenerator:
-    """A model that continues texts: a training checkpoint, or a Hugging Face directory."""
+    """A model that continues and scores texts: a training checkpoint, or a Hugging Face directory.
+
+    Under a launcher, all processes together hold the model, and `close` ends their process groups.
+    """
 
     def __init__(self, model: str | Path, **flags: Any) -> None:
         """`flags` are those of generate.py that concern the model, such as `dtype`."""
@@ -172,17 +227,32 @@ class TextGenerator:
         place = read_rank_info()
         self._stored = open_model(options.model, options.tokenizer_type, options.tokenizer_model)
         check_hardware(place, options, self._stored.config)
-        self.engine = build_engine(place, options, self._stored)
-        """The engine, for requests of token ids."""
+        if place.launched:
+            _check_no_process_groups("TextGenerator")
+        try:
+            self.engine = build_engine(place, options, self._stored)
+            """The engine, for requests of token ids."""
+        except BaseException:
+            if place.launched:
+                _leave_process_groups()
+            raise
+        self._world = dist.group.WORLD if place.launched else None
 
     def close(self) -> None:
-        """Free what GPUs have captured; needed before the process groups are destroyed."""
+        """Free what GPUs have captured, and end the process groups; all processes must call it."""
         self.engine.close()
+        if self._world is not None and self._world is dist.group.WORLD:
+            stop_process_group()
+
+    def _check_open(self, call: str) -> None:
+        if self._world is not None and self._world is not dist.group.WORLD:
+            raise UserError(f"{call}: the process groups of this TextGenerator have ended: open another one")
 
     def generate(self, prompts: str | Sequence[str], **flags: Any) -> list[Generation]:
         """Continue texts in one batch; `flags` are those of generate.py for prompts, sampling and output."""
+        self._check_open("generate")
         if flags.get("score"):
-            raise UserError("generate: score=True: this call only continues texts; engine.score computes likelihoods")
+            raise UserError("generate: score=True: this call only continues texts; call score")
         # A Generation contains all that --json prints.
         words = flag_words({"prompt": [prompts] if isinstance(prompts, str) else list(prompts), "json": True, **flags})
         sections = [PromptOptions, SamplingOptions, OutputOptions]
@@ -199,6 +269,21 @@ class TextGenerator:
         return self.engine.generate(
             [new_request(sampling, output, self._stored, prompt, sample) for prompt in found for sample in samples]
         )
+
+    def score(self, requests: Iterable[tuple[TextOrIds, TextOrIds]]) -> list[Score]:
+        """Score continuations in one batch, as `TrainingRun.score` does; the model's positions are the limit.
+
+        Texts begin with the special tokens that the model's tokenizer puts before them.
+        """
+        self._check_open("score")
+        config = self._stored.config
+        encoded = _encode_requests(requests, self._stored.tokenizer, self._stored.prefix)
+        pairs = cut_requests(encoded, config.vocab_size, config.max_position_embeddings)
+        scores = self.engine.score_batch(pairs) if pairs else []
+        return [
+            Score(sum(one.logprobs), list(one.most_likely) == list(continuation))
+            for one, (_, continuation) in zip(scores, pairs, strict=True)
+        ]
 
 
 def import_model(hf: str | Path, save: str | Path, **flags: Any) -> None:

@@ -28,6 +28,26 @@ class Score(NamedTuple):
     is_greedy: bool
 
 
+def cut_requests(requests: Sequence[Request], vocab_size: int, longest: int) -> list[Request]:
+    """Return the requests, of which contexts that are too long lose their beginnings.
+
+    A model that reads `longest` ids at once can then score them. Raises ValueError if a context or a continuation is
+    empty, a continuation is longer than that, or an id is outside of the vocabulary.
+    """
+    cut = []
+    for number, (context, continuation) in enumerate(requests):
+        wrong = [token for token in (*context, *continuation) if not 0 <= token < vocab_size]
+        if wrong:
+            raise ValueError(f"request {number}: id {wrong[0]} is outside of the vocabulary, 0 to {vocab_size - 1}")
+        if not context or not 0 < len(continuation) <= longest:
+            raise ValueError(
+                f"request {number}: the context has {len(context)} ids and the continuation {len(continuation)}: "
+                f"expected 1 or more, and 1 to {longest}, the longest sequence"
+            )
+        cut.append((context[len(continuation) - longest - 1 :], continuation))
+    return cut
+
+
 class Predictor:
     """Scores and continues token ids with the engine that trains, in every layout. Every rank makes the same calls.
 
@@ -39,26 +59,10 @@ class Predictor:
         self._trainer = trainer
         self.max_length = trainer.run.training.seq_length
 
-    def _check(self, requests: Sequence[Request]) -> None:
-        vocab_size = self._trainer.run.model.vocab_size
-        for number, (context, continuation) in enumerate(requests):
-            wrong = [token for token in (*context, *continuation) if not 0 <= token < vocab_size]
-            if wrong:
-                raise ValueError(f"request {number}: id {wrong[0]} is outside of the vocabulary, 0 to {vocab_size - 1}")
-            if not context or not 0 < len(continuation) <= self.max_length:
-                raise ValueError(
-                    f"request {number}: the context has {len(context)} ids and the continuation {len(continuation)}: "
-                    f"expected 1 or more, and 1 to --seq-length {self.max_length}"
-                )
-
     def score(self, requests: Sequence[Request]) -> list[Score]:
-        """Return the score of each continuation; contexts that are too long lose their beginnings.
-
-        Raises ValueError if a context or a continuation is empty, a continuation is longer than `max_length`, or an id
-        is outside of the vocabulary.
-        """
-        self._check(requests)
-        whole = [np.array([*context, *following], np.int64)[-self.max_length - 1 :] for context, following in requests]
+        """Return the score of each continuation; see `cut_requests`."""
+        requests = self._cut(requests)
+        whole = [np.array([*context, *following], np.int64) for context, following in requests]
         predicted = self._predict([ids[:-1] for ids in whole], [ids[1:] for ids in whole])
         scores = []
         for ids, (_, following), (losses, likeliest) in zip(whole, requests, predicted, strict=True):
@@ -69,12 +73,8 @@ class Predictor:
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Sequence[int] = ()
     ) -> list[list[int]]:
-        """Return the greedy continuation of each prompt, ending before a token of `stop_ids`.
-
-        Prompts that are too long lose their beginnings. Raises ValueError as `score` does.
-        """
-        self._check([(prompt, [0] * max_new_tokens) for prompt in prompts])
-        starts = [list(prompt)[-(self.max_length - max_new_tokens + 1) :] for prompt in prompts]
+        """Return the greedy continuation of each prompt, ending before a token of `stop_ids`; see `cut_requests`."""
+        starts = [list(prompt) for prompt, _ in self._cut([(prompt, [0] * max_new_tokens) for prompt in prompts])]
         generated: list[list[int]] = [[] for _ in prompts]
         active = list(range(len(prompts)))
         for _ in range(max_new_tokens):
@@ -87,6 +87,9 @@ class Predictor:
             if not active:
                 break
         return generated
+
+    def _cut(self, requests: Sequence[Request]) -> list[Request]:
+        return cut_requests(requests, self._trainer.run.model.vocab_size, self.max_length)
 
     def _predict(
         self, texts: Sequence[NDArray[np.int64]], labels: Sequence[NDArray[np.int64]]

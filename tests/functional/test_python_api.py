@@ -1,15 +1,18 @@
 """The Python interface, as examples/python_api.py uses it."""
 
 import math
+import re
 import sys
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 
 from megatron_ladder.checkpoint.hf_directory import open_hf_directory
 from megatron_ladder.errors import UserError
 from tests.helpers.commands import REPOSITORY_ROOT, free_port, run_command
+from tests.helpers.tokens import write_tokens
 
 SCRIPT = REPOSITORY_ROOT / "examples" / "python_api.py"
 PROGRAM = """
@@ -72,6 +75,57 @@ print(">", len(one.logprobs))
 """Runs the example twice in one process, and then makes mistakes in it."""
 
 
+HAS_GROUPS = (
+    "{}: this process has process groups already: end the training() block, inside which run.generate and run.score "
+    "use its model, or close() the TextGenerator, or destroy the groups"
+)
+RANKS = """
+import os, sys
+from megatron_ladder.api import TextGenerator, training
+from megatron_ladder.errors import UserError
+
+prefix, save = sys.argv[1:]
+sizes = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 8, "micro_batch_size": 1}
+files = {"data_path": prefix, "split": "1", "tokenizer_type": "ByteTokenizer", "vocab_size": 257}
+flags = {**sizes, **files, "train_iters": 2, "lr": 1e-3, "tensor_model_parallel_size": 2}
+
+def attempt(call, *values, **more):
+    try:
+        found = call(*values, **more)
+    except UserError as error:
+        found = error
+    if os.environ["RANK"] == "0":
+        print(">", found)
+
+with training(**flags, save=save) as run:
+    run.step()
+    run.save()
+    attempt(training(**flags).__enter__)
+    attempt(TextGenerator, save)
+    scores, ids = run.score([("ab", "c")]), run.generate([[97]], 2)
+for call in run.step, run.evaluate, run.save:
+    attempt(call)
+attempt(run.score, [])
+attempt(run.generate, [], 1)
+generator = TextGenerator(save)
+attempt(TextGenerator, save)
+attempt(training(**flags).__enter__)
+(same,) = generator.score([("ab", "c")])
+assert abs(same.logprob - scores[0].logprob) < 1e-4 and same.is_greedy == scores[0].is_greedy
+attempt(lambda: list(generator.generate("a", max_new_tokens=2, temperature=0)[0].ids) == ids[0])
+generator.close()
+attempt(generator.generate, "a")
+attempt(generator.score, [])
+with training(**flags) as run:
+    attempt(lambda: run.step().skipped)
+    generator.close()
+    attempt(lambda: run.step().skipped)
+again = TextGenerator(save)
+again.close()
+"""
+"""Opens runs and generators on two ranks, one inside of the other and one after the other."""
+
+
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
     words = ["--output-dir", tmp_path / "corpus", "--vocab-size", "512", "--max-megabytes", "0.05"]
@@ -111,14 +165,14 @@ def test_the_example_runs_twice_in_one_process(corpus: Path, tmp_path: Path) -> 
         "a row, as many as --max-consecutive-bad-steps allows",
         *[
             "True [[0, 0]]",
-            "training: this process has process groups already: end the other training() block, or destroy them",
+            HAS_GROUPS.format("training"),
             UNIFORM,
         ]
         * 3,
         f"--save {tmp_path}/run_gone: the last checkpoint could not be written",
         "--tp 2: the launcher started 1 processes; remove --tp, or start as many",
         "[]",
-        "generate: score=True: this call only continues texts; engine.score computes likelihoods",
+        "generate: score=True: this call only continues texts; call score",
         "1",
     ]
 
@@ -149,3 +203,90 @@ def test_errors_are_exceptions_with_one_message_each() -> None:
     for tokens, labels in (words, -words), (words % 5, words), (-words, words % 5):
         with pytest.raises(RuntimeError, match="expected 0 to 4; labels may be -100"):
             model(tokens, labels)
+
+
+def test_runs_and_generators_on_ranks_are_open_one_at_a_time(tmp_path: Path) -> None:
+    prefix = write_tokens(tmp_path / "tokens", 256)
+    (tmp_path / "ranks.py").write_text(RANKS)
+    launcher = ["torchrun", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    done = run_command([*launcher, tmp_path / "ranks.py", prefix, tmp_path / "save"], timeout=120)
+    assert done.returncode == 0, done.stderr
+    fix = "inside the block, or give a checkpoint of the run to TextGenerator or to another training(load=...)"
+    ended = "{0}: the run has ended with its `with` block: call run.{0}() " + fix
+    closed = "{}: the process groups of this TextGenerator have ended: open another one"
+    assert [line[2:] for line in done.stdout.splitlines() if line.startswith("> ")] == [
+        *map(HAS_GROUPS.format, ("training", "TextGenerator")),
+        *map(ended.format, ("step", "evaluate", "save", "score", "generate")),
+        *map(HAS_GROUPS.format, ("TextGenerator", "training")),
+        "True",
+        *map(closed.format, ("generate", "score")),
+        "False",
+        "False",
+    ]
+
+
+def merging_tokenizer(path: Path) -> Path:
+    """Write a tokenizer of characters, and of a token for each answer of the recipe that begins in the question."""
+    vocabulary = {one: number for number, one in enumerate(["</s>", *sorted({*"ThecapitalofFranceIys ParisRome"})])}
+    merges = []
+    for answer in ("s Paris", "y Rome"):
+        for end in range(2, len(answer) + 1):
+            merges.append((answer[: end - 1], answer[end - 1]))
+            vocabulary.setdefault(answer[:end], len(vocabulary))
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
+    library.save(str(path))
+    return path
+
+
+MERGED = """
+import sys
+import torch
+from megatron_ladder.api import TextGenerator, training
+
+recipe, tokenizer, prefix, save = sys.argv[1:]
+exec(recipe)
+question, answer = "The capital of France is", " Paris"
+with training(
+    num_layers=1, hidden_size=16, num_attention_heads=2, seq_length=32, micro_batch_size=1, train_iters=1, lr=1e-3,
+    data_path=prefix, split="1", tokenizer_type="HuggingFaceTokenizer", tokenizer_model=tokenizer, save=save,
+) as run:
+    assert capitals(run) in (0, 0.5, 1)
+    ids = run.tokenizer.encode(question + answer)
+    assert len(ids) == len(run.tokenizer.encode(question)), "the answer has no tokens of its own"
+    requests = [(question, answer), (ids[:-1], ids[-1:])]
+    scores = run.score(requests)
+    labels = torch.tensor([[*[-100] * (len(ids) - 2), ids[-1]]])
+    print(-run.model(torch.tensor([ids[:-1]]), labels).item())
+    run.save()
+for score in scores + TextGenerator(save).score(requests):
+    print(score.logprob)
+"""
+
+
+def test_scores_of_texts_whose_tokens_merge_over_the_cut(tmp_path: Path) -> None:
+    """The recipe of the documentation; and a text, compared with its ids and with the model's loss."""
+    page = (REPOSITORY_ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    (recipe,) = re.findall(r"```python\n(def capitals.*?)```", page, re.DOTALL)
+    files = [merging_tokenizer(tmp_path / "tokenizer.json"), write_tokens(tmp_path / "tokens", 20), tmp_path / "save"]
+    done = run_command([sys.executable, "-c", MERGED, recipe, *files], timeout=120)
+    assert done.returncode == 0, done.stderr
+    expected, *found = (float(line) for line in done.stdout.splitlines() if re.fullmatch(r"-\d+\.\d+", line))
+    assert found == pytest.approx([expected] * 4, rel=1e-4)
+
+
+def test_outputs_of_a_model_are_the_documented_ones() -> None:
+    from megatron_ladder.api import build_model
+
+    model = build_model(vocab_size=101, num_attention_heads=2, num_layers=2, hidden_size=16, residual_mode="ladder")
+    tokens, labels = torch.randint(0, 101, (2, 3, 9))
+    labels[0, :4] = -100
+    logits = model.logits_shard(model.hidden_states(tokens, model.training_context(tokens)))[
+        ..., : model.config.vocab_size
+    ]
+    # [s, b, V] -> [b, V, s]
+    losses = torch.nn.functional.cross_entropy(logits.permute(1, 2, 0), labels, reduction="none")
+    torch.testing.assert_close(model(tokens, labels), losses.sum())
+    found, likeliest = model(tokens, labels, predicts=True).transpose(1, 2)
+    counted = labels >= 0
+    torch.testing.assert_close(found[counted], losses[counted].double())
+    assert torch.equal(likeliest, logits.argmax(-1).t().double())
