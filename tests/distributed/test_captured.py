@@ -111,7 +111,10 @@ def histories(argv: list[str], batches: list[list[Batch]]) -> list[tuple[list[An
             history: list[Any] = []
             for iteration, batch in enumerate(batches, start=1):
                 own = own_batches(trainer, batch)
-                result = train_step(trainer, own, iteration)
+                # In the last step, a layer is frozen.
+                trainer.model.stack.layers["0"].requires_grad_(iteration < len(batches))
+                with trainer.engine.keeping_frozen():
+                    result = train_step(trainer, own, iteration)
                 history.append((result.loss, result.gradient_norm, dict(result.extra_losses)))
                 history.append(trainer.engine.evaluate(own[:1]).item())
         if trainer.engine.passes is not None:
