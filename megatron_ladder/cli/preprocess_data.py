@@ -45,6 +45,9 @@ class PreprocessConfig:
     """File with a Jinja template that replaces the tokenizer's."""
     append_eod: bool = False
     """Append the end-of-document token to each document."""
+    parse_special_tokens: bool = False
+    """Convert the spelling of a special token in a text, such as </s>, to that token, as Megatron and transformers do.
+    By default it stays text, so that only --append-eod ends documents, and only a template writes special tokens."""
     workers: int = flag(1, minimum=1)
     """Number of tokenizer processes."""
     skip_bad_lines: int = flag(0, minimum=0)
@@ -82,9 +85,11 @@ def main(argv: Sequence[str]) -> None:
     from megatron_ladder.data.encoding import Task
     from megatron_ladder.data.preprocess import PreprocessOptions, dataset_prefix, preprocess
     from megatron_ladder.data.reading.protocol import Reading
-    from megatron_ladder.data.tokenizers import load_tokenizer
+    from megatron_ladder.data.tokenizers import check_parses_special_tokens, load_tokenizer
 
     tokenizer = load_tokenizer(config.tokenizer_type, config.tokenizer_model, config.vocab_size, config.eod_token)
+    if config.parse_special_tokens:
+        check_parses_special_tokens("--parse-special-tokens", tokenizer)
     reading = Reading(
         config.chat_keys if config.chat else config.json_keys,
         texts_only=not config.chat,
@@ -94,10 +99,10 @@ def main(argv: Sequence[str]) -> None:
         keys_flag="--chat-keys" if config.chat else "--json-keys",
     )
     options = PreprocessOptions(config.workers, config.log_interval, _print_message)
-    task = Task(tokenizer, reading, config.append_eod)
+    task = Task(tokenizer, reading, config.append_eod, config.parse_special_tokens)
     if config.chat:
-        encoder = ConversationEncoder(tokenizer, config.chat_template)
-        task = ChatTask(tokenizer, reading, config.append_eod, encoder=encoder)
+        encoder = ConversationEncoder(tokenizer, config.chat_template, config.parse_special_tokens)
+        task = ChatTask(tokenizer, reading, config.append_eod, config.parse_special_tokens, encoder=encoder)
     if not (config.append_eod or config.chat):
         _print_message("no end-of-document tokens: documents will run into each other in training; see --append-eod")
     sidecars = preprocess(config.input, config.output_prefix, task, options)

@@ -238,6 +238,8 @@ class DataConfig:
     for small inputs."""
     streaming_skip_bad_lines: int = flag(0, minimum=0, requires="--streaming")
     """Malformed, non-UTF-8 or oversized lines of --streaming to skip and list; one more ends the run."""
+    streaming_parse_special_tokens: bool = flag(False, requires="--streaming")
+    """Convert the spelling of a special token in the texts of --streaming to that token; by default it stays text."""
 
 
 @dataclass(frozen=True)

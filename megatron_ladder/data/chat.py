@@ -1,11 +1,13 @@
 """Converts conversations to tokens and to a mask that marks the assistant's tokens.
 
 The tokenizer's template renders the whole conversation, including the beginning-of-sequence token; nothing else is
-prepended. As in transformers, a special token that is spelled out in a message becomes that token.
+prepended. A special token that a message spells is text, so that only the template writes special tokens. In
+transformers and vLLM it becomes that token, as here with `parse_special_tokens`.
 """
 
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +23,8 @@ from megatron_ladder.data.chat_template import (
     RenderedConversation,
     read_chat_template,
 )
-from megatron_ladder.data.encoding import KeyTokens, Task, join_documents
+from megatron_ladder.data.encoding import DocumentCounts, KeyTokens, Task, join_documents
+from megatron_ladder.data.special_tokens import spelling_pattern
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 
 OPTIONAL_KEYS = ("system", "tools")
@@ -93,11 +96,15 @@ class Conversation(NamedTuple):
 class ConversationEncoder:
     """Converts conversations to tokens with a template and a tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, template: Path | None = None) -> None:
-        """`template` replaces the tokenizer's own; raises UserError without a template or a tokenizer.json."""
+    def __init__(self, tokenizer: Tokenizer, template: Path | None = None, parse_special_tokens: bool = False) -> None:
+        """`template` replaces the tokenizer's own; raises UserError without a template or a tokenizer.json.
+
+        `parse_special_tokens` makes a special token that a message spells that token, instead of text.
+        """
         source = read_chat_template(tokenizer, template, fix="pass one with --chat-template FILE")
         assert isinstance(tokenizer, HuggingFaceTokenizer)
         self.template, self._tokenizer = ChatTemplate(*source), tokenizer
+        self._parse_special_tokens, self._spelling = parse_special_tokens, spelling_pattern(tokenizer.special_tokens)
 
     def render(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None) -> RenderedConversation:
         """Return the text of a conversation; raises ChatTemplateError if the template rejects it."""
@@ -109,20 +116,34 @@ class ConversationEncoder:
             rendered.text.encode()
         except UnicodeEncodeError:
             raise ChatTemplateError("it contains half of a surrogate pair") from None
-        return rendered
+        if self._parse_special_tokens:
+            return rendered
+        spelled = self.template.find_spelled(rendered.text, messages, tools, lambda role: self._spelling)
+        return rendered._replace(spelled=spelled)
 
     def encode(self, rendered: Sequence[RenderedConversation]) -> list[Conversation]:
         """Return the tokens of rendered conversations."""
-        encodings = self._tokenizer.encode_with_offsets([text for text, _ in rendered])
+        encodings = self._tokenizer.encode_with_offsets(
+            [one.text for one in rendered], [one.spelled for one in rendered]
+        )
         conversations = []
-        for (ids, places), (_, answers) in zip(encodings, rendered, strict=True):
+        for (ids, places), conversation in zip(encodings, rendered, strict=True):
             # A token that overlaps an answer counts.
             offsets = np.array(places, np.int64).reshape(-1, 2)
             mask = np.zeros(len(offsets), np.uint8)
-            for begin, end in answers:
+            for begin, end in conversation.answers:
                 mask[(offsets[:, 0] < end) & (offsets[:, 1] > begin)] = 1
             conversations.append(Conversation(np.array(ids, np.int64), mask))
         return conversations
+
+    def count_spelled(self, rendered: Sequence[RenderedConversation]) -> Counter[str]:
+        """Return how often messages spell each special token, and it was encoded as text."""
+        return Counter(
+            found[0]
+            for one in rendered
+            for place in one.spelled
+            if self._spelling is not None and (found := self._spelling.match(one.text, place))
+        )
 
 
 @dataclass(frozen=True)
@@ -153,4 +174,5 @@ class ChatTask(Task):
         ids, lengths = join_documents([conversation.token_ids.tolist() for conversation in found], end)
         masks = [conversation.loss_mask.tolist() for conversation in found]
         mask, _ = join_documents(masks, 0 if self.append_eod else None)
-        return (KeyTokens(ids.astype(self.dtype), lengths, mask.astype(np.uint8)),)
+        counts = DocumentCounts(self.encoder.count_spelled(records))
+        return (KeyTokens(ids.astype(self.dtype), lengths, counts, mask.astype(np.uint8)),)

@@ -11,10 +11,11 @@ import contextlib
 import itertools
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_ladder.data.special_tokens import mark_spelled
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, Tokenizer, parse_json_object
 from megatron_ladder.errors import UserError
 
@@ -41,6 +42,8 @@ class RenderedConversation(NamedTuple):
 
     text: str
     answers: tuple[tuple[int, int], ...]
+    spelled: tuple[int, ...] = ()
+    """The first character of each special token that a message, not the template, spells."""
 
 
 class TemplateSource(NamedTuple):
@@ -118,6 +121,34 @@ class ChatTemplate:
     def prompt(self, messages: Sequence[Message]) -> str:
         """Return the text up to the assistant's answer; raises ChatTemplateError if the messages are rejected."""
         return self._render(self.source, messages, add_generation_prompt=True)
+
+    def find_spelled(
+        self,
+        text: str,
+        messages: Sequence[Message],
+        tools: Tools,
+        pattern_of: Callable[[object], re.Pattern[str] | None],
+        add_generation_prompt: bool = False,
+    ) -> tuple[int, ...]:
+        """Return the first character in a rendered text of each token that the messages, not the template, spell.
+
+        `pattern_of` receives the role of a message, "tool" for the tools, and returns what to find in it. Raises
+        ChatTemplateError if the template renders other messages when something stands in these spellings.
+        """
+        # Characters for private use and digits, which templates leave as they are. Nobody can guess the number.
+        mark = f"\ue000{secrets.randbits(64)}\ue001"
+        marked = [mark_spelled(message, pattern_of(message.get("role")), mark) for message in messages]
+        marked_tools = mark_spelled(tools, pattern_of("tool"), mark)
+        if (marked, marked_tools) == (list(messages), tools):
+            return ()
+        found, *pieces = self._render(self.source, marked, marked_tools, add_generation_prompt).split(mark)
+        places = []
+        for piece in pieces:
+            places.append(len(found) - 1)
+            found += piece
+        if found != text:
+            raise ChatTemplateError("it changes a message that spells a special token")
+        return tuple(places)
 
     def _render(
         self, source: str, messages: Sequence[Message], tools: Tools = None, add_generation_prompt: bool = False

@@ -2,7 +2,7 @@
 
 import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +10,24 @@ from numpy.typing import NDArray
 
 from megatron_ladder.data.indexed import token_dtype
 from megatron_ladder.data.reading.protocol import Reading
+from megatron_ladder.data.special_tokens import count_spelled, spelling_pattern
 from megatron_ladder.data.tokenizers import Tokenizer
+
+
+@dataclass
+class DocumentCounts:
+    """What is unusual in some documents; JSON-able."""
+
+    spelled: dict[str, int] = field(default_factory=dict)
+    """Special tokens -> how often the texts spell them."""
+    inner_ends: int = 0
+    """End-of-document tokens that do not end a document; 0 for conversations, whose template may write them."""
+
+    def add(self, other: "DocumentCounts") -> None:
+        """Add the counts of other documents."""
+        for token, number in other.spelled.items():
+            self.spelled[token] = self.spelled.get(token, 0) + number
+        self.inner_ends += other.inner_ends
 
 
 class KeyTokens(NamedTuple):
@@ -21,6 +38,7 @@ class KeyTokens(NamedTuple):
 
     token_ids: NDArray[Any]
     lengths: NDArray[np.int32]
+    counts: DocumentCounts
     loss_mask: NDArray[np.uint8] | None = None
 
 
@@ -31,6 +49,8 @@ class Task:
     tokenizer: Tokenizer
     reading: Reading = Reading()
     append_eod: bool = False
+    parse_special_tokens: bool = False
+    """Whether the spelling of a special token in a text becomes that token."""
 
     @property
     def chat_template(self) -> str | None:
@@ -51,6 +71,7 @@ class Task:
         """Return everything except the input that determines the tokens; JSON-able."""
         values = {"tokenizer": self.tokenizer.sha256, "keys": list(self.reading.keys), "--append-eod": self.append_eod}
         values |= {"--chat-template": self.chat_template, "--max-document-megabytes": self.reading.max_bytes >> 20}
+        values["--parse-special-tokens"] = self.parse_special_tokens
         return values | ({"end-of-document token": self.tokenizer.eod_id} if self.append_eod else {})
 
     def prepare(self, values: Sequence[Any]) -> Any:
@@ -59,10 +80,14 @@ class Task:
 
     def encode(self, records: Sequence[Any]) -> tuple[KeyTokens, ...]:
         """Return the tokens of prepared records for each output."""
-        end = self.tokenizer.eod_id if self.append_eod else None
-        columns = ([values[place] for values in records] for place in range(len(self.outputs)))
-        joined = (join_documents(self.tokenizer.encode_batch(texts), end) for texts in columns)
-        return tuple(KeyTokens(ids.astype(self.dtype), lengths) for ids, lengths in joined)
+        return tuple(self._encode([values[place] for values in records]) for place in range(len(self.outputs)))
+
+    def _encode(self, texts: Sequence[str]) -> KeyTokens:
+        documents = self.tokenizer.encode_documents(texts, self.parse_special_tokens)
+        ids, lengths = join_documents(documents, self.tokenizer.eod_id if self.append_eod else None)
+        ends = int(np.count_nonzero(ids == self.tokenizer.eod_id)) - self.append_eod * len(lengths)
+        spelled = count_spelled(texts, spelling_pattern(self.tokenizer.special_tokens))
+        return KeyTokens(ids.astype(self.dtype), lengths, DocumentCounts(spelled, ends))
 
 
 def join_documents(documents: Sequence[list[int]], end: int | None) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

@@ -15,17 +15,18 @@ import multiprocessing
 import os
 import shutil
 import threading
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import msgspec
 import numpy as np
 
-from megatron_ladder.data.encoding import KeyTokens, Task
+from megatron_ladder.data.encoding import DocumentCounts, KeyTokens, Task
 from megatron_ladder.data.indexed import (
     IndexedDataset,
     IndexedDatasetWriter,
@@ -43,7 +44,9 @@ from megatron_ladder.files import lock_file, read_if_exists, remove_temporary_fi
 from megatron_ladder.processes import interrupts_blocked
 from megatron_ladder.progress import ProgressBar
 
-_FORMAT = 7
+_FORMAT = 8
+_SHOWN_TOKENS = 8
+"""Special tokens that a message lists."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,22 @@ class PreprocessOptions:
     report: Callable[[str], None] = print
     shard_bytes: int = 1 << 30
     """Approximate size of the input whose output is finished or absent; an interrupted run loses at most one."""
+
+
+@dataclass
+class _ShardReport:
+    """What a user should know about the input of one or more shards; stored with each finished shard."""
+
+    skipped: list[str] = field(default_factory=list)
+    """One line per skipped record."""
+    counts: dict[str, DocumentCounts] = field(default_factory=dict)
+    """By output."""
+
+    def add(self, skipped: Sequence[str], counts: Mapping[str, DocumentCounts]) -> None:
+        """Add the reports of more input."""
+        self.skipped += skipped
+        for output, more in counts.items():
+            self.counts.setdefault(output, DocumentCounts()).add(more)
 
 
 class Partial:
@@ -112,8 +131,8 @@ class Partial:
     def _writer(self, prefix: Path) -> IndexedDatasetWriter:
         return IndexedDatasetWriter(prefix, self._task.dtype, self._task.chat_template is not None)
 
-    def find(self, number: int, made_of: dict[str, Any]) -> list[str] | None:
-        """Return the lines about skipped records of a shard that an earlier run has finished, and made of the same."""
+    def find(self, number: int, made_of: dict[str, Any]) -> _ShardReport | None:
+        """Return the report of a shard that an earlier run has finished, and made of the same."""
         content = read_if_exists(self._record(number))
         if content is None or None in made_of["input"]:
             return None
@@ -121,11 +140,11 @@ class Partial:
         changed = [name for name in expected if found["made_of"].get(name) != expected[name]]
         if changed:
             self._report(f"shard {number} of an earlier run has other {', '.join(changed)}: starting it from scratch")
-        return None if changed else found["skipped"]
+        return None if changed else msgspec.convert(found["report"], _ShardReport)
 
     @contextmanager
-    def begin(self, number: int, made_of: dict[str, Any]) -> Iterator[tuple[list[IndexedDatasetWriter], list[str]]]:
-        """Open the writers of a shard, and a list for lines about skipped records; both are durable after the block.
+    def begin(self, number: int, made_of: dict[str, Any]) -> Iterator[tuple[list[IndexedDatasetWriter], _ShardReport]]:
+        """Open the writers of a shard, and its report; both are durable after the block.
 
         What an earlier run left of the shard is removed, and so are its files if an error ends the block.
         """
@@ -133,11 +152,12 @@ class Partial:
             path.unlink()
         with ExitStack() as stack:
             writers = [stack.enter_context(self._writer(self._part(number, name))) for name in self._task.outputs]
-            skipped: list[str] = []
-            yield writers, skipped
+            report = _ShardReport()
+            yield writers, report
             for writer in writers:
                 writer.publish()
-            write_atomically(self._record(number), json.dumps({"made_of": made_of, "skipped": skipped}))
+            record = {"made_of": made_of, "report": msgspec.to_builtins(report)}
+            write_atomically(self._record(number), json.dumps(record))
 
     def parts(self, output: str, shards: int) -> list[IndexedDataset]:
         """Return the data sets of the finished shards with tokens of an output."""
@@ -169,6 +189,7 @@ class Partial:
             conversations=task.chat_template is not None,
             skipped=skipped,
             chat_template=task.chat_template,
+            parse_special_tokens=task.parse_special_tokens,
         )
         write_sidecar(prefix, sidecar)
         return sidecar
@@ -204,7 +225,7 @@ def preprocess(
         found = [partial.find(number, one) for number, one in enumerate(made_of)]
         if finished := len(found) - found.count(None):
             options.report(f"resuming: an earlier run has finished {finished} of {len(found)} shards")
-        skipped = _make_missing(shards, made_of, found, task, partial, options)
+        report = _make_missing(shards, made_of, found, task, partial, options)
         parts = {name: partial.parts(name, len(shards)) for name in task.outputs}
         for name, datasets in parts.items():
             documents = sum(map(len, datasets))
@@ -218,7 +239,26 @@ def preprocess(
                 raise UserError(f"--input {shown}: no {problem}: nothing is written")
             if without_targets:
                 options.report(f"{without_targets:,} of {documents:,} conversations have no text of the assistant")
-        return {name: partial.join(name, datasets, skipped) for name, datasets in parts.items()}
+        sidecars = {name: partial.join(name, datasets, len(report.skipped)) for name, datasets in parts.items()}
+    for name, counts in report.counts.items():
+        for line in _describe_special_tokens(counts, task.parse_special_tokens):
+            options.report(f"{dataset_prefix(output_prefix, name)}: {line}")
+    return sidecars
+
+
+def _describe_special_tokens(counts: DocumentCounts, parsed: bool) -> Iterator[str]:
+    """Yield lines about special tokens that texts spell, and about tokens that end a document inside of another."""
+    if counts.spelled:
+        most = Counter(counts.spelled).most_common(_SHOWN_TOKENS)
+        others = " ..." if len(counts.spelled) > len(most) else ""
+        spelled = ", ".join(f"{token} {number:,}" for token, number in most) + others
+        fate = "are these tokens now" if parsed else "stay text (--parse-special-tokens makes them these tokens)"
+        yield f"spellings of special tokens in the input {fate}: {spelled}"
+    if counts.inner_ends:
+        yield (
+            f"*** {counts.inner_ends:,} end-of-document tokens are inside documents: --reset-attention-mask, "
+            "--reset-position-ids and --eod-mask-loss take each for an end ***"
+        )
 
 
 def _with_targets(dataset: IndexedDataset) -> int:
@@ -244,35 +284,39 @@ def _joined_shards(sources: Sequence[Source], most_bytes: int) -> Iterator[tuple
 def _make_missing(
     shards: Sequence[tuple[Shard, ...]],
     made_of: Sequence[dict[str, object]],
-    found: Sequence[Sequence[str] | None],
+    found: Sequence[_ShardReport | None],
     task: Task,
     partial: Partial,
     options: PreprocessOptions,
-) -> int:
-    """Tokenize the shards that were not `found`, and return the number of skipped records of all shards."""
+) -> _ShardReport:
+    """Tokenize the shards that were not `found`, and return the report of all shards."""
     sizes = [[shard.total_bytes for shard in members] for members in shards]
     known = [sum(size or 0 for size in members) for members in sizes]
     total = None if any(None in members for members in sizes) else sum(known)
     missing = [number for number, earlier in enumerate(found) if earlier is None]
     expected = sum(size or options.shard_bytes for number in missing for size in sizes[number])
     workers = min(options.workers, math.ceil(expected / GROUP_BYTES))
-    skipped = 0
+    of_all = _ShardReport()
     for earlier in found:
-        skipped = _count_skipped(skipped, earlier or (), task.reading.max_bad)
+        if earlier is not None:
+            _check_skipped(len(of_all.skipped), earlier.skipped, task.reading.max_bad)
+            of_all.add(earlier.skipped, earlier.counts)
     read_bytes = documents = shown_documents = 0
     with (
         ProgressBar("tokenized", total, done=sum(known) - sum(known[number] for number in missing)) as bar,
         closing(_tokenize_all(_groups([shards[number] for number in missing]), task, workers)) as tokenized,
     ):
         for number in missing:
-            with partial.begin(number, made_of[number]) as (writers, lines):
+            with partial.begin(number, made_of[number]) as (writers, report):
                 for group, is_last in tokenized:
-                    skipped = _count_skipped(skipped, group.bad, task.reading.max_bad)
+                    _check_skipped(len(of_all.skipped), group.bad, task.reading.max_bad)
                     for line in group.bad:
                         options.report(f"skipped {line}")
-                    lines += group.bad
+                    counts = {name: part.counts for name, part in zip(task.outputs, group.keys, strict=True)}
+                    for one in (report, of_all):
+                        one.add(group.bad, counts)
                     for writer, part in zip(writers, group.keys, strict=True):
-                        writer.add_documents(*part)
+                        writer.add_documents(part.token_ids, part.lengths, part.loss_mask)
                     read_bytes, documents = read_bytes + group.file_bytes, documents + group.documents
                     if documents - shown_documents >= options.log_interval:
                         bar.advance(read_bytes, documents=documents)
@@ -280,15 +324,14 @@ def _make_missing(
                     if is_last:
                         break
         bar.advance(read_bytes, documents=documents)
-    return skipped
+    return of_all
 
 
-def _count_skipped(before: int, lines: Sequence[str], max_bad: int) -> int:
-    """Return the number of skipped records with these; raises UserError for more than `max_bad`."""
+def _check_skipped(before: int, lines: Sequence[str], max_bad: int) -> None:
+    """Raise UserError if there are more than `max_bad` skipped records with these."""
     if before + len(lines) > max_bad:
         first = lines[max_bad - before]
         raise UserError(first + (f" ({max_bad} before it were skipped: --skip-bad-lines {max_bad})" if max_bad else ""))
-    return before + len(lines)
 
 
 def _groups(shards: Sequence[tuple[Shard, ...]]) -> Iterator[tuple[tuple[Block, ...], bool]]:

@@ -44,8 +44,8 @@ _ENOUGH_SHARDS = 256
 _MIN_BYTES = 1 << 12
 """Approximate minimum size of a part of a file of lines."""
 
-Encode = Callable[[Sequence[str]], Sequence[list[int]]]
-"""Texts -> ids without an end-of-document token."""
+Encode = Callable[[Sequence[str], bool], Sequence[list[int]]]
+"""Texts, and whether the spelling of a special token becomes that token -> ids without an end-of-document token."""
 
 
 class StreamPosition(NamedTuple):
@@ -76,6 +76,8 @@ class StreamPlan:
     sources: tuple[dict[str, Any], ...] = ()
     """Descriptions of the input, see `identity.describe_sources`."""
     max_bad: int = 0
+    parse_special_tokens: bool = True
+    """Whether the spelling of a special token becomes that token; the same for a tokenizer that finds none."""
 
     def describe(self) -> dict[str, Any]:
         """Return everything that must be equal in a resumed run, for a checkpoint."""
@@ -89,6 +91,8 @@ class StreamPlan:
             "eod_id": self.eod_id,
             "shards": len(self.shards),
             "shards_sha256": hashlib.sha256("\n".join(self.shards).encode()).hexdigest(),
+            # Checkpoints of earlier versions have no entry, and parsed them.
+            **({} if self.parse_special_tokens else {"special_tokens": "text"}),
         }
 
 
@@ -140,7 +144,8 @@ class _ShardStream:
                 if len(texts) >= plan.window_documents or after.epoch > begins.epoch:
                     break
             order = permutation(len(texts), plan.seed, begins.window, _WINDOWS + self._number).tolist()
-            documents = self._encode([texts[place] for place in order]) if texts else []
+            shuffled = [texts[place] for place in order]
+            documents = self._encode(shuffled, plan.parse_special_tokens) if texts else []
             tokens, _ = join_documents(documents, plan.eod_id)
             if len(tokens):
                 return begins, tokens

@@ -19,6 +19,7 @@ from sentencepiece import sentencepiece_model_pb2
 from tokenizers import decoders, normalizers
 
 from megatron_ladder.config.sections import TokenizerType
+from megatron_ladder.data.special_tokens import RenamedTokenizer, rename_tokens
 from megatron_ladder.errors import UserError
 from megatron_ladder.files import hub_hint, read_if_exists
 
@@ -45,16 +46,14 @@ class Tokenizer(Protocol):
     """The token that ends a document, and a generated text."""
     bos_id: int | None = None
     """The token that the tokenizer's files name for the beginning of a text; training and generation do not add it."""
+    special_tokens: tuple[str, ...] = ()
+    """Tokens whose spelling `encode` converts to them, and which do not belong into a document."""
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text; none for an empty one."""
 
-    def encode_plain(self, text: str) -> list[int]:
-        """Return the ids of a text like `encode`, but without control tokens: their spellings are text, too."""
-        return self.encode(text)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text."""
+    def encode_documents(self, texts: Sequence[str], parse_special_tokens: bool) -> list[list[int]]:
+        """Return the ids of each text; the spelling of a special token is text unless `parse_special_tokens` is set."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -260,8 +259,6 @@ class HuggingFaceTokenizer(Tokenizer):
         library.no_truncation()
         self._tokenizer = library
         self._added = library.get_added_tokens_decoder()
-        self.special_tokens = tuple(token.content for token in self._added.values() if token.special)
-        """The texts of the added tokens that are flagged as special."""
         vocabulary = library.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise UserError(f"--tokenizer-model {path}: has an empty vocabulary")
@@ -271,6 +268,11 @@ class HuggingFaceTokenizer(Tokenizer):
         beginnings = [token for _, token in self._named("bos_token") if isinstance(token, str) and token in vocabulary]
         self.bos_id = vocabulary[beginnings[0]] if beginnings else None
         self.eod_id = self._find_eod(vocabulary)
+        self.special_tokens = tuple(
+            token.content for number, token in self._added.items() if token.special or number == self.eod_id
+        )
+        self.added_tokens = tuple(token.content for token in self._added.values())
+        """Special tokens, and others that are found in a text before it is encoded, such as `<think>`."""
 
     def named_tokens(self) -> dict[str, str]:
         return {"eos_token": str(self._tokenizer.id_to_token(self.eod_id))}
@@ -301,23 +303,52 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def encode_plain(self, text: str) -> list[int]:
-        return list(self._without_added.encode(text, add_special_tokens=False).ids)
+    def encode_documents(self, texts: Sequence[str], parse_special_tokens: bool) -> list[list[int]]:
+        library = self._tokenizer if parse_special_tokens else self._without_special.library
+        return [encoding.ids for encoding in library.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     @functools.cached_property
-    def _without_added(self) -> Any:
-        """The tokenizer without its added tokens, whether they are flagged as special or not."""
-        settings = json.loads(self._tokenizer.to_str())
-        return type(self._tokenizer).from_str(json.dumps({**settings, "added_tokens": []}))
+    def _without_special(self) -> RenamedTokenizer:
+        return rename_tokens(self._tokenizer, self.special_tokens)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+    @functools.cached_property
+    def _without_added(self) -> RenamedTokenizer:
+        return rename_tokens(self._tokenizer, self.added_tokens)
 
-    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """Return the ids of each text, and the first character and the end of each of them."""
+    def encode_with_offsets(
+        self, texts: Sequence[str], spelled: Sequence[Sequence[int]]
+    ) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Return the ids of each text, and the first character and the end of each of them.
+
+        An added token that contains one of the positions `spelled` of its text is encoded as text.
+        """
         encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        return [(encoding.ids, encoding.offsets) for encoding in encodings]
+        return [
+            self._encode_spelled(text, encoding, places) if places else (encoding.ids, encoding.offsets)
+            for text, encoding, places in zip(texts, encodings, spelled, strict=True)
+        ]
+
+    def _encode_spelled(
+        self, text: str, encoding: tokenizers.Encoding, spelled: Sequence[int]
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Encode a text in which every added token, except the spelled ones, is replaced by its alias."""
+        library, aliases = self._without_added
+        replaced, end = "", 0
+        # Of each character of the replaced text: the beginning and the end of what it stands for in `text`.
+        begins, ends = list[int](), list[int]()
+        for number, (begin, stop) in zip(encoding.ids, encoding.offsets, strict=True):
+            if number in self._added and not any(begin <= place < stop for place in spelled):
+                alias = aliases[self._added[number].content]
+                replaced += text[end:begin] + alias
+                begins += [*range(end, begin), *[begin] * len(alias)]
+                ends += [*range(end + 1, begin + 1), *[stop] * len(alias)]
+                end = stop
+        replaced += text[end:]
+        begins += range(end, len(text) + 1)
+        ends += range(end + 1, len(text) + 1)
+        found = library.encode(replaced, add_special_tokens=False)
+        offsets = [(begins[begin], ends[stop - 1] if stop > begin else begins[begin]) for begin, stop in found.offsets]
+        return found.ids, offsets
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([int(number) for number in ids], skip_special_tokens=True)
@@ -359,6 +390,12 @@ def load_tokenizer(
     if kind == SentencePieceTokenizer.kind:
         return SentencePieceTokenizer(tokenizer_model)
     return HuggingFaceTokenizer(tokenizer_model, eod_token)
+
+
+def check_parses_special_tokens(flag: str, tokenizer: Tokenizer) -> None:
+    """Raise UserError if a flag about spellings of special tokens has no effect."""
+    if not tokenizer.special_tokens:
+        raise UserError(f"{flag}: {tokenizer.kind} finds no special token in a text: leave it out")
 
 
 class _Description(msgspec.Struct):

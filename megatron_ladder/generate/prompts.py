@@ -1,13 +1,13 @@
 """Read prompts, encode them, and check that the model can continue them."""
 
-import secrets
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.data.chat_template import ChatTemplate, ChatTemplateError, Message, read_chat_template
 from megatron_ladder.data.prompt_files import read_prompt_file
-from megatron_ladder.data.tokenizers import Tokenizer
+from megatron_ladder.data.special_tokens import spelling_pattern
+from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.options import PromptOptions, token_ids
 
@@ -33,54 +33,47 @@ class PromptEncoder:
         Raises UserError if `chat` is set, and the tokenizer has no chat template, or it cannot be read.
         """
         self._tokenizer, self._prefix = tokenizer, tuple(prefix)
-        self._template = ChatTemplate(*read_chat_template(tokenizer)) if chat else None
+        self._conversations = _ConversationPrompts(tokenizer) if chat else None
         self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
 
     @property
     def is_chat(self) -> bool:
         """Whether texts are messages of a user."""
-        return self._template is not None
+        return self._conversations is not None
 
     def encode(self, text: str, history: Sequence[Message] = ()) -> tuple[int, ...]:
         """Return the ids of a text, or of the conversation it continues, unless the template rejects it (UserError)."""
-        if self._template is None:
+        if self._conversations is None:
             encoded = self._tokenizer.encode(text)
             return (*self._prefix, *encoded) if encoded else ()
-        try:
-            messages = [*self._system, *history, {"role": "user", "content": text}]
-            return _encode_conversation(messages, self._template, self._tokenizer)
-        except ChatTemplateError as error:
-            raise UserError(f"{self._template.name}: the template rejects this conversation: {error}") from None
+        return self._conversations.encode([*self._system, *history, {"role": "user", "content": text}])
 
 
-def _encode_conversation(messages: Sequence[Message], template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the ids up to the assistant's answer; raises ChatTemplateError.
+class _ConversationPrompts:
+    """Encodes conversations up to the assistant's answer.
 
-    A control token that a message spells out is encoded as text; otherwise a message could end the user's turn.
+    A special token that a message spells is text, as in training. So is any other added token in messages that the
+    model did not write; otherwise these could end a turn whose end token is not flagged as special.
     """
-    # Characters for private use and digits, which templates leave as they are. Nobody can guess the number.
-    key = secrets.randbits(64)
-    begin, end = f"\ue000{key}\ue001", f"\ue000{key}\ue002"
 
-    def marked(name: str, value: object) -> object:
-        if name == "role" or not isinstance(value, str) or tokenizer.encode(value) == tokenizer.encode_plain(value):
-            return value
-        # Many templates strip the white space around a message.
-        before, text, after = value.partition(value.strip() or value)
-        return f"{before}{begin}{text}{end}{after}"
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._template = ChatTemplate(*read_chat_template(tokenizer))
+        assert isinstance(tokenizer, HuggingFaceTokenizer)
+        self._tokenizer, self._special = tokenizer, spelling_pattern(tokenizer.special_tokens)
+        self._added = spelling_pattern([token for token in tokenizer.added_tokens if not token.isspace()])
 
-    rendered = template.prompt(messages)
-    marked_messages = [{name: marked(name, value) for name, value in message.items()} for message in messages]
-    if marked_messages == messages:
-        return tuple(tokenizer.encode(rendered))
-    first, *pieces = template.prompt(marked_messages).split(begin)
-    parts = [piece.partition(end) for piece in pieces]
-    if rendered != first + "".join(text + rest for text, _, rest in parts):
-        raise ChatTemplateError("it changes a message that spells out a control token")
-    ids = tokenizer.encode(first)
-    for text, _, rest in parts:
-        ids += tokenizer.encode_plain(text) + tokenizer.encode(rest)
-    return tuple(ids)
+    def encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Return the ids; raises UserError if the template rejects the messages."""
+        template = self._template
+        try:
+            text = template.prompt(messages)
+            spelled = template.find_spelled(
+                text, messages, None, lambda role: self._special if role == "assistant" else self._added, True
+            )
+        except ChatTemplateError as error:
+            raise UserError(f"{template.name}: the template rejects this conversation: {error}") from None
+        ((ids, _),) = self._tokenizer.encode_with_offsets([text], [spelled])
+        return tuple(ids)
 
 
 def check_characters(source: str, text: str) -> None:

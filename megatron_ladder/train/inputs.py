@@ -22,6 +22,7 @@ from megatron_ladder.data.tokenizers import (
     WITHOUT_FILES,
     NullTokenizer,
     Tokenizer,
+    check_parses_special_tokens,
     load_tokenizer,
     load_tokenizer_from_directory,
 )
@@ -329,6 +330,8 @@ def _open_stream(
     """Return the input of --streaming, with the checkpoint's number of streams unless a flag sets another."""
     data, training, shards = run.data, run.training, text_input.shards
     assert tokenizer is not None
+    if data.streaming_parse_special_tokens:
+        check_parses_special_tokens("--streaming-parse-special-tokens", tokenizer)
     stored = {} if checkpoint is None else checkpoint.manifest.get("data", {}).get("stream", {})
     requested = stored.get("streams") if data.streaming_shards is None else data.streaming_shards
     streams = choose_streams(requested, len(shards), run.data_parallel_size)
@@ -342,6 +345,7 @@ def _open_stream(
         tokenizer.eod_id,
         text_input.sources,
         data.streaming_skip_bad_lines,
+        data.streaming_parse_special_tokens or not tokenizer.special_tokens,
     )
 
 

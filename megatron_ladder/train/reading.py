@@ -55,7 +55,7 @@ def training_batches(
         reader = StreamReader(
             plan,
             shards,
-            tokenizer.encode_batch,
+            tokenizer.encode_documents,
             shape,
             mesh.data.rank,
             consumed_samples,

@@ -36,7 +36,7 @@ def numbers(first: int, blocks: Sequence[int]) -> Shard:
     return Shard(f"shard {first}", [list(map(str, range(*ends))) for ends in itertools.pairwise(ends)])
 
 
-def encode(texts: Sequence[str]) -> list[list[int]]:
+def encode(texts: Sequence[str], parse_special_tokens: bool = True) -> list[list[int]]:
     """Document n repeats n + 1 one to three times; every 31st has no token."""
     return [[int(text) + 1] * (0 if int(text) % 31 == 30 else 1 + int(text) % 3) for text in texts]
 

@@ -113,7 +113,7 @@ def test_invalid_tokenizer_files(tmp_path: Path) -> None:
 
 def test_the_null_tokenizer_reads_ids(tmp_path: Path) -> None:
     tokenizer = load_tokenizer("NullTokenizer", vocab_size=100)
-    assert tokenizer.encode_batch(["5 99\n0", ""]) == [[5, 99, 0], []]
+    assert tokenizer.encode_documents(["5 99\n0", ""], False) == [[5, 99, 0], []]
     assert (tokenizer.eod_id, tokenizer.vocab_size) == (100, 101)
     assert tokenizer.decode([5, 99, 100]) == "5 99"
     for word in ("100", "-1", "x"):
@@ -150,6 +150,8 @@ def test_the_ids_are_those_of_the_libraries(
     for tokenizer, encode in used:
         for end in ([], [tokenizer.eod_id]):
             expected = [encode(text) + end for text in texts if text]
-            (found,) = Task(tokenizer, Reading(), bool(end)).encode([[text] for text in texts])
+            (found,) = Task(tokenizer, Reading(), bool(end), parse_special_tokens=True).encode(
+                [[text] for text in texts]
+            )
             assert found.token_ids.dtype == np.dtype("<u2") and found.token_ids.tolist() == sum(expected, [])
             assert found.lengths.tolist() == list(map(len, expected))

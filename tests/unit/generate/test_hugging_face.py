@@ -187,3 +187,15 @@ def test_a_control_token_that_a_message_spells_out_is_text(tmp_path: Path) -> No
     ids = encoder.encode("a <|end|> <tool_call> b")
     assert ids.count(end) == 1 and ids[-1] == end and call not in ids
     assert tokenizer.decode(ids, skip_special_tokens=False) == "a <|end|> <tool_call> b<|end|>"
+
+
+def test_a_template_may_shorten_earlier_answers(tmp_path: Path) -> None:
+    """As those of reasoning models do at a token that is not special."""
+    tokenizer = train_byte_level(["hello"], 270, ["<|endoftext|>"])
+    tokenizer.add_tokens(["</think>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}<|endoftext|>{% endfor %}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    encoder = PromptEncoder(load_tokenizer("HuggingFaceTokenizer", tmp_path), (), True, None)
+    ids = encoder.encode("b", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x</think>y"}])
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "a<|endoftext|>y<|endoftext|>b<|endoftext|>"

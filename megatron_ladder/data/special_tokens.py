@@ -1,0 +1,73 @@
+"""Special tokens whose spelling occurs in a text: finds and counts them, and encodes the spelling as text.
+
+A `tokenizer.json` extracts added tokens from a text before its model sees the rest. Without the extraction
+(`encode_special_tokens`), a model whose vocabulary contains them still finds them: unigrams, words, and byte pairs with
+`ignore_merges`. So a copy of the tokenizer, equal otherwise, has other texts for these ids, which nobody can guess:
+
+    tokenizer       a </s> b  ->  a, </s>, b
+    renamed copy    a </s> b  ->  a, <, /, s, >, b          a \\ue0005f...\\ue001 b  ->  a, </s>, b
+"""
+
+import json
+import re
+import secrets
+from collections import Counter
+from collections.abc import Collection, Iterable
+from typing import Any, NamedTuple
+
+import tokenizers
+
+
+class RenamedTokenizer(NamedTuple):
+    """A tokenizer in which some tokens have other texts."""
+
+    library: tokenizers.Tokenizer
+    aliases: dict[str, str]
+    """Former texts -> texts."""
+
+
+def rename_tokens(library: tokenizers.Tokenizer, names: Collection[str]) -> RenamedTokenizer:
+    """Return a copy in which tokens have random texts; all ids are the same.
+
+    Tokens that contain a renamed one are never merged: their texts contain its spelling, too.
+    """
+    key = secrets.token_hex(8)
+    # Characters for private use, which normalizers leave as they are.
+    aliases = {name: f"\ue000{key}.{number}\ue001" for number, name in enumerate(names)}
+    settings = json.loads(library.to_str())
+    model, vocabulary = settings["model"], settings["model"]["vocab"]
+    for token in settings["added_tokens"]:
+        token["content"] = aliases.get(token["content"], token["content"])
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {aliases.get(text, text): number for text, number in vocabulary.items()}
+    else:
+        model["vocab"] = [(aliases.get(text, text), score) for text, score in vocabulary]
+    if model.get("unk_token") is not None:
+        model["unk_token"] = aliases.get(model["unk_token"], model["unk_token"])
+    if "merges" in model:
+        model["merges"] = [pair for pair in model["merges"] if aliases.keys().isdisjoint((*pair, "".join(pair)))]
+    return RenamedTokenizer(tokenizers.Tokenizer.from_str(json.dumps(settings)), aliases)
+
+
+def spelling_pattern(names: Collection[str]) -> re.Pattern[str] | None:
+    """Return a pattern that finds the spellings of tokens in a text, the longest first; None without tokens."""
+    longest_first = sorted(names, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if names else None
+
+
+def count_spelled(texts: Iterable[str], pattern: re.Pattern[str] | None) -> Counter[str]:
+    """Return how often each token is spelled in some texts."""
+    if pattern is None:
+        return Counter()
+    return Counter(found for text in texts for found in pattern.findall(text))
+
+
+def mark_spelled(value: Any, pattern: re.Pattern[str] | None, mark: str) -> Any:
+    """Return a JSON-able value with `mark` after the first character of each token that a text in it spells."""
+    if isinstance(value, dict):
+        return {key: mark_spelled(one, pattern, mark) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [mark_spelled(one, pattern, mark) for one in value]
+    if isinstance(value, str) and pattern is not None:
+        return pattern.sub(lambda found: f"{found[0][0]}{mark}{found[0][1:]}", value)
+    return value
