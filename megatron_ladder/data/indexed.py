@@ -359,6 +359,20 @@ def documents_with_targets(
     return found
 
 
+def sampled_ends(dataset: IndexedDataset, documents: int = 1000) -> NDArray[Any]:
+    """Return the last token of documents from all over a data set, without empty ones."""
+    bounds = dataset.document_bounds
+    present = np.flatnonzero(np.diff(bounds))
+    chosen = present[np.unique(np.linspace(0, len(present) - 1, documents).astype(np.int64))]
+    return dataset.tokens[bounds[chosen + 1] - 1]
+
+
+def occurs_in_sample(dataset: IndexedDataset, token_id: int) -> bool:
+    """Return whether a token is in blocks from all over a data set."""
+    begins = np.linspace(0, max(len(dataset.tokens) - _SAMPLED_BYTES, 0), SAMPLED_BLOCKS).astype(np.int64)
+    return any(bool((dataset.tokens[begin : begin + _SAMPLED_BYTES] == token_id).any()) for begin in begins.tolist())
+
+
 def sampled_checksum(array: NDArray[Any], blocks: int = SAMPLED_BLOCKS) -> str:
     """Return the checksum of blocks from all over a mapped file."""
     content = array.view(np.uint8)

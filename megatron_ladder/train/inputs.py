@@ -7,12 +7,13 @@ from operator import attrgetter
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.config.run import SECTION_TYPES, RunConfig, RunFlags, resolve_run
 from megatron_ladder.config.sections import DataConfig
-from megatron_ladder.data.indexed import sidecar_path
+from megatron_ladder.data.indexed import IndexedDataset, occurs_in_sample, sampled_ends, sidecar_path
 from megatron_ladder.data.loader import OrderOptions, Sources, check_tokenizer, open_sources
 from megatron_ladder.data.prompt_files import read_prompt_file
 from megatron_ladder.data.reading.protocol import Shard
@@ -31,6 +32,7 @@ from megatron_ladder.engine.optimizer import find_fused_adam
 from megatron_ladder.errors import ErrorCollector, Problem, UserError, raise_user_errors, showing_places
 from megatron_ladder.flags import flag_name, value_errors
 from megatron_ladder.model.operations import require_compiler, select_operations
+from megatron_ladder.progress import print_rank_0
 from megatron_ladder.train.curves import check_wandb
 from megatron_ladder.train.distillation import StoredTeacher, find_teacher, open_teacher, teacher_errors
 from megatron_ladder.train.resume import (
@@ -185,7 +187,7 @@ def _open(resolved: ResolvedRun, findings: Findings, own_shards: Sequence[Shard]
             errors.add(*teacher_errors(run, teacher, tokenizer))
     with errors.collect():
         sources = _open_sources(run, tokenizer)
-        eod_id = _find_eod(run.data, sources, tokenizer)
+        eod_id = _find_eod(run.data, sources, tokenizer, place.rank)
         if run.logging.skip_train and run.logging.sample_prompts is None and not sources.valid:
             fix = "--valid-data-path, or a --split with a share of it, and --eval-iters of 1 or more"
             errors.add(Problem("--skip-train", f" needs validation data: give {fix}"))
@@ -291,7 +293,7 @@ def _open_sources(run: RunConfig, tokenizer: Tokenizer | None) -> Sources:
     return sources
 
 
-def _find_eod(data: DataConfig, sources: Sources, tokenizer: Tokenizer | None) -> int | None:
+def _find_eod(data: DataConfig, sources: Sources, tokenizer: Tokenizer | None, rank: int) -> int | None:
     """Return the end-of-document token, if known; raises UserError if a flag needs it, or documents end with another.
 
     Data sets of conversations mark the start of conversations otherwise, and do not need the token.
@@ -321,7 +323,32 @@ def _find_eod(data: DataConfig, sources: Sources, tokenizer: Tokenizer | None) -
         if flags and not (sidecar.append_eod or sidecar.conversations)
     ]
     raise_user_errors(errors)
+    if flags and eod_id is not None:
+        others = [dataset for dataset in datasets if dataset.sidecar is None]
+        _check_ends(others, eod_id, f"the end-of-document token {eod_id} of {name}", flags, rank)
     return eod_id
+
+
+def _check_ends(datasets: Sequence[IndexedDataset], eod_id: int, described: str, flags: str, rank: int) -> None:
+    """Look at documents of data sets that nothing describes; raises UserError if the flags have no effect on one."""
+    errors = []
+    for dataset in datasets:
+        ends = sampled_ends(dataset)
+        share = float((ends == eod_id).mean())
+        if share == 0 and not occurs_in_sample(dataset, eod_id):
+            tokens, counts = np.unique(ends, return_counts=True)
+            errors.append(
+                f"{flags}: no document of {dataset.prefix} ends with {described} ({len(ends):,} documents read; most "
+                f"end with {tokens[counts.argmax()]}): give the tokenizer of the data, copy its "
+                f"{sidecar_path(dataset.prefix).name} as well if there is one, or preprocess it with --append-eod"
+            )
+        elif share < 1:
+            print_rank_0(
+                f"*** {flags}: {share:.1%} of the documents of {dataset.prefix} end with {described} ({len(ends):,} "
+                "documents read): the others run into the next document ***",
+                rank,
+            )
+    raise_user_errors(errors)
 
 
 def _open_stream(

@@ -269,6 +269,40 @@ def test_documents_must_end_with_the_expected_token(tmp_path: Path) -> None:
         assert errors(words, of_a, of_b) == expected
 
 
+def test_documents_of_data_without_a_description_must_end_with_the_token(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Megatron's data sets have none. Flags about documents without an effect on one of them are an error."""
+    # Megatron keeps an entry for an empty text.
+    ended = [[1, 2, 3, 66], [], [5, 6, 66]] * 20
+    a = write_documents(tmp_path / "a", *ended)
+    b = write_documents(tmp_path / "b", *([*document[:-1], 65] for document in ended if document))
+    c = write_documents(tmp_path / "c", [1, 2, 3], *ended[1:])
+    d = write_documents(tmp_path / "d", [1, 66, 2, 66, 3] * 9)
+    flags = "--reset-position-ids --reset-attention-mask --eod-mask-loss"
+    tokenizer = "--tokenizer-type NullTokenizer --vocab-size 66"
+
+    def errors(words: str) -> list[str]:
+        capsys.readouterr()
+        return mistakes(f"{tokenizer} --eval-iters 1 {words}")
+
+    (line,) = errors(f"--train-data-path {a} {b} --valid-data-path {a} {flags}")
+    assert line.startswith(
+        f"{flags}: no document of {b} ends with the end-of-document token 66 of --tokenizer-type NullTokenizer (40 "
+        "documents read; most end with 65): give the tokenizer of the data, copy its b.json as well"
+    )
+    for flag in flags.split():
+        for words in (f"--data-path {b} --split 1,1", f"--train-data-path {a} --valid-data-path x={a} y={b}"):
+            (line,) = errors(f"{words} {flag}")
+            assert line.startswith(f"{flag}: no document of {b} ends with")
+    assert not errors(f"--train-data-path {a} --valid-data-path {a} {flags}") and "***" not in capsys.readouterr().out
+    assert not errors(f"--train-data-path {b} --valid-data-path {b}") and "***" not in capsys.readouterr().out
+    assert not errors(f"--train-data-path {a} {c} --valid-data-path {d} {flags}")
+    said = capsys.readouterr().out
+    assert f"*** {flags}: 97.5% of the documents of {c} end with the end-of-document token 66 of" in said
+    assert f"*** {flags}: 0.0% of the documents of {d} end with" in said and str(a) not in said
+
+
 def test_an_evaluation_needs_a_model_and_validation_data(tmp_path: Path) -> None:
     """It needs no training data."""
     prefix = write_documents(tmp_path / "tokens", range(40))
