@@ -142,6 +142,8 @@ def _train(opened: OpenRun, evaluations: Evaluations, stopper: Stopper) -> str:
     if reason is not None:
         print_rank_0(f"{reason}: ends before its first step; nothing was trained, so nothing is saved", rank)
         return reason
+    if run.checkpoint.save is None:
+        print_rank_0("*** without --save: the weights that this run learns are lost when it ends ***", rank)
     losses: list[float] = []
     startup = timedelta(minutes=run.parallel.distributed_timeout_minutes)
     running = timedelta(seconds=run.parallel.distributed_timeout_seconds_after_first_step)
@@ -182,6 +184,8 @@ def _train(opened: OpenRun, evaluations: Evaluations, stopper: Stopper) -> str:
                     evaluations.run(iteration, log, partial(_agreed_stop_reason, trainer, stopper))
     if reason is not None:
         print_rank_0(f"{reason}: ends after iteration {iteration} of {last}", rank)
+    if run.checkpoint.save is None:
+        print_rank_0(f"nothing was saved after iteration {iteration}: --save was not given", rank)
     return reason or "all steps are done"
 
 

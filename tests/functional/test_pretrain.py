@@ -62,6 +62,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run_bitwise(tokens: Path, tmp_pat
     saves = ["--save", tmp_path / "a", "--save-interval", "4", "--async-save"]
     whole = run_command([*launch("deepspeed"), *argv, *saves], timeout=120)
     assert whole.returncode == 0, whole.stdout + whole.stderr
+    assert "without --save" not in whole.stdout and "nothing was saved" not in whole.stdout
     config = tmp_path / "a" / "config.yaml"
     part = run_command(
         [*launch("torchrun"), "--config", config, "--load", tmp_path / "a" / "iter_0000004", "--save", tmp_path / "b"],
@@ -103,6 +104,10 @@ def test_one_process_reports_a_start_from_scratch_and_never_compiles(tokens: Pat
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"--load {tmp_path / 'empty'} holds no checkpoint: the run starts from scratch" in done.stdout
     assert "valid lm loss" in done.stdout and "ETA" in done.stdout
+    warning = "*** without --save: the weights that this run learns are lost when it ends ***"
+    lines = done.stdout.splitlines()
+    assert lines.index(warning) < next(number for number, line in enumerate(lines) if "| lm loss" in line)
+    assert lines[-1] == "nothing was saved after iteration 3: --save was not given"
     assert " torch\n" in done.stderr and "torch._inductor.compile_fx" not in done.stderr
     assert sorted(os.listdir(extensions)) == ["deepspeed_shm_comm"]
     assert os.listdir(extensions / "deepspeed_shm_comm") == ["lock"]
