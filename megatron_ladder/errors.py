@@ -26,7 +26,7 @@ class ExitCode(IntEnum):
     INTERNAL = 1
     """A bug, or a failure of the machine: the traceback is on stderr."""
     USER_ERROR = 2
-    """A flag, a file or their combination is invalid: stderr has one line per error."""
+    """A flag, a file or their combination is invalid, or a disk is full: stderr has one line per error."""
     BAD_NUMBERS = 3
     """The loss or the gradients are not finite, and the run must not continue."""
     LOST_PEER = 4
@@ -191,15 +191,25 @@ def _report(rank: int, messages: Sequence[str]) -> NoReturn:
 
 
 def fail(error: Exception) -> NoReturn:
-    """Print an error that is not the user's, and end the process; any thread may call this."""
-    code, is_full = exit_code_of(error), isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    shown = traceback.format_exception(error) if code is ExitCode.INTERNAL and not is_full else []
+    """Print an error that no message of the program describes, and end the process; any thread may call this."""
+    code = exit_code_of(error)
+    shown = traceback.format_exception(error) if code is ExitCode.INTERNAL else []
     where = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-    text = "".join([*shown, f"error: {where}{type(error).__name__}: {error}"])
+    described = describe_full_disk(error) or f"{type(error).__name__}: {error}"
+    text = "".join([*shown, f"error: {where}{described}"])
     print(without_passwords(text), file=sys.stderr, flush=True)
     if code is ExitCode.LOST_PEER:
         time.sleep(GRACE_SECONDS)
     _end(code)
+
+
+def describe_full_disk(error: BaseException) -> str | None:
+    """Return the file that does not fit on its disk, or into a quota, and what helps; None for other errors."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    # A write does not know the name of its file; `files.naming` adds it.
+    file = "" if error.filename is None else f"{error.filename}: "
+    return f"{file}{error.strerror}: free some space, or write to another disk, and run the same command again"
 
 
 def without_passwords(text: str) -> str:
@@ -216,6 +226,8 @@ def exit_code_of(error: BaseException) -> ExitCode:
             return ExitCode.BAD_NUMBERS
         case LostPeerError():
             return ExitCode.LOST_PEER
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
+            return ExitCode.USER_ERROR
     return ExitCode.INTERNAL
 
 

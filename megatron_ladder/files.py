@@ -68,18 +68,25 @@ def output_problem(path: Path, kind: OutputKind) -> str | None:
 
 
 @contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add the path to an error of the block without a file name: a full disk has none."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+@contextmanager
 def atomic_writer(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces `path` at the end of the block; an error leaves `path` as it was."""
     temporary = temporary_path(path)
     try:
-        with open(temporary, "xb") as file:
-            yield file
-            _sync_file(file)
-        publish(temporary, path)
-    except OSError as error:
-        # A full disk has no file name.
-        error.filename = error.filename or str(path)
-        raise
+        with naming(path):
+            with open(temporary, "xb") as file:
+                yield file
+                _sync_file(file)
+            publish(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -92,7 +99,7 @@ def write_atomically(path: Path, content: bytes | str) -> None:
 
 def write_synced(path: Path, content: bytes) -> None:
     """Write and fsync a file under a name that does not need to be atomic, such as a temporary one."""
-    with open(path, "wb") as file:
+    with naming(path), open(path, "wb") as file:
         file.write(content)
         _sync_file(file)
 

@@ -28,6 +28,7 @@ from safetensors import SafetensorError, safe_open
 
 from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.errors import UserError
+from megatron_ladder.files import naming
 
 if TYPE_CHECKING:
     # Programs that only look at checkpoints start without torch, whose import takes seconds.
@@ -135,7 +136,7 @@ def write_tensor_file(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     hasher = xxhash.xxh3_128()
-    with open(path, "xb") as file:
+    with naming(path), open(path, "xb") as file:
         hasher.update(header)
         file.write(header)
         for _, tensor in ordered:

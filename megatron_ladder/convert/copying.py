@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_ladder.convert.options import ConversionOptions
 from megatron_ladder.convert.outputs import check_space, size_text
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import UserError, describe_full_disk
 from megatron_ladder.files import TEMPORARY_SUFFIX, atomic_writer, write_atomically
 from megatron_ladder.progress import ProgressBar
 
@@ -161,8 +161,8 @@ def carry_out(conversion: Conversion, options: ConversionOptions, report: Callab
         shutil.rmtree(work, ignore_errors=True)
         raise
     except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{work}: {reason}; run the same command again to continue") from error
+        reason = describe_full_disk(error) or f"{getattr(error, 'strerror', None) or error}; run the same command again"
+        raise UserError(f"{work}: {reason} to continue") from error
     report(f"wrote {size} in {time.monotonic() - began:.1f} s")
     report(f"wrote {published}")
 

@@ -32,7 +32,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron_ladder.errors import UserError
-from megatron_ladder.files import publish, read_if_exists, sync_directory, temporary_path, write_atomically
+from megatron_ladder.files import naming, publish, read_if_exists, sync_directory, temporary_path, write_atomically
 
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -84,14 +84,16 @@ class _HashedFile:
     def append(self, content: "bytes | NDArray[Any]") -> None:
         """Write bytes, or those of a contiguous array."""
         view = content.view(np.uint8).data if isinstance(content, np.ndarray) else memoryview(content)
-        self._file.write(view)
+        with naming(self._path):
+            self._file.write(view)
         self._hasher.update(view)
 
     def finish(self) -> str:
         """Make all content durable, close the file, and return the checksum."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with naming(self._path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
         return format_checksum(self._hasher)
 
     def publish(self) -> None:
@@ -100,7 +102,9 @@ class _HashedFile:
 
     def remove(self) -> None:
         """Close and delete the file, unless it was published."""
-        self._file.close()
+        # On a full disk it has content that cannot be written.
+        with contextlib.suppress(OSError):
+            self._file.close()
         self._temporary.unlink(missing_ok=True)
 
 

@@ -30,7 +30,11 @@ def run(body: str, rank: int | None = None) -> subprocess.CompletedProcess[str]:
         ("raise errors.BadNumbersError('nan')", 3, "error: BadNumbersError: nan\n"),
         ("raise errors.LostPeerError('gone')", 4, "error: LostPeerError: gone\n"),
         ("raise errors.UserError('https://me:secret@host/x fails')", 2, "error: https://host/x fails\n"),
-        ("raise OSError(28, 'Full', 'a.png')", 1, "error: OSError: [Errno 28] Full: 'a.png'\n"),
+        (
+            "raise OSError(28, 'Full', 'a.png')",
+            2,
+            "error: a.png: Full: free some space, or write to another disk, and run the same command again\n",
+        ),
         ("print('fine: \\udcff')", 0, ""),
     ],
 )

@@ -40,7 +40,9 @@ def test_an_interrupted_conversion_continues_after_its_complete_files(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", dying)
-        with pytest.raises(UserError, match="No space left on device; run the same command again to continue"):
+        with pytest.raises(
+            UserError, match="No space left on device: free some space, .* run the same command again to continue"
+        ):
             convert(*export)
     assert not (tmp_path / "back").exists()
     (work,) = tmp_path.glob("back.tmp-*")

@@ -5,6 +5,8 @@ import fcntl
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +22,7 @@ from megatron_ladder.data.preprocess import Partial, PreprocessOptions, preproce
 from megatron_ladder.data.reading.protocol import Reading
 from megatron_ladder.data.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from megatron_ladder.errors import UserError
+from tests.helpers.commands import run_command
 from tests.helpers.tokens import write_lines
 
 SHARD = 20_000
@@ -217,6 +220,37 @@ def test_a_crash_while_publishing_leaves_no_mixture(tmp_path: Path, monkeypatch:
     assert bytes(IndexedDataset(prefix).tokens.tolist()) == b"b" * 10
     check_tokenizer([IndexedDataset(prefix)], ByteTokenizer())
     assert not list(tmp_path.glob("*.partial")) and not (tmp_path / ".out.partial").exists()
+
+
+@pytest.mark.parametrize(
+    ("program", "kibibytes", "file"),
+    [
+        ("preprocess_data", 256, ".out.partial/00000_text.bin"),
+        ("preprocess_data", 2560, "out_text_document.bin"),
+        ("train_tokenizer", 4, "out.model"),
+    ],
+)
+def test_a_full_disk(tmp_path: Path, program: str, kibibytes: int, file: str) -> None:
+    """The message names the file and what helps; a shard that is finished is kept."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    inside = ["unshare", "--user", "--map-root-user", "--mount", "bash", "-c"]
+    mount = f"mount -t tmpfs -o size={kibibytes}k none {disk}"
+    if subprocess.run([*inside, mount], capture_output=True).returncode:
+        pytest.skip("no mounts in user namespaces")
+    write_lines(tmp_path / "a.jsonl", [f"document {number} of some, to fill a disk" for number in range(20_000)])
+    words = {
+        "preprocess_data": "--output-prefix {}/out --tokenizer-type ByteTokenizer",
+        "train_tokenizer": "--model-prefix {}/out --vocab-size 300",
+    }[program].format(disk)
+    command = f"{sys.executable} tools/{program}.py --input {tmp_path}/a.jsonl {words}"
+    done = run_command([*inside, f"{mount} && {command}"], 60)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (
+        2,
+        f"error: {disk}/{file}: No space left on device: free some space, or write to another disk, and run the same "
+        "command again",
+    )
+    assert ("keeps 1 finished shards" in done.stdout) == (kibibytes == 2560)
 
 
 def test_concurrent_runs_with_the_same_output_are_rejected(tmp_path: Path) -> None:
