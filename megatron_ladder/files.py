@@ -15,7 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from megatron_ladder.errors import UserError
+
 TEMPORARY_SUFFIX = ".partial"
+_POINTER = b"version https://git-lfs.github.com/spec/"
 OutputKind = Literal["file", "directory", "prefix"]
 """Kind of an output path; a prefix is the beginning of the names of several files."""
 
@@ -30,12 +33,29 @@ def hub_hint(missing: Path) -> str:
     )
 
 
+def reject_pointer(path: Path, beginning: bytes | None = None) -> None:
+    """Raise a UserError if Git LFS left a pointer instead of a file's content, whose `beginning` may be known."""
+    if beginning is None:
+        with open(path, "rb") as file:
+            beginning = file.read(len(_POINTER))
+    if beginning.startswith(_POINTER):
+        raise UserError(
+            f"{path}: contains only the address of its content in Git LFS: download it again, with `git lfs pull` in "
+            "its repository, or with `hf download`"
+        )
+
+
 def read_if_exists(path: Path) -> bytes | None:
-    """Return the content of a file, or None if there is no such file, in one operation on its path."""
+    """Return the content of a file, or None if there is no such file, in one operation on its path.
+
+    Raise a UserError for a pointer of Git LFS.
+    """
     try:
-        return path.read_bytes()
+        content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
+    reject_pointer(path, content)
+    return content
 
 
 def temporary_path(path: Path) -> Path:

@@ -22,7 +22,7 @@ from megatron_ladder.checkpoint.format import GENERATION_CONFIG, HF_CONFIG, find
 from megatron_ladder.checkpoint.hf_config import AUTHORS_TYPE, OWN_TYPE, READABLE_TYPES, model_config_from_hf, token_ids
 from megatron_ladder.checkpoint.tensor_file import element_name, open_safetensors, stored_tensor
 from megatron_ladder.errors import UserError, limited, raise_user_errors
-from megatron_ladder.files import hub_hint
+from megatron_ladder.files import hub_hint, reject_pointer
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -151,7 +151,9 @@ def safe_path(directory: Path, name: str) -> Path:
 def _read_json_file(directory: Path, name: str) -> dict[str, Any]:
     path = safe_path(directory, name)
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        content = path.read_bytes()
+        reject_pointer(path, content)
+        return msgspec.json.decode(content, type=dict[str, Any])
     except (OSError, UnicodeDecodeError, RecursionError, msgspec.MsgspecError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
 

@@ -13,6 +13,7 @@ offsets are relative.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -28,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 
 from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.errors import UserError
-from megatron_ladder.files import naming
+from megatron_ladder.files import naming, reject_pointer
 
 if TYPE_CHECKING:
     # Programs that only look at checkpoints start without torch, whose import takes seconds.
@@ -106,6 +107,8 @@ def open_safetensors(path: Path) -> Any:
     try:
         return safe_open(path, "pt")
     except (OSError, SafetensorError) as error:
+        with contextlib.suppress(OSError):
+            reject_pointer(path)
         raise UserError(f"{path}: not a complete safetensors file: {error}") from None
 
 

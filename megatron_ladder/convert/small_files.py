@@ -27,6 +27,7 @@ from megatron_ladder.checkpoint.hf_config import (
 from megatron_ladder.checkpoint.hf_directory import safe_path
 from megatron_ladder.convert.hf_module import CONFIGURATION, MODELING, exported_module
 from megatron_ladder.errors import UserError
+from megatron_ladder.files import reject_pointer
 
 _TRANSFORMERS = "5.23.0"
 """The version with which exported directories are tested."""
@@ -240,6 +241,7 @@ def read_carried(directory: Path) -> dict[str, bytes]:
     for name in [*sorted(entry.name for entry in directory.iterdir()), *more]:
         if name in (*CARRIED, *more) or (is_card_or_licence(name) and (directory / name).is_file()):
             found[name] = safe_path(directory, name).read_bytes()
+            reject_pointer(directory / name, found[name])
     if more:
         templates = {"default": found.pop(CHAT_TEMPLATE, None)} | {Path(name).stem: found.pop(name) for name in more}
         try:

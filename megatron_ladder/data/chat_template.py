@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from megatron_ladder.data.special_tokens import mark_spelled
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, Tokenizer, parse_json_object
 from megatron_ladder.errors import UserError
+from megatron_ladder.files import reject_pointer
 
 _CONFIG_FILE, _MAP_FILE, _TEMPLATE_FILE = "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
 Message = dict[str, Any]
@@ -204,7 +205,9 @@ def read_chat_template(
     file = given or folder / _TEMPLATE_FILE
     if given is not None or file in found:
         try:
-            return TemplateSource((file.read_bytes() if given else found[file]).decode(), tokens, str(file))
+            content = file.read_bytes() if given else found[file]
+            reject_pointer(file, content)
+            return TemplateSource(content.decode(), tokens, str(file))
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{'--chat-template ' if given else ''}{file}: cannot be read: {error}") from None
     templates = config.get("chat_template")

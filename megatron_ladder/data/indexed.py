@@ -32,7 +32,15 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron_ladder.errors import UserError
-from megatron_ladder.files import naming, publish, read_if_exists, sync_directory, temporary_path, write_atomically
+from megatron_ladder.files import (
+    naming,
+    publish,
+    read_if_exists,
+    reject_pointer,
+    sync_directory,
+    temporary_path,
+    write_atomically,
+)
 
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -344,11 +352,13 @@ class IndexedDataset:
 def _open(path: Path) -> BinaryIO:
     """Open a file; raises FileNotFoundError, and UserError for other problems."""
     try:
-        return open(path, "rb")
+        file = open(path, "rb")  # noqa: SIM115 - the caller closes it.
     except FileNotFoundError:
         raise
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    reject_pointer(path, file.peek())
+    return file
 
 
 def documents_with_targets(

@@ -6,6 +6,7 @@ import msgspec
 
 from megatron_ladder.data.reading.protocol import BYTE_ORDER_MARK, is_json_lines
 from megatron_ladder.errors import UserError
+from megatron_ladder.files import reject_pointer
 
 
 class _Record(msgspec.Struct):
@@ -20,7 +21,9 @@ def read_prompt_file(flag: str, path: Path, by_line: bool = False) -> list[tuple
     """
     source = f"{flag} {path}"
     try:
-        content = path.read_bytes().removeprefix(BYTE_ORDER_MARK).decode()
+        encoded = path.read_bytes()
+        reject_pointer(path, encoded)
+        content = encoded.removeprefix(BYTE_ORDER_MARK).decode()
     except OSError as error:
         raise UserError(f"{source}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:

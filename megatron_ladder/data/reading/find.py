@@ -18,6 +18,7 @@ from megatron_ladder.data.reading.lines import (
 from megatron_ladder.data.reading.parquet import ParquetFile
 from megatron_ladder.data.reading.protocol import JSON_SUFFIXES, Reading, Source, is_json_lines
 from megatron_ladder.errors import ErrorCollector, UserError
+from megatron_ladder.files import reject_pointer
 
 _BEGINS_WITH_OBJECT = re.compile(rb'(\xef\xbb\xbf)?\s*\[?\s*\{\s*["}]')
 
@@ -55,6 +56,7 @@ def _source_of(path: Path, reading: Reading) -> Source:
         raise UserError(f"{shown}: {found}")
     if not os.access(path, os.R_OK):
         raise UserError(f"{shown}: no permission to read")
+    reject_pointer(path)
     suffix = path.suffix.lower()
     if is_json_lines(path):
         return JsonLinesFile(path, reading)

@@ -19,6 +19,7 @@ from typing import Any
 from megatron_ladder.data.reading.parquet import check_columns
 from megatron_ladder.data.reading.protocol import Block, Reading, Rows, Shard
 from megatron_ladder.errors import UserError, raise_user_errors
+from megatron_ladder.files import reject_pointer
 
 PREFIX = "hf://"
 BATCH_ROWS = 256
@@ -76,9 +77,13 @@ class HubSource:
         """The library's data set; a pickle of this source contains it, so that other processes do not ask the hub."""
         import datasets
 
-        with self.translated_errors("open", "without a network, give a directory of data files, hf:///PATH"):
-            found = datasets.load_dataset(self.path, self.config, split=self.split, streaming=True)
+        fix = "without a network, give a directory of data files, hf:///PATH"
+        with self.translated_errors("open", fix):
             files = self.data_files if Path(self.path).is_dir() else []
+        for file in filter(Path.is_file, map(Path, files)):
+            reject_pointer(file)
+        with self.translated_errors("open", fix):
+            found = datasets.load_dataset(self.path, self.config, split=self.split, streaming=True)
         named = f"{self.reading.input_flag} {self.name}: its README.md names"
         raise_user_errors(
             f"{named} {file}, which is outside of the directory: copy it there"
