@@ -132,6 +132,7 @@ def start_process_group(
         os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "2000")
     timeout = timedelta(minutes=timeout_minutes)
     if not place.launched:
+        _limit_threads(device, 1)
         alone = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
         return device
@@ -143,11 +144,18 @@ def start_process_group(
         peers.board = store
         peers.beat(place.rank, 0)
     _choose_interface(host, hosts)
-    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        # By default each rank has a thread per core, and the ranks of a host slow each other down.
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hosts.count(host)))
+    _limit_threads(device, len(os.sched_getaffinity(0)) // hosts.count(host))
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
     return device
+
+
+def _limit_threads(device: torch.device, threads: int) -> None:
+    """Compute with this many threads unless OMP_NUM_THREADS is set.
+
+    By default, torch has a thread per core, and these wait for each other whenever another process uses a core.
+    """
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, threads))
 
 
 def _find_host() -> Host:

@@ -40,6 +40,7 @@ def banner(trainer: Trainer, sources: Sources) -> str:
     distillation = trainer.model.distillation
     rows = {
         "processes": f"{trainer.mesh.describe()}, on {trainer.device.type}, ZeRO {parallel.zero_stage}",
+        **({"threads": f"{torch.get_num_threads()} (OMP_NUM_THREADS)"} if trainer.device.type == "cpu" else {}),
         **({"stages": _stages(run)} if parallel.pipeline_model_parallel_size > 1 else {}),
         "model": " ".join(model.to_words()),
         "wiring": _wiring(model),

@@ -36,6 +36,7 @@ def run(body: str, rank: int | None = None) -> subprocess.CompletedProcess[str]:
             "error: a.png: Full: free some space, or write to another disk, and run the same command again\n",
         ),
         ("print('fine: \\udcff')", 0, ""),
+        ("import os; assert os.environ['OMP_WAIT_POLICY'] == 'passive'", 0, ""),
     ],
 )
 def test_exit_codes(body: str, code: int, message: str) -> None:

@@ -32,7 +32,7 @@ PARALLEL = LOW | {"comm", "parallel"}
 MODEL = PARALLEL | {"model"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "files": set(),
+    "files": {"errors"},
     "processes": set(),
     "progress": set(),
     "flags": {"errors", "files"},

@@ -171,17 +171,20 @@ def test_gloo_uses_the_interface_that_leads_to_the_others(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("given", [None, pytest.param("2", marks=pytest.mark.slow)])
 def test_ranks_on_cpus_share_the_cores(
-    given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    given: str | None, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """One rank has one thread, since nothing says that the other cores are idle."""
     script = tmp_path / "rank.py"
     script.write_text(THREADS)
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY_ROOT))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
-    run_ranks(str(script), [], 2)
+    run_ranks(str(script), [], ranks)
     cores = len(os.sched_getaffinity(0))
-    expected = str(max(1, cores // 2) if given is None else min(2, cores))
-    assert capfd.readouterr().out.split() == [expected] * 2
+    shared = 1 if ranks == 1 else max(1, cores // ranks)
+    expected = str(shared if given is None else min(2, cores))
+    assert capfd.readouterr().out.split() == [expected] * ranks
