@@ -20,10 +20,12 @@ class InspectConfig:
     """Prefixes of data sets; `--data-path` may be omitted if they come first."""
     documents: tuple[str, ...] = ()
     """Documents to print: numbers and ranges, such as 0 5-7."""
-    tokenizer_type: TokenizerType | None = flag(None, requires="--tokenizer-model")
+    tokenizer_type: TokenizerType | None = None
     """Type of the tokenizer that produced the data; needed to print text."""
     tokenizer_model: Path | None = flag(None, requires="--tokenizer-type")
-    """File or directory of the tokenizer."""
+    """File or directory of the tokenizer; ByteTokenizer and NullTokenizer have none."""
+    vocab_size: int | None = None
+    """Number of token ids of NullTokenizer, without the end-of-document token."""
     verify: bool = False
     """Read all data and compare it with the checksums that preprocessing recorded."""
 
@@ -43,8 +45,8 @@ def main(argv: Sequence[str]) -> None:
     from megatron_ladder.data.tokenizers import load_tokenizer
 
     tokenizer = None
-    if config.tokenizer_type is not None and config.tokenizer_model is not None:
-        tokenizer = load_tokenizer(config.tokenizer_type, config.tokenizer_model)
+    if config.tokenizer_type is not None:
+        tokenizer = load_tokenizer(config.tokenizer_type, config.tokenizer_model, config.vocab_size)
     for prefix in config.data_path:
         dataset = IndexedDataset(prefix)
         if tokenizer is not None:

@@ -360,7 +360,7 @@ _SYNONYMS = {
     "HFTokenizer": HuggingFaceTokenizer.kind,
 }
 
-WITHOUT_FILES = (ByteTokenizer.kind, NullTokenizer.kind)
+_WITHOUT_FILES = (ByteTokenizer.kind, NullTokenizer.kind)
 
 
 def load_tokenizer(
@@ -379,6 +379,8 @@ def load_tokenizer(
     kind = _SYNONYMS.get(tokenizer_type, tokenizer_type)
     if eod_token is not None and kind != HuggingFaceTokenizer.kind:
         raise UserError(f"--eod-token {eod_token}: {kind} has its own end-of-document token: leave it out")
+    if kind in _WITHOUT_FILES and tokenizer_model is not None:
+        raise UserError(f"--tokenizer-model {tokenizer_model}: {kind} has no file: leave it out")
     if kind == ByteTokenizer.kind:
         return ByteTokenizer()
     if kind == NullTokenizer.kind:

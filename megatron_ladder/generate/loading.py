@@ -77,7 +77,7 @@ def open_model(
     Raises UserError if the directory is incomplete, or its tokenizer cannot be read.
     """
     given = None
-    if tokenizer_type is not None and tokenizer_model is not None:
+    if tokenizer_type is not None:
         given = load_tokenizer(tokenizer_type, tokenizer_model)
     try:
         stored = _open_hf(directory, given) if is_hf_directory(directory) else _open_checkpoint(directory, given, flag)

@@ -39,10 +39,10 @@ class ModelOptions:
     tp_all_reduce: Literal["auto", "nccl", "symmetric"] = "auto"
     """Implementation of small all-reduces between GPUs: NCCL, or a one-shot kernel over symmetric memory, which needs
     GPUs of one machine that are joined by NVLink; auto uses the latter where it is possible."""
-    tokenizer_type: TokenizerType | None = flag(None, requires="--tokenizer-model")
+    tokenizer_type: TokenizerType | None = None
     """Type of a tokenizer that replaces the one in the model's directory."""
     tokenizer_model: Path | None = flag(None, requires="--tokenizer-type")
-    """File or directory of the tokenizer."""
+    """File or directory of the tokenizer; ByteTokenizer has none."""
     local_rank: int | None = flag(None, aliases=("--local_rank",))
     """Accepted because some launchers pass it; the environment variable LOCAL_RANK is used instead."""
 

@@ -20,7 +20,6 @@ from megatron_ladder.data.reading.protocol import Shard
 from megatron_ladder.data.streaming import StreamInput, StreamPlan, choose_streams, find_input
 from megatron_ladder.data.tokenizers import (
     DESCRIPTION_FILE,
-    WITHOUT_FILES,
     NullTokenizer,
     Tokenizer,
     check_parses_special_tokens,
@@ -214,9 +213,8 @@ def _load_vocabulary(flags: RunFlags, checkpoint: Checkpoint | None) -> tuple[To
     Raises UserError if neither flags nor a checkpoint determine the vocabulary, or the tokenizer cannot be read.
     """
     data, vocab_size = flags.data, flags.model.vocab_size
-    needs_model = data.tokenizer_type not in (None, *WITHOUT_FILES)
-    if needs_model != (data.tokenizer_model is not None):
-        raise UserError("--tokenizer-type and --tokenizer-model belong together: give both")
+    if data.tokenizer_type is None and data.tokenizer_model is not None:
+        raise UserError(f"--tokenizer-model {data.tokenizer_model} requires --tokenizer-type")
     stored = None if checkpoint is None else checkpoint.model().vocab_size
     tokenizer: Tokenizer | None = None
     if data.tokenizer_type is not None:

@@ -206,3 +206,18 @@ def test_inspecting_prints_texts(
     assert capsys.readouterr().out.splitlines()[-1].endswith(f" tokens: {ids}")
     with pytest.raises(UserError, match="--documents 3: expected numbers from 0 to 2"):
         inspect_data([str(tmp_path / "d"), "--documents", "3"])
+
+
+def test_inspecting_needs_no_file_of_a_tokenizer_without_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(write_documents(tmp_path / "d", [*b"bytes", 256])), "--documents", "0", "--tokenizer-type"]
+    inspect_data([*words, "ByteTokenizer"])
+    assert capsys.readouterr().out.splitlines()[-1] == "bytes"
+    inspect_data([*words, "NullTokenizer", "--vocab-size", "256"])
+    assert capsys.readouterr().out.splitlines()[-1] == "98 121 116 101 115"
+    for more, error in (
+        (["SentencePieceTokenizer"], "--tokenizer-type SentencePieceTokenizer needs --tokenizer-model"),
+        (["ByteTokenizer", "--tokenizer-model", "x"], "--tokenizer-model x: ByteTokenizer has no file: leave it out"),
+    ):
+        assert errors_of(inspect_data, [*words, *more]) == [error]

@@ -42,12 +42,12 @@ def lines_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> list[dict[s
 
 def test_all_errors_of_a_command_line_are_reported() -> None:
     words = "--tp 0 --max-new-tokens 0 --temperature -1 --top-k -1 --top-p 0 --seed -1 --tokens 1 x --json --stream"
-    errors = errors_of(main, ["--promt", "a", "--tokenizer-type", "HFTokenizer", *words.split()])
+    errors = errors_of(main, ["--promt", "a", "--tokenizer-model", "x", *words.split()])
     beginnings = [
         "--promt is not a flag of this program: did you mean --prompt?",
         "--model is required",
         "--tp 0: ",
-        "--tokenizer-type HFTokenizer requires --tokenizer-model",
+        "--tokenizer-model x requires --tokenizer-type",
         "--max-new-tokens 0: ",
         "--temperature -1.0: ",
         "--top-k -1: ",
@@ -124,6 +124,15 @@ def test_flags_of_sampling_reach_the_sampler(run_folder: Path, capsys: pytest.Ca
     assert first != second
     assert ids(*uniform, "--seed", "1") == [first, second]
     assert ids(*uniform, "--seed", "2")[0] != first
+
+
+def test_bytes_need_no_file_of_a_tokenizer(without_tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", str(without_tokenizer), "--max-new-tokens", "1", "--json", "--prompt", "0123"]
+    main([*words, "--tokenizer-type", "ByteTokenizer"])
+    assert json.loads(capsys.readouterr().out)["prompt_ids"] == [48, 49, 50, 51]
+    assert errors_of(main, [*words, "--tokenizer-type", "HFTokenizer"]) == [
+        "--tokenizer-type HFTokenizer needs --tokenizer-model"
+    ]
 
 
 def test_prompt_files(tmp_path: Path) -> None:
