@@ -20,7 +20,7 @@ from megatron_ladder.generate.evaluation import Evaluator
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import GREEDY
 
-evaluator = Evaluator(2, model=sys.argv[1], tp=2, tokenizer_type="ByteTokenizer", tokenizer_model=sys.argv[1])
+evaluator = Evaluator(2, model=sys.argv[1], tp=2, tokenizer_type="ByteTokenizer")
 texts, prompts = json.loads(sys.argv[2])
 scores = evaluator.score(texts)
 generations = evaluator.generate([GenerationRequest(tuple(prompt), 5, GREEDY) for prompt in prompts])

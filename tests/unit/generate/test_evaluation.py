@@ -41,7 +41,7 @@ def reference_score(
 def evaluator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Evaluator]:
     folder = tmp_path_factory.mktemp("model")
     write_checkpoint(folder, CONFIG)
-    yield Evaluator(2, model=folder, tokenizer_type="ByteTokenizer", tokenizer_model=folder)
+    yield Evaluator(2, model=folder, tokenizer_type="ByteTokenizer")
 
 
 def test_scores_are_those_of_the_reference(evaluator: Evaluator) -> None:
