@@ -11,8 +11,7 @@ HEAD = """# Flags of `pretrain_ladder.py`
 <!-- Written by docs/write_flags.py: change the docstrings in megatron_ladder/config, not this page. -->
 
 The same text as `python pretrain_ladder.py --help`. Where Megatron-DeepSpeed has an equivalent, the flag has its name;
-Megatron's other flags are accepted if they request the default behaviour, and rejected otherwise, with a replacement if
-there is one.
+[training.md](training.md#the-command-line) describes the answers to Megatron's other flags.
 """
 
 

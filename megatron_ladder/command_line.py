@@ -6,13 +6,15 @@ All invalid words and values of a command line are collected and raised together
 import argparse
 import difflib
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_ladder import __version__
-from megatron_ladder.errors import Problem, UserError, raise_user_errors
+from megatron_ladder.errors import ErrorCollector, Problem, UserError, Written, raise_user_errors
 from megatron_ladder.flags import Flag, flag_name, limit_problems, section_flags
 
 Config = TypeVar("Config")
@@ -27,11 +29,12 @@ class FlagWords:
     words: dict[str, str | list[str] | None] = field(default_factory=dict)
     """By the name of the field; None is a value that is None."""
     problems: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    """Problems of flags that are not given, while the values of the others may be valid."""
     warnings: list[str] = field(default_factory=list)
     faulty: set[str] = field(default_factory=set)
     """Names of the fields with a problem, whose values are unknown."""
-    places: dict[str, str] = field(default_factory=dict)
-    """File and line of each flag that a file sets."""
+    written: Written = field(default_factory=Written)
     accepted: set[str] = field(default_factory=set)
     """Flags of another program that request what this one does anyway."""
 
@@ -67,10 +70,7 @@ def parse_command_line(
 
     Raise a UserError with one message per invalid word or value. `--help` and `--version` end the program.
     """
-    found = read_words(config_classes, argv, program, description)
-    for warning in found.warnings:
-        print(f"*** {warning} ***", file=sys.stderr)
-    return build_sections(config_classes, found)
+    return build_sections(config_classes, _read_words_and_warn(config_classes, argv, program, description))
 
 
 def parse_config(
@@ -84,11 +84,23 @@ def parse_config(
 
     `description` is the docstring of the program, of which the help shows the first paragraph.
     """
-    summary = " ".join((description or "").split("\n\n")[0].split())
+    summary, errors = " ".join((description or "").split("\n\n")[0].split()), ErrorCollector()
+    found = _read_words_and_warn([config_class], argv, program, summary)
     config: Config
-    (config,) = parse_command_line([config_class], argv, program, summary)
-    raise_user_errors(find_errors(config))
+    (config,) = build_sections([config_class], found, errors=errors)
+    errors.add(*find_errors(config))
+    with found.written.in_messages():
+        errors.raise_if_any()
     return config
+
+
+def _read_words_and_warn(
+    config_classes: Sequence[type], argv: Sequence[str], program: str, description: str
+) -> FlagWords:
+    found = read_words(config_classes, argv, program, description)
+    for warning in found.warnings:
+        print(f"*** {warning} ***", file=sys.stderr)
+    return found
 
 
 def read_words(
@@ -135,6 +147,8 @@ def _read_flag(one: Flag, name: str, attached: list[str], following: list[str], 
     """Add the words of a flag, and a problem if there are too few or too many."""
     alone = {one.opposite: "false" if one.switches_to == "true" else "true"}.get(name)
     takes_word = bool(one.value_type.placeholder) and alone is None
+    if name in one.spellings:
+        found.written.spellings[one.name] = name
     if attached and not takes_word:
         found.problems.append(Problem(name, f" takes no value, found {attached[0]}"))
     own = (attached or (following if one.value_type.many else following[:1])) if takes_word else []
@@ -152,12 +166,20 @@ def _read_flag(one: Flag, name: str, attached: list[str], following: list[str], 
         found.faulty.add(one.field_name)
 
 
-def build_sections(config_classes: Sequence[type], found: FlagWords, may_lack_values: bool = False) -> list[Any]:
+def build_sections(
+    config_classes: Sequence[type],
+    found: FlagWords,
+    may_lack_values: bool = False,
+    errors: ErrorCollector | None = None,
+) -> list[Any]:
     """Return one instance of each dataclass; raise a UserError with all problems of words and values.
 
     With `may_lack_values`, a required flag without words is None, and flags are not compared with each other.
+
+    If flags are missing and there is no other problem, `errors` receives that, so that the caller can add errors of
+    combinations. A missing flag then has a value that makes no combination invalid.
     """
-    problems, values = list(found.problems), dict[str, Any]()
+    missing, problems, values = list(found.missing), list[str](), dict[str, Any]()
     flags = section_flags(*config_classes)
     for one in (one for one in flags if one.field_name not in found.faulty):
         words = found.words.get(one.field_name, one.default)
@@ -167,14 +189,26 @@ def build_sections(config_classes: Sequence[type], found: FlagWords, may_lack_va
             except ValueError as error:
                 problems.append(Problem(flag_name(one.field_name), f": {error}"))
         elif one.is_required and not may_lack_values:
-            problems.append(Problem(one.name, " is required"))
+            missing.append(Problem(one.name, " is required"))
         else:
             values[one.name] = None if one.is_required else words
-    raise_user_errors([*problems, *limit_problems(flags, values, not may_lack_values)])
+    problems += limit_problems(flags, values, not may_lack_values)
+    with found.written.in_messages():
+        if found.problems or problems or errors is None:
+            raise_user_errors([*found.problems, *missing, *problems])
+    if errors is not None:
+        errors.add(*missing)
     return [
-        config_class(**{one.field_name: values[one.name] for one in section_flags(config_class)})
+        config_class(**{one.field_name: values.get(one.name, _stand_in(one)) for one in section_flags(config_class)})
         for config_class in config_classes
     ]
+
+
+def _stand_in(one: Flag) -> Any:
+    """Return a value for a flag that is missing: the largest number, an empty text, or an empty file."""
+    numbers = one.value_type.scalar in (int, float)
+    value = one.value_type.scalar(sys.maxsize if numbers else os.devnull if one.value_type.scalar is Path else "")
+    return (value,) if one.value_type.many else value
 
 
 def flag_words(flags: Mapping[str, Any]) -> list[str]:

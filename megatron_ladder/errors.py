@@ -13,7 +13,8 @@ import select
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NoReturn, Self
 
@@ -61,18 +62,31 @@ class Problem(str):
         return Problem, (self.flag, self.text, self.place)
 
 
-@contextlib.contextmanager
-def showing_places(places: Mapping[str, str]) -> Iterator[None]:
-    """Add the place of its flag to each problem that ends the block."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(
-            *(
-                Problem(one.flag, one.text, places.get(one.flag, "")) if isinstance(one, Problem) else one
-                for one in error.messages
-            )
-        ) from None
+@dataclass
+class Written:
+    """How the user wrote flags."""
+
+    spellings: dict[str, str] = field(default_factory=dict)
+    """By the name of the flag."""
+    places: dict[str, str] = field(default_factory=dict)
+    """File and line of each flag that a file sets."""
+
+    @contextlib.contextmanager
+    def in_messages(self) -> Iterator[None]:
+        """Spell flags in errors that end the block as the user did, and add the place of its flag to each problem."""
+        try:
+            yield
+        except UserError as error:
+            raise UserError(*map(self._rewrite, error.messages)) from None
+
+    def _rewrite(self, message: str) -> str:
+        if not isinstance(message, Problem):
+            return self._respell(message)
+        place = message.place or self.places.get(message.flag, "")
+        return Problem(self._respell(message.flag), self._respell(message.text), place)
+
+    def _respell(self, text: str) -> str:
+        return re.sub(r"--[a-z][\w-]*", lambda match: self.spellings.get(match[0], match[0]), text)
 
 
 class BadNumbersError(Exception):

@@ -36,9 +36,10 @@ def parse_options(argv: Sequence[str]) -> tuple[DryRunOptions, RunFlags, list[st
         return True
 
     found, errors = read_words([DryRunOptions], argv, "dry_run.py", __doc__ or "", keep), ErrorCollector()
+    options = DryRunOptions()
     with errors.collect():
         (options,) = build_sections([DryRunOptions], found)
-    return options, parse_run(words, errors.messages), words
+    return options, parse_run(words, errors.messages, options.ranks), words
 
 
 def main(argv: Sequence[str]) -> None:

@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> None:
     words = read_run_words(argv)
     for flag, names in _NEEDED.items():
         if not {"load", *names} & {*words.words, *words.faulty}:
-            words.problems.append(Problem(flag, " is required without --load: see --help"))
+            words.missing.append(Problem(flag, " is required without --load: see --help"))
     # Importing torch takes seconds, in which a signal would otherwise end the process.
     with StopSignals() as signals, _recording_early_failures(words.words.get("save")):
         # Several processes report their errors to each other, which needs torch.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ladder.command_line import FlagWords
-from megatron_ladder.config.megatron_flags import REFUSED
+from megatron_ladder.config.megatron_flags import read_megatron_flag
 from megatron_ladder.errors import Problem, UserError
 from megatron_ladder.flags import ValueType, flag_name, section_flags
 
@@ -44,13 +44,13 @@ def read_config_file(path: Path, sections: Sequence[type], found: FlagWords) -> 
             found.problems.append(f"--config {place}: {twice}")
             continue
         lines[name] = line
-        found.places |= dict.fromkeys((flag_name(name), flag_name(f"no_{name}")), place)
+        found.written.places |= dict.fromkeys((flag_name(name), flag_name(f"no_{name}")), place)
         try:
             if one is not None:
+                if flag_name(key) in one.aliases:
+                    found.written.spellings[one.name] = flag_name(key)
                 found.words[name] = _words(node, one.value_type)
-            elif (flag := flag_name(name)) in REFUSED:
-                found.problems.append(Problem(flag, f" is not supported: {REFUSED[flag]}"))
-            else:
+            elif not read_megatron_flag(flag_name(key), _megatron_words(node), found):
                 near = difflib.get_close_matches(key, flags, n=1, cutoff=0.8)
                 hint = f"did you mean {near[0]}?" if near else "keys are the flags of --help without dashes"
                 found.problems.append(f"--config {place}: {key} is not a flag of this program: {hint}")
@@ -90,6 +90,12 @@ def _kind(node: Any) -> str:
     if node.id != "scalar":
         return "a list" if node.id == "sequence" else "a section"
     return "no value" if node.tag == f"{_TAG}null" else repr(node.value)
+
+
+def _megatron_words(node: Any) -> list[str]:
+    """Return the words after a flag of Megatron: none for true, which stands for a switch."""
+    words = [str(item.value) for item in (node.value if node.id == "sequence" else [node])]
+    return [] if node.tag == f"{_TAG}bool" and words[0].lower() in ("true", "yes", "on") else words
 
 
 def _words(node: Any, value_type: ValueType) -> str | list[str] | None:

@@ -1,102 +1,317 @@
 """Flags of Megatron and of other trainers that this trainer does not have.
 
-Users bring launch scripts from Megatron-DeepSpeed. A flag that requests what the trainer does anyway is accepted. Any
-other flag is rejected, with its replacement if there is one. No flag is silently ignored.
+Users bring launch scripts from Megatron-LM and Megatron-DeepSpeed. A flag that requests what the trainer does anyway is
+accepted. Any other flag is rejected, with what to use instead or the reason. No flag is silently ignored.
 """
 
-import re
+import functools
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 
 from megatron_ladder.command_line import FlagWords
 from megatron_ladder.errors import Problem
 
-_DEFAULTS = """
-    --swiglu --use-rotary-position-embeddings --untie-embeddings-and-output-weights --disable-bias-linear
-    --use-flash-attn --use-flash-attn-v2 --group-query-attention --no-query-key-layer-scaling
-    --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion
-    --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32
-    --use-mcore-models --no-bias-swiglu-fusion --no-rope-fusion --no-persist-layer-norm --log-throughput
-    --use-pytorch-profiler --log-memory-to-tensorboard --log-validation-ppl-to-tensorboard --no-pipeline-parallel
-    --no-create-moe-param-group --exit-signal-handler --check-for-nan-in-loss-and-grad --use-checkpoint-args
-    --moe-grouped-gemm --disable-moe-token-dropping
-    --normalization=rmsnorm --position-embedding-type=rope --attention-dropout=0 --hidden-dropout=0
-    --make-vocab-size-divisible-by=128 --data-impl=mmap --transformer-impl=local --attention-backend=auto,flash
-    --timing-log-level=0 --dataloader-type=single --ds-sequence-parallel-size=1 --context-parallel-size=1
-    --expert-model-parallel-size=1 --moe-router-dtype=fp32
-"""
-_PAIRS = (word.partition("=") for word in _DEFAULTS.split())
-ACCEPTED = {flag: tuple(values.split(",")) if values else () for flag, _, values in _PAIRS}
-"""Flag -> its accepted values, which request the default behaviour; switches have none."""
+_RULES = {
+    "leave it out": """
+        --swiglu! --use-rotary-position-embeddings! --untie-embeddings-and-output-weights! --disable-bias-linear!
+        --use-flash-attn! --use-flash-attn-v2! --group-query-attention! --no-query-key-layer-scaling!
+        --no-gradient-accumulation-fusion! --no-masked-softmax-fusion! --no-bias-gelu-fusion!
+        --no-bias-dropout-fusion! --no-bias-swiglu-fusion! --no-rope-fusion! --no-persist-layer-norm!
+        --use-mcore-models! --no-position-embedding! --accumulate-allreduce-grads-in-fp32! --fp32-allreduce!
+        --attention-softmax-in-fp32! --calculate-per-token-loss! --cross-entropy-loss-fusion!
+        --no-create-attention-mask-in-dataloader! --use-checkpoint-args! --load-main-params-from-ckpt!
+        --exit-signal-handler! --exit-signal-handler-for-training! --check-for-nan-in-loss-and-grad!
+        --no-pipeline-parallel! --log-throughput! --use-pytorch-profiler! --log-memory-to-tensorboard!
+        --log-validation-ppl-to-tensorboard! --no-log-loss-scale-to-tensorboard!
+        --disable-log-loss-scale-to-tensorboard! --no-one-logger! --tokenizer-hf-use-fast! --moe-grouped-gemm!
+        --disable-moe-token-dropping! --disable-moe-top2-2nd-expert-sampling! --no-create-moe-param-group!
+        --normalization=rmsnorm --position-embedding-type=rope --attention-dropout=0 --hidden-dropout=0
+        --make-vocab-size-divisible-by=128 --vocab-extra-ids=0 --data-impl=mmap --dataloader-type=single
+        --sample-rate=1 --transformer-impl=local --attention-backend=auto,flash --softmax-type=vanilla
+        --mlp-type=standard --moe-router-dtype=fp32 --timing-log-level=0 --empty-unused-memory-level=0
+        --num-distributed-optimizer-instances=1 --exit-signal=sigterm,sigint --DDP-impl=local""",
+    "NCCL is used on GPUs and gloo on CPUs: leave it out": "--distributed-backend=nccl",
+    # Sizes and parts of the model.
+    "use --num-layers": "--encoder-num-layers --decoder-num-layers",
+    "use --seq-length": "--encoder-seq-length --decoder-seq-length --max-seq-length --max-length",
+    "positions are rotary: use --rotary-base and --rope-scaling": """
+        --add-position-embedding --relative-attention-* --rotary-interleaved --mrope-section --no-rope-freq""",
+    "use --rotary-base": "--rotary-position-embeddings-theta",
+    "use --rope-scaling llama3 or linear": """
+        --rope-type=rope --use-rope-scaling --rope-scaling-type --rotary-scaling-factor --*yarn-* --mscale
+        --mscale-all-dim""",
+    "use --rope-scaling linear --rope-scaling-factor": "--rotary-seq-len-interpolation-factor",
+    "the activation is SwiGLU: leave it out": """
+        --openai-gelu --squared-relu --quick-geglu --activation-func-clamp-value --glu-linear-offset
+        --use-te-activation-func --use-fused-weighted-squared-relu""",
+    "norms are RMSNorm before each sub-block, in the precision of the run: leave it out": """
+        --apply-layernorm-1p --apply-residual-connection-post-layernorm --fp32-residual-connection
+        --disable-mem-efficient-ln --fused-residual-rmsnorm --embedding-weights-in-fp32""",
+    "attention is plain and causal: leave it out, or separate documents with --reset-attention-mask": """
+        --window-size --window-attn-skip-freq --attention-output-gate --qk-l2-norm --qk-clip*
+        --log-max-attention-logit --apply-query-key-layer-scaling --linear-* --experimental-attention-variant
+        --*dsa-* --gdp-* --batch-invariant-* --dataloader-inter-document-masking""",
+    "latent attention is not implemented: leave it out": """
+        --multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim
+        --mla-down-proj-fusion --cache-mla-latents""",
+    "layers are attention and MLP or experts: leave it out": """
+        --hybrid-* --is-hybrid-model --*mamba-* --heterogeneous-* --spec --enable-mhc-connections --mhc-* --onnx-safe
+        --use-legacy-models""",
+    "the model predicts the next token only: leave it out": "--mtp-*",
+    "use --init-method-std; initial weights do not depend on the layout": """
+        --use-mup --mup-* --embedding-init-method-std --init-method-xavier-uniform --data-parallel-random-init
+        --use-cpu-initialization --no-initialization --init-model-with-meta-device""",
+    "the vocabulary is padded to 128 x tensor-parallel size: leave it out": """
+        --padded-vocab-size --no-pad-vocab-size --disable-pad-vocab-size""",
+    # Experts.
+    "use --moe-router-topk": "--topk",
+    "use --moe-router-unnormalized": "--moe-router-pre-softmax",
+    "use --moe-aux-loss-coeff": "--moe-loss-coeff",
+    "use --num-experts": "--num-experts-switch",
+    "use --moe-router-num-groups and --moe-router-group-topk": "--moe-router-topk-limited-devices",
+    "list the layers in --moe-layers": "--moe-layer-freq --expert-interval",
+    "use --residual-mode shortcut, or farskip": "--moe-shared-expert-overlap",
+    "the tensor-parallel ranks share the experts: use --expert-sharding": """
+        --expert-model-parallel-size=1 --moe-expert-parallel-size=1 --expert-tensor-parallel-*
+        --enable-expert-tensor-parallelism --moe-extended-tp --create-moe-param-group""",
+    "no token is dropped: leave it out": """
+        --moe-expert-capacity-factor --moe-expert-rank-capacity-factor --moe-pad-expert-input-to-capacity
+        --moe-token-drop-policy --moe-token-dropping --moe-train-capacity-factor --moe-eval-capacity-factor
+        --moe-min-capacity""",
+    "ranks exchange no tokens, only the sums that the wiring overlaps: leave it out": """
+        --moe-token-dispatcher-type --moe-enable-deepep --moe-deepep-* --moe-flex-* --moe-*hybridep* --moe-ncclep-*
+        --moe-dispatch-* --moe-combine-* --overlap-moe-expert-parallel-comm --ep-overlap-* --delay-wgrad-compute
+        --overlap-dispatch-backward-with-experts-wgrad --high-priority-a2a-comm-stream""",
+    "the products of experts have one implementation: leave it out": """
+        --moe-permute-fusion --moe-router-fusion --moe-use-*grouped* --moe-single-grouped-* --use-grouped-gemm-*
+        --use-tutel --moe-*interleave-size --moe-apply-probs-on-input --moe-*paged-stash*
+        --moe-pad-experts-for-cuda-graph-inference --moe-router-padding-for-*""",
+    "docs/moe.md describes the experts": """
+        --moe-shared-expert-gate --moe-latent-size --moe-input-jitter-eps --moe-router-force-*
+        --moe-router-quantile-* --moe-enable-routing-replay --moe-routing-trace-* --moe-per-layer-logging
+        --moe-use-upcycling --moe-upcycling-*""",
+    # Precision.
+    "use --bf16": """
+        --fp16 --fp16-* --loss-scale --initial-loss-scale --min-loss-scale --min-scale --loss-scale-window
+        --hysteresis --*fp8-* --*fp4-* --first-last-layers-bf16 --num-layers-at-*-in-bf16 --te-precision-config-file
+        --te-rng-tracker --kitchen-* --use-kitchen-attention --disable-bf16-reduced-precision-matmul""",
+    "masters, moments and gradients are fp32: leave it out": """
+        --main-grads-dtype=fp32 --main-params-dtype=fp32 --exp-avg-dtype=fp32 --exp-avg-sq-dtype=fp32
+        --grad-reduce-in-bf16 --use-precision-aware-optimizer --output-logit-dtype""",
+    # Processes and communication.
+    "use --tensor-model-parallel-size, and --recompute-granularity full for long sequences": """
+        --context-parallel-size=1 --ds-sequence-parallel-size=1 --cp-comm-type --force-ds-sequence-parallel
+        --hierarchical-context-parallel-sizes --hybrid-context-parallel --max-seqlen-per-dp-cp-rank
+        --ds-sequence-parallel-fpdt*""",
+    "use --tensor-model-parallel-size": "--model-parallel-size --tensor-parallel-num-weight-shards --gtp-*",
+    "use --pipeline-model-parallel-size; the schedule is 1F1B": """
+        --num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank --enable-zbh1-*
+        --microbatch-group-size-per-virtual-pipeline-stage --*overlap-p2p-communication* --use-ring-exchange-p2p
+        --no-scatter-gather-tensors-in-pipeline --pipeline-model-parallel-comm-backend
+        --defer-embedding-wgrad-compute --wgrad-deferral-limit --*align-grad-reduce --*align-param-gather""",
+    "use --pipeline-partition": """
+        --pipeline-model-parallel-layout --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers
+        --account-for-*-in-pipeline-split --standalone-embedding-stage --pipeline-model-parallel-split-rank
+        --encoder-tensor-model-parallel-size --encoder-pipeline-model-parallel-size""",
+    "use --zero-stage 1": """
+        --use-distributed-optimizer! --overlap-grad-reduce! --overlap-param-gather! --no-use-layer-wise-param-layout
+        --overlap-param-gather-with-optimizer-step --delay-param-gather --no-delay-grad-reduce --ddp-*
+        --no-contiguous-buffers-in-local-ddp --use-contiguous-buffers-in-ddp --no-gradient-reduce-div-fusion
+        --create-all-gather-group""",
+    "use --zero-stage 3": """
+        --use-torch-fsdp2 --*fsdp* --data-parallel-sharding-strategy --outer-dp-sharding-strategy
+        --enable-full-sharding-in-hsdp --suggested-communication-unit-size""",
+    "set it in the file of --deepspeed_config": """
+        --zero-allgather-bucket-size --zero-reduce-bucket-size --zero-reduce-scatter --zero-contigious-gradients
+        --use-pin-memory""",
+    "use --offload-optimizer cpu": """
+        --cpu-optimizer --cpu-torch-adam --optimizer-cpu-offload --optimizer-offload-fraction
+        --offload-optimizer-states --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d
+        --no-pin-cpu-* --remote-device""",
+    "the wiring overlaps all-reduces: use --residual-mode ladder": """
+        --*tp-comm-bulk-* --*tp-comm-split-* --*tp-comm-overlap* --tp-comm-bootstrap-backend""",
+    "use --no-tp-overlap": "--no-async-tensor-model-parallel-allreduce",
+    "use --residual-mode parallel": "--parallel-attn-mlp",
+    "use --tp-comm-max-ctas, and the environment variables of NCCL": """
+        --nccl-* --use-nccl-ub --use-sharp --sharp-enabled-group --high-priority-stream-groups --symmetric-ar-type
+        --disable-symmetric-registration --no-clone-scatter-output-in-embedding
+        --disable-clone-scatter-output-in-embedding""",
+    "use --distributed-timeout-seconds-after-first-step": "--distributed-timeout-seconds-after-init",
+    "use the environment variables of torch's flight recorder": "--*flight-recorder-*",
+    "the launcher starts the ranks, in the order of tensor, data and pipeline: leave it out": """
+        --use-tp-pp-dp-mapping --lazy-mpu-init --disable-gloo-process-groups --fake-process-group
+        --initialize-socket-comms""",
+    "it is a flag of the launcher: give it before pretrain_ladder.py": """
+        --nproc-per-node --nnodes --node-rank --num-gpus --num-nodes --hostfile --master-addr --master-port --rdzv-*""",
+    # Batches, steps and the optimizer.
+    "lengths are counted in steps: use --train-iters, --lr-decay-iters and --lr-warmup-iters": """
+        --train-samples --train-tokens --lr-decay-samples --lr-warmup-samples --lr-decay-tokens --lr-warmup-tokens
+        --lr-wsd-decay-samples""",
+    "use --lr-warmup-iters": "--lr-warmup-fraction --warmup --warmup-steps --warmup-ratio --num-warmup-steps",
+    "the warm-up starts at 0: leave it out": "--lr-warmup-init=0",
+    "use one --global-batch-size": """
+        --rampup-batch-size --train-batch-size --gradient-accumulation-steps --step-batch-size-schedule
+        --decrease-batch-size-if-needed --phase-transition-iterations""",
+    "use --micro-batch-size": "--batch-size --per-device-train-batch-size",
+    "use --lr": "--learning-rate --max-lr --decoupled-lr",
+    "use --min-lr": "--decoupled-min-lr",
+    "use --lr-decay-style": "--lr-scheduler-type",
+    "use --clip-grad": "--max-grad-norm --gradient-clipping",
+    "use --train-iters": "--max-steps --num-train-epochs --train-data-exact-num-epochs",
+    "use one --weight-decay, which leaves out norms and biases": """
+        --start-weight-decay --end-weight-decay --weight-decay-incr-style --apply-wd-to-qk-layernorm
+        --no-weight-decay-cond-type""",
+    "use --optimizer adamw or muon": "--sgd-momentum --lion-* --dump-param-to-param-group-map --freeze-all-layers",
+    "use --optimizer-implementation": "--ds-fused-adam --optimizer-cuda-graph",
+    "use --muon-nesterov": "--muon-use-nesterov",
+    "use --muon-scale-mode": "--muon-extra-scale-factor --muon-coefficient-type --muon-fp32-matmul-prec",
+    "whole matrices are orthogonalised, q, k and v separately: leave it out": """
+        --muon-no-split-qkv --muon-tp-mode --muon-use-syrk""",
+    "AdamW updates what Muon does not: leave it out": "--muon-scalar-optimizer=adam",
+    "use --skip-loss-spikes": "--iterations-to-skip",
+    "use --loss-spike-factor": "--check-for-spiky-loss",
+    "large gradients are clipped: use --clip-grad": "--check-for-large-grads",
+    "a step with non-finite numbers is skipped: use --max-consecutive-bad-steps": """
+        --no-check-for-nan-in-loss-and-grad --rerun-mode --result-rejected-tracker-filename""",
+    # Memory and kernels.
+    "use --recompute-granularity full": """
+        --checkpoint-activations --deepspeed-activation-checkpointing --recompute-activations
+        --*-activation-offloading --distribute-saved-activations --distribute-checkpointed-activations
+        --contigious-checkpointing --partition-activations --checkpoint-in-cpu --synchronize-each-layer
+        --moe-layer-recompute --recompute-modules --cpu-offloading-* --fine-grained-* --offload-modules
+        --activation-offload-fraction --min-offloaded-tensor-size --delta-offload-bytes-across-pp-ranks
+        --delay-offload-until-cuda-graph --memory-centric-tiled-linear --tile-factor --split-transformers
+        --scattered-embeddings --mlp-chunks-for-*""",
+    "use --recompute-num-layers, or leave both out to recompute all layers": """
+        --checkpoint-num-layers --recompute-method --activations-checkpoint-method
+        --activations-checkpoint-num-layers""",
+    "use --cuda-graph": "--cuda-graph-* --enable-cuda-graph --external-cuda-graph",
+    "use --compile-sub-blocks false": "--disable-jit-fuser",
+    "attention and cross entropy never store their matrices, with kernels of torch: leave it out": """
+        --flash-attention-version --use-flash-attn-builder --use-flash-attn-triton --use-flash-attn-v1
+        --cross-entropy-fusion-impl --use-transformer-engine-op-fuser --no-scaled-masked-softmax-fusion
+        --scaled-upper-triang-masked-softmax-fusion""",
+    "the trainer does not control Python's garbage collector, nor how far the host runs ahead: leave it out": """
+        --*manual-gc* --train-sync-interval""",
+    # Data and tokenizers.
+    "data is memory-mapped and needs no workers: leave it out": """
+        --num-workers --no-mmap-bin-files --mmap-warmup --exit-signal-handler-for-dataloader
+        --dataloader-defer-npy-index-mmap --no-data-sharding --repeated-dataloader""",
+    "the order of samples is computed at the start and not stored: leave it out": """
+        --data-cache-path --object-storage-cache-path --s3-cache-path --dataloader-fast-cache-load
+        --num-dataset-builder-threads --mid-level-dataset-surplus --per-dataset-sequences-path --train-*idx-path
+        --train-desc-path --return-data-index --renormalize-blend-weights --aml-data-download-path""",
+    "give real data: docs/tutorial.md creates some": "--mock-data",
+    "training does not read test data: evaluate it with --skip-train --valid-data-path": "--test-data-path --test-mode",
+    "list data sets in a file for --config": "--data-args-path --per-split-data-args-path",
+    "name the sets in --valid-data-path": "--multiple-validation-sets --validation-set-names",
+    "use --eval-iters and --eval-interval; evaluation uses the batches of training": """
+        --full-validation --start-eval-at-iter --eval-micro-batch-size --eval-global-batch-size""",
+    "use --tokenizer-type HuggingFaceTokenizer with GPT-2's tokenizer.json, which holds both files": """
+        --vocab-file --merge-file""",
+    "use --tokenizer-type and --tokenizer-model; no code of a tokenizer runs": """
+        --tokenizer-hf-* --tokenizer-sentencepiece-* --*-tokenizer-sentencepiece-* --tokenizer-metadata
+        --legacy-tokenizer --use-gigatoken --tiktoken-* --trust-remote-code
+        --*use-tokenizer-model-from-checkpoint-args --chat-template""",
+    "use --eod-token": "--tokenizer-special-tokens --null-tokenizer-* --allow-ambiguous-pad-tokens",
+    "checkpoints hold the tokenizer: leave it out": "--*save-tokenizer-assets",
+    "preprocess conversations with preprocess_data.py --chat-template": "--sft --sft-*",
+    "texts are read as they are: leave it out": "--fim-* --data-efficiency-curriculum-learning --random-ltd",
+    # Checkpoints.
+    "use --save": "--output-dir",
+    "use --load": "--resume-from-checkpoint",
+    "use --load DIR --finetune": "--pretrained-checkpoint --reset-iteration --override-ckpt-iteration",
+    "give the checkpoint's directory to --load, as in --load DIR/iter_0000100": "--ckpt-step --load-tag",
+    "checkpoints are complete: leave state out on loading, with --finetune, --no-load-optim or --no-load-rng": """
+        --no-save-optim --no-save-rng""",
+    "use --override-opt-param-scheduler": "--no-load-lr-state --override-lr-scheduler",
+    "use --use-checkpoint-opt-param-scheduler": "--use-checkpoint-lr-scheduler",
+    "use --async-save": "--async-ckpt-* --async-strategy --use-persistent-ckpt-worker",
+    "use --save-interval": """
+        --save-steps --non-persistent-* --persistent-save-interval --replication --replication-*
+        --save-activations-interval --save-dgrads-interval --save-wgrads-interval --save-params-interval
+        --save-tokens-per-expert-interval""",
+    "checkpoints have one format, which any layout writes in parallel, checks and loads: leave it out": """
+        --*ckpt-* --use-dist-ckpt --distrib-optim-* --universal-checkpoint --use-mp-args-from-checkpoint-args
+        --verify-integrity --load-model-opt-format""",
+    "import it with `tools/convert_checkpoint.py import`, and use --load": "--model-name-or-path",
+    # Logs, profiles, restarts.
+    "use --log-interval": "--logging-steps --tensorboard-log-interval --log-memory-interval",
+    "use --eval-interval": "--eval-steps",
+    "losses, learning rate, gradient norm, speed and memory are logged, and events in run.jsonl: leave it out": """
+        --log-timers-to-tensorboard --log-batch-size-to-tensorboard --log-world-size-to-tensorboard --log-params-norm
+        --log-num-zeros-in-grad --log-optimizer-states-to-tensorboard --log-progress --log-energy
+        --log-device-memory-used --no-log-learnig-rate-to-tensorboard --logging-level --tensorboard-queue-size
+        --timing-log-option --no-barrier-with-level-1-timing --config-logger-dir --*one-logger* --app-tag-* --otel-*
+        --log-straggler --*straggler-* --run-workload-inspector-server --gpu-sniff-test-interval
+        --check-weight-hash-across-dp-replicas-interval""",
+    "set the environment variable WANDB_ENTITY": "--wandb-entity",
+    "use --profile": """
+        --nvtx-ranges --record-shapes --record-memory-history --memory-snapshot-path --pytorch-profiler-*
+        --profile-backward""",
+    "use --profile-step-start and --profile-step-end": "--profile-steps",
+    "docs/reliability.md describes restarts": """
+        --inprocess-* --enable-ft-package --calc-ft-timeouts --ft-num-warmup-iters --error-injection-*
+        --fault-injector-*""",
+    "use --kill-switch-file or --exit-duration-in-mins": "--adlr-autoresume --adlr-autoresume-interval",
+    "use --config": "--yaml-cfg",
+    # Distillation, and what the trainer is not for.
+    "use --distill-from": "--load-teacher --kd --mos --logits-* --*-teacher",
+    "use --distill-weight": "--kd-alpha-ce --kd-beta-ce",
+    "use --distill-temperature": "--kd-temp",
+    "use tools/generate.py": """
+        --inference --inference-* --no-inference-* --ds-inference --*chunked-prefill --decode-only-cuda-graphs
+        --flash-decode --max-tokens-to-oom --num-speculative-tokens --use-same-sampling-seed-across-dp-ranks
+        --use-legacy-static-engine --nccl-all-reduce-for-prefill""",
+    "only decoders of text are trained: leave it out": """
+        --vision-* --dino-* --swin-* --img-* --patch-dim --num-channels --num-classes --classes-fraction --mask-*
+        --data-per-class-fraction --head-lr-mult --iter-per-epoch --bert-* --output-bert-embeddings --short-seq-prob
+        --retro-* --biencoder-* --ict-* --block-data-path --embedding-path --evidence-data-path --titles-data-path
+        --indexer-* --query-in-block-prob --retriever-* --use-one-sent-docs
+        --*report-topk-accuracies --faiss-use-gpu""",
+    "reinforcement learning is not implemented: leave it out": """
+        --rl-* --no-rl-* --perform-rl-step --grpo-* --langrl-* --refit-method""",
+    "it has no meaning here: leave it out": "--enable-experimental --enable-msc --disable-msc --use-dataset-only",
+}
+"""Reason for a rejection -> flags, which are separated by spaces. `--flag!` is a switch that is accepted, `--flag=a,b`
+is accepted with one of these values, and `*` stands for any text. Of several rules for a flag, the first one with its
+exact name applies, or else the first one with a `*`."""
 
-_INSTEAD = """
-    --topk -> use --moe-router-topk
-    --moe-router-pre-softmax -> use --moe-router-unnormalized
-    --moe-loss-coeff -> use --moe-aux-loss-coeff
-    --moe-layer-freq --expert-interval -> list the layers in --moe-layers
-    --moe-shared-expert-overlap -> use --residual-mode shortcut, or farskip
-    --cp-comm-type --force-ds-sequence-parallel
-    -> use --tensor-model-parallel-size, and --recompute-granularity full for long sequences
-    --fp16 --loss-scale --initial-loss-scale --min-loss-scale --loss-scale-window --hysteresis --fp8-format --fp8-hybrid
-    --fp8-margin --fp8-recipe -> use --bf16
-    --use-distributed-optimizer -> use --zero-stage 1
-    --use-torch-fsdp2 -> use --zero-stage 3
-    --cpu-optimizer -> use --offload-optimizer cpu
-    --test-data-path -> training does not read test data: evaluate it with --skip-train --valid-data-path
-    --no-async-tensor-model-parallel-allreduce -> use --no-tp-overlap
-    --tp-comm-overlap -> the wiring overlaps all-reduces: use --residual-mode ladder
-    --parallel-attn-mlp -> use --residual-mode parallel
-    --train-samples --train-tokens --lr-decay-samples --lr-warmup-samples --lr-decay-tokens --lr-warmup-tokens
-    -> lengths are counted in steps: use --train-iters, --lr-decay-iters and --lr-warmup-iters
-    --lr-warmup-fraction --warmup-steps --warmup-ratio --num-warmup-steps -> use --lr-warmup-iters
-    --rampup-batch-size --train-batch-size --gradient-accumulation-steps -> use one --global-batch-size
-    --batch-size --per-device-train-batch-size -> use --micro-batch-size
-    --learning-rate --max-lr -> use --lr
-    --lr-scheduler-type -> use --lr-decay-style
-    --max-grad-norm --gradient-clipping -> use --clip-grad
-    --max-steps --num-train-epochs -> use --train-iters
-    --encoder-seq-length --max-seq-length --max-length -> use --seq-length
-    --output-dir -> use --save
-    --save-steps -> use --save-interval
-    --logging-steps -> use --log-interval
-    --eval-steps -> use --eval-interval
-    --resume-from-checkpoint -> use --load
-    --model-name-or-path -> import it with `tools/convert_checkpoint.py import`, and use --load
-    --data-args-path --per-split-data-args-path -> list data sets in a file for --config
-    --checkpoint-activations --deepspeed-activation-checkpointing --recompute-activations --distribute-saved-activations
-    --partition-activations --checkpoint-in-cpu --moe-layer-recompute -> use --recompute-granularity full
-    --checkpoint-num-layers -> use --recompute-num-layers
-    --add-position-embedding -> positions are rotary: use --rotary-base and --rope-scaling
-    --use-rope-scaling --rope-scaling-type -> use --rope-scaling llama3 or linear
-    --rotary-seq-len-interpolation-factor -> use --rope-scaling linear --rope-scaling-factor
-    --start-weight-decay --end-weight-decay --weight-decay-incr-style -> use one --weight-decay
-    --vocab-file --merge-file
-    -> use --tokenizer-type HuggingFaceTokenizer with GPT-2's tokenizer.json, which holds both files
-    --no-load-lr-state -> use --override-opt-param-scheduler
-    --wandb-entity -> set the environment variable WANDB_ENTITY
-    --check-for-spiky-loss -> use --loss-spike-factor
-    --check-for-large-grads -> large gradients are clipped: use --clip-grad
-    --rerun-mode -> a step with non-finite numbers is skipped: use --max-consecutive-bad-steps
-"""
-_ROWS = re.findall(r"((?:--\S+\s+)+)-> (.+)", _INSTEAD)
-REFUSED: dict[str, str] = {flag: reason for flags, reason in _ROWS for flag in flags.split()}
-"""Flag -> what to use instead."""
+
+@functools.cache
+def _known_flags() -> tuple[dict[str, tuple[str, tuple[str, ...] | None]], dict[str, str]]:
+    """Return reason and accepted values by flag (a switch has no values; None: it is never accepted), and the reason by
+    pattern."""
+    exact, patterns = dict[str, tuple[str, tuple[str, ...] | None]](), dict[str, str]()
+    for reason, words in _RULES.items():
+        for word in words.split():
+            name, equals, values = word.removesuffix("!").partition("=")
+            if "*" in name:
+                patterns[name] = reason
+            else:
+                exact[name] = reason, tuple(values.split(",")) if equals else () if word.endswith("!") else None
+    return exact, patterns
 
 
 def read_megatron_flag(name: str, values: Sequence[str], found: FlagWords) -> bool:
     """Accept a flag of Megatron with its values, or add a problem to `found`; return whether it is Megatron's."""
-    name, shown = name.replace("_", "-"), " ".join(values)
-    if name not in REFUSED and name not in ACCEPTED:
-        return False
-    allowed = ACCEPTED.get(name)
-    if allowed is None:
-        found.problems.append(Problem(name, f" is not supported: {REFUSED[name]}"))
-    elif not allowed and values:
-        found.problems.append(Problem(name, f" takes no value, found {shown}"))
-    elif allowed and (len(values) != 1 or not _matches(shown, allowed)):
-        text = f" {shown}: only {' or '.join(allowed)} is supported; leave the flag out"
-        found.problems.append(Problem(name, text))
+    flag, shown = name.replace("_", "-"), " ".join(values)
+    exact, patterns = _known_flags()
+    family = next((pattern for pattern in patterns if fnmatchcase(flag, pattern)), None)
+    if flag in exact:
+        reason, allowed = exact[flag]
+    elif family is not None:
+        reason, allowed = patterns[family], None
     else:
-        found.accepted.add(name)
+        return False
+    if allowed is None:
+        found.problems.append(Problem(name, f" is not supported: {reason}"))
+    elif not allowed and values:
+        found.problems.append(Problem(name, f" {shown}: expected no value, or true in a file"))
+    elif allowed and (len(values) != 1 or not _matches(shown, allowed)):
+        found.problems.append(Problem(name, f" {shown}: only {' or '.join(allowed)} is supported: {reason}"))
+    else:
+        found.accepted.add(flag)
     return True
 
 

@@ -1,6 +1,6 @@
 """The configuration of one run: parses its flags, derives open values, and checks their combinations."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from megatron_ladder.command_line import FlagWords, build_sections, read_words
 from megatron_ladder.config.file import NOT_IN_FILES, read_config_file
 from megatron_ladder.config.megatron_flags import read_megatron_flag
 from megatron_ladder.config.sections import Sections
-from megatron_ladder.errors import Problem, UserError, raise_user_errors, showing_places
+from megatron_ladder.errors import ErrorCollector, Problem, UserError, Written, raise_user_errors
 from megatron_ladder.flags import flag_name, section_flags, to_plain
 
 PROGRAM = "pretrain_ladder.py"
@@ -39,8 +39,7 @@ class RunFlags(Sections):
     """Sizes and wiring, some of them still open."""
     given: frozenset[str] = frozenset()
     """Names of the fields that have a value on the command line or in a file."""
-    places: Mapping[str, str] = field(default_factory=dict)
-    """File and line of each flag that a file sets."""
+    written: Written = field(default_factory=Written)
 
     def describe(self, run: "RunConfig", checkpoint: Path | None = None) -> dict[str, Any]:
         """Return the values of all flags, by key of a configuration file that repeats a run that loads a checkpoint."""
@@ -91,7 +90,7 @@ class RunConfig(Sections):
     @property
     def recompute_layers(self) -> int:
         """Number of layers whose sub-blocks are recomputed in the backward pass."""
-        if self.training.recompute_granularity is None:
+        if self.training.recompute_granularity != "full":
             return 0
         layers = self.training.recompute_num_layers
         return self.model.num_layers if layers is None else layers
@@ -117,43 +116,57 @@ def read_run_words(argv: Sequence[str]) -> FlagWords:
             # The flags that the file would set are unknown.
             found.faulty |= {one.field_name for one in section_flags(*SECTIONS)} - given.words.keys()
     overridden = {flag_name(spelling) for name in given.words for spelling in (name, f"no_{name}")}
+    places = {flag: place for flag, place in found.written.places.items() if flag not in overridden}
     return replace(
         given,
         words=found.words | given.words,
         problems=found.problems + given.problems,
         faulty=found.faulty | given.faulty,
-        places={flag: place for flag, place in found.places.items() if flag not in overridden},
+        accepted=found.accepted | given.accepted,
+        written=Written(found.written.spellings | given.written.spellings, places),
     )
 
 
-def to_flags(found: FlagWords) -> RunFlags:
-    """Convert the words of a run to values; raises UserError with one line per word and value that is not valid."""
-    with showing_places(found.places):
-        # A checkpoint may provide them.
-        open_values = build_sections(SECTIONS, found, may_lack_values="load" in found.words)
-        sections = dict(zip(SECTION_TYPES, open_values, strict=True))
-        given = frozenset(name for name, words in found.words.items() if words is not None)
-        flags = RunFlags(**sections, given=given, places=found.places)
-        raise_user_errors(error for error in _megatron_problems(flags) if error.flag in found.accepted)
+def to_flags(found: FlagWords, world_size: int = 1) -> RunFlags:
+    """Convert the words of a run of so many processes to values.
+
+    Raises UserError with one line per word and value that is not valid. If only required flags are missing, the errors
+    of `resolve_run` follow.
+    """
+    errors, has_load = ErrorCollector(), "load" in found.words
+    # A checkpoint may provide them.
+    sections = build_sections(SECTIONS, found, may_lack_values=has_load, errors=errors)
+    given = frozenset(name for name, words in found.words.items() if words is not None)
+    flags = RunFlags(**dict(zip(SECTION_TYPES, sections, strict=True)), given=given, written=found.written)
+    with found.written.in_messages():
+        errors.add(*(problem for problem in _megatron_problems(flags) if problem.flag in found.accepted))
+        if errors.messages and not has_load:
+            with errors.collect():
+                resolve_run(flags, flags.model.vocab_size or 1, world_size)
+        errors.raise_if_any()
     return flags
 
 
-def parse_run(argv: Sequence[str], known: Sequence[str] = ()) -> RunFlags:
-    """Read the command line; raises UserError with `known` errors and those of `to_flags`.
-
-    Combinations are checked by `resolve_run`.
-    """
+def parse_run(argv: Sequence[str], known: Sequence[str] = (), world_size: int = 1) -> RunFlags:
+    """Read the command line; raises UserError with `known` errors and those of `to_flags`."""
     words = read_run_words(argv)
-    return to_flags(replace(words, problems=[*known, *words.problems]))
+    return to_flags(replace(words, problems=[*known, *words.problems]), world_size)
 
 
 def _megatron_problems(flags: RunFlags) -> Iterator[Problem]:
     """Yield one line for each accepted flag of Megatron that these flags contradict."""
-    model, stages, load = flags.model, flags.parallel.pipeline_model_parallel_size, flags.checkpoint.load
+    model, load = flags.model, flags.checkpoint.load
+    stages, stage = flags.parallel.pipeline_model_parallel_size, flags.parallel.zero_stage
+    by_deepspeed = f"--zero-stage {stage}" if stage != "1" else ""
+    if flags.parallel.offload_optimizer != "none":
+        by_deepspeed = f"--offload-optimizer {flags.parallel.offload_optimizer}"
     contradictions = {
         "--untie-embeddings-and-output-weights": "--tie-embeddings" if model.tie_embeddings else "",
         "--disable-bias-linear": "--add-mlp-bias" * model.add_mlp_bias
         or "--add-attention-output-bias" * model.add_attention_output_bias,
+        "--use-distributed-optimizer": "--zero-stage 0" if stage == "0" else "",
+        "--overlap-grad-reduce": by_deepspeed,
+        "--overlap-param-gather": by_deepspeed,
         "--no-pipeline-parallel": f"--pipeline-model-parallel-size {stages}" if stages > 1 else "",
     }
     for flag, other in contradictions.items():
@@ -197,7 +210,7 @@ def resolve_run(flags: RunFlags, vocab_size: int, world_size: int) -> RunConfig:
         ranks += f" / --pipeline-model-parallel-size {stages}"
         text = f" {global_batch_size} is not a multiple of {product} = {samples_at_once} ({ranks})"
         errors.append(Problem("--global-batch-size", text))
-    with showing_places(flags.places):
+    with flags.written.in_messages():
         raise_user_errors(errors)
     return RunConfig(
         **{name: getattr(flags, name) for name in SECTION_TYPES} | {"model": model},

@@ -63,9 +63,9 @@ class TrainingConfig:
     student), reported separately."""
     seed: int = flag(1234, minimum=0, maximum=2**32 - 1)
     """Random seed of the initial weights and of the order of samples."""
-    recompute_granularity: Literal["full"] | None = None
-    """full: store only the input of each sub-block, and recompute the sub-block in the backward pass. The score matrix
-    (Megatron's selective) is never stored."""
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """full: store only the input of each sub-block, and recompute the sub-block in the backward pass. selective: the
+    default, because the score matrix of attention is never stored."""
     recompute_num_layers: int | None = flag(None, minimum=0, requires="--recompute-granularity full")
     """Recompute only the first N layers; all layers by default."""
     norm_implementation: Literal["auto", "torch", "apex"] = "auto"

@@ -28,7 +28,7 @@ from megatron_ladder.data.tokenizers import (
 )
 from megatron_ladder.engine.deepspeed_json import deepspeed_json
 from megatron_ladder.engine.optimizer import find_fused_adam
-from megatron_ladder.errors import ErrorCollector, Problem, UserError, raise_user_errors, showing_places
+from megatron_ladder.errors import ErrorCollector, Problem, UserError, raise_user_errors
 from megatron_ladder.flags import flag_name, value_errors
 from megatron_ladder.model.operations import require_compiler, select_operations
 from megatron_ladder.progress import print_rank_0
@@ -99,11 +99,11 @@ def read_inputs(flags: RunFlags, place: RankInfo, ask: Ask = lambda minutes, loo
     own_shards: list[Shard] = []
 
     def look() -> Any:
-        with showing_places(flags.places):
+        with flags.written.in_messages():
             return msgspec.to_builtins(_look(flags, own_shards))
 
     findings = msgspec.convert(ask(flags.parallel.distributed_timeout_minutes, look), Findings)
-    with showing_places(flags.places):
+    with flags.written.in_messages():
         resolved = _resolve(flags, findings, place)
         return _open(resolved, findings, own_shards, place)
 
@@ -113,7 +113,7 @@ def read_dry_run(flags: RunFlags, world_size: int) -> RunConfig:
 
     Raises UserError with one line per error.
     """
-    with showing_places(flags.places):
+    with flags.written.in_messages():
         found = look_for_checkpoint(flags)
         _, _, run = _complete(flags, None if found is None else found.open(), world_size)
     return run

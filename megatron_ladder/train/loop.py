@@ -72,7 +72,7 @@ def open_run(words: FlagWords) -> Iterator[OpenRun]:
         for warning in words.warnings:
             print_rank_0(f"*** {warning} ***", place.rank)
         with reporting_errors(place):
-            inputs = read_inputs(to_flags(words), place, partial(from_rank_0, place, whole_run))
+            inputs = read_inputs(to_flags(words, place.world_size), place, partial(from_rank_0, place, whole_run))
             check_device(place)
             folder = inputs.run.checkpoint.save
             if folder is not None and place.rank == 0:

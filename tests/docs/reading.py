@@ -126,7 +126,7 @@ def _read_training(words: Sequence[str], processes: int | None, open_end: bool) 
         # The file may be written when the command runs, and may have the required flags.
         position = list(words).index("--config")
         words, open_end = [*words[:position], *words[position + 2 :], "--train-iters", "1", "--lr", "1"], True
-    flags = parse_run(words)
+    flags = parse_run(words, world_size=processes or 1)
     if open_end:
         return
     if processes is None:

@@ -19,6 +19,6 @@ def errors_of(call: Callable[..., object], *args: Any, **named: Any) -> list[str
 def run_or_errors(argv: Sequence[str], vocab_size: int, world_size: int) -> tuple[Any, list[str]]:
     """Return the run of a command line, or None and its errors."""
     try:
-        return resolve_run(parse_run(argv), vocab_size, world_size), []
+        return resolve_run(parse_run(argv, world_size=world_size), vocab_size, world_size), []
     except UserError as error:
         return None, list(error.messages)

@@ -101,6 +101,22 @@ def test_the_package_lists_and_runs_its_programs() -> None:
     assert wrong.returncode == 2 and wrong.stderr.startswith("error: convert: expected one of pretrain, convert-ch")
 
 
+@pytest.mark.parametrize(
+    ("program", "words", "required", "others"),
+    [
+        ("pretrain", "--hidden-size 65 --pp 2 --zero-stage 2", 4, ["--hidden-size", "--zero-stage", "--tensor-model-"]),
+        ("dry_run", "--ranks 4 --tp 3 --seq-length 5 --max-position-embeddings 4", 2, ["--seq-length", "--tp"]),
+        ("preprocess_data", "--chat --json-keys a --chat-keys b b", 3, ["--json-keys", "--chat-keys"]),
+        ("report_run", "--output report.txt", 1, ["--output"]),
+    ],
+)
+def test_missing_flags_hide_no_other_error(program: str, words: str, required: int, others: list[str]) -> None:
+    found = errors_of(load_program(program).main, words.split())
+    assert all("is required" in message for message in found[:required])
+    assert len(found) == required + len(others)
+    assert all(message.startswith(flag) for message, flag in zip(found[required:], others, strict=True)), found
+
+
 def test_without_the_environment_one_line_names_it(tmp_path: Path) -> None:
     needed = {
         "pretrain": "--train-iters 1 --lr 1 --data-path a --vocab-size 9",

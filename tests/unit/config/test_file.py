@@ -91,6 +91,10 @@ def test_the_written_configuration_repeats_the_run(tmp_path: Path, words: str) -
     assert run.optimizer.completed(30) == repeated.optimizer and run.accumulation_steps == repeated.accumulation_steps
 
 
+def test_flags_of_megatron_that_request_defaults_are_accepted(tmp_path: Path) -> None:
+    assert mistakes(tmp_path, f"{BASE}swiglu: true\nnormalization: RMSNorm\nhidden_dropout: 0.0\n") == []
+
+
 def test_the_command_line_wins(tmp_path: Path) -> None:
     text = f"{BASE}bf16: true\ntp_overlap: false\ndata_path: [a, b]\nsave: x\nmicro_batch_size: many\nseed: 5\n"
     words = "--lr 2 --no-bf16 --tp-overlap --data-path c --micro-batch-size 2"
@@ -127,7 +131,13 @@ def test_a_file_that_can_be_read_once_is_read_once(tmp_path: Path) -> None:
         ("rope_scaling: no", "--rope-scaling: 'no' is not one of none, linear, llama3 (run.yaml:3)"),
         ("data_path: [[a]]", "--data-path: expected a path, found a list (run.yaml:3)"),
         ("save: ''", "--save: the path is empty (run.yaml:3)"),
-        ("learning_rate: 1", "--learning-rate is not supported: use --lr"),
+        ("learning_rate: 1", "--learning-rate is not supported: use --lr (run.yaml:3)"),
+        ("num_query_groups: x", "--num-query-groups: 'x' is not a whole number (run.yaml:3)"),
+        ("kv_channels: 0", "--kv-channels 0: expected 1 or more (run.yaml:3)"),
+        ("num_query_groups: 5", "--num-attention-heads 12 is not divisible by --num-query-groups 5"),
+        ("swiglu: false", "--swiglu false: expected no value, or true in a file (run.yaml:3)"),
+        ("normalization: LayerNorm", "--normalization LayerNorm: only rmsnorm is supported: leave it out (run.yaml:3)"),
+        ("disable_bias_linear: on\nadd_mlp_bias: on", "--disable-bias-linear and --add-mlp-bias exclude each other"),
     ],
 )
 def test_an_invalid_key_or_value_is_one_error(tmp_path: Path, line: str, message: str) -> None:

@@ -5,11 +5,13 @@ No flag is accepted and ignored: each has an effect, is rejected, or requests wh
 
 import re
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 
-from megatron_ladder.config.megatron_flags import ACCEPTED, REFUSED
+from megatron_ladder.command_line import FlagWords
+from megatron_ladder.config.megatron_flags import _known_flags, read_megatron_flag
 from megatron_ladder.config.run import SECTIONS, RunConfig
 from megatron_ladder.flags import Flag, section_flags
 from tests.helpers.runs import run_or_errors
@@ -35,7 +37,7 @@ def test_batches_follow_from_the_layout() -> None:
     [
         ("--micro-batch-size 3 --global-batch-size 16", "--global-batch-size 16 is not a multiple of --micro-batch"),
         ("--tensor-model-parallel-size 3", "--tensor-model-parallel-size 3 does not divide the 4 launched processes"),
-        ("--tp 2 --dp 4", "--data-parallel-size 4: 4 launched processes with this layout have 2"),
+        ("--tp 2 --dp 4", "--dp 4: 4 launched processes with this layout have 2"),
         ("--max-position-embeddings 64", "--seq-length 128 is longer than --max-position-embeddings 64"),
         ("--min-lr 1", "--min-lr 1.0 is above --lr"),
         ("--lr-warmup-iters 100", "--lr-warmup-iters 100 leaves no step"),
@@ -147,6 +149,9 @@ CONTRADICTED = {
     "--untie-embeddings-and-output-weights": "--tie-embeddings",
     "--disable-bias-linear": "--add-mlp-bias",
     "--no-pipeline-parallel": "--pipeline-model-parallel-size 2",
+    "--use-distributed-optimizer": "--zero-stage 0",
+    "--overlap-grad-reduce": "--zero-stage 2",
+    "--overlap-param-gather": "--offload-optimizer cpu",
 }
 """Accepted flags of Megatron, and flags that ask for the opposite."""
 
@@ -189,19 +194,96 @@ def test_every_flag_of_the_trainer_is_read() -> None:
     assert {one.field_name for one in all_flags()} - read_names - READ_BY_PART <= IGNORED
 
 
+FLAGS_OF_MEGATRON = [
+    word
+    for line in Path(__file__).with_name("megatron_flags.txt").read_text().splitlines()
+    for word in line.split()
+    if not line.startswith("#")
+]
+
+
+def own_spellings() -> set[str]:
+    switches = {one.opposite for one in all_flags() if one.switches_to is not None}
+    return switches | {word.replace("_", "-") for one in all_flags() for word in one.spellings}
+
+
 def test_megatrons_flags_are_accepted_only_for_what_the_trainer_does() -> None:
-    known = {word for one in all_flags() for word in (*one.spellings, one.opposite)}
-    assert not known & (ACCEPTED.keys() | REFUSED.keys()) and not ACCEPTED.keys() & REFUSED.keys()
+    known, patterns = _known_flags()
+    assert not own_spellings() & known.keys()
     needed = {"--group-query-attention": "--num-query-groups 4", "--use-checkpoint-args": "--load l"}
-    for flag, values in ACCEPTED.items():
+    for flag, (_, values) in known.items():
+        if values is None:
+            (found,) = read(flag)[1]
+            assert found.startswith(f"{flag} is not supported: "), flag
+            continue
         assert read(f"{flag} {' '.join(values[:1])} {needed.get(flag, '')}")[1] == [], flag
         wrong = read(f"{flag} nonsense")[1]
         assert len(wrong) == 1 and wrong[0].startswith(f"{flag} "), flag
-    for flag in REFUSED:
-        (found,) = read(flag)[1]
-        assert found.startswith(f"{flag} is not supported: "), flag
     for flag, other in CONTRADICTED.items():
         assert read(f"{flag} {other}")[1] == [f"{flag} and {other} exclude each other: give one of them"]
     for flag, other in needed.items():
         (found,) = read(flag)[1]
         assert found.startswith(f"{flag} requires {other.split()[0]}")
+    # A misspelt flag of the trainer gets the right name.
+    typos = [word[:at] + word[at + 1 :] for word in own_spellings() for at in range(3, len(word))]
+    assert not [(word, pattern) for word in typos for pattern in patterns if fnmatchcase(word, pattern)]
+
+
+def test_every_flag_of_megatron_is_answered() -> None:
+    """As a flag of the trainer, as one that requests a default, or with what to use instead or the reason."""
+    unknown, own = [], own_spellings()
+    for flag in FLAGS_OF_MEGATRON:
+        found = FlagWords()
+        if flag not in own and not read_megatron_flag(flag, [], found):
+            unknown.append(flag)
+    assert unknown == []
+    known, patterns = _known_flags()
+    # Every pattern is needed.
+    others = [flag for flag in FLAGS_OF_MEGATRON if flag not in known]
+    assert [pattern for pattern in patterns if not any(fnmatchcase(flag, pattern) for flag in others)] == ["--rdzv-*"]
+    accepted = sum(flag in known and known[flag][1] is not None for flag in FLAGS_OF_MEGATRON)
+    page = " ".join((PACKAGE.parent / "docs" / "training.md").read_text().split())
+    supported = len(own & {*FLAGS_OF_MEGATRON})
+    numbers = f"all {len(FLAGS_OF_MEGATRON):,} flags", f"{supported} are flags here, {accepted} are accepted"
+    assert all(text in page for text in numbers), numbers
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--no-save-optim", "--no-save-optim is not supported: checkpoints are complete: leave state out on loading"),
+        ("--num_workers 2", "--num_workers is not supported: data is memory-mapped"),
+        (
+            "--context-parallel-size 2",
+            "--context-parallel-size 2: only 1 is supported: use --tensor-model-parallel-size",
+        ),
+        ("--attention-backend fused", "--attention-backend fused: only auto or flash is supported: leave it out"),
+        ("--fp8-recipe delayed", "--fp8-recipe is not supported: use --bf16"),
+        ("--nproc_per_node 8", "--nproc_per_node is not supported: it is a flag of the launcher"),
+    ],
+)
+def test_the_answer_to_a_flag_of_megatron(words: str, message: str) -> None:
+    (found,) = read(words)[1]
+    assert found.startswith(message)
+
+
+def test_megatrons_selective_recomputation_is_the_default() -> None:
+    run, errors = read("--recompute-granularity selective")
+    assert errors == [] and run.recompute_layers == 0
+
+
+def test_errors_name_flags_as_the_user_wrote_them() -> None:
+    assert read("--num-query-groups x")[1] == ["--num-query-groups: 'x' is not a whole number"]
+    assert read("--kv-channels 0")[1] == ["--kv-channels 0: expected 1 or more"]
+    found = read("--num-query-groups 3 --tp 3 --num-key-value-heads 3 --dp 4")[1]
+    assert [line.split()[0] for line in found] == ["--num-attention-heads", "--tp", "--dp"]
+    assert "not divisible by --num-key-value-heads 3" in found[0]
+
+
+def test_missing_flags_hide_no_other_error() -> None:
+    words = "--hidden-size 65 --num-attention-heads 4 --min-lr 5 --tp 3 --lr-warmup-iters 7".split()
+    found = run_or_errors(words, 1000, 4)[1]
+    assert [line.split(" ")[0] for line in found] == ["--train-iters", "--lr", "--hidden-size", "--tp"]
+    assert found[0] == "--train-iters is required" and found[1] == "--lr is required"
+    found = run_or_errors(["--lr", "1", "--swiglu", "--disable-bias-linear", "--add-mlp-bias", *words[:4]], 1000, 4)[1]
+    assert [line.split(" ")[0] for line in found] == ["--train-iters", "--disable-bias-linear", "--hidden-size"]
