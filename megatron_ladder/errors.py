@@ -96,10 +96,12 @@ class BadNumbersError(Exception):
 class LostPeerError(Exception):
     """A collective failed because another rank is gone."""
 
-    def __init__(self, message: str, lost: Sequence[int] = ()) -> None:
+    def __init__(self, message: str, lost: Sequence[int] = (), timed_out: bool = False) -> None:
         super().__init__(message)
         self.lost = tuple(lost)
         """Ranks that are possibly gone, as far as known."""
+        self.timed_out = timed_out
+        """Whether they did not answer in time; otherwise their connections were closed, because they ended."""
 
 
 class ErrorCollector:

@@ -35,12 +35,15 @@ class ReportRunConfig:
     another attempt). Launchers lose the exit codes of their ranks; the record has them."""
 
 
+_KILLED = "killed (for example for lack of memory) or crashed"
+
+
 @dataclass
 class _Attempt:
     """The part of a run between one start and the next.
 
     `first` is the number of steps completed before it. An attempt that does not train only evaluates a checkpoint.
-    `last` is the time of its last event. An interrupted attempt has no `end`.
+    `last` is the time of its last event. An interrupted attempt has no `end`, and a `loss` if a rank lost another one.
     """
 
     start: datetime
@@ -49,6 +52,19 @@ class _Attempt:
     last: datetime
     progress: list[dict[str, Any]] = field(default_factory=list)
     end: dict[str, Any] | None = None
+    loss: dict[str, Any] | None = None
+
+    @property
+    def hung(self) -> bool:
+        return self.end is None and self.loss is not None and self.loss["event"] == "hang"
+
+    def outcome(self, is_last: bool) -> str:
+        if self.end is not None:
+            return f"{self.end.get('reason')} (exit code {self.end['code']})"
+        if self.loss is None:
+            return f"no end is recorded: {'running, or ' * is_last}{_KILLED}"
+        who = self.loss.get("where") or f"ranks {self.loss.get('ranks')}"
+        return f"interrupted: {who}: " + ("did not answer in time" if self.hung else _KILLED)
 
     @property
     def reached(self) -> int:
@@ -64,7 +80,7 @@ class _Summary:
     """Totals of a record.
 
     Kept steps, and the time in them, are those whose results were kept; lost steps were repeated or are missing.
-    Attempts without a regular end with exit code 0 are interruptions.
+    Attempts without a regular end with exit code 0 are interruptions; the last one may be running.
     """
 
     wall_seconds: float
@@ -73,6 +89,13 @@ class _Summary:
     lost_steps: int
     interruptions: int
     attempts: list[_Attempt]
+
+    @property
+    def killed(self) -> int:
+        """Interruptions by ranks that ended without a record of it."""
+        return self.interruptions - sum(
+            one.hung or (one.end is not None and not one.ended_well) for one in self.attempts
+        )
 
     @property
     def goodput(self) -> float:
@@ -100,6 +123,9 @@ def _summarize(events: Sequence[dict[str, Any]]) -> _Summary:
             attempts[-1].last = event["time"]
             if event["event"] == "progress":
                 attempts[-1].progress.append(event)
+            elif event["event"] in ("hang", "lost"):
+                # Ranks that lose the one that noticed it report it as well.
+                attempts[-1].loss = attempts[-1].loss or event
             elif event["event"] == "stop":
                 attempts[-1].end = event
     kept_seconds, done, kept = 0.0, 0.0, 0.0
@@ -111,7 +137,7 @@ def _summarize(events: Sequence[dict[str, Any]]) -> _Summary:
             kept_seconds += event["seconds"] * kept_here / steps
             done += steps
             kept += kept_here
-    is_running = attempts[-1].end is None
+    is_running = attempts[-1].end is None and attempts[-1].loss is None
     return _Summary(
         wall_seconds=(events[-1]["time"] - attempts[0].start).total_seconds(),
         kept_seconds=kept_seconds,
@@ -123,7 +149,7 @@ def _summarize(events: Sequence[dict[str, Any]]) -> _Summary:
 
 
 def _describe(events: Sequence[dict[str, Any]], summary: _Summary) -> str:
-    counts = {kind: sum(event["event"] == kind for event in events) for kind in ("skip", "spike", "hang")}
+    counts = {kind: sum(event["event"] == kind for event in events) for kind in ("skip", "spike")}
     saves = [event for event in events if event["event"] == "save end"]
     blocked = sum(event["blocked_seconds"] for event in saves)
     lines = [
@@ -132,13 +158,15 @@ def _describe(events: Sequence[dict[str, Any]], summary: _Summary) -> str:
         f"interruptions: {summary.interruptions}; starts: {len(summary.attempts)}",
         f"lost steps: {summary.lost_steps}",
         f"saves: {len(saves)}, which blocked training for {blocked:,.1f} s",
-        f"skipped steps: {counts['skip']}; loss spikes kept: {counts['spike']}; hangs: {counts['hang']}",
+        f"skipped steps: {counts['skip']}; loss spikes kept: {counts['spike']}",
+        f"hangs: {sum(one.hung for one in summary.attempts)}; killed or crashed: {summary.killed}",
     ]
+    last = summary.attempts[-1]
     for number, attempt in enumerate(summary.attempts, start=1):
-        end = attempt.end
-        how = "interrupted, no end is recorded" if end is None else f"{end.get('reason')} (exit code {end['code']})"
         steps = f"{attempt.first} -> {attempt.reached}"
-        lines.append(f"  start {number}, {attempt.start:%Y-%m-%d %H:%M:%S}: {steps}: {how}")
+        lines.append(
+            f"  start {number}, {attempt.start:%Y-%m-%d %H:%M:%S}: {steps}: {attempt.outcome(attempt is last)}"
+        )
     return "\n".join(lines)
 
 
@@ -167,7 +195,7 @@ def _draw(events: Sequence[dict[str, Any]], summary: _Summary) -> "Figure":
     finished = [one for one in summary.attempts if one.end is not None or one is not summary.attempts[-1]]
     marks = [
         ("skipped step, or spike", "C4", [event["time"] for event in events if event["event"] in ("skip", "spike")]),
-        ("a rank was lost", "C1", [event["time"] for event in events if event["event"] == "hang"]),
+        ("a rank was lost, or hung", "C1", [one.loss["time"] for one in summary.attempts if one.loss is not None]),
         ("ended", "C2", [attempt.last for attempt in finished if attempt.ended_well]),
         ("interrupted", "C3", [attempt.last for attempt in finished if not attempt.ended_well]),
     ]

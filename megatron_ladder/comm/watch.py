@@ -12,6 +12,7 @@ import contextlib
 import faulthandler
 import json
 import math
+import re
 import sys
 import tempfile
 import threading
@@ -112,7 +113,9 @@ def lost_peers_error(message: str, peers: Peers) -> LostPeerError:
     partners = sorted({rank for one in _unfinished_collectives() for rank in one.ranks} - {_this_rank()})
     at_address = [rank for rank in peers.named_in(message) if rank in partners]
     lost = at_address or _silent_ranks(partners, peers)
-    return LostPeerError(f"{_describe_lost(lost, peers)}: {message}\n{_describe_unfinished(peers)}", lost)
+    # The errors of gloo, of NCCL's watchdog and of the store: "Timed out waiting", "timeout".
+    timed_out = re.search(r"timed out|timeout", message, re.IGNORECASE) is not None
+    return LostPeerError(f"{_describe_lost(lost, peers)}: {message}\n{_describe_unfinished(peers)}", lost, timed_out)
 
 
 def _silent_ranks(partners: list[int], peers: Peers) -> list[int]:
@@ -235,7 +238,7 @@ class HangWatch:
             peer = _awaited_peer(self._worker)
             if silent >= limit * END_AT and peer is not None:
                 lost = _silent_ranks([peer], self._peers)
-                error = LostPeerError(f"{_describe_lost(lost, self._peers)}: no message for {silent:.0f} s", lost)
+                error = LostPeerError(f"{_describe_lost(lost, self._peers)}: no message for {silent:.0f} s", lost, True)
                 self._on_loss(error)
                 fail(error)
 

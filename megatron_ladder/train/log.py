@@ -278,4 +278,5 @@ def record_lost_peers(record: RunRecord, peers: Peers, error: LostPeerError) -> 
     """Record lost ranks, on the lowest rank that is not lost, because all remaining ranks notice the loss."""
     if record.rank == min({*range(len(peers.hosts))} - {*error.lost}, default=record.rank):
         reason = str(error).splitlines()[0]
-        record.write("hang", ranks=list(error.lost), where=peers.describe(error.lost), reason=reason)
+        kind = "hang" if error.timed_out else "lost"
+        record.write(kind, ranks=list(error.lost), where=peers.describe(error.lost), reason=reason)

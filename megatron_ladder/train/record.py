@@ -8,7 +8,9 @@ Each line of the record is one `write` to a file opened for appending, so lines 
 not mix. A process that dies may leave an incomplete last line; the next writer starts a new line, and readers skip it.
 
 Each attempt to run begins with `launch`, before it loads anything, and ends with a `stop` of every rank that knows how
-it ended. An attempt that fails before it owns the directory is `refused`.
+it ended. If other ranks end it, one rank records `hang` (they did not answer in time) or `lost` (they closed their
+connections). A rank that is lost without a `stop` was killed or crashed. An attempt that fails before it owns the
+directory is `refused`.
 
 Importing this file does not import torch.
 """

@@ -113,12 +113,13 @@ def training(folder: Path, flags: Sequence[str]) -> Iterator[Job]:
 
 def test_a_stopped_rank_is_reported_with_stacks(data: list[str], tmp_path: Path) -> None:
     flags = [*data, "--tensor-model-parallel-size", "2"]
-    flags += ["--distributed-timeout-seconds-after-first-step", f"{patient(3):g}"]
+    flags += ["--distributed-timeout-seconds-after-first-step", f"{patient(3):g}", "--save", f"{tmp_path}/save"]
     with training(tmp_path, flags) as job:
         job.signal(1, signal.SIGSTOP)
         began = time.monotonic()
         assert job.wait(SECONDS, ranks=[0])[0] == 4, job.output
         assert time.monotonic() - began > 2
+    assert [event["event"] for event in read_record(tmp_path / "save")][-1] == "hang"
     report = job.text(0)
     assert re.search(r"\*\*\* rank 0 on \S+ \(127.0.0.1\): no progress for \d+ s", report)
     # Wherever in a step the other one was stopped.
@@ -140,9 +141,10 @@ def test_a_stopped_rank_that_serves_the_store_is_named(data: list[str], tmp_path
 
 def test_a_killed_rank_is_named(data: list[str], tmp_path: Path) -> None:
     """The error comes long before the timeout, because its connections close."""
-    with training(tmp_path, data) as job:
+    with training(tmp_path, [*data, "--save", f"{tmp_path}/save"]) as job:
         job.signal(1, signal.SIGKILL)
         assert job.wait(SECONDS)[0] == 4, job.output
+    assert [event["event"] for event in read_record(tmp_path / "save")][-1] == "lost"
     assert "error: rank 0: LostPeerError: rank 1 on " in job.text(0)
     # The step's gradients or its log line: which of them waits is up to the moment.
     assert re.search(r"in group '(data|world)' of ranks 0-1", job.text(0))

@@ -46,9 +46,33 @@ def test_goodput_counts_steps_that_were_kept() -> None:
     assert "goodput: 20.0%: 10.0 s in 10 steps that were kept" in report
     assert "interruptions: 1; starts: 2\n" in report
     assert "saves: 1, which blocked training for 0.5 s" in report
-    assert "skipped steps: 1; loss spikes kept: 0; hangs: 1" in report
-    assert "start 1, 2026-01-31 12:00:00: 0 -> 8: interrupted, no end is recorded" in report
+    assert "skipped steps: 1; loss spikes kept: 0\nhangs: 1; killed or crashed: 0\n" in report
+    assert "start 1, 2026-01-31 12:00:00: 0 -> 8: interrupted: ranks [3]: did not answer in time" in report
     assert "4 -> 10: SIGTERM (exit code 0)" in report
+
+
+@pytest.mark.parametrize(
+    ("ends", "counts", "outcome"),
+    [
+        (
+            [],
+            "hangs: 0; killed or crashed: 1",
+            "no end is recorded: killed (for example for lack of memory) or crashed",
+        ),
+        ([("lost", {})], "hangs: 0; killed or crashed: 1", "interrupted: rank 3 on a: killed (for example"),
+        ([("hang", {}), ("lost", {})], "hangs: 1; killed or crashed: 0", "interrupted: rank 3 on a: did not answer"),
+        ([("stop", {"reason": "OSError", "code": 1}), ("lost", {})], "hangs: 0; killed or crashed: 0", "OSError (exit"),
+    ],
+)
+def test_a_killed_rank_is_no_hang(ends: list[tuple[str, dict[str, Any]]], counts: str, outcome: str) -> None:
+    found = [event(9, kind, **{"ranks": [3], "where": "rank 3 on a", **more}) for kind, more in ends]
+    events = [event(0, "start", iteration=0), progress(3, 3, 3, 3.0), *found, event(15, "launch")]
+    report = _describe(events, _summarize([*events, event(30, "start", iteration=3)]))
+    assert "interruptions: 1; starts: 2\n" in report and counts in report
+    assert f": 0 -> 3: {outcome}" in report
+    assert "3 -> 3: no end is recorded: running, or killed" in report
+    # No later start.
+    assert f"interruptions: {int(bool(ends))}; starts: 1\n" in _describe(events, _summarize(events))
 
 
 def test_later_starts_that_did_not_train_change_nothing() -> None:
