@@ -360,7 +360,8 @@ def _expert_errors(config: ModelConfig) -> Iterator[Problem]:
         )
     if config.residual_mode == "shortcut" and not config.moe_shared_expert_intermediate_size:
         fix = "give --moe-shared-expert-intermediate-size"
-        yield Problem("--residual-mode", f" shortcut hides the routed experts under the shared expert: {fix}")
+        text = f" shortcut needs a shared expert, which runs while the sum of the routed ones is in flight: {fix}"
+        yield Problem("--residual-mode", text)
     if config.residual_mode == "longcat" and config.moe_shared_expert_intermediate_size:
         width = config.moe_shared_expert_intermediate_size
         text = f" {width} with --residual-mode longcat, whose layers have dense MLPs instead: leave it out"

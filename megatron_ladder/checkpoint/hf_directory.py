@@ -94,8 +94,8 @@ class HFDirectory:
     """A directory whose files agree with its config.json.
 
     `tensors` has the weights by canonical name, in the model's order. `tied_head` is the stored head of a model with
-    tied embeddings; it must equal the embedding. `dropped` is the number of tensors of layers beyond the last one,
-    which predict further tokens (`num_nextn_predict_layers`).
+    tied embeddings; it must equal the embedding. `stored` is the number of tensors in the files, of which those of
+    layers beyond the last one, which predict further tokens (`num_nextn_predict_layers`), are `dropped`.
     """
 
     path: Path
@@ -103,6 +103,7 @@ class HFDirectory:
     model: ModelConfig
     tensors: dict[str, HFWeight]
     tied_head: Tensor | None
+    stored: int
     dropped: int
 
     @property
@@ -175,6 +176,7 @@ def open_hf_directory(path: Path) -> HFDirectory:
     found = _read_tensors(path)
     model = model_config_from_hf(config, source, len(found))
     errors: list[str] = []
+    stored = len(found)
     dropped = _drop_predicting_layers(config, model, found)
     _split_stacks(model, found)
     mixtral = model_type == "mixtral" and not any(".mlp.experts." in name for name in found)
@@ -186,7 +188,7 @@ def open_hf_directory(path: Path) -> HFDirectory:
         if not name.endswith(_DERIVED_SUFFIX)
     ]
     raise_user_errors(limited(errors))
-    return HFDirectory(path, config, model, tensors, tied_head, dropped)
+    return HFDirectory(path, config, model, tensors, tied_head, stored, dropped)
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:

@@ -95,6 +95,10 @@ def plan_import(options: ImportOptions) -> Conversion:
         "hugging_face": {"model_type": model_type, **directory.token_ids()},
         "versions": {"megatron_ladder": __version__},
     }
+    before, after = wiring_text(directory.model), wiring_text(model)
+    compared = "of the source in transformers and of the checkpoint"
+    if before != after:
+        compared += f", in the wiring of the source, {before} (those of {after} were not compared)"
     tensors = [_imported(directory, name) for name in directory.tensors]
     parameters = sum(math.prod(tensor.shape) for tensor in directory.tensors.values())
     if directory.dropped:
@@ -110,10 +114,12 @@ def plan_import(options: ImportOptions) -> Conversion:
         {**carried, **description},
         facts=(
             f"{options.hf}: {model_type}, {parameters:,} parameters, {directory.dtype}",
-            f"wiring: {wiring_text(model)}",
+            f"wiring: {after}",
         ),
         notes=notes,
-        check_logits=lambda work: _compare_logits(options.hf, directory.model, work, model_type, None, own_code=False),
+        check_logits=lambda work: _compare_logits(
+            options.hf, directory.model, work, model_type, None, own_code=False, compared=compared
+        ),
     )
 
 
@@ -217,12 +223,20 @@ def plan_export(options: ExportOptions) -> Conversion:
     code = module_files(source.model)
     other_files |= {**code, HF_CONFIG: json_file(hf_config(source.model, dtype=dtype, **ids))}
     other_files |= {name: content for name, content in source.other_files.items() if is_card_or_licence(name)}
-    card = model_card(source.model, wiring_text(source.model), options.hf.name, other_files.get(MODEL_CARD, b""))
-    other_files[MODEL_CARD] = card
+    other_files[MODEL_CARD] = model_card(
+        source.model,
+        wiring_text(source.model),
+        options.hf.name,
+        other_files.get(MODEL_CARD, b""),
+        has_tokenizer="tokenizer.json" in other_files,
+    )
     if len(files) > 1:
         weight_map = {tensor.key: file for file, tensors in files.items() for tensor in tensors}
         index = {"metadata": {"total_size": total_bytes(files)}, "weight_map": dict(sorted(weight_map.items()))}
         other_files[INDEX_NAME] = json_file(index)
+    compared = "of the checkpoint and of the exported model in transformers"
+    cast_to = new_dtype if any(tensor.dtype != new_dtype for tensor in weights) else None
+    compared += f", both with weights in {cast_to}" if cast_to else ""
     target, token = options.hf.resolve(), _fingerprint(checkpoint.directory, files, sorted(other_files.items()))
     return Conversion(
         files=files,
@@ -236,9 +250,10 @@ def plan_export(options: ExportOptions) -> Conversion:
             + (f", with {', '.join(code)}: load it with trust_remote_code=True" if code else ""),
         ),
         notes=checkpoint.warnings,
+        cast_to=cast_to,
         verify_source=lambda: source.verify(only_weights=True),
         check_logits=lambda work: _compare_logits(
-            work, source.model, checkpoint.directory, model_type, new_dtype, own_code=True
+            work, source.model, checkpoint.directory, model_type, new_dtype, own_code=True, compared=compared
         ),
     )
 
@@ -259,7 +274,13 @@ def _exported(
 
 
 def _compare_logits(
-    hf: Path, model: ModelConfig, checkpoint: Path, model_type: str, dtype: str | None, own_code: bool
+    hf: Path,
+    model: ModelConfig,
+    checkpoint: Path,
+    model_type: str,
+    dtype: str | None,
+    own_code: bool,
+    compared: str,
 ) -> str:
     """Compare transformers' model of a Hugging Face directory with ours of a training checkpoint, both in fp32.
 
@@ -271,6 +292,7 @@ def _compare_logits(
         dtype: element type to which the weights of the directory were rounded, and those of the checkpoint are for the
             comparison; None if the directory has the exact weights.
         own_code: whether this process wrote the code in the directory, so that it may run.
+        compared: describes whose logits these are.
 
     Returns:
         A line with the difference, or the reason why logits were not compared.
@@ -315,4 +337,7 @@ def _compare_logits(
     difference = float((ours - expected).abs().max() / largest)
     if not difference <= _MAX_DIFFERENCE:
         raise RuntimeError(f"{hf}: logits of transformers and ours differ by {difference:.1e} of the largest")
-    return f"verified: logits on {tokens.numel()} random tokens agree to {difference:.1e} of the largest"
+    return (
+        f"verified: the logits {compared}, on {tokens.numel()} random tokens in fp32, differ by at most "
+        f"{difference:.1e} of the largest"
+    )

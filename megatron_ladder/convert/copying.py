@@ -114,6 +114,8 @@ class Conversion:
     """The complete temporary directory -> the published directory."""
     facts: Sequence[str]
     notes: Sequence[str] = ()
+    cast_to: str | None = None
+    """The element type to which weights of another one are cast."""
     verify_source: Callable[[], None] = lambda: None
     """Raises UserError if files of the source are damaged."""
     check_logits: Callable[[Path], str] | None = None
@@ -152,7 +154,8 @@ def carry_out(conversion: Conversion, options: ConversionOptions, report: Callab
         if options.verify:
             _verify_files(files, work)
             count = sum(map(len, files.values()))
-            report(f"verified: all {count} tensors are bitwise equal to their sources")
+            cast = "" if conversion.cast_to is None else f", cast to {conversion.cast_to}"
+            report(f"verified: all {count} tensors are bitwise equal to their sources{cast}")
             if conversion.check_logits is not None:
                 report(conversion.check_logits(work))
         published = conversion.publish(work)

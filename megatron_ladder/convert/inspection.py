@@ -45,7 +45,9 @@ def _training(path: Path) -> Iterator[str]:
     for kind in KINDS:
         if stored := checkpoint.stored(kind).values():
             dtypes = ", ".join(sorted({tensor.dtype for tensor in stored}))
-            yield f"{kind}: {len(stored)} tensors in {sum(len(tensor.writers) for tensor in stored)} boxes, {dtypes}"
+            stacks = " (one for all experts)" if opened.model.moe_layers else ""
+            boxes = sum(len(tensor.writers) for tensor in stored)
+            yield f"{kind}: {len(stored)} tensors{stacks} in {boxes} boxes, {dtypes}"
     files = checkpoint.manifest["files"]
     yield f"{len(files)} files, {size_text(sum(file['size'] for file in files))}"
     if checkpoint.stored("exp_avg"):
@@ -60,7 +62,8 @@ def _hugging_face(path: Path) -> Iterator[str]:
     yield f"{path}: a Hugging Face directory, model_type {directory.config['model_type']}"
     yield from _model(directory.model)
     size = size_text(sum(part.nbytes for tensor in directory.tensors.values() for part in tensor.parts))
-    yield f"weights: {len(directory.tensors)} tensors, {directory.dtype}, {size}"
+    dropped = f", {directory.dropped} of them in layers that an import drops" if directory.dropped else ""
+    yield f"weights: {directory.stored} tensors{dropped}, {directory.dtype}, {size}"
     other = [name for name in CARRIED if (path / name).exists()]
     yield f"other files: {', '.join(other) or 'none; without a tokenizer'}"
 

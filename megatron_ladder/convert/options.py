@@ -19,7 +19,8 @@ class ConversionOptions:
     dry_run: bool = False
     """Print what would be written, and write nothing."""
     verify: bool = False
-    """Read the result again and compare it bit by bit; compare logits too if transformers is installed."""
+    """Read the result again and compare it bit by bit. If transformers is installed, import and export also compare the
+    logits of its model and of ours, in the wiring of the Hugging Face directory."""
     overwrite: bool = False
     """Replace an existing target."""
 
@@ -48,8 +49,8 @@ class ImportOptions(CheckpointOptions):
     """Import. From a Hugging Face directory to a training checkpoint."""
 
     hf: Path
-    """Directory with config.json and safetensors: Llama, Mistral, Qwen2, Qwen3, the paper's llamaLadder, or a directory
-    that `export` wrote."""
+    """Directory with config.json and safetensors: Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, GLM-4.5, the
+    paper's llamaLadder, or a directory that `export` wrote."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,12 +41,12 @@ def measure_sensitivity(options: SensitivityOptions) -> None:
     place = read_rank_info()
     model = ModelOptions(options.load, options.tensor_model_parallel_size, options.dtype)
     stored = open_model(options.load, None, None, flag="--load")
-    check_hardware(place, model, stored.config)
     target = _late_model(stored.config, options)
+    check_hardware(place, model, stored.config)
     batches = read_batches(options, stored)
     with naming_lost_peers():
         # Some wirings have other sub-blocks of experts, with the same tensors.
-        with closing(build_engine(place, model, replace(stored, config=target))) as engine:
+        with closing(build_engine(place, model, stored, target)) as engine:
             found = _measure(engine, target, batches, options)
         stop_process_group()
     if place.rank == 0:
@@ -60,6 +60,11 @@ def _late_model(model: ModelConfig, options: SensitivityOptions) -> ModelConfig:
         raise UserError(
             f"--load {options.load}: a model of {model.lanes} lanes with own partials: measure the standard model that "
             "it was made from"
+        )
+    if model.wiring.stream == "per rank":
+        raise UserError(
+            f"--load {options.load}: a {model.residual_mode} model, whose norms differ from rank to rank, so its "
+            "wiring cannot change: measure another model"
         )
     late = "ladder-parallel" if len(model.wiring.sub_blocks) == 1 else "ladder"
     mode = options.residual_mode or (model.residual_mode if model.wiring.late else late)
@@ -216,11 +221,12 @@ def _report(found: Sensitivity) -> str:
     def cell(prices: Sequence[Price], index: int) -> str:
         return f"{prices[index].increase:+.4f} ± {prices[index].standard_error:.4f}" if index < len(prices) else ""
 
+    staleness = f", {found.residual_staleness} sub-blocks late" if found.residual_staleness != 1 else ""
     lines = [
-        f"Increase of the loss in nats per token, without training, when layers read late ({found.residual_mode}, "
-        f"{found.residual_staleness} sub-blocks late), with standard errors over rows: of each layer alone, of the "
-        f"cheapest N layers, and of the upper N. Loss without a late layer: {found.loss:.4f}, over {found.tokens:,} "
-        f"tokens of {found.data}.\n",
+        f"Increase of the loss in nats per token, without training, when layers read late (wiring: "
+        f"{found.residual_mode}{staleness}), with standard errors over rows: of each layer alone, of the cheapest N "
+        f"layers, and of the upper N. Loss without a late layer: {found.loss:.4f}, over {found.tokens:,} tokens of "
+        f"{found.data}.\n",
         "| N | layer | alone | cheapest N | upper N |",
         "| ---: | ---: | ---: | ---: | ---: |",
     ]

@@ -173,23 +173,27 @@ def imported_card(directory: Path, source: bytes) -> bytes:
     return _card({"base_model": name, **{key: terms[key] for key in _TERMS if isinstance(terms.get(key), str)}}, "")
 
 
-def model_card(model: ModelConfig, wiring: str, name: str, imported: bytes) -> bytes:
+def model_card(model: ModelConfig, wiring: str, name: str, imported: bytes, has_tokenizer: bool) -> bytes:
     """Return the card of an exported model, given that of `imported_card`, which is empty without an import."""
     own, first = hf_type(model) == OWN_TYPE, {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    trust = ", trust_remote_code=True" * own
+    trust, terms = ", trust_remote_code=True" * own, _metadata(imported)
+    classes = "AutoModelForCausalLM" + ", AutoTokenizer" * has_tokenizer
+    tokenizer = f'    tokenizer = AutoTokenizer.from_pretrained("{name}"{trust})\n' * has_tokenizer
+    steps = f"{'check' if 'license' in terms else 'set'} `license`"
+    if "base_model" in terms and "/" not in str(terms["base_model"]):
+        steps += ", and replace `base_model` by its full name on the Hub"
     text = f"""
 # {name}
 
 {model.num_layers} layers of hidden size {model.hidden_size}; wiring: {wiring}.{own * _OWN_CODE}
 
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import {classes}
 
-    tokenizer = AutoTokenizer.from_pretrained("{name}"{trust})
-    model = AutoModelForCausalLM.from_pretrained("{name}"{trust}, dtype="auto")
+{tokenizer}    model = AutoModelForCausalLM.from_pretrained("{name}"{trust}, dtype="auto")
 
-Before you publish the model, check `license`, and replace `base_model` by the full name on the Hub.
+Before you publish the model, {steps}.
 """
-    return _card({**first, "license": "unknown", **_metadata(imported)}, text)
+    return _card({**first, "license": "unknown", **terms}, text)
 
 
 def _metadata(card: bytes) -> dict[str, Any]:

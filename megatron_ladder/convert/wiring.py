@@ -15,12 +15,13 @@ import msgspec
 from megatron_ladder.blueprint.model import ModelConfig, model_errors, parse_layers
 from megatron_ladder.blueprint.wiring import EXPERT_MODES, LATE_MODES, SHARED_STREAM_MODES, WIRINGS
 from megatron_ladder.convert.options import CheckpointOptions
-from megatron_ladder.errors import UserError, raise_user_errors
+from megatron_ladder.errors import Problem, UserError, raise_user_errors
 from megatron_ladder.files import write_atomically
-from megatron_ladder.flags import flag_name
+from megatron_ladder.flags import flag_name, section_flags
 
 _BEST = "best:"
 """How a value of --ladder-layers begins that refers to such a file."""
+_OWN_FLAGS = {one.name for one in section_flags(CheckpointOptions)}
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 _LateMode = Literal[LATE_MODES]  # type: ignore[valid-type]
 
@@ -134,6 +135,8 @@ def rewired(model: ModelConfig, options: CheckpointOptions) -> tuple[ModelConfig
     if new.sub_blocks != old.sub_blocks:
         has, needs = (len(wiring.sub_blocks) for wiring in (old, new))
         usable = (*SHARED_STREAM_MODES, *(EXPERT_MODES if model.moe_layers else ()))
+        # Without late layers, --ladder-layers has no meaning.
+        usable = tuple(name for name in usable if WIRINGS[name].late or layers is None)
         possible = [name for name in usable if WIRINGS[name].sub_blocks == old.sub_blocks]
         errors.append(
             f"--residual-mode {mode}: every layer of the source has {has} norm{'s' * (has > 1)}, and this wiring needs "
@@ -158,11 +161,19 @@ def rewired(model: ModelConfig, options: CheckpointOptions) -> tuple[ModelConfig
     changed = replace(
         model, residual_mode=mode, ladder_layers=late_layers, residual_staleness=staleness or 1, lanes=lanes or 0
     )
-    raise_user_errors(model_errors(changed))
+    raise_user_errors(map(_about_source, model_errors(changed)))
     changed = changed.canonical()
     if wiring_text(changed) == wiring_text(model):
         return changed, []
     return changed, [f"the wiring of the source, {wiring_text(model)}, is overridden: {wiring_text(changed)}"]
+
+
+def _about_source(problem: Problem) -> str:
+    """Return an error of the rewired model without the names of flags that a conversion does not have."""
+    text = re.sub(r": (give|use) --.*", "", problem)
+    for name in sorted({*re.findall(r"--[a-z-]+", text)} - _OWN_FLAGS):
+        text = re.sub(rf"{name}\b", name.removeprefix("--").replace("-", "_"), text)
+    return f"{text}; a conversion changes only the wiring: give another one, or none"
 
 
 def _cheapest_layers(

@@ -109,10 +109,15 @@ def _dtype_name(options: ModelOptions, device: torch.device) -> str:
     return options.dtype or ("bf16" if device.type == "cuda" else "fp32")
 
 
-def build_engine(rank_info: RankInfo, options: ModelOptions, stored: StoredModel) -> GenerationEngine:
-    """Load this rank's part of the model, after joining the other ranks if there are any."""
+def build_engine(
+    rank_info: RankInfo, options: ModelOptions, stored: StoredModel, rewired: ModelConfig | None = None
+) -> GenerationEngine:
+    """Load this rank's part of the model, after joining the other ranks if there are any.
+
+    `rewired` is the model in another wiring, with the same tensors, which the engine computes instead.
+    """
     begun = time.monotonic()
-    config, ranks = stored.config, rank_info.world_size
+    config, ranks = rewired or stored.config, rank_info.world_size
     if rank_info.launched:
         device = start_process_group(rank_info, _TIMEOUT_MINUTES)
         mesh = ProcessMesh.build(ranks, kv_replicas=key_value_replicas(config, ranks))
@@ -121,11 +126,13 @@ def build_engine(rank_info: RankInfo, options: ModelOptions, stored: StoredModel
     dtype_name = _dtype_name(options, device)
     dtype = DTYPES[dtype_name]
     mesh = replace(mesh, tensor=select_all_reduce(options.tp_all_reduce, mesh.tensor, device, dtype))
-    model = load_model(stored, mesh, dtype, device, options.overlap, options.compile_sub_blocks, options.verify)
+    model = load_model(
+        replace(stored, config=config), mesh, dtype, device, options.overlap, options.compile_sub_blocks, options.verify
+    )
     if rank_info.rank == 0:
         for warning in stored.warnings:
             print(f"warning: {warning}", file=sys.stderr)
-        kind = f"{config.residual_mode}, {config.num_layers} layers, {dtype_name} on {device.type}"
+        kind = f"{stored.config.residual_mode}, {config.num_layers} layers, {dtype_name} on {device.type}"
         loaded = f"tensor parallel {ranks}, loaded in {time.monotonic() - begun:.1f} s"
         print(f"{stored.directory}: {kind}, {loaded}", file=sys.stderr, flush=True)
     captures = options.cuda_graph and device.type == "cuda" and not waits_for_choices(model)

@@ -1,6 +1,7 @@
 """Results of conversions: equal bits and logits, whatever the layout, the element type and the number of files."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,9 @@ def test_layers_that_predict_further_tokens_are_dropped(tmp_path: Path, capsys: 
     save_file(weights | more | {"model.layers.4.eh_proj.weight": torch.zeros(2, 2)}, hf / "model.safetensors")
     convert("import", "--hf", hf, "--save", ours)
     assert f"{len(more) + 1} tensors of layers that predict further tokens" in capsys.readouterr().out
+    convert("inspect", hf)
+    count = f"weights: {len(weights) + len(more) + 1} tensors, {len(more) + 1} of them in layers that an import drops"
+    assert count in capsys.readouterr().out
     convert("export", "--load", ours, "--hf", tmp_path / "back")
     assert_equal_bits(weights, tensors_of(tmp_path / "back"))
     config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 0}))
@@ -122,6 +126,43 @@ def test_verify_compares_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(RuntimeError, match="logits of transformers and ours differ"):
         convert("export", "--load", tmp_path / "ours", "--hf", tmp_path / "back", "--verify")
     assert not (tmp_path / "back").exists()
+
+
+def test_verify_says_what_was_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The new wiring of an import has no counterpart, so its logits are not verified."""
+    hf, plain, ladder = (tmp_path / name for name in ("hf", "plain", "ladder"))
+    save_model(hf)
+    convert("import", "--hf", hf, "--save", plain, "--verify")
+    assert "logits of the source in transformers and of the checkpoint, on 64 random" in capsys.readouterr().out
+    convert("import", "--hf", hf, "--save", ladder, "--ladder-layers", "1", "--verify")
+    compared = (
+        "the checkpoint, in the wiring of the source, standard (those of ladder in layers 3 of 4 were not compared)"
+    )
+    assert f"logits of the source in transformers and of {compared}, on 64 random" in capsys.readouterr().out
+    convert("export", "--load", ladder, "--hf", tmp_path / "back", "--dtype", "bf16", "--verify")
+    printed = capsys.readouterr().out
+    assert "all 39 tensors are bitwise equal to their sources, cast to bfloat16\n" in printed
+    assert "of the exported model in transformers, both with weights in bfloat16, on 64 random" in printed
+    convert("reshape", "--load", plain, "--save", tmp_path / "late", "--ladder-layers", "1", "--verify")
+    printed = capsys.readouterr().out
+    assert "all 39 tensors are bitwise equal to their sources\n" in printed and "logits" not in printed
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "glm4_moe"])
+def test_export_and_inspect_count_the_same_tensors(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model(tmp_path / "hf", kind)
+    convert("import", "--hf", tmp_path / "hf", "--save", tmp_path / "ours")
+    (imported,) = re.findall(r"weights_rank_00000.safetensors: .*, (\d+) tensors\n", capsys.readouterr().out)
+    convert("inspect", tmp_path / "ours")
+    stacked = " (one for all experts)" * (kind != "llama")
+    assert f"weight: {imported} tensors{stacked} in {imported} boxes" in capsys.readouterr().out
+    convert("export", "--load", tmp_path / "ours", "--hf", tmp_path / "back")
+    stored = len(tensors_of(tmp_path / "back"))
+    assert f", {stored} tensors\n" in capsys.readouterr().out
+    convert("inspect", tmp_path / "back")
+    assert f"weights: {stored} tensors, float32" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

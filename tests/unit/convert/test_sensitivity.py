@@ -105,7 +105,10 @@ def test_prices_and_order_are_those_of_a_plain_loop(
     changes, words, wiring = CASES[name]
     found, tokens = measure(tmp_path, changes, *words)
     check(found, changes, wiring, tokens)
-    report = capsys.readouterr().out
+    report, loaded = capsys.readouterr()
+    assert f"{tmp_path}/run/iter_0000010: {changes.get('residual_mode', 'standard')}, {LAYERS} layers, " in loaded
+    late_by = f", {wiring['residual_staleness']} sub-blocks late" if wiring["residual_staleness"] > 1 else ""
+    assert f"read late (wiring: {wiring['residual_mode']}{late_by}), " in report
     alone, cheapest, upper = (found["layers"][found["order"][1]], found["cheapest"][1], found["upper"][1])
     cells = " | ".join(f"{increase:+.4f} ± {error:.4f}" for increase, error in (alone, cheapest, upper))
     assert f"\n| 2 | {found['order'][1]} | {cells} |\n" in report
@@ -115,6 +118,11 @@ def test_prices_and_order_are_those_of_a_plain_loop(
 def test_two_ranks_equal_a_plain_loop(tmp_path: Path) -> None:
     found, tokens = measure(tmp_path, {}, "--tp", 2)
     check(found, *CASES["ladder"][::2], tokens)
+
+
+def test_a_desync_model_cannot_be_measured(tmp_path: Path) -> None:
+    (error,) = errors_of(measure, tmp_path, {"residual_mode": "desync", "desync_interval": 2, "desync_tp": 2})
+    assert error.startswith(f"--load {tmp_path}/run: a desync model, whose norms differ from rank to rank")
 
 
 def test_a_model_is_rewired_with_its_cheapest_layers(tmp_path: Path) -> None:

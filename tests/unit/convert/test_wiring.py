@@ -1,5 +1,6 @@
 """The wiring of converted models: flags override that of the source, and leave the rest of it unchanged."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ import torch
 
 from megatron_ladder.convert.options import ReshapeOptions
 from megatron_ladder.convert.wiring import rewired
-from megatron_ladder.errors import UserError
+from megatron_ladder.flags import section_flags
+from tests.helpers.runs import errors_of
 from tests.unit.convert.saved_models import convert, our_logits, save_model, small_config
 
 STANDARD: dict[str, Any] = {}
@@ -75,8 +77,14 @@ def test_flags_override_one_property(source: dict[str, Any], flags: dict[str, An
             "2 has no meaning with --residual-mode farskip",
         ),
         (EXPERTS, {"residual_mode": "longcat"}, "this wiring needs 4: give .* or farskip or shortcut"),
-        (EXPERTS, {"residual_mode": "shortcut"}, "under the shared expert"),
-        (EXPERTS, {"lanes": 2}, "--num-experts 4 with --lanes 2"),
+        (EXPERTS, {"residual_mode": "shortcut"}, "shortcut needs a shared expert"),
+        (EXPERTS, {"lanes": 2}, "num_experts 4 with --lanes 2"),
+        ({}, {"residual_mode": "farskip"}, "farskip needs layers with experts; a conversion changes only the wiring"),
+        (
+            {},
+            {"residual_mode": "ladder-parallel", "ladder_layers": "1"},
+            "give --residual-mode ladder or ladder-attention, or leave it out",
+        ),
         ({}, {"residual_mode": "desync"}, "can only be trained from the start"),
         ({}, {"ladder_layers": "4"}, "the upper 4 layers of 3 do not exist"),
         ({}, {"residual_mode": "standard", "ladder_layers": "1"}, "has no meaning with --residual-mode standard"),
@@ -86,5 +94,7 @@ def test_a_wiring_that_needs_other_weights_is_rejected(
     source: dict[str, Any], flags: dict[str, Any], message: str
 ) -> None:
     options = ReshapeOptions(load=Path("run"), save=Path("new"), **flags)
-    with pytest.raises(UserError, match=message):
-        rewired(small_config(**source), options)
+    (error,) = errors_of(rewired, small_config(**source), options)
+    assert re.search(message, error), error
+    # Only flags of the program are named.
+    assert {*re.findall(r"--[a-z-]+", error)} <= {one.name for one in section_flags(ReshapeOptions)}, error

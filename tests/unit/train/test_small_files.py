@@ -14,6 +14,7 @@ from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.config.sections import CheckpointConfig, OptimizerConfig
+from megatron_ladder.convert.small_files import model_card
 from megatron_ladder.data.chat_template import read_chat_template
 from megatron_ladder.data.indexed import IndexedDataset, IndexedDatasetWriter, Sidecar, token_dtype, write_sidecar
 from megatron_ladder.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
@@ -23,7 +24,7 @@ from megatron_ladder.train.record import RunRecord
 from tests.helpers.tokenizer_copies import write_words
 from tests.unit.checkpoint import tiny_training
 from tests.unit.convert.hand_made import CONFIG, write_directory
-from tests.unit.convert.saved_models import convert
+from tests.unit.convert.saved_models import convert, export, small_config
 
 EXTRA_FILES = {
     "tokenizer_config.json": '{"eos_token": "<eos>", "tokenizer_class": "PreTrainedTokenizerFast"}',
@@ -111,6 +112,20 @@ def test_imported_files_are_exported_after_two_runs(imported: Path, tmp_path: Pa
         "license_name": "ours",
     }
     assert "wiring: standard." in card.text and 'from_pretrained("back", dtype="auto")' in card.text
+    assert 'tokenizer = AutoTokenizer.from_pretrained("back")' in card.text
+    assert card.text.endswith("check `license`, and replace `base_model` by its full name on the Hub.\n")
+
+
+def test_the_card_asks_only_for_what_the_model_has(tmp_path: Path) -> None:
+    """A model from scratch, without a tokenizer; and one of the Hub, whose full name is known."""
+    exported, _ = export(tmp_path, small_config())
+    card = ModelCard.load(exported / "README.md")
+    assert "base_model" not in card.content and "AutoTokenizer" not in card.content
+    assert card.text.endswith("Before you publish the model, set `license`.\n")
+    imported = b"---\nbase_model: meta-llama/Llama-2-7b\nlicense: llama2\n---\n"
+    card = ModelCard(model_card(small_config(), "standard", "new", imported, has_tokenizer=True).decode())
+    assert card.data.base_model == "meta-llama/Llama-2-7b"
+    assert card.text.endswith("Before you publish the model, check `license`.\n")
 
 
 def test_the_template_of_the_data_is_exported(
