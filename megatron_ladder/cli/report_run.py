@@ -99,7 +99,7 @@ class _Summary:
 
     @property
     def goodput(self) -> float:
-        """Fraction of the time since the first start that was spent in steps that were kept."""
+        """Fraction of the time from the first start to the last event that was spent in steps that were kept."""
         return self.kept_seconds / self.wall_seconds if self.wall_seconds > 0 else 0.0
 
 
@@ -153,7 +153,7 @@ def _describe(events: Sequence[dict[str, Any]], summary: _Summary) -> str:
     saves = [event for event in events if event["event"] == "save end"]
     blocked = sum(event["blocked_seconds"] for event in saves)
     lines = [
-        f"time since the first start: {summary.wall_seconds:,.1f} s",
+        f"time from the first start to the last event: {summary.wall_seconds:,.1f} s",
         f"goodput: {summary.goodput:.1%}: {summary.kept_seconds:,.1f} s in {summary.steps} steps that were kept",
         f"interruptions: {summary.interruptions}; starts: {len(summary.attempts)}",
         f"lost steps: {summary.lost_steps}",

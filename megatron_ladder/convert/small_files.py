@@ -53,9 +53,9 @@ def hf_type(model: ModelConfig) -> str:
     """
     lanes = model.lanes or model.desync_tp
     if lanes and model.num_key_value_heads % lanes:
-        name = f"--lanes {lanes}" if model.lanes else f"--residual-mode {model.residual_mode} of {lanes} ranks"
+        name = f"a model of {lanes} lanes" if model.lanes else f"a {model.residual_mode} model of {lanes} ranks"
         raise UserError(
-            f"{name} with --num-key-value-heads {model.num_key_value_heads}: with a shared head, each lane computes "
+            f"{name} with {model.num_key_value_heads} key-value heads: with a shared head, each lane computes "
             "different keys and values from it, for which the cache of transformers has no space: generate from the "
             "checkpoint instead"
         )

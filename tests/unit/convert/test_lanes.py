@@ -186,8 +186,8 @@ def test_wirings_that_transformers_cannot_compute_are_rejected() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (laned("ladder", 1, lanes=4), "--lanes 4 with --num-key-value-heads 2: with a shared head"),
-        (desynced(2, 4), "--residual-mode desync of 4 ranks with --num-key-value-heads 2: with a shared head"),
+        (laned("ladder", 1, lanes=4), "a model of 4 lanes with 2 key-value heads: with a shared head"),
+        (desynced(2, 4), "a desync model of 4 ranks with 2 key-value heads: with a shared head"),
     ],
 )
 def test_shared_key_and_value_heads_have_no_hugging_face_form(config: ModelConfig, words: str) -> None:
