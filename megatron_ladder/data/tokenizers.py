@@ -8,8 +8,9 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Protocol, get_args
 
 import msgspec
@@ -48,6 +49,8 @@ class Tokenizer(Protocol):
     """The token that the tokenizer's files name for the beginning of a text; training and generation do not add it."""
     special_tokens: tuple[str, ...] = ()
     """Tokens whose spelling `encode` converts to them, and which do not belong into a document."""
+    control_tokens: Mapping[int, str] = MappingProxyType({})
+    """The spelling of each control token that has one; `decode` leaves these tokens out."""
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text; none for an empty one."""
@@ -129,6 +132,8 @@ class SentencePieceTokenizer(Tokenizer):
         if self.eod_id < 0:
             raise UserError(f"--tokenizer-model {model}: has no end-of-sequence piece: train it with an eos_id")
         self.bos_id = self._processor.bos_id() if self._processor.bos_id() >= 0 else None
+        control = filter(self._processor.is_control, range(self.vocab_size))
+        self.control_tokens = {number: self._processor.id_to_piece(number) for number in control}
 
     def encode(self, text: str) -> list[int]:
         return list(self._processor.encode(text))
@@ -259,6 +264,7 @@ class HuggingFaceTokenizer(Tokenizer):
         library.no_truncation()
         self._tokenizer = library
         self._added = library.get_added_tokens_decoder()
+        self.control_tokens = {number: token.content for number, token in self._added.items() if token.special}
         vocabulary = library.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise UserError(f"--tokenizer-model {path}: has an empty vocabulary")

@@ -21,6 +21,7 @@ Prompts are processed as one batch, padded on the right. Attention is causal, so
 padding's columns of the cache are overwritten by the sample's next tokens, or hidden by the mask.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -134,6 +135,10 @@ class IncrementalDecoder:
         self._shown = self._tokenizer.decode(self._ids)
         return piece
 
+    def spelling(self, token: int) -> str:
+        """Return the spelling of a control token, which is no part of the text; empty for other tokens."""
+        return self._tokenizer.control_tokens.get(token, "")
+
     def finish(self) -> str:
         """Return the text of trailing tokens that did not complete a character."""
         text = self._tokenizer.decode(self._ids)
@@ -142,33 +147,40 @@ class IncrementalDecoder:
 
 
 class StopFinder:
-    """Cuts an incremental text before the first stop string, and holds back text that may begin one."""
+    """Cuts an incremental text before the first stop string, and holds back text that may begin one.
+
+    A stop string may spell out control tokens, which are hidden: they are no part of the text to show.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         """`stops`: non-empty strings."""
         self._stops, self._held = stops, ""
+        self._is_shown: list[bool] = []
         self.stopped = False
 
-    def push(self, piece: str) -> str:
+    def push(self, piece: str, hidden: bool = False) -> str:
         """Take the next piece and return the text to show; empty after a stop string was found."""
-        if not self._stops:
-            return piece
-        if self.stopped:
-            return ""
-        text = self._held + piece
+        if self.stopped or not self._stops:
+            return "" if self.stopped or hidden else piece
+        self._held += piece
+        self._is_shown += [not hidden] * len(piece)
+        text = self._held
         starts = [start for start in (text.find(stop) for stop in self._stops) if start >= 0]
         if starts:
-            self.stopped, self._held = True, ""
-            return text[: min(starts)]
+            shown, self.stopped, self._held = self._take(min(starts)), True, ""
+            return shown
         longest = min(len(text), max(map(len, self._stops)) - 1)
         held = next((n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in self._stops)), 0)
-        shown, self._held = text[: len(text) - held], text[len(text) - held :]
-        return shown
+        return self._take(len(text) - held)
 
     def finish(self) -> str:
         """Return the text that was held back."""
-        held, self._held = self._held, ""
-        return held
+        return self._take(len(self._held))
+
+    def _take(self, characters: int) -> str:
+        shown = "".join(itertools.compress(self._held[:characters], self._is_shown))
+        self._held, self._is_shown = self._held[characters:], self._is_shown[characters:]
+        return shown
 
 
 @dataclass
@@ -188,18 +200,26 @@ class _ActiveSample:
             self.finish_reason = "eos"
         elif len(self.ids) == self.request.max_new_tokens:
             self.finish_reason = "length"
-        piece = ""
-        if self.decoder is not None:
-            piece = "" if self.finish_reason == "eos" else self.decoder.push(token)
-            if self.finish_reason is not None:
-                piece += self.decoder.finish()
-            piece = self.stop_finder.push(piece)
-            if self.stop_finder.stopped:
-                self.finish_reason = "stop"
-            elif self.finish_reason is not None:
-                piece += self.stop_finder.finish()
+        piece = "" if self.decoder is None else self._decode(self.decoder, token)
         self.pieces.append(piece)
         return piece
+
+    def _decode(self, decoder: IncrementalDecoder, token: int) -> str:
+        """Return the text that a token completes, up to a stop string, which ends the sample."""
+        piece, spelling = "", ""
+        if self.finish_reason != "eos":
+            piece, spelling = decoder.push(token), decoder.spelling(token)
+        if self.finish_reason is not None:
+            piece += decoder.finish()
+        shown = self.stop_finder.push(piece) + self.stop_finder.push(spelling, hidden=True)
+        if self.stop_finder.stopped:
+            if spelling and self.finish_reason is None:
+                # An incomplete character before the control token.
+                shown += decoder.finish()
+            self.finish_reason = "stop"
+        elif self.finish_reason is not None:
+            shown += self.stop_finder.finish()
+        return shown
 
     def result(self, timings: Timings) -> Generation:
         assert self.finish_reason is not None

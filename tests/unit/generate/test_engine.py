@@ -2,20 +2,30 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.data.tokenizers import ByteTokenizer
+from megatron_ladder.data.tokenizers import ByteTokenizer, load_tokenizer
 from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.generate import slots as slots_module
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.requests import GenerationRequest, NewToken
 from megatron_ladder.generate.sampling import Chosen, SamplingParameters, SamplingPlan
+from tests.helpers.tokenizer_copies import train_byte_level
 from tests.reference import greedy_continuation, make_weights, reference_logits
-from tests.unit.generate.tiny_model import MODELS, PROMPTS, reference_of, tiny_config, tiny_engine, tiny_model
+from tests.unit.generate.tiny_model import (
+    MODELS,
+    PROMPTS,
+    reference_of,
+    tiny_config,
+    tiny_engine,
+    tiny_model,
+    train_tokenizer,
+)
 
 GREEDY = SamplingParameters(temperature=0.0)
 NEW_TOKENS = 7
@@ -23,6 +33,16 @@ NEW_TOKENS = 7
 
 def requests_of(prompts: Sequence[tuple[int, ...]], sampling: SamplingParameters) -> list[GenerationRequest]:
     return [GenerationRequest(prompt, NEW_TOKENS, sampling) for prompt in prompts]
+
+
+def force(rows: Sequence[list[int]], monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
+    """Let every model choose these tokens, a row at each step; return the sampler that does."""
+    following, sampler = iter(rows), mock.Mock(plan=SamplingPlan.of([]))
+    sampler.choose.side_effect = lambda logits, uniform: logits
+    sampler.draw.side_effect = lambda count: [0.0] * count
+    sampler.read.side_effect = lambda chosen: Chosen(next(following), None)
+    monkeypatch.setattr(slots_module, "Sampler", lambda *_: sampler)
+    return sampler
 
 
 PLAIN, PACKED = (False, torch.float64, 1e-11), (True, torch.float32, 1e-5)
@@ -45,11 +65,7 @@ def test_logits_with_the_cache_equal_recomputation(
     for part, weight in model.named_parameters():
         assert weight.is_mkldnn == (packs and ("proj.weight" in part or part == "lm_head.weight")), part
     forced = torch.randint(0, config.vocab_size, (NEW_TOKENS, len(PROMPTS)), generator=torch.Generator().manual_seed(1))
-    rows, sampler = iter(forced.tolist()), mock.Mock(plan=SamplingPlan.of([]))
-    sampler.choose.side_effect = lambda logits, uniform: logits
-    sampler.draw.side_effect = lambda count: [0.0] * count
-    sampler.read.side_effect = lambda chosen: Chosen(next(rows), None)
-    monkeypatch.setattr(slots_module, "Sampler", lambda *_: sampler)
+    sampler = force(forced.tolist(), monkeypatch)
 
     generations = GenerationEngine(model, ProcessMesh.single()).generate(requests_of(PROMPTS, GREEDY))
 
@@ -93,6 +109,38 @@ def test_pieces_join_to_the_text_of_the_ids() -> None:
     assert [generation.text for generation in generations] == texts
     assert ["".join(token.text for token in tokens if token.sample == sample) for sample in range(30)] == texts
     assert any(0xC2 <= generation.ids[-1] <= 0xF4 for generation in generations)
+
+
+@pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "HuggingFaceTokenizer"])
+def test_the_spelling_of_a_control_token_ends_a_text(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also as a part of a stop string, and after an incomplete character; it is no part of the text."""
+    if kind == "SentencePieceTokenizer":
+        train_tokenizer(tmp_path, ["def add(a, b):\n    return a + b\n"] * 20)
+        tokenizer = load_tokenizer(kind, tmp_path / "tokenizer.model")
+    else:
+        train_byte_level([], 258, ["<s>", "</s>"]).save(str(tmp_path / "tokenizer.json"))
+        tokenizer = load_tokenizer(kind, tmp_path)
+    begin, end = (next(id for id, text in tokenizer.control_tokens.items() if text == name) for name in ("<s>", "</s>"))
+    letter, *bytes_of_face = tokenizer.encode("b\U0001f642")
+    engine = tiny_engine(tiny_config(vocab_size=tokenizer.vocab_size))
+    engine.tokenizer = tokenizer
+    text = tokenizer.decode([letter])
+    for ids, stop, shown in (
+        ([letter, begin], "<s>", text),
+        ([letter, letter, begin], "b<s>", text),
+        ([letter, end, begin, letter], "<s>b", text),
+        ([letter, bytes_of_face[0], begin], "<s>", f"{text}\ufffd"),
+    ):
+        force([[id] for id in ids], monkeypatch)
+        request = GenerationRequest((letter,), 9, GREEDY, stop=(stop,))
+        (generation,) = engine.generate([request])
+        assert (list(generation.ids), generation.finish_reason) == (ids, "stop")
+        assert generation.text == shown
+    force([[letter], [begin]], monkeypatch)
+    (generation,) = engine.generate([GenerationRequest((letter,), 9, GREEDY, frozenset({begin}), ("<s>",))])
+    assert (generation.text, generation.finish_reason) == (text, "eos")
 
 
 def test_non_finite_logits_are_an_error() -> None:

@@ -93,3 +93,20 @@ def test_a_possible_beginning_of_a_stop_string_is_held_back(
     assert [finder.push(piece) for piece in pieces] == shown
     assert finder.stopped == any(stop in "".join(pieces) for stop in stops)
     assert finder.push("more") == ("" if finder.stopped else "more")
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stop", "shown"),
+    [
+        (["ab", "<e>"], "<e>", "ab"),
+        (["ab", "<e>", "\n", "c"], "<e>\n", "ab"),
+        (["ab", "<e>", "c"], "b<e>c", "a"),
+        (["a", "<e>", "b"], "<e>x", "ab"),
+        (["a", "<s>", "<e>", "b"], "<e>", "a"),
+    ],
+)
+def test_a_stop_string_may_spell_out_control_tokens(pieces: list[str], stop: str, shown: str) -> None:
+    """Their spelling is not shown."""
+    finder = StopFinder([stop])
+    found = [finder.push(piece, hidden=piece.startswith("<")) for piece in pieces]
+    assert "".join([*found, finder.finish()]) == shown and finder.stopped == (stop != "<e>x")
