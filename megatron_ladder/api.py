@@ -7,8 +7,9 @@ UserError. Under a launcher, all processes must make the same calls, but only on
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, SupportsIndex
 
@@ -57,6 +58,7 @@ class TrainingRun:
     def __init__(self, opened: OpenRun) -> None:
         self._opened: OpenRun | None = opened
         self._model = opened.trainer.model
+        self._end_ids = opened.inputs.end_ids
         self.tokenizer = opened.inputs.tokenizer
         """The run's tokenizer; None without one."""
         self.iteration = opened.iteration
@@ -129,15 +131,19 @@ class TrainingRun:
             raise BadNumbersError("score: a likelihood is not a number: weights are not finite, or too large")
         return scores
 
-    def generate(self, prompts: Iterable[Ids], max_new_tokens: int, stop_ids: Sequence[int] = ()) -> list[list[int]]:
+    def generate(
+        self, prompts: Iterable[Ids], max_new_tokens: int, stop_ids: Collection[int] | None = None
+    ) -> list[list[int]]:
         """Return the greedy continuation of each prompt, ending before a token of `stop_ids`; raises as `score`.
 
-        There is no key-value cache: each new token costs a pass over its row.
+        By default, these are the tokens that end documents and answers in the data, and texts of a loaded model. There
+        is no key-value cache: each new token costs a pass over its row.
         """
         predictor = Predictor(self._inside("generate").trainer)
         if not 0 < max_new_tokens <= predictor.max_length:
             raise ValueError(f"max_new_tokens {max_new_tokens}: expected 1 to seq_length {predictor.max_length}")
-        return predictor.generate(list(map(_token_ids, prompts)), max_new_tokens, stop_ids)
+        ends = self._end_ids if stop_ids is None else stop_ids
+        return predictor.generate(list(map(_token_ids, prompts)), max_new_tokens, ends)
 
     def save(self) -> None:
         """Write a checkpoint to `save`; with `async_save`, the next call and the end of the block wait for its end.
@@ -266,8 +272,9 @@ class TextGenerator:
             return []
         raise_user_errors(prompt_errors(found, self._stored.config, sampling.max_new_tokens))
         samples = range(sampling.num_samples)
+        stored = replace(self._stored, eos_ids=self._stored.eos_ids | encoder.turn_ends)
         return self.engine.generate(
-            [new_request(sampling, output, self._stored, prompt, sample) for prompt in found for sample in samples]
+            [new_request(sampling, output, stored, prompt, sample) for prompt in found for sample in samples]
         )
 
     def score(self, requests: Iterable[tuple[TextOrIds, TextOrIds]]) -> list[Score]:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.checkpoint.hf_config import end_ids, token_ids
 from megatron_ladder.checkpoint.manifest import KINDS, TensorTable, decode_manifest, manifest_checksum, writer_of
 from megatron_ladder.checkpoint.publish import (
     LATEST_NAME,
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     # Programs that only look at checkpoints start without torch, whose import takes seconds.
     import torch
 
+IMPORTED = "hugging_face"
+"""Key of a manifest: type and special token ids of the directory from which a model was imported."""
 HF_CONFIG = "config.json"
 """The file that makes a directory one of Hugging Face."""
 GENERATION_CONFIG = "generation_config.json"
@@ -106,6 +109,21 @@ class Checkpoint:
         except ValueError as error:
             raise UserError(f"{path}: {error}") from None
         return Checkpoint(directory, manifest, table, manifest_checksum(data))
+
+    @property
+    def is_imported(self) -> bool:
+        """Whether the model comes from a Hugging Face directory, and has kept its tokenizer."""
+        return self.manifest.get(IMPORTED) is not None
+
+    @property
+    def imported_ids(self) -> dict[str, Any]:
+        """The ids of special tokens in the directory from which the model was imported, by their keys there."""
+        return token_ids(self.manifest.get(IMPORTED) or {}, self.directory / MANIFEST_NAME)
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The tokens that end texts in the imported model, and those that ended documents and answers in training."""
+        return tuple(dict.fromkeys([*end_ids(self.imported_ids), *self.manifest.get("end_ids", ())]))
 
     def close(self) -> None:
         """Release the data files; further reads open them again."""

@@ -355,3 +355,9 @@ def token_ids(values: Any, source: Path, vocab_size: int | None = None) -> dict[
             errors.append(f"{source}: {key}: found {value!r:.60}, expected an id{bounds}, or null")
     raise_user_errors(errors)
     return ids
+
+
+def end_ids(ids: Mapping[str, Any]) -> list[int]:
+    """Return the tokens that end texts, of which the result of `token_ids` may have none, one or a list."""
+    found = ids.get("eos_token_id", [])
+    return found if isinstance(found, list) else [found]

@@ -111,6 +111,10 @@ def main(argv: Sequence[str]) -> None:
         skipped = f", {sidecar.skipped:,} bad lines skipped" if sidecar.skipped else ""
         documents = f"{sidecar.documents:,} document{'s' * (sidecar.documents != 1)}"
         _print_message(f"{prefix}: {documents}, {sidecar.tokens:,} tokens{skipped}")
+        if config.chat:
+            ends = " ".join(tokenizer.control_tokens[number] for number in sidecar.answer_ends)
+            fix = "pass a --chat-template that writes one, or the model will not learn to end an answer"
+            _print_message(f"answers end with {ends}" if ends else f"answers do not end with a special token: {fix}")
 
 
 def _print_message(line: str) -> None:

@@ -24,6 +24,7 @@ from megatron_ladder.data.chat_template import (
     read_chat_template,
 )
 from megatron_ladder.data.encoding import DocumentCounts, KeyTokens, Task, join_documents
+from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.special_tokens import spelling_pattern
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 
@@ -159,6 +160,19 @@ class ChatTask(Task):
     @property
     def outputs(self) -> tuple[str, ...]:
         return self.reading.keys[:1]
+
+    def answer_ends(self, dataset: IndexedDataset) -> set[int]:
+        assert dataset.loss_mask is not None
+        tokens, counts = dataset.tokens, dataset.loss_mask.view(np.bool_)
+        last, found = np.flatnonzero(counts & ~np.append(counts[1:], False)), set[int]()
+        # A generation block of a template may include white space after the end token.
+        while len(last):
+            ids = np.unique(tokens[last]).tolist()
+            found.update(ids)
+            blank = [number for number in ids if self.tokenizer.decode([number]).isspace()]
+            last = last[np.isin(tokens[last], blank)] - 1
+            last = last[(last >= 0) & counts[last]]
+        return found & self.tokenizer.control_tokens.keys()
 
     def prepare(self, values: Sequence[Any]) -> RenderedConversation | str:
         keys = self.reading.keys

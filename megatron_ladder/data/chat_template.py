@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ Tools = list[dict[str, Any]] | None
 
 _REASON_CHARACTERS = 1000
 """Characters of a template's error to keep, because a template can raise errors of any length."""
+_ANSWER = "An answer"
 _BLOCK = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 _NO_TIME = (
     "it asks for the current time, and equal conversations must give equal tokens: write a fixed date in a copy of the "
@@ -150,6 +151,16 @@ class ChatTemplate:
         if found != text:
             raise ChatTemplateError("it changes a message that spells a special token")
         return tuple(places)
+
+    def turn_end(self, special_tokens: Iterable[str]) -> str | None:
+        """Return the special token that the template writes after an answer, if there is one."""
+        with contextlib.suppress(ChatTemplateError):
+            text = self._render(
+                self.source, [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+            )
+            after = text.rpartition(_ANSWER)[2].lstrip()
+            return max((token for token in special_tokens if after.startswith(token)), key=len, default=None)
+        return None
 
     def _render(
         self, source: str, messages: Sequence[Message], tools: Tools = None, add_generation_prompt: bool = False

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ladder.data.indexed import token_dtype
+from megatron_ladder.data.indexed import IndexedDataset, token_dtype
 from megatron_ladder.data.reading.protocol import Reading
 from megatron_ladder.data.special_tokens import count_spelled, spelling_pattern
 from megatron_ladder.data.tokenizers import Tokenizer
@@ -66,6 +66,10 @@ class Task:
     def dtype(self) -> "np.dtype[Any]":
         """Type of the token files: Megatron's choice for the vocabulary."""
         return token_dtype(self.tokenizer.vocab_size)
+
+    def answer_ends(self, dataset: IndexedDataset) -> set[int]:
+        """Return the special tokens that end the answers of a data set that the task made."""
+        return set()
 
     def identity(self) -> dict[str, Any]:
         """Return everything except the input that determines the tokens; JSON-able."""

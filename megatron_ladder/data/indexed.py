@@ -179,8 +179,9 @@ class Sidecar:
     whether every document ends with `eod_id`. Documents do not include empty ones, which were left out; tokens include
     end-of-document tokens. A checksum is `xxh3_128:` and 32 hexadecimal digits, or None if it is unknown or the file
     does not exist. Each document is one conversation, which training packs whole, if `conversations` is set, and
-    `chat_template` is the template that rendered it. `skipped` counts unreadable lines. `parse_special_tokens` records
-    whether the spelling of a special token became that token.
+    `chat_template` is the template that rendered it; `answer_ends` are the special tokens at the ends of answers.
+    `skipped` counts unreadable lines. `parse_special_tokens` records whether the spelling of a special token became
+    that token.
     """
 
     tokenizer_type: str
@@ -197,6 +198,7 @@ class Sidecar:
     conversations: bool = False
     skipped: int = 0
     chat_template: str | None = None
+    answer_ends: tuple[int, ...] = ()
     parse_special_tokens: bool = False
     format_version: Literal[1] = 1
 
@@ -205,9 +207,10 @@ def write_sidecar(prefix: Path, sidecar: Sidecar) -> None:
     """Write the sidecar of a data set atomically."""
     values = dataclasses.asdict(sidecar)
     values = {"format_version": values.pop("format_version")} | values
-    for name in ("chat_template", "parse_special_tokens"):
-        if not values[name]:
-            del values[name]
+    if sidecar.chat_template is None:
+        del values["chat_template"], values["answer_ends"]
+    if not sidecar.parse_special_tokens:
+        del values["parse_special_tokens"]
     write_atomically(sidecar_path(prefix), json.dumps(values, indent=2) + "\n")
 
 

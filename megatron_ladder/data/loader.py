@@ -195,12 +195,20 @@ def check_tokenizer(datasets: Iterable[IndexedDataset], tokenizer: Tokenizer) ->
 
 
 def find_chat_template(datasets: Sequence[IndexedDataset], report: Callable[[str], None]) -> str | None:
-    """Return the template that made the first conversations among data sets; report those that another one made."""
+    """Return the template that made the first conversations among data sets.
+
+    Report conversations that another one made, and those for which no token is recorded that ends answers.
+    """
     found: dict[str, Path] = {}
     for dataset in datasets:
         sidecar = dataset.sidecar
         if sidecar is not None and sidecar.chat_template is not None:
             found.setdefault(sidecar.chat_template, dataset.prefix)
+            if not sidecar.answer_ends:
+                fix = "preprocess them again, with a --chat-template that ends answers with a special token"
+                report(
+                    f"*** {dataset.prefix}: has no token that ends answers, so generation will not end them: {fix} ***"
+                )
     for prefix in list(found.values())[1:]:
         first = next(iter(found.values()))
         report(f"*** {prefix}: has another chat template than {first}, which checkpoints record ***")

@@ -189,6 +189,7 @@ class Partial:
             conversations=task.chat_template is not None,
             skipped=skipped,
             chat_template=task.chat_template,
+            answer_ends=tuple(sorted(set[int]().union(*map(task.answer_ends, parts)))),
             parse_special_tokens=task.parse_special_tokens,
         )
         write_sidecar(prefix, sidecar)

@@ -61,6 +61,8 @@ def generate(options: GenerateOptions) -> None:
     stored = open_model(options.model.model, options.model.tokenizer_type, options.model.tokenizer_model)
     check_hardware(rank_info, options.model, stored.config)
     encoder = _prompt_encoder(options, stored)
+    if encoder is not None:
+        stored = replace(stored, eos_ids=stored.eos_ids | encoder.turn_ends)
     prompts = _read_prompts(options, stored, encoder, None) if options.prompts.given else None
     with naming_lost_peers():
         with closing(build_engine(rank_info, options.model, stored)) as engine:

@@ -37,6 +37,11 @@ class PromptEncoder:
         self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
 
     @property
+    def turn_ends(self) -> frozenset[int]:
+        """The token that ends an answer in a conversation, if there is one."""
+        return frozenset() if self._conversations is None else self._conversations.turn_ends
+
+    @property
     def is_chat(self) -> bool:
         """Whether texts are messages of a user."""
         return self._conversations is not None
@@ -61,6 +66,9 @@ class _ConversationPrompts:
         assert isinstance(tokenizer, HuggingFaceTokenizer)
         self._tokenizer, self._special = tokenizer, spelling_pattern(tokenizer.special_tokens)
         self._added = spelling_pattern([token for token in tokenizer.added_tokens if not token.isspace()])
+        ids = {text: number for number, text in tokenizer.control_tokens.items()}
+        end = self._template.turn_end(ids)
+        self.turn_ends: frozenset[int] = frozenset() if end is None else frozenset({ids[end]})
 
     def encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the ids; raises UserError if the template rejects the messages."""

@@ -21,7 +21,7 @@ from megatron_ladder.checkpoint.format import (
     CARRIED,
     CHAT_TEMPLATE,
     GENERATION_CONFIG,
-    TOKENIZERS,
+    IMPORTED,
     Checkpoint,
     is_card_or_licence,
 )
@@ -44,13 +44,11 @@ from megatron_ladder.files import write_atomically
 from megatron_ladder.progress import print_rank_0
 from megatron_ladder.train.inputs import RunInputs
 from megatron_ladder.train.record import RunRecord
-from megatron_ladder.train.resume import learned_changes, schedule_note
+from megatron_ladder.train.resume import has_another_tokenizer, learned_changes, schedule_note
 from megatron_ladder.train.setup import Trainer
 
 _FAILING_SECONDS = 30.0
 """Time that a failing run gives a save in flight to finish."""
-_IMPORTED = "hugging_face"
-"""Key of a manifest: type and special token ids of the directory from which a model was imported."""
 
 
 class _SaveInFlight(NamedTuple):
@@ -222,6 +220,7 @@ class CheckpointSaver:
             "model": run.model.to_dict(),
             "run": run.to_dict(),
             "data": self._inputs.data,
+            "end_ids": sorted(self._inputs.end_ids),
             **self._small_files.header(),
             "versions": {"megatron_ladder": __version__, "torch": torch.__version__},
             "guard": self._trainer.guard.state(),
@@ -286,8 +285,8 @@ class _SmallFiles:
                 (self._files if always else found)[name] = path.read_bytes()
             except OSError as error:
                 notes.append(f"{path}: cannot be read: {error.strerror}: checkpoints of this run do not include it")
-        imported = checkpoint.manifest.get(_IMPORTED)
-        if self._has_another_tokenizer(checkpoint, found):
+        imported = checkpoint.manifest.get(IMPORTED)
+        if has_another_tokenizer(checkpoint, self._tokenizer):
             lost = [name for name in (CHAT_TEMPLATE, GENERATION_CONFIG) if name in found]
             lost += ["the ids of special tokens"] if imported is not None else []
             if lost:
@@ -303,18 +302,10 @@ class _SmallFiles:
         self._imported = imported
         return notes
 
-    def _has_another_tokenizer(self, checkpoint: Checkpoint, found: dict[str, bytes]) -> bool:
-        ours, theirs = self._tokenizer, checkpoint.manifest.get("tokenizer")
-        if ours is None or (theirs is None and not any(name in found for name in TOKENIZERS)):
-            return False
-        same = theirs is not None and theirs.get("sha256") == ours.sha256
-        # A directory may hold one tokenizer in two formats, of which the import records only one.
-        return not same and not (ours.contents and ours.contents[0] in found.values())
-
     def header(self) -> dict[str, Any]:
         known = self._tokenizer
         header: dict[str, Any] = {"tokenizer": None if known is None else {"type": known.kind, "sha256": known.sha256}}
-        return header if self._imported is None else header | {_IMPORTED: self._imported}
+        return header if self._imported is None else header | {IMPORTED: self._imported}
 
     def write(self, directory: Path) -> None:
         for name, content in self._files.items():

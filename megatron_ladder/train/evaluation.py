@@ -1,6 +1,6 @@
 """Evaluations during training: losses on validation sets, and continuations of prompts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from itertools import takewhile
 from typing import NamedTuple
@@ -71,7 +71,7 @@ class Predictor:
         return scores
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Sequence[int] = ()
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Collection[int] = ()
     ) -> list[list[int]]:
         """Return the greedy continuation of each prompt, ending before a token of `stop_ids`; see `cut_requests`."""
         starts = [list(prompt) for prompt, _ in self._cut([(prompt, [0] * max_new_tokens) for prompt in prompts])]
@@ -164,7 +164,7 @@ class Evaluations:
         # The file may differ between hosts.
         prompts = self._trainer.mesh.world.broadcast_object(prompts)
         generated = self._predictor.generate(
-            [ids for _, ids in prompts], self._trainer.run.logging.sample_tokens, [tokenizer.eod_id]
+            [ids for _, ids in prompts], self._trainer.run.logging.sample_tokens, self._inputs.end_ids
         )
         samples = []
         for (prompt, ids), new_ids in zip(prompts, generated, strict=True):

@@ -38,6 +38,7 @@ from megatron_ladder.train.resume import (
     FoundModel,
     check_same_data,
     complete_flags,
+    has_another_tokenizer,
     look_for_checkpoint,
     look_into_save,
     model_differences,
@@ -81,6 +82,8 @@ class RunInputs(ResolvedRun):
     """The description of the data that a resumed run compares; only the tokenizer if the run does not train."""
     eod_id: int | None = None
     """The data's end-of-document token, if a tokenizer or a data set's sidecar defines it."""
+    end_ids: frozenset[int] = frozenset()
+    """Tokens that end texts: those of documents, of answers in the data, and of the checkpoint."""
     stream: StreamPlan | None = None
     """The training input of --streaming, which replaces the training source."""
     shards: tuple[Shard, ...] = ()
@@ -204,7 +207,8 @@ def _open(resolved: ResolvedRun, findings: Findings, own_shards: Sequence[Shard]
     if checkpoint is not None and (sources.train or stream) and not run.loads_only_weights:
         check_same_data(checkpoint, data, run.data.allow_data_change, place.rank)
     opened: dict[str, Any] = {"eod_id": eod_id, "stream": stream, "sample_prompts": prompts, "teacher": teacher}
-    return RunInputs(**vars(resolved), sources=sources, data=data, shards=tuple(own_shards), **opened)
+    opened |= {"end_ids": _find_ends(sources, eod_id, tokenizer, checkpoint), "shards": tuple(own_shards)}
+    return RunInputs(**vars(resolved), sources=sources, data=data, **opened)
 
 
 def _load_vocabulary(flags: RunFlags, checkpoint: Checkpoint | None) -> tuple[Tokenizer | None, int | None]:
@@ -347,6 +351,16 @@ def _check_ends(datasets: Sequence[IndexedDataset], eod_id: int, described: str,
                 rank,
             )
     raise_user_errors(errors)
+
+
+def _find_ends(
+    sources: Sources, eod_id: int | None, tokenizer: Tokenizer | None, checkpoint: Checkpoint | None
+) -> frozenset[int]:
+    ends = set() if eod_id is None else {eod_id}
+    ends.update(*(dataset.sidecar.answer_ends for dataset in sources.datasets if dataset.sidecar is not None))
+    if checkpoint is not None and not has_another_tokenizer(checkpoint, tokenizer):
+        ends.update(checkpoint.end_ids)
+    return frozenset(ends)
 
 
 def _open_stream(

@@ -14,17 +14,25 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from megatron_ladder.checkpoint.format import Checkpoint, find_checkpoint, is_hf_directory, reporting_os_errors
+from megatron_ladder.checkpoint.format import (
+    TOKENIZERS,
+    Checkpoint,
+    find_checkpoint,
+    is_hf_directory,
+    reporting_os_errors,
+)
 from megatron_ladder.checkpoint.publish import (
     REPLACED_FILES,
     is_published_name,
     published_checkpoints,
     read_latest,
 )
+from megatron_ladder.checkpoint.tensor_file import checksum_of
 from megatron_ladder.config.file import CONFIG_NAME
 from megatron_ladder.config.run import SECTION_TYPES, SECTIONS, RunConfig, RunFlags
 from megatron_ladder.config.sections import CheckpointConfig, OptimizerConfig
 from megatron_ladder.data.identity import data_changes
+from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import ErrorCollector, Problem, UserError, raise_user_errors
 from megatron_ladder.flags import flag_name, limit_problems, section_flags, to_plain
 from megatron_ladder.progress import print_rank_0
@@ -267,6 +275,16 @@ def schedule_note(run: RunConfig, checkpoint: Checkpoint) -> str | None:
         f"--train-iters {run.training.train_iters}, and the checkpoint was trained for {stored}: the decay of the "
         f"learning rate ends at iteration {end}; --lr-decay-iters with --override-opt-param-scheduler moves it"
     )
+
+
+def has_another_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> bool:
+    """Return whether a run has another tokenizer than a checkpoint; False if either of them is unknown."""
+    recorded = checkpoint.manifest.get("tokenizer") or {}
+    # A directory may hold one tokenizer in two formats, of which the import records only one.
+    files = [record["checksum"] for record in checkpoint.manifest["files"] if record["name"] in TOKENIZERS]
+    if tokenizer is None or not (recorded or files) or recorded.get("sha256") == tokenizer.sha256:
+        return False
+    return not (tokenizer.contents and checksum_of(tokenizer.contents[0]) in files)
 
 
 def check_same_data(checkpoint: Checkpoint, data: dict[str, Any], allowed: bool, rank: int) -> None:

@@ -255,6 +255,29 @@ def test_preprocessing_conversations(folder: Path, tmp_path: Path) -> None:
     assert documents_of(prefix) == [([*ids, 3], [*mask, 0]) for ids, mask in expected]
 
 
+NAMED = "{% for m in messages %}{% if m.role != 'assistant' %}{{ m.content }}{% else %}{% generation %}{{ m.content }}"
+ENDS = {
+    CHATML: [2],
+    # White space in the block of an answer, and another end of some turns.
+    NAMED + "{{ '<|endoftext|>' if loop.last else '<|im_end|>' }} \n\n{% endgeneration %}{% endif %}{% endfor %}": [
+        2,
+        3,
+    ],
+    # The end is no part of an answer.
+    NAMED + "{% endgeneration %}<|im_end|>{% endif %}{% endfor %}": [],
+    NAMED + " \n{% endgeneration %}{% endif %}{% endfor %}": [],
+}
+
+
+@pytest.mark.parametrize("template", ENDS)
+def test_the_tokens_that_end_answers_are_recorded(folder: Path, tmp_path: Path, template: str) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n")
+    (tmp_path / "t").write_text(template)
+    preprocess(folder, tmp_path, "--input", tmp_path / "a.jsonl", "--chat-template", tmp_path / "t")
+    sidecar = read_sidecar(tmp_path / "out_messages_document")
+    assert sidecar is not None and list(sidecar.answer_ends) == ENDS[template]
+
+
 def test_conversations_without_answers_are_counted(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

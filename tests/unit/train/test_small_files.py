@@ -74,7 +74,9 @@ def train(
         engine=SimpleNamespace(state=tiny_training.TinyState(1)),
         guard=SimpleNamespace(set_state=lambda stored: None, state=dict),
     )
-    inputs: Any = SimpleNamespace(sources=sources, tokenizer=tokenizer, stream=None, checkpoint=opened, data={})
+    inputs: Any = SimpleNamespace(
+        sources=sources, tokenizer=tokenizer, stream=None, checkpoint=opened, data={}, end_ids=frozenset()
+    )
     with CheckpointSaver(trainer, inputs, RunRecord(None)) as saver:
         saver.resume()
         batches: Any = SimpleNamespace(consumed_samples=4 * iteration)
