@@ -22,7 +22,6 @@ from megatron_ladder.command_line import flag_words, parse_command_line
 from megatron_ladder.data.chat_template import ChatTemplate, ChatTemplateError, Message, read_chat_template
 from megatron_ladder.errors import ErrorCollector, ExitCode, UserError, raise_user_errors
 from megatron_ladder.generate.evaluation import Evaluator
-from megatron_ladder.generate.loading import special_prefix
 from megatron_ladder.generate.options import SamplingOptions
 from megatron_ladder.generate.requests import Generation, GenerationRequest
 from megatron_ladder.generate.sampling import SamplingParameters, request_seed
@@ -36,7 +35,7 @@ model's positions."""
 class LadderLM(TemplateLM):
     """A training checkpoint or a Hugging Face directory.
 
-    The tokens are those of lm-eval's model `hf`: a tokenizer.json that puts special tokens before a text does so here,
+    The tokens are those of lm-eval's model `hf` on the export: special tokens that it puts before a text are put here,
     and a text without a context follows the beginning-of-text token, or the end-of-text token if there is none.
     """
 
@@ -59,8 +58,7 @@ class LadderLM(TemplateLM):
             raise UserError(*(f"--model_args: {message}" for message in error.messages)) from None
         atexit.register(self._evaluator.close)
         self._device = self._evaluator.device
-        tokenizer = self._evaluator.tokenizer
-        self._prefix = list(special_prefix(tokenizer))
+        self._prefix = list(self._evaluator.stored.export_prefix)
         self._template: ChatTemplate | None = None
 
     @property
@@ -127,7 +125,9 @@ class LadderLM(TemplateLM):
     def _request(self, context: str, settings: Mapping[str, Any], sample: int) -> GenerationRequest:
         max_length = self._evaluator.max_length
         given = dict(normalize_gen_kwargs(dict(settings), min(_MAX_GEN_TOKS, max_length // 2)))
-        stop = tuple(text for text in given.pop("until") if text)
+        # The model `hf` ends at the text of the end-of-text token, too.
+        end = self._evaluator.tokenizer.named_tokens().get("eos_token", "")
+        stop = tuple(dict.fromkeys(text for text in (*given.pop("until"), end) if text))
         new_tokens = int(given.pop("max_gen_toks"))
         if not 0 < new_tokens < max_length:
             raise UserError(

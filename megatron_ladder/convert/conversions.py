@@ -22,8 +22,8 @@ from megatron_ladder import __version__
 from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
 from megatron_ladder.blueprint.tensors import model_tensors
-from megatron_ladder.checkpoint.format import GENERATION_CONFIG, HF_CONFIG, MODEL_CARD, Checkpoint, is_card_or_licence
-from megatron_ladder.checkpoint.hf_config import CLASSES, OWN_TYPE, token_ids
+from megatron_ladder.checkpoint.format import HF_CONFIG, IMPORTED, MODEL_CARD, Checkpoint, is_card_or_licence
+from megatron_ladder.checkpoint.hf_config import CLASSES, OWN_TYPE
 from megatron_ladder.checkpoint.hf_directory import (
     FLOAT_DTYPES,
     INDEX_NAME,
@@ -92,7 +92,7 @@ def plan_import(options: ImportOptions) -> Conversion:
         "consumed_samples": 0,
         "model": model.to_dict(),
         "tokenizer": tokenizer,
-        "hugging_face": {"model_type": model_type, **directory.token_ids()},
+        IMPORTED: {"model_type": model_type, **directory.token_ids()},
         "versions": {"megatron_ladder": __version__},
     }
     before, after = wiring_text(directory.model), wiring_text(model)
@@ -217,9 +217,7 @@ def plan_export(options: ExportOptions) -> Conversion:
     )
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     files = dict(zip([WEIGHTS_NAME] if len(shards) == 1 else names, shards, strict=True))
-    other_files, ids = exported_tokenizer(checkpoint.directory, source.other_files)
-    ids |= token_ids(checkpoint.manifest.get("hugging_face") or {}, checkpoint.directory / MANIFEST_NAME)
-    other_files.setdefault(GENERATION_CONFIG, json_file({**ids, "_from_model_config": True}))
+    other_files, ids, notes = exported_tokenizer(checkpoint, source.other_files)
     code = module_files(source.model)
     other_files |= {**code, HF_CONFIG: json_file(hf_config(source.model, dtype=dtype, **ids))}
     other_files |= {name: content for name, content in source.other_files.items() if is_card_or_licence(name)}
@@ -249,7 +247,7 @@ def plan_export(options: ExportOptions) -> Conversion:
             f"written as {model_type} in {dtype}"
             + (f", with {', '.join(code)}: load it with trust_remote_code=True" if code else ""),
         ),
-        notes=checkpoint.warnings,
+        notes=[*notes, *checkpoint.warnings],
         cast_to=cast_to,
         verify_source=lambda: source.verify(only_weights=True),
         check_logits=lambda work: _compare_logits(

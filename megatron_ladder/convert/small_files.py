@@ -15,13 +15,20 @@ from typing import Any
 import yaml
 
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.checkpoint.format import CARRIED, CHAT_TEMPLATE, is_card_or_licence
+from megatron_ladder.checkpoint.format import (
+    CARRIED,
+    CHAT_TEMPLATE,
+    GENERATION_CONFIG,
+    Checkpoint,
+    is_card_or_licence,
+)
 from megatron_ladder.checkpoint.hf_config import (
     CLASSES,
     EXPERT_FIELDS,
     EXPERT_KEYS,
     OWN_TYPE,
     attentions_per_layer,
+    end_ids,
     model_config_from_hf,
 )
 from megatron_ladder.checkpoint.hf_directory import safe_path
@@ -280,25 +287,27 @@ def json_file(values: Mapping[str, Any]) -> bytes:
     return (json.dumps(values, indent=2) + "\n").encode()
 
 
-def exported_tokenizer(directory: Path, other_files: Mapping[str, bytes]) -> tuple[dict[str, bytes], dict[str, Any]]:
+def exported_tokenizer(
+    checkpoint: Checkpoint, other_files: Mapping[str, bytes]
+) -> tuple[dict[str, bytes], dict[str, Any], list[str]]:
     """Return the tokenizer's files of a training checkpoint in the form that transformers expects.
 
     `other_files` are the files of the checkpoint besides manifest and tensors.
 
     Returns:
-        Files by name, and the id of the end-of-text token as `eos_token_id` if there is a tokenizer.
+        Files by name, the ids of special tokens by their keys in `config.json`, and notes for the user.
 
     Raises:
         UserError: the tokenizer cannot be read, or is not the one that was saved.
     """
-    files = {name: content for name, content in other_files.items() if name in CARRIED}
+    directory, files = checkpoint.directory, {name: other_files[name] for name in other_files if name in CARRIED}
     # Imports the tokenizer libraries, which nothing else here needs.
     from megatron_ladder.data import tokenizers as kinds
 
     source = kinds.parse_json_object(directory / _CONFIG, files[_CONFIG]) if _CONFIG in files else {}
     # It names code of the model's source, which the directory does not have.
     settings = {key: value for key, value in source.items() if key != "auto_map"}
-    tokenizer = kinds.find_tokenizer(directory)
+    tokenizer, notes = kinds.find_tokenizer(directory), list[str]()
     if isinstance(tokenizer, kinds.SentencePieceTokenizer):
         described = kinds.parse_json_object(directory / kinds.DESCRIPTION_FILE, other_files[kinds.DESCRIPTION_FILE])
         files[kinds.DESCRIPTION_FILE] = json_file({**described, "file": "tokenizer.model"})
@@ -308,6 +317,13 @@ def exported_tokenizer(directory: Path, other_files: Mapping[str, bytes]) -> tup
             settings.setdefault("split_special_tokens", True)
     elif isinstance(tokenizer, kinds.HuggingFaceTokenizer):
         files["tokenizer.json"] = tokenizer.contents[0]
+        around = [number for part in tokenizer.added_around() for number in part]
+        added = " ".join(tokenizer.control_tokens.get(number, str(number)) for number in around)
+        if added and not checkpoint.is_imported:
+            files["tokenizer.json"] = tokenizer.without_added()
+            notes.append(f"training did not add {added} to a text, so the exported tokenizer.json does not, either")
+        elif added and "run" in checkpoint.manifest:
+            notes.append(f"tokenizer.json adds {added} to a text, as for the imported model; training here did not")
     if tokenizer is not None and tokenizer.files:
         # Other classes of transformers rebuild a tokenizer from parts of its file, without the normalizer.
         defaults = tokenizer.named_tokens() | ({} if source else {"clean_up_tokenization_spaces": False})
@@ -315,4 +331,12 @@ def exported_tokenizer(directory: Path, other_files: Mapping[str, bytes]) -> tup
     if settings != source:
         files[_CONFIG] = json_file(settings)
     # transformers has no tokenizer of bytes or numbers.
-    return files, {} if tokenizer is None else {"eos_token_id": tokenizer.eod_id}
+    ids = ({} if tokenizer is None else {"eos_token_id": tokenizer.eod_id}) | checkpoint.imported_ids
+    listed = end_ids(ids)
+    if learned := [number for number in checkpoint.end_ids if number not in listed]:
+        ids["eos_token_id"] = [*listed, *learned]
+        if GENERATION_CONFIG in files:
+            values = kinds.parse_json_object(directory / GENERATION_CONFIG, files[GENERATION_CONFIG])
+            files[GENERATION_CONFIG] = json_file({**values, "eos_token_id": ids["eos_token_id"]})
+    files.setdefault(GENERATION_CONFIG, json_file({**ids, "_from_model_config": True}))
+    return files, ids, notes

@@ -112,7 +112,7 @@ class ConversationEncoder:
         for role in (message["role"] for message in messages):
             if role not in _ROLES and not re.search(rf"['\"]{re.escape(role)}['\"]", self.template.source):
                 raise ChatTemplateError(f"the role {role!r} is none of {', '.join(_ROLES)}, and not in the template")
-        rendered = self.template.render(messages, tuple(self._tokenizer.control_tokens.values()), tools)
+        rendered = self.template.render(messages, self._tokenizer.special_tokens, tools)
         try:
             rendered.text.encode()
         except UnicodeEncodeError:

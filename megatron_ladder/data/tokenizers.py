@@ -66,6 +66,10 @@ class Tokenizer(Protocol):
         """Return special tokens by their names in transformers, such as `eos_token`."""
         return {}
 
+    def added_around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the ids that transformers puts before and after a text, with the tokenizer's files."""
+        return (), ()
+
     @property
     def flag(self) -> str:
         """The flag that selects it, for messages."""
@@ -282,6 +286,21 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def named_tokens(self) -> dict[str, str]:
         return {"eos_token": str(self._tokenizer.id_to_token(self.eod_id))}
+
+    def added_around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        plain, whole = (self._tokenizer.encode("a", add_special_tokens=added).ids for added in (False, True))
+        begins = (begin for begin in range(len(whole)) if whole[begin : begin + len(plain)] == plain)
+        begin = next(begins, 0)
+        return tuple(whole[:begin]), tuple(whole[begin + len(plain) :])
+
+    def without_added(self) -> bytes:
+        """Return a tokenizer.json with which transformers adds no tokens to a text."""
+        settings = json.loads(self.contents[0])
+        processor = settings["post_processor"]
+        steps = processor["processors"] if processor["type"] == "Sequence" else [processor]
+        kept = [step for step in steps if step["type"] == "ByteLevel"]
+        settings["post_processor"] = {"type": "Sequence", "processors": kept} if kept else None
+        return json.dumps(settings, indent=2, ensure_ascii=False).encode()
 
     def _named(self, kind: str) -> Iterator[tuple[Path, object]]:
         """Yield each companion file that names a special token, with its text, or an invalid value."""

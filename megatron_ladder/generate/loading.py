@@ -9,33 +9,27 @@ few output columns that its product reads from end to end. The product is as exa
 many rows. A packed weight is an opaque tensor, of which only the shape, the dtype and `to_dense` are known.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import tokenizers
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
-from megatron_ladder.checkpoint.format import Checkpoint, is_hf_directory
-from megatron_ladder.checkpoint.hf_config import token_ids
+from megatron_ladder.checkpoint.format import TOKENIZERS, Checkpoint, is_hf_directory
+from megatron_ladder.checkpoint.hf_config import end_ids
 from megatron_ladder.checkpoint.hf_directory import open_hf_directory
 from megatron_ladder.checkpoint.loading import load_weights
-from megatron_ladder.checkpoint.publish import MANIFEST_NAME
 from megatron_ladder.comm.agreement import raise_on_all_ranks
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.data.tokenizers import (
-    HuggingFaceTokenizer,
-    Tokenizer,
-    find_tokenizer,
-    load_tokenizer,
-)
+from megatron_ladder.data.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
 from megatron_ladder.errors import ErrorCollector, UserError
+from megatron_ladder.files import read_if_exists
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.operations import Operations, compile_operations
 from megatron_ladder.model.rotary import RotaryTable
@@ -56,9 +50,11 @@ class StoredModel:
     tokenizer: Tokenizer | None
     """None if the directory has no tokenizer and the flags name none."""
     eos_ids: frozenset[int]
-    """End-of-text tokens of the directory and of the tokenizer."""
+    """End-of-text tokens of the directory, of the model's training and of the tokenizer."""
     prefix: tuple[int, ...]
     """Tokens that the directory's tokenizer puts before a text, such as a beginning-of-text token."""
+    export_prefix: tuple[int, ...]
+    """Tokens that transformers puts before a text in this directory, or in an export of it."""
     fill: Callable[[nn.Module], None]
     """Reads this rank's weights of the model or of a part of it; raises UserError."""
     warnings: tuple[str, ...] = ()
@@ -84,19 +80,36 @@ def open_model(
     except UserError as error:
         first, *more = error.messages
         raise UserError(first if first.startswith("--") else f"{flag} {first}", *more) from None
+    warnings = [*stored.warnings]
+    if given is not None:
+        warnings += _another_tokenizer(stored.directory, given)
     known, size = 0 if stored.tokenizer is None else stored.tokenizer.vocab_size, stored.config.vocab_size
-    if known <= size:
-        return stored
-    warning = f"the tokenizer has {known} ids, the model {size}: larger ids must not occur"
-    return replace(stored, warnings=(*stored.warnings, warning))
+    if known > size:
+        warnings.append(f"the tokenizer has {known} ids, the model {size}: larger ids must not occur")
+    return replace(stored, warnings=tuple(warnings))
+
+
+def _another_tokenizer(directory: Path, given: Tokenizer) -> Iterator[str]:
+    """Yield a warning if a directory's tokenizer is another one; the directory may hold it in two formats."""
+    stored = None
+    with suppress(UserError):
+        stored = find_tokenizer(directory)
+    if stored is None or stored.sha256 == given.sha256:
+        return
+    if not given.contents or given.contents[0] not in [read_if_exists(directory / name) for name in TOKENIZERS]:
+        ours, theirs = (f"{one.vocab_size} ids, sha256 {one.sha256[:12]}" for one in (given, stored))
+        yield (
+            f"{given.flag} ({ours}) is not the tokenizer in {directory} ({theirs}): leave it out, unless both give "
+            "equal ids"
+        )
 
 
 def _open_checkpoint(directory: Path, tokenizer: Tokenizer | None, flag: str) -> StoredModel:
     checkpoint = Checkpoint.open(directory)
     directory = checkpoint.directory
     tokenizer = find_tokenizer(directory) if tokenizer is None else tokenizer
-    imported = token_ids(checkpoint.manifest.get("hugging_face") or {}, directory / MANIFEST_NAME)
-    eos_ids = _eos_ids(imported, tokenizer)
+    eos_ids = _eos_ids(checkpoint.end_ids, tokenizer)
+    export_prefix = tokenizer.added_around()[0] if tokenizer is not None and checkpoint.is_imported else ()
     fill = partial(load_weights, source=checkpoint)
 
     def verify(rank: int, ranks: int) -> None:
@@ -108,31 +121,20 @@ def _open_checkpoint(directory: Path, tokenizer: Tokenizer | None, flag: str) ->
                 fix += ", or pass --no-verify to load the file nevertheless"
             raise UserError(*(f"{flag} {message}; {fix}" for message in error.messages)) from None
 
-    return StoredModel(directory, checkpoint.model(), tokenizer, eos_ids, (), fill, tuple(checkpoint.warnings), verify)
+    model, warnings = checkpoint.model(), tuple(checkpoint.warnings)
+    return StoredModel(directory, model, tokenizer, eos_ids, (), export_prefix, fill, warnings, verify)
 
 
 def _open_hf(directory: Path, tokenizer: Tokenizer | None) -> StoredModel:
     found = open_hf_directory(directory)
-    prefix: tuple[int, ...] = ()
-    if tokenizer is None:
-        tokenizer = find_tokenizer(directory)
-        prefix = () if tokenizer is None else special_prefix(tokenizer)
-    eos_ids = _eos_ids(found.token_ids(), tokenizer)
-    return StoredModel(directory, found.model, tokenizer, eos_ids, prefix, partial(load_weights, source=found))
+    used = find_tokenizer(directory) if tokenizer is None else tokenizer
+    eos_ids = _eos_ids(end_ids(found.token_ids()), used)
+    added = () if used is None else used.added_around()[0]
+    prefix, fill = added if tokenizer is None else (), partial(load_weights, source=found)
+    return StoredModel(directory, found.model, used, eos_ids, prefix, added, fill)
 
 
-def special_prefix(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the special tokens that a tokenizer.json puts before every text."""
-    if tokenizer.kind != HuggingFaceTokenizer.kind:
-        return ()
-    whole = tokenizers.Tokenizer.from_buffer(tokenizer.contents[0])
-    plain, special = (whole.encode("a", add_special_tokens=added).ids for added in (False, True))
-    return next((tuple(special[:at]) for at in range(len(special)) if special[at:][: len(plain)] == plain), ())
-
-
-def _eos_ids(config: Mapping[str, Any], tokenizer: Tokenizer | None) -> frozenset[int]:
-    ids = config.get("eos_token_id")
-    listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
+def _eos_ids(listed: Iterable[int], tokenizer: Tokenizer | None) -> frozenset[int]:
     return frozenset(listed if tokenizer is None else [*listed, tokenizer.eod_id])
 
 

@@ -32,6 +32,9 @@ WIRINGS: dict[str, dict[str, Any]] = {
     "hybrid": {"residual_mode": "ladder", "ladder_layers": (1,), "qk_layernorm": True},
     "desync-2x": {"residual_mode": "desync", "desync_interval": 2, "desync_tp": 2},
 }
+IMPORTED = {"hugging_face": {"model_type": "llama", "eos_token_id": 1}}
+"""In the checkpoint of the hybrid, whose texts begin with a special token. Without it, training saw none."""
+CONTROL = [f"<{number}>" for number in range(80)]
 TEXT = "The quick brown fox jumps over the lazy dog. A model reads a text, and predicts what follows it.\n"
 CHOICES = [
     {"question": "The quick brown", "choices": ["fox", "dog jumps", " lazy text model"], "answer": 0},
@@ -62,7 +65,14 @@ TASKS: dict[str, tuple[list[dict[str, Any]], str]] = {
         'output_type: generate_until\ndoc_to_text: "{{text}}"\ndoc_to_target: "{{answer}}"\n'
         'generation_kwargs: {until: ["q", "\\n"], max_gen_toks: 9}\nmetric_list: [{metric: exact_match}]\n',
     ),
+    "ends": (
+        [{"text": text} for text in ("The", "quick", "brown fox", "A model reads", "a text,", TEXT * 4)],
+        'output_type: generate_until\ndoc_to_text: "{{text}}"\ndoc_to_target: "{{answer}}"\n'
+        f"generation_kwargs: {{until: {json.dumps(CONTROL[::2])}, max_gen_toks: 30}}\n"
+        "metric_list: [{metric: exact_match}]\n",
+    ),
 }
+"""The answers of the last one end at control tokens."""
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +82,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in WIRINGS:
         tokenizer = write_tokenizer(folder / f"{name}-tokenizer", strips=name == "hybrid")
         config = config_of(name, tokenizer)
-        checkpoint = write_checkpoint(folder / name, config)
+        checkpoint = write_checkpoint(folder / name, config, **(IMPORTED if name == "hybrid" else {}))
         copy_tokenizer(tokenizer, checkpoint)
         convert(["export", "--load", str(folder / name), "--hf", str(folder / f"{name}-hf")])
     (folder / "tasks").mkdir()
@@ -91,7 +101,7 @@ def write_tokenizer(path: Path, strips: bool) -> HuggingFaceTokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace() if strips else pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.Metaspace() if strips else decoders.ByteLevel()
     alphabet = ["?"] if strips else pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<s>", "</s>", *CONTROL], initial_alphabet=alphabet)
     tokenizer.train_from_iterator([TEXT] * 10, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     path.mkdir()
@@ -112,9 +122,11 @@ def evaluate(folder: Path, model: Any, tasks: Sequence[str] = tuple(TASKS), **mo
     return results
 
 
-def evaluate_export(folder: Path, name: str, tasks: Sequence[str] = tuple(TASKS)) -> Mapping[str, Any]:
+def evaluate_export(
+    folder: Path, name: str, tasks: Sequence[str] = tuple(TASKS), batch_size: int = 2
+) -> Mapping[str, Any]:
     exported = {"pretrained": str(folder / f"{name}-hf"), "trust_remote_code": True, "dtype": "float32"}
-    return evaluate(folder, "hf", tasks, model_args=exported, device="cpu", batch_size=2)
+    return evaluate(folder, "hf", tasks, model_args=exported, device="cpu", batch_size=batch_size)
 
 
 def assert_equal_results(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
@@ -124,7 +136,7 @@ def assert_equal_results(found: Mapping[str, Any], expected: Mapping[str, Any]) 
         assert numbers and {name: found["results"][task][name] for name in numbers} == pytest.approx(numbers, rel=1e-4)
     for task in expected["samples"]:
         own, others = (answers(one, task) for one in (found, expected))
-        if task == "answers":
+        if task in ("answers", "ends"):
             assert own == others and any(others)
         else:
             assert own == pytest.approx(others, rel=1e-6, abs=1e-4), task
@@ -143,9 +155,13 @@ def flat(value: Any) -> list[Any]:
 @pytest.mark.parametrize("name", WIRINGS)
 def test_two_ranks_equal_the_export(folder: Path, name: str) -> None:
     model = LadderLM(model=folder / name, tp=2, batch_size=3)
-    found = evaluate(folder, model)
+    found, ends = evaluate(folder, model, list(TASKS)[:-1]), evaluate(folder, model, ["ends"])
     model._evaluator.close()
-    assert_equal_results(found, evaluate_export(folder, name))
+    assert_equal_results(found, evaluate_export(folder, name, list(TASKS)[:-1]))
+    # In a batch, `hf` continues texts that have ended.
+    assert_equal_results(ends, evaluate_export(folder, name, ["ends"], batch_size=1))
+    answered = [len(text) for text in answers(ends, "ends")]
+    assert max(answered) > min(answered)
 
 
 def run_command_line(
@@ -189,7 +205,7 @@ def test_conversations_and_generation_settings(folder: Path) -> None:
     assert model.tok_encode(text).count(0) == 2 and model.tok_encode("A text")[0] == 0
     settings = {"until": ["."], "max_gen_toks": 4, "do_sample": True, "temperature": 0.5, "top_k": 3}
     request = model._request("A text", settings, 0)
-    assert (request.sampling.temperature, request.sampling.top_k, request.stop) == (0.5, 3, (".",))
+    assert (request.sampling.temperature, request.sampling.top_k, request.stop) == (0.5, 3, (".", "</s>"))
     assert model._request("A text", settings, 1).sampling.seed != request.sampling.seed
     with pytest.raises(UserError) as caught:
         model._request("A text", {"num_beams": 4, "top_p": 2.0, "do_sample": True, "temperature": 1.0}, 0)

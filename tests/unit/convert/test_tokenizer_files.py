@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import sentencepiece
 import tokenizers
+from tokenizers import processors
 from tokenizers.models import BPE
 from tokenizers.normalizers import Lowercase
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
@@ -15,10 +16,10 @@ from megatron_ladder.data.chat_template import read_chat_template
 from megatron_ladder.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, load_tokenizer_from_directory
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.loading import open_model
-from tests.helpers.tokenizer_copies import copy_tokenizer, write_words
+from tests.helpers.tokenizer_copies import copy_tokenizer, train_byte_level, write_words
 from tests.unit.convert.hand_made import write_directory
 from tests.unit.convert.saved_models import convert
-from tests.unit.generate.tiny_model import write_checkpoint_with_tokenizer
+from tests.unit.generate.tiny_model import tiny_config, write_checkpoint, write_checkpoint_with_tokenizer
 
 TEXTS = ["def add(a, b):\n    return a + b\n", "  two  blanks\t", "\u6f22 12", " class"]
 
@@ -150,3 +151,55 @@ def test_transformers_reads_all_of_a_tokenizer_file(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(tmp_path / "with_templates").chat_template == loaded.chat_template
     found = open_model(tmp_path / "named", None, None).tokenizer
     assert found is not None and read_chat_template(found).source == "{{ messages }}"
+
+
+@pytest.mark.parametrize("processor", ["template", "sequence", "roberta"])
+@pytest.mark.parametrize("imported", [False, True])
+@pytest.mark.parametrize("trained", [False, True])
+def test_transformers_adds_no_token_that_training_never_saw(
+    tmp_path: Path, processor: str, imported: bool, trained: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An imported model keeps its file; if it was trained here, without the token before texts, the export says so."""
+    library = train_byte_level([], 259, ["<s>", "</s>"])
+    around = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    library.post_processor = {
+        "template": around,
+        "sequence": processors.Sequence([processors.ByteLevel(trim_offsets=False), around]),
+        "roberta": processors.RobertaProcessing(("</s>", 1), ("<s>", 0)),
+    }[processor]
+    (tmp_path / "tokenizer").mkdir()
+    library.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
+    names = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (tmp_path / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(names))
+    ours, more = load_tokenizer("HuggingFaceTokenizer", tmp_path / "tokenizer"), dict[str, object]()
+    more |= {"hugging_face": {"model_type": "llama", "eos_token_id": 1}} if imported else {}
+    more |= {"run": {}} if trained else {}
+    copy_tokenizer(ours, write_checkpoint(tmp_path / "run", tiny_config(vocab_size=ours.vocab_size), **more))
+    convert("export", "--load", tmp_path / "run", "--hf", tmp_path / "hf")
+    printed = capsys.readouterr().out
+    ids, around_text = ours.encode("a b\u00e9"), ([0], [1] if processor == "roberta" else [])
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    kept = (tmp_path / "hf" / "tokenizer.json").read_bytes() == ours.contents[0]
+    if imported:
+        assert kept and loaded.encode("a b\u00e9") == [*around_text[0], *ids, *around_text[1]]
+        assert ("as for the imported model; training here did not" in printed) == trained
+    else:
+        assert not kept and loaded.encode("a b\u00e9") == ids
+        assert "*** training did not add <s>" in printed
+    assert open_model(tmp_path / "run", None, None).export_prefix == ((0,) if imported else ())
+    assert open_model(tmp_path / "hf", None, None).export_prefix == ((0,) if imported else ())
+
+
+def test_an_export_names_all_tokens_that_ended_texts(tmp_path: Path) -> None:
+    """Those of the imported model come first, and other settings are kept."""
+    settings = {"eos_token_id": 5, "temperature": 0.5}
+    checkpoint = write_checkpoint(
+        tmp_path / "run", hugging_face={"model_type": "llama", "eos_token_id": 5}, end_ids=[2, 5, 7]
+    )
+    write_words(checkpoint / "tokenizer.json", "<eos>", "[UNK]")
+    (checkpoint / "generation_config.json").write_text(json.dumps(settings))
+    assert open_model(tmp_path / "run", None, None).eos_ids == {0, 2, 5, 7}
+    convert("export", "--load", tmp_path / "run", "--hf", tmp_path / "hf")
+    exported = json.loads((tmp_path / "hf" / "generation_config.json").read_text())
+    assert exported == settings | {"eos_token_id": [5, 2, 7]}
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == [5, 2, 7]

@@ -12,7 +12,6 @@ from tokenizers.processors import TemplateProcessing
 from megatron_ladder.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.evaluation import Evaluator
-from megatron_ladder.generate.loading import special_prefix
 from tests.reference import ReferenceConfig, Weights, greedy_continuation, reference_logits
 from tests.unit.generate.tiny_model import PROMPTS, reference_of, tiny_config, write_checkpoint
 
@@ -69,10 +68,10 @@ def test_invalid_arguments_start_no_rank(tmp_path: Path) -> None:
         Evaluator(1, model=tmp_path / "desync", tp=1)
 
 
-def test_special_tokens_before_a_text_are_those_of_the_tokenizer_file(tmp_path: Path) -> None:
+def test_special_tokens_around_a_text_are_those_of_the_tokenizer_file(tmp_path: Path) -> None:
     library = Tokenizer(BPE({"a": 0, "<s>": 1, "</s>": 2, "<|endoftext|>": 3}, []))
     library.add_special_tokens(["<s>", "</s>"])
     library.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
     library.save(str(tmp_path / "tokenizer.json"))
-    assert special_prefix(HuggingFaceTokenizer(tmp_path)) == (1,)
-    assert special_prefix(ByteTokenizer()) == ()
+    assert HuggingFaceTokenizer(tmp_path).added_around() == ((1,), (2,))
+    assert ByteTokenizer().added_around() == ((), ())

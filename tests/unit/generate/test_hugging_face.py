@@ -1,5 +1,6 @@
 """Hugging Face directories: the same tokens as transformers, tokenizers, chat templates, and damaged files."""
 
+import hashlib
 import io
 import json
 import shutil
@@ -28,7 +29,14 @@ from tests.helpers.tokenizer_copies import train_byte_level
 from tests.reference import ReferenceConfig, greedy_continuation
 from tests.unit.convert.saved_models import MODELS as KINDS
 from tests.unit.convert.saved_models import export, save_model
-from tests.unit.generate.tiny_model import MODELS, PROMPTS, greedy_by_transformers, tiny_config, train_tokenizer
+from tests.unit.generate.tiny_model import (
+    MODELS,
+    PROMPTS,
+    greedy_by_transformers,
+    tiny_config,
+    train_tokenizer,
+    write_checkpoint_with_tokenizer,
+)
 
 NEW_TOKENS = 10
 
@@ -166,6 +174,34 @@ def test_a_tokenizer_may_have_more_ids_than_the_model(
             evaluator.score([((1,), (301,))])
         with pytest.raises(UserError, match="a text has the id 301, and the model's vocabulary 301"):
             evaluator.generate([GenerationRequest((301,), 1)])
+
+
+def test_another_tokenizer_than_the_models_is_reported(
+    chat_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A copy of the model's own is not, in either of two formats."""
+    save, _, own = write_checkpoint_with_tokenizer(tmp_path)
+    train_byte_level([], 259, ["<|endoftext|>"]).save(str(tmp_path / "tokenizer.json"))
+    convert(["export", "--load", str(save), "--hf", str(tmp_path / "hf")])
+    pieces, words = ("SentencePieceTokenizer", own.files[0]), ("HuggingFaceTokenizer", tmp_path / "tokenizer.json")
+    for model, (kind, file), is_own in (
+        (save, pieces, True),
+        (save, words, False),
+        (tmp_path / "hf", pieces, True),
+        (tmp_path / "hf", ("HuggingFaceTokenizer", tmp_path / "hf"), True),
+        (tmp_path / "hf", words, False),
+        (chat_model, words, False),
+    ):
+        found = open_model(model, kind, file)
+        expected = f"--tokenizer-model {file} ({found.tokenizer.vocab_size} ids, sha256 {found.tokenizer.sha256[:12]})"
+        warned = [
+            warning.startswith(f"{expected} is not the tokenizer in {found.directory}") for warning in found.warnings
+        ]
+        assert warned == [] if is_own else warned == [True]
+    flags = ["--tokenizer-type", words[0], "--tokenizer-model", str(words[1])]
+    main(["--model", str(save), "--prompt", "a", "--max-new-tokens", "1", *flags])
+    line = f"(257 ids, sha256 {hashlib.sha256(words[1].read_bytes()).hexdigest()[:12]}) is not the tokenizer in {save}"
+    assert line in capsys.readouterr().err
 
 
 def test_sentencepiece_cannot_encode_conversations(tmp_path: Path) -> None:
