@@ -34,7 +34,9 @@ def batches_at(samples: int, rank: int = 0) -> Any:
 def saver_of(argv: list[str], checkpoint: Checkpoint | None = None) -> tuple[Trainer, CheckpointSaver, Events]:
     trainer = build_trainer_here([*RECIPE, *argv])
     stream = SimpleNamespace(cut=lambda: "a plan")
-    inputs: Any = SimpleNamespace(sources=None, tokenizer=None, stream=stream, checkpoint=checkpoint, data={})
+    inputs: Any = SimpleNamespace(
+        sources=None, tokenizer=None, stream=stream, checkpoint=checkpoint, data={}, end_ids=frozenset()
+    )
     events: Events = []
     record: Any = RunRecord(None, trainer.mesh.world.rank)
     record.write = lambda kind, /, **fields: events.append((kind, fields))
