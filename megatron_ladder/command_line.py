@@ -64,13 +64,20 @@ def _help_parser(config_classes: Sequence[type], program: str, description: str)
 
 
 def parse_command_line(
-    config_classes: Sequence[type], argv: Sequence[str], program: str, description: str
+    config_classes: Sequence[type],
+    argv: Sequence[str],
+    program: str,
+    description: str,
+    find_problems: Callable[[FlagWords], Iterable[str]] = lambda found: (),
 ) -> list[Any]:
     """Read `argv` into one instance of each dataclass, in order.
 
-    Raise a UserError with one message per invalid word or value. `--help` and `--version` end the program.
+    Raise a UserError with one message per invalid word or value; `find_problems` checks what `flag` cannot declare.
+    `--help` and `--version` end the program.
     """
-    return build_sections(config_classes, _read_words_and_warn(config_classes, argv, program, description))
+    found = _read_words_and_warn(config_classes, argv, program, description)
+    found.problems += find_problems(found)
+    return build_sections(config_classes, found)
 
 
 def parse_config(

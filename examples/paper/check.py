@@ -101,28 +101,12 @@ def read_command(words: Sequence[str], processes: int) -> RunConfig:
 
 def estimate(run: RunConfig, machine: Machine) -> Estimate:
     """Estimate memory and time of a run."""
-    parallel, training = run.parallel, run.training
-    layout = Layout(
-        tensor=parallel.tensor_model_parallel_size,
-        pipeline=parallel.pipeline_model_parallel_size,
-        data=run.data_parallel_size,
-        zero=int(parallel.zero_stage),
-        micro_batch=training.micro_batch_size,
-        recompute=run.recompute_layers > 0,
-        sequence_parallel=parallel.sequence_parallel,
-    )
+    layout, training = Layout.of(run), run.training
     memory = worst_memory(run.model, layout, training.seq_length, run.accumulation_steps)
 
     def step_seconds(late: range) -> float:
-        times = LayerTime(
-            replace(run.model, ladder_layers=tuple(late)),
-            machine,
-            layout.tensor,
-            training.seq_length,
-            layout.micro_batch,
-            layout.recompute,
-            layout.sequence_parallel,
-        )
+        model = replace(run.model, ladder_layers=tuple(late))
+        times = LayerTime(model, machine, layout, training.seq_length)
         return step_time(times, layout, run.global_batch_size).total
 
     # The planner assumes identical layers.

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,6 +81,7 @@ def test_the_answer_of_inference_is_a_sentence(words: str, expected: str, capsys
     [
         ("--model 8b --batch 64", ["Answer: yes. ladder-parallel trains", "tokens/s, a billion tokens in"]),
         ("--model 8b --gpus 16 --gpus-per-node 2 --batch 64", ["Answer: yes.", "one replica per box"]),
+        ("--model 13b --gpus 16 --network 10gbe --batch 64", ["pipeline 0.0 + ", "each replica spans up to 2 boxes"]),
         ("--model 1b --gpus 16 --batch 64 --wirings ladder", ["Answer: no.", "8 replicas per box"]),
         ("--model 70b --gpus 64 --gpus-per-node 2 --batch 64", ["each replica spans", " hours", " in boxes of 2 over"]),
     ],
@@ -91,6 +93,79 @@ def test_the_answer_of_layouts_is_a_sentence(
     printed = capsys.readouterr().out
     assert all(part in printed for part in expected), printed
     assert any(f"\n  {name}: " in printed for name in ("ib-400", "10gbe")) == ("in boxes of" in printed)
+
+
+TWO_BOXES = "--model llama-2-13b --gpu h100 --gpus 16 --network 10gbe --network-adapters 1 --global-batch-size 256"
+
+
+def plan(words: str, folder: Path) -> dict[str, Any]:
+    main([*words.split(), "--json", str(folder / "plan.json")])
+    report: dict[str, Any] = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+    return report
+
+
+def test_every_pipeline_over_two_boxes_is_slower_on_a_slow_network(tmp_path: Path) -> None:
+    """Sixteen GPUs are two boxes, so some stage sends to the other box, however small its stages are."""
+    usual, slow = (
+        {
+            (
+                row["wiring"],
+                *(row[key] for key in ("tensor", "pipeline", "data", "micro_batch", "recompute", "zero")),
+            ): row
+            for row in plan(f"{TWO_BOXES} {more}", tmp_path)["layouts"]
+        }
+        for more in ("", "--network-bandwidth-gbs 0.001")
+    )
+    pipelines = [name for name, row in usual.items() if row["pipeline"] > 1]
+    assert {usual[name]["pipeline"] for name in pipelines} == {2, 4, 8, 16}
+    for name in pipelines:
+        before, after = (rows[name]["step_seconds"]["bubble"] for rows in (usual, slow))
+        assert after > 100 * before
+
+
+def test_a_no_comes_with_the_command_of_standard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The fastest layout is another wiring's, by less than 3 %."""
+    report = plan(TWO_BOXES, tmp_path)
+    assert report["layouts"][0]["wiring"] == "parallel"
+    assert report["answer"].startswith("Answer: no.")
+    assert "--residual-mode" not in report["command"] and report["command"] in capsys.readouterr().out
+    standard = next(row for row in report["layouts"] if row["wiring"] == "standard")
+    assert f"--pipeline-model-parallel-size={standard['pipeline']} " in report["command"]
+    assert report["tokens_per_second"] == pytest.approx(256 * 4096 / standard["step_seconds"]["total"])
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            "--gpus 16 --network 10gbe",
+            "16 x h100 in boxes of 8 over nvlink and 10gbe (8 adapters a box) "
+            "(assumed: --gpus-per-node=8 --link=nvlink --network-adapters=8), ",
+        ),
+        (
+            "--gpus 2 --gpu gb10 --network-adapters 1",
+            "2 x gb10 in boxes of 1 over dgx-spark (1 adapter a box) "
+            "(assumed: --gpus-per-node=1 --network=dgx-spark), ",
+        ),
+        ("--gpus 8 --link nvlink", "8 x h100 in one box over nvlink (assumed: --gpus-per-node=8), "),
+        ("--gpus 8 --link nvlink --gpus-per-node 8", "8 x h100 in one box over nvlink, "),
+        ("--gpus 1", "1b, 1 x h100, 8 samples of 512"),
+        (
+            "--gpus 2 --gpu macbook --gpu-memory-gb 64 --memory-bandwidth-gbs 400 --peak-tflops 28",
+            "  macbook: 64 GB, 400 GB/s, 28 TFLOP/s (command line)\n",
+        ),
+        ("--gpus 8 --gpu h100 --peak-tflops 500", "  h100: 80 GB, 3,350 GB/s, 500 TFLOP/s (command line; otherwise "),
+        (
+            "--gpus 8 --link-latency-us 21 --link-bandwidth-gbs 38",
+            "  nvlink: 38 GB/s and 21 us by the command line; otherwise NVLink 4",
+        ),
+    ],
+)
+def test_the_machine_is_printed_with_what_is_assumed(
+    words: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["--model", "1b", "--batch", "8", "--seq-length", "512", *words.split()])
+    assert expected in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -110,6 +185,30 @@ def test_the_answer_of_layouts_is_a_sentence(
         ),
         ("inference --gpu gb10 --tp 4", ["--network dgx-spark: known for 2 ranks, found 4"]),
         ("layout", ["expected one of layouts, inference first"]),
+        (
+            "--gpu macbook --peak-tflops 28 --model 9b",
+            [
+                "gb10; to describe another GPU, give --gpu-memory-gb and --memory-bandwidth-gbs as well, and for its "
+                "box --gpus-per-node, --link, --network and --network-adapters",
+                "--model 9b: expected one of ",
+            ],
+        ),
+        (
+            "--model 405b --gpus 16",
+            [
+                "--gpus 16: in every layout of 405b a GPU needs 463 GB or more, but h100 has 80: the nearest number "
+                "that is enough is 112"
+            ],
+        ),
+        (
+            "--model 8b --gpus 37 --gpus-per-node 1",
+            [
+                "--gpus 37: not a product of tensor-, pipeline- and data-parallel sizes that suit 8b, its wirings and "
+                "--global-batch-size 512: the nearest number that is enough is 36"
+            ],
+        ),
+        ("--gpus 12", ["--gpus 12: boxes of 8 GPUs would not be full: give a multiple of 8"]),
+        ("--wirings farskip", ["--wirings farskip: llama-8b can have standard, "]),
         (
             "--gpu v100 --wirings no-comm --gpus 0 --contention 2",
             ["--gpu v100", "--wirings no-comm", "--gpus 0", "--contention 2"],

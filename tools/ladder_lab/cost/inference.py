@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 from ladder_lab.cost.links import MICROSECOND, SubBlockTime, WireModel, forward_seconds, join_intervals
 from ladder_lab.cost.machines import Machine
+from ladder_lab.cost.memory import Layout
+from ladder_lab.cost.placement import placement
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import Branch, SubBlockTensors, head_tensor, layer_tensors, model_tensors
 
@@ -72,7 +74,8 @@ class InferenceRequest:
 
     def reduce_seconds(self, tokens: int) -> float:
         """Return the time of an all-reduce of the stream of so many tokens."""
-        return self.reduce_factor * self.machine.all_reduce_seconds(BYTES * tokens * self.model.hidden_size, self.ranks)
+        spreads = placement(Layout(tensor=self.ranks), self.machine.per_box).tensor
+        return self.reduce_factor * self.machine.all_reduce_seconds(BYTES * tokens * self.model.hidden_size, spreads)
 
 
 @dataclass(frozen=True)

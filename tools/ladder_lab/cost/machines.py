@@ -7,7 +7,7 @@ with nccl-tests.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from ladder_lab.cost.links import (
     gpu_contention,
     wire_bytes,
 )
+from ladder_lab.cost.placement import Spread
 
 LINK_ERROR = 1.33
 """All-reduces so many times faster or slower give the range of a predicted speed-up."""
@@ -42,18 +43,26 @@ class Gpu:
     peak_flops: float
     box: tuple[int, str, str, int]
     source: str
+    """Where the figures are from."""
+
+    @property
+    def figures(self) -> str:
+        """Memory, its rate and the peak."""
+        memory, rate, peak = self.memory_bytes / 1e9, self.memory_bytes_per_second / 1e9, self.peak_flops / 1e12
+        return f"{memory:g} GB, {rate:,g} GB/s, {peak:,g} TFLOP/s ({self.source})"
 
 
 def _gpu(
     name: str, gigabytes: float, gigabytes_s: float, teraflops: float, box: tuple[int, str, str, int], source: str
 ) -> Gpu:
-    figures = f"{gigabytes:g} GB, {gigabytes_s:,g} GB/s, {teraflops:,g} TFLOP/s"
-    return Gpu(name, gigabytes * 1e9, gigabytes_s * 1e9, teraflops * 1e12, box, f"{figures} ({source})")
+    return Gpu(name, gigabytes * 1e9, gigabytes_s * 1e9, teraflops * 1e12, box, source)
 
 
 _HGX = (8, "nvlink", "ib-400", 8)
 _CONSUMER = (4, "pcie-4", "10gbe", 1)
 _WORKSTATION = (4, "pcie-4-p2p", "10gbe", 1)
+OTHER_BOX = (1, "pcie-4", "10gbe", 1)
+"""The usual box of a GPU that is described by its figures."""
 _SPARK = "NVIDIA data sheet; FLOP/s an eighth of the sparse FP4 rate (assumed)"
 GPUS: Mapping[str, Gpu] = {
     gpu.name: gpu
@@ -122,14 +131,21 @@ class LinkPreset:
 
     def changed(self, latency: float | None, rate: float | None, per_doubling: bool = False) -> "LinkPreset":
         """Return the link with a measured latency in us, or one for each doubling of the ranks, and rate in GB/s."""
-        given: dict[str, Any] = {} if rate is None else {"rate": rate}
+        given: dict[str, Any] = {}
+        figures = []
+        if rate is not None:
+            given["rate"] = rate
+            figures.append(f"{rate:g} GB/s")
         if latency is not None:
+            figures.append(f"{latency:g} us" + (" for each doubling of the boxes" if per_doubling else ""))
             given |= {"latency": 0.0, "per_rank": 0.0, "per_doubling": 0.0, "known_ranks": _BOXES}
             given["per_doubling" if per_doubling else "latency"] = latency
         if not given:
             return self
         of_two = None if self.of_two is None else self.of_two.changed(latency, rate, per_doubling)
-        return replace(self, **given, of_two=of_two, source=f"command line; otherwise {self.source}")
+        return replace(
+            self, **given, of_two=of_two, source=f"{' and '.join(figures)} by the command line; otherwise {self.source}"
+        )
 
 
 _BOX, _BOXES = range(2, 9), range(2, 4097)
@@ -222,58 +238,54 @@ class Machine:
     @classmethod
     def usual(cls, gpu: str) -> "Machine":
         """Return a GPU in its usual boxes."""
-        per_box, link, network, adapters = GPUS[gpu].box
-        return cls(GPUS[gpu], per_box, PRESETS[link], PRESETS[network], adapters)
+        return cls.of(GPUS[gpu])
 
-    def all_reduce_seconds(self, num_bytes: float, ranks: int, stride: int = 1) -> float:
-        """Return the time of one all-reduce of `num_bytes` on each of `ranks` GPUs, of a box every `stride`-th.
+    @classmethod
+    def of(cls, gpu: Gpu) -> "Machine":
+        """Return a GPU in its usual boxes."""
+        per_box, link, network, adapters = gpu.box
+        return cls(gpu, per_box, PRESETS[link], PRESETS[network], adapters)
 
-        Ranks of one box reduce first, then the boxes, each GPU with its share of the bytes, as its neighbours do at
-        that time. Large tensors use both wires at once.
+    def all_reduce_seconds(self, num_bytes: float, spreads: Iterable[Spread]) -> float:
+        """Return the time of one all-reduce of `num_bytes` on each rank, in the slowest of groups so spread.
+
+        Ranks of one box reduce first, then the boxes, each GPU with its share of the bytes, as those of other groups do
+        at that time. Large tensors use both wires at once.
         """
-        inside, boxes = self._spread(ranks, stride)
-        parts = self.link.parts(num_bytes, inside), self.network.parts(self._crowded(num_bytes / inside), boxes)
+        return max(self._all_reduce_seconds(num_bytes, spread) for spread in spreads)
+
+    def _all_reduce_seconds(self, num_bytes: float, spread: Spread) -> float:
+        between = self._through_adapter(num_bytes, spread)
+        parts = self.link.parts(num_bytes, spread.most), self.network.parts(between, spread.boxes)
         latencies, steps, wires = zip(*parts, strict=True)
         return sum(latencies) + max(sum(steps), *wires)
 
-    def gather_seconds(self, num_bytes: float, ranks: int, stride: int = 1) -> float:
+    def gather_seconds(self, num_bytes: float, spreads: Iterable[Spread]) -> float:
         """Return the time of one all-gather or reduce-scatter of `num_bytes` in total, half the bytes of an all-reduce.
 
         It uses a ring, so each further box adds `HOP` of the network's latency.
         """
-        _, boxes = self._spread(ranks, stride)
-        if boxes == 1:
-            return self.all_reduce_seconds(num_bytes, ranks, stride) / 2
-        doublings, once = (self.network.parts(0, count)[0] for count in (boxes, 2))
-        return (self.all_reduce_seconds(num_bytes, ranks, stride) - doublings) / 2 + HOP * once * (boxes - 1)
+        return max(self._gather_seconds(num_bytes, spread) for spread in spreads)
 
-    def send_seconds(self, num_bytes: float, distance: int) -> float:
-        """Return the time to send a tensor to the GPU that is this many ranks away: that of two ranks' all-reduce."""
-        if distance < self.per_box:
-            return self.link.seconds(num_bytes, 2)
-        return self.network.seconds(self._crowded(num_bytes), 2)
+    def _gather_seconds(self, num_bytes: float, spread: Spread) -> float:
+        if spread.boxes == 1:
+            return self._all_reduce_seconds(num_bytes, spread) / 2
+        doublings, once = (self.network.parts(0, count)[0] for count in (spread.boxes, 2))
+        return (self._all_reduce_seconds(num_bytes, spread) - doublings) / 2 + HOP * once * (spread.boxes - 1)
 
     def contention_of(self, num_bytes: float) -> float:
         """Return the share of the overlap with a collective of this size that is given back."""
         return gpu_contention(num_bytes, self.contention)
 
-    def place(self, gpus: int) -> str:
-        """Return the place of so many GPUs: their boxes, and the interconnects that they use."""
-        where = f"in boxes of {self.per_box} over {self.link.name} and {self.network.name}"
-        where = where if gpus > self.per_box else f"in one box over {self.link.name}"
-        return f"{gpus} x {self.gpu.name} {where} (assumed unless given: --gpus-per-node, --link, --network)"
-
     def describe(self, gpus: int) -> str:
         """Return the sources of all figures for so many GPUs."""
-        used = (self.link, self.network)[: 1 + (gpus > self.per_box)]
-        sources = {self.gpu.name: self.gpu.source, **{part.name: part.source for part in used}}
+        sources = {self.gpu.name: self.gpu.figures}
+        if min(self.per_box, gpus) > 1:
+            sources[self.link.name] = self.link.source
+        if gpus > self.per_box:
+            sources[self.network.name] = self.network.source
         return "\n".join(f"  {name}: {source}" for name, source in sources.items())
 
-    def _spread(self, ranks: int, stride: int) -> tuple[int, int]:
-        """Return the ranks per box and the number of boxes."""
-        inside = min(ranks, max(1, self.per_box // stride))
-        return inside, math.ceil(ranks / inside)
-
-    def _crowded(self, num_bytes: float) -> float:
-        """Return the bytes through one adapter when every GPU of a box sends so many."""
-        return num_bytes * max(1.0, self.per_box / self.adapters)
+    def _through_adapter(self, num_bytes: float, spread: Spread) -> float:
+        """Return the bytes of a group's all-reduce that pass through one of the adapters which its box shares."""
+        return num_bytes * max(1 / spread.fewest, spread.sharing / self.adapters)

@@ -46,10 +46,11 @@ from megatron_ladder.blueprint.tensors import (
     uniform_partition,
 )
 from megatron_ladder.blueprint.wiring import plan_reads
+from megatron_ladder.config.run import RunConfig
 
 Precision = Literal["fp32", "bf16"]
 FP32_BYTES = 4
-_NUMBER_BYTES = {"fp32": FP32_BYTES, "bf16": 2}
+NUMBER_BYTES = {"fp32": FP32_BYTES, "bf16": 2}
 """Size of one weight or activation."""
 LOSS_BYTES = 12
 """Bytes of each logit that exists at once."""
@@ -72,6 +73,21 @@ class Layout:
     recompute: bool = False
     sequence_parallel: bool = False
     muon: bool = False
+
+    @classmethod
+    def of(cls, run: RunConfig) -> "Layout":
+        """Return the layout of a run, which recomputes all layers or none."""
+        parallel = run.parallel
+        return cls(
+            tensor=parallel.tensor_model_parallel_size,
+            pipeline=parallel.pipeline_model_parallel_size,
+            data=run.data_parallel_size,
+            zero=int(parallel.zero_stage),
+            micro_batch=run.training.micro_batch_size,
+            recompute=run.recompute_layers > 0,
+            sequence_parallel=parallel.sequence_parallel,
+            muon=run.optimizer.optimizer == "muon",
+        )
 
     @property
     def gpus(self) -> int:
@@ -167,7 +183,7 @@ def _state_bytes(
     share = 1 / layout.data
     if layout.data == 1 and layout.zero == 2:
         layout = replace(layout, zero=1)
-    weights = _NUMBER_BYTES[precision] * parameters * (share if layout.zero >= 3 else 1)
+    weights = NUMBER_BYTES[precision] * parameters * (share if layout.zero >= 3 else 1)
     gradients = FP32_BYTES * parameters * (share if layout.zero >= 2 else 1)
     share = 1 if layout.zero == 0 else share
     has_masters = layout.zero >= 2 or precision == "bf16"
@@ -185,7 +201,7 @@ def _layers_activation_bytes(
     layers = stage_layers(model, layout.pipeline, stage)
     _, *further = itertools.chain.from_iterable(_new_streams(model)[layers.start : layers.stop])
     sub_blocks = 1 + len(further)
-    size = _NUMBER_BYTES[precision]
+    size = NUMBER_BYTES[precision]
     stream = tokens * model.hidden_size / (layout.tensor if layout.sequence_parallel else 1)
     inputs = (1 + sum(further)) * stream * size
     if layout.recompute:
@@ -204,7 +220,7 @@ def _new_streams(model: ModelConfig) -> list[list[bool]]:
 
 def _head_activation_bytes(model: ModelConfig, layout: Layout, tokens: int, precision: Precision) -> float:
     """Return the bytes that final norm, output head and loss keep. The head's input is whole on every rank."""
-    size, cut = _NUMBER_BYTES[precision], layout.tensor if layout.sequence_parallel else 1
+    size, cut = NUMBER_BYTES[precision], layout.tensor if layout.sequence_parallel else 1
     stream = tokens * model.hidden_size * (size + size / cut)
     return stream + FP32_BYTES * embedding_tensor(model).local_numel(layout.tensor)
 
@@ -212,7 +228,7 @@ def _head_activation_bytes(model: ModelConfig, layout: Layout, tokens: int, prec
 def stage_memory(
     model: ModelConfig, layout: Layout, stage: int, sequence: int, micro_batches: int, precision: Precision = "bf16"
 ) -> Memory:
-    size, tokens = _NUMBER_BYTES[precision], sequence * layout.micro_batch
+    size, tokens = NUMBER_BYTES[precision], sequence * layout.micro_batch
     parameters, orthogonal = stage_parameters(model, layout, stage), _orthogonal_parameters(model, layout, stage)
     weights, gradients, optimizer = _state_bytes(parameters, layout, precision, orthogonal)
     held = min(layout.pipeline - stage, micro_batches)

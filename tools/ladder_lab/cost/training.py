@@ -9,11 +9,14 @@ wiring.
 
 A pipeline of p stages and m micro-batches takes the sum of all stages once and then m - 1 times the slowest one.
 
-Bytes that data-parallel ranks move per parameter of a GPU (bf16 weights, gradients accumulated in fp32):
+`traffic.py` lists the bytes that ranks exchange, and `placement.py` the groups that cross from box to box. Of the
+data-parallel gathers and reduce-scatters,
 
-    ZeRO 1    once a step: reduce-scatter of 4, all-gather of 2             under the last backward, the first forward
-    ZeRO 2    each micro-batch: reduce-scatter of 4; once a step: all-gather of 2              under backward
-    ZeRO 3    each micro-batch: all-gather of 2, twice; reduce-scatter of 4; layer by layer    under both passes
+    ZeRO 1    those of a step run under its last backward pass (gradients) and the next forward pass (weights)
+    ZeRO 2    gradients run under each backward pass; the gather of the weights is exposed
+    ZeRO 3    layer by layer, under both passes
+
+The sum of the gradient of a tied embedding, over the ends of a pipeline, is exposed.
 
 A collective that overlaps with computation is exposed by as much as it takes longer, and gives back its share of
 contention.
@@ -23,17 +26,17 @@ A desync interval is one sub-block with one exposed reduce in each pass: at its 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from itertools import accumulate, chain
+from functools import cached_property
+from itertools import chain
 
 from ladder_lab.cost.links import SubBlockTime, WireModel, backward_seconds, forward_seconds, join_intervals
 from ladder_lab.cost.machines import Machine
 from ladder_lab.cost.memory import FP32_BYTES, Layout, stage_layers, stage_parameters
+from ladder_lab.cost.placement import placement
+from ladder_lab.cost.traffic import ends_bytes, gathered_bytes, state_bytes, stream_bytes
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import ModelFlops, SubBlockTensors, layer_tensors, padded_vocab_size
-from megatron_ladder.blueprint.wiring import plan_reads
 
-WEIGHT_BYTES = 2
 FLOPS_SHARE = 0.58
 """Share of the peak that products reach, fitted to prefill of the runs in machines.py."""
 STREAM_PASSES = 5.5
@@ -49,7 +52,7 @@ class StepTime:
     """Seconds of one optimizer step, by cause.
 
     Computing includes recomputation and the optimizer; exposed tensor-parallel time, the compute time lost to overlap;
-    the bubble of idle pipeline stages, the sends between them.
+    the bubble of idle pipeline stages, the sends between them and the sum over their ends.
     """
 
     compute: float
@@ -65,38 +68,38 @@ class StepTime:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """The time of layers of one wiring on one tensor-parallel group, for a micro-batch of given size.
+    """The time of layers of one wiring on one tensor-parallel group, for a micro-batch.
 
     An all-reduce takes `reduce_factor` times as long as the machine's.
     """
 
     model: ModelConfig
     machine: Machine
-    tensor: int
+    layout: Layout
+    """Its stages and ZeRO stage do not matter here."""
     sequence: int
-    micro_batch: int
-    recompute: bool
-    sequence_parallel: bool
     reduce_factor: float = 1.0
 
     @property
-    def stream_bytes(self) -> float:
+    def stream_bytes(self) -> int:
         """Bytes of the reduced tensor."""
-        return self.sequence * self.micro_batch * self.model.hidden_size * WEIGHT_BYTES
+        return stream_bytes(self.model, self.layout, self.sequence)
 
     @cached_property
     def reduce_seconds(self) -> float:
         """Time of one all-reduce, or of the reduce-scatter and all-gather that replace it."""
-        return self.reduce_factor * self.machine.all_reduce_seconds(self.stream_bytes, self.tensor)
+        spreads = placement(self.layout, self.machine.per_box).tensor
+        return self.reduce_factor * self.machine.all_reduce_seconds(self.stream_bytes, spreads)
 
     @cached_property
     def layers(self) -> list[tuple[SubBlockTime, ...]]:
         """The sub-blocks of each layer."""
-        rate = self.machine.gpu.peak_flops * FLOPS_SHARE * self.tensor
+        layout = self.layout
+        rate = self.machine.gpu.peak_flops * FLOPS_SHARE * layout.tensor
         streams = STREAM_PASSES * self.stream_bytes / self.machine.gpu.memory_bytes_per_second
-        if self.sequence_parallel:
-            streams /= self.tensor
-        tokens = self.sequence * self.micro_batch
+        if layout.sequence_parallel:
+            streams /= layout.tensor
+        tokens = self.sequence * layout.micro_batch
 
         def time_of(sub_block: SubBlockTensors) -> SubBlockTime:
             # A flash kernel skips the masked half of the scores.
@@ -107,9 +110,9 @@ class LayerTime:
                 for matrix in one.inputs
             )
             forward, wgrad = tokens * flops / rate + streams, tokens * 2 * inputs / rate
-            dgrad = forward * (3 if self.recompute else 2) - wgrad
+            dgrad = forward * (3 if layout.recompute else 2) - wgrad
             wired = sub_block.wired
-            shared = wired.joins_next, wired.shares_reading and not self.recompute
+            shared = wired.joins_next, wired.shares_reading and not layout.recompute
             return SubBlockTime(forward, self.reduce_seconds, wired.missing, dgrad, wgrad, *shared)
 
         return [tuple(map(time_of, layer)) for layer in layer_tensors(self.model)]
@@ -133,24 +136,16 @@ class LayerTime:
 
     def _simulate(self, steps: Sequence[SubBlockTime]) -> tuple[float, float]:
         compute = sum(step.forward_seconds + step.dgrad_seconds + step.wgrad_seconds for step in steps)
-        if self.tensor == 1:
+        if self.layout.tensor == 1:
             return compute, compute
         interval = self.model.desync_interval
         steps = join_intervals(steps, interval)
         forward = forward_seconds(steps, self.wire)
-        if self.sequence_parallel:
+        if self.layout.sequence_parallel:
             steps = [replace(step, reduce_seconds=GATHERED_AGAIN * step.reduce_seconds) for step in steps]
         at_once = interval > 0
         backward = backward_seconds(steps, self.wire, launch_before_wgrad=not at_once, wait_at_once=at_once)
         return compute, forward + backward
-
-
-@lru_cache(maxsize=256)
-def _outputs_at_cuts(model: ModelConfig) -> list[int]:
-    """Return how many outputs cross a pipeline cut before each layer."""
-    wired = model.wired_layers
-    plan = plan_reads(wired)
-    return [len(plan.missing(read)) for read in accumulate(map(len, wired[:-1]), initial=0)]
 
 
 def step_time(times: LayerTime, layout: Layout, global_batch: int) -> StepTime:
@@ -158,23 +153,29 @@ def step_time(times: LayerTime, layout: Layout, global_batch: int) -> StepTime:
     micro_batches = global_batch // (layout.data * layout.micro_batch)
     stages = [_stage_seconds(times, layout, stage) for stage in range(layout.pipeline)]
     compute, slowest = max(stages, key=lambda stage: stage[1])
-    sending = 0.0
-    if layout.pipeline > 1:
-        starts = (stage_layers(times.model, layout.pipeline, stage).start for stage in range(1, layout.pipeline))
-        pending = max(_outputs_at_cuts(times.model)[start] for start in starts)
-        # The missing outputs cross unreduced, so each rank sends the whole of its partial sums.
-        state = times.stream_bytes * (1 / (times.tensor if times.sequence_parallel else 1) + pending)
-        distance = layout.tensor * layout.data
-        sending = 2 * (micro_batches + layout.pipeline - 1) * times.machine.send_seconds(state, distance)
+    exchanging = _exchange_seconds(times, layout, micro_batches)
     # The GPU that holds most.
     parameters = max(stage_parameters(times.model, layout, stage) for stage in range(layout.pipeline))
     update = UPDATE_BYTES * parameters / layout.data / times.machine.gpu.memory_bytes_per_second
     return StepTime(
         compute=micro_batches * compute + update,
         exposed_tensor=micro_batches * slowest - micro_batches * compute,
-        bubble=sum(total for _, total in stages) - slowest + sending,
+        bubble=sum(total for _, total in stages) - slowest + exchanging,
         exposed_data=_exposed_data(times, layout, parameters, micro_batches, slowest),
     )
+
+
+def _exchange_seconds(times: LayerTime, layout: Layout, micro_batches: int) -> float:
+    """Return the seconds of sends between stages, and of the sum of a tied embedding's gradient over the ends."""
+    if layout.pipeline == 1:
+        return 0.0
+    machine, where = times.machine, placement(layout, times.machine.per_box)
+    cuts = range(layout.pipeline - 1)
+    state = max(state_bytes(times.model, layout, times.sequence, stage) for stage in cuts)
+    # A send takes as long as the all-reduce of two ranks.
+    sending = 2 * (micro_batches + layout.pipeline - 1) * machine.all_reduce_seconds(state, where.following)
+    shared = ends_bytes(times.model, layout)
+    return sending + (machine.all_reduce_seconds(shared, where.ends) if shared else 0.0)
 
 
 def _stage_seconds(times: LayerTime, layout: Layout, stage: int) -> tuple[float, float]:
@@ -183,10 +184,10 @@ def _stage_seconds(times: LayerTime, layout: Layout, stage: int) -> tuple[float,
     if stage == 0:
         total += times.reduce_seconds
     if stage == layout.pipeline - 1:
-        rate = times.machine.gpu.peak_flops * FLOPS_SHARE * times.tensor
-        head = 3 * ModelFlops(times.model, times.sequence).head * times.micro_batch / rate
-        rows = padded_vocab_size(times.model.vocab_size, times.tensor) // times.tensor
-        logits = times.sequence * times.micro_batch * rows
+        rate = times.machine.gpu.peak_flops * FLOPS_SHARE * layout.tensor
+        head = 3 * ModelFlops(times.model, times.sequence).head * layout.micro_batch / rate
+        rows = padded_vocab_size(times.model.vocab_size, layout.tensor) // layout.tensor
+        logits = times.sequence * layout.micro_batch * rows
         # Logits, exponentials and their gradient in fp32, each written and read.
         head += 6 * FP32_BYTES * logits / times.machine.gpu.memory_bytes_per_second
         compute, total = compute + head, total + head + times.reduce_seconds
@@ -194,26 +195,26 @@ def _stage_seconds(times: LayerTime, layout: Layout, stage: int) -> tuple[float,
 
 
 def _exposed_data(times: LayerTime, layout: Layout, parameters: int, micro_batches: int, pass_seconds: float) -> float:
-    """Return the exposed data-parallel time by the table at the top of this file."""
+    """Return the exposed data-parallel time as described at the top of this file."""
     if layout.data == 1:
         return 0.0
-    machine = times.machine
+    machine, gathered = times.machine, gathered_bytes(layout)
+    spreads = placement(layout, machine.per_box).data
 
-    def around(num_bytes: float, collectives: int = 1) -> float:
-        share = num_bytes * parameters / collectives
-        return collectives * machine.gather_seconds(share, layout.data, layout.tensor)
+    def around(bytes_per_parameter: float, collectives: int = 1) -> float:
+        share = bytes_per_parameter * parameters / collectives
+        return collectives * machine.gather_seconds(share, spreads)
 
     def exposed(reduce: float, compute: float) -> float:
         return max(0.0, reduce - compute) + machine.contention_of(parameters) * min(reduce, compute)
 
     forward, backward = pass_seconds / 3, pass_seconds * 2 / 3
     if layout.zero == 2:
-        return around(WEIGHT_BYTES) + micro_batches * exposed(around(FP32_BYTES), backward)
+        return around(gathered.weights) + micro_batches * exposed(around(gathered.gradients), backward)
     if layout.zero == 3:
         layers = times.model.num_layers
-        gathers, scatters = 2 * around(WEIGHT_BYTES, layers), around(FP32_BYTES, layers)
-        return micro_batches * exposed(gathers + scatters, pass_seconds)
-    return exposed(around(FP32_BYTES), backward) + exposed(around(WEIGHT_BYTES), forward)
+        return micro_batches * exposed(around(gathered.weights + gathered.gradients, 3 * layers), pass_seconds)
+    return exposed(around(gathered.gradients), backward) + exposed(around(gathered.weights), forward)
 
 
 def model_flop_utilisation(times: LayerTime, layout: Layout, global_batch: int, seconds: float) -> float:

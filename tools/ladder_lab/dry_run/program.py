@@ -159,17 +159,8 @@ def _planned_bytes(run: RunConfig, stage: int) -> float:
     parallel, training = run.parallel, run.training
     if parallel.pipeline_partition != "uniform" or run.recompute_layers not in (0, run.model.num_layers):
         return 0.0
-    layout = Layout(
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        run.data_parallel_size,
-        int(parallel.zero_stage),
-        training.micro_batch_size,
-        run.recompute_layers > 0,
-        parallel.sequence_parallel,
-    )
     precision: Precision = "bf16" if training.bf16 else "fp32"
-    return stage_memory(run.model, layout, stage, training.seq_length, run.accumulation_steps, precision).total
+    return stage_memory(run.model, Layout.of(run), stage, training.seq_length, run.accumulation_steps, precision).total
 
 
 def _to_json(records: Mapping[int, RankRecord]) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def print_inference(given: MachineOptions, options: InferenceOptions) -> None:
     predictions = _predict_wirings(request, _wirings(request.model, options))
     machine, memory, link = request.machine, inference_memory(request), request.reduce_seconds(request.batch)
     print(
-        f"{options.model} on {machine.place(request.ranks)}, batch {request.batch}, {request.prompt} prompt tokens, "
+        f"{options.model} on {given.place(request.ranks)}, batch {request.batch}, {request.prompt} prompt tokens, "
         f"{request.new_tokens} new tokens\n"
         f"GB per GPU: {memory.total / 1e9:.1f} = {memory.weights / 1e9:.1f} weights + {memory.cache / 1e9:.1f} cache\n"
     )

@@ -10,12 +10,15 @@ from ladder_lab.cost.memory import RESERVED_BYTES, Layout, Memory, worst_memory
 from ladder_lab.cost.training import LayerTime, StepTime, model_flop_utilisation, step_time
 from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
+from megatron_ladder.blueprint.tensors import parameter_count
 
 MOST_NODES_OF_TENSOR = 2
 """Nodes that a tensor-parallel group spans at most."""
 MICRO_BATCHES = (1, 2, 4, 8)
 PLANNED_WIRINGS = tuple(name for name, wiring in NAMED_WIRINGS.items() if wiring.is_planned)
 """Those that `NamedWiring.is_planned` allows: the step time is that of identical layers."""
+_LEAST_STATE_BYTES = 14
+"""Bytes of weights, gradients and optimizer state of a parameter, over all GPUs: those of Muon."""
 SMALLEST_DIFFERENCE = 0.03
 """Relative difference below which two times tie."""
 
@@ -44,8 +47,11 @@ class LayoutPlan:
     utilisation: float
 
 
-def _layouts(request: PlanRequest) -> Iterator[Layout]:
-    """Yield all layouts that divide the GPUs and the batch evenly, whether they fit in memory or not."""
+def _layouts(request: PlanRequest, leanest: bool = False) -> Iterator[Layout]:
+    """Yield all layouts that divide the GPUs and the batch evenly, whether they fit in memory or not.
+
+    `leanest` leaves out those that need more memory than another one of the same ranks.
+    """
     most_tensor = min(request.gpus, MOST_NODES_OF_TENSOR * request.machine.per_box)
     for tensor in _divisors(request.gpus, most_tensor):
         if tensor_parallel_errors(request.model, tensor):
@@ -54,7 +60,8 @@ def _layouts(request: PlanRequest) -> Iterator[Layout]:
             data = request.gpus // (tensor * pipeline)
             sequence_parallel = (False, True) if tensor > 1 and request.sequence % tensor == 0 else (False,)
             zeros = [1, 2, 3][: 2 if request.muon else 3] if pipeline == 1 and data > 1 else [1]
-            for micro_batch, zero, recompute, cut in product(MICRO_BATCHES, zeros, (False, True), sequence_parallel):
+            choices = (MICRO_BATCHES[:1], zeros, (True,)) if leanest else (MICRO_BATCHES, zeros, (False, True))
+            for micro_batch, zero, recompute, cut in product(*choices, sequence_parallel):
                 if request.global_batch % (data * micro_batch) == 0:
                     yield Layout(tensor, pipeline, data, zero, micro_batch, recompute, cut, muon=request.muon)
 
@@ -69,41 +76,61 @@ def _has(layout: Layout, wiring: str) -> bool:
 
 
 def _layer_time(request: PlanRequest, layout: Layout, wiring: str, reduce_factor: float = 1.0) -> LayerTime:
-    named = NAMED_WIRINGS[wiring]
-    return LayerTime(
-        named.of(request.model, layout.tensor),
-        request.machine,
-        layout.tensor,
-        request.sequence,
-        layout.micro_batch,
-        layout.recompute,
-        layout.sequence_parallel and named.shares_stream,
-        reduce_factor,
-    )
+    model = NAMED_WIRINGS[wiring].of(request.model, layout.tensor)
+    return LayerTime(model, request.machine, layout, request.sequence, reduce_factor)
 
 
-def fitting_plans(request: PlanRequest) -> list[LayoutPlan]:
-    """Return every layout that fits, fastest first, in every wiring.
+def _pairs(request: PlanRequest, leanest: bool = False) -> Iterator[tuple[Layout, str, Memory]]:
+    """Yield all layouts in all wirings that they can have, and the memory of the fullest GPU.
 
     Without tensor parallelism, wirings have no communication to hide, so only the first of the request is planned.
     """
+    for layout, wiring in product(_layouts(request, leanest), request.wirings):
+        if _has(layout, wiring) and (layout.tensor > 1 or wiring == request.wirings[0]):
+            model = NAMED_WIRINGS[wiring].of(request.model, layout.tensor)
+            micro_batches = request.global_batch // (layout.data * layout.micro_batch)
+            yield layout, wiring, worst_memory(model, layout, request.sequence, micro_batches)
+
+
+def _fits(request: PlanRequest, memory: Memory) -> bool:
+    return memory.total + RESERVED_BYTES <= request.machine.gpu.memory_bytes
+
+
+def fitting_plans(request: PlanRequest) -> list[LayoutPlan]:
+    """Return every layout that fits, fastest first, in every wiring."""
     # The same for every pipeline, number of data-parallel ranks and ZeRO stage.
     layer_times: dict[tuple[Layout, str], LayerTime] = {}
     plans = []
-    for layout, wiring in product(_layouts(request), request.wirings):
-        if not _has(layout, wiring) or (layout.tensor == 1 and wiring != request.wirings[0]):
+    for layout, wiring, memory in _pairs(request):
+        if not _fits(request, memory):
             continue
-        key = replace(layout, pipeline=1, data=1, zero=1), wiring
+        key = replace(layout, pipeline=1, data=layout.pipeline * layout.data, zero=1), wiring
         if key not in layer_times:
-            layer_times[key] = _layer_time(request, layout, wiring)
+            layer_times[key] = _layer_time(request, *key)
         times = layer_times[key]
-        micro_batches = request.global_batch // (layout.data * layout.micro_batch)
-        memory = worst_memory(times.model, layout, request.sequence, micro_batches)
-        if memory.total + RESERVED_BYTES <= request.machine.gpu.memory_bytes:
-            time = step_time(times, layout, request.global_batch)
-            utilisation = model_flop_utilisation(times, layout, request.global_batch, time.total)
-            plans.append(LayoutPlan(layout, wiring, memory, time, utilisation))
+        time = step_time(times, layout, request.global_batch)
+        utilisation = model_flop_utilisation(times, layout, request.global_batch, time.total)
+        plans.append(LayoutPlan(layout, wiring, memory, time, utilisation))
     return sorted(plans, key=lambda plan: (plan.time.total, plan.memory.total))
+
+
+def least_memory(request: PlanRequest) -> float | None:
+    """Return the bytes of a GPU that some layout needs at least; None if no layout divides GPUs and batch."""
+    totals = (memory.total + RESERVED_BYTES for _, _, memory in _pairs(request, leanest=True))
+    return min(totals, default=None)
+
+
+def nearest_gpus(request: PlanRequest) -> int | None:
+    """Return the number of GPUs nearest to the request's, in full boxes, for which a layout fits; None if none does."""
+    per_box, boxes = request.machine.per_box, request.machine.network.known_ranks
+    numbers = [*range(1, per_box), *range(per_box, per_box * boxes[-1] + 1, per_box)]
+    fewest = _LEAST_STATE_BYTES * parameter_count(request.model).total / request.machine.gpu.memory_bytes
+    possible = [number for number in numbers if number > fewest]
+    for gpus in sorted(possible, key=lambda number: abs(number - request.gpus)):
+        other = replace(request, gpus=gpus)
+        if any(_fits(other, memory) for _, _, memory in _pairs(other, leanest=True)):
+            return gpus
+    return None
 
 
 def best_of_each_grid(plans: Sequence[LayoutPlan]) -> list[LayoutPlan]:
@@ -132,12 +159,15 @@ def sweep(request: PlanRequest, layout: Layout) -> list[dict[str, Any]]:
     Wirings without sequence parallelism are compared without it.
     """
     rows = []
+    names = dict.fromkeys(("standard", *request.wirings))
+    # The ranks of desync have no common stream to cut.
+    layouts = {
+        name: replace(layout, sequence_parallel=layout.sequence_parallel and NAMED_WIRINGS[name].shares_stream)
+        for name in names
+    }
     for factor in FACTORS:
-        times = {
-            wiring: _layer_time(request, layout, wiring, factor)
-            for wiring in dict.fromkeys(("standard", *request.wirings))
-        }
-        seconds = {wiring: step_time(one, layout, request.global_batch).total for wiring, one in times.items()}
+        times = {name: _layer_time(request, one, name, factor) for name, one in layouts.items()}
+        seconds = {name: step_time(times[name], one, request.global_batch).total for name, one in layouts.items()}
         reduce_seconds = times["standard"].reduce_seconds
         fastest = verdict([*seconds.items()])
         rows.append({"factor": factor, "reduce_seconds": reduce_seconds, "seconds": seconds, "fastest": fastest})

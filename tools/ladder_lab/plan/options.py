@@ -1,27 +1,30 @@
 """The command line of `tools/plan.py`. It needs no torch."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from ladder_lab.bench.sizes import SHAPE, SIZES, find_size
 from ladder_lab.cost.links import CONTENTION
-from ladder_lab.cost.machines import GPUS, PRESETS, Machine
+from ladder_lab.cost.machines import GPUS, OTHER_BOX, PRESETS, Gpu, Machine
 from ladder_lab.plan.layouts import PLANNED_WIRINGS
 from megatron_ladder.blueprint.wiring import EXPERT_MODES, SHARED_STREAM_MODES
-from megatron_ladder.command_line import parse_command_line, take_subcommand
-from megatron_ladder.errors import UserError
-from megatron_ladder.flags import flag
+from megatron_ladder.command_line import FlagWords, flag_words, parse_command_line, take_subcommand
+from megatron_ladder.errors import Problem, UserError
+from megatron_ladder.flags import flag, flag_name
+
+_GPU_FLAGS = ("gpu_memory_gb", "memory_bandwidth_gbs", "peak_tflops")
+"""The figures that describe a GPU without the help of its name."""
 
 
 @dataclass(frozen=True)
 class MachineOptions:
     """Machine. Boxes of equal GPUs. Figures that are not given are those of the GPU's usual box."""
 
-    gpu: str = flag("h100", choices=GPUS)
-    """GPU."""
+    gpu: str = flag("h100", details=f"Names: {', '.join(GPUS)}.")
+    """GPU, by a name that is known, or by any name with --gpu-memory-gb, --memory-bandwidth-gbs and --peak-tflops."""
     gpus_per_node: int | None = flag(None, minimum=1)
     """GPUs of a box."""
     link: str | None = flag(None, choices=PRESETS)
@@ -50,18 +53,10 @@ class MachineOptions:
 
     def machine(self, gpus: int) -> Machine:
         """Return the machine; raise UserError if its interconnects are not known for so many GPUs."""
-        usual = Machine.usual(self.gpu)
-        given = {
-            "memory_bytes": (self.gpu_memory_gb, 1e9),
-            "memory_bytes_per_second": (self.memory_bandwidth_gbs, 1e9),
-            "peak_flops": (self.peak_tflops, 1e12),
-        }
-        figures: dict[str, Any] = {name: value * unit for name, (value, unit) in given.items() if value is not None}
-        if figures:
-            figures["source"] = f"command line; otherwise {usual.gpu.source}"
+        usual = Machine.of(self._gpu())
         link, network = PRESETS.get(self.link or "", usual.link), PRESETS.get(self.network or "", usual.network)
         machine = Machine(
-            replace(usual.gpu, **figures),
+            usual.gpu,
             self.gpus_per_node or usual.per_box,
             link.changed(self.link_latency_us, self.link_bandwidth_gbs),
             network.changed(self.network_latency_us, self.network_bandwidth_gbs, per_doubling=True),
@@ -79,6 +74,37 @@ class MachineOptions:
                 fix = f"give --{name}-latency-us and --{name}-bandwidth-gbs, or another --gpus-per-node"
                 raise UserError(f"--{name} {error}: {fix}") from None
         return machine
+
+    def _gpu(self) -> Gpu:
+        """Return the GPU of that name with the figures of the command line."""
+        given = {
+            "memory_bytes": (self.gpu_memory_gb, 1e9),
+            "memory_bytes_per_second": (self.memory_bandwidth_gbs, 1e9),
+            "peak_flops": (self.peak_tflops, 1e12),
+        }
+        figures: dict[str, Any] = {name: value * unit for name, (value, unit) in given.items() if value is not None}
+        if self.gpu not in GPUS:
+            return Gpu(self.gpu, **figures, box=OTHER_BOX, source="command line")
+        known = GPUS[self.gpu]
+        whole = len(figures) == len(given)
+        source = "command line" if whole else f"command line; otherwise {known.source}" if figures else known.source
+        return replace(known, **figures, source=source)
+
+    def place(self, gpus: int) -> str:
+        """Return where so many GPUs are, and the flags of that which are assumed."""
+        machine = self.machine(gpus)
+        where, used = "", dict[str, Any]()
+        if gpus > machine.per_box:
+            adapters = f"{machine.adapters} adapter{'s' if machine.adapters > 1 else ''} a box"
+            inside = f"{machine.link.name} and " if machine.per_box > 1 else ""
+            where = f" in boxes of {machine.per_box} over {inside}{machine.network.name} ({adapters})"
+            used = {"gpus_per_node": machine.per_box} | ({"link": machine.link.name} if inside else {})
+            used |= {"network": machine.network.name, "network_adapters": machine.adapters}
+        elif gpus > 1:
+            where = f" in one box over {machine.link.name}"
+            used = {"gpus_per_node": machine.per_box, "link": machine.link.name}
+        assumed = flag_words({name: value for name, value in used.items() if getattr(self, name) is None})
+        return f"{gpus} x {self.gpu}{where}" + (f" (assumed: {' '.join(assumed)})" if assumed else "")
 
 
 @dataclass(frozen=True)
@@ -138,12 +164,25 @@ def parse_options(argv: Sequence[str]) -> tuple[MachineOptions, LayoutOptions | 
     given = argv if argv and not argv[0].startswith("-") else ["layouts", *argv]
     command, words = take_subcommand(given, DESCRIPTIONS, "plan.py", "Plans layouts. Needs no GPU.")
     description = "\n".join(f"plan.py {name}: {text}" for name, text in DESCRIPTIONS.items())
-    machine, options = parse_command_line([MachineOptions, KINDS[command]], words, f"plan.py {command}", description)
-    try:
-        find_size(options.model)
-    except ValueError as error:
-        raise UserError(f"--model {options.model}: {error}") from None
+    sections = [MachineOptions, KINDS[command]]
+    machine, options = parse_command_line(sections, words, f"plan.py {command}", description, _unknown_names)
     return machine, options
+
+
+def _unknown_names(found: FlagWords) -> Iterator[Problem]:
+    """Find a model without a shape, and a GPU without figures."""
+    gpu, model = (str(found.words.get(name, known)) for name, known in (("gpu", "h100"), ("model", "8b")))
+    missing = [flag_name(name) for name in _GPU_FLAGS if name not in found.words]
+    if gpu not in GPUS and missing:
+        yield Problem(
+            "--gpu",
+            f" {gpu}: expected one of {', '.join(GPUS)}; to describe another GPU, give {' and '.join(missing)} as "
+            "well, and for its box --gpus-per-node, --link, --network and --network-adapters",
+        )
+    try:
+        find_size(model)
+    except ValueError as error:
+        yield Problem("--model", f" {model}: {error}")
 
 
 QUALITY = (

@@ -1,14 +1,15 @@
 """`tools/plan.py layouts`: prints a plan as tables, and writes it as JSON."""
 
-import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from ladder_lab.bench.sizes import find_size
 from ladder_lab.cost.machines import TIME_RANGE
 from ladder_lab.cost.memory import Layout
+from ladder_lab.cost.placement import placement
+from ladder_lab.cost.traffic import Sent, rank_traffic
 from ladder_lab.output import markdown_table, write_json
 from ladder_lab.plan.layouts import (
     PLANNED_WIRINGS,
@@ -17,6 +18,8 @@ from ladder_lab.plan.layouts import (
     PlanRequest,
     best_of_each_grid,
     fitting_plans,
+    least_memory,
+    nearest_gpus,
     sweep,
     verdict,
 )
@@ -32,22 +35,43 @@ _UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))
 def print_layouts(given: MachineOptions, options: LayoutOptions) -> None:
     """Print the plan and write the file that the options name; raise UserError if nothing fits."""
     model, machine = find_size(options.model), given.machine(options.gpus)
+    if options.gpus > machine.per_box and options.gpus % machine.per_box:
+        raise UserError(
+            f"--gpus {options.gpus}: boxes of {machine.per_box} GPUs would not be full: give a multiple of "
+            f"{machine.per_box}, or another --gpus-per-node"
+        )
     possible = [name for name, wiring in NAMED_WIRINGS.items() if wiring.fits(model, wiring.fewest_ranks)]
     wirings = tuple(wiring for wiring in PLANNED_WIRINGS if wiring in options.wirings and wiring in possible)
+    if not wirings:
+        raise UserError(f"--wirings {' '.join(options.wirings)}: {options.model} can have {', '.join(possible)}")
     muon = options.optimizer == "muon"
     request = PlanRequest(model, machine, options.gpus, options.global_batch_size, options.seq_length, wirings, muon)
     plans = fitting_plans(request)
     if not plans:
-        raise UserError(
-            f"--gpus {options.gpus}: no layout of {options.model} fits {machine.gpu.memory_bytes / 1e9:.0f} GB a "
-            f"GPU and divides --global-batch-size {options.global_batch_size} evenly: give more GPUs, or a batch size "
-            "with more divisors"
-        )
+        raise UserError(_nothing_fits(request, options.model))
     # Wirings differ with tensor parallelism only.
     layout = next((plan.layout for plan in plans if plan.layout.tensor > 1), None)
     rows = [] if layout is None else sweep(request, layout)
-    print(f"{options.model}, " + _report_text(request, plans, options.top, layout, rows), flush=True)
+    place = given.place(options.gpus)
+    print(f"{options.model}, {place}, " + _report_text(request, plans, options.top, layout, rows), flush=True)
     write_json(options.json, _report_json(request, plans, layout, rows))
+
+
+def _nothing_fits(request: PlanRequest, model: str) -> str:
+    """Say why no layout fits, and how many GPUs would do."""
+    needed, enough, gpu = least_memory(request), nearest_gpus(request), request.machine.gpu
+    if needed is None:
+        cause = (
+            f"not a product of tensor-, pipeline- and data-parallel sizes that suit {model}, its wirings and "
+            f"--global-batch-size {request.global_batch}"
+        )
+    else:
+        cause = (
+            f"in every layout of {model} a GPU needs {needed / GIGABYTE:.0f} GB or more, but {gpu.name} has "
+            f"{gpu.memory_bytes / GIGABYTE:.0f}"
+        )
+    fix = f"the nearest number that is enough is {enough}" if enough else "no number is enough; lower --seq-length"
+    return f"--gpus {request.gpus}: {cause}: {fix}"
 
 
 def tokens_per_second(request: PlanRequest, plan: LayoutPlan) -> float:
@@ -55,27 +79,56 @@ def tokens_per_second(request: PlanRequest, plan: LayoutPlan) -> float:
     return request.global_batch * request.sequence / plan.time.total
 
 
-def answer(request: PlanRequest, plans: Sequence[LayoutPlan]) -> str:
-    """Say whether a wiring helps to train on this machine, how fast it is, and where its replicas are."""
-    best, standards = plans[0], [plan for plan in plans if plan.wiring == "standard"]
-    standard = (standards or fitting_plans(replace(request, wirings=("standard",))))[0]
-    gain = standard.time.total / best.time.total
-    if best.wiring != "standard" and gain > 1 + SMALLEST_DIFFERENCE:
+def _fastest_standard(request: PlanRequest, plans: Sequence[LayoutPlan]) -> LayoutPlan | None:
+    standards = [plan for plan in plans if plan.wiring == "standard"]
+    return next(iter(standards or fitting_plans(replace(request, wirings=("standard",)))), None)
+
+
+def advise(request: PlanRequest, plans: Sequence[LayoutPlan]) -> tuple[LayoutPlan, str]:
+    """Return the plan to use, and say whether a wiring helps, how fast the plan is and where its replicas are."""
+    best, standard = plans[0], _fastest_standard(request, plans)
+    if standard is None:
+        advised, text = best, f"Answer: yes. {best.wiring} fits, and no layout of standard does."
+    elif best.wiring != "standard" and standard.time.total > best.time.total * (1 + SMALLEST_DIFFERENCE):
+        gain = standard.time.total / best.time.total
         text = f"Answer: yes. {best.wiring} trains {gain:.2f} times as fast as the fastest layout of standard."
+        advised = best
     else:
         alone = ", which needs no tensor parallelism" if standard.layout.tensor == 1 else ""
         text = f"Answer: no. No wiring is more than 3 % faster than the fastest layout of standard{alone}."
-    speed, replica = tokens_per_second(request, best), best.layout.tensor * best.layout.pipeline
+        advised = standard
+    speed, replica = tokens_per_second(request, advised), advised.layout.tensor * advised.layout.pipeline
     per_box, seconds = request.machine.per_box, 1e9 / speed
     unit, size = next((one for one in _UNITS if seconds >= 2 * one[1]), _UNITS[-1])
-    places = f"each replica spans {math.ceil(replica / per_box)} boxes"
-    if replica <= per_box:
+    spanned = placement(advised.layout, per_box).boxes_of_replica
+    places = f"each replica spans up to {spanned} boxes"
+    if spanned == 1:
         places = "one replica per box" if replica == per_box else f"{per_box // replica} replicas per box"
     where = f", {places}" if request.gpus > per_box else ""
-    return (
-        f"{text} The first row trains {_range(speed, ',.0f')} tokens/s, a billion tokens in "
+    return advised, (
+        f"{text} {_describe_plan(advised)} trains {_range(speed, ',.0f')} tokens/s, a billion tokens in "
         f"{_range(seconds / size, ',.1f')} {unit}{where}. {QUALITY}"
     )
+
+
+def _traffic(request: PlanRequest, plan: LayoutPlan) -> dict[str, Sent]:
+    """Return the bytes that the GPU which sends most of a kind sends in a step, inside its box and to other boxes."""
+    layout, model = plan.layout, NAMED_WIRINGS[plan.wiring].of(request.model, plan.layout.tensor)
+    micro_batches = request.global_batch // (layout.data * layout.micro_batch)
+    of_ranks = [
+        rank_traffic(model, layout, request.sequence, micro_batches, request.machine.per_box, rank)
+        for rank in range(layout.gpus)
+    ]
+    return {kind: Sent(*(max(one[kind][i] for one in of_ranks) for i in (0, 1))) for kind in of_ranks[0]}
+
+
+def _describe_traffic(traffic: Mapping[str, Sent]) -> str:
+    parts = [
+        f"{kind} {sent.inside / GIGABYTE:.1f} + {sent.across / GIGABYTE:.1f}"
+        for kind, sent in traffic.items()
+        if any(sent)
+    ]
+    return "GB that a GPU sends in a step, inside its box + to others: " + (", ".join(parts) or "none") + "."
 
 
 def _describe_layout(layout: Layout) -> str:
@@ -84,6 +137,10 @@ def _describe_layout(layout: Layout) -> str:
     parts += ["recompute"] * layout.recompute + ["sequence-parallel"] * layout.sequence_parallel
     # Without commas, which separate the layouts of a tie.
     return " ".join(parts)
+
+
+def _describe_plan(plan: LayoutPlan) -> str:
+    return f"{_describe_layout(plan.layout)} in {plan.wiring}"
 
 
 def _plan_cells(plan: LayoutPlan) -> dict[str, str]:
@@ -152,14 +209,16 @@ def _command(request: PlanRequest, plan: LayoutPlan) -> str:
 def _report_text(
     request: PlanRequest, plans: Sequence[LayoutPlan], top: int, layout: Layout | None, rows: Sequence[dict[str, Any]]
 ) -> str:
+    advised, answer = advise(request, plans)
     parts = [
-        f"{request.machine.place(request.gpus)}, {request.global_batch} samples of {request.sequence} tokens per step, "
-        "bf16; figures not measured here, so times are ranges.",
-        answer(request, plans),
+        f"{request.global_batch} samples of {request.sequence} tokens per step, bf16; figures not measured here, so "
+        "times are ranges.",
+        answer,
         markdown_table([_plan_cells(plan) for plan in best_of_each_grid(plans)[:top]]),
         _layouts_verdict(plans),
-        "Command of the first row; add --train-iters, --lr, the data and --save:",
-        _command(request, plans[0]),
+        f"Command of {_describe_plan(advised)}; add --train-iters, --lr, the data and --save:",
+        _command(request, advised),
+        _describe_traffic(_traffic(request, advised)),
     ]
     if layout is not None:
         parts += [
@@ -176,16 +235,18 @@ def _report_json(
 ) -> dict[str, Any]:
     """Return all plans, fastest first, and the sweep as JSON."""
     machine = request.machine
+    advised, answer = advise(request, plans)
     return {
         "machine": {"gpu": machine.gpu.name, "gpus_per_node": machine.per_box, "link": machine.link.name}
         | {"network": machine.network.name, "network_adapters": machine.adapters, "contention": machine.contention},
         "gpus": request.gpus,
         "global_batch": request.global_batch,
         "sequence": request.sequence,
-        "answer": answer(request, plans),
-        "tokens_per_second": tokens_per_second(request, plans[0]),
+        "answer": answer,
+        "tokens_per_second": tokens_per_second(request, advised),
         "verdict": _layouts_verdict(plans),
-        "command": _command(request, plans[0]),
+        "command": _command(request, advised),
+        "traffic_bytes": {kind: sent._asdict() for kind, sent in _traffic(request, advised).items()},
         "layouts": [
             {
                 **asdict(plan.layout),

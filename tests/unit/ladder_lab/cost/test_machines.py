@@ -5,36 +5,45 @@ from dataclasses import replace
 import pytest
 
 from ladder_lab.cost.machines import PRESETS, Machine
+from ladder_lab.cost.memory import Layout
+from ladder_lab.cost.placement import Spread, placement
 
 KILOBYTE, MEGABYTE, GIGABYTE = 2**10, 2**20, 10**9
 H100 = Machine.usual("h100")
 
 
+def spread(ranks: int, stride: int = 1, per_box: int = 8) -> frozenset[Spread]:
+    """Of `stride` groups of every `stride`-th rank."""
+    return placement(Layout(tensor=stride, data=ranks), per_box).data
+
+
 def test_reduces_inside_a_box_and_across() -> None:
-    assert H100.all_reduce_seconds(MEGABYTE, 1) == 0.0
-    assert H100.all_reduce_seconds(MEGABYTE, 8) == PRESETS["nvlink"].seconds(MEGABYTE, 8)
+    assert H100.all_reduce_seconds(MEGABYTE, spread(1)) == 0.0
+    assert H100.all_reduce_seconds(MEGABYTE, spread(8)) == PRESETS["nvlink"].seconds(MEGABYTE, 8)
     # One GPU of each of four boxes: nothing inside, 1.5 S over each adapter, two doublings of the boxes.
-    assert H100.all_reduce_seconds(GIGABYTE, 4, stride=8) == pytest.approx(40e-6 + 1.5 / 47)
+    assert H100.all_reduce_seconds(GIGABYTE, spread(4, 8)) == pytest.approx(40e-6 + 1.5 / 47)
     # Two of each of two boxes: their adapters carry half of it each, 1 S / 2, which is slower than 1 S by NVLink.
-    assert H100.all_reduce_seconds(GIGABYTE, 4, stride=4) == pytest.approx(20e-6 + 4.1e-6 + 2 * 2.12e-6 + 0.5 / 47)
+    assert H100.all_reduce_seconds(GIGABYTE, spread(4, 4)) == pytest.approx(20e-6 + 4.1e-6 + 2 * 2.12e-6 + 0.5 / 47)
     # Two H100 nodes: measured 44 us at 32 KB, 46 to 48 us at 1 KB and less.
-    assert H100.all_reduce_seconds(32 * KILOBYTE, 16) == pytest.approx(44e-6, rel=0.03)
+    assert H100.all_reduce_seconds(32 * KILOBYTE, spread(16)) == pytest.approx(44e-6, rel=0.03)
 
 
 def test_a_box_shares_its_adapters() -> None:
     box = Machine.usual("rtx-4090")
     assert (box.per_box, box.adapters) == (4, 1)
     # Four quarters of the tensor through one adapter.
-    assert box.all_reduce_seconds(GIGABYTE, 8) == pytest.approx((5.77 * 4 - 3.5 + 46) * 1e-6 + 1 / 1.1)
-    assert box.send_seconds(GIGABYTE, 4) == pytest.approx(46e-6 + 4 / 1.1)
+    assert box.all_reduce_seconds(GIGABYTE, spread(8, 1, 4)) == pytest.approx((5.77 * 4 - 3.5 + 46) * 1e-6 + 1 / 1.1)
+    stages = placement(Layout(pipeline=2, data=4), 4).following
+    assert box.all_reduce_seconds(GIGABYTE, stages) == pytest.approx(46e-6 + 4 / 1.1)
     alone = replace(box, adapters=4)
-    assert alone.all_reduce_seconds(GIGABYTE, 8) == pytest.approx((5.77 * 4 - 3.5 + 46) * 1e-6 + 0.25 / 1.1)
+    expected = (5.77 * 4 - 3.5 + 46) * 1e-6 + 0.25 / 1.1
+    assert alone.all_reduce_seconds(GIGABYTE, spread(8, 1, 4)) == pytest.approx(expected)
 
 
 def test_gathers_go_around() -> None:
-    assert H100.gather_seconds(GIGABYTE, 1) == 0.0
-    assert H100.gather_seconds(GIGABYTE, 8) == H100.all_reduce_seconds(GIGABYTE, 8) / 2
-    assert H100.gather_seconds(GIGABYTE, 4, stride=8) == pytest.approx(1.5 / 47 / 2 + 3 * 5e-6)
+    assert H100.gather_seconds(GIGABYTE, spread(1)) == 0.0
+    assert H100.gather_seconds(GIGABYTE, spread(8)) == H100.all_reduce_seconds(GIGABYTE, spread(8)) / 2
+    assert H100.gather_seconds(GIGABYTE, spread(4, 8)) == pytest.approx(1.5 / 47 / 2 + 3 * 5e-6)
 
 
 def test_figures_of_the_command_line_replace_those_of_a_link() -> None:

@@ -7,7 +7,8 @@ import pytest
 from ladder_lab.bench.sizes import SIZES
 from ladder_lab.cost.machines import Machine
 from ladder_lab.cost.memory import Layout, stage_memory, stage_parameters, worst_memory
-from ladder_lab.cost.training import LayerTime, _outputs_at_cuts, step_time
+from ladder_lab.cost.traffic import _outputs_at_cuts
+from ladder_lab.cost.training import LayerTime, step_time
 from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.tensors import ModelFlops, padded_vocab_size, parameter_count
 
@@ -19,7 +20,8 @@ NO_CONTENTION = replace(H100, contention=0.0)
 def times_of(
     wiring="standard", tensor: int = 8, machine: Machine = NO_CONTENTION, factor: float = 1.0, recompute: bool = False
 ) -> LayerTime:
-    return LayerTime(NAMED_WIRINGS[wiring].of(LLAMA, 1), machine, tensor, 4096, 1, recompute, False, factor)
+    layout = Layout(tensor=tensor, recompute=recompute)
+    return LayerTime(NAMED_WIRINGS[wiring].of(LLAMA, 1), machine, layout, 4096, factor)
 
 
 def head_seconds(tensor: int, vocabulary: int = 128256) -> float:
@@ -89,7 +91,7 @@ def test_each_layer_counts_as_what_it_is() -> None:
     assert ModelFlops(model, 4096).layers == tuple(one + 4096 * scores for one in flops)
     stream = 2 * 3 * 5.5 * 2 * 4096 * 4096 / 3.35e12
     seconds = [3 * (one + 4096 * scores / 2) / (0.58 * 989e12) + stream for one in flops]
-    times = LayerTime(model, NO_CONTENTION, 1, 4096, 1, False, False)
+    times = LayerTime(model, NO_CONTENTION, Layout(), 4096)
     for layers in (range(46), range(1), range(3), range(7, 30)):
         assert times.passes(layers)[0] == pytest.approx(sum(seconds[layers.start : layers.stop]), rel=1e-9)
     layout, matrix = Layout(pipeline=23), padded_vocab_size(151552, 1) * 4096

@@ -1,0 +1,133 @@
+"""The planner's bytes of a step, by kind and inside or across boxes, compared with what all ranks of dry runs send."""
+
+from collections import Counter
+from typing import NamedTuple
+
+import pytest
+
+from ladder_lab.cost.memory import Layout, Precision
+from ladder_lab.cost.traffic import Sent, rank_traffic
+from ladder_lab.dry_run.program import _all_programs, _run_ranks, _shortened
+from ladder_lab.dry_run.replay import RankProgram
+from megatron_ladder.config.run import parse_run
+from megatron_ladder.train.inputs import read_dry_run
+from tests.helpers.pool import GlooPools
+
+SIZES = (
+    "--train-iters 2 --lr 1e-3 --hidden-size 1024 --ffn-hidden-size 2048 --num-attention-heads 8 --seq-length 512 "
+    "--vocab-size 4096 --global-batch-size 24"
+).split()
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 512"
+TOLERANCE = 0.005
+"""Collectives of a few numbers that the planner leaves out."""
+KINDS = {"tensor": "tensor", "data": "data", "world pair": "pipeline", "ends": "ends", "pipeline": "ends"}
+"""The planner's kind of what a group sends. With two stages, the ends are the pipeline."""
+
+
+class Cluster(NamedTuple):
+    ranks: int
+    per_box: int
+    flags: str
+
+
+CLUSTERS = {
+    "TP x DP smaller than a box": Cluster(
+        16,
+        8,
+        "--bf16 --residual-mode ladder --num-layers 6 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4",
+    ),
+    "TP x DP is a box": Cluster(
+        16, 4, "--bf16 --num-layers 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4"
+    ),
+    "TP larger than a box": Cluster(
+        16,
+        2,
+        "--bf16 --num-layers 3 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --sequence-parallel",
+    ),
+    "boxes that TP straddles": Cluster(
+        12,
+        6,
+        "--bf16 --residual-mode ladder-parallel --num-layers 2 --tensor-model-parallel-size 4 --sequence-parallel "
+        "--recompute-granularity full",
+    ),
+    "tied ends of uneven stages": Cluster(
+        12,
+        4,
+        "--bf16 --residual-mode ladder --num-layers 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 3 "
+        "--tie-embeddings",
+    ),
+    "tied ends of two stages, ZeRO 0": Cluster(
+        8,
+        2,
+        "--residual-mode parallel --num-layers 3 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+        "--tie-embeddings --zero-stage 0",
+    ),
+    "experts in every second layer": Cluster(
+        8,
+        8,
+        f"--bf16 --residual-mode farskip --num-layers 5 {EXPERTS} --moe-shared-expert-intermediate-size 512 "
+        "--moe-layers 1,3 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel",
+    ),
+    "experts, boxes of three": Cluster(
+        8,
+        3,
+        f"--bf16 --residual-mode shortcut --num-layers 3 {EXPERTS} --moe-shared-expert-intermediate-size 512 "
+        "--moe-layers 0-2 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2",
+    ),
+    "no tensor parallelism": Cluster(
+        16, 4, "--bf16 --residual-mode ladder-attention --num-layers 2 --pipeline-model-parallel-size 2"
+    ),
+    "no pipeline, ZeRO 0": Cluster(12, 6, "--num-layers 2 --tensor-model-parallel-size 2 --zero-stage 0"),
+    "no pipeline, ZeRO 2": Cluster(8, 4, "--bf16 --num-layers 2 --tensor-model-parallel-size 2 --zero-stage 2"),
+    "desynchronised streams": Cluster(
+        8,
+        6,
+        "--bf16 --residual-mode desync --desync-interval 4 --num-layers 4 --tensor-model-parallel-size 2 "
+        "--pipeline-model-parallel-size 2",
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def preloaded(gloo_pools: GlooPools, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Share the imports of the other tests; the dry run sets the variable."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+
+
+def recorded_traffic(program: RankProgram, per_box: int) -> dict[str, Sent]:
+    """Return the bytes that a rank sends, with the planner's rings."""
+    inside: Counter[str] = Counter()
+    across: Counter[str] = Counter()
+    for one in program.collectives:
+        name, ranks = program.communicators[one.slot]
+        others = len(ranks) - 1
+        sent = {
+            "all_reduce": 2 * others / len(ranks) * one.size,
+            "reduce_scatter": others * one.size,
+            "all_gather": others * one.size,
+            "send": one.size,
+            "recv": 0,
+        }[one.kind]
+        boxes = {rank // per_box for rank in ranks}
+        (inside if len(boxes) == 1 else across)[KINDS.get(name.split(" #")[0], "others")] += sent
+    return {kind: Sent(inside[kind], across[kind]) for kind in (*KINDS.values(), "others")}
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_planned_bytes_are_those_of_a_dry_run(name: str) -> None:
+    ranks, per_box, flags = CLUSTERS[name]
+    run = _shortened(read_dry_run(parse_run([*SIZES, *flags.split()]), ranks))
+    steps = {
+        rank: RankProgram(record.program.communicators, record.program.collectives[record.last_step :])
+        for rank, record in _run_ranks(run).items()
+    }
+    precision: Precision = "bf16" if run.training.bf16 else "fp32"
+    for rank, program in _all_programs(run, steps).items():
+        sizes = run.training.seq_length, run.accumulation_steps, per_box, rank
+        planned = rank_traffic(run.model, Layout.of(run), *sizes, precision)
+        recorded = recorded_traffic(program, per_box)
+        others = recorded.pop("others")
+        assert sum(others) < TOLERANCE * sum(map(sum, recorded.values()))
+        assert planned.keys() == recorded.keys()
+        for kind, sent in planned.items():
+            assert sent == pytest.approx(recorded[kind], rel=TOLERANCE), (rank, kind)

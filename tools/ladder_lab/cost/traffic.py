@@ -1,0 +1,135 @@
+"""Bytes that each rank sends in a training step, by kind, inside its box and to other boxes.
+
+    tensor     each micro-batch: an all-reduce of the stream for each output in forward and each input in backward, one
+               for the embedding, and one for the head. With sequence parallelism, each is a reduce-scatter and an
+               all-gather, and backward gathers the inputs again
+    pipeline   each micro-batch, forward to the next stage and backward to the previous one: the stream, and the
+               outputs that the first sub-block behind the cut misses, unreduced
+    data       bytes per parameter of a GPU, w in its precision (bf16: 2):
+               ZeRO 0    once a step: all-reduce of 4
+               ZeRO 1    once a step: reduce-scatter of 4, all-gather of w
+               ZeRO 2    each micro-batch: all-reduce of 4 (DeepSpeed's); once a step: all-gather of w
+               ZeRO 3    each micro-batch: all-gather of w, up to twice; reduce-scatter of 4
+    ends       once a step, if the embedding is tied and a pipeline holds it twice: all-reduce of its gradient, 4
+
+A rank of a ring of n sends (n - 1) / n of the bytes of a gather (or reduce-scatter), and twice that for an all-reduce.
+Left out are collectives of a few numbers (losses, norms, counts of tokens, routers), and those of key and value heads
+that several ranks hold.
+"""
+
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+from ladder_lab.cost.memory import FP32_BYTES, NUMBER_BYTES, Layout, Precision, stage_layers, stage_parameters
+from ladder_lab.cost.placement import crosses, rank_groups
+from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.blueprint.tensors import embedding_tensor
+from megatron_ladder.blueprint.wiring import plan_reads
+
+
+class Sent(NamedTuple):
+    """Bytes by where the group is that they are sent in."""
+
+    inside: float
+    across: float
+
+
+class GatheredBytes(NamedTuple):
+    """Bytes of the data-parallel gathers and reduce-scatters of one parameter, by the table above."""
+
+    gradients: int
+    """Once a step, or in each micro-batch from ZeRO 2 on."""
+    weights: int
+    """Once a step, or in each micro-batch with ZeRO 3."""
+
+
+def stream_bytes(model: ModelConfig, layout: Layout, sequence: int, precision: Precision = "bf16") -> int:
+    """Return the bytes of the whole residual stream of a micro-batch."""
+    return sequence * layout.micro_batch * model.hidden_size * NUMBER_BYTES[precision]
+
+
+@lru_cache(maxsize=256)
+def _outputs_at_cuts(model: ModelConfig) -> list[int]:
+    """Return how many outputs cross a pipeline cut before each layer."""
+    wired = model.wired_layers
+    plan = plan_reads(wired)
+    return [len(plan.missing(read)) for read in accumulate(map(len, wired[:-1]), initial=0)]
+
+
+def state_bytes(model: ModelConfig, layout: Layout, sequence: int, stage: int, precision: Precision = "bf16") -> float:
+    """Return the bytes that cross the cut behind a stage in a micro-batch, from one rank to one, in each direction."""
+    pending = _outputs_at_cuts(model)[stage_layers(model, layout.pipeline, stage + 1).start]
+    # The missing outputs cross unreduced, so each rank sends the whole of its partial sums.
+    share = 1 / layout.tensor if layout.sequence_parallel else 1.0
+    return stream_bytes(model, layout, sequence, precision) * (share + pending)
+
+
+def gathered_bytes(layout: Layout, precision: Precision = "bf16") -> GatheredBytes:
+    """Return the data-parallel bytes per parameter; an all-reduce is two gathers."""
+    gradients = FP32_BYTES * (2 if layout.zero in (0, 2) else 1)
+    gathers = {0: 0, 3: 2}.get(layout.zero, 1)
+    return GatheredBytes(gradients, gathers * NUMBER_BYTES[precision])
+
+
+def ends_bytes(model: ModelConfig, layout: Layout) -> int:
+    """Return the bytes of the gradient that first and last stage sum; 0 if they share no matrix."""
+    shares = model.tie_embeddings and layout.pipeline > 1
+    return FP32_BYTES * embedding_tensor(model).local_numel(layout.tensor) if shares else 0
+
+
+def _tensor_gathers(model: ModelConfig, layout: Layout, stage: int) -> int:
+    """Return how many times a micro-batch gathers or reduce-scatters the stream in a stage."""
+    layers = stage_layers(model, layout.pipeline, stage)
+    sub_blocks = [one for of_layer in model.wired_layers[layers.start : layers.stop] for one in of_layer]
+    borders = (stage == 0) + (stage == layout.pipeline - 1)
+    if model.desync_interval:
+        return 2 * borders + 4 * -(-len(sub_blocks) // model.desync_interval)
+    outputs = sum(not one.joins_next for one in sub_blocks)
+    inputs = sum(layout.recompute or not one.shares_reading for one in sub_blocks)
+    if layout.sequence_parallel:
+        # The gradients of outputs that were reduced together are gathered one by one.
+        return 2 * borders + outputs + len(sub_blocks) + 3 * inputs
+    return 2 * (borders + outputs + inputs)
+
+
+def rank_traffic(
+    model: ModelConfig,
+    layout: Layout,
+    sequence: int,
+    micro_batches: int,
+    per_box: int,
+    rank: int,
+    precision: Precision = "bf16",
+) -> dict[str, Sent]:
+    """Return the bytes that a rank sends in a step, by the kinds above, in boxes of `per_box` ranks."""
+    stage, groups = rank // (layout.tensor * layout.data), rank_groups(layout, rank)
+    stream = stream_bytes(model, layout, sequence, precision)
+    of_tensor = micro_batches * stream * _tensor_gathers(model, layout, stage)
+    gathered = gathered_bytes(layout, precision)
+    per_parameter = gathered.gradients * (micro_batches if layout.zero >= 2 else 1)
+    per_parameter += gathered.weights * (micro_batches if layout.zero == 3 else 1)
+    sent = {
+        "tensor": _sent(groups.tensor, _share(groups.tensor) * of_tensor, per_box),
+        "data": _sent(
+            groups.data, _share(groups.data) * per_parameter * stage_parameters(model, layout, stage), per_box
+        ),
+        "ends": _sent(groups.ends, _share(groups.ends) * 2 * ends_bytes(model, layout), per_box),
+    }
+    forward = backward = Sent(0.0, 0.0)
+    if len(groups.following) > 1:
+        state = state_bytes(model, layout, sequence, stage, precision)
+        forward = _sent(groups.following, micro_batches * state, per_box)
+    if len(groups.previous) > 1:
+        state = state_bytes(model, layout, sequence, stage - 1, precision)
+        backward = _sent(groups.previous, micro_batches * state, per_box)
+    return sent | {"pipeline": Sent(forward.inside + backward.inside, forward.across + backward.across)}
+
+
+def _share(group: range) -> float:
+    """Return the share of a gather's bytes that each rank of a ring sends."""
+    return (len(group) - 1) / len(group)
+
+
+def _sent(group: range, num_bytes: float, per_box: int) -> Sent:
+    return Sent(0.0, num_bytes) if crosses(group, per_box) else Sent(num_bytes, 0.0)
