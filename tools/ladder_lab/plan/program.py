@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ladder_lab.bench.sizes import find_size
@@ -32,6 +32,17 @@ GIGABYTE = 1e9
 _UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))
 
 
+@dataclass(frozen=True)
+class _Advice:
+    """The plan to use."""
+
+    plan: LayoutPlan
+    answer: str
+    """Whether a wiring helps, how fast the plan is, and where its replicas are."""
+    traffic: Mapping[str, Sent]
+    """The most bytes of each kind that a GPU sends in a step."""
+
+
 def print_layouts(given: MachineOptions, options: LayoutOptions) -> None:
     """Print the plan and write the file that the options name; raise UserError if nothing fits."""
     model, machine = find_size(options.model), given.machine(options.gpus)
@@ -40,8 +51,9 @@ def print_layouts(given: MachineOptions, options: LayoutOptions) -> None:
             f"--gpus {options.gpus}: boxes of {machine.per_box} GPUs would not be full: give a multiple of "
             f"{machine.per_box}, or another --gpus-per-node"
         )
-    possible = [name for name, wiring in NAMED_WIRINGS.items() if wiring.fits(model, wiring.fewest_ranks)]
-    wirings = tuple(wiring for wiring in PLANNED_WIRINGS if wiring in options.wirings and wiring in possible)
+    named = {name: NAMED_WIRINGS[name] for name in PLANNED_WIRINGS}
+    possible = [name for name, wiring in named.items() if wiring.fits(model, wiring.fewest_ranks)]
+    wirings = tuple(wiring for wiring in possible if wiring in options.wirings)
     if not wirings:
         raise UserError(f"--wirings {' '.join(options.wirings)}: {options.model} can have {', '.join(possible)}")
     muon = options.optimizer == "muon"
@@ -52,9 +64,10 @@ def print_layouts(given: MachineOptions, options: LayoutOptions) -> None:
     # Wirings differ with tensor parallelism only.
     layout = next((plan.layout for plan in plans if plan.layout.tensor > 1), None)
     rows = [] if layout is None else sweep(request, layout)
-    place = given.place(options.gpus)
-    print(f"{options.model}, {place}, " + _report_text(request, plans, options.top, layout, rows), flush=True)
-    write_json(options.json, _report_json(request, plans, layout, rows))
+    advice = _advise(request, plans)
+    text = _report_text(request, plans, advice, options.top, layout, rows)
+    print(f"{options.model}, {given.place(options.gpus)}, {text}", flush=True)
+    write_json(options.json, _report_json(request, plans, advice, layout, rows))
 
 
 def _nothing_fits(request: PlanRequest, model: str) -> str:
@@ -84,8 +97,8 @@ def _fastest_standard(request: PlanRequest, plans: Sequence[LayoutPlan]) -> Layo
     return next(iter(standards or fitting_plans(replace(request, wirings=("standard",)))), None)
 
 
-def advise(request: PlanRequest, plans: Sequence[LayoutPlan]) -> tuple[LayoutPlan, str]:
-    """Return the plan to use, and say whether a wiring helps, how fast the plan is and where its replicas are."""
+def _advise(request: PlanRequest, plans: Sequence[LayoutPlan]) -> _Advice:
+    """Return the fastest plan if its wiring helps, and otherwise the fastest of standard."""
     best, standard = plans[0], _fastest_standard(request, plans)
     if standard is None:
         advised, text = best, f"Answer: yes. {best.wiring} fits, and no layout of standard does."
@@ -105,14 +118,15 @@ def advise(request: PlanRequest, plans: Sequence[LayoutPlan]) -> tuple[LayoutPla
     if spanned == 1:
         places = "one replica per box" if replica == per_box else f"{per_box // replica} replicas per box"
     where = f", {places}" if request.gpus > per_box else ""
-    return advised, (
+    answer = (
         f"{text} {_describe_plan(advised)} trains {_range(speed, ',.0f')} tokens/s, a billion tokens in "
         f"{_range(seconds / size, ',.1f')} {unit}{where}. {QUALITY}"
     )
+    return _Advice(advised, answer, _traffic(request, advised))
 
 
 def _traffic(request: PlanRequest, plan: LayoutPlan) -> dict[str, Sent]:
-    """Return the bytes that the GPU which sends most of a kind sends in a step, inside its box and to other boxes."""
+    """Return the most bytes of each kind that a GPU sends in a step, in groups inside a box and over several boxes."""
     layout, model = plan.layout, NAMED_WIRINGS[plan.wiring].of(request.model, plan.layout.tensor)
     micro_batches = request.global_batch // (layout.data * layout.micro_batch)
     of_ranks = [
@@ -128,7 +142,8 @@ def _describe_traffic(traffic: Mapping[str, Sent]) -> str:
         for kind, sent in traffic.items()
         if any(sent)
     ]
-    return "GB that a GPU sends in a step, inside its box + to others: " + (", ".join(parts) or "none") + "."
+    where = "in groups inside a box + in groups of several boxes"
+    return f"GB that a GPU sends in a step, {where}: {', '.join(parts) or 'none'}."
 
 
 def _describe_layout(layout: Layout) -> str:
@@ -207,18 +222,22 @@ def _command(request: PlanRequest, plan: LayoutPlan) -> str:
 
 
 def _report_text(
-    request: PlanRequest, plans: Sequence[LayoutPlan], top: int, layout: Layout | None, rows: Sequence[dict[str, Any]]
+    request: PlanRequest,
+    plans: Sequence[LayoutPlan],
+    advice: _Advice,
+    top: int,
+    layout: Layout | None,
+    rows: Sequence[dict[str, Any]],
 ) -> str:
-    advised, answer = advise(request, plans)
     parts = [
         f"{request.global_batch} samples of {request.sequence} tokens per step, bf16; figures not measured here, so "
         "times are ranges.",
-        answer,
+        advice.answer,
         markdown_table([_plan_cells(plan) for plan in best_of_each_grid(plans)[:top]]),
         _layouts_verdict(plans),
-        f"Command of {_describe_plan(advised)}; add --train-iters, --lr, the data and --save:",
-        _command(request, advised),
-        _describe_traffic(_traffic(request, advised)),
+        f"Command of {_describe_plan(advice.plan)}; add --train-iters, --lr, the data and --save:",
+        _command(request, advice.plan),
+        _describe_traffic(advice.traffic),
     ]
     if layout is not None:
         parts += [
@@ -231,22 +250,25 @@ def _report_text(
 
 
 def _report_json(
-    request: PlanRequest, plans: Sequence[LayoutPlan], layout: Layout | None, rows: Sequence[dict[str, Any]]
+    request: PlanRequest,
+    plans: Sequence[LayoutPlan],
+    advice: _Advice,
+    layout: Layout | None,
+    rows: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
     """Return all plans, fastest first, and the sweep as JSON."""
     machine = request.machine
-    advised, answer = advise(request, plans)
     return {
         "machine": {"gpu": machine.gpu.name, "gpus_per_node": machine.per_box, "link": machine.link.name}
         | {"network": machine.network.name, "network_adapters": machine.adapters, "contention": machine.contention},
         "gpus": request.gpus,
         "global_batch": request.global_batch,
         "sequence": request.sequence,
-        "answer": answer,
-        "tokens_per_second": tokens_per_second(request, advised),
+        "answer": advice.answer,
+        "tokens_per_second": tokens_per_second(request, advice.plan),
         "verdict": _layouts_verdict(plans),
-        "command": _command(request, advised),
-        "traffic_bytes": {kind: sent._asdict() for kind, sent in _traffic(request, advised).items()},
+        "command": _command(request, advice.plan),
+        "traffic_bytes": {kind: sent._asdict() for kind, sent in advice.traffic.items()},
         "layouts": [
             {
                 **asdict(plan.layout),
