@@ -79,6 +79,27 @@ def test_a_pipeline_waits_for_its_other_stages() -> None:
     assert late.bubble - four.bubble == pytest.approx(2 * 11 * 2 * 4096 * 4096 / 282e9)
 
 
+def test_tensor_parallel_groups_that_straddle_boxes_use_the_network() -> None:
+    """Four ranks, of which two are in each of two boxes of six."""
+    times = LayerTime(LLAMA, replace(NO_CONTENTION, per_box=6), Layout(tensor=4, data=3), 4096)
+    stream = 2 * 4096 * 4096
+    assert times.reduce_seconds == pytest.approx(20e-6 + 4.1e-6 + 2 * 2.12e-6 + 0.5 * stream / 47e9)
+    # In boxes of three, some groups have one rank in a box, which exchanges the whole sum with the three others.
+    uneven = replace(times, machine=replace(NO_CONTENTION, per_box=3))
+    assert uneven.reduce_seconds == pytest.approx(20e-6 + 4.1e-6 + 3 * 2.12e-6 + stream / 47e9)
+
+
+def test_a_tied_embedding_is_summed_over_the_ends_of_a_pipeline() -> None:
+    """One GPU of each of two boxes: all bytes of the fp32 gradient pass through its adapter."""
+    tied, layout = SIZES["llama-1b"], Layout(pipeline=2, data=8)
+    steps = [
+        step_time(LayerTime(model, NO_CONTENTION, layout, 4096), layout, 64)
+        for model in (tied, replace(tied, tie_embeddings=False))
+    ]
+    seconds = 20e-6 + 4 * padded_vocab_size(128256, 1) * 2048 / 47e9
+    assert steps[0].bubble - steps[1].bubble == pytest.approx(seconds)
+
+
 def test_each_layer_counts_as_what_it_is() -> None:
     """The first of 46 layers is dense."""
     model = SIZES["glm-4.5-air"]
