@@ -39,7 +39,8 @@ def parse_blend(flag: str, words: Sequence[str]) -> Blend:
     """Parse `W1 P1 W2 P2 ...` or paths only; raises UserError for missing or invalid weights, or a repeated path."""
     are_weights = [_is_weight(word) for word in words[::2]]
     is_weighted = any(are_weights)
-    if is_weighted and (len(words) % 2 or not all(are_weights)):
+    follow_paths = len(words) > 1 and not is_weighted and all(map(_is_weight, words[1::2]))
+    if follow_paths or (is_weighted and (len(words) % 2 or not all(are_weights))):
         raise UserError(f"{flag} {' '.join(words)}: expected paths only, or a weight before each path")
     prefixes = tuple(map(Path, words[1::2] if is_weighted else words))
     twice = next((prefix for prefix in prefixes if prefixes.count(prefix) > 1), None)

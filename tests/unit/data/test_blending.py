@@ -67,6 +67,12 @@ def test_invalid_blends(words: str) -> None:
         parse_blend("--data-path", words.split())
 
 
+@pytest.mark.parametrize("words", ["a 1 b 1", "a 1 b 2", "a 1"])
+def test_weights_after_their_paths_are_no_paths(words: str) -> None:
+    with pytest.raises(UserError, match=f"--data-path {words}: expected paths only, or a weight before each path"):
+        parse_blend("--data-path", words.split())
+
+
 def test_every_data_set_of_a_blend_is_split(make_dataset: MakeDataset) -> None:
     a, b = make_dataset([10] * 10, "a").prefix, make_dataset([5] * 20, "b").prefix
     sources = open_sources(DataConfig(data_path=(Path("2"), a, Path("1"), b), split="8,2,0"), ORDER)
