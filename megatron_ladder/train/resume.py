@@ -266,13 +266,13 @@ def learned_changes(run: RunConfig, checkpoint: Checkpoint) -> list[str]:
 
 
 def schedule_note(run: RunConfig, checkpoint: Checkpoint) -> str | None:
-    """Return a note about the schedule of a run that is longer or shorter than the run that saved the checkpoint."""
+    """Return a note if a longer or shorter run than the one that saved the checkpoint keeps the end of its decay."""
     stored = _values(checkpoint.manifest.get("run", {})).get("train_iters")
-    end = run.optimizer.lr_decay_iters
-    if stored in (None, run.training.train_iters) or run.optimizer.lr_decay_style == "constant" or end is None:
+    iterations, end = run.training.train_iters, run.optimizer.lr_decay_iters
+    if stored in (None, iterations) or run.optimizer.lr_decay_style == "constant" or end in (None, iterations):
         return None
     return (
-        f"--train-iters {run.training.train_iters}, and the checkpoint was trained for {stored}: the decay of the "
+        f"--train-iters {iterations}, and the checkpoint was trained for {stored}: the decay of the "
         f"learning rate ends at iteration {end}; --lr-decay-iters with --override-opt-param-scheduler moves it"
     )
 

@@ -74,6 +74,8 @@ def test_a_longer_run_keeps_its_decay() -> None:
     stretched, errors = resume(f"{longer} {OVERRIDE}")
     assert not errors and rates(stretched) == rates(run_of(longer)) != rates(run_of(TRAINED))
     assert schedule_note(stretched, checkpoint_of(run_of(TRAINED))) is None
+    moved, errors = resume(f"{longer} --lr-decay-iters 300 {OVERRIDE}")
+    assert not errors and schedule_note(moved, checkpoint_of(run_of(TRAINED))) is None
     shorter, errors = resume(TRAINED.replace("100", "60"))
     assert not errors and rates(shorter) == rates(run_of(TRAINED))
 
