@@ -18,7 +18,11 @@ from megatron_ladder.errors import ErrorCollector, Problem, UserError, Written, 
 from megatron_ladder.flags import Flag, flag_name, limit_problems, section_flags
 
 Config = TypeVar("Config")
-_SAME = (("--model", "--hf", "--load", "--save"), ("--data", "--data-path", "--input"))
+_SAME = (
+    ("--model", "--hf", "--load", "--save"),
+    ("--data", "--data-path", "--input"),
+    ("--tokenizer-model", "--vocab-file", "--merge-file"),
+)
 """Flags of different programs for the same directories and files; a program that lacks one suggests another."""
 
 

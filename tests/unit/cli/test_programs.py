@@ -56,6 +56,7 @@ def test_help_version_and_wrong_flags_need_only_the_standard_library() -> None:
         ("study", ["runn"], "runn: expected one of run, report first; did you mean run?"),
         ("convert_checkpoint", ["inspect"], "inspect: expected one directory"),
         ("convert_checkpoint", ["export", "--load", "a", "--save", "b"], "--save is .*: did you mean --hf?"),
+        ("preprocess_data", ["--vocab-file", "a"], "--vocab-file is .*: did you mean --tokenizer-model?"),
         ("generate", ["--load", "a", "--prompt", "b"], "--load is not a flag of this program: did you mean --model?"),
     ],
 )
