@@ -11,6 +11,9 @@ from megatron_ladder.config.sections import TokenizerType
 from megatron_ladder.errors import run_program
 from megatron_ladder.flags import flag
 
+_SHOWN_TOKENS = 8
+"""Special tokens that a message names at most."""
+
 
 @dataclass(frozen=True)
 class PreprocessConfig:
@@ -113,8 +116,18 @@ def main(argv: Sequence[str]) -> None:
         _print_message(f"{prefix}: {documents}, {sidecar.tokens:,} tokens{skipped}")
         if config.chat:
             ends = " ".join(tokenizer.control_tokens[number] for number in sidecar.answer_ends)
-            fix = "pass a --chat-template that writes one, or the model will not learn to end an answer"
-            _print_message(f"answers end with {ends}" if ends else f"answers do not end with a special token: {fix}")
+            _print_message(
+                f"answers end with {ends}" if ends else _nothing_ends_answers(list(tokenizer.control_tokens.values()))
+            )
+
+
+def _nothing_ends_answers(special_tokens: Sequence[str]) -> str:
+    others = " ..." if len(special_tokens) > _SHOWN_TOKENS else ""
+    known = " ".join(special_tokens[:_SHOWN_TOKENS]) + others
+    return (
+        "answers do not end with a special token: pass a --chat-template that writes one, or the model will not learn "
+        f"to end an answer; the tokenizer has {known or 'none'}"
+    )
 
 
 def _print_message(line: str) -> None:

@@ -120,7 +120,9 @@ def test_conversations_that_nothing_ends_are_reported(folder: Path, capsys: pyte
     words = ["--input", str(folder / "c.jsonl"), "--output-prefix", str(folder / "open"), "--chat"]
     words += ["--chat-template", str(folder / "open.jinja"), "--tokenizer-type", "HFTokenizer"]
     preprocess([*words, "--tokenizer-model", str(folder / "tokenizer")])
-    assert "answers do not end with a special token: pass a --chat-template" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "answers do not end with a special token: pass a --chat-template" in printed
+    assert "the tokenizer has <|endoftext|> <|im_start|> <|im_end|>\n" in printed
     lines = list[str]()
     datasets = [IndexedDataset(folder / f"{name}_messages_document") for name in ("open", "c")]
     assert find_chat_template(datasets[::-1], lines.append) == TEMPLATE
