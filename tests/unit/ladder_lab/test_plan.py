@@ -196,15 +196,15 @@ def test_the_machine_is_printed_with_what_is_assumed(
         (
             "--model 405b --gpus 16",
             [
-                "--gpus 16: in every layout of 405b a GPU needs 463 GB or more, but h100 has 80: the nearest number "
-                "that is enough is 112"
+                "--gpus 16: in every layout of 405b a GPU needs 463 GB or more, but h100 has 80 GB: the nearest "
+                "number of GPUs that is enough is 112"
             ],
         ),
         (
             "--model 8b --gpus 37 --gpus-per-node 1",
             [
                 "--gpus 37: not a product of tensor-, pipeline- and data-parallel sizes that suit 8b, its wirings and "
-                "--global-batch-size 512: the nearest number that is enough is 36"
+                "--global-batch-size 512: the nearest number of GPUs that is enough is 36"
             ],
         ),
         ("--gpus 12", ["--gpus 12: boxes of 8 GPUs would not be full: give a multiple of 8"]),

@@ -81,9 +81,13 @@ def _nothing_fits(request: PlanRequest, model: str) -> str:
     else:
         cause = (
             f"in every layout of {model} a GPU needs {needed / GIGABYTE:.0f} GB or more, but {gpu.name} has "
-            f"{gpu.memory_bytes / GIGABYTE:.0f}"
+            f"{gpu.memory_bytes / GIGABYTE:.0f} GB"
         )
-    fix = f"the nearest number that is enough is {enough}" if enough else "no number is enough; lower --seq-length"
+    fix = (
+        f"the nearest number of GPUs that is enough is {enough}"
+        if enough
+        else "no number is enough; lower --seq-length"
+    )
     return f"--gpus {request.gpus}: {cause}: {fix}"
 
 
