@@ -80,9 +80,15 @@ def test_the_answer_of_inference_is_a_sentence(words: str, expected: str, capsys
     ("words", "expected"),
     [
         ("--model 8b --batch 64", ["Answer: yes. ladder-parallel trains", "tokens/s, a billion tokens in"]),
-        ("--model 8b --gpus 16 --gpus-per-node 2 --batch 64", ["Answer: yes.", "one replica per box"]),
+        (
+            "--model 8b --gpus 16 --gpus-per-node 2 --batch 64",
+            ["Answer: yes.", "with wiring ladder", "; one replica per box."],
+        ),
         ("--model 13b --gpus 16 --network 10gbe --batch 64", ["pipeline 0.0 + ", "each replica spans up to 2 boxes"]),
-        ("--model 1b --gpus 16 --batch 64 --wirings ladder", ["Answer: no.", "8 replicas per box"]),
+        (
+            "--model 1b --gpus 16 --batch 64 --wirings ladder",
+            ["Answer: no.", " with wiring standard trains", "; 8 replicas per box"],
+        ),
         ("--model 70b --gpus 64 --gpus-per-node 2 --batch 64", ["each replica spans", " hours", " in boxes of 2 over"]),
     ],
 )

@@ -121,7 +121,7 @@ def _advise(request: PlanRequest, plans: Sequence[LayoutPlan]) -> _Advice:
     places = f"each replica spans up to {spanned} boxes"
     if spanned == 1:
         places = "one replica per box" if replica == per_box else f"{per_box // replica} replicas per box"
-    where = f", {places}" if request.gpus > per_box else ""
+    where = f"; {places}" if request.gpus > per_box else ""
     answer = (
         f"{text} {_describe_plan(advised)} trains {_range(speed, ',.0f')} tokens/s, a billion tokens in "
         f"{_range(seconds / size, ',.1f')} {unit}{where}. {QUALITY}"
@@ -159,7 +159,7 @@ def _describe_layout(layout: Layout) -> str:
 
 
 def _describe_plan(plan: LayoutPlan) -> str:
-    return f"{_describe_layout(plan.layout)} in {plan.wiring}"
+    return f"{_describe_layout(plan.layout)} with wiring {plan.wiring}"
 
 
 def _plan_cells(plan: LayoutPlan) -> dict[str, str]:
