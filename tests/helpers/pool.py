@@ -8,6 +8,7 @@ function travels by reference, so it must be defined at the top level of an impo
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib
 import io
@@ -29,7 +30,10 @@ from typing import Any, Literal, NoReturn, ParamSpec, TypeVar
 import psutil
 import torch
 
+from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.config.run import SECTIONS
 from megatron_ladder.engine.build import import_deepspeed
+from megatron_ladder.flags import section_flags
 from tests.helpers.commands import clean_environment, free_port, kill_tree
 from tests.helpers.forks import fork
 from tests.helpers.patience import patient
@@ -50,19 +54,26 @@ GROUPS_KEPT = 32
 """Process groups that a rank may hold before abandoned ones are destroyed."""
 PRELOADED = (
     "deepspeed.runtime.pipe.engine",
-    "deepspeed.module_inject",
+    "deepspeed.module_inject.auto_ep_config",
+    "numpy.ma",
     "torch._inductor.compile_fx",
+    "torch.utils.tensorboard",
     "megatron_ladder.train.loop",
 )
-"""Imported once for all ranks on a CPU, which are forks of this process; each would need seconds for it."""
+"""Imported once for all ranks on a CPU, which are forks of this process; together they take seconds."""
 
 
+@functools.cache
 def import_for_ranks() -> None:
-    """Import what ranks need, for a CPU."""
+    """Import what ranks need, for a CPU; once."""
     gc.disable()
     import_deepspeed()
     for module in PRELOADED:
         importlib.import_module(module)
+    # Reads the sources of these classes once.
+    section_flags(*SECTIONS, ModelConfig)
+    # A collection in a rank would copy all pages of what is imported.
+    gc.freeze()
     gc.enable()
 
 
