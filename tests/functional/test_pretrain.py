@@ -12,7 +12,7 @@ import torch
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.train.record import read_record
 from tests.chaos.runs import final_tensors
-from tests.helpers.commands import REPOSITORY_ROOT, Command, free_port, run_command, running
+from tests.helpers.commands import REPOSITORY_ROOT, Command, launch, run_command, running
 from tests.helpers.tokens import write_tokens
 
 VOCABULARY = 96
@@ -26,17 +26,6 @@ RECIPE = (
 @pytest.fixture
 def tokens(tmp_path: Path) -> Path:
     return write_tokens(tmp_path / "tokens", VOCABULARY)
-
-
-LAUNCHERS = {
-    "deepspeed": "deepspeed --num_gpus 2 --master_port",
-    "torchrun": "torchrun --nproc-per-node 2 --master-port",
-}
-
-
-def launch(launcher: str) -> list[str]:
-    """Return the words that start two processes."""
-    return [*LAUNCHERS[launcher].split(), str(free_port()), "pretrain_ladder.py"]
 
 
 START = 240

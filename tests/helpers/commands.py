@@ -19,6 +19,10 @@ from tests.helpers.patience import patient
 
 REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
 
+_LAUNCHERS = {
+    "deepspeed": "deepspeed --num_gpus {} --master_port {}",
+    "torchrun": "torchrun --nproc-per-node {} --master-port {}",
+}
 _KEPT_VARIABLES = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "USER", "VIRTUAL_ENV")
 
 
@@ -29,6 +33,11 @@ def free_port() -> int:
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("127.0.0.1", port))
             return port
+
+
+def launch(launcher: str, ranks: int = 2) -> list[str]:
+    """Return the words that start processes of `pretrain_ladder.py`."""
+    return [*_LAUNCHERS[launcher].format(ranks, free_port()).split(), "pretrain_ladder.py"]
 
 
 def tracked_files() -> list[str]:

@@ -1,0 +1,126 @@
+"""Small whole runs of `pretrain_ladder.py`: their token files and command lines, and the scalars that they log."""
+
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from string import ascii_lowercase
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from megatron_ladder.cli import preprocess_data
+from tests.helpers.tokens import write_lines
+
+Curves = dict[str, dict[int, float]]
+"""The logged scalars by name, and their values by step."""
+
+EOD, VOCABULARY = 28, 29
+SEQ_LENGTH, MICRO_BATCH, GLOBAL_BATCH = 16, 2, 8
+RATES = (1e-3, 5e-4)
+"""Learning rates of the steps, by the flags below."""
+RECIPE = (
+    "--num-layers 7 --hidden-size 16 --num-attention-heads 4 --num-key-value-heads 2 --ffn-hidden-size 32 "
+    f"--init-method-std 0.2 --seq-length {SEQ_LENGTH} --micro-batch-size {MICRO_BATCH} "
+    f"--global-batch-size {GLOBAL_BATCH} --train-iters {len(RATES)} --lr 1e-3 --min-lr 5e-4 --lr-warmup-iters 1 "
+    "--lr-decay-style linear --clip-grad 0.5 --adam-eps 1e-2 --log-interval 1 --eval-iters 1 "
+    "--tokenizer-type HuggingFaceTokenizer --tokenizer-model {corpus}/tokenizer"
+)
+MODELS = {
+    "tied": "--residual-mode ladder --ladder-layers 2-6 --tie-embeddings --qk-layernorm --z-loss-coeff 0.02",
+    "softmax": "--residual-mode ladder --num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 8 "
+    "--z-loss-coeff 0.02 --moe-aux-loss-coeff 0.05 --moe-z-loss-coeff 0.01",
+    # The first stage, and one in the middle of six, have dense layers only.
+    "sigmoid": "--residual-mode farskip --num-experts 16 --moe-layers 2,4-6 --moe-ffn-hidden-size 8 "
+    "--moe-shared-expert-intermediate-size 8 --moe-router-score-function sigmoid --moe-router-num-groups 4 "
+    "--moe-router-group-topk 2 --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05 "
+    "--moe-router-topk-scaling-factor 2.5 --moe-aux-loss-coeff 0.05 --moe-router-load-balancing-type aux_loss "
+    "--moe-z-loss-coeff 0.01 --expert-sharding experts",
+    "distilled": "--distill-from {corpus}/teacher --distill-weight 0.7 --distill-temperature 2 --z-loss-coeff 0.02",
+}
+TEACHER = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 24 --residual-mode ladder"
+DATA = {
+    "texts": "--train-data-path {corpus}/texts_text_document --valid-data-path {corpus}/texts_text_document",
+    "documents": "--train-data-path {corpus}/texts_text_document --valid-data-path {corpus}/texts_text_document "
+    "--reset-position-ids --reset-attention-mask --eod-mask-loss",
+    "answers": "--train-data-path {corpus}/chats_messages_document --valid-data-path {corpus}/chats_messages_document",
+    "stream": "--streaming {corpus}/texts.jsonl --streaming-shards 2 --eod-mask-loss --valid-data-path "
+    "{corpus}/texts_text_document",
+    "conversations": "--train-data-path {corpus}/chats_messages_document --loss-on all --valid-data-path "
+    "{corpus}/chats_messages_document --reset-position-ids --reset-attention-mask",
+}
+LAYOUTS = {
+    "pp2-dp2": (4, "--pipeline-model-parallel-size 2"),
+    "pp3": (3, "--pipeline-model-parallel-size 3 --recompute-granularity full"),
+    "pp4": (4, "--pipeline-model-parallel-size 4 --zero-stage 0"),
+    "pp6": (6, "--pipeline-model-parallel-size 6"),
+    "tp2-pp3": (6, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 3"),
+    "tp2": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "dp2": (2, "--zero-stage 2 --recompute-granularity full --recompute-num-layers 4"),
+    "tp2-dp2": (4, "--tensor-model-parallel-size 2 --zero-stage 3"),
+}
+"""Number of processes, and flags. A step has four micro-batches, or two on each of two data-parallel ranks. Seven
+layers do not divide evenly into any number of stages."""
+EXACT = ("train/learning rate", "train/largest expert load", "train/expert load entropy", "train/dead experts")
+TOLERANCE = 1e-6
+_TEMPLATE = "{% for m in messages %}{{ '<s>' + m['role'][0] + m['content'] + '</s>' }}{% endfor %}"
+
+
+def write_corpus(folder: Path) -> Path:
+    """Write a tokenizer, texts and conversations, as files of text and as preprocessed token files; return the folder.
+
+    The tokenizer's end-of-document token, which also pads rows of conversations, occurs in no conversation.
+    """
+    chance = random.Random(5)
+
+    def text(shortest: int, longest: int) -> str:
+        return "".join(chance.choices(ascii_lowercase, k=chance.randint(shortest, longest)))
+
+    (folder / "tokenizer").mkdir()
+    letters = {letter: number for number, letter in enumerate(ascii_lowercase)}
+    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>", "<|endoftext|>"])
+    assert (tokenizer.token_to_id("<|endoftext|>"), tokenizer.get_vocab_size()) == (EOD, VOCABULARY)
+    tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
+    config = json.dumps({"eos_token": "<|endoftext|>", "chat_template": _TEMPLATE})
+    (folder / "tokenizer" / "tokenizer_config.json").write_text(config)
+    write_lines(folder / "texts.jsonl", [text(2, 30) for _ in range(200)])
+    roles = ("user", "assistant")
+    chats = [[{"role": role, "content": text(1, 5)} for role in roles * chance.randint(1, 2)] for _ in range(120)]
+    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    for name, flags in (("texts", ["--append-eod"]), ("chats", ["--chat"])):
+        paths = ["--input", f"{folder}/{name}.jsonl", "--output-prefix", f"{folder}/{name}"]
+        words = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", f"{folder}/tokenizer"]
+        preprocess_data.main([*paths, *words, *flags])
+    return folder
+
+
+def command_line(corpus: Path, *flags: str) -> list[str]:
+    """Return the words of the recipe and of further flags."""
+    return [word.format(corpus=corpus) for word in " ".join([RECIPE, *flags]).split()]
+
+
+def curves_in(folder: Path) -> Curves:
+    """Return what --tensorboard-dir contains, except the speed and the memory of the machine."""
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    names = [name for name in events.Tags()["scalars"] if not name.startswith(("speed/", "memory/"))]
+    return {name: {event.step: event.value for event in events.Scalars(name)} for name in names}
+
+
+def assert_equal_curves(
+    found: Curves, expected: Mapping[str, Mapping[int, float]], tolerance: float = TOLERANCE
+) -> None:
+    """Compare all scalars of all steps: learning rates and loads exactly, the others to this relative tolerance."""
+    assert found.keys() == expected.keys()
+    wrong = []
+    for name, values in expected.items():
+        assert found[name].keys() == values.keys(), name
+        allowed = 0.0 if name in EXACT else tolerance
+        for step, value in values.items():
+            if found[name][step] != pytest.approx(value, rel=allowed, abs=0.0):
+                error = found[name][step] / value - 1 if value else found[name][step]
+                wrong.append(f"{name}, step {step}: {found[name][step]:.8g} instead of {value:.8g} ({error:+.1e})")
+    assert not wrong, "\n" + "\n".join(wrong)
