@@ -1,8 +1,4 @@
-"""What a whole run in one process must log, computed by the plain model from rows that the product reads.
-
-Only tokens that are no padding reach the plain model: rows are cut where their padding begins. Rows whose tokens are
-balanced together become one row, in which tokens do not see those of the others.
-"""
+"""What a whole run in one process must log, computed by the plain model from rows that the product reads."""
 
 import math
 from collections.abc import Sequence
@@ -16,16 +12,13 @@ from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
 from megatron_ladder.data.loader import OrderOptions, open_sources
-from megatron_ladder.data.samples import SampleRows, Samples
+from megatron_ladder.data.samples import Samples
 from megatron_ladder.model.language_model import LanguageModel
 from tests.helpers.sharded import weight_pieces_of
 from tests.helpers.steps import everything
 from tests.helpers.whole_runs import EOD, RATES, VOCABULARY, Curves
-from tests.reference import ReferenceConfig, Routed, Sight, Weights, reference_logits, reference_training
+from tests.reference import MicroBatch, ReferenceConfig, Routed, Sight, Weights, reference_logits, reference_training
 from tests.reference.documents import begins_after, loss_mask_of, sight_of
-
-Group = tuple[Tensor, Tensor, Tensor, Sight]
-"""Ids, labels and loss mask, each [1, n], and what the tokens see."""
 
 
 def expected_curves(argv: Sequence[str]) -> Curves:
@@ -33,7 +26,7 @@ def expected_curves(argv: Sequence[str]) -> Curves:
     run = resolve_run(parse_run(argv), VOCABULARY, 1)
     sources = open_sources(run.data, OrderOptions(run.training.seq_length, run.training.seed, run.data.loss_on))
     assert sources.train is not None
-    steps = [_groups(run, sources.train, step) for step in range(len(RATES))]
+    steps = [_micro_batches(run, sources.train, step) for step in range(len(RATES))]
     model = LanguageModel(run.model, ProcessMesh.single(), seed=run.training.seed)
     config = ReferenceConfig.like(run.model, run.training)
     losses = _Losses(run, steps)
@@ -56,21 +49,20 @@ def expected_curves(argv: Sequence[str]) -> Curves:
         described = [_describe(sum(loads)) for loads in losses.loads]
         for name in described[0]:
             curves[f"train/{name}"] = {step: _rounded(values[name]) for step, values in enumerate(described, start=1)}
-    loss = _evaluate(final, config, _groups(run, sources.valid[""], 0))
+    loss = _evaluate(final, config, _micro_batches(run, sources.valid[""], 0))
     return curves | {"valid/lm loss": {len(RATES): loss}, "valid/ppl": {len(RATES): math.exp(loss)}}
 
 
 class _Losses:
-    """Returns the losses of a group and the gradients of their sum, and remembers the loads of every step.
+    """Returns a micro-batch's part of the losses and the gradients of their sum, and remembers the loads of each step.
 
-    Those of the output are means over the labels that count, those of the experts means over all tokens of the step.
+    The losses of the output are means over the labels that count, those of the experts means over all tokens.
     """
 
-    def __init__(self, run: RunConfig, steps: Sequence[Sequence[Group]]) -> None:
+    def __init__(self, run: RunConfig, steps: Sequence[Sequence[MicroBatch]]) -> None:
         self.names: list[str] = []
         self.loads: list[list[Tensor]] = [[] for _ in steps]
-        self._tokens = [sum(tokens.numel() for tokens, *_ in groups) for groups in steps]
-        self._step_of_call = iter([step for step, groups in enumerate(steps) for _ in groups])
+        self._step_of_call = iter([step for step, micro_batches in enumerate(steps) for _ in micro_batches])
         self._training = run.training
         self._teacher = None if run.training.distill_from is None else _read_model(run.training.distill_from)
 
@@ -82,6 +74,7 @@ class _Losses:
         labels: Tensor,
         mask: Tensor,
         targets: float,
+        all_tokens: int,
         sight: Sight,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         leaves = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
@@ -101,9 +94,9 @@ class _Losses:
             losses["distillation loss"] = temperature**2 * (distances * mask).sum() / targets
             factors = {"lm loss": 1 - share, "distillation loss": share}
         if config.moe_aux_loss_coeff:
-            losses["load balancing loss"] = sum(routed.auxiliary_loss for routed in record) / self._tokens[step]
+            losses["load balancing loss"] = sum(routed.auxiliary_loss for routed in record) / all_tokens
         if config.moe_z_loss_coeff:
-            losses["router z loss"] = sum(routed.z_loss for routed in record) / self._tokens[step]
+            losses["router z loss"] = sum(routed.z_loss for routed in record) / all_tokens
         if record:
             self.loads[step].append(torch.stack([routed.loads for routed in record]))
         trained = [name for name in leaves if not name.endswith(".expert_bias")]
@@ -119,36 +112,24 @@ def _read_model(save: Path) -> tuple[Weights, ReferenceConfig]:
     return weights, ReferenceConfig.like(Checkpoint.open(save).model())
 
 
-def _groups(run: RunConfig, source: Samples, step: int) -> list[Group]:
-    """Return the rows of a step: those of a micro-batch together if its experts are balanced as a whole."""
-    size, training = run.global_batch_size, run.training
+def _micro_batches(run: RunConfig, source: Samples, step: int) -> list[MicroBatch]:
+    """Return the global batch of a step, counted from 0."""
+    size = run.global_batch_size
     rows = source.samples(np.arange(step * size, (step + 1) * size))
-    together = training.micro_batch_size if training.moe_router_load_balancing_type == "aux_loss" else 1
-    parts = [_row(run, rows, number) for number in range(size)]
-    return [_join(parts[first : first + together]) for first in range(0, size, together)]
-
-
-def _row(run: RunConfig, rows: SampleRows, number: int) -> Group:
-    """Return one row without its padding."""
-    both = torch.from_numpy(rows.tokens[number : number + 1].astype(np.int64))
-    # Texts have no padding. In conversations, this token is padding.
-    length = both.shape[1] - 1 if rows.begins is None else int((both[0, :-1] != EOD).sum())
-    tokens, labels = both[:, :length], both[:, 1 : length + 1]
-    mask = torch.ones(1, length)
+    both = torch.from_numpy(rows.tokens.astype(np.int64))
+    tokens, labels = both[:, :-1], both[:, 1:]
+    mask = torch.ones(tokens.shape)
     if rows.loss_mask is not None:
-        mask = torch.from_numpy(rows.loss_mask[number : number + 1, 1 : length + 1]).float()
+        mask = torch.from_numpy(rows.loss_mask[:, 1:]).float()
     if run.data.eod_mask_loss:
         mask = mask * loss_mask_of(tokens, EOD)
-    begins = begins_after(tokens, EOD) if rows.begins is None else rows.begins[number : number + 1, :length].tolist()
-    return tokens, labels, mask, sight_of(begins, run.data.reset_position_ids, run.data.reset_attention_mask)
-
-
-def _join(rows: Sequence[Group]) -> Group:
-    """Return rows as one, in which tokens see only those of their row."""
-    tokens, labels, mask = (torch.cat(parts, dim=1) for parts in list(zip(*rows, strict=True))[:3])
-    positions = torch.cat([sight.positions for *_, sight in rows], dim=1)
-    visible = torch.block_diag(*(sight.visible[0].float() for *_, sight in rows)).bool()
-    return tokens, labels, mask, Sight(positions, visible.unsqueeze(0))
+    begins = begins_after(tokens, EOD) if rows.begins is None else rows.begins[:, :-1].tolist()
+    sight = sight_of(begins, run.data.reset_position_ids, run.data.reset_attention_mask)
+    # Texts have no padding. In conversations, this token is padding.
+    token_mask = torch.ones_like(tokens, dtype=torch.bool) if rows.begins is None else tokens != EOD
+    parts = (tokens, labels, mask, sight.positions, sight.visible, token_mask)
+    split = zip(*(part.split(run.training.micro_batch_size) for part in parts), strict=True)
+    return [(*batch[:3], Sight(*batch[3:])) for batch in split]
 
 
 def _describe(loads: Tensor) -> dict[str, float]:
@@ -161,10 +142,10 @@ def _describe(loads: Tensor) -> dict[str, float]:
     return {"largest expert load": largest, "expert load entropy": sum(entropies) / len(layers), "dead experts": dead}
 
 
-def _evaluate(weights: Weights, config: ReferenceConfig, groups: Sequence[Group]) -> float:
+def _evaluate(weights: Weights, config: ReferenceConfig, micro_batches: Sequence[MicroBatch]) -> float:
     """Return the mean loss of the labels that count."""
     total = count = 0.0
-    for tokens, labels, mask, sight in groups:
+    for tokens, labels, mask, sight in micro_batches:
         losses = -reference_logits(weights, config, tokens, sight).log_softmax(-1)
         total += float((losses.gather(-1, labels.unsqueeze(-1)).squeeze(-1) * mask).sum())
         count += float(mask.sum())
