@@ -2,11 +2,13 @@
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from megatron_ladder.blueprint.boxes import Box
@@ -17,11 +19,13 @@ from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.config.run import RunConfig, parse_run, resolve_run
 from megatron_ladder.data.batches import MicroBatch
+from megatron_ladder.data.samples import SampleRows, Samples
 from megatron_ladder.engine.build import build_engine, build_model, start_deepspeed
 from megatron_ladder.engine.deepspeed_json import deepspeed_json
 from megatron_ladder.train.distillation import StoredTeacher, build_distillation
 from megatron_ladder.train.guards import Guard
 from megatron_ladder.train.profile import named_for_profiler
+from megatron_ladder.train.reading import sample_batches
 from megatron_ladder.train.setup import Trainer
 from tests.helpers.sharded import Pieces, fill_slices, mesh_of, weight_pieces_of
 
@@ -95,9 +99,33 @@ def build_trainer_here(
 
 
 def own_batches(trainer: Trainer, micro_batches: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[MicroBatch]:
-    """Return this data-parallel rank's micro-batches of a global batch."""
-    own = micro_batches[trainer.mesh.data.rank :: trainer.mesh.data.size]
-    return [MicroBatch(*(part.to(trainer.device) for part in batch)) for batch in own]
+    """Return this rank's micro-batches of a global batch, as the product reads them from rows with these ids and masks.
+
+    All ranks call it alike.
+    """
+    assert len(micro_batches) == trainer.run.accumulation_steps * trainer.mesh.data.size, "not the global batch's size"
+    with closing(sample_batches(trainer, _Rows(micro_batches), consumed_samples=0)) as batches:
+        return next(batches)
+
+
+class _Rows(Samples):
+    """The rows of one global batch, again and again."""
+
+    name = "rows of a test"
+    has_loss_mask = True
+
+    def __init__(self, micro_batches: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
+        tokens, labels, mask = (torch.cat(parts).numpy() for parts in zip(*micro_batches, strict=True))
+        self.seq_length, self.token_dtype = tokens.shape[1], tokens.dtype
+        # A sample's first token is no label.
+        self._tokens = np.concatenate([tokens, labels[:, -1:]], axis=1)
+        self._mask = np.concatenate([np.zeros_like(mask[:, :1]), mask], axis=1).astype(np.uint8)
+        assert (self._tokens[:, 1:] == labels).all() and (self._mask[:, 1:] == mask).all()
+
+    def fill(self, numbers: NDArray[np.int64], rows: NDArray[np.int64], out: SampleRows) -> None:
+        assert out.loss_mask is not None
+        chosen = numbers % len(self._tokens)
+        out.tokens[rows], out.loss_mask[rows] = self._tokens[chosen], self._mask[chosen]
 
 
 def weight_pieces(trainer: Trainer) -> Pieces:
