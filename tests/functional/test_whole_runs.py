@@ -94,9 +94,12 @@ def cases() -> Iterator[Any]:
     covered = pairwise(models, data, [*LAYOUTS])
     in_every_run = {parameters.values for parameters in covered if not parameters.marks} | MORE
     for case in itertools.product(MODELS, DATA, LAYOUTS):
-        # There are no stages with a teacher.
-        if case[0] != "distilled" or "pp" not in case[2]:
-            yield pytest.param(*case, marks=() if case in in_every_run else pytest.mark.slow)
+        model, data, layout = case
+        if model == "distilled" and "pp" in layout:
+            continue  # A teacher excludes stages.
+        if model == "sigmoid" and data == "stream" and "dp" in layout:
+            continue  # It balances micro-batches, and data-parallel ranks form those of a stream from other rows.
+        yield pytest.param(*case, marks=() if case in in_every_run else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("model", "data", "layout"), cases())

@@ -22,8 +22,18 @@ from tests.chaos.runs import VOCABULARY, final_tensors, losses
 from tests.gpu import on_ranks
 from tests.gpu.rank_checks import NOT_COMPILED, Decoded, compare_decoded, decoding_model
 from tests.gpu.runner import Machine, NotRun, Value, check
-from tests.helpers.commands import Command, free_port, running
+from tests.helpers.commands import Command, free_port, launch, running
 from tests.helpers.tokens import write_tokens
+from tests.helpers.whole_runs import (
+    DATA,
+    MODELS,
+    TOLERANCE,
+    Curves,
+    assert_equal_curves,
+    command_line,
+    curves_in,
+    write_corpus,
+)
 
 EXIT_SECONDS = 30.0
 """Time in which a program must end after its last work, and ranks after the loss of another one is detected."""
@@ -37,11 +47,9 @@ def resumes(machine: Machine, ranks: int) -> str:
     folder.mkdir()
     layout = ["--tensor-model-parallel-size", "2", *(["--pipeline-model-parallel-size", "2"] if ranks > 2 else [])]
     argv = training_flags(folder) + ["--train-iters", "20", "--save-interval", "10", *layout, "--deterministic-mode"]
-    deepspeed = ["deepspeed", "--num_gpus", str(ranks), "--master_port", str(free_port()), "pretrain_ladder.py"]
-    torchrun = ["torchrun", "--nproc-per-node", str(ranks), "--master-port", str(free_port()), "pretrain_ladder.py"]
     whole, resumed = folder / "whole", folder / "resumed"
-    machine.command(*deepspeed, *argv, "--save", whole, "--async-save")
-    machine.command(*torchrun, *argv, "--load", whole / "iter_0000010", "--save", resumed)
+    machine.command(*launch("deepspeed", ranks), *argv, "--save", whole, "--async-save")
+    machine.command(*launch("torchrun", ranks), *argv, "--load", whole / "iter_0000010", "--save", resumed)
     wanted, found = final_tensors(whole), final_tensors(resumed)
     assert found.keys() == wanted.keys() and len(wanted) > 50
     different = [key for key, tensor in found.items() if not torch.equal(tensor, wanted[key])]
@@ -60,6 +68,39 @@ def training_flags(folder: Path) -> list[str]:
         "--log-interval 1 --eval-iters 0 --residual-mode ladder --bf16 --zero-stage 1"
     ).split()
     return [*recipe, "--data-path", str(write_tokens(folder / "tokens", VOCABULARY))]
+
+
+@check("whole runs, compared with one process", gpus=(2, 8), seconds=240)
+def whole_runs(machine: Machine, ranks: int) -> str:
+    folder = machine.folder / f"whole runs {ranks}"
+    folder.mkdir()
+    corpus = write_corpus(folder)
+    layouts = {
+        "PP2": "--pipeline-model-parallel-size 2",
+        "TP2+SP": "--tensor-model-parallel-size 2 --sequence-parallel",
+    }
+    if ranks > 2:
+        layouts = {
+            f"PP4 x DP{ranks // 4}": "--pipeline-model-parallel-size 4",
+            f"TP2 x PP2 x DP{ranks // 4}": "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+        }
+
+    def run(processes: int, model: str, data: str, layout: str) -> Curves:
+        curves = folder / f"{model} {processes} {layout}"
+        argv = command_line(corpus, MODELS[model], DATA[data], NOT_COMPILED, layout)
+        machine.command(*launch("torchrun", processes), *argv, "--tensorboard-dir", curves)
+        return curves_in(curves)
+
+    scalars = 0
+    for model, data in (("softmax", "documents"), ("sigmoid", "answers")):
+        expected = run(1, model, data, "")
+        scalars += sum(map(len, expected.values()))
+        for name, layout in layouts.items():
+            try:
+                assert_equal_curves(run(ranks, model, data, layout), expected, 1e-5 if machine.on_gpu else TOLERANCE)
+            except AssertionError as error:
+                raise AssertionError(f"{model}, {name}: {error}") from None
+    return f"{scalars} scalars of two models with experts equal in {' and '.join(layouts)}"
 
 
 @check("generate.py on several GPUs, compared with one; time to exit", gpus=(2, 8), seconds=180)
