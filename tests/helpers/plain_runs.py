@@ -22,7 +22,7 @@ from tests.reference.documents import begins_after, loss_mask_of, sight_of
 
 
 def expected_curves(argv: Sequence[str]) -> Curves:
-    """Return the scalars of every step, and those of the evaluation after the last step."""
+    """Return the scalars of every step, and those of the evaluation after the last step, computed in fp64."""
     run = resolve_run(parse_run(argv), VOCABULARY, 1)
     sources = open_sources(run.data, OrderOptions(run.training.seq_length, run.training.seed, run.data.loss_on))
     assert sources.train is not None
@@ -31,7 +31,7 @@ def expected_curves(argv: Sequence[str]) -> Curves:
     config = ReferenceConfig.like(run.model, run.training)
     losses = _Losses(run, steps)
     history, final = reference_training(
-        {name: values.detach() for name, _, values in weight_pieces_of(model)},
+        {name: values.double() for name, _, values in weight_pieces_of(model)},
         config,
         steps,
         lambda iteration: RATES[iteration - 1],
@@ -108,7 +108,7 @@ class _Losses:
 
 def _read_model(save: Path) -> tuple[Weights, ReferenceConfig]:
     """Return the newest checkpoint in a folder."""
-    weights = {name: values for (name, kind), values in everything(save).items() if kind == "weight"}
+    weights = {name: values.double() for (name, kind), values in everything(save).items() if kind == "weight"}
     return weights, ReferenceConfig.like(Checkpoint.open(save).model())
 
 

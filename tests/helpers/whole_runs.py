@@ -24,14 +24,14 @@ RATES = (1e-3, 5e-4)
 """Learning rates of the steps, by the flags below."""
 RECIPE = (
     "--num-layers 7 --hidden-size 16 --num-attention-heads 4 --num-key-value-heads 2 --ffn-hidden-size 32 "
-    f"--seed 3 --init-method-std 0.2 --seq-length {SEQ_LENGTH} --micro-batch-size {MICRO_BATCH} "
+    f"--seed 34 --init-method-std 0.2 --seq-length {SEQ_LENGTH} --micro-batch-size {MICRO_BATCH} "
     f"--global-batch-size {GLOBAL_BATCH} --train-iters {len(RATES)} --lr 1e-3 --min-lr 5e-4 --lr-warmup-iters 1 "
-    "--lr-decay-style linear --clip-grad 0.5 --adam-eps 1e-2 --log-interval 1 --eval-iters 1 "
+    "--lr-decay-style linear --clip-grad 0.5 --norm-epsilon 1e-2 --adam-eps 1e-2 --log-interval 1 --eval-iters 1 "
     "--tokenizer-type HuggingFaceTokenizer --tokenizer-model {corpus}/tokenizer"
 )
-"""Of 24 seeds, this one leaves the widest gaps between the scores of experts that a token chooses and those of the next
-ones, at least 1e-5; layouts change scores by 1e-7. The term in AdamW's denominator keeps rounding errors of small
-gradients from becoming large updates."""
+"""Of 40 seeds, this one leaves the widest gaps between the scores of experts that a token chooses and those of the next
+ones, at least 1e-5; layouts change scores by 1e-7. The terms in the denominators of norms and AdamW keep rounding
+errors of small numbers from growing."""
 MODELS = {
     "tied": "--residual-mode ladder --ladder-layers 2-6 --tie-embeddings --qk-layernorm --z-loss-coeff 0.02",
     "softmax": "--residual-mode ladder --num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 8 "
