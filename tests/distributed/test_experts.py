@@ -41,7 +41,7 @@ def test_biases_stay_in_fp32(gloo_pools: GlooPools, stage: str) -> None:
     [
         (2, "--zero-stage 1"),
         (2, "--zero-stage 2 --offload-optimizer cpu"),
-        (2, "--zero-stage 3"),
+        (2, "--zero-stage 3 --recompute-granularity full"),
         (4, "--zero-stage 1 --tensor-model-parallel-size 2 --expert-sharding experts --sequence-parallel"),
         (4, "--zero-stage 1 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
     ],

@@ -102,7 +102,7 @@ def cases() -> Iterator[Any]:
         yield pytest.param(*case, marks=() if case in in_every_run else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("model", "data", "layout"), cases())
+@pytest.mark.parametrize(("model", "data", "layout"), list(cases()))
 def test_every_layout_logs_what_one_process_logs(
     corpus: Path, in_one_process: Callable[[str, str], Curves], tmp_path: Path, model: str, data: str, layout: str
 ) -> None:

@@ -45,24 +45,25 @@ MODELS = {
     "distilled": "--distill-from {corpus}/teacher --distill-weight 0.7 --distill-temperature 2 --z-loss-coeff 0.02",
 }
 TEACHER = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 24 --residual-mode ladder"
+_TEXTS = "--train-data-path {corpus}/texts_text_document --valid-data-path {corpus}/texts_text_document"
+_CHATS = "--train-data-path {corpus}/chats_messages_document --valid-data-path {corpus}/chats_messages_document"
 DATA = {
-    "texts": "--train-data-path {corpus}/texts_text_document --valid-data-path {corpus}/texts_text_document",
-    "documents": "--train-data-path {corpus}/texts_text_document --valid-data-path {corpus}/texts_text_document "
-    "--reset-position-ids --reset-attention-mask --eod-mask-loss",
-    "answers": "--train-data-path {corpus}/chats_messages_document --valid-data-path {corpus}/chats_messages_document",
-    "stream": "--streaming {corpus}/texts.jsonl --streaming-shards 2 --eod-mask-loss --valid-data-path "
-    "{corpus}/texts_text_document",
-    "conversations": "--train-data-path {corpus}/chats_messages_document --loss-on all --valid-data-path "
-    "{corpus}/chats_messages_document --reset-position-ids --reset-attention-mask",
+    "texts": _TEXTS,
+    # Rotary positions are relative, so that resetting them matters only where documents see each other.
+    "documents": f"{_TEXTS} --reset-position-ids --eod-mask-loss",
+    "answers": _CHATS,
+    "stream": "--streaming {corpus}/texts.jsonl --streaming-shards 2 --reset-attention-mask --eod-mask-loss "
+    "--valid-data-path {corpus}/texts_text_document",
+    "conversations": f"{_CHATS} --loss-on all --reset-position-ids --reset-attention-mask",
 }
 LAYOUTS = {
-    "pp2-dp2": (4, "--pipeline-model-parallel-size 2"),
+    "pp2-dp2": (4, "--pipeline-model-parallel-size 2 --zero-stage 0"),
     "pp3": (3, "--pipeline-model-parallel-size 3 --recompute-granularity full"),
-    "pp4": (4, "--pipeline-model-parallel-size 4 --zero-stage 0"),
+    "pp4": (4, "--pipeline-model-parallel-size 4"),
     "pp6": (6, "--pipeline-model-parallel-size 6"),
-    "tp2-pp3": (6, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 3"),
-    "tp2": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
-    "dp2": (2, "--zero-stage 2 --recompute-granularity full --recompute-num-layers 4"),
+    "tp2-pp3": (6, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 3 --recompute-granularity full"),
+    "tp2": (2, "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full"),
+    "dp2": (2, "--zero-stage 2 --recompute-granularity full"),
     "tp2-dp2": (4, "--tensor-model-parallel-size 2 --zero-stage 3"),
 }
 """Number of processes, and flags. A step has four micro-batches, or two on each of two data-parallel ranks. Seven
