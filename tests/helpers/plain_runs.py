@@ -1,7 +1,8 @@
 """What a whole run in one process must log, computed by the plain model from rows that the product reads."""
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,12 @@ from megatron_ladder.data.samples import Samples
 from megatron_ladder.model.language_model import LanguageModel
 from tests.helpers.sharded import weight_pieces_of
 from tests.helpers.steps import everything
-from tests.helpers.whole_runs import EOD, RATES, VOCABULARY, Curves
+from tests.helpers.whole_runs import BEGIN, END, EOD, RATES, START, VOCABULARY, Curves
 from tests.reference import MicroBatch, ReferenceConfig, Routed, Sight, Weights, reference_logits, reference_training
 from tests.reference.documents import begins_after, loss_mask_of, sight_of
+
+ASSISTANT = 0
+"""The token of the letter a, by which the role of an answer is given."""
 
 
 def expected_curves(argv: Sequence[str]) -> Curves:
@@ -115,21 +119,30 @@ def _read_model(save: Path) -> tuple[Weights, ReferenceConfig]:
 def _micro_batches(run: RunConfig, source: Samples, step: int) -> list[MicroBatch]:
     """Return the global batch of a step, counted from 0."""
     size = run.global_batch_size
-    rows = source.samples(np.arange(step * size, (step + 1) * size))
-    both = torch.from_numpy(rows.tokens.astype(np.int64))
-    tokens, labels = both[:, :-1], both[:, 1:]
-    mask = torch.ones(tokens.shape)
-    if rows.loss_mask is not None:
-        mask = torch.from_numpy(rows.loss_mask[:, 1:]).float()
-    if run.data.eod_mask_loss:
-        mask = mask * loss_mask_of(tokens, EOD)
-    begins = begins_after(tokens, EOD) if rows.begins is None else rows.begins[:, :-1].tolist()
+    rows = torch.from_numpy(source.samples(np.arange(step * size, (step + 1) * size)).tokens.astype(np.int64))
+    tokens, labels = rows[:, :-1], rows[:, 1:]
+    if BEGIN in rows:
+        begins, token_mask, mask = (tokens == BEGIN).tolist(), tokens != EOD, (labels != BEGIN) & (labels != EOD)
+        if run.data.loss_on != "all":
+            mask = torch.tensor([[*_answers(row)][1:] for row in rows.tolist()])
+    else:
+        begins, token_mask, mask = begins_after(tokens, EOD), tokens >= 0, labels >= 0
+    mask = mask * loss_mask_of(tokens, EOD) if run.data.eod_mask_loss else mask.float()
     sight = sight_of(begins, run.data.reset_position_ids, run.data.reset_attention_mask)
-    # Texts have no padding. In conversations, this token is padding.
-    token_mask = torch.ones_like(tokens, dtype=torch.bool) if rows.begins is None else tokens != EOD
     parts = (tokens, labels, mask, sight.positions, sight.visible, token_mask)
     split = zip(*(part.split(run.training.micro_batch_size) for part in parts), strict=True)
     return [(*batch[:3], Sight(*batch[3:])) for batch in split]
+
+
+def _answers(row: Sequence[int]) -> Iterator[bool]:
+    """Yield whether each token of a row of conversations belongs to an answer, which includes its end."""
+    role = None
+    for previous, token in itertools.pairwise([EOD, *row]):
+        yield role == ASSISTANT
+        if previous == START:
+            role = token
+        elif token == END:
+            role = None
 
 
 def _describe(loads: Tensor) -> dict[str, float]:

@@ -18,7 +18,10 @@ from tests.helpers.tokens import write_lines
 Curves = dict[str, dict[int, float]]
 """The logged scalars by name, and their values by step."""
 
-EOD, VOCABULARY = 28, 29
+SPECIAL = ("<b>", "<s>", "</s>", "<|endoftext|>")
+BEGIN, START, END, EOD = range(26, 30)
+"""Special tokens: a conversation begins, a turn starts, a turn ends, and a document ends, or a row is padded."""
+VOCABULARY = 30
 SEQ_LENGTH, MICRO_BATCH, GLOBAL_BATCH = 16, 2, 8
 RATES = (1e-3, 5e-4)
 """Learning rates of the steps, by the flags below."""
@@ -70,14 +73,14 @@ LAYOUTS = {
 layers do not divide evenly into any number of stages."""
 EXACT = ("train/learning rate", "train/largest expert load", "train/expert load entropy", "train/dead experts")
 TOLERANCE = 1e-6
-_TEMPLATE = "{% for m in messages %}{{ '<s>' + m['role'][0] + m['content'] + '</s>' }}{% endfor %}"
+_TEMPLATE = (
+    "<b>{% for m in messages %}{{ '<s>' + m['role'][0] + m['content'] + '</s>' }}{% endfor %}"
+    "{% if add_generation_prompt %}<s>a{% endif %}"
+)
 
 
 def write_corpus(folder: Path) -> Path:
-    """Write a tokenizer, texts and conversations, as files of text and as preprocessed token files; return the folder.
-
-    The tokenizer's end-of-document token, which also pads rows of conversations, occurs in no conversation.
-    """
+    """Write a tokenizer, and texts and conversations, both also as preprocessed token files; return the folder."""
     chance = random.Random(5)
 
     def text(shortest: int, longest: int) -> str:
@@ -87,8 +90,8 @@ def write_corpus(folder: Path) -> Path:
     letters = {letter: number for number, letter in enumerate(ascii_lowercase)}
     tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>", "<|endoftext|>"])
-    assert (tokenizer.token_to_id("<|endoftext|>"), tokenizer.get_vocab_size()) == (EOD, VOCABULARY)
+    tokenizer.add_special_tokens([*SPECIAL])
+    assert [*map(tokenizer.token_to_id, SPECIAL)] == [BEGIN, START, END, EOD]
     tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
     config = json.dumps({"eos_token": "<|endoftext|>", "chat_template": _TEMPLATE})
     (folder / "tokenizer" / "tokenizer_config.json").write_text(config)
