@@ -73,7 +73,11 @@ class SymmetricMemoryGroup(CommGroup):
 
 
 def check_peers(size: int, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise UserError unless `size` ranks on GPUs of this machine can map each other's memory, and sum this dtype."""
+    """Raise UserError unless `size` ranks on GPUs of this machine can map each other's memory, and sum this dtype.
+
+    They must be joined by NVLink: ranks meet by compare-and-swap in each other's memory, which is not atomic over PCIe,
+    so that torch's kernel might wait for ever.
+    """
     if device.type != "cuda":
         raise _impossible(f"a {device.type.upper()}")
     if dtype not in (torch.float32, torch.bfloat16):
@@ -83,6 +87,18 @@ def check_peers(size: int, device: torch.device, dtype: torch.dtype) -> None:
     peers = [peer for peer in range(size) if peer != device.index]
     if apart := [peer for peer in peers if not torch.cuda.can_device_access_peer(device, peer)]:
         raise _impossible(f"that GPU {device.index} cannot read the memory of {apart}")
+    if apart := [peer for peer in peers if not _has_nvlink(device.index, peer)]:
+        raise _impossible(f"no NVLink between GPU {device.index} and {apart}")
+
+
+def _has_nvlink(device: int, peer: int) -> bool:
+    """Whether NVLink joins two GPUs, directly or by switches; raises UserError if that cannot be found out."""
+    try:
+        # Private, but torch has no other way to ask. Versions that lack it use NCCL.
+        detect = torch._C._distributed_c10d._detect_dma_connectivity  # type: ignore[attr-defined]
+        return bool(detect(torch._C._autograd.DeviceType.CUDA, "nvlink").matrix[device][peer])
+    except (AttributeError, RuntimeError) as error:
+        raise _impossible(f"an error of torch ({error})") from error
 
 
 def _impossible(found: str) -> UserError:

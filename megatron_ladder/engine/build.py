@@ -178,7 +178,7 @@ def build_engine(
         elif graphs == "true":
             raise UserError(
                 "--cuda-graph: the host would wait for the choice of experts: leave it out, or use --bf16, widths of "
-                "experts and of the model that are multiples of 8 on a rank, and a GPU of capability 9.0 or more"
+                "experts and of the model that are multiples of 8 on a rank, and a GPU of capability 9.x or 10.x"
             )
     if isinstance(optimizer, MuonWithAdamW):
         optimizer.distribute(engine.state.spans(), mesh.world)

@@ -41,6 +41,9 @@ LinearFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 _GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNMENT = 16
 """Bytes of which a row of an operand of torch's grouped product must be a multiple."""
+_HOPPER, _BLACKWELL = 9, 10
+"""Major capabilities of the GPUs that torch's grouped product has a kernel for; elsewhere, as on workstation Blackwell
+(12), the host reads the offsets."""
 
 
 class InputGradient:
@@ -208,7 +211,7 @@ def reads_on_host(weight: Tensor) -> bool:
     return (
         weight.dtype != torch.bfloat16
         or not _is_grouped(weight, weight.transpose(1, 2))
-        or torch.cuda.get_device_capability(weight.device) < (9, 0)
+        or torch.cuda.get_device_capability(weight.device)[0] not in (_HOPPER, _BLACKWELL)
     )
 
 
@@ -234,7 +237,12 @@ def _multiply_outer(left: Tensor, right: Tensor, sorted_rows: SortedRows) -> Ten
     if left.is_meta:
         return left.new_empty(len(offsets), left.shape[-1], right.shape[-1])
     if _is_grouped(left, right):
-        return torch.nn.functional.grouped_mm(left.t(), right, offs=offsets)
+        product = torch.nn.functional.grouped_mm(left.t(), right, offs=offsets)
+        if left.is_cuda and torch.cuda.get_device_capability(left.device)[0] >= _BLACKWELL:
+            # There it leaves the gradients of experts without rows unwritten (pytorch/pytorch#172439).
+            is_empty = offsets.diff(prepend=offsets.new_zeros(1)) == 0
+            product.masked_fill_(is_empty.view(-1, 1, 1), 0)
+        return product
     product, start = left.new_zeros(len(offsets), left.shape[-1], right.shape[-1]), 0
     for expert, end in enumerate(offsets.tolist()):
         product[expert] = left[start:end].t() @ right[start:end]

@@ -63,6 +63,13 @@ def test_nccl_starts_with_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings("--deterministic-mode")[0] == "Ring"
 
 
+def join_by_nvlink(monkeypatch: pytest.MonkeyPatch, gpus: set[int]) -> None:
+    """Join some of eight GPUs by NVLink, and the others by PCIe only."""
+    matrix = [[18 * ({one, other} <= gpus and one != other) for other in range(8)] for one in range(8)]
+    detect = Mock(return_value=SimpleNamespace(matrix=matrix))
+    monkeypatch.setattr(torch._C._distributed_c10d, "_detect_dma_connectivity", detect)
+
+
 class Torch:
     """Fakes torch's one-shot reduce over two ranks with equal values."""
 
@@ -82,6 +89,7 @@ class Torch:
             monkeypatch.setattr(torch.ops.symm_mem, kernel, self.reduce if right else None, raising=False)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: True)
+        join_by_nvlink(monkeypatch, {0, 1})
         monkeypatch.setattr(dist, "all_reduce", lambda tensor, **_: self.by_nccl.append(tensor))
 
     def meet(self, tensor: torch.Tensor, group: object) -> SimpleNamespace:
@@ -153,13 +161,20 @@ def test_other_sums_use_nccl(monkeypatch: pytest.MonkeyPatch, tensor: torch.Tens
     assert fake.one_shot == [] and len(fake.by_nccl) == 2
 
 
-def test_one_shot_sums_need_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_shot_sums_need_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="found a CPU: use --tp-all-reduce nccl"):
         check_peers(2, CPU, torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     with pytest.raises(UserError, match="found 4 GPUs for 8 ranks"):
         check_peers(8, GPU, torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: peer != 3)
+    with pytest.raises(UserError, match="found an error of torch .*not available"):
+        check_peers(3, GPU, torch.bfloat16)
+    join_by_nvlink(monkeypatch, {0, 1})
+    check_peers(2, GPU, torch.bfloat16)
+    with pytest.raises(UserError, match=r"found no NVLink between GPU 0 and \[2\]"):
+        check_peers(3, GPU, torch.bfloat16)
+    join_by_nvlink(monkeypatch, {0, 1, 2, 3})
     check_peers(3, GPU, torch.bfloat16)
     with pytest.raises(UserError, match=r"GPU 0 cannot read the memory of \[3\]"):
         check_peers(4, GPU, torch.bfloat16)

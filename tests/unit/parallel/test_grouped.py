@@ -74,7 +74,9 @@ def test_products_and_gradients_are_those_of_a_loop(dtype: torch.dtype, hidden: 
     ("dtype", "shape", "capability", "waits"),
     [
         (torch.bfloat16, (2, 24, 16), (9, 0), False),
+        (torch.bfloat16, (2, 24, 16), (10, 3), False),
         (torch.bfloat16, (2, 24, 16), (8, 9), True),
+        (torch.bfloat16, (2, 24, 16), (12, 0), True),
         (torch.bfloat16, (2, 20, 16), (9, 0), True),
         (torch.bfloat16, (2, 24, 12), (9, 0), True),
         (torch.float32, (2, 24, 16), (9, 0), True),
