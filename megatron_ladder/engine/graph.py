@@ -9,8 +9,14 @@ three graphs:
     last      forward; backward adds to the sums, with their reduces under it
 
 They share memory: they are captured in this order and replayed in no other.
+
+All ranks capture, or none. Before the capture they agree whether all have the memory for it. A rank that fails later
+may leave others behind in it, since NCCL may exchange the buffers of a captured collective with the ranks that take
+part. The rank prints its error and waits for the others: they come if they could record without it, and then all of
+them run without graphs. Otherwise its wait ends at the timeout, and theirs when it is gone (`comm/watch.py`).
 """
 
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -20,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ladder.comm.capture import PeakMemory, capturing
 from megatron_ladder.comm.group import CommGroup, to_device
 from megatron_ladder.engine.sharded import ShardedOptimizer
 from megatron_ladder.errors import UserError
@@ -44,6 +51,8 @@ class CapturedPasses:
         self._closed = False
         self._starts: list[float] = []
         """When the steps up to the end of the measurement started."""
+        self._memory: PeakMemory | None = None
+        """Of the last step before the capture."""
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._inputs: list[Tensor | None] = []
         self._device = next(module.parameters()).device
@@ -78,37 +87,43 @@ class CapturedPasses:
 
     def _captures(self, micro_batches: Sequence[Sequence[Tensor | None]]) -> bool:
         """Capture a step on all ranks; if one of them cannot, return False or raise UserError on all."""
-        failure = ""
-        try:
-            self._capture(micro_batches)
-        except Exception as error:
-            failure = f"{type(error).__name__}: {error}"
-        # A capture only records collectives, so that no rank waits for one that has failed.
-        failures = self._world.broadcast_object(self._world.gather_objects(failure))
-        found = next((f"on rank {rank}: {text}" for rank, text in enumerate(failures) if text), None)
-        if found is None:
-            return True
+        assert self._memory is not None, "the step before the capture was measured"
+        problem = self._first_problem(self._memory.capture_problem())
+        if problem is None:
+            failure = ""
+            try:
+                self._capture(micro_batches)
+            except Exception as error:
+                failure = f"{type(error).__name__}: {error}"
+                print(f"*** --cuda-graph: rank {self._world.rank} cannot capture a step: {failure}", file=sys.stderr)
+            problem = self._first_problem(failure)
+            if problem is None:
+                return True
+            self.close()
+            self._sharded.forget_capture()
+            self._module.stack.partial_sums.expect(1)
         if not self._measures:
-            raise UserError(f"--cuda-graph true: a step cannot be captured {found}; use auto or false")
-        self._measures = False
-        self.close()
-        self._sharded.forget_capture()
-        self._module.stack.partial_sums.expect(1)
-        text = f"*** --cuda-graph auto: no graphs, because a step cannot be captured {found} ***"
+            raise UserError(f"--cuda-graph true: a step cannot be captured {problem}; use auto or false")
+        self._measures, self._closed = False, True
+        text = f"*** --cuda-graph auto: no graphs, because a step cannot be captured {problem} ***"
         print_rank_0(text, self._world.rank)
         return False
+
+    def _first_problem(self, problem: str) -> str | None:
+        """Return the problem of the first rank that has one, with its number; a collective call."""
+        problems = self._world.broadcast_object(self._world.gather_objects(problem))
+        return next((f"on rank {rank}: {text}" for rank, text in enumerate(problems) if text), None)
 
     def _capture(self, micro_batches: Sequence[Sequence[Tensor | None]]) -> None:
         self._inputs = [None if one is None else one.to(self._device, copy=True) for one in micro_batches[0]]
         passes = min(len(micro_batches), 3)
+        stream, pool = torch.cuda.Stream(self._device), torch.cuda.graph_pool_handle()
         self._sharded.gather_late()
         with ExitStack() as step:
             step.enter_context(self._sharded.reducing(passes))
             for _ in range(passes):
                 graph = torch.cuda.CUDAGraph()
-                pool = self._graphs[0].pool() if self._graphs else None
-                # NCCL's watchdog thread queries events, which a global capture mode would forbid.
-                with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
+                with capturing(graph, stream, pool):
                     self._run_pass()
                     if len(self._graphs) == passes - 1:
                         # The last graph also waits for the reduces.
@@ -126,6 +141,8 @@ class CapturedPasses:
         last = self._first + _MEASURED_STEPS + 1
         if len(self._starts) <= last:
             self._starts.append(time.perf_counter())
+        if len(self._starts) == self._first:
+            self._memory = PeakMemory(self._device)
         if self._measures and len(self._starts) > last:
             self._measures = False
             durations = [after - before for before, after in pairwise(self._starts)]

@@ -12,6 +12,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from megatron_ladder.comm.capture import capturing
+from megatron_ladder.errors import UserError
+
 _LARGEST_FLASH_HEAD, _FIRST_FLASH_DEVICE = 256, (8, 0)
 """Limits of FlashAttention: the head's size, and the compute capability."""
 PAGE = 256
@@ -24,7 +27,10 @@ class StepGraph(Protocol):
     """Captures a computation on fixed buffers and replays it."""
 
     def capture(self, step: Callable[[], Tensor]) -> Tensor:
-        """Capture `step`, which may run several times; return the tensor that every replay writes its result to."""
+        """Capture `step`, which may run several times; return the tensor that every replay writes its result to.
+
+        Raise a UserError if it cannot be captured.
+        """
 
     def replay(self) -> None:
         """Run the captured computation on the current contents of the buffers."""
@@ -41,15 +47,17 @@ class CudaStepGraph:
 
     def capture(self, step: Callable[[], Tensor]) -> Tensor:
         """See `StepGraph.capture`; collectives are captured too."""
-        current, warm_up = torch.cuda.current_stream(), torch.cuda.Stream()
-        warm_up.wait_stream(current)
-        with torch.cuda.stream(warm_up):
+        current, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
             for _ in range(_WARM_UP_RUNS):
                 step()
-        current.wait_stream(warm_up)
-        # NCCL's watchdog thread queries events, which a global capture mode would forbid.
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            return step()
+        current.wait_stream(stream)
+        try:
+            with capturing(self._graph, stream, torch.cuda.graph_pool_handle()):
+                return step()
+        except RuntimeError as error:
+            raise UserError(f"--cuda-graph: a decode step cannot be captured: {error}; use --no-cuda-graph") from error
 
     def replay(self) -> None:
         """See `StepGraph.replay`."""

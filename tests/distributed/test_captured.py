@@ -22,6 +22,7 @@ from megatron_ladder.engine.graph import CapturedPasses
 from megatron_ladder.errors import UserError
 from megatron_ladder.train.step import train_step
 from tests.helpers.pool import GlooPools
+from tests.helpers.races import EnoughMemory
 from tests.helpers.sharded import Pieces
 from tests.helpers.steps import RECIPE, Batch, check_same, steps_of_batches, take_steps, train
 from tests.helpers.training import build_trainer_here, own_batches, weight_pieces
@@ -71,16 +72,13 @@ class RecordedGraph(TorchDispatchMode):
                 elif isinstance(old, torch.ScriptObject):
                     new.wait()
 
-    def pool(self) -> None:
-        pass
-
     def reset(self) -> None:
         self._operators.clear()
 
 
 @contextmanager
 def played_graphs() -> Iterator[None]:
-    def capture(recorded: RecordedGraph, pool: None, capture_error_mode: str) -> Any:
+    def capture(recorded: RecordedGraph, stream: None, pool: None) -> Any:
         return recorded.recording()
 
     def wait(work: dist.Work) -> bool:
@@ -90,7 +88,8 @@ def played_graphs() -> Iterator[None]:
 
     wait_of_torch = dist.Work.wait
     with (
-        mock.patch.multiple(torch.cuda, CUDAGraph=RecordedGraph, graph=capture),
+        mock.patch.multiple(torch.cuda, CUDAGraph=RecordedGraph, Stream=mock.Mock(), graph_pool_handle=mock.Mock()),
+        mock.patch.multiple(graph, capturing=capture, PeakMemory=EnoughMemory),
         mock.patch.object(dist.Work, "wait", wait),
     ):
         yield
@@ -174,14 +173,25 @@ class FailingGraph(RecordedGraph):
             raise RuntimeError("the capture is invalid")
 
 
-def failing(argv: list[str], batches: list[list[Batch]], measures: bool, failing_rank: int | None) -> Any:
-    """On each rank: the output and the outcome of a run whose last graph fails, or the error that ends it."""
+class TooLittleMemory(EnoughMemory):
+    def capture_problem(self) -> str:
+        return "too little memory" * (dist.get_rank() == 1)
+
+
+def failing(
+    argv: list[str], batches: list[list[Batch]], measures: bool, failing_rank: int | None, has_memory: bool = True
+) -> Any:
+    """On each rank: the output and the outcome of a run whose last graph fails, or the error that ends it.
+
+    Without memory on rank 1, no rank makes a graph.
+    """
     trainer = build_trainer_here(argv)
-    made = iter([RecordedGraph(), RecordedGraph(), FailingGraph(failing_rank)])
+    made = iter([RecordedGraph(), RecordedGraph(), FailingGraph(failing_rank)] * has_memory)
     with (
         played_graphs(),
         mock.patch.object(torch.cuda, "CUDAGraph", lambda: next(made)),
         mock.patch.multiple(graph, _WARM_UP_STEPS=WARM_UP, _MEASURED_STEPS=1),
+        mock.patch.object(graph, "PeakMemory", EnoughMemory if has_memory else TooLittleMemory),
         contextlib.redirect_stdout(io.StringIO()) as printed,
     ):
         sharded = trainer.engine.wrapped.optimizer
@@ -193,18 +203,21 @@ def failing(argv: list[str], batches: list[list[Batch]], measures: bool, failing
     return printed.getvalue(), (history, weight_pieces(trainer))
 
 
-@pytest.mark.parametrize("failing_rank", [None, 1])
-def test_a_failed_capture_leaves_a_run_without_graphs(gloo_pools: GlooPools, failing_rank: int | None) -> None:
+@pytest.mark.parametrize(("failing_rank", "has_memory"), [(None, True), (1, True), (1, False)])
+def test_a_failed_capture_leaves_a_run_without_graphs(
+    gloo_pools: GlooPools, failing_rank: int | None, has_memory: bool
+) -> None:
     words = "--residual-mode ladder --qk-layernorm --tensor-model-parallel-size 2 --sequence-parallel --bf16"
     argv = [*RECIPE, *words.split(), *"--global-batch-size 8 --cuda-graph false".split()]
-    found = gloo_pools(2).run(failing, argv, batches_of_steps(4), True, failing_rank)
+    found = gloo_pools(2).run(failing, argv, batches_of_steps(4), True, failing_rank, has_memory)
     output, outcomes = zip(*found, strict=True)
     check_same(outcomes, gloo_pools(2).run(train, argv, None, batches_of_steps(4)))
     text = "RuntimeError: the capture is invalid" if failing_rank else "RuntimeError: operation not permitted"
+    text = text if has_memory else "too little memory"
     where = f"a step cannot be captured on rank {failing_rank or 0}: {text}"
     line = f"*** --cuda-graph auto: no graphs, because {where} ***\n"
     assert output == (line, "")
-    errors = gloo_pools(2).run(failing, argv, batches_of_steps(4), False, failing_rank)
+    errors = gloo_pools(2).run(failing, argv, batches_of_steps(4), False, failing_rank, has_memory)
     assert errors == [f"--cuda-graph true: {where}; use auto or false"] * 2
 
 
@@ -214,6 +227,7 @@ def test_graphs_are_kept_if_steps_are_faster_with_them(
 ) -> None:
     clock = itertools.accumulate([0.0] + [1.0] * 8 + [seconds] * 6)
     monkeypatch.setattr(graph.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(graph, "PeakMemory", EnoughMemory)
     sharded: Any = SimpleNamespace(gathers_late=True)
     module: Any = torch.nn.Linear(1, 1)
     passes = CapturedPasses(module, sharded, CommGroup.alone(), measures=True)

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import io
 import os
 import re
 import statistics
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from ladder_lab.link.link import EmulatedLink
 from megatron_ladder.blueprint.model import key_value_replicas
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.symmetric import AllReduceChoice, select_all_reduce
+from megatron_ladder.engine.graph import CapturedPasses
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.graph import CudaStepGraph, StepGraph
@@ -32,6 +35,7 @@ from megatron_ladder.parallel.products import add_product
 from megatron_ladder.train.profile import step_contexts
 from megatron_ladder.train.reading import sample_batches
 from megatron_ladder.train.step import train_step
+from tests.distributed.test_captured import FailingGraph, played_graphs
 from tests.helpers.sharded import mesh_of
 from tests.helpers.steps import steps_of_batches
 from tests.helpers.training import build_trainer_here, own_batches, rank_device
@@ -219,6 +223,36 @@ def time_captured() -> tuple[float, float]:
         medians.append(statistics.median(times[TIMED_PASSES // 2 :]))
         trainer.engine.close()
     return medians[0], medians[1]
+
+
+def steps_around_a_failed_capture(argv: list[str], steps: int) -> tuple[list[tuple[float, float]], str, list[int]]:
+    """Take steps before and after a capture that fails, because the host reads a number in it.
+
+    Return losses and norms of all steps, what was printed, and the bytes of memory that torch holds after each.
+    """
+    trainer, history, memory = build_trainer_here(argv), [], []
+    batch = steps_of_batches(1, 2)[0]
+    with contextlib.ExitStack() as stand_ins, contextlib.redirect_stdout(io.StringIO()) as printed:
+        if rank_device().type == "cpu" and trainer.run.training.cuda_graph != "false":
+            stand_ins.enter_context(played_graphs())
+            stand_ins.enter_context(mock.patch.object(torch.cuda, "CUDAGraph", lambda: FailingGraph(dist.get_rank())))
+            sharded = trainer.engine.wrapped.optimizer
+            trainer.engine.passes = CapturedPasses(trainer.model, sharded, trainer.mesh.world, measures=True)
+        trainer.model.final_norm.register_forward_hook(_read_in_captures)
+        for iteration in range(1, steps + 1):
+            result = train_step(trainer, own_batches(trainer, batch), iteration)
+            history.append((result.loss, result.gradient_norm))
+            if torch.cuda.is_initialized():
+                # Fails as long as the allocator believes in a capture.
+                torch.cuda.empty_cache()
+                memory.append(torch.cuda.memory_reserved())
+    trainer.engine.close()
+    return history, printed.getvalue(), memory
+
+
+def _read_in_captures(module: torch.nn.Module, inputs: object, output: Any) -> None:
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        output.sum().item()
 
 
 def host_waits(argv: list[str], traces: Path) -> list[list[str]]:

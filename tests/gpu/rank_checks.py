@@ -271,6 +271,26 @@ def captured_training(machine: Machine, ranks: int) -> str:
     return figure
 
 
+AFTER_FAILURE = 20
+"""Steps after a failed capture, the ninth step."""
+
+
+@check("a capture that fails, compared with steps without graphs", gpus=(1, 2), seconds=90)
+def failed_capture(machine: Machine, ranks: int) -> str:
+    words = f"--residual-mode ladder --tensor-model-parallel-size {ranks} --bf16 {NOT_COMPILED} --global-batch-size 4"
+    argv, steps = [*RECIPE, *words.split()], 9 + AFTER_FAILURE
+    wanted, found = (
+        machine.call(ranks, on_ranks.steps_around_a_failed_capture, [*argv, "--cuda-graph", graphs], steps)[0]
+        for graphs in ("false", "auto" if machine.on_gpu else "true")
+    )
+    history, printed, memory = found
+    assert "no graphs, because a step cannot be captured on rank 0: " in printed, printed
+    assert history == wanted[0], f"{history} instead of {wanted[0]}"
+    last = memory[-AFTER_FAILURE:]
+    assert len({*last}) <= 1, f"torch holds {last} bytes after the steps that follow the failure"
+    return f"{AFTER_FAILURE} more steps bitwise equal" + (f", torch holds {last[0] / 1e6:.0f} MB" if last else "")
+
+
 @check("attention backends", gpus=1, seconds=120, value=Value.FAST)
 def attention(machine: Machine, ranks: int) -> str:
     dtype = "bf16" if machine.on_gpu else "fp32"

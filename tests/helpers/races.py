@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.engine import graph
 from megatron_ladder.model import backward as mirrored
 
 READERS = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "is_nonzero")
@@ -85,7 +86,6 @@ class Checker(TorchDispatchMode):
         self.streams: list[Stream] = []
         self.compute = self.current = self.new_stream()
         self.capture: Capture | None = None
-        self.capturing = self.new_stream()
         self._switches = [(-1, self.compute)]
         self._blocks: dict[int, _Block] = {}
         self._freed: dict[tuple[int, bool], list[tuple[_Block, dict[int, int]]]] = {}
@@ -101,7 +101,10 @@ class Checker(TorchDispatchMode):
         monkeypatch.setattr(torch.autograd, "backward", self._backward)
         monkeypatch.setattr(mirrored, "_run_backward", self._backward)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", partial(Capture, self))
-        monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool, capture_error_mode: graph.capturing())
+        monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool, stream, **_: graph.capturing(stream))
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+        monkeypatch.setattr(graph, "PeakMemory", EnoughMemory)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
         monkeypatch.setattr(Tensor, "is_cuda", True)
         for name in ("cpu", "numpy", "tolist"):
             monkeypatch.setattr(Tensor, name, self._reading(name, getattr(Tensor, name)))
@@ -263,6 +266,16 @@ class Checker(TorchDispatchMode):
             leaves.add(stream)
 
 
+class EnoughMemory:
+    """A stand-in for `PeakMemory`."""
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def capture_problem(self) -> str:
+        return ""
+
+
 class Capture:
     """A stand-in for `torch.cuda.CUDAGraph`; its work runs where the current stream is at the capture."""
 
@@ -272,26 +285,22 @@ class Capture:
         """Memory that it uses and did not allocate."""
 
     @contextlib.contextmanager
-    def capturing(self) -> Iterator[None]:
-        checker, origin = self.checker, self.checker.capturing
-        origin.wait_stream(checker.current)
+    def capturing(self, origin: Stream) -> Iterator[None]:
+        checker = self.checker
+        origin.wait_stream(checker.compute)
         checker.capture = origin.capture = self
-        with checker.use(origin):
-            yield
+        yield
         for stream in checker.streams:
             if stream.capture is self and stream.clock.get(stream.number, 0) > origin.clock.get(stream.number, 0):
                 checker.note(f"stream {stream.number} is not joined at the end of a capture")
             stream.capture = None
         checker.capture = None
-        checker.current.wait_stream(origin)
+        checker.compute.wait_stream(origin)
 
     def replay(self) -> None:
         for block in self.used:
             if block.storage.expired():
                 self.checker.note("a graph uses memory that was freed", block)
-
-    def pool(self) -> None:
-        pass
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

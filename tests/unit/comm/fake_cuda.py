@@ -4,8 +4,6 @@ Work is put on streams in the order in which the host launches it, and depends o
 known at once: `now` is the time in seconds at which a stream will have finished its work.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +27,9 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         self.now = max(self.now, event.time)
 
+    def wait_stream(self, other: "Stream") -> None:
+        self.wait_event(other.record_event())
+
     def record_event(self) -> Event:
         return Event(self.now)
 
@@ -44,11 +45,22 @@ class Device:
         self.streams.append(Stream(device, priority))
         return self.streams[-1]
 
-    @contextmanager
-    def use(self, stream: Stream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        yield
-        self.current = before
+    def use(self, stream: Stream) -> "_Use":
+        return _Use(self, stream)
+
+
+@dataclass
+class _Use:
+    """As torch's own, a block without end has no effect when its memory is freed."""
+
+    device: Device
+    stream: Stream
+
+    def __enter__(self) -> None:
+        self.before, self.device.current = self.device.current, self.stream
+
+    def __exit__(self, *_: object) -> None:
+        self.device.current = self.before
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> Device:

@@ -1,0 +1,71 @@
+"""The capture of a CUDA graph, which leaves nothing behind if it fails.
+
+torch ends a failed capture only halfway, because `CUDAGraph.capture_end` raises before it has told the allocators:
+
+    current stream        stays that of the capture
+    device memory         the allocator believes in a capture for ever: it neither reuses memory that another stream has
+                          used nor frees cached memory, so a run that fits only without graphs dies
+    page-locked memory    the allocator asks the graph for ever whether a stream belongs to its capture
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_FAILED: list[torch.cuda.CUDAGraph] = []
+"""Graphs that the allocator of page-locked memory keeps asking, so that they must live as long as the process."""
+
+
+@contextlib.contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any) -> Iterator[None]:
+    """Capture the work of the block on this stream, with memory of this pool (`torch.cuda.graph_pool_handle()`)."""
+    failure: BaseException | None = None
+    with torch.cuda.stream(stream):
+        try:
+            # NCCL's watchdog thread queries events, which a global capture mode would forbid.
+            with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+                try:
+                    yield
+                except BaseException as error:
+                    failure = error
+                    raise
+        except BaseException as error:
+            _end_failed(graph, pool)
+            # The end of the capture raises an error of its own, which says less than that of the work.
+            raise (failure or error) from None
+
+
+def _end_failed(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+    memory, device = torch.cuda.memory, torch.cuda.current_device()
+    try:
+        memory._cuda_endAllocateToPool(device, pool)  # type: ignore[attr-defined]
+    except RuntimeError:
+        # `capture_end` has ended the capture: the work of the block failed, and not the capture of it.
+        graph.reset()
+        return
+    memory._cuda_releasePool(device, pool)  # type: ignore[attr-defined]
+    _FAILED.append(graph)
+
+
+class PeakMemory:
+    """Measures the memory that work needs from now on, to tell whether a capture of it will find as much."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.cuda.reset_peak_memory_stats(device)
+        self._device = device
+
+    def capture_problem(self) -> str:
+        """Return why a capture will fail for lack of memory; an empty string if it will not.
+
+        A graph has separate memory. It gets what no tensor has, except the rests of blocks that a tensor is part of.
+        """
+        stats = torch.cuda.memory_stats(self._device)
+        in_use = stats["allocated_bytes.all.current"]
+        needed = stats["allocated_bytes.all.peak"] - in_use
+        cached = stats["reserved_bytes.all.current"] - in_use - stats["inactive_split_bytes.all.current"]
+        available = torch.cuda.mem_get_info(self._device)[0] + cached
+        if needed <= available:
+            return ""
+        return f"it needs {needed / 1e9:.1f} GB of GPU memory, and {available / 1e9:.1f} GB can be freed"
