@@ -68,18 +68,19 @@ class Peers:
     def last_beats(self, ranks: Iterable[int]) -> str:
         """Return the last heartbeats, by the ranks' own clocks: `rank 3: 12:00:05 UTC after iteration 7`."""
         shown = sorted(ranks)[:MOST_HOSTS]
-        return ", ".join(f"rank {rank}: {beat[1:]}" for rank, beat in zip(shown, self._beats(shown), strict=False))
+        return ", ".join(f"rank {rank}: {beat[1:]}" for rank, beat in zip(shown, self.beats(shown), strict=False))
 
     def silent(self, ranks: Sequence[int]) -> list[int]:
         """Return the ranks that did not record that they wait; rank 0, the server of the board, if it is silent."""
         if self.board is None:
             return list(ranks)
-        beats = self._beats(ranks)
+        beats = self.beats(ranks)
         return (
             [rank for rank, beat in zip(ranks, beats, strict=True) if beat[0] == "0"] if beats else [0] * (0 in ranks)
         )
 
-    def _beats(self, ranks: Sequence[int]) -> list[str]:
+    def beats(self, ranks: Sequence[int]) -> list[str]:
+        """Return the last heartbeat of each rank, which every later one differs from; nothing without an answer."""
         # `multi_get` respects the time limit; a check whether a key exists does not.
         beats = self._ask(lambda board: board.multi_get([f"beat/{rank}" for rank in ranks])) if ranks else None
         return [beat.decode() for beat in beats or ()]

@@ -6,10 +6,16 @@ progress prints the stacks of its threads and its unfinished collectives. So bot
 they wait for, which may be in no collective at all, show where they are.
 
 The collectives come from torch's flight recorder, which records all collectives of the process, including DeepSpeed's.
+
+torch times a collective from its launch on the host, and knows no collectives in CUDA graphs. The host launches a
+captured step at once, and what follows, such as the reduce of the gradient norm, while the step still runs. So the
+timeout includes the time of a step. A rank that waits in the driver for a captured step is not timed at all. It ends
+when the heartbeats of another rank have stopped, however long its step takes.
 """
 
 import contextlib
 import faulthandler
+import itertools
 import json
 import math
 import re
@@ -31,9 +37,14 @@ from megatron_ladder.errors import LostPeerError, fail
 REPORT_AT = 0.8
 """Fraction of the timeout after which a rank without progress reports where it is."""
 END_AT = 1.25
-"""Fraction of the timeout after which the watch itself ends a process that still waits for a message."""
+"""Fraction of the timeout after which the watch itself ends a process that still waits for a message, or in a captured
+step for a rank that is gone."""
 BEAT_SECONDS = 5.0
 """Time between two heartbeats of a rank."""
+MOST_MISSED_BEATS = 12
+"""Number of looks without a new heartbeat of a rank after which it counts as gone."""
+_SETTLED = timedelta(seconds=1)
+"""Steps that are longer than the longest one by less do not change the timeout."""
 MOST_COLLECTIVES = 4
 """Maximum number of unfinished collectives to describe, oldest first: the others wait for the oldest."""
 
@@ -148,6 +159,64 @@ def _this_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+class _MissedBeats:
+    """Counts how often in a row a look at the board found no new heartbeat of each rank.
+
+    A look is a better clock than time is: this process may itself have been stopped.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._others = [rank for rank in range(len(peers.hosts)) if rank != _this_rank()]
+        self._last: dict[int, str] = {}
+        self._missed = dict.fromkeys(self._others, 0)
+
+    def look(self) -> None:
+        beats = dict(zip(self._others, self._peers.beats(self._others), strict=False))
+        for rank in self._others:
+            # If the board does not answer, only rank 0, which serves it, may be gone.
+            is_new = beats[rank] != self._last.get(rank) if beats else rank != 0
+            self._missed[rank] = 0 if is_new else self._missed[rank] + 1
+        self._last |= beats
+
+    def error(self) -> LostPeerError | None:
+        """Return the error about the ranks that are gone, if there are any."""
+        gone = [rank for rank, missed in self._missed.items() if missed >= MOST_MISSED_BEATS]
+        return LostPeerError(f"{_describe_lost(gone, self._peers)}: no heartbeat any more", gone) if gone else None
+
+
+class PeerWatch:
+    """Ends this process if it waits in a captured step for a rank that is gone.
+
+    Its own heartbeats last as long as the process, whether it computes or not.
+    """
+
+    def __init__(self, peers: Peers, beat_seconds: float = BEAT_SECONDS) -> None:
+        """Start the heartbeats; every rank has written one to the board before."""
+        self._peers, self._beat_seconds = peers, beat_seconds
+        self._waits = threading.Event()
+        threading.Thread(target=self._watch, name="peer watch", daemon=True).start()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Watch the other ranks inside the block."""
+        self._waits.set()
+        yield
+        self._waits.clear()
+
+    def _watch(self) -> None:
+        missed = _MissedBeats(self._peers)
+        for number in itertools.count(1):
+            time.sleep(self._beat_seconds)
+            self._peers.beat(_this_rank(), number)
+            if not self._waits.is_set():
+                missed = _MissedBeats(self._peers)
+                continue
+            missed.look()
+            if (error := missed.error()) is not None:
+                fail(error)
+
+
 class HangWatch:
     """Shortens timeouts after the first step, and reports where the process is when it makes no progress.
 
@@ -163,7 +232,7 @@ class HangWatch:
         running: timedelta,
         on_loss: Callable[[LostPeerError], None] = lambda error: None,
     ) -> None:
-        """Use the timeout `startup` until the first step is done and in `patient`, and then `running`.
+        """Use the timeout `startup` until the first step is done and in `patient`, then `running` plus a step's time.
 
         `on_loss` receives the error with which the watch ends the process, immediately before it does.
         """
@@ -176,8 +245,11 @@ class HangWatch:
         self._limit = startup
         self._rank = dist.get_rank()
         self._stepped = False
-        self._progress = time.monotonic()
+        self._longest_step = timedelta()
+        """That after the first."""
+        self._progress = self._step_began = time.monotonic()
         self._reported = self._waits = False
+        self._missed = _MissedBeats(peers)
         self._worker = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hang watch", daemon=True)
@@ -196,16 +268,23 @@ class HangWatch:
     def step_done(self, iteration: int = 0) -> None:
         """Record progress; call this after every optimizer step."""
         self._progress, self._iteration = time.monotonic(), iteration
+        step = timedelta(seconds=self._progress - self._step_began)
+        self._step_began = self._progress
         if not self._stepped:
+            # It also compiled, so its time tells nothing about other steps.
             self._stepped = True
             self._set_limit(self._running)
+        elif step > self._longest_step + _SETTLED:
+            self._longest_step = step
+            self._set_limit(self._running + step)
 
     @contextlib.contextmanager
     def patient(self) -> Iterator[None]:
         """Use the start-up timeout inside the block."""
         self._set_limit(self._startup)
         yield
-        self._set_limit(self._running if self._stepped else self._startup)
+        self._set_limit(self._running + self._longest_step if self._stepped else self._startup)
+        self._step_began = self._progress
 
     def _set_limit(self, limit: timedelta) -> None:
         self._progress = time.monotonic()
@@ -220,6 +299,8 @@ class HangWatch:
             limit, now = self._limit.total_seconds(), time.monotonic()
             if now - self._last_beat > BEAT_SECONDS:
                 self._beat(now)
+                if self._reported:
+                    self._missed.look()
             if (latest := _launches()) != launches:
                 launches, self._progress = latest, now
             silent = now - self._progress
@@ -229,16 +310,17 @@ class HangWatch:
                     self._beat(now)
                 continue
             if not self._reported:
-                self._reported = True
+                self._reported, self._missed = True, _MissedBeats(self._peers)
                 # A rank in no collective is the one that others wait for, so it does not report that it waits.
                 is_in_collective = not all(one.finished for one in _recorded_collectives())
                 self._waits = is_in_collective or _awaited_peer(self._worker) is not None
                 self._beat(now)
                 self._report(silent)
-            peer = _awaited_peer(self._worker)
-            if silent >= limit * END_AT and peer is not None:
+            error = self._missed.error()
+            if (peer := _awaited_peer(self._worker)) is not None:
                 lost = _silent_ranks([peer], self._peers)
                 error = LostPeerError(f"{_describe_lost(lost, self._peers)}: no message for {silent:.0f} s", lost, True)
+            if silent >= limit * END_AT and error is not None:
                 self._on_loss(error)
                 fail(error)
 

@@ -179,8 +179,8 @@ class ParallelConfig:
     """Minutes to wait for other ranks at start-up, and in collectives until the first step is done, in saves and in
     evaluations."""
     distributed_timeout_seconds_after_first_step: float = flag(120.0, above=0)
-    """Seconds to wait in a collective after the first step; at most --distributed-timeout-minutes. Shortly before, each
-    rank without progress prints its stacks and the operation that it waits for."""
+    """Seconds to wait in a collective after the first step, plus the longest step so far; at most
+    --distributed-timeout-minutes. Shortly before, ranks without progress print their stacks and what they wait for."""
     deepspeed: bool = False
     """Accepted for compatibility with existing scripts: DeepSpeed always runs the optimizer."""
     deepspeed_config: Path | None = flag(None, aliases=("--deepspeed_config",))

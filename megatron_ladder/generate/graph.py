@@ -7,12 +7,14 @@ mask, is computed on the device.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_ladder.comm.capture import capturing
+from megatron_ladder.comm.watch import PeerWatch
 from megatron_ladder.errors import UserError
 
 _LARGEST_FLASH_HEAD, _FIRST_FLASH_DEVICE = 256, (8, 0)
@@ -33,7 +35,7 @@ class StepGraph(Protocol):
         """
 
     def replay(self) -> None:
-        """Run the captured computation on the current contents of the buffers."""
+        """Run the captured computation on the current contents of the buffers, and wait for its end."""
 
     def close(self) -> None:
         """Free what was captured; the groups of its collectives must still exist."""
@@ -42,8 +44,10 @@ class StepGraph(Protocol):
 class CudaStepGraph:
     """A `StepGraph` on the current CUDA device."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: PeerWatch | None = None) -> None:
+        """`watch` ends the process when a rank is gone that takes part in the step; None for one rank."""
         self._graph = torch.cuda.CUDAGraph()
+        self._waiting = nullcontext if watch is None else watch.waiting
 
     def capture(self, step: Callable[[], Tensor]) -> Tensor:
         """See `StepGraph.capture`; collectives are captured too."""
@@ -61,7 +65,9 @@ class CudaStepGraph:
 
     def replay(self) -> None:
         """See `StepGraph.replay`."""
-        self._graph.replay()
+        with self._waiting():
+            self._graph.replay()
+            torch.cuda.current_stream().synchronize()
 
     def close(self) -> None:
         """See `StepGraph.close`; a communicator cannot be destroyed before the graphs of its collectives."""

@@ -19,6 +19,7 @@ from functools import partial
 import torch
 
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
+from megatron_ladder.comm.agreement import Peers
 from megatron_ladder.comm.launch import (
     RankInfo,
     naming_lost_peers,
@@ -28,6 +29,7 @@ from megatron_ladder.comm.launch import (
 )
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.symmetric import check_peers, select_all_reduce
+from megatron_ladder.comm.watch import PeerWatch
 from megatron_ladder.data.chat_template import Message
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
@@ -119,9 +121,9 @@ def build_engine(
     `rewired` is the model in another wiring, with the same tensors, which the engine computes instead.
     """
     begun = time.monotonic()
-    config, ranks = rewired or stored.config, rank_info.world_size
+    config, ranks, peers = rewired or stored.config, rank_info.world_size, Peers()
     if rank_info.launched:
-        device = start_process_group(rank_info, _TIMEOUT_MINUTES)
+        device = start_process_group(rank_info, _TIMEOUT_MINUTES, peers=peers)
         mesh = ProcessMesh.build(ranks, kv_replicas=key_value_replicas(config, ranks))
     else:
         device, mesh = rank_info.device(), ProcessMesh.single()
@@ -137,8 +139,10 @@ def build_engine(
         kind = f"{stored.config.residual_mode}, {config.num_layers} layers, {dtype_name} on {device.type}"
         loaded = f"tensor parallel {ranks}, loaded in {time.monotonic() - begun:.1f} s"
         print(f"{stored.directory}: {kind}, {loaded}", file=sys.stderr, flush=True)
-    captures = options.cuda_graph and device.type == "cuda" and not waits_for_choices(model)
-    return GenerationEngine(model, mesh, stored.tokenizer, CudaStepGraph if captures else None)
+    new_graph = None
+    if options.cuda_graph and device.type == "cuda" and not waits_for_choices(model):
+        new_graph = partial(CudaStepGraph, PeerWatch(peers) if rank_info.launched else None)
+    return GenerationEngine(model, mesh, stored.tokenizer, new_graph)
 
 
 def _read_prompts(

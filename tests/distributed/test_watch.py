@@ -2,12 +2,18 @@
 
 import contextlib
 import io
+import itertools
+import threading
 import time
 from datetime import timedelta
+from typing import NoReturn
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
+from megatron_ladder.comm import watch
 from megatron_ladder.comm.agreement import Host, Peers
 from megatron_ladder.comm.launch import naming_lost_peers
 from megatron_ladder.comm.mesh import ProcessMesh
@@ -63,6 +69,64 @@ def test_timeouts_are_short_after_the_first_step(gloo_pools: GlooPools) -> None:
     assert "started last: all_reduce 3 in group 'tensor'" in second and "in all_reduce" not in second
     for report in (first, second):
         assert "in comes_late" in report and report.rstrip().endswith(f"of rank {int(report is second)}")
+
+
+def limits_of_steps() -> list[float]:
+    """Return the timeouts that a watch sets in steps of 9, 2, 200, 150 and 300 seconds, with an evaluation."""
+    limits: list[float] = []
+    now = [0.0]
+
+    def set_limit(limit: timedelta, group: object) -> None:
+        limits.append(limit.total_seconds())
+
+    ProcessMesh.build(2)
+    with (
+        mock.patch.object(watch.time, "monotonic", lambda: now[0]),
+        mock.patch.object(distributed_c10d, "_set_pg_timeout", set_limit),
+        mock.patch.object(dist, "get_world_size", lambda: 1),
+        HangWatch(Peers(), timedelta(minutes=10), timedelta(seconds=120)) as hang_watch,
+    ):
+        for step in (9, 2, 200, 150):
+            now[0] += step
+            hang_watch.step_done()
+        with hang_watch.patient():
+            now[0] += 1000
+        now[0] += 300
+        hang_watch.step_done()
+    return [limit for limit, _ in itertools.groupby(limits)]
+
+
+def test_a_timeout_includes_the_longest_step(gloo_pools: GlooPools) -> None:
+    """NCCL times the reduce after a captured step from the launch of that step."""
+    assert gloo_pools(2).run(limits_of_steps) == [[120, 122, 320, 600, 320, 420, 600]] * 2
+
+
+def waits_for_a_dead_peer() -> str | None:
+    """Wait in no collective, as in a captured step, for a rank whose heartbeats have stopped; return its error."""
+    if dist.get_rank() == 1:
+        return None
+    peers = Peers([Host("a", "10.0.0.1"), Host("b", "10.0.0.2")], dist.HashStore())  # type: ignore[attr-defined]
+    peers.beat(1, 7)
+    errors, ended = list[LostPeerError](), threading.Event()
+
+    def fail(error: LostPeerError) -> NoReturn:
+        ended.set()
+        raise SystemExit
+
+    with (
+        mock.patch.multiple(watch, BEAT_SECONDS=0.01, fail=fail),
+        contextlib.redirect_stderr(io.StringIO()),
+        HangWatch(peers, timedelta(seconds=30), timedelta(seconds=SHORT), errors.append) as hang_watch,
+    ):
+        hang_watch.step_done()
+        assert ended.wait(patient(60))
+    return str(errors[0])
+
+
+def test_a_captured_step_does_not_wait_for_a_dead_peer(gloo_pools: GlooPools) -> None:
+    error, _ = gloo_pools(2).run(waits_for_a_dead_peer)
+    assert error.startswith("rank 1 on b (10.0.0.2) is gone or does not answer (last heard of: rank 1: ")
+    assert error.endswith(" UTC after iteration 7): no heartbeat any more")
 
 
 def records() -> list[tuple[str, bool]]:

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from ladder_lab.bench.sizes import find_size
 from ladder_lab.cost.machines import GPUS
 from megatron_ladder.blueprint.tensors import ModelFlops
+from megatron_ladder.comm.watch import BEAT_SECONDS, MOST_MISSED_BEATS
 from megatron_ladder.errors import ExitCode
 from tests.chaos.runs import VOCABULARY, final_tensors, losses
 from tests.gpu import on_ranks
@@ -39,6 +40,8 @@ EXIT_SECONDS = 30.0
 """Time in which a program must end after its last work, and ranks after the loss of another one is detected."""
 TIMEOUT_SECONDS = 15
 """Time after which a training run gives up on a lost rank that NCCL does not notice."""
+LONGEST_DETECTION = BEAT_SECONDS * (MOST_MISSED_BEATS + 1)
+"""Seconds until a rank in a captured step knows that another one is gone."""
 
 
 @check("20 steps, saved both ways, resumed bitwise", gpus=(2, 8), seconds=240)
@@ -139,33 +142,51 @@ def killed_rank(machine: Machine, ranks: int) -> str:
     save = folder / "save"
     words = "--train-iters 1000000 --save-interval 1000000 --tensor-model-parallel-size 2"
     words += f" --distributed-timeout-seconds-after-first-step {TIMEOUT_SECONDS} {NOT_COMPILED}"
-    command = [sys.executable, "pretrain_ladder.py", *training_flags(folder), *words.split(), "--save", save]
+    command = ["pretrain_ladder.py", *training_flags(folder), *words.split(), "--save", str(save)]
+    figure = _exit_without_a_rank(machine, ranks, folder, command, lambda rank_0: len(losses(save)) >= 3)
+    # On GPUs, NCCL's watchdog may abort a process before it can report.
+    assert machine.on_gpu or figure.endswith("lost rank named"), figure
+    return figure
+
+
+@check("exit of generate.py after a rank was killed", gpus=(2, 8), seconds=150, value=Value.ROBUST)
+def killed_generation(machine: Machine, ranks: int) -> str:
+    folder = machine.folder / f"killed generation {ranks}"
+    folder.mkdir()
+    # Until then, a captured step runs thousands of times.
+    words = "--tokens 5,9,3,7 --num-samples 4 --max-new-tokens 2000 --ignore-eos --stream"
+    command = ["tools/generate.py", "--model", str(decoding_model(machine)), *words.split()]
+    return _exit_without_a_rank(machine, ranks, folder, command, lambda rank_0: len(rank_0.stdout) > 0)
+
+
+def _exit_without_a_rank(
+    machine: Machine, ranks: int, folder: Path, command: Sequence[str], has_begun: Callable[[Command], bool]
+) -> str:
+    """Run a program without a launcher, which would end the other ranks, and kill the last rank once it has begun."""
     shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    # Without a launcher, which would end the others.
     processes = [
         Command(
-            command,
+            [sys.executable, *command],
             folder / f"rank{rank}",
             machine.environment() | shared | {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"},
         )
         for rank in range(ranks)
     ]
     with running(*processes):
-        while len(losses(save)) < 3:
+        while not has_begun(processes[0]):
             ended = [one.description for one in processes if one.process.poll() is not None]
-            waits = not ended and machine.seconds_left > TIMEOUT_SECONDS + EXIT_SECONDS
-            assert waits, f"no third step; ended ranks: {ended}\n{processes[0].description}"
+            waits = not ended and machine.seconds_left > LONGEST_DETECTION + EXIT_SECONDS
+            assert waits, f"nothing to interrupt; ended ranks: {ended}\n{processes[0].description}"
             time.sleep(0.05)
         os.killpg(processes[-1].process.pid, signal.SIGKILL)
         began = time.monotonic()
-        ends = began + TIMEOUT_SECONDS + EXIT_SECONDS
+        ends = began + LONGEST_DETECTION + EXIT_SECONDS
         codes = sorted({one.wait(ends - time.monotonic()) for one in processes[:-1]})
         seconds = time.monotonic() - began
         text = "".join(one.stdout + one.stderr for one in processes)
-    named = f"rank {ranks - 1}" in text
-    figure = f"exit code {', '.join(map(str, codes))} after {seconds:.1f} s; lost rank {'' if named else 'not '}named"
-    # On GPUs, NCCL's watchdog may abort a process before it can report.
-    assert 0 not in codes and (machine.on_gpu or (codes == [ExitCode.LOST_PEER] and named)), f"{figure}\n{text}"
+    named = "named" if f"rank {ranks - 1}" in text else "not named"
+    figure = f"exit code {', '.join(map(str, codes))} after {seconds:.1f} s; lost rank {named}"
+    assert 0 not in codes and (machine.on_gpu or codes == [ExitCode.LOST_PEER]), f"{figure}\n{text}"
     return figure
 
 

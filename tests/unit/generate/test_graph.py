@@ -3,8 +3,11 @@
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_ladder.generate import engine as engine_module
 from megatron_ladder.generate import slots
 from megatron_ladder.generate.engine import GenerationEngine
+from megatron_ladder.generate.graph import CudaStepGraph
 from megatron_ladder.generate.requests import Generation, GenerationRequest
 from megatron_ladder.generate.sampling import GREEDY, SamplingParameters
 from tests.unit.generate.tiny_model import MODELS, PROMPTS, reference_of, tiny_config, tiny_engine
@@ -174,6 +178,21 @@ def test_one_capture_serves_growing_conversations_until_it_is_too_small() -> Non
     del graph
     assert graphs.alive == []
     unfinished.close()
+
+
+def test_a_replay_is_watched_until_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Mock()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: calls.graph)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: calls.stream)
+
+    @contextmanager
+    def waiting() -> Iterator[None]:
+        calls.watch()
+        yield
+        calls.end()
+
+    CudaStepGraph(SimpleNamespace(waiting=waiting)).replay()  # type: ignore[arg-type]
+    assert [name for name, *_ in calls.mock_calls] == ["watch", "graph.replay", "stream.synchronize", "end"]
 
 
 def attend_to_sequences(
