@@ -117,6 +117,18 @@ driver_version() {
     nvidia-smi --query-gpu=driver_version --format=csv,noheader | sed -n 1p
 }
 
+# Prints the highest compute capability of the GPUs. Drivers that cannot tell it know no GPU above 8.9.
+highest_capability() {
+    nvidia-smi --query-gpu=compute_cap --format=csv,noheader | grep -x '[0-9]*\.[0-9]*' | sort -V | tail -n 1 || true
+}
+
+# True if a GPU is a Blackwell or a later one, for which the cu126 build has no kernels.
+has_blackwell() {
+    local capability
+    capability=$(highest_capability)
+    [ "${capability%%.*}" -ge 10 ] 2>/dev/null
+}
+
 is_driver_below() {
     local driver
     driver=$(driver_version)
@@ -127,6 +139,7 @@ is_driver_below() {
 lacks_cuda() {
     has_gpu || return 1
     case $(compgen -G "$ENVIRONMENT/lib/python3*/site-packages/torch-[0-9]*.dist-info") in
+    *+cu126.*) has_blackwell ;;
     "" | *+cu12*) return 1 ;;
     *+cpu.*) return 0 ;;
     *) [ -n "$(torch_build)" ] ;;
@@ -174,6 +187,8 @@ install_torch() {
     build=$(torch_build)
     if [ "$build" = cu126 ] && is_driver_below 525; then
         fail "driver $(driver_version) of this machine's GPUs is too old for torch $version: update it to 525 or newer"
+    elif [ "$build" = cu126 ] && has_blackwell; then
+        fail "driver $(driver_version) is too old for a GPU of capability $(highest_capability): update it to 580 or newer"
     elif [ "$build" = cpu ] && command -v nvidia-smi >/dev/null && ! gpus=$(nvidia-smi --list-gpus 2>&1); then
         echo "environment: note: torch will use the CPU, because nvidia-smi failed: $(head -n 1 <<<"$gpus")"
     fi

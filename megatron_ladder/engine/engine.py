@@ -155,6 +155,11 @@ class Engine:
         if self.passes is not None:
             self.passes.close()
 
+    def gather_in_steps(self) -> None:
+        """Gather the weights in `step`, also with captured passes, for a caller that reads them after every step."""
+        if self.passes is not None:
+            self.passes.gathers = False
+
     def finish_step(self) -> None:
         """Wait for the weights of the last step, for readers other than the model's forward pass."""
         if self._sharded is not None:

@@ -35,6 +35,13 @@ def test_gpus_are_counted_however_slowly_they_are_listed(tmp_path: Path) -> None
         ({"driver": "550.54.15", "gpus": 8}, True, f"install_packages torch=={VERSION}+cu126\n", 0),
         ({"driver": "550.54.15", "gpus": 8}, False, f"--torch-backend cu126 torch=={VERSION}\n", 0),
         ({"driver": "470.82.01", "gpus": 1}, True, "error: driver 470.82.01 of this machine's GPUs is too old", 2),
+        (
+            {"driver": "575.57.08", "gpus": 2, "capability": "12.0"},
+            True,
+            "error: driver 575.57.08 is too old for a GPU of capability 12.0: update it to 580 or newer",
+            2,
+        ),
+        ({"driver": "580.65.06", "gpus": 2, "capability": "12.0"}, True, f"install_packages torch=={VERSION}\n", 0),
         ({"gpus": 0}, True, f"install_packages torch=={VERSION}+cpu\n", 0),
         ({"gpus": 0}, True, "the CPU, because nvidia-smi failed: it couldn't communicate with the driver\n", 0),
         ({"gpus": 0}, False, f"--torch-backend cpu torch=={VERSION}\n", 0),
@@ -59,6 +66,8 @@ def test_the_build_of_torch_suits_the_driver(
 @pytest.mark.parametrize(
     ("installed", "driver", "is_replaced"),
     [
+        ("2.13.0+cu126", "580.65.06 on Blackwell", True),
+        ("2.13.0+cu129", "580.65.06 on Blackwell", False),
         ("2.13.0+cpu", "580.65.06", True),
         ("2.13.0+cpu", None, False),
         ("2.13.0", "580.65.06", False),
@@ -71,7 +80,8 @@ def test_a_build_that_cannot_use_the_gpus_is_replaced(
     tmp_path: Path, installed: str, driver: str | None, is_replaced: bool
 ) -> None:
     if driver is not None:
-        write_nvidia_smi(tmp_path, gpus=1, driver=driver)
+        version, _, is_blackwell = driver.partition(" on ")
+        write_nvidia_smi(tmp_path, gpus=2, driver=version, capability="10.0" if is_blackwell else "9.0")
     (tmp_path / f"lib/python3.12/site-packages/torch-{installed}.dist-info").mkdir(parents=True)
     done = run_script(f"ENVIRONMENT={tmp_path}; if lacks_cuda; then echo replaced; fi", tmp_path)
     assert (done.returncode, done.stdout) == (0, "replaced\n" * is_replaced), done.stderr

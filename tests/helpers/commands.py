@@ -64,8 +64,11 @@ def write_program(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def write_nvidia_smi(folder: Path, gpus: int, driver: str = "580.65.06") -> None:
-    """Write an `nvidia-smi` that lists this many GPUs, slowly, or fails as without a driver if there are none."""
+def write_nvidia_smi(folder: Path, gpus: int, driver: str = "580.65.06", capability: str = "9.0") -> None:
+    """Write an `nvidia-smi` that lists this many GPUs, slowly, or fails as without a driver if there are none.
+
+    The first GPU has the capability 8.0, and the others the given one.
+    """
     write_program(
         folder / "nvidia-smi",
         f"""#!/bin/bash
@@ -77,6 +80,7 @@ for ((number = 0; number < {gpus}; number++)); do
     case $* in
     --list-gpus) echo "GPU $number: a GPU" ;;
     "--query-gpu=driver_version --format=csv,noheader") echo {driver} ;;
+    "--query-gpu=compute_cap --format=csv,noheader") [ $number -gt 0 ] && echo {capability} || echo 8.0 ;;
     *) exit 1 ;;
     esac || exit
     sleep 0.01
