@@ -8,6 +8,11 @@
 Each rank copies its tensor into memory that all GPUs map. One kernel reads and sums the tensors of all ranks, with one
 exchange of signals instead of the 2 (n - 1) steps of a ring. Each rank reads n - 1 whole tensors where a ring moves
 2 (n - 1)/n of one, so large tensors use NCCL. Where NVSwitches support multicast, they sum, and each rank reads one.
+
+The switches sum for each rank separately, in any order, so sums may differ between ranks by a rounding. A router that
+finds two experts nearly equal might then choose another one on each rank, and the parts of two experts would be added
+up. Models with experts therefore use the other kernel, which adds in rank order on every rank (`load_and_reduce` in
+torch). NCCL sums each number once, and sends it to all ranks.
 """
 
 import socket
@@ -33,8 +38,11 @@ ALIGNMENT, SMALLEST_LOAD = 16, 4
 class SymmetricMemoryGroup(CommGroup):
     """A tensor-parallel group whose small sums are one-shot all-reduces over NVLink; everything else uses NCCL."""
 
-    def __init__(self, group: CommGroup, device: torch.device, dtype: torch.dtype) -> None:
-        """Map the memory of all ranks, for tensors of this dtype; a collective call. Raises UserError if that fails."""
+    def __init__(self, group: CommGroup, device: torch.device, dtype: torch.dtype, equal_sums: bool) -> None:
+        """Map the memory of all ranks, for tensors of this dtype; a collective call. Raises UserError if that fails.
+
+        `equal_sums`: every rank needs bitwise the same sum.
+        """
         super().__init__(group.ranks, group.rank, group.process_group)
         assert group.process_group is not None
         try:
@@ -42,9 +50,10 @@ class SymmetricMemoryGroup(CommGroup):
             import torch.distributed._symmetric_memory as symmetric_memory
 
             self._shared = symmetric_memory.empty(MOST_BYTES // dtype.itemsize, dtype=dtype, device=device)
-            self._multicast = symmetric_memory.rendezvous(self._shared, group.process_group).multicast_ptr != 0
+            mapped = symmetric_memory.rendezvous(self._shared, group.process_group)
         except (ImportError, RuntimeError) as error:
             raise _impossible(f"an error of torch ({error})") from error
+        self._multicast = mapped.multicast_ptr != 0 and not equal_sums
         self._name, self._side = group.process_group.group_name, CudaSideQueue(device)
 
     def start_all_reduce(self, tensor: Tensor) -> Work | None:
@@ -106,10 +115,13 @@ def _impossible(found: str) -> UserError:
     return UserError(f"{needs}, found {found}: use --tp-all-reduce nccl")
 
 
-def select_all_reduce(choice: AllReduceChoice, group: CommGroup, device: torch.device, dtype: torch.dtype) -> CommGroup:
+def select_all_reduce(
+    choice: AllReduceChoice, group: CommGroup, device: torch.device, dtype: torch.dtype, equal_sums: bool
+) -> CommGroup:
     """Return the group with the chosen implementation of its small sums; a collective call.
 
-    "auto" uses symmetric memory if every rank can. Raises UserError on every rank if "symmetric" is impossible.
+    `equal_sums`: every rank needs bitwise the same sums, as for the router of a model with experts. "auto" uses
+    symmetric memory if every rank can. Raises UserError on every rank if "symmetric" is impossible.
     """
     if choice == "nccl" or group.size == 1:
         return group
@@ -119,7 +131,7 @@ def select_all_reduce(choice: AllReduceChoice, group: CommGroup, device: torch.d
         with raising_on_all_ranks(group):
             check_peers(group.size, device, dtype)
         with raising_on_all_ranks(group):
-            return SymmetricMemoryGroup(group, device, dtype)
+            return SymmetricMemoryGroup(group, device, dtype, equal_sums)
     except UserError:
         if choice == "symmetric":
             raise

@@ -129,7 +129,8 @@ def build_engine(
         device, mesh = rank_info.device(), ProcessMesh.single()
     dtype_name = _dtype_name(options, device)
     dtype = DTYPES[dtype_name]
-    mesh = replace(mesh, tensor=select_all_reduce(options.tp_all_reduce, mesh.tensor, device, dtype))
+    has_experts = config.num_experts > 0
+    mesh = replace(mesh, tensor=select_all_reduce(options.tp_all_reduce, mesh.tensor, device, dtype, has_experts))
     model = load_model(
         replace(stored, config=config), mesh, dtype, device, options.overlap, options.compile_sub_blocks, options.verify
     )

@@ -8,6 +8,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -135,18 +136,20 @@ def _errors_of(group: CommGroup, rows: int, dtype: torch.dtype) -> Iterator[tupl
     yield "moved", max(error(piece, inputs[i].chunk(size)[mine].flatten()) for i, piece in enumerate(pieces))
 
 
-def sums_in_two_ways(choice: AllReduceChoice, dtype_name: str) -> tuple[str, float, float, float]:
+def sums_in_two_ways(
+    choice: AllReduceChoice, dtype_name: str, equal_sums: bool
+) -> tuple[str, float, float, float, bytes]:
     """Compare a group's own sums with the chosen implementation.
 
-    Return the name of the latter's class, the largest error of either compared with fp64, and the seconds of a small
-    sum in both. An error of the choice is the name, and the figures are 0.
+    Return the name of the latter's class, the largest error of either compared with fp64, the seconds of a small sum in
+    both, and the bytes of a sum. An error of the choice is the name, and the figures are 0.
     """
     device, dtype = rank_device(), DTYPES[dtype_name]
     own_group = mesh_of(dist.get_world_size(), 1, 1, tp_comm_max_ctas=16).tensor
     try:
-        chosen = select_all_reduce(choice, own_group, device, dtype)
+        chosen = select_all_reduce(choice, own_group, device, dtype, equal_sums)
     except UserError as error:
-        return str(error), 0.0, 0.0, 0.0
+        return str(error), 0.0, 0.0, 0.0, b""
     worst = 0.0
     for group in (own_group, chosen):
         for rows in (1, 16, 4_096):
@@ -164,7 +167,10 @@ def sums_in_two_ways(choice: AllReduceChoice, dtype_name: str) -> tuple[str, flo
             times.append((time.perf_counter() - began) / TIMED_SUMS)
         return statistics.median(times)
 
-    return type(chosen).__name__, worst, seconds(own_group), seconds(chosen)
+    generator = torch.Generator().manual_seed(own_group.rank)
+    summed = chosen.all_reduce(torch.randn(tensor.shape, generator=generator).to(device, dtype))
+    numbers = summed.cpu().view(torch.uint8).numpy().tobytes()
+    return type(chosen).__name__, worst, seconds(own_group), seconds(chosen), numbers
 
 
 def product_errors(out: int, tokens: int, width: int) -> tuple[float, float, float, float]:
@@ -355,6 +361,8 @@ def decode(checkpoint: Path, dtype: str, captured: bool) -> list[tuple[tuple[int
 def _engine(checkpoint: Path, dtype: str, new_graph: Callable[[], StepGraph] | None) -> GenerationEngine:
     device, stored, ranks = rank_device(), open_model(checkpoint, None, None), dist.get_world_size()
     mesh = mesh_of(ranks, key_value_replicas(stored.config, ranks))
+    has_experts = stored.config.num_experts > 0
+    mesh = replace(mesh, tensor=select_all_reduce("auto", mesh.tensor, device, DTYPES[dtype], has_experts))
     model = load_model(stored, mesh, DTYPES[dtype], device, overlap=True)
     return GenerationEngine(model, mesh, None, new_graph)
 

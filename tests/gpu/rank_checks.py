@@ -359,11 +359,12 @@ def captured_decoding(machine: Machine, ranks: int) -> str:
             # The host waits for the choice of experts in fp32.
             continue
         eager, captured = (
-            machine.call(ranks, on_ranks.decode, decoding_model(machine, wiring), dtype, captured)[0]
+            machine.call(ranks, on_ranks.decode, decoding_model(machine, wiring), dtype, captured)
             for captured in (False, True)
         )
-        equal, worst = compare_decoded(captured, eager, dtype)
-        tokens = sum(len(ids) for ids, _ in eager)
+        assert eager == eager[:1] * ranks and captured == captured[:1] * ranks, f"{wiring} {dtype}: ranks differ"
+        equal, worst = compare_decoded(captured[0], eager[0], dtype)
+        tokens = sum(len(ids) for ids, _ in eager[0])
         figures.append(f"{wiring} {dtype}: {equal} of {tokens} tokens, logprobs within {worst:.1e}")
     return "; ".join(figures)
 
@@ -372,11 +373,15 @@ def captured_decoding(machine: Machine, ranks: int) -> str:
 def symmetric_memory(machine: Machine, ranks: int) -> str:
     choice, usual = ("symmetric", "NCCL") if machine.on_gpu else ("auto", "gloo")
     figures = []
-    for dtype in ("fp32", "bf16"):
-        name, worst, of_group, of_chosen = machine.call(ranks, on_ranks.sums_in_two_ways, choice, dtype)[0]
+    for dtype, equal_sums in itertools.product(("fp32", "bf16"), (False, True)):
+        found = machine.call(ranks, on_ranks.sums_in_two_ways, choice, dtype, equal_sums)
+        name, worst, of_group, of_chosen, _ = found[0]
         if not of_group:
             raise NotRun(name)
+        is_equal = len({numbers for *_, numbers in found}) == 1
         times = f"{name} {1e6 * of_chosen:.0f} us, {usual} {1e6 * of_group:.0f} us"
-        figures.append(f"{dtype}: {times}, error {worst:.1e}")
-        assert worst <= COLLECTIVE_LIMITS[dtype], "; ".join(figures)
+        kind = f"{dtype}, for experts" if equal_sums else dtype
+        equal = "equal on all ranks" if is_equal else "not equal on all ranks"
+        figures.append(f"{kind}: {times}, error {worst:.1e}, {equal}")
+        assert worst <= COLLECTIVE_LIMITS[dtype] and (is_equal or not equal_sums), "; ".join(figures)
     return f"{on_ranks.SUM_BYTES // 1024} KB: {'; '.join(figures)}"

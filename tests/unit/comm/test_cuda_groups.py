@@ -73,7 +73,9 @@ def join_by_nvlink(monkeypatch: pytest.MonkeyPatch, gpus: set[int]) -> None:
 class Torch:
     """Fakes torch's one-shot reduce over two ranks with equal values."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, multicast: bool = False) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, multicast: bool = False, sums_in_switches: bool = False
+    ) -> None:
         self.device = fake_cuda.install(monkeypatch)
         self.by_nccl: list[torch.Tensor] = []
         self.one_shot: list[int] = []
@@ -85,7 +87,7 @@ class Torch:
         monkeypatch.setattr(symmetric_memory, "rendezvous", self.meet)
         kernels = [f"{prefix}one_shot_all_reduce_out" for prefix in ("", "multimem_")]
         for kernel in kernels:
-            right = kernel == kernels[multicast]
+            right = kernel == kernels[sums_in_switches]
             monkeypatch.setattr(torch.ops.symm_mem, kernel, self.reduce if right else None, raising=False)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: True)
@@ -121,15 +123,21 @@ def test_a_chain_runs_after_earlier_work_and_alongside_later_work(monkeypatch: p
     assert device.compute.now == 8.0
 
 
-def make_group(fake: Torch) -> SymmetricMemoryGroup:
+def make_group(fake: Torch, equal_sums: bool = False) -> SymmetricMemoryGroup:
     group: Any = fake.group
-    return SymmetricMemoryGroup(CommGroup([0, 1], 0, group), GPU, torch.bfloat16)
+    return SymmetricMemoryGroup(CommGroup([0, 1], 0, group), GPU, torch.bfloat16, equal_sums)
 
 
-@pytest.mark.parametrize("multicast", [False, True])
-def test_small_sums_are_one_shot(monkeypatch: pytest.MonkeyPatch, multicast: bool) -> None:
-    fake = Torch(monkeypatch, multicast)
-    group = make_group(fake)
+@pytest.mark.parametrize(
+    ("multicast", "equal_sums", "sums_in_switches"),
+    [(False, False, False), (True, False, True), (True, True, False)],
+    ids=["without multicast", "with multicast", "with multicast, for experts"],
+)
+def test_small_sums_are_one_shot(
+    monkeypatch: pytest.MonkeyPatch, multicast: bool, equal_sums: bool, sums_in_switches: bool
+) -> None:
+    fake = Torch(monkeypatch, multicast, sums_in_switches)
+    group = make_group(fake, equal_sums)
     assert fake.rendezvous == [(MOST_BYTES // 2, fake.group)]
     assert fake.device.streams[1].priority < 0, "it would wait for multiprocessors behind the product"
     tensor = torch.arange(12, dtype=torch.bfloat16).view(3, 4)
@@ -196,7 +204,7 @@ def test_symmetric_memory_is_used_only_if_every_rank_can(monkeypatch: pytest.Mon
     monkeypatch.setattr(CommGroup, "broadcast_object", lambda self, value: value)
 
     def select(choice: AllReduceChoice, dtype: torch.dtype = torch.bfloat16) -> bool:
-        return isinstance(select_all_reduce(choice, group, GPU, dtype), SymmetricMemoryGroup)
+        return isinstance(select_all_reduce(choice, group, GPU, dtype, False), SymmetricMemoryGroup)
 
     def assert_impossible(message: str) -> None:
         fake.rendezvous.clear()
@@ -221,7 +229,7 @@ def test_symmetric_memory_is_used_only_if_every_rank_can(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: False)
     assert_impossible("cannot read the memory")
     alone = CommGroup.alone()
-    assert select_all_reduce("symmetric", alone, CPU, torch.float32) is alone
+    assert select_all_reduce("symmetric", alone, CPU, torch.float32, True) is alone
 
 
 def test_groups_that_overlap_with_computation_have_priority_and_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

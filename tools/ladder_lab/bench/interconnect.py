@@ -75,6 +75,6 @@ def make_interconnect(options: BenchmarkOptions, shape: ModelConfig, device: tor
     if options.device == "cpu":
         wire = EmulatedLink(mesh.tensor, serial=options.link == "serial", spin_seconds=SPIN_SECONDS)
         return Interconnect(f"emulated {options.link} wire", mesh, wire, no_comm, device, dtype)
-    group = select_all_reduce(options.tp_all_reduce, mesh.tensor, device, dtype)
+    group = select_all_reduce(options.tp_all_reduce, mesh.tensor, device, dtype, equal_sums=shape.num_experts > 0)
     name = "symmetric" if isinstance(group, SymmetricMemoryGroup) else "nccl"
     return Interconnect(name, mesh, group, no_comm, device, dtype)
