@@ -85,7 +85,8 @@ measure() {
             [ ${#host_names[@]} -eq 0 ] || return 0
             command=(python3 "${command[@]}" --device cuda --tp 8 --sequence "$positions")
         fi
-        "$tiny" || [ "$case" = prefill ] || command+=(--cuda-graph)
+        # Otherwise the host would be the limit of a prefill, which is not captured.
+        "$tiny" || command+=(--compile-sub-blocks true)
         # Emulates a machine without NVLink, as the authors did; the deepspeed launcher passes it to all hosts.
         [ "$p2p" = on ] || command=(env NCCL_P2P_DISABLE=1 "${command[@]}")
         if [ -e "$folder/$name.json" ]; then

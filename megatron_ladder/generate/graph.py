@@ -61,7 +61,7 @@ class CudaStepGraph:
             with capturing(self._graph, stream, torch.cuda.graph_pool_handle()):
                 return step()
         except RuntimeError as error:
-            raise UserError(f"--cuda-graph: a decode step cannot be captured: {error}; use --no-cuda-graph") from error
+            raise UserError(f"--cuda-graph: a step cannot be captured: {error}; use --no-cuda-graph") from error
 
     def replay(self) -> None:
         """See `StepGraph.replay`."""

@@ -99,7 +99,7 @@ def test_decoding_reports_a_step_that_cannot_be_captured(monkeypatch: pytest.Mon
             raise RuntimeError("operation not permitted when stream is capturing")
         return torch.zeros(())
 
-    with pytest.raises(UserError, match="a decode step cannot be captured: operation not permitted .*--no-cuda-graph"):
+    with pytest.raises(UserError, match="a step cannot be captured: operation not permitted .*--no-cuda-graph"):
         graph.capture(step)
     assert driver.is_clean()
 

@@ -27,6 +27,7 @@ from ladder_lab.link.link import EmulatedLink
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.wiring import SubBlockKind
 from megatron_ladder.comm.launch import RankInfo
+from megatron_ladder.model.operations import Operations
 
 BOUNDED_CONTENTION = 0.2
 """Largest compute share lost to a collective with a bounded number of multiprocessors, per `gpu_contention`."""
@@ -42,8 +43,15 @@ class WiringComparison:
         waited: seconds per pass that each round of the last `time` spent in waits of an emulated wire, by variant.
     """
 
-    def __init__(self, options: BenchmarkOptions, shape: ModelConfig, place: RankInfo, device: torch.device) -> None:
-        """Build interconnect and models; a collective call of all ranks."""
+    def __init__(
+        self,
+        options: BenchmarkOptions,
+        shape: ModelConfig,
+        place: RankInfo,
+        device: torch.device,
+        operations: Operations | None = None,
+    ) -> None:
+        """Build interconnect and models, with these operations; a collective call of all ranks."""
         self.options, self.shape, self.place = options, shape, place
         self.interconnect = make_interconnect(options, shape, device)
         self.mesh = self.interconnect.mesh
@@ -55,9 +63,8 @@ class WiringComparison:
         needed = {bound_of(variant).name for variant in variants}
         self._bounds = [variant for name, variant in VARIANTS.items() if name in needed]
         self.compared = [variant for variant in variants if variant not in self._bounds] + self._bounds
-        self.models = build_models(
-            self.compared, shape, self.mesh, self._wire, self.interconnect.no_comm, self.interconnect.dtype, device
-        )
+        groups, dtype = (self._wire, self.interconnect.no_comm), self.interconnect.dtype
+        self.models = build_models(self.compared, shape, self.mesh, *groups, dtype, device, operations)
         self.waited: dict[str, list[float]] = {}
 
     def time(self, workload: Workload, variants: Sequence[Variant], what: str) -> PairedTimes:

@@ -57,8 +57,11 @@ class BenchmarkOptions:
     tp_all_reduce: Literal["auto", "nccl", "symmetric"] = flag("nccl", requires="--device cuda")
     """Implementation of small all-reduces between GPUs: NCCL, or a one-shot kernel over symmetric memory, which needs
     NVLink; auto uses the latter where it is possible."""
-    cuda_graph: bool = flag(False, requires="--device cuda")
-    """With decode, capture the decode step of each wiring in a CUDA graph and replay it for every token."""
+    compile_sub_blocks: Literal["auto", "true", "false"] = flag("auto", requires="--device cuda")
+    """Use torch.compile between matrix products. auto: the default of training, or that of generation (false)."""
+    cuda_graph: bool = flag(True, requires="--device cuda")
+    """Launch every kernel from the host, instead of replaying captured training and decode steps, the default of
+    training and generation on GPUs. A prefill is not captured."""
     batch: int = flag(1, minimum=1)
     """Samples per batch."""
     sequence: int = flag(128, minimum=1)
@@ -78,17 +81,16 @@ def parse_options(argv: Sequence[str]) -> tuple[Case, BenchmarkOptions]:
     found, words = take_subcommand(argv, CASES, "benchmark.py", "Times wirings in alternation.")
     case = cast(Case, found)
     (options,) = parse_command_line([BenchmarkOptions], words, f"benchmark.py {case}", CASES[case])
-    raise_user_errors(_find_errors(case, options))
+    raise_user_errors(_find_errors(options))
     return case, replace(
         options,
         alpha=(OWN,) if options.device == "cuda" else options.alpha,
+        cuda_graph=options.cuda_graph and options.device == "cuda",
         sizes=options.sizes or ("small-train" if case == "train" else "small",),
     )
 
 
-def _find_errors(case: Case, options: BenchmarkOptions) -> Iterator[str]:
-    if options.cuda_graph and case != "decode":
-        yield f"--cuda-graph: only the step of decode can be captured, found {case}; remove the flag"
+def _find_errors(options: BenchmarkOptions) -> Iterator[str]:
     for size in options.sizes:
         try:
             shape = find_size(size)
@@ -132,6 +134,8 @@ class ThroughputOptions:
     """Samples per micro-batch."""
     backend: str = "inductor"
     """Backend of torch.compile; "none" compiles neither our models nor those of transformers."""
+    cuda_graph: bool = True
+    """On GPUs, launch every kernel of our models from the host, instead of replaying a captured pass."""
     matrix: int = flag(8192, minimum=1)
     """Size of the square matrix product whose rate defines the lower bound of the time."""
     rounds: int = flag(7, minimum=FEWEST_ROUNDS)

@@ -1,6 +1,9 @@
 """One rank of `tools/benchmark.py`: calibrates, measures round by round, and compares with the step-time model."""
 
 import statistics
+from typing import Literal
+
+import torch
 
 from ladder_lab.bench.calibration import Prediction
 from ladder_lab.bench.comparison import WiringComparison
@@ -14,6 +17,7 @@ from ladder_lab.bench.workloads import Workload
 from ladder_lab.output import write_json
 from megatron_ladder.comm.launch import RankInfo, naming_lost_peers, read_rank_info, stop_process_group
 from megatron_ladder.errors import BadNumbersError
+from megatron_ladder.model.operations import Operations, compile_operations, require_compiler, select_operations
 
 
 def run_rank(case: Case, options: BenchmarkOptions) -> None:
@@ -30,9 +34,10 @@ def run_rank(case: Case, options: BenchmarkOptions) -> None:
 def _measure(case: Case, options: BenchmarkOptions, place: RankInfo) -> list[BenchmarkRow]:
     device = start_ranks(options, place)
     workload = Workload(case, options.batch, options.sequence, options.tokens, options.cuda_graph)
+    operations = select_case_operations(case, options.compile_sub_blocks, device)
     rows: list[BenchmarkRow] = []
     for size in options.sizes:
-        comparison = WiringComparison(options, find_size(size), place, device)
+        comparison = WiringComparison(options, find_size(size), place, device, operations)
         prediction = comparison.calibrate(workload)
         if place.rank == 0:
             print(_heading(comparison, workload, size, prediction), flush=True)
@@ -46,6 +51,15 @@ def _measure(case: Case, options: BenchmarkOptions, place: RankInfo) -> list[Ben
         write_json(options.json, [vars(row) for row in rows])
     stop_process_group()
     return rows
+
+
+def select_case_operations(case: Case, compiled: Literal["auto", "true", "false"], device: torch.device) -> Operations:
+    """Return the operations that training, or generation, uses on this device."""
+    if compiled == "true":
+        require_compiler("--compile-sub-blocks", device)
+    if case == "train":
+        return select_operations("auto", compiled, device)[0]
+    return compile_operations(Operations()) if compiled == "true" else Operations()
 
 
 def _rows(

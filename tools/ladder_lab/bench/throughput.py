@@ -5,9 +5,9 @@ device. It is measured in the same rounds as the models, so that a clock that sl
 Utilisation is the floor over the measured time: model FLOPs (`blueprint/tensors.py`: 3 x forward, full scores) over the
 time, as a share of the measured rate.
 
-Our models are compiled as with --compile-sub-blocks, the setting for training on many ranks; transformers' Llama is
-compiled whole, and left out for models with experts and if transformers is not installed. The optimizer is not
-included. A GPU computes in bf16, and a CPU in fp32.
+Our models are compiled as with --compile-sub-blocks and captured as with --cuda-graph, the defaults of training on
+GPUs; transformers' Llama is compiled whole, and left out for models with experts and if transformers is not installed.
+The optimizer is not included. A GPU computes in bf16, and a CPU in fp32.
 """
 
 import functools
@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,7 @@ from ladder_lab.bench.options import ThroughputOptions
 from ladder_lab.bench.paired import PairedTimes, RatioVerdict, measure
 from ladder_lab.bench.sizes import find_size
 from ladder_lab.bench.variants import VARIANTS
-from ladder_lab.bench.workloads import build_models
+from ladder_lab.bench.workloads import build_models, training_pass
 from ladder_lab.output import markdown_table, write_json
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import ModelFlops
@@ -51,9 +52,12 @@ without transformers) are medians of paired ratios; `spread` is the interquartil
 
 
 def _ways(
-    options: ThroughputOptions, config: ModelConfig, sequence: int, device: torch.device
+    options: ThroughputOptions, config: ModelConfig, sequence: int, device: torch.device, graphs: ExitStack
 ) -> dict[str, Callable[[], object]]:
-    """Return all functions to time, by name; each waits for the device. Our models share one set of weights."""
+    """Return all functions to time, by name; each waits for the device. Our models share one set of weights.
+
+    The end of `graphs` frees what was captured.
+    """
     alone, dtype = CommGroup.alone(), torch.bfloat16 if device.type == "cuda" else torch.float32
     operations, compiles = Operations(), options.backend != "none"
     if compiles:
@@ -67,23 +71,25 @@ def _ways(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    def training(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
-        model.train()
+    def training(model: nn.Module, loss: Callable[[], Tensor], cuda_graph: bool) -> Callable[[], None]:
+        run = graphs.enter_context(training_pass(model, loss, cuda_graph))
 
-        def run() -> None:
-            for parameter in model.parameters():
-                parameter.grad = None
-            loss().backward()
+        def finished() -> None:
+            run()
             finish()
 
-        return run
+        return finished
 
-    made = {name: training(model, functools.partial(model, ids[:, :-1], ids[:, 1:])) for name, model in models.items()}
+    captures = options.cuda_graph and device.type == "cuda"
+    made = {
+        name: training(model, functools.partial(model, ids[:, :-1], ids[:, 1:]), captures)
+        for name, model in models.items()
+    }
     if config.num_experts == 0 and importlib.util.find_spec(TRANSFORMERS) is not None:
         llama = _transformers_llama(config, dtype, device)
         compiled: Any = torch.compile(llama, backend=options.backend) if compiles else llama
         tokens = ids[:, :-1].contiguous()
-        made[TRANSFORMERS] = training(llama, lambda: compiled(input_ids=tokens, labels=tokens).loss)
+        made[TRANSFORMERS] = training(llama, lambda: compiled(input_ids=tokens, labels=tokens).loss, cuda_graph=False)
     left, right = (torch.randn(options.matrix, options.matrix, dtype=dtype, device=device) for _ in range(2))
     result = torch.empty_like(left)
 
@@ -165,8 +171,9 @@ def run(options: ThroughputOptions) -> None:
     for sequence in options.sequence:
         # Otherwise the second length is compiled for dynamic lengths, which is slower.
         torch.compiler.reset()
-        timed = _ways(options, config, sequence, device)
-        times = measure(timed, options.rounds, warm_up_rounds=2, label=f"{sequence} tokens")
+        with ExitStack() as graphs:
+            timed = _ways(options, config, sequence, device, graphs)
+            times = measure(timed, options.rounds, warm_up_rounds=2, label=f"{sequence} tokens")
         new = _rows(options, config, sequence, times)
         found += new
         print(_table(new), flush=True)

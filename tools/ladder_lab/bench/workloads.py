@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ladder_lab.bench.options import Case
 from ladder_lab.bench.variants import Variant
@@ -17,6 +17,7 @@ from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.graph import CudaStepGraph
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import GREEDY
+from megatron_ladder.model.experts import waits_for_choices
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.operations import Operations
@@ -37,7 +38,7 @@ class Workload:
     sequence: int
     tokens: int = 8
     cuda_graph: bool = False
-    """Whether to decode by replaying a captured step."""
+    """Whether to replay captured steps in training and decoding, unless the host waits for the choice of experts."""
 
     @property
     def units(self) -> int:
@@ -58,16 +59,11 @@ class Workload:
 
         if self.case == "train":
             ids = _random_ids(model.config, self.batch, self.sequence + 1).to(model.embedding.weight.device)
-            model.train()
-
-            def train() -> None:
-                for parameter in model.parameters():
-                    parameter.grad = None
-                model(ids[:, :-1], ids[:, 1:]).backward()
-
-            yield train
+            with training_pass(model, lambda: model(ids[:, :-1], ids[:, 1:]), self.cuda_graph) as train:
+                yield train
             return
-        engine = GenerationEngine(model, mesh, new_graph=CudaStepGraph if self.cuda_graph else None)
+        captures = self.cuda_graph and not waits_for_choices(model)
+        engine = GenerationEngine(model, mesh, new_graph=CudaStepGraph if captures else None)
         if self.case == "prefill":
             yield lambda: engine.generate(requests(1))
             return
@@ -80,6 +76,31 @@ class Workload:
         with contextlib.closing(engine):
             decode(1)
             yield functools.partial(decode, self.tokens)
+
+
+@contextlib.contextmanager
+def training_pass(model: nn.Module, loss: Callable[[], Tensor], cuda_graph: bool) -> Iterator[Callable[[], object]]:
+    """Provide forward and backward of a loss; with `cuda_graph` a replay, unless the host has to wait in a pass.
+
+    The end of the block frees the graph and the gradients.
+    """
+    model.train()
+
+    def run() -> Tensor:
+        for parameter in model.parameters():
+            parameter.grad = None
+        result = loss()
+        result.backward()
+        return result
+
+    if cuda_graph and not waits_for_choices(model):
+        with contextlib.closing(CudaStepGraph()) as graph:
+            graph.capture(run)
+            yield graph.replay
+    else:
+        yield run
+    for parameter in model.parameters():
+        parameter.grad = None
 
 
 def _random_ids(model: ModelConfig, batch: int, length: int) -> torch.Tensor:

@@ -21,6 +21,11 @@ def test_gpus_have_their_own_interconnect() -> None:
     assert (own.tp, own.alpha, own.sizes) == (4, ("own",), ("llama-8b",))
 
 
+def test_only_gpus_have_graphs_by_default() -> None:
+    words = ["train", "train --device cuda", "train --device cuda --no-cuda-graph"]
+    assert [parse_options(one.split())[1].cuda_graph for one in words] == [False, True, False]
+
+
 def test_all_errors_are_reported_together() -> None:
     for words, starts in (
         ("decode --rounds 2 --comm-sms 0", ["--comm-sms 0: expected 1 to 32", "--rounds 2: expected 4 or more"]),

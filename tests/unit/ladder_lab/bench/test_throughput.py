@@ -1,5 +1,6 @@
 """Training throughput: model sizes, utilisation, and the whole command at a small size."""
 
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -33,4 +34,5 @@ def test_utilisation_and_ratios() -> None:
 def test_experts_are_not_compared_with_dense_layers() -> None:
     options = ThroughputOptions(wirings=("standard",), backend="none", matrix=8)
     experts = replace(SIZES["small-moe"], num_layers=1, moe_layers=(0,), hidden_size=64, vocab_size=128, head_dim=4)
-    assert [*_ways(options, experts, 8, torch.device("cpu"))] == ["standard", "product"]
+    with ExitStack() as graphs:
+        assert [*_ways(options, experts, 8, torch.device("cpu"), graphs)] == ["standard", "product"]
