@@ -13,13 +13,14 @@ Layouts: x [s, b, h]; n = s b tokens; scores [s, b, E]; rows of tokens sorted by
 """
 
 import functools
+import math
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.blueprint.tensors import Branch, SubBlockTensors
+from megatron_ladder.blueprint.tensors import Branch, SubBlockTensors, kept_expert_rows
 from megatron_ladder.comm.stream import copy_to_tensor_parallel_region
 from megatron_ladder.model.bodies import MLP, Attention
 from megatron_ladder.model.operations import BALANCING_LOSS, ROUTER_Z_LOSS, BuildContext
@@ -27,12 +28,12 @@ from megatron_ladder.model.sub_block import Body, BodyOutput, SequenceContext
 from megatron_ladder.parallel.layout import ParallelModule
 from megatron_ladder.parallel.partial_gradients import sum_gradient
 from megatron_ladder.parallel.products import (
+    ExpertWeights,
     InputGradient,
     SortedRows,
-    expert_inputs,
-    grouped_linear,
     linear,
     reads_on_host,
+    run_experts,
 )
 
 
@@ -80,15 +81,16 @@ class _ExpertMatrices(ParallelModule):
             self.add_parameter(name, [weight], build)
         self.first = self.sections["gate"][0].start if whole else 0
         self.count = self.gate.shape[0]
+        self.kept_rows = kept_expert_rows(build.config.num_experts // self.count)
 
     def forward(
         self, x: Tensor, chosen: Tensor, weights: Tensor, input_gradient: InputGradient | None = None
     ) -> Tensor:
         """x [s, b, h], and the experts and weights of each token [s, b, k], -> this rank's part of y [s, b, h]."""
         rows = SortedRows.of(chosen, self.first, self.count)
-        inner = self.swiglu(expert_inputs(x, self.gate, self.up, rows, input_gradient))
-        weighted = inner * rows.sort(weights).unsqueeze(-1).to(inner.dtype)
-        return rows.sum_by_token(grouped_linear(weighted, self.down, rows))
+        kept = math.ceil(self.kept_rows * chosen.numel())
+        matrices = ExpertWeights(self.gate, self.up, self.down)
+        return run_experts(x, matrices, weights, rows, kept, self.swiglu, input_gradient)
 
 
 class _RoutedExperts(Body):

@@ -17,7 +17,7 @@ The rows of experts are sorted, and multiplied with stacked matrices, the rows o
     offsets                        3   4         8             the end of each expert's rows
 
 A rank that holds only some of the experts sorts their rows first; what lies behind the last offset belongs to others,
-and is zero in every result. Rows are not sorted by hand on the host, which never reads how many an expert has, except
+and is zero in every result. The sizes of tensors do not depend on the choices, so that passes can be captured. Rows are not sorted by hand on the host, which never reads how many an expert has, except
 where torch's grouped product cannot be used.
 """
 
@@ -187,6 +187,10 @@ class SortedRows(NamedTuple):
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return SortedRows(order, offsets, back, chosen.shape)
 
+    def after(self, count: int) -> "SortedRows":
+        """Return the order without the first `count` sorted rows; only for products."""
+        return self._replace(order=self.order[count:], offsets=(self.offsets - count).clamp(min=0))
+
     @property
     def tokens(self) -> Tensor:
         """Index of the token of each sorted row."""
@@ -250,71 +254,101 @@ def _multiply_outer(left: Tensor, right: Tensor, sorted_rows: SortedRows) -> Ten
     return product
 
 
-class _GroupedLinear(Function):
-    """Saves the parameter for backward, before which ZeRO-3 gathers it again."""
+class ExpertWeights(NamedTuple):
+    """The stacked matrices of this rank's experts."""
 
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, sorted_rows: SortedRows) -> Tensor:
-        ctx.save_for_backward(rows, weight)
-        ctx.sorted_rows = sorted_rows
-        return _multiply(rows, weight.transpose(1, 2), sorted_rows)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        rows, weight = ctx.saved_tensors
-        gradient = gradient.contiguous()
-        return (
-            _multiply(gradient, weight, ctx.sorted_rows),
-            _multiply_outer(gradient, rows, ctx.sorted_rows),
-            None,
-        )
+    gate: Tensor
+    """[E, f, h]"""
+    up: Tensor
+    """[E, f, h]"""
+    down: Tensor
+    """[E, h, f]"""
 
 
-def grouped_linear(rows: Tensor, weight: Tensor, sorted_rows: SortedRows) -> Tensor:
-    """Sorted rows [n k, in], weight [E, out, in] -> [n k, out]."""
-    result: Tensor = _GroupedLinear.apply(rows, weight, sorted_rows)
-    return result
+class _Experts(Function):
+    """Keeps the tokens, and of their rows the products with gate and up; what follows is computed again.
 
-
-class _ExpertInputs(Function):
-    """Keeps the tokens, not the sorted rows, of which there are k times as many."""
+    A rank with some of the experts sorts all rows, because the host does not know how many are its own. It keeps those
+    products for `kept_expert_rows`, and computes those of further rows of its experts again: none if the experts have
+    about equally many. The kernel skips rows of other ranks, so that costs as many products as there are such rows.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gate: Tensor, up: Tensor, sorted_rows: SortedRows, input_gradient: InputGradient | None
+        ctx: Any,
+        x: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        down: Tensor,
+        weights: Tensor,
+        sorted_rows: SortedRows,
+        kept_rows: int,
+        swiglu: Callable[[Tensor], Tensor],
+        input_gradient: InputGradient | None,
     ) -> Tensor:
-        ctx.save_for_backward(gate, up, *((x,) if input_gradient is None else input_gradient.use(x)))
-        ctx.sorted_rows, ctx.input_gradient = sorted_rows, input_gradient
-        rows = x.flatten(0, -2)[sorted_rows.tokens]
-        return torch.cat([_multiply(rows, weight.transpose(1, 2), sorted_rows) for weight in (gate, up)], dim=-1)
+        gate_up = _multiply_inputs(x.flatten(0, -2)[sorted_rows.tokens], gate, up, sorted_rows)
+        kept = gate_up if kept_rows >= len(gate_up) else gate_up[:kept_rows].clone()
+        inputs = (x,) if input_gradient is None else input_gradient.use(x)
+        ctx.save_for_backward(gate, up, down, weights, kept, *inputs)
+        ctx.sorted_rows, ctx.swiglu, ctx.input_gradient = sorted_rows, swiglu, input_gradient
+        inner = swiglu(gate_up)
+        del gate_up
+        weighted = inner * sorted_rows.sort(weights).unsqueeze(-1).to(inner.dtype)
+        return sorted_rows.sum_by_token(_multiply(weighted, down.transpose(1, 2), sorted_rows))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, Tensor, None, None]:
-        gate, up, *kept = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up, down, weights, kept, *inputs = ctx.saved_tensors
         sorted_rows, input_gradient = ctx.sorted_rows, ctx.input_gradient
-        of_gate, of_up = (part.contiguous() for part in gradient.chunk(2, dim=-1))
-        of_rows = _multiply(of_gate, gate, sorted_rows) + _multiply(of_up, up, sorted_rows)
-        of_x: Tensor | None = sorted_rows.sum_by_token(of_rows)
+
+        def sorted_inputs() -> Tensor:
+            x: Tensor = inputs[0] if inputs else input_gradient.input_again.wait()
+            return x.flatten(0, -2)[sorted_rows.tokens]
+
+        gate_up = kept
+        if len(kept) < len(sorted_rows.order):
+            rest = _multiply_inputs(sorted_inputs()[len(kept) :], gate, up, sorted_rows.after(len(kept)))
+            gate_up = torch.cat([kept, rest])
+        with torch.enable_grad():
+            gate_up = gate_up.detach().requires_grad_()
+            inner_again = ctx.swiglu(gate_up)
+        inner = inner_again.detach()
+        row_weights = sorted_rows.sort(weights).unsqueeze(-1).to(inner.dtype)
+        of_rows = gradient.flatten(0, -2)[sorted_rows.tokens]
+        of_weighted = _multiply(of_rows, down, sorted_rows)
+        of_down = _multiply_outer(of_rows, inner * row_weights, sorted_rows)
+        of_weights = (of_weighted * inner).sum(-1).to(weights.dtype)[sorted_rows.back].view(weights.shape)
+        (of_gate_up,) = torch.autograd.grad(inner_again, gate_up, of_weighted * row_weights)
+        of_gate, of_up = (part.contiguous() for part in of_gate_up.chunk(2, dim=-1))
+        of_x: Tensor | None = sorted_rows.sum_by_token(
+            _multiply(of_gate, gate, sorted_rows) + _multiply(of_up, up, sorted_rows)
+        )
         if input_gradient is not None:
             input_gradient.add(of_x)
             of_x = None
-        x = kept[0] if kept else input_gradient.input_again.wait()
-        rows = x.flatten(0, -2)[sorted_rows.tokens]
-        return (
-            of_x,
-            _multiply_outer(of_gate, rows, sorted_rows),
-            _multiply_outer(of_up, rows, sorted_rows),
-            None,
-            None,
-        )
+        rows = sorted_inputs()
+        of_inputs = (_multiply_outer(part, rows, sorted_rows) for part in (of_gate, of_up))
+        return (of_x, *of_inputs, of_down, of_weights, None, None, None, None)
 
 
-def expert_inputs(
-    x: Tensor, gate: Tensor, up: Tensor, sorted_rows: SortedRows, input_gradient: InputGradient | None
+def _multiply_inputs(rows: Tensor, gate: Tensor, up: Tensor, sorted_rows: SortedRows) -> Tensor:
+    """Sorted rows [n k, h] -> their products with gate and up, side by side, [n k, 2 f]."""
+    return torch.cat([_multiply(rows, weight.transpose(1, 2), sorted_rows) for weight in (gate, up)], dim=-1)
+
+
+def run_experts(
+    x: Tensor,
+    matrices: ExpertWeights,
+    weights: Tensor,
+    sorted_rows: SortedRows,
+    kept_rows: int,
+    swiglu: Callable[[Tensor], Tensor],
+    input_gradient: InputGradient | None,
 ) -> Tensor:
-    """x [s, b, h], gate and up [E, f, h] -> the products of the sorted rows with both, side by side, [n k, 2 f].
+    """x [..., h], and the weights of each token's choices [..., k] -> the weighted sum of their experts [..., h].
 
-    The gradient of x goes to `input_gradient`, if given.
+    An expert is down @ swiglu([gate @ x, up @ x]). Backward keeps something of the first `kept_rows` sorted rows. The
+    gradient of x goes to `input_gradient`, if given.
     """
-    result: Tensor = _ExpertInputs.apply(x, gate, up, sorted_rows, input_gradient)
+    result: Tensor = _Experts.apply(x, *matrices, weights, sorted_rows, kept_rows, swiglu, input_gradient)
     return result

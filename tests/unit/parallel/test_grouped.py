@@ -1,10 +1,12 @@
 """Products of tokens with the matrices of their experts, compared with a loop over tokens."""
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_ladder.parallel.products import SortedRows, expert_inputs, grouped_linear, reads_on_host
+from megatron_ladder.parallel.products import ExpertWeights, SortedRows, reads_on_host, run_experts
 
 EXPERTS, TOKENS, CHOICES = 6, 40, 2
 
@@ -22,20 +24,24 @@ def by_loop(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, chosen: Tensor, w
     return torch.stack(found)
 
 
+def multiply_halves(gate_up: Tensor) -> Tensor:
+    first, second = gate_up.chunk(2, dim=-1)
+    return first * second
+
+
 def by_groups(
-    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, local: range
+    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, local: range, kept: int
 ) -> Tensor:
     rows = SortedRows.of(chosen, local.start, len(local))
-    first, second = expert_inputs(x, gate, up, rows, None).chunk(2, dim=-1)
-    return rows.sum_by_token(grouped_linear(first * second * rows.sort(weights).unsqueeze(-1), down, rows))
+    return run_experts(x, ExpertWeights(gate, up, down), weights, rows, kept, multiply_halves, None)
 
 
 def largest_errors(
-    dtype: torch.dtype, hidden: int, width: int, local: range, device: torch.device
+    dtype: torch.dtype, hidden: int, width: int, local: range, device: torch.device, kept: int = TOKENS * CHOICES
 ) -> tuple[float, ...]:
     """Return the errors of the output and of all gradients, relative to their largest values in fp64.
 
-    No token chooses expert 3 or 5, whose gradients must be zero.
+    No token chooses expert 3 or 5, whose gradients must be zero. Products of `kept` rows are kept for backward.
     """
     generator = torch.Generator().manual_seed(hidden)
     shapes = [(TOKENS, hidden), *[(len(local), width, hidden)] * 2, (len(local), hidden, width)]
@@ -47,7 +53,8 @@ def largest_errors(
     seed = torch.randn(TOKENS, hidden, generator=generator, dtype=torch.float64).to(dtype)
     found = []
     cpu = torch.device("cpu")
-    for compute, inputs, place in ((by_groups, rounded, device), (by_loop, [one.double() for one in rounded], cpu)):
+    grouped = functools.partial(by_groups, kept=kept)
+    for compute, inputs, place in ((grouped, rounded, device), (by_loop, [one.double() for one in rounded], cpu)):
         x, gate, up, down, weights = leaves = [value.to(place, copy=True).requires_grad_() for value in inputs]
         y = compute(x, gate, up, down, chosen.to(place), weights, local)
         # An expanded gradient would do as well.
@@ -68,6 +75,29 @@ def test_products_and_gradients_are_those_of_a_loop(dtype: torch.dtype, hidden: 
     """Widths whose rows are no multiples of 16 bytes, experts without tokens, and a rank with some of the experts."""
     errors = largest_errors(dtype, hidden, width, local, torch.device("cpu"))
     assert len(errors) == 6 and max(errors) <= {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype]
+
+
+@pytest.mark.parametrize("kept", [0, 1, 12, 79])
+@pytest.mark.parametrize("local", [range(6), range(2, 4), range(4, 6)], ids=["all", "two", "the-last-two"])
+def test_rows_that_are_not_kept_are_computed_again(local: range, kept: int) -> None:
+    """Fewer rows than the rank's experts have, and more: a border within and between experts."""
+    for dtype, limit in ((torch.float64, 1e-13), (torch.bfloat16, 2e-2)):
+        assert max(largest_errors(dtype, 16, 8, local, torch.device("cpu"), kept)) <= limit
+
+
+def test_gradients_that_blackwell_leaves_unwritten_are_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply = torch.nn.functional.grouped_mm
+
+    def leave_unwritten(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
+        product = multiply(left, right, offs=offs)
+        if right.dim() == 2:
+            product[offs.diff(prepend=offs.new_zeros(1)) == 0] = torch.nan
+        return product
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", leave_unwritten)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    assert max(largest_errors(torch.bfloat16, 16, 8, range(6), torch.device("cpu"))) <= 2e-2
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ Activations that autograd keeps for backward, in numbers, for T = s b tokens and
     attention          queries and keys after rotary embedding,
                        q k v projected, the heads' output                            T d (3 Hq + 3 Hkv) / t
     MLP                gate and up, silu(gate), their product       4 T f / t
+    experts            gate and up of k experts a token             2 T k f / t   (whole experts: a quarter more)
     recomputed         only its input                               T h
     head               the stream and the gradient of its norm: 2 T h; in fp32 the weight's gradient: V h / t
 
@@ -40,6 +41,7 @@ from megatron_ladder.blueprint.tensors import (
     Branch,
     embedding_tensor,
     final_norm_tensor,
+    kept_expert_rows,
     layer_tensors,
     loss_chunk_tokens,
     padded_vocab_size,
@@ -63,6 +65,7 @@ class Layout:
     """How a model and its batch are distributed.
 
     `micro_batch` is in samples. With `recompute`, backward keeps only the inputs of sub-blocks. `muon`: the optimizer.
+    `whole_experts`: tensor-parallel ranks hold whole experts instead of a part of the width of each.
     """
 
     tensor: int = 1
@@ -73,6 +76,7 @@ class Layout:
     recompute: bool = False
     sequence_parallel: bool = False
     muon: bool = False
+    whole_experts: bool = False
 
     @classmethod
     def of(cls, run: RunConfig) -> "Layout":
@@ -87,6 +91,7 @@ class Layout:
             recompute=run.recompute_layers > 0,
             sequence_parallel=parallel.sequence_parallel,
             muon=run.optimizer.optimizer == "muon",
+            whole_experts=parallel.expert_sharding == "experts",
         )
 
     @property
@@ -121,7 +126,7 @@ class _LayerNumbers(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _numbers_of_layers(model: ModelConfig, tensor: int) -> list[_LayerNumbers]:
+def _numbers_of_layers(model: ModelConfig, tensor: int, whole_experts: bool) -> list[_LayerNumbers]:
     return [
         _LayerNumbers(
             sum(sub_block.parameters(tensor) for sub_block in layer),
@@ -131,23 +136,25 @@ def _numbers_of_layers(model: ModelConfig, tensor: int) -> list[_LayerNumbers]:
                 for branch in sub_block.branches
                 for matrix in (*branch.inputs, branch.output)
             ),
-            sum(_kept_inside(branch, tensor) for sub_block in layer for branch in sub_block.branches),
+            sum(_kept_inside(branch, tensor, whole_experts) for sub_block in layer for branch in sub_block.branches),
         )
         for layer in layer_tensors(model)
     ]
 
 
-def _kept_inside(branch: Branch, ranks: int) -> float:
+def _kept_inside(branch: Branch, ranks: int, whole_experts: bool) -> float:
     """Return the numbers per token that a rank keeps for backward inside a branch; queries, keys and gates twice,
-    before and after rotary embedding or SiLU."""
+    before and after rotary embedding or SiLU, except the gates of routed experts."""
+    if branch.router:
+        width, rows = (1, kept_expert_rows(ranks)) if whole_experts else (ranks, 1.0)
+        return sum(matrix.weight.width(width) for matrix in branch.inputs) * branch.experts_per_token * rows
     twice = branch.inputs[: 2 if branch.score_width else 1]
-    widths = (matrix.weight.width(ranks) for matrix in (*branch.inputs, *twice, branch.output))
-    return sum(widths) * branch.experts_per_token
+    return sum(matrix.weight.width(ranks) for matrix in (*branch.inputs, *twice, branch.output))
 
 
 def _numbers_of_stage(model: ModelConfig, layout: Layout, stage: int) -> list[_LayerNumbers]:
     layers = stage_layers(model, layout.pipeline, stage)
-    return _numbers_of_layers(model, layout.tensor)[layers.start : layers.stop]
+    return _numbers_of_layers(model, layout.tensor, layout.whole_experts)[layers.start : layers.stop]
 
 
 def _orthogonal_parameters(model: ModelConfig, layout: Layout, stage: int) -> int:

@@ -1,6 +1,8 @@
 """Memory against what a real model keeps, counted storage by storage, and against tables by hand."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.model.language_model import LanguageModel
-from megatron_ladder.model.operations import with_norm
+from megatron_ladder.model.operations import ExpertOptions, with_norm
 from megatron_ladder.model.stack import StackOptions
 from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.sharded import small_model
@@ -35,10 +37,8 @@ FUSED = with_norm(OPERATIONS.norm)
 """The norm of CUDA, without numbers."""
 
 
-def kept_bytes(model: ModelConfig, recompute: bool, dtype: torch.dtype, samples: int, sequence: int) -> int:
+def saved_bytes(module: LanguageModel, forward: Callable[[], torch.Tensor]) -> int:
     """Storages that autograd holds after a forward pass, each once, without the weights."""
-    options = StackOptions(operations=FUSED, recompute_layers=model.num_layers if recompute else 0)
-    module = LanguageModel(model, ProcessMesh.single(), options, dtype=dtype, seed=1)
     weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -48,12 +48,17 @@ def kept_bytes(model: ModelConfig, recompute: bool, dtype: torch.dtype, samples:
             kept[storage.data_ptr()] = storage
         return tensor
 
-    ids = torch.randint(0, model.vocab_size, (samples, sequence + 1))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = module(ids[:, :-1], ids[:, 1:])
-    total = sum(storage.nbytes() for storage in kept.values())
-    loss.backward()
-    return total
+        result = forward()
+    assert result.requires_grad
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def kept_bytes(model: ModelConfig, recompute: bool, dtype: torch.dtype, samples: int, sequence: int) -> int:
+    options = StackOptions(operations=FUSED, recompute_layers=model.num_layers if recompute else 0)
+    module = LanguageModel(model, ProcessMesh.single(), options, dtype=dtype, seed=1)
+    ids = torch.randint(0, model.vocab_size, (samples, sequence + 1))
+    return saved_bytes(module, lambda: module(ids[:, :-1], ids[:, 1:]))
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -67,6 +72,35 @@ def test_activations_are_those_of_a_real_forward_pass(
     counted = _layers_activation_bytes(model, layout, 0, 128, precision)
     counted += _head_activation_bytes(model, layout, 128, precision)
     assert counted == pytest.approx(kept_bytes(model, recompute, dtype, 2, 64), rel=TOLERANCE)
+
+
+EXPERTS = {"num_experts": 16, "moe_ffn_hidden_size": 512, "moe_layers": (0, 1, 2), "moe_router_topk": 4}
+
+
+def choose_first(config: ModelConfig, scores: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.arange(config.moe_router_topk).expand(*scores.shape[:2], -1)
+
+
+@pytest.mark.parametrize("is_even", [True, False])
+@pytest.mark.parametrize("ranks", [1, 4, 8])
+@pytest.mark.parametrize("sharding", ["width", "experts"])
+def test_a_rank_keeps_its_part_of_the_rows_of_experts(
+    monkeypatch: pytest.MonkeyPatch, sharding: Literal["width", "experts"], ranks: int, is_even: bool
+) -> None:
+    """Of whole experts, too, and also if the first rank has all rows."""
+    if not is_even:
+        monkeypatch.setattr("megatron_ladder.model.experts._choose", choose_first)
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
+    model = NAMED_WIRINGS["ladder"].of(replace(SMALL, **sizes, **EXPERTS), 1)
+    mesh = replace(ProcessMesh.single(), tensor=CommGroup(range(ranks), 0, None))
+    options, experts = StackOptions(operations=FUSED), ExpertOptions(sharding=sharding)
+    module = LanguageModel(model, mesh, options, dtype=torch.bfloat16, seed=1, experts=experts)
+    tokens = torch.randint(0, model.vocab_size, (2, 64))
+    found = saved_bytes(module, lambda: module.hidden_states(tokens, module.training_context(tokens)))
+    layout = Layout(tensor=ranks, micro_batch=2, whole_experts=sharding == "experts")
+    counted = _layers_activation_bytes(model, layout, 0, 128, "bf16")
+    # The scores of routers are not counted.
+    assert counted == pytest.approx(found, rel=2 * TOLERANCE)
 
 
 @pytest.mark.parametrize(("dtype", "precision"), [(torch.float32, "fp32"), (torch.bfloat16, "bf16")])
