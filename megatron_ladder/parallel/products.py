@@ -17,8 +17,9 @@ The rows of experts are sorted, and multiplied with stacked matrices, the rows o
     offsets                        3   4         8             the end of each expert's rows
 
 A rank that holds only some of the experts sorts their rows first; what lies behind the last offset belongs to others,
-and is zero in every result. The sizes of tensors do not depend on the choices, so that passes can be captured. Rows are not sorted by hand on the host, which never reads how many an expert has, except
-where torch's grouped product cannot be used.
+and is zero in every result. The sizes of tensors do not depend on the choices, so that passes can be captured. Rows are
+not sorted by hand on the host, which never reads how many an expert has, except where torch's grouped product cannot be
+used.
 """
 
 from collections.abc import Callable

@@ -201,9 +201,9 @@ def product_errors(out: int, tokens: int, width: int) -> tuple[float, float, flo
     return errors[0], errors[1], times[0], times[1]
 
 
-def product_of_experts_errors(dtype_name: str, hidden: int, width: int, local: range) -> tuple[float, ...]:
+def product_of_experts_errors(dtype_name: str, hidden: int, width: int, local: range, kept: int) -> tuple[float, ...]:
     """See `largest_errors`."""
-    return largest_errors(DTYPES[dtype_name], hidden, width, local, rank_device())
+    return largest_errors(DTYPES[dtype_name], hidden, width, local, rank_device(), kept)
 
 
 def time_captured() -> tuple[float, float]:

@@ -242,9 +242,10 @@ def expert_products(machine: Machine, ranks: int) -> str:
     limits = {"fp32": 1e-5, "bf16": 2e-2}
     worst = dict.fromkeys(limits, 0.0)
     # Aligned rows, rows that a grouped product rejects, and a rank with some of the experts; two have no tokens.
-    for hidden, width, local in ((64, 32, range(6)), (64, 32, range(2, 4)), (9, 5, range(6))):
+    cases = ((64, 32, range(6)), (64, 32, range(2, 4)), (9, 5, range(6)))
+    for (hidden, width, local), kept in itertools.product(cases, (0, 10, 80)):
         for name in limits:
-            (errors,) = machine.call(ranks, on_ranks.product_of_experts_errors, name, hidden, width, local)
+            (errors,) = machine.call(ranks, on_ranks.product_of_experts_errors, name, hidden, width, local, kept)
             worst[name] = max(worst[name], *errors)
     figure = ", ".join(f"{name} {error:.1e}" for name, error in worst.items())
     assert all(worst[name] <= limit for name, limit in limits.items()), f"{figure}: above the limits"
