@@ -165,9 +165,9 @@ class _MissedBeats:
     A look is a better clock than time is: this process may itself have been stopped.
     """
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: Peers, this_rank: int) -> None:
         self._peers = peers
-        self._others = [rank for rank in range(len(peers.hosts)) if rank != _this_rank()]
+        self._others = [rank for rank in range(len(peers.hosts)) if rank != this_rank]
         self._last: dict[int, str] = {}
         self._missed = dict.fromkeys(self._others, 0)
 
@@ -194,6 +194,8 @@ class PeerWatch:
     def __init__(self, peers: Peers, beat_seconds: float = BEAT_SECONDS) -> None:
         """Start the heartbeats; every rank has written one to the board before."""
         self._peers, self._beat_seconds = peers, beat_seconds
+        # Later, the process group may not exist any more.
+        self._rank = _this_rank()
         self._waits = threading.Event()
         threading.Thread(target=self._watch, name="peer watch", daemon=True).start()
 
@@ -205,12 +207,12 @@ class PeerWatch:
         self._waits.clear()
 
     def _watch(self) -> None:
-        missed = _MissedBeats(self._peers)
+        missed = _MissedBeats(self._peers, self._rank)
         for number in itertools.count(1):
             time.sleep(self._beat_seconds)
-            self._peers.beat(_this_rank(), number)
+            self._peers.beat(self._rank, number)
             if not self._waits.is_set():
-                missed = _MissedBeats(self._peers)
+                missed = _MissedBeats(self._peers, self._rank)
                 continue
             missed.look()
             if (error := missed.error()) is not None:
@@ -249,7 +251,7 @@ class HangWatch:
         """That after the first."""
         self._progress = self._step_began = time.monotonic()
         self._reported = self._waits = False
-        self._missed = _MissedBeats(peers)
+        self._missed = _MissedBeats(peers, self._rank)
         self._worker = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hang watch", daemon=True)
@@ -310,7 +312,7 @@ class HangWatch:
                     self._beat(now)
                 continue
             if not self._reported:
-                self._reported, self._missed = True, _MissedBeats(self._peers)
+                self._reported, self._missed = True, _MissedBeats(self._peers, self._rank)
                 # A rank in no collective is the one that others wait for, so it does not report that it waits.
                 is_in_collective = not all(one.finished for one in _recorded_collectives())
                 self._waits = is_in_collective or _awaited_peer(self._worker) is not None

@@ -100,7 +100,8 @@ class CapturedPasses:
                 self._capture(micro_batches)
             except Exception as error:
                 failure = f"{type(error).__name__}: {error}"
-                print(f"*** --cuda-graph: rank {self._world.rank} cannot capture a step: {failure}", file=sys.stderr)
+                text = f"*** --cuda-graph: rank {self._world.rank} cannot capture a step: {failure} ***"
+                print(text, file=sys.stderr, flush=True)
             problem = self._first_problem(failure)
             if problem is None:
                 return True

@@ -57,9 +57,8 @@ def test_a_rank_in_a_captured_step_ends_only_when_another_is_gone(monkeypatch: p
     assert str(errors[0]) == "rank 2 on node-2 (10.0.0.2) is gone or does not answer: no heartbeat any more"
 
 
-def test_a_board_that_does_not_answer_means_that_rank_0_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "_this_rank", lambda: 1)
-    missed = watch._MissedBeats(Peers([Host("a", "10.0.0.1")] * 3))
+def test_a_board_that_does_not_answer_means_that_rank_0_is_gone() -> None:
+    missed = watch._MissedBeats(Peers([Host("a", "10.0.0.1")] * 3), this_rank=1)
     for _ in range(MOST_MISSED_BEATS):
         assert missed.error() is None
         missed.look()

@@ -8,11 +8,16 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.data.tokenizers import ByteTokenizer, load_tokenizer
 from megatron_ladder.errors import BadNumbersError
+from megatron_ladder.generate import program
 from megatron_ladder.generate import slots as slots_module
 from megatron_ladder.generate.engine import GenerationEngine
+from megatron_ladder.generate.loading import open_model
+from megatron_ladder.generate.options import ModelOptions
 from megatron_ladder.generate.requests import GenerationRequest, NewToken
 from megatron_ladder.generate.sampling import Chosen, SamplingParameters, SamplingPlan
 from tests.helpers.tokenizer_copies import train_byte_level
@@ -25,6 +30,7 @@ from tests.unit.generate.tiny_model import (
     tiny_engine,
     tiny_model,
     train_tokenizer,
+    write_checkpoint,
 )
 
 GREEDY = SamplingParameters(temperature=0.0)
@@ -174,3 +180,22 @@ def test_a_stop_string_can_span_tokens() -> None:
     assert "".join(token.text for token in tokens) == cut.text
     (past,) = engine.generate([replace(free, stop=("never",))])
     assert (past.text, past.finish_reason) == (whole.text, "length")
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_ranks_of_a_model_with_experts_need_equal_sums(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, experts: int
+) -> None:
+    """A router would choose other experts after another rounding."""
+    sizes = {"num_experts": experts, "moe_ffn_hidden_size": 16, "moe_layers": (1,)} if experts else {}
+    checkpoint = write_checkpoint(tmp_path, tiny_config(**sizes))
+    needed = list[bool]()
+
+    def select(choice: str, group: CommGroup, device: torch.device, dtype: torch.dtype, equal_sums: bool) -> CommGroup:
+        needed.append(equal_sums)
+        return group
+
+    monkeypatch.setattr(program, "select_all_reduce", select)
+    stored = open_model(checkpoint, None, None)
+    program.build_engine(RankInfo(0, 1, 0), ModelOptions(checkpoint), stored).close()
+    assert needed == [experts > 0]
