@@ -312,7 +312,8 @@ class HangWatch:
                     self._beat(now)
                 continue
             if not self._reported:
-                self._reported, self._missed = True, _MissedBeats(self._peers, self._rank)
+                self._reported = True
+                self._missed = _MissedBeats(self._peers, self._rank)
                 # A rank in no collective is the one that others wait for, so it does not report that it waits.
                 is_in_collective = not all(one.finished for one in _recorded_collectives())
                 self._waits = is_in_collective or _awaited_peer(self._worker) is not None
