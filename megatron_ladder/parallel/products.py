@@ -310,17 +310,15 @@ class _Experts(Function):
         if len(kept) < len(sorted_rows.order):
             rest = _multiply_inputs(sorted_inputs()[len(kept) :], gate, up, sorted_rows.after(len(kept)))
             gate_up = torch.cat([kept, rest])
-        with torch.enable_grad():
-            gate_up = gate_up.detach().requires_grad_()
-            inner_again = ctx.swiglu(gate_up)
-        inner = inner_again.detach()
-        row_weights = sorted_rows.sort(weights).unsqueeze(-1).to(inner.dtype)
         of_rows = gradient.flatten(0, -2)[sorted_rows.tokens]
-        of_weighted = _multiply(of_rows, down, sorted_rows)
-        of_down = _multiply_outer(of_rows, inner * row_weights, sorted_rows)
-        of_weights = (of_weighted * inner).sum(-1).to(weights.dtype)[sorted_rows.back].view(weights.shape)
-        (of_gate_up,) = torch.autograd.grad(inner_again, gate_up, of_weighted * row_weights)
+        row_weights = sorted_rows.sort(weights).unsqueeze(-1)
+        of_gate_up, of_down, of_row_weights = _differentiate(
+            of_rows, gate_up, down, row_weights, sorted_rows, ctx.swiglu
+        )
+        of_weights = of_row_weights.to(weights.dtype)[sorted_rows.back].view(weights.shape)
+        del of_rows, gate_up
         of_gate, of_up = (part.contiguous() for part in of_gate_up.chunk(2, dim=-1))
+        del of_gate_up
         of_x: Tensor | None = sorted_rows.sum_by_token(
             _multiply(of_gate, gate, sorted_rows) + _multiply(of_up, up, sorted_rows)
         )
@@ -330,6 +328,29 @@ class _Experts(Function):
         rows = sorted_inputs()
         of_inputs = (_multiply_outer(part, rows, sorted_rows) for part in (of_gate, of_up))
         return (of_x, *of_inputs, of_down, of_weights, None, None, None, None)
+
+
+def _differentiate(
+    of_rows: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    row_weights: Tensor,
+    sorted_rows: SortedRows,
+    swiglu: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of gate_up [n k, 2 f], down [E, h, f] and the weights of sorted rows [n k].
+
+    `of_rows` [n k, h] is that of the weighted products of down with swiglu(gate_up), and `row_weights` is [n k, 1].
+    """
+    with torch.enable_grad():
+        leaf = gate_up.detach().requires_grad_()
+        inner = swiglu(leaf)
+    row_weights = row_weights.to(inner.dtype)
+    of_weighted = _multiply(of_rows, down, sorted_rows)
+    of_down = _multiply_outer(of_rows, inner.detach() * row_weights, sorted_rows)
+    of_row_weights = (of_weighted * inner.detach()).sum(-1)
+    (of_gate_up,) = torch.autograd.grad(inner, leaf, of_weighted.mul_(row_weights))
+    return of_gate_up, of_down, of_row_weights
 
 
 def _multiply_inputs(rows: Tensor, gate: Tensor, up: Tensor, sorted_rows: SortedRows) -> Tensor:

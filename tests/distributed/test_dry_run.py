@@ -82,6 +82,20 @@ def test_memory_is_that_of_the_planner_and_the_host_waits_once(capsys: pytest.Ca
     assert "launches of 8 ranks in 15 communicators match" in report
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("sharding", ["width", "experts"])
+def test_memory_of_experts_is_that_of_the_planner(
+    capsys: pytest.CaptureFixture[str], sharding: str, ranks: int
+) -> None:
+    words = (
+        f"--tensor-model-parallel-size {ranks} --num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 1024 "
+        f"--expert-sharding {sharding} --hidden-size 512 --num-attention-heads 8 --vocab-size 512"
+    )
+    dry_run(parse_run([*LARGER, *words.split(), *"--global-batch-size 2 --micro-batch-size 2".split()]), ranks)
+    report = capsys.readouterr().out
+    assert "planner" in report and "*** stage" not in report, report
+
+
 def test_a_reduce_that_one_rank_leaves_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     start, launches = CommGroup.start_all_reduce, []
 

@@ -28,6 +28,9 @@ Activations that autograd keeps for backward, in numbers, for T = s b tokens and
 The loss has the logits of one chunk of c tokens at a time, at most 12 bytes for each of c V / t: the logits, their fp32
 copy and softmax, and the gradient of the previous chunk's.
 
+While backward runs through routed experts, it needs 9 k f / t + k h numbers for each token; with whole experts, whose
+rows no host counts, 9 k f + k h.
+
 Stage i of a pipeline of p stages holds those of min(p - i, micro-batches) micro-batches at once.
 """
 
@@ -56,6 +59,8 @@ NUMBER_BYTES = {"fp32": FP32_BYTES, "bf16": 2}
 """Size of one weight or activation."""
 LOSS_BYTES = 12
 """Bytes of each logit that exists at once."""
+EXPERT_WIDTHS = 9
+"""Numbers of each sorted row that exist at once in the backward of routed experts, in widths of an expert."""
 RESERVED_BYTES = 4e9
 """Assumed size of the CUDA context, the buffers of NCCL, DeepSpeed's bucket of 5e8 numbers, and fragmentation."""
 
@@ -123,6 +128,8 @@ class _LayerNumbers(NamedTuple):
     """Parameters in matrices, which Muon updates."""
     activations: float
     """Numbers per token that are kept inside the sub-blocks, all of them cut over the tensor-parallel ranks."""
+    temporary: float
+    """Numbers per token that exist at once while backward runs through routed experts; other sub-blocks need few."""
 
 
 @lru_cache(maxsize=256)
@@ -137,6 +144,7 @@ def _numbers_of_layers(model: ModelConfig, tensor: int, whole_experts: bool) -> 
                 for matrix in (*branch.inputs, branch.output)
             ),
             sum(_kept_inside(branch, tensor, whole_experts) for sub_block in layer for branch in sub_block.branches),
+            max(_temporary(branch, tensor, whole_experts) for sub_block in layer for branch in sub_block.branches),
         )
         for layer in layer_tensors(model)
     ]
@@ -150,6 +158,14 @@ def _kept_inside(branch: Branch, ranks: int, whole_experts: bool) -> float:
         return sum(matrix.weight.width(width) for matrix in branch.inputs) * branch.experts_per_token * rows
     twice = branch.inputs[: 2 if branch.score_width else 1]
     return sum(matrix.weight.width(ranks) for matrix in (*branch.inputs, *twice, branch.output))
+
+
+def _temporary(branch: Branch, ranks: int, whole_experts: bool) -> float:
+    """Return the numbers per token of the gradients and products of all sorted rows, also of those of other ranks."""
+    if not branch.router:
+        return 0.0
+    expert, hidden_size = branch.inputs[0].weight.width(1 if whole_experts else ranks), branch.router[0].shape[1]
+    return branch.experts_per_token * (EXPERT_WIDTHS * expert + hidden_size)
 
 
 def _numbers_of_stage(model: ModelConfig, layout: Layout, stage: int) -> list[_LayerNumbers]:
@@ -242,10 +258,13 @@ def stage_memory(
     activations = held * _layers_activation_bytes(model, layout, stage, tokens, precision)
     if layout.recompute:
         activations += tokens * size * max(layer.activations for layer in _numbers_of_stage(model, layout, stage))
+    temporary = tokens * size * max(layer.temporary for layer in _numbers_of_stage(model, layout, stage))
     if stage == layout.pipeline - 1:
         rows = padded_vocab_size(model.vocab_size, layout.tensor) // layout.tensor
-        activations += LOSS_BYTES * loss_chunk_tokens(tokens) * rows
+        # Backward of the layers begins when the loss is done.
+        temporary = max(temporary, LOSS_BYTES * loss_chunk_tokens(tokens) * rows)
         activations += _head_activation_bytes(model, layout, tokens, precision)
+    activations += temporary
     if layout.zero >= 3:
         weights += 2 * size * max(layer.parameters for layer in _numbers_of_stage(model, layout, stage))
     return Memory(weights, gradients, optimizer, activations)
