@@ -15,6 +15,9 @@ from torch.distributed import distributed_c10d
 
 _ASYNCHRONOUS = dist.AllreduceOptions()
 _ASYNCHRONOUS.asyncOp = True
+# torch before 2.13 has them under the other names only, which newer versions deprecate.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Work(Protocol):
@@ -70,7 +73,7 @@ class CommGroup:
             return tensor, None
         rows = tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:]) if into is None else into
         # gloo copies the sum there during the wait, which autograd must not see.
-        return rows, dist.reduce_scatter_single(rows.data, tensor, group=self.process_group, async_op=True)
+        return rows, _reduce_scatter_single(rows.data, tensor, group=self.process_group, async_op=True)
 
     def start_all_gather(self, tensor: Tensor, into: Tensor | None = None) -> tuple[Tensor, Work | None]:
         """Start to concatenate all ranks' `tensor` [n, ...] (contiguous) along the first dimension, in rank order.
@@ -81,7 +84,7 @@ class CommGroup:
         if self.size == 1:
             return tensor, None
         whole = tensor.new_empty(tensor.shape[0] * self.size, *tensor.shape[1:]) if into is None else into
-        return whole, dist.all_gather_single(whole.data, tensor, group=self.process_group, async_op=True)
+        return whole, _all_gather_single(whole.data, tensor, group=self.process_group, async_op=True)
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduce `tensor` in place and return it."""

@@ -153,7 +153,8 @@ def reached_by_backward(x: Tensor) -> Tensor:
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, replace: bool = False) -> None:
     """Add a @ b to the total, which may have a wider dtype, or replace it."""
-    if total.dtype == a.dtype:
+    # The meta device, which compares no dtypes, has the second operator from torch 2.13 on.
+    if total.dtype == a.dtype or total.is_meta:
         total.addmm_(a, b, beta=1 - replace)
     elif not total.is_cpu:
         torch.addmm(total, a, b, total.dtype, beta=1 - replace, out=total)

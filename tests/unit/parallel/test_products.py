@@ -141,13 +141,25 @@ def test_the_sum_is_wider_than_the_product(replace: bool) -> None:
 
 
 @pytest.mark.parametrize("replace", [False, True])
-def test_another_device_than_a_cpu_adds_in_one_operation(replace: bool) -> None:
+def test_cuda_adds_in_one_operation(monkeypatch: pytest.MonkeyPatch, replace: bool) -> None:
+    """Without a GPU: tensors that only claim to be on one."""
+
+    class OnCuda(Tensor):
+        is_cpu = False
+
+    total, a, b = (x.as_subclass(OnCuda) for x in (torch.empty(5, 3), numbers(5, 7), numbers(7, 3)))
+    operation = Mock()
+    monkeypatch.setattr(torch, "addmm", operation)
+    add_product(total, a, b, replace)
+    operation.assert_called_once_with(total, a, b, torch.float32, beta=0 if replace else 1, out=total)
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_the_meta_device_adds_in_one_operation(replace: bool) -> None:
     total = torch.empty(5, 3, device="meta")
     with Calls() as calls:
         add_product(total, numbers(5, 7).to("meta"), numbers(7, 3).to("meta"), replace)
-    ((function, named),) = calls.found[-1:]
-    assert function is torch.ops.aten.addmm.dtype_out and named["out"] is total
-    assert named.get("beta", 1) == (0 if replace else 1)
+    assert [function for function, _ in calls.found][-1:] == [torch.ops.aten.addmm_.default]
 
 
 @pytest.mark.parametrize("biases", [False, True])
