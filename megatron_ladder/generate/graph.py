@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_ladder.comm.capture import capturing
 from megatron_ladder.comm.watch import PeerWatch
 from megatron_ladder.errors import UserError
+from megatron_ladder.model.flash_attention import flash_attention
 
 _LARGEST_FLASH_HEAD, _FIRST_FLASH_DEVICE = 256, (8, 0)
 """Limits of FlashAttention: the head's size, and the compute capability."""
@@ -102,21 +103,16 @@ class FilledColumns(NamedTuple):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """See `Operations.attend`; there is no mask."""
-        # Imported here because it loads torch's compiler, which takes seconds.
-        from torch.nn.attention.varlen import varlen_attn
-
         kv_heads, positions, head_dim = k.shape[1:]
-        attended = varlen_attn(
+        attended = flash_attention(
             q.reshape(-1, q.shape[1] // kv_heads, head_dim),
-            k.reshape(-1, positions, 1, head_dim),
-            v.reshape(-1, positions, 1, head_dim),
+            k.reshape(-1, 1, head_dim),
+            v.reshape(-1, 1, head_dim),
             self.query_starts,
             self.key_starts,
             1,
             positions,
-            enable_gqa=True,
-            seqused_k=self.filled,
-            block_table=self.pages,
+            used_keys=self.filled,
+            pages=self.pages,
         )
-        assert isinstance(attended, Tensor)
         return attended.view(q.shape)

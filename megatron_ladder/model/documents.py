@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ladder.comm.group import to_device
+from megatron_ladder.model.flash_attention import flash_attention
 
 
 class DocumentBounds(NamedTuple):
@@ -76,20 +77,5 @@ def _attend_row(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tens
 
 
 def _flash_attention(q: Tensor, k: Tensor, v: Tensor, documents: DocumentBounds) -> Tensor:
-    # Imported here because it loads torch's compiler, which takes seconds.
-    from torch.nn.attention.varlen import varlen_attn
-
     longest = max(documents.lengths)
-    attended = varlen_attn(
-        q,
-        k,
-        v,
-        documents.bounds,
-        documents.bounds,
-        longest,
-        longest,
-        window_size=(-1, 0),
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
-    assert isinstance(attended, Tensor)
-    return attended
+    return flash_attention(q, k, v, documents.bounds, documents.bounds, longest, longest, is_causal=True)

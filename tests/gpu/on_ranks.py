@@ -56,9 +56,9 @@ TIMED_PASSES = 20
 SYNCHRONISATIONS = re.compile(r"((cuda|cu)(Stream|Device|Event|Ctx)Synchronize|cudaMemcpy)(_pt[ds][sz])?")
 """Calls in which the host waits for the device."""
 ATTENTION = re.compile(
-    r"(?!.*backward)(?:aten::_scaled_dot_product_(\w+?)(?:_attention)?(?:_for_cpu)?|\w+::_(varlen_attn)\w*)"
+    r"(?!.*backward)aten::_(?:scaled_dot_product_(\w+?)(?:_attention)?(?:_for_cpu)?|(flash_attention)_forward)"
 )
-"""Attention operators, whose names contain the backend."""
+"""Attention operators, whose names contain the backend; the last one is also a part of the others with `flash`."""
 
 
 def describe_device() -> str:

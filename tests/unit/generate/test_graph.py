@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -23,9 +22,11 @@ from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.graph import CudaStepGraph
 from megatron_ladder.generate.requests import Generation, GenerationRequest
 from megatron_ladder.generate.sampling import GREEDY, SamplingParameters
+from megatron_ladder.model import flash_attention
 from tests.unit.generate.tiny_model import MODELS, PROMPTS, reference_of, tiny_config, tiny_engine
 
 aten = torch.ops.aten
+NEEDS_PAGES = pytest.mark.skipif(not flash_attention._HAS_PAGES, reason="torch has pages from 2.13 on")
 HOST_COPIES = (aten._local_scalar_dense.default, aten.nonzero.default, aten.lift_fresh.default)
 """Operators that read a value, or the size of a result, or that make a tensor of Python's numbers."""
 
@@ -203,35 +204,41 @@ def attend_to_sequences(
     key_starts: Tensor,
     max_q: int,
     max_k: int,
-    enable_gqa: bool,
+    *options: Any,
     seqused_k: Tensor,
-    block_table: Tensor,
-) -> Tensor:
-    """`varlen_attn` for one query per sequence and sequences of `max_k` keys, some of which are in use, on any device.
+    block_table: Tensor | None = None,
+) -> tuple[Tensor]:
+    """FlashAttention for one query per sequence and sequences of `max_k` keys, some of which are in use, on any device.
 
-    The real function receives the arguments as well, on the meta device.
+    The real operator receives the arguments as well, on the meta device.
     """
     sequences = len(q)
     assert query_starts.dtype == key_starts.dtype == seqused_k.dtype == torch.int32
     torch.testing.assert_close(query_starts, torch.arange(sequences + 1, dtype=torch.int32))
     torch.testing.assert_close(key_starts, torch.arange(sequences + 1, dtype=torch.int32) * max_k)
-    torch.testing.assert_close(block_table, torch.arange(sequences, dtype=torch.int32).view(sequences, 1))
-    assert (max_q, k.shape[:3], seqused_k.shape) == (1, (sequences, max_k, 1), (sequences,)) and max_k % 256 == 0
+    assert (max_q, seqused_k.shape, options) == (1, (sequences,), (0, False, False)) and max_k % 256 == 0
+    on_meta = {"seqused_k": seqused_k.to("meta")}
+    if block_table is None:
+        assert k.shape[:2] == (sequences * max_k, 1)
+    else:
+        torch.testing.assert_close(block_table, torch.arange(sequences, dtype=torch.int32).view(sequences, 1))
+        assert k.shape[:3] == (sequences, max_k, 1)
+        on_meta["block_table"] = block_table.to("meta")
     meta = (x.to("meta") for x in (q, k, v, query_starts, key_starts))
-    on_meta = {"seqused_k": seqused_k.to("meta"), "block_table": block_table.to("meta")}
-    shape = varlen_attn(*meta, max_q, max_k, enable_gqa=enable_gqa, **on_meta).shape
+    shape = aten._flash_attention_forward(*meta, max_q, max_k, *options, **on_meta)[0].shape
     keys, values = (x.view(sequences, 1, max_k, -1) for x in (k, v))
     # What is not in use may be anything, so it must not be multiplied by zero either.
     unused = torch.arange(max_k) >= seqused_k.view(-1, 1, 1, 1)
     values = values.masked_fill(unused.transpose(2, 3), 0)
-    result = F.scaled_dot_product_attention(q.unsqueeze(2), keys, values, attn_mask=~unused, enable_gqa=enable_gqa)
+    result = F.scaled_dot_product_attention(q.unsqueeze(2), keys, values, attn_mask=~unused, enable_gqa=True)
     assert result.squeeze(2).shape == shape
-    return result.squeeze(2)
+    return (result.squeeze(2),)
 
 
+@pytest.mark.parametrize("paged", [False, pytest.param(True, marks=NEEDS_PAGES)], ids=["rows", "pages"])
 @pytest.mark.parametrize(("name", "captured"), [("ladder", True), ("hybrid", False), ("ladder-parallel", True)])
 def test_attention_to_filled_columns_gives_the_same_tokens(
-    name: str, captured: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, captured: bool, paged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One, two and four heads share a key-value head; prompts are padded as on a GPU."""
     config = tiny_config(**MODELS[name])
@@ -241,11 +248,13 @@ def test_attention_to_filled_columns_gives_the_same_tokens(
     expected = [generation.ids for generation in plain.generate(requests)], plain.score(PROMPTS[3])
     calls: list[int] = []
 
-    def counted(*arguments: Any, **options: Any) -> Tensor:
+    def counted(*arguments: Any, **options: Any) -> tuple[Tensor]:
         calls.append(len(arguments[0]))
+        assert ("block_table" in options) == paged
         return attend_to_sequences(*arguments, **options)
 
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", counted)
+    monkeypatch.setattr(flash_attention, "_operator", counted)
+    monkeypatch.setattr(flash_attention, "_HAS_PAGES", paged)
     monkeypatch.setattr(slots, "counts_filled_columns", lambda *arguments: True)
     for module in (slots, engine_module):
         monkeypatch.setattr(module, "prompt_width", lambda longest, positions, device: min(16, positions))

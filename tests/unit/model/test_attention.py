@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ladder.model import documents as documents_module
+from megatron_ladder.model import flash_attention
 from megatron_ladder.model.documents import DocumentBounds, _flash_attention, document_attention
 from megatron_ladder.model.operations import Operations
 
@@ -47,12 +48,17 @@ def as_documented(
     cu_seq_k: Tensor,
     max_q: int,
     max_k: int,
+    dropout: float,
+    is_causal: bool,
+    debug: bool,
     *,
-    window_size: tuple[int, int],
-    enable_gqa: bool,
-) -> Tensor:
-    """torch.nn.attention.varlen.varlen_attn, which CPUs lack, implemented from its documentation."""
-    assert window_size == (-1, 0) and enable_gqa and torch.equal(cu_seq_q, cu_seq_k)
+    seqused_k: None,
+) -> tuple[Tensor]:
+    """aten._flash_attention_forward, which CPUs lack, from the documentation of torch.nn.attention.varlen.varlen_attn.
+
+    The real operator receives the arguments as well, on the meta device.
+    """
+    assert (dropout, is_causal, debug) == (0, True, False) and torch.equal(cu_seq_q, cu_seq_k)
     assert cu_seq_q.dtype == torch.int32 and max_q == max_k == int(cu_seq_q.diff().max())
     assert query.shape == (BATCH * LENGTH, HEADS, WIDTH)
     assert key.shape == value.shape == (BATCH * LENGTH, KV_HEADS, WIDTH)
@@ -63,12 +69,17 @@ def as_documented(
         scores = q @ k.transpose(1, 2) / math.sqrt(WIDTH)
         later = torch.ones(end - begin, end - begin).triu(1).bool()
         found.append((torch.softmax(scores.masked_fill(later, -math.inf), dim=-1) @ v).transpose(0, 1))
-    return torch.cat(found)
+    meta = (x.detach().to("meta") for x in (query, key, value, cu_seq_q, cu_seq_k))
+    options = {"seqused_k": seqused_k}
+    on_meta = torch.ops.aten._flash_attention_forward(*meta, max_q, max_k, dropout, is_causal, debug, **options)
+    result = torch.cat(found)
+    assert on_meta[0].shape == result.shape
+    return (result,)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["one after the other", "packed"])
 def test_tokens_attend_within_their_document(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", as_documented)
+    monkeypatch.setattr(flash_attention, "_operator", as_documented)
     kernel = _flash_attention if packed else None
     results = []
     documents = DocumentBounds.of(BOUNDS, torch.device("cpu"))
