@@ -9,7 +9,7 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).resolve().parent
 
 REQUIRED = [
-    "torch>=2.13,<3",
+    "torch>=2.11,<3",
     # The state of its optimizers is read from their attributes, so a new minor release needs a review.
     "deepspeed>=0.19.8,<0.20",
     "msgspec>=0.19,<1",
@@ -43,6 +43,8 @@ TEST = [
     "pytest>=8.4",
     "requests>=2.32,<3",
     "ruff>=0.14",
+    # Builds the wheel and the plugin without isolation.
+    "setuptools>=77",
     *DATA,
     *HF,
     *LAB,

@@ -11,6 +11,7 @@
 
 REPOSITORY=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 ENVIRONMENT=$REPOSITORY/.venv
+CONSTRAINTS=$REPOSITORY/constraints.txt
 
 # fail LINE...: prints what is wrong and how to fix it, and exits with the code for invalid input.
 fail() {
@@ -18,7 +19,7 @@ fail() {
     exit 2
 }
 
-# prepare_environment EXTRAS: installs the package with these extras, in the versions of constraints.txt.
+# prepare_environment EXTRAS: installs the package with these extras, in the versions of $CONSTRAINTS.
 prepare_environment() {
     local extras python stamp wanted lock=""
     extras=$(tr , '\n' <<<"$1" | sort | paste -sd ,)
@@ -73,7 +74,7 @@ wanted_environment() {
     local extras=$1 python=$2
     echo "extras $extras"
     "$python" -c 'import sys; print("python", sys.version)'
-    (cd "$REPOSITORY" && cksum constraints.txt setup.py pyproject.toml)
+    cat "$CONSTRAINTS" "$REPOSITORY"/{setup.py,pyproject.toml} | cksum
 }
 
 is_prepared() {
@@ -177,7 +178,7 @@ same_python() {
 # torch is installed first and alone: as a dependency, pip would choose the newest build with all of CUDA.
 install_torch() {
     local version build gpus
-    version=$(sed -n 's/^torch==//p' "$REPOSITORY/constraints.txt")
+    version=$(sed -n 's/^torch==//p' "$CONSTRAINTS")
     if lacks_cuda; then
         stage "removing the build of torch that cannot use these GPUs" pip uninstall --yes torch
     fi
@@ -196,7 +197,7 @@ install_torch() {
         stage "torch $version, default build (up to several GB)" install_packages "torch==$version"
     elif attempt "torch $version, $build build" install_packages "torch==$version+$build"; then
         return
-    elif attempt "uv, which can locate $build builds" pip install --constraint "$REPOSITORY/constraints.txt" uv &&
+    elif attempt "uv, which can locate $build builds" pip install --constraint "$CONSTRAINTS" uv &&
         attempt "torch $version, $build build, with uv" "$ENVIRONMENT/bin/uv" pip install --no-deps \
             --python "$ENVIRONMENT/bin/python" --torch-backend "$build" "torch==$version"; then
         return
@@ -211,7 +212,7 @@ install_torch() {
 install_package() {
     # Otherwise DeepSpeed would honour a stray DS_BUILD_OPS=1 and require a compiler.
     DS_BUILD_OPS=0 stage "deepspeed, megatron_ladder and their dependencies" \
-        install_packages --constraint "$REPOSITORY/constraints.txt" --editable "${REPOSITORY}[$1]"
+        install_packages --constraint "$CONSTRAINTS" --editable "${REPOSITORY}[$1]"
     repair_scripts
 }
 

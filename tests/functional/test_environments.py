@@ -48,7 +48,8 @@ def test_programs_name_gpus_that_torch_cannot_use(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "script", ["tests/wheel.sh", "tests/lm_eval.sh", "tests/modeling_common.sh", "vllm_plugin/test.sh"]
+    "script",
+    ["tests/wheel.sh", "tests/oldest.sh", "tests/lm_eval.sh", "tests/modeling_common.sh", "vllm_plugin/test.sh"],
 )
 def test_a_script_passes_in_its_environment(script: str) -> None:
     # Installers read their settings, such as a mirror, from the variables of the user.
