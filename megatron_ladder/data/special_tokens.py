@@ -37,7 +37,9 @@ def rename_tokens(library: tokenizers.Tokenizer, names: Collection[str]) -> Rena
     settings = json.loads(library.to_str())
     model, vocabulary = settings["model"], settings["model"]["vocab"]
     for token in settings["added_tokens"]:
-        token["content"] = aliases.get(token["content"], token["content"])
+        if token["content"] in aliases:
+            # An alias is a token wherever it is: no text has it by chance.
+            token |= {"content": aliases[token["content"]], "single_word": False}
     if isinstance(vocabulary, dict):
         model["vocab"] = {aliases.get(text, text): number for text, number in vocabulary.items()}
     else:

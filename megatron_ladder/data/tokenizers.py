@@ -362,18 +362,35 @@ class HuggingFaceTokenizer(Tokenizer):
         # Of each character of the replaced text: the beginning and the end of what it stands for in `text`.
         begins, ends = list[int](), list[int]()
         for number, (begin, stop) in zip(encoding.ids, encoding.offsets, strict=True):
-            if number in self._added and not any(begin <= place < stop for place in spelled):
-                alias = aliases[self._added[number].content]
-                replaced += text[end:begin] + alias
-                begins += [*range(end, begin), *[begin] * len(alias)]
-                ends += [*range(end + 1, begin + 1), *[stop] * len(alias)]
-                end = stop
+            token = self._added.get(number)
+            if token is None or any(begin <= place < stop for place in spelled):
+                continue
+            spelling = self._spelling_in(text[begin:stop], token.content)
+            if spelling is None:
+                # The model's token for what it does not know.
+                continue
+            # A token may include white space, without which its normalized form would not be found.
+            before, _, after = text[begin:stop].rpartition(spelling)
+            alias = before + aliases[token.content] + after
+            replaced += text[end:begin] + alias
+            begins += [*range(end, begin), *[begin] * len(alias)]
+            ends += [*range(end + 1, begin + 1), *[stop] * len(alias)]
+            end = stop
         replaced += text[end:]
         begins += range(end, len(text) + 1)
         ends += range(end + 1, len(text) + 1)
         found = library.encode(replaced, add_special_tokens=False)
         offsets = [(begins[begin], ends[stop - 1] if stop > begin else begins[begin]) for begin, stop in found.offsets]
         return found.ids, offsets
+
+    def _spelling_in(self, text: str, token: str) -> str | None:
+        """Return the part of a text that spells a token, before normalization; None if the text does not spell it."""
+        normalizer = self._tokenizer.normalizer
+        if token in text:
+            return token
+        if normalizer is not None and normalizer.normalize_str(token) in normalizer.normalize_str(text):
+            return text.strip() or text
+        return None
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([int(number) for number in ids], skip_special_tokens=True)

@@ -2,7 +2,7 @@
 
 import json
 import string
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -228,3 +228,30 @@ def test_a_template_that_depends_on_a_spelling_rejects_the_conversation(chat_fol
     (chat_folder / "t").write_text("{% for m in messages %}{{ m.content.split('</s>')[-1] }}{% endfor %}")
     with pytest.raises(UserError, match=r"a\.jsonl:1: .*it changes a message that spells a special token"):
         preprocess(chat_folder, "--chat", "--chat-template", chat_folder / "t")
+
+
+def prepending_model() -> tokenizers.Tokenizer:
+    """Its normalizer puts a space before a text, as in Llama 2."""
+    vocabulary = {text: number for number, text in enumerate([*SPECIAL, *dict.fromkeys(LETTERS)])}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    return tokenizer
+
+
+@pytest.mark.parametrize("make", [unigram_model, prepending_model])
+def test_a_spelling_changes_no_other_message(tmp_path: Path, make: Callable[[], tokenizers.Tokenizer]) -> None:
+    """Not where the model lacks a character, and not where white space belongs to a normalized token."""
+    tokenizer = make()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace() if make is unigram_model else None
+    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.add_tokens([AddedToken("<k>", normalized=True), AddedToken("  ", normalized=True)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    (tmp_path / "t").write_text("{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}")
+    answer = {"role": "assistant", "content": "aéb a <k>b   é a"}
+    conversations = [[{"role": "user", "content": text}, answer] for text in ("b", "</s>")]
+    lines = [json.dumps({"messages": messages}) for messages in conversations]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    plain, spelled = preprocess(tmp_path, "--chat", "--chat-template", tmp_path / "t")
+    length = len(plain) - plain.index(2)
+    assert length > 12 and spelled.count(2) == 2 and spelled[-length:] == plain[-length:]
