@@ -115,10 +115,9 @@ def main(argv: Sequence[str]) -> None:
         documents = f"{sidecar.documents:,} document{'s' * (sidecar.documents != 1)}"
         _print_message(f"{prefix}: {documents}, {sidecar.tokens:,} tokens{skipped}")
         if config.chat:
-            ends = " ".join(tokenizer.control_tokens[number] for number in sidecar.answer_ends)
-            _print_message(
-                f"answers end with {ends}" if ends else _nothing_ends_answers(list(tokenizer.control_tokens.values()))
-            )
+            names = {tokenizer.eod_id: tokenizer.named_tokens().get("eos_token", ""), **tokenizer.control_tokens}
+            ends = " ".join(names[number] for number in sidecar.answer_ends)
+            _print_message(f"answers end with {ends}" if ends else _nothing_ends_answers(list(names.values())))
 
 
 def _nothing_ends_answers(special_tokens: Sequence[str]) -> str:

@@ -172,7 +172,8 @@ class ChatTask(Task):
             blank = [number for number in ids if self.tokenizer.decode([number]).isspace()]
             last = last[np.isin(tokens[last], blank)] - 1
             last = last[(last >= 0) & counts[last]]
-        return found & self.tokenizer.control_tokens.keys()
+        # The end-of-document token may not be flagged as special.
+        return found & {*self.tokenizer.control_tokens, self.tokenizer.eod_id}
 
     def prepare(self, values: Sequence[Any]) -> RenderedConversation | str:
         keys = self.reading.keys

@@ -205,10 +205,8 @@ def find_chat_template(datasets: Sequence[IndexedDataset], report: Callable[[str
         if sidecar is not None and sidecar.chat_template is not None:
             found.setdefault(sidecar.chat_template, dataset.prefix)
             if not sidecar.answer_ends:
-                fix = "preprocess them again, with a --chat-template that ends answers with a special token"
-                report(
-                    f"*** {dataset.prefix}: has no token that ends answers, so generation will not end them: {fix} ***"
-                )
+                fix = "preprocess it again, with a --chat-template that ends answers with a special token"
+                report(f"*** {dataset.prefix}: records no token that ends answers, so they may not end: {fix} ***")
     for prefix in list(found.values())[1:]:
         first = next(iter(found.values()))
         report(f"*** {prefix}: has another chat template than {first}, which checkpoints record ***")

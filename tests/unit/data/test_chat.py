@@ -278,6 +278,20 @@ def test_the_tokens_that_end_answers_are_recorded(folder: Path, tmp_path: Path, 
     assert sidecar is not None and list(sidecar.answer_ends) == ENDS[template]
 
 
+def test_an_end_of_document_token_that_is_not_special_ends_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = train_byte_level([Path(__file__).read_text()], 400, ["<|im_start|>"])
+    tokenizer.add_tokens(["<|im_end|>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    configure(tmp_path, eos_token="<|im_end|>", chat_template=CHATML)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n")
+    preprocess(tmp_path, tmp_path, "--input", tmp_path / "a.jsonl")
+    assert "answers end with <|im_end|>\n" in capsys.readouterr().out
+    sidecar = read_sidecar(tmp_path / "out_messages_document")
+    assert sidecar is not None and sidecar.answer_ends == (400,)
+
+
 def test_conversations_without_answers_are_counted(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
