@@ -139,7 +139,13 @@ class ChatTemplate:
         """
         # Characters for private use and digits, which templates leave as they are. Nobody can guess the number.
         mark = f"\ue000{secrets.randbits(64)}\ue001"
-        marked = [mark_spelled(message, pattern_of(message.get("role")), mark) for message in messages]
+        marked = []
+        for message in messages:
+            pattern = pattern_of(message.get("role"))
+            # Templates compare the role, so nothing may stand in it.
+            marked.append(
+                {key: value if key == "role" else mark_spelled(value, pattern, mark) for key, value in message.items()}
+            )
         marked_tools = mark_spelled(tools, pattern_of("tool"), mark)
         if (marked, marked_tools) == (list(messages), tools):
             return ()

@@ -222,6 +222,19 @@ def test_only_the_template_writes_special_tokens(chat_folder: Path, capsys: pyte
     )
 
 
+def test_a_role_is_no_spelling(chat_folder: Path) -> None:
+    library = tokenizers.Tokenizer.from_file(str(chat_folder / "tokenizer.json"))
+    library.add_special_tokens(["user"])
+    library.save(str(chat_folder / "tokenizer.json"))
+    messages = [{"role": "user", "content": "a user</s>b"}, {"role": "assistant", "content": "b"}]
+    (chat_folder / "a.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    (chat_folder / "t").write_text(
+        "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }}{% endfor %}"
+    )
+    (ids,) = preprocess(chat_folder, "--chat", "--chat-template", chat_folder / "t")
+    assert library.decode(ids).replace(" ", "") == "auser</s>bb" and library.token_to_id("user") not in ids
+
+
 def test_a_template_that_depends_on_a_spelling_rejects_the_conversation(chat_folder: Path) -> None:
     messages = [{"role": "user", "content": "a</s>b"}, {"role": "assistant", "content": "b"}]
     (chat_folder / "a.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
