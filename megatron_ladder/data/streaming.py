@@ -92,7 +92,7 @@ class StreamPlan:
             "shards": len(self.shards),
             "shards_sha256": hashlib.sha256("\n".join(self.shards).encode()).hexdigest(),
             # Checkpoints of earlier versions have no entry, and parsed them.
-            **({} if self.parse_special_tokens else {"special_tokens": "text"}),
+            **({} if self.parse_special_tokens else {"--streaming-parse-special-tokens": False}),
         }
 
 
