@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, SupportsIndex
 
+import torch
 import torch.distributed as dist
 
 from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, learning_errors, resolve_model
@@ -168,6 +169,7 @@ def training(**flags: Any) -> Iterator[TrainingRun]:
     if words.words.get("skip_train") == "true":
         raise UserError("skip_train=True: training() needs training data: remove it, and call run.evaluate()")
     _check_no_process_groups("training")
+    threads = torch.get_num_threads()
     try:
         with open_run(words) as opened:
             # The caller may read the weights of `model`.
@@ -179,6 +181,8 @@ def training(**flags: Any) -> Iterator[TrainingRun]:
             finally:
                 run._opened = None
     finally:
+        # On CPUs, the run limits the threads of the process.
+        torch.set_num_threads(threads)
         _leave_process_groups()
 
 

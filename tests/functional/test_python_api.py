@@ -239,10 +239,12 @@ def merging_tokenizer(path: Path) -> Path:
 
 
 MERGED = """
-import sys
+import os, sys
 import torch
 from megatron_ladder.api import TextGenerator, training
 
+os.environ.pop("OMP_NUM_THREADS", None)
+torch.set_num_threads(3)
 recipe, tokenizer, prefix, save = sys.argv[1:]
 exec(recipe)
 question, answer = "The capital of France is", " Paris"
@@ -250,6 +252,7 @@ with training(
     num_layers=1, hidden_size=16, num_attention_heads=2, seq_length=32, micro_batch_size=1, train_iters=1, lr=1e-3,
     data_path=prefix, split="1", tokenizer_type="HuggingFaceTokenizer", tokenizer_model=tokenizer, save=save,
 ) as run:
+    assert torch.get_num_threads() == 1
     assert capitals(run) in (0, 0.5, 1)
     ids = run.tokenizer.encode(question + answer)
     assert len(ids) == len(run.tokenizer.encode(question)), "the answer has no tokens of its own"
@@ -258,6 +261,7 @@ with training(
     labels = torch.tensor([[*[-100] * (len(ids) - 2), ids[-1]]])
     print(-run.model(torch.tensor([ids[:-1]]), labels).item())
     run.save()
+assert torch.get_num_threads() == 3, "what follows has the threads of before"
 for score in scores + TextGenerator(save).score(requests):
     print(score.logprob)
 """
