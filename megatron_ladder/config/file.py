@@ -94,7 +94,8 @@ def _kind(node: Any) -> str:
 
 def _megatron_words(node: Any) -> list[str]:
     """Return the words after a flag of Megatron: none for true, which stands for a switch."""
-    words = [str(item.value) for item in (node.value if node.id == "sequence" else [node])]
+    items = node.value if node.id == "sequence" else [node]
+    words = [item.value if item.id == "scalar" else _kind(item) for item in items]
     return [] if node.tag == f"{_TAG}bool" and words[0].lower() in ("true", "yes", "on") else words
 
 

@@ -122,6 +122,7 @@ def test_a_file_that_can_be_read_once_is_read_once(tmp_path: Path) -> None:
             "micro_batch_sise: 4",
             "--config run.yaml:3: micro_batch_sise is not a flag of this program: did you mean micro_batch_size?",
         ),
+        ("swiglu: {a: 1}", "--swiglu a section: expected no value, or true in a file (run.yaml:3)"),
         ("no_bf16: 1", "--config run.yaml:3: no_bf16 is not a flag of this program: "),
         ("lr: 2", "--config run.yaml:3: lr is set twice, first in line 2"),
         ("adam_eps: {a: 1}", "--adam-eps: expected a number, found a section: keys are not nested (run.yaml:3)"),
