@@ -87,7 +87,7 @@ def test_the_answer_of_inference_is_a_sentence(words: str, expected: str, capsys
         ("--model 13b --gpus 16 --network 10gbe --batch 64", ["pipeline 0.0 + ", "each replica spans up to 2 boxes"]),
         (
             "--model 1b --gpus 16 --batch 64 --wirings ladder",
-            ["Answer: no.", " with wiring standard trains", "; 8 replicas per box"],
+            ["Answer: no. No compared wiring is", " with wiring standard trains", "; 8 replicas per box"],
         ),
         ("--model 70b --gpus 64 --gpus-per-node 2 --batch 64", ["each replica spans", " hours", " in boxes of 2 over"]),
     ],

@@ -112,7 +112,7 @@ def _advise(request: PlanRequest, plans: Sequence[LayoutPlan]) -> _Advice:
         advised = best
     else:
         alone = ", which needs no tensor parallelism" if standard.layout.tensor == 1 else ""
-        text = f"Answer: no. No wiring is more than 3 % faster than the fastest layout of standard{alone}."
+        text = f"Answer: no. No compared wiring is more than 3 % faster than the fastest layout of standard{alone}."
         advised = standard
     speed, replica = tokens_per_second(request, advised), advised.layout.tensor * advised.layout.pipeline
     per_box, seconds = request.machine.per_box, 1e9 / speed
