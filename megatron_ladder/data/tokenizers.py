@@ -3,6 +3,7 @@
 Ids are those of the text alone: no tokenizer adds a beginning-of-sequence token.
 """
 
+import bisect
 import functools
 import hashlib
 import itertools
@@ -345,7 +346,7 @@ class HuggingFaceTokenizer(Tokenizer):
     ) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """Return the ids of each text, and the first character and the end of each of them.
 
-        An added token that contains one of the positions `spelled` of its text is encoded as text.
+        An added token that contains one of the positions `spelled`, in order, of its text is encoded as text.
         """
         encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [
@@ -363,7 +364,8 @@ class HuggingFaceTokenizer(Tokenizer):
         begins, ends = list[int](), list[int]()
         for number, (begin, stop) in zip(encoding.ids, encoding.offsets, strict=True):
             token = self._added.get(number)
-            if token is None or any(begin <= place < stop for place in spelled):
+            # A text may spell very many; their positions are in order.
+            if token is None or bisect.bisect_left(spelled, begin) < bisect.bisect_left(spelled, stop):
                 continue
             spelling = self._spelling_in(text[begin:stop], token.content)
             if spelling is None:

@@ -2,7 +2,7 @@
 
 import json
 import string
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -245,6 +245,30 @@ def test_a_template_that_depends_on_a_spelling_rejects_the_conversation(chat_fol
     (chat_folder / "t").write_text("{% for m in messages %}{{ m.content.split('</s>')[-1] }}{% endfor %}")
     with pytest.raises(UserError, match=r"a\.jsonl:1: .*it changes a message that spells a special token"):
         preprocess(chat_folder, "--chat", "--chat-template", chat_folder / "t")
+
+
+class Positions(Sequence[int]):
+    """Counts how often its items are read."""
+
+    reads = 0
+
+    def __init__(self, places: list[int]) -> None:
+        self.places = places
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: Any) -> Any:
+        self.reads += 1
+        return self.places[index]
+
+
+@pytest.mark.parametrize("folder", ["merged bytes"], indirect=True)
+def test_many_spellings_in_a_text_take_no_quadratic_time(folder: Path) -> None:
+    number = 1000
+    places = Positions([1 + 5 * i for i in range(number)])
+    ((ids, _),) = HuggingFaceTokenizer(folder).encode_with_offsets(["a</s>" * number + "</s>"], [places])
+    assert ids.count(258) == 1 and ids[-1] == 258 and places.reads < 30 * number
 
 
 def prepending_model() -> tokenizers.Tokenizer:
