@@ -15,7 +15,7 @@ from tests.helpers.pool import GlooPools
 
 SIZES = (
     "--train-iters 2 --lr 1e-3 --hidden-size 1024 --ffn-hidden-size 2048 --num-attention-heads 8 --seq-length 512 "
-    "--vocab-size 4096 --global-batch-size 24"
+    "--vocab-size 4096 --global-batch-size 6"
 ).split()
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 512"
 TOLERANCE = 0.005
@@ -75,10 +75,17 @@ CLUSTERS = {
         "--moe-layers 0-2 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2",
     ),
     "no tensor parallelism": Cluster(
-        16, 4, "--bf16 --residual-mode ladder-attention --num-layers 2 --pipeline-model-parallel-size 2"
+        16,
+        4,
+        "--bf16 --residual-mode ladder-attention --num-layers 2 --pipeline-model-parallel-size 2 "
+        "--global-batch-size 16",
     ),
-    "no pipeline, ZeRO 0": Cluster(12, 6, "--num-layers 2 --tensor-model-parallel-size 2 --zero-stage 0"),
-    "no pipeline, ZeRO 2": Cluster(8, 4, "--bf16 --num-layers 2 --tensor-model-parallel-size 2 --zero-stage 2"),
+    "no pipeline, ZeRO 0": Cluster(
+        12, 6, "--num-layers 2 --tensor-model-parallel-size 2 --zero-stage 0 --global-batch-size 12"
+    ),
+    "no pipeline, ZeRO 2": Cluster(
+        8, 4, "--bf16 --num-layers 2 --tensor-model-parallel-size 2 --zero-stage 2 --global-batch-size 8"
+    ),
     "desynchronised streams": Cluster(
         8,
         6,
