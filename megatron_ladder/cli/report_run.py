@@ -44,6 +44,7 @@ class _Attempt:
 
     `first` is the number of steps completed before it. An attempt that does not train only evaluates a checkpoint.
     `last` is the time of its last event. An interrupted attempt has no `end`, and a `loss` if a rank lost another one.
+    `unlogged` has the steps between the last progress and the last save, and `blocked_seconds` the time of saves there.
     """
 
     start: datetime
@@ -51,6 +52,8 @@ class _Attempt:
     trains: bool
     last: datetime
     progress: list[dict[str, Any]] = field(default_factory=list)
+    unlogged: dict[str, Any] | None = None
+    blocked_seconds: float = 0.0
     end: dict[str, Any] | None = None
     loss: dict[str, Any] | None = None
 
@@ -67,8 +70,32 @@ class _Attempt:
         return f"interrupted: {who}: " + ("did not answer in time" if self.hung else _KILLED)
 
     @property
+    def done(self) -> list[dict[str, Any]]:
+        """The events that count steps."""
+        return self.progress if self.unlogged is None else [*self.progress, self.unlogged]
+
+    @property
     def reached(self) -> int:
-        return max([self.first, *(event["iteration"] for event in self.progress)])
+        return max([self.first, *(event["iteration"] for event in self.done)])
+
+    def add(self, event: dict[str, Any]) -> None:
+        """Take an event that follows the start."""
+        self.last = event["time"]
+        if event["event"] == "progress":
+            self.progress.append(event)
+            self.unlogged, self.blocked_seconds = None, 0.0
+        elif event["event"] == "save begin":
+            logged = self.progress[-1] if self.progress else {"time": self.start, "iteration": self.first}
+            seconds = (event["time"] - logged["time"]).total_seconds() - self.blocked_seconds
+            if (steps := event["iteration"] - logged["iteration"]) > 0:
+                self.unlogged = {"iteration": event["iteration"], "steps": steps, "seconds": max(0.0, seconds)}
+        elif event["event"] == "save end":
+            self.blocked_seconds += event["blocked_seconds"]
+        elif event["event"] in ("hang", "lost"):
+            # Ranks that lose the one that noticed it report it as well.
+            self.loss = self.loss or event
+        elif event["event"] == "stop":
+            self.end = event
 
     @property
     def ended_well(self) -> bool:
@@ -107,7 +134,8 @@ def _summarize(events: Sequence[dict[str, Any]]) -> _Summary:
     """Compute the totals of a record that has at least one start.
 
     A step is kept unless a later start that trains begins before it. A progress event that covers several steps, some
-    of them kept, counts proportionally.
+    of them kept, counts proportionally. A save counts the steps before it that no progress event covers; their time
+    includes evaluations.
     """
     attempts: list[_Attempt] = []
     is_starting = True
@@ -120,18 +148,11 @@ def _summarize(events: Sequence[dict[str, Any]]) -> _Summary:
             is_starting = True
         elif not is_starting and attempts[-1].end is None:
             # Events after an end are those of a later start that failed early.
-            attempts[-1].last = event["time"]
-            if event["event"] == "progress":
-                attempts[-1].progress.append(event)
-            elif event["event"] in ("hang", "lost"):
-                # Ranks that lose the one that noticed it report it as well.
-                attempts[-1].loss = attempts[-1].loss or event
-            elif event["event"] == "stop":
-                attempts[-1].end = event
+            attempts[-1].add(event)
     kept_seconds, done, kept = 0.0, 0.0, 0.0
     for number, attempt in enumerate(attempts):
         horizon = min([later.first for later in attempts[number + 1 :] if later.trains], default=attempt.reached)
-        for event in attempt.progress:
+        for event in attempt.done:
             steps, begin = event["steps"], event["iteration"] - event["steps"]
             kept_here = min(max(horizon - begin, 0), steps)
             kept_seconds += event["seconds"] * kept_here / steps

@@ -38,6 +38,7 @@ _NUMBERS = {
     "start": ("iteration",),
     "progress": ("iteration", "steps", "seconds", "loss", "tokens_per_second"),
     "evaluation": ("loss",),
+    "save begin": ("iteration",),
     "save end": ("blocked_seconds",),
     "stop": ("code",),
     "refused": ("code",),

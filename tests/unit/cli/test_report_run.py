@@ -25,6 +25,7 @@ def progress(seconds: float, iteration: int, steps: int, spent: float) -> dict[s
 EVENTS = [
     event(0, "start", iteration=0),
     progress(3, 3, 3, 3.0),
+    event(3.5, "save begin", iteration=4),
     event(4, "save end", iteration=4, blocked_seconds=0.5),
     progress(6, 6, 3, 3.0),
     progress(8, 8, 2, 2.0),
@@ -49,6 +50,22 @@ def test_goodput_counts_steps_that_were_kept() -> None:
     assert "skipped steps: 1; loss spikes kept: 0\nhangs: 1; killed or crashed: 0\n" in report
     assert "start 1, 2026-01-31 12:00:00: 0 -> 8: interrupted: ranks [3]: did not answer in time" in report
     assert "4 -> 10: SIGTERM (exit code 0)" in report
+
+
+def test_steps_that_only_a_save_records_count() -> None:
+    """Saves after steps 20 and 40, 1 s each, before the first progress would have been logged."""
+    saves = [
+        event(20, "save begin", iteration=20),
+        event(21, "save end", iteration=20, blocked_seconds=1.0),
+        event(41, "save begin", iteration=40),
+    ]
+    killed = [event(0, "start", iteration=0), *saves]
+    assert ": 0 -> 40: no end is recorded" in _describe(killed, _summarize(killed))
+    summary = _summarize([*killed, event(50, "launch"), event(60, "start", iteration=20), progress(100, 60, 40, 40.0)])
+    assert (summary.steps, summary.lost_steps, summary.kept_seconds) == (60, 20, 60.0)
+    # A later progress includes them.
+    logged = _summarize([*killed, progress(101, 100, 100, 99.0), event(102, "stop", reason="done", code=0)])
+    assert (logged.steps, logged.lost_steps, logged.kept_seconds) == (100, 0, 99.0)
 
 
 @pytest.mark.parametrize(
