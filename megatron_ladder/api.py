@@ -7,7 +7,7 @@ UserError. Under a launcher, all processes must make the same calls, but only on
 import itertools
 import math
 import operator
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, learning_errors, resolve_model
 from megatron_ladder.comm.launch import read_rank_info, stop_process_group
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.command_line import flag_words, parse_command_line
+from megatron_ladder.command_line import build_sections, flag_words, read_words
 from megatron_ladder.config.run import read_run_words
 from megatron_ladder.convert.conversions import plan_export, plan_import
 from megatron_ladder.convert.copying import carry_out
@@ -46,11 +46,19 @@ _POSITIONS = 2048
 
 def build_model(vocab_size: int, seed: int = 1234, **flags: Any) -> LanguageModel:
     """Return a whole model for one process, a torch module; `flags` are those of pretrain_ladder.py for the model."""
-    (chosen,) = parse_command_line([ModelFlags], flag_words({"vocab_size": vocab_size, **flags}), "build_model", "")
-    errors: list[str] = []
-    config = resolve_model(chosen, vocab_size, chosen.max_position_embeddings or _POSITIONS, 1, errors)
-    raise_user_errors([*errors, *learning_errors(config)])
+    with _read_keywords("build_model()", [ModelFlags], {"vocab_size": vocab_size, **flags}) as (chosen,):
+        errors: list[str] = []
+        config = resolve_model(chosen, vocab_size, chosen.max_position_embeddings or _POSITIONS, 1, errors)
+        raise_user_errors([*errors, *learning_errors(config)])
     return LanguageModel(config, ProcessMesh.single(), seed=seed)
+
+
+@contextmanager
+def _read_keywords(function: str, sections: Sequence[type], keywords: Mapping[str, Any]) -> Iterator[list[Any]]:
+    """Enter the block with one instance of each dataclass; user errors of the block name keywords of the function."""
+    found = read_words(sections, flag_words(keywords), function, "", are_keywords=True)
+    with found.written.in_messages():
+        yield build_sections(sections, found)
 
 
 class TrainingRun:
@@ -165,7 +173,7 @@ def training(**flags: Any) -> Iterator[TrainingRun]:
 
     With `load`, the run resumes. The caller trains, evaluates and saves, so flags that schedule this have no effect.
     """
-    words = read_run_words(flag_words(flags))
+    words = read_run_words(flag_words(flags), "training()")
     if words.words.get("skip_train") == "true":
         raise UserError("skip_train=True: training() needs training data: remove it, and call run.evaluate()")
     _check_no_process_groups("training")
@@ -233,11 +241,10 @@ class TextGenerator:
 
     def __init__(self, model: str | Path, **flags: Any) -> None:
         """`flags` are those of generate.py that concern the model, such as `dtype`."""
-        options: ModelOptions
-        (options,) = parse_command_line([ModelOptions], flag_words({"model": model, **flags}), "TextGenerator", "")
         place = read_rank_info()
-        self._stored = open_model(options.model, options.tokenizer_type, options.tokenizer_model)
-        check_hardware(place, options, self._stored.config)
+        with _read_keywords("TextGenerator()", [ModelOptions], {"model": model, **flags}) as (options,):
+            self._stored = open_model(options.model, options.tokenizer_type, options.tokenizer_model)
+            check_hardware(place, options, self._stored.config)
         if place.launched:
             _check_no_process_groups("TextGenerator")
         try:
@@ -265,17 +272,17 @@ class TextGenerator:
         if flags.get("score"):
             raise UserError("generate: score=True: this call only continues texts; call score")
         # A Generation contains all that --json prints.
-        words = flag_words({"prompt": [prompts] if isinstance(prompts, str) else list(prompts), "json": True, **flags})
+        given = {"prompt": [prompts] if isinstance(prompts, str) else list(prompts), "json": True, **flags}
         sections = [PromptOptions, SamplingOptions, OutputOptions]
-        chosen, sampling, output = parse_command_line(sections, words, "generate", "")
-        tokenizer = self._stored.tokenizer
-        if tokenizer is None:
-            raise UserError("generate: the model has no tokenizer; give tokenizer_type and tokenizer_model")
-        encoder = PromptEncoder(tokenizer, self._stored.prefix, chosen.chat, chosen.system)
-        found = read_prompts(chosen, encoder, None)
-        if not found:
-            return []
-        raise_user_errors(prompt_errors(found, self._stored.config, sampling.max_new_tokens))
+        with _read_keywords("generate()", sections, given) as (chosen, sampling, output):
+            tokenizer = self._stored.tokenizer
+            if tokenizer is None:
+                raise UserError("generate: the model has no tokenizer; give tokenizer_type and tokenizer_model")
+            encoder = PromptEncoder(tokenizer, self._stored.prefix, chosen.chat, chosen.system)
+            found = read_prompts(chosen, encoder, None)
+            if not found:
+                return []
+            raise_user_errors(prompt_errors(found, self._stored.config, sampling.max_new_tokens))
         samples = range(sampling.num_samples)
         stored = replace(self._stored, eos_ids=self._stored.eos_ids | encoder.turn_ends)
         return self.engine.generate(
@@ -300,11 +307,11 @@ class TextGenerator:
 
 def import_model(hf: str | Path, save: str | Path, **flags: Any) -> None:
     """Convert a Hugging Face directory to a training checkpoint, with the flags of `convert_checkpoint.py import`."""
-    (options,) = parse_command_line([ImportOptions], flag_words({"hf": hf, "save": save, **flags}), "import_model", "")
-    carry_out(plan_import(options), options, print)
+    with _read_keywords("import_model()", [ImportOptions], {"hf": hf, "save": save, **flags}) as (options,):
+        carry_out(plan_import(options), options, print)
 
 
 def export_model(load: str | Path, hf: str | Path, **flags: Any) -> None:
     """Convert a training checkpoint to a Hugging Face directory, with the flags of `convert_checkpoint.py export`."""
-    (options,) = parse_command_line([ExportOptions], flag_words({"load": load, "hf": hf, **flags}), "export_model", "")
-    carry_out(plan_export(options), options, print)
+    with _read_keywords("export_model()", [ExportOptions], {"load": load, "hf": hf, **flags}) as (options,):
+        carry_out(plan_export(options), options, print)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from megatron_ladder import __version__
 from megatron_ladder.errors import ErrorCollector, Problem, UserError, Written, raise_user_errors
-from megatron_ladder.flags import Flag, flag_name, limit_problems, section_flags
+from megatron_ladder.flags import Flag, flag_name, keyword_name, limit_problems, section_flags
 
 Config = TypeVar("Config")
 _SAME = (
@@ -120,23 +120,34 @@ def read_words(
     program: str,
     description: str,
     read_other: ReadOther = lambda name, values, found: False,
+    are_keywords: bool = False,
 ) -> FlagWords:
-    """Return the words of a command line by flag; `--help` and `--version` end the program."""
+    """Return the words of a command line by flag; `--help` and `--version` end the program.
+
+    `are_keywords` says that the words are `flag_words` of a Python function, the `program`: errors name its keywords.
+    """
     if {"-h", "--help", "--version"} & set(argv):
         _help_parser(config_classes, program, description).parse_args(["--version" if "--version" in argv else "-h"])
     flags = section_flags(*config_classes)
     known = {spelling: one for one in flags for spelling in one.spellings}
     known |= {one.opposite: one for one in flags if one.switches_to is not None}
     found = FlagWords()
-    for name, attached, following in _groups(argv, found):
+    groups = _groups(argv, found)
+    kind, otherwise = "a flag of this program", "see --help"
+    if are_keywords:
+        kind, otherwise = f"a keyword of {program}", "docs/api.md names the flags that are"
+    for name, attached, following in groups:
         if name in known:
             _read_flag(known[name], name, attached, following, found)
         elif not read_other(name, attached or following, found):
             others = [one for names in _SAME if name in names for one in names if one in known]
             near = others[:1] or difflib.get_close_matches(name, known, n=1, cutoff=0.8)
             found.faulty |= {known[one].field_name for one in near}
-            hint = f"did you mean {near[0]}?" if near else "see --help"
-            found.problems.append(Problem(name, f" is not a flag of this program: {hint}"))
+            hint = f"did you mean {near[0]}?" if near else otherwise
+            found.problems.append(Problem(name, f" is not {kind}: {hint}"))
+    if are_keywords:
+        spellings = {one: one for one in (*known, *(name for name, _, _ in groups))} | found.written.spellings
+        found.written.spellings = {one: keyword_name(spelling) for one, spelling in spellings.items()}
     return found
 
 

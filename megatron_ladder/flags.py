@@ -47,6 +47,11 @@ def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
+def keyword_name(flag: str) -> str:
+    """`--micro-batch-size` -> `micro_batch_size`."""
+    return flag.removeprefix("--").replace("-", "_")
+
+
 def _field_docstrings(config_class: type) -> dict[str, str]:
     documented: dict[str, str] = {}
     for ancestor in reversed(config_class.__mro__):

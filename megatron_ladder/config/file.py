@@ -13,7 +13,7 @@ from typing import Any
 from megatron_ladder.command_line import FlagWords
 from megatron_ladder.config.megatron_flags import read_megatron_flag
 from megatron_ladder.errors import Problem, UserError
-from megatron_ladder.flags import ValueType, flag_name, section_flags
+from megatron_ladder.flags import ValueType, flag_name, keyword_name, section_flags
 
 CONFIG_NAME = "config.yaml"
 """Name of the file that a run writes next to its checkpoints."""
@@ -27,7 +27,7 @@ _TAG = "tag:yaml.org,2002:"
 def read_config_file(path: Path, sections: Sequence[type], found: FlagWords) -> None:
     """Add the words of a file, whose keys are the flags of these dataclasses; raise UserError if it cannot be read."""
     flags = {
-        spelling.removeprefix("--").replace("-", "_"): one
+        keyword_name(spelling): one
         for one in section_flags(*sections)
         if one.field_name not in NOT_IN_FILES
         for spelling in (flag_name(one.field_name), *one.aliases)

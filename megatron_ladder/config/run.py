@@ -102,12 +102,13 @@ class RunConfig(Sections):
         return {**sections, **{name: getattr(self, name) for name in derived}}
 
 
-def read_run_words(argv: Sequence[str]) -> FlagWords:
+def read_run_words(argv: Sequence[str], function: str | None = None) -> FlagWords:
     """Read the command line, and the files of --config, of which later ones and the command line override earlier ones.
 
-    Problems are kept for `to_flags`.
+    The words may be those of a Python function, see `read_words`. Problems are kept for `to_flags`.
     """
-    given, found = read_words(SECTIONS, argv, PROGRAM, DESCRIPTION, read_megatron_flag), FlagWords()
+    is_function, found = function is not None, FlagWords()
+    given = read_words(SECTIONS, argv, function or PROGRAM, DESCRIPTION, read_megatron_flag, is_function)
     for path in given.words.get("config") or ():
         try:
             read_config_file(Path(path), SECTIONS, found)

@@ -170,7 +170,7 @@ def test_the_example_runs_twice_in_one_process(corpus: Path, tmp_path: Path) -> 
         ]
         * 3,
         f"--save {tmp_path}/run_gone: the last checkpoint could not be written",
-        "--tp 2: the launcher started 1 processes; remove --tp, or start as many",
+        "tp 2: the launcher started 1 processes; remove tp, or start as many",
         "[]",
         "generate: score=True: this call only continues texts; call score",
         "1",
@@ -186,17 +186,37 @@ def test_the_example_runs_on_two_ranks(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_errors_are_exceptions_with_one_message_each() -> None:
-    from megatron_ladder.api import TextGenerator, build_model, training
+    """They name keywords as the caller writes them."""
+    from megatron_ladder.api import TextGenerator, build_model, export_model, import_model, training
 
-    with pytest.raises(UserError) as caught, training(num_layers=0, hiden_size=8, train_iters=1, lr=1e-3):
+    with pytest.raises(UserError) as caught, training(num_layers=0, hiden_size=8, tp=3, train_iters=1, lr=1e-3):
         raise AssertionError
-    assert any("--num-layers 0" in message for message in caught.value.messages)
-    assert any("--hiden-size" in message and "--hidden-size" in message for message in caught.value.messages)
-    with pytest.raises(UserError, match="--num-attention-heads 3"):
+    assert {
+        "hiden_size is not a keyword of training(): did you mean hidden_size?",
+        "num_layers 0: expected 1 to 100000",
+    } <= {*caught.value.messages}
+    assert "--" not in str(caught.value)
+    with (
+        pytest.raises(UserError, match="^tp 3 does not divide the 1 launched"),
+        training(tp=3, vocab_size=9, hidden_size=6, num_attention_heads=3, train_iters=1, lr=1, data_path="no"),
+    ):
+        raise AssertionError
+    unknown = " is not a keyword of {}: docs/api.md names the flags that are"
+    for call, keyword, function in (
+        (lambda: build_model(vocab_size=5, seq_length=64), "seq_length", "build_model()"),
+        (lambda: TextGenerator("no/such", lr=1), "lr", "TextGenerator()"),
+        (lambda: import_model("no", "such", lr=1), "lr", "import_model()"),
+        (lambda: export_model("no", "such", lr=1), "lr", "export_model()"),
+    ):
+        with pytest.raises(UserError, match=f"^{re.escape(keyword + unknown.format(function))}$"):
+            call()
+    with pytest.raises(UserError, match="^load no: no such directory"):
+        export_model("no", "such")
+    with pytest.raises(UserError, match="^hidden_size 64 is not divisible by num_attention_heads 3"):
         build_model(vocab_size=10, num_attention_heads=3, hidden_size=64)
-    with pytest.raises(UserError, match="--moe-router-unnormalized"):
+    with pytest.raises(UserError, match="moe_router_unnormalized"):
         build_model(vocab_size=10, num_attention_heads=4, hidden_size=64, num_experts=4, moe_router_topk=1)
-    with pytest.raises(UserError, match="no/such"):
+    with pytest.raises(UserError, match="^model no/such: "):
         TextGenerator("no/such")
     words = torch.tensor([[3, 5]])
     model = build_model(vocab_size=5, num_attention_heads=1, num_layers=1, hidden_size=8)
