@@ -1,5 +1,6 @@
 """Model shapes, by name or in numbers."""
 
+import difflib
 import re
 from typing import Any
 
@@ -100,7 +101,11 @@ def find_size(text: str) -> ModelConfig:
     if names:
         return SIZES[min(names, key=len)]
     if re.fullmatch(r"\d+(x\d+){5}", text) is None:
-        raise ValueError(f"expected one of {', '.join(SIZES)}, or {SHAPE} such as 8x192x512x6x6x4096")
+        # llama-13b is rather llama-2-13b than llama-3b.
+        as_large = [name for name in SIZES if name.endswith(f"-{text.rpartition('-')[2]}")]
+        near = difflib.get_close_matches(text, as_large or SIZES, n=1, cutoff=0.8)
+        expected = f"did you mean {near[0]}? Expected one of" if near else "expected one of"
+        raise ValueError(f"{expected} {', '.join(SIZES)}, or {SHAPE} such as 8x192x512x6x6x4096")
     _, hidden, _, heads, *_ = map(int, text.split("x"))
     if heads == 0 or hidden % heads:
         raise ValueError(f"hidden {hidden} is not divisible by {heads} heads")
