@@ -90,13 +90,14 @@ def parse_config(
     program: str,
     description: str | None,
     find_errors: Callable[[Config], Iterable[str]] = lambda config: (),
+    read_other: ReadOther = lambda name, values, found: False,
 ) -> Config:
     """Read `argv` into one dataclass, as `parse_command_line`; `find_errors` checks what `flag` cannot declare.
 
     `description` is the docstring of the program, of which the help shows the first paragraph.
     """
     summary, errors = " ".join((description or "").split("\n\n")[0].split()), ErrorCollector()
-    found = _read_words_and_warn([config_class], argv, program, summary)
+    found = _read_words_and_warn([config_class], argv, program, summary, read_other)
     config: Config
     (config,) = build_sections([config_class], found, errors=errors)
     errors.add(*find_errors(config))
@@ -106,9 +107,13 @@ def parse_config(
 
 
 def _read_words_and_warn(
-    config_classes: Sequence[type], argv: Sequence[str], program: str, description: str
+    config_classes: Sequence[type],
+    argv: Sequence[str],
+    program: str,
+    description: str,
+    read_other: ReadOther = lambda name, values, found: False,
 ) -> FlagWords:
-    found = read_words(config_classes, argv, program, description)
+    found = read_words(config_classes, argv, program, description, read_other)
     for warning in found.warnings:
         print(f"*** {warning} ***", file=sys.stderr)
     return found

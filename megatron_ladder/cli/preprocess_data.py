@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ladder.command_line import parse_config
+from megatron_ladder.config.megatron_flags import read_megatron_flag
 from megatron_ladder.config.sections import TokenizerType
 from megatron_ladder.errors import run_program
 from megatron_ladder.flags import flag
@@ -77,7 +78,12 @@ def _find_errors(config: PreprocessConfig) -> Iterator[str]:
 
 
 parse_options = functools.partial(
-    parse_config, PreprocessConfig, program="preprocess_data.py", description=__doc__, find_errors=_find_errors
+    parse_config,
+    PreprocessConfig,
+    program="preprocess_data.py",
+    description=__doc__,
+    find_errors=_find_errors,
+    read_other=functools.partial(read_megatron_flag, preprocessing=True),
 )
 
 

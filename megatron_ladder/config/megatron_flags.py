@@ -100,7 +100,7 @@ _RULES = {
         --grad-reduce-in-bf16 --use-precision-aware-optimizer --output-logit-dtype""",
     # Processes and communication.
     "use --tensor-model-parallel-size, and --recompute-granularity full for long sequences": """
-        --context-parallel-size=1 --ds-sequence-parallel-size=1 --cp-comm-type --force-ds-sequence-parallel
+        --context-parallel-size=1 --cp=1 --ds-sequence-parallel-size=1 --cp-comm-type --force-ds-sequence-parallel
         --hierarchical-context-parallel-sizes --hybrid-context-parallel --max-seqlen-per-dp-cp-rank
         --ds-sequence-parallel-fpdt*""",
     "use --tensor-model-parallel-size": "--model-parallel-size --tensor-parallel-num-weight-shards --gtp-*",
@@ -276,14 +276,22 @@ _RULES = {
 """Reason for a rejection -> flags, which are separated by spaces. `--flag!` is a switch that is accepted, `--flag=a,b`
 is accepted with one of these values, and `*` stands for any text. Of several rules for a flag, the first one with its
 exact name applies, or else the first one with a `*`."""
+_PREPROCESSING_RULES = {
+    "documents get no BOS, in training or here: leave it out": "--append-bos",
+    "a document is one text, with its line ends: leave it out": "--split-sentences --keep-newlines --lang",
+    "use --workers, which keep the order of documents": """
+        --partitions=1 --keep-sequential-samples! --find-optimal-num-workers --workers-to-check""",
+    "training maps this one format: leave it out": "--dataset-impl=mmap",
+}
+"""The same for Megatron's preprocess_data.py."""
 
 
 @functools.cache
-def _known_flags() -> tuple[dict[str, tuple[str, tuple[str, ...] | None]], dict[str, str]]:
+def _known_flags(preprocessing: bool = False) -> tuple[dict[str, tuple[str, tuple[str, ...] | None]], dict[str, str]]:
     """Return reason and accepted values by flag (a switch has no values; None: it is never accepted), and the reason by
     pattern."""
     exact, patterns = dict[str, tuple[str, tuple[str, ...] | None]](), dict[str, str]()
-    for reason, words in _RULES.items():
+    for reason, words in (_PREPROCESSING_RULES if preprocessing else _RULES).items():
         for word in words.split():
             name, equals, values = word.removesuffix("!").partition("=")
             if "*" in name:
@@ -293,10 +301,13 @@ def _known_flags() -> tuple[dict[str, tuple[str, tuple[str, ...] | None]], dict[
     return exact, patterns
 
 
-def read_megatron_flag(name: str, values: Sequence[str], found: FlagWords) -> bool:
-    """Accept a flag of Megatron with its values, or add a problem to `found`; return whether it is Megatron's."""
+def read_megatron_flag(name: str, values: Sequence[str], found: FlagWords, preprocessing: bool = False) -> bool:
+    """Accept a flag of Megatron with its values, or add a problem to `found`; return whether it is Megatron's.
+
+    With `preprocessing`, it is one of the program that makes data.
+    """
     flag, shown = name.replace("_", "-"), " ".join(values)
-    exact, patterns = _known_flags()
+    exact, patterns = _known_flags(preprocessing)
     family = next((pattern for pattern in patterns if fnmatchcase(flag, pattern)), None)
     if flag in exact:
         reason, allowed = exact[flag]

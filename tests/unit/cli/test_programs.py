@@ -57,6 +57,12 @@ def test_help_version_and_wrong_flags_need_only_the_standard_library() -> None:
         ("convert_checkpoint", ["inspect"], "inspect: expected one directory"),
         ("convert_checkpoint", ["export", "--load", "a", "--save", "b"], "--save is .*: did you mean --hf?"),
         ("preprocess_data", ["--vocab-file", "a"], "--vocab-file is .*: did you mean --tokenizer-model?"),
+        ("preprocess_data", ["--append-bos"], "--append-bos is not supported: documents get no BOS"),
+        ("preprocess_data", ["--split-sentences"], "--split-sentences is not supported: a document is one text"),
+        ("preprocess_data", ["--partitions", "4"], "--partitions 4: only 1 is supported: use --workers"),
+        ("preprocess_data", ["--dataset-impl", "lazy"], "--dataset-impl lazy: only mmap is supported"),
+        ("pretrain", ["--cp", "2"], "--cp 2: only 1 is supported: use --tensor-model-parallel-size"),
+        ("plan", ["--model", "llama-13b"], "--model llama-13b: did you mean llama-2-13b? Expected one of small, "),
         ("generate", ["--load", "a", "--prompt", "b"], "--load is not a flag of this program: did you mean --model?"),
     ],
 )
@@ -80,6 +86,12 @@ def test_programs_check_what_they_write_before_the_work(program: str, flag: str,
     output = tmp_path / "file" / "x.png"
     problem = f"cannot be written: {output.parent} is not a directory: give another path"
     assert f"{flag} {output}: {problem}" in errors_of(load_program(program).parse_options, [flag, str(output)])
+
+
+def test_preprocessing_accepts_what_it_does_anyway() -> None:
+    words = "--input a --output-prefix b --tokenizer-type ByteTokenizer --dataset-impl mmap --partitions 1"
+    parse = load_program("preprocess_data").parse_options
+    assert parse([*words.split(), "--keep-sequential-samples"]) == parse(words.split()[:6])
 
 
 def test_training_names_everything_that_it_needs() -> None:
