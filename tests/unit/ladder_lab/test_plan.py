@@ -129,6 +129,22 @@ def test_every_pipeline_over_two_boxes_is_slower_on_a_slow_network(tmp_path: Pat
         assert after > 100 * before
 
 
+@pytest.mark.parametrize(
+    ("network", "note"),
+    [
+        ("10gbe", "unreduced, and here over the network: with ladder-attention, 3.0 times the bytes of standard.\n"),
+        ("ib-400", None),
+    ],
+)
+def test_late_wirings_that_a_slow_network_slows_have_a_reason(
+    network: str, note: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"--model 8b --gpus 16 --gpus-per-node 4 --network {network} --network-adapters 1 --global-batch-size 256"
+    main(words.split())
+    printed = capsys.readouterr().out
+    assert "unreduced" not in printed if note is None else note in printed
+
+
 def test_a_no_comes_with_the_command_of_standard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The fastest layout is another wiring's, by less than 3 %."""
     report = plan(TWO_BOXES, tmp_path)

@@ -9,7 +9,7 @@ from ladder_lab.bench.sizes import find_size
 from ladder_lab.cost.machines import TIME_RANGE
 from ladder_lab.cost.memory import Layout
 from ladder_lab.cost.placement import placement
-from ladder_lab.cost.traffic import Sent, rank_traffic
+from ladder_lab.cost.traffic import Sent, rank_traffic, state_bytes
 from ladder_lab.output import markdown_table, write_json
 from ladder_lab.plan.layouts import (
     PLANNED_WIRINGS,
@@ -25,6 +25,7 @@ from ladder_lab.plan.layouts import (
 )
 from ladder_lab.plan.options import QUALITY, LayoutOptions, MachineOptions
 from ladder_lab.wirings import NAMED_WIRINGS
+from megatron_ladder.blueprint.wiring import WIRINGS
 from megatron_ladder.command_line import flag_words
 from megatron_ladder.errors import UserError
 
@@ -198,6 +199,22 @@ def _sweep_table(rows: Sequence[dict[str, Any]]) -> str:
     return markdown_table(table)
 
 
+def _pending_note(request: PlanRequest, layout: Layout, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Explain a late wiring that is slower than standard on this machine, if its stages send over the network."""
+    seconds = next(row["seconds"] for row in rows if row["factor"] == 1.0)
+    late = [name for name in seconds if WIRINGS[NAMED_WIRINGS[name].mode].late]
+    slow = [name for name in late if seconds[name] > seconds["standard"] * (1 + SMALLEST_DIFFERENCE)]
+    if not slow or all(spread.boxes == 1 for spread in placement(layout, request.machine.per_box).following):
+        return []
+    slowest = max(slow, key=lambda name: seconds[name])
+    models = [NAMED_WIRINGS[name].of(request.model, layout.tensor) for name in ("standard", slowest)]
+    standard, sent = (state_bytes(model, layout, request.sequence, 0) for model in models)
+    return [
+        "The stages of late wirings also send the pending outputs, unreduced, and here over the network: with "
+        f"{slowest}, {sent / standard:.1f} times the bytes of standard."
+    ]
+
+
 def _command(request: PlanRequest, plan: LayoutPlan) -> str:
     """Return the command of a plan, without data and schedule."""
     layout = plan.layout
@@ -248,6 +265,7 @@ def _report_text(
             f"Wirings of {_describe_layout(layout)}, as speed-ups over standard; the fastest by more than 3 %, or a "
             "tie:",
             _sweep_table(rows),
+            *_pending_note(request, layout, rows),
         ]
     parts.append(f"Figures:\n{request.machine.describe(request.gpus)}")
     return "\n\n".join(parts)
