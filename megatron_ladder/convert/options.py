@@ -88,14 +88,14 @@ class MeasuredOptions:
     """Tokens of a row; by default 2048, or the model's positions if they are fewer."""
     batch_size: int = flag(8, minimum=1)
     """Rows per forward pass."""
-    reset_position_ids: bool = False
-    """Restart rotary positions with each document, as for pretrain_ladder.py."""
-    reset_attention_mask: bool = False
-    """Restrict attention to the token's own document, as for pretrain_ladder.py."""
-    eod_mask_loss: bool = False
-    """Exclude the label after each end-of-document token from the loss, as for pretrain_ladder.py."""
+    reset_position_ids: bool | None = None
+    """Restart rotary positions with each document, by default if the checkpoint's run did."""
+    reset_attention_mask: bool | None = None
+    """Restrict attention to the token's own document, by default if the run did."""
+    eod_mask_loss: bool | None = None
+    """Exclude the label after each end-of-document token from the loss, by default if the run did."""
     loss_on: Literal["all", "assistant"] | None = None
-    """Labels of conversations, as for pretrain_ladder.py. Default: the assistant's tokens, if the data marks them."""
+    """Labels of conversations. Default: the run's, or the assistant's tokens, if the data marks them."""
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Data type of the computation. Default: fp32 on a CPU and bf16 on a GPU."""
 

@@ -16,12 +16,14 @@ from torch import Tensor
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.comm.launch import naming_lost_peers, read_rank_info, stop_process_group
+from megatron_ladder.command_line import flag_words
 from megatron_ladder.convert.options import MeasuredOptions, ReshapeOptions, SensitivityOptions
 from megatron_ladder.convert.wiring import Price, Sensitivity, rewired, write_sensitivity
 from megatron_ladder.data.batches import DocumentRules, MicroBatch, make_micro_batches
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.loader import OrderOptions, check_tokenizer, open_source
 from megatron_ladder.errors import BadNumbersError, ErrorCollector, UserError
+from megatron_ladder.flags import flag_name
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.loading import StoredModel, open_model
 from megatron_ladder.generate.options import ModelOptions
@@ -29,9 +31,11 @@ from megatron_ladder.generate.program import build_engine, check_hardware
 from megatron_ladder.generate.scoring import score_text
 from megatron_ladder.generate.slots import BAD_NUMBERS_CAUSE
 from megatron_ladder.model.language_model import LanguageModel
-from megatron_ladder.progress import ProgressBar
+from megatron_ladder.progress import ProgressBar, print_rank_0
 
 _LONGEST_ROW = 2048
+_CUTS = ("reset_position_ids", "reset_attention_mask")
+"""Flags with which documents are independent."""
 Losses = NDArray[np.float64]
 """The loss of each row, [rows], summed over its labels, in nats."""
 
@@ -83,19 +87,23 @@ def read_batches(options: MeasuredOptions, stored: StoredModel) -> list[MicroBat
 
     Raises UserError if the data is too short, has no labels, or belongs to another model.
     """
+    options = _with_flags_of_the_run(options, stored)
     model, tokenizer = stored.config, stored.tokenizer
     length = options.seq_length or min(_LONGEST_ROW, model.max_position_embeddings)
     if length > model.max_position_embeddings:
         raise UserError(f"--seq-length {length}: the model has only {model.max_position_embeddings} positions")
-    eod_id = None if tokenizer is None else tokenizer.eod_id
-    rules = DocumentRules(eod_id, options.reset_position_ids, options.reset_attention_mask, options.eod_mask_loss)
     errors = ErrorCollector()
     with errors.collect("--data"):
         dataset = IndexedDataset(options.data)
         if tokenizer is not None:
             check_tokenizer([dataset], tokenizer)
+        _report_unused_ends(options, stored, dataset)
         source = open_source("measured", dataset, range(len(dataset)), OrderOptions(length, 0, loss_on=options.loss_on))
     errors.raise_if_any()
+    describes = dataset.sidecar if tokenizer is None else tokenizer
+    eod_id = None if describes is None else describes.eod_id
+    switches = map(bool, (options.reset_position_ids, options.reset_attention_mask, options.eod_mask_loss))
+    rules = DocumentRules(eod_id, *switches)
     if eod_id is None and (rules.eod_mask_loss or (rules.cuts_rows and not source.has_begins)):
         raise UserError(f"--load {stored.directory}: has no tokenizer, whose end-of-document token these flags need")
     count = min(options.tokens // length, len(source))
@@ -115,6 +123,32 @@ def read_batches(options: MeasuredOptions, stored: StoredModel) -> list[MicroBat
     if not with_labels:
         raise UserError(f"--data {options.data}: no token of these rows is a label: give other data, or --loss-on all")
     return with_labels
+
+
+def _with_flags_of_the_run(options: MeasuredOptions, stored: StoredModel) -> MeasuredOptions:
+    """Return the options, with the values of the run that trained the model for flags that are not given."""
+    taken = {
+        name: value
+        for name in (*_CUTS, "eod_mask_loss", "loss_on")
+        if (value := stored.data_flags.get(name)) and getattr(options, name) is None
+    }
+    if taken:
+        flags = " ".join(flag_words(taken))
+        print_rank_0(f"reads the data as the checkpoint's run did: {flags}", read_rank_info().rank)
+    return replace(options, **taken)
+
+
+def _report_unused_ends(options: MeasuredOptions, stored: StoredModel, dataset: IndexedDataset) -> None:
+    """Warn if nothing says how training read the data, and the model will read across the ends of its documents."""
+    sidecar = dataset.sidecar
+    if stored.data_flags or sidecar is None or any(getattr(options, name) is not None for name in _CUTS):
+        return
+    if sidecar.append_eod or sidecar.conversations:
+        print_rank_0(
+            f"*** {stored.directory} does not record its training: tokens of {dataset.prefix} read earlier documents; "
+            f"if they did not in training, give {' '.join(map(flag_name, _CUTS))} ***",
+            read_rank_info().rank,
+        )
 
 
 def _counted(batch: MicroBatch) -> Tensor:

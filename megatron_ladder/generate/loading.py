@@ -9,12 +9,13 @@ few output columns that its product reads from end to end. The product is as exa
 many rows. A packed weight is an opaque tensor, of which only the shape, the dtype and `to_dense` are known.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +58,8 @@ class StoredModel:
     """Tokens that transformers puts before a text in this directory, or in an export of it."""
     fill: Callable[[nn.Module], None]
     """Reads this rank's weights of the model or of a part of it; raises UserError."""
+    data_flags: Mapping[str, Any] = field(default_factory=dict)
+    """The flags for data of the training run that wrote the directory, if any, by field."""
     warnings: tuple[str, ...] = ()
     """One line for each problem that was ignored."""
     verify: Callable[[int, int], None] = lambda rank, ranks: None
@@ -122,7 +125,8 @@ def _open_checkpoint(directory: Path, tokenizer: Tokenizer | None, flag: str) ->
             raise UserError(*(f"{flag} {message}; {fix}" for message in error.messages)) from None
 
     model, warnings = checkpoint.model(), tuple(checkpoint.warnings)
-    return StoredModel(directory, model, tokenizer, eos_ids, (), export_prefix, fill, warnings, verify)
+    data_flags = checkpoint.manifest.get("run", {}).get("data", {})
+    return StoredModel(directory, model, tokenizer, eos_ids, (), export_prefix, fill, data_flags, warnings, verify)
 
 
 def _open_hf(directory: Path, tokenizer: Tokenizer | None) -> StoredModel:

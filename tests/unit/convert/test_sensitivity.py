@@ -184,8 +184,24 @@ def test_conversations_are_measured_as_training_reads_them(tmp_path: Path, capsy
     write_sidecar(
         tmp_path / "chat", Sidecar("NullTokenizer", "ab", 67, 1, False, 66, len(lengths), total, conversations=True)
     )
-    words = ("--seq-length", 12, "--reset-position-ids", "--reset-attention-mask", "--output", tmp_path / "out.json")
-    convert("sensitivity", "--load", tmp_path / "run", "--data", tmp_path / "chat", *words)
+    words = ("--seq-length", 12, "--output", tmp_path / "out.json")
+    command = ("sensitivity", "--load", tmp_path / "run", "--data", tmp_path / "chat", *words)
+    convert(*command)
+    resets = "--reset-position-ids --reset-attention-mask"
+    assert f"if they did not in training, give {resets} ***" in capsys.readouterr().out
+    convert(*command, "--no-reset-attention-mask")
+    assert resets not in capsys.readouterr().out
+    convert(*command, *resets.split())
+    given = (tmp_path / "out.json").read_text()
+    assert "in training" not in capsys.readouterr().out
+    # A run records its flags.
+    data = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": False, "loss_on": None}
+    write_checkpoint(tmp_path / "run", config, weights, run={"data": data})
+    convert(*command)
+    printed = capsys.readouterr().out
+    assert f"as the checkpoint's run did: {resets}\n" in printed
+    assert "layers were chosen by less than one standard error" in printed
+    assert (tmp_path / "out.json").read_text() == given
     found = json.loads((tmp_path / "out.json").read_text())
 
     def loss(late: Iterable[int]) -> float:
@@ -202,4 +218,7 @@ def test_conversations_are_measured_as_training_reads_them(tmp_path: Path, capsy
     assert found["loss"] == pytest.approx(loss(()), abs=1e-5)
     for layer, (increase, _) in enumerate(found["layers"]):
         assert increase == pytest.approx(loss([layer]) - loss(()), abs=1e-5)
-    assert "layers were chosen by less than one standard error" in capsys.readouterr().out
+    # The sidecar names the token if the run had no tokenizer.
+    write_checkpoint(tmp_path / "run", config, weights, run={"data": {"eod_mask_loss": True}})
+    convert(*command)
+    assert "as the checkpoint's run did: --eod-mask-loss\n" in capsys.readouterr().out
