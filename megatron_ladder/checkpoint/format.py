@@ -125,6 +125,11 @@ class Checkpoint:
         """The tokens that end texts in the imported model, and those that ended documents and answers in training."""
         return tuple(dict.fromkeys([*end_ids(self.imported_ids), *self.manifest.get("end_ids", ())]))
 
+    @property
+    def answers_end(self) -> bool:
+        """False if the model was trained on conversations, and no token is recorded that ended their answers."""
+        return bool(self.manifest.get("answers_end", True))
+
     def close(self) -> None:
         """Release the data files; further reads open them again."""
         self._files.clear()

@@ -324,6 +324,12 @@ def exported_tokenizer(
             notes.append(f"training did not add {added} to a text, so the exported tokenizer.json does not, either")
         elif added and "run" in checkpoint.manifest:
             notes.append(f"tokenizer.json adds {added} to a text, as for the imported model; training here did not")
+    if not checkpoint.answers_end and tokenizer is not None:
+        # Imports the library of templates.
+        from megatron_ladder.generate.prompts import OPEN_ANSWERS, PromptEncoder
+
+        if not PromptEncoder(tokenizer, (), True, None).turn_ends:
+            notes.append(OPEN_ANSWERS)
     if tokenizer is not None and tokenizer.files:
         # Other classes of transformers rebuild a tokenizer from parts of its file, without the normalizer.
         defaults = tokenizer.named_tokens() | ({} if source else {"clean_up_tokenization_spaces": False})

@@ -58,6 +58,8 @@ class StoredModel:
     """Tokens that transformers puts before a text in this directory, or in an export of it."""
     fill: Callable[[nn.Module], None]
     """Reads this rank's weights of the model or of a part of it; raises UserError."""
+    answers_end: bool = True
+    """See `Checkpoint.answers_end`."""
     data_flags: Mapping[str, Any] = field(default_factory=dict)
     """The flags for data of the training run that wrote the directory, if any, by field."""
     warnings: tuple[str, ...] = ()
@@ -125,8 +127,19 @@ def _open_checkpoint(directory: Path, tokenizer: Tokenizer | None, flag: str) ->
             raise UserError(*(f"{flag} {message}; {fix}" for message in error.messages)) from None
 
     model, warnings = checkpoint.model(), tuple(checkpoint.warnings)
-    data_flags = checkpoint.manifest.get("run", {}).get("data", {})
-    return StoredModel(directory, model, tokenizer, eos_ids, (), export_prefix, fill, data_flags, warnings, verify)
+    return StoredModel(
+        directory,
+        model,
+        tokenizer,
+        eos_ids,
+        (),
+        export_prefix,
+        fill,
+        checkpoint.answers_end,
+        checkpoint.manifest.get("run", {}).get("data", {}),
+        warnings,
+        verify,
+    )
 
 
 def _open_hf(directory: Path, tokenizer: Tokenizer | None) -> StoredModel:

@@ -42,7 +42,14 @@ from megatron_ladder.generate.options import (
     OutputOptions,
     SamplingOptions,
 )
-from megatron_ladder.generate.prompts import Prompt, PromptEncoder, check_characters, prompt_errors, read_prompts
+from megatron_ladder.generate.prompts import (
+    OPEN_ANSWERS,
+    Prompt,
+    PromptEncoder,
+    check_characters,
+    prompt_errors,
+    read_prompts,
+)
 from megatron_ladder.generate.requests import Generation, GenerationRequest, NewToken
 from megatron_ladder.generate.sampling import SamplingParameters, request_seed
 from megatron_ladder.model.experts import waits_for_choices
@@ -65,6 +72,8 @@ def generate(options: GenerateOptions) -> None:
     encoder = _prompt_encoder(options, stored)
     if encoder is not None:
         stored = replace(stored, eos_ids=stored.eos_ids | encoder.turn_ends)
+        if encoder.is_chat and not (stored.answers_end or encoder.turn_ends or options.sampling.stop):
+            stored = replace(stored, warnings=(*stored.warnings, f"{OPEN_ANSWERS} (--stop)"))
     prompts = _read_prompts(options, stored, encoder, None) if options.prompts.given else None
     with naming_lost_peers():
         with closing(build_engine(rank_info, options.model, stored)) as engine:

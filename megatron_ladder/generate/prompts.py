@@ -12,6 +12,11 @@ from megatron_ladder.errors import UserError
 from megatron_ladder.generate.options import PromptOptions, token_ids
 
 _SHOWN_CHARACTERS = 40
+OPEN_ANSWERS = (
+    "no token ended answers in training, and the chat template writes none after them, so answers will not end before "
+    "the limit of new tokens: train on conversations of a --chat-template that writes one, or stop at a text"
+)
+"""A model of conversations that nothing ended."""
 
 
 class Prompt(NamedTuple):

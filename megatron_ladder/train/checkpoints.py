@@ -221,6 +221,7 @@ class CheckpointSaver:
             "run": run.to_dict(),
             "data": self._inputs.data,
             "end_ids": sorted(self._inputs.end_ids),
+            "answers_end": self._inputs.answers_end,
             **self._small_files.header(),
             "versions": {"megatron_ladder": __version__, "torch": torch.__version__},
             "guard": self._trainer.guard.state(),

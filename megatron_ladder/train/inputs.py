@@ -84,6 +84,8 @@ class RunInputs(ResolvedRun):
     """The data's end-of-document token, if a tokenizer or a data set's sidecar defines it."""
     end_ids: frozenset[int] = frozenset()
     """Tokens that end texts: those of documents, of answers in the data, and of the checkpoint."""
+    answers_end: bool = True
+    """Whether a token ends the answers of conversations, in the data or, if it has none, that of the checkpoint."""
     stream: StreamPlan | None = None
     """The training input of --streaming, which replaces the training source."""
     shards: tuple[Shard, ...] = ()
@@ -208,6 +210,7 @@ def _open(resolved: ResolvedRun, findings: Findings, own_shards: Sequence[Shard]
         check_same_data(checkpoint, data, run.data.allow_data_change, place.rank)
     opened: dict[str, Any] = {"eod_id": eod_id, "stream": stream, "sample_prompts": prompts, "teacher": teacher}
     opened |= {"end_ids": _find_ends(sources, eod_id, tokenizer, checkpoint), "shards": tuple(own_shards)}
+    opened["answers_end"] = _answers_end(sources, tokenizer, checkpoint)
     return RunInputs(**vars(resolved), sources=sources, data=data, **opened)
 
 
@@ -361,6 +364,13 @@ def _find_ends(
     if checkpoint is not None and not has_another_tokenizer(checkpoint, tokenizer):
         ends.update(checkpoint.end_ids)
     return frozenset(ends)
+
+
+def _answers_end(sources: Sources, tokenizer: Tokenizer | None, checkpoint: Checkpoint | None) -> bool:
+    sidecars = [dataset.sidecar for dataset in sources.datasets if dataset.sidecar is not None]
+    if conversations := [sidecar for sidecar in sidecars if sidecar.conversations]:
+        return any(sidecar.answer_ends for sidecar in conversations)
+    return checkpoint is None or has_another_tokenizer(checkpoint, tokenizer) or checkpoint.answers_end
 
 
 def _open_stream(

@@ -35,7 +35,13 @@ def saver_of(argv: list[str], checkpoint: Checkpoint | None = None) -> tuple[Tra
     trainer = build_trainer_here([*RECIPE, *argv])
     stream = SimpleNamespace(cut=lambda: "a plan")
     inputs: Any = SimpleNamespace(
-        sources=None, tokenizer=None, stream=stream, checkpoint=checkpoint, data={}, end_ids=frozenset()
+        sources=None,
+        tokenizer=None,
+        stream=stream,
+        checkpoint=checkpoint,
+        data={},
+        end_ids=frozenset(),
+        answers_end=True,
     )
     events: Events = []
     record: Any = RunRecord(None, trainer.mesh.world.rank)

@@ -15,6 +15,7 @@ from megatron_ladder.cli.preprocess_data import main as preprocess
 from megatron_ladder.data.indexed import IndexedDataset
 from megatron_ladder.data.loader import find_chat_template
 from megatron_ladder.data.tokenizers import HuggingFaceTokenizer
+from megatron_ladder.generate.prompts import OPEN_ANSWERS
 from tests.helpers.commands import run_command
 from tests.helpers.tokenizer_copies import train_byte_level
 
@@ -115,7 +116,7 @@ def test_answers_end_although_a_model_does_not_record_with_what(
 
 
 def test_conversations_that_nothing_ends_are_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """While preprocessing, and by each training: also of data of an earlier version, which records no token."""
+    """While preprocessing, and by generation and export of a model that was trained on them."""
     (folder / "open.jinja").write_text(TEMPLATE.replace("+ '<|im_end|>'", ""))
     words = ["--input", str(folder / "c.jsonl"), "--output-prefix", str(folder / "open"), "--chat"]
     words += ["--chat-template", str(folder / "open.jinja"), "--tokenizer-type", "HFTokenizer"]
@@ -123,6 +124,29 @@ def test_conversations_that_nothing_ends_are_reported(folder: Path, capsys: pyte
     printed = capsys.readouterr().out
     assert "answers do not end with a special token: pass a --chat-template" in printed
     assert "the tokenizer has <|endoftext|> <|im_start|> <|im_end|>\n" in printed
+    # And by what continues such a model, or the model after more training on documents.
+    tokenizer = ["--tokenizer-type", "HFTokenizer", "--tokenizer-model", str(folder / "tokenizer")]
+    words = [*RECIPE, "--train-iters", "1"]
+    for name, more in (
+        ("open", ["--data-path", folder / "open_messages_document", *tokenizer]),
+        ("later", ["--data-path", folder / "t_text_document", "--load", folder / "open-run", "--finetune"]),
+    ):
+        run = folder / f"{name}-run"
+        done = run_command([sys.executable, "pretrain_ladder.py", *words, *more, "--save", run], timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        capsys.readouterr()
+        for flags, said in ((["--chat"], True), (["--chat", "--stop", "x"], False), ([], False)):
+            generate(["--model", str(run), "--prompt", "hi", "--max-new-tokens", "2", *flags])
+            lines = [line for line in capsys.readouterr().err.splitlines() if OPEN_ANSWERS in line]
+            assert lines == [f"warning: {OPEN_ANSWERS} (--stop)"] * said
+        convert(["export", "--load", str(run), "--hf", str(folder / f"{name}-hf")])
+        assert f"*** {OPEN_ANSWERS} ***\n" in capsys.readouterr().out
+    generate(["--model", str(folder / "chats"), "--prompt", "hi", "--max-new-tokens", "2", "--chat"])
+    convert(["export", "--load", str(folder / "chats"), "--hf", str(folder / "ended-hf")])
+    assert OPEN_ANSWERS not in "".join(capsys.readouterr())
+
+
+def test_training_names_conversations_that_nothing_ends(folder: Path) -> None:
     lines = list[str]()
     datasets = [IndexedDataset(folder / f"{name}_messages_document") for name in ("open", "c")]
     assert find_chat_template(datasets[::-1], lines.append) == TEMPLATE

@@ -75,7 +75,13 @@ def train(
         guard=SimpleNamespace(set_state=lambda stored: None, state=dict),
     )
     inputs: Any = SimpleNamespace(
-        sources=sources, tokenizer=tokenizer, stream=None, checkpoint=opened, data={}, end_ids=frozenset()
+        sources=sources,
+        tokenizer=tokenizer,
+        stream=None,
+        checkpoint=opened,
+        data={},
+        end_ids=frozenset(),
+        answers_end=True,
     )
     with CheckpointSaver(trainer, inputs, RunRecord(None)) as saver:
         saver.resume()
