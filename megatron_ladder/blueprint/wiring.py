@@ -330,3 +330,13 @@ SHARED_STREAM_MODES = tuple(
     name for name, wiring in WIRINGS.items() if wiring.stream == "shared" and not wiring.needs_experts
 )
 """Wirings of all models by the rule. One process computes the same with them as several."""
+
+
+def layers_text(layers: Sequence[int], num_layers: int) -> str:
+    """Describe layers of a model, in order: `layer 1 (of 2)`, `layers 0,2-3 (of 8)`, or `all layers`."""
+    if len(layers) in (0, num_layers):
+        return "all layers" if layers else "no layer"
+    # Layers minus their position in the list is constant over a run of neighbours.
+    runs = [[*run] for _, run in itertools.groupby(enumerate(layers), lambda item: item[1] - item[0])]
+    listed = ",".join(str(run[0][1]) if len(run) == 1 else f"{run[0][1]}-{run[-1][1]}" for run in runs)
+    return f"layer{'s' * (len(layers) != 1)} {listed} (of {num_layers})"

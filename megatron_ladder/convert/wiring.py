@@ -6,14 +6,13 @@
 
 import re
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
 from megatron_ladder.blueprint.model import ModelConfig, model_errors, parse_layers
-from megatron_ladder.blueprint.wiring import EXPERT_MODES, LATE_MODES, SHARED_STREAM_MODES, WIRINGS
+from megatron_ladder.blueprint.wiring import EXPERT_MODES, LATE_MODES, SHARED_STREAM_MODES, WIRINGS, layers_text
 from megatron_ladder.convert.options import CheckpointOptions
 from megatron_ladder.errors import Problem, UserError, raise_user_errors
 from megatron_ladder.files import write_atomically
@@ -89,12 +88,7 @@ def wiring_text(model: ModelConfig) -> str:
     """Describe a model's wiring in a few words."""
     text = model.residual_mode
     if model.wiring.late:
-        # Layers minus their position in the list is constant over a run of neighbours.
-        runs = groupby(enumerate(model.ladder_layers), lambda item: item[1] - item[0])
-        ranges = ((layers[0][1], layers[-1][1]) for layers in (list(run) for _, run in runs))
-        listed = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
-        is_whole = len(model.ladder_layers) == model.num_layers
-        text += " in all layers" if is_whole else f" in layers {listed} of {model.num_layers}"
+        text += f" in {layers_text(model.ladder_layers, model.num_layers)}"
         if model.residual_staleness != 1:
             text += f", {model.residual_staleness} sub-blocks late"
         if model.lanes:

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_ladder import __version__
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import ModelFlops, active_parameters, padded_vocab_size, parameter_count
-from megatron_ladder.blueprint.wiring import plan_reads
+from megatron_ladder.blueprint.wiring import layers_text, plan_reads
 from megatron_ladder.comm.agreement import Peers
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.data.loader import Sources
@@ -83,8 +83,7 @@ def _data_notes(run: RunConfig, sources: Sources) -> Iterator[str]:
 def _wiring(model: ModelConfig) -> str:
     if not model.wiring.late:
         return model.residual_mode
-    layers = "all layers" if len(model.ladder_layers) == model.num_layers else f"layers {[*model.ladder_layers]}"
-    return f"{model.residual_mode} in {layers}"
+    return f"{model.residual_mode} in {layers_text(model.ladder_layers, model.num_layers)}"
 
 
 def _stages(run: RunConfig) -> str:

@@ -135,11 +135,13 @@ def logged(argv: list[str], weights: Weights, batch: list[Batch]) -> tuple[str, 
 
 
 def test_only_rank_0_logs_the_loss_of_the_last_stage(gloo_pools: GlooPools) -> None:
-    argv = [*RECIPE, *STAGES, "--global-batch-size", "8"]
+    wiring = ["--residual-mode", "ladder", "--ladder-layers", "1"]
+    argv = [*RECIPE, *STAGES, *wiring, "--global-batch-size", "8"]
     weights = make_weights(ReferenceConfig.like(run_of(argv, 4).model), seed=1, dtype=torch.float32)
     results = gloo_pools(4).run(logged, argv, weights, steps_of_batches(1, 4)[0])
     lines, losses, banners = zip(*results, strict=True)
     assert lines[1:] == ("", "", "") and losses[0] == 0.0 and losses[-1] > 1
     assert lines[0].count("\n") == 1 and f"| lm loss {losses[-1]:.4f} |" in lines[0]
     # Four micro-batches need five slots to pass two stages, and one slot of each stage is idle.
+    assert " ladder in layer 2 (of 3)\n" in banners[0]
     assert "layers 0-1, 2; the pipeline idles 20% of a step with 4 accumulation steps" in banners[0]

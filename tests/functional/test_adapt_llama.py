@@ -58,7 +58,7 @@ def test_the_command_lines_for_the_8b(tmp_path: Path) -> None:
     )
     words = shlex.split(training.partition(" pretrain_ladder.py ")[2])
     # The checkpoint that the conversion writes provides the model.
-    assert "wiring: ladder in layers 16-31 of 32" in done.stdout
+    assert "wiring: ladder in layers 16-31 (of 32)" in done.stdout
     assert "--greedy-layers 16 " in measuring and str(source) in measuring
     assert f"--ladder-layers best:16@{tmp_path}/run/sensitivity.json" in done.stdout
     assert not parse_run(words).given & {field.name for field in fields(ModelFlags)}

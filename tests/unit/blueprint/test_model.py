@@ -14,7 +14,7 @@ from megatron_ladder.blueprint.model import (
     resolve_model,
     tensor_parallel_errors,
 )
-from megatron_ladder.blueprint.wiring import WIRINGS, ReadPlan
+from megatron_ladder.blueprint.wiring import WIRINGS, ReadPlan, layers_text
 from megatron_ladder.command_line import parse_command_line
 from megatron_ladder.errors import UserError
 
@@ -188,3 +188,14 @@ def test_a_damaged_stored_form_names_its_file(change: dict[str, object]) -> None
 def test_an_output_that_was_seen_cannot_be_missing(missing: Sequence[tuple[int, ...]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ReadPlan.of(missing)
+
+
+def test_a_description_of_layers_counts_all_of_them() -> None:
+    for layers, text in (
+        ((1,), "layer 1 (of 4)"),
+        ((2, 3), "layers 2-3 (of 4)"),
+        ((0, 2, 3), "layers 0,2-3 (of 4)"),
+        ((0, 1, 2, 3), "all layers"),
+        ((), "no layer"),
+    ):
+        assert layers_text(layers, 4) == text

@@ -136,7 +136,7 @@ def test_verify_says_what_was_compared(tmp_path: Path, capsys: pytest.CaptureFix
     assert "logits of the source in transformers and of the checkpoint, on 64 random" in capsys.readouterr().out
     convert("import", "--hf", hf, "--save", ladder, "--ladder-layers", "1", "--verify")
     compared = (
-        "the checkpoint, in the wiring of the source, standard (those of ladder in layers 3 of 4 were not compared)"
+        "the checkpoint, in the wiring of the source, standard (those of ladder in layer 3 (of 4) were not compared)"
     )
     assert f"logits of the source in transformers and of {compared}, on 64 random" in capsys.readouterr().out
     convert("export", "--load", ladder, "--hf", tmp_path / "back", "--dtype", "bf16", "--verify")
@@ -222,5 +222,5 @@ def test_dry_run_writes_nothing_and_reports_the_plan(tmp_path: Path, capsys: pyt
     convert("import", "--hf", directory, "--save", tmp_path / "ours", "--dry-run", "--ladder-layers", "1")
     assert list(tmp_path.iterdir()) == [directory]
     printed = capsys.readouterr().out
-    assert "the wiring of the source, standard, is overridden: ladder in layers 1 of 2" in printed
+    assert "the wiring of the source, standard, is overridden: ladder in layer 1 (of 2)" in printed
     assert "weights_rank_00000.safetensors: 2.51 kB, 21 tensors" in printed and "nothing was written" in printed

@@ -18,7 +18,7 @@ def test_complete_directories(tmp_path: Path) -> None:
     save_model(tmp_path / "experts", "glm4_moe")
     expected = {
         "hf": """: a Hugging Face directory, model_type llamaLadder
-            wiring: ladder in layers 1 of 2
+            wiring: ladder in layer 1 (of 2)
             2 layers, hidden 8, MLP 12, heads 2 over 1 key-value of width 4, vocabulary 16, positions 32
             weights: 21 tensors, bfloat16, 2.51 kB
             other files: none; without a tokenizer""",
