@@ -133,6 +133,11 @@ class ErrorCollector:
         raise_user_errors(self.messages)
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 file`, `1,234 files`, `2 boxes`."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith("x") else "s")
+
+
 def limited(messages: Sequence[str], limit: int = 20) -> list[str]:
     """Return the first messages, and the number of others."""
     others = len(messages) - limit

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_ladder.command_line import parse_config
 from megatron_ladder.config.megatron_flags import read_megatron_flag
 from megatron_ladder.config.sections import TokenizerType
-from megatron_ladder.errors import run_program
+from megatron_ladder.errors import counted, run_program
 from megatron_ladder.flags import flag
 
 _SHOWN_TOKENS = 8
@@ -118,8 +118,9 @@ def main(argv: Sequence[str]) -> None:
     for key, sidecar in sidecars.items():
         prefix = dataset_prefix(config.output_prefix, key)
         skipped = f", {sidecar.skipped:,} bad lines skipped" if sidecar.skipped else ""
-        documents = f"{sidecar.documents:,} document{'s' * (sidecar.documents != 1)}"
-        _print_message(f"{prefix}: {documents}, {sidecar.tokens:,} tokens{skipped}")
+        _print_message(
+            f"{prefix}: {counted(sidecar.documents, 'document')}, {counted(sidecar.tokens, 'token')}{skipped}"
+        )
         if config.chat:
             names = {tokenizer.eod_id: tokenizer.named_tokens().get("eos_token", ""), **tokenizer.control_tokens}
             ends = " ".join(names[number] for number in sidecar.answer_ends)

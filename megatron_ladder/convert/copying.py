@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_ladder.convert.options import ConversionOptions
 from megatron_ladder.convert.outputs import check_space, size_text
-from megatron_ladder.errors import UserError, describe_full_disk
+from megatron_ladder.errors import UserError, counted, describe_full_disk
 from megatron_ladder.files import TEMPORARY_SUFFIX, atomic_writer, write_atomically
 from megatron_ladder.progress import ProgressBar
 
@@ -134,9 +134,9 @@ def carry_out(conversion: Conversion, options: ConversionOptions, report: Callab
     for line in (*conversion.facts, *(f"*** {note} ***" for note in conversion.notes)):
         report(line)
     for name, tensors in files.items():
-        report(f"  {name}: {size_text(total_bytes({name: tensors}))}, {len(tensors)} tensors")
+        report(f"  {name}: {size_text(total_bytes({name: tensors}))}, {counted(len(tensors), 'tensor')}")
     size = size_text(total_bytes(files))
-    report(f"{size} in {len(files)} files -> {conversion.target}")
+    report(f"{size} in {counted(len(files), 'file')} -> {conversion.target}")
     if options.dry_run:
         report("nothing was written (--dry-run)")
         return

@@ -11,7 +11,7 @@ from megatron_ladder.checkpoint.publish import MANIFEST_NAME, published_checkpoi
 from megatron_ladder.convert.outputs import size_text
 from megatron_ladder.convert.training_checkpoint import open_training_checkpoint
 from megatron_ladder.convert.wiring import wiring_text
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import UserError, counted
 from megatron_ladder.files import hub_hint
 
 
@@ -47,9 +47,9 @@ def _training(path: Path) -> Iterator[str]:
             dtypes = ", ".join(sorted({tensor.dtype for tensor in stored}))
             stacks = " (one for all experts)" if opened.model.moe_layers else ""
             boxes = sum(len(tensor.writers) for tensor in stored)
-            yield f"{kind}: {len(stored)} tensors{stacks} in {boxes} boxes, {dtypes}"
+            yield f"{kind}: {counted(len(stored), 'tensor')}{stacks} in {counted(boxes, 'box')}, {dtypes}"
     files = checkpoint.manifest["files"]
-    yield f"{len(files)} files, {size_text(sum(file['size'] for file in files))}"
+    yield f"{counted(len(files), 'file')}, {size_text(sum(file['size'] for file in files))}"
     if checkpoint.stored("exp_avg"):
         yield f"optimizer: {checkpoint.optimizer}"
     else:
@@ -63,7 +63,7 @@ def _hugging_face(path: Path) -> Iterator[str]:
     yield from _model(directory.model)
     size = size_text(sum(part.nbytes for tensor in directory.tensors.values() for part in tensor.parts))
     dropped = f", {directory.dropped} of them in layers that an import drops" if directory.dropped else ""
-    yield f"weights: {directory.stored} tensors{dropped}, {directory.dtype}, {size}"
+    yield f"weights: {counted(directory.stored, 'tensor')}{dropped}, {directory.dtype}, {size}"
     other = [name for name in CARRIED if (path / name).exists()]
     yield f"other files: {', '.join(other) or 'none; without a tokenizer'}"
 
@@ -79,5 +79,5 @@ def _model(model: ModelConfig) -> Iterator[str]:
         shared, layers = model.moe_shared_expert_intermediate_size, len(model.moe_layers)
         yield (
             f"experts: {model.num_experts} of width {model.moe_ffn_hidden_size}, {model.moe_router_topk} a token, "
-            f"in {layers} layers{f', with a shared expert of width {shared}' if shared else ''}"
+            f"in {counted(layers, 'layer')}{f', with a shared expert of width {shared}' if shared else ''}"
         )

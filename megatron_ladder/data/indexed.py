@@ -31,7 +31,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import UserError, counted
 from megatron_ladder.files import (
     naming,
     publish,
@@ -265,7 +265,8 @@ class IndexedDataset:
         path, found = sidecar_path(self.prefix), (len(self), len(self.tokens))
         if found != (sidecar.documents, sidecar.tokens):
             raise UserError(
-                f"{path}: describes {sidecar.documents} documents and {sidecar.tokens} tokens, the data set has "
+                f"{path}: describes {counted(sidecar.documents, 'document')} and "
+                f"{counted(sidecar.tokens, 'token')}, the data set has "
                 f"{found[0]} and {found[1]}: preprocess the data again"
             )
         if sidecar.idx_checksum not in (None, self.idx_checksum):

@@ -7,7 +7,7 @@ import xxhash
 
 from megatron_ladder.data.indexed import IndexedDataset, bin_path, format_checksum, loss_mask_path, sidecar_path
 from megatron_ladder.data.tokenizers import Tokenizer
-from megatron_ladder.errors import UserError, raise_user_errors
+from megatron_ladder.errors import UserError, counted, raise_user_errors
 
 _SHOWN_IDS = 16
 """Token ids of a document that are printed before its text."""
@@ -17,8 +17,8 @@ def summary(dataset: IndexedDataset) -> Iterator[str]:
     """Yield lines about a data set: files, counts, lengths."""
     tokens, documents = len(dataset.tokens), len(dataset)
     sequences = len(dataset.sequence_bounds) - 1
-    several = "s" * (documents != 1) + ("" if sequences == documents else f" in {sequences:,} sequences")
-    yield f"{dataset.prefix}: {documents:,} document{several}, {tokens:,} tokens of {dataset.tokens.dtype}"
+    parts = "" if sequences == documents else f" in {counted(sequences, 'sequence')}"
+    yield f"{dataset.prefix}: {counted(documents, 'document')}{parts}, {tokens:,} tokens of {dataset.tokens.dtype}"
     if dataset.loss_mask is not None:
         learnt = int(np.count_nonzero(dataset.loss_mask))
         yield f"  loss mask: {learnt:,} tokens count ({100 * learnt / tokens:.1f}%)"

@@ -39,7 +39,7 @@ from megatron_ladder.data.indexed import (
 )
 from megatron_ladder.data.reading.find import find_sources
 from megatron_ladder.data.reading.protocol import GROUP_BYTES, Block, Shard, Source
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import UserError, counted
 from megatron_ladder.files import lock_file, read_if_exists, remove_temporary_files, write_atomically
 from megatron_ladder.processes import interrupts_blocked
 from megatron_ladder.progress import ProgressBar
@@ -257,7 +257,7 @@ def _describe_special_tokens(counts: DocumentCounts, parsed: bool) -> Iterator[s
         yield f"spellings of special tokens in the input {fate}: {spelled}"
     if counts.inner_ends:
         yield (
-            f"*** {counts.inner_ends:,} end-of-document tokens are inside documents: --reset-attention-mask, "
+            f"*** {counted(counts.inner_ends, 'end-of-document token')} inside documents: --reset-attention-mask, "
             "--reset-position-ids and --eod-mask-loss take each for an end ***"
         )
 

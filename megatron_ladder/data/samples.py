@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ladder.data.indexed import IndexedDataset, sampled_checksum
-from megatron_ladder.errors import UserError
+from megatron_ladder.errors import UserError, counted
 
 DOCUMENTS, SAMPLES = 0, 1
 """Purposes of an epoch's random streams."""
@@ -157,7 +157,7 @@ class SampleSource(DatasetSamples):
         self.tokens = int(last - first)
         if self.tokens < seq_length + 1:
             raise UserError(
-                f"{dataset.prefix}: the {part} part ({len(documents)} documents) has {self.tokens} tokens, "
+                f"{dataset.prefix}: the {part} part ({counted(len(documents), 'document')}) has {self.tokens} tokens, "
                 f"{seq_length + 1} are needed for one sample: give more text, a shorter --seq-length, or "
                 "another --split"
             )

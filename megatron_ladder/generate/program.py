@@ -32,7 +32,7 @@ from megatron_ladder.comm.symmetric import check_peers, select_all_reduce
 from megatron_ladder.comm.watch import PeerWatch
 from megatron_ladder.data.chat_template import Message
 from megatron_ladder.data.tokenizers import Tokenizer
-from megatron_ladder.errors import ErrorCollector, UserError, raise_user_errors
+from megatron_ladder.errors import ErrorCollector, UserError, counted, raise_user_errors
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.graph import CudaStepGraph
 from megatron_ladder.generate.loading import DTYPES, StoredModel, check_tensor_parallel, load_model, open_model
@@ -348,7 +348,7 @@ def _summary(generations: Sequence[Generation]) -> str:
     timings = generations[0].timings
     decode = "" if timings.decode_tokens_per_second is None else f", decode {timings.decode_tokens_per_second:.1f}"
     return (
-        f"{len(generations)} prompt{'s' * (len(generations) > 1)}: {prompt_tokens} tokens in, {new_tokens} out; "
+        f"{counted(len(generations), 'prompt')}: {prompt_tokens} tokens in, {new_tokens} out; "
         f"first token after {timings.time_to_first_token * 1000:.0f} ms; "
         f"tokens/s: prefill {timings.prefill_tokens_per_second:.1f}{decode}"
     )

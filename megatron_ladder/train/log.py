@@ -23,7 +23,7 @@ from megatron_ladder.config.run import RunConfig
 from megatron_ladder.data.loader import Sources
 from megatron_ladder.data.packing import PackedSource
 from megatron_ladder.engine.build import partition
-from megatron_ladder.errors import BadNumbersError, LostPeerError, exit_code_of, without_passwords
+from megatron_ladder.errors import BadNumbersError, LostPeerError, counted, exit_code_of, without_passwords
 from megatron_ladder.progress import print_if_possible, print_rank_0
 from megatron_ladder.train.curves import Curves
 from megatron_ladder.train.record import EVALUATES, RunRecord
@@ -47,10 +47,11 @@ def banner(trainer: Trainer, sources: Sources) -> str:
         "precision": "bf16, fp32 masters and gradient accumulation" if training.bf16 else "fp32",
         **({} if distillation is None else {"teacher": " ".join(distillation.teacher.config.to_words())}),
         "parameters": f"{parameter_count(model).total:,}{used}; the vocabulary is padded to {vocab_size:,}",
-        "batch": f"{run.global_batch_size} samples = {run.accumulation_steps} accumulation steps x "
-        f"{run.data_parallel_size} data-parallel ranks x {training.micro_batch_size}",
+        "batch": f"{counted(run.global_batch_size, 'sample')} = "
+        f"{counted(run.accumulation_steps, 'accumulation step')} x "
+        f"{counted(run.data_parallel_size, 'data-parallel rank')} x {training.micro_batch_size}",
         "tokens": f"{run.tokens_per_step:,} a step, {run.tokens_per_step * training.train_iters:,} in "
-        f"{training.train_iters:,} steps",
+        f"{counted(training.train_iters, 'step')}",
         "FLOPs": f"{flops.training * run.global_batch_size:.3e} a step",
         "overlap": _overlap(run),
         "norm": trainer.implementations["norm"],
@@ -70,12 +71,13 @@ def _data_notes(run: RunConfig, sources: Sources) -> Iterator[str]:
     """Yield one line per data set: its tokens, how often the run reads them, and how conversations are packed."""
     for part, source in sources.labeled.items():
         for one, weight in zip(source.sources, source.weights, strict=True):
-            note = f"{part}: {one.name}: {one.tokens:,} tokens in {len(one.documents):,} documents"
+            note = f"{part}: {one.name}: {one.tokens:,} tokens in {counted(len(one.documents), 'document')}"
             if part == "train":
                 samples = run.training.train_iters * run.global_batch_size * weight / sum(source.weights)
                 note += f", {samples * run.training.seq_length / one.tokens:.3g} epochs"
             if isinstance(one, PackedSource):
-                note += f"; {one.conversations:,} conversations in {len(one):,} rows, {one.filled:.1%} full; "
+                note += f"; {counted(one.conversations, 'conversation')} in {counted(len(one), 'row')}"
+                note += f", {one.filled:.1%} full; "
                 note += f"{one.cut:,} are longer than a row and cut; in {one.without_targets:,} no token counts"
             yield note
 
@@ -91,7 +93,8 @@ def _stages(run: RunConfig) -> str:
     ranges = partition(run)
     idle = (len(ranges) - 1) / (run.accumulation_steps + len(ranges) - 1)
     layers = ", ".join(str(layers.start) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}" for layers in ranges)
-    return f"layers {layers}; the pipeline idles {idle:.0%} of a step with {run.accumulation_steps} accumulation steps"
+    steps = counted(run.accumulation_steps, "accumulation step")
+    return f"layers {layers}; the pipeline idles {idle:.0%} of a step with {steps}"
 
 
 def _overlap(run: RunConfig) -> str:

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from megatron_ladder.errors import counted
 from tests.helpers.commands import run_command
 
 PROGRAM = """
@@ -80,3 +81,10 @@ def test_a_reader_that_has_read_enough_and_a_closed_output_are_no_errors(redirec
     script = f'"$0" -c "$1" {redirected}; echo ${{PIPESTATUS[0]}}'
     done = run_command(["bash", "-c", script, sys.executable, PROGRAM.format(body=body)], timeout=30)
     assert (done.stdout.splitlines()[-1], done.stderr) == (code, "")
+
+
+def test_nouns_follow_their_number() -> None:
+    texts = [
+        counted(number, noun) for number, noun in ((1, "file"), (0, "file"), (1234, "tensor"), (1, "box"), (2, "box"))
+    ]
+    assert texts == ["1 file", "0 files", "1,234 tensors", "1 box", "2 boxes"]

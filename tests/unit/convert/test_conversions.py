@@ -223,4 +223,5 @@ def test_dry_run_writes_nothing_and_reports_the_plan(tmp_path: Path, capsys: pyt
     assert list(tmp_path.iterdir()) == [directory]
     printed = capsys.readouterr().out
     assert "the wiring of the source, standard, is overridden: ladder in layer 1 (of 2)" in printed
-    assert "weights_rank_00000.safetensors: 2.51 kB, 21 tensors" in printed and "nothing was written" in printed
+    assert "weights_rank_00000.safetensors: 2.51 kB, 21 tensors\n2.51 kB in 1 file -> " in printed
+    assert "nothing was written" in printed

@@ -98,7 +98,7 @@ def test_sidecar_must_name_the_tokenizer(
     with pytest.raises(UserError, match="--tokenizer-type ByteTokenizer .* is not the tokenizer of"):
         check(ByteTokenizer())
     write_sidecar(dataset.prefix, replace(right, tokens=51))
-    with pytest.raises(UserError, match="describes 1 documents and 51 tokens, the data set has 1 and 50"):
+    with pytest.raises(UserError, match="describes 1 document and 51 tokens, the data set has 1 and 50"):
         check()
 
 

@@ -115,7 +115,7 @@ def test_only_real_ends_are_end_of_document_tokens(folder: Path, capsys: pytest.
     assert preprocess(folder, "--append-eod", "--parse-special-tokens") == [[*one, end] for one in theirs]
     said = capsys.readouterr().out
     assert "in the input are these tokens now: </s> 4, <s> 1\n" in said
-    assert "*** 4 end-of-document tokens are inside documents: --reset-attention-mask, " in said
+    assert "*** 4 end-of-document tokens inside documents: --reset-attention-mask, " in said
 
 
 def test_text_is_what_the_library_makes_of_split_special_tokens(tmp_path: Path) -> None:
