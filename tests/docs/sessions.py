@@ -14,11 +14,13 @@ from tests.helpers.commands import free_port, run_command
 
 CORPUS_BYTES, LARGE_CORPUS_BYTES = 3_000_000, 10_000_000
 TIMEOUT = 900.0
-MODEL = (
+SIZES = (
     "--hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 512 --micro-batch-size 2 "
-    "--lr 1e-3 --data-path corpus_text_document --split 9,1,0 --eval-iters 1 "
-    "--tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model"
+    "--lr 1e-3 --split 9,1,0 --eval-iters 1"
 )
+SENTENCE_PIECES = "--tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model"
+BYTE_PAIRS = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json"
+MODEL = f"{SIZES} --data-path corpus_text_document {SENTENCE_PIECES}"
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 
 
@@ -66,8 +68,7 @@ def tokenize(folder: Path) -> None:
     """Write `corpus_text_document`."""
     _run(
         folder,
-        "python tools/preprocess_data.py --input corpus.jsonl --output-prefix corpus --append-eod "
-        "--tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model",
+        f"python tools/preprocess_data.py --input corpus.jsonl --output-prefix corpus --append-eod {SENTENCE_PIECES}",
     )
 
 
@@ -85,8 +86,10 @@ def write_llama(folder: Path) -> None:
     """Write `Llama-3.1-8B-Instruct/`, a tiny Llama with more than 16 layers and a chat template."""
     _run(
         folder,
-        f"python pretrain_ladder.py --num-layers 18 --train-iters 1 --save untrained {MODEL}\n"
-        "python tools/convert_checkpoint.py export --load untrained --hf Llama-3.1-8B-Instruct",
+        f"python tools/preprocess_data.py --input corpus.jsonl --output-prefix llama --append-eod {BYTE_PAIRS}\n"
+        "python pretrain_ladder.py --num-layers 18 --train-iters 1 --save untrained-llama "
+        f"--data-path llama_text_document {SIZES} {BYTE_PAIRS}\n"
+        "python tools/convert_checkpoint.py export --load untrained-llama --hf Llama-3.1-8B-Instruct",
     )
     (folder / "Llama-3.1-8B-Instruct" / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
 
