@@ -88,7 +88,7 @@ class TrainingRun:
         return self._model.config
 
     def _inside(self, call: str) -> OpenRun:
-        """Return the open run; raises UserError after its block."""
+        """Return the open run; raises UserError after the end of its block."""
         if self._opened is None:
             raise UserError(
                 f"{call}: the run has ended with its `with` block: call run.{call}() inside the block, or give a "
@@ -257,7 +257,7 @@ class TextGenerator:
         self._world = dist.group.WORLD if place.launched else None
 
     def close(self) -> None:
-        """Free what GPUs have captured, and end the process groups; all processes must call it."""
+        """Free captured graphs, and end the process groups; all processes must call it."""
         self.engine.close()
         if self._world is not None and self._world is dist.group.WORLD:
             stop_process_group()

@@ -34,7 +34,7 @@ class FlagWords:
     """By the name of the field; None is a value that is None."""
     problems: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    """Problems of flags that are not given, while the values of the others may be valid."""
+    """Problems of required flags that are not given."""
     warnings: list[str] = field(default_factory=list)
     faulty: set[str] = field(default_factory=set)
     """Names of the fields with a problem, whose values are unknown."""
@@ -129,7 +129,7 @@ def read_words(
 ) -> FlagWords:
     """Return the words of a command line by flag; `--help` and `--version` end the program.
 
-    `are_keywords` says that the words are `flag_words` of a Python function, the `program`: errors name its keywords.
+    `are_keywords`: the words are `flag_words` of the Python function `program`, and errors name its keywords.
     """
     if {"-h", "--help", "--version"} & set(argv):
         _help_parser(config_classes, program, description).parse_args(["--version" if "--version" in argv else "-h"])

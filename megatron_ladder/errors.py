@@ -64,10 +64,10 @@ class Problem(str):
 
 @dataclass
 class Written:
-    """How the user wrote flags."""
+    """The user's spelling of flags, and where they are."""
 
     spellings: dict[str, str] = field(default_factory=dict)
-    """By the name of the flag."""
+    """The user's spelling by the name of the flag."""
     places: dict[str, str] = field(default_factory=dict)
     """File and line of each flag that a file sets."""
 
@@ -134,7 +134,7 @@ class ErrorCollector:
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 file`, `1,234 files`, `2 boxes`."""
+    """Return a number with its noun: `1 file`, `1,234 files`, `2 boxes`."""
     return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith("x") else "s")
 
 

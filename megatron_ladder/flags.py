@@ -48,7 +48,7 @@ def flag_name(field_name: str) -> str:
 
 
 def keyword_name(flag: str) -> str:
-    """`--micro-batch-size` -> `micro_batch_size`."""
+    """Return `micro_batch_size` for `--micro-batch-size`."""
     return flag.removeprefix("--").replace("-", "_")
 
 

@@ -376,7 +376,7 @@ def _expert_errors(config: ModelConfig) -> Iterator[Problem]:
 
 
 def learning_errors(config: ModelConfig) -> Iterator[Problem]:
-    """Yield one line for each value with which a model can be computed, but not learned."""
+    """Yield one line for each value with which a model can be computed, but not trained."""
     if config.moe_layers and config.moe_router_topk == 1 and not config.moe_router_unnormalized:
         yield Problem(
             "--moe-router-topk",

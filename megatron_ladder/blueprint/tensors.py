@@ -42,9 +42,9 @@ def loss_chunk_tokens(tokens: int) -> int:
 
 
 def kept_expert_rows(ranks: int) -> float:
-    """Return the part of all rows of experts that a rank keeps for backward if it has one of `ranks` parts of them.
+    """Return the fraction of all rows of experts that a rank keeps for backward if `ranks` ranks share the experts.
 
-    That is a quarter more than its part of the rows on average, so that uneven choices cost little.
+    It is a quarter more than a rank's average share of the rows, so that uneven choices cost little.
     """
     return min(1.0, 1.25 / ranks)
 
@@ -64,8 +64,8 @@ class TensorSpec:
     heads: int | None = None
     """Heads along the sharded dimension, which stay whole; with fewer heads than ranks, several ranks hold the same."""
     expert_dim: int | None = None
-    """Of a stack of experts' matrices [E, out, in], each of which is initialised by itself, the dimension that has the
-    blocks, whichever is sharded."""
+    """The dimension of the blocks in a stack of experts' matrices [E, out, in], whichever dimension is sharded. Each
+    matrix is initialised separately."""
     padded: bool = False
     """Whether the sharded dimension is padded to a multiple of `VOCABULARY_MULTIPLE` x ranks."""
     mean: float = 0.0

@@ -79,7 +79,7 @@ class _Attempt:
         return max([self.first, *(event["iteration"] for event in self.done)])
 
     def add(self, event: dict[str, Any]) -> None:
-        """Take an event that follows the start."""
+        """Record an event that follows the start."""
         self.last = event["time"]
         if event["event"] == "progress":
             self.progress.append(event)
@@ -119,7 +119,7 @@ class _Summary:
 
     @property
     def killed(self) -> int:
-        """Interruptions by ranks that ended without a record of it."""
+        """Number of interruptions by ranks that did not record their end."""
         return self.interruptions - sum(
             one.hung or (one.end is not None and not one.ended_well) for one in self.attempts
         )

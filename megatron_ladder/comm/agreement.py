@@ -80,7 +80,7 @@ class Peers:
         )
 
     def beats(self, ranks: Sequence[int]) -> list[str]:
-        """Return the last heartbeat of each rank, which every later one differs from; nothing without an answer."""
+        """Return the last heartbeat of each rank, all different over time, or nothing if the board does not answer."""
         # `multi_get` respects the time limit; a check whether a key exists does not.
         beats = self._ask(lambda board: board.multi_get([f"beat/{rank}" for rank in ranks])) if ranks else None
         return [beat.decode() for beat in beats or ()]

@@ -1,11 +1,11 @@
 """The capture of a CUDA graph, which leaves nothing behind if it fails.
 
-torch ends a failed capture only halfway, because `CUDAGraph.capture_end` raises before it has told the allocators:
+torch ends a failed capture only halfway, because `CUDAGraph.capture_end` raises before it notifies the allocators:
 
-    current stream        stays that of the capture
-    device memory         the allocator believes in a capture for ever: it neither reuses memory that another stream has
-                          used nor frees cached memory, so a run that fits only without graphs dies
-    page-locked memory    the allocator asks the graph for ever whether a stream belongs to its capture
+    current stream        remains that of the capture
+    device memory         the allocator still assumes a capture: it neither reuses memory that another stream has used
+                          nor frees cached memory, so a run that fits only without graphs runs out of memory
+    page-locked memory    the allocator still asks the graph whether a stream belongs to its capture
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 _FAILED: list[torch.cuda.CUDAGraph] = []
-"""Graphs that the allocator of page-locked memory keeps asking, so that they must live as long as the process."""
+"""Graphs of failed captures. The allocator of page-locked memory keeps asking them, so they must never be freed."""
 
 
 @contextlib.contextmanager
@@ -33,7 +33,7 @@ def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any)
                     raise
         except BaseException as error:
             _end_failed(graph, pool)
-            # The end of the capture raises an error of its own, which says less than that of the work.
+            # The end of the capture raises another error, which explains less than the error of the work.
             raise (failure or error) from None
 
 
@@ -42,7 +42,7 @@ def _end_failed(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
     try:
         memory._cuda_endAllocateToPool(device, pool)  # type: ignore[attr-defined]
     except RuntimeError:
-        # `capture_end` has ended the capture: the work of the block failed, and not the capture of it.
+        # `capture_end` has ended the capture: the work of the block failed, not its capture.
         graph.reset()
         return
     memory._cuda_releasePool(device, pool)  # type: ignore[attr-defined]
@@ -50,7 +50,7 @@ def _end_failed(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
 
 
 class PeakMemory:
-    """Measures the memory that work needs from now on, to tell whether a capture of it will find as much."""
+    """Measures the memory that work needs from now on, to predict whether its capture will get as much."""
 
     def __init__(self, device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
@@ -59,7 +59,7 @@ class PeakMemory:
     def capture_problem(self) -> str:
         """Return why a capture will fail for lack of memory; an empty string if it will not.
 
-        A graph has separate memory. It gets what no tensor has, except the rests of blocks that a tensor is part of.
+        A graph has separate memory: all that no tensor uses, except for the rest of a block that a tensor uses in part.
         """
         stats = torch.cuda.memory_stats(self._device)
         in_use = stats["allocated_bytes.all.current"]

@@ -10,9 +10,9 @@ exchange of signals instead of the 2 (n - 1) steps of a ring. Each rank reads n 
 2 (n - 1)/n of one, so large tensors use NCCL. Where NVSwitches support multicast, they sum, and each rank reads one.
 
 The switches sum for each rank separately, in any order, so sums may differ between ranks by a rounding. A router that
-finds two experts nearly equal might then choose another one on each rank, and the parts of two experts would be added
-up. Models with experts therefore use the other kernel, which adds in rank order on every rank (`load_and_reduce` in
-torch). NCCL sums each number once, and sends it to all ranks.
+finds two experts nearly equal might then choose different ones on different ranks, and the sum would mix the parts of
+two experts. Models with experts therefore use the other kernel, which adds in rank order on every rank
+(`load_and_reduce` in torch). NCCL sums each number once, and sends it to all ranks.
 """
 
 import socket
@@ -101,7 +101,7 @@ def check_peers(size: int, device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _has_nvlink(device: int, peer: int) -> bool:
-    """Whether NVLink joins two GPUs, directly or by switches; raises UserError if that cannot be found out."""
+    """Whether NVLink joins two GPUs, directly or by switches; raises UserError if torch cannot detect that."""
     try:
         # Private, but torch has no other way to ask. Versions that lack it use NCCL.
         detect = torch._C._distributed_c10d._detect_dma_connectivity  # type: ignore[attr-defined]

@@ -9,8 +9,8 @@ The collectives come from torch's flight recorder, which records all collectives
 
 torch times a collective from its launch on the host, and knows no collectives in CUDA graphs. The host launches a
 captured step at once, and what follows, such as the reduce of the gradient norm, while the step still runs. So the
-timeout includes the time of a step. A rank that waits in the driver for a captured step is not timed at all. It ends
-when the heartbeats of another rank have stopped, however long its step takes.
+timeout includes the time of a step. A rank that waits in the driver for a captured step has no timeout. It ends when
+the heartbeats of another rank have stopped, however long its step takes.
 """
 
 import contextlib
@@ -43,8 +43,8 @@ BEAT_SECONDS = 5.0
 """Time between two heartbeats of a rank."""
 MOST_MISSED_BEATS = 12
 """Number of looks without a new heartbeat of a rank after which it counts as gone."""
-_SETTLED = timedelta(seconds=1)
-"""Steps that are longer than the longest one by less do not change the timeout."""
+_SMALLEST_INCREASE = timedelta(seconds=1)
+"""A step changes the timeout only if it takes longer than the longest one by more than this."""
 MOST_COLLECTIVES = 4
 """Maximum number of unfinished collectives to describe, oldest first: the others wait for the oldest."""
 
@@ -162,7 +162,7 @@ def _this_rank() -> int:
 class _MissedBeats:
     """Counts how often in a row a look at the board found no new heartbeat of each rank.
 
-    A look is a better clock than time is: this process may itself have been stopped.
+    Looks are counted instead of time, because this process may itself have been stopped for a while.
     """
 
     def __init__(self, peers: Peers, this_rank: int) -> None:
@@ -248,7 +248,7 @@ class HangWatch:
         self._rank = dist.get_rank()
         self._stepped = False
         self._longest_step = timedelta()
-        """That after the first."""
+        """The time of the longest step after the first one."""
         self._progress = self._step_began = time.monotonic()
         self._reported = self._waits = False
         self._missed = _MissedBeats(peers, self._rank)
@@ -273,10 +273,10 @@ class HangWatch:
         step = timedelta(seconds=self._progress - self._step_began)
         self._step_began = self._progress
         if not self._stepped:
-            # It also compiled, so its time tells nothing about other steps.
+            # The first step includes compilation, so its time is not typical of other steps.
             self._stepped = True
             self._set_limit(self._running)
-        elif step > self._longest_step + _SETTLED:
+        elif step > self._longest_step + _SMALLEST_INCREASE:
             self._longest_step = step
             self._set_limit(self._running + step)
 

@@ -288,8 +288,10 @@ _PREPROCESSING_RULES = {
 
 @functools.cache
 def _known_flags(preprocessing: bool = False) -> tuple[dict[str, tuple[str, tuple[str, ...] | None]], dict[str, str]]:
-    """Return reason and accepted values by flag (a switch has no values; None: it is never accepted), and the reason by
-    pattern."""
+    """Return reason and accepted values by flag, and reason by pattern.
+
+    A switch has no values; None instead of values: the flag is never accepted.
+    """
     exact, patterns = dict[str, tuple[str, tuple[str, ...] | None]](), dict[str, str]()
     for reason, words in (_PREPROCESSING_RULES if preprocessing else _RULES).items():
         for word in words.split():
@@ -304,7 +306,7 @@ def _known_flags(preprocessing: bool = False) -> tuple[dict[str, tuple[str, tupl
 def read_megatron_flag(name: str, values: Sequence[str], found: FlagWords, preprocessing: bool = False) -> bool:
     """Accept a flag of Megatron with its values, or add a problem to `found`; return whether it is Megatron's.
 
-    With `preprocessing`, it is one of the program that makes data.
+    `preprocessing` selects the flags of Megatron's preprocess_data.py.
     """
     flag, shown = name.replace("_", "-"), " ".join(values)
     exact, patterns = _known_flags(preprocessing)

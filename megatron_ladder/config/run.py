@@ -129,7 +129,7 @@ def read_run_words(argv: Sequence[str], function: str | None = None) -> FlagWord
 
 
 def to_flags(found: FlagWords, world_size: int = 1) -> RunFlags:
-    """Convert the words of a run of so many processes to values.
+    """Convert the words of a run of `world_size` processes to values.
 
     Raises UserError with one line per word and value that is not valid. If only required flags are missing, the errors
     of `resolve_run` follow.

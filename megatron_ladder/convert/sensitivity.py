@@ -139,7 +139,7 @@ def _with_flags_of_the_run(options: MeasuredOptions, stored: StoredModel) -> Mea
 
 
 def _report_unused_ends(options: MeasuredOptions, stored: StoredModel, dataset: IndexedDataset) -> None:
-    """Warn if nothing says how training read the data, and the model will read across the ends of its documents."""
+    """Warn if the checkpoint does not record how training read the data, and no flag separates its documents."""
     sidecar = dataset.sidecar
     if stored.data_flags or sidecar is None or any(getattr(options, name) is not None for name in _CUTS):
         return

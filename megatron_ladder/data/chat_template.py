@@ -135,14 +135,14 @@ class ChatTemplate:
         """Return the first character in a rendered text of each token that the messages, not the template, spell.
 
         `pattern_of` receives the role of a message, "tool" for the tools, and returns what to find in it. Raises
-        ChatTemplateError if the template renders other messages when something stands in these spellings.
+        ChatTemplateError if the template changes the messages when marks are inserted into these spellings.
         """
         # Characters for private use and digits, which templates leave as they are. Nobody can guess the number.
         mark = f"\ue000{secrets.randbits(64)}\ue001"
         marked = []
         for message in messages:
             pattern = pattern_of(message.get("role"))
-            # Templates compare the role, so nothing may stand in it.
+            # Templates compare the role, so it must not contain a mark.
             marked.append(
                 {key: value if key == "role" else mark_spelled(value, pattern, mark) for key, value in message.items()}
             )

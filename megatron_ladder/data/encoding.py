@@ -16,7 +16,7 @@ from megatron_ladder.data.tokenizers import Tokenizer
 
 @dataclass
 class DocumentCounts:
-    """What is unusual in some documents; JSON-able."""
+    """Counts of unusual tokens in some documents; JSON-able."""
 
     spelled: dict[str, int] = field(default_factory=dict)
     """Special tokens -> how often the texts spell them."""

@@ -62,7 +62,7 @@ class PreprocessOptions:
 
 @dataclass
 class _ShardReport:
-    """What a user should know about the input of one or more shards; stored with each finished shard."""
+    """Findings about the input of one or more shards, for the user; stored with each finished shard."""
 
     skipped: list[str] = field(default_factory=list)
     """One line per skipped record."""

@@ -23,7 +23,7 @@ class RenamedTokenizer(NamedTuple):
 
     library: tokenizers.Tokenizer
     aliases: dict[str, str]
-    """Former texts -> texts."""
+    """New text of each renamed token, by its former text."""
 
 
 def rename_tokens(library: tokenizers.Tokenizer, names: Collection[str]) -> RenamedTokenizer:
@@ -38,7 +38,7 @@ def rename_tokens(library: tokenizers.Tokenizer, names: Collection[str]) -> Rena
     model, vocabulary = settings["model"], settings["model"]["vocab"]
     for token in settings["added_tokens"]:
         if token["content"] in aliases:
-            # An alias is a token wherever it is: no text has it by chance.
+            # An alias is this token even inside a word: no text contains it by chance.
             token |= {"content": aliases[token["content"]], "single_word": False}
     if isinstance(vocabulary, dict):
         model["vocab"] = {aliases.get(text, text): number for text, number in vocabulary.items()}

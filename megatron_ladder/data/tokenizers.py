@@ -49,7 +49,7 @@ class Tokenizer(Protocol):
     bos_id: int | None = None
     """The token that the tokenizer's files name for the beginning of a text; training and generation do not add it."""
     special_tokens: tuple[str, ...] = ()
-    """Tokens whose spelling `encode` converts to them, and which do not belong into a document."""
+    """Tokens whose spelling `encode` converts to them, and which do not belong in a document."""
     control_tokens: Mapping[int, str] = MappingProxyType({})
     """The spelling of each control token that has one; `decode` leaves these tokens out."""
 
@@ -360,7 +360,7 @@ class HuggingFaceTokenizer(Tokenizer):
         """Encode a text in which every added token, except the spelled ones, is replaced by its alias."""
         library, aliases = self._without_added
         replaced, end = "", 0
-        # Of each character of the replaced text: the beginning and the end of what it stands for in `text`.
+        # The beginning and the end in `text` of what each character of the replaced text stands for.
         begins, ends = list[int](), list[int]()
         for number, (begin, stop) in zip(encoding.ids, encoding.offsets, strict=True):
             token = self._added.get(number)
@@ -369,7 +369,7 @@ class HuggingFaceTokenizer(Tokenizer):
                 continue
             spelling = self._spelling_in(text[begin:stop], token.content)
             if spelling is None:
-                # The model's token for what it does not know.
+                # The model's token for unknown text.
                 continue
             # A token may include white space, without which its normalized form would not be found.
             before, _, after = text[begin:stop].rpartition(spelling)

@@ -11,9 +11,9 @@ three graphs:
 They share memory: they are captured in this order and replayed in no other.
 
 All ranks capture, or none. Before the capture they agree whether all have the memory for it. A rank that fails later
-may leave others behind in it, since NCCL may exchange the buffers of a captured collective with the ranks that take
-part. The rank prints its error and waits for the others: they come if they could record without it, and then all of
-them run without graphs. Otherwise its wait ends at the timeout, and theirs when it is gone (`comm/watch.py`).
+may leave others stuck in it, because NCCL may exchange the buffers of a captured collective among its ranks. The rank
+prints its error and waits for the others. If they can record without it, they join it, and all ranks run without
+graphs. Otherwise its wait ends at the timeout, and theirs after its process has ended (`comm/watch.py`).
 """
 
 import sys
@@ -57,7 +57,7 @@ class CapturedPasses:
         self._starts: list[float] = []
         """When the steps up to the end of the measurement started."""
         self._memory: PeakMemory | None = None
-        """Of the last step before the capture."""
+        """Measures the last step before the capture."""
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._inputs: list[Tensor | None] = []
         self._device = next(module.parameters()).device

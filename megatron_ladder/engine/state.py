@@ -40,8 +40,7 @@ class EngineState(OptimizerState, ABC):
 
     @contextmanager
     def keeping(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Inside the block, the gradients of these parameters are zero, and steps change neither them nor their
-        moments.
+        """Freeze parameters inside the block: their gradients are zero, steps change neither them nor their moments.
 
         Masters of several parameters share a tensor, which the optimizer updates as a whole, so their values are copied
         back after its update, before any weights are made from masters.

@@ -16,7 +16,7 @@ OPEN_ANSWERS = (
     "no token ended answers in training, and the chat template writes none after them, so answers will not end before "
     "the limit of new tokens: train on conversations of a --chat-template that writes one, or stop at a text"
 )
-"""A model of conversations that nothing ended."""
+"""Warning about a model of conversations without a token that ends answers."""
 
 
 class Prompt(NamedTuple):

@@ -149,7 +149,7 @@ class IncrementalDecoder:
 class StopFinder:
     """Cuts an incremental text before the first stop string, and holds back text that may begin one.
 
-    A stop string may spell out control tokens, which are hidden: they are no part of the text to show.
+    A stop string may spell out control tokens, which are hidden: they do not belong to the text to show.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
 """FlashAttention over packed sequences, by torch's operator for GPUs.
 
-torch.nn.attention.varlen.varlen_attn calls the same operator. But it loads torch's compiler, which takes seconds, and
+torch.nn.attention.varlen.varlen_attn calls the same operator, but loads torch's compiler, which takes seconds, and
 accepts grouped heads, numbers of used keys and pages only from torch 2.13 on.
 """
 
@@ -26,7 +26,7 @@ def flash_attention(
     """Attend within n sequences: q [queries, heads, d], k and v [keys, kv_heads, d] -> [queries, heads, d].
 
     `query_starts` and `key_starts` [n + 1] int32 are the first row of each sequence and the end of the last one.
-    Of each sequence, the first `used_keys` [n] int32 are used, by default all.
+    Only the first `used_keys` [n] int32 keys of each sequence are used; by default all.
 
     The operator splits the keys of a head among multiprocessors if `pages` [n, 1] int32 lists the page of each
     sequence: `longest_key` keys, a multiple of 256. torch before 2.13 does so only if several heads share the keys.

@@ -37,7 +37,7 @@ _DEFAULT_OPTIONS, _NO_LOSSES = StackOptions(), ExpertOptions()
 
 
 class LossScales(NamedTuple):
-    """What turns sums over a global batch into means: scalars in fp64, on the device."""
+    """Factors that turn sums over a global batch into means: scalars in fp64, on the device."""
 
     targets: Tensor
     """1 / number of target tokens, for the losses of the head."""
@@ -202,7 +202,7 @@ class LanguageModel(nn.Module):
         return losses[0]
 
     def _with_losses_of_bodies(self, x: Tensor, context: SequenceContext, scale: Tensor | float) -> Tensor:
-        """Return x, with whose backward that of the bodies' losses runs, for the gradient `scale`."""
+        """Return x; its backward also runs that of the bodies' losses, with the gradient `scale`."""
         if not context.losses:
             return x
         self._add_extra_losses(context.losses)
@@ -232,7 +232,7 @@ class LanguageModel(nn.Module):
     def take_extra_losses(self, scales: LossScales | None = None) -> Tensor:
         """Return each of the `extra_losses` since the last call, fp64, and forget them.
 
-        Without scales they are sums, over target tokens or, of bodies, over tokens.
+        Without scales they are sums: those of the head over target tokens, and those of bodies over tokens.
         """
         taken = self._extra_loss_sums.clone()
         # In place, because a captured pass adds to this tensor.

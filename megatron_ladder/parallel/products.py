@@ -268,11 +268,11 @@ class ExpertWeights(NamedTuple):
 
 
 class _Experts(Function):
-    """Keeps the tokens, and of their rows the products with gate and up; what follows is computed again.
+    """Keeps the tokens and the products of their rows with gate and up for backward, which computes the rest again.
 
-    A rank with some of the experts sorts all rows, because the host does not know how many are its own. It keeps those
-    products for `kept_expert_rows`, and computes those of further rows of its experts again: none if the experts have
-    about equally many. The kernel skips rows of other ranks, so that costs as many products as there are such rows.
+    A rank with some of the experts sorts all rows, because the host does not know how many are its own. It keeps the
+    products of a fixed number of rows (`kept_expert_rows`), and computes those of further rows of its experts again.
+    There are none if the experts have about equally many rows. The kernel skips the rows of other ranks.
     """
 
     @staticmethod
@@ -355,7 +355,7 @@ def _differentiate(
 
 
 def _multiply_inputs(rows: Tensor, gate: Tensor, up: Tensor, sorted_rows: SortedRows) -> Tensor:
-    """Sorted rows [n k, h] -> their products with gate and up, side by side, [n k, 2 f]."""
+    """Multiply sorted rows [n k, h] with gate and up; return the products side by side, [n k, 2 f]."""
     return torch.cat([_multiply(rows, weight.transpose(1, 2), sorted_rows) for weight in (gate, up)], dim=-1)
 
 
@@ -368,10 +368,10 @@ def run_experts(
     swiglu: Callable[[Tensor], Tensor],
     input_gradient: InputGradient | None,
 ) -> Tensor:
-    """x [..., h], and the weights of each token's choices [..., k] -> the weighted sum of their experts [..., h].
+    """Return the sum of each token's experts [..., h], weighted with `weights` [..., k], for x [..., h].
 
-    An expert is down @ swiglu([gate @ x, up @ x]). Backward keeps something of the first `kept_rows` sorted rows. The
-    gradient of x goes to `input_gradient`, if given.
+    An expert is down @ swiglu([gate @ x, up @ x]). Backward gets the products with gate and up of the first `kept_rows`
+    sorted rows, and computes others again. The gradient of x goes to `input_gradient`, if given.
     """
     result: Tensor = _Experts.apply(x, *matrices, weights, sorted_rows, kept_rows, swiglu, input_gradient)
     return result

@@ -227,7 +227,7 @@ class CheckpointSaver:
             "guard": self._trainer.guard.state(),
         }
         if stream is not None:
-            # Of each data-parallel rank, one rank reads.
+            # One process of each data-parallel rank reads.
             states = {
                 rank: state for rank, state in self._world.gather_objects((data.rank, batches.reader_state)) if state
             }

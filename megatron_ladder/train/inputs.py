@@ -85,7 +85,7 @@ class RunInputs(ResolvedRun):
     end_ids: frozenset[int] = frozenset()
     """Tokens that end texts: those of documents, of answers in the data, and of the checkpoint."""
     answers_end: bool = True
-    """Whether a token ends the answers of conversations, in the data or, if it has none, that of the checkpoint."""
+    """Whether a token ends answers, in the data's conversations or, without any, in those of the checkpoint."""
     stream: StreamPlan | None = None
     """The training input of --streaming, which replaces the training source."""
     shards: tuple[Shard, ...] = ()
@@ -335,7 +335,7 @@ def _find_eod(data: DataConfig, sources: Sources, tokenizer: Tokenizer | None, r
 
 
 def _check_ends(datasets: Sequence[IndexedDataset], eod_id: int, described: str, flags: str, rank: int) -> None:
-    """Look at documents of data sets that nothing describes; raises UserError if the flags have no effect on one."""
+    """Sample documents of data sets without a description; raises UserError if the flags have no effect on one."""
     errors = []
     for dataset in datasets:
         ends = sampled_ends(dataset)

@@ -32,8 +32,8 @@ RECIPE = (
     "--lr-decay-style linear --clip-grad 0.5 --norm-epsilon 1e-2 --adam-eps 1e-2 --log-interval 1 --eval-iters 1 "
     "--tokenizer-type HuggingFaceTokenizer --tokenizer-model {corpus}/tokenizer"
 )
-"""Of 22 seeds, this one leaves the widest gaps between the scores of experts that a token chooses and those of the next
-ones, at least 1e-5; layouts change scores by 1e-7. The terms in the denominators of norms and AdamW keep rounding
+"""The seed is the best of 22: the scores of experts that a token chooses exceed the next ones by at least 1e-5, while
+layouts change scores by 1e-7. The terms in the denominators of norms and AdamW keep rounding
 errors of small numbers from growing."""
 MODELS = {
     "tied": "--residual-mode ladder --ladder-layers 2-6 --tie-embeddings --qk-layernorm --z-loss-coeff 0.02",

@@ -33,7 +33,7 @@ class _MetaAccelerator(CPU_Accelerator):  # type: ignore[misc]
         return tensor.is_meta
 
     def available_memory(self, device_index: int | None = None) -> int:
-        # Of the host it would be too little, and DeepSpeed would use host memory instead.
+        # The host's memory would be too little, and DeepSpeed would allocate on the host instead.
         return sys.maxsize
 
     def synchronize(self, device_index: int | None = None) -> None:

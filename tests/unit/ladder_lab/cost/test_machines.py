@@ -13,7 +13,7 @@ H100 = Machine.usual("h100")
 
 
 def spread(ranks: int, stride: int = 1, per_box: int = 8) -> frozenset[Spread]:
-    """Of `stride` groups of every `stride`-th rank."""
+    """Return where `stride` groups of every `stride`-th rank are."""
     return placement(Layout(tensor=stride, data=ranks), per_box).data
 
 

@@ -87,7 +87,7 @@ def choose_first(config: ModelConfig, scores: torch.Tensor, bias: torch.Tensor |
 def test_a_rank_keeps_its_part_of_the_rows_of_experts(
     monkeypatch: pytest.MonkeyPatch, sharding: Literal["width", "experts"], ranks: int, is_even: bool
 ) -> None:
-    """Of whole experts, too, and also if the first rank has all rows."""
+    """The measured sizes of saved tensors equal the planned ones, also if the first rank has all rows."""
     if not is_even:
         monkeypatch.setattr("megatron_ladder.model.experts._choose", choose_first)
     sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
