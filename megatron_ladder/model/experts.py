@@ -121,11 +121,10 @@ class _RoutedExperts(Body):
         (chosen,) = again or (_choose(self.config, scores.detach(), self.router.expert_bias),)
         losses = {}
         if context.losses is not None:
-            # A token counts once, padding not at all.
-            counts = torch.ones_like(chosen[..., 0]) if context.token_mask is None else context.token_mask.long()
-            losses = self._losses(logits, scores, chosen, counts)
+            token_mask = torch.ones_like(chosen[..., 0]) if context.token_mask is None else context.token_mask.long()
+            losses = self._losses(logits, scores, chosen, token_mask)
             if not again:
-                self.router.loads += _count(chosen, counts, len(self.router.loads)).sum(0)
+                self.router.loads += _count(chosen, token_mask, len(self.router.loads)).sum(0)
         partial = self.matrices(x, chosen, self._weights(scores, chosen), input_gradient)
         return BodyOutput(partial, losses, (chosen,))
 
@@ -137,22 +136,23 @@ class _RoutedExperts(Body):
             weights = weights / (total + 1e-20 if self.config.moe_router_score_function == "sigmoid" else total)
         return weights * self.config.moe_router_topk_scaling_factor
 
-    def _losses(self, logits: Tensor, scores: Tensor, chosen: Tensor, counts: Tensor) -> dict[str, Tensor]:
-        """Return the losses summed over the tokens that `counts` [s, b], 1 or 0, counts.
+    def _losses(self, logits: Tensor, scores: Tensor, chosen: Tensor, token_mask: Tensor) -> dict[str, Tensor]:
+        """Return the losses summed over tokens; `token_mask` [s, b] is 1, or 0 for padding.
 
-        Of n tokens of a sequence, f is each expert's share of the choices and P its mean score, and the balancing loss
-        is n E sum f P (arXiv 2101.03961).
+        The balancing loss of a sequence of n tokens is n E sum f P (arXiv 2101.03961), where f is each expert's
+        share of the choices, and P its mean score.
         """
         options, losses = self.options, {}
         if options.balancing:
-            shares = (scores / scores.sum(-1, keepdim=True) * counts.unsqueeze(-1)).sum(0)
-            loads, tokens = _count(chosen, counts, scores.shape[-1]), counts.sum(0)
+            shares = (scores / scores.sum(-1, keepdim=True) * token_mask.unsqueeze(-1)).sum(0)
+            loads = _count(chosen, token_mask, scores.shape[-1])
+            tokens = token_mask.sum(0)
             if options.balancing_of == "aux_loss":
                 shares, loads, tokens = (each.sum(0, keepdim=True) for each in (shares, loads, tokens))
             unbalanced = ((loads * shares).sum(-1) / tokens.clamp(min=1)).sum()
             losses[BALANCING_LOSS] = options.balancing * scores.shape[-1] / chosen.shape[-1] * unbalanced
         if options.z_loss:
-            losses[ROUTER_Z_LOSS] = options.z_loss * (logits.logsumexp(-1).square() * counts).sum()
+            losses[ROUTER_Z_LOSS] = options.z_loss * (logits.logsumexp(-1).square() * token_mask).sum()
         return losses
 
 
@@ -200,11 +200,11 @@ def _choose(config: ModelConfig, scores: Tensor, bias: Tensor | None) -> Tensor:
     return scores.topk(config.moe_router_topk, dim=-1).indices
 
 
-def _count(chosen: Tensor, counts: Tensor, experts: int) -> Tensor:
+def _count(chosen: Tensor, token_mask: Tensor, experts: int) -> Tensor:
     """Return how many tokens of each sequence chose each expert, [b, E]; the host does not wait.
 
-    `chosen` is [s, b, k], and `counts` [s, b] is how often a token counts.
+    `chosen` is [s, b, k], and `token_mask` [s, b] is 1, or 0 for padding.
     """
     loads = torch.zeros(chosen.shape[1], experts, dtype=torch.int64, device=chosen.device)
-    counts = counts.unsqueeze(-1).expand_as(chosen)
+    counts = token_mask.unsqueeze(-1).expand_as(chosen)
     return loads.scatter_add_(1, *(each.transpose(0, 1).flatten(1) for each in (chosen, counts)))
