@@ -43,7 +43,8 @@ class _Attempt:
     """The part of a run between one start and the next.
 
     `first` is the number of steps completed before it. An attempt that does not train only evaluates a checkpoint.
-    `last` is the time of its last event. An interrupted attempt has no `end`, and a `loss` if a rank lost another one.
+    `last` is the time of its last event. An interrupted attempt has no `end`. `peer_loss` is the first event about
+    lost ranks, if there is one.
     `unlogged` has the steps between the last progress and the last save, and `blocked_seconds` the time of saves there.
     """
 
@@ -55,28 +56,29 @@ class _Attempt:
     unlogged: dict[str, Any] | None = None
     blocked_seconds: float = 0.0
     end: dict[str, Any] | None = None
-    loss: dict[str, Any] | None = None
+    peer_loss: dict[str, Any] | None = None
 
     @property
     def hung(self) -> bool:
-        return self.end is None and self.loss is not None and self.loss["event"] == "hang"
+        return self.end is None and self.peer_loss is not None and self.peer_loss["event"] == "hang"
 
     def outcome(self, is_last: bool) -> str:
         if self.end is not None:
             return f"{self.end.get('reason')} (exit code {self.end['code']})"
-        if self.loss is None:
-            return f"no end is recorded: {'running, or ' * is_last}{_KILLED}"
-        who = self.loss.get("where") or f"ranks {self.loss.get('ranks')}"
+        if self.peer_loss is None:
+            running = "running, or " if is_last else ""
+            return f"no end is recorded: {running}{_KILLED}"
+        who = self.peer_loss.get("where") or f"ranks {self.peer_loss.get('ranks')}"
         return f"interrupted: {who}: " + ("did not answer in time" if self.hung else _KILLED)
 
     @property
-    def done(self) -> list[dict[str, Any]]:
+    def step_events(self) -> list[dict[str, Any]]:
         """The events that count steps."""
         return self.progress if self.unlogged is None else [*self.progress, self.unlogged]
 
     @property
     def reached(self) -> int:
-        return max([self.first, *(event["iteration"] for event in self.done)])
+        return max([self.first, *(event["iteration"] for event in self.step_events)])
 
     def add(self, event: dict[str, Any]) -> None:
         """Record an event that follows the start."""
@@ -93,7 +95,7 @@ class _Attempt:
             self.blocked_seconds += event["blocked_seconds"]
         elif event["event"] in ("hang", "lost"):
             # Ranks that lose the one that noticed it report it as well.
-            self.loss = self.loss or event
+            self.peer_loss = self.peer_loss or event
         elif event["event"] == "stop":
             self.end = event
 
@@ -152,13 +154,13 @@ def _summarize(events: Sequence[dict[str, Any]]) -> _Summary:
     kept_seconds, done, kept = 0.0, 0.0, 0.0
     for number, attempt in enumerate(attempts):
         horizon = min([later.first for later in attempts[number + 1 :] if later.trains], default=attempt.reached)
-        for event in attempt.done:
+        for event in attempt.step_events:
             steps, begin = event["steps"], event["iteration"] - event["steps"]
             kept_here = min(max(horizon - begin, 0), steps)
             kept_seconds += event["seconds"] * kept_here / steps
             done += steps
             kept += kept_here
-    is_running = attempts[-1].end is None and attempts[-1].loss is None
+    is_running = attempts[-1].end is None and attempts[-1].peer_loss is None
     return _Summary(
         wall_seconds=(events[-1]["time"] - attempts[0].start).total_seconds(),
         kept_seconds=kept_seconds,
@@ -214,9 +216,10 @@ def _draw(events: Sequence[dict[str, Any]], summary: _Summary) -> "Figure":
         style = {"linestyle": "--", "marker": "o", "markersize": 4, "color": f"C{5 + number}"}
         loss_axis.plot(*zip(*curve, strict=True), label=f"validation {name}".rstrip(), **style)
     finished = [one for one in summary.attempts if one.end is not None or one is not summary.attempts[-1]]
+    lost = [attempt.peer_loss["time"] for attempt in summary.attempts if attempt.peer_loss is not None]
     marks = [
         ("skipped step, or spike", "C4", [event["time"] for event in events if event["event"] in ("skip", "spike")]),
-        ("a rank was lost, or hung", "C1", [one.loss["time"] for one in summary.attempts if one.loss is not None]),
+        ("a rank was lost, or hung", "C1", lost),
         ("ended", "C2", [attempt.last for attempt in finished if attempt.ended_well]),
         ("interrupted", "C3", [attempt.last for attempt in finished if not attempt.ended_well]),
     ]
