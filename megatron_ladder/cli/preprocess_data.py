@@ -12,9 +12,6 @@ from megatron_ladder.config.sections import TokenizerType
 from megatron_ladder.errors import counted, run_program
 from megatron_ladder.flags import flag
 
-_SHOWN_TOKENS = 8
-"""Special tokens that a message names at most."""
-
 
 @dataclass(frozen=True)
 class PreprocessConfig:
@@ -94,6 +91,7 @@ def main(argv: Sequence[str]) -> None:
     from megatron_ladder.data.encoding import Task
     from megatron_ladder.data.preprocess import PreprocessOptions, dataset_prefix, preprocess
     from megatron_ladder.data.reading.protocol import Reading
+    from megatron_ladder.data.special_tokens import list_tokens
     from megatron_ladder.data.tokenizers import check_parses_special_tokens, load_tokenizer
 
     tokenizer = load_tokenizer(config.tokenizer_type, config.tokenizer_model, config.vocab_size, config.eod_token)
@@ -117,23 +115,19 @@ def main(argv: Sequence[str]) -> None:
     sidecars = preprocess(config.input, config.output_prefix, task, options)
     for key, sidecar in sidecars.items():
         prefix = dataset_prefix(config.output_prefix, key)
-        skipped = f", {sidecar.skipped:,} bad lines skipped" if sidecar.skipped else ""
+        skipped = f", {counted(sidecar.skipped, 'bad line')} skipped" if sidecar.skipped else ""
         _print_message(
             f"{prefix}: {counted(sidecar.documents, 'document')}, {counted(sidecar.tokens, 'token')}{skipped}"
         )
         if config.chat:
             names = {tokenizer.eod_id: tokenizer.named_tokens().get("eos_token", ""), **tokenizer.control_tokens}
             ends = " ".join(names[number] for number in sidecar.answer_ends)
-            _print_message(f"answers end with {ends}" if ends else _nothing_ends_answers(list(names.values())))
-
-
-def _nothing_ends_answers(special_tokens: Sequence[str]) -> str:
-    others = " ..." if len(special_tokens) > _SHOWN_TOKENS else ""
-    known = " ".join(special_tokens[:_SHOWN_TOKENS]) + others
-    return (
-        "answers do not end with a special token: pass a --chat-template that writes one, or the model will not learn "
-        f"to end an answer; the tokenizer has {known or 'none'}"
-    )
+            if ends:
+                _print_message(f"answers end with {ends}")
+                continue
+            fix = "pass a --chat-template that writes one, or the model will not learn to end an answer"
+            known = list_tokens(list(names.values()), " ") or "none"
+            _print_message(f"answers do not end with a special token: {fix}; the tokenizer has {known}")
 
 
 def _print_message(line: str) -> None:

@@ -50,6 +50,8 @@ _TOKEN_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 SAMPLED_BLOCKS, _SAMPLED_BYTES = 64, 4096
 """Number and size of the blocks of .bin that distinguish data sets with equal indices without reading all tokens."""
+_SAMPLED_DOCUMENTS = 1000
+"""Number of documents from all over a data set whose last tokens are read."""
 
 
 def bin_path(prefix: Path) -> Path:
@@ -377,28 +379,32 @@ def documents_with_targets(
     return found
 
 
-def sampled_ends(dataset: IndexedDataset, documents: int = 1000) -> NDArray[Any]:
+def sampled_ends(dataset: IndexedDataset) -> NDArray[Any]:
     """Return the last token of documents from all over a data set, without empty ones."""
     bounds = dataset.document_bounds
     present = np.flatnonzero(np.diff(bounds))
-    chosen = present[np.unique(np.linspace(0, len(present) - 1, documents).astype(np.int64))]
+    chosen = present[np.unique(np.linspace(0, len(present) - 1, _SAMPLED_DOCUMENTS).astype(np.int64))]
     return dataset.tokens[bounds[chosen + 1] - 1]
 
 
 def occurs_in_sample(dataset: IndexedDataset, token_id: int) -> bool:
     """Return whether a token is in blocks from all over a data set."""
-    begins = np.linspace(0, max(len(dataset.tokens) - _SAMPLED_BYTES, 0), SAMPLED_BLOCKS).astype(np.int64)
-    return any(bool((dataset.tokens[begin : begin + _SAMPLED_BYTES] == token_id).any()) for begin in begins.tolist())
+    begins = _sampled_begins(len(dataset.tokens), SAMPLED_BLOCKS)
+    return any(bool((dataset.tokens[begin : begin + _SAMPLED_BYTES] == token_id).any()) for begin in begins)
 
 
 def sampled_checksum(array: NDArray[Any], blocks: int = SAMPLED_BLOCKS) -> str:
     """Return the checksum of blocks from all over a mapped file."""
     content = array.view(np.uint8)
-    begins = np.linspace(0, max(len(content) - _SAMPLED_BYTES, 0), blocks).astype(np.int64)
     hasher = xxhash.xxh3_128()
-    for begin in np.unique(begins).tolist():
+    for begin in _sampled_begins(len(content), blocks):
         hasher.update(content[begin : begin + _SAMPLED_BYTES].tobytes())
     return format_checksum(hasher)
+
+
+def _sampled_begins(length: int, blocks: int) -> list[int]:
+    begins: list[int] = np.unique(np.linspace(0, max(length - _SAMPLED_BYTES, 0), blocks).astype(np.int64)).tolist()
+    return begins
 
 
 def _prefixes_nearby(prefix: Path) -> str:

@@ -39,14 +39,13 @@ from megatron_ladder.data.indexed import (
 )
 from megatron_ladder.data.reading.find import find_sources
 from megatron_ladder.data.reading.protocol import GROUP_BYTES, Block, Shard, Source
+from megatron_ladder.data.special_tokens import list_tokens
 from megatron_ladder.errors import UserError, counted
 from megatron_ladder.files import lock_file, read_if_exists, remove_temporary_files, write_atomically
 from megatron_ladder.processes import interrupts_blocked
 from megatron_ladder.progress import ProgressBar
 
 _FORMAT = 8
-_SHOWN_TOKENS = 8
-"""Special tokens that a message lists."""
 
 
 @dataclass(frozen=True)
@@ -250,9 +249,8 @@ def preprocess(
 def _describe_special_tokens(counts: DocumentCounts, parsed: bool) -> Iterator[str]:
     """Yield lines about special tokens that texts spell, and about tokens that end a document inside of another."""
     if counts.spelled:
-        most = Counter(counts.spelled).most_common(_SHOWN_TOKENS)
-        others = " ..." if len(counts.spelled) > len(most) else ""
-        spelled = ", ".join(f"{token} {number:,}" for token, number in most) + others
+        most_first = Counter(counts.spelled).most_common()
+        spelled = list_tokens([f"{token} {number:,}" for token, number in most_first], ", ")
         fate = "are these tokens now" if parsed else "stay text (--parse-special-tokens makes them these tokens)"
         yield f"spellings of special tokens in the input {fate}: {spelled}"
     if counts.inner_ends:

@@ -12,10 +12,13 @@ import json
 import re
 import secrets
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import tokenizers
+
+_SHOWN_TOKENS = 8
+"""Special tokens that a message lists at most."""
 
 
 class RenamedTokenizer(NamedTuple):
@@ -62,6 +65,12 @@ def count_spelled(texts: Iterable[str], pattern: re.Pattern[str] | None) -> Coun
     if pattern is None:
         return Counter()
     return Counter(found for text in texts for found in pattern.findall(text))
+
+
+def list_tokens(tokens: Sequence[str], separator: str) -> str:
+    """Join the first tokens for a message, with ` ...` for others."""
+    others = " ..." if len(tokens) > _SHOWN_TOKENS else ""
+    return separator.join(tokens[:_SHOWN_TOKENS]) + others
 
 
 def mark_spelled(value: Any, pattern: re.Pattern[str] | None, mark: str) -> Any:
