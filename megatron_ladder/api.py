@@ -228,7 +228,8 @@ def _encode_requests(
             raise UserError("score: there is no tokenizer for texts; give tokenizer_type and tokenizer_model, or ids")
         alone, whole = ([*prefix, *tokenizer.encode(text)] for text in (context, context + continuation))
         # A token may hold the end of the context and the beginning of the continuation.
-        cut = sum(itertools.takewhile(operator.truth, map(operator.eq, alone, whole)))
+        shared = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(alone, whole, strict=False))
+        cut = len(list(shared))
         encoded.append((whole[:cut], whole[cut:]))
     return encoded
 

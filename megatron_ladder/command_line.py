@@ -96,7 +96,8 @@ def parse_config(
 
     `description` is the docstring of the program, of which the help shows the first paragraph.
     """
-    summary, errors = " ".join((description or "").split("\n\n")[0].split()), ErrorCollector()
+    summary = " ".join((description or "").split("\n\n")[0].split())
+    errors = ErrorCollector()
     found = _read_words_and_warn([config_class], argv, program, summary, read_other)
     config: Config
     (config,) = build_sections([config_class], found, errors=errors)
@@ -206,7 +207,9 @@ def build_sections(
     If flags are missing and there is no other problem, `errors` receives that, so that the caller can add errors of
     combinations. A missing flag then has a value that makes no combination invalid.
     """
-    missing, problems, values = list(found.missing), list[str](), dict[str, Any]()
+    missing = list(found.missing)
+    problems: list[str] = []
+    values: dict[str, Any] = {}
     flags = section_flags(*config_classes)
     for one in (one for one in flags if one.field_name not in found.faulty):
         words = found.words.get(one.field_name, one.default)
@@ -233,8 +236,9 @@ def build_sections(
 
 def _stand_in(one: Flag) -> Any:
     """Return a value for a flag that is missing: the largest number, an empty text, or an empty file."""
-    numbers = one.value_type.scalar in (int, float)
-    value = one.value_type.scalar(sys.maxsize if numbers else os.devnull if one.value_type.scalar is Path else "")
+    scalar = one.value_type.scalar
+    stand_ins: dict[Any, Any] = {int: sys.maxsize, float: sys.maxsize, Path: os.devnull}
+    value = scalar(stand_ins.get(scalar, ""))
     return (value,) if one.value_type.many else value
 
 

@@ -107,8 +107,8 @@ def read_run_words(argv: Sequence[str], function: str | None = None) -> FlagWord
 
     The words may be those of a Python function, see `read_words`. Problems are kept for `to_flags`.
     """
-    is_function, found = function is not None, FlagWords()
-    given = read_words(SECTIONS, argv, function or PROGRAM, DESCRIPTION, read_megatron_flag, is_function)
+    given = read_words(SECTIONS, argv, function or PROGRAM, DESCRIPTION, read_megatron_flag, function is not None)
+    found = FlagWords()
     for path in given.words.get("config") or ():
         try:
             read_config_file(Path(path), SECTIONS, found)
@@ -134,8 +134,9 @@ def to_flags(found: FlagWords, world_size: int = 1) -> RunFlags:
     Raises UserError with one line per word and value that is not valid. If only required flags are missing, the errors
     of `resolve_run` follow.
     """
-    errors, has_load = ErrorCollector(), "load" in found.words
-    # A checkpoint may provide them.
+    errors = ErrorCollector()
+    # A checkpoint may provide values.
+    has_load = "load" in found.words
     sections = build_sections(SECTIONS, found, may_lack_values=has_load, errors=errors)
     given = frozenset(name for name, words in found.words.items() if words is not None)
     flags = RunFlags(**dict(zip(SECTION_TYPES, sections, strict=True)), given=given, written=found.written)
