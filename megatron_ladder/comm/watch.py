@@ -53,7 +53,7 @@ class _RecordedCollective(NamedTuple):
     """A collective that this rank launched."""
 
     text: str
-    """Its name in torch, number in its process group (from 1), group, and the dtypes and shapes of its inputs."""
+    """Name in torch, number in the process group (from 1), group, and the dtypes and shapes of the inputs."""
     ranks: Sequence[int]
     """Global ranks; none if the group no longer exists."""
     finished: bool

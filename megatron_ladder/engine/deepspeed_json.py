@@ -13,7 +13,7 @@ from megatron_ladder.errors import UserError, raise_user_errors
 _BUCKET_NUMBERS = 500_000_000
 """DeepSpeed's default size of a bucket of gradients."""
 _SHARDED_BUCKET_NUMBERS = 40_000_000
-"""That of `ShardedOptimizer`, Megatron's: the reduce of the last bucket of a step is not hidden."""
+"""Size of a bucket of `ShardedOptimizer`, as in Megatron: the reduce of the last bucket of a step is not hidden."""
 _SHARDED_BUCKETS = 16
 """Least number of buckets of a model, so that the first ones are reduced under the backward of the others."""
 _FLAGS = {

@@ -77,7 +77,7 @@ class Engine:
 
     @property
     def _gradient_divisor(self) -> int:
-        """What DeepSpeed divides gradients by: it averages them over data-parallel ranks."""
+        """The number by which DeepSpeed divides gradients: it averages them over data-parallel ranks."""
         return self._mesh.data.size if self._sharded is None else 1
 
     def _reducing(self, micro_batches: int) -> AbstractContextManager[None]:

@@ -120,7 +120,7 @@ class ShardedOptimizer:
         self._added: dict[nn.Parameter, int] = {}
         """Number of gradients of each parameter in this step."""
         self._reduces: list[InFlight] = []
-        """Those of the first buckets."""
+        """Reduces in flight, of the first buckets."""
         self._gathers: deque[tuple[_Bucket, InFlight]] = deque()
         self.gathers_late = self._is_due = False
         for parameter, (_, total) in self._sums.items():
@@ -134,7 +134,7 @@ class ShardedOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of torch's optimizer."""
+        """The groups of torch's optimizer."""
         return self.optimizer.param_groups
 
     @contextmanager

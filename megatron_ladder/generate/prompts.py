@@ -23,7 +23,7 @@ class Prompt(NamedTuple):
     """A prompt to continue."""
 
     source: str
-    """Its flag, or its file and line; for error messages."""
+    """Flag, or file and line, of the prompt; for error messages."""
     text: str | None
     """None if the prompt was given as ids."""
     ids: tuple[int, ...]

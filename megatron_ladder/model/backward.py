@@ -62,7 +62,7 @@ class LocalReading(NamedTuple):
     """The first local graph of a lane of a sub-block, from the stream through the norm, and its result."""
 
     stream: Tensor
-    """What the lane read; a leaf that collects its gradient."""
+    """The input of the lane; a leaf that collects its gradient."""
     normed_edge: GradientEdge | None
     """None if only the stream is kept for backward."""
     normed: Tensor

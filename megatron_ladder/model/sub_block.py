@@ -51,7 +51,7 @@ class StateCache(Protocol):
 
 
 class SequenceContext(NamedTuple):
-    """What every layer needs to know about the positions it processes."""
+    """Facts about the positions that a layer processes, the same for every layer."""
 
     rotary: RotaryTable
     """Cosines and sines of the positions."""
@@ -81,7 +81,7 @@ class BodyOutput(NamedTuple):
     divided by the number of ranks, so that all gradients inside the body are partial sums. A loss counts once for each
     micro-batch, also if the body is recomputed."""
     kept: tuple[Tensor, ...] = ()
-    """What a repetition under recomputation gets as further arguments instead of computing it again."""
+    """Further arguments of a recomputation, which it does not compute again."""
 
 
 class Body(nn.Module):
@@ -102,7 +102,7 @@ class Output(NamedTuple):
     """An output that is missing from the stream."""
 
     whole: InFlight
-    """Its sum over the ranks."""
+    """The sum of the output over the ranks."""
     own: tuple[Tensor, ...] = ()
     """With own partials, the parts of this rank's lanes, which the sub-blocks that miss the output read."""
 

@@ -174,7 +174,7 @@ class SortedRows(NamedTuple):
     back: Tensor
     """Index of each choice among the sorted rows, [n k]."""
     shape: torch.Size
-    """That of the choices: [..., k]."""
+    """Shape of the choices: [..., k]."""
 
     @staticmethod
     def of(chosen: Tensor, first: int, count: int) -> "SortedRows":

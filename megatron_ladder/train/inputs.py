@@ -53,7 +53,7 @@ SamplePrompt = tuple[str, tuple[int, ...]]
 
 
 class Findings(msgspec.Struct):
-    """What rank 0 finds for all ranks, so that a thousand of them do not look at the same directories."""
+    """Findings of rank 0 for all ranks, so that a thousand of them do not look at the same directories."""
 
     checkpoint: FoundModel | None = None
     """In --load."""
@@ -89,7 +89,7 @@ class RunInputs(ResolvedRun):
     stream: StreamPlan | None = None
     """The training input of --streaming, which replaces the training source."""
     shards: tuple[Shard, ...] = ()
-    """Those of the stream, on rank 0."""
+    """Shards of the stream, on rank 0."""
     sample_prompts: tuple[SamplePrompt, ...] = ()
     teacher: StoredTeacher | None = None
     """The model of --distill-from, if the run trains."""

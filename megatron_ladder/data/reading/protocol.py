@@ -81,7 +81,7 @@ class Block(ABC):
     begin: int
     """Place of the content: its first byte or row in the text or table."""
     file_bytes: int
-    """Its share of `Shard.total_bytes`."""
+    """The block's share of `Shard.total_bytes`."""
 
     @property
     @abstractmethod
@@ -119,7 +119,7 @@ class Shard(Protocol):
 
     @property
     def total_bytes(self) -> int | None:
-        """Its part of the file; None if unknown."""
+        """Size of the part of the file that the shard reads; None if unknown."""
 
     def identity(self) -> list[Any] | None:
         """Return values that distinguish it from a changed one, JSON-able; None if it can be read only once."""

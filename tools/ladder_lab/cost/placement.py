@@ -39,7 +39,7 @@ class Spread(NamedTuple):
 
     boxes: int
     fewest: int
-    """Its ranks in the box with the fewest."""
+    """Number of ranks in the box with the fewest."""
     most: int
     sharing: int
     """Groups of its kind that cross the network out of one box at the same time, this one included."""
