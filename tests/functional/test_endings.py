@@ -79,7 +79,7 @@ def answer(
 
 
 def test_answers_end_with_the_token_that_ended_turns(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In all programs, from Python, and in transformers after an export; also after more training on documents."""
+    """They do in all programs, from Python, and in transformers after an export; also after training on documents."""
     ids = HuggingFaceTokenizer(folder / "tokenizer").encode("yo") + [TURN_END]
     assert f"| sample {PROMPT!r} -> 'yo'" in (folder / "log").read_text()
     assert answer(capsys, folder / "chats") == (ids, "yo", "eos")

@@ -33,7 +33,7 @@ WIRINGS: dict[str, dict[str, Any]] = {
     "desync-2x": {"residual_mode": "desync", "desync_interval": 2, "desync_tp": 2},
 }
 IMPORTED = {"hugging_face": {"model_type": "llama", "eos_token_id": 1}}
-"""In the checkpoint of the hybrid, whose texts begin with a special token. Without it, training saw none."""
+"""Header of the hybrid's checkpoint, with which texts begin with a special token. The others were trained without."""
 CONTROL = [f"<{number}>" for number in range(80)]
 TEXT = "The quick brown fox jumps over the lazy dog. A model reads a text, and predicts what follows it.\n"
 CHOICES = [

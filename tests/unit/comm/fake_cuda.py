@@ -51,7 +51,7 @@ class Device:
 
 @dataclass
 class _Use:
-    """As torch's own, a block without end has no effect when its memory is freed."""
+    """A use of a block's memory; without an end it has no effect when the memory is freed, as in torch."""
 
     device: Device
     stream: Stream

@@ -230,7 +230,7 @@ def test_megatrons_flags_are_accepted_only_for_what_the_trainer_does() -> None:
 
 
 def test_every_flag_of_megatron_is_answered() -> None:
-    """As a flag of the trainer, as one that requests a default, or with what to use instead or the reason."""
+    """It is a flag of the trainer, requests a default, or is rejected with a replacement or a reason."""
     unknown, own = [], own_spellings()
     for flag in FLAGS_OF_MEGATRON:
         found = FlagWords()

@@ -191,7 +191,7 @@ def test_transformers_adds_no_token_that_training_never_saw(
 
 
 def test_an_export_names_all_tokens_that_ended_texts(tmp_path: Path) -> None:
-    """Those of the imported model come first, and other settings are kept."""
+    """The end tokens of the imported model come first, and other settings are kept."""
     settings = {"eos_token_id": 5, "temperature": 0.5}
     checkpoint = write_checkpoint(
         tmp_path / "run", hugging_face={"model_type": "llama", "eos_token_id": 5}, end_ids=[2, 5, 7]

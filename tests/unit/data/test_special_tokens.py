@@ -119,7 +119,7 @@ def test_only_real_ends_are_end_of_document_tokens(folder: Path, capsys: pytest.
 
 
 def test_text_is_what_the_library_makes_of_split_special_tokens(tmp_path: Path) -> None:
-    """It has an option for models that do not find these tokens themselves."""
+    """The library has an option for models that do not find these tokens themselves."""
     training = Path(tokenizers.__file__).read_text()
     library = train_byte_level([training], 400, ["<|endoftext|>", "<|pad|>"])
     library.add_tokens(["<think>"])
@@ -272,7 +272,7 @@ def test_many_spellings_in_a_text_take_no_quadratic_time(folder: Path) -> None:
 
 
 def prepending_model() -> tokenizers.Tokenizer:
-    """Its normalizer puts a space before a text, as in Llama 2."""
+    """Return a tokenizer whose normalizer puts a space before a text, as in Llama 2."""
     vocabulary = {text: number for number, text in enumerate([*SPECIAL, *dict.fromkeys(LETTERS)])}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])

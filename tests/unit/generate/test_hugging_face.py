@@ -157,7 +157,7 @@ def test_a_conversation_includes_its_history(
 def test_a_tokenizer_may_have_more_ids_than_the_model(
     chat_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As in transformers, with which many fine-tuned models got a padding token without an embedding."""
+    """Many models that were fine-tuned with transformers have a padding token without an embedding."""
     folder = shutil.copytree(chat_model, tmp_path / "padded")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_special_tokens(["[PAD]"])
@@ -205,7 +205,7 @@ def test_another_tokenizer_than_the_models_is_reported(
 
 
 def test_sentencepiece_cannot_encode_conversations(tmp_path: Path) -> None:
-    """It spells the control tokens of a template out."""
+    """SentencePiece would encode the control tokens of a template as text."""
     with pytest.raises(UserError, match="--chat: SentencePieceTokenizer does not recognise special tokens in a text"):
         PromptEncoder(train_tokenizer(tmp_path, ["def size(x):\n    return x  # mega\n"] * 20), (), True, None)
 
@@ -226,7 +226,7 @@ def test_a_control_token_that_a_message_spells_out_is_text(tmp_path: Path) -> No
 
 
 def test_a_template_may_shorten_earlier_answers(tmp_path: Path) -> None:
-    """As those of reasoning models do at a token that is not special."""
+    """Templates of reasoning models do so at a token that is not special."""
     tokenizer = train_byte_level(["hello"], 270, ["<|endoftext|>"])
     tokenizer.add_tokens(["</think>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""What the timed passes are on a GPU: those that training and generation run by default."""
+"""The timed passes on a GPU: those that training and generation run by default."""
 
 from collections.abc import Callable
 from contextlib import ExitStack

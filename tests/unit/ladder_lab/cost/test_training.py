@@ -48,7 +48,7 @@ def test_one_gpu_is_products_and_memory() -> None:
 
 @pytest.mark.parametrize(("wiring", "gain"), [("ladder", 1.25), ("parallel", 1.35), ("ladder-parallel", 1.50)])
 def test_gains_of_training_with_bounded_collectives(wiring: str, gain: float) -> None:
-    """Those of a step-time model that was fitted to runs on H100, for Megatron's overlap as the baseline."""
+    """A step-time model that was fitted to runs on H100 gives them, with Megatron's overlap as the baseline."""
     bounded = replace(H100, contention=0.2)
     standard, other = (times_of(name, machine=bounded).passes(range(32))[1] for name in ("standard", wiring))
     assert standard / other == pytest.approx(gain, abs=0.02)
