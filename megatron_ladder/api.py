@@ -87,7 +87,7 @@ class TrainingRun:
         """Sizes and wiring of the model."""
         return self._model.config
 
-    def _inside(self, call: str) -> OpenRun:
+    def _require_open(self, call: str) -> OpenRun:
         """Return the open run; raises UserError after the end of its block."""
         if self._opened is None:
             raise UserError(
@@ -101,7 +101,7 @@ class TrainingRun:
 
         Raises BadNumbersError after `max_consecutive_bad_steps` steps in a row whose numbers were not finite.
         """
-        opened = self._inside("step")
+        opened = self._require_open("step")
         trainer = opened.trainer
         self.iteration += 1
         trainer.engine.state.adopt_weights()
@@ -118,7 +118,7 @@ class TrainingRun:
 
         Raises UserError if there is no such data.
         """
-        opened = self._inside("evaluate")
+        opened = self._require_open("evaluate")
         valid = opened.inputs.sources.valid
         if name not in valid:
             known = ", ".join(map(repr, valid))
@@ -134,7 +134,7 @@ class TrainingRun:
         continuation. Raises ValueError if a context or continuation has no ids, a continuation is longer than
         `seq_length`, or an id is outside of the vocabulary; BadNumbersError if a result is not a number.
         """
-        predictor = Predictor(self._inside("score").trainer)
+        predictor = Predictor(self._require_open("score").trainer)
         scores = predictor.score(_encode_requests(requests, self.tokenizer))
         if any(math.isnan(score.logprob) for score in scores):
             raise BadNumbersError("score: a likelihood is not a number: weights are not finite, or too large")
@@ -148,7 +148,7 @@ class TrainingRun:
         By default, these are the tokens that end documents and answers in the data, and texts of a loaded model. There
         is no key-value cache: each new token costs a pass over its row.
         """
-        predictor = Predictor(self._inside("generate").trainer)
+        predictor = Predictor(self._require_open("generate").trainer)
         if not 0 < max_new_tokens <= predictor.max_length:
             raise ValueError(f"max_new_tokens {max_new_tokens}: expected 1 to seq_length {predictor.max_length}")
         ends = self._end_ids if stop_ids is None else stop_ids
@@ -159,7 +159,7 @@ class TrainingRun:
 
         Raises UserError if there is no `save`, or, without `async_save`, if the checkpoint could not be written.
         """
-        opened = self._inside("save")
+        opened = self._require_open("save")
         config = opened.trainer.run.checkpoint
         if config.save is None:
             raise UserError("save: the run has no directory; give save")
