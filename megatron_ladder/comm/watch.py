@@ -203,8 +203,10 @@ class PeerWatch:
     def waiting(self) -> Iterator[None]:
         """Watch the other ranks inside the block."""
         self._waits.set()
-        yield
-        self._waits.clear()
+        try:
+            yield
+        finally:
+            self._waits.clear()
 
     def _watch(self) -> None:
         missed = _MissedBeats(self._peers, self._rank)
