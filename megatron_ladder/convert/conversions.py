@@ -334,8 +334,8 @@ def _compare_logits(
     largest = expected.abs().max().clamp(min=torch.finfo(expected.dtype).tiny)
     difference = float((ours - expected).abs().max() / largest)
     if not difference <= _MAX_DIFFERENCE:
-        raise RuntimeError(f"{hf}: logits of transformers and ours differ by {difference:.1e} of the largest")
+        raise RuntimeError(f"{hf}: logits of transformers and ours differ by {difference:.1e} of the largest logit")
     return (
         f"verified: the logits {compared}, on {tokens.numel()} random tokens in fp32, differ by at most "
-        f"{difference:.1e} of the largest"
+        f"{difference:.1e} of the largest logit"
     )
