@@ -8,6 +8,7 @@ A `tokenizer.json` extracts added tokens from a text before its model sees the r
     renamed copy    a </s> b  ->  a, <, /, s, >, b          a \\ue0005f...\\ue001 b  ->  a, </s>, b
 """
 
+import bisect
 import json
 import re
 import secrets
@@ -52,6 +53,58 @@ def rename_tokens(library: tokenizers.Tokenizer, names: Collection[str]) -> Rena
     if "merges" in model:
         model["merges"] = [pair for pair in model["merges"] if aliases.keys().isdisjoint((*pair, "".join(pair)))]
     return RenamedTokenizer(tokenizers.Tokenizer.from_str(json.dumps(settings)), aliases)
+
+
+class SpelledTokenEncoder:
+    """Encodes texts in which some added tokens are spelled, and others are meant."""
+
+    def __init__(self, library: tokenizers.Tokenizer) -> None:
+        self._library, self._added = library, library.get_added_tokens_decoder()
+        self._renamed = rename_tokens(library, [token.content for token in self._added.values()])
+
+    def encode(
+        self, text: str, encoding: tokenizers.Encoding, spelled: Sequence[int]
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the ids of a text, and the first character and the end of each.
+
+        `encoding` is that of the library. An added token in it that contains one of the positions `spelled`, in order,
+        is encoded as text; all others are replaced by their aliases, so that the library finds them again.
+        """
+        library, aliases = self._renamed
+        replaced, end = "", 0
+        # The beginning and the end in `text` of what each character of the replaced text stands for.
+        begins, ends = list[int](), list[int]()
+        for number, (begin, stop) in zip(encoding.ids, encoding.offsets, strict=True):
+            token = self._added.get(number)
+            # A text may spell very many; their positions are in order.
+            if token is None or bisect.bisect_left(spelled, begin) < bisect.bisect_left(spelled, stop):
+                continue
+            spelling = self._spelling_in(text[begin:stop], token.content)
+            if spelling is None:
+                # The model's token for unknown text.
+                continue
+            # A token may include white space, without which its normalized form would not be found.
+            before, _, after = text[begin:stop].rpartition(spelling)
+            alias = before + aliases[token.content] + after
+            replaced += text[end:begin] + alias
+            begins += [*range(end, begin), *[begin] * len(alias)]
+            ends += [*range(end + 1, begin + 1), *[stop] * len(alias)]
+            end = stop
+        replaced += text[end:]
+        begins += range(end, len(text) + 1)
+        ends += range(end + 1, len(text) + 1)
+        found = library.encode(replaced, add_special_tokens=False)
+        offsets = [(begins[begin], ends[stop - 1] if stop > begin else begins[begin]) for begin, stop in found.offsets]
+        return found.ids, offsets
+
+    def _spelling_in(self, text: str, token: str) -> str | None:
+        """Return the part of a text that spells a token, before normalization; None if the text does not spell it."""
+        normalizer = self._library.normalizer
+        if token in text:
+            return token
+        if normalizer is not None and normalizer.normalize_str(token) in normalizer.normalize_str(text):
+            return text.strip() or text
+        return None
 
 
 def spelling_pattern(names: Collection[str]) -> re.Pattern[str] | None:

@@ -3,7 +3,6 @@
 Ids are those of the text alone: no tokenizer adds a beginning-of-sequence token.
 """
 
-import bisect
 import functools
 import hashlib
 import itertools
@@ -21,7 +20,7 @@ from sentencepiece import sentencepiece_model_pb2
 from tokenizers import decoders, normalizers
 
 from megatron_ladder.config.sections import TokenizerType
-from megatron_ladder.data.special_tokens import RenamedTokenizer, rename_tokens
+from megatron_ladder.data.special_tokens import RenamedTokenizer, SpelledTokenEncoder, rename_tokens
 from megatron_ladder.errors import UserError
 from megatron_ladder.files import hub_hint, read_if_exists
 
@@ -338,8 +337,8 @@ class HuggingFaceTokenizer(Tokenizer):
         return rename_tokens(self._tokenizer, self.special_tokens)
 
     @functools.cached_property
-    def _without_added(self) -> RenamedTokenizer:
-        return rename_tokens(self._tokenizer, self.added_tokens)
+    def _spelled(self) -> SpelledTokenEncoder:
+        return SpelledTokenEncoder(self._tokenizer)
 
     def encode_with_offsets(
         self, texts: Sequence[str], spelled: Sequence[Sequence[int]]
@@ -350,49 +349,9 @@ class HuggingFaceTokenizer(Tokenizer):
         """
         encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [
-            self._encode_spelled(text, encoding, places) if places else (encoding.ids, encoding.offsets)
+            self._spelled.encode(text, encoding, places) if places else (encoding.ids, encoding.offsets)
             for text, encoding, places in zip(texts, encodings, spelled, strict=True)
         ]
-
-    def _encode_spelled(
-        self, text: str, encoding: tokenizers.Encoding, spelled: Sequence[int]
-    ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Encode a text in which every added token, except the spelled ones, is replaced by its alias."""
-        library, aliases = self._without_added
-        replaced, end = "", 0
-        # The beginning and the end in `text` of what each character of the replaced text stands for.
-        begins, ends = list[int](), list[int]()
-        for number, (begin, stop) in zip(encoding.ids, encoding.offsets, strict=True):
-            token = self._added.get(number)
-            # A text may spell very many; their positions are in order.
-            if token is None or bisect.bisect_left(spelled, begin) < bisect.bisect_left(spelled, stop):
-                continue
-            spelling = self._spelling_in(text[begin:stop], token.content)
-            if spelling is None:
-                # The model's token for unknown text.
-                continue
-            # A token may include white space, without which its normalized form would not be found.
-            before, _, after = text[begin:stop].rpartition(spelling)
-            alias = before + aliases[token.content] + after
-            replaced += text[end:begin] + alias
-            begins += [*range(end, begin), *[begin] * len(alias)]
-            ends += [*range(end + 1, begin + 1), *[stop] * len(alias)]
-            end = stop
-        replaced += text[end:]
-        begins += range(end, len(text) + 1)
-        ends += range(end + 1, len(text) + 1)
-        found = library.encode(replaced, add_special_tokens=False)
-        offsets = [(begins[begin], ends[stop - 1] if stop > begin else begins[begin]) for begin, stop in found.offsets]
-        return found.ids, offsets
-
-    def _spelling_in(self, text: str, token: str) -> str | None:
-        """Return the part of a text that spells a token, before normalization; None if the text does not spell it."""
-        normalizer = self._tokenizer.normalizer
-        if token in text:
-            return token
-        if normalizer is not None and normalizer.normalize_str(token) in normalizer.normalize_str(text):
-            return text.strip() or text
-        return None
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([int(number) for number in ids], skip_special_tokens=True)
