@@ -72,7 +72,7 @@ setup(
     # Experiments about the product; nothing in megatron_ladder imports them.
     packages=[*find_packages(include=["megatron_ladder*"]), *find_packages("tools", include=["ladder_lab*"])],
     package_dir={"ladder_lab": "tools/ladder_lab"},
-    package_data={"megatron_ladder": ["py.typed"]},
+    package_data={"megatron_ladder": ["py.typed"], "ladder_lab": ["cost/*.csv"]},
     install_requires=REQUIRED,
     extras_require={
         "data": DATA,

@@ -7,7 +7,7 @@ with nccl-tests.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from ladder_lab.cost.links import (
     gpu_contention,
     wire_bytes,
 )
+from ladder_lab.cost.measured import NCCL, ONE_SHOT, Curve, curve_parts, interpolate, measured_curves, read_table
 from ladder_lab.cost.placement import Spread
 
 LINK_ERROR = 1.33
@@ -59,16 +60,16 @@ def _gpu(
 
 
 _HGX = (8, "nvlink", "ib-400", 8)
-_CONSUMER = (4, "pcie-4", "10gbe", 1)
+_CONSUMER = (4, "pcie-4-host", "10gbe", 1)
 _WORKSTATION = (4, "pcie-4-p2p", "10gbe", 1)
-OTHER_BOX = (1, "pcie-4", "10gbe", 1)
+OTHER_BOX = (1, "pcie-4-host", "10gbe", 1)
 """The usual box of a GPU that is described by its figures."""
 _SPARK = "NVIDIA data sheet; FLOP/s an eighth of the sparse FP4 rate (assumed)"
 GPUS: Mapping[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
         _gpu("h100", 80, 3350, 989, _HGX, "NVIDIA H100 data sheet, SXM"),
-        _gpu("h200", 141, 4800, 989, _HGX, "NVIDIA H200 data sheet, SXM"),
+        _gpu("h200", 141, 4800, 989, (8, "nvlink-h200", "ib-400", 8), "NVIDIA H200 data sheet, SXM"),
         _gpu("h20", 96, 4000, 148, _HGX, "NVIDIA H20 data sheet"),
         _gpu("b200", 180, 8000, 2250, (8, "nvlink-5", "ib-400", 8), "NVIDIA HGX B200 data sheet"),
         _gpu("a100", 80, 2039, 312, (8, "nvlink-3", "ib-200", 8), "NVIDIA A100 data sheet, SXM 80 GB"),
@@ -91,14 +92,16 @@ class LinkPreset:
 
     name: str
     known_ranks: range
-    rate: float
-    """GB/s of the ring's bytes."""
+    rate: float | None
+    """GB/s of the ring's bytes; None: those of `curves`."""
     source: str
     """Where the figures are from."""
-    latency: float = 0.0
-    """us; and for each rank, and for each doubling of the ranks."""
+    latency: float | None = 0.0
+    """us, or None for that of `curves`; and for each rank, and for each doubling of the ranks."""
     per_rank: float = 0.0
     per_doubling: float = 0.0
+    curves: Mapping[int, Curve] | None = None
+    """Measured times by number of ranks, which give the medium sizes instead of the following figures."""
     root: float = 0.0
     """us of medium sizes: times the square root of the MB."""
     to_megabyte: float = 0.0
@@ -117,12 +120,18 @@ class LinkPreset:
             raise ValueError(f"{self.name}: known for {known} ranks, found {ranks}")
         if ranks == 2 and self.of_two is not None:
             return self.of_two.parts(num_bytes, ranks)
-        size = num_bytes / MEGABYTE
-        latency = self.latency + self.per_rank * ranks + self.per_doubling * math.log2(ranks)
-        steps = self.root * math.sqrt(size) + self.to_megabyte * min(size, 1.0)
-        steps += self.per_step * (ranks - 1) * math.log2(1 + num_bytes / (8 * KILOBYTE))
-        on_wire = wire_bytes(num_bytes, ranks) / (self.rate * GIGABYTE_PER_SECOND)
-        return latency * MICROSECOND, steps * MICROSECOND, on_wire
+        latency = (self.latency or 0.0) + self.per_rank * ranks + self.per_doubling * math.log2(ranks)
+        per_byte = wire_bytes(1, ranks) / (self.rate * GIGABYTE_PER_SECOND * MICROSECOND) if self.rate else None
+        if self.curves is not None:
+            curve = self.curves[min(ranks, max(self.curves))]
+            parts = curve_parts(curve, num_bytes, None if self.latency is None else latency, per_byte)
+        else:
+            size = num_bytes / MEGABYTE
+            steps = self.root * math.sqrt(size) + self.to_megabyte * min(size, 1.0)
+            steps += self.per_step * (ranks - 1) * math.log2(1 + num_bytes / (8 * KILOBYTE))
+            parts = latency, steps, (per_byte or 0.0) * num_bytes
+        latency, steps, on_wire = (MICROSECOND * part for part in parts)
+        return latency, steps, on_wire
 
     def seconds(self, num_bytes: float, ranks: int) -> float:
         """Return the time for a tensor of `num_bytes` on each rank; raise ValueError as `parts` does."""
@@ -148,33 +157,37 @@ class LinkPreset:
         )
 
 
+def _measured(name: str, machine: str, libraries: Sequence[str]) -> LinkPreset:
+    """Return the times of the fastest of these libraries at each size, with some of them as the source."""
+    curves = measured_curves(machine, libraries)
+    most = max(curves)
+    versions = " or ".join(f"{library} {read_table()[machine, library, most][0]}" for library in libraries)
+    largest, time = curves[most][-1]
+    some = ", ".join(f"{interpolate(curves[most], size * KILOBYTE):.1f} us at {size} KB" for size in (16, 64, 1024))
+    bus = wire_bytes(largest, most) / (time * MICROSECOND * GIGABYTE_PER_SECOND)
+    source = f"{machine}, {versions} (NVIDIA AIConfigurator, Apache-2.0); {most} GPUs: {some}, bus {bus:.3g} GB/s"
+    return LinkPreset(name, range(min(curves), most + 1), None, source, None, curves=curves)
+
+
 _BOX, _BOXES = range(2, 9), range(2, 4097)
 _FIT = "fit to 170 runs published by the authors of arXiv 2501.06589"
-_NVLINK_SOURCE = (
-    f"NVLink 4 (H100, H200): {_FIT}; for comparison: 8 GPUs, NCCL in a CUDA graph 17.8 us at 16 KB, 20.9 us at 512 KB, "
-    "27.0 us at 1 MB (sgl-project/sglang#22734); bus 365-370 GB/s by ring (NVIDIA/nccl#1455)"
-)
-_NVLINK_5_SOURCE = (
-    "10.9 us at 1 KB and 15.2 us at 64 KB, 32 GB200 (sgl-project/sglang#37442); bus 649 GB/s, 8 GB300 "
-    "(vllm-project/vllm#53318)"
-)
 _STAGED = (
     f"without P2P: latency 8 us for 2 ranks ({_FIT}, NCCL_P2P_DISABLE=1) to 42.6 us for 8 RTX 4090 (NVIDIA/nccl#1530; "
     "8 RTX 3090: 54.2 us, NVIDIA/nccl#1439); medium sizes as 2 H100 through the host"
 )
 _PCIE_4_SOURCE = (
     "4 RTX 4090: 18.8 us at 32 KB, 152.7 us at 1 MB (tinygrad/open-gpu-kernel-modules#22), bus 24.7 GB/s "
-    "(tinygrad/open-gpu-kernel-modules#17); growth with the ranks that of pcie-5-p2p (assumed)"
-)
-_PCIE_5_SOURCE = (
-    "RTX PRO 6000: 4 GPUs 13.5 us at 1 KB and 85 us at 1 MB, 8 GPUs 24.2 us at 8 KB, bus 41-46 GB/s "
-    "(local-inference-lab/rtx6kpro, optimization/nccl-tuning.md)"
+    "(tinygrad/open-gpu-kernel-modules#17); growth with the ranks that of RTX PRO 6000: 4 GPUs 13.5 us at 1 KB, 8 GPUs "
+    "24.2 us at 8 KB (local-inference-lab/rtx6kpro, optimization/nccl-tuning.md)"
 )
 _SPARK_SOURCE = (
     "2 GB10 over 200 Gb/s: 27.8 us at 8 KB, 39.5 us at 32 KB, 67 us at 64 KB (NVIDIA/dgx-spark-playbooks#103); bus 161 "
     "Gb/s (tonyd2wild/DeepSeek-v4-Flash-Vision-Exp-DSpark-1M-NVFP4-KV-2x-DGX-Spark#35)"
 )
-_PER_NODE = "InfiniBand or RoCE, one GPU per node; 20 us for each doubling (assumed), as for 2 (NVIDIA/nccl-tests#150)"
+_PER_NODE = (
+    "InfiniBand or RoCE, one GPU per node; 20 us for each doubling (assumed), as for 2 (NVIDIA/nccl-tests#150); 2 nodes of "
+    "8 H100 took 46-48 us at 1 KB (NVIDIA/nccl#1244), a third more than with nvlink here"
+)
 _EFA_SOURCE = (
     "AWS, each GPU's part of the adapters: 2 nodes of 8 GPUs 50.6 us at 8 B (p6-b200, dstackai/dstack#3961) and bus "
     "57.2 GB/s (p4d, NVIDIA/nccl#527), both less NVLink's part; medium sizes as InfiniBand (assumed)"
@@ -192,29 +205,34 @@ _TWO_WITHOUT_P2P = LinkPreset("no-p2p", _BOX, 15.5, _NO_P2P_SOURCE, latency=8, r
 """NVLS was left on, so large tensors went over NVSwitch. It takes more than 2 GPUs (vllm-project/vllm#9699), so 2 are
 staged through the host."""
 _NO_P2P: dict[str, Any] = {"latency": -4.1, "per_rank": 6.05, "per_step": 1.16, "of_two": _TWO_WITHOUT_P2P}
-_NVLINK_3_SOURCE = "A100: bus 230.8 GB/s at 1 GB (NVIDIA/nccl#527); latency that of NVLink 4 (assumed)"
-_NVLINK: dict[str, Any] = {"latency": 4.1, "per_rank": 2.12, "root": 14}
 _HOST_4_SOURCE = f"{_STAGED}; bus 12.8 GB/s, 4 RTX 4090 (tinygrad/open-gpu-kernel-modules#22)"
 _HOST_5_SOURCE = f"{_STAGED}; bus 28 GB/s, 8 RTX 5090 (NVIDIA/nccl#1639)"
 _THROUGH_HOST: dict[str, Any] = {"latency": -3.5, "per_rank": 5.77, "root": 89}
 _P2P: dict[str, Any] = {"latency": 2.8, "per_rank": 2.7}
 _IB: dict[str, Any] = {"per_doubling": 20, "root": 20}
+_MACHINES = {
+    "nvlink": "h100_sxm",
+    "nvlink-h200": "h200_sxm",
+    "nvlink-3": "a100_sxm",
+    "nvlink-5": "b200_sxm",
+    "pcie-4": "l40s",
+    "pcie-5-p2p": "rtx_pro_6000_server",
+}
+_ONE_SHOT = "-one-shot"
 PRESETS: Mapping[str, LinkPreset] = {
     preset.name: preset
     for preset in (
-        LinkPreset("nvlink", _BOX, 282, _NVLINK_SOURCE, **_NVLINK),
+        *(_measured(name, machine, NCCL) for name, machine in _MACHINES.items()),
+        *(_measured(name + _ONE_SHOT, machine, ONE_SHOT) for name, machine in _MACHINES.items()),
         LinkPreset("no-p2p", _BOX, 233, _NO_P2P_SOURCE, **_NO_P2P),
-        LinkPreset("nvlink-3", _BOX, 230, _NVLINK_3_SOURCE, **_NVLINK),
-        LinkPreset("nvlink-5", _BOX, 649, _NVLINK_5_SOURCE, latency=10.9, root=17),
-        LinkPreset("pcie-4", _BOX, 12.8, _HOST_4_SOURCE, **_THROUGH_HOST),
+        LinkPreset("pcie-4-host", _BOX, 12.8, _HOST_4_SOURCE, **_THROUGH_HOST),
         LinkPreset("pcie-5", _BOX, 28, _HOST_5_SOURCE, **_THROUGH_HOST),
         LinkPreset("pcie-4-p2p", _BOX, 24.7, _PCIE_4_SOURCE, to_megabyte=139, **_P2P),
-        LinkPreset("pcie-5-p2p", _BOX, 41, _PCIE_5_SOURCE, to_megabyte=70, **_P2P),
         LinkPreset("dgx-spark", range(2, 3), 20.1, _SPARK_SOURCE, latency=24, to_megabyte=690),
         LinkPreset("ib-400", _BOXES, 47, f"{_PER_NODE}; bus 46-49 GB/s (NVIDIA/nccl-tests#290)", **_IB),
         LinkPreset("ib-200", _BOXES, 24, f"{_PER_NODE}; bus 24 GB/s (NVIDIA/nccl#412)", **_IB),
         LinkPreset("ib-100", _BOXES, 12.2, f"{_PER_NODE}; bus 12.2 GB/s (NVIDIA/nccl-tests#29)", **_IB),
-        LinkPreset("efa", _BOXES, 5, _EFA_SOURCE, per_doubling=39.7, root=20),
+        LinkPreset("efa", _BOXES, 5, _EFA_SOURCE, per_doubling=25.5, root=20),
         LinkPreset("25gbe", _BOXES, 2.8, _ETHERNET_SOURCE, per_doubling=46),
         LinkPreset("10gbe", _BOXES, 1.1, _ETHERNET_SOURCE, per_doubling=46),
         LinkPreset("thunderbolt-5", range(2, 5), 7.6, _THUNDERBOLT_SOURCE, latency=50),
