@@ -18,6 +18,6 @@ make_virtual_environment "$(find_python)"
 install_torch
 stage "the wheel" install_packages --constraint constraints.txt "$scratch"/*.whl
 (cd / && "$ENVIRONMENT/bin/python" -c \
-    'import megatron_ladder, sys; assert megatron_ladder.__file__.startswith(sys.prefix), megatron_ladder.__file__')
+    'import ladder_lab.cost.machines, megatron_ladder, sys; assert megatron_ladder.__file__.startswith(sys.prefix), megatron_ladder.__file__')
 run_programs "$scratch/work"
 echo "the wheel works"

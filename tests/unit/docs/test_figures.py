@@ -10,11 +10,13 @@ import pytest
 
 from ladder_lab.bench.sizes import find_size
 from ladder_lab.cost.inference import InferenceRequest, predict_inference
+from ladder_lab.cost.machines import PRESETS
 from ladder_lab.plan.options import MachineOptions
 from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.model import ModelFlags, resolve_model
 from megatron_ladder.blueprint.wiring import WIRINGS, SubBlockKind, WiredSubBlock
 from tests.docs.pages import ROOT, page_paths, read_page
+from tools.plan import main as plan
 
 PICTURES = ROOT / "docs" / "pictures"
 LETTERS = {"attention": "A", "attention_2": "A", "mlp": "M", "mlp_2": "M", "shared_expert": "S", "routed_experts": "R"}
@@ -148,3 +150,30 @@ def test_the_predictions_of_the_paper_page_are_the_planner_s() -> None:
     models += [("paper-3.5b-tp8", "standard"), ("paper-4.5b-tp8", "ladder")]
     equally_fast = [cells[-1] for cells in table("docs/paper.md", "**Models of equal speed**")]
     assert equally_fast == [f"{tokens_per_second(size, wiring, 4, 'on'):.1f}" for size, wiring in models]
+
+
+def percent_gained(words: str, folder: Path, baseline: str = "wirings") -> dict[str, str]:
+    """Run the planner, and return what each wiring gains over standard."""
+    plan(["inference", *words.split(), "--json", str(folder / "plan.json")])
+    wirings = json.loads((folder / "plan.json").read_text(encoding="utf-8"))[baseline]
+    return {one["wiring"]: f"{100 * one['speed_up'] - 100:.0f}" for one in wirings}
+
+
+def test_pages_state_what_a_ladder_gains_on_the_kernels_of_today(tmp_path: Path) -> None:
+    nccl, one_shot = (percent_gained("--model 70b", tmp_path, baseline) for baseline in ("wirings", "one_shot"))
+    ladder, bound = ((one_shot[name], nccl[name]) for name in ("ladder", "no-comm"))
+    words = ["--gpu rtx-pro-6000 --tp 4 --weight-bits 8 --batch 16", "--model 405b --tp 16"]
+    pcie, boxes = (percent_gained(one, tmp_path)["ladder"] for one in words)
+    pages = {page: " ".join(read_page(page).split()) for page in ("README.md", "docs/plan.md", "docs/paper.md")}
+    assert (
+        f"Llama 70B gains {ladder[0]} % with ladder and at most {bound[0]} % with any wiring, instead of {ladder[1]} "
+        f"and {bound[1]} % with NCCL (predicted: `python tools/plan.py inference --model 70b`). Late reads pay over "
+        f"PCIe ({pcie} %: `{words[0]}`), between boxes ({boxes} %: `{words[1]}`)" in pages["README.md"]
+    )
+    of_one_shot, of_nccl = (1e6 * PRESETS[name].seconds(64 * 2**10, 8) for name in ("nvlink-one-shot", "nvlink"))
+    assert (
+        f"({of_one_shot:.0f} us at 70B on eight H100, NCCL: {of_nccl:.0f}), ladder gains {ladder[0]} % instead of "
+        f"{ladder[1]} %, and no wiring more than {bound[0]} %" in pages["docs/plan.md"]
+    )
+    assert f"ladder gains {ladder[0]} % at 70B and batch 4" in pages["docs/paper.md"]
+    assert 3.5 < of_nccl / of_one_shot < 4.5 and "64 KB in a quarter of NCCL's time" in read_page("docs/benchmark.md")

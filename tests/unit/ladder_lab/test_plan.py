@@ -57,6 +57,48 @@ def test_inference_on_every_interconnect(
     assert "docs/studies.md" in printed
 
 
+def test_both_baselines_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second one is the report of its own link."""
+    reports = {}
+    for link in ("nvlink-3", "nvlink-3-one-shot"):
+        out = tmp_path / "plan.json"
+        main(["inference", "--model", "8b", "--gpu", "a100", "--link", link, "--json", str(out)])
+        reports[link] = capsys.readouterr().out, json.loads(out.read_text())
+    printed, report = reports["nvlink-3"]
+    assert report["one_shot"] == reports["nvlink-3-one-shot"][1]["wirings"] != report["wirings"]
+    speed_ups = {one["wiring"]: f"{one['speed_up']:.2f}" for one in report["one_shot"]}
+    for line in printed.splitlines():
+        if line.startswith("| ") and (name := line.split()[1]) in speed_ups:
+            assert line.endswith(f"| {speed_ups[name]} |")
+    # 32 KB: 25.96 us with NCCL, 6.91 with vLLM.
+    assert (
+        f"With the all-reduces of SGLang or vLLM (one-shot, 7 us instead of 26), ladder gives {speed_ups['ladder']}, "
+        f"ladder-parallel {speed_ups['ladder-parallel']}; the bound is {speed_ups['no-comm']}." in report["answer"]
+    )
+    assert f"  nvlink-3-one-shot: {PRESETS['nvlink-3-one-shot'].source}" in printed
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--link no-p2p",
+        "--link nvlink-one-shot",
+        "--link-latency-us 9",
+        "--link-bandwidth-gbs 9",
+        "--tp 1",
+        "--tp 16",
+        "--gpu gb10 --tp 2",
+    ],
+)
+def test_one_baseline_where_others_were_not_measured(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.json"
+    main(["inference", "--model", "8b", *words.split(), "--json", str(out)])
+    assert json.loads(out.read_text())["one_shot"] == []
+    assert "SGLang or vLLM" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -179,7 +221,7 @@ def test_a_no_comes_with_the_command_of_standard(tmp_path: Path, capsys: pytest.
         ("--gpus 8 --gpu h100 --peak-tflops 500", "  h100: 80 GB, 3,350 GB/s, 500 TFLOP/s (command line; otherwise "),
         (
             "--gpus 8 --link-latency-us 21 --link-bandwidth-gbs 38",
-            "  nvlink: 38 GB/s and 21 us by the command line; otherwise NVLink 4",
+            "  nvlink: 38 GB/s and 21 us by the command line; otherwise h100_sxm, nccl 2.29.2 (NVIDIA",
         ),
     ],
 )

@@ -20,7 +20,7 @@ from ladder_lab.cost.links import (
     gpu_contention,
     wire_bytes,
 )
-from ladder_lab.cost.measured import NCCL, ONE_SHOT, Curve, curve_parts, interpolate, measured_curves, read_table
+from ladder_lab.cost.measured import Curve, curve_parts, interpolate, measured_curves, read_table
 from ladder_lab.cost.placement import Spread
 
 LINK_ERROR = 1.33
@@ -185,8 +185,8 @@ _SPARK_SOURCE = (
     "Gb/s (tonyd2wild/DeepSeek-v4-Flash-Vision-Exp-DSpark-1M-NVFP4-KV-2x-DGX-Spark#35)"
 )
 _PER_NODE = (
-    "InfiniBand or RoCE, one GPU per node; 20 us for each doubling (assumed), as for 2 (NVIDIA/nccl-tests#150); 2 nodes of "
-    "8 H100 took 46-48 us at 1 KB (NVIDIA/nccl#1244), a third more than with nvlink here"
+    "InfiniBand or RoCE, one GPU per node; 20 us for each doubling (assumed), as for 2 (NVIDIA/nccl-tests#150); 2 "
+    "nodes of 8 H100 took 46-48 us at 1 KB (NVIDIA/nccl#1244), a third more than nvlink and this"
 )
 _EFA_SOURCE = (
     "AWS, each GPU's part of the adapters: 2 nodes of 8 GPUs 50.6 us at 8 B (p6-b200, dstackai/dstack#3961) and bus "
@@ -218,12 +218,12 @@ _MACHINES = {
     "pcie-4": "l40s",
     "pcie-5-p2p": "rtx_pro_6000_server",
 }
-_ONE_SHOT = "-one-shot"
+_ONE_SHOT = "{}-one-shot"
 PRESETS: Mapping[str, LinkPreset] = {
     preset.name: preset
     for preset in (
-        *(_measured(name, machine, NCCL) for name, machine in _MACHINES.items()),
-        *(_measured(name + _ONE_SHOT, machine, ONE_SHOT) for name, machine in _MACHINES.items()),
+        *(_measured(name, machine, ["nccl"]) for name, machine in _MACHINES.items()),
+        *(_measured(_ONE_SHOT.format(name), machine, ["sglang", "vllm"]) for name, machine in _MACHINES.items()),
         LinkPreset("no-p2p", _BOX, 233, _NO_P2P_SOURCE, **_NO_P2P),
         LinkPreset("pcie-4-host", _BOX, 12.8, _HOST_4_SOURCE, **_THROUGH_HOST),
         LinkPreset("pcie-5", _BOX, 28, _HOST_5_SOURCE, **_THROUGH_HOST),
@@ -263,6 +263,11 @@ class Machine:
         """Return a GPU in its usual boxes."""
         per_box, link, network, adapters = gpu.box
         return cls(gpu, per_box, PRESETS[link], PRESETS[network], adapters)
+
+    def with_one_shot(self) -> "Machine | None":
+        """Return the machine with the all-reduces of today's servers; None if they were not measured with its link."""
+        link = PRESETS.get(_ONE_SHOT.format(self.link.name))
+        return None if link is None or self.link is not PRESETS[self.link.name] else replace(self, link=link)
 
     def all_reduce_seconds(self, num_bytes: float, spreads: Iterable[Spread]) -> float:
         """Return the time of one all-reduce of `num_bytes` on each rank, in the slowest of groups so spread.

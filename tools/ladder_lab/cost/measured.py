@@ -1,13 +1,11 @@
 """Measured times of all-reduces, by machine, library, number of GPUs and size.
 
 A row of `all_reduce_times.csv` has the microseconds for the bytes of each column. They are from NVIDIA's AIConfigurator
-(github.com/ai-dynamo/aiconfigurator, `systems/data`, Apache-2.0): NCCL as timed by nccl-tests, and what SGLang and vLLM
-run in a CUDA graph. The latter is a one-shot or two-shot kernel for small tensors where all GPUs, or two on PCIe, have
-peer-to-peer, and NCCL otherwise.
+(github.com/ai-dynamo/aiconfigurator, Apache-2.0): NCCL as timed by nccl-tests, and what SGLang and vLLM run in a CUDA
+graph. The latter are their own kernels for small tensors over NVLink or of two GPUs, and NCCL otherwise.
 
-The logarithm of the time is linear in that of the size between two columns. Each size predicted from the others is 2 %
-off (median), and nine of ten are within 13 %; `tests/unit/ladder_lab/cost/test_measured.py` lists the sizes at which
-libraries change the protocol, where it is more.
+Between two columns, the logarithm of the time is linear in that of the size. A size predicted from the others is 2 %
+off (median; nine of ten are within 13 %), more where a library changes its protocol, as `test_measured.py` lists.
 """
 
 import csv
@@ -15,15 +13,12 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 Curve = Sequence[tuple[int, float]]
 """(bytes, microseconds), by size."""
 TABLE = Path(__file__).with_name("all_reduce_times.csv")
-NCCL = ("nccl",)
-ONE_SHOT = ("sglang", "vllm")
-SHORTEST = 1e-3
-"""us; stands for a latency of 0, which has no logarithm."""
 
 
 @cache
@@ -47,23 +42,20 @@ def measured_curves(machine: str, libraries: Sequence[str]) -> dict[int, Curve]:
         curves = [dict(read_table()[machine, library, ranks][1]) for library in libraries]
         measured[ranks] = {size: min(curve[size] for curve in curves) for size in curves[0]}
     by_ranks: dict[int, Curve] = {}
-    for ranks in range(min(measured), max(measured) + 1):
-        below = max(other for other in measured if other <= ranks)
-        above = min(other for other in measured if other >= ranks)
-        share = (ranks - below) / max(above - below, 1)
-        by_ranks[ranks] = [
-            (size, time + share * (measured[above][size] - time)) for size, time in measured[below].items()
-        ]
+    for below, above in pairwise(sorted(measured)):
+        for ranks in range(below, above + 1):
+            share = (ranks - below) / (above - below)
+            times = zip(measured[below].items(), measured[above].values(), strict=True)
+            by_ranks[ranks] = [(size, time + share * (more - time)) for (size, time), more in times]
     return by_ranks
 
 
 def interpolate(curve: Curve, num_bytes: float) -> float:
     """Return the time of a size: below the first one its time, above the last one with its bandwidth."""
-    first, last = curve[0], curve[-1]
-    if num_bytes <= first[0]:
-        return first[1]
-    if num_bytes >= last[0]:
-        return last[1] * num_bytes / last[0]
+    if num_bytes <= curve[0][0]:
+        return curve[0][1]
+    if num_bytes >= curve[-1][0]:
+        return curve[-1][1] * num_bytes / curve[-1][0]
     index = bisect_left(curve, (num_bytes, 0.0))
     (size, time), (next_size, next_time) = curve[index - 1 : index + 1]
     share = math.log(num_bytes / size) / math.log(next_size / size)
@@ -73,12 +65,13 @@ def interpolate(curve: Curve, num_bytes: float) -> float:
 def curve_parts(
     curve: Curve, num_bytes: float, latency: float | None, per_byte: float | None
 ) -> tuple[float, float, float]:
-    """Return the microseconds of latency, of steps and on the wire, the first plus the longer of the others.
+    """Return the microseconds of latency, of steps and on the wire; the steps include the wire.
 
     Latency and time per byte of another machine, in us, shift the curve along both logarithmic axes; None are its own.
     """
     (_, first), (largest, last) = curve[0], curve[-1]
-    latency = first if latency is None else max(latency, SHORTEST)
+    # A latency of 0 has no logarithm.
+    latency = first if latency is None else latency or 1e-3
     per_byte = last / largest if per_byte is None else per_byte
     scale = latency / first
     total = scale * interpolate(curve, num_bytes * per_byte * largest / (last * scale))

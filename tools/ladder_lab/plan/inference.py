@@ -38,14 +38,21 @@ def print_inference(given: MachineOptions, options: InferenceOptions) -> None:
     raise_user_errors(f"--tp {tp} does not divide --model {options.model}: {error}" for error in errors)
     sizes = options.batch, options.prompt, options.generate, options.weight_bits
     request = InferenceRequest(model, given.machine(tp), tp, *sizes)
-    predictions = _predict_wirings(request, _wirings(request.model, options))
+    models = _wirings(request.model, options)
+    predictions = _predict_wirings(request, models)
     machine, memory, link = request.machine, inference_memory(request), request.reduce_seconds(request.batch)
+    # Between boxes, servers use NCCL.
+    servers = machine.with_one_shot() if 1 < tp <= machine.per_box else None
+    fast = None if servers is None else replace(request, machine=servers)
+    with_one_shot = {} if fast is None else _predict_wirings(fast, models)
     print(
         f"{options.model} on {given.place(request.ranks)}, batch {request.batch}, {request.prompt} prompt tokens, "
         f"{request.new_tokens} new tokens\n"
         f"GB per GPU: {memory.total / 1e9:.1f} = {memory.weights / 1e9:.1f} weights + {memory.cache / 1e9:.1f} cache\n"
     )
     sentence = _answer(request, predictions, options)
+    if fast is not None and _fits(request):
+        sentence += f" {_one_shot_answer(request, fast, with_one_shot)}"
     if _fits(request):
         rows = [
             {
@@ -56,6 +63,7 @@ def print_inference(given: MachineOptions, options: InferenceOptions) -> None:
                 "speed-up": f"{one.speed_up:.2f}",
                 "range": "{:.2f} to {:.2f}".format(*one.speed_up_range),
             }
+            | ({"one-shot": f"{with_one_shot[one.wiring].speed_up:.2f}"} if with_one_shot else {})
             for one in predictions.values()
         ]
         print(
@@ -65,11 +73,13 @@ def print_inference(given: MachineOptions, options: InferenceOptions) -> None:
             f"The range of a speed-up is for all-reduces {LINK_ERROR:g} times faster to slower. no-comm is the "
             "fastest wiring without all-reduces: wrong results, and the bound. docs/plan.md states the error of "
             f"tokens/s on public measurements.\n{machine.describe(request.ranks)}"
+            + (f"\n  {fast.machine.link.name}: {fast.machine.link.source}" if fast is not None else "")
         )
     else:
         print(sentence)
-    wirings = [asdict(one) for one in predictions.values()]
-    report = {"memory": asdict(memory), "fits": _fits(request), "answer": sentence, "wirings": wirings}
+    report = {"memory": asdict(memory), "fits": _fits(request), "answer": sentence}
+    report |= {"wirings": [asdict(one) for one in predictions.values()]}
+    report |= {"one_shot": [asdict(one) for one in with_one_shot.values()]}
     write_json(options.json, report)
 
 
@@ -131,6 +141,16 @@ def _answer(request: InferenceRequest, predictions: Mapping[str, _Prediction], o
         f"Answer: yes. Adapting {layers} of {request.model.num_layers} layers to ladder gives {hybrid.speed_up:.2f}, "
         f"all of them {predictions['ladder'].speed_up:.2f}; trained from scratch, the fastest wiring ({leader}) "
         f"gives {fastest.speed_up:.2f} = {fastest.tokens_per_second:.1f} tokens/s; the bound is {bound:.2f}."
+    )
+
+
+def _one_shot_answer(request: InferenceRequest, fast: InferenceRequest, found: Mapping[str, _Prediction]) -> str:
+    """Say in one sentence what is left to gain on a server whose all-reduces are not NCCL's."""
+    before, after = (1e6 * one.reduce_seconds(one.batch) for one in (request, fast))
+    ladder, parallel, bound = (f"{found[name].speed_up:.2f}" for name in ("ladder", "ladder-parallel", "no-comm"))
+    return (
+        f"With the all-reduces of SGLang or vLLM (one-shot, {after:.0f} us instead of {before:.0f}), ladder gives "
+        f"{ladder}, ladder-parallel {parallel}; the bound is {bound}."
     )
 
 

@@ -67,17 +67,23 @@ def test_a_step_reads_the_weights_of_every_layer(batch: int) -> None:
     assert step(glm) - step(fast) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("link", "peers"), [("nvlink", "on"), ("no-p2p", "off")])
 @pytest.mark.parametrize("batch", [1, 4, 16])
-def test_published_cells(link: str, peers: Literal["on", "off"], batch: int) -> None:
-    """The authors' attention covers all places and writes its scores, which costs them a tenth at batch 16."""
+@pytest.mark.parametrize(
+    ("link", "peers", "too_fast", "tolerance"),
+    [("nvlink", "on", (0.1, 0.23), 0.03), ("no-p2p", "off", (0.0, 0.12), 0.09)],
+)
+def test_published_cells(
+    link: str, peers: Literal["on", "off"], too_fast: tuple[float, float], tolerance: float, batch: int
+) -> None:
+    """Today's NCCL is faster than the authors', and their attention writes its scores: a tenth at batch 16."""
     model = replace(SIZES["llama-70b"], vocab_size=32000)
     request = InferenceRequest(model, replace(H100, link=PRESETS[link]), 8, batch, 1024, GENERATE)
     paper = {w: read_published()["llama-70b", peers, str(batch), w] for w in ("standard", "ladder")}
     standard = predict_inference(request).total
     found = predict_inference(replace(request, model=NAMED_WIRINGS["ladder"].of(model, 1))).total
-    assert batch * GENERATE / standard == pytest.approx(paper["standard"]["tokens_per_second"], rel=0.12)
-    assert standard / found == pytest.approx(paper["ladder"]["speed_up"], rel=0.09)
+    error = batch * GENERATE / standard / paper["standard"]["tokens_per_second"] - 1
+    assert too_fast[0] < error < too_fast[1]
+    assert standard / found == pytest.approx(paper["ladder"]["speed_up"], rel=tolerance)
 
 
 def seconds_of(row: dict[str, str]) -> tuple[float, float]:
@@ -96,7 +102,10 @@ def median_and_ninth(rows: list[dict[str, str]]) -> tuple[float, float]:
 
 
 def test_public_measurements_are_predicted_as_well_as_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The floor of experts is fitted to the measurements of one source; nothing is fitted to the others."""
+    """The floor of experts is fitted to the measurements of one source; nothing is fitted to the others.
+
+    Links are those that an engine used: servers have their own kernels over NVLink.
+    """
     with open(REPOSITORY_ROOT / "docs" / "plan_measurements.csv", encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     errors = [f"{measured / predicted - 1:+.0%}" for predicted, measured in map(seconds_of, rows)]
@@ -106,9 +115,11 @@ def test_public_measurements_are_predicted_as_well_as_the_page_says(monkeypatch:
     others = [row for row in rows if row not in dense and row not in fitted]
     assert (len(dense), len(fitted), len(others)) == (34, 8, 19)
     median, ninth = median_and_ninth(dense)
-    assert median < 0.125 and ninth < 0.325
+    assert median < 0.16 and ninth < 0.405
+    median, ninth = median_and_ninth([row for row in dense if not row["link"].endswith("one-shot")])
+    assert median < 0.12 and ninth < 0.23
     median, ninth = median_and_ninth(others)
-    assert median < 0.11 and ninth < 0.275
+    assert median < 0.125 and ninth < 0.325
 
     def misfit(floor: float) -> float:
         monkeypatch.setattr(inference, "EXPERTS_FLOOR", floor)

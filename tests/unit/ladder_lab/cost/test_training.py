@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ladder_lab.bench.sizes import SIZES
-from ladder_lab.cost.machines import Machine
+from ladder_lab.cost.machines import PRESETS, LinkPreset, Machine
 from ladder_lab.cost.memory import Layout, stage_memory, stage_parameters, worst_memory
 from ladder_lab.cost.traffic import _outputs_at_cuts
 from ladder_lab.cost.training import LayerTime, step_time
@@ -49,7 +49,8 @@ def test_one_gpu_is_products_and_memory() -> None:
 @pytest.mark.parametrize(("wiring", "gain"), [("ladder", 1.25), ("parallel", 1.35), ("ladder-parallel", 1.50)])
 def test_gains_of_training_with_bounded_collectives(wiring: str, gain: float) -> None:
     """A step-time model that was fitted to runs on H100 gives them, with Megatron's overlap as the baseline."""
-    bounded = replace(H100, contention=0.2)
+    link = LinkPreset("fit", range(2, 9), 282, "those runs", latency=4.1, per_rank=2.12, root=14)
+    bounded = replace(H100, link=link, contention=0.2)
     standard, other = (times_of(name, machine=bounded).passes(range(32))[1] for name in ("standard", wiring))
     assert standard / other == pytest.approx(gain, abs=0.02)
 
@@ -71,22 +72,22 @@ def test_a_pipeline_waits_for_its_other_stages() -> None:
     slowest = 8 * layer + head_seconds(1)
     update = update_seconds(Layout(pipeline=4))
     assert four.compute == pytest.approx(8 * slowest + update, rel=1e-6)
-    sending = 2 * 11 * (4.1e-6 + 2 * 2.12e-6 + 2 * 4096 * 4096 / 282e9)
+    sending = 2 * 11 * PRESETS["nvlink"].seconds(2 * 4096 * 4096, 2)
     assert four.bubble == pytest.approx(24 * layer + sending, rel=1e-6)
     assert one.bubble == 0.0
     # A late wiring hands on one more tensor.
     late = step_time(times_of("ladder", tensor=1), Layout(pipeline=4), 8)
-    assert late.bubble - four.bubble == pytest.approx(2 * 11 * 2 * 4096 * 4096 / 282e9)
+    assert late.bubble - four.bubble == pytest.approx(2 * 11 * (254.57e-6 - 143.55e-6))
 
 
 def test_tensor_parallel_groups_that_straddle_boxes_use_the_network() -> None:
     """Four ranks, of which two are in each of two boxes of six."""
     times = LayerTime(LLAMA, replace(NO_CONTENTION, per_box=6), Layout(tensor=4, data=3), 4096)
     stream = 2 * 4096 * 4096
-    assert times.reduce_seconds == pytest.approx(20e-6 + 4.1e-6 + 2 * 2.12e-6 + 0.5 * stream / 47e9)
+    assert times.reduce_seconds == pytest.approx(20e-6 + 6.18e-6 + 0.5 * stream / 47e9)
     # In boxes of three, some groups have one rank in a box, which exchanges the whole sum with the three others.
     uneven = replace(times, machine=replace(NO_CONTENTION, per_box=3))
-    assert uneven.reduce_seconds == pytest.approx(20e-6 + 4.1e-6 + 3 * 2.12e-6 + stream / 47e9)
+    assert uneven.reduce_seconds == pytest.approx(20e-6 + (6.18e-6 + 9.46e-6) / 2 + stream / 47e9)
 
 
 def test_a_tied_embedding_is_summed_over_the_ends_of_a_pipeline() -> None:
