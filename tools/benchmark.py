@@ -15,7 +15,7 @@ from megatron_ladder.errors import run_program  # noqa: E402
 def main(argv: Sequence[str]) -> None:
     """Read the command line and measure, as one rank or as the parent of several."""
     case, options = parse_options(argv)
-    if "WORLD_SIZE" not in os.environ and options.tp > 1:
+    if "WORLD_SIZE" not in os.environ and options.tp > 1 and not options.emulate:
         run_ranks(__file__, argv, options.tp)
     else:
         from ladder_lab.bench.program import run_rank

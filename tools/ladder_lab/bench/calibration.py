@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ladder_lab.bench.variants import Variant, bound_of
 from ladder_lab.cost.links import SubBlockTime, WireModel, backward_seconds, forward_seconds, join_intervals
+from ladder_lab.link.link import Message, WireTimes
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import layer_tensors
 from megatron_ladder.blueprint.wiring import SubBlockKind
@@ -117,20 +118,23 @@ class Calibration:
 class Prediction:
     """The step-time model with this machine's calibrations, by the name of the variant without reduces.
 
-    `always_waiting` is the number of a pass's reduces that no wiring hides: those of embedding, head and loss.
+    `message` is the sum of a sub-block's output. `always_waiting` counts the collectives of a pass that no wiring
+    hides: those of embedding, head and loss.
     """
 
     by_bound: dict[str, Calibration]
     wire: WireModel
-    always_waiting: int
+    message: Message
+    always_waiting: Mapping[Message, int]
 
-    def seconds(self, variant: Variant, alpha: float) -> float:
-        """Return the seconds of one pass when every all-reduce takes `alpha` seconds on the wire."""
+    def seconds(self, variant: Variant, times: WireTimes) -> float:
+        """Return the seconds of one pass when collectives take these times on the wire."""
         calibration = self.by_bound[bound_of(variant).name]
         if variant.without_reduces:
             return calibration.pass_seconds
         cost = self.wire.launch_seconds + self.wire.finish_seconds
-        return calibration.predict(variant, alpha, self.wire) + self.always_waiting * (alpha + cost)
+        waiting = sum(count * (times(message) + cost) for message, count in self.always_waiting.items())
+        return calibration.predict(variant, times(self.message), self.wire) + waiting
 
 
 def time_forward(model: LanguageModel, clock: DeviceClock) -> Callable[[], dict[SubBlockKind, SubBlockSeconds]]:

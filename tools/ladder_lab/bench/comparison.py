@@ -2,8 +2,8 @@
 
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import torch
@@ -16,14 +16,14 @@ from ladder_lab.bench.calibration import (
     time_backward,
     time_forward,
 )
-from ladder_lab.bench.interconnect import make_interconnect
+from ladder_lab.bench.interconnect import OWN_REDUCES, make_interconnect
 from ladder_lab.bench.options import OWN, BenchmarkOptions, parse_alpha
 from ladder_lab.bench.paired import PairedTimes, measure
 from ladder_lab.bench.variants import VARIANTS, Variant, bound_of
 from ladder_lab.bench.workloads import Workload, build_models
 from ladder_lab.cost.links import WireModel, gpu_contention
 from ladder_lab.cost.machines import PRESETS
-from ladder_lab.link.link import EmulatedLink
+from ladder_lab.link.link import EmulatedLink, WireTimes
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.wiring import SubBlockKind
 from megatron_ladder.comm.launch import RankInfo
@@ -31,8 +31,8 @@ from megatron_ladder.model.operations import Operations
 
 BOUNDED_CONTENTION = 0.2
 """Largest compute share lost to a collective with a bounded number of multiprocessors, per `gpu_contention`."""
-OWN_REDUCES = 50
-"""All-reduces in the median time of one on the GPUs' own interconnect."""
+Passes = Mapping[str, Callable[[], None]]
+"""Functions that run passes of a workload, by variant."""
 
 
 class WiringComparison:
@@ -40,6 +40,7 @@ class WiringComparison:
 
     Attributes:
         compared: the variants of the command line, with `standard`, and their bounds.
+        is_rehearsal: whether one CPU plays a GPU that plays a rank.
         waited: seconds per pass that each round of the last `time` spent in waits of an emulated wire, by variant.
     """
 
@@ -66,17 +67,19 @@ class WiringComparison:
         groups, dtype = (self._wire, self.interconnect.no_comm), self.interconnect.dtype
         self.models = build_models(self.compared, shape, self.mesh, *groups, dtype, device, operations)
         self.waited: dict[str, list[float]] = {}
+        self.is_rehearsal = options.emulate and device.type == "cpu"
 
-    def time(self, workload: Workload, variants: Sequence[Variant], what: str) -> PairedTimes:
-        """Time passes of the variants in alternation; `what` labels the progress bar of rank 0."""
-        rounds = self.options.rounds
-        self.waited = {variant.name: [] for variant in variants}
+    @contextmanager
+    def prepare(self, workload: Workload, variants: Sequence[Variant], timings: int) -> Iterator[Passes]:
+        """Provide passes of the variants for so many calls of `time`; captured ones are captured once."""
+        runs = timings * (self.options.rounds + 1)
 
         def counting(name: str, run: Callable[[], object]) -> Callable[[], None]:
             def counted() -> None:
                 if not isinstance(self._wire, EmulatedLink):
                     run()
-                    torch.cuda.synchronize()
+                    if self.options.device == "cuda":
+                        torch.cuda.synchronize()
                     return
                 self._wire.waited_seconds = 0.0
                 run()
@@ -85,36 +88,48 @@ class WiringComparison:
             return counted
 
         with ExitStack() as stack:
-            ways = {
-                name: counting(name, stack.enter_context(workload.prepare(self.models[name], self.mesh, rounds + 1)))
-                for name in self.waited
+            yield {
+                one.name: counting(
+                    one.name, stack.enter_context(workload.prepare(self.models[one.name], self.mesh, runs))
+                )
+                for one in variants
             }
-            label = what if self.place.rank == 0 else None
-            return measure(ways, rounds, before_each=lambda _: self.mesh.world.barrier(), label=label)
+
+    def time(self, passes: Passes, what: str) -> PairedTimes:
+        """Time passes in alternation; `what` labels the progress bar of rank 0."""
+        self.waited = {name: [] for name in passes}
+        label = what if self.place.rank == 0 else None
+        return measure(passes, self.options.rounds, before_each=lambda _: self.mesh.world.barrier(), label=label)
 
     def calibrate(self, workload: Workload) -> Prediction:
         """Measure the inputs of the step-time model, on a wire without latency."""
-        self.interconnect.set_wire(0.0)
+        self.interconnect.set_wire(lambda message: 0.0)
         finish = {bound.name: time_forward(self.models[bound.name], self._clock) for bound in self._bounds}
-        times = self.time(workload, [VARIANTS["standard"], *self._bounds], f"calibrating {workload.case}")
+        with self.prepare(workload, [VARIANTS["standard"], *self._bounds], 1) as passes:
+            times = self.time(passes, f"calibrating {workload.case}")
         found = {bound.name: self._calibration(workload, bound, finish[bound.name](), times) for bound in self._bounds}
         # Including those of embedding, head and loss.
         # A replay does not pass through the counter.
         eager = replace(workload, cuda_graph=False)
         with eager.prepare(self.models["no-comm"], self.mesh, 1) as run:
-            before = self.interconnect.no_comm.collectives
+            self.interconnect.no_comm.messages.clear()
             run()
-        reduces = (self.interconnect.no_comm.collectives - before) // workload.units
-        hideable = len(self.models["standard"].stack.sub_blocks()) * (2 if workload.case == "train" else 1)
+        messages = self.interconnect.no_comm.messages
+        always_waiting = {message: count // workload.units for message, count in messages.items()}
+        ((message, _),) = messages.most_common(1)
+        reduces = sum(always_waiting.values())
+        always_waiting[message] -= len(self.models["standard"].stack.sub_blocks()) * (
+            2 if workload.case == "train" else 1
+        )
         cost = contention = 0.0
         if self.options.device == "cpu":
             pairs = zip(times.seconds["no-comm"], times.seconds["standard"], strict=True)
             cost = max(0.0, statistics.median(b - a for a, b in pairs) / (reduces * workload.units))
         else:
-            contention = min(BOUNDED_CONTENTION, gpu_contention(self.message_bytes(workload)))
+            contention = min(BOUNDED_CONTENTION, gpu_contention(message.num_bytes))
         serial = self.options.device == "cuda" or self.options.link == "serial"
         wire = WireModel(serial, launch_seconds=cost / 2, finish_seconds=cost / 2, contention=contention)
-        return Prediction(found, wire, reduces - hideable)
+        return Prediction(found, wire, message, always_waiting)
 
     def _calibration(
         self, workload: Workload, bound: Variant, kinds: dict[SubBlockKind, SubBlockSeconds], times: PairedTimes
@@ -128,21 +143,24 @@ class WiringComparison:
         seconds = times.median(bound.name) / workload.units
         return Calibration(kinds, seconds, self.models[bound.name].config)
 
-    def message_bytes(self, workload: Workload) -> int:
-        """Return the size of the tensor that a pass reduces."""
-        tokens = workload.batch * (1 if workload.case == "decode" else workload.sequence)
-        return tokens * self.shape.hidden_size * self.interconnect.dtype.itemsize
+    def wire_times(self, text: str, prediction: Prediction, skew_seconds: float = 0.0) -> WireTimes:
+        """Return the times of a wire, given as a preset, as OWN, or as a time or multiple; collective.
 
-    def reduce_seconds(self, workload: Workload, text: str, prediction: Prediction) -> float:
-        """Return the time of an all-reduce, given as a preset, as OWN, or as a time or multiple; collective."""
-        return float(self.mesh.world.broadcast_object(self._reduce_seconds(workload, text, prediction)))
+        Those of a preset depend on the bytes if the wire is emulated on one GPU.
+        """
+        if self.options.emulate and text in PRESETS:
+            seconds_of = PRESETS[text].seconds
+            return lambda message: message.share * seconds_of(message.num_bytes, message.ranks) + skew_seconds
+        seconds = float(self.mesh.world.broadcast_object(self._reduce_seconds(text, prediction)))
+        return lambda message: message.share * seconds + skew_seconds
 
-    def _reduce_seconds(self, workload: Workload, text: str, prediction: Prediction) -> float:
+    def _reduce_seconds(self, text: str, prediction: Prediction) -> float:
+        num_bytes = prediction.message.num_bytes
         if text in PRESETS:
-            return PRESETS[text].seconds(self.message_bytes(workload), self.options.tp)
+            return PRESETS[text].seconds(num_bytes, self.options.tp)
         if text == OWN:
             dtype = self.interconnect.dtype
-            numbers = self.message_bytes(workload) // dtype.itemsize
+            numbers = num_bytes // dtype.itemsize
             message = torch.zeros(numbers, dtype=dtype, device=self.interconnect.device)
             marks = [self._clock.mark()]
             for _ in range(2 * OWN_REDUCES):

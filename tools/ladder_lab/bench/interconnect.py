@@ -1,22 +1,33 @@
 """The ranks of a benchmark and the interconnect between them."""
 
 import os
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from ladder_lab.bench.calibration import DeviceClock
 from ladder_lab.bench.options import BenchmarkOptions
-from ladder_lab.link.link import EmulatedLink, NoCommGroup
+from ladder_lab.link.link import EmulatedLink, Message, NoCommGroup, WireTimes
+from ladder_lab.link.occupied import OccupiedGroup, count_launch, load_kernel
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.launch import RankInfo, check_device, start_process_group
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.symmetric import SymmetricMemoryGroup, check_peers, select_all_reduce
 from megatron_ladder.errors import UserError
+from megatron_ladder.generate.graph import CudaStepGraph
 
 TIMEOUT_MINUTES = 10.0
 SPIN_SECONDS = 0.1
 """Waits poll the clock instead of sleeping: each rank has its own core, and virtual machines wake up late."""
+
+OWN_REDUCES = 50
+"""All-reduces in the median time of one on the GPUs' own interconnect, and in the mean of an emulated one."""
+TYPICAL_SECONDS = 20e-6
+"""Duration with which emulated all-reduces are timed."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +41,20 @@ class Interconnect:
     device: torch.device
     dtype: torch.dtype
 
-    def set_wire(self, seconds: float) -> None:
-        """Set the time of an all-reduce from now on; a wire that is not emulated has its own."""
+    def set_wire(self, times: WireTimes) -> None:
+        """Set the times of collectives from now on; between processes, those of all sizes are equal.
+
+        A wire that is not emulated has its own.
+        """
         if isinstance(self.wire, EmulatedLink):
-            self.wire.set_wire(seconds, 0.0)
+            self.wire.set_wire(times(Message(0, self.wire.size)), 0.0)
+        for group in self.emulated:
+            group.set_wire(times)
+
+    @property
+    def emulated(self) -> list[OccupiedGroup]:
+        """The groups of which this process plays rank 0."""
+        return [group for group in (self.mesh.tensor, self.mesh.kv_replica) if isinstance(group, OccupiedGroup)]
 
     def close(self) -> None:
         """Release the emulated wire."""
@@ -47,8 +68,12 @@ def start_ranks(options: BenchmarkOptions, place: RankInfo) -> torch.device:
     Raises:
         UserError: the machine lacks what the flags need, or the launcher started another number of processes.
     """
-    if place.world_size != options.tp:
+    if options.emulate and place.launched:
+        raise UserError(f"--emulate needs one process, but the launcher started {place.world_size}: use plain python")
+    if not options.emulate and place.world_size != options.tp:
         raise UserError(f"--tp {options.tp} needs as many processes, but the launcher started {place.world_size}")
+    if options.device == "cpu" and options.emulate:
+        return torch.device("cpu")
     if options.device == "cpu":
         # One thread and, if there are enough cores, a dedicated core for each rank.
         torch.set_num_threads(1)
@@ -60,6 +85,9 @@ def start_ranks(options: BenchmarkOptions, place: RankInfo) -> torch.device:
     if device.type == "cpu":
         raise UserError("--device cuda: torch finds no GPU here: use --device cpu")
     check_device(place)
+    if options.emulate:
+        torch.cuda.set_device(device)
+        return device
     if options.tp_all_reduce == "symmetric":
         check_peers(place.world_size, device, torch.bfloat16)
     return start_process_group(place, TIMEOUT_MINUTES)
@@ -68,9 +96,10 @@ def start_ranks(options: BenchmarkOptions, place: RankInfo) -> torch.device:
 def make_interconnect(options: BenchmarkOptions, shape: ModelConfig, device: torch.device) -> Interconnect:
     """Build the interconnect; a collective call of all ranks."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    mesh = ProcessMesh.build(
-        options.tp, kv_replicas=key_value_replicas(shape, options.tp), tp_comm_max_ctas=options.comm_sms
-    )
+    replicas = key_value_replicas(shape, options.tp)
+    if options.emulate:
+        return _emulate(options, replicas, device, dtype)
+    mesh = ProcessMesh.build(options.tp, kv_replicas=replicas, tp_comm_max_ctas=options.comm_sms[0])
     no_comm = NoCommGroup(mesh.tensor)
     if options.device == "cpu":
         wire = EmulatedLink(mesh.tensor, serial=options.link == "serial", spin_seconds=SPIN_SECONDS)
@@ -78,3 +107,39 @@ def make_interconnect(options: BenchmarkOptions, shape: ModelConfig, device: tor
     group = select_all_reduce(options.tp_all_reduce, mesh.tensor, device, dtype, equal_sums=shape.num_experts > 0)
     name = "symmetric" if isinstance(group, SymmetricMemoryGroup) else "nccl"
     return Interconnect(name, mesh, group, no_comm, device, dtype)
+
+
+def _emulate(options: BenchmarkOptions, replicas: int, device: torch.device, dtype: torch.dtype) -> Interconnect:
+    """Return the interconnect of a process that plays rank 0, without a process group."""
+    occupy = load_kernel() if device.type == "cuda" else count_launch
+    wire = OccupiedGroup(options.tp, device, options.comm_sms[0], occupy)
+    mesh = replace(ProcessMesh.single(), tensor=wire)
+    if replicas > 1:
+        mesh = replace(mesh, kv_replica=OccupiedGroup(replicas, device, options.comm_sms[0], occupy))
+    interconnect = Interconnect("emulated on one GPU", mesh, wire, NoCommGroup(wire), device, dtype)
+    if device.type == "cuda":
+        launch_seconds = measure_launch(wire, DeviceClock(device), torch.zeros(4096, dtype=dtype, device=device))
+        for group in interconnect.emulated:
+            group.launch_seconds = launch_seconds
+    return interconnect
+
+
+def measure_launch(wire: OccupiedGroup, clock: DeviceClock, message: Tensor) -> float:
+    """Return the seconds that an emulated all-reduce takes beyond its duration.
+
+    It is timed as those are that the durations come from: one after another, in a graph.
+    """
+    marks: list[Any] = []
+
+    def run() -> Tensor:
+        marks[:] = [clock.mark()]
+        works = [wire.start_all_reduce(message) for _ in range(OWN_REDUCES)]
+        works[-1].wait()
+        marks.append(clock.mark())
+        return message
+
+    wire.set_wire(lambda _: TYPICAL_SECONDS)
+    with closing(CudaStepGraph()) as graph:
+        graph.capture(run)
+        graph.replay()
+        return clock.seconds(*marks) / OWN_REDUCES - TYPICAL_SECONDS

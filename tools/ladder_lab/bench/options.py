@@ -38,22 +38,28 @@ class BenchmarkOptions:
     tp: int = flag(2, minimum=2)
     """Tensor-parallel processes, each with a dedicated core or GPU. The program starts them, unless `deepspeed` or
     `torchrun` did, on one or several hosts."""
+    emulate: bool = flag(False, excludes=("--tp-all-reduce", "--link pipelined"))
+    """Play rank 0 of --tp in one process, on one GPU: a collective is a kernel that takes --comm-sms multiprocessors
+    for the time of --alpha, and moves its message through memory. On a CPU, a rehearsal whose times mean nothing."""
     wirings: tuple[str, ...] = flag(("standard", "ladder", "parallel", "ladder-parallel"), choices=VARIANTS)
     """Ways to compute, interleaved in every round. -blocking waits for every all-reduce at once, ladder-autograd leaves
     backward to autograd, and no-comm omits the all-reduces."""
     sizes: tuple[str, ...] = flag((), aliases=("--size",), details=f"Names: {', '.join(SIZES)}; numbers: {SHAPE}.")
     """Shapes of the model, measured one after the other, by name or in numbers such as 8x192x512x6x6x4096. If not
     given: small-train for train, small otherwise."""
-    alpha: tuple[str, ...] = flag(DEFAULT_ALPHA, requires="--device cpu", details=f"Among {', '.join(PRESETS)}.")
+    alpha: tuple[str, ...] = flag(DEFAULT_ALPHA, details=f"Among {', '.join(PRESETS)}.")
     """Times of one all-reduce on the emulated wire: 500us, 2ms, or multiples of a sub-block's measured computation: 1c
     of the mean sub-block, 1a of the attention; or that of a real interconnect for this number of ranks and size of
-    message."""
+    message. On GPUs, requires --emulate."""
+    skew: tuple[str, ...] = flag(("0",), requires="--emulate")
+    """Times by which the latest rank prolongs each collective, such as 3us."""
     link: Literal["serial", "pipelined"] = "serial"
     """Whether the emulated wire carries collectives one after another, as NCCL does, or concurrently."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device: cpu computes in fp32 over an emulated wire; cuda computes in bf16 over the GPUs' interconnect."""
-    comm_sms: int = flag(16, minimum=1, maximum=MOST_SMS)
-    """Multiprocessors that a collective of NCCL occupies on a GPU at most."""
+    comm_sms: tuple[int, ...] = flag((16,), minimum=1, maximum=MOST_SMS)
+    """Multiprocessors that a collective of NCCL occupies on a GPU at most; with --emulate, those that it takes, and
+    several values are measured one after the other."""
     tp_all_reduce: Literal["auto", "nccl", "symmetric"] = flag("nccl", requires="--device cuda")
     """Implementation of small all-reduces between GPUs: NCCL, or a one-shot kernel over symmetric memory, which needs
     NVLink; auto uses the latter where it is possible."""
@@ -84,13 +90,21 @@ def parse_options(argv: Sequence[str]) -> tuple[Case, BenchmarkOptions]:
     raise_user_errors(_find_errors(options))
     return case, replace(
         options,
-        alpha=(OWN,) if options.device == "cuda" else options.alpha,
+        alpha=(OWN,) if options.device == "cuda" and not options.emulate else options.alpha,
         cuda_graph=options.cuda_graph and options.device == "cuda",
         sizes=options.sizes or ("small-train" if case == "train" else "small",),
     )
 
 
 def _find_errors(options: BenchmarkOptions) -> Iterator[str]:
+    if not options.emulate and options.device == "cuda" and options.alpha != DEFAULT_ALPHA:
+        yield "--alpha requires --device cpu or --emulate: GPUs have their own interconnect"
+    if not options.emulate and len(options.comm_sms) > 1:
+        yield f"--comm-sms {' '.join(map(str, options.comm_sms))}: several values require --emulate"
+    for text in options.skew:
+        parsed = parse_alpha(text)
+        if parsed is None or parsed[1] != "s":
+            yield f"--skew {text}: expected a time such as 3us"
     for size in options.sizes:
         try:
             shape = find_size(size)

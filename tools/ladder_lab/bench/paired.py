@@ -25,6 +25,7 @@ class RatioVerdict(Enum):
     TOO_NOISY = "too noisy to judge"
     ABOVE_BOUND = "above its bound: a measuring error"
     """It exceeds the possible maximum by more than its spread."""
+    REHEARSED = "rehearsed on a CPU"
 
 
 @dataclass(frozen=True)

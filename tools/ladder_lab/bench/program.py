@@ -1,14 +1,15 @@
 """One rank of `tools/benchmark.py`: calibrates, measures round by round, and compares with the step-time model."""
 
+import itertools
 import statistics
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 from ladder_lab.bench.calibration import Prediction
-from ladder_lab.bench.comparison import WiringComparison
+from ladder_lab.bench.comparison import Passes, WiringComparison
 from ladder_lab.bench.interconnect import start_ranks
-from ladder_lab.bench.options import BenchmarkOptions, Case
+from ladder_lab.bench.options import BenchmarkOptions, Case, parse_alpha
 from ladder_lab.bench.paired import RatioVerdict
 from ladder_lab.bench.results import BenchmarkRow, results_table
 from ladder_lab.bench.sizes import find_size
@@ -19,13 +20,27 @@ from megatron_ladder.comm.launch import RankInfo, naming_lost_peers, read_rank_i
 from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.model.operations import Operations, compile_operations, require_compiler, select_operations
 
+JUDGED = (RatioVerdict.SOUND.value, RatioVerdict.REHEARSED.value)
+"""Verdicts of rows without an error of measurement."""
+
+
+class Wire(NamedTuple):
+    """An interconnect to measure: the time of an all-reduce by its name on the command line.
+
+    If emulated on one GPU, also the multiprocessors of a collective, and by how much the latest rank prolongs it.
+    """
+
+    alpha: str
+    multiprocessors: int | None = None
+    skew_seconds: float = 0.0
+
 
 def run_rank(case: Case, options: BenchmarkOptions) -> None:
     """Run as one of the ranks; raise BadNumbersError if a ratio exceeds its maximum or is too noisy to judge."""
     place = read_rank_info()
     with naming_lost_peers():
         rows = _measure(case, options, place)
-    doubtful = [row for row in rows if row.verdict != RatioVerdict.SOUND.value]
+    doubtful = [row for row in rows if row.verdict not in JUDGED]
     if doubtful and place.rank == 0:
         verdicts = (f"{row.wiring} of {row.size} at {row.alpha}: {row.verdict}" for row in doubtful)
         raise BadNumbersError("; ".join(verdicts))
@@ -41,16 +56,29 @@ def _measure(case: Case, options: BenchmarkOptions, place: RankInfo) -> list[Ben
         prediction = comparison.calibrate(workload)
         if place.rank == 0:
             print(_heading(comparison, workload, size, prediction), flush=True)
-        for text in options.alpha:
-            new = _rows(comparison, workload, size, prediction, text)
-            rows += new
-            if place.rank == 0:
-                print(f"\n{results_table(new)}", flush=True)
+        for wires in _wires(options):
+            for group in comparison.interconnect.emulated:
+                group.set_blocks(wires[0].multiprocessors or 1)
+            with comparison.prepare(workload, comparison.compared, len(wires)) as passes:
+                for wire in wires:
+                    new = _rows(comparison, passes, workload, size, prediction, wire)
+                    rows += new
+                    if place.rank == 0:
+                        print(f"\n{results_table(new)}", flush=True)
         comparison.interconnect.close()
     if place.rank == 0:
         write_json(options.json, [vars(row) for row in rows])
     stop_process_group()
     return rows
+
+
+def _wires(options: BenchmarkOptions) -> list[list[Wire]]:
+    """Return the interconnects to measure; those of a list share captured passes."""
+    if not options.emulate:
+        return [[Wire(alpha)] for alpha in options.alpha]
+    skews = [parsed[0] for text in options.skew if (parsed := parse_alpha(text)) is not None]
+    settings = [*itertools.product(options.alpha, skews)]
+    return [[Wire(alpha, count, skew) for alpha, skew in settings] for count in options.comm_sms]
 
 
 def select_case_operations(case: Case, compiled: Literal["auto", "true", "false"], device: torch.device) -> Operations:
@@ -63,32 +91,38 @@ def select_case_operations(case: Case, compiled: Literal["auto", "true", "false"
 
 
 def _rows(
-    comparison: WiringComparison, workload: Workload, size: str, prediction: Prediction, text: str
+    comparison: WiringComparison, passes: Passes, workload: Workload, size: str, prediction: Prediction, wire: Wire
 ) -> list[BenchmarkRow]:
-    """Measure all wirings at one interconnect time."""
-    alpha = comparison.reduce_seconds(workload, text, prediction)
-    comparison.interconnect.set_wire(alpha)
-    times = comparison.time(workload, comparison.compared, f"alpha {text}")
-    standard, layers = prediction.seconds(VARIANTS["standard"], alpha), comparison.shape.num_layers
+    """Measure all wirings on one interconnect."""
+    wire_times = comparison.wire_times(wire.alpha, prediction, wire.skew_seconds)
+    comparison.interconnect.set_wire(wire_times)
+    times = comparison.time(passes, f"alpha {wire.alpha}")
+    standard, layers = prediction.seconds(VARIANTS["standard"], wire_times), comparison.shape.num_layers
     rows = []
     for variant in comparison.compared:
         ratio = times.ratio("standard", variant.name)
         bound = times.ratio("standard", bound_of(variant).name)
-        waited = comparison.waited[variant.name]
+        exposed = comparison.waited[variant.name]
+        if wire.multiprocessors is not None:
+            pairs = zip(times.seconds[variant.name], times.seconds[bound_of(variant).name], strict=True)
+            exposed = [(seconds - without) / workload.units for seconds, without in pairs]
+        verdict = ratio.verdict(bound.median + bound.spread)
         rows.append(
             BenchmarkRow(
                 case=workload.case,
                 size=size,
                 wiring=variant.name,
                 interconnect=comparison.interconnect.name,
-                alpha=text,
-                alpha_seconds=alpha,
+                alpha=wire.alpha,
+                alpha_seconds=wire_times(prediction.message) - wire.skew_seconds,
                 median_seconds=times.median(variant.name) / workload.units,
                 ratio_to_standard=ratio.median,
                 spread=ratio.spread,
-                predicted_ratio=standard / prediction.seconds(variant, alpha),
-                exposed_seconds_per_layer=statistics.median(waited) / layers if waited else None,
-                verdict=ratio.verdict(bound.median + bound.spread).value,
+                predicted_ratio=standard / prediction.seconds(variant, wire_times),
+                exposed_seconds_per_layer=statistics.median(exposed) / layers if exposed else None,
+                verdict=(RatioVerdict.REHEARSED if comparison.is_rehearsal else verdict).value,
+                multiprocessors=wire.multiprocessors,
+                skew_seconds=wire.skew_seconds,
             )
         )
     return rows
@@ -96,9 +130,11 @@ def _rows(
 
 def _heading(comparison: WiringComparison, workload: Workload, size: str, prediction: Prediction) -> str:
     calibration, over = prediction.by_bound["no-comm"], comparison.interconnect
+    ranks = f"rank 0 of {over.wire.size}" if over.emulated else f"{over.wire.size} processes"
+    first = "--device cpu: a rehearsal of --emulate, whose times mean nothing\n" * comparison.is_rehearsal
     parts = ", ".join(f"{kind.value} {1e3 * one.forward:.3f}" for kind, one in calibration.kinds.items())
     return (
-        f"{workload.case}, {size}, batch {workload.batch}, {comparison.options.tp} processes, "
+        f"{first}{workload.case}, {size}, batch {workload.batch}, {ranks}, "
         f"{str(over.dtype).removeprefix('torch.')} on {over.device.type}, {over.name}\n"
         f"{parts} ms forward, the rest of a pass {1e3 * calibration.head:.3f} ms, "
         f"a collective costs its processor {2e3 * prediction.wire.launch_seconds:.3f} ms"

@@ -26,8 +26,12 @@ class BenchmarkRow:
     spread: float
     predicted_ratio: float
     exposed_seconds_per_layer: float | None
-    """None on GPUs, where traces show it."""
+    """Beyond the time without reduces if emulated on one GPU; None on several, where traces show it."""
     verdict: str
+    multiprocessors: int | None = None
+    """Those that a collective takes, if emulated on one GPU."""
+    skew_seconds: float = 0.0
+    """Time by which the latest rank prolongs each collective."""
 
 
 def results_table(rows: Sequence[BenchmarkRow]) -> str:
@@ -35,9 +39,12 @@ def results_table(rows: Sequence[BenchmarkRow]) -> str:
     table = []
     for row in rows:
         exposed = row.exposed_seconds_per_layer
+        wire = f"{row.interconnect}, {row.alpha} = {1e3 * row.alpha_seconds:.3f} ms"
+        if row.multiprocessors is not None:
+            wire += f", SMs {row.multiprocessors}, skew {1e6 * row.skew_seconds:g} us"
         table.append(
             {
-                "all-reduce": f"{row.interconnect}, {row.alpha} = {1e3 * row.alpha_seconds:.3f} ms",
+                "all-reduce": wire,
                 "wiring": row.wiring,
                 "ms": f"{1e3 * row.median_seconds:.2f}",
                 "standard / it": f"{row.ratio_to_standard:.3f}",

@@ -63,6 +63,7 @@ class Workload:
                 yield train
             return
         captures = self.cuda_graph and not waits_for_choices(model)
+        mesh = replace(mesh, tensor=model.group)
         engine = GenerationEngine(model, mesh, new_graph=CudaStepGraph if captures else None)
         if self.case == "prefill":
             yield lambda: engine.generate(requests(1))

@@ -20,9 +20,10 @@ The copy and the sum cost processor time and no wire time; the hold hides the su
 """
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -215,32 +216,51 @@ class EmulatedLink(CommGroup):
                 time.sleep(POLL_SECONDS)
 
 
+class Message(NamedTuple):
+    """A collective: a tensor of so many bytes on each rank, and its share of the time of their all-reduce."""
+
+    num_bytes: int
+    ranks: int
+    share: float = 1.0
+
+
+WireTimes = Callable[[Message], float]
+"""Seconds of each collective on a wire."""
+
+
 class NoCommGroup(CommGroup):
     """A group whose reduces do nothing, with wrong results: a lower bound on the step time with any interconnect.
 
     Attributes:
-        collectives: their number so far.
+        messages: the number of each collective so far.
     """
 
     def __init__(self, group: CommGroup) -> None:
         super().__init__(group.ranks, group.rank, group.process_group)
-        self.collectives = 0
+        self.messages = Counter[Message]()
 
     def start_all_reduce(self, tensor: Tensor) -> Work | None:
         """Return None: there is nothing to wait for."""
-        self.collectives += 1
+        self.messages[Message(tensor.nbytes, self.size)] += 1
         return None
 
     def start_all_gather(self, tensor: Tensor, into: Tensor | None = None) -> tuple[Tensor, Work | None]:
         """Repeat this rank's rows for every rank."""
-        self.collectives += 1
         whole = torch.cat([tensor] * self.size)
+        self.messages[Message(whole.nbytes, self.size, 0.5)] += 1
         return whole if into is None else into.copy_(whole), None
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Return `tensor` unchanged."""
-        self.collectives += 1
+        self.start_all_reduce(tensor)
         return tensor
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        """Gather, because real ranks have to choose the same tokens; without any, repeat this rank's tensor."""
+        if self.process_group is not None:
+            return super().all_gather(tensor, dim)
+        whole, _ = self.start_all_gather(tensor)
+        return torch.cat(whole.chunk(self.size), dim)
 
 
 def _add_up(output: Tensor, parts: Sequence[Tensor]) -> None:
