@@ -7,7 +7,7 @@ import torch
 
 from ladder_lab.bench.comparison import WiringComparison
 from ladder_lab.bench.options import BenchmarkOptions, Case
-from ladder_lab.bench.program import _rows
+from ladder_lab.bench.program import Wire, _rows
 from ladder_lab.bench.results import BenchmarkRow
 from ladder_lab.bench.sizes import SIZES
 from ladder_lab.bench.variants import VARIANTS
@@ -35,7 +35,8 @@ def timed_rows(case: Case) -> list[BenchmarkRow]:
     assert 0 < min(one.forward for one in calibration.kinds.values()) < calibration.pass_seconds
     # On a busy machine, differences of times (the head, the processor time of a collective) are noise.
     prediction = replace(prediction, wire=WireModel())
-    rows = _rows(comparison, workload, "small-train", prediction, f"{ALPHA}s")
+    with comparison.prepare(workload, comparison.compared, timings=1) as passes:
+        rows = _rows(comparison, passes, workload, "small-train", prediction, Wire(f"{ALPHA}s"))
     comparison.interconnect.close()
     return rows
 

@@ -62,6 +62,9 @@ class Stream:
     def wait_stream(self, other: "Stream") -> None:
         self.wait_event(other.record_event())
 
+    def synchronize(self) -> None:
+        self.checker._take_part("synchronize")
+
 
 @dataclass(eq=False)
 class _Block:
@@ -103,6 +106,7 @@ class Checker(TorchDispatchMode):
         monkeypatch.setattr(torch.cuda, "CUDAGraph", partial(Capture, self))
         monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool, stream, **_: graph.capturing(stream))
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capture is not None)
         monkeypatch.setattr(graph, "PeakMemory", EnoughMemory)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
         monkeypatch.setattr(Tensor, "is_cuda", True)
@@ -154,11 +158,14 @@ class Checker(TorchDispatchMode):
         if name in (*READERS, "lift_fresh") or selects:
             self._take_part(name)
         result = func(*args, **kwargs)
-        if not func.is_view and name not in ("detach", "_unsafe_view"):
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        is_view = func.is_view or name in ("detach", "_unsafe_view")
+        # In inference mode, `to` arrives whole, and is a view or a copy.
+        storages = {tensor.untyped_storage()._cdata for tensor in (*reads, *writes)}
+        if not is_view or any(tensor.untyped_storage()._cdata not in storages for tensor in results):
             self.run_kernel(name, reads, writes, self.current)
-            for leaf in tree_leaves(result):
-                if isinstance(leaf, Tensor):
-                    self._block(leaf, made=True)
+            for tensor in results:
+                self._block(tensor, made=True)
         return result
 
     def run_kernel(self, name: str, reads: list[Tensor], writes: list[Tensor], stream: Stream) -> None:
@@ -301,6 +308,9 @@ class Capture:
         for block in self.used:
             if block.storage.expired():
                 self.checker.note("a graph uses memory that was freed", block)
+
+    def reset(self) -> None:
+        self.used.clear()
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

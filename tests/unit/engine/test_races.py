@@ -33,8 +33,15 @@ BUCKET_NUMBERS = 2000
 class Rank:
     """A rank of a tensor-parallel and data-parallel run with ZeRO 1 and several buckets."""
 
-    def __init__(self, checker: Checker, config: ModelConfig, sequence_parallel: bool, recompute_layers: int) -> None:
-        tensor, data = (PlayedNccl(size, checker) for size in (TENSOR, DATA))
+    def __init__(
+        self,
+        checker: Checker,
+        config: ModelConfig,
+        sequence_parallel: bool,
+        recompute_layers: int,
+        new_group: Callable[[int, Checker], CommGroup] = PlayedNccl,
+    ) -> None:
+        tensor, data = (new_group(size, checker) for size in (TENSOR, DATA))
         mesh = replace(ProcessMesh.single(), tensor=tensor, data=data, sequence_parallel=sequence_parallel)
         self.checker = checker
         options = StackOptions(recompute_layers=recompute_layers)

@@ -26,7 +26,7 @@ def occupy_kernel(message, scratch, count, durations, launches, slot, BLOCK: tl.
     duration = tl.load(durations + slot)
     program = tl.program_id(0)
     if program == 0:
-        tl.atomic_add(launches + slot, 1)
+        tl.atomic_add(launches + slot, 1, sem="relaxed")
     own = scratch + program * BLOCK + tl.arange(0, BLOCK)
     blocks = tl.cdiv(count, BLOCK)
     block = program
@@ -38,7 +38,8 @@ def occupy_kernel(message, scratch, count, durations, launches, slot, BLOCK: tl.
         tl.store(message + place, tl.load(own, mask=inside, volatile=True), mask=inside)
         block += tl.num_programs(0)
         # The traffic is spread evenly over the duration.
-        while _nanoseconds() - began < duration * tl.minimum(block, blocks) // blocks:
+        due = duration * tl.minimum(block, blocks) // blocks
+        while _nanoseconds() - began < due:
             pass
     while _nanoseconds() - began < duration:
         pass

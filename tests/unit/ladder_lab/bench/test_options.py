@@ -21,6 +21,12 @@ def test_gpus_have_their_own_interconnect() -> None:
     assert (own.tp, own.alpha, own.sizes) == (4, ("own",), ("llama-8b",))
 
 
+def test_one_gpu_has_an_emulated_interconnect() -> None:
+    words = "decode --emulate --device cuda --tp 8 --alpha 0 nvlink 2c --comm-sms 1 16 --skew 0us 8us --sizes llama-8b"
+    _, options = parse_options(words.split())
+    assert (options.alpha, options.comm_sms, options.cuda_graph) == (("0", "nvlink", "2c"), (1, 16), True)
+
+
 def test_only_gpus_have_graphs_by_default() -> None:
     words = ["train", "train --device cuda", "train --device cuda --no-cuda-graph"]
     assert [parse_options(one.split())[1].cuda_graph for one in words] == [False, True, False]
@@ -31,8 +37,15 @@ def test_all_errors_are_reported_together() -> None:
         ("decode --rounds 2 --comm-sms 0", ["--comm-sms 0: expected 1 to 32", "--rounds 2: expected 4 or more"]),
         (
             "train --sizes huge --tp 3 --alpha fast dgx-spark --cuda-graph --device cuda",
-            ["--alpha requires --device cpu"],
+            ["--alpha requires --device cpu or --emulate", "--sizes huge", "--alpha fast", "--alpha dgx-spark"],
         ),
+        ("decode --skew 3us", ["--skew requires --emulate"]),
+        ("decode --device cuda --comm-sms 1 16", ["--comm-sms 1 16: several values require --emulate"]),
+        (
+            "train --emulate --tp-all-reduce symmetric --device cuda --alpha 1c",
+            ["--emulate and --tp-all-reduce exclude each other"],
+        ),
+        ("train --emulate --skew 1c x", ["--skew 1c: expected a time such as 3us", "--skew x: expected a time"]),
         (
             "train --sizes huge --tp 3 --alpha fast dgx-spark",
             ["--sizes huge", "--alpha fast", "--alpha dgx-spark: known for 2 ranks, found 3: change --tp"],
