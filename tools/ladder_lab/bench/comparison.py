@@ -74,7 +74,9 @@ class WiringComparison:
         """Provide passes of the variants for so many calls of `time`; captured ones are captured once."""
         runs = timings * (self.options.rounds + 1)
 
-        def counting(name: str, run: Callable[[], object]) -> Callable[[], None]:
+        def counting(name: str) -> Callable[[], None]:
+            run = stack.enter_context(workload.prepare(self.models[name], self.mesh, runs))
+
             def counted() -> None:
                 if not isinstance(self._wire, EmulatedLink):
                     run()
@@ -88,12 +90,7 @@ class WiringComparison:
             return counted
 
         with ExitStack() as stack:
-            yield {
-                one.name: counting(
-                    one.name, stack.enter_context(workload.prepare(self.models[one.name], self.mesh, runs))
-                )
-                for one in variants
-            }
+            yield {variant.name: counting(variant.name) for variant in variants}
 
     def time(self, passes: Passes, what: str) -> PairedTimes:
         """Time passes in alternation; `what` labels the progress bar of rank 0."""
@@ -118,9 +115,8 @@ class WiringComparison:
         always_waiting = {message: count // workload.units for message, count in messages.items()}
         ((message, _),) = messages.most_common(1)
         reduces = sum(always_waiting.values())
-        always_waiting[message] -= len(self.models["standard"].stack.sub_blocks()) * (
-            2 if workload.case == "train" else 1
-        )
+        directions = 2 if workload.case == "train" else 1
+        always_waiting[message] -= directions * len(self.models["standard"].stack.sub_blocks())
         cost = contention = 0.0
         if self.options.device == "cpu":
             pairs = zip(times.seconds["no-comm"], times.seconds["standard"], strict=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ladder_lab.bench.calibration import DeviceClock
 from ladder_lab.bench.options import BenchmarkOptions
 from ladder_lab.link.link import EmulatedLink, Message, NoCommGroup, WireTimes
-from ladder_lab.link.occupied import OccupiedGroup, count_launch, load_kernel
+from ladder_lab.link.occupied import OccupiedGroup, count_launch
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.launch import RankInfo, check_device, start_process_group
@@ -68,10 +68,9 @@ def start_ranks(options: BenchmarkOptions, place: RankInfo) -> torch.device:
     Raises:
         UserError: the machine lacks what the flags need, or the launcher started another number of processes.
     """
-    if options.emulate and place.launched:
-        raise UserError(f"--emulate needs one process, but the launcher started {place.world_size}: use plain python")
-    if not options.emulate and place.world_size != options.tp:
-        raise UserError(f"--tp {options.tp} needs as many processes, but the launcher started {place.world_size}")
+    flag, processes = ("--emulate", 1) if options.emulate else (f"--tp {options.tp}", options.tp)
+    if place.world_size != processes:
+        raise UserError(f"{flag} needs processes: {processes}, but the launcher started {place.world_size}")
     if options.device == "cpu" and options.emulate:
         return torch.device("cpu")
     if options.device == "cpu":
@@ -111,7 +110,10 @@ def make_interconnect(options: BenchmarkOptions, shape: ModelConfig, device: tor
 
 def _emulate(options: BenchmarkOptions, replicas: int, device: torch.device, dtype: torch.dtype) -> Interconnect:
     """Return the interconnect of a process that plays rank 0, without a process group."""
-    occupy = load_kernel() if device.type == "cuda" else count_launch
+    occupy = count_launch
+    if device.type == "cuda":
+        # torch for CUDA includes triton.
+        from ladder_lab.link.occupying_kernel import occupy
     wire = OccupiedGroup(options.tp, device, options.comm_sms[0], occupy)
     mesh = replace(ProcessMesh.single(), tensor=wire)
     if replicas > 1:

@@ -9,7 +9,7 @@ from typing import Literal, cast
 from ladder_lab.bench.sizes import SHAPE, SIZES, find_size
 from ladder_lab.bench.variants import VARIANTS
 from ladder_lab.cost.machines import PRESETS
-from megatron_ladder.blueprint.model import model_errors, tensor_parallel_errors
+from megatron_ladder.blueprint.model import key_value_replicas, model_errors, tensor_parallel_errors
 from megatron_ladder.blueprint.wiring import EXPERT_MODES, SHARED_STREAM_MODES
 from megatron_ladder.command_line import parse_command_line, take_subcommand
 from megatron_ladder.errors import raise_user_errors
@@ -105,10 +105,13 @@ def _find_errors(options: BenchmarkOptions) -> Iterator[str]:
         parsed = parse_alpha(text)
         if parsed is None or parsed[1] != "s":
             yield f"--skew {text}: expected a time such as 3us"
+    ranks = {options.tp}
     for size in options.sizes:
         try:
             shape = find_size(size)
             yield from tensor_parallel_errors(shape, options.tp)
+            if options.emulate and key_value_replicas(shape, options.tp) > 1:
+                ranks.add(key_value_replicas(shape, options.tp))
             for wiring in [VARIANTS[name].wiring for name in options.wirings]:
                 if wiring.mode in EXPERT_MODES:
                     yield from (f"--sizes {size}: {error}" for error in model_errors(wiring.of(shape, options.tp)))
@@ -117,7 +120,8 @@ def _find_errors(options: BenchmarkOptions) -> Iterator[str]:
     for text in options.alpha:
         try:
             if text in PRESETS:
-                PRESETS[text].seconds(1, options.tp)
+                for count in sorted(ranks):
+                    PRESETS[text].seconds(1, count)
             elif parse_alpha(text) is None:
                 yield f"--alpha {text}: expected 500us, 2ms, 1c, 0.5a, or one of {', '.join(PRESETS)}"
         except ValueError as error:

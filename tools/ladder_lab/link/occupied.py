@@ -24,7 +24,6 @@ from torch import Tensor
 from ladder_lab.link.link import Message, WireTimes
 from megatron_ladder.comm.group import CommGroup, Work
 from megatron_ladder.comm.side_queue import CudaSideQueue
-from megatron_ladder.errors import UserError
 
 SIZES = 256
 """Most sizes of messages."""
@@ -155,12 +154,3 @@ def _whole_pieces(message: Tensor) -> Tensor:
     """Return what the kernel moves of a message, as int32; the rest has the right values as well."""
     num_bytes = message.nbytes // PIECE * PIECE if message.data_ptr() % ALIGNMENT == 0 else 0
     return message.data.view(-1).view(torch.uint8)[:num_bytes].view(torch.int32)
-
-
-def load_kernel() -> Occupy:
-    """Return the launcher of the kernel; raise UserError without triton."""
-    try:
-        from ladder_lab.link.occupying_kernel import occupy
-    except ImportError as error:
-        raise UserError(f"--emulate --device cuda needs triton, which torch for CUDA includes: {error}") from error
-    return occupy

@@ -422,7 +422,7 @@ def test_one_process_and_for_cuda_a_gpu_are_needed(monkeypatch: pytest.MonkeyPat
         benchmark.main([*words, "cuda"])
     for name, value in zip(launch.LAUNCHER_VARIABLES, ("1", "4", "1", "here", "1"), strict=True):
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="--emulate needs one process, but the launcher started 4"):
+    with pytest.raises(UserError, match="--emulate needs processes: 1, but the launcher started 4"):
         benchmark.main([*words, "cpu"])
 
 
