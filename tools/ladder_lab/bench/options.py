@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast
 
-from ladder_lab.bench.sizes import SHAPE, SIZES, find_size
+from ladder_lab.bench.sizes import POSITIONS, SHAPE, SIZES, find_size
 from ladder_lab.bench.variants import VARIANTS
 from ladder_lab.cost.machines import PRESETS
 from megatron_ladder.blueprint.model import key_value_replicas, model_errors, tensor_parallel_errors
@@ -87,7 +87,7 @@ def parse_options(argv: Sequence[str]) -> tuple[Case, BenchmarkOptions]:
     found, words = take_subcommand(argv, CASES, "benchmark.py", "Times wirings in alternation.")
     case = cast(Case, found)
     (options,) = parse_command_line([BenchmarkOptions], words, f"benchmark.py {case}", CASES[case])
-    raise_user_errors(_find_errors(options))
+    raise_user_errors(_find_errors(case, options))
     return case, replace(
         options,
         alpha=(OWN,) if options.device == "cuda" and not options.emulate else options.alpha,
@@ -96,7 +96,7 @@ def parse_options(argv: Sequence[str]) -> tuple[Case, BenchmarkOptions]:
     )
 
 
-def _find_errors(options: BenchmarkOptions) -> Iterator[str]:
+def _find_errors(case: Case, options: BenchmarkOptions) -> Iterator[str]:
     if not options.emulate and options.device == "cuda" and options.alpha != DEFAULT_ALPHA:
         yield "--alpha requires --device cpu or --emulate: GPUs have their own interconnect"
     if not options.emulate and len(options.comm_sms) > 1:
@@ -105,6 +105,11 @@ def _find_errors(options: BenchmarkOptions) -> Iterator[str]:
         parsed = parse_alpha(text)
         if parsed is None or parsed[1] != "s":
             yield f"--skew {text}: expected a time such as 3us"
+    # Wires share captured steps, and so a conversation.
+    timings = len(options.alpha) * len(options.skew) if options.emulate else 1
+    most = (POSITIONS - options.sequence - 1) // (timings * (options.rounds + 1))
+    if case == "decode" and options.tokens > most:
+        yield f"--tokens {options.tokens}: a conversation has {POSITIONS} positions, enough for {most} in each timing"
     ranks = {options.tp}
     for size in options.sizes:
         try:

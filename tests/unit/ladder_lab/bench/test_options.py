@@ -45,6 +45,10 @@ def test_all_errors_are_reported_together() -> None:
             "train --emulate --tp-all-reduce symmetric --device cuda --alpha 1c",
             ["--emulate and --tp-all-reduce exclude each other"],
         ),
+        (
+            "decode --emulate --alpha 0 nvlink --skew 0 3us --rounds 7 --tokens 100 --sequence 5023 --tp 8",
+            ["--tokens 100: a conversation has 8192 positions, enough for 99 in each timing"],
+        ),
         ("train --emulate --skew 1c x", ["--skew 1c: expected a time such as 3us", "--skew x: expected a time"]),
         (
             "train --sizes huge --tp 3 --alpha fast dgx-spark",
