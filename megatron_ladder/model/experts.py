@@ -81,13 +81,14 @@ class _ExpertMatrices(ParallelModule):
             self.add_parameter(name, [weight], build)
         self.first = self.sections["gate"][0].start if whole else 0
         self.count = self.gate.shape[0]
+        self.has_all = self.count == build.config.num_experts
         self.kept_rows = kept_expert_rows(build.config.num_experts // self.count)
 
     def forward(
         self, x: Tensor, chosen: Tensor, weights: Tensor, input_gradient: InputGradient | None = None
     ) -> Tensor:
         """x [s, b, h], and the experts and weights of each token [s, b, k], -> this rank's part of y [s, b, h]."""
-        rows = SortedRows.of(chosen, self.first, self.count)
+        rows = SortedRows.of(chosen, self.first, self.count, self.has_all)
         kept = math.ceil(self.kept_rows * chosen.numel())
         matrices = ExpertWeights(self.gate, self.up, self.down)
         return run_experts(x, matrices, weights, rows, kept, self.swiglu, input_gradient)

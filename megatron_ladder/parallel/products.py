@@ -175,19 +175,23 @@ class SortedRows(NamedTuple):
     """Index of each choice among the sorted rows, [n k]."""
     shape: torch.Size
     """Shape of the choices: [..., k]."""
+    all_local: bool
+    """Whether this rank has all experts, so that no rows belong to others."""
 
     @staticmethod
-    def of(chosen: Tensor, first: int, count: int) -> "SortedRows":
-        """Sort the choices [..., k] for a rank with `count` experts from `first` on."""
-        # Experts of other ranks are sorted behind the last one.
-        local = chosen.flatten() - first
-        local = torch.where((local >= 0) & (local < count), local, count)
+    def of(chosen: Tensor, first: int, count: int, all_local: bool) -> "SortedRows":
+        """Sort the choices [..., k] for a rank with `count` experts from `first` on, which may be all of them."""
+        local = chosen.flatten()
+        if not all_local:
+            # Experts of other ranks are sorted behind the last one.
+            local = local - first
+            local = torch.where((local >= 0) & (local < count), local, count)
         counts = torch.zeros(count + 1, dtype=torch.int64, device=chosen.device)
         counts.scatter_add_(0, local, torch.ones_like(local))
         offsets = counts[:-1].cumsum(0).to(torch.int32)
         order = local.argsort(stable=True)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return SortedRows(order, offsets, back, chosen.shape)
+        return SortedRows(order, offsets, back, chosen.shape, all_local)
 
     def after(self, count: int) -> "SortedRows":
         """Return the order without the first `count` sorted rows; only for products."""
@@ -228,6 +232,8 @@ def _multiply(rows: Tensor, matrices: Tensor, sorted_rows: SortedRows) -> Tensor
         return rows.new_empty(len(rows), matrices.shape[-1])
     if _is_grouped(rows, matrices, matrices.transpose(1, 2)):
         product = torch.nn.functional.grouped_mm(rows, matrices, offs=offsets)
+        if sorted_rows.all_local:
+            return product
         is_local = torch.arange(len(rows), device=rows.device) < offsets[-1]
         return torch.where(is_local.unsqueeze(-1), product, 0)
     product, start = rows.new_zeros(len(rows), matrices.shape[-1]), 0

@@ -1,10 +1,13 @@
 """Products of tokens with the matrices of their experts, compared with a loop over tokens."""
 
 import functools
+from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ladder.parallel.products import ExpertWeights, SortedRows, reads_on_host, run_experts
 
@@ -32,7 +35,7 @@ def multiply_halves(gate_up: Tensor) -> Tensor:
 def by_groups(
     x: Tensor, gate: Tensor, up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, local: range, kept: int
 ) -> Tensor:
-    rows = SortedRows.of(chosen, local.start, len(local))
+    rows = SortedRows.of(chosen, local.start, len(local), all_local=len(local) == EXPERTS)
     return run_experts(x, ExpertWeights(gate, up, down), weights, rows, kept, multiply_halves, None)
 
 
@@ -83,6 +86,33 @@ def test_rows_that_are_not_kept_are_computed_again(local: range, kept: int) -> N
     """Fewer rows than the rank's experts have, and more: a border within and between experts."""
     for dtype, limit in ((torch.float64, 1e-13), (torch.bfloat16, 2e-2)):
         assert max(largest_errors(dtype, 16, 8, local, torch.device("cpu"), kept)) <= limit
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_rank_with_all_experts_masks_no_products(dtype: torch.dtype) -> None:
+    """The results are those of a rank that looks for rows of others, bit for bit."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(TOKENS, 16), (EXPERTS, 8, 16), (EXPERTS, 8, 16), (EXPERTS, 16, 8), (TOKENS, CHOICES)]
+    values = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    chosen = torch.randint(EXPERTS, (TOKENS, CHOICES), generator=generator)
+    masks, results = Counter[bool](), list[list[Tensor]]()
+    for all_local in (False, True):
+
+        class Masks(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                masks[all_local] += func.overloadpacket is torch.ops.aten.where  # noqa: B023
+                return func(*args, **(kwargs or {}))
+
+        x, gate, up, down, weights = leaves = [value.clone().requires_grad_() for value in values]
+        with Masks():
+            rows = SortedRows.of(chosen, 0, EXPERTS, all_local)
+            matrices = ExpertWeights(gate, up, down)
+            y = run_experts(x, matrices, weights, rows, TOKENS * CHOICES, multiply_halves, None)
+            y.backward(torch.ones_like(y))
+        results.append([y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True)) and len(results[0]) == 6
+    # Gate, up and down forward, and all three backward, and the sorting.
+    assert masks == {False: 7, True: 0}
 
 
 def test_gradients_that_blackwell_leaves_unwritten_are_zero(monkeypatch: pytest.MonkeyPatch) -> None:
