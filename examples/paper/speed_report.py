@@ -2,8 +2,12 @@
 
     python examples/paper/speed_report.py FOLDER
 
-reads FOLDER/SIZE-p2p-P2P-batch-BATCH-prefill.json and -decode.json and writes FOLDER/report.md. A request is one
-prefill and GENERATE - 1 decode steps. It does not import torch.
+reads FOLDER/SIZE-p2p-P2P-batch-BATCH-prefill.json and -decode.json, or FOLDER/one-gpu-batch-BATCH-*.json, and writes
+FOLDER/report.md. A request is one prefill and GENERATE - 1 decode steps. It does not import torch.
+
+The figures of one GPU depend on the time of an all-reduce, which was fixed before any measurement, so that it cannot be
+chosen to suit: that of NCCL, as others measured it between 8 H100 with NVLink. With it, standard must be as fast as the
+authors' standard, or a little faster, as kernels are today. Only then does the report show the paper's speed-ups.
 """
 
 import csv
@@ -17,7 +21,7 @@ from typing import NoReturn
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path += [str(REPOSITORY), str(REPOSITORY / "tools")]
 
-from ladder_lab.bench.results import BenchmarkRow  # noqa: E402
+from ladder_lab.bench.results import BenchmarkRow, results_table  # noqa: E402
 from ladder_lab.output import markdown_table  # noqa: E402
 from megatron_ladder.errors import UserError, run_program  # noqa: E402
 from megatron_ladder.files import write_atomically  # noqa: E402
@@ -30,10 +34,17 @@ name the shape of their 1B: that of paper-1.2b. The setting of the models of equ
 paper-1.2b has 973.81 tokens/s at batch 4 with P2P."""
 Setting = tuple[str, str, str]
 """Size, P2P and batch."""
+Rows = Mapping[str, BenchmarkRow]
+"""Rows by wiring."""
+Published = Mapping[tuple[str, str, str, str], dict[str, float]]
 FILE = re.compile(r"(.+)-p2p-(on|off)-batch-(\d+)-decode\.json")
+ONE_GPU_FILE = re.compile(r"one-gpu-batch-(\d+)-decode\.json")
+FIXED_SIZE, FIXED_ALPHA, ONE_SHOT_ALPHA = "llama-70b", "nvlink", "nvlink-one-shot"
+ACCEPTED = (0.0, 0.12)
+"""Least and largest share by which standard on one GPU may exceed the paper's tokens/s, at each of its batch sizes."""
 
 
-def read_published() -> dict[tuple[str, str, str, str], dict[str, float]]:
+def read_published() -> Published:
     """Return the paper's figures by size, P2P, batch and wiring."""
     with open(PUBLISHED, encoding="utf-8", newline="") as file:
         return {
@@ -44,20 +55,42 @@ def read_published() -> dict[tuple[str, str, str, str], dict[str, float]]:
         }
 
 
-def _read(path: Path) -> dict[str, BenchmarkRow]:
+def _read(path: Path) -> list[BenchmarkRow]:
     try:
-        return {value["wiring"]: BenchmarkRow(**value) for value in json.loads(path.read_text(encoding="utf-8"))}
+        return [BenchmarkRow(**value) for value in json.loads(path.read_text(encoding="utf-8"))]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{path}: not written by tools/benchmark.py: {error}: remove it") from None
 
 
-def read_rows(folder: Path) -> dict[Setting, tuple[Mapping[str, BenchmarkRow], Mapping[str, BenchmarkRow]]]:
+def _by_wiring(rows: Sequence[BenchmarkRow], size: str = "", alpha: str = "") -> Rows:
+    return {row.wiring: row for row in rows if size in ("", row.size) and alpha in ("", row.alpha)}
+
+
+def read_rows(folder: Path) -> dict[Setting, tuple[Rows, Rows]]:
     """Return prefill and decode by setting and wiring; raise UserError for a file of another program."""
     found = {}
     for path in sorted(folder.glob("*-decode.json")):
         if match := FILE.fullmatch(path.name):
             size, peers, batch = match.groups()
-            found[size, peers, batch] = _read(Path(str(path).replace("-decode", "-prefill"))), _read(path)
+            prefill = _read(Path(str(path).replace("-decode", "-prefill")))
+            found[size, peers, batch] = _by_wiring(prefill), _by_wiring(_read(path))
+    return found
+
+
+def read_one_gpu(folder: Path, alpha: str) -> dict[Setting, tuple[Rows, Rows]]:
+    """Return what `read_rows` does, measured on one GPU at one time of an all-reduce, where both parts exist.
+
+    Long messages are NCCL's in any case, so there is one prefill for all.
+    """
+    found = {}
+    paths = {match[1]: path for path in folder.glob("*.json") if (match := ONE_GPU_FILE.fullmatch(path.name))}
+    for batch, path in sorted(paths.items(), key=lambda item: int(item[0])):
+        prefill_path = path.with_name(path.name.replace("decode", "prefill"))
+        if not prefill_path.exists():
+            continue
+        prefill, decode = _read(prefill_path), _read(path)
+        for size in dict.fromkeys(row.size for row in decode):
+            found[size, "on", batch] = _by_wiring(prefill, size, FIXED_ALPHA), _by_wiring(decode, size, alpha)
     return found
 
 
@@ -66,14 +99,18 @@ def request_seconds(prefill: float, step: float) -> float:
     return prefill + (GENERATE - 1) * step
 
 
-def requests_table(folder: Path) -> tuple[str, set[tuple[str, str, str, str]]]:
-    """Return one row for each wiring in each setting, and which published figures have one."""
-    published, lines, measured = read_published(), [], set()
-    for (size, peers, batch), (prefill, decode) in read_rows(folder).items():
+def tokens_per_second(batch: str, prefill: BenchmarkRow, decode: BenchmarkRow) -> float:
+    """Return the new tokens of a batch of requests per second."""
+    return int(batch) * GENERATE / request_seconds(prefill.median_seconds, decode.median_seconds)
+
+
+def requests_table(measured: Mapping[Setting, tuple[Rows, Rows]], published: Published) -> str:
+    """Return one row for each wiring in each setting, next to what was published."""
+    lines = []
+    for (size, peers, batch), (prefill, decode) in measured.items():
         standard = request_seconds(prefill["standard"].median_seconds, decode["standard"].median_seconds)
         for wiring in decode:
             theirs = published.get((size, peers, batch, wiring), {})
-            measured |= {(size, peers, batch, wiring)} & published.keys()
             first, step = prefill[wiring], decode[wiring]
             seconds = request_seconds(first.median_seconds, step.median_seconds)
             predicted = request_seconds(
@@ -87,7 +124,7 @@ def requests_table(folder: Path) -> tuple[str, set[tuple[str, str, str, str]]]:
                     "P2P": peers,
                     "batch": batch,
                     "wiring": wiring,
-                    "tokens/s": f"{int(batch) * GENERATE / seconds:,.1f}",
+                    "tokens/s": f"{tokens_per_second(batch, first, step):,.1f}",
                     "paper's": _number(theirs.get("tokens_per_second"), ",.1f"),
                     "speed-up": f"{standard / seconds:.3f}",
                     "paper's speed-up": _number(theirs.get("speed_up"), ".3g"),
@@ -95,27 +132,83 @@ def requests_table(folder: Path) -> tuple[str, set[tuple[str, str, str, str]]]:
                     "": "; ".join(sorted(doubts)),
                 }
             )
-    return markdown_table(lines), measured
+    return markdown_table(lines)
+
+
+def acceptance(measured: Mapping[Setting, tuple[Rows, Rows]], published: Published) -> tuple[bool, str]:
+    """Return whether the time of an all-reduce explains the paper's standard, and a table of why."""
+    lines = []
+    for (size, peers, batch, wiring), theirs in published.items():
+        if (size, peers, wiring) != (FIXED_SIZE, "on", "standard"):
+            continue
+        prefill, decode = measured.get((size, peers, batch), ({}, {}))
+        ours = excess = None
+        verdict = "not measured"
+        if "standard" in prefill and "standard" in decode:
+            ours = tokens_per_second(batch, prefill["standard"], decode["standard"])
+            excess = ours / theirs["tokens_per_second"] - 1
+            verdict = "accepted" if ACCEPTED[0] <= excess <= ACCEPTED[1] else "not accepted"
+        lines.append(
+            {
+                "batch": batch,
+                "standard, tokens/s": _number(ours, ",.1f"),
+                "paper's": f"{theirs['tokens_per_second']:,.1f}",
+                "above the paper's": _number(excess, "+.1%"),
+                "": verdict,
+            }
+        )
+    return all(line[""] == "accepted" for line in lines), markdown_table(lines)
+
+
+def one_gpu_report(folder: Path, published: Published) -> list[str]:
+    """Return the sections about one GPU that played one of eight; none without measurements."""
+    measured = read_one_gpu(folder, FIXED_ALPHA)
+    if not measured:
+        return []
+    is_accepted, table = acceptance(measured, published)
+    verdict = f"""**{"Accepted" if is_accepted else "Not accepted"}.** Standard must be {ACCEPTED[0]:.0%} to
+        {ACCEPTED[1]:.0%} faster than the paper's {FIXED_SIZE} at every batch size."""
+    if not is_accepted:
+        verdict += """ Otherwise, the time of an all-reduce does not explain the paper's standard, and a comparison of
+            speed-ups would show nothing, so the paper's are left out."""
+    controls = [row for path in sorted(folder.glob("one-gpu-*-controls.json")) for row in _read(path)]
+    decode_rows = [row for path in sorted(folder.glob("one-gpu-*-decode.json")) for row in _read(path)]
+    controls += [row for row in decode_rows if row.alpha == "0"]
+    return [
+        "# One GPU as one of eight",
+        "An all-reduce is a kernel that takes multiprocessors for as long as others measured, and nobody is late.",
+        "## Acceptance",
+        table,
+        " ".join(verdict.split()),
+        "## All-reduces of NCCL",
+        requests_table(measured, published if is_accepted else {}),
+        "## All-reduces in one shot while decoding",
+        requests_table(read_one_gpu(folder, ONE_SHOT_ALPHA), {}),
+        "## Decode steps without all-reduces, and with other multiprocessors and late ranks",
+        results_table([row for row in controls if row.wiring in ("standard", "ladder")]),
+    ]
 
 
 def report(folder: Path) -> str:
     """Return the report's text."""
-    table, measured = requests_table(folder)
-    if not table:
+    published, measured = read_published(), read_rows(folder)
+    parts = one_gpu_report(folder, published)
+    if not (measured or parts):
         raise UserError(f"{folder}: no results: run examples/paper/speed.sh {folder}")
-    missing = [
-        f"* {size}, P2P {p2p}, batch {batch}, {wiring}"
-        for size, p2p, batch, wiring in read_published().keys() - measured
-    ]
-    parts = [
-        "# Speed of inference",
-        f"{GENERATE} new tokens, from the times of a prefill and of a decode step. Speed-ups are over standard, and "
-        "the paper is arXiv 2501.06589. With --tiny, shapes are toys on two CPU cores over an emulated interconnect, "
-        "and the paper's figures only show where they belong.",
-        table,
-    ]
-    if missing:
-        parts += ["## Figures of the paper without a measurement", "\n".join(sorted(missing))]
+    if measured:
+        rows = {(*setting, wiring) for setting, (_, decode) in measured.items() for wiring in decode}
+        missing = [
+            f"* {size}, P2P {p2p}, batch {batch}, {wiring}" for size, p2p, batch, wiring in published.keys() - rows
+        ]
+        parts += [
+            "# Speed of inference",
+            f"{GENERATE} new tokens, from the times of a prefill and of a decode step. Speed-ups are over standard, "
+            "and the paper is arXiv 2501.06589. With --tiny, shapes are toys on two CPU cores over an emulated "
+            "interconnect, and the paper's figures only show where they belong.",
+            requests_table(measured, published),
+        ]
+        if missing:
+            parts += ["## Figures of the paper without a measurement", "\n".join(sorted(missing))]
     return "\n\n".join(parts) + "\n"
 
 

@@ -17,10 +17,10 @@ from examples.paper.check import (
     read_command,
 )
 from examples.paper.runs import SIZES, WIRINGS, tensor_parallel_problems, training_flags
-from examples.paper.speed_report import read_published, report
+from examples.paper.speed_report import FIXED_ALPHA, FIXED_SIZE, ONE_SHOT_ALPHA, read_published, report
 from ladder_lab.bench.options import parse_options
 from ladder_lab.bench.results import BenchmarkRow
-from ladder_lab.cost.machines import Machine
+from ladder_lab.cost.machines import PRESETS, Machine
 from megatron_ladder.blueprint.tensors import parameter_count
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.errors import UserError
@@ -156,6 +156,77 @@ def test_the_report_of_speeds(tmp_path: Path) -> None:
     (tmp_path / "llama-8b-p2p-on-batch-4-decode.json").write_text("[{}]")
     with pytest.raises(UserError, match=r"llama-8b-p2p-on-batch-4-prefill.json: not written by tools/benchmark.py"):
         report(tmp_path)
+
+
+def test_one_gpu_measures_the_setting_that_was_fixed_before() -> None:
+    done = run_command(["bash", SPEED, "results", "--one-gpu", "--dry-run"], timeout=30)
+    assert done.returncode == 0, done.stderr
+    found = set()
+    for words in map(shlex.split, done.stdout.splitlines()):
+        case, options = parse_options(words[words.index("tools/benchmark.py") + 1 :])
+        assert options.emulate and (options.device, options.tp, options.compile_sub_blocks) == ("cuda", 8, "true")
+        assert options.cuda_graph and options.sequence == {"prefill": 1024, "decode": 1280}[case]
+        assert options.alpha[0] == FIXED_ALPHA and options.skew[0] in ("0", "0us")
+        if (options.comm_sms, len(options.skew)) == ((16,), 1):
+            found |= {
+                (size, "on", str(options.batch), wiring, case) for size in options.sizes for wiring in options.wirings
+            }
+    fixed = [key for key in read_published() if key[0] == FIXED_SIZE and key[1] == "on"]
+    assert len(fixed) == 8 and {(*key, case) for key in fixed for case in ("prefill", "decode")} <= found
+    assert PRESETS[FIXED_ALPHA].seconds(2**14, 8) > 3 * PRESETS[ONE_SHOT_ALPHA].seconds(2**14, 8)
+
+
+def test_one_gpu_measures_what_fits_it(tmp_path: Path) -> None:
+    """A measurement that fails, for lack of memory for example, leaves the others and the report."""
+    calls = tmp_path / "calls"
+    program = f"() {{ echo $* >>{calls}; [[ $* != *prefill*--batch\\ 16* ]]; }}"
+    done = run_command(["bash", SPEED, tmp_path, "--one-gpu"], timeout=30, env={"BASH_FUNC_python3%%": program})
+    assert done.returncode == 1
+    lines = calls.read_text().splitlines()
+    assert len(lines) == 10 and lines[-1] == f"examples/paper/speed_report.py {tmp_path}"
+    assert run_command(["bash", SPEED, tmp_path, "--one-gpu", "--hosts", "a b"], timeout=30).returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("excess", "is_accepted"),
+    [
+        ({}, True),
+        ({"1": 0.0, "4": 0.12}, True),
+        ({"16": -0.001}, False),
+        ({"64": 0.121}, False),
+        ({"4": None}, False),
+    ],
+    ids=str,
+)
+def test_the_paper_is_compared_only_if_standard_is_as_fast_as_it_has_to_be(
+    tmp_path: Path, excess: dict[str, float | None], is_accepted: bool
+) -> None:
+    """Rows of another time of an all-reduce, of other sizes and of other wirings do not count."""
+    for (size, p2p, batch, wiring), published in read_published().items():
+        above = excess.get(batch, 0.05)
+        if (size, p2p, wiring) != (FIXED_SIZE, "on", "standard") or above is None:
+            continue
+        # A request of 512 tokens, in which a prefill takes as long as a step.
+        step = int(batch) / (
+            published["tokens_per_second"] * (1 + above + 1e-9 * (above == 0) - 1e-9 * (above == 0.12))
+        )
+        for case, alphas in (("decode", (FIXED_ALPHA, ONE_SHOT_ALPHA, "0")), ("prefill", (FIXED_ALPHA,))):
+            rows = [
+                BenchmarkRow(
+                    case, name, one, "", alpha, 0, seconds * (1 if alpha == FIXED_ALPHA else 0.5), 1, 0, 1, None, ""
+                )
+                for name in (size, "llama-8b")
+                for one, seconds in (("standard", step * (1 if name == size else 9)), ("ladder", step / 2))
+                for alpha in alphas
+            ]
+            (tmp_path / f"one-gpu-batch-{batch}-{case}.json").write_text(json.dumps([asdict(row) for row in rows]))
+    text = report(tmp_path)
+    assert ("**Accepted.**" in text, "**Not accepted.**" in text) == (is_accepted, not is_accepted)
+    for speed_up in ("1.31", "1.28", "1.19", "1.16", "1.46"):
+        assert (f"| {speed_up} |" in text) == is_accepted
+    assert "| llama-70b | on | 16 | ladder |" in text
+    missing = [batch for batch, above in excess.items() if above is None]
+    assert text.count("not measured") == len(missing)
 
 
 @pytest.mark.slow
