@@ -138,6 +138,26 @@ class VocabParallelHead(VocabParallelMatrix):
         return self.logits(hidden_states) if targets is None else self.loss(hidden_states, targets)
 
 
+def _softmax_of_words(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the softmax over this rank's words in fp32 at least, and of each token, the maximum, the sum, and a logit.
+
+    The sum is that of exp(logit - maximum). `logits` are [n, padded V / t], and `target` [n, 1] is a word of the rank.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    softmax = wide.softmax(-1)
+    # The largest probability is exp(0) / sum.
+    return softmax, wide.amax(-1), softmax.amax(-1).reciprocal_(), wide.gather(-1, target).squeeze(-1)
+
+
+def _gradient_of_words(softmax: Tensor, share: Tensor, of_softmax: Tensor, target: Tensor, of_target: Tensor) -> Tensor:
+    """Return the gradient of the logits of this rank's words, which have a share [n] of the probability of all words.
+
+    The gradients of the logarithm of the softmax's sum and of the target's logit are [n]. Overwrites the softmax.
+    """
+    result = softmax.mul_(share.unsqueeze(-1)).mul_(of_softmax.unsqueeze(-1))
+    return result.scatter_add_(-1, target, of_target.unsqueeze(-1))
+
+
 class _Chunk:
     """The softmax of some tokens over this rank's words, and the gather of all ranks' maximum, sum and target logit."""
 
@@ -150,18 +170,15 @@ class _Chunk:
         temperature: float = 1.0,
     ) -> None:
         """`teacher_logits`, of the same words, are compared with the others at a temperature, and overwritten."""
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         local = labels - words.start
         elsewhere = (local < 0) | (local >= words.valid)
         self._target, self._elsewhere = local.masked_fill_(elsewhere, 0).unsqueeze(-1), elsewhere
-        self._maximum = wide.amax(-1)
-        self.softmax = wide.softmax(-1)
-        # The largest probability is exp(0) / sum.
-        self._sum = self.softmax.amax(-1).reciprocal_()
-        target = wide.gather(-1, self._target).squeeze(-1).masked_fill_(elsewhere, 0.0)
+        self._softmax, self._maximum, self._sum, target = _softmax_of_words(logits, self._target)
+        target.masked_fill_(elsewhere, 0.0)
         self.distance: _Distance | None = None
         if teacher_logits is not None:
-            self.distance = _Distance(wide, teacher_logits.to(wide.dtype), temperature, words.group.rank)
+            dtype = self._softmax.dtype
+            self.distance = _Distance(logits.to(dtype), teacher_logits.to(dtype), temperature, words.group.rank)
         soft = () if self.distance is None else self.distance.numbers
         own = torch.stack((self._maximum, self._sum, target, *soft)).unsqueeze(0)
         self._gathered = InFlight(*words.group.start_all_gather(own))
@@ -171,20 +188,20 @@ class _Chunk:
             self._slope = logits.div_(words.soft_cap).clamp_(-1.0, 1.0).square_().neg_().add_(1.0)
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """Return the loss and the log normaliser, log sum exp, of each token; `softmax` is now over all words."""
+        """Return the loss and the log normaliser, log sum exp, of each token."""
         maxima, sums, targets, *soft = self._gathered.wait().unbind(1)
         if self.distance is not None:
             self.distance.finish(maxima, *soft)
         maximum = maxima.amax(0)
         total = (sums * (maxima - maximum).exp_()).sum(0)
-        self.softmax.mul_((self._sum * (self._maximum - maximum).exp_() / total).unsqueeze(-1))
+        self._share = self._sum * (self._maximum - maximum).exp_() / total
         log_total = total.log_()
         return log_total - (targets.sum(0) - maximum), log_total + maximum
 
     def gradient(self, weights: Tensor, of_softmax: Tensor, of_distance: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return the logits' gradient for a gradient of each loss, of loss and log normaliser together, and of KL."""
-        result = self.softmax.mul_(of_softmax.unsqueeze(-1))
-        result.scatter_add_(-1, self._target, weights.masked_fill(self._elsewhere, 0.0).neg_().unsqueeze(-1))
+        of_target = weights.masked_fill(self._elsewhere, 0.0).neg_()
+        result = _gradient_of_words(self._softmax, self._share, of_softmax, self._target, of_target)
         if self.distance is not None and of_distance is not None:
             result.add_(self.distance.gradient(of_distance))
         return (result if self._slope is None else result.mul_(self._slope)).to(dtype)

@@ -33,6 +33,7 @@ from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import SamplingParameters
 from megatron_ladder.model.operations import require_compiler
 from megatron_ladder.parallel.products import add_product
+from megatron_ladder.parallel.vocabulary import _gradient_of_words, _softmax_of_words
 from megatron_ladder.train.profile import step_contexts
 from megatron_ladder.train.reading import sample_batches
 from megatron_ladder.train.step import train_step
@@ -199,6 +200,36 @@ def product_errors(out: int, tokens: int, width: int) -> tuple[float, float, flo
         synchronise()
         times.append((time.perf_counter() - began) / TIMED_SUMS)
     return errors[0], errors[1], times[0], times[1]
+
+
+def time_loss_passes(tokens: int, words: int) -> tuple[float, float, float]:
+    """Run the passes of the loss over the logits of a chunk by torch's kernels, and compiled.
+
+    Return the seconds of each, and the difference of the gradients, relative to their norm.
+    """
+    device = rank_device()
+    dtype, backend = (torch.bfloat16, "inductor") if device.type == "cuda" else (torch.float32, "aot_eager")
+    if backend == "inductor":
+        require_compiler("the compiled loss", device)
+    generator = torch.Generator(device).manual_seed(0)
+    logits = torch.randn(tokens, words, generator=generator, device=device).to(dtype)
+    target = torch.randint(words, (tokens, 1), generator=generator, device=device)
+    ones = torch.ones(tokens, device=device)
+
+    def passes() -> Tensor:
+        softmax, _, total, _ = _softmax_of_words(logits, target)
+        return _gradient_of_words(softmax, total / total, ones, target, -ones).to(dtype)
+
+    gradients, times = [], []
+    for run in (passes, torch.compile(passes, backend=backend, dynamic=False)):
+        gradients.append(run().double())
+        synchronise()
+        began = time.perf_counter()
+        for _ in range(TIMED_SUMS):
+            run()
+        synchronise()
+        times.append((time.perf_counter() - began) / TIMED_SUMS)
+    return times[0], times[1], float((gradients[1] - gradients[0]).norm() / gradients[0].norm())
 
 
 def product_of_experts_errors(dtype_name: str, hidden: int, width: int, local: range, kept: int) -> tuple[float, ...]:

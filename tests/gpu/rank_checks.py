@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_ladder.blueprint.tensors import loss_chunk_tokens
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
 from tests.distributed.test_captured import batches_of_steps, check_captured, histories
 from tests.distributed.test_steps import GLM, QWEN
@@ -41,6 +42,7 @@ EXPOSED = (("ladder", "ladder", 0), ("standard", "standard", 0), ("ladder withou
 """Names, wirings, and numbers of multiprocessors that products leave to collectives, which take at most 16. The ranks
 keep that setting until the check ends, so it comes last."""
 TRACED_STEPS = (4, 14)
+LOSS_TOKENS = loss_chunk_tokens(8192)
 WIRE_SECONDS = 8e-3
 """Time of a collective on the emulated wire, long compared with a sub-block even on a busy machine."""
 NOT_COMPILED, COMPILED = "--compile-sub-blocks false", "--compile-sub-blocks true"
@@ -235,6 +237,17 @@ def products(machine: Machine, ranks: int) -> str:
     figure = f"error {fused:.1e}, {1e6 * of_fused:.0f} us; rounded {rounded:.1e}, {1e6 * of_rounded:.0f} us"
     assert fused <= (rounded / 10 if machine.on_gpu else rounded), figure
     return figure
+
+
+@check("passes of the loss over logits, compared with compiled ones", gpus=1, seconds=120, value=Value.FAST)
+def loss_passes(machine: Machine, ranks: int) -> str:
+    figures = []
+    # The vocabulary of a Llama 3, and an eighth of it.
+    for words in (128256, 16032) if machine.on_gpu else (512, 64):
+        without, compiled, difference = machine.call(ranks, on_ranks.time_loss_passes, LOSS_TOKENS, words)[0]
+        figures.append(f"{words} words {1e6 * without:.0f} us, compiled {1e6 * compiled:.0f} us")
+        assert difference < 1e-2, f"gradients differ by {difference:.1e} of their norm"
+    return f"{LOSS_TOKENS} tokens, " + "; ".join(figures)
 
 
 @check("products with the matrices of experts, compared with a loop", gpus=1, seconds=60)
