@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ladder_lab.bench.sizes import find_size
-from ladder_lab.cost.machines import GPUS
+from ladder_lab.bench.throughput import peak_flops
 from megatron_ladder.blueprint.tensors import ModelFlops
 from megatron_ladder.comm.watch import BEAT_SECONDS, MOST_MISSED_BEATS
 from megatron_ladder.errors import ExitCode
@@ -198,9 +198,8 @@ CPU_SHAPES = {"1B": "2x64x160x4x4x256", "8B": "2x128x384x8x2x512"}
 
 def speed(flops_per_second: float, device: str) -> str:
     """Return a speed in model FLOPs, with its share of the peak (MFU) of GPUs that the planner knows."""
-    peaks = [gpu.peak_flops for name, gpu in GPUS.items() if name in device.lower()]
-    utilisation = "".join(f", MFU {flops_per_second / peak:.1%}" for peak in peaks)
-    return f"{flops_per_second / 1e12:.3g} TFLOP/s{utilisation}"
+    peak = peak_flops(device)
+    return f"{flops_per_second / 1e12:.3g} TFLOP/s" + (f", MFU {flops_per_second / peak:.1%}" if peak else "")
 
 
 def throughput(machine: Machine, ranks: int, name: str) -> str:

@@ -27,6 +27,7 @@ from ladder_lab.bench.paired import PairedTimes, RatioVerdict, measure
 from ladder_lab.bench.sizes import find_size
 from ladder_lab.bench.variants import VARIANTS
 from ladder_lab.bench.workloads import build_models, training_pass
+from ladder_lab.cost.machines import GPUS
 from ladder_lab.output import markdown_table, write_json
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import ModelFlops
@@ -47,7 +48,8 @@ Row = dict[str, Any]
 """Forward and backward of a micro-batch by one way to train, at one length.
 
 `utilisation` is relative to the rate of one large product of the same rounds. It and `speed_over_transformers` (None
-without transformers) are medians of paired ratios; `spread` is the interquartile range of the last one.
+without transformers) are medians of paired ratios; `spread` is the interquartile range of the last one. `mfu` is
+relative to the rate in the data sheet of the device, if known.
 """
 
 
@@ -110,7 +112,16 @@ def _transformers_llama(config: ModelConfig, dtype: torch.dtype, device: torch.d
     return model.to(device)
 
 
-def _rows(options: ThroughputOptions, config: ModelConfig, sequence: int, times: PairedTimes) -> list[Row]:
+def peak_flops(device: str) -> float | None:
+    """Return the bf16 FLOP/s in the data sheet of a GPU with this name; None if the planner does not know it."""
+    # The name of one may begin with that of another, as H200 with H20.
+    names = sorted((name for name in GPUS if name in device.lower()), key=len)
+    return GPUS[names[-1]].peak_flops if names else None
+
+
+def _rows(
+    options: ThroughputOptions, config: ModelConfig, sequence: int, times: PairedTimes, peak: float | None
+) -> list[Row]:
     flops = options.batch * ModelFlops(config, sequence).training
     # The floor is the time of the product, scaled to the FLOPs of the model.
     scale = flops / (PRODUCTS_AT_ONCE * 2 * options.matrix**3)
@@ -132,6 +143,7 @@ def _rows(options: ThroughputOptions, config: ModelConfig, sequence: int, times:
                 "tokens_per_second": sequence * options.batch / seconds,
                 "model_flops_per_second": flops / seconds,
                 "utilisation": utilisation.median * scale,
+                "mfu": None if peak is None else flops / seconds / peak,
                 "speed_over_transformers": judged.median if compared else None,
                 "spread": judged.spread * (1 if compared else scale),
                 "verdict": judged.verdict().value,
@@ -150,6 +162,7 @@ def _table(found: Sequence[Row]) -> str:
             "tokens/s": f"{row['tokens_per_second']:,.0f}",
             "TFLOP/s": f"{row['model_flops_per_second'] / 1e12:.2f}",
             "of the product's rate": f"{row['utilisation']:.1%}",
+            "MFU": "" if row["mfu"] is None else f"{row['mfu']:.1%}",
             "over transformers": f"{row['speed_over_transformers'] or math.nan:.3f}",
             "spread": f"{row['spread']:.3f}",
             "verdict": row["verdict"],
@@ -174,7 +187,7 @@ def run(options: ThroughputOptions) -> None:
         with ExitStack() as graphs:
             timed = _ways(options, config, sequence, device, graphs)
             times = measure(timed, options.rounds, warm_up_rounds=2, label=f"{sequence} tokens")
-        new = _rows(options, config, sequence, times)
+        new = _rows(options, config, sequence, times, peak_flops(name))
         found += new
         print(_table(new), flush=True)
         # Frees the models before those of the next length are built.

@@ -9,7 +9,7 @@ import torch
 from ladder_lab.bench.options import ThroughputOptions
 from ladder_lab.bench.paired import PairedTimes
 from ladder_lab.bench.sizes import SIZES
-from ladder_lab.bench.throughput import PRODUCTS_AT_ONCE, _rows, _ways
+from ladder_lab.bench.throughput import PRODUCTS_AT_ONCE, _rows, _ways, peak_flops
 
 SMALL = replace(SIZES["small-train"], num_layers=1, hidden_size=64, ffn_hidden_size=96, vocab_size=128, head_dim=8)
 
@@ -21,14 +21,20 @@ def test_utilisation_and_ratios() -> None:
     flops = 3 * 3 * 2 * 16 * (64 * 8 * 32 + 2 * 16 * 64 + 3 * 64 * 96 + 64 * 128)
     seconds = {"ladder": flops / 1000, "transformers": flops / 500, "product": float(PRODUCTS_AT_ONCE)}
     times = PairedTimes({way: tuple(second * drift for drift in (1, 2, 1, 3)) for way, second in seconds.items()})
-    ladder, transformers = _rows(options, SMALL, 16, times)
+    peak = peak_flops("NVIDIA H200")
+    assert peak == 989e12 and peak_flops("CPU, 1 threads") is None
+    ladder, transformers = _rows(options, SMALL, 16, times, peak)
+    assert ladder["mfu"] == pytest.approx(1000 / 1.5 / peak)
     assert ladder["utilisation"] == pytest.approx(0.5) and transformers["utilisation"] == pytest.approx(0.25)
     assert ladder["speed_over_transformers"] == pytest.approx(2.0) and transformers["speed_over_transformers"] == 1.0
     assert ladder["median_seconds"] == pytest.approx(1.5 * flops / 1000)
     assert ladder["tokens_per_second"] == pytest.approx(48 / (1.5 * flops / 1000))
     assert (ladder["spread"], ladder["verdict"]) == (pytest.approx(0.0), "sound")
-    (alone,) = _rows(options, SMALL, 16, PairedTimes({way: times.seconds[way] for way in ("ladder", "product")}))
-    assert alone["speed_over_transformers"] is None and alone["utilisation"] == pytest.approx(0.5)
+    without = PairedTimes({way: times.seconds[way] for way in ("ladder", "product")})
+    (alone,) = _rows(options, SMALL, 16, without, None)
+    assert (
+        alone["mfu"] is None and alone["speed_over_transformers"] is None and alone["utilisation"] == pytest.approx(0.5)
+    )
 
 
 def test_experts_are_not_compared_with_dense_layers() -> None:
