@@ -21,6 +21,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALL
 
 import torch  # noqa: E402
 
+from ladder_lab.output import write_json  # noqa: E402
 from megatron_ladder import __version__  # noqa: E402
 from megatron_ladder.comm.launch import RankInfo  # noqa: E402
 from megatron_ladder.command_line import parse_command_line  # noqa: E402
@@ -49,6 +50,9 @@ class GpuOptions:
     """Checks that have not started by then are not run. Default: 15, or 40 with 8 GPUs."""
     output: Path | None = flag(None, output="file")
     """Markdown file for the table, with the errors of failed checks."""
+    json: Path | None = flag(None, output="file")
+    """JSON file for the outcomes, written after each check. A check that passed on the same device, according to this
+    file, is not run again."""
 
     @property
     def seconds(self) -> float:
@@ -71,11 +75,21 @@ def main(argv: Sequence[str]) -> None:
         machine = runner.Machine(options.device, options.gpus, Path(folder))
         with machine.limited_to(START_SECONDS):
             (machine.description,) = machine.call(1, describe_device)
-        print(machine.description, flush=True)
-        outcomes = runner.run_checks(chosen, machine, options.seconds, _report)
+        versions = f"megatron_ladder {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+        heading = f"{machine.description}; {versions}"
+        print(heading, flush=True)
+        passed = runner.read_passed(options.json, heading, runner.CHECKS)
+        outcomes = [*passed]
+
+        def report(outcome: runner.Outcome) -> None:
+            outcomes.append(outcome)
+            _report(outcome)
+            write_json(options.json, runner.as_json(heading, outcomes))
+
+        open_checks = [one for one in chosen if one not in [outcome.check for outcome in passed]]
+        runner.run_checks(open_checks, machine, options.seconds, report)
     text, failures = runner.summary(outcomes)
-    versions = f"megatron_ladder {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
-    text = f"{machine.description}; {versions}\n\n{text}\n"
+    text = f"{heading}\n\n{text}\n"
     print(f"\n{text}", flush=True)
     if options.output is not None:
         options.output.parent.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,7 @@ fails with any exception except `NotRun`, whose text is the reason.
 """
 
 import contextlib
+import json
 import os
 import subprocess
 import time
@@ -16,6 +17,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from megatron_ladder.files import read_if_exists
 from tests.helpers.commands import run_command
 from tests.helpers.pool import RankPool
 
@@ -199,6 +201,32 @@ def _summary(error: Exception) -> str:
     if not first.endswith("Traceback (most recent call last):"):
         return first[:LONGEST_SUMMARY]
     return next((line for line in more if line and not line.startswith(" ")), first)[:LONGEST_SUMMARY]
+
+
+def as_json(heading: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Return the outcomes as values for a JSON file, with what describes the device and the versions."""
+    return {
+        "device": heading,
+        "checks": [
+            {"check": one.check.name, "result": one.result, "figure": one.figure, "seconds": one.seconds}
+            | ({"details": one.details} if one.details else {})
+            for one in outcomes
+        ],
+    }
+
+
+def read_passed(path: Path | None, heading: str, checks: Sequence[Check]) -> list[Outcome]:
+    """Return the outcomes of those checks that passed on the same device, according to a file of `as_json`."""
+    content = None if path is None else read_if_exists(path)
+    found = json.loads(content) if content else {}
+    if found.get("device") != heading:
+        return []
+    passed = {row["check"]: row for row in found["checks"] if row["result"] == "passed"}
+    return [
+        Outcome(one, "passed", passed[one.name]["figure"], passed[one.name]["seconds"])
+        for one in checks
+        if one.name in passed
+    ]
 
 
 def summary(outcomes: Sequence[Outcome]) -> tuple[str, str]:
