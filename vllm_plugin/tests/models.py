@@ -10,6 +10,7 @@ import json
 import random
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -92,24 +93,16 @@ def make_prompts() -> list[list[int]]:
 def write_everything(folder: Path) -> None:
     """Write a directory for each model, an adapter, and the reference tokens of each model in `references.json`."""
     from ladder_lab.bench.sizes import find_size
-    from tests.unit.convert.hf_models import random_model, write_hf
+    from tests.unit.convert.saved_models import export
 
     shape = replace(find_size("3x64x128x4x2x96"), head_dim=32, max_position_embeddings=128)
     variants = {name: WIRINGS["hybrid"] | changes for name, changes in VARIANTS.items()}
     changes = WIRINGS | LANES | variants | EXPERTS | EXPERT_VARIANTS
     for name in changes:
         # The weights of all wirings are the same, so a model with the wrong wiring gives wrong tokens.
-        # Lanes divide the same weights.
-        whole = {key: value for key, value in changes[name].items() if key != "lanes"}
-        model = random_model(replace(shape, **whole))
-        with torch.no_grad():
-            for parameter_name, parameter in model.named_parameters():
-                if parameter_name.endswith("bias"):
-                    # Biases near one, which suit norms, would always make the same token the most likely.
-                    parameter.sub_(1.0)
-        write_hf(model, folder / name)
-        if "lanes" in changes[name]:
-            change_config(folder / name, lanes=changes[name]["lanes"])
+        with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory() as scratch:
+            exported, _ = export(Path(scratch), replace(shape, **changes[name]))
+            shutil.move(exported, folder / name)
     # Without ladder layers the export is a plain Llama.
     (folder / "standard").rename(folder / "llama")
     shutil.copytree(folder / "ladder", folder / "standard")
