@@ -11,8 +11,9 @@ only save the old contents of a buffer for a later reader, and there is none; th
 Some arguments are not read. They exist because a graph has no other dependencies, and inductor would compute before a
 launch what should hide it:
 
-* `latest` is the buffer of the preceding launch or wait, or an output computed since then that waits for its launch.
-  Every scheduler therefore keeps the order of all launches and waits, and none waits before such an output.
+* `latest` is the buffer of the preceding launch or wait, the stream that consumed this buffer, or an output computed
+  since then that waits for its launch. Every scheduler therefore keeps the order of all launches and waits, and none
+  waits before such an output.
 * `reading` is declared to be written by the hold. A sub-block whose input arrived before the latest launch, as that of
   the routed experts in farskip, is therefore not computed before it.
 * `partial` of a wait stays allocated until then, since another stream reads it.
@@ -28,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.forward_context import in_piecewise_cudagraph
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.utils.torch_utils import direct_register_custom_op
 
 Transport = Callable[[Tensor], tuple[Tensor, Any]]
@@ -181,3 +183,15 @@ class PendingOutputs:
             torch.ops.ladder.wait(buffer, partial, self._latest, self._all_reduces.name)
             self._latest, self._launched_last = buffer, False
         return buffer
+
+    def add_and_norm(self, number: int, norm: RMSNorm, stream: Tensor) -> tuple[Tensor, Tensor]:
+        """Wait for an output and remove it; return the normed sum with the stream, and that sum.
+
+        One kernel adds and norms. It may overwrite both tensors, so nothing may read them afterwards.
+        """
+        output = self.pop(number)
+        is_latest = output is self._latest
+        normed, stream = norm(output, stream)
+        if is_latest:
+            self._latest = stream
+        return normed, stream

@@ -39,7 +39,12 @@ from vllm.model_executor.models.utils import (
 from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 
-from megatron_ladder_vllm.configuration_megatron_ladder import MegatronLadderConfig, WiredSubBlock, norm_name
+from megatron_ladder_vllm.configuration_megatron_ladder import (
+    MegatronLadderConfig,
+    SubBlockKind,
+    WiredSubBlock,
+    norm_name,
+)
 from megatron_ladder_vllm.in_flight import AllReduces, PendingOutputs
 
 
@@ -173,8 +178,7 @@ def read_stream(
     for number in arriving:
         stream = stream + pending.pop(number)
     if newest is not None:
-        # One kernel adds and norms. It overwrites both tensors, which nothing else reads.
-        return norm(pending.pop(newest), stream)
+        return pending.add_and_norm(newest, norm, stream)
     return norm(pending.add_own_parts(stream) if with_own_parts else stream), stream
 
 
@@ -203,8 +207,9 @@ class LadderDecoderLayer(nn.Module):
             setattr(self, name, RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
 
     def branches(self, sub_block: WiredSubBlock) -> list[str]:
-        """Return the names of what a sub-block adds up."""
-        return [name for name in sub_block.kind.branches if name not in self.absent]
+        """Return the names of what a sub-block adds up, last the experts, which may overwrite what they read."""
+        names = (name for name in sub_block.kind.branches if name not in self.absent)
+        return sorted(names, key="experts".__eq__)
 
     def branch(self, name: str, positions: Tensor, normed: Tensor) -> Tensor:
         """Return this rank's part of one output [tokens, hidden_size]."""
@@ -222,7 +227,8 @@ class LadderDecoderLayer(nn.Module):
         """Compute the sub-blocks, which change `pending`; return the stream [tokens, hidden_size]."""
         normed = stream
         for sub_block in self.sub_blocks:
-            if not sub_block.shares_reading:
+            # A shared expert that shares a reading follows the routed experts, which may have overwritten it.
+            if not sub_block.shares_reading or sub_block.kind is SubBlockKind.SHARED_EXPERT:
                 norm = getattr(self, norm_name(sub_block.kind))
                 missing = sub_block.missing
                 normed, stream = read_stream(norm, stream, pending, missing, self.reads_own_parts and missing != ())

@@ -60,7 +60,14 @@ def started(count: int, **variables: str) -> Iterator[Any]:
     # vLLM looks at a model's class in another process, which would import vLLM for each of these.
     registry._run_in_subprocess = lambda function: function()
     pool = RankPool(count, variables=os.environ | variables)
-    yield lambda *call: pool.run_within(TIMEOUT, engines.call, free_port(), *call)
+
+    def run(*call: Any) -> Any:
+        try:
+            return pool.run_within(TIMEOUT, engines.call, free_port(), *call)
+        finally:
+            engines.remove_shared_memory()
+
+    yield run
     pool.close()
 
 

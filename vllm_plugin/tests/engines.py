@@ -3,6 +3,7 @@
 Each builds one engine. Results are plain values, so that nothing keeps an engine alive that the next one replaces.
 """
 
+import contextlib
 import gc
 import os
 import re
@@ -16,8 +17,11 @@ from vllm import LLM, SamplingParams, envs
 from vllm.distributed.parallel_state import _group_name_counter, destroy_model_parallel
 from vllm.lora.request import LoRARequest
 
+from vllm_plugin.tests.as_on_cuda import as_on_cuda
 from vllm_plugin.tests.models import NEW_TOKENS, make_prompts
 
+ON_CUDA = ("pieces", "whole")
+GROUPS = ("tp", "pp", "ep")
 CHUNK = 16
 """Tokens of a step: less than the longest prompts have, so vLLM computes them in chunks."""
 
@@ -28,14 +32,25 @@ def call(port: int, function: Any, *arguments: Any) -> Any:
     If all engines used one port, a rank could connect to the store of the other rank's previous engine.
     """
     os.environ["MASTER_PORT"] = str(port)
-    # vLLM names shared memory by these counters, so two test runs on one machine would share it.
-    for group in "tp", "pp":
-        _group_name_counter.setdefault(group, os.getppid())
+    # vLLM names shared memory by these counters, so two test runs on one machine would share it. Cached graphs contain
+    # the names, so they are the same for all engines of a run, as they are for all starts of a server.
+    for group in GROUPS:
+        _group_name_counter[group] = os.getppid()
     return function(*arguments)
 
 
-def build(folder: Path, **options: Any) -> LLM:
-    """Return an engine with a small cache, of as many ranks as the process was started with."""
+def remove_shared_memory() -> None:
+    """Remove the names of what ranks of this process share, so that another engine can take them."""
+    for group in GROUPS:
+        for path in Path("/dev/shm").glob(f"-{group}:{os.getpid()}-*"):
+            path.unlink()
+
+
+def build(folder: Path, mode: str = "eager", **options: Any) -> LLM:
+    """Return an engine with a small cache, of as many ranks as the process was started with.
+
+    `mode` is `eager`, `compiled` (vLLM's compilation for CPUs), or as on GPUs: compiled in `pieces` or as a `whole`.
+    """
     gc.collect()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     settings = {
@@ -47,12 +62,13 @@ def build(folder: Path, **options: Any) -> LLM:
         "max_num_batched_tokens": CHUNK,
         "block_size": 32,
         "kv_cache_memory_bytes": 1 << 24,
-        "enforce_eager": True,
+        "enforce_eager": mode == "eager",
         "enable_prefix_caching": True,
         "tensor_parallel_size": ranks,
         "distributed_executor_backend": "external_launcher" if ranks > 1 else None,
     }
-    return LLM(model=str(folder), **settings | options)
+    with as_on_cuda(whole=mode == "whole") if mode in ON_CUDA else contextlib.nullcontext():
+        return LLM(model=str(folder), **settings | options)
 
 
 def continued(llm: LLM, prompts: list[list[int]], adapter: LoRARequest | None = None) -> tuple[list[list[int]], int]:
