@@ -78,6 +78,12 @@ def ranks() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
+def four() -> Iterator[Any]:
+    """Four ranks of `external_launcher`."""
+    yield from started(4)
+
+
+@pytest.fixture(scope="session")
 def one() -> Iterator[Any]:
     """A process that is the only rank of its engines."""
     yield from started(1)

@@ -5,20 +5,30 @@ Each builds one engine. Results are plain values, so that nothing keeps an engin
 
 import contextlib
 import gc
+import itertools
 import os
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
+from megatron_ladder_vllm import model
+from megatron_ladder_vllm.in_flight import AllReduces, PendingOutputs, on_side_stream
+from megatron_ladder_vllm.model import LadderDecoderLayer
 from torch.profiler import ProfilerActivity, profile, record_function
 from vllm import LLM, SamplingParams, envs
+from vllm.compilation.counter import compilation_counter
+from vllm.distributed import get_tp_group
 from vllm.distributed.parallel_state import _group_name_counter, destroy_model_parallel
 from vllm.lora.request import LoRARequest
 
 from vllm_plugin.tests.as_on_cuda import as_on_cuda
 from vllm_plugin.tests.models import NEW_TOKENS, make_prompts
+from vllm_plugin.tests.streams import PlayedStreams
 
 ON_CUDA = ("pieces", "whole")
 GROUPS = ("tp", "pp", "ep")
@@ -90,19 +100,60 @@ def tokens(folder: Path, options: dict[str, Any]) -> tuple[list[list[int]], int]
     return first + second, cached
 
 
-def staged_tokens(folder: Path, partition: str) -> list[list[int]]:
-    """Continue all prompts with one pipeline stage per rank, of as many layers as `partition` names."""
+def staged_tokens(folder: Path, partition: str, mode: str) -> list[list[int]]:
+    """Continue all prompts with two pipeline stages, of as many layers as `partition` names."""
     destroy_model_parallel()
     envs.disable_envs_cache()
     os.environ["VLLM_PP_LAYER_PARTITION"] = partition
     try:
         # vLLM allocates the tensors that a stage receives in the warm-up, which it leaves out in eager mode.
-        options = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2, "enforce_eager": False}
+        ranks = int(os.environ["WORLD_SIZE"])
+        options = {"tensor_parallel_size": ranks // 2, "pipeline_parallel_size": 2, "mode": mode}
         return tokens(folder, options)[0]
     finally:
         destroy_model_parallel()
         envs.disable_envs_cache()
         del os.environ["VLLM_PP_LAYER_PARTITION"]
+
+
+def cached_tokens(folder: Path, mode: str, cache: Path) -> tuple[list[list[int]], int, int]:
+    """Continue all prompts with graphs in `cache`; return the tokens, and how many graphs were compiled and loaded."""
+    before = compilation_counter.clone()
+    with fresh_cache(cache):
+        found, _ = tokens(folder, {"mode": mode})
+    compiled = compilation_counter.num_aot_compiles - before.num_aot_compiles
+    return found, compiled, compilation_counter.num_aot_artifacts_loaded - before.num_aot_artifacts_loaded
+
+
+@contextlib.contextmanager
+def fresh_cache(folder: Path) -> Iterator[None]:
+    """Let vLLM keep compiled graphs in this folder."""
+    # An earlier engine has frozen the variables that vLLM reads.
+    envs.disable_envs_cache()
+    with patch.dict(os.environ, VLLM_CACHE_ROOT=str(folder)):
+        yield
+    envs.disable_envs_cache()
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "a sum is used after its norm": lambda: patch.object(
+        PendingOutputs, "add_and_norm", lambda pending, number, norm, stream: norm(pending.pop(number), stream)
+    ),
+    "experts run before a shared expert": lambda: patch.object(
+        LadderDecoderLayer, "branches", lambda layer, sub_block: sub_block.kind.branches
+    ),
+    "a shared expert reads what experts have read": lambda: patch.object(
+        model, "SubBlockKind", SimpleNamespace(SHARED_EXPERT=None)
+    ),
+    "no wait": lambda: patch.object(AllReduces, "wait", lambda *_: None),
+    "no hold": lambda: patch.object(PendingOutputs, "hold", lambda *_: None),
+}
+
+
+def with_fault(fault: str, cache: Path, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call another of these functions with a planted fault, which no graph of other engines has."""
+    with FAULTS[fault](), fresh_cache(cache):
+        return function(*arguments)
 
 
 def adapted_tokens(folder: Path, adapter: Path) -> tuple[list[list[int]], list[list[int]]]:
@@ -166,6 +217,42 @@ def recorded_passes(folder: Path, options: dict[str, Any]) -> tuple[list[list[in
     steps = " ".join(name for name in names if re.fullmatch(r"[rmea]|[sw]\d+", name))
     # A pass begins with the all-reduce of the embedding, and the last product is the head's.
     return found, [part.rsplit("m", 1)[0] for part in steps.split("r")[1:]]
+
+
+def played_streams(folder: Path, fault: str = "") -> tuple[list[list[int]], list[str], int]:
+    """Continue all prompts with the side stream of GPUs; return the tokens, the hazards and the number of operators."""
+    llm = build(folder)
+    streams = PlayedStreams()
+    shared = torch.empty(CHUNK + 2, 64)
+    starts = itertools.cycle(range(2))
+
+    class Group:
+        """The all-reduce of GPUs, of which torch does the sum."""
+
+        def _all_reduce_out_place(self, partial: torch.Tensor) -> torch.Tensor:
+            reused = shared[next(starts) :][: len(partial)]
+            total = reused if fault == "reused buffer" else torch.empty_like(partial)
+            total.copy_(partial)
+            dist.all_reduce(total, group=get_tp_group().device_group)
+            return total
+
+    def play(model: torch.nn.Module) -> None:
+        group: Any = Group()
+        model.model.all_reduces.transport = on_side_stream(group)
+        forward = model.model.forward
+
+        def played(*arguments: Any, **options: Any) -> Any:
+            with streams:
+                output = forward(*arguments, **options)
+            streams.check_joined()
+            return output
+
+        model.model.forward = played
+
+    with streams.as_cuda(fault):
+        llm.apply_model(play)
+        found, _ = continued(llm, make_prompts())
+    return found, streams.hazards, streams.operators
 
 
 def logits(folder: Path, prompt: list[int]) -> tuple[list[int], torch.Tensor]:

@@ -31,20 +31,22 @@ ORDER = {
 of its launch."""
 OPERATIONS = {"A": "a m m", "M": "m m", "R": "e m"}
 """What each runs, in any order: attention and experts of vLLM (`a`, `e`) and products (`m`), as of the router."""
-COMPILED = [name for name in ORDER if name not in ("standard", "experts-glm")]
 
 
-@pytest.mark.parametrize(
-    ("model", "mode"), [*((model, "eager") for model in ORDER), *((model, "compiled") for model in COMPILED)]
-)
+@pytest.mark.parametrize("mode", ["eager", "compiled", "pieces", "whole"])
+@pytest.mark.parametrize("model", ORDER)
 def test_order(model: str, mode: str, models: Path, references: Any, ranks: Any) -> None:
     from vllm_plugin.tests import engines
 
-    expected = by_interval(re.sub("[AMR]", lambda letter: OPERATIONS[letter[0]], ORDER[model]))
-    for tokens, passes in ranks(engines.recorded_passes, models / model, {"enforce_eager": mode == "eager"}):
+    for tokens, passes in ranks(engines.recorded_passes, models / model, {"mode": mode}):
         assert tokens == references[model]
         assert len(passes) > NEW_TOKENS
-        assert {by_interval(steps) for steps in passes} == {expected}
+        assert {by_interval(steps) for steps in passes} == {expected_order(model)}
+
+
+def expected_order(model: str) -> str:
+    """Return what each pass of a model runs, by the names of single operations."""
+    return by_interval(re.sub("[AMR]", lambda letter: OPERATIONS[letter[0]], ORDER[model]))
 
 
 def by_interval(steps: str) -> str:

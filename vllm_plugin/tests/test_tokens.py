@@ -1,5 +1,6 @@
 """Greedy tokens in vLLM, compared with `tools/generate.py` and with the exported module in transformers."""
 
+from collections.abc import Iterator
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -9,20 +10,17 @@ import torch
 
 from vllm_plugin.tests.models import EXPERT_VARIANTS, EXPERTS, LANES, VARIANTS, WIRINGS, make_prompts
 
-_MODES = ("eager", "compiled")
-# Every variant and all experts with both numbers of ranks, and in both modes.
-_COVER = [
-    (name, (rank_count, mode))
-    for index, name in enumerate((*VARIANTS, *EXPERTS, *EXPERT_VARIANTS))
-    for rank_count, mode in zip((1, 2), (_MODES, _MODES[::-1])[index % 2], strict=True)
-]
-_OTHERS = [case for case in product(EXPERTS, product((1, 2), _MODES)) if case not in _COVER]
-CASES = [
-    *product(WIRINGS, product((1, 2), _MODES)),
-    *product(LANES, product((2,), _MODES)),
-    *_COVER,
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in _OTHERS),
-]
+_MODES = ("eager", "compiled", "pieces", "whole")
+_MODELS = (*WIRINGS, *LANES, *VARIANTS, *EXPERTS, *EXPERT_VARIANTS)
+
+
+def _cases() -> Iterator[Any]:
+    """Yield a model, a number of ranks and a mode: every model as on GPUs with two ranks, and a cover of the others."""
+    for index, model in enumerate(_MODELS):
+        for ranks, mode in product((2,) if model in LANES else (1, 2), _MODES):
+            is_covered = mode in _MODES[2:] if ranks == 2 else mode == _MODES[2 + index % 2]
+            is_covered |= mode in _MODES[:2] and (model in LANES or mode == _MODES[(index + ranks) % 2])
+            yield pytest.param(model, (ranks, mode), marks=() if is_covered else pytest.mark.slow)
 
 
 def test_the_references_distinguish_the_models(references: Any) -> None:
@@ -33,7 +31,7 @@ def test_the_references_distinguish_the_models(references: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "how"), CASES, ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else value
+    ("model", "how"), [*_cases()], ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else value
 )
 def test_tokens_equal_those_of_the_generator(
     model: str, how: tuple[int, str], models: Path, references: Any, ranks: Any, one: Any
@@ -41,7 +39,7 @@ def test_tokens_equal_those_of_the_generator(
     from vllm_plugin.tests import engines
 
     rank_count, mode = how
-    options = {"enforce_eager": mode == "eager"}
+    options = {"mode": mode}
     assert max(map(len, make_prompts())) > 2 * engines.CHUNK
     for tokens, cached in (one if rank_count == 1 else ranks)(engines.tokens, models / model, options):
         assert tokens == references[model]
@@ -49,6 +47,7 @@ def test_tokens_equal_those_of_the_generator(
         assert cached == 64
 
 
+@pytest.mark.parametrize("mode", _MODES[1:])
 @pytest.mark.parametrize(
     ("model", "partition"),
     [
@@ -61,11 +60,21 @@ def test_tokens_equal_those_of_the_generator(
         ("experts-shortcut", "2,1"),
     ],
 )
-def test_tokens_with_pipeline_stages(model: str, partition: str, models: Path, references: Any, ranks: Any) -> None:
+def test_tokens_with_pipeline_stages(
+    model: str, partition: str, mode: str, models: Path, references: Any, ranks: Any
+) -> None:
     """The first cut of the hybrid is at its border; the others are between layers that read late."""
     from vllm_plugin.tests import engines
 
-    assert ranks(engines.staged_tokens, models / model, partition) == [references[model]] * 2
+    assert ranks(engines.staged_tokens, models / model, partition, mode) == [references[model]] * 2
+
+
+@pytest.mark.parametrize("mode", _MODES[1:])
+def test_tokens_with_stages_of_two_ranks(mode: str, models: Path, references: Any, four: Any) -> None:
+    """The second stage adds sums that it has received while its first all-reduces are in flight."""
+    from vllm_plugin.tests import engines
+
+    assert four(engines.staged_tokens, models / "staleness-2", "2,1", mode) == [references["staleness-2"]] * 4
 
 
 @pytest.mark.parametrize("mode", _MODES)
@@ -75,7 +84,7 @@ def test_tokens_with_experts_divided_among_the_ranks(
 ) -> None:
     from vllm_plugin.tests import engines
 
-    options = {"enforce_eager": mode == "eager", "enable_expert_parallel": True}
+    options = {"mode": mode, "enable_expert_parallel": True}
     for tokens, _ in ranks(engines.tokens, models / model, options):
         assert tokens == references[model]
 
