@@ -100,7 +100,7 @@ case "$*" in
     in_background style check_style
     in_background unit run_pytest unit tests/unit/{checkpoint,convert,generate} -m "not long"
     run_pytest rest "${QUICK_ON_RANKS[@]}" tests/unit/{blueprint,comm,config,data,engine,model,parallel,train} \
-        tests/unit/test_{errors,flags,house}.py -m "not long" || status=1
+        tests/unit/test_{errors,flags,house,vllm_plugin}.py -m "not long" || status=1
     wait_for_lanes || status=1
     ;;
 *)

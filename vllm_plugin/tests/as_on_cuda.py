@@ -63,7 +63,6 @@ def late(group: GroupCoordinator) -> in_flight.Transport:
 def as_on_cuda(whole: bool) -> Iterator[None]:
     """Let engines built in this context compile as on GPUs, as one graph or in pieces, with late all-reduces."""
     check: Callable[..., None] = CpuPlatform.check_and_update_config.__func__
-    compute: Callable[..., Tensor] = MoERunner._forward_impl
 
     def check_but_compile(platform: type[CpuPlatform], vllm_config: Any) -> None:
         compilation = vllm_config.compilation_config
@@ -75,10 +74,16 @@ def as_on_cuda(whole: bool) -> Iterator[None]:
         if whole:
             compilation.splitting_ops = []
 
-    def compute_and_overwrite(runner: MoERunner, hidden_states: Tensor, *others: Any) -> Tensor:
-        output = compute(runner, hidden_states, *others)
-        hidden_states.fill_(torch.nan)
-        return output
+    def select_operator(runner: MoERunner) -> Any:
+        compute = runner._forward_impl
+
+        def compute_and_overwrite(hidden_states: Tensor, *others: Any) -> Any:
+            output = compute(hidden_states, *others)
+            hidden_states.fill_(torch.nan)
+            return output
+
+        runner._forward_impl = compute_and_overwrite
+        return torch.ops.vllm.moe_forward
 
     library = torch.library.Library("_C", "FRAGMENT")
     for name in OPERATORS_OF_CUDA:
@@ -86,8 +91,7 @@ def as_on_cuda(whole: bool) -> Iterator[None]:
             library.define(f"{name}(Tensor x) -> ()")
     with (
         patch.object(CpuPlatform, "check_and_update_config", classmethod(check_but_compile)),
-        patch.object(MoERunner, "_select_forward", lambda runner: torch.ops.vllm.moe_forward),
-        patch.object(MoERunner, "_forward_impl", compute_and_overwrite),
+        patch.object(MoERunner, "_select_forward", select_operator),
         patch.object(in_flight, "asynchronous", late),
     ):
         yield

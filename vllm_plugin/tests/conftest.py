@@ -26,12 +26,15 @@ TIMEOUT = 600.0
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--models", type=Path, help="folder that vllm_plugin.tests.models has written")
+    parser.addoption("--quick", action="store_true", help="run only the tests that are marked quick")
     parser.addoption("--slow", action="store_true", help="run the tests that are marked slow as well")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--slow"):
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    if config.getoption("--quick"):
+        items[:] = [item for item in items if item.get_closest_marker("quick")]
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from megatron_ladder_vllm import model
+from megatron_ladder_vllm import model as model_module
 from megatron_ladder_vllm.in_flight import AllReduces, PendingOutputs, on_side_stream
 from megatron_ladder_vllm.model import LadderDecoderLayer
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -143,7 +143,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
         LadderDecoderLayer, "branches", lambda layer, sub_block: sub_block.kind.branches
     ),
     "a shared expert reads what experts have read": lambda: patch.object(
-        model, "SubBlockKind", SimpleNamespace(SHARED_EXPERT=None)
+        model_module, "SubBlockKind", SimpleNamespace(SHARED_EXPERT=None)
     ),
     "no wait": lambda: patch.object(AllReduces, "wait", lambda *_: None),
     "no hold": lambda: patch.object(PendingOutputs, "hold", lambda *_: None),

@@ -10,6 +10,7 @@ from vllm_plugin.tests.test_order import by_interval, expected_order
 STREAMS = ("ladder", "staleness-2", "lanes", "experts-farskip", "experts-shortcut", "experts-longcat")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("model", STREAMS)
 def test_every_access_is_ordered_between_streams(model: str, models: Path, references: Any, ranks: Any) -> None:
     from vllm_plugin.tests import engines

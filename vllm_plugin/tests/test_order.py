@@ -33,8 +33,17 @@ OPERATIONS = {"A": "a m m", "M": "m m", "R": "e m"}
 """What each runs, in any order: attention and experts of vLLM (`a`, `e`) and products (`m`), as of the router."""
 
 
-@pytest.mark.parametrize("mode", ["eager", "compiled", "pieces", "whole"])
-@pytest.mark.parametrize("model", ORDER)
+MODES = ("eager", "compiled", "pieces", "whole")
+
+
+@pytest.mark.parametrize(
+    ("model", "mode"),
+    [
+        pytest.param(model, mode, marks=pytest.mark.quick if mode == MODES[2 + index % 2] else ())
+        for index, model in enumerate(ORDER)
+        for mode in MODES
+    ],
+)
 def test_order(model: str, mode: str, models: Path, references: Any, ranks: Any) -> None:
     from vllm_plugin.tests import engines
 

@@ -12,6 +12,8 @@ from vllm_plugin.tests.models import EXPERT_VARIANTS, EXPERTS, LANES, VARIANTS, 
 
 _MODES = ("eager", "compiled", "pieces", "whole")
 _MODELS = (*WIRINGS, *LANES, *VARIANTS, *EXPERTS, *EXPERT_VARIANTS)
+_QUICK = ("parallel", *LANES)
+"""Wirings whose order no test compares; those of order compare tokens as well."""
 
 
 def _cases() -> Iterator[Any]:
@@ -20,7 +22,10 @@ def _cases() -> Iterator[Any]:
         for ranks, mode in product((2,) if model in LANES else (1, 2), _MODES):
             is_covered = mode in _MODES[2:] if ranks == 2 else mode == _MODES[2 + index % 2]
             is_covered |= mode in _MODES[:2] and (model in LANES or mode == _MODES[(index + ranks) % 2])
-            yield pytest.param(model, (ranks, mode), marks=() if is_covered else pytest.mark.slow)
+            marks = [] if is_covered else [pytest.mark.slow]
+            if model in _QUICK and ranks == 2 and mode == _MODES[2 + index % 2]:
+                marks.append(pytest.mark.quick)
+            yield pytest.param(model, (ranks, mode), marks=marks)
 
 
 def test_the_references_distinguish_the_models(references: Any) -> None:
