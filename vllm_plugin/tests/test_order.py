@@ -3,11 +3,12 @@
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_plugin.tests.models import NEW_TOKENS
 
@@ -97,6 +98,40 @@ def three_sums(compiled: bool) -> tuple[list[float], list[int], list[int]]:
 
     sums = (torch.compile(forward, fullgraph=True) if compiled else forward)(torch.ones(2, 4))
     return [found.unique().item() for found in sums], [found.data_ptr() for found in sums], launched
+
+
+def test_a_launch_follows_the_launch_before_it_whatever_was_received(one: Any) -> None:
+    ((launched, latest),) = one(launches_around_a_received_sum)
+    assert latest == [None, launched[0]]
+
+
+def launches_around_a_received_sum() -> tuple[list[int], list[int | None]]:
+    """Launch, add a sum that a stage has received, and launch; return the addresses of buffers and of `latest`."""
+    from megatron_ladder_vllm.in_flight import AllReduces, PendingOutputs
+
+    group: Any = SimpleNamespace(unique_name="received", device=torch.device("cpu"), device_group=None)
+    all_reduces = AllReduces(group)
+    all_reduces.transport = lambda partial: (partial.clone(), None)
+    launched: list[int] = []
+    latest: list[int | None] = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **kwargs or {})
+            if function.name() == "ladder::start":
+                latest.append(None if args[1] is None else args[1].data_ptr())
+                launched.append(result.data_ptr())
+            return result
+
+    def norm(output: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
+        return output + stream, output + stream
+
+    pending = PendingOutputs(all_reduces, {1: torch.ones(2, 4)})
+    with Record():
+        pending.launch(torch.ones(2, 4))
+        _, stream = pending.add_and_norm(-1, cast(Any, norm), torch.ones(2, 4))
+        pending.launch(stream + 1)
+    return launched, latest
 
 
 def test_reduces_have_a_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
