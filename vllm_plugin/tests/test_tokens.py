@@ -9,22 +9,32 @@ import pytest
 import torch
 
 from vllm_plugin.tests.models import EXPERT_VARIANTS, EXPERTS, LANES, VARIANTS, WIRINGS, make_prompts
+from vllm_plugin.tests.test_order import ORDER
 
-_MODES = ("eager", "compiled", "pieces", "whole")
+_ON_CPU = ("eager", "compiled")
+_ON_CUDA = ("pieces", "whole")
 _MODELS = (*WIRINGS, *LANES, *VARIANTS, *EXPERTS, *EXPERT_VARIANTS)
-_QUICK = ("parallel", *LANES)
-"""Wirings whose order no test compares; those of order compare tokens as well."""
 
 
 def _cases() -> Iterator[Any]:
-    """Yield a model, a number of ranks and a mode: every model as on GPUs with two ranks, and a cover of the others."""
+    """Yield a model and how it runs, with the marks of that case.
+
+    As on GPUs, every wiring runs on two ranks, in pieces and whole; `test_order` compares the tokens of some.
+    """
     for index, model in enumerate(_MODELS):
-        for ranks, mode in product((2,) if model in LANES else (1, 2), _MODES):
-            is_covered = mode in _MODES[2:] if ranks == 2 else mode == _MODES[2 + index % 2]
-            is_covered |= mode in _MODES[:2] and (model in LANES or mode == _MODES[(index + ranks) % 2])
-            marks = [] if is_covered else [pytest.mark.slow]
-            if model in _QUICK and ranks == 2 and mode == _MODES[2 + index % 2]:
-                marks.append(pytest.mark.quick)
+        is_wiring = model in WIRINGS or model in LANES or model in EXPERTS
+        for ranks, mode in product((2,) if model in LANES else (1, 2), (*_ON_CPU, *_ON_CUDA)):
+            marks = []
+            if mode in _ON_CPU:
+                is_covered = model in LANES or mode == _ON_CPU[(index + ranks) % 2]
+            elif ranks == 1:
+                is_covered = mode == _ON_CUDA[index % 2]
+            else:
+                is_covered = model not in ORDER and (is_wiring or mode == _ON_CUDA[index % 2])
+                if is_covered and mode == _ON_CUDA[index % 2] and (model in WIRINGS or model in LANES):
+                    marks.append(pytest.mark.quick)
+            if not is_covered:
+                marks.append(pytest.mark.slow)
             yield pytest.param(model, (ranks, mode), marks=marks)
 
 
@@ -52,17 +62,23 @@ def test_tokens_equal_those_of_the_generator(
         assert cached == 64
 
 
-@pytest.mark.parametrize("mode", _MODES[1:])
+_STAGED = [
+    ("hybrid", "1,2"),
+    ("hybrid", "2,1"),
+    ("ladder", "1,2"),
+    ("staleness-2", "2,1"),
+    ("tied-head", "2,1"),
+    ("experts-farskip", "1,2"),
+    ("experts-shortcut", "2,1"),
+]
+
+
 @pytest.mark.parametrize(
-    ("model", "partition"),
+    ("model", "partition", "mode"),
     [
-        ("hybrid", "1,2"),
-        ("hybrid", "2,1"),
-        ("ladder", "1,2"),
-        ("staleness-2", "2,1"),
-        ("tied-head", "2,1"),
-        ("experts-farskip", "1,2"),
-        ("experts-shortcut", "2,1"),
+        pytest.param(*staged, mode, marks=pytest.mark.slow if mode == _ON_CUDA[index % 2] else ())
+        for index, staged in enumerate(_STAGED)
+        for mode in ("compiled", *_ON_CUDA)
     ],
 )
 def test_tokens_with_pipeline_stages(
@@ -74,7 +90,7 @@ def test_tokens_with_pipeline_stages(
     assert ranks(engines.staged_tokens, models / model, partition, mode) == [references[model]] * 2
 
 
-@pytest.mark.parametrize("mode", _MODES[1:])
+@pytest.mark.parametrize("mode", _ON_CUDA)
 def test_tokens_with_stages_of_two_ranks(mode: str, models: Path, references: Any, four: Any) -> None:
     """The second stage adds sums that it has received while its first all-reduces are in flight."""
     from vllm_plugin.tests import engines
@@ -82,7 +98,7 @@ def test_tokens_with_stages_of_two_ranks(mode: str, models: Path, references: An
     assert four(engines.staged_tokens, models / "staleness-2", "2,1", mode) == [references["staleness-2"]] * 4
 
 
-@pytest.mark.parametrize("mode", _MODES)
+@pytest.mark.parametrize("mode", ["eager", *_ON_CUDA])
 @pytest.mark.parametrize("model", ["experts-ladder", "experts-farskip", "experts-glm"])
 def test_tokens_with_experts_divided_among_the_ranks(
     model: str, mode: str, models: Path, references: Any, ranks: Any
