@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -77,7 +78,7 @@ def three_sums(compiled: bool) -> tuple[list[float], list[int], list[int]]:
     """Return three sums of two ranks with equal numbers, their addresses, and where the transport put them."""
     from megatron_ladder_vllm.in_flight import AllReduces, PendingOutputs
 
-    group: Any = SimpleNamespace(unique_name="doubling", device=torch.device("cpu"), device_group=None)
+    group: Any = Mock(unique_name="doubling", device=torch.device("cpu"))
     all_reduces = AllReduces(group)
     launched: list[int] = []
 
@@ -110,7 +111,7 @@ def launches_around_a_received_sum() -> tuple[list[int], list[int | None]]:
     """Launch, add a sum that a stage has received, and launch; return the addresses of buffers and of `latest`."""
     from megatron_ladder_vllm.in_flight import AllReduces, PendingOutputs
 
-    group: Any = SimpleNamespace(unique_name="received", device=torch.device("cpu"), device_group=None)
+    group: Any = Mock(unique_name="received", device=torch.device("cpu"))
     all_reduces = AllReduces(group)
     all_reduces.transport = lambda partial: (partial.clone(), None)
     launched: list[int] = []
@@ -130,7 +131,7 @@ def launches_around_a_received_sum() -> tuple[list[int], list[int | None]]:
     pending = PendingOutputs(all_reduces, {1: torch.ones(2, 4)})
     with Record():
         pending.launch(torch.ones(2, 4))
-        _, stream = pending.add_and_norm(-1, cast(Any, norm), torch.ones(2, 4))
+        _, stream = pending.add_and_norm(-1, norm, torch.ones(2, 4))
         pending.launch(stream + 1)
     return launched, latest
 
