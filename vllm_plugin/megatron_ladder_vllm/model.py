@@ -39,12 +39,7 @@ from vllm.model_executor.models.utils import (
 from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 
-from megatron_ladder_vllm.configuration_megatron_ladder import (
-    MegatronLadderConfig,
-    SubBlockKind,
-    WiredSubBlock,
-    norm_name,
-)
+from megatron_ladder_vllm.configuration_megatron_ladder import MegatronLadderConfig, WiredSubBlock, norm_name
 from megatron_ladder_vllm.in_flight import AllReduces, PendingOutputs
 
 
@@ -211,6 +206,10 @@ class LadderDecoderLayer(nn.Module):
         names = (name for name in sub_block.kind.branches if name not in self.absent)
         return sorted(names, key="experts".__eq__)
 
+    def shares_reading(self, index: int) -> bool:
+        """Return whether a sub-block takes the normed stream of the one before, which no experts have overwritten."""
+        return self.sub_blocks[index].shares_reading and "experts" not in self.sub_blocks[index - 1].kind.branches
+
     def branch(self, name: str, positions: Tensor, normed: Tensor) -> Tensor:
         """Return this rank's part of one output [tokens, hidden_size]."""
         match name:
@@ -226,9 +225,8 @@ class LadderDecoderLayer(nn.Module):
     def forward(self, positions: Tensor, stream: Tensor, pending: PendingOutputs) -> Tensor:
         """Compute the sub-blocks, which change `pending`; return the stream [tokens, hidden_size]."""
         normed = stream
-        for sub_block in self.sub_blocks:
-            # A shared expert that shares a reading follows the routed experts, which may have overwritten it.
-            if not sub_block.shares_reading or sub_block.kind is SubBlockKind.SHARED_EXPERT:
+        for index, sub_block in enumerate(self.sub_blocks):
+            if not self.shares_reading(index):
                 norm = getattr(self, norm_name(sub_block.kind))
                 missing = sub_block.missing
                 normed, stream = read_stream(norm, stream, pending, missing, self.reads_own_parts and missing != ())

@@ -16,7 +16,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from megatron_ladder_vllm import model as model_module
 from megatron_ladder_vllm.in_flight import AllReduces, PendingOutputs, on_side_stream
 from megatron_ladder_vllm.model import LadderDecoderLayer
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -142,8 +141,8 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "experts run before a shared expert": lambda: patch.object(
         LadderDecoderLayer, "branches", lambda layer, sub_block: sub_block.kind.branches
     ),
-    "a shared expert reads what experts have read": lambda: patch.object(
-        model_module, "SubBlockKind", SimpleNamespace(SHARED_EXPERT=None)
+    "a sub-block reads what experts have read": lambda: patch.object(
+        LadderDecoderLayer, "shares_reading", lambda layer, index: layer.sub_blocks[index].shares_reading
     ),
     "no wait": lambda: patch.object(AllReduces, "wait", lambda *_: None),
     "no hold": lambda: patch.object(PendingOutputs, "hold", lambda *_: None),

@@ -48,7 +48,8 @@ def test_a_sum_that_is_used_after_its_norm_is_rejected(mode: str, models: Path, 
     ("fault", "model"),
     [
         ("experts run before a shared expert", "experts-ladder"),
-        ("a shared expert reads what experts have read", "experts-sigmoid"),
+        ("a sub-block reads what experts have read", "experts-sigmoid"),
+        ("a sub-block reads what experts have read", "experts-longcat"),
         ("no wait", "ladder"),
     ],
 )
