@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
@@ -40,8 +40,6 @@ ENGINE_VARIABLES = {
     "VLLM_USE_AOT_COMPILE": "1",
 }
 """Environment of the ranks."""
-SPIN_SECONDS = 0.1
-"""Waits of the emulated interconnect poll the clock instead of sleeping: each rank has its own core."""
 
 
 class Case(NamedTuple):
@@ -53,33 +51,26 @@ class Case(NamedTuple):
     new_tokens: int
 
 
-class Pass(NamedTuple):
-    """Mean seconds of a step, and of its forward pass; on GPUs only whole steps are measured."""
-
-    forward: float
-    step: float
-
-
 def table_row(
     mode: str,
     case: Case,
     wire: tuple[float, float] | None,
     wiring: str,
-    times: Mapping[str, Sequence[Pass]],
+    times: Mapping[str, Sequence[float]],
     all_reduces: int = 0,
 ) -> dict[str, str]:
     """Return the cells of one wiring by their heads.
 
     Args:
         wire: the time of an emulated all-reduce, as a multiple of a sub-block's and in seconds.
-        times: passes of this wiring and of those that it is compared with, in the same rounds.
-        all_reduces: their number in a pass of this wiring.
+        times: seconds of passes of this wiring and of those that it is compared with, in the same rounds.
+        all_reduces: their number in a pass; the share of the wire is what they need of the pass.
     """
 
     def ratios(other: str) -> list[float]:
-        return [one.forward / own.forward for one, own in zip(times[other], times[wiring], strict=True)]
+        return [one / own for one, own in zip(times[other], times[wiring], strict=True)]
 
-    forward = statistics.median(one.forward for one in times[wiring])
+    forward = statistics.median(times[wiring])
     compared = ratios("standard")
     row = {
         "mode": mode,
@@ -92,14 +83,12 @@ def table_row(
         "range": f"{min(compared):.2f} to {max(compared):.2f}",
         "share of no-comm": "",
         "share of the wire": "",
-        "outside ms": "",
     }
     if wire is not None:
         alpha, seconds = wire
         row["all-reduce"] = f"{alpha:g}c = {1e3 * seconds:.2f} ms"
         row["share of no-comm"] = f"{statistics.median(ratios(NO_COMM)):.2f}"
         row["share of the wire"] = f"{all_reduces * seconds / forward:.2f}" if all_reduces else ""
-        row["outside ms"] = f"{1e3 * statistics.median(one.step - one.forward for one in times[wiring]):.2f}"
     return row
 
 
@@ -109,31 +98,15 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
         prog="benchmark.py", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add(
-        "--wirings",
-        nargs="+",
-        choices=WIRINGS,
-        default=["ladder", "parallel", "ladder-parallel"],
-        help="compared with standard",
-    )
+    few = ["ladder", "parallel", "ladder-parallel"]
+    add("--wirings", nargs="+", choices=WIRINGS, default=few, help="compared with standard")
     add("--case", nargs="+", choices=["decode", "prefill"], default=["decode", "prefill"], help="what is timed")
     add("--batch", nargs="+", type=int, default=[1, 8, 32], help="requests of a decode step")
     add("--prefill-tokens", type=int, default=128, help="tokens of a prefill, which has one request")
-    add(
-        "--alpha",
-        nargs="+",
-        type=float,
-        default=[0.0, 1.0, 2.0],
-        help="time of one all-reduce in sub-blocks: the time of a forward pass without all-reduces over its number of "
-        "sub-blocks; only on a CPU",
-    )
-    add(
-        "--mode",
-        nargs="+",
-        choices=["eager", "inductor"],
-        default=["eager", "inductor"],
-        help="inductor is vLLM's default, on GPUs with CUDA graphs of decode steps",
-    )
+    alpha = "time of one all-reduce in sub-blocks (a pass without all-reduces over its sub-blocks); only on a CPU"
+    add("--alpha", nargs="+", type=float, default=[0.0, 1.0, 2.0], help=alpha)
+    mode = "inductor is vLLM's default, on GPUs with CUDA graphs"
+    add("--mode", nargs="+", choices=["eager", "inductor"], default=["eager", "inductor"], help=mode)
     add("--device", choices=["cpu", "cuda"], default="cpu", help="cpu computes in fp32, cuda in bf16")
     add("--tp", type=int, default=2, help="tensor-parallel ranks, with one core or GPU each")
     add("--rounds", type=int, default=7, help="rounds that count, after one that does not")
@@ -144,12 +117,8 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--experts", type=int, default=0, help="routed experts of every layer, instead of its MLP; 0 for dense layers")
     add("--topk", type=int, default=2, help="experts of a token")
     add("--expert-intermediate", type=int, default=1024, help="width of an expert")
-    add(
-        "--shared-intermediate",
-        type=int,
-        default=768,
-        help="width of the shared expert; 0 for none; by default all experts of a token cost the same as attention",
-    )
+    shared = "width of the shared expert; 0 for none; by default all experts of a token cost the same as attention"
+    add("--shared-intermediate", type=int, default=768, help=shared)
     add("--heads", type=int, default=16, help="attention heads")
     add("--kv-heads", type=int, default=16, help="key-value heads")
     add("--vocab", type=int, default=4096, help="vocabulary size")
@@ -204,15 +173,9 @@ def model_config(options: argparse.Namespace, wiring: str) -> Any:
     from megatron_ladder_vllm import configuration_megatron_ladder as ladder
     from transformers import LlamaConfig
 
-    shape = {
-        "vocab_size": options.vocab,
-        "hidden_size": options.hidden,
-        "intermediate_size": options.intermediate,
-        "num_hidden_layers": options.layers,
-        "num_attention_heads": options.heads,
-        "num_key_value_heads": options.kv_heads,
-        "max_position_embeddings": 8192,
-    }
+    shape = {"num_hidden_layers": options.layers, "vocab_size": options.vocab, "max_position_embeddings": 8192}
+    shape |= {"hidden_size": options.hidden, "intermediate_size": options.intermediate}
+    shape |= {"num_attention_heads": options.heads, "num_key_value_heads": options.kv_heads}
     if wiring == LLAMA:
         return LlamaConfig(architectures=["LlamaForCausalLM"], **shape)
     mode = "ladder" if wiring == STALENESS_2 else wiring
@@ -230,10 +193,31 @@ def model_config(options: argparse.Namespace, wiring: str) -> Any:
     )
 
 
+def time_tokens(engine: Any, prompts: Sequence[list[int]], new_tokens: int, begin: Callable[[], Any]) -> list[float]:
+    """Call `begin`, and compute the requests; return when that was, and when the tokens of each step arrive.
+
+    With asynchronous scheduling, some calls of the engine return before a step has ended.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    parameters = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+    parameters.output_kind = RequestOutputKind.DELTA
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), {"prompt_token_ids": prompt}, parameters)
+    begin()
+    arrivals = [time.perf_counter()]
+    while engine.has_unfinished_requests():
+        if engine.step():
+            arrivals.append(time.perf_counter())
+    return arrivals
+
+
 class Engine:
     """One vLLM engine with random weights; a collective object of all ranks."""
 
-    def __init__(self, options: argparse.Namespace, mode: str, wiring: str) -> None:
+    def __init__(self, options: argparse.Namespace, mode: str, wiring: str, graphs: str | None = None) -> None:
+        """`graphs`: mode of CUDA graphs, by default that of the model's type and the GPU."""
         from vllm import LLM
         from vllm.distributed import get_tp_group
 
@@ -244,10 +228,10 @@ class Engine:
         if self._on_cpu:
             blocks = 2 + max(case.batch * -(-sum(case[2:]) // CACHE_BLOCK) for case in cases)
             width = options.layers * -(-options.kv_heads // options.tp) * options.hidden // options.heads
-            # Two tensors of 4-byte numbers. With asynchronous scheduling a step would end before its forward pass.
-            settings |= {"kv_cache_memory_bytes": 8 * width * CACHE_BLOCK * blocks, "async_scheduling": False}
-        elif wiring == LLAMA and mode == "inductor":
-            settings["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": True}}
+            # Two tensors of 4-byte numbers.
+            settings["kv_cache_memory_bytes"] = 8 * width * CACHE_BLOCK * blocks
+        if graphs is not None:
+            settings["compilation_config"] = {"cudagraph_mode": graphs}
         with tempfile.TemporaryDirectory() as folder:
             model_config(options, wiring).save_pretrained(folder)
             self._llm = LLM(
@@ -269,9 +253,12 @@ class Engine:
         self.group = get_tp_group()
         self._forwards: list[float] = []
         self._compiled: dict[str, Any] | None = None if mode == "eager" else {}
+        (self._runner,) = self._llm.collective_rpc(lambda worker: worker.model_runner)
+        self.graphs = self._runner.compilation_config.cudagraph_mode.name
         if self._on_cpu:
-            (self._runner,) = self._llm.collective_rpc(lambda worker: worker.model_runner)
             self._model = self._runner.model.model
+            # No wiring hides the all-reduce of the embedding, which is not emulated.
+            self._model.embed_tokens.parallel_group = self.group
             self._runner.model.register_forward_pre_hook(lambda *_: self._forwards.append(-time.perf_counter()))
             self._runner.model.register_forward_hook(
                 lambda *_: self._forwards.append(self._forwards.pop() + time.perf_counter())
@@ -279,9 +266,8 @@ class Engine:
 
     def walk(self, wiring: str, transport: Any) -> None:
         """Compute the following steps as `wiring`, with all-reduces over `transport`; only on a CPU."""
-        for layer, sub_blocks in zip(
-            self._model.layers, model_config(self._options, wiring).wired_layers(), strict=True
-        ):
+        wired = model_config(self._options, wiring).wired_layers()
+        for layer, sub_blocks in zip(self._model.layers, wired, strict=True):
             layer.sub_blocks = sub_blocks
         self._model.all_reduces.transport = transport
         if self._compiled is not None:
@@ -292,29 +278,16 @@ class Engine:
                 self._runner.warming_up_model()
                 self._compiled[wiring] = self._model.aot_compiled_fn
 
-    def run(self, case: Case) -> Pass:
-        """Return the times of a case's prefill or decode steps."""
-        from vllm import SamplingParams
-
-        parameters = SamplingParams(temperature=0.0, max_tokens=case.new_tokens, ignore_eos=True, detokenize=False)
-        prompt = {"prompt_token_ids": [position % self._options.vocab for position in range(case.prompt_tokens)]}
-        self._llm.enqueue([prompt] * case.batch, parameters, use_tqdm=False)
-        engine = self._llm.llm_engine
+    def run(self, case: Case) -> float:
+        """Return the mean seconds of a case's prefill or decode steps; on a CPU, of their forward passes."""
+        prompt = [position % self._options.vocab for position in range(case.prompt_tokens)]
         self._forwards.clear()
-        self.group.barrier()
-        steps: list[float] = []
-        while engine.has_unfinished_requests():
-            began = time.perf_counter()
-            engine.step()
-            steps.append(time.perf_counter() - began)
-        skipped = 0 if case.new_tokens == 1 else 1
-        timed = case.new_tokens - skipped
-        step = sum(steps[skipped:]) / timed
-        if not self._on_cpu:
-            return Pass(step, step)
-        if len(self._forwards) != case.new_tokens:
-            raise RuntimeError(f"expected {case.new_tokens} forward passes of {case}, found {len(self._forwards)}")
-        return Pass(sum(self._forwards[skipped:]) / timed, step)
+        arrivals = time_tokens(self._llm.llm_engine, [prompt] * case.batch, case.new_tokens, self.group.barrier)
+        times = self._forwards if self._on_cpu else [end - begin for begin, end in itertools.pairwise(arrivals)]
+        if len(times) != case.new_tokens:
+            raise RuntimeError(f"expected {case.new_tokens} steps of {case}, found {len(times)}")
+        # The first new token comes from the prefill.
+        return statistics.mean(times[1:] or times)
 
     def close(self) -> None:
         """End the engine; the next one needs its memory and its names.
@@ -337,7 +310,8 @@ def measure_emulated(options: argparse.Namespace, mode: str) -> Iterator[dict[st
 
     engine = Engine(options, mode, "standard")
     tp = engine.group
-    link = EmulatedLink(CommGroup(tp.ranks, tp.rank_in_group, tp.cpu_group), spin_seconds=SPIN_SECONDS)
+    # Waits poll the clock instead of sleeping: each rank has its own core.
+    link = EmulatedLink(CommGroup(tp.ranks, tp.rank_in_group, tp.cpu_group), spin_seconds=0.1)
 
     def over_link(partial: Any) -> tuple[Any, Any]:
         buffer = partial.clone()
@@ -352,8 +326,8 @@ def measure_emulated(options: argparse.Namespace, mode: str) -> Iterator[dict[st
         for name in ways.keys() - {NO_COMM}
     }
 
-    def measure(case: Case, names: Sequence[str]) -> Mapping[str, list[Pass]]:
-        times: dict[str, list[Pass]] = {name: [] for name in names}
+    def measure(case: Case, names: Sequence[str]) -> Mapping[str, list[float]]:
+        times: dict[str, list[float]] = {name: [] for name in names}
         for _ in range(1 + options.rounds):
             for name in names:
                 engine.walk(*ways[name])
@@ -362,7 +336,7 @@ def measure_emulated(options: argparse.Namespace, mode: str) -> Iterator[dict[st
 
     for case in cases_of(options):
         bound = measure(case, [NO_COMM])[NO_COMM]
-        sub_block = statistics.median(one.forward for one in bound) / all_reduces["standard"]
+        sub_block = statistics.median(bound) / all_reduces["standard"]
         for alpha in options.alpha:
             seconds = float(link.broadcast_object(alpha * sub_block))
             link.set_wire(seconds, 0.0)
@@ -374,10 +348,15 @@ def measure_emulated(options: argparse.Namespace, mode: str) -> Iterator[dict[st
 
 
 def measure_real(options: argparse.Namespace, mode: str) -> Iterator[dict[str, str]]:
-    """Measure the wirings and, without experts, vLLM's Llama in one engine each, over the real interconnect."""
-    times: dict[Case, dict[str, list[Pass]]] = {case: {} for case in cases_of(options)}
+    """Measure the wirings and, without experts, vLLM's Llama in one engine each, over the real interconnect.
+
+    All have the same CUDA graphs; with its defaults, vLLM can capture prefills of its Llama and not of the wirings.
+    """
+    times: dict[Case, dict[str, list[float]]] = {case: {} for case in cases_of(options)}
+    graphs = None
     for wiring in ("standard", *options.wirings, *([] if options.experts else [LLAMA])):
-        engine = Engine(options, mode, wiring)
+        engine = Engine(options, mode, wiring, graphs)
+        graphs = engine.graphs
         for case, found in times.items():
             found[wiring] = [engine.run(case) for _ in range(1 + options.rounds)][1:]
         engine.close()

@@ -3,8 +3,10 @@
 import contextlib
 import io
 import os
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 
@@ -49,6 +51,48 @@ def test_wirings_of_experts_are_measured(ranks: Any) -> None:
     run = "--rounds 1 --steps 2 --batch 1 --case decode --alpha 0 --mode eager --wirings ladder farskip shortcut"
     first, _ = ranks(print_table, [*SHAPE.split(), *EXPERTS.split(), *run.split()])
     assert [line.split(" | ")[4] for line in first[2:]] == ["standard", "ladder", "farskip", "shortcut", "no-comm"]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_step_ends_when_its_tokens_arrive(asynchronous: bool, models: Path, one: Any) -> None:
+    """With asynchronous scheduling, the engine is called once more than there are steps."""
+    ((arrivals, calls),) = one(time_steps, models / "ladder", asynchronous)
+    assert arrivals == sorted(arrivals) and len(arrivals) == 1 + 5
+    assert (calls > 5) == asynchronous
+
+
+def time_steps(folder: Path, asynchronous: bool) -> tuple[list[float], int]:
+    """Return when the tokens of a prefill and of four decode steps arrive, and how often the engine was called."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    from vllm_plugin import benchmark
+    from vllm_plugin.tests import engines
+
+    update = CpuPlatform.check_and_update_config
+
+    def schedule_as_on_gpus(_platform: Any, vllm_config: Any) -> None:
+        update(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = asynchronous
+
+    with patch.object(CpuPlatform, "check_and_update_config", schedule_as_on_gpus):
+        engine = engines.build(folder).llm_engine
+    with patch.object(engine, "step", wraps=engine.step) as step:
+        return benchmark.time_tokens(engine, [[1, 2, 3]] * 2, 5, lambda: None), step.call_count
+
+
+def test_engines_on_gpus_have_the_same_graphs() -> None:
+    from vllm_plugin import benchmark
+
+    options = SimpleNamespace(wirings=["ladder"], experts=0, case=["prefill"], prefill_tokens=16, rounds=1)
+    engine = Mock(graphs="FULL", run=lambda case: 1.0)
+    with patch.object(benchmark, "Engine", return_value=engine) as built:
+        rows = list(benchmark.measure_real(options, "inductor"))
+    assert [row["wiring"] for row in rows] == ["standard", "ladder", benchmark.LLAMA]
+    assert [call.args[2:] for call in built.call_args_list] == [
+        ("standard", None),
+        ("ladder", "FULL"),
+        (benchmark.LLAMA, "FULL"),
+    ]
 
 
 @pytest.mark.parametrize(
