@@ -6,7 +6,7 @@ vLLM calls `register` in each of its processes, through the entry point of this 
 import logging
 
 SUPPORTED_VLLM = "0.32"
-"""The minor version of vLLM whose internal interfaces `model.py` uses."""
+"""The minor version of vLLM with which the plugin was tried: 0.32.0. README.md lists what of vLLM it uses."""
 
 _ARCHITECTURE = "MegatronLadderForCausalLM"
 _log = logging.getLogger("vllm.plugins.megatron_ladder")
@@ -23,7 +23,7 @@ def register() -> None:
     if not vllm.__version__.startswith(f"{SUPPORTED_VLLM}."):
         _log.error(
             "megatron-ladder-vllm supports vLLM %s, but this is vLLM %s: models of type megatron_ladder are not "
-            "available; install vllm==%s.*",
+            "available; run: pip install 'vllm==%s.*'",
             SUPPORTED_VLLM,
             vllm.__version__,
             SUPPORTED_VLLM,

@@ -1,49 +1,143 @@
-"""How vLLM may run a model whose all-reduces run on a side stream: the ranks, and the CUDA graphs.
+"""How vLLM may run a model whose all-reduces run on a side stream: the ranks, the features, and the CUDA graphs.
 
-A piecewise graph ends at each attention. A launch and its wait would be in different graphs, and CUDA rejects a capture
-that leaves a stream unjoined. So decode steps use full graphs, and steps with prompts use none.
+Nothing may end a step between the launch of an all-reduce and its wait, and no other collective of the same ranks may
+run at that time. A piecewise graph ends at each attention, and CUDA rejects a capture that leaves a stream unjoined. So
+vLLM captures whole steps or none.
 """
 
+from collections.abc import Iterator
+from typing import Any
+
+from vllm import envs
 from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config.vllm import OptimizationLevel
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+_WITHOUT_DRAFT_MODEL = ("ngram", "ngram_gpu", "suffix")
+_READ_INNER_STATES = ("eagle3", "dflash", "dspark", "extract_hidden_states")
+"""Methods of speculative decoding that read the residual stream between layers, where outputs are missing."""
 
 
 class DeploymentRules(VerifyAndUpdateConfig):
-    """Checks the ranks of a wiring, and selects full CUDA graphs for decode steps before vLLM applies its defaults."""
+    """Rejects what the model cannot run with, and selects CUDA graphs, before vLLM applies its defaults."""
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
-        """Set the mode of CUDA graphs, unless the user did.
+        """Set the mode of CUDA graphs, unless the user did, and compile a step as one graph.
 
         Raises:
-            ValueError: desync, ranks that are not the model's lanes, replicas of experts, or piecewise graphs.
+            ValueError: the ranks or features that the model cannot run with, one line each.
         """
-        config, parallel = vllm_config.model_config.hf_config, vllm_config.parallel_config
-        if config.num_experts and parallel.data_parallel_size > 1:
-            raise ValueError(
-                f"--data-parallel-size {parallel.data_parallel_size}: vLLM would exchange tokens between replicas of "
-                f"the {config.num_experts} experts; use 1, and one server for each replica"
-            )
-        if config.lanes:
-            if parallel.tensor_parallel_size != config.lanes:
-                raise ValueError(
-                    f"--tensor-parallel-size {parallel.tensor_parallel_size}: the model has {config.lanes} lanes with "
-                    f"own partials, one for each rank: use {config.lanes}"
-                )
-            if parallel.pipeline_parallel_size > 1:
-                raise ValueError(
-                    f"--pipeline-parallel-size {parallel.pipeline_parallel_size}: vLLM cannot pass the parts of each "
-                    f"of the {config.lanes} lanes on to the next stage: use 1"
-                )
-        elif config.lane_count:
-            raise ValueError(
-                f"residual_mode {config.residual_mode!r}: the plugin cannot serve this wiring; use tools/generate.py"
-            )
+        conflicts = [*_conflicts_of_ranks(vllm_config), *_conflicts_of_features(vllm_config)]
+        if conflicts:
+            raise ValueError("\n".join(conflicts))
         compilation = vllm_config.compilation_config
-        if compilation.cudagraph_mode is None:
-            compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
-        elif compilation.cudagraph_mode.requires_piecewise_compilation():
-            raise ValueError(
-                f"cudagraph_mode {compilation.cudagraph_mode.name}: piecewise CUDA graphs cannot contain all-reduces "
-                "that run during attention; leave it out or use FULL_DECODE_ONLY"
+        # If attention divided the graph, vLLM would fall back to piecewise graphs.
+        compilation.splitting_ops = []
+        if compilation.cudagraph_mode is None and vllm_config.optimization_level != OptimizationLevel.O0:
+            captures_prompts = _attends_with_flash_attention_3(vllm_config)
+            compilation.cudagraph_mode = CUDAGraphMode.FULL if captures_prompts else CUDAGraphMode.FULL_DECODE_ONLY
+
+
+def check_attention(vllm_config: VllmConfig, attention: Any) -> None:
+    """Check that the backend of a layer of vLLM's attention, which it has just selected, can be captured.
+
+    Raises:
+        ValueError: it cannot, but the mode of CUDA graphs requires it.
+    """
+    backend, cache = attention.attn_backend, attention.get_kv_cache_spec(vllm_config)
+    support = backend.get_builder_cls().get_cudagraph_support(vllm_config, cache)
+    if support == AttentionCGSupport.NEVER and vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
+        raise ValueError(
+            f"attention backend {backend.get_name()}: it has no full CUDA graphs, and piecewise ones cannot contain "
+            "all-reduces that run during attention; choose another --attention-backend, or pass --compilation-config "
+            '\'{"cudagraph_mode": "NONE"}\''
+        )
+
+
+def _conflicts_of_ranks(vllm_config: VllmConfig) -> Iterator[str]:
+    config, parallel = vllm_config.model_config.hf_config, vllm_config.parallel_config
+    if config.num_experts and parallel.data_parallel_size > 1:
+        yield (
+            f"--data-parallel-size {parallel.data_parallel_size}: vLLM would exchange tokens between replicas of the "
+            f"{config.num_experts} experts; use 1, and one server for each replica"
+        )
+    if config.lanes and parallel.tensor_parallel_size != config.lanes:
+        yield (
+            f"--tensor-parallel-size {parallel.tensor_parallel_size}: the model has {config.lanes} lanes with own "
+            f"partials, one for each rank: use {config.lanes}"
+        )
+    if config.lanes and parallel.pipeline_parallel_size > 1:
+        yield (
+            f"--pipeline-parallel-size {parallel.pipeline_parallel_size}: vLLM cannot pass the parts of each of the "
+            f"{config.lanes} lanes on to the next stage: use 1"
+        )
+    if config.lane_count and not config.lanes:
+        yield f"residual_mode {config.residual_mode!r}: the plugin cannot serve this wiring; use tools/generate.py"
+    for option, ranks in (
+        ("--decode-context-parallel-size", parallel.decode_context_parallel_size),
+        ("--prefill-context-parallel-size", parallel.prefill_context_parallel_size),
+    ):
+        if ranks > 1:
+            yield f"{option} {ranks}: its collectives would run at the same time as all-reduces of these ranks; use 1"
+    if parallel.use_ubatching:
+        yield "--enable-dbo or --ubatch-size: two halves of a batch would launch all-reduces at the same time; omit it"
+
+
+def _conflicts_of_features(vllm_config: VllmConfig) -> Iterator[str]:
+    config, lora, transfer = vllm_config.model_config.hf_config, vllm_config.lora_config, vllm_config.kv_transfer_config
+    compilation, speculative = vllm_config.compilation_config, vllm_config.speculative_config
+    overlap = getattr(config, "overlap_all_reduces", True)
+    if not isinstance(overlap, bool):
+        yield f"--hf-overrides overlap_all_reduces {overlap!r}: expected true or false"
+    if vllm_config.model_config.runner_type == "pooling":
+        yield "--runner pooling: the plugin only serves models that generate; use --runner generate"
+    if lora is not None and lora.fully_sharded_loras:
+        yield "--fully-sharded-loras: its collectives would run at the same time as all-reduces of the ranks; omit it"
+    if speculative is not None and speculative.method in _READ_INNER_STATES:
+        yield (
+            f"--speculative-config method {speculative.method}: it reads the states between layers, which lack outputs "
+            "in flight; use ngram, suffix, eagle or draft_model"
+        )
+    drafts = speculative is not None and speculative.method not in _WITHOUT_DRAFT_MODEL
+    if drafts and envs.VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC:
+        yield "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC=1: it serves one stream, and a draft model has another; unset it"
+    if config.num_experts and envs.VLLM_FLOAT32_MATMUL_PRECISION != "highest":
+        yield (
+            f"VLLM_FLOAT32_MATMUL_PRECISION={envs.VLLM_FLOAT32_MATMUL_PRECISION}: the router would choose other "
+            "experts than in training; unset it"
+        )
+    if compilation.splitting_ops:
+        yield "--compilation-config splitting_ops: all-reduces run during these operations; omit it"
+    graphs = compilation.cudagraph_mode
+    if graphs is not None and graphs.requires_piecewise_compilation():
+        yield (
+            f"cudagraph_mode {graphs.name}: piecewise CUDA graphs cannot contain all-reduces that run during "
+            "attention; omit it, or use FULL or FULL_DECODE_ONLY"
+        )
+    if transfer is not None and transfer.is_kv_transfer_instance and not vllm_config.model_config.enforce_eager:
+        connector = KVConnectorFactory.get_connector_class(transfer)
+        if connector.requires_piecewise_for_cudagraph(transfer.kv_connector_extra_config):
+            yield (
+                f"--kv-transfer-config {transfer.kv_connector}: it moves the cache layer by layer, which requires "
+                "piecewise CUDA graphs; choose whole steps, such as use_layerwise false, or pass --enforce-eager"
             )
+
+
+def _attends_with_flash_attention_3(vllm_config: VllmConfig) -> bool:
+    """Return whether vLLM will select FlashAttention 3.
+
+    With FULL graphs, the graphs of steps with prompts replay decode steps, too. Other backends that have them would
+    then use their kernel for prompts, which reads a long cache with one block of threads for each head.
+    """
+    attention = vllm_config.attention_config
+    if not current_platform.is_cuda() or attention.backend not in (None, AttentionBackendEnum.FLASH_ATTN):
+        return False
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+
+    version = attention.flash_attn_version or get_flash_attn_version(head_size=vllm_config.model_config.get_head_size())
+    return version == 3 and vllm_config.model_config.dtype.itemsize == 2

@@ -21,7 +21,7 @@ launch what should hide it:
 
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -53,33 +53,60 @@ def asynchronous(group: GroupCoordinator) -> Transport:
 
 
 def on_side_stream(group: GroupCoordinator) -> Transport:
-    """Return vLLM's own all-reduce of a GPU (custom, symmetric memory, multimem or NCCL), on one side stream.
+    """Return vLLM's own all-reduce of a GPU (FlashInfer, custom, symmetric memory or NCCL), on one side stream.
 
-    The reduces of the main stream use the same communicators. They are ordered against those of the side stream because
-    each launch waits for the main stream, and the model waits for all launches before its head.
+    All of the model's all-reduces run there. Those of a draft model use the same communicators on the main stream. They
+    are ordered against them because each launch waits for the main stream, and the model waits for all launches before
+    its head.
     """
     # A product of the main stream fills every multiprocessor; reduces get the next free ones.
     stream = torch.cuda.Stream(priority=-1)
+    ready = torch.cuda.Event()
+    idle: list[torch.cuda.Event] = []
 
     def start(partial: Tensor) -> tuple[Tensor, Any]:
-        stream.wait_stream(torch.cuda.current_stream())
+        ready.record()
+        ready.wait(stream)
+        done = idle.pop() if idle else torch.cuda.Event()
         with torch.cuda.stream(stream):
             # The side stream reuses this memory after the next launch at the earliest, which waits for all readers of
             # the buffer on the main stream.
             buffer = group._all_reduce_out_place(partial)
-            done = torch.cuda.Event()
             done.record()
-        return buffer, done
+
+        def wait() -> None:
+            done.wait()
+            # The stream already waits for this record of the event, so another launch may record it again.
+            idle.append(done)
+
+        return buffer, SimpleNamespace(wait=wait)
+
+    return start
+
+
+def in_order(group: GroupCoordinator) -> Transport:
+    """Return all-reduces with the same sums, each of which ends before the next computation."""
+
+    def start(partial: Tensor) -> tuple[Tensor, Any]:
+        if group.device.type == "cuda":
+            buffer = group._all_reduce_out_place(partial)
+        else:
+            buffer = partial.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(buffer, group=group.device_group)
+        return buffer, SimpleNamespace(wait=lambda: None)
 
     return start
 
 
 class AllReduces:
-    """The all-reduces in flight of one tensor-parallel group."""
+    """The all-reduces in flight of one tensor-parallel group; the embedding uses it as its group."""
 
-    def __init__(self, group: GroupCoordinator) -> None:
+    def __init__(self, group: GroupCoordinator, overlap: bool = True) -> None:
         self.name = group.unique_name
-        self.transport = on_side_stream(group) if group.device.type == "cuda" else asynchronous(group)
+        self.rank_in_group = group.rank_in_group
+        self.world_size = group.world_size
+        overlapping = on_side_stream if group.device.type == "cuda" else asynchronous
+        self.transport = overlapping(group) if overlap else in_order(group)
         self._works: dict[int, Any] = {}
         _by_group[self.name] = self
 
@@ -102,6 +129,12 @@ class AllReduces:
     def wait(self, buffer: Tensor) -> None:
         """Wait for the sum of a launched buffer."""
         self._works.pop(buffer.data_ptr()).wait()
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        """Return the sum of `partial`, launched as the others are: FlashInfer's for PCIe allows only one stream."""
+        buffer = torch.ops.ladder.start(partial, None, self.name)
+        torch.ops.ladder.wait(buffer, partial, partial, self.name)
+        return buffer
 
 
 _by_group: weakref.WeakValueDictionary[str, AllReduces] = weakref.WeakValueDictionary()

@@ -40,6 +40,7 @@ from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 
 from megatron_ladder_vllm.configuration_megatron_ladder import MegatronLadderConfig, WiredSubBlock, norm_name
+from megatron_ladder_vllm.deployment import check_attention
 from megatron_ladder_vllm.in_flight import AllReduces, PendingOutputs
 
 
@@ -59,6 +60,7 @@ class LadderAttention(LlamaAttention):
             vllm_config.cache_config,
             prefix,
         )
+        check_attention(vllm_config, self.attn)
         leave_unreduced(self.o_proj)
         self.qk_norm = config.qk_norm
         if self.qk_norm:
@@ -259,10 +261,14 @@ class MegatronLadderModel(nn.Module):
         super().__init__()
         config = vllm_config.model_config.hf_config
         stages = get_pp_group()
-        self.all_reduces = AllReduces(get_tp_group()) if get_tensor_model_parallel_world_size() > 1 else None
+        overlap = getattr(config, "overlap_all_reduces", True)
+        self.all_reduces = AllReduces(get_tp_group(), overlap) if get_tensor_model_parallel_world_size() > 1 else None
         if stages.is_first_rank or (config.tie_word_embeddings and stages.is_last_rank):
             self.embed_tokens = VocabParallelEmbedding(
-                config.vocab_size, config.hidden_size, quant_config=vllm_config.quant_config
+                config.vocab_size,
+                config.hidden_size,
+                quant_config=vllm_config.quant_config,
+                parallel_group=self.all_reduces,
             )
         else:
             self.embed_tokens = PPMissingLayer()

@@ -174,18 +174,18 @@ def quantised_tokens(folder: Path) -> tuple[list[list[int]], set[str]]:
 
 
 OPERATIONS = {
-    "_C::shm_allreduce": "r",
     "_C::onednn_mm": "m",
     "_C::cpu_fused_moe": "e",
     "vllm::unified_attention_with_output": "a",
 }
-"""Name in the profiler -> letter: vLLM's own all-reduce, products, routed experts, attention."""
+"""Name in the profiler -> letter: products, routed experts, attention."""
 
 
 def recorded_passes(folder: Path, options: dict[str, Any]) -> tuple[list[list[int]], list[str]]:
     """Continue all prompts; return the tokens, and what each forward pass of the layers ran in order.
 
-    Operations are recorded by their letters, launches as `s` and waits as `w`, each with the number of its launch.
+    Operations are recorded by their letters, launches as `s` and waits as `w`, each with the number of its launch. The
+    launch of the embedding is recorded as `r`.
     """
     llm = build(folder, **options)
 
@@ -194,13 +194,13 @@ def recorded_passes(folder: Path, options: dict[str, Any]) -> tuple[list[list[in
         launch, launches = reduces.transport, []
 
         def start(partial: torch.Tensor) -> tuple[torch.Tensor, Any]:
-            number = len(launches)
-            with record_function(f"s{number}"):
+            number = len(launches) - 1
+            with record_function(f"s{number}" if launches else "r"):
                 buffer, work = launch(partial)
             launches.append(number)
 
             def wait() -> None:
-                with record_function(f"w{number}"):
+                with record_function(f"w{number}" if number >= 0 else "embedded"):
                     work.wait()
 
             return buffer, SimpleNamespace(wait=wait)
@@ -214,7 +214,7 @@ def recorded_passes(folder: Path, options: dict[str, Any]) -> tuple[list[list[in
     events = sorted(recorded.events(), key=lambda event: event.time_range.start)
     names = (OPERATIONS.get(event.name, event.name) for event in events)
     steps = " ".join(name for name in names if re.fullmatch(r"[rmea]|[sw]\d+", name))
-    # A pass begins with the all-reduce of the embedding, and the last product is the head's.
+    # The last product is the head's.
     return found, [part.rsplit("m", 1)[0] for part in steps.split("r")[1:]]
 
 

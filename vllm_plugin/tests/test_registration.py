@@ -1,13 +1,21 @@
 """What the entry point registers, and which models and settings are rejected."""
 
+import ast
+import importlib
+import operator
+import os
 import re
+import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import TestCase
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
+
+PLUGIN = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen3-moe"])
@@ -33,7 +41,7 @@ def registered_types() -> tuple[bool, bool]:
 def test_another_version_of_vllm_is_rejected(plain: Any) -> None:
     ((messages, known),) = plain(register_with_version, "0.33.1")
     (message,) = messages
-    assert "supports vLLM 0.32, but this is vLLM 0.33.1" in message and "install vllm==0.32.*" in message
+    assert "supports vLLM 0.32, but this is vLLM 0.33.1" in message and "run: pip install 'vllm==0.32.*'" in message
     assert known == (False, False)
 
 
@@ -48,64 +56,199 @@ def register_with_version(version: str) -> tuple[list[str], tuple[bool, bool]]:
     return [record.getMessage() for record in logged.records], registered_types()
 
 
+_DRAFT = {"model": "llama", "num_speculative_tokens": 2}
+_LAYERWISE = {
+    "kv_connector": "LMCacheConnectorV1",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"use_layerwise": True},
+}
+_PCIE = {"VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC": "1"}
+_TF32 = {"VLLM_FLOAT32_MATMUL_PRECISION": "high"}
+REJECTED: list[tuple[str, dict[str, Any], dict[str, str], str]] = [
+    ("desync", {}, {}, "residual_mode 'desync': the plugin cannot serve this wiring"),
+    ("lanes", {}, {}, "--tensor-parallel-size 1: the model has 2 lanes .*: use 2"),
+    ("lanes", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, {}, "--pipeline-parallel-size 2: .*: use 1"),
+    ("experts-ladder", {"data_parallel_size": 2}, {}, "--data-parallel-size 2: .* 6 experts; use 1"),
+    ("experts-ladder", {}, _TF32, "VLLM_FLOAT32_MATMUL_PRECISION=high: the router would choose other experts"),
+    (
+        "ladder",
+        {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+        {},
+        "--decode-context-parallel-size 2: its collectives .*; use 1",
+    ),
+    (
+        "ladder",
+        {"prefill_context_parallel_size": 2},
+        {},
+        "--prefill-context-parallel-size 2: its collectives .*; use 1",
+    ),
+    ("ladder", {"enable_dbo": True}, {}, "--enable-dbo or --ubatch-size: two halves of a batch"),
+    ("ladder", {"enable_lora": True, "fully_sharded_loras": True}, {}, "--fully-sharded-loras: its collectives"),
+    ("ladder", {"runner": "pooling"}, {}, "--runner pooling: .* use --runner generate"),
+    (
+        "ladder",
+        {"kv_transfer_config": _LAYERWISE},
+        {},
+        "--kv-transfer-config LMCacheConnectorV1: .* use_layerwise false",
+    ),
+    ("ladder", {"speculative_config": _DRAFT | {"method": "eagle3"}}, {}, "--speculative-config method eagle3: .* use"),
+    ("ladder", {"speculative_config": _DRAFT | {"method": "draft_model"}}, _PCIE, "PCIE_IPC=1: .* draft model"),
+    (
+        "ladder",
+        {"compilation_config": {"splitting_ops": ["vllm::unified_attention"]}},
+        {},
+        "splitting_ops: .*; omit it",
+    ),
+    ("ladder", {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}, {}, "PIECEWISE: .* FULL_DECODE_ONLY"),
+    (
+        "ladder",
+        {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}},
+        {},
+        "FULL_AND_PIECEWISE: .* or use FULL",
+    ),
+    ("ladder", {"hf_overrides": {"overlap_all_reduces": 0}}, {}, "overlap_all_reduces 0: expected true or false"),
+]
+
+
 @pytest.mark.parametrize(
-    ("model", "graphs", "message"),
-    [
-        ("desync", None, "residual_mode 'desync': the plugin cannot serve this wiring"),
-        ("lanes", None, "--tensor-parallel-size 1: the model has 2 lanes .*: use 2"),
-        ("ladder", "PIECEWISE", "cudagraph_mode PIECEWISE: .* use FULL_DECODE_ONLY"),
-        ("ladder", "FULL_AND_PIECEWISE", "cudagraph_mode FULL_AND_PIECEWISE: .* use FULL_DECODE_ONLY"),
-    ],
+    ("model", "options", "variables", "message"),
+    REJECTED,
+    ids=[f"{row[0]}-{list({**row[1], **row[2]})}" for row in REJECTED],
 )
-def test_rejections_name_the_cause(model: str, graphs: str | None, message: str, models: Path, one: Any) -> None:
-    (found,) = one(rejection, models / model, graphs)
+def test_rejections_name_the_cause_before_weights_are_read(
+    model: str, options: dict[str, Any], variables: dict[str, str], message: str, models: Path, one: Any, tmp_path: Path
+) -> None:
+    for name in {model, "llama"}:
+        (tmp_path / name).mkdir()
+        shutil.copy(models / name / "config.json", tmp_path / name)
+    if "speculative_config" in options:
+        draft = options["speculative_config"] | {"model": str(tmp_path / "llama")}
+        options = options | {"speculative_config": draft}
+    ((found, seconds),) = one(rejection, tmp_path / model, options, variables)
     assert re.search(message, found)
+    assert seconds < 20
 
 
-def rejection(folder: Path, graphs: str | None) -> str:
-    """Return why vLLM's programs cannot make the configuration of an engine."""
-    from vllm.config import CompilationConfig
+def rejection(folder: Path, options: dict[str, Any], variables: dict[str, str]) -> tuple[str, float]:
+    """Return why vLLM's programs cannot make the configuration of an engine, and the seconds until they say so."""
+    from vllm import envs
+
+    began = time.monotonic()
+    envs.disable_envs_cache()
+    with patch.dict(os.environ, variables), pytest.raises(ValueError) as raised:
+        engine_arguments(folder, options).create_engine_config()
+    envs.disable_envs_cache()
+    return str(raised.value), time.monotonic() - began
+
+
+def engine_arguments(folder: Path, options: dict[str, Any]) -> Any:
+    """Return the arguments of an engine, as a command line gives them."""
+    from vllm.config import CompilationConfig, KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
 
-    arguments = EngineArgs(model=str(folder), skip_tokenizer_init=True, max_model_len=128)
-    if graphs is not None:
-        arguments.compilation_config = CompilationConfig(cudagraph_mode=graphs)
-    try:
-        arguments.create_engine_config()
-    except ValueError as error:
-        return str(error)
-    return ""
+    classes = {"compilation_config": CompilationConfig, "kv_transfer_config": KVTransferConfig}
+    typed = {name: classes[name](**value) if name in classes else value for name, value in options.items()}
+    return EngineArgs(model=str(folder), skip_tokenizer_init=True, max_model_len=128, **typed)
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("options", "flash_attention", "graphs"),
     [
-        ({"ladder_layers": 2, "lanes": 2}, "--pipeline-parallel-size 2: .* 2 lanes .*: use 1"),
-        ({"num_experts": 8, "expert_layers": [1]}, "--data-parallel-size 2: .* 8 experts; use 1"),
+        ({"dtype": "bfloat16"}, 3, "FULL"),
+        ({"dtype": "bfloat16"}, 2, "FULL_DECODE_ONLY"),
+        ({"dtype": "float32"}, 3, "FULL_DECODE_ONLY"),
+        ({"dtype": "bfloat16", "attention_backend": "TRITON_ATTN"}, 3, "FULL_DECODE_ONLY"),
+        ({"dtype": "bfloat16", "compilation_config": {"cudagraph_mode": "NONE"}}, 3, "NONE"),
+        ({"dtype": "bfloat16", "optimization_level": 0}, 3, None),
     ],
 )
-def test_lanes_cannot_be_staged_and_experts_not_replicated(keys: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        verified(keys)
+def test_graphs_contain_whole_steps(
+    options: dict[str, Any], flash_attention: int, graphs: str | None, models: Path, one: Any
+) -> None:
+    assert one(selected_graphs, models / "ladder", options, flash_attention) == [(graphs, [])]
 
 
-def test_full_graphs_are_the_default() -> None:
+def selected_graphs(folder: Path, options: dict[str, Any], flash_attention: int) -> tuple[str | None, list[str]]:
+    """Return the mode of CUDA graphs, and where a graph ends, that the plugin selects on a GPU.
+
+    `flash_attention` is the newest version for the GPU.
+    """
+    from megatron_ladder_vllm import deployment
+
+    selected: list[Any] = []
+    rules = deployment.DeploymentRules.verify_and_update_config
+
+    def record(vllm_config: Any) -> None:
+        rules(vllm_config)
+        selected.append(vllm_config.compilation_config)
+        mode = selected[0].cudagraph_mode
+        selected[:] = [(None if mode is None else mode.name, selected[0].splitting_ops)]
+
+    with (
+        patch.object(deployment.DeploymentRules, "verify_and_update_config", record),
+        patch.object(deployment, "current_platform", SimpleNamespace(is_cuda=lambda: True)),
+        patch("vllm.v1.attention.backends.fa_utils.get_flash_attn_version", lambda **_: flash_attention),
+    ):
+        engine_arguments(folder, options).create_engine_config()
+    (found,) = selected
+    return found
+
+
+def test_the_page_of_the_plugin_lists_what_it_uses_of_vllm() -> None:
+    imported = set[tuple[str, str]]()
+    for path in (PLUGIN / "megatron_ladder_vllm").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "vllm":
+                imported.update((node.module, alias.name) for alias in node.names)
+    rows = re.findall(r"^\| `(vllm[\w.]*)` \| (.*?) \|", (PLUGIN / "README.md").read_text(), re.MULTILINE)
+    listed = [(module, name) for module, names in rows for name in re.findall(r"`(.*?)`", names)]
+    for module, name in listed:
+        assert operator.attrgetter(name)(importlib.import_module(module)) is not None
+    assert {(module, name.partition(".")[0]) for module, name in listed} == imported
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_vllm_never_falls_back_to_piecewise_graphs(tokens: int) -> None:
+    """vLLM falls back when it has seen what the attention backend can; it is asked for steps of so many tokens."""
+    from vllm.config import CompilationConfig, CUDAGraphMode
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    resolved = {}
+    for support in set(AttentionCGSupport) - {AttentionCGSupport.NEVER}:
+        config = CompilationConfig(mode=3, cudagraph_mode="FULL", splitting_ops=[])
+        resolved[support] = config.resolve_cudagraph_mode_and_sizes(support, "", tokens, use_v2_model_runner=True)
+    assert len(resolved) == 3
+    assert resolved.pop(AttentionCGSupport.ALWAYS) == CUDAGraphMode.FULL
+    assert resolved[AttentionCGSupport.UNIFORM_BATCH] == CUDAGraphMode.FULL_DECODE_ONLY
+    assert set(resolved.values()) <= {CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.NONE}
+
+
+def test_attention_without_full_graphs_is_rejected_before_weights_are_read(
+    models: Path, one: Any, tmp_path: Path
+) -> None:
+    shutil.copy(models / "ladder" / "config.json", tmp_path)
+    ((found, seconds),) = one(captured_on_cpu, tmp_path)
+    assert re.search("attention backend CPU_ATTN: it has no full CUDA graphs, .* pass --compilation-config", found)
+    assert seconds < 20
+
+
+def captured_on_cpu(folder: Path) -> tuple[str, float]:
+    """Return why an engine whose steps are captured cannot start on a CPU, whose attention has no graphs."""
     from vllm.config import CUDAGraphMode
+    from vllm.platforms.cpu import CpuPlatform
 
-    assert verified({}).cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
+    from vllm_plugin.tests import engines
 
+    update = CpuPlatform.check_and_update_config
 
-def verified(keys: dict[str, Any]) -> Any:
-    """Return how a model with these keys is compiled for two ranks, stages and replicas."""
-    from megatron_ladder_vllm.configuration_megatron_ladder import MegatronLadderConfig
-    from megatron_ladder_vllm.deployment import DeploymentRules
-    from vllm.config import CompilationConfig
+    def update_and_capture(_platform: Any, vllm_config: Any) -> None:
+        update(vllm_config)
+        vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
 
-    model = SimpleNamespace(hf_config=MegatronLadderConfig(**keys))
-    parallel = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=2)
-    config: Any = SimpleNamespace(model_config=model, parallel_config=parallel, compilation_config=CompilationConfig())
-    DeploymentRules.verify_and_update_config(config)
-    return config.compilation_config
+    began = time.monotonic()
+    with patch.object(CpuPlatform, "check_and_update_config", update_and_capture), pytest.raises(ValueError) as raised:
+        engines.build(folder)
+    return str(raised.value), time.monotonic() - began
 
 
 def test_a_fallback_to_piecewise_graphs_is_rejected() -> None:
@@ -115,7 +258,7 @@ def test_a_fallback_to_piecewise_graphs_is_rejected() -> None:
     from vllm.config import CUDAGraphMode
     from vllm.forward_context import override_forward_context
 
-    group: Any = SimpleNamespace(unique_name="none", device=torch.device("cpu"), device_group=None)
+    group: Any = Mock(device=torch.device("cpu"), unique_name="none")
     context: Any = SimpleNamespace(cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE)
     with override_forward_context(context), pytest.raises(RuntimeError, match='"cudagraph_mode": "NONE"'):
         AllReduces(group).start(torch.ones(2, 4))
