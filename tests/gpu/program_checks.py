@@ -23,7 +23,7 @@ from tests.chaos.runs import VOCABULARY, final_tensors, losses
 from tests.gpu import on_ranks
 from tests.gpu.rank_checks import NOT_COMPILED, Decoded, compare_decoded, decoding_model
 from tests.gpu.runner import Machine, NotRun, Value, check
-from tests.helpers.commands import Command, free_port, launch, running
+from tests.helpers.commands import REPOSITORY_ROOT, Command, free_port, launch, running
 from tests.helpers.tokens import write_tokens
 from tests.helpers.whole_runs import (
     DATA,
@@ -241,3 +241,14 @@ def torchtitan(machine: Machine, ranks: int) -> str:
         raise NotRun(f"torchtitan {version('torchtitan')} has another interface: {difference}")
     flops = ModelFlops(find_size("llama-1b"), sequence).training
     return speed(flops / seconds, machine.description) if machine.on_gpu else f"forward in {1e3 * seconds:.0f} ms"
+
+
+@check("overlapped all-reduces in vLLM, compared with the same in order", gpus=2, seconds=1200, value=Value.ROBUST)
+def serving(machine: Machine, ranks: int) -> str:
+    python = REPOSITORY_ROOT / "vllm_plugin" / ".venv" / "bin" / "python"
+    if not python.exists():
+        raise NotRun("vLLM is not installed: run bash vllm_plugin/install.sh")
+    tiny = "--device cpu --hidden 64 --intermediate 128 --heads 2 --kv-heads 2 --layers 2 --vocab 96 --steps 8"
+    flags = [] if machine.on_gpu else tiny.split()
+    done = machine.command(python, "vllm_plugin/check_gpu.py", "--tp", str(ranks), *flags)
+    return "; ".join(line for line in done.stdout.splitlines() if "bitwise equal" in line)
