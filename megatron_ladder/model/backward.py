@@ -10,10 +10,10 @@ With f_j the first read that sees output j and G the gradient of the stream afte
 
     gradient of y_j = g at f_j = G + sum over reads i >= f_j of all_reduce(d_i)
 
-so g grows by one read after another, whatever the order in which outputs arrive, and an output that is seen later than
-a younger one takes g as it was when the walk passed f_j. Usually a norm goes backward after the sum of its gradient,
-and its weight's gradient is complete. With own partials it goes backward before, since each lane has normed another
-stream, and part k of y_j also gets the unreduced gradients of the reads that added it: those before f_j.
+so g grows by one read after another, whatever the order in which outputs arrive, and is the gradient of the outputs
+that arrive at read f while it includes the reads from f on: g_f. Usually a norm goes backward after the sum of its
+gradient, and its weight's gradient is complete. With own partials it goes backward before, since each lane has normed
+another stream, and part k of y_j also gets the unreduced gradients of the reads that added it: those before f_j.
 
 Autograd would run these steps in another order (newest node first: launch, wait, launch, wait). Therefore one autograd
 Function covers the whole range. It keeps local graphs for each sub-block and walks them itself. With sequence
@@ -21,20 +21,26 @@ parallelism, it gathers the gradient of an output, and again the input of the co
 kept; norms have read only this rank's positions, so the gradients of their weights are partial sums.
 
 At a cut, the gradient of the state has as many slots as the state: the stream's, then for each missing output one for
-each of its parts. If all outputs arrive in order, the reads behind the cut that miss some of them cross unreduced, and
-the range before reduces them under its own first sub-blocks:
+each of its parts. Staleness 2 (read i misses y_{i-1} and y_{i-2}, so f_j = j + 3), 7 sub-blocks, and a range of three,
+which y_0 and y_1 enter and y_3 and y_4 leave:
 
-    first slot            g at the last output's first read
-    slot of output k      sum of the unreduced gradients of the reads from the first read of output k - 1 on (for the
-                          first output, from the cut on) that miss output k
+    step                 needs                    gives
+    state from behind    [g_7, d_5, d_6]          launches d_6, d_5
+    backward of h_4      g_7                      launches d_4
+    backward of h_3      g_6 = g_7 + wait(d_6)    d_3
+    backward of h_2      g_5 = g_6 + wait(d_5)    d_2
+    state to before      g_4 = g_5 + wait(d_4)    [g_4, d_2, d_3]
 
-Otherwise, and for a sharded stream, whose norms cannot pass on an unreduced gradient of all positions, they cross
-complete: g at the cut, and the gradient of each part as far as it arises behind the cut.
+Reads 2 and 3 miss outputs of the range before. They cross unreduced, one for each slot, and the range before reduces
+them under its own first sub-blocks. In general, the slot of an output holds the sum of the reads from the first read of
+the previous one (at first, from the cut) that miss it. This requires outputs that arrive in order, and norms that can
+pass on an unreduced gradient of all positions, which those of a sharded stream cannot. Otherwise gradients cross
+complete: g at the cut, and the gradient of each part as far as it arises behind the cut. `MirrorPlan` lists the reads.
 """
 
 import functools
 import itertools
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -81,6 +87,46 @@ class _Graph(NamedTuple):
     losses: dict[str, GradientEdge]
 
 
+class MirrorPlan(NamedTuple):
+    """Where the gradients of reads go in the backward of a range. The values are those of the example above."""
+
+    crosses_unreduced: bool
+    """Whether gradients of reads cross the cuts, and not complete gradients of outputs."""
+    crossing: Sequence[range]
+    """The reads of this range whose gradients cross to the range before, by slot of the state: [2], [3]."""
+    behind: Sequence[range]
+    """The reads behind this range whose gradients have crossed to it, by slot of the state: [5], [6]."""
+    first_reduced: int
+    """The first read whose gradient is reduced here: 4."""
+    start: int
+    """The state gradient includes all reads from this one on: 7."""
+    completed: Mapping[int, Sequence[int]]
+    """For each read f the outputs whose gradients are taken from g_f: {7: [4], 6: [3], 5: [2]}."""
+
+    @staticmethod
+    def of(plan: ReadPlan, first: int, last: int, sharded: bool) -> "MirrorPlan":
+        """Return the plan of sub-blocks `first` to `last` - 1."""
+        crosses_unreduced = plan.in_order and not sharded
+        crossing = _crossing_reads(plan, first) if crosses_unreduced else []
+        behind = _crossing_reads(plan, last) if crosses_unreduced else []
+        first_reduced = crossing[-1].stop if crossing else first
+        start = behind[-1].stop if behind else last
+        needed = set(range(first, last))
+        if not crosses_unreduced:
+            needed.update(plan.missing(first))
+        completed = {
+            read: [output for output in plan.arriving(read) if output in needed]
+            for read in range(first_reduced, start + 1)
+        }
+        return MirrorPlan(crosses_unreduced, crossing, behind, first_reduced, start, completed)
+
+
+def _crossing_reads(plan: ReadPlan, cut: int) -> list[range]:
+    """Return the reads behind a cut whose unreduced gradients cross it, by slot of the state."""
+    bounds = [cut, *(plan.first_reads[output] for output in plan.missing(cut))]
+    return [range(start, stop) for start, stop in itertools.pairwise(bounds)]
+
+
 class ForwardRecord:
     """A `ForwardPass` over a range of sub-blocks that records what the mirrored backward needs.
 
@@ -111,14 +157,10 @@ class ForwardRecord:
         norms = Counter(step.norm for step in steps if not step.shares_reading)
         self._shared_norms = {norm for norm, uses in norms.items() if uses > 1}
         self.losses: dict[str, Tensor] = {}
-        entering = plan.missing(first)
-        self.crosses_unreduced = plan.in_order and not self.sharded
-        """Whether the reads behind a cut that miss outputs from before it are reduced by the range before."""
-        self.first_reduced = plan.first_reads[entering[-1]] if entering and self.crosses_unreduced else first
-        """The first read whose gradient is reduced here."""
-        self._again: dict[tuple[int, int], tuple[Tensor, ...]] = {}
-        """For each sub-block and lane that is recomputed what its body kept."""
-        self._kept: list[list[_Graph | LocalReading | Tensor]] = []
+        self.mirror = MirrorPlan.of(plan, self.first, self.last, self.sharded)
+        self._extra_arguments: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        """For each sub-block and lane that is recomputed what its body does not compute again."""
+        self._lanes: list[list[_Graph | LocalReading | Tensor]] = []
         """For each sub-block and lane its graphs, or only the stream that it read if it is recomputed."""
 
     def read(
@@ -131,56 +173,59 @@ class ForwardRecord:
 
     def start(self, step: int, reading: list[LocalReading], launch: Launch) -> Output:
         """See `ForwardPass.start`."""
-        sub_block, parts = self.steps[step], []
-        kept: list[_Graph | LocalReading | Tensor] = []
+        sub_block = self.steps[step]
+        parts: list[Tensor] = []
+        lanes: list[_Graph | LocalReading | Tensor] = []
         for lane, read in enumerate(reading):
             if sub_block.recompute:
                 assert read.whole is not None
-                part, losses, again = sub_block.lanes[lane](read.whole.wait(), self.context)
-                self._again[step, lane] = again
-                kept.append(read.stream)
+                part, losses, extra_arguments = sub_block.lanes[lane](read.whole.wait(), self.context)
+                self._extra_arguments[step, lane] = extra_arguments
+                lanes.append(read.stream)
             else:
                 graph, part, losses = self._build(step, lane, read)
-                kept.append(graph)
+                lanes.append(graph)
             add_losses(self.losses, losses)
             parts.append(part)
-        self._kept.append(kept)
+        self._lanes.append(lanes)
         return sub_block.start_sum(parts, launch)
 
     def gather_again(self, step: int) -> None:
         """Start to gather the tensor that the backward of a sub-block needs whole and forward did not keep."""
-        (kept,) = self._kept[step]
+        (recorded,) = self._lanes[step]
         with self.steps[step].named("gather"):
-            if isinstance(kept, _Graph):
-                input_gradient = kept.reading.input_gradient
+            if isinstance(recorded, _Graph):
+                input_gradient = recorded.reading.input_gradient
                 if input_gradient.input_again is None:
-                    input_gradient.input_again = self.layout.start_read(kept.reading.normed)
-            elif isinstance(kept, Tensor):
+                    input_gradient.input_again = self.layout.start_read(recorded.reading.normed)
+            elif isinstance(recorded, Tensor):
                 # CUDA runs the backward of an operation on the stream of its forward, which is then that of the queue.
                 # The wait for the gather makes the computation run after the chain, without a join. The reading keeps
                 # what the chain uses until then.
-                read = functools.partial(self._read, step, kept, with_graph=True)
-                self._kept[step] = [read() if self.queue is None else self.queue.run(read, uses=None)]
+                read = functools.partial(self._read, step, recorded, with_graph=True)
+                self._lanes[step] = [read() if self.queue is None else self.queue.run(read, uses=None)]
 
     def pop_graphs(self) -> list[_Graph]:
         """Remove and return the graphs of the last sub-block that has not gone backward."""
-        kept = self._kept.pop()
-        graphs = [one for one in kept if isinstance(one, _Graph)]
+        lanes = self._lanes.pop()
+        step = len(self._lanes)
+        graphs = [recorded for recorded in lanes if isinstance(recorded, _Graph)]
         if graphs:
             return graphs
-        step = len(self._kept)
         with self.steps[step].named("recompute"):
-            readings = [self._read(step, one, with_graph=True) if isinstance(one, Tensor) else one for one in kept]
-            return [
-                self._build(step, lane, reading)[0]
-                for lane, reading in enumerate(readings)
-                if isinstance(reading, LocalReading)
-            ]
+            # All lanes are read before the first body runs.
+            readings: list[LocalReading] = []
+            for recorded in lanes:
+                if isinstance(recorded, Tensor):
+                    recorded = self._read(step, recorded, with_graph=True)
+                assert isinstance(recorded, LocalReading)
+                readings.append(recorded)
+            return [self._build(step, lane, reading)[0] for lane, reading in enumerate(readings)]
 
     def _read(self, step: int, leaf: Tensor, with_graph: bool) -> LocalReading:
         norm = self.steps[step].norm
         with torch.set_grad_enabled(with_graph):
-            is_partial = with_graph and self.first + step < self.first_reduced
+            is_partial = with_graph and self.first + step < self.mirror.first_reduced
             weight = self.partial_gradients.defer(norm.weight) if is_partial else None
             if with_graph and not is_partial and norm in self._shared_norms and norm.partial_over is None:
                 weight = self.partial_gradients.collect(norm.weight)
@@ -197,56 +242,46 @@ class ForwardRecord:
         assert reading.whole is not None
         with torch.enable_grad():
             normed = reached_by_backward(reading.whole.wait())
-            again = self._again.pop((step, lane), ())
-            partial, found, _ = self.steps[step].lanes[lane](normed, self.context, reading.input_gradient, *again)
-        edges = {name: get_gradient_edge(loss) for name, loss in found.items()}
+            body, extra_arguments = self.steps[step].lanes[lane], self._extra_arguments.pop((step, lane), ())
+            partial, losses, _ = body(normed, self.context, reading.input_gradient, *extra_arguments)
+        edges = {name: get_gradient_edge(loss) for name, loss in losses.items()}
         graph = _Graph(reading._replace(whole=None), get_gradient_edge(partial), edges)
-        return graph, partial.detach(), {name: loss.detach() for name, loss in found.items()}
+        return graph, partial.detach(), {name: loss.detach() for name, loss in losses.items()}
 
 
 class _BackwardWalk:
     def __init__(self, record: ForwardRecord, state_gradient: Tensor, losses: Mapping[str, Tensor]) -> None:
         self._record = record
+        self._plan = record.mirror
         self._losses = losses
-        self._first_reads = record.plan.first_reads
-        self._gradient = state_gradient[0]
+        self._stream_gradient = state_gradient[0]
         """g."""
-        self._pending: deque[tuple[int, Callable[[], Tensor]]] = deque()
-        """Reads that g does not include yet, or several that crossed a cut together, newest first: the number of the
-        first of them, and a function that waits for the sum of the gradients over the ranks."""
-        self._own: deque[tuple[int, Sequence[Tensor]]] = deque()
-        """With own partials, number and unreduced gradients of the reads that some output's parts still need."""
-        self._passed: dict[int, Tensor] = {}
-        """g as it was at some reads."""
+        self._next_read = self._plan.start
+        """The newest read of which g might not include the gradient yet."""
+        self._reduces: dict[int, Callable[[], Tensor]] = {}
+        """Reads that g does not include yet, or the first of several that crossed a cut together, and a function that
+        waits for the sum of the gradients over the ranks."""
+        self._complete: dict[int, Sequence[Tensor]] = {}
+        """Outputs, and the gradient of each lane's part, but for reads whose unreduced gradients are added to it."""
+        self._unreduced: dict[int, Sequence[Tensor]] = {}
+        """With own partials, unreduced gradients of the reads that some output's parts still need, newest first."""
+        self._crossing: list[Sequence[Tensor] | None] = [None for _ in self._plan.crossing]
+        """The sums of the gradients that cross to the range before, by slot of the state."""
         self._ahead: InFlight | None = None
         """The gradient of the output of the sub-block that goes backward next."""
-        self._entering, leaving = record.plan.missing(record.first), record.plan.missing(record.last)
-        bounds = [record.first, *(self._first_reads[output] for output in self._entering)]
-        self._crossing = list(itertools.starmap(range, itertools.pairwise(bounds))) if record.crosses_unreduced else []
-        """The reads whose unreduced gradients cross to the range before, by slot of the state."""
-        self._sums: list[Sequence[Tensor] | None] = [None for _ in self._crossing]
-        """The sums of these gradients."""
-        slots = [
-            parts[: len(record.steps[0].lanes)].unbind(0) for parts in output_parts(state_gradient, record.steps[0])
-        ]
-        self._behind: dict[int, Sequence[Tensor]] = {}
-        """The complete gradients that outputs get from behind the cut."""
-        if record.crosses_unreduced:
-            bounds = [record.last, *(self._first_reads[output] for output in leaving)]
-            for (first, after), parts in reversed(list(zip(itertools.pairwise(bounds), slots, strict=True))):
-                if first < after:
-                    self._keep_crossed(first, parts)
-        else:
-            self._behind = dict(zip(leaving, slots, strict=True))
-        # The outputs whose gradients are needed, in this order.
-        needed = [*reversed(range(record.first, record.last)), *([] if self._crossing else reversed(self._entering))]
-        reads = [self._first_reads[output] for output in needed if output not in self._behind]
-        earliest = itertools.accumulate(reads, min)
-        self._later = {read for read, least in zip(reads, earliest, strict=True) if read > least}
-        """The reads at which g is needed after it has gone on."""
-        latest = [*itertools.accumulate((self._first_reads[output] for output in reversed(needed)), max)][::-1]
-        self._latest = dict(zip(needed, latest, strict=True))
-        """For each output, the latest first read of it and those needed after it."""
+        step = record.steps[0]
+        slots = [parts[: len(step.lanes)].unbind(0) for parts in output_parts(state_gradient, step)]
+        if not self._plan.crosses_unreduced:
+            self._complete.update(zip(record.plan.missing(record.last), slots, strict=True))
+            return
+        for reads, parts in reversed([*zip(self._plan.behind, slots, strict=True)]):
+            if not reads:
+                continue
+            if reads.start < self._plan.first_reduced:
+                self._cross(reads.start, parts)
+                continue
+            whole = step.start_sum(parts if step.reads_own else [parts[0].clone()], record.launch).whole
+            self._keep(reads.start, whole.wait, parts)
 
     def run(self) -> Tensor:
         record = self._record
@@ -260,9 +295,10 @@ class _BackwardWalk:
                 gradients = self._output_gradients(number)
             if record.sharded and step > 0:
                 record.gather_again(step - 1)
-            if record.queue is not None and step > 0 and self._first_reads[number - 1] > number:
+            if record.queue is not None and step > 0 and record.plan.first_reads[number - 1] > number:
                 # The gradient of the next output does not depend on the sub-block that is about to run.
-                uses = (self._gradient, *self._pending)
+                gradients_of_stream = (self._stream_gradient, self._complete.get(number - 1))
+                uses = (gradients_of_stream, *self._reduces.values())
                 self._ahead = record.queue.run(functools.partial(self._start_gather, number - 1), uses)
             with record.steps[step].named("backward"):
                 self._differentiate(number, graphs, gradients)
@@ -270,24 +306,15 @@ class _BackwardWalk:
         record.partial_gradients.end_pass()
         return entered
 
-    def _keep_crossed(self, first: int, parts: Sequence[Tensor]) -> None:
-        """Reduce the gradients of reads behind this range, or pass them on to the range before."""
-        step = self._record.steps[0]
-        if first < self._record.first_reduced:
-            self._cross(first, parts)
-            return
-        whole = step.start_sum(parts if step.reads_own else [parts[0].clone()], self._record.launch).whole
-        self._keep(first, whole.wait, parts)
-
-    def _keep(self, read: int, wait: Callable[[], Tensor], own: Sequence[Tensor]) -> None:
-        self._pending.append((read, wait))
-        if self._record.steps[0].reads_own:
-            self._own.append((read, own))
+    def _keep(self, read: int, wait: Callable[[], Tensor], unreduced: Sequence[Tensor]) -> None:
+        self._reduces[read] = wait
+        if self._record.steps[0].reads_own and self._record.plan.missing(read):
+            self._unreduced[read] = unreduced
 
     def _cross(self, read: int, parts: Sequence[Tensor]) -> None:
-        slot = next(slot for slot, reads in enumerate(self._crossing) if read in reads)
-        earlier = self._sums[slot]
-        self._sums[slot] = parts if earlier is None else list(map(torch.add, earlier, parts))
+        slot = next(slot for slot, reads in enumerate(self._plan.crossing) if read in reads)
+        earlier = self._crossing[slot]
+        self._crossing[slot] = parts if earlier is None else list(map(torch.add, earlier, parts))
 
     def _start_gather(self, number: int) -> InFlight:
         with self._record.steps[number - self._record.first].named("gather"):
@@ -301,26 +328,32 @@ class _BackwardWalk:
 
     def _output_gradients(self, output: int) -> Sequence[Tensor]:
         """Return the gradient of each lane's part of an output."""
-        gradients, step = self._behind.get(output), self._record.steps[0]
-        if gradients is None:
-            self._absorb(self._first_reads[output])
-            gradients = [self._passed.get(self._first_reads[output], self._gradient)] * len(step.lanes)
-        if step.reads_own:
-            while self._own and self._own[0][0] >= self._latest[output]:
-                self._own.popleft()
-            missed = [own for number, own in self._own if number < self._first_reads[output]]
-            for own in (*missed, *(parts for parts in self._sums if parts is not None)):
-                gradients = list(map(torch.add, gradients, own))
+        self._advance(self._record.plan.first_reads[output])
+        gradients = self._complete.pop(output)
+        if not self._record.steps[0].reads_own:
+            return gradients
+        for read, parts in [*self._unreduced.items()]:
+            missing = self._record.plan.missing(read)
+            if output in missing:
+                gradients = list(map(torch.add, gradients, parts))
+            if output == missing[0]:
+                # The oldest one is the last to go backward.
+                del self._unreduced[read]
+        for crossing in self._crossing:
+            if crossing is not None:
+                gradients = list(map(torch.add, gradients, crossing))
         return gradients
 
-    def _absorb(self, first: int) -> None:
-        """Add all reads from `first` on to g."""
-        while self._pending and self._pending[0][0] >= first:
-            read, wait = self._pending.popleft()
-            for later in [later for later in self._later if later > read]:
-                self._later.remove(later)
-                self._passed[later] = self._gradient
-            self._gradient = self._gradient + wait()
+    def _advance(self, read: int) -> None:
+        """Make g include the reads from `read` on, and take from it the gradients of outputs on the way."""
+        lanes = len(self._record.steps[0].lanes)
+        while self._next_read >= read:
+            if self._next_read in self._reduces:
+                wait = self._reduces.pop(self._next_read)
+                self._stream_gradient = self._stream_gradient + wait()
+            for output in self._plan.completed[self._next_read]:
+                self._complete[output] = [self._stream_gradient] * lanes
+            self._next_read -= 1
 
     def _wait_and_norm(self, step: SubBlock, reading: LocalReading) -> Tensor:
         gradient = reading.input_gradient.wait()
@@ -329,14 +362,15 @@ class _BackwardWalk:
 
     def _differentiate(self, number: int, graphs: Sequence[_Graph], gradients: Sequence[Tensor]) -> None:
         """Run the backward of a sub-block, for the gradients of its output's parts."""
-        step, crosses = self._record.steps[number - self._record.first], number < self._record.first_reduced
-        own: list[Tensor] = []
+        step = self._record.steps[number - self._record.first]
+        crosses = number < self._plan.first_reduced
+        unreduced: list[Tensor] = []
         for graph, gradient in zip(graphs, gradients, strict=True):
             if crosses or step.reads_own:
                 starts_sum = graph is graphs[-1] and not crosses
                 # Without the graph, whose nodes lead to this function: a cycle through C++ would never be freed.
                 norm_backward = functools.partial(_run_norm_backward, graph.reading.normed_edge, graph.reading.stream)
-                end_read = functools.partial(self._end_read, step, norm_backward, own, starts_sum)
+                end_read = functools.partial(self._end_read, step, norm_backward, unreduced, starts_sum)
                 graph.reading.input_gradient.launch = end_read
             # Every rank has computed the losses.
             of_losses = [self._losses[name] / step.group.size for name in graph.losses]
@@ -347,35 +381,38 @@ class _BackwardWalk:
             # The sub-block before it takes the same normed stream, and starts the sum.
             return
         if crosses:
-            self._cross(number, own)
+            self._cross(number, unreduced)
             return
         wait = in_flight.wait if step.reads_own else functools.partial(self._wait_and_norm, step, last)
-        self._keep(number, wait, own)
+        self._keep(number, wait, unreduced)
 
     def _end_read(
         self,
         step: SubBlock,
         norm_backward: Callable[[Tensor], Tensor],
-        own: list[Tensor],
+        unreduced: list[Tensor],
         starts_sum: bool,
         normed_gradient: Tensor,
     ) -> InFlight:
         """Run the backward of a norm before the sum over the ranks, which that of the last lane starts."""
-        own.append(norm_backward(normed_gradient))
-        return step.start_sum(own, self._record.launch).whole if starts_sum else leave_unreduced(own[-1])
+        unreduced.append(norm_backward(normed_gradient))
+        if starts_sum:
+            return step.start_sum(unreduced, self._record.launch).whole
+        return leave_unreduced(unreduced[-1])
 
     def _entered_state_gradient(self) -> Tensor:
         """Return the gradient of the state that entered, which goes to the range before."""
-        slots: list[Sequence[Tensor] | None] = self._sums
-        if not self._crossing:
-            slots = [*reversed([self._output_gradients(output) for output in reversed(self._entering)])]
-        self._absorb(self._record.first_reduced)
-        gradient, step = self._gradient, self._record.steps[0]
-        state = gradient.new_zeros(1 + len(slots) * len(step.lanes) * step.layout.shards, *gradient.shape)
-        state[0] = gradient
+        slots: Sequence[Sequence[Tensor] | None] = self._crossing
+        if not self._plan.crosses_unreduced:
+            entering = self._record.plan.missing(self._record.first)
+            slots = [self._output_gradients(output) for output in reversed(entering)][::-1]
+        self._advance(self._plan.first_reduced)
+        stream_gradient, step = self._stream_gradient, self._record.steps[0]
+        state = stream_gradient.new_zeros(1 + len(slots) * len(step.lanes) * step.layout.shards, *stream_gradient.shape)
+        state[0] = stream_gradient
         for parts, slot in zip(output_parts(state, step), slots, strict=True):
-            for place, part in enumerate(slot or ()):
-                parts[place] = part
+            for lane, part in enumerate(slot or ()):
+                parts[lane] = part
         return state
 
 
