@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.model.backward import _BackwardWalk
 from megatron_ladder.model.stack import StackOptions
 from tests.helpers.pool import GlooPools
 from tests.helpers.recording import HYBRID, LADDER, PARALLEL, InlineQueue, recorded_model
@@ -218,6 +219,41 @@ def test_backward_of_a_sharded_stream_mirrors_the_forward_order(
     config, options = small_model(num_layers=3, **WIRINGS[wiring]), StackOptions(recompute_layers=recompute)
     for _, backward in gloo_pools(2).run(stack_events, config, options, True, True):
         assert without("BD", backward) == expected
+
+
+def middle_range_events(config: ModelConfig) -> tuple[str, list[int]]:
+    """Run forward and backward over layer 1 of 3, and return the launches and waits of backward, and how many reads
+    were kept unreduced after each sub-block."""
+    model, group = recorded_model(config, StackOptions(), layers=range(1, 2))
+    # The stream, and the outputs of layer 0, which sub-block 2 misses.
+    state = torch.randn(3, 12, 2, config.hidden_size, requires_grad=True)
+    output = model.stack(state, model.training_context(torch.arange(24).view(2, 12)))
+    group.events.clear()
+    group.started = 0
+    unreduced: list[int] = []
+    differentiate = _BackwardWalk._differentiate
+
+    def counting(walk: _BackwardWalk, *args: Any) -> None:
+        differentiate(walk, *args)
+        unreduced.append(len(walk._unreduced))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_BackwardWalk, "_differentiate", counting)
+        output.sum().backward()
+    return without("S", " ".join(group.events)), unreduced
+
+
+def test_reads_that_crossed_a_cut_are_reduced_in_the_order_of_their_use(gloo_pools: GlooPools) -> None:
+    """Reads 5 and 4 have crossed. Sub-block 3 needs neither of them, sub-block 2 read 5, and the range before both."""
+    for events, unreduced in gloo_pools(2).run(middle_range_events, small_model(num_layers=3, **STALENESS_2)):
+        assert (events, unreduced) == ("L0 L1 W0 W1", [0, 0])
+
+
+def test_own_partials_keep_only_reads_that_an_output_still_needs(gloo_pools: GlooPools) -> None:
+    """Read 5 misses output 3, which goes backward first."""
+    config = small_model(num_layers=3, lanes=2, **STALENESS_2)
+    for events, unreduced in gloo_pools(2).run(middle_range_events, config):
+        assert (events, unreduced) == ("L0 L1 W0 W1", [1, 0])
 
 
 class RecordingQueue(InlineQueue):

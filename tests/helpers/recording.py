@@ -66,12 +66,12 @@ class RecordedWork:
 
 
 def recorded_model(
-    config: ModelConfig, options: StackOptions, sequence_parallel: bool = False
+    config: ModelConfig, options: StackOptions, sequence_parallel: bool = False, layers: range | None = None
 ) -> tuple[LanguageModel, RecordingGroup]:
     mesh = mesh_of(2)
     group = RecordingGroup(mesh.tensor)
     mesh = replace(mesh, tensor=group, sequence_parallel=sequence_parallel)
-    return LanguageModel(config, mesh, options, seed=1), group
+    return LanguageModel(config, mesh, options, seed=1, layers=layers), group
 
 
 class Calls(TorchDispatchMode):
