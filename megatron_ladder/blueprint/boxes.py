@@ -74,7 +74,9 @@ def _cut(extent: Sequence[int], start: int, length: int) -> Iterator[tuple[Box, 
     if len(extent) == 1:
         yield Box((start,), (length,)), 0
         return
-    row_size, end, position = math.prod(extent[1:]), start + length, start
+    row_size = math.prod(extent[1:])
+    end = start + length
+    position = start
     while position < end:
         row, column = divmod(position, row_size)
         whole_rows = 0 if column else (end - position) // row_size

@@ -185,8 +185,10 @@ class ModelConfig(ModelTraits):
         values = {field.name: getattr(self, field.name) for field in fields(ModelFlags)}
         for name, is_used in (("ladder_layers", bool(self.wiring.late)), ("moe_layers", self.num_experts > 0)):
             layers: tuple[int, ...] = getattr(self, name)
-            is_default = not is_used or len(layers) == self.num_layers
-            values[name] = None if is_default else f"[{','.join(map(str, layers))}]" if layers else "none"
+            if not is_used or len(layers) == self.num_layers:
+                values[name] = None
+            else:
+                values[name] = f"[{','.join(map(str, layers))}]" if layers else "none"
         values["moe_ffn_hidden_size"] = self.moe_ffn_hidden_size or None
         values["desync_interval"] = self.desync_interval or ModelFlags.desync_interval
         return ModelFlags(**values)
@@ -286,8 +288,8 @@ def resolve_model(
         "head_dim": head_dim,
         "max_position_embeddings": seq_length,
     }
-    given = {field.name: getattr(flags, field.name) for field in fields(ModelFlags)}
-    values = given | {name: value for name, value in derived.items() if given[name] is None}
+    flag_values = {field.name: getattr(flags, field.name) for field in fields(ModelFlags)}
+    values = flag_values | {name: value for name, value in derived.items() if flag_values[name] is None}
     width = flags.moe_ffn_hidden_size or values["ffn_hidden_size"]
     values.update(
         vocab_size=vocab_size,

@@ -11,11 +11,11 @@ Matrices are [out, in]; those of the experts of a layer are stacked, [E, out, in
 width, Hq and Hkv query and key-value heads, V vocabulary size, s sequence length, t tensor-parallel ranks.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from megatron_ladder.blueprint.model import ModelConfig
@@ -147,7 +147,7 @@ class Branch:
     def weights_per_token(self) -> int:
         """Numbers that one token multiplies with."""
         of_experts = sum(matrix.weight.numel for matrix in (*self.inputs, self.output))
-        return of_experts // self.experts * self.experts_per_token + sum(one.numel for one in self.router[:1])
+        return of_experts // self.experts * self.experts_per_token + sum(tensor.numel for tensor in self.router[:1])
 
 
 @dataclass(frozen=True)
@@ -213,10 +213,10 @@ def _mlp(config: ModelConfig, name: str, width: int) -> Branch:
 
 def _experts(config: ModelConfig, name: str) -> Branch:
     count, hidden, width = config.num_experts, config.hidden_size, config.moe_ffn_hidden_size
-    one = _mlp(replace(config, add_mlp_bias=False), name, width)
+    expert = _mlp(replace(config, add_mlp_bias=False), name, width)
     gate, up, down = (
         Matrix(replace(weight, shape=(count, *weight.shape), sharded_dim=dim, expert_dim=dim), None)
-        for weight, dim in ((one.inputs[0].weight, 1), (one.inputs[1].weight, 1), (one.output.weight, 2))
+        for weight, dim in ((expert.inputs[0].weight, 1), (expert.inputs[1].weight, 1), (expert.output.weight, 2))
     )
     router = name.removesuffix("experts") + "router"
     choice = (_whole(f"{router}.expert_bias", count),) if config.moe_router_enable_expert_bias else ()
@@ -237,9 +237,14 @@ def _branch(config: ModelConfig, layer: int, which: str) -> Branch:
     raise KeyError(which)
 
 
+def _has_branch(config: ModelConfig, name: str) -> bool:
+    return name != "shared_expert" or config.moe_shared_expert_intermediate_size > 0
+
+
 def _norm(config: ModelConfig, layer: int, wired: WiredSubBlock) -> TensorSpec:
     """A norm that reads per-rank streams has one row per rank."""
-    name, hidden = f"layers.{layer}.{wired.kind.norm}.weight", config.hidden_size
+    name = f"layers.{layer}.{wired.kind.norm}.weight"
+    hidden = config.hidden_size
     if wired.reads_shared:
         return _whole(name, hidden, mean=1.0)
     assert config.desync_tp is not None
@@ -249,22 +254,17 @@ def _norm(config: ModelConfig, layer: int, wired: WiredSubBlock) -> TensorSpec:
 @lru_cache(maxsize=16)
 def layer_tensors(config: ModelConfig) -> tuple[tuple[SubBlockTensors, ...], ...]:
     """Return the sub-blocks of every layer."""
-    return tuple(
-        tuple(
-            SubBlockTensors(
-                wired,
-                _norm(config, layer, wired),
-                tuple(
-                    _branch(config, layer, which)
-                    for which in wired.kind.branches
-                    if which != "shared_expert" or config.moe_shared_expert_intermediate_size
-                ),
-                shares_norm=wired.kind.norm in (earlier.kind.norm for earlier in sub_blocks[:place]),
-            )
-            for place, wired in enumerate(sub_blocks)
-        )
-        for layer, sub_blocks in enumerate(config.wired_layers)
-    )
+    layers: list[tuple[SubBlockTensors, ...]] = []
+    for layer, sub_blocks in enumerate(config.wired_layers):
+        norms: set[str] = set()
+        tensors: list[SubBlockTensors] = []
+        for wired in sub_blocks:
+            branches = [_branch(config, layer, name) for name in wired.kind.branches if _has_branch(config, name)]
+            shares_norm = wired.kind.norm in norms
+            tensors.append(SubBlockTensors(wired, _norm(config, layer, wired), tuple(branches), shares_norm))
+            norms.add(wired.kind.norm)
+        layers.append(tuple(tensors))
+    return tuple(layers)
 
 
 def embedding_tensor(config: ModelConfig, name: str = "embedding") -> TensorSpec:
@@ -320,18 +320,18 @@ class ParameterCount(NamedTuple):
 def parameter_count(model: ModelConfig) -> ParameterCount:
     """Count a model's parameters exactly."""
     matrix = embedding_tensor(model).numel
-    layers = tuple(sum(one.parameters() for one in sub_blocks) for sub_blocks in layer_tensors(model))
+    layers = tuple(sum(sub_block.parameters() for sub_block in sub_blocks) for sub_blocks in layer_tensors(model))
     return ParameterCount(matrix, layers, final_norm_tensor(model).numel, 0 if model.tie_embeddings else matrix)
 
 
 def active_parameters(model: ModelConfig) -> int:
     """Return how many parameters a token uses: all but those of the experts that it does not choose."""
-    branches = (branch for layer in layer_tensors(model) for one in layer for branch in one.branches)
-    unused = sum(
-        matrix.weight.numel // branch.experts * (branch.experts - branch.experts_per_token)
-        for branch in branches
-        for matrix in (*branch.inputs, branch.output)
-    )
+    unused = 0
+    for layer in layer_tensors(model):
+        for branch in itertools.chain.from_iterable(sub_block.branches for sub_block in layer):
+            unused_experts = branch.experts - branch.experts_per_token
+            for matrix in (*branch.inputs, branch.output):
+                unused += matrix.weight.numel // branch.experts * unused_experts
     return parameter_count(model).total - unused
 
 
@@ -341,8 +341,9 @@ def uniform_partition(layers: int, stages: int) -> list[range]:
     The last stages have fewer layers, since the last one also has the head.
     """
     least, more = divmod(layers, stages)
-    bounds = accumulate((least + (stage < more) for stage in range(stages)), initial=0)
-    return [range(start, stop) for start, stop in pairwise(bounds)]
+    sizes = [least + 1] * more + [least] * (stages - more)
+    bounds = itertools.accumulate(sizes, initial=0)
+    return [range(start, stop) for start, stop in itertools.pairwise(bounds)]
 
 
 def balanced_partition(layers: Sequence[int], before: int, after: int, stages: int) -> list[range]:
@@ -350,10 +351,12 @@ def balanced_partition(layers: Sequence[int], before: int, after: int, stages: i
 
     `layers` are weights, at least one per stage; `before` and `after` add to the first and the last stage.
     """
-    sums = list(accumulate(layers, initial=0))
+    sums = list(itertools.accumulate(layers, initial=0))
 
     def weight(start: int, stop: int) -> int:
-        return sums[stop] - sums[start] + before * (start == 0) + after * (stop == len(layers))
+        weight_before = before if start == 0 else 0
+        weight_after = after if stop == len(layers) else 0
+        return weight_before + sums[stop] - sums[start] + weight_after
 
     # For the first `stop` layers in the stages so far: the weight of the heaviest stage, and each stage's start. Ties
     # give earlier stages fewer layers, because these hold more micro-batches in flight.
@@ -366,7 +369,7 @@ def balanced_partition(layers: Sequence[int], before: int, after: int, stages: i
             for stop in range(stage + 1, len(layers) + 1)
         }
     starts = best[len(layers)][1]
-    return [range(start, stop) for start, stop in pairwise((*starts, len(layers)))]
+    return [range(start, stop) for start, stop in itertools.pairwise((*starts, len(layers)))]
 
 
 @dataclass(frozen=True)
@@ -387,10 +390,11 @@ class ModelFlops:
     def layers(self) -> tuple[int, ...]:
         """Forward, of each layer. A kernel that skips masked scores computes (s + 1) / (2 s) of those counted here."""
         s = self.sequence_length
-        return tuple(
-            sum(2 * s * (one.weights_per_token + 2 * s * one.score_width) for part in layer for one in part.branches)
-            for layer in layer_tensors(self.model)
-        )
+        flops: list[int] = []
+        for layer in layer_tensors(self.model):
+            branches = itertools.chain.from_iterable(sub_block.branches for sub_block in layer)
+            flops.append(sum(2 * s * (branch.weights_per_token + 2 * s * branch.score_width) for branch in branches))
+        return tuple(flops)
 
     @property
     def head(self) -> int:

@@ -113,8 +113,8 @@ class Wiring:
 
     def kinds(self, has_experts: bool, shared_expert: bool) -> tuple[SubBlockKind, ...]:
         """Return the kinds of a layer's sub-blocks."""
-        found = self.expert_sub_blocks if has_experts else self.sub_blocks
-        return tuple(kind for kind in found if shared_expert or kind is not SubBlockKind.SHARED_EXPERT)
+        layer_kinds = self.expert_sub_blocks if has_experts else self.sub_blocks
+        return tuple(kind for kind in layer_kinds if shared_expert or kind is not SubBlockKind.SHARED_EXPERT)
 
     def layers(
         self, kinds: Sequence[Sequence[SubBlockKind]], ladder_layers: Sequence[int], staleness: int, interval: int
@@ -138,10 +138,13 @@ class Wiring:
                 return ()
             if missed == _ANY:
                 return range(1, staleness + 1)
-            backs = range(1, min(index, len(kinds[layer])) + 1)
-            earlier = {back: sub_blocks[index - back] for back in backs}
-            # What enters the first of several late layers is complete.
-            return [back for back, (at, one) in earlier.items() if one in missed and (at in late_layers) is is_late]
+            may_be_missed: list[int] = []
+            for back in range(1, min(index, len(kinds[layer])) + 1):
+                earlier_layer, earlier_kind = sub_blocks[index - back]
+                # What enters the first of several late layers is complete.
+                if earlier_kind in missed and (earlier_layer in late_layers) is is_late:
+                    may_be_missed.append(back)
+            return may_be_missed
 
         missing = list(_limit_to_unseen(map(may_miss, range(len(sub_blocks)))))
         plan = ReadPlan.of(missing)
@@ -214,10 +217,10 @@ class ReadPlan:
 
     @cached_property
     def _arrivals(self) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
+        arrivals: dict[int, list[int]] = {}
         for output, read in enumerate(self.first_reads):
-            found.setdefault(read, []).append(output)
-        return found
+            arrivals.setdefault(read, []).append(output)
+        return arrivals
 
     def arriving(self, read: int) -> Sequence[int]:
         """Return the outputs that a read is the first to see, oldest first."""
@@ -225,10 +228,10 @@ class ReadPlan:
 
     @cached_property
     def _missing(self) -> list[list[int]]:
-        found = list[list[int]]([[]])
+        missing = list[list[int]]([[]])
         for read in range(1, len(self.first_reads) + 1):
-            found.append([output for output in (*found[-1], read - 1) if self.first_reads[output] > read])
-        return found
+            missing.append([output for output in (*missing[-1], read - 1) if self.first_reads[output] > read])
+        return missing
 
     def missing(self, read: int) -> Sequence[int]:
         """Return the outputs of earlier sub-blocks that a read does not see, oldest first; they cross a cut there."""
@@ -339,4 +342,5 @@ def layers_text(layers: Sequence[int], num_layers: int) -> str:
     # Layers minus their position in the list is constant over a run of neighbours.
     runs = [[*run] for _, run in itertools.groupby(enumerate(layers), lambda item: item[1] - item[0])]
     listed = ",".join(str(run[0][1]) if len(run) == 1 else f"{run[0][1]}-{run[-1][1]}" for run in runs)
-    return f"layer{'s' * (len(layers) != 1)} {listed} (of {num_layers})"
+    noun = "layer" if len(layers) == 1 else "layers"
+    return f"{noun} {listed} (of {num_layers})"
