@@ -24,40 +24,40 @@ _EXPECTED = {int: "a whole number", float: "a number", str: "a text", Path: "a p
 _TAG = "tag:yaml.org,2002:"
 
 
-def read_config_file(path: Path, sections: Sequence[type], found: FlagWords) -> None:
+def read_config_file(path: Path, sections: Sequence[type], flag_words: FlagWords) -> None:
     """Add the words of a file, whose keys are the flags of these dataclasses; raise UserError if it cannot be read."""
     flags = {
-        keyword_name(spelling): one
-        for one in section_flags(*sections)
-        if one.field_name not in NOT_IN_FILES
-        for spelling in (flag_name(one.field_name), *one.aliases)
+        keyword_name(spelling): field
+        for field in section_flags(*sections)
+        if field.field_name not in NOT_IN_FILES
+        for spelling in (flag_name(field.field_name), *field.aliases)
     }
     lines = dict[str, int]()
     for key_node, node in _parse(path):
         line = key_node.start_mark.line + 1
-        place = f"{path}:{line}"
+        location = f"{path}:{line}"
         key = str(key_node.value).replace("-", "_")
-        one = flags.get(key)
-        name = key if one is None else one.field_name
+        field = flags.get(key)
+        name = key if field is None else field.field_name
         if name in lines:
             twice = f"{key} is set twice, first in line {lines[name]}: remove one of them"
-            found.problems.append(f"--config {place}: {twice}")
+            flag_words.problems.append(f"--config {location}: {twice}")
             continue
         lines[name] = line
-        found.written.places |= dict.fromkeys((flag_name(name), flag_name(f"no_{name}")), place)
+        flag_words.written.places |= dict.fromkeys((flag_name(name), flag_name(f"no_{name}")), location)
         try:
-            if one is not None:
-                if flag_name(key) in one.aliases:
-                    found.written.spellings[one.name] = flag_name(key)
-                found.words[name] = _words(node, one.value_type)
-            elif not read_megatron_flag(flag_name(key), _megatron_words(node), found):
+            if field is not None:
+                if flag_name(key) in field.aliases:
+                    flag_words.written.spellings[field.name] = flag_name(key)
+                flag_words.words[name] = _words(node, field.value_type)
+            elif not read_megatron_flag(flag_name(key), _megatron_words(node), flag_words):
                 near = difflib.get_close_matches(key, flags, n=1, cutoff=0.8)
                 hint = f"did you mean {near[0]}?" if near else "keys are the flags of --help without dashes"
-                found.problems.append(f"--config {place}: {key} is not a flag of this program: {hint}")
-                found.faulty |= {flags[name].field_name for name in near}
+                flag_words.problems.append(f"--config {location}: {key} is not a flag of this program: {hint}")
+                flag_words.faulty |= {flags[name].field_name for name in near}
         except ValueError as error:
-            found.problems.append(Problem(flag_name(name), f": {error}"))
-            found.faulty.add(name)
+            flag_words.problems.append(Problem(flag_name(name), f": {error}"))
+            flag_words.faulty.add(name)
 
 
 def config_file_text(values: Mapping[str, Any], note: str) -> str:
@@ -105,8 +105,8 @@ def _words(node: Any, value_type: ValueType) -> str | list[str] | None:
     if is_null and value_type.optional:
         return None
     if node.id == "sequence" and value_type.many:
-        one = dataclasses.replace(value_type, many=False, optional=False)
-        return [str(_words(item, one)) for item in node.value]
+        item_type = dataclasses.replace(value_type, many=False, optional=False)
+        return [str(_words(item, item_type)) for item in node.value]
     if node.id != "scalar" or is_null or (is_switch and node.tag != f"{_TAG}bool"):
         expected = "a list" if value_type.many else _EXPECTED.get(value_type.scalar, "true or false")
         flat = ": keys are not nested" if node.id == "mapping" else ""

@@ -292,39 +292,47 @@ def _known_flags(preprocessing: bool = False) -> tuple[dict[str, tuple[str, tupl
 
     A switch has no values; None instead of values: the flag is never accepted.
     """
-    exact, patterns = dict[str, tuple[str, tuple[str, ...] | None]](), dict[str, str]()
+    exact = dict[str, tuple[str, tuple[str, ...] | None]]()
+    patterns = dict[str, str]()
     for reason, words in (_PREPROCESSING_RULES if preprocessing else _RULES).items():
         for word in words.split():
             name, equals, values = word.removesuffix("!").partition("=")
+            accepted: tuple[str, ...] | None = None
+            if equals:
+                accepted = tuple(values.split(","))
+            elif word.endswith("!"):
+                accepted = ()
             if "*" in name:
                 patterns[name] = reason
             else:
-                exact[name] = reason, tuple(values.split(",")) if equals else () if word.endswith("!") else None
+                exact[name] = reason, accepted
     return exact, patterns
 
 
-def read_megatron_flag(name: str, values: Sequence[str], found: FlagWords, preprocessing: bool = False) -> bool:
-    """Accept a flag of Megatron with its values, or add a problem to `found`; return whether it is Megatron's.
+def read_megatron_flag(name: str, values: Sequence[str], flag_words: FlagWords, preprocessing: bool = False) -> bool:
+    """Accept a flag of Megatron with its values, or add a problem to `flag_words`; return whether it is Megatron's.
 
     `preprocessing` selects the flags of Megatron's preprocess_data.py.
     """
-    flag, shown = name.replace("_", "-"), " ".join(values)
+    flag = name.replace("_", "-")
+    shown = " ".join(values)
     exact, patterns = _known_flags(preprocessing)
     family = next((pattern for pattern in patterns if fnmatchcase(flag, pattern)), None)
     if flag in exact:
         reason, allowed = exact[flag]
     elif family is not None:
-        reason, allowed = patterns[family], None
+        reason = patterns[family]
+        allowed = None
     else:
         return False
     if allowed is None:
-        found.problems.append(Problem(name, f" is not supported: {reason}"))
+        flag_words.problems.append(Problem(name, f" is not supported: {reason}"))
     elif not allowed and values:
-        found.problems.append(Problem(name, f" {shown}: expected no value, or true in a file"))
+        flag_words.problems.append(Problem(name, f" {shown}: expected no value, or true in a file"))
     elif allowed and (len(values) != 1 or not _matches(shown, allowed)):
-        found.problems.append(Problem(name, f" {shown}: only {' or '.join(allowed)} is supported: {reason}"))
+        flag_words.problems.append(Problem(name, f" {shown}: only {' or '.join(allowed)} is supported: {reason}"))
     else:
-        found.accepted.add(flag)
+        flag_words.accepted.add(flag)
     return True
 
 
