@@ -33,17 +33,17 @@ class ColumnParallelLinear(ParallelModule):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(self, matrices: Sequence[Matrix], place: Placement, sum_input_gradient: bool = True) -> None:
+    def __init__(self, matrices: Sequence[Matrix], placement: Placement, sum_input_gradient: bool = True) -> None:
         """`place.linear` multiplies where autograd computes the input's gradient, summed if `sum_input_gradient`."""
-        super().__init__(place)
-        self.linear = place.linear
+        super().__init__(placement)
+        self.linear = placement.linear
         self.sum_input_gradient = sum_input_gradient
-        self.kv_replica_group = place.mesh.kv_replica
+        self.kv_replica_group = placement.mesh.kv_replica
         self.widths = [matrix.weight.width(self.group.size) for matrix in matrices]
         self.biased = [matrix.bias is not None for matrix in matrices]
         self._replicated = [matrix.weight.replicas(self.group.size) > 1 for matrix in matrices]
-        self.add_parameter("weight", [matrix.weight for matrix in matrices], place)
-        self.add_parameter("bias", [matrix.bias for matrix in matrices if matrix.bias is not None], place)
+        self.add_parameter("weight", [matrix.weight for matrix in matrices], placement)
+        self.add_parameter("bias", [matrix.bias for matrix in matrices if matrix.bias is not None], placement)
 
     def forward(self, hidden_states: Tensor, input_gradient: InputGradient | None = None) -> Tensor:
         """[s, b, in] -> [s, b, sum of widths]: the columns of one share after another.
@@ -90,13 +90,13 @@ class RowParallelLinear(ParallelModule):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(self, matrix: Matrix, place: Placement, equal_gradients: bool = True) -> None:
+    def __init__(self, matrix: Matrix, placement: Placement, equal_gradients: bool = True) -> None:
         """`equal_gradients` is False if each rank continues with its own partial sum, so that gradients differ."""
-        super().__init__(place)
-        self.linear = place.linear
+        super().__init__(placement)
+        self.linear = placement.linear
         self.equal_gradients = equal_gradients
-        self.add_parameter("weight", [matrix.weight], place)
-        self.add_parameter("bias", [] if matrix.bias is None else [matrix.bias], place)
+        self.add_parameter("weight", [matrix.weight], placement)
+        self.add_parameter("bias", [] if matrix.bias is None else [matrix.bias], placement)
 
     def forward(self, x_shard: Tensor) -> Tensor:
         """[s, b, in/t] -> this rank's partial sum [s, b, out]."""

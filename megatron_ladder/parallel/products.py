@@ -77,7 +77,8 @@ class InputGradient:
         self._part = part if self._part is None else self._part + part
         self._uses -= 1
         if self._uses == 0:
-            self.in_flight, self._part = self.launch(self._part), None
+            self.in_flight = self.launch(self._part)
+            self._part = None
 
     def wait(self) -> Tensor:
         """Return the gradient of the input: [s, b, in] summed, this rank's positions of it, or its part of the sum."""
@@ -93,21 +94,23 @@ class _Product(Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, input_gradient: InputGradient | None, wide: bool
     ) -> Tensor:
         ctx.save_for_backward(weight, *((x,) if input_gradient is None else input_gradient.use(x)))
-        ctx.input_gradient, ctx.dtype, ctx.has_bias = input_gradient, x.dtype, bias is not None
+        ctx.input_gradient = input_gradient
+        ctx.dtype = x.dtype
+        ctx.has_bias = bias is not None
         ctx.sum = None if wide else getattr(weight, SUM, None)
         dtype = torch.promote_types(x.dtype, torch.float32) if wide else x.dtype
         return F.linear(x.to(dtype), weight.to(dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        weight, *kept = ctx.saved_tensors
+        weight, *saved_input = ctx.saved_tensors
         of_x: Tensor | None = None
         if ctx.input_gradient is not None or ctx.needs_input_grad[0]:
             of_x = (gradient @ weight.to(gradient.dtype)).to(ctx.dtype)
         if ctx.input_gradient is not None:
             ctx.input_gradient.add(of_x)
             of_x = None
-        x = kept[0] if kept else ctx.input_gradient.input_again.wait()
+        x = saved_input[0] if saved_input else ctx.input_gradient.input_again.wait()
         of_bias = gradient.flatten(0, -2).sum(0) if ctx.has_bias else None
         a, b = gradient.flatten(0, -2).t(), x.flatten(0, -2).to(gradient.dtype)
         of_weight = (a @ b).to(weight.dtype) if ctx.sum is None else ctx.sum(a, b)
@@ -212,7 +215,7 @@ class SortedRows(NamedTuple):
 
 
 def _is_grouped(*operands: Tensor) -> bool:
-    rows_fit = all(one.shape[-1] * one.element_size() % _ALIGNMENT == 0 for one in operands)
+    rows_fit = all(operand.shape[-1] * operand.element_size() % _ALIGNMENT == 0 for operand in operands)
     return operands[0].dtype in _GROUPED_DTYPES and rows_fit and not operands[0].is_meta
 
 
@@ -236,7 +239,8 @@ def _multiply(rows: Tensor, matrices: Tensor, sorted_rows: SortedRows) -> Tensor
             return product
         is_local = torch.arange(len(rows), device=rows.device) < offsets[-1]
         return torch.where(is_local.unsqueeze(-1), product, 0)
-    product, start = rows.new_zeros(len(rows), matrices.shape[-1]), 0
+    product = rows.new_zeros(len(rows), matrices.shape[-1])
+    start = 0
     for matrix, end in zip(matrices, offsets.tolist(), strict=True):
         product[start:end] = rows[start:end] @ matrix
         start = end
@@ -255,7 +259,8 @@ def _multiply_outer(left: Tensor, right: Tensor, sorted_rows: SortedRows) -> Ten
             is_empty = offsets.diff(prepend=offsets.new_zeros(1)) == 0
             product.masked_fill_(is_empty.view(-1, 1, 1), 0)
         return product
-    product, start = left.new_zeros(len(offsets), left.shape[-1], right.shape[-1]), 0
+    product = left.new_zeros(len(offsets), left.shape[-1], right.shape[-1])
+    start = 0
     for expert, end in enumerate(offsets.tolist()):
         product[expert] = left[start:end].t() @ right[start:end]
         start = end
@@ -295,9 +300,9 @@ class _Experts(Function):
         input_gradient: InputGradient | None,
     ) -> Tensor:
         gate_up = _multiply_inputs(x.flatten(0, -2)[sorted_rows.tokens], gate, up, sorted_rows)
-        kept = gate_up if kept_rows >= len(gate_up) else gate_up[:kept_rows].clone()
+        saved_gate_up = gate_up if kept_rows >= len(gate_up) else gate_up[:kept_rows].clone()
         inputs = (x,) if input_gradient is None else input_gradient.use(x)
-        ctx.save_for_backward(gate, up, down, weights, kept, *inputs)
+        ctx.save_for_backward(gate, up, down, weights, saved_gate_up, *inputs)
         ctx.sorted_rows, ctx.swiglu, ctx.input_gradient = sorted_rows, swiglu, input_gradient
         inner = swiglu(gate_up)
         del gate_up
@@ -306,17 +311,18 @@ class _Experts(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up, down, weights, kept, *inputs = ctx.saved_tensors
+        gate, up, down, weights, saved_gate_up, *inputs = ctx.saved_tensors
         sorted_rows, input_gradient = ctx.sorted_rows, ctx.input_gradient
 
         def sorted_inputs() -> Tensor:
             x: Tensor = inputs[0] if inputs else input_gradient.input_again.wait()
             return x.flatten(0, -2)[sorted_rows.tokens]
 
-        gate_up = kept
-        if len(kept) < len(sorted_rows.order):
-            rest = _multiply_inputs(sorted_inputs()[len(kept) :], gate, up, sorted_rows.after(len(kept)))
-            gate_up = torch.cat([kept, rest])
+        gate_up = saved_gate_up
+        saved_rows = len(saved_gate_up)
+        if saved_rows < len(sorted_rows.order):
+            rest = _multiply_inputs(sorted_inputs()[saved_rows:], gate, up, sorted_rows.after(saved_rows))
+            gate_up = torch.cat([saved_gate_up, rest])
         of_rows = gradient.flatten(0, -2)[sorted_rows.tokens]
         row_weights = sorted_rows.sort(weights).unsqueeze(-1)
         of_gate_up, of_down, of_row_weights = _differentiate(
