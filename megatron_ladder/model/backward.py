@@ -242,7 +242,8 @@ class ForwardRecord:
         assert reading.whole is not None
         with torch.enable_grad():
             normed = reached_by_backward(reading.whole.wait())
-            body, extra_arguments = self.steps[step].lanes[lane], self._extra_arguments.pop((step, lane), ())
+            body = self.steps[step].lanes[lane]
+            extra_arguments = self._extra_arguments.pop((step, lane), ())
             partial, losses, _ = body(normed, self.context, reading.input_gradient, *extra_arguments)
         edges = {name: get_gradient_edge(loss) for name, loss in losses.items()}
         graph = _Graph(reading._replace(whole=None), get_gradient_edge(partial), edges)
@@ -288,7 +289,8 @@ class _BackwardWalk:
         if record.sharded:
             record.gather_again(len(record.steps) - 1)
         for number in reversed(range(record.first, record.last)):
-            graphs, step = record.pop_graphs(), number - record.first
+            graphs = record.pop_graphs()
+            step = number - record.first
             if record.sharded:
                 gradients: Sequence[Tensor] = [(self._join() or self._start_gather(number)).wait()]
             else:
@@ -407,7 +409,8 @@ class _BackwardWalk:
             entering = self._record.plan.missing(self._record.first)
             slots = [self._output_gradients(output) for output in reversed(entering)][::-1]
         self._advance(self._plan.first_reduced)
-        stream_gradient, step = self._stream_gradient, self._record.steps[0]
+        stream_gradient = self._stream_gradient
+        step = self._record.steps[0]
         state = stream_gradient.new_zeros(1 + len(slots) * len(step.lanes) * step.layout.shards, *stream_gradient.shape)
         state[0] = stream_gradient
         for parts, slot in zip(output_parts(state, step), slots, strict=True):

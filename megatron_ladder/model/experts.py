@@ -89,9 +89,9 @@ class _ExpertMatrices(ParallelModule):
     ) -> Tensor:
         """x [s, b, h], and the experts and weights of each token [s, b, k], -> this rank's part of y [s, b, h]."""
         rows = SortedRows.of(chosen, self.first, self.count, self.has_all)
-        kept = math.ceil(self.kept_rows * chosen.numel())
+        kept_rows = math.ceil(self.kept_rows * chosen.numel())
         matrices = ExpertWeights(self.gate, self.up, self.down)
-        return run_experts(x, matrices, weights, rows, kept, self.swiglu, input_gradient)
+        return run_experts(x, matrices, weights, rows, kept_rows, self.swiglu, input_gradient)
 
 
 class _RoutedExperts(Body):
@@ -111,7 +111,7 @@ class _RoutedExperts(Body):
         normed: Tensor,
         context: SequenceContext,
         input_gradient: InputGradient | None = None,
-        *again: Tensor,
+        *earlier_choice: Tensor,
     ) -> BodyOutput:
         """See `Body`; what it keeps are the experts of each token, [s, b, k]."""
         x = normed
@@ -119,12 +119,12 @@ class _RoutedExperts(Body):
             x = copy_to_tensor_parallel_region(normed, self.router.group)
         logits = self.router(x, input_gradient)
         scores = logits.softmax(-1) if self.config.moe_router_score_function == "softmax" else logits.sigmoid()
-        (chosen,) = again or (_choose(self.config, scores.detach(), self.router.expert_bias),)
+        (chosen,) = earlier_choice or (_choose(self.config, scores.detach(), self.router.expert_bias),)
         losses = {}
         if context.losses is not None:
             token_mask = torch.ones_like(chosen[..., 0]) if context.token_mask is None else context.token_mask.long()
             losses = self._losses(logits, scores, chosen, token_mask)
-            if not again:
+            if not earlier_choice:
                 self.router.loads += _count(chosen, token_mask, len(self.router.loads)).sum(0)
         partial = self.matrices(x, chosen, self._weights(scores, chosen), input_gradient)
         return BodyOutput(partial, losses, (chosen,))
@@ -143,7 +143,8 @@ class _RoutedExperts(Body):
         The balancing loss of a sequence of n tokens is n E sum f P (arXiv 2101.03961), where f is each expert's
         share of the choices, and P its mean score.
         """
-        options, losses = self.options, {}
+        options = self.options
+        losses = {}
         if options.balancing:
             shares = (scores / scores.sum(-1, keepdim=True) * token_mask.unsqueeze(-1)).sum(0)
             loads = _count(chosen, token_mask, scores.shape[-1])
@@ -164,21 +165,21 @@ class Experts(Body):
         super().__init__()
         self.parallel_bodies = nn.ModuleList()
         for branch in tensors.branches:
-            one = replace(tensors, branches=(branch,))
+            branch_tensors = replace(tensors, branches=(branch,))
             if branch.router:
-                self.routed = _RoutedExperts(build, one)
+                self.routed = _RoutedExperts(build, branch_tensors)
             else:
-                self.parallel_bodies.append((Attention if branch.score_width else MLP)(build, number, one))
+                self.parallel_bodies.append((Attention if branch.score_width else MLP)(build, number, branch_tensors))
 
     def forward(
         self,
         normed: Tensor,
         context: SequenceContext,
         input_gradient: InputGradient | None = None,
-        *again: Tensor,
+        *earlier_choice: Tensor,
     ) -> BodyOutput:
         """See `Body`."""
-        routed = self.routed(normed, context, input_gradient, *again)
+        routed = self.routed(normed, context, input_gradient, *earlier_choice)
         others = [body(normed, context, input_gradient).partial for body in self.parallel_bodies]
         return routed._replace(partial=functools.reduce(torch.add, others, routed.partial))
 

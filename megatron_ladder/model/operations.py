@@ -134,7 +134,8 @@ class ExpertOptions:
     @property
     def loss_names(self) -> tuple[str, ...]:
         """The losses that experts return."""
-        return (BALANCING_LOSS,) * (self.balancing > 0) + (ROUTER_Z_LOSS,) * (self.z_loss > 0)
+        coefficients = {BALANCING_LOSS: self.balancing, ROUTER_Z_LOSS: self.z_loss}
+        return tuple(name for name, coefficient in coefficients.items() if coefficient > 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,14 +205,14 @@ def find_in_apex(module: str, attribute: str, extension: str, device: torch.devi
         imported = importlib.import_module(module)
     except ImportError:
         return None, "NVIDIA's apex is not installed (the package apex of the Python index is an unrelated project)"
-    found = getattr(imported, attribute, None)
-    if found is None:
+    operation = getattr(imported, attribute, None)
+    if operation is None:
         return None, f"the installed apex has no {module}.{attribute}: it is not NVIDIA's, or too old"
     try:
         importlib.import_module(extension)
     except ImportError as error:
         return None, f"the installed apex cannot load its kernels ({error}): it has to be built with --cuda_ext"
-    return found, ""
+    return operation, ""
 
 
 def select_operations(

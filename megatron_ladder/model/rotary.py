@@ -34,8 +34,8 @@ def _rotary_frequencies(config: ModelConfig, dtype: torch.dtype, device: torch.d
     if config.rope_scaling == "llama3":
         turns = config.rope_original_max_position_embeddings * frequencies / (2 * math.pi)
         low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
-        kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-        return (1 - kept) * frequencies / config.rope_scaling_factor + kept * frequencies
+        unscaled_part = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+        return (1 - unscaled_part) * frequencies / config.rope_scaling_factor + unscaled_part * frequencies
     return frequencies
 
 

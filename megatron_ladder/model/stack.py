@@ -85,11 +85,11 @@ class _TransformerLayer(nn.Module):
         self, wired_sub_blocks: Sequence[WiredSubBlock], mesh: ProcessMesh, recompute: bool, name: str, span: Span
     ) -> Iterator[SubBlock]:
         for wired in wired_sub_blocks:
-            kind, own = wired.kind, self._reads_own
+            kind = wired.kind
             norm: Any = self.norms[kind.norm]
             lanes: list[Any] = [self.bodies[_body_name(kind, lane)] for lane in self._lanes]
             of_kind = f"{name}.{kind.value}"
-            yield SubBlock(wired, norm, lanes, own, mesh.tensor, mesh.stream, recompute, of_kind, span)
+            yield SubBlock(wired, norm, lanes, self._reads_own, mesh.tensor, mesh.stream, recompute, of_kind, span)
 
 
 class TransformerStack(nn.Module):

@@ -88,9 +88,9 @@ class Body(nn.Module):
     """What a sub-block computes between its norm and the sum over the ranks: an input projection, work on this rank's
     share of it, and an output projection.
 
-    `body(normed, context, input_gradient=None, *again)` computes the output of the normed stream, all positions,
-    [s, b, h]. `input_gradient` receives the gradient of `normed`; None leaves it to autograd. `again` is what the first
-    run kept, in a repetition; bodies that keep nothing do not take it.
+    `body(normed, context, input_gradient=None, *extra_arguments)` computes the output of the normed stream, all
+    positions, [s, b, h]. `input_gradient` receives the gradient of `normed`; None leaves it to autograd. A repetition
+    gets as `extra_arguments` what the first run kept; bodies that keep nothing do not take them.
     """
 
     loss_names: tuple[str, ...] = ()
@@ -148,10 +148,10 @@ class SubBlock(NamedTuple):
 
     def reads(self, stream: Tensor, missing: Iterable[Output]) -> list[Tensor]:
         """Return what each lane reads."""
-        found = [stream for _ in self.lanes]
+        lane_reads = [stream for _ in self.lanes]
         for output in missing if self.reads_own else ():
-            found = [read + part for read, part in zip(found, output.own, strict=True)]
-        return found
+            lane_reads = [read + part for read, part in zip(lane_reads, output.own, strict=True)]
+        return lane_reads
 
     def start_sum(self, parts: Sequence[Tensor], launch: Launch) -> Output:
         """Start the sum of an output, or of the gradient of a read, of which each lane has a part."""
@@ -237,13 +237,14 @@ class AutogradPass(NamedTuple):
 
     def start(self, step: int, reading: tuple[Tensor, list[InFlight]], launch: Launch) -> Output:
         """See `ForwardPass.start`."""
-        sub_block, (stream, reads) = self.steps[step], reading
+        sub_block = self.steps[step]
+        stream, reads = reading
         if reads:
-            found = [body(read.wait(), self.context) for body, read in zip(sub_block.lanes, reads, strict=True)]
+            body_outputs = [body(read.wait(), self.context) for body, read in zip(sub_block.lanes, reads, strict=True)]
         else:
-            found = [sub_block.compute(stream, self.context)]
-        output = sub_block.start_sum([one.partial for one in found], launch)
-        for _, losses, _ in found:
+            body_outputs = [sub_block.compute(stream, self.context)]
+        output = sub_block.start_sum([body_output.partial for body_output in body_outputs], launch)
+        for _, losses, _ in body_outputs:
             shared = {name: share_gradient(loss, sub_block.group) for name, loss in losses.items()}
             add_losses(self.context.losses, shared)
         return output
@@ -272,7 +273,9 @@ def walk(
     steps, last = forward.steps, first + len(forward.steps)
     # They may include outputs that this range neither made nor read.
     leaving = plan.missing(last)
-    stream, pending, ahead = state[0], dict[int, Output](), list[Reading]()
+    stream = state[0]
+    pending = dict[int, Output]()
+    ahead = list[Reading]()
     joined: Tensor | None = None
     for number, parts in zip(plan.missing(first), output_parts(state, steps[0]), strict=True):
         whole = parts.unbind(0) if steps[0].reads_own else [parts.flatten(0, 1).clone()]
