@@ -86,7 +86,8 @@ class SampleReader:
         self, source: Samples, shape: BatchShape, data_parallel_rank: int, consumed_samples: int, vocab_size: int
     ) -> None:
         """`consumed_samples` were read by all ranks together; `vocab_size` is the model's, without padding."""
-        self.source, self.vocab_size, self._step = source, vocab_size, shape.global_batch_size
+        self.source, self.vocab_size = source, vocab_size
+        self._step = shape.global_batch_size
         samples = np.arange(self._step).reshape(-1, shape.data_parallel_size, shape.micro_batch_size)
         self._next = consumed_samples + samples[:, data_parallel_rank].reshape(-1)
 
@@ -132,19 +133,19 @@ class GlobalBatchLoader(Iterator[list[MicroBatch]]):
     def __next__(self) -> list[MicroBatch]:
         """Raises the reader's UserError on every rank of the group."""
         shape = self.shape
-        found: Any = None
+        rows: Any = None
         if self._reader is not None:
             try:
                 ahead = self._ahead or self._thread.submit(self._read_one)
-                found, self.reader_state = ahead.result()
+                rows, self.reader_state = ahead.result()
                 self._ahead = self._thread.submit(self._read_one)
             except UserError as error:
-                found = error
-        found = self._group.broadcast_object(found)
-        if isinstance(found, UserError):
-            raise found
+                rows = error
+        rows = self._group.broadcast_object(rows)
+        if isinstance(rows, UserError):
+            raise rows
         self.consumed_samples += shape.global_batch_size
-        return make_micro_batches(found, self.rules, shape.micro_batch_size)
+        return make_micro_batches(rows, self.rules, shape.micro_batch_size)
 
     def close(self) -> None:
         """Stop reading ahead, and wait until the reader is idle."""
@@ -163,7 +164,8 @@ def make_micro_batches(rows: SampleRows, rules: DocumentRules, micro_batch_size:
     if rules.eod_mask_loss:
         after_none = torch.from_numpy((rows.tokens[:, :-1] != rules.eod_id).astype(np.float32))
         mask = after_none if mask is None else mask * after_none
-    positions, begins = None, np.zeros(tokens.shape, bool)
+    positions = None
+    begins = np.zeros(tokens.shape, bool)
     if rules.cuts_rows:
         # Whether a document begins at each token [n, s]; each row begins one.
         begins[:, 1:] = rows.tokens[:, :-2] == rules.eod_id if rows.begins is None else rows.begins[:, 1:-1]
@@ -174,7 +176,8 @@ def make_micro_batches(rows: SampleRows, rules: DocumentRules, micro_batch_size:
     lengths = None if rows.lengths is None else torch.from_numpy(rows.lengths.clip(max=tokens.shape[1]))
     batches = []
     for first in range(0, len(tokens), micro_batch_size):
-        chosen, bounds = slice(first, first + micro_batch_size), None
+        chosen = slice(first, first + micro_batch_size)
+        bounds = None
         if rules.reset_attention_mask:
             ends = np.append(np.flatnonzero(begins[chosen]), begins[chosen].size)
             bounds = torch.from_numpy(ends.astype(np.int32))

@@ -103,13 +103,13 @@ def _turns_of(weights: Sequence[int]) -> NDArray[np.int32]:
     waiting = [release(i) for i in range(count)]
     heapq.heapify(waiting)
     released: list[tuple[int, int]] = []
-    for place in range(period):
-        while waiting[0][0] <= place + 1:
+    for turn in range(period):
+        while waiting[0][0] <= turn + 1:
             heapq.heappush(released, deadline(heapq.heappop(waiting)[1]))
             if not waiting:
                 break
         i = heapq.heappop(released)[1]
-        turns[place] = i
+        turns[turn] = i
         taken[i] += 1
         heapq.heappush(waiting, release(i))
     return turns

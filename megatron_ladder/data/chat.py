@@ -52,26 +52,26 @@ def read_messages(keys: Sequence[str], values: Sequence[Any], system: object = N
     key, messages = keys[0], values[0]
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ChatTemplateError(f"expected a list of messages under {key!r}")
-    found: list[Message] = []
-    for place, message in enumerate(messages):
+    parsed: list[Message] = []
+    for number, message in enumerate(messages):
         if isinstance(message, dict) and isinstance(message.get("from"), str) and message.get("role") is None:
             others = {name: value for name, value in message.items() if name not in ("from", "value")}
             role = _SHAREGPT_ROLES.get(message["from"], message["from"])
             message = {**others, "role": role, "content": message.get("value")}
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ChatTemplateError(f"{key}[{place}]: expected an object with a 'role'")
+            raise ChatTemplateError(f"{key}[{number}]: expected an object with a 'role'")
         if not isinstance(message.get("content", ""), str | list | None):
             kind = type(message["content"]).__name__
-            raise ChatTemplateError(f"{key}[{place}]: expected a text under 'content', found {kind}")
+            raise ChatTemplateError(f"{key}[{number}]: expected a text under 'content', found {kind}")
         # In a column of a table every row has every key; those that a message lacks are null.
-        found.append({name: value for name, value in message.items() if value is not None})
-        if found[-1].get("weight", 1) not in (0, 1):
-            raise ChatTemplateError(f"{key}[{place}]: weight {found[-1]['weight']!r}: expected 0 or 1")
+        parsed.append({name: value for name, value in message.items() if value is not None})
+        if parsed[-1].get("weight", 1) not in (0, 1):
+            raise ChatTemplateError(f"{key}[{number}]: weight {parsed[-1]['weight']!r}: expected 0 or 1")
     if system in (None, ""):
-        return found
-    if not isinstance(system, str) or found[0]["role"] == "system":
+        return parsed
+    if not isinstance(system, str) or parsed[0]["role"] == "system":
         raise ChatTemplateError("'system' next to the messages: expected a text, and no other message of the system")
-    return [{"role": "system", "content": system}, *found]
+    return [{"role": "system", "content": system}, *parsed]
 
 
 def read_tools(tools: object) -> list[dict[str, Any]] | None:
@@ -104,8 +104,10 @@ class ConversationEncoder:
         """
         source = read_chat_template(tokenizer, template, fix="pass one with --chat-template FILE")
         assert isinstance(tokenizer, HuggingFaceTokenizer)
-        self.template, self._tokenizer = ChatTemplate(*source), tokenizer
-        self._parse_special_tokens, self._spelling = parse_special_tokens, spelling_pattern(tokenizer.special_tokens)
+        self.template = ChatTemplate(*source)
+        self._tokenizer = tokenizer
+        self._parse_special_tokens = parse_special_tokens
+        self._spelling = spelling_pattern(tokenizer.special_tokens)
 
     def render(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None) -> RenderedConversation:
         """Return the text of a conversation; raises ChatTemplateError if the template rejects it."""
@@ -125,7 +127,7 @@ class ConversationEncoder:
     def encode(self, rendered: Sequence[RenderedConversation]) -> list[Conversation]:
         """Return the tokens of rendered conversations."""
         encodings = self._tokenizer.encode_with_offsets(
-            [one.text for one in rendered], [one.spelled for one in rendered]
+            [conversation.text for conversation in rendered], [conversation.spelled for conversation in rendered]
         )
         conversations = []
         for (ids, places), conversation in zip(encodings, rendered, strict=True):
@@ -140,10 +142,10 @@ class ConversationEncoder:
     def count_spelled(self, rendered: Sequence[RenderedConversation]) -> Counter[str]:
         """Return how often messages spell each special token, and it was encoded as text."""
         return Counter(
-            found[0]
-            for one in rendered
-            for place in one.spelled
-            if self._spelling is not None and (found := self._spelling.match(one.text, place))
+            spelling[0]
+            for conversation in rendered
+            for position in conversation.spelled
+            if self._spelling is not None and (spelling := self._spelling.match(conversation.text, position))
         )
 
 
@@ -164,16 +166,17 @@ class ChatTask(Task):
     def answer_ends(self, dataset: IndexedDataset) -> set[int]:
         assert dataset.loss_mask is not None
         tokens, counts = dataset.tokens, dataset.loss_mask.view(np.bool_)
-        last, found = np.flatnonzero(counts & ~np.append(counts[1:], False)), set[int]()
+        last = np.flatnonzero(counts & ~np.append(counts[1:], False))
+        end_ids = set[int]()
         # A generation block of a template may include white space after the end token.
         while len(last):
             ids = np.unique(tokens[last]).tolist()
-            found.update(ids)
+            end_ids.update(ids)
             blank = [number for number in ids if self.tokenizer.decode([number]).isspace()]
             last = last[np.isin(tokens[last], blank)] - 1
             last = last[(last >= 0) & counts[last]]
         # The end-of-document token may not be flagged as special.
-        return found & {*self.tokenizer.control_tokens, self.tokenizer.eod_id}
+        return end_ids & {*self.tokenizer.control_tokens, self.tokenizer.eod_id}
 
     def prepare(self, values: Sequence[Any]) -> RenderedConversation | str:
         keys = self.reading.keys
@@ -185,9 +188,10 @@ class ChatTask(Task):
             return f"{self.encoder.template.name} rejects it: {error}"
 
     def encode(self, records: Sequence[RenderedConversation]) -> tuple[KeyTokens, ...]:
-        found, end = self.encoder.encode(records), self.tokenizer.eod_id if self.append_eod else None
-        ids, lengths = join_documents([conversation.token_ids.tolist() for conversation in found], end)
-        masks = [conversation.loss_mask.tolist() for conversation in found]
+        conversations = self.encoder.encode(records)
+        end = self.tokenizer.eod_id if self.append_eod else None
+        ids, lengths = join_documents([conversation.token_ids.tolist() for conversation in conversations], end)
+        masks = [conversation.loss_mask.tolist() for conversation in conversations]
         mask, _ = join_documents(masks, 0 if self.append_eod else None)
         counts = DocumentCounts(self.encoder.count_spelled(records))
         return (KeyTokens(ids.astype(self.dtype), lengths, counts, mask.astype(np.uint8)),)

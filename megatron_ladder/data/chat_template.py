@@ -67,7 +67,9 @@ class ChatTemplate:
             from transformers.utils.chat_template_utils import render_jinja_template
         except ImportError:
             raise UserError('--chat: needs transformers, which the extra hf installs: pip install -e ".[hf]"') from None
-        self.source, self.name, self._tokens, self._library = source, name, tokens, render_jinja_template
+        self.source, self.name = source, name
+        self._tokens = tokens
+        self._library = render_jinja_template
         # Random, so that no conversation can contain them.
         key = secrets.token_hex(16)
         self._begin, self._end = f"\0{key}[", f"\0{key}]"
@@ -78,8 +80,8 @@ class ChatTemplate:
             f"{{% macro marked_{key}() %}}{self._begin}{{{{ caller() }}}}{self._end}{{% endmacro %}}\n"
         ) + _BLOCK.sub(lambda tag: f"{tag[1]}{'endcall' if tag[2] else f'call marked_{key}()'}{tag[3]}", source)
         try:
-            for one in (source, self._marked):
-                render_jinja_template([], chat_template=one)
+            for template in (source, self._marked):
+                render_jinja_template([], chat_template=template)
         except Exception as error:  # Jinja's errors, a RecursionError, or an ImportError for an old Jinja.
             raise UserError(f"{name}: not a chat template: {error}") from None
 
@@ -149,12 +151,12 @@ class ChatTemplate:
         marked_tools = mark_spelled(tools, pattern_of("tool"), mark)
         if (marked, marked_tools) == (list(messages), tools):
             return ()
-        found, *pieces = self._render(self.source, marked, marked_tools, add_generation_prompt).split(mark)
+        text_before, *pieces = self._render(self.source, marked, marked_tools, add_generation_prompt).split(mark)
         places = []
         for piece in pieces:
-            places.append(len(found) - 1)
-            found += piece
-        if found != text:
+            places.append(len(text_before) - 1)
+            text_before += piece
+        if text_before != text:
             raise ChatTemplateError("it changes a message that spells a special token")
         return tuple(places)
 
@@ -194,11 +196,11 @@ def _without_marks(text: str, begin: str, end: str) -> RenderedConversation:
 
 def read_chat_template(
     tokenizer: Tokenizer,
-    given: Path | None = None,
+    template_file: Path | None = None,
     flag: str = "--chat: ",
     fix: str = f"use a --tokenizer-model with a {_TEMPLATE_FILE} next to it, or remove --chat",
 ) -> TemplateSource:
-    """Return the template that was loaded with a tokenizer, or read `given`.
+    """Return the template that was loaded with a tokenizer, or read `template_file`.
 
     Raises UserError if it is missing or unreadable, or the tokenizer does not find in a text the tokens that a template
     writes. `flag` begins the error if there is none, and `fix` ends it.
@@ -208,9 +210,10 @@ def read_chat_template(
             f"{flag}{tokenizer.kind} does not recognise special tokens in a text: use HuggingFaceTokenizer with a "
             "tokenizer.json"
         )
-    folder, found = tokenizer.files[0].parent, dict(zip(tokenizer.files, tokenizer.contents, strict=True))
+    folder = tokenizer.files[0].parent
+    tokenizer_files = dict(zip(tokenizer.files, tokenizer.contents, strict=True))
     config, mapped = (
-        parse_json_object(file, found[file]) if file in found else {}
+        parse_json_object(file, tokenizer_files[file]) if file in tokenizer_files else {}
         for file in (folder / _CONFIG_FILE, folder / _MAP_FILE)
     )
     texts = {
@@ -219,14 +222,14 @@ def read_chat_template(
         if name.endswith("_token")
     }
     tokens = {name: text for name, text in texts.items() if isinstance(text, str)}
-    file = given or folder / _TEMPLATE_FILE
-    if given is not None or file in found:
+    file = template_file or folder / _TEMPLATE_FILE
+    if template_file is not None or file in tokenizer_files:
         try:
-            content = file.read_bytes() if given else found[file]
+            content = file.read_bytes() if template_file else tokenizer_files[file]
             reject_pointer(file, content)
             return TemplateSource(content.decode(), tokens, str(file))
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{'--chat-template ' if given else ''}{file}: cannot be read: {error}") from None
+            raise UserError(f"{'--chat-template ' if template_file else ''}{file}: cannot be read: {error}") from None
     templates = config.get("chat_template")
     if isinstance(templates, list):
         # Several named templates; "default" is the one for plain conversations.

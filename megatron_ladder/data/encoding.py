@@ -84,7 +84,7 @@ class Task:
 
     def encode(self, records: Sequence[Any]) -> tuple[KeyTokens, ...]:
         """Return the tokens of prepared records for each output."""
-        return tuple(self._encode([values[place] for values in records]) for place in range(len(self.outputs)))
+        return tuple(self._encode([values[column] for values in records]) for column in range(len(self.outputs)))
 
     def _encode(self, texts: Sequence[str]) -> KeyTokens:
         documents = self.tokenizer.encode_documents(texts, self.parse_special_tokens)
@@ -96,12 +96,13 @@ class Task:
 
 def join_documents(documents: Sequence[list[int]], end: int | None) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Return the joined ids [tokens] and the length of each document that is not empty; `end` follows each."""
-    joined, lengths = array.array("i"), list[int]()
+    joined = array.array("i")
+    lengths = list[int]()
     for ids in documents:
         if ids:
             # Twice as fast as np.array, which inspects the type of every number.
             joined.fromlist(ids)
             if end is not None:
                 joined.append(end)
-            lengths.append(len(ids) + (end is not None))
+            lengths.append(len(ids) if end is None else len(ids) + 1)
     return np.array(joined, np.int32), np.array(lengths, np.int32)

@@ -19,26 +19,26 @@ _PLACES = {"train": "--data-path:", "stream": "--streaming:", "tokenizer_sha256"
 """Keys of descriptions -> flags."""
 
 
-def data_changes(stored: dict[str, Any], found: dict[str, Any]) -> list[str]:
+def data_changes(stored: dict[str, Any], current: dict[str, Any]) -> list[str]:
     """Return one line per difference of a checkpoint's description, if it has one, and this run's."""
-    keys = dict.fromkeys((*stored, *found)) if stored else ()
-    places = [(_PLACES.get(key, key), stored.get(key), found.get(key)) for key in keys]
-    return limited([line for place in places for line in _differences(*place)])
+    keys = dict.fromkeys((*stored, *current)) if stored else ()
+    places = [(_PLACES.get(key, key), stored.get(key), current.get(key)) for key in keys]
+    return limited([line for entry in places for line in _differences(*entry)])
 
 
-def _differences(place: str, stored: Any, found: Any) -> Iterator[str]:
+def _differences(name: str, stored: Any, current: Any) -> Iterator[str]:
     """Yield one line per value that differs, with its keys. The files may have moved."""
-    if isinstance(stored, dict) and isinstance(found, dict):
-        for key in dict.fromkeys((*stored, *found)):
-            was, now = stored.get(key), found.get(key)
+    if isinstance(stored, dict) and isinstance(current, dict):
+        for key in dict.fromkeys((*stored, *current)):
+            was, now = stored.get(key), current.get(key)
             # The checksum of a data set without a sidecar is unknown.
             if key != "prefix" and not (key == "bin_checksum" and None in (was, now)):
-                yield from _differences(f"{place} {key}", was, now)
-    elif place.endswith((" sets", " sources")) and len(stored) == len(found):
-        for was, now in zip(stored, found, strict=True):
-            yield from _differences(f"{place} {now.get('prefix', now.get('name'))}", was, now)
-    elif stored != found:
-        yield f"{place} is {found!r:.200}, was {stored!r:.200}"
+                yield from _differences(f"{name} {key}", was, now)
+    elif name.endswith((" sets", " sources")) and len(stored) == len(current):
+        for was, now in zip(stored, current, strict=True):
+            yield from _differences(f"{name} {now.get('prefix', now.get('name'))}", was, now)
+    elif stored != current:
+        yield f"{name} is {current!r:.200}, was {stored!r:.200}"
 
 
 def describe_sources(sources: Sequence[Source]) -> tuple[dict[str, Any], ...]:
@@ -82,7 +82,7 @@ def _content_of_file(file: str, blocks: int) -> tuple[int | None, str | None]:
         return size, sampled_checksum(content, blocks)
     import fsspec
 
-    system, place = fsspec.core.url_to_fs(file)
-    info = system.info(place)
+    system, location = fsspec.core.url_to_fs(file)
+    info = system.info(location)
     known = [info[name] for name in ("blob_id", "ETag", "etag") if info.get(name)]
     return info.get("size"), str(known[0]) if known else None

@@ -88,7 +88,8 @@ class _HashedFile:
     """A file that is written under a temporary name, from its beginning to its end, and computes its checksum."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._temporary, self._hasher = path, temporary_path(path), xxhash.xxh3_128()
+        self._path, self._temporary = path, temporary_path(path)
+        self._hasher = xxhash.xxh3_128()
         self._file: IO[bytes] = open(self._temporary, "xb")  # noqa: SIM115 - closed by finish() or remove()
 
     def append(self, content: "bytes | NDArray[Any]") -> None:
@@ -264,12 +265,13 @@ class IndexedDataset:
             self._compare(self.sidecar)
 
     def _compare(self, sidecar: Sidecar) -> None:
-        path, found = sidecar_path(self.prefix), (len(self), len(self.tokens))
-        if found != (sidecar.documents, sidecar.tokens):
+        path = sidecar_path(self.prefix)
+        counts = (len(self), len(self.tokens))
+        if counts != (sidecar.documents, sidecar.tokens):
             raise UserError(
                 f"{path}: describes {counted(sidecar.documents, 'document')} and "
                 f"{counted(sidecar.tokens, 'token')}, the data set has "
-                f"{found[0]} and {found[1]}: preprocess the data again"
+                f"{counts[0]} and {counts[1]}: preprocess the data again"
             )
         if sidecar.idx_checksum not in (None, self.idx_checksum):
             raise UserError(
@@ -322,16 +324,17 @@ class IndexedDataset:
             what = "offsets of sequences do not follow from their lengths" if not of_sequences else "documents overlap"
             raise UserError(f"{path}: damaged: {what}: preprocess or copy the data again")
         one_sequence_each = bounds == sequences + 1 and bool(np.all(np.diff(documents) > 0))
-        self.sequence_bounds, self.document_bounds = starts, starts if one_sequence_each else starts[documents]
+        self.sequence_bounds = starts
+        self.document_bounds = starts if one_sequence_each else starts[documents]
         self.idx_checksum = format_checksum(xxhash.xxh3_128(content))
         return dtype
 
     def _map(self, path: Path, dtype: "np.dtype[Any]", entries: int) -> NDArray[Any]:
         with _open(path) as file:
-            found, expected = os.fstat(file.fileno()).st_size, entries * dtype.itemsize
-            if found != expected:
+            size, expected = os.fstat(file.fileno()).st_size, entries * dtype.itemsize
+            if size != expected:
                 raise UserError(
-                    f"{file.name}: {found} bytes found, {expected} expected by {idx_path(self.prefix)} ({entries} "
+                    f"{file.name}: {size} bytes found, {expected} expected by {idx_path(self.prefix)} ({entries} "
                     "tokens): preprocess or copy the data again"
                 )
             self._mapped[file.name] = mmap.mmap(file.fileno(), expected, access=mmap.ACCESS_READ)
@@ -340,9 +343,9 @@ class IndexedDataset:
     def check_size(self) -> None:
         """Raise UserError if a file was truncated since it was opened: reading beyond its end kills the process."""
         for path, mapped in self._mapped.items():
-            if (found := mapped.size()) < len(mapped):
+            if (size := mapped.size()) < len(mapped):
                 raise UserError(
-                    f"{path}: {found} bytes found, {len(mapped)} when it was opened: another program changed the file "
+                    f"{path}: {size} bytes found, {len(mapped)} when it was opened: another program changed the file "
                     "during the run: preprocess or copy the data again"
                 )
 
@@ -371,12 +374,12 @@ def documents_with_targets(
     mask: NDArray[np.uint8], begins: NDArray[np.int64], ends: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
     """Return whether any token but the first counts in each of some documents, tokens begins .. ends - 1 in order."""
-    found = np.zeros(len(begins), np.bool_)
+    has_target = np.zeros(len(begins), np.bool_)
     longer = np.flatnonzero(ends - begins > 1)
     if len(longer):
         edges = np.stack([begins[longer] + 1, ends[longer]], axis=1).ravel()
-        found[longer] = np.maximum.reduceat(mask[: edges[-1]], edges[:-1])[::2] > 0
-    return found
+        has_target[longer] = np.maximum.reduceat(mask[: edges[-1]], edges[:-1])[::2] > 0
+    return has_target
 
 
 def sampled_ends(dataset: IndexedDataset) -> NDArray[Any]:

@@ -67,8 +67,11 @@ def verify(dataset: IndexedDataset) -> list[str]:
 
     What opening a data set compares is not compared again: sizes, the index, and the counts in the sidecar.
     """
-    sidecar, smallest, largest = dataset.sidecar, int(dataset.tokens.min()), int(dataset.tokens.max())
-    problems, known = [], {".idx": sidecar and sidecar.idx_checksum, ".bin": sidecar and sidecar.bin_checksum}
+    sidecar = dataset.sidecar
+    smallest = int(dataset.tokens.min())
+    largest = int(dataset.tokens.max())
+    problems = []
+    known = {".idx": sidecar and sidecar.idx_checksum, ".bin": sidecar and sidecar.bin_checksum}
     arrays = {".bin": (bin_path(dataset.prefix), dataset.tokens)}
     if smallest < 0:
         problems.append(f"{bin_path(dataset.prefix)}: has token id {smallest}, expected 0 or more")
@@ -85,10 +88,10 @@ def verify(dataset: IndexedDataset) -> list[str]:
         if int(mask.max()) > 1:
             problems.append(f"{loss_mask_path(dataset.prefix)}: has value {int(mask.max())}, expected 0 and 1")
     for name, (path, array) in arrays.items():
-        found = format_checksum(xxhash.xxh3_128(array.data))
-        if known[name] not in (None, found):
+        checksum = format_checksum(xxhash.xxh3_128(array.data))
+        if known[name] not in (None, checksum):
             problems.append(
-                f"{path}: found checksum {found}, its sidecar expects {known[name]}: the file is damaged: copy or "
+                f"{path}: found checksum {checksum}, its sidecar expects {known[name]}: the file is damaged: copy or "
                 "preprocess the data again"
             )
     raise_user_errors(problems)

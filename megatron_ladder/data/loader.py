@@ -74,22 +74,22 @@ def open_sources(data: DataConfig, order: OrderOptions, parts: Collection[str] =
     kinds of paths or none, invalid weights, no documents for training, or a part without a sample.
     """
     data_path = list(map(str, data.data_path))
-    own = {"train": list(map(str, data.train_data_path)), "valid": list(map(str, data.valid_data_path))}
+    part_paths = {"train": list(map(str, data.train_data_path)), "valid": list(map(str, data.valid_data_path))}
     flags = {part: "--data-path" if data_path else f"--{part}-data-path" for part in _PARTS}
     errors = ErrorCollector()
-    if data_path and any(own.values()):
+    if data_path and any(part_paths.values()):
         errors.add("--data-path (divided by --split) excludes --train-data-path and --valid-data-path")
-    if not data_path and "train" in parts and not own["train"]:
+    if not data_path and "train" in parts and not part_paths["train"]:
         errors.add("--data-path is required: the path of a data set without .bin and .idx")
     blends: dict[tuple[str, str], Blend] = {}
     for part in (part for part in _PARTS if part in parts):
         with errors.collect():
             is_named = part == "valid" and not data_path
-            named = _named_sets(flags[part], own[part]) if is_named else {"": data_path or own[part]}
+            named = _named_sets(flags[part], part_paths[part]) if is_named else {"": data_path or part_paths[part]}
             for name, words in named.items():
                 blends[part, name] = parse_blend(flags[part], words)
     datasets: dict[Path, IndexedDataset] = {}
-    flag_of = {prefix: flags[part] for (part, _), found in blends.items() for prefix in found.prefixes}
+    flag_of = {prefix: flags[part] for (part, _), blend in blends.items() for prefix in blend.prefixes}
     for prefix, flag in flag_of.items():
         with errors.collect(flag):
             datasets[prefix] = IndexedDataset(prefix)
@@ -151,7 +151,8 @@ def open_source(
     part: str, dataset: IndexedDataset, documents: range, order: OrderOptions
 ) -> SampleSource | PackedSource:
     """Return samples of texts, or packed conversations if the sidecar says that the data set contains conversations."""
-    sidecar, shuffle = dataset.sidecar, part == "train"
+    sidecar = dataset.sidecar
+    shuffle = part == "train"
     loss_on = _choose_labels(dataset, order.loss_on)
     if sidecar is not None and sidecar.conversations:
         return PackedSource(
@@ -199,15 +200,15 @@ def find_chat_template(datasets: Sequence[IndexedDataset], report: Callable[[str
 
     Report conversations that another one made, and those for which no token is recorded that ends answers.
     """
-    found: dict[str, Path] = {}
+    prefix_of: dict[str, Path] = {}
     for dataset in datasets:
         sidecar = dataset.sidecar
         if sidecar is not None and sidecar.chat_template is not None:
-            found.setdefault(sidecar.chat_template, dataset.prefix)
+            prefix_of.setdefault(sidecar.chat_template, dataset.prefix)
             if not sidecar.answer_ends:
                 fix = "preprocess it again, with a --chat-template that ends answers with a special token"
                 report(f"*** {dataset.prefix}: records no token that ends answers, so they may not end: {fix} ***")
-    for prefix in list(found.values())[1:]:
-        first = next(iter(found.values()))
+    for prefix in list(prefix_of.values())[1:]:
+        first = next(iter(prefix_of.values()))
         report(f"*** {prefix}: has another chat template than {first}, which checkpoints record ***")
-    return next(iter(found), None)
+    return next(iter(prefix_of), None)

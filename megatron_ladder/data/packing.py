@@ -31,7 +31,8 @@ def _pack(lengths: NDArray[np.int64], room: int) -> NDArray[np.int64]:
     # Bit r is set if some row has room for r tokens, so a shift finds the least sufficient room.
     rooms, rows, begin = 0, 0, 0
     for negative, count in zip(present.tolist(), counts.tolist(), strict=True):
-        length, waiting = -negative, by_length[begin : begin + count]
+        length = -negative
+        waiting = by_length[begin : begin + count]
         begin += count
         while len(waiting):
             sufficient = rooms >> length
@@ -88,9 +89,13 @@ class PackedSource(DatasetSamples):
         present = np.flatnonzero(lengths)
         if not len(present):
             raise UserError(f"{dataset.prefix}: the {part} part has no conversation: give more, or another --split")
-        kept = np.minimum(lengths[present], seq_length + 1)
-        begins, mask = bounds[:-1][present], dataset.loss_mask
-        counts = kept > 1 if loss_on == "all" or mask is None else documents_with_targets(mask, begins, begins + kept)
+        cut_lengths = np.minimum(lengths[present], seq_length + 1)
+        begins = bounds[:-1][present]
+        mask = dataset.loss_mask
+        if loss_on == "all" or mask is None:
+            counts = cut_lengths > 1
+        else:
+            counts = documents_with_targets(mask, begins, begins + cut_lengths)
         self.without_targets = len(present) - int(counts.sum())
         if self.without_targets == len(present):
             raise UserError(
@@ -100,11 +105,11 @@ class PackedSource(DatasetSamples):
         self.tokens = int(bounds[-1] - bounds[0])
         self.cut = int((lengths > seq_length + 1).sum())
         self.conversations = len(present)
-        row_of = _pack(kept, seq_length + 1)
+        row_of = _pack(cut_lengths, seq_length + 1)
         by_row = np.argsort(row_of, kind="stable")
         self._conversations = present[by_row] + documents.start
         self._firsts = np.searchsorted(row_of[by_row], np.arange(int(row_of.max()) + 2))
-        self.filled = int(kept.sum()) / (len(self) * (seq_length + 1))
+        self.filled = int(cut_lengths.sum()) / (len(self) * (seq_length + 1))
 
     def __len__(self) -> int:
         return len(self._firsts) - 1
@@ -114,7 +119,8 @@ class PackedSource(DatasetSamples):
 
     def _fill_epoch(self, epoch: int, places: NDArray[np.int64], rows: NDArray[np.int64], out: SampleRows) -> None:
         assert out.loss_mask is not None and out.begins is not None and out.lengths is not None
-        bounds, counts = self.dataset.document_bounds, None if self.loss_on == "all" else self.dataset.loss_mask
+        bounds = self.dataset.document_bounds
+        counts = None if self.loss_on == "all" else self.dataset.loss_mask
         for packed, row in zip(self._order_of(epoch)[places].tolist(), rows.tolist(), strict=True):
             tokens, mask, begins = out.tokens[row], out.loss_mask[row], out.begins[row]
             begins[:] = False

@@ -81,7 +81,8 @@ class Partial:
     def __init__(self, output_prefix: Path, task: Task, report: Callable[[str], None]) -> None:
         """Lock the directory, or raise UserError if another process uses it."""
         self.folder = output_prefix.with_name(f".{output_prefix.name}.partial")
-        self._output_prefix, self._task, self._report = output_prefix, task, report
+        self._output_prefix, self._task = output_prefix, task
+        self._report = report
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.folder / "lock", "ab")  # noqa: SIM115 - closed by __exit__
@@ -135,11 +136,11 @@ class Partial:
         content = read_if_exists(self._record(number))
         if content is None or None in made_of["input"]:
             return None
-        found, expected = json.loads(content), json.loads(json.dumps(made_of))
-        changed = [name for name in expected if found["made_of"].get(name) != expected[name]]
+        finished, expected = json.loads(content), json.loads(json.dumps(made_of))
+        changed = [name for name in expected if finished["made_of"].get(name) != expected[name]]
         if changed:
             self._report(f"shard {number} of an earlier run has other {', '.join(changed)}: starting it from scratch")
-        return None if changed else msgspec.convert(found["report"], _ShardReport)
+        return None if changed else msgspec.convert(finished["report"], _ShardReport)
 
     @contextmanager
     def begin(self, number: int, made_of: dict[str, Any]) -> Iterator[tuple[list[IndexedDatasetWriter], _ShardReport]]:
@@ -165,7 +166,8 @@ class Partial:
 
     def join(self, output: str, parts: Sequence[IndexedDataset], skipped: int) -> Sidecar:
         """Join the parts of an output, publish them under their final name, and return their sidecar."""
-        task, prefix = self._task, dataset_prefix(self._output_prefix, output)
+        task = self._task
+        prefix = dataset_prefix(self._output_prefix, output)
         if idx_path(prefix).exists():
             self._report(f"{prefix}: exists, and is replaced")
         # A killed run may have left them.
@@ -222,10 +224,10 @@ def preprocess(
     shards = list(_joined_shards(sources, options.shard_bytes))
     with Partial(output_prefix, task, options.report) as partial:
         made_of = [partial.made_of(members) for members in shards]
-        found = [partial.find(number, one) for number, one in enumerate(made_of)]
-        if finished := len(found) - found.count(None):
-            options.report(f"resuming: an earlier run has finished {finished} of {len(found)} shards")
-        report = _make_missing(shards, made_of, found, task, partial, options)
+        reports = [partial.find(number, shard_inputs) for number, shard_inputs in enumerate(made_of)]
+        if finished := len(reports) - reports.count(None):
+            options.report(f"resuming: an earlier run has finished {finished} of {len(reports)} shards")
+        report = _make_missing(shards, made_of, reports, task, partial, options)
         parts = {name: partial.parts(name, len(shards)) for name in task.outputs}
         for name, datasets in parts.items():
             documents = sum(map(len, datasets))
@@ -271,32 +273,32 @@ def _joined_shards(sources: Sequence[Source], most_bytes: int) -> Iterator[tuple
     joined: list[Shard] = []
     size = 0
     for shard in (shard for source in sources for shard in source.shards(most_bytes)):
-        own = most_bytes if shard.total_bytes is None else shard.total_bytes
-        if joined and size + own > most_bytes:
+        shard_bytes = most_bytes if shard.total_bytes is None else shard.total_bytes
+        if joined and size + shard_bytes > most_bytes:
             yield tuple(joined)
             joined, size = [], 0
         joined.append(shard)
-        size += own
+        size += shard_bytes
     yield tuple(joined)
 
 
 def _make_missing(
     shards: Sequence[tuple[Shard, ...]],
     made_of: Sequence[dict[str, object]],
-    found: Sequence[_ShardReport | None],
+    reports: Sequence[_ShardReport | None],
     task: Task,
     partial: Partial,
     options: PreprocessOptions,
 ) -> _ShardReport:
-    """Tokenize the shards that were not `found`, and return the report of all shards."""
+    """Tokenize the shards without a report, and return the report of all shards."""
     sizes = [[shard.total_bytes for shard in members] for members in shards]
     known = [sum(size or 0 for size in members) for members in sizes]
     total = None if any(None in members for members in sizes) else sum(known)
-    missing = [number for number, earlier in enumerate(found) if earlier is None]
+    missing = [number for number, earlier in enumerate(reports) if earlier is None]
     expected = sum(size or options.shard_bytes for number in missing for size in sizes[number])
     workers = min(options.workers, math.ceil(expected / GROUP_BYTES))
     of_all = _ShardReport()
-    for earlier in found:
+    for earlier in reports:
         if earlier is not None:
             _check_skipped(len(of_all.skipped), earlier.skipped, task.reading.max_bad)
             of_all.add(earlier.skipped, earlier.counts)
@@ -312,11 +314,12 @@ def _make_missing(
                     for line in group.bad:
                         options.report(f"skipped {line}")
                     counts = {name: part.counts for name, part in zip(task.outputs, group.keys, strict=True)}
-                    for one in (report, of_all):
-                        one.add(group.bad, counts)
+                    report.add(group.bad, counts)
+                    of_all.add(group.bad, counts)
                     for writer, part in zip(writers, group.keys, strict=True):
                         writer.add_documents(part.token_ids, part.lengths, part.loss_mask)
-                    read_bytes, documents = read_bytes + group.file_bytes, documents + group.documents
+                    read_bytes += group.file_bytes
+                    documents += group.documents
                     if documents - shown_documents >= options.log_interval:
                         bar.advance(read_bytes, documents=documents)
                         read_bytes, shown_documents = 0, documents
@@ -396,6 +399,6 @@ def _work(group: Sequence[Block]) -> _TokenizedGroup:
 
 def _tokenize_group(task: Task, group: Sequence[Block]) -> _TokenizedGroup:
     parsed = [block.read(task.prepare) for block in group]
-    records = [record for one in parsed for record in one.records]
-    bad = [reason for one in parsed for _, reason in one.bad]
+    records = [record for item in parsed for record in item.records]
+    bad = [reason for item in parsed for _, reason in item.bad]
     return _TokenizedGroup(sum(block.file_bytes for block in group), len(records), bad, task.encode(records))

@@ -85,7 +85,8 @@ class DatasetSamples(Samples):
     def __init__(self, dataset: IndexedDataset, documents: range, seq_length: int, seed: int, shuffle: bool) -> None:
         self.dataset, self.documents, self.seq_length = dataset, documents, seq_length
         self.seed, self.shuffle = seed, shuffle
-        self.name, self.token_dtype = str(dataset.prefix), dataset.tokens.dtype
+        self.name = str(dataset.prefix)
+        self.token_dtype = dataset.tokens.dtype
         self._orders: dict[int, Any] = {}
 
     def _permutation(self, size: int, epoch: int, purpose: int) -> NDArray[np.int64]:
@@ -135,8 +136,8 @@ class DatasetSamples(Samples):
     def describe(self) -> dict[str, Any]:
         """Return everything that determines the samples, except the seed and the sequence length; JSON-able."""
         documents = [self.documents.start, self.documents.stop]
-        one = {"prefix": self.name, "documents": documents, "content": self.content}
-        return {"order": self.order, "sets": [one]}
+        identity = {"prefix": self.name, "documents": documents, "content": self.content}
+        return {"order": self.order, "sets": [identity]}
 
 
 class SampleSource(DatasetSamples):

@@ -59,7 +59,8 @@ class SpelledTokenEncoder:
     """Encodes texts in which some added tokens are spelled, and others are meant."""
 
     def __init__(self, library: tokenizers.Tokenizer) -> None:
-        self._library, self._added = library, library.get_added_tokens_decoder()
+        self._library = library
+        self._added = library.get_added_tokens_decoder()
         self._renamed = rename_tokens(library, [token.content for token in self._added.values()])
 
     def encode(
@@ -71,7 +72,8 @@ class SpelledTokenEncoder:
         is encoded as text; all others are replaced by their aliases, so that the library finds them again.
         """
         library, aliases = self._renamed
-        replaced, end = "", 0
+        replaced = ""
+        end = 0
         # The beginning and the end in `text` of what each character of the replaced text stands for.
         begins, ends = list[int](), list[int]()
         for number, (begin, stop) in zip(encoding.ids, encoding.offsets, strict=True):
@@ -93,9 +95,11 @@ class SpelledTokenEncoder:
         replaced += text[end:]
         begins += range(end, len(text) + 1)
         ends += range(end + 1, len(text) + 1)
-        found = library.encode(replaced, add_special_tokens=False)
-        offsets = [(begins[begin], ends[stop - 1] if stop > begin else begins[begin]) for begin, stop in found.offsets]
-        return found.ids, offsets
+        encoding = library.encode(replaced, add_special_tokens=False)
+        offsets = [
+            (begins[begin], ends[stop - 1] if stop > begin else begins[begin]) for begin, stop in encoding.offsets
+        ]
+        return encoding.ids, offsets
 
     def _spelling_in(self, text: str, token: str) -> str | None:
         """Return the part of a text that spells a token, before normalization; None if the text does not spell it."""
@@ -117,7 +121,7 @@ def count_spelled(texts: Iterable[str], pattern: re.Pattern[str] | None) -> Coun
     """Return how often each token is spelled in some texts."""
     if pattern is None:
         return Counter()
-    return Counter(found for text in texts for found in pattern.findall(text))
+    return Counter(spelling for text in texts for spelling in pattern.findall(text))
 
 
 def list_tokens(tokens: Sequence[str], separator: str) -> str:
@@ -129,9 +133,9 @@ def list_tokens(tokens: Sequence[str], separator: str) -> str:
 def mark_spelled(value: Any, pattern: re.Pattern[str] | None, mark: str) -> Any:
     """Return a JSON-able value with `mark` after the first character of each token that a text in it spells."""
     if isinstance(value, dict):
-        return {key: mark_spelled(one, pattern, mark) for key, one in value.items()}
+        return {key: mark_spelled(item, pattern, mark) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [mark_spelled(one, pattern, mark) for one in value]
+        return [mark_spelled(item, pattern, mark) for item in value]
     if isinstance(value, str) and pattern is not None:
-        return pattern.sub(lambda found: f"{found[0][0]}{mark}{found[0][1:]}", value)
+        return pattern.sub(lambda match: f"{match[0][0]}{mark}{match[0][1:]}", value)
     return value

@@ -106,8 +106,10 @@ class _ShardStream:
         position: StreamPosition,
         skip: Callable[[int, int, Sequence[BadRecord]], None],
     ) -> None:
-        self._plan, self._shards, self._number, self._encode, self._skip = plan, shards, number, encode, skip
-        self._next, self._used = position._replace(used=0), position.used
+        self._plan, self._shards, self._number = plan, shards, number
+        self._encode, self._skip = encode, skip
+        self._next = position._replace(used=0)
+        self._used = position.used
         # Each window begins at a position with 0 used tokens.
         self._windows: deque[tuple[StreamPosition, NDArray[np.int32]]] = deque()
         self._blocks = self._blocks_from(position)
@@ -123,11 +125,14 @@ class _ShardStream:
         length = self._plan.seq_length + 1
         while sum(len(tokens) for _, tokens in self._windows) - self._used < length:
             self._windows.append(self._read_window())
-        row, filled, begin = np.empty(length, np.int64), 0, self._used
+        row = np.empty(length, np.int64)
+        filled = 0
+        begin = self._used
         for _, tokens in self._windows:
             piece = tokens[begin : begin + length - filled]
             row[filled : filled + len(piece)] = piece
-            filled, begin = filled + len(piece), 0
+            filled += len(piece)
+            begin = 0
         self._used += length - 1
         while self._used >= len(self._windows[0][1]):
             self._used -= len(self._windows.popleft()[1])
@@ -135,16 +140,19 @@ class _ShardStream:
 
     def _read_window(self) -> tuple[StreamPosition, NDArray[np.int32]]:
         """Return the next window that contains a token; windows without documents are not counted."""
-        plan, entered, without_token = self._plan, self._next, set[int]()
+        plan = self._plan
+        entered = self._next
+        without_token = set[int]()
         while True:
-            begins, texts = self._next, list[str]()
-            for found, after in self._blocks:
-                texts += found
-                self._next = after._replace(window=begins.window + bool(texts))
+            begins = self._next
+            texts = list[str]()
+            for block_texts, after in self._blocks:
+                texts += block_texts
+                self._next = after._replace(window=begins.window + 1 if texts else begins.window)
                 if len(texts) >= plan.window_documents or after.epoch > begins.epoch:
                     break
             order = permutation(len(texts), plan.seed, begins.window, _WINDOWS + self._number).tolist()
-            shuffled = [texts[place] for place in order]
+            shuffled = [texts[index] for index in order]
             documents = self._encode(shuffled, plan.parse_special_tokens) if texts else []
             tokens, _ = join_documents(documents, plan.eod_id)
             if len(tokens):
@@ -164,12 +172,12 @@ class _ShardStream:
         """Yield documents from a position on, each time with the position after them; none at the end of an epoch."""
         epoch, shard, first = position.epoch, position.shard, position.block
         while True:
-            own = self._own_shards(epoch)
-            for place in range(shard, len(own)):
-                for number, block in enumerate(self._shards[own[place]].blocks(first), start=first):
+            own_shards = self._own_shards(epoch)
+            for index in range(shard, len(own_shards)):
+                for number, block in enumerate(self._shards[own_shards[index]].blocks(first), start=first):
                     records, bad = block.read()
-                    self._skip(own[place], number, bad)
-                    yield [text for (text,) in records], StreamPosition(epoch, place, number + 1)
+                    self._skip(own_shards[index], number, bad)
+                    yield [text for (text,) in records], StreamPosition(epoch, index, number + 1)
                 first = 0
             epoch, shard = epoch + 1, 0
             yield [], StreamPosition(epoch)
@@ -198,36 +206,37 @@ class StreamReader:
 
         `report` receives a line about each record that is skipped for the first time.
         """
-        found = (item for state in states for item in state["positions"].items())
-        positions = {int(number): StreamPosition(*map(int, place)) for number, place in found}
+        items = (item for state in states for item in state["positions"].items())
+        positions = {int(number): StreamPosition(*map(int, position)) for number, position in items}
         self._skipped = {(shard, block, record) for state in states for shard, block, record in state["skipped"]}
         self._streams = {
             number: _ShardStream(plan, shards, number, encode, positions.get(number, StreamPosition()), self._skip)
             for number in range(data_parallel_rank, plan.streams, shape.data_parallel_size)
         }
-        self._plan, self._shape, self._rank, self._report = plan, shape, data_parallel_rank, report
-        self._vocab_size, self._next = vocab_size, consumed_samples
+        self._plan, self._shape, self._rank = plan, shape, data_parallel_rank
+        self._vocab_size, self._report = vocab_size, report
+        self._next = consumed_samples
 
     def _skip(self, shard: int, block: int, bad: Sequence[BadRecord]) -> None:
         """Count the bad records of a block; raises UserError for too many."""
         limit = self._plan.max_bad
         for record in bad:
-            found = (shard, block, record.number)
+            record_id = (shard, block, record.number)
             # A block with too many bad records was not read to its end.
-            if found in self._skipped and len(bad) <= limit:
+            if record_id in self._skipped and len(bad) <= limit:
                 continue
             where = f"--streaming {record.reason}"
             if len(self._skipped) >= limit:
                 already = f" ({len(self._skipped)} before it were skipped: --streaming-skip-bad-lines {limit})"
                 raise UserError(where + (already if limit else ""))
-            self._skipped.add(found)
+            self._skipped.add(record_id)
             self._report(f"skipped: {where}")
 
     def read(self) -> SampleRows:
         """Return the next rows [n, s + 1]; raises UserError for an input without text or with too many bad records."""
         numbers = np.arange(self._next, self._next + self._shape.global_batch_size)
-        own = numbers[numbers % self._shape.data_parallel_size == self._rank]
-        rows = np.stack([self._streams[number].next_row() for number in (own % self._plan.streams).tolist()])
+        rank_samples = numbers[numbers % self._shape.data_parallel_size == self._rank]
+        rows = np.stack([self._streams[number].next_row() for number in (rank_samples % self._plan.streams).tolist()])
         self._next += self._shape.global_batch_size
         if int(rows.max()) >= self._vocab_size:
             raise UserError(
@@ -239,7 +248,7 @@ class StreamReader:
     def state(self) -> dict[str, Any]:
         """Return the positions of this rank's streams by their numbers, and the skipped records; JSON-able."""
         positions = {str(number): list(stream.position) for number, stream in self._streams.items()}
-        return {"positions": positions, "skipped": [list(found) for found in sorted(self._skipped)]}
+        return {"positions": positions, "skipped": [list(record_id) for record_id in sorted(self._skipped)]}
 
 
 def choose_streams(requested: int | None, shards: int, data_parallel_size: int) -> int:

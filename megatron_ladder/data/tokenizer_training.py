@@ -120,7 +120,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
         show_progress=False,
     )
     library.train_from_iterator(texts, trainer)
-    found = library.get_vocab_size()
-    if found < vocab_size:
-        raise UserError(f"--vocab-size {vocab_size}: too high for these texts, which give only {found} tokens")
+    size = library.get_vocab_size()
+    if size < vocab_size:
+        raise UserError(f"--vocab-size {vocab_size}: too high for these texts, which give only {size} tokens")
     return library.to_str(pretty=True).encode()

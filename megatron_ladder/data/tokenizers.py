@@ -158,10 +158,13 @@ class SentencePieceTokenizer(Tokenizer):
         Raises UserError with a text for which `tokenizers` gives other ids.
         """
         model = sentencepiece_model_pb2.ModelProto.FromString(self.contents[0])
-        problem, fix = f"{self.files[0]}: cannot be exported: transformers", "use the model with tools/generate.py"
+        problem = f"{self.files[0]}: cannot be exported: transformers"
+        fix = "use the model with tools/generate.py"
         if model.trainer_spec.model_type not in (model.trainer_spec.UNIGRAM, model.trainer_spec.BPE):
             raise UserError(f"{problem} reads only unigram and BPE models: {fix}")
-        library, written, space = tokenizers.Tokenizer(_library_model(model)), model.normalizer_spec, "\u2581"
+        library = tokenizers.Tokenizer(_library_model(model))
+        written = model.normalizer_spec
+        space = "\u2581"
         steps: list[Any] = [normalizers.Replace(" ", space)]
         decoded: list[Any] = [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse()]
         if written.add_dummy_prefix:
@@ -200,12 +203,12 @@ _NEVER = -1e6
 def _probes(model: sentencepiece_model_pb2.ModelProto) -> list[str]:
     """Return texts with every piece of a model, alone and between others, and the text of its training if it exists."""
     pieces = [piece.piece.replace("\u2581", " ") for piece in model.pieces]
-    found = [*_PROBES, *pieces, *("".join(pieces[begin : begin + 8]) for begin in range(0, len(pieces), 8))]
+    texts = [*_PROBES, *pieces, *("".join(pieces[begin : begin + 8]) for begin in range(0, len(pieces), 8))]
     for path in map(Path, model.trainer_spec.input):
         if path.is_file():
             with open(path, encoding="utf-8", errors="replace") as lines:
-                found += [line.rstrip("\n") for line in itertools.islice(lines, _PROBED_LINES)]
-    return found
+                texts += [line.rstrip("\n") for line in itertools.islice(lines, _PROBED_LINES)]
+    return texts
 
 
 def _library_model(model: sentencepiece_model_pb2.ModelProto) -> Any:
@@ -245,7 +248,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
         `eod_token` becomes the `eos_token` of the copies of its files.
         """
-        path, content = model / "tokenizer.json", None
+        path = model / "tokenizer.json"
+        content = None
         if model.suffix != ".json":
             content = read_if_exists(path)
         if content is None:
@@ -256,11 +260,13 @@ class HuggingFaceTokenizer(Tokenizer):
         except Exception as error:  # The library raises nothing narrower.
             raise UserError(f"--tokenizer-model {path}: not a tokenizer.json ({error})") from None
         companions = [path.with_name(name) for name in (*self._COMPANIONS, "chat_template.jinja")]
-        found = {file: read_if_exists(file) for file in companions}
+        companion_contents = {file: read_if_exists(file) for file in companions}
         if eod_token is not None:
-            settings = parse_json_object(companions[0], found[companions[0]] or b"{}")
-            found[companions[0]] = (json.dumps(settings | {"eos_token": eod_token}, indent=2) + "\n").encode()
-        contents = {path: content} | {file: text for file, text in found.items() if text is not None}
+            settings = parse_json_object(companions[0], companion_contents[companions[0]] or b"{}")
+            companion_contents[companions[0]] = (
+                json.dumps(settings | {"eos_token": eod_token}, indent=2) + "\n"
+            ).encode()
+        contents = {path: content} | {file: text for file, text in companion_contents.items() if text is not None}
         self.files, self.contents = tuple(contents), tuple(contents.values())
         self.sha256 = hashlib.sha256(content).hexdigest()
         # Padding and truncation are settings for batches of a fixed length; here they would change documents.
@@ -298,8 +304,8 @@ class HuggingFaceTokenizer(Tokenizer):
         settings = json.loads(self.contents[0])
         processor = settings["post_processor"]
         steps = processor["processors"] if processor["type"] == "Sequence" else [processor]
-        kept = [step for step in steps if step["type"] == "ByteLevel"]
-        settings["post_processor"] = {"type": "Sequence", "processors": kept} if kept else None
+        byte_steps = [step for step in steps if step["type"] == "ByteLevel"]
+        settings["post_processor"] = {"type": "Sequence", "processors": byte_steps} if byte_steps else None
         return json.dumps(settings, indent=2, ensure_ascii=False).encode()
 
     def _named(self, kind: str) -> Iterator[tuple[Path, object]]:
@@ -438,15 +444,16 @@ def load_tokenizer_from_directory(directory: Path) -> Tokenizer:
     if content is None:
         raise UserError(f"{path}: no such file: {directory} contains no tokenizer")
     try:
-        found = msgspec.json.decode(content, type=_Description)
+        description = msgspec.json.decode(content, type=_Description)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{path}: {error}: copy the tokenizer again") from None
-    model = directory / Path(found.file).name if found.file else None
-    tokenizer = load_tokenizer(found.tokenizer_type, model, found.vocab_size - 1)
-    if tokenizer.sha256 != found.sha256:
+    model = directory / Path(description.file).name if description.file else None
+    tokenizer = load_tokenizer(description.tokenizer_type, model, description.vocab_size - 1)
+    if tokenizer.sha256 != description.sha256:
         changed = tokenizer.files[0] if tokenizer.files else path
         raise UserError(
-            f"{changed}: sha256 is {tokenizer.sha256}, {path.name} expects {found.sha256}: copy the tokenizer again"
+            f"{changed}: sha256 is {tokenizer.sha256}, {path.name} expects {description.sha256}: "
+            "copy the tokenizer again"
         )
     return tokenizer
 
@@ -454,8 +461,8 @@ def load_tokenizer_from_directory(directory: Path) -> Tokenizer:
 def _read_model_file(flag: str, model: Path, expected: str) -> bytes:
     content = read_if_exists(model)
     if content is None:
-        found = "is a directory" if model.is_dir() else "no such file"
-        raise UserError(f"{flag} {model}: {found}, expected {expected}{hub_hint(model)}")
+        problem = "is a directory" if model.is_dir() else "no such file"
+        raise UserError(f"{flag} {model}: {problem}, expected {expected}{hub_hint(model)}")
     return content
 
 

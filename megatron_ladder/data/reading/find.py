@@ -52,8 +52,8 @@ def _sources_of(word: str, reading: Reading) -> list[Source]:
 def _source_of(path: Path, reading: Reading) -> Source:
     shown = f"{reading.input_flag} {path}"
     if not path.is_file():
-        found = "is a directory: give its files, for example '*.jsonl'" if path.is_dir() else "no such file"
-        raise UserError(f"{shown}: {found}")
+        problem = "is a directory: give its files, for example '*.jsonl'" if path.is_dir() else "no such file"
+        raise UserError(f"{shown}: {problem}")
     if not os.access(path, os.R_OK):
         raise UserError(f"{shown}: no permission to read")
     reject_pointer(path)

@@ -43,14 +43,14 @@ class HubSource:
     def parse(text: str, reading: Reading) -> "HubSource":
         """Parse `hf://NAME[:CONFIG][@SPLIT]`, where the split defaults to `train`, without importing the library."""
         flag = reading.input_flag
-        found = re.fullmatch(r"hf://([^:@]+)(?::([^:@]+))?(?:@([^:@]+))?", text)
-        if found is None:
+        match = re.fullmatch(r"hf://([^:@]+)(?::([^:@]+))?(?:@([^:@]+))?", text)
+        if match is None:
             raise UserError(f"{flag} {text}: expected hf://NAME[:CONFIG][@SPLIT]")
-        if Path(found[1]).is_file():
+        if Path(match[1]).is_file():
             raise UserError(f"{flag} {text}: is a file: leave out hf://")
         if importlib.util.find_spec("datasets") is None:
             raise UserError(f"{flag} {text}: needs the datasets library: pip install datasets")
-        return HubSource(reading, text, found[1], found[2], found[3] or "train")
+        return HubSource(reading, text, match[1], match[2], match[3] or "train")
 
     def shards(self, part_bytes: int | None) -> Iterator[Shard]:
         """Yield the library's own shards, usually files."""
@@ -83,14 +83,14 @@ class HubSource:
         for file in filter(Path.is_file, map(Path, files)):
             reject_pointer(file)
         with self.translated_errors("open", fix):
-            found = datasets.load_dataset(self.path, self.config, split=self.split, streaming=True)
+            dataset = datasets.load_dataset(self.path, self.config, split=self.split, streaming=True)
         named = f"{self.reading.input_flag} {self.name}: its README.md names"
         raise_user_errors(
             f"{named} {file}, which is outside of the directory: copy it there"
             for file in files
             if not Path(os.path.abspath(file)).is_relative_to(os.path.abspath(self.path))
         )
-        return found
+        return dataset
 
     @functools.cached_property
     def data_files(self) -> list[str]:
@@ -160,7 +160,8 @@ def _skip_rows(dataset: Any, rows: int, file: str | None) -> Any:
     with fsspec.open(file) as opened:
         metadata = pyarrow.parquet.read_metadata(opened)
     sizes = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
-    groups, begins = dataset.reshard(), list(itertools.accumulate(sizes, initial=0))
+    groups = dataset.reshard()
+    begins = list(itertools.accumulate(sizes, initial=0))
     if groups.num_shards != len(sizes):
         return dataset.skip(rows)
     first = min(bisect.bisect_right(begins, rows), len(sizes)) - 1

@@ -47,8 +47,8 @@ def _parse_line(line: bytes, reading: Reading) -> list[Any] | str:
         return f"expected a JSON object, found {type(record).__name__}"
     missing = [key for key in reading.keys if key not in record]
     if missing:
-        found = ", ".join(map(repr, record)) or "none"
-        return f"no key {missing[0]!r} (keys found: {found}): {reading.fix('key', record)}"
+        keys = ", ".join(map(repr, record)) or "none"
+        return f"no key {missing[0]!r} (keys found: {keys}): {reading.fix('key', record)}"
     return [record.get(key) for key in reading.all_keys]
 
 
@@ -161,13 +161,18 @@ def _cut_lines(
     reading: Reading, name: str, stream: BinaryIO | gzip.GzipFile, position: Callable[[], int] = lambda: 0
 ) -> Iterator[Lines]:
     """Yield whole lines of a stream; `position` returns the position in the file that the stream decompresses."""
-    rest, begin, lines, before = bytearray(), 0, 0, 0
+    rest = bytearray()
+    begin = lines = before = 0
     for chunk in itertools.chain(iter(lambda: stream.read(SPAN_BYTES), b""), [b""]):
         head, line_feed, tail = chunk.rpartition(b"\n")
         if line_feed or (rest and not chunk):
-            content, after = bytes(rest + head + line_feed), position()
+            content = bytes(rest + head + line_feed)
+            after = position()
             yield Lines(reading, name, content, begin, after - before, lines)
-            rest, begin, lines, before = bytearray(), begin + len(content), lines + content.count(b"\n"), after
+            rest = bytearray()
+            begin += len(content)
+            lines += content.count(b"\n")
+            before = after
         if len(rest) <= reading.max_bytes:
             rest += tail
 

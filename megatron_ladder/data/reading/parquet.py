@@ -60,7 +60,7 @@ class ParquetFile(LocalFile):
 
     def _begins(self, group: Any) -> range:
         """Return the first row of each part of a row group with about GROUP_BYTES of text, or more in a single part."""
-        columns = [group.column(place) for place in range(group.num_columns)]
+        columns = [group.column(number) for number in range(group.num_columns)]
         # Columns of a structure are called `key.name`.
         keys = tuple(f"{key}." for key in self.reading.keys)
         read = [column for column in columns if f"{column.path_in_schema}.".startswith(keys)]
@@ -91,12 +91,16 @@ class ParquetFile(LocalFile):
 
     def _parts(self, file: Any, number: int, first: int, rows_before: int) -> Iterator[Rows]:
         """Yield the parts of a row group, which can only be decoded from its beginning."""
-        group, keys = file.metadata.row_group(number), self.reading.all_keys
-        count, begins, size = group.num_rows, self._begins(group), _file_bytes(group)
+        group = file.metadata.row_group(number)
+        keys = self.reading.all_keys
+        count = group.num_rows
+        begins = self._begins(group)
+        size = _file_bytes(group)
         batches = file.iter_batches(begins.step, row_groups=[number], columns=list(keys))
         rows = itertools.chain.from_iterable(_rows_of(batch, keys) for batch in batches)
         for part, begin in enumerate(begins):
-            taken, end = list(itertools.islice(rows, begins.step)), min(begin + begins.step, count)
+            taken = list(itertools.islice(rows, begins.step))
+            end = min(begin + begins.step, count)
             if part >= first:
                 # Shares that add up to the whole.
                 share = size * end // count - size * begin // count
@@ -125,16 +129,16 @@ def _values(column: Any) -> list[Any]:
 
 
 def _file_bytes(group: Any) -> int:
-    return sum(group.column(place).total_compressed_size for place in range(group.num_columns))
+    return sum(group.column(number).total_compressed_size for number in range(group.num_columns))
 
 
-def check_columns(name: str, found: Sequence[str], reading: Reading) -> None:
+def check_columns(name: str, columns: Sequence[str], reading: Reading) -> None:
     """Raise UserError if a table lacks a column that is read."""
-    missing = [key for key in reading.keys if key not in found]
+    missing = [key for key in reading.keys if key not in columns]
     if missing:
         raise UserError(
-            f"{reading.input_flag} {name}: no column {', '.join(missing)} (columns found: {', '.join(found)}): "
-            f"{reading.fix('column', found)}"
+            f"{reading.input_flag} {name}: no column {', '.join(missing)} (columns found: {', '.join(columns)}): "
+            f"{reading.fix('column', columns)}"
         )
-    if repeated := [key for key in reading.all_keys if found.count(key) > 1]:
+    if repeated := [key for key in reading.all_keys if columns.count(key) > 1]:
         raise UserError(f"{reading.input_flag} {name}: column {repeated[0]} occurs twice: rename one of them")

@@ -48,10 +48,11 @@ class Reading:
         """The keys of the values that are read, in order."""
         return (*self.keys, *self.optional_keys)
 
-    def fix(self, kind: str, found: Container[str]) -> str:
+    def fix(self, kind: str, names: Container[str]) -> str:
         """Return what helps if a key, or a column, is not among those that were found."""
         chat = ", or read conversations with tools/preprocess_data.py --chat"
-        return f"name the {kind} with {self.keys_flag}{chat * (self.texts_only and 'messages' in found)}"
+        is_chat = self.texts_only and "messages" in names
+        return f"name the {kind} with {self.keys_flag}{chat if is_chat else ''}"
 
 
 class BadRecord(NamedTuple):
