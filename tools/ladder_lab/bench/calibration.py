@@ -90,12 +90,12 @@ class Calibration:
     @property
     def head(self) -> float:
         """Seconds of a pass outside of its sub-blocks."""
-        return max(0.0, self.pass_seconds - sum(one.forward + one.backward for one in self._layers))
+        return max(0.0, self.pass_seconds - sum(layer.forward + layer.backward for layer in self._layers))
 
     @property
     def sub_block(self) -> float:
         """Mean forward seconds of a sub-block: the unit `c` of interconnect times."""
-        return sum(one.forward for one in self._layers) / len(self._layers)
+        return sum(layer.forward for layer in self._layers) / len(self._layers)
 
     def predict(self, variant: Variant, reduce_seconds: float, wire: WireModel) -> float:
         """Return the seconds of one pass of a variant when every all-reduce takes `reduce_seconds` on the wire."""
@@ -108,7 +108,7 @@ class Calibration:
             blocks.append(SubBlockTime(*times, *shared))
         steps = join_intervals(blocks, variant.wiring.desync_interval)
         total = forward_seconds(steps, wire, head_seconds=self.head)
-        if any(one.backward for one in self._layers):
+        if any(layer.backward for layer in self._layers):
             mirrored = variant.tp_overlap and variant.mirrored_backward and not variant.wiring.desync_interval
             total += backward_seconds(steps, wire, launch_before_wgrad=mirrored, wait_at_once=not mirrored)
         return total
@@ -143,14 +143,14 @@ def time_forward(model: LanguageModel, clock: DeviceClock) -> Callable[[], dict[
     spans: dict[SubBlockKind, list[tuple[Any, Any, bool]]] = {}
     handles: list[RemovableHandle] = []
 
-    def attach(step: SubBlock, own: list[tuple[Any, Any, bool]]) -> None:
+    def attach(step: SubBlock, kind_spans: list[tuple[Any, Any, bool]]) -> None:
         began: list[Any] = [None]
 
         def begin(*_: object) -> None:
             began[0] = clock.mark()
 
         def end(*_: object) -> None:
-            own.append((began[0], clock.mark(), clock.captures()))
+            kind_spans.append((began[0], clock.mark(), clock.captures()))
 
         assert isinstance(step.body, nn.Module)
         # A shared reading is part of the first sub-block's time.
@@ -161,10 +161,10 @@ def time_forward(model: LanguageModel, clock: DeviceClock) -> Callable[[], dict[
         for handle in handles:
             handle.remove()
         # If a step was captured, passes are its replays.
-        chosen = {kind: [span for span in own if span[2]] or own for kind, own in spans.items()}
+        chosen = {kind: [span for span in kind_spans if span[2]] or kind_spans for kind, kind_spans in spans.items()}
         return {
-            kind: SubBlockSeconds(statistics.median(clock.seconds(began, ended) for began, ended, _ in own))
-            for kind, own in chosen.items()
+            kind: SubBlockSeconds(statistics.median(clock.seconds(began, ended) for began, ended, _ in kind_spans))
+            for kind, kind_spans in chosen.items()
         }
 
     for step in model.stack.sub_blocks():
@@ -200,4 +200,5 @@ def time_backward(
         gradient = rows.new_ones(rows.shape[0], columns[step.wired.kind]).t()
         seconds = clock.time(functools.partial(torch.matmul, gradient, rows))
         weight_gradient.setdefault(step.wired.kind, []).append(seconds)
-    return {kind: (statistics.median(own), statistics.median(weight_gradient[kind])) for kind, own in backward.items()}
+    medians = {kind: statistics.median(seconds) for kind, seconds in backward.items()}
+    return {kind: (median, statistics.median(weight_gradient[kind])) for kind, median in medians.items()}

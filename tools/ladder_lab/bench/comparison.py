@@ -48,12 +48,12 @@ class WiringComparison:
         self,
         options: BenchmarkOptions,
         shape: ModelConfig,
-        place: RankInfo,
+        rank_info: RankInfo,
         device: torch.device,
         operations: Operations | None = None,
     ) -> None:
         """Build interconnect and models, with these operations; a collective call of all ranks."""
-        self.options, self.shape, self.place = options, shape, place
+        self.options, self.shape, self.place = options, shape, rank_info
         self.interconnect = make_interconnect(options, shape, device)
         self.mesh = self.interconnect.mesh
         self._wire = self.interconnect.wire
@@ -104,7 +104,9 @@ class WiringComparison:
         finish = {bound.name: time_forward(self.models[bound.name], self._clock) for bound in self._bounds}
         with self.prepare(workload, [VARIANTS["standard"], *self._bounds], 1) as passes:
             times = self.time(passes, f"calibrating {workload.case}")
-        found = {bound.name: self._calibration(workload, bound, finish[bound.name](), times) for bound in self._bounds}
+        calibrations: dict[str, Calibration] = {}
+        for bound in self._bounds:
+            calibrations[bound.name] = self._calibration(workload, bound, finish[bound.name](), times)
         # Including those of embedding, head and loss.
         # A replay does not pass through the counter.
         eager = replace(workload, cuda_graph=False)
@@ -125,7 +127,7 @@ class WiringComparison:
             contention = min(BOUNDED_CONTENTION, gpu_contention(message.num_bytes))
         serial = self.options.device == "cuda" or self.options.link == "serial"
         wire = WireModel(serial, launch_seconds=cost / 2, finish_seconds=cost / 2, contention=contention)
-        return Prediction(found, wire, message, always_waiting)
+        return Prediction(calibrations, wire, message, always_waiting)
 
     def _calibration(
         self, workload: Workload, bound: Variant, kinds: dict[SubBlockKind, SubBlockSeconds], times: PairedTimes
@@ -133,9 +135,8 @@ class WiringComparison:
         if workload.case == "train":
             shape = (workload.sequence, workload.batch, self.shape.hidden_size)
             hidden = torch.randn(shape, device=self.interconnect.device, dtype=self.interconnect.dtype)
-            model, rounds = self.models[bound.name], self.options.rounds
-            backward = time_backward(model, hidden, rounds, self._clock)
-            kinds = {kind: SubBlockSeconds(one.forward, *backward[kind]) for kind, one in kinds.items()}
+            backward = time_backward(self.models[bound.name], hidden, self.options.rounds, self._clock)
+            kinds = {kind: SubBlockSeconds(forward.forward, *backward[kind]) for kind, forward in kinds.items()}
         seconds = times.median(bound.name) / workload.units
         return Calibration(kinds, seconds, self.models[bound.name].config)
 

@@ -75,10 +75,10 @@ def communication(events: Sequence[Event]) -> Communication:
     if not names.steps:
         raise ValueError("it contains no training step")
     on_device = [event for event in events if event.get("cat") in _DEVICE_WORK]
-    found = _of_kernels(events, on_device) if on_device else _of_waits(events)
+    spans = _of_kernels(events, on_device) if on_device else _of_waits(events)
     rows = [
         (*names.owner_at(moment, thread), iteration, in_flight * 1e-6, exposed * 1e-6)
-        for moment, thread, at, in_flight, exposed in found
+        for moment, thread, at, in_flight, exposed in spans
         if (iteration := names.step_at(at)) is not None
     ]
     columns = ["name", "direction", "iteration", "in_flight_seconds", "exposed_seconds"]

@@ -62,34 +62,34 @@ class Interconnect:
             self.wire.close()
 
 
-def start_ranks(options: BenchmarkOptions, place: RankInfo) -> torch.device:
+def start_ranks(options: BenchmarkOptions, rank_info: RankInfo) -> torch.device:
     """Join the other processes and return this one's device.
 
     Raises:
         UserError: the machine lacks what the flags need, or the launcher started another number of processes.
     """
     flag, processes = ("--emulate", 1) if options.emulate else (f"--tp {options.tp}", options.tp)
-    if place.world_size != processes:
-        raise UserError(f"{flag} needs processes: {processes}, but the launcher started {place.world_size}")
+    if rank_info.world_size != processes:
+        raise UserError(f"{flag} needs processes: {processes}, but the launcher started {rank_info.world_size}")
     if options.device == "cpu" and options.emulate:
         return torch.device("cpu")
     if options.device == "cpu":
         # One thread and, if there are enough cores, a dedicated core for each rank.
         torch.set_num_threads(1)
         cores = sorted(os.sched_getaffinity(0))
-        if len(cores) >= place.world_size:
-            os.sched_setaffinity(0, {cores[place.local_rank]})
-        return start_process_group(place, TIMEOUT_MINUTES, device=torch.device("cpu"))
-    device = place.device()
+        if len(cores) >= rank_info.world_size:
+            os.sched_setaffinity(0, {cores[rank_info.local_rank]})
+        return start_process_group(rank_info, TIMEOUT_MINUTES, device=torch.device("cpu"))
+    device = rank_info.device()
     if device.type == "cpu":
         raise UserError("--device cuda: torch finds no GPU here: use --device cpu")
-    check_device(place)
+    check_device(rank_info)
     if options.emulate:
         torch.cuda.set_device(device)
         return device
     if options.tp_all_reduce == "symmetric":
-        check_peers(place.world_size, device, torch.bfloat16)
-    return start_process_group(place, TIMEOUT_MINUTES)
+        check_peers(rank_info.world_size, device, torch.bfloat16)
+    return start_process_group(rank_info, TIMEOUT_MINUTES)
 
 
 def make_interconnect(options: BenchmarkOptions, shape: ModelConfig, device: torch.device) -> Interconnect:

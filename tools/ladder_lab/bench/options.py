@@ -84,8 +84,8 @@ class BenchmarkOptions:
 
 def parse_options(argv: Sequence[str]) -> tuple[Case, BenchmarkOptions]:
     """Parse `decode|prefill|train` and the flags; raise UserError with one message per error."""
-    found, words = take_subcommand(argv, CASES, "benchmark.py", "Times wirings in alternation.")
-    case = cast(Case, found)
+    subcommand, words = take_subcommand(argv, CASES, "benchmark.py", "Times wirings in alternation.")
+    case = cast(Case, subcommand)
     (options,) = parse_command_line([BenchmarkOptions], words, f"benchmark.py {case}", CASES[case])
     raise_user_errors(_find_errors(case, options))
     return case, replace(

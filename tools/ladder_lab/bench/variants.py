@@ -46,4 +46,5 @@ VARIANTS: dict[str, Variant] = {
 
 def bound_of(variant: Variant) -> Variant:
     """Return the variant with the same sub-blocks and without reduces."""
-    return next(one for one in VARIANTS.values() if one.without_reduces and one.sub_blocks == variant.sub_blocks)
+    bounds = (other for other in VARIANTS.values() if other.without_reduces)
+    return next(bound for bound in bounds if bound.sub_blocks == variant.sub_blocks)

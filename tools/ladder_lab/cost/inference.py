@@ -118,8 +118,14 @@ def predict_inference(request: InferenceRequest) -> InferenceTimes:
     """Return the seconds of prefill, which gives the first token, and of decoding the others."""
     # The mean of all steps: attention covers the prompt and half of the new tokens.
     positions = request.prompt + request.new_tokens / 2
-    step = _pass_seconds(request, request.batch, lambda one, count: _decode_seconds(request, one, count, positions))
-    prefill = _pass_seconds(request, request.batch * request.prompt, lambda one, count: _prefill_seconds(request, one))
+
+    def decode_seconds(sub_block: SubBlockTensors, sub_blocks: int) -> float:
+        return _decode_seconds(request, sub_block, sub_blocks, positions)
+
+    step = _pass_seconds(request, request.batch, decode_seconds)
+    prefill = _pass_seconds(
+        request, request.batch * request.prompt, lambda tensors, _: _prefill_seconds(request, tensors)
+    )
     return InferenceTimes(prefill, (request.new_tokens - 1) * step)
 
 
@@ -131,13 +137,13 @@ def _pass_seconds(request: InferenceRequest, tokens: int, seconds_of: Callable[[
     reduce = request.reduce_seconds(tokens)
     steps = [
         SubBlockTime(
-            seconds_of(one, len(sub_blocks)),
+            seconds_of(sub_block, len(sub_blocks)),
             reduce,
-            one.wired.missing,
-            joins_next=one.wired.joins_next,
+            sub_block.wired.missing,
+            joins_next=sub_block.wired.joins_next,
         )
         for sub_blocks in layer_tensors(request.model)
-        for one in sub_blocks
+        for sub_block in sub_blocks
     ]
     contention = request.machine.contention_of(BYTES * tokens * request.model.hidden_size) if reduce else 0.0
     head = head_tensor(request.model).local_numel(request.ranks) * BYTES / _read_rate(request)
@@ -162,13 +168,16 @@ def _cache_bytes(request: InferenceRequest) -> float:
     return 2 * BYTES * heads * request.model.head_dim
 
 
-def _decode_seconds(request: InferenceRequest, one: SubBlockTensors, sub_blocks: int, positions: float) -> float:
+def _decode_seconds(request: InferenceRequest, sub_block: SubBlockTensors, sub_blocks: int, positions: float) -> float:
     """Return the time of one sub-block in a decode step; a layer has `sub_blocks`."""
-    constants, rate = _constants(request), _read_rate(request)
+    constants = _constants(request)
+    rate = _read_rate(request)
     floor = constants.floor + (FLOOR_GROWTH * math.log2(request.batch / 4) if request.batch > 4 else 0.0)
-    kind = "parallel" if sub_blocks == 1 else "ladder" if one.wired.missing else "standard"
+    kind = "ladder" if sub_block.wired.missing else "standard"
+    if sub_blocks == 1:
+        kind = "parallel"
     seconds = constants.glue[kind] * MICROSECOND / sub_blocks
-    for branch in one.branches:
+    for branch in sub_block.branches:
         reading = _weights_read(branch, request.batch) / request.ranks * request.weight_bits / 8 / rate
         flops = 2 * branch.weights_per_token * request.batch / request.ranks
         computing = flops / (FLOPS_SHARE * request.machine.gpu.peak_flops)
@@ -182,17 +191,18 @@ def _decode_seconds(request: InferenceRequest, one: SubBlockTensors, sub_blocks:
 def _weights_read(branch: Branch, tokens: float) -> float:
     """Return the numbers in the matrices that a step of so many tokens reads: those of the expected number of distinct
     experts, if every expert is equally likely."""
-    of_router, share = sum(one.numel for one in branch.router[:1]), branch.experts_per_token / branch.experts
+    of_router = sum(tensor.numel for tensor in branch.router[:1])
+    share = branch.experts_per_token / branch.experts
     of_experts = (branch.weights_per_token - of_router) / share
     return of_experts * (1 - (1 - share) ** tokens) + of_router
 
 
-def _prefill_seconds(request: InferenceRequest, one: SubBlockTensors) -> float:
+def _prefill_seconds(request: InferenceRequest, sub_block: SubBlockTensors) -> float:
     """Return the time of one sub-block in prefill."""
     tokens = request.batch * request.prompt
     streams = STREAM_PASSES * BYTES * tokens * request.model.hidden_size / request.machine.gpu.memory_bytes_per_second
     seconds = 0.0
-    for branch in one.branches:
+    for branch in sub_block.branches:
         # A flash kernel skips the masked half of the scores.
         flops = tokens * 2 * (branch.weights_per_token + request.prompt * branch.score_width) / request.ranks
         seconds += flops / (FLOPS_SHARE * request.machine.gpu.peak_flops)

@@ -64,10 +64,10 @@ def join_intervals(steps: Sequence[SubBlockTime], interval: int) -> Sequence[Sub
         return steps
     return [
         SubBlockTime(
-            sum(one.forward_seconds for one in joined),
+            sum(sub_block.forward_seconds for sub_block in joined),
             joined[0].reduce_seconds,
-            dgrad_seconds=sum(one.dgrad_seconds for one in joined),
-            wgrad_seconds=sum(one.wgrad_seconds for one in joined),
+            dgrad_seconds=sum(sub_block.dgrad_seconds for sub_block in joined),
+            wgrad_seconds=sum(sub_block.wgrad_seconds for sub_block in joined),
         )
         for joined in (steps[start : start + interval] for start in range(0, len(steps), interval))
     ]

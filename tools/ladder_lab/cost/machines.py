@@ -140,20 +140,23 @@ class LinkPreset:
 
     def changed(self, latency: float | None, rate: float | None, per_doubling: bool = False) -> "LinkPreset":
         """Return the link with a measured latency in us, or one for each doubling of the ranks, and rate in GB/s."""
-        given: dict[str, Any] = {}
+        changes: dict[str, Any] = {}
         figures = []
         if rate is not None:
-            given["rate"] = rate
+            changes["rate"] = rate
             figures.append(f"{rate:g} GB/s")
         if latency is not None:
             figures.append(f"{latency:g} us" + (" for each doubling of the boxes" if per_doubling else ""))
-            given |= {"latency": 0.0, "per_rank": 0.0, "per_doubling": 0.0, "known_ranks": _BOXES}
-            given["per_doubling" if per_doubling else "latency"] = latency
-        if not given:
+            changes |= {"latency": 0.0, "per_rank": 0.0, "per_doubling": 0.0, "known_ranks": _BOXES}
+            changes["per_doubling" if per_doubling else "latency"] = latency
+        if not changes:
             return self
         of_two = None if self.of_two is None else self.of_two.changed(latency, rate, per_doubling)
         return replace(
-            self, **given, of_two=of_two, source=f"{' and '.join(figures)} by the command line; otherwise {self.source}"
+            self,
+            **changes,
+            of_two=of_two,
+            source=f"{' and '.join(figures)} by the command line; otherwise {self.source}",
         )
 
 

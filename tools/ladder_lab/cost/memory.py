@@ -134,20 +134,19 @@ class _LayerNumbers(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _numbers_of_layers(model: ModelConfig, tensor: int, whole_experts: bool) -> list[_LayerNumbers]:
-    return [
-        _LayerNumbers(
-            sum(sub_block.parameters(tensor) for sub_block in layer),
-            sum(
-                matrix.weight.local_numel(tensor)
-                for sub_block in layer
-                for branch in sub_block.branches
-                for matrix in (*branch.inputs, branch.output)
-            ),
-            sum(_kept_inside(branch, tensor, whole_experts) for sub_block in layer for branch in sub_block.branches),
-            max(_temporary(branch, tensor, whole_experts) for sub_block in layer for branch in sub_block.branches),
+    numbers: list[_LayerNumbers] = []
+    for layer in layer_tensors(model):
+        branches = [branch for sub_block in layer for branch in sub_block.branches]
+        matrices = [matrix for branch in branches for matrix in (*branch.inputs, branch.output)]
+        numbers.append(
+            _LayerNumbers(
+                sum(sub_block.parameters(tensor) for sub_block in layer),
+                sum(matrix.weight.local_numel(tensor) for matrix in matrices),
+                sum(_kept_inside(branch, tensor, whole_experts) for branch in branches),
+                max(_temporary(branch, tensor, whole_experts) for branch in branches),
+            )
         )
-        for layer in layer_tensors(model)
-    ]
+    return numbers
 
 
 def _kept_inside(branch: Branch, ranks: int, whole_experts: bool) -> float:
@@ -164,7 +163,8 @@ def _temporary(branch: Branch, ranks: int, whole_experts: bool) -> float:
     """Return the numbers per token of the gradients and products of all sorted rows, also of those of other ranks."""
     if not branch.router:
         return 0.0
-    expert, hidden_size = branch.inputs[0].weight.width(1 if whole_experts else ranks), branch.router[0].shape[1]
+    expert = branch.inputs[0].weight.width(1 if whole_experts else ranks)
+    hidden_size = branch.router[0].shape[1]
     return branch.experts_per_token * (EXPERT_WIDTHS * expert + hidden_size)
 
 
@@ -191,9 +191,15 @@ def stage_parameters(model: ModelConfig, layout: Layout, stage: int) -> int:
     """
     matrix = embedding_tensor(model).local_numel(layout.tensor)
     count = sum(layer.parameters for layer in _numbers_of_stage(model, layout, stage))
-    last = layout.pipeline - 1
-    count += matrix * (stage == 0) + final_norm_tensor(model).numel * (stage == last)
-    return count + matrix * (stage == last and not (model.tie_embeddings and stage == 0))
+    is_first = stage == 0
+    is_last = stage == layout.pipeline - 1
+    if is_first:
+        count += matrix
+    if is_last:
+        count += final_norm_tensor(model).numel
+    if is_last and not (model.tie_embeddings and is_first):
+        count += matrix
+    return count
 
 
 def _state_bytes(
@@ -237,13 +243,15 @@ def _layers_activation_bytes(
 @lru_cache(maxsize=256)
 def _new_streams(model: ModelConfig) -> list[list[bool]]:
     """Return for each layer and sub-block whether it is the first to read its stream."""
-    plan, reads = plan_reads(model.wired_layers), itertools.count()
+    plan = plan_reads(model.wired_layers)
+    reads = itertools.count()
     return [[len(plan.arriving(next(reads))) > 0 for _ in kinds] for kinds in model.layer_kinds]
 
 
 def _head_activation_bytes(model: ModelConfig, layout: Layout, tokens: int, precision: Precision) -> float:
     """Return the bytes that final norm, output head and loss keep. The head's input is whole on every rank."""
-    size, cut = NUMBER_BYTES[precision], layout.tensor if layout.sequence_parallel else 1
+    size = NUMBER_BYTES[precision]
+    cut = layout.tensor if layout.sequence_parallel else 1
     stream = tokens * model.hidden_size * (size + size / cut)
     return stream + FP32_BYTES * embedding_tensor(model).local_numel(layout.tensor)
 
@@ -251,8 +259,10 @@ def _head_activation_bytes(model: ModelConfig, layout: Layout, tokens: int, prec
 def stage_memory(
     model: ModelConfig, layout: Layout, stage: int, sequence: int, micro_batches: int, precision: Precision = "bf16"
 ) -> Memory:
-    size, tokens = NUMBER_BYTES[precision], sequence * layout.micro_batch
-    parameters, orthogonal = stage_parameters(model, layout, stage), _orthogonal_parameters(model, layout, stage)
+    size = NUMBER_BYTES[precision]
+    tokens = sequence * layout.micro_batch
+    parameters = stage_parameters(model, layout, stage)
+    orthogonal = _orthogonal_parameters(model, layout, stage)
     weights, gradients, optimizer = _state_bytes(parameters, layout, precision, orthogonal)
     held = min(layout.pipeline - stage, micro_batches)
     activations = held * _layers_activation_bytes(model, layout, stage, tokens, precision)
@@ -275,5 +285,5 @@ def worst_memory(
 ) -> Memory:
     """Return the memory of the fullest GPU."""
     stages = range(layout.pipeline)
-    found = [stage_memory(model, layout, stage, sequence, micro_batches, precision) for stage in stages]
-    return max(found, key=lambda memory: memory.total)
+    memories = [stage_memory(model, layout, stage, sequence, micro_batches, precision) for stage in stages]
+    return max(memories, key=lambda memory: memory.total)

@@ -91,11 +91,11 @@ def _placement(tensor: int, pipeline: int, data: int, per_box: int) -> Placement
     for rank in range(layout.gpus):
         replicas[rank // tensor % data].add(rank // per_box)
     return Placement(
-        tensor=_spreads((one.tensor for one in groups), per_box),
-        data=_spreads((one.data for one in groups), per_box),
+        tensor=_spreads((of_rank.tensor for of_rank in groups), per_box),
+        data=_spreads((of_rank.data for of_rank in groups), per_box),
         # An adapter carries both directions at once, so only the senders of one direction share it.
-        following=_spreads((one.following for one in groups), per_box, only_first=True),
-        ends=_spreads((one.ends for one in groups), per_box),
+        following=_spreads((of_rank.following for of_rank in groups), per_box, only_first=True),
+        ends=_spreads((of_rank.ends for of_rank in groups), per_box),
         boxes_of_replica=max(map(len, replicas)),
     )
 

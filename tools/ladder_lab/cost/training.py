@@ -103,13 +103,15 @@ class LayerTime:
 
         def time_of(sub_block: SubBlockTensors) -> SubBlockTime:
             # A flash kernel skips the masked half of the scores.
-            flops = sum(2 * (one.weights_per_token + self.sequence * one.score_width) for one in sub_block.branches)
+            products = (branch.weights_per_token + self.sequence * branch.score_width for branch in sub_block.branches)
+            flops = 2 * sum(products)
             inputs = sum(
-                matrix.weight.numel * one.experts_per_token / one.experts
-                for one in sub_block.branches
-                for matrix in one.inputs
+                matrix.weight.numel * branch.experts_per_token / branch.experts
+                for branch in sub_block.branches
+                for matrix in branch.inputs
             )
-            forward, wgrad = tokens * flops / rate + streams, tokens * 2 * inputs / rate
+            forward = tokens * flops / rate + streams
+            wgrad = tokens * 2 * inputs / rate
             dgrad = forward * (3 if layout.recompute else 2) - wgrad
             wired = sub_block.wired
             shared = wired.joins_next, wired.shares_reading and not layout.recompute

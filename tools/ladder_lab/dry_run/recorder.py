@@ -115,7 +115,8 @@ class Recorder(TorchDispatchMode):
 
     def _slot(self, key: tuple[object, ...], name: str, ranks: Sequence[int]) -> int:
         if key not in self._slots:
-            same = sum(one.name.split(" #")[0] == name and one.ranks == tuple(ranks) for one in self._communicators)
+            of_ranks = [communicator for communicator in self._communicators if communicator.ranks == tuple(ranks)]
+            same = sum(communicator.name.split(" #")[0] == name for communicator in of_ranks)
             self._slots[key] = len(self._communicators)
             self._communicators.append(Communicator(f"{name} #{same + 1}" if same else name, tuple(ranks)))
         return self._slots[key]
@@ -208,13 +209,13 @@ class _MemoryLog:
         """Return the bytes of each kind when most are allocated, after `start` events; `other` is without a kind."""
         live: Counter[str] = Counter()
         best, most, total = dict(live), -1, 0
-        for place, event in enumerate(self._events):
+        for index, event in enumerate(self._events):
             number = max(event, ~event)
             if number in self._ignored:
                 continue
             size = self._sizes[number] if event >= 0 else -self._sizes[number]
             live[self._kinds.get(number, other)] += size
             total += size
-            if place >= start and total > most:
+            if index >= start and total > most:
                 best, most = dict(live), total
         return best

@@ -78,19 +78,20 @@ def _differences(programs: Mapping[int, RankProgram]) -> Iterator[str]:
     for rank, (communicators, collectives) in programs.items():
         if id(collectives) not in parts:
             lists: list[list[Collective]] = [[] for _ in communicators]
-            for one in collectives:
-                lists[one.slot].append(one)
+            for collective in collectives:
+                lists[collective.slot].append(collective)
             parts[id(collectives)] = [tuple(part) for part in lists]
         for communicator, part in zip(communicators, parts[id(collectives)], strict=True):
             if part and rank not in communicator.ranks:
                 yield f"rank {rank} launches {part[0]} in {communicator}, to which it does not belong"
             members.setdefault(communicator, {})[rank] = part
     equal: dict[tuple[int, ...], bool] = {}
-    for communicator, found in members.items():
-        launches = {rank: found.get(rank, ()) for rank in communicator.ranks}
+    for communicator, parts_of_ranks in members.items():
+        launches = {rank: parts_of_ranks.get(rank, ()) for rank in communicator.ranks}
         key = tuple(dict.fromkeys(id(part) for part in launches.values()))
         if key not in equal:
-            contracts = {tuple(one.contract for one in part) for part in {id(p): p for p in launches.values()}.values()}
+            parts_by_id = {id(part): part for part in launches.values()}
+            contracts = {tuple(collective.contract for collective in part) for part in parts_by_id.values()}
             equal[key] = len(contracts) == 1
         if not equal[key]:
             yield _describe_difference(communicator, launches)
@@ -99,10 +100,10 @@ def _differences(programs: Mapping[int, RankProgram]) -> Iterator[str]:
 def _describe_difference(communicator: Communicator, launches: Mapping[int, Sequence[Collective]]) -> str:
     """Name the first collective that differs, the ranks that differ from most others, and what both launch."""
     number = 0
-    while len({one[number].contract if number < len(one) else None for one in launches.values()}) == 1:
+    while len({launched[number].contract if number < len(launched) else None for launched in launches.values()}) == 1:
         number += 1
     at = {rank: part[number] if number < len(part) else None for rank, part in launches.items()}
-    kinds = {rank: None if one is None else one.contract for rank, one in at.items()}
+    kinds = {rank: None if launched is None else launched.contract for rank, launched in at.items()}
     usual = Counter(kinds.values()).most_common(1)[0][0]
     others = [rank for rank, kind in kinds.items() if kind != usual]
     same = [rank for rank in kinds if kinds[rank] == usual]
@@ -120,9 +121,9 @@ def _short(ranks: Sequence[int]) -> str:
     return name_ranks(sorted(ranks))
 
 
-def _launches(ranks: Sequence[int], one: Collective | None) -> str:
+def _launches(ranks: Sequence[int], collective: Collective | None) -> str:
     verb = "launches" if len(ranks) == 1 else "launch"
-    return f"{_short(ranks)} {verb} {'nothing more' if one is None else one}"
+    return f"{_short(ranks)} {verb} {'nothing more' if collective is None else collective}"
 
 
 def _run_to_the_end(programs: Mapping[int, RankProgram]) -> list[str]:
@@ -150,7 +151,7 @@ def _describe_circle(programs: Mapping[int, RankProgram], waiting: Mapping[int, 
         """Return a rank that has not arrived where this one waits."""
         mine = programs[rank].communicators[waiting[rank].slot]
         places = ((other, programs[other].communicators[waiting[other].slot]) for other in mine.ranks)
-        return next(other for other, place in places if place != mine)
+        return next(other for other, position in places if position != mine)
 
     path = [next(iter(waiting))]
     while (following := awaited(path[-1])) not in path:

@@ -27,15 +27,15 @@ def occupy_kernel(message, scratch, count, durations, launches, slot, BLOCK: tl.
     program = tl.program_id(0)
     if program == 0:
         tl.atomic_add(launches + slot, 1, sem="relaxed")
-    own = scratch + program * BLOCK + tl.arange(0, BLOCK)
+    slots = scratch + program * BLOCK + tl.arange(0, BLOCK)
     blocks = tl.cdiv(count, BLOCK)
     block = program
     # Few multiprocessors may be too slow to move all of it in time.
     while (block < blocks) & (_nanoseconds() - began < duration):
-        place = block * BLOCK + tl.arange(0, BLOCK)
-        inside = place < count
-        tl.store(own, tl.load(message + place, mask=inside, volatile=True), mask=inside)
-        tl.store(message + place, tl.load(own, mask=inside, volatile=True), mask=inside)
+        elements = block * BLOCK + tl.arange(0, BLOCK)
+        inside = elements < count
+        tl.store(slots, tl.load(message + elements, mask=inside, volatile=True), mask=inside)
+        tl.store(message + elements, tl.load(slots, mask=inside, volatile=True), mask=inside)
         block += tl.num_programs(0)
         # The traffic is spread evenly over the duration.
         due = duration * tl.minimum(block, blocks) // blocks

@@ -85,7 +85,7 @@ class SharedSlots:
         # A tensor made in inference mode is read-only outside of it.
         with torch.inference_mode(False):
             rows = torch.frombuffer(memory, dtype=torch.uint8).chunk(group.size)
-            slots = [one[_HEADER_BYTES:].chunk(SLOTS) for one in rows]
+            slots = [rank_row[_HEADER_BYTES:].chunk(SLOTS) for rank_row in rows]
         self._slots = list(zip(*slots, strict=True))
         self.publish_delivered(number)
 

@@ -31,22 +31,25 @@ class _Prediction:
     speed_up_range: tuple[float, float]
 
 
-def print_inference(given: MachineOptions, options: InferenceOptions) -> None:
+def print_inference(machine_options: MachineOptions, options: InferenceOptions) -> None:
     """Print the predictions and write the file that the options name; raise UserError for an impossible layout."""
     model, tp = find_size(options.model), options.tp
     errors = tensor_parallel_errors(model, tp)
     raise_user_errors(f"--tp {tp} does not divide --model {options.model}: {error}" for error in errors)
     sizes = options.batch, options.prompt, options.generate, options.weight_bits
-    request = InferenceRequest(model, given.machine(tp), tp, *sizes)
+    request = InferenceRequest(model, machine_options.machine(tp), tp, *sizes)
     models = _wirings(request.model, options)
     predictions = _predict_wirings(request, models)
-    machine, memory, link = request.machine, inference_memory(request), request.reduce_seconds(request.batch)
+    machine = request.machine
+    memory = inference_memory(request)
+    link = request.reduce_seconds(request.batch)
     # Between boxes, servers use NCCL.
     servers = machine.with_one_shot() if 1 < tp <= machine.per_box else None
     fast = None if servers is None else replace(request, machine=servers)
     with_one_shot = {} if fast is None else _predict_wirings(fast, models)
     print(
-        f"{options.model} on {given.place(request.ranks)}, batch {request.batch}, {request.prompt} prompt tokens, "
+        f"{options.model} on {machine_options.place(request.ranks)}, batch {request.batch}, "
+        f"{request.prompt} prompt tokens, "
         f"{request.new_tokens} new tokens\n"
         f"GB per GPU: {memory.total / 1e9:.1f} = {memory.weights / 1e9:.1f} weights + {memory.cache / 1e9:.1f} cache\n"
     )
@@ -56,15 +59,15 @@ def print_inference(given: MachineOptions, options: InferenceOptions) -> None:
     if _fits(request):
         rows = [
             {
-                "wiring": one.wiring,
-                "tokens/s": f"{one.tokens_per_second:.1f}",
-                "first token ms": f"{1e3 * one.times.prefill:.1f}",
-                "decode step ms": f"{1e3 * one.decode_step_seconds:.2f}",
-                "speed-up": f"{one.speed_up:.2f}",
-                "range": "{:.2f} to {:.2f}".format(*one.speed_up_range),
+                "wiring": prediction.wiring,
+                "tokens/s": f"{prediction.tokens_per_second:.1f}",
+                "first token ms": f"{1e3 * prediction.times.prefill:.1f}",
+                "decode step ms": f"{1e3 * prediction.decode_step_seconds:.2f}",
+                "speed-up": f"{prediction.speed_up:.2f}",
+                "range": "{:.2f} to {:.2f}".format(*prediction.speed_up_range),
             }
-            | ({"one-shot": f"{with_one_shot[one.wiring].speed_up:.2f}"} if with_one_shot else {})
-            for one in predictions.values()
+            | ({"one-shot": f"{with_one_shot[prediction.wiring].speed_up:.2f}"} if with_one_shot else {})
+            for prediction in predictions.values()
         ]
         print(
             f"one all-reduce: {1e6 * link:.0f} us in a decode step, "
@@ -78,8 +81,8 @@ def print_inference(given: MachineOptions, options: InferenceOptions) -> None:
     else:
         print(sentence)
     report = {"memory": asdict(memory), "fits": _fits(request), "answer": sentence}
-    report |= {"wirings": [asdict(one) for one in predictions.values()]}
-    report |= {"one_shot": [asdict(one) for one in with_one_shot.values()]}
+    report |= {"wirings": [asdict(prediction) for prediction in predictions.values()]}
+    report |= {"one_shot": [asdict(prediction) for prediction in with_one_shot.values()]}
     write_json(options.json, report)
 
 
@@ -98,10 +101,10 @@ def _predict_wirings(request: InferenceRequest, models: Mapping[str, ModelConfig
 
     bound = {"no-comm": min(times_of(0.0).values(), key=lambda times: times.total)}
     here, fast, slow = (times_of(factor) | bound for factor in (1.0, 1 / LINK_ERROR, LINK_ERROR))
-    found = {}
+    predictions = {}
     for name, times in here.items():
         ratios = [link["standard"].total / link[name].total for link in (fast, here, slow)]
-        found[name] = _Prediction(
+        predictions[name] = _Prediction(
             name,
             times,
             request.batch * request.new_tokens / times.total,
@@ -109,7 +112,7 @@ def _predict_wirings(request: InferenceRequest, models: Mapping[str, ModelConfig
             ratios[1],
             (min(ratios), max(ratios)),
         )
-    return found
+    return predictions
 
 
 def _answer(request: InferenceRequest, predictions: Mapping[str, _Prediction], options: InferenceOptions) -> str:
@@ -122,8 +125,8 @@ def _answer(request: InferenceRequest, predictions: Mapping[str, _Prediction], o
         return f"Answer: no. The model does not fit the {usable:.0f} usable GB of a GPU; {fix}."
     if request.ranks == 1:
         return "Answer: no. A single GPU has no all-reduce to hide."
-    others = {name: one for name, one in predictions.items() if name != "no-comm"}
-    fastest = max(others.values(), key=lambda one: one.tokens_per_second)
+    others = {name: prediction for name, prediction in predictions.items() if name != "no-comm"}
+    fastest = max(others.values(), key=lambda prediction: prediction.tokens_per_second)
     replica = _fastest_replicas(request, options)
     if replica is not None and replica.tokens_per_second >= fastest.tokens_per_second:
         return (
@@ -134,9 +137,9 @@ def _answer(request: InferenceRequest, predictions: Mapping[str, _Prediction], o
     bound = predictions["no-comm"].speed_up
     if min(fastest.speed_up, bound) <= 1 + SMALLEST_DIFFERENCE:
         return f"Answer: no. No wiring gains; without any all-reduce the speed-up would be {bound:.2f}."
-    hybrid = next(one for name, one in predictions.items() if name.startswith("hybrid"))
+    hybrid = next(prediction for name, prediction in predictions.items() if name.startswith("hybrid"))
     layers = hybrid.wiring.removeprefix("hybrid-")
-    leader = verdict([(name, 1 / one.speed_up) for name, one in others.items()])
+    leader = verdict([(name, 1 / prediction.speed_up) for name, prediction in others.items()])
     return (
         f"Answer: yes. Adapting {layers} of {request.model.num_layers} layers to ladder gives {hybrid.speed_up:.2f}, "
         f"all of them {predictions['ladder'].speed_up:.2f}; trained from scratch, the fastest wiring ({leader}) "
@@ -144,10 +147,13 @@ def _answer(request: InferenceRequest, predictions: Mapping[str, _Prediction], o
     )
 
 
-def _one_shot_answer(request: InferenceRequest, fast: InferenceRequest, found: Mapping[str, _Prediction]) -> str:
+def _one_shot_answer(
+    request: InferenceRequest, fast: InferenceRequest, with_one_shot: Mapping[str, _Prediction]
+) -> str:
     """Say in one sentence what is left to gain on a server whose all-reduces are not NCCL's."""
-    before, after = (1e6 * one.reduce_seconds(one.batch) for one in (request, fast))
-    ladder, parallel, bound = (f"{found[name].speed_up:.2f}" for name in ("ladder", "ladder-parallel", "no-comm"))
+    before, after = (1e6 * server.reduce_seconds(server.batch) for server in (request, fast))
+    names = "ladder", "ladder-parallel", "no-comm"
+    ladder, parallel, bound = (f"{with_one_shot[name].speed_up:.2f}" for name in names)
     return (
         f"With the all-reduces of SGLang or vLLM (one-shot, {after:.0f} us instead of {before:.0f}), ladder gives "
         f"{ladder}, ladder-parallel {parallel}; the bound is {bound}."
@@ -165,7 +171,7 @@ def _fastest_replicas(request: InferenceRequest, options: InferenceOptions) -> _
         return None
     predictions = _predict_wirings(inside, _wirings(request.model, replace(options, tp=per_box)))
     predictions.pop("no-comm")
-    best = max(predictions.values(), key=lambda one: one.tokens_per_second)
+    best = max(predictions.values(), key=lambda prediction: prediction.tokens_per_second)
     return replace(best, tokens_per_second=best.tokens_per_second * request.batch / inside.batch)
 
 
@@ -175,10 +181,10 @@ def _wirings(model: ModelConfig, options: InferenceOptions) -> dict[str, ModelCo
     late = layers // 2 if options.ladder_layers is None else options.ladder_layers
     if late > layers:
         raise UserError(f"--ladder-layers {late}: the model has {layers} layers")
-    found = {
+    models = {
         name: wiring.of(model, options.tp)
         for name, wiring in NAMED_WIRINGS.items()
         if wiring.is_planned and wiring.fits(model, options.tp)
     }
-    found[f"hybrid-{late}"] = replace(found["ladder"], ladder_layers=tuple(range(layers - late, layers)))
-    return found
+    models[f"hybrid-{late}"] = replace(models["ladder"], ladder_layers=tuple(range(layers - late, layers)))
+    return models

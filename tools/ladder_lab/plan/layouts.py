@@ -135,11 +135,11 @@ def nearest_gpus(request: PlanRequest) -> int | None:
 
 def best_of_each_grid(plans: Sequence[LayoutPlan]) -> list[LayoutPlan]:
     """Return the fastest plan of each combination of ranks and ZeRO stage, in order."""
-    found: dict[tuple[int, ...], LayoutPlan] = {}
+    best: dict[tuple[int, ...], LayoutPlan] = {}
     for plan in plans:
         layout = plan.layout
-        found.setdefault((layout.tensor, layout.pipeline, layout.data, layout.zero), plan)
-    return list(found.values())
+        best.setdefault((layout.tensor, layout.pipeline, layout.data, layout.zero), plan)
+    return list(best.values())
 
 
 def verdict(times: Sequence[tuple[str, float]]) -> str:
@@ -166,8 +166,8 @@ def sweep(request: PlanRequest, layout: Layout) -> list[dict[str, Any]]:
         for name in names
     }
     for factor in FACTORS:
-        times = {name: _layer_time(request, one, name, factor) for name, one in layouts.items()}
-        seconds = {name: step_time(times[name], one, request.global_batch).total for name, one in layouts.items()}
+        times = {name: _layer_time(request, layouts[name], name, factor) for name in names}
+        seconds = {name: step_time(times[name], layouts[name], request.global_batch).total for name in names}
         reduce_seconds = times["standard"].reduce_seconds
         fastest = verdict([*seconds.items()])
         rows.append({"factor": factor, "reduce_seconds": reduce_seconds, "seconds": seconds, "fastest": fastest})

@@ -54,7 +54,8 @@ class MachineOptions:
     def machine(self, gpus: int) -> Machine:
         """Return the machine; raise UserError if its interconnects are not known for so many GPUs."""
         usual = Machine.of(self._gpu())
-        link, network = PRESETS.get(self.link or "", usual.link), PRESETS.get(self.network or "", usual.network)
+        link = PRESETS.get(self.link or "", usual.link)
+        network = PRESETS.get(self.network or "", usual.network)
         machine = Machine(
             usual.gpu,
             self.gpus_per_node or usual.per_box,
@@ -77,17 +78,19 @@ class MachineOptions:
 
     def _gpu(self) -> Gpu:
         """Return the GPU of that name with the figures of the command line."""
-        given = {
+        flags = {
             "memory_bytes": (self.gpu_memory_gb, 1e9),
             "memory_bytes_per_second": (self.memory_bandwidth_gbs, 1e9),
             "peak_flops": (self.peak_tflops, 1e12),
         }
-        figures: dict[str, Any] = {name: value * unit for name, (value, unit) in given.items() if value is not None}
+        figures: dict[str, Any] = {name: value * unit for name, (value, unit) in flags.items() if value is not None}
         if self.gpu not in GPUS:
             return Gpu(self.gpu, **figures, box=OTHER_BOX, source="command line")
         known = GPUS[self.gpu]
-        whole = len(figures) == len(given)
-        source = "command line" if whole else f"command line; otherwise {known.source}" if figures else known.source
+        whole = len(figures) == len(flags)
+        source = f"command line; otherwise {known.source}" if figures else known.source
+        if whole:
+            source = "command line"
         return replace(known, **figures, source=source)
 
     def place(self, gpus: int) -> str:
@@ -161,18 +164,18 @@ KINDS = {"layouts": LayoutOptions, "inference": InferenceOptions}
 
 def parse_options(argv: Sequence[str]) -> tuple[MachineOptions, LayoutOptions | InferenceOptions]:
     """Read the subcommand (`layouts` by default) and its flags; raise UserError with one message per error."""
-    given = argv if argv and not argv[0].startswith("-") else ["layouts", *argv]
-    command, words = take_subcommand(given, DESCRIPTIONS, "plan.py", "Plans layouts. Needs no GPU.")
+    arguments = argv if argv and not argv[0].startswith("-") else ["layouts", *argv]
+    command, words = take_subcommand(arguments, DESCRIPTIONS, "plan.py", "Plans layouts. Needs no GPU.")
     description = "\n".join(f"plan.py {name}: {text}" for name, text in DESCRIPTIONS.items())
     sections = [MachineOptions, KINDS[command]]
     machine, options = parse_command_line(sections, words, f"plan.py {command}", description, _unknown_names)
     return machine, options
 
 
-def _unknown_names(found: FlagWords) -> Iterator[Problem]:
+def _unknown_names(flag_words: FlagWords) -> Iterator[Problem]:
     """Find a model without a shape, and a GPU without figures."""
-    gpu, model = (str(found.words.get(name, known)) for name, known in (("gpu", "h100"), ("model", "8b")))
-    missing = [flag_name(name) for name in _GPU_FLAGS if name not in found.words]
+    gpu, model = (str(flag_words.words.get(name, known)) for name, known in (("gpu", "h100"), ("model", "8b")))
+    missing = [flag_name(name) for name in _GPU_FLAGS if name not in flag_words.words]
     if gpu not in GPUS and missing:
         yield Problem(
             "--gpu",

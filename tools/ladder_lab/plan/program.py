@@ -44,9 +44,9 @@ class _Advice:
     """The most bytes of each kind that a GPU sends in a step."""
 
 
-def print_layouts(given: MachineOptions, options: LayoutOptions) -> None:
+def print_layouts(machine_options: MachineOptions, options: LayoutOptions) -> None:
     """Print the plan and write the file that the options name; raise UserError if nothing fits."""
-    model, machine = find_size(options.model), given.machine(options.gpus)
+    model, machine = find_size(options.model), machine_options.machine(options.gpus)
     if options.gpus > machine.per_box and options.gpus % machine.per_box:
         raise UserError(
             f"--gpus {options.gpus}: boxes of {machine.per_box} GPUs would not be full: give a multiple of "
@@ -67,7 +67,7 @@ def print_layouts(given: MachineOptions, options: LayoutOptions) -> None:
     rows = [] if layout is None else sweep(request, layout)
     advice = _advise(request, plans)
     text = _report_text(request, plans, advice, options.top, layout, rows)
-    print(f"{options.model}, {given.place(options.gpus)}, {text}", flush=True)
+    print(f"{options.model}, {machine_options.place(options.gpus)}, {text}", flush=True)
     write_json(options.json, _report_json(request, plans, advice, layout, rows))
 
 
@@ -104,9 +104,11 @@ def _fastest_standard(request: PlanRequest, plans: Sequence[LayoutPlan]) -> Layo
 
 def _advise(request: PlanRequest, plans: Sequence[LayoutPlan]) -> _Advice:
     """Return the fastest plan if its wiring helps, and otherwise the fastest of standard."""
-    best, standard = plans[0], _fastest_standard(request, plans)
+    best = plans[0]
+    standard = _fastest_standard(request, plans)
     if standard is None:
-        advised, text = best, f"Answer: yes. {best.wiring} fits, and no layout of standard does."
+        advised = best
+        text = f"Answer: yes. {best.wiring} fits, and no layout of standard does."
     elif best.wiring != "standard" and standard.time.total > best.time.total * (1 + SMALLEST_DIFFERENCE):
         gain = standard.time.total / best.time.total
         text = f"Answer: yes. {best.wiring} trains {gain:.2f} times as fast as the fastest layout of standard."
@@ -115,9 +117,11 @@ def _advise(request: PlanRequest, plans: Sequence[LayoutPlan]) -> _Advice:
         alone = ", which needs no tensor parallelism" if standard.layout.tensor == 1 else ""
         text = f"Answer: no. No compared wiring is more than 3 % faster than the fastest layout of standard{alone}."
         advised = standard
-    speed, replica = tokens_per_second(request, advised), advised.layout.tensor * advised.layout.pipeline
-    per_box, seconds = request.machine.per_box, 1e9 / speed
-    unit, size = next((one for one in _UNITS if seconds >= 2 * one[1]), _UNITS[-1])
+    speed = tokens_per_second(request, advised)
+    replica = advised.layout.tensor * advised.layout.pipeline
+    per_box = request.machine.per_box
+    seconds = 1e9 / speed
+    unit, size = next(((unit, size) for unit, size in _UNITS if seconds >= 2 * size), _UNITS[-1])
     spanned = placement(advised.layout, per_box).boxes_of_replica
     places = f"each replica spans up to {spanned} boxes"
     if spanned == 1:
@@ -132,13 +136,18 @@ def _advise(request: PlanRequest, plans: Sequence[LayoutPlan]) -> _Advice:
 
 def _traffic(request: PlanRequest, plan: LayoutPlan) -> dict[str, Sent]:
     """Return the most bytes of each kind that a GPU sends in a step, in groups inside a box and over several boxes."""
-    layout, model = plan.layout, NAMED_WIRINGS[plan.wiring].of(request.model, plan.layout.tensor)
+    layout = plan.layout
+    model = NAMED_WIRINGS[plan.wiring].of(request.model, layout.tensor)
     micro_batches = request.global_batch // (layout.data * layout.micro_batch)
     of_ranks = [
         rank_traffic(model, layout, request.sequence, micro_batches, request.machine.per_box, rank)
         for rank in range(layout.gpus)
     ]
-    return {kind: Sent(*(max(one[kind][i] for one in of_ranks) for i in (0, 1))) for kind in of_ranks[0]}
+    most: dict[str, Sent] = {}
+    for kind in of_ranks[0]:
+        sent = [of_rank[kind] for of_rank in of_ranks]
+        most[kind] = Sent(max(rank_sent.inside for rank_sent in sent), max(rank_sent.across for rank_sent in sent))
+    return most
 
 
 def _describe_traffic(traffic: Mapping[str, Sent]) -> str:
@@ -154,7 +163,10 @@ def _describe_traffic(traffic: Mapping[str, Sent]) -> str:
 def _describe_layout(layout: Layout) -> str:
     ranks = f"TP {layout.tensor} PP {layout.pipeline} DP {layout.data} ZeRO {layout.zero}"
     parts = [ranks, f"micro-batch {layout.micro_batch}"]
-    parts += ["recompute"] * layout.recompute + ["sequence-parallel"] * layout.sequence_parallel
+    if layout.recompute:
+        parts.append("recompute")
+    if layout.sequence_parallel:
+        parts.append("sequence-parallel")
     # Without commas, which separate the layouts of a tie.
     return " ".join(parts)
 

@@ -114,7 +114,8 @@ def parse_options(argv: Sequence[str]) -> Parsed | ReportOptions:
     """Parse `run|report` and the flags. Raises UserError with one message per error."""
     command, _ = take_subcommand(argv, DESCRIPTIONS, "study.py", "Runs and reports grids of training runs.")
     split = argv.index("--") if "--" in argv and command != "report" else len(argv)
-    words, training_flags = argv[1:split], tuple(argv[split + 1 :])
+    words = argv[1:split]
+    training_flags = tuple(argv[split + 1 :])
     errors: list[str] = []
     options, *grid = parse_command_line(SECTIONS[command], words, f"study.py {command}", DESCRIPTIONS[command])
     errors += [
@@ -132,11 +133,11 @@ def parse_options(argv: Sequence[str]) -> Parsed | ReportOptions:
     errors += [*_find_errors(parsed), *training_flag_errors(training_flags)]
     raise_user_errors(errors)
     # The trainer's checks, which need valid options.
-    found = ErrorCollector()
+    trainer_errors = ErrorCollector()
     for size, wiring in itertools.product(parsed.grid.sizes, parsed.grid.wirings):
-        with found.collect():
+        with trainer_errors.collect():
             resolve_trial(request, Trial("tokens", size, wiring, 1, max(options.learning_rates), options.iterations))
-    found.raise_if_any()
+    trainer_errors.raise_if_any()
     return parsed
 
 

@@ -96,10 +96,10 @@ class _Study:
     def settings(self) -> dict[str, Any]:
         """Return everything on which results depend."""
         training, grid, request = self.parsed.training, self.parsed.grid, self.parsed.request
-        found: dict[str, Any] = {name: getattr(grid, name) for name in ("sizes", "wirings", "link")}
-        found |= {name: getattr(training, name) for name in ("seeds", "iterations", "learning_rates", "evaluations")}
-        found |= {"timed_wirings": self.parsed.timed_wirings, "training_flags": common_flags(request)}
-        return json.loads(json.dumps({**found, "data": request.data_flags or "given"}))
+        settings: dict[str, Any] = {name: getattr(grid, name) for name in ("sizes", "wirings", "link")}
+        settings |= {name: getattr(training, name) for name in ("seeds", "iterations", "learning_rates", "evaluations")}
+        settings |= {"timed_wirings": self.parsed.timed_wirings, "training_flags": common_flags(request)}
+        return json.loads(json.dumps({**settings, "data": request.data_flags or "given"}))
 
     def load(self) -> None:
         """Read the study of the folder, or write this one. Raises UserError if other settings differ."""
@@ -109,7 +109,7 @@ class _Study:
             before = json.loads(path.read_text(encoding="utf-8"))
             raise_user_errors(
                 f"{path}: {name.replace('_', ' ')}: was {json.dumps(old)}, now {json.dumps(now.get(name))}: give "
-                "another --output-dir, or the same settings" + " and further ones" * (name in _EXTENSIBLE)
+                f"another --output-dir, or the same settings{' and further ones' if name in _EXTENSIBLE else ''}"
                 for name, old in before["settings"].items()
                 if now.get(name) != old and not (name in _EXTENSIBLE and set(old) <= set(now[name]))
             )
@@ -125,7 +125,7 @@ class _Study:
         prefixes = [Path(word) for word in map(str, (*data.data_path, *data.train_data_path))]
         sidecars = {prefix: read_sidecar(prefix) for prefix in prefixes}
         state = {
-            "data": [f"{one.tokens:,} tokens in {prefix}" for prefix, one in sidecars.items() if one is not None],
+            "data": [f"{known.tokens:,} tokens in {prefix}" for prefix, known in sidecars.items() if known is not None],
             "settings": self.settings(),
             "chosen": self.chosen,
             "step_times": self.step_times,
@@ -148,8 +148,8 @@ class _Study:
                 losses = {model: self._losses(model, values) for model, values in tried.items()}
                 further = {
                     model: value
-                    for model, found in losses.items()
-                    if len(found) < len(rates) + MOST_FURTHER and (value := value_beyond(found)) is not None
+                    for model, rate_losses in losses.items()
+                    if len(rate_losses) < len(rates) + MOST_FURTHER and (value := value_beyond(rate_losses)) is not None
                 }
                 if not further or self.runner.failures:
                     break
@@ -157,9 +157,9 @@ class _Study:
             if self.runner.failures:
                 # Otherwise some wirings would have tried fewer rates than others.
                 return
-            for model, found in losses.items() if open_models else ():
-                if math.isfinite(min(found.values())):
-                    self.chosen["/".join(model)] = min(found, key=lambda rate: found[rate])
+            for model, rate_losses in losses.items() if open_models else ():
+                if math.isfinite(min(rate_losses.values())):
+                    self.chosen["/".join(model)] = min(rate_losses, key=lambda rate: rate_losses[rate])
                 else:
                     self.runner.failures.append(f"{'/'.join(model)}: every learning rate diverged: not trained further")
         self.save()
@@ -190,14 +190,15 @@ def value_beyond(losses: Mapping[float, float]) -> float | None:
 def _prepare_data(parsed: Parsed) -> Request:
     """Return the request with the flags of the data; builds the default corpus if no data are given."""
     request = parsed.request
-    given = read_training_flags(request.training_flags).data
-    if given.data_path or given.train_data_path or given.streaming:
+    data_options = read_training_flags(request.training_flags).data
+    if data_options.data_path or data_options.train_data_path or data_options.streaming:
         return request
-    folder, vocabularies = request.output_dir / "data", {find_size(size).vocab_size for size in parsed.grid.sizes}
+    folder = request.output_dir / "data"
+    vocabularies = {find_size(size).vocab_size for size in parsed.grid.sizes}
     if len(vocabularies) > 1:
-        found = ", ".join(map(str, sorted(vocabularies)))
+        vocabulary_sizes = ", ".join(map(str, sorted(vocabularies)))
         fix = "give sizes with the same vocabulary, or other data after --"
-        raise UserError(f"--sizes have vocabularies of {found}, but the default corpus has one: {fix}")
+        raise UserError(f"--sizes have vocabularies of {vocabulary_sizes}, but the default corpus has one: {fix}")
     if not (folder / "valid_text_document.json").is_file():
         script = ROOT / "examples" / "prepare_corpus.py"
         words = ["--output-dir", str(folder), "--vocab-size", str(vocabularies.pop())]
@@ -224,15 +225,13 @@ def _compare(study: _Study) -> None:
     study.runner.run(study.trial("tokens", *model, seed) for seed in seeds for model in trained)
     if not is_emulated:
         _time_steps(study)
-    study.runner.run(
-        study.trial("time", size, wiring, seed, iterations=steps)
-        for seed in seeds
-        for size, times in study.step_times.items()
-        for wiring, row in times.items()
-        if (steps := max(1, round(study.parsed.training.iterations * row["speedup"])))
-        != study.parsed.training.iterations
-        and (size, wiring) in trained
-    )
+    iterations = study.parsed.training.iterations
+    steps: dict[tuple[str, str], int] = {}
+    for size, times in study.step_times.items():
+        for wiring, row in times.items():
+            steps[size, wiring] = max(1, round(iterations * row["speedup"]))
+    longer = [model for model, count in steps.items() if count != iterations and model in trained]
+    study.runner.run(study.trial("time", *model, seed, iterations=steps[model]) for seed in seeds for model in longer)
 
 
 def _time_steps(study: _Study) -> None:
@@ -254,23 +253,26 @@ def _own_times(study: _Study, size: str, wirings: Sequence[str]) -> dict[str, An
         results = {seed: study.runner.results.get(trial) for seed, trial in trials.items()}
         return {seed: result["tokens_per_second"] for seed, result in results.items() if result is not None}
 
-    standard, found = speeds(STANDARD), {}
+    standard = speeds(STANDARD)
+    times = {}
     for wiring in wirings:
-        own = speeds(wiring)
-        if ratios := [own[seed] / standard[seed] for seed in own if standard.get(seed)]:
-            found[wiring] = {
+        speed_of_seed = speeds(wiring)
+        if ratios := [speed_of_seed[seed] / standard[seed] for seed in speed_of_seed if standard.get(seed)]:
+            times[wiring] = {
                 "speedup": statistics.median(ratios),
                 "spread": max(ratios) - min(ratios),
-                "seconds": tokens / statistics.median(own.values()),
+                "seconds": tokens / statistics.median(speed_of_seed.values()),
                 "link": "that of the trials, from their tokens per second",
             }
-    return found
+    return times
 
 
 def _measured_times(study: _Study, size: str, wirings: Sequence[str]) -> dict[str, Any]:
     """Measure step times with the benchmark; nothing after a failure."""
     folder = study.parsed.request.output_dir / "timing" / size
-    rows, output, training, grid = folder / "rows.json", folder / "output.txt", study.parsed.training, study.parsed.grid
+    rows = folder / "rows.json"
+    output = folder / "output.txt"
+    training, grid = study.parsed.training, study.parsed.grid
     values = {
         "tp": grid.timing_ranks,
         "sizes": size,
@@ -282,7 +284,7 @@ def _measured_times(study: _Study, size: str, wirings: Sequence[str]) -> dict[st
         "wirings": wirings,
     }
     command = [sys.executable, str(ROOT / "tools" / "benchmark.py"), "train", *flag_words(values)]
-    found: dict[str, Any] = {}
+    times: dict[str, Any] = {}
     for _ in range(TIMING_ATTEMPTS):
         rows.unlink(missing_ok=True)
         print(f"step times of {size}: measuring with {grid.link}", flush=True)
@@ -294,18 +296,20 @@ def _measured_times(study: _Study, size: str, wirings: Sequence[str]) -> dict[st
             print(last_lines(output), flush=True)
             return {}
         table = json.loads(rows.read_text(encoding="utf-8"))
-        found = {
-            row["wiring"]: {
+        times = {}
+        for row in table:
+            if row["wiring"] not in wirings:
+                continue
+            link = f"{row['interconnect']}, an all-reduce takes {1e3 * row['alpha_seconds']:.3f} ms ({row['alpha']})"
+            if row["verdict"] != RatioVerdict.SOUND.value:
+                link += f"; {row['verdict']}"
+            times[row["wiring"]] = {
                 "speedup": row["ratio_to_standard"],
                 "spread": row["spread"],
                 "seconds": row["median_seconds"],
-                "link": f"{row['interconnect']}, an all-reduce takes {1e3 * row['alpha_seconds']:.3f} ms "
-                f"({row['alpha']})" + f"; {row['verdict']}" * (row["verdict"] != RatioVerdict.SOUND.value),
+                "link": link,
             }
-            for row in table
-            if row["wiring"] in wirings
-        }
-        found[STANDARD] |= {"speedup": 1.0, "spread": 0.0}
+        times[STANDARD] |= {"speedup": 1.0, "spread": 0.0}
         if all(row["verdict"] == RatioVerdict.SOUND.value for row in table):
             break
-    return found
+    return times

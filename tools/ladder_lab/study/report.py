@@ -41,7 +41,7 @@ def write_report(folder: Path) -> Path | None:
     results = read_results(folder)
     if not results:
         return None
-    runs = pd.DataFrame([{**one["trial"], **one, "loss": one["validation"][-1][1]} for one in results])
+    runs = pd.DataFrame([{**result["trial"], **result, "loss": result["validation"][-1][1]} for result in results])
     wirings = study["settings"]["wirings"]
     order = runs.wiring.map(lambda wiring: wirings.index(wiring) if wiring in wirings else len(wirings))
     runs = runs.iloc[order.argsort(kind="stable")]
@@ -76,9 +76,9 @@ def paired(losses: Mapping[int, float], baseline: Mapping[int, float]) -> dict[s
 
 def holm(probabilities: Sequence[float]) -> list[float]:
     """Adjust p-values for several comparisons (Holm 1979). NaN values are not counted and stay NaN."""
-    given = pd.Series(probabilities, dtype=float).dropna().sort_values()
-    factors = np.arange(len(given), 0, -1)
-    adjusted = (given * factors).cummax().clip(upper=1.0)
+    known = pd.Series(probabilities, dtype=float).dropna().sort_values()
+    factors = np.arange(len(known), 0, -1)
+    adjusted = (known * factors).cummax().clip(upper=1.0)
     return [float(adjusted.get(index, math.nan)) for index in range(len(probabilities))]
 
 
@@ -100,9 +100,9 @@ def _number(value: float, form: str = ".4f") -> str:
 
 def _mean_and_deviation(values: Sequence[float], form: str = ".4f") -> str:
     """Format `mean ± sample standard deviation`; the mean alone for a single value, a dash for none."""
-    given = pd.Series(values, dtype=float)
-    spread = "" if len(given) < 2 else f" ± {_number(float(given.std()), form)}"
-    return _number(float(given.mean()), form) + spread
+    known = pd.Series(values, dtype=float)
+    spread = "" if len(known) < 2 else f" ± {_number(float(known.std()), form)}"
+    return _number(float(known.mean()), form) + spread
 
 
 def _losses_of_rates(runs: pd.DataFrame) -> str:
@@ -133,14 +133,16 @@ def _comparison(study: Mapping[str, Any], runs: pd.DataFrame, size: str, folder:
     groups = {"tokens": tokens, **({"time": timed} if len(timed.wiring.unique()) > 1 else {})}
     parts = [f"## {size}"]
     curves: dict[str, dict[str, list[Curve]]] = {}
-    for budget, found in groups.items():
-        scaled = found.assign(
+    for budget, budget_runs in groups.items():
+        scaled = budget_runs.assign(
             curve=[
                 [(step * per_step[budget](wiring), loss) for step, loss in validation]
-                for wiring, validation in zip(found.wiring, found.validation, strict=True)
+                for wiring, validation in zip(budget_runs.wiring, budget_runs.validation, strict=True)
             ]
         )
-        curves[budget] = {wiring: list(own.curve) for wiring, own in scaled.groupby("wiring", sort=False)}
+        curves[budget] = {
+            wiring: list(wiring_runs.curve) for wiring, wiring_runs in scaled.groupby("wiring", sort=False)
+        }
         unit = "million tokens" if budget == "tokens" else f"steps of {STANDARD} under the interconnect"
         parts += [f"### Equal {budget}", _outcomes(scaled, unit)]
     if times:
@@ -154,41 +156,42 @@ def _comparison(study: Mapping[str, Any], runs: pd.DataFrame, size: str, folder:
 
 def _outcomes(runs: pd.DataFrame, unit: str) -> str:
     """Return a table of final losses, paired differences from standard, and where its final loss is reached."""
-    groups = {wiring: own for wiring, own in runs.groupby("wiring", sort=False)}
+    groups = {wiring: wiring_runs for wiring, wiring_runs in runs.groupby("wiring", sort=False)}
     baseline = groups.pop(STANDARD, None)
     if baseline is None:
         return f"No run of {STANDARD} is done yet."
     targets = _by_seed(baseline)
-    differences = {wiring: paired(_by_seed(own), targets) for wiring, own in groups.items()}
-    adjusted = dict(zip(differences, holm([one["p"] for one in differences.values()]), strict=True))
+    differences = {wiring: paired(_by_seed(wiring_runs), targets) for wiring, wiring_runs in groups.items()}
+    adjusted = dict(zip(differences, holm([difference["p"] for difference in differences.values()]), strict=True))
     rows = []
-    for wiring, own in {STANDARD: baseline, **groups}.items():
-        places = [
+    for wiring, wiring_runs in {STANDARD: baseline, **groups}.items():
+        first_steps = [
             first_reaching(curve, targets[seed])
-            for seed, curve in zip(own.seed, own.curve, strict=True)
+            for seed, curve in zip(wiring_runs.seed, wiring_runs.curve, strict=True)
             if seed in targets
         ]
-        reached = [place for place in places if place is not None]
-        one = differences.get(wiring)
+        reached = [step for step in first_steps if step is not None]
+        difference = differences.get(wiring)
         interval = p = verdict = NOTHING
-        if one is not None and not math.isnan(one["low"]):
-            interval, p = f"{_number(one['low'], '+.4f')} to {_number(one['high'], '+.4f')}", f"{adjusted[wiring]:.3f}"
-            better = "better" if one["mean"] < 0 else "worse"
-            verdict = "no difference found" if one["low"] <= 0 <= one["high"] else better
+        if difference is not None and not math.isnan(difference["low"]):
+            interval = f"{_number(difference['low'], '+.4f')} to {_number(difference['high'], '+.4f')}"
+            p = f"{adjusted[wiring]:.3f}"
+            better = "better" if difference["mean"] < 0 else "worse"
+            verdict = "no difference found" if difference["low"] <= 0 <= difference["high"] else better
             verdict = f"**{verdict}**" if verdict == better and adjusted[wiring] <= 1 - CONFIDENCE else verdict
         rows.append(
             {
                 "wiring": wiring,
-                "iterations": f"{own.iterations.iloc[0]:,}",
-                "runs": str(len(own)),
-                "final validation loss": _mean_and_deviation(own.loss),
-                f"less {STANDARD}'s": NOTHING if one is None else _number(one["mean"], "+.4f"),
+                "iterations": f"{wiring_runs.iterations.iloc[0]:,}",
+                "runs": str(len(wiring_runs)),
+                "final validation loss": _mean_and_deviation(wiring_runs.loss),
+                f"less {STANDARD}'s": NOTHING if difference is None else _number(difference["mean"], "+.4f"),
                 "95 % interval": interval,
                 "verdict": verdict,
                 "p (Holm)": p,
                 f"{unit} to {STANDARD}'s final loss": _mean_and_deviation(reached, ".3g")
-                + (f" ({len(reached)} of {len(places)} runs)" if len(reached) < len(places) else ""),
-                "tokens/s": _mean_and_deviation(own.tokens_per_second, ",.0f"),
+                + (f" ({len(reached)} of {len(first_steps)} runs)" if len(reached) < len(first_steps) else ""),
+                "tokens/s": _mean_and_deviation(wiring_runs.tokens_per_second, ",.0f"),
             }
         )
     note = "A verdict is bold if it also holds among all comparisons of the table."
@@ -218,8 +221,8 @@ def _draw(curves: Mapping[str, Mapping[str, Sequence[Curve]]], path: Path) -> No
     for axes, (budget, by_wiring) in zip(
         np.atleast_1d(figure.subplots(1, len(curves), sharey=True)), curves.items(), strict=True
     ):
-        for wiring, found in by_wiring.items():
-            table = pd.concat([pd.Series(dict(curve)) for curve in found], axis=1).dropna()
+        for wiring, wiring_curves in by_wiring.items():
+            table = pd.concat([pd.Series(dict(curve)) for curve in wiring_curves], axis=1).dropna()
             table = table[table.index >= SHOWN_FROM * table.index.max()]
             (line,) = axes.plot(table.index, table.mean(axis=1), label=wiring)
             axes.fill_between(table.index, table.min(axis=1), table.max(axis=1), color=line.get_color(), alpha=0.15)

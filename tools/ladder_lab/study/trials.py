@@ -112,9 +112,10 @@ def training_flag_errors(words: Sequence[str]) -> list[str]:
     with errors.collect():
         parse_run([*_PLACEHOLDERS, *words])
     # Without the placeholders; by field, so that aliases, negations and the file of --config count as well.
-    given = read_run_words(words).words
+    words_of_flags = read_run_words(words).words
     problem = "a study sets this flag for each trial: remove it, see --help"
-    return errors.messages + [f"{flag_name(name)} after --: {problem}" for name in _STUDY_FIELDS if name in given]
+    set_twice = [name for name in _STUDY_FIELDS if name in words_of_flags]
+    return errors.messages + [f"{flag_name(name)} after --: {problem}" for name in set_twice]
 
 
 def common_flags(request: Request) -> tuple[str, ...]:
@@ -142,15 +143,15 @@ def trial_flags(request: Request, trial: Trial) -> list[str]:
     }
     wiring, given_shape = NAMED_WIRINGS[trial.wiring], vars(shape.to_flags())
     unusual = [name for name in SHAPE_FIELDS if given_shape[name] != getattr(ModelFlags, name)]
-    given = read_training_flags(request.training_flags).parallel.tensor_model_parallel_size
-    ranks = max(given, wiring.fewest_ranks)
+    tensor_parallel = read_training_flags(request.training_flags).parallel.tensor_model_parallel_size
+    ranks = max(tensor_parallel, wiring.fewest_ranks)
     return [
         *flag_words({name: given_shape[name] for name in unusual}),
-        *["--tie-embeddings"] * shape.tie_embeddings,
+        *(["--tie-embeddings"] if shape.tie_embeddings else []),
         *wiring.flags(shape.num_layers, ranks),
         *flag_words(schedule),
         *request.data_flags,
-        *(["--tensor-model-parallel-size", str(ranks)] if given < ranks else []),
+        *(["--tensor-model-parallel-size", str(ranks)] if tensor_parallel < ranks else []),
         *common_flags(request),
     ]
 
