@@ -262,6 +262,7 @@ def resolve_model(
                 f" {hidden} is not divisible by --num-attention-heads {heads}: change one of them, or give --head-dim",
             )
         )
+    # Flags of other wirings.
     wiring = WIRINGS[flags.residual_mode]
     for name in ("ladder_layers", "residual_staleness", "lanes", "desync_interval"):
         if name not in wiring.takes and getattr(flags, name) != getattr(ModelFlags, name):
@@ -281,6 +282,7 @@ def resolve_model(
         except ValueError as error:
             errors.append(Problem(flag_name(name), f" {text}: {error} (--num-layers {flags.num_layers})"))
             layers[name] = ()
+    # Defaults, and zeros for what the model lacks.
     desync = wiring.stream == "per rank"
     derived = {
         "ffn_hidden_size": -(-8 * hidden // 3 // FFN_MULTIPLE) * FFN_MULTIPLE,

@@ -237,10 +237,6 @@ def _branch(config: ModelConfig, layer: int, which: str) -> Branch:
     raise KeyError(which)
 
 
-def _has_branch(config: ModelConfig, name: str) -> bool:
-    return name != "shared_expert" or config.moe_shared_expert_intermediate_size > 0
-
-
 def _norm(config: ModelConfig, layer: int, wired: WiredSubBlock) -> TensorSpec:
     """A norm that reads per-rank streams has one row per rank."""
     name = f"layers.{layer}.{wired.kind.norm}.weight"
@@ -254,14 +250,16 @@ def _norm(config: ModelConfig, layer: int, wired: WiredSubBlock) -> TensorSpec:
 @lru_cache(maxsize=16)
 def layer_tensors(config: ModelConfig) -> tuple[tuple[SubBlockTensors, ...], ...]:
     """Return the sub-blocks of every layer."""
+    has_shared_expert = config.moe_shared_expert_intermediate_size > 0
     layers: list[tuple[SubBlockTensors, ...]] = []
     for layer, sub_blocks in enumerate(config.wired_layers):
         norms: set[str] = set()
         tensors: list[SubBlockTensors] = []
         for wired in sub_blocks:
-            branches = [_branch(config, layer, name) for name in wired.kind.branches if _has_branch(config, name)]
+            names = [name for name in wired.kind.branches if name != "shared_expert" or has_shared_expert]
+            branches = tuple(_branch(config, layer, name) for name in names)
             shares_norm = wired.kind.norm in norms
-            tensors.append(SubBlockTensors(wired, _norm(config, layer, wired), tuple(branches), shares_norm))
+            tensors.append(SubBlockTensors(wired, _norm(config, layer, wired), branches, shares_norm))
             norms.add(wired.kind.norm)
         layers.append(tuple(tensors))
     return tuple(layers)

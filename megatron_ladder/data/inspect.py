@@ -68,8 +68,7 @@ def verify(dataset: IndexedDataset) -> list[str]:
     What opening a data set compares is not compared again: sizes, the index, and the counts in the sidecar.
     """
     sidecar = dataset.sidecar
-    smallest = int(dataset.tokens.min())
-    largest = int(dataset.tokens.max())
+    smallest, largest = int(dataset.tokens.min()), int(dataset.tokens.max())
     problems = []
     known = {".idx": sidecar and sidecar.idx_checksum, ".bin": sidecar and sidecar.bin_checksum}
     arrays = {".bin": (bin_path(dataset.prefix), dataset.tokens)}

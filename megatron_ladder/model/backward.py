@@ -214,12 +214,11 @@ class ForwardRecord:
             return graphs
         with self.steps[step].named("recompute"):
             # All lanes are read before the first body runs.
-            readings: list[LocalReading] = []
-            for recorded in lanes:
-                if isinstance(recorded, Tensor):
-                    recorded = self._read(step, recorded, with_graph=True)
-                assert isinstance(recorded, LocalReading)
-                readings.append(recorded)
+            readings = [
+                self._read(step, recorded, with_graph=True) if isinstance(recorded, Tensor) else recorded
+                for recorded in lanes
+                if not isinstance(recorded, _Graph)
+            ]
             return [self._build(step, lane, reading)[0] for lane, reading in enumerate(readings)]
 
     def _read(self, step: int, leaf: Tensor, with_graph: bool) -> LocalReading:
@@ -276,13 +275,11 @@ class _BackwardWalk:
             self._complete.update(zip(record.plan.missing(record.last), slots, strict=True))
             return
         for reads, parts in reversed([*zip(self._plan.behind, slots, strict=True)]):
-            if not reads:
-                continue
-            if reads.start < self._plan.first_reduced:
+            if reads and reads.start < self._plan.first_reduced:
                 self._cross(reads.start, parts)
-                continue
-            whole = step.start_sum(parts if step.reads_own else [parts[0].clone()], record.launch).whole
-            self._keep(reads.start, whole.wait, parts)
+            elif reads:
+                whole = step.start_sum(parts if step.reads_own else [parts[0].clone()], record.launch).whole
+                self._keep(reads.start, whole.wait, parts)
 
     def run(self) -> Tensor:
         record = self._record
@@ -298,9 +295,9 @@ class _BackwardWalk:
             if record.sharded and step > 0:
                 record.gather_again(step - 1)
             if record.queue is not None and step > 0 and record.plan.first_reads[number - 1] > number:
-                # The gradient of the next output does not depend on the sub-block that is about to run.
-                gradients_of_stream = (self._stream_gradient, self._complete.get(number - 1))
-                uses = (gradients_of_stream, *self._reduces.values())
+                # The gradient of the next output does not depend on the sub-block that is about to run. If g has passed
+                # the output, its gather alone uses the gradient, and holds it.
+                uses = (self._stream_gradient, *self._reduces.values())
                 self._ahead = record.queue.run(functools.partial(self._start_gather, number - 1), uses)
             with record.steps[step].named("backward"):
                 self._differentiate(number, graphs, gradients)

@@ -271,7 +271,7 @@ def walk(
         The state that leaves. Its missing outputs are unreduced.
     """
     steps, last = forward.steps, first + len(forward.steps)
-    # They may include outputs that this range neither made nor read.
+    # Outputs that enter and leave may include some that this range neither makes nor reads.
     leaving = plan.missing(last)
     stream = state[0]
     pending = dict[int, Output]()
@@ -292,6 +292,7 @@ def walk(
         return reading
 
     for number, step in enumerate(steps, start=first):
+        # Read, or take what was read ahead.
         if queue is not None and ahead:
             queue.join()
         if not step.shares_reading or number == first:
@@ -299,6 +300,7 @@ def walk(
         reads_next = number + 1 < last and not steps[number + 1 - first].shares_reading
         if queue is not None and reads_next and number not in plan.arriving(number + 1):
             ahead.append(queue.run(functools.partial(read, number + 1), uses=(stream, *pending.values())))
+        # Compute, and launch the sum of the output, with that of a joined one.
         launch_sum = leave_unreduced if step.wired.joins_next or number in leaving else launch
         if joined is not None:
             launch_sum = functools.partial(_launch_together, launch_sum, joined)
@@ -307,6 +309,7 @@ def walk(
         joined = output.whole.partial if step.wired.joins_next else None
         if joined is None:
             pending[number] = output
+    # Leave with the outputs that the next read misses.
     for arrived in plan.arriving(last):
         if arrived in pending:
             stream = stream + pending.pop(arrived).whole.wait()

@@ -94,8 +94,7 @@ class _Product(Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, input_gradient: InputGradient | None, wide: bool
     ) -> Tensor:
         ctx.save_for_backward(weight, *((x,) if input_gradient is None else input_gradient.use(x)))
-        ctx.input_gradient = input_gradient
-        ctx.dtype = x.dtype
+        ctx.input_gradient, ctx.dtype = input_gradient, x.dtype
         ctx.has_bias = bias is not None
         ctx.sum = None if wide else getattr(weight, SUM, None)
         dtype = torch.promote_types(x.dtype, torch.float32) if wide else x.dtype

@@ -93,9 +93,8 @@ class ParquetFile(LocalFile):
         """Yield the parts of a row group, which can only be decoded from its beginning."""
         group = file.metadata.row_group(number)
         keys = self.reading.all_keys
-        count = group.num_rows
+        count, size = group.num_rows, _file_bytes(group)
         begins = self._begins(group)
-        size = _file_bytes(group)
         batches = file.iter_batches(begins.step, row_groups=[number], columns=list(keys))
         rows = itertools.chain.from_iterable(_rows_of(batch, keys) for batch in batches)
         for part, begin in enumerate(begins):

@@ -136,10 +136,14 @@ def _of_kernels(events: Sequence[Event], on_device: Sequence[Event]) -> _Found:
         for event in events
         if event.get("cat") in _LAUNCHES and "correlation" in event.get("args", {})
     }
-    communicating: dict[bool, list[Event]] = {True: [], False: []}
+    communicating: list[Event] = []
+    computations: list[Event] = []
     for event in on_device:
-        communicating[_KERNELS.search(event["name"]) is not None].append(event)
-    computing = np.array(sorted(map(_span, communicating[False])) or [(0.0, 0.0)])
+        if _KERNELS.search(event["name"]):
+            communicating.append(event)
+        else:
+            computations.append(event)
+    computing = np.array(sorted(map(_span, computations)) or [(0.0, 0.0)])
     # Where computation ends so far; a gap before the next start is not covered.
     ends = np.maximum.accumulate(computing[:, 1])
     starts = np.maximum(computing[:, 0], np.concatenate([[-np.inf], ends[:-1]]))
@@ -147,7 +151,7 @@ def _of_kernels(events: Sequence[Event], on_device: Sequence[Event]) -> _Found:
     times, totals = np.stack([starts, np.maximum(starts, ends)], 1).ravel(), np.repeat(covered, 2)
     totals[0::2] -= np.maximum(0.0, ends - starts)
     counted_until = 0.0
-    for event in sorted(communicating[True], key=lambda event: event["ts"]):
+    for event in sorted(communicating, key=lambda event: event["ts"]):
         start, stop = _span(event)
         begin = min(max(start, counted_until), stop)
         exposed = stop - begin - float(np.diff(np.interp([begin, stop], times, totals))[0])
