@@ -86,6 +86,21 @@ class CommGroup:
         whole = tensor.new_empty(tensor.shape[0] * self.size, *tensor.shape[1:]) if into is None else into
         return whole, _all_gather_single(whole.data, tensor, group=self.process_group, async_op=True)
 
+    def start_send(self, tensor: Tensor, target: int) -> Work:
+        """Start to send `tensor` (contiguous, any shape) to the group's rank `target`.
+
+        All transfers between two ranks must start in the same order on both.
+        """
+        work = dist.isend(tensor, group=self.process_group, group_dst=target)
+        assert work is not None
+        return work
+
+    def start_receive(self, into: Tensor, source: int) -> Work:
+        """Start to receive the tensor that the group's rank `source` sends."""
+        work = dist.irecv(into, group=self.process_group, group_src=source)
+        assert work is not None
+        return work
+
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduce `tensor` in place and return it."""
         if self.size > 1:

@@ -29,8 +29,7 @@ class ProcessMesh:
     tensor: CommGroup
     """Ranks that hold different slices of the same layers."""
     data: CommGroup
-    """Ranks that process different samples. They hold the same slices, except of modules with another
-    `ParallelModule.reduce_over`."""
+    """Ranks that hold the same slices, and process different samples."""
     pipeline: CommGroup
     """Ranks that hold the same slices of successive ranges of layers."""
     model: CommGroup

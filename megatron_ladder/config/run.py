@@ -75,12 +75,12 @@ class RunConfig(Sections):
         return self.global_batch_size * self.training.seq_length
 
     @property
-    def shards_optimizer(self) -> bool:
-        """Whether the optimizer is `engine/sharded.py`; the others with ZeRO are DeepSpeed's."""
-        stage = self.parallel.zero_stage
+    def needs_deepspeed(self) -> bool:
+        """Whether DeepSpeed runs the passes and updates, instead of `engine/sharded.py`."""
+        if self.parallel.offload_optimizer != "none" or self.parallel.zero_stage == "3":
+            return True
         # On one rank ZeRO 2 shards nothing more.
-        has_stage = stage == "1" or (stage == "2" and self.data_parallel_size == 1)
-        return has_stage and self.parallel.offload_optimizer == "none"
+        return self.parallel.zero_stage == "2" and self.data_parallel_size > 1
 
     @property
     def loads_only_weights(self) -> bool:

@@ -1,12 +1,8 @@
-"""Builds what a run computes with: process mesh, model, optimizer and DeepSpeed engine."""
+"""Builds what a run computes with: process mesh, model, optimizer and engine."""
 
-import importlib
 import os
-import sys
-import warnings
 from datetime import timedelta
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,7 +13,7 @@ from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.spans import Span, no_span
 from megatron_ladder.config.run import RunConfig
-from megatron_ladder.engine.engine import Engine
+from megatron_ladder.engine.engine import Engine, ShardedEngine
 from megatron_ladder.engine.graph import CapturedPasses
 from megatron_ladder.engine.muon import MuonWithAdamW
 from megatron_ladder.engine.optimizer import build_optimizer, parameter_groups
@@ -30,37 +26,14 @@ from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.parallel.layout import ParallelModule, initialize
 
 
-def import_deepspeed() -> ModuleType:
-    """Import DeepSpeed without MLflow, for its autotuner, and torch's compiler, for its Muon: both take seconds."""
-    is_hidden = "mlflow" not in sys.modules
-    if is_hidden:
-        sys.modules["mlflow"] = None  # type: ignore[assignment]
-    try:
-        deepspeed = importlib.import_module("deepspeed")
-    finally:
-        if is_hidden:
-            del sys.modules["mlflow"]
-    compiler = importlib.import_module("deepspeed.runtime.compiler")
-    compiler.compile = lambda: compiler.dummy_decorator  # type: ignore[attr-defined]
-    return deepspeed
-
-
 def start_deepspeed(place: RankInfo, device: torch.device) -> None:
-    """Make DeepSpeed use the existing process group; nothing may have imported DeepSpeed before.
-
-    On a CPU, DeepSpeed would compile an operator for shared-memory collectives here. A build that is killed leaves a
-    lock that blocks all later runs, and nothing in this package uses the operator, so it is never built.
-    """
+    """Make DeepSpeed use the existing process group; nothing may have imported DeepSpeed before."""
     # DeepSpeed reads these variables; without the first it would search for a device.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ.setdefault("LOCAL_RANK", str(place.local_rank))
-    deepspeed = import_deepspeed()
-    # Imported by its full name, because the attribute `deepspeed.comm.torch` is torch itself.
-    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
-    deepspeed.init_distributed(dist_init_required=False, verbose=False)
-    # ZeRO-3 calls these functions by deprecated names; users cannot change that.
-    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
-        warnings.filterwarnings("ignore", f".torch.distributed.{name}. is deprecated", FutureWarning)
+    from megatron_ladder.engine import deepspeed
+
+    deepspeed.start_deepspeed()
 
 
 def build_mesh(run: RunConfig) -> ProcessMesh:
@@ -129,7 +102,7 @@ def build_model(
         seed = None if device.type == "meta" else training.seed
         return build(device=device, seed=seed), description
 
-    import deepspeed
+    from megatron_ladder.engine.deepspeed import partition_parameters
 
     model, dtype = build(device=torch.device("meta")), compute_dtype(run)
     # One module after another, so that no rank ever holds more than its partition and one module.
@@ -139,8 +112,7 @@ def build_model(
             if device.type != "meta":
                 initialize(module, training.seed)
             module.to(dtype)
-            group = mesh.data.process_group
-            deepspeed.zero.Init(module=module, data_parallel_group=group, mem_efficient_linear=False, dtype=dtype)
+            partition_parameters(module, mesh.data, dtype)
     return model, description
 
 
@@ -148,38 +120,42 @@ def build_engine(
     run: RunConfig, model: LanguageModel, config: dict[str, Any], mesh: ProcessMesh, device: torch.device
 ) -> tuple[Engine, str]:
     """Return the engine and a description of its optimizer; raises UserError for missing apex."""
-    kind: type[Engine] = Engine
-    if mesh.pipeline.size > 1:
-        # Imported late, because DeepSpeed must not be imported before the process group exists.
-        from megatron_ladder.engine.pipeline import PipelinedEngine
-
-        kind = PipelinedEngine
-    parallel, groups = run.parallel, parameter_groups(model, run.optimizer)
-    offload, apex_counts_steps = parallel.offload_optimizer == "cpu", parallel.zero_stage != "3"
+    groups, dtype = parameter_groups(model, run.optimizer), compute_dtype(run)
     sharded = None
-    if run.shards_optimizer:
-        sharded = ShardedOptimizer(
-            model, groups, mesh, compute_dtype(run), config["zero_optimization"]["reduce_bucket_size"]
-        )
+    if not run.needs_deepspeed:
+        bucket_numbers = config["zero_optimization"]["reduce_bucket_size"]
+        sharded = ShardedOptimizer(model, groups, mesh, dtype, bucket_numbers, run.parallel.zero_stage != "0")
         groups = sharded.groups
-    optimizer, description = build_optimizer(
-        groups, run.optimizer, device, offload, apex_counts_steps, compute_dtype(run)
-    )
-    if sharded is not None:
+    offloads = run.parallel.offload_optimizer == "cpu"
+    apex_counts_steps = run.parallel.zero_stage != "3"
+    optimizer, description = build_optimizer(groups, run.optimizer, device, offloads, apex_counts_steps, dtype)
+    engine: Engine
+    if sharded is None:
+        from megatron_ladder.engine.deepspeed import DeepSpeedEngine
+
+        engine = DeepSpeedEngine(model, optimizer, config, mesh, device)
+    else:
         sharded.optimizer = optimizer
-    engine = kind(model, sharded or optimizer, config, mesh, device)
-    graphs = run.training.cuda_graph
-    if graphs == "auto" and (mesh.pipeline.size > 1 or run.data.reset_attention_mask or run.profile.profile):
-        graphs = "false"
-    # Under ZeRO-3, there would be no whole matrices of experts to look at.
-    if sharded is not None and device.type == "cuda" and graphs != "false":
-        if not waits_for_choices(model):
-            engine.passes = CapturedPasses(model, sharded, mesh.world, measures=graphs == "auto")
-        elif graphs == "true":
-            raise UserError(
-                "--cuda-graph: the host would wait for the choice of experts: leave it out, or use --bf16, widths of "
-                "experts and of the model that are multiples of 8 on a rank, and a GPU of capability 9.x or 10.x"
-            )
+        engine = ShardedEngine(model, sharded, mesh, device)
+        if _captures(run, model, mesh, device):
+            engine.passes = CapturedPasses(model, sharded, mesh.world, measures=run.training.cuda_graph == "auto")
     if isinstance(optimizer, MuonWithAdamW):
         optimizer.distribute(engine.state.spans(), mesh.world)
     return engine, description
+
+
+def _captures(run: RunConfig, model: LanguageModel, mesh: ProcessMesh, device: torch.device) -> bool:
+    """Return whether to capture the passes of a step; raises UserError if --cuda-graph true cannot."""
+    graphs = run.training.cuda_graph
+    if graphs == "auto" and (mesh.pipeline.size > 1 or run.data.reset_attention_mask or run.profile.profile):
+        return False
+    if graphs == "false" or device.type != "cuda" or run.parallel.zero_stage == "0":
+        return False
+    if not waits_for_choices(model):
+        return True
+    if graphs == "true":
+        raise UserError(
+            "--cuda-graph: the host would wait for the choice of experts: leave it out, or use --bf16, widths of "
+            "experts and of the model that are multiples of 8 on a rank, and a GPU of capability 9.x or 10.x"
+        )
+    return False

@@ -94,10 +94,8 @@ def deepspeed_json(run: RunConfig) -> dict[str, Any]:
     ranks = run.parallel.tensor_model_parallel_size
     local_parameters = sum(tensor.local_numel(ranks) for tensor in model_tensors(run.model))
     bucket_numbers = min(_BUCKET_NUMBERS, local_parameters)
-    if run.shards_optimizer:
+    if not run.needs_deepspeed:
         bucket_numbers = min(_SHARDED_BUCKET_NUMBERS, -(-local_parameters // _SHARDED_BUCKETS))
-        # DeepSpeed is to leave weights, gradients and optimizer as they are.
-        values |= {"zero_optimization.stage": 0, "bf16.enabled": False}
     values.setdefault("zero_optimization.reduce_bucket_size", bucket_numbers)
     if offload == "none":
         values = {key: value for key, value in values.items() if ".offload_optimizer." not in key}
@@ -107,10 +105,6 @@ def deepspeed_json(run: RunConfig) -> dict[str, Any]:
     if stage == 3:
         # It would replace torch's linear function in the whole process.
         values["zero_optimization.memory_efficient_linear"] = False
-    if run.parallel.pipeline_model_parallel_size > 1:
-        # DeepSpeed would send only a part of a stage's output from each tensor-parallel rank, assuming that all ranks
-        # have the same output; the partial sums that cross stages here differ.
-        values |= {"pipeline.pipe_partitioned": False, "pipeline.grad_partitioned": False}
     return _nested(values)
 
 

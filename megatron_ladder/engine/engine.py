@@ -1,8 +1,12 @@
-"""The interface between a training step and DeepSpeed, of which `engine/pipeline.py` is the form with stages."""
+"""What a training step calls: passes over this rank's layers, their reduction, and updates.
 
+`ShardedEngine` implements ZeRO 0 and 1, and `engine/deepspeed.py` the other stages.
+"""
+
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import SimpleNamespace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,13 +15,16 @@ from torch import Tensor
 from megatron_ladder.comm.group import to_device
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.engine.graph import CapturedPasses
+from megatron_ladder.engine.schedule import Backward, Forward, Pass, make_schedule, run_schedule
 from megatron_ladder.engine.sharded import ShardedOptimizer
-from megatron_ladder.engine.state import EngineState, engine_state
+from megatron_ladder.engine.state import EngineState, ShardedState
 from megatron_ladder.model.language_model import LanguageModel, LossScales
 
 ModelInputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """One micro-batch: token ids and labels [b, s]; loss mask, positions, lengths and document bounds or None, as
 `LanguageModel.forward` takes them."""
+
+_schedule_of = lru_cache(maxsize=8)(make_schedule)
 
 
 def batch_to_device(batch: ModelInputs, device: torch.device) -> list[Any]:
@@ -26,101 +33,97 @@ def batch_to_device(batch: ModelInputs, device: torch.device) -> list[Any]:
     return [*(None if one is None else to_device(one, device) for one in others), document_bounds]
 
 
-def deepspeed_mpu(mesh: ProcessMesh) -> SimpleNamespace:
-    """Return a mesh's groups as DeepSpeed's `mpu`, with `get_KIND_rank`, `get_KIND_world_size` and `get_KIND_group`."""
-    groups = {"model": mesh.model, "tensor_model": mesh.tensor, "pipeline_model": mesh.pipeline, "data": mesh.data}
-    functions = {}
-    for kind, group in groups.items():
-        for suffix, value in (("rank", group.rank), ("world_size", group.size), ("group", group.process_group)):
-            functions[f"get_{kind}_parallel_{suffix}"] = lambda value=value: value
-    return SimpleNamespace(**functions)
+class Engine(ABC):
+    """This rank's part of the model, in training. All ranks call its methods alike.
 
-
-class Engine:
-    """A DeepSpeed engine around this rank's model, which has all layers. All ranks call its methods alike.
-
-    A training step calls `forward_backward`, may change the gradients in `state.gradients()`, and ends with
-    `step` or `skip_step`.
+    A training step runs passes inside `accumulating`, may change the gradients in `state.gradients()`, and ends with
+    `step` or `discard_gradients`.
 
     Attributes:
+        state: masters, moments and gradients.
         passes: the captured forward and backward passes; None for none.
     """
 
     passes: CapturedPasses | None = None
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        optimizer: torch.optim.Optimizer | ShardedOptimizer,
-        config: dict[str, Any],
-        mesh: ProcessMesh,
-        device: torch.device,
-    ) -> None:
-        """`config` is DeepSpeed's."""
+    def __init__(self, model: LanguageModel, state: EngineState, mesh: ProcessMesh, device: torch.device) -> None:
+        self.state = state
         self._model = model
         self._mesh = mesh
         self._device = device
-        self._sharded = optimizer if isinstance(optimizer, ShardedOptimizer) else None
-        # DeepSpeed accepts a function that returns any optimizer.
-        given = optimizer if self._sharded is None else lambda _: optimizer
-        self.wrapped = self._initialize(model, optimizer=given, config=config, dist_init_required=False)
-        """DeepSpeed's engine."""
-        if self._sharded is not None:
-            self.wrapped.enable_backward_allreduce = False
-        self.state: EngineState = engine_state(self.wrapped)
 
-    def _initialize(self, model: LanguageModel, **arguments: Any) -> Any:
-        """Return DeepSpeed's engine around the model; `arguments` are for `deepspeed.initialize`."""
-        import deepspeed
+    @abstractmethod
+    def accumulating(self, micro_batches: int) -> AbstractContextManager[None]:
+        """Return the context of this many forward and backward passes, at whose end gradients are reduced.
 
-        return deepspeed.initialize(model=model, mpu=deepspeed_mpu(self._mesh), **arguments)[0]
-
-    @property
-    def _gradient_divisor(self) -> int:
-        """The number by which DeepSpeed divides gradients: it averages them over data-parallel ranks."""
-        return self._mesh.data.size if self._sharded is None else 1
-
-    def _reducing(self, micro_batches: int) -> AbstractContextManager[None]:
-        """Return the context of this many forward and backward passes."""
-        return nullcontext() if self._sharded is None else self._sharded.reducing(micro_batches)
-
-    def forward_backward(self, micro_batches: Sequence[ModelInputs], scales: LossScales) -> Tensor:
-        """Run forward and backward of this rank's micro-batches, and reduce gradients over data-parallel ranks.
-
-        The gradients are those of the scaled losses, summed over all tokens of all data-parallel ranks.
-        Returns this rank's scaled loss, summed over micro-batches; zero on pipeline stages other than the last.
+        Gradients are those of the scaled losses, summed over all tokens of all data-parallel ranks.
         """
-        captured = None if self.passes is None else self.passes.run(micro_batches, scales)
-        if captured is not None:
-            # DeepSpeed counts micro-batches.
-            for _ in micro_batches[1:]:
-                self.wrapped.step()
-            return captured
-        loss_sum = torch.zeros((), device=self._device)
-        with self._reducing(len(micro_batches)):
-            for index, batch in enumerate(micro_batches):
-                body_loss_scale = scales.tokens * self._gradient_divisor
-                loss = self.wrapped(*batch_to_device(batch, self._device), body_loss_scale=body_loss_scale)
-                loss = loss * scales.targets.to(loss.dtype)
-                loss_sum += loss.detach()
-                self.wrapped.backward(loss * self._gradient_divisor, scale_wrt_gas=False)
-                if index < len(micro_batches) - 1:
-                    self.wrapped.step()
-        return loss_sum
+
+    @abstractmethod
+    def step(self) -> None:
+        """Update the weights with the reduced gradients.
+
+        Other ranks' parts of the weights may arrive later, at the latest under the next forward pass.
+        """
+
+    @abstractmethod
+    def discard_gradients(self) -> None:
+        """End a step that updates nothing: neither weights, moments nor the optimizer's step count change."""
+
+    @abstractmethod
+    def finish_step(self) -> None:
+        """Wait for the weights of the last step, for readers other than the model's forward pass."""
+
+    def run_passes(self, micro_batches: Sequence[ModelInputs], forward: Forward, backward: Backward | None) -> None:
+        """Run forward, and with `backward` also backward, of each micro-batch, by the schedule of this rank's stage."""
+        pipeline = self._mesh.pipeline
+        slots = _schedule_of(pipeline.size, 1, len(micro_batches), backward is not None)[pipeline.rank]
+
+        def allocate(work: Pass) -> Tensor:
+            return self._model.allocate_state(micro_batches[work.micro_batch][0])
+
+        run_schedule(slots, pipeline, forward, backward, allocate)
+
+    def forward(self, batch: ModelInputs, scales: LossScales, entering: Tensor | None) -> Tensor:
+        """Return what `LanguageModel.forward` returns: a state, or the scaled loss on the last stage."""
+        leaving: Tensor = self._model(*batch_to_device(batch, self._device), scales=scales, entering=entering)
+        return leaving
+
+    def backward(self, leaving: Tensor, gradient: Tensor | None) -> None:
+        """Run backward from what `forward` returned, with its gradient, or None for the loss."""
+        leaving.backward(gradient)
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[ModelInputs]) -> Tensor:
         """Return the loss summed over all target tokens; zero on pipeline stages other than the last."""
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
-        for batch in micro_batches:
-            loss_sum += self.wrapped.module(*batch_to_device(batch, self._device))
+        # The sum over stages has the precision of a loss, as it always had.
+        dtype = torch.float64 if self._mesh.pipeline.size == 1 else torch.float32
+        loss_sum = torch.zeros((), dtype=dtype, device=self._device)
+        for loss in self._results(micro_batches):
+            loss_sum += loss
         return loss_sum
 
     @torch.no_grad()
     def predict(self, micro_batches: Sequence[ModelInputs]) -> Tensor:
         """Return `LanguageModel.predictions` of each micro-batch, [n, 2, s, b]; zeros on stages other than the last."""
-        batches = [batch_to_device(batch, self._device) for batch in micro_batches]
-        return torch.stack([self.wrapped.module(*batch, predicts=True) for batch in batches])
+        predictions = self._results(micro_batches, predicts=True)
+        rows, length = micro_batches[0][0].shape
+        shape = (len(micro_batches), 2, length, rows)
+        return torch.stack(predictions) if predictions else torch.zeros(shape, dtype=torch.float64, device=self._device)
+
+    def _results(self, micro_batches: Sequence[ModelInputs], predicts: bool = False) -> list[Tensor]:
+        """Return what the model returns for each micro-batch; nothing on stages other than the last."""
+        results: list[Tensor] = []
+
+        def forward(work: Pass, entering: Tensor | None) -> Tensor:
+            inputs = batch_to_device(micro_batches[work.micro_batch], self._device)
+            leaving: Tensor = self._model(*inputs, predicts=predicts, entering=entering)
+            if self._model.is_last:
+                results.append(leaving)
+            return leaving
+
+        self.run_passes(micro_batches, forward, None)
+        return results
 
     @contextmanager
     def keeping_frozen(self) -> Iterator[None]:
@@ -143,13 +146,6 @@ class Engine:
             for parameter in frozen:
                 parameter.requires_grad_(False)
 
-    def step(self) -> None:
-        """Update the weights with the reduced gradients, and clear the gradients.
-
-        Other ranks' parts of the weights may arrive later, at the latest under the next forward pass.
-        """
-        self.wrapped.step()
-
     def close(self) -> None:
         """Free what was captured, while its process groups exist."""
         if self.passes is not None:
@@ -160,20 +156,27 @@ class Engine:
         if self.passes is not None:
             self.passes.gathers = False
 
-    def finish_step(self) -> None:
-        """Wait for the weights of the last step, for readers other than the model's forward pass."""
-        if self._sharded is not None:
-            self._sharded.finish_gather()
 
-    def skip_step(self) -> None:
-        """Clear the gradients without changing weights, moments or the optimizer's step count."""
-        for _, gradient in self.state.gradients():
-            # DeepSpeed must not find an invalid gradient either.
-            gradient.zero_()
-        # An attribute of the instance overrides the method of the class.
-        optimizer = vars(self._sharded or self.state.base)
-        optimizer["step"] = lambda closure=None: None
-        try:
-            self.step()
-        finally:
-            del optimizer["step"]
+class ShardedEngine(Engine):
+    """ZeRO 0 and 1, also on the stages of a pipeline."""
+
+    def __init__(
+        self, model: LanguageModel, optimizer: ShardedOptimizer, mesh: ProcessMesh, device: torch.device
+    ) -> None:
+        super().__init__(model, ShardedState(model, optimizer, mesh.data.rank == 0), mesh, device)
+        self.optimizer = optimizer
+
+    def accumulating(self, micro_batches: int) -> AbstractContextManager[None]:
+        if self._mesh.pipeline.size > 1:
+            self._model.stack.partial_sums.expect(micro_batches)
+        return self.optimizer.reducing(micro_batches)
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def discard_gradients(self) -> None:
+        # The first gradients of the next step replace these.
+        return
+
+    def finish_step(self) -> None:
+        self.optimizer.finish_gather()

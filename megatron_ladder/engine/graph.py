@@ -140,8 +140,7 @@ class CapturedPasses:
                 self._graphs.append(graph)
 
     def _run_pass(self) -> None:
-        loss = self._module(*self._inputs, body_loss_scale=self._scales.tokens)
-        loss = loss * self._scales.targets.to(loss.dtype)
+        loss = self._module(*self._inputs, scales=self._scales)
         self._loss_sum += loss.detach()
         loss.backward()
 

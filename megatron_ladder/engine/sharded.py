@@ -1,8 +1,8 @@
-"""ZeRO stage 1 with its communication under computation.
+"""ZeRO stages 0 and 1 with their communication under computation.
 
-Parameters lie in buckets: contiguous vectors of weights and of their fp32 gradients. Each of the ranks over
-which a bucket is reduced, usually all data-parallel ones, owns an equal part of it, whose master weights and moments it
-holds and updates.
+Parameters lie in buckets: contiguous vectors of weights and of their fp32 gradients. In stage 1, each data-parallel
+rank owns an equal part of every bucket, whose master weights and moments it holds and updates. In stage 0, an
+all-reduce replaces the two collectives, and every rank updates the whole bucket.
 
     compute   [ backward of the last micro-batch ][ norm, clip, step ][ forward of the next step
     wire          [ reduce-scatter ... ]                                [ all-gather ... ]
@@ -26,7 +26,7 @@ from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.model.language_model import LanguageModel
-from megatron_ladder.parallel.layout import SHARDED_MARKS, reduce_groups
+from megatron_ladder.parallel.layout import SHARDED_MARKS
 from megatron_ladder.parallel.products import SUM, add_product
 
 
@@ -40,25 +40,32 @@ class _Bucket:
         own_weights: this rank's part of `weights`.
         gradients: summed over micro-batches, flat, fp32; this rank's part is then summed over the ranks, in place.
         master: this rank's part in fp32, with its gradient. In an fp32 model it is `own_weights`.
-        reduce_over: ranks with the same parameters and other samples, over which the bucket is divided.
+        reduce_over: ranks with the same parameters and other samples.
+        divided_over: ranks that own a part of the bucket each: those of `reduce_over`, or this rank alone.
         copies: pipeline stages with copies of the parameters, over which gradients are summed first.
         unfinished: number of parameters that will get another gradient in this step.
         streams: CUDA streams that have added gradients.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, reduce_over: CommGroup, copies: CommGroup | None
+        self,
+        parameters: Sequence[nn.Parameter],
+        dtype: torch.dtype,
+        reduce_over: CommGroup,
+        divided_over: CommGroup,
+        copies: CommGroup | None,
     ) -> None:
-        self.parameters, self.reduce_over, self.copies = parameters, reduce_over, copies
+        self.parameters = parameters
+        self.reduce_over, self.divided_over, self.copies = reduce_over, divided_over, copies
         *self.offsets, length = accumulate((parameter.numel() for parameter in parameters), initial=0)
-        own_length = -(-length // reduce_over.size)
-        self.weights = torch.zeros(own_length * reduce_over.size, dtype=dtype, device=parameters[0].device)
+        own_length = -(-length // divided_over.size)
+        self.weights = torch.zeros(own_length * divided_over.size, dtype=dtype, device=parameters[0].device)
         self.gradients = torch.zeros_like(self.weights, dtype=torch.promote_types(dtype, torch.float32))
         for parameter, offset in zip(parameters, self.offsets, strict=True):
             view = self.weights.narrow(0, offset, parameter.numel()).view(parameter.shape)
             view.copy_(parameter.detach())
             parameter.data = view
-        first = reduce_over.rank * own_length
+        first = divided_over.rank * own_length
         self.own_weights = self.weights.narrow(0, first, own_length)
         self.master = nn.Parameter(self.own_weights.to(self.gradients.dtype))
         self.master.grad = self.gradients.narrow(0, first, own_length)
@@ -69,9 +76,8 @@ class _Bucket:
 class ShardedOptimizer:
     """Reduces gradients into this rank's parts of the buckets, which torch's optimizer updates, and gathers weights.
 
-    DeepSpeed's engine steps it like an optimizer.
-
     Attributes:
+        shards: whether ranks divide the buckets (stage 1).
         buckets: in the order in which their gradients are reduced.
         groups: the parameter groups of this rank's parts.
         optimizer: torch's, of these groups; to be set before the first step.
@@ -87,12 +93,14 @@ class ShardedOptimizer:
         mesh: ProcessMesh,
         dtype: torch.dtype,
         bucket_numbers: int,
+        shards: bool = True,
     ) -> None:
         """Move the parameters into buckets of at most `bucket_numbers` elements of `dtype`, or of one parameter.
 
         `groups` are the parameter groups of the model, the last one of norms and biases.
         """
-        reduce_over = reduce_groups(model, mesh.data)
+        self.shards = shards
+        divided_over = mesh.data if shards else CommGroup.alone()
         position = {parameter: index for index, parameter in enumerate(model.parameters())}
         tied = model.tied_weight if mesh.pipeline.size > 1 else None
         placed: list[tuple[tuple[bool, bool, int], _Bucket]] = []
@@ -102,12 +110,13 @@ class ShardedOptimizer:
             # Norms and biases are the first weights to arrive, because some are read outside of their modules. The
             # gradients of routers, which all tensor-parallel ranks hold, arrive at the end of backward.
             is_last = index == len(groups) - 1
-            keys = {one: (reduce_over[one], is_last or not getattr(one, SHARDED_MARKS[0])) for one in ordered}
-            buckets = [
-                (late, _Bucket(parameters, dtype, over, mesh.ends if parameters[0] is tied else None))
-                for over, late in dict.fromkeys(keys.values())
-                for parameters in _cut([one for one in ordered if keys[one] == (over, late)], bucket_numbers, tied)
-            ]
+            is_late = {one: is_last or not getattr(one, SHARDED_MARKS[0]) for one in ordered}
+            buckets = []
+            for late in dict.fromkeys(is_late.values()):
+                alike = [parameter for parameter in ordered if is_late[parameter] == late]
+                for parameters in _cut(alike, bucket_numbers, tied):
+                    copies = mesh.ends if parameters[0] is tied else None
+                    buckets.append((late, _Bucket(parameters, dtype, mesh.data, divided_over, copies)))
             self.groups.append({**group, "params": [bucket.master for _, bucket in buckets]})
             placed += [((one.copies is not None, late, -position[one.parameters[-1]]), one) for late, one in buckets]
         self.buckets = [bucket for _, bucket in sorted(placed, key=lambda entry: entry[0])]
@@ -178,7 +187,7 @@ class ShardedOptimizer:
         for bucket in reversed(self.buckets):
             if bucket.own_weights.dtype != bucket.master.dtype:
                 bucket.own_weights.copy_(bucket.master)
-            in_flight = InFlight(*bucket.reduce_over.start_all_gather(bucket.own_weights, into=bucket.weights))
+            in_flight = InFlight(*bucket.divided_over.start_all_gather(bucket.own_weights, into=bucket.weights))
             self._gathers.append((bucket, in_flight))
 
     def finish_gather(self) -> None:
@@ -220,8 +229,12 @@ class ShardedOptimizer:
         bucket.streams.clear()
         if bucket.copies is not None:
             bucket.copies.all_reduce(bucket.gradients)
-        started = bucket.reduce_over.start_reduce_scatter(bucket.gradients, into=bucket.master.grad)
-        self._reduces.append(InFlight(*started))
+        if self.shards:
+            started = bucket.reduce_over.start_reduce_scatter(bucket.gradients, into=bucket.master.grad)
+            self._reduces.append(InFlight(*started))
+        else:
+            work = bucket.reduce_over.start_all_reduce(bucket.gradients)
+            self._reduces.append(InFlight(bucket.gradients, work))
 
     def _wait_for(self, buckets: Iterable[_Bucket]) -> None:
         if self._is_due:

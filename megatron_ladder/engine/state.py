@@ -2,9 +2,8 @@
 
 Every class of optimizer that shards its state over data-parallel ranks flattens and divides the parameters in another
 way. One adapter per class maps the parts of local parameters (`Span`) to the optimizer's tensors; this needs no
-communication. No other code reads the attributes of DeepSpeed's classes. They are private to DeepSpeed, so its version
-is pinned, an unknown class is an error, and every save checks that each weight is its rounded master
-(`checkpoint/saving.py`).
+communication. Those of DeepSpeed's classes are in `engine/deepspeed.py`. Every save checks that each weight is its
+rounded master (`checkpoint/saving.py`).
 """
 
 import math
@@ -12,16 +11,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_ladder.checkpoint.optimizer_state import MOMENTS, OptimizerState, Span
 from megatron_ladder.comm.group import CommGroup, to_device
 from megatron_ladder.engine.muon import MOMENTUM, ORTHOGONAL
+from megatron_ladder.engine.sharded import ShardedOptimizer
 from megatron_ladder.parallel.layout import Section, parameter_sections, split_interval, state_sections
 
 Gradients = Iterable[tuple[Span, Tensor]]
@@ -29,12 +27,18 @@ Gradients = Iterable[tuple[Span, Tensor]]
 
 
 class EngineState(OptimizerState, ABC):
-    """The state of one engine's optimizer."""
+    """The state of an engine's optimizer.
 
-    def __init__(self, engine: Any) -> None:
-        """`engine` is DeepSpeed's."""
-        self._engine = engine
-        self._sections = {id(parameter): sections for parameter, sections in parameter_sections(engine.module)}
+    Attributes:
+        base: torch's optimizer.
+    """
+
+    def __init__(self, model: nn.Module, base: torch.optim.Optimizer, is_first_copy: bool) -> None:
+        """`is_first_copy`: whether this is the first of the data-parallel ranks."""
+        self.base = base
+        self._model = model
+        self._is_first_copy = is_first_copy
+        self._sections = {id(parameter): sections for parameter, sections in parameter_sections(model)}
         self._frozen: Collection[Sequence[Section]] = ()
         """The sections of the parameters that no step changes."""
 
@@ -70,24 +74,13 @@ class EngineState(OptimizerState, ABC):
             for hook in hooks:
                 hook.remove()
 
-    @property
-    def base(self) -> torch.optim.Optimizer:
-        """The optimizer that DeepSpeed wraps."""
-        return self._engine.optimizer.optimizer
-
     def states(self) -> Iterator[Span]:
-        owned = dist.get_rank(self._engine.seq_data_parallel_group) == 0
-        for state, sections in state_sections(self._engine.module):
-            yield Span(sections, state.shape, 0, state.view(-1), state, 0, owned, ())
+        for state, sections in state_sections(self._model):
+            yield Span(sections, state.shape, 0, state.view(-1), state, 0, self._is_first_copy, ())
 
     def gradients(self) -> list[tuple[Span, Tensor]]:
         """Return `Gradients` of all spans before a step, reduced over the ranks with the same parameter and other
         samples."""
-        if self._is_offloaded:
-            from deepspeed.accelerator import get_accelerator
-
-            # DeepSpeed does not wait for its copies to page-locked host memory.
-            get_accelerator().synchronize()
         gradients = list(zip(self.spans(), self._gradients(), strict=True))
         for span, gradient in gradients:
             if span.sections in self._frozen:
@@ -141,164 +134,61 @@ class EngineState(OptimizerState, ABC):
         for group in self.base.param_groups:
             group["lr"] = learning_rate
 
-    @property
-    def _is_offloaded(self) -> bool:
-        """Whether gradients, masters and moments are in host memory."""
-        optimizer = self._engine.optimizer
-        return any(getattr(optimizer, name, False) for name in ("cpu_offload", "offload_optimizer"))
+
+class Vector(NamedTuple):
+    """A flat vector of parameters, of which the optimizer of this rank updates one of several equal parts."""
+
+    group: Mapping[str, Any]
+    """The parameter group."""
+    parameters: Sequence[nn.Parameter]
+    offsets: Sequence[int]
+    """Index of the first element of each parameter."""
+    master: Tensor
+    """The part, fp32."""
+    part: int
+    """Its number."""
+    owned: bool
 
 
-class _PlainState(EngineState):
-    """ZeRO-0 in fp32: torch's optimizer updates the parameters themselves, equally on every data-parallel rank."""
-
-    @property
-    def base(self) -> torch.optim.Optimizer:
-        return self._engine.optimizer
-
-    def spans(self) -> Iterator[Span]:
-        owned = dist.get_rank(self._engine.seq_data_parallel_group) == 0
-        for group in self.base.param_groups:
-            for parameter in group["params"]:
-                sections = self._sections[id(parameter)]
-                weight, moments = parameter.detach().view(-1), _moments(group)
-                yield Span(sections, parameter.shape, 0, weight, parameter, 0, owned, moments)
-
-    def copy_masters_to_weights(self) -> None:
-        return
-
-
-class _FlatState(EngineState):
-    """ZeRO-1 and 2: parameters are flattened, and each data-parallel rank updates a part of each flat vector."""
+class FlatState(EngineState):
+    """An optimizer that flattens parameters, and updates a part of each flat vector."""
 
     @abstractmethod
-    def vectors(self) -> Iterator[tuple[Mapping[str, Any], Sequence[nn.Parameter], Sequence[int], Tensor, int]]:
-        """Yield for each flat vector its parameter group, its parameters, their starts, and this rank's part, fp32,
-        with the number of the part."""
+    def vectors(self) -> Iterator[Vector]:
+        """Yield all flat vectors."""
 
     def spans(self) -> Iterator[Span]:
-        for group, parameters, offsets, flat_master, part in self.vectors():
-            low = part * flat_master.numel()
-            high = low + flat_master.numel()
+        for group, parameters, offsets, master, part, owned in self.vectors():
+            low = part * master.numel()
+            high = low + master.numel()
             for parameter, offset in zip(parameters, offsets, strict=True):
                 first, last = max(offset, low), min(offset + parameter.numel(), high)
                 if first < last:
                     weight = parameter.detach().view(-1).narrow(0, first - offset, last - first)
                     sections, start = self._sections[id(parameter)], first - offset
-                    yield Span(
-                        sections, parameter.shape, start, weight, flat_master, first - low, True, _moments(group)
-                    )
+                    yield Span(sections, parameter.shape, start, weight, master, first - low, owned, _moments(group))
 
 
-class _ShardedState(_FlatState):
-    """ZeRO-1 (`ShardedOptimizer`)."""
+class ShardedState(FlatState):
+    """ZeRO 0 and 1 (`ShardedOptimizer`)."""
 
-    def vectors(self) -> Iterator[tuple[Mapping[str, Any], Sequence[nn.Parameter], Sequence[int], Tensor, int]]:
+    def __init__(self, model: nn.Module, optimizer: ShardedOptimizer, is_first_copy: bool) -> None:
+        super().__init__(model, optimizer.optimizer, is_first_copy)
+        self._optimizer = optimizer
+
+    def vectors(self) -> Iterator[Vector]:
         groups = {id(master): group for group in self.base.param_groups for master in group["params"]}
-        for bucket in self._engine.optimizer.buckets:
-            part = bucket.reduce_over.rank
-            yield groups[id(bucket.master)], bucket.parameters, bucket.offsets, bucket.master, part
+        owned = self._optimizer.shards or self._is_first_copy
+        for bucket in self._optimizer.buckets:
+            group, part = groups[id(bucket.master)], bucket.divided_over.rank
+            yield Vector(group, bucket.parameters, bucket.offsets, bucket.master, part, owned)
 
     def copy_masters_to_weights(self) -> None:
-        self._engine.optimizer.start_gather()
-
-
-class _ZeroState(_FlatState):
-    """ZeRO-2 (`DeepSpeedZeroOptimizer`), and ZeRO-1 and 2 with the optimizer offloaded."""
-
-    def vectors(self) -> Iterator[tuple[Mapping[str, Any], Sequence[nn.Parameter], Sequence[int], Tensor, int]]:
-        optimizer = self._engine.optimizer
-        parameters, offsets = optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets
-        masters, part = optimizer.single_partition_of_fp32_groups, dist.get_rank(self._engine.seq_data_parallel_group)
-        return zip(self.base.param_groups, parameters, offsets, masters, [part] * len(masters), strict=True)
-
-    def copy_masters_to_weights(self) -> None:
-        self._engine.optimizer.update_lp_params()
-
-    def _gradients(self) -> Iterator[Tensor]:
-        optimizer = self._engine.optimizer
-        if self._is_offloaded:
-            yield from super()._gradients()
-            return
-        found: dict[tuple[int, int], Tensor] = {}
-        for index, master in enumerate(optimizer.single_partition_of_fp32_groups):
-            parts = optimizer.averaged_gradients[index]
-            starts = accumulate((part.numel() for part in parts), initial=0)
-            found |= {(id(master), start): part for start, part in zip(starts, parts, strict=False)}
-        for span in self.spans():
-            gradient = found.get((id(span.flat_master), span.offset))
-            if gradient is None or gradient.numel() != span.length:
-                raise RuntimeError(
-                    f"DeepSpeed has no gradient of {span.sections[0].name} at element {span.offset} of the partition"
-                )
-            yield gradient
-
-
-class _Zero3State(EngineState):
-    """ZeRO-3: each parameter is divided into equal parts, the last one padded; a rank's parts are concatenated."""
-
-    def __init__(self, engine: Any) -> None:
-        super().__init__(engine)
-        # The norm is known, and DeepSpeed neither clips by it nor scales by it.
-        engine.optimizer._get_norm_groups = lambda: [torch.zeros(())]
-
-    def _parts(self) -> Iterator[tuple[int, int, Span]]:
-        """Iterate over subgroup, index within it, and this rank's span, leaving out parts that are only padding."""
-        optimizer = self._engine.optimizer
-        groups = zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
-        for subgroup, (parameters, flat_master) in enumerate(groups):
-            offset = 0
-            for index, parameter in enumerate(parameters):
-                part: Any = parameter
-                size = part.partition_numel()
-                start = dist.get_rank(part.ds_process_group) * size
-                length = min(size, part.ds_numel - start)
-                if length > 0:
-                    weight = part.ds_tensor.detach().view(-1).narrow(0, 0, length)
-                    sections = self._sections[id(parameter)]
-                    span = Span(sections, part.ds_shape, start, weight, flat_master, offset, owned=True)
-                    yield subgroup, index, span
-                offset += size
-
-    def spans(self) -> Iterator[Span]:
-        for _, _, span in self._parts():
-            yield span
-
-    def _gradients(self) -> Iterator[Tensor]:
-        if self._is_offloaded:
-            yield from super()._gradients()
-            return
-        for subgroup, index, span in self._parts():
-            yield self._engine.optimizer.averaged_gradients[subgroup][index].narrow(0, 0, span.length)
-
-    def copy_masters_to_weights(self) -> None:
-        optimizer = self._engine.optimizer
-        # Releases gathered copies, which would be out of date; each parameter is gathered again before its next use.
-        optimizer._partition_all_parameters()
-        for subgroup in range(len(optimizer.fp16_groups)):
-            optimizer._reassign_or_swap_out_partitioned_parameters(subgroup)
+        self._optimizer.start_gather()
 
 
 def _moments(group: Mapping[str, Any]) -> tuple[str, ...]:
     return (MOMENTUM,) if group.get(ORTHOGONAL) else MOMENTS
-
-
-_STATES: dict[str, type[EngineState]] = {
-    "AdamW": _PlainState,
-    "MuonWithAdamW": _PlainState,
-    "FusedAdam": _PlainState,
-    "ShardedOptimizer": _ShardedState,
-    "DeepSpeedZeroOptimizer": _ZeroState,
-    "DeepSpeedZeroOptimizer_Stage3": _Zero3State,
-}
-"""The adapter for each possible class of `engine.optimizer`."""
-
-
-def engine_state(engine: Any) -> EngineState:
-    """Return the adapter for DeepSpeed's engine; raise RuntimeError if its optimizer class is unknown."""
-    name = type(engine.optimizer).__name__
-    if name not in _STATES:
-        raise RuntimeError(f"no adapter can read the state of DeepSpeed's {name}")
-    return _STATES[name](engine)
 
 
 def _parts(gradients: Gradients) -> Iterator[tuple[Span, Section, Tensor]]:

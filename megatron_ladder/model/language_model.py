@@ -135,20 +135,26 @@ class LanguageModel(nn.Module):
         positions: Tensor | None = None,
         lengths: Tensor | None = None,
         document_bounds: Tensor | None = None,
-        body_loss_scale: Tensor | float = 1.0,
+        *,
+        entering: Tensor | None = None,
+        scales: LossScales | None = None,
         predicts: bool = False,
     ) -> Tensor:
         """Return the loss summed over the target tokens that count, or the `predictions` if `predicts` is set.
+
+        A pipeline stage other than the last one returns the state that leaves it. With the backward of what is returned
+        also runs that of the extra losses, whose values `take_extra_losses` returns.
 
         Args:
             tokens: [b, s] int64.
             labels: [b, s] int64, the token that follows each; -100 has no loss.
             loss_mask: [b, s] float, weight of each target token; None counts all.
-            positions, lengths, document_bounds, body_loss_scale: see `stage`.
+            positions, lengths, document_bounds: see `training_context`.
+            entering: the state that leaves the previous stage; None on the first stage.
+            scales: factors of the losses, whose sums over tokens have the factor 1 without them.
 
-        Return a scalar in fp32 (fp64 for an fp64 model), equal on every tensor-parallel rank. The caller divides by the
-        number of targets of the whole global batch. Other ids than those of the vocabulary raise RuntimeError; on a
-        GPU, a later call raises it.
+        The loss is a scalar in fp32 (fp64 for an fp64 model), equal on every tensor-parallel rank. Other ids than those
+        of the vocabulary raise RuntimeError; on a GPU, a later call raises it.
         """
         size, soft = self.config.vocab_size, None
         known = (tokens >= 0) & (tokens < size) & ((labels == IGNORED) | ((labels >= 0) & (labels < size)))
@@ -156,40 +162,27 @@ class LanguageModel(nn.Module):
         if self.distillation is not None and torch.is_grad_enabled():
             # First, while the student keeps nothing for backward yet.
             soft = self.distillation.soft_targets(tokens, positions, document_bounds)
+        state = self.embedding(tokens).unsqueeze(0) if entering is None else entering
         context = self.training_context(tokens, positions, lengths, document_bounds)
-        hidden_states = self.hidden_states(tokens, context)
+        leaving = self.stack(state, context)
+        leaving = self._with_losses_of_bodies(leaving, context, 1.0 if scales is None else scales.tokens)
+        if not self.is_last:
+            return leaving
         if predicts:
-            return self.predictions(hidden_states, labels)
-        loss = self.loss(hidden_states, labels, loss_mask, soft)
-        return self._with_losses_of_bodies(loss, context, body_loss_scale)
+            return self.predictions(leaving[0], labels)
+        loss = self._loss_of(leaving[0], labels, loss_mask, soft)
+        return loss if scales is None else loss * scales.targets.to(loss.dtype)
 
-    def stage(
-        self,
-        entering: Tensor,
-        positions: Tensor | None = None,
-        lengths: Tensor | None = None,
-        document_bounds: Tensor | None = None,
-        body_loss_scale: Tensor | float = 1.0,
+    def allocate_state(self, tokens: Tensor) -> Tensor:
+        """Return a buffer for the state that enters this stage with these token ids [b, s]."""
+        rows, length = tokens.shape
+        shape = self.stack.slots_in, length // self.stack.layout.shards, rows, self.config.hidden_size
+        return next(self.stack.parameters()).new_empty(shape)
+
+    def _loss_of(
+        self, hidden_states: Tensor, labels: Tensor, loss_mask: Tensor | None, soft: SoftTargets | None
     ) -> Tensor:
-        """Run a pipeline stage: token ids [b, s] on the first stage, a state on the others -> a state.
-
-        Args:
-            positions: [b, s] int64, rotary position of each token; None counts from 0 in every row.
-            lengths: [b] int64, number of tokens before the padding of each row; None: no padding.
-            document_bounds: [documents + 1] int32 on the CPU: the start of each document among the b * s tokens, row
-                after row, and b * s. Every row begins a document, and tokens attend only within their document. None:
-                every token attends to all earlier ones of its row.
-            body_loss_scale: the gradient of the losses of bodies, which are sums over tokens.
-        """
-        state = self.embedding(entering).unsqueeze(0) if self.is_first else entering
-        length = state.shape[1] * self.stack.layout.shards
-        context = self._context(length, state.device, positions, lengths, document_bounds)
-        return self._with_losses_of_bodies(self.stack(state, context), context, body_loss_scale)
-
-    def loss(
-        self, hidden_states: Tensor, labels: Tensor, loss_mask: Tensor | None = None, soft: SoftTargets | None = None
-    ) -> Tensor:
-        """The stream after the last layer [s, b, h] -> the loss as `forward` returns it.
+        """The stream after the last layer [s, b, h] -> the loss summed over the target tokens.
 
         In training it also has the gradient of the extra losses, but not their values, so that losses with and without
         them are comparable; see `take_extra_losses`. `soft` are the targets of the distillation.
@@ -275,17 +268,17 @@ class LanguageModel(nn.Module):
         lengths: Tensor | None = None,
         document_bounds: Tensor | None = None,
     ) -> SequenceContext:
-        """Return the context of whole rows; by default causal attention at positions 0 .. s-1 (see `stage`)."""
-        return self._context(tokens.shape[1], tokens.device, positions, lengths, document_bounds)
+        """Return the context of whole rows.
 
-    def _context(
-        self,
-        length: int,
-        device: torch.device,
-        positions: Tensor | None,
-        lengths: Tensor | None,
-        document_bounds: Tensor | None,
-    ) -> SequenceContext:
+        Args:
+            tokens: [b, s].
+            positions: [b, s] int64, rotary position of each token; None counts from 0 in every row.
+            lengths: [b] int64, number of tokens before the padding of each row; None: no padding.
+            document_bounds: [documents + 1] int32 on the CPU: the start of each document among the b * s tokens, row
+                after row, and b * s. Every row begins a document, and tokens attend only within their document. None:
+                every token attends to all earlier ones of its row.
+        """
+        length, device = tokens.shape[1], tokens.device
         positions = torch.arange(length, device=device).unsqueeze(1) if positions is None else positions.t()
         table = rotary_table(self.config, positions, self.compute_dtype)
         documents = None if document_bounds is None else DocumentBounds.of(document_bounds, device)

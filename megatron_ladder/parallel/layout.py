@@ -111,10 +111,6 @@ class Placement:
 class ParallelModule(nn.Module):
     """A module that describes its parameters by sections."""
 
-    reduce_over: CommGroup | None = None
-    """The ranks over which gradients are summed, if they are not all that process other samples (`ProcessMesh.data`):
-    those that hold the same parameters."""
-
     def __init__(self, place: Placement) -> None:
         super().__init__()
         self.group = place.mesh.tensor
@@ -179,14 +175,6 @@ def state_sections(model: nn.Module) -> Iterator[tuple[Tensor, tuple[Section, ..
             for attribute, state in module.named_buffers(recurse=False):
                 if attribute in module.sections:
                     yield state, module.sections[attribute]
-
-
-def reduce_groups(model: nn.Module, samples: CommGroup) -> dict[nn.Parameter, CommGroup]:
-    """Return the ranks over which the gradient of each parameter is summed; `samples` are those with other samples."""
-    modules = (module for module in model.modules() if isinstance(module, ParallelModule))
-    return {
-        parameter: module.reduce_over or samples for module in modules for parameter in module.parameters(recurse=False)
-    }
 
 
 def has_padding(parameter: Tensor, sections: Sequence[Section]) -> bool:

@@ -74,7 +74,8 @@ def build_trainer(inputs: RunInputs, place: RankInfo, peers: Peers) -> Trainer:
         torch.use_deterministic_algorithms(True)
     timeout_minutes = run.parallel.distributed_timeout_minutes
     device = start_process_group(place, timeout_minutes, _shared_settings(inputs, place), peers)
-    start_deepspeed(place, device)
+    if run.needs_deepspeed:
+        start_deepspeed(place, device)
     mesh, span = named_for_profiler(run, build_mesh(run))
     if run.checkpoint.save is not None:
         _check_shared(run.checkpoint.save, mesh.world)

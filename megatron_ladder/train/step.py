@@ -5,7 +5,6 @@ depends neither on the micro-batch size nor on the number of ranks that share th
 over the tokens without padding, likewise. Every rank reads its batches, and so knows both numbers.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from megatron_ladder.comm.group import to_device
 from megatron_ladder.data.batches import MicroBatch
 from megatron_ladder.engine.optimizer import learning_rate
+from megatron_ladder.engine.schedule import Pass
 from megatron_ladder.engine.state import clip_gradients, gradient_norm, locate_bad_gradient
 from megatron_ladder.model.language_model import LossScales
 from megatron_ladder.train.guards import Finding
@@ -55,31 +55,35 @@ def train_step(
     `iteration` counts from 1. `extra_numbers` returns equally many numbers on every rank, which are summed with the
     gradient norm's collective. The host waits for the device only to read its result.
     """
-    engine, state, mesh = trainer.engine, trainer.engine.state, trainer.mesh
+    engine, model, mesh, guard = trainer.engine, trainer.model, trainer.mesh, trainer.guard
     rate = learning_rate(trainer.run.optimizer, trainer.run.training.train_iters, iteration)
-    state.set_learning_rate(rate)
+    engine.state.set_learning_rate(rate)
     counts = _count_tokens(trainer, micro_batches)
     scales = LossScales(*counts.clamp(min=1.0).reciprocal())
-    model = trainer.model
+
+    # Forward and backward of all micro-batches. Gradients are reduced under the last backward pass.
     model.take_extra_losses()
     model.take_loads(trainer.device)
-    loss_sum = engine.forward_backward(micro_batches, scales)
-    gradients = state.gradients()
-    numbers = to_device(torch.tensor(extra_numbers(), dtype=torch.float64), trainer.device)
+    loss_sum = _forward_backward(trainer, micro_batches, scales)
+
+    # One collective sums the gradient's norm, losses, loads of experts and counts over all ranks.
+    gradients = engine.state.gradients()
     extra_losses = model.take_extra_losses(scales)
     loads = model.take_loads(trainer.device)
-    equal = torch.cat([loss_sum.detach().double().reshape(1), extra_losses, loads.flatten()])
+    numbers = to_device(torch.tensor(extra_numbers(), dtype=torch.float64), trainer.device)
+    equal = torch.cat([loss_sum.double().reshape(1), extra_losses, loads.flatten()])
     packed = torch.cat([equal, counts[:1], numbers])
     norm, sums = gradient_norm(gradients, mesh.world, trainer.device, packed)
     # Every tensor-parallel rank contributed the same losses and loads.
     loss, *others = (summed / mesh.tensor.size for summed in sums[: len(equal)])
-    found_targets, *sums = sums[len(equal) :]
+    target_count, *extra_sums = sums[len(equal) :]
     named_losses = dict(zip(model.extra_losses, others, strict=False))
     loads = torch.tensor(others[len(named_losses) :], dtype=torch.float64).view(loads.shape)
-    if math.isfinite(norm):
-        clip_gradients(gradients, norm, trainer.run.optimizer.clip_grad)
-    text, finding = f"iteration {iteration}: the gradient's norm is {norm}, the loss {loss:g}", None
-    kind = trainer.guard.judge(loss, norm, found_targets > 0)
+
+    # All ranks judge the same numbers.
+    finding = None
+    text = f"iteration {iteration}: the gradient's norm is {norm}, the loss {loss:g}"
+    kind = guard.judge(loss, norm, target_count > 0)
     if kind == "bad numbers":
         where = locate_bad_gradient(gradients, model, mesh.world)
         text += ": first bad parameter {parameter}, on rank {rank}".format_map(where) if where else ""
@@ -87,13 +91,35 @@ def train_step(
     elif kind == "no targets":
         finding = Finding(kind, True, f"iteration {iteration}: no token of the global batch counts in the loss")
     elif kind == "loss spike":
-        finding = Finding(kind, trainer.guard.skips_spikes, f"{text}, which is a spike")
-    if finding is not None and finding.skipped:
-        engine.skip_step()
+        finding = Finding(kind, guard.skips_spikes, f"{text}, which is a spike")
+
+    result = StepResult(loss_sum, norm, rate, loss, named_losses, loads, finding, extra_sums)
+    if result.skipped:
+        engine.discard_gradients()
     else:
+        clip_gradients(gradients, norm, trainer.run.optimizer.clip_grad)
         engine.step()
         model.follow_loads(loads, trainer.run.training.moe_router_bias_update_rate)
-    return StepResult(loss_sum, norm, rate, loss, named_losses, loads, finding, sums)
+    return result
+
+
+def _forward_backward(trainer: Trainer, micro_batches: Sequence[MicroBatch], scales: LossScales) -> Tensor:
+    """Return this rank's scaled loss, summed over micro-batches; zero on pipeline stages other than the last."""
+    engine = trainer.engine
+    captured = None if engine.passes is None else engine.passes.run(micro_batches, scales)
+    if captured is not None:
+        return captured
+    loss_sum = torch.zeros((), device=trainer.device)
+
+    def forward(work: Pass, entering: Tensor | None) -> Tensor:
+        leaving = engine.forward(micro_batches[work.micro_batch], scales, entering)
+        if trainer.model.is_last:
+            loss_sum.add_(leaving.detach())
+        return leaving
+
+    with engine.accumulating(len(micro_batches)):
+        engine.run_passes(micro_batches, forward, engine.backward)
+    return loss_sum
 
 
 def _count_tokens(trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> Tensor:

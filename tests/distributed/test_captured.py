@@ -105,7 +105,7 @@ def histories(argv: list[str], batches: list[list[Batch]]) -> list[tuple[list[An
             if trainer.device.type == "cpu":
                 stand_ins.enter_context(played_graphs())
             if captures:
-                sharded = trainer.engine.wrapped.optimizer
+                sharded = trainer.engine.optimizer
                 trainer.engine.passes = CapturedPasses(trainer.model, sharded, trainer.mesh.world, measures=False)
             history: list[Any] = []
             for iteration, batch in enumerate(batches, start=1):
@@ -156,7 +156,7 @@ def test_captured_steps_are_bitwise_those_without_graphs(gloo_pools: GlooPools, 
 def gathers_of_steps(argv: list[str], batches: list[list[Batch]], reads: bool) -> tuple[list[int], Any]:
     """On each rank: the gathers in each captured pass, and the outcome, for a caller that reads weights or does not."""
     trainer = build_trainer_here(argv)
-    sharded = trainer.engine.wrapped.optimizer
+    sharded = trainer.engine.optimizer
     trainer.engine.passes = CapturedPasses(trainer.model, sharded, trainer.mesh.world, measures=False)
     with played_graphs(), mock.patch.object(graph, "_WARM_UP_STEPS", WARM_UP):
         if reads:
@@ -218,7 +218,7 @@ def failing(
         mock.patch.object(graph, "PeakMemory", EnoughMemory if has_memory else TooLittleMemory),
         contextlib.redirect_stdout(io.StringIO()) as printed,
     ):
-        sharded = trainer.engine.wrapped.optimizer
+        sharded = trainer.engine.optimizer
         trainer.engine.passes = CapturedPasses(trainer.model, sharded, trainer.mesh.world, measures)
         try:
             history = take_steps(trainer, batches)

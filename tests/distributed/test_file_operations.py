@@ -15,7 +15,7 @@ from tests.helpers.operations import Operations
 from tests.helpers.pool import GlooPools
 from tests.helpers.tokenizer_copies import write_words
 from tests.helpers.tokens import write_tokens
-from tests.helpers.training import CPU, deepspeed_is_started
+from tests.helpers.training import CPU
 
 RECIPE = (
     "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --seq-length 12 --zero-stage 3 "
@@ -37,13 +37,11 @@ def write_data(folder: Path) -> list[str]:
 
 def pretrain(argv: list[str], folder: Path, port: int) -> list[str]:
     """On each rank: run the program in the pool's process group; return the operations on files in a folder."""
-    assert deepspeed_is_started()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MASTER_PORT", str(port))
         # The first rank of a host does more than the others.
         patch.setenv("LOCAL_RANK", "0")
         patch.setattr(setup, "start_process_group", lambda *of_the_run: CPU)
-        patch.setattr(setup, "start_deepspeed", lambda *of_the_run: None)
         patch.setattr(loop, "stop_process_group", dist.barrier)
         patch.setattr(loop, "HangWatch", mock.MagicMock())
         operations = Operations(folder, patch)

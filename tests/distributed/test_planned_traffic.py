@@ -20,7 +20,7 @@ SIZES = (
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 512"
 TOLERANCE = 0.005
 """Collectives of a few numbers that the planner leaves out."""
-KINDS = {"tensor": "tensor", "data": "data", "world pair": "pipeline", "ends": "ends", "pipeline": "ends"}
+KINDS = {"tensor": "tensor", "data": "data", "pipeline pair": "pipeline", "ends": "ends", "pipeline": "ends"}
 """The planner's kind of what a group sends. With two stages, the ends are the pipeline."""
 
 

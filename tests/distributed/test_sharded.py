@@ -1,23 +1,13 @@
 """The optimizer of ZeRO 1: when it communicates, and that modules wait for their weights."""
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch
 from torch import Tensor
 
-from megatron_ladder.blueprint.tensors import SubBlockTensors
-from megatron_ladder.blueprint.wiring import SubBlockKind
 from megatron_ladder.comm.group import CommGroup, Work
-from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.model.bodies import MLP
-from megatron_ladder.model.language_model import LanguageModel
-from megatron_ladder.model.operations import BuildContext
-from megatron_ladder.model.stack import BODIES
 from megatron_ladder.parallel.layout import parameter_sections
 from megatron_ladder.train.step import train_step
 from tests.helpers.pool import GlooPools
@@ -86,13 +76,13 @@ def order_of_events(words: str, batches: list[list[Batch]]) -> list[str]:
     argv = [*ARGV, *words.split()]
     trainer = build_trainer_here(argv, wrap_data=lambda group: groups.append(LateGroup(group)) or groups[0])
     events = groups[0].events
-    backward: Any = trainer.engine.wrapped.backward
+    backward: Any = trainer.engine.backward
 
     def noted_backward(*args: Any, **kwargs: Any) -> None:
         backward(*args, **kwargs)
         events.append("end of backward")
 
-    trainer.engine.wrapped.backward = noted_backward
+    trainer.engine.backward = noted_backward
     # Backward computes the gradient of the embedding last, and that of the lowest norm just before.
     trainer.model.embedding.weight.register_post_accumulate_grad_hook(lambda _: events.append("embedding"))
     for parameter, sections in parameter_sections(trainer.model):
@@ -126,7 +116,7 @@ def unusual_steps(batches: list[list[Batch]]) -> None:
     trainer = build_trainer_here(ARGV)
     train_step(trainer, own_batches(trainer, batches[0]), 1)
     weight = trainer.model.embedding.weight
-    optimizer = trainer.engine.wrapped.optimizer
+    optimizer = trainer.engine.optimizer
     with optimizer.reducing(1):
         weight.sum().backward()
     for span, gradient in trainer.engine.state.gradients():
@@ -140,59 +130,3 @@ def unusual_steps(batches: list[list[Batch]]) -> None:
 
 def test_steps_with_too_few_or_too_many_gradients(gloo_pools: GlooPools) -> None:
     gloo_pools(2).run(unusual_steps, steps_of_batches(1, 4))
-
-
-class PairedMLP(MLP):
-    """Its products have other parameters on ranks 2 and 3 than on ranks 0 and 1."""
-
-    def __init__(self, build: BuildContext, layer: int, tensors: SubBlockTensors) -> None:
-        super().__init__(build, layer, tensors)
-        self.gate_up_proj.reduce_over = self.down_proj.reduce_over = pair()
-
-
-@functools.cache
-def pair() -> CommGroup:
-    """Return the group of ranks 0 and 1, or of 2 and 3."""
-    rank = torch.distributed.get_rank()
-    groups = [torch.distributed.new_group(ranks) for ranks in ([0, 1], [2, 3])]
-    return CommGroup(((0, 1), (2, 3))[rank // 2], rank % 2, groups[rank // 2])
-
-
-def paired_step(batches: list[Batch]) -> tuple[float, float, dict[str, Tensor]]:
-    """Return the norm of the gradient of a step, the expected one, and the weights after the step."""
-    pair()
-    argv = [*RECIPE, *"--zero-stage 1 --global-batch-size 8 --clip-grad 0".split()]
-    with mock.patch.dict(BODIES, {SubBlockKind.MLP: PairedMLP}):
-        trainer = build_trainer_here(argv)
-    config = trainer.run.model
-    alone = LanguageModel(config, ProcessMesh.single(), seed=trainer.run.training.seed)
-    own, data = own_batches(trainer, batches), trainer.mesh.data
-    total = data.all_reduce(torch.stack([batch.loss_mask.sum() for batch in own if batch.loss_mask is not None]).sum())
-    for batch in own:
-        (alone(batch.tokens, batch.labels, batch.loss_mask) / total).backward()
-    square = torch.zeros((), dtype=torch.float64)
-    for name, parameter in alone.named_parameters():
-        is_paired = ".bodies.mlp." in name
-        assert parameter.grad is not None
-        summed = (pair() if is_paired else data).all_reduce(parameter.grad).double().square().sum()
-        # Each of the two pairs has its own parameters.
-        square += data.all_reduce(summed) / 2 if is_paired else summed
-    result = train_step(trainer, own, 1)
-    trainer.engine.finish_step()
-    return (
-        result.gradient_norm,
-        float(square.sqrt()),
-        {k: v.detach().clone() for k, v in trainer.model.named_parameters()},
-    )
-
-
-def test_gradients_are_reduced_over_the_ranks_with_the_same_parameters(gloo_pools: GlooPools) -> None:
-    found = gloo_pools(4).run(paired_step, steps_of_batches(1, 4)[0])
-    for norm, expected, weights in found:
-        assert norm == pytest.approx(expected, rel=1e-5)
-        assert norm == found[0][0]
-        assert weights.keys() == found[0][2].keys()
-    for name in found[0][2]:
-        first, second, third, last = (weights[name] for _, _, weights in found)
-        assert torch.equal(first, second) and torch.equal(third, last)
-        assert torch.equal(first, third) == (".bodies.mlp." not in name), name

@@ -273,7 +273,7 @@ def steps_around_a_failed_capture(argv: list[str], steps: int) -> tuple[list[tup
         if rank_device().type == "cpu" and trainer.run.training.cuda_graph != "false":
             stand_ins.enter_context(played_graphs())
             stand_ins.enter_context(mock.patch.object(torch.cuda, "CUDAGraph", lambda: FailingGraph(dist.get_rank())))
-            sharded = trainer.engine.wrapped.optimizer
+            sharded = trainer.engine.optimizer
             trainer.engine.passes = CapturedPasses(trainer.model, sharded, trainer.mesh.world, measures=True)
         trainer.model.final_norm.register_forward_hook(_read_in_captures)
         for iteration in range(1, steps + 1):

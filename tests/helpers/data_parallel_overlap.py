@@ -53,7 +53,7 @@ def measure(rounds: int = ROUNDS) -> Overlap:
     (link,) = links
     batches = own_batches(trainer, _batches())
     backwards: list[float] = []
-    inner = trainer.engine.wrapped.backward
+    inner = trainer.engine.backward
 
     def timed_backward(*args: object, **kwargs: object) -> object:
         begun = time.perf_counter()
@@ -61,7 +61,7 @@ def measure(rounds: int = ROUNDS) -> Overlap:
         backwards.append(time.perf_counter() - begun)
         return result
 
-    trainer.engine.wrapped.backward = timed_backward
+    trainer.engine.backward = timed_backward
 
     def step(seconds_per_byte: float) -> tuple[float, float]:
         """Return the backward time of the last micro-batch, and the waits of the step and the next forward."""
@@ -79,7 +79,7 @@ def measure(rounds: int = ROUNDS) -> Overlap:
     backward = statistics.median(step(0.0)[0] for _ in range(rounds))
     backward = float(trainer.mesh.world.all_reduce(torch.tensor(backward))) / 2
     # A reduce-scatter takes half of an all-reduce's time.
-    num_bytes = sum(bucket.gradients.nbytes for bucket in trainer.engine.wrapped.optimizer.buckets)
+    num_bytes = sum(bucket.gradients.nbytes for bucket in trainer.engine.optimizer.buckets)
     wire = backward / 2
     exposed = []
     for _ in range(rounds):

@@ -32,7 +32,6 @@ import torch
 
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.config.run import SECTIONS
-from megatron_ladder.engine.build import import_deepspeed
 from megatron_ladder.flags import section_flags
 from tests.helpers.commands import clean_environment, free_port, kill_tree
 from tests.helpers.forks import fork
@@ -53,7 +52,6 @@ STACKS_TIMEOUT = 5.0
 GROUPS_KEPT = 32
 """Process groups that a rank may hold before abandoned ones are destroyed."""
 PRELOADED = (
-    "deepspeed.runtime.pipe.engine",
     "deepspeed.module_inject.auto_ep_config",
     "numpy.ma",
     "torch._inductor.compile_fx",
@@ -67,7 +65,6 @@ PRELOADED = (
 def import_for_ranks() -> None:
     """Import what ranks need, for a CPU; once."""
     gc.disable()
-    import_deepspeed()
     for module in PRELOADED:
         importlib.import_module(module)
     # Reads the sources of these classes once.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.generate.loading import PACKED_OPERATIONS, _load_packed
-from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.model.language_model import LanguageModel, LossScales
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.parallel.layout import parameter_sections, state_sections
 
@@ -110,17 +110,18 @@ def run_chain(
 
     The losses of bodies are divided by `all_tokens`.
     """
-    entered: list[Tensor] = []
-    left = tokens
+    scales = LossScales(*(torch.tensor(1 / count, dtype=torch.float64) for count in (targets, all_tokens)))
+    entered: list[Tensor | None] = [None]
+    left: list[Tensor] = []
     for part in parts:
+        left.append(part(tokens, labels, mask, lengths=lengths, entering=entered[-1], scales=scales))
         # A state that crosses between processes is a new leaf there, and its gradient is sent back.
-        entered.append(left.detach().clone().requires_grad_() if entered else left)
-        left = part.stage(entered[-1], lengths=lengths, body_loss_scale=1 / all_tokens)
-        entered.append(left)
-    loss = parts[-1].loss(left[0], labels, mask) / targets
+        entered.append(left[-1].detach().clone().requires_grad_())
+    loss = left.pop()
     loss.backward()
-    for index in reversed(range(len(parts) - 1)):
-        entered[2 * index + 1].backward(entered[2 * index + 2].grad)
+    for leaving, entering in zip(reversed(left), reversed(entered[1:-1]), strict=True):
+        assert entering is not None
+        leaving.backward(entering.grad)
     return loss
 
 

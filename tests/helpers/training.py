@@ -77,8 +77,9 @@ def build_trainer_here(
 ) -> Trainer:
     """On each rank: return a trainer, with these unsharded weights if they are given, and its data-parallel and
     tensor-parallel groups replaced by what `wrap_data` and `wrap_tensor` return for them."""
-    assert deepspeed_is_started()
     run, device = run_of(argv, torch.distributed.get_world_size()), rank_device()
+    if run.needs_deepspeed:
+        deepspeed_is_started()
     tensor_parallel = run.parallel.tensor_model_parallel_size
     stages = run.parallel.pipeline_model_parallel_size
     replicas = key_value_replicas(run.model, tensor_parallel)

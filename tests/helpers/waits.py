@@ -133,7 +133,8 @@ def waits_of_steps(argv: list[str]) -> list[list[str]]:
     places: deque[list[str]] = deque()
     for iteration in range(1, 4):
         waits = Waits()
-        with waits.counting(trainer.engine.wrapped.optimizer):
+        wrapped = getattr(trainer.engine, "wrapped", None)
+        with waits.counting(None if wrapped is None else wrapped.optimizer):
             train_step(trainer, next(batches), iteration, lambda: (1.0, 2.0))
         places.append(waits.places)
     batches.close()

@@ -28,14 +28,11 @@ def test_the_flags_determine_batches_precision_and_stage() -> None:
     assert config["zero_optimization"]["reduce_bucket_size"] == PARAMETERS
     # Clipping is this package's own.
     assert config["gradient_clipping"] == 0.0
-    assert "pipeline" not in config and "offload_optimizer" not in config["zero_optimization"]
-    staged = derived("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2")
-    assert staged["pipeline"] == {"pipe_partitioned": False, "grad_partitioned": False}
+    assert "offload_optimizer" not in config["zero_optimization"]
 
 
-def test_deepspeed_leaves_the_sharded_optimizer_alone() -> None:
+def test_buckets_without_deepspeed_are_small() -> None:
     config = derived("--micro-batch-size 1 --global-batch-size 4 --bf16")
-    assert config["zero_optimization"]["stage"] == 0 and config["bf16"]["enabled"] is False
     # A sixteenth of the model, so that the first gradients are reduced under backward.
     assert config["zero_optimization"]["reduce_bucket_size"] == -(-PARAMETERS // 16)
     large = "--hidden-size 8192 --num-attention-heads 64 --ffn-hidden-size 28672 --micro-batch-size 1 --bf16"
@@ -43,11 +40,15 @@ def test_deepspeed_leaves_the_sharded_optimizer_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "stage"),
-    [("--zero-stage 2", 0), ("--zero-stage 3", 3), ("--bf16", 0), ("--zero-stage 1 --offload-optimizer cpu", 1)],
+    ("words", "expected"),
+    [
+        *(("--zero-stage 2", False), ("--zero-stage 3", True), ("--bf16", False)),
+        ("--zero-stage 1 --offload-optimizer cpu", True),
+    ],
 )
-def test_stages_on_one_data_parallel_rank(words: str, stage: int) -> None:
-    assert derived(f"--tensor-model-parallel-size 4 {words}")["zero_optimization"]["stage"] == stage
+def test_deepspeed_is_needed_where_it_shards_or_offloads(words: str, expected: bool) -> None:
+    run = resolve_run(parse_run(f"{BASE} --tensor-model-parallel-size 4 {words}".split()), 1000, 4)
+    assert run.needs_deepspeed is expected
 
 
 def merged(tmp_path: Path, given: object, words: str = "") -> dict[str, Any]:

@@ -2,13 +2,14 @@
 
 import sys
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_ladder.config.sections import OptimizerConfig
 from megatron_ladder.engine.optimizer import build_optimizer
-from megatron_ladder.engine.state import engine_state
+from megatron_ladder.engine.state import ShardedState
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.operations import Operations, find_in_apex, select_operations
 
@@ -42,7 +43,7 @@ def test_apex_is_never_used_on_a_cpu(unrelated_apex: None) -> None:
 
 def test_a_resumed_apex_continues_the_step_count_of_its_groups() -> None:
     apex = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
-    optimizer = type("ShardedOptimizer", (SimpleNamespace,), {})(optimizer=apex, buckets=[])
-    state = engine_state(SimpleNamespace(module=torch.nn.Module(), optimizer=optimizer))
+    optimizer: Any = SimpleNamespace(optimizer=apex, buckets=[], shards=True)
+    state = ShardedState(torch.nn.Module(), optimizer, is_first_copy=True)
     state.set_steps_taken(7)
     assert apex.param_groups[0]["step"] == state.steps_taken() == 7

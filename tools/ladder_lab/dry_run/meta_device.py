@@ -5,14 +5,11 @@ Importing this file imports DeepSpeed, and modules that it and torch import when
 
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch._dynamo  # noqa: F401
 from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-from deepspeed.runtime.pipe import p2p
-from deepspeed.runtime.pipe.engine import TENSOR_META_SIZE
 from deepspeed.runtime.zero import partitioned_param_coordinator
 
 
@@ -43,21 +40,5 @@ class _MetaAccelerator(CPU_Accelerator):  # type: ignore[misc]
 def use_meta_device(synchronized: Callable[[], None]) -> None:
     """Make DeepSpeed allocate on the meta device, and call `synchronized` where it would wait for a device."""
     set_accelerator(_MetaAccelerator(synchronized))
-    # Only a GPU's driver can lock memory.
-    torch.Tensor.pin_memory = lambda tensor: tensor  # type: ignore[method-assign, assignment, misc]
     # ZeRO-3 compares numbers with rank 0's in its first step; there are none to compare.
     partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda ints: None
-
-
-def receive_states(wrapped: Any, shape: list[int], dtype: torch.dtype) -> None:
-    """Give a pipeline engine of DeepSpeed the shape of the states that it receives.
-
-    The previous stage sends the shape before its first state, and there is no data to read it from.
-    """
-
-    def receive_shape(stage: int) -> torch.Tensor:
-        p2p.recv(torch.empty(TENSOR_META_SIZE, dtype=torch.int32, device=wrapped.device), stage)
-        buffer: torch.Tensor = wrapped._allocate_or_extend_buffers(0, shape, dtype)
-        return buffer
-
-    wrapped._recv_tensor_meta = receive_shape

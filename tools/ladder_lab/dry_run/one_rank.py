@@ -77,23 +77,23 @@ def run_rank(run: RunConfig, deepspeed: dict[str, Any], rank: int) -> RankRecord
     sys.stdout = io.StringIO()
     place, recorder = RankInfo(rank, run.world_size, 0), Recorder(rank)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=run.world_size)
-    start_deepspeed(place, META)
-    from ladder_lab.dry_run.meta_device import receive_states, use_meta_device
+    # Only a GPU's driver can lock memory.
+    torch.Tensor.pin_memory = lambda tensor: tensor  # type: ignore[method-assign, assignment, misc]
+    if run.needs_deepspeed:
+        start_deepspeed(place, META)
+        from ladder_lab.dry_run.meta_device import use_meta_device
 
-    use_meta_device(recorder.host_waits)
+        use_meta_device(recorder.host_waits)
     memory = recorder.memory
     with recorder, memory.ignoring_temporaries_of(torch.optim.AdamW):
         mesh = build_mesh(run)
         model, norm = build_model(run, mesh, META, recorder.span, OPERATIONS)
         engine, optimizer = build_engine(run, model, deepspeed, mesh, META)
         trainer = Trainer(run, mesh, META, model, engine, {"norm": norm, "optimizer": optimizer})
-        if mesh.pipeline.size > 1:
-            positions, training = run.training.seq_length // mesh.stream.shards, run.training
-            shape = [model.stack.slots_in, positions, training.micro_batch_size]
-            dtype = torch.bfloat16 if training.bf16 else torch.float32
-            receive_states(engine.wrapped, [*shape, run.model.hidden_size], dtype)
-        # Described on the meta device in a real run as well.
-        memory.leave_out(chain(*getattr(engine.wrapped.optimizer, "round_robin_bit16_meta", ())))
+        if run.needs_deepspeed:
+            # Described on the meta device in a real run as well.
+            wrapped = getattr(engine, "wrapped").optimizer  # noqa: B009
+            memory.leave_out(chain(*getattr(wrapped, "round_robin_bit16_meta", ())))
         memory.mark("weights", [*model.parameters(), *(span.weight for span in engine.state.spans())])
 
         def mark_gradients() -> tuple[float, ...]:

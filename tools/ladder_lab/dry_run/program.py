@@ -20,7 +20,6 @@ from ladder_lab.dry_run.one_rank import STEPS, RankRecord, run_rank
 from ladder_lab.dry_run.replay import Communicator, RankProgram, find_problems
 from ladder_lab.output import write_json
 from megatron_ladder.config.run import RunConfig, RunFlags
-from megatron_ladder.engine.build import import_deepspeed
 from megatron_ladder.engine.deepspeed_json import deepspeed_json
 from megatron_ladder.errors import raise_user_errors
 from megatron_ladder.train.inputs import read_dry_run
@@ -78,10 +77,10 @@ def _shortened(run: RunConfig) -> RunConfig:
 
 def _run_ranks(run: RunConfig) -> dict[int, RankRecord]:
     deepspeed = deepspeed_json(run)
-    # DeepSpeed does not know the meta device by this name. Processes share what is imported here.
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    import_deepspeed()
-    importlib.import_module("ladder_lab.dry_run.meta_device")
+    if run.needs_deepspeed:
+        # DeepSpeed does not know the meta device by this name. Processes share what is imported here.
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        importlib.import_module("ladder_lab.dry_run.meta_device")
 
     def run_alone(rank: int) -> RankRecord:
         """Run a rank in a process of its own, since DeepSpeed has global state."""

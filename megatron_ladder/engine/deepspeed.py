@@ -1,0 +1,224 @@
+"""DeepSpeed, for ZeRO 2 and 3 and for offloaded optimizers; no other file of the package imports it.
+
+It is called by its public interface, except for these parts. Their absence is an error with DeepSpeed's version:
+
+    deepspeed.ops.__compatible_ops__        so that it does not compile an operator that nothing here uses: a build that
+                                            is killed leaves a lock on which all later runs wait
+    attributes of its optimizers            `_ZERO` and `_ZERO_3`: where masters and gradients lie, of which the public
+                                            functions return only whole tensors, collectively; the norm of ZeRO 3,
+                                            which is known already; the weights' refresh from masters
+    attributes of partitioned parameters    `_PARAMETER`: this rank's part of a parameter under ZeRO 3
+"""
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor, nn
+
+from megatron_ladder.checkpoint.optimizer_state import Span
+from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.engine.engine import Engine, ModelInputs, batch_to_device
+from megatron_ladder.engine.state import EngineState, FlatState, Vector
+from megatron_ladder.model.language_model import LanguageModel, LossScales
+
+_ZERO = (
+    *("round_robin_bit16_groups", "round_robin_bit16_offsets", "single_partition_of_fp32_groups"),
+    *("averaged_gradients", "update_lp_params"),
+)
+_ZERO_3 = (
+    *("fp16_groups", "fp32_partitioned_groups_flat", "averaged_gradients", "_get_norm_groups"),
+    *("_partition_all_parameters", "_reassign_or_swap_out_partitioned_parameters"),
+)
+_PARAMETER = ("partition_numel", "ds_numel", "ds_shape", "ds_tensor")
+
+
+def _require(owner: object, names: Iterable[str]) -> None:
+    """Raise RuntimeError if this version of DeepSpeed lacks a private part that is read here."""
+    missing = [name for name in names if not hasattr(owner, name)]
+    if missing:
+        raise RuntimeError(
+            f"DeepSpeed {version('deepspeed')}: {type(owner).__name__} has no {', '.join(missing)}: install the "
+            "version of constraints.txt, or use --zero-stage 0 or 1, which need no DeepSpeed"
+        )
+
+
+def start_deepspeed() -> None:
+    """Make DeepSpeed use the existing process group."""
+    _require(deepspeed.ops, ["__compatible_ops__"])
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_init_required=False, verbose=False)
+    # ZeRO-3 calls these functions by deprecated names; users cannot change that.
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        warnings.filterwarnings("ignore", f".torch.distributed.{name}. is deprecated", FutureWarning)
+
+
+def partition_parameters(module: nn.Module, data: CommGroup, dtype: torch.dtype) -> None:
+    """Keep only this rank's part of each of a module's parameters."""
+    deepspeed.zero.Init(module=module, data_parallel_group=data.process_group, mem_efficient_linear=False, dtype=dtype)
+
+
+def _mpu(mesh: ProcessMesh) -> SimpleNamespace:
+    """Return a mesh's groups as DeepSpeed's `mpu`, with `get_KIND_rank`, `get_KIND_world_size` and `get_KIND_group`."""
+    groups = {"model": mesh.model, "tensor_model": mesh.tensor, "pipeline_model": mesh.pipeline, "data": mesh.data}
+    functions = {}
+    for kind, group in groups.items():
+        for suffix, value in (("rank", group.rank), ("world_size", group.size), ("group", group.process_group)):
+            functions[f"get_{kind}_parallel_{suffix}"] = lambda value=value: value
+    return SimpleNamespace(**functions)
+
+
+class DeepSpeedEngine(Engine):
+    """Runs the passes and updates of DeepSpeed's engine, which is `wrapped`."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        optimizer: torch.optim.Optimizer,
+        config: dict[str, Any],
+        mesh: ProcessMesh,
+        device: torch.device,
+    ) -> None:
+        """`config` is DeepSpeed's."""
+        self.wrapped, zero, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=config, mpu=_mpu(mesh), dist_init_required=False
+        )
+        stage = config["zero_optimization"]["stage"]
+        is_offloaded = "offload_optimizer" in config["zero_optimization"]
+        state = (_Zero3State if stage == 3 else _ZeroState)(model, optimizer, zero, mesh.data.rank, is_offloaded)
+        super().__init__(model, state, mesh, device)
+        self._optimizer = optimizer
+        self._backward_passes_left = 0
+
+    @contextmanager
+    def accumulating(self, micro_batches: int) -> Iterator[None]:
+        self._backward_passes_left = micro_batches
+        yield
+
+    def forward(self, batch: ModelInputs, scales: LossScales, entering: Tensor | None) -> Tensor:
+        # DeepSpeed averages gradients over the data-parallel ranks.
+        scales = scales._replace(tokens=scales.tokens * self._mesh.data.size)
+        loss: Tensor = self.wrapped(*batch_to_device(batch, self._device), scales=scales)
+        return loss
+
+    def backward(self, leaving: Tensor, gradient: Tensor | None) -> None:
+        self.wrapped.backward(leaving * self._mesh.data.size, scale_wrt_gas=False)
+        self._backward_passes_left -= 1
+        if self._backward_passes_left > 0:
+            # Counts the micro-batch.
+            self.wrapped.step()
+
+    def step(self) -> None:
+        self.wrapped.step()
+
+    def discard_gradients(self) -> None:
+        for _, gradient in self.state.gradients():
+            # DeepSpeed must not find an invalid gradient.
+            gradient.zero_()
+        # DeepSpeed clears its gradients in a step. An attribute of the instance overrides the method of the class.
+        attributes = vars(self._optimizer)
+        attributes["step"] = lambda closure=None: None
+        try:
+            self.step()
+        finally:
+            del attributes["step"]
+
+    def finish_step(self) -> None:
+        return
+
+
+class _ZeroState(FlatState):
+    """ZeRO 2, and ZeRO 1 and 2 with the optimizer offloaded (`DeepSpeedZeroOptimizer`)."""
+
+    def __init__(self, model: nn.Module, base: torch.optim.Optimizer, zero: Any, rank: int, is_offloaded: bool) -> None:
+        """`zero` is DeepSpeed's optimizer; `rank` is the data-parallel one; with `is_offloaded`, it is on the host."""
+        super().__init__(model, base, rank == 0)
+        _require(zero, _ZERO)
+        self._zero, self._rank, self._is_offloaded = zero, rank, is_offloaded
+
+    def vectors(self) -> Iterator[Vector]:
+        masters = self._zero.single_partition_of_fp32_groups
+        parameters, offsets = self._zero.round_robin_bit16_groups, self._zero.round_robin_bit16_offsets
+        for vector in zip(self.base.param_groups, parameters, offsets, masters, strict=True):
+            yield Vector(*vector, self._rank, True)
+
+    def copy_masters_to_weights(self) -> None:
+        self._zero.update_lp_params()
+
+    def _gradients(self) -> Iterator[Tensor]:
+        if self._is_offloaded:
+            _wait_for_copies()
+            yield from super()._gradients()
+            return
+        parts_at: dict[tuple[int, int], Tensor] = {}
+        for index, master in enumerate(self._zero.single_partition_of_fp32_groups):
+            parts: Sequence[Tensor] = self._zero.averaged_gradients[index]
+            starts = accumulate((part.numel() for part in parts), initial=0)
+            parts_at |= {(id(master), start): part for start, part in zip(starts, parts, strict=False)}
+        for span in self.spans():
+            gradient = parts_at.get((id(span.flat_master), span.offset))
+            if gradient is None or gradient.numel() != span.length:
+                raise RuntimeError(
+                    f"DeepSpeed has no gradient of {span.sections[0].name} at element {span.offset} of the partition"
+                )
+            yield gradient
+
+
+class _Zero3State(EngineState):
+    """ZeRO 3: each parameter is divided into equal parts, the last one padded; a rank's parts are concatenated."""
+
+    def __init__(self, model: nn.Module, base: torch.optim.Optimizer, zero: Any, rank: int, is_offloaded: bool) -> None:
+        super().__init__(model, base, rank == 0)
+        _require(zero, _ZERO_3)
+        _require(next(model.parameters()), _PARAMETER)
+        self._zero, self._rank, self._is_offloaded = zero, rank, is_offloaded
+        # The norm is known, and DeepSpeed neither clips by it nor scales by it.
+        zero._get_norm_groups = lambda: [torch.zeros(())]
+
+    def _parts(self) -> Iterator[tuple[int, int, Span]]:
+        """Iterate over subgroup, index within it, and this rank's span, leaving out parts that are only padding."""
+        groups = zip(self._zero.fp16_groups, self._zero.fp32_partitioned_groups_flat, strict=True)
+        for subgroup, (parameters, flat_master) in enumerate(groups):
+            offset = 0
+            for index, parameter in enumerate(parameters):
+                part: Any = parameter
+                size = part.partition_numel()
+                start = self._rank * size
+                length = min(size, part.ds_numel - start)
+                if length > 0:
+                    weight = part.ds_tensor.detach().view(-1).narrow(0, 0, length)
+                    sections = self._sections[id(parameter)]
+                    span = Span(sections, part.ds_shape, start, weight, flat_master, offset, owned=True)
+                    yield subgroup, index, span
+                offset += size
+
+    def spans(self) -> Iterator[Span]:
+        for _, _, span in self._parts():
+            yield span
+
+    def _gradients(self) -> Iterator[Tensor]:
+        if self._is_offloaded:
+            _wait_for_copies()
+            yield from super()._gradients()
+            return
+        for subgroup, index, span in self._parts():
+            yield self._zero.averaged_gradients[subgroup][index].narrow(0, 0, span.length)
+
+    def copy_masters_to_weights(self) -> None:
+        # Releases gathered copies, which would be out of date; each parameter is gathered again before its next use.
+        self._zero._partition_all_parameters()
+        for subgroup in range(len(self._zero.fp16_groups)):
+            self._zero._reassign_or_swap_out_partitioned_parameters(subgroup)
+
+
+def _wait_for_copies() -> None:
+    # DeepSpeed does not wait for its copies to page-locked host memory.
+    get_accelerator().synchronize()

@@ -1,0 +1,213 @@
+"""Pipeline schedules: what every rank does, and what the executor keeps."""
+
+import itertools
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable
+from queue import Queue
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ladder.comm.group import CommGroup, Work
+from megatron_ladder.engine.schedule import Pass, Slot, Transfer, make_schedule, run_schedule
+
+SHAPES = [(stages, chunks) for stages in range(1, 7) for chunks in (1, 2, 3) if stages > 1 or chunks == 1]
+COUNTS = range(1, 14)
+
+
+def passes_of(slots: list[Slot], is_forward: bool) -> list[tuple[int, int]]:
+    return [slot.work[1:] for slot in slots if slot.work is not None and slot.work.is_forward is is_forward]
+
+
+@pytest.mark.parametrize(("stages", "chunks"), SHAPES)
+def test_every_rank_runs_each_pass_once_and_backward_in_the_order_of_micro_batches(stages: int, chunks: int) -> None:
+    for count in COUNTS:
+        for slots in make_schedule(stages, chunks, count):
+            for is_forward in (True, False):
+                passes = passes_of(slots, is_forward)
+                assert Counter(passes) == Counter(itertools.product(range(chunks), range(count)))
+                for chunk in range(chunks):
+                    assert [index for number, index in passes if number == chunk] == list(range(count))
+        for slots in make_schedule(stages, chunks, count, trains=False):
+            assert not passes_of(slots, False) and len(passes_of(slots, True)) == chunks * count
+
+
+def run_one_by_one(schedule: list[list[Slot]]) -> None:
+    """Replay all ranks, each of which waits in every transfer until its partner has arrived, and at most for that.
+
+    Asserts that inputs arrive before they are read, and that nobody waits for ever.
+    """
+    stages = len(schedule)
+    lines = [deque(step for slot in slots for step in (slot.work, *slot.transfers) if step) for slots in schedule]
+    arrived: set[tuple[int, Pass]] = set()
+    last = max(slot.work.chunk for slot in schedule[0] if slot.work)
+    while any(lines):
+        progress = False
+        for rank, line in enumerate(lines):
+            while line and isinstance(line[0], Pass):
+                work = line.popleft()
+                is_first = work.is_forward and work.chunk == rank == 0
+                assert is_first or (rank, work) in arrived
+                if work.is_forward and work.chunk == last and rank == stages - 1:
+                    arrived.add((rank, work._replace(is_forward=False)))
+                progress = True
+        for rank, line in enumerate(lines):
+            if line and isinstance(line[0], Transfer) and line[0].source == rank:
+                transfer = line[0]
+                other = lines[transfer.target]
+                if other and other[0] == transfer:
+                    line.popleft()
+                    other.popleft()
+                    arrived.add((transfer.target, transfer.read_by))
+                    progress = True
+        assert progress, "ranks wait for each other"
+
+
+@pytest.mark.parametrize(("stages", "chunks"), SHAPES)
+@pytest.mark.parametrize("trains", [True, False])
+def test_no_rank_waits_in_a_circle_even_if_every_transfer_blocks(stages: int, chunks: int, trains: bool) -> None:
+    for count in COUNTS:
+        run_one_by_one(make_schedule(stages, chunks, count, trains))
+
+
+@pytest.mark.parametrize(("stages", "chunks"), SHAPES)
+def test_as_few_slots_are_idle_as_the_formula_says(stages: int, chunks: int) -> None:
+    for groups in (1, 2, 3):
+        count = groups * stages
+        for slots in make_schedule(stages, chunks, count):
+            assert len(slots) == 2 * (chunks * count + stages - 1)
+
+
+@pytest.mark.parametrize(("stages", "chunks"), SHAPES)
+def test_micro_batches_in_flight_do_not_grow_with_their_number(stages: int, chunks: int) -> None:
+    def in_flight(slots: list[Slot]) -> int:
+        steps = [1 if slot.work.is_forward else -1 for slot in slots if slot.work]
+        return max(itertools.accumulate(steps))
+
+    few, many = ([in_flight(slots) for slots in make_schedule(stages, chunks, n * stages)] for n in (chunks + 1, 16))
+    assert few == many
+    if chunks == 1:
+        assert many == list(range(stages, 0, -1))
+
+
+class QueueGroup(CommGroup):
+    """Threads as ranks. Messages of a sender fill the receives from it in the order in which these were started.
+
+    Attributes:
+        unwaited: the number of sends that nobody has waited for.
+    """
+
+    def __init__(self, rank: int, queues: dict[tuple[int, int], Queue[Tensor]]) -> None:
+        stages = 1 + max(target for _, target in queues) if queues else 1
+        super().__init__(range(stages), rank, None)
+        self._queues = queues
+        self._started: dict[int, deque[Tensor]] = {rank: deque() for rank in range(stages)}
+        self.unwaited = 0
+
+    def start_send(self, tensor: Tensor, target: int) -> Work:
+        self._queues[self.rank, target].put(tensor.clone())
+        self.unwaited += 1
+        return _Wait(lambda: setattr(self, "unwaited", self.unwaited - 1))
+
+    def start_receive(self, into: Tensor, source: int) -> Work:
+        into.fill_(float("nan"))
+        started = self._started[source]
+        started.append(into)
+
+        def wait() -> None:
+            while any(buffer is into for buffer in started):
+                started.popleft().detach().copy_(self._queues[source, self.rank].get(timeout=30))
+
+        return _Wait(wait)
+
+
+class _Wait:
+    def __init__(self, wait: Callable[[], object]) -> None:
+        self.wait = wait
+
+
+def run_threads(stages: int, chunks: int, count: int, trains: bool = True) -> tuple[list[Tensor], Tensor, list[int]]:
+    """Run a chain of layers, one per chunk of each rank; return losses, the gradients of the layers, and per rank the
+    most states in memory."""
+    pairs = [(a, b) for a in range(stages) for b in range(stages) if a != b]
+    queues: dict[tuple[int, int], Queue[Tensor]] = {pair: Queue() for pair in pairs}
+    weights = [(torch.arange(3.0) + 1 + 0.1 * number).requires_grad_() for number in range(stages * chunks)]
+    schedule = make_schedule(stages, chunks, count, trains)
+    losses: list[Tensor] = []
+    most, errors = [0] * stages, list[BaseException]()
+
+    def rank_of(rank: int) -> None:
+        alive: set[int] = set()
+
+        def tracked(tensor: Tensor) -> Tensor:
+            alive.add(id(tensor))
+            most[rank] = max(most[rank], len(alive))
+            weakref.finalize(tensor, alive.discard, id(tensor))
+            return tensor
+
+        def forward(work: Pass, entering: Tensor | None) -> Tensor:
+            number = work.chunk * stages + rank
+            assert (entering is None) is (number == 0)
+            state = torch.full((3,), 1.0 + work.micro_batch) if entering is None else entering
+            leaving = torch.sin(state * weights[number])
+            if number == stages * chunks - 1:
+                losses.append(leaving.detach().sum())
+                return leaving.sum()
+            return tracked(leaving)
+
+        group = QueueGroup(rank, queues)
+        try:
+            with torch.set_grad_enabled(trains):
+                backward = (lambda leaving, gradient: leaving.backward(gradient)) if trains else None
+                run_schedule(schedule[rank], group, forward, backward, lambda work: tracked(torch.empty(3)))
+            assert group.unwaited == 0
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(stages)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    assert all(queue.empty() for queue in queues.values())
+    gradients = torch.stack([torch.zeros(3) if one.grad is None else one.grad for one in weights])
+    return losses, gradients, most
+
+
+def expected(layers: int, count: int) -> tuple[list[Tensor], Tensor]:
+    weights = [(torch.arange(3.0) + 1 + 0.1 * number).requires_grad_() for number in range(layers)]
+    losses = []
+    for index in range(count):
+        state = torch.full((3,), 1.0 + index)
+        for weight in weights:
+            state = torch.sin(state * weight)
+        losses.append(state.sum())
+        losses[-1].backward()
+    return [loss.detach() for loss in losses], torch.stack([one.grad for one in weights if one.grad is not None])
+
+
+@pytest.mark.parametrize(
+    ("stages", "chunks", "count"),
+    [(1, 1, 3), (2, 1, 1), (2, 1, 5), (3, 1, 2), (4, 1, 9), (2, 2, 1), (2, 2, 5), (3, 2, 4), (3, 3, 7)],
+)
+def test_the_executor_computes_what_one_rank_computes(stages: int, chunks: int, count: int) -> None:
+    losses, gradients = expected(stages * chunks, count)
+    found, found_gradients, _ = run_threads(stages, chunks, count)
+    assert found == losses and torch.equal(found_gradients, gradients)
+    found, found_gradients, most = run_threads(stages, chunks, count, trains=False)
+    assert found == losses and not found_gradients.any()
+    # With chunks, states wait until it is their chunk's turn.
+    assert max(most) <= 4 + stages * (chunks > 1)
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 1), (4, 1), (2, 2), (3, 2)])
+def test_states_in_memory_do_not_grow_with_the_number_of_micro_batches(stages: int, chunks: int) -> None:
+    few, many = (run_threads(stages, chunks, n * stages)[2] for n in (chunks + 1, 8 * chunks))
+    assert max(many) <= max(few) + 1
+    if chunks == 1:
+        # A state that enters and one that leaves per micro-batch in flight, and one under way.
+        assert all(most <= 2 * (stages - rank) + 1 for rank, most in enumerate(many))
