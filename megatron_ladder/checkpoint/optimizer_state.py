@@ -1,6 +1,6 @@
 """The contract between checkpoints and the training engine: the optimizer state that a rank holds.
 
-`engine/state.py` implements it for DeepSpeed. Checkpoints read and write the state span by span, without communication.
+`engine/state.py` implements it. Checkpoints read and write the state span by span, without communication.
 """
 
 from collections.abc import Iterator, Sequence

@@ -258,7 +258,7 @@ def _layout_problems(flags: RunFlags, model: ModelConfig) -> Iterator[Problem]:
 
 
 def _implementation_problems(flags: RunFlags) -> Iterator[Problem]:
-    """Reject combinations that DeepSpeed or apex does not support or gets wrong."""
+    """Reject combinations that DeepSpeed, apex or Muon does not support."""
     training, optimizer, parallel = flags.training, flags.optimizer, flags.parallel
     stage, stages = parallel.zero_stage, parallel.pipeline_model_parallel_size
     offloads, has_apex = parallel.offload_optimizer != "none", optimizer.optimizer_implementation == "apex"

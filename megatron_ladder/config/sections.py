@@ -182,10 +182,10 @@ class ParallelConfig:
     """Seconds to wait in a collective after the first step, plus the longest step so far; at most
     --distributed-timeout-minutes. Shortly before, ranks without progress print their stacks and what they wait for."""
     deepspeed: bool = False
-    """Accepted for compatibility with existing scripts: DeepSpeed always runs the optimizer."""
+    """Accepted for compatibility with existing scripts."""
     deepspeed_config: Path | None = flag(None, aliases=("--deepspeed_config",))
     """A DeepSpeed JSON file, also one for transformers. Values that the command line determines may be omitted or
-    "auto"; contradictions are errors."""
+    "auto"; contradictions are errors. Without DeepSpeed, only reduce_bucket_size has an effect."""
     local_rank: int | None = flag(None, aliases=("--local_rank",))
     """Set by launchers and ignored: the environment variable LOCAL_RANK is used."""
 

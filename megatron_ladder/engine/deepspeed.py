@@ -1,17 +1,11 @@
 """DeepSpeed, for ZeRO 2 and 3 and for offloaded optimizers; no other file of the package imports it.
 
-It is called by its public interface, except for these parts. Their absence is an error with DeepSpeed's version:
-
-    deepspeed.ops.__compatible_ops__        so that it does not compile an operator that nothing here uses: a build that
-                                            is killed leaves a lock on which all later runs wait
-    attributes of its optimizers            `_ZERO` and `_ZERO_3`: where masters and gradients lie, of which the public
-                                            functions return only whole tensors, collectively; the norm of ZeRO 3,
-                                            which is known already; the weights' refresh from masters
-    attributes of partitioned parameters    `_PARAMETER`: this rank's part of a parameter under ZeRO 3
+It is called by its public interface, except for the parts in `PRIVATE_PARTS`. `parallel/` also reads the `ds_id` and
+`ds_shape` of a parameter that ZeRO 3 has partitioned, if it has them.
 """
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from itertools import accumulate
@@ -30,30 +24,50 @@ from megatron_ladder.engine.engine import Engine, ModelInputs, batch_to_device
 from megatron_ladder.engine.state import EngineState, FlatState, Vector
 from megatron_ladder.model.language_model import LanguageModel, LossScales
 
-_ZERO = (
-    *("round_robin_bit16_groups", "round_robin_bit16_offsets", "single_partition_of_fp32_groups"),
-    *("averaged_gradients", "update_lp_params"),
-)
-_ZERO_3 = (
-    *("fp16_groups", "fp32_partitioned_groups_flat", "averaged_gradients", "_get_norm_groups"),
-    *("_partition_all_parameters", "_reassign_or_swap_out_partitioned_parameters"),
-)
-_PARAMETER = ("partition_numel", "ds_numel", "ds_shape", "ds_tensor")
+PRIVATE_PARTS = {
+    "ops": {
+        # A killed build leaves a lock on which all later runs wait. Nothing here uses the operator.
+        "__compatible_ops__": "keeps it from compiling an operator for shared-memory collectives",
+    },
+    # The public functions return whole tensors, collectively, and do not update weights.
+    "DeepSpeedZeroOptimizer": {
+        "round_robin_bit16_groups": "the parameters of each flat vector",
+        "round_robin_bit16_offsets": "their places in it",
+        "single_partition_of_fp32_groups": "this rank's masters",
+        "averaged_gradients": "their gradients, without offload",
+        "update_lp_params": "copies masters to weights",
+    },
+    "DeepSpeedZeroOptimizer_Stage3": {
+        "fp16_groups": "the parameters of each subgroup",
+        "fp32_partitioned_groups_flat": "this rank's masters",
+        "averaged_gradients": "their gradients, without offload",
+        "_get_norm_groups": "replaced, because the norm is known",
+        "_partition_all_parameters": "releases weights that are out of date",
+        "_reassign_or_swap_out_partitioned_parameters": "copies masters to weights",
+    },
+    "Parameter": {
+        "ds_shape": "the whole shape of a partitioned parameter",
+        "ds_numel": "its number of elements",
+        "ds_tensor": "this rank's part",
+        "partition_numel": "the length of a part, with padding",
+    },
+}
+"""Why each private part of DeepSpeed is used, by the class or module that has it."""
 
 
-def _require(owner: object, names: Iterable[str]) -> None:
-    """Raise RuntimeError if this version of DeepSpeed lacks a private part that is read here."""
-    missing = [name for name in names if not hasattr(owner, name)]
+def _require_private_parts(owner: object, name: str) -> None:
+    """Raise RuntimeError if this version of DeepSpeed lacks a private part that is used here."""
+    missing = [part for part in PRIVATE_PARTS[name] if not hasattr(owner, part)]
     if missing:
         raise RuntimeError(
-            f"DeepSpeed {version('deepspeed')}: {type(owner).__name__} has no {', '.join(missing)}: install the "
-            "version of constraints.txt, or use --zero-stage 0 or 1, which need no DeepSpeed"
+            f"DeepSpeed {version('deepspeed')}: {name} has no {', '.join(missing)}: install the version of "
+            "constraints.txt, or use --zero-stage 0 or 1, which need no DeepSpeed"
         )
 
 
 def start_deepspeed() -> None:
     """Make DeepSpeed use the existing process group."""
-    _require(deepspeed.ops, ["__compatible_ops__"])
+    _require_private_parts(deepspeed.ops, "ops")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
     # ZeRO-3 calls these functions by deprecated names; users cannot change that.
@@ -141,7 +155,7 @@ class _ZeroState(FlatState):
     def __init__(self, model: nn.Module, base: torch.optim.Optimizer, zero: Any, rank: int, is_offloaded: bool) -> None:
         """`zero` is DeepSpeed's optimizer; `rank` is the data-parallel one; with `is_offloaded`, it is on the host."""
         super().__init__(model, base, rank == 0)
-        _require(zero, _ZERO)
+        _require_private_parts(zero, "DeepSpeedZeroOptimizer")
         self._zero, self._rank, self._is_offloaded = zero, rank, is_offloaded
 
     def vectors(self) -> Iterator[Vector]:
@@ -177,8 +191,8 @@ class _Zero3State(EngineState):
 
     def __init__(self, model: nn.Module, base: torch.optim.Optimizer, zero: Any, rank: int, is_offloaded: bool) -> None:
         super().__init__(model, base, rank == 0)
-        _require(zero, _ZERO_3)
-        _require(next(model.parameters()), _PARAMETER)
+        _require_private_parts(zero, "DeepSpeedZeroOptimizer_Stage3")
+        _require_private_parts(next(model.parameters()), "Parameter")
         self._zero, self._rank, self._is_offloaded = zero, rank, is_offloaded
         # The norm is known, and DeepSpeed neither clips by it nor scales by it.
         zero._get_norm_groups = lambda: [torch.zeros(())]
@@ -189,14 +203,14 @@ class _Zero3State(EngineState):
         for subgroup, (parameters, flat_master) in enumerate(groups):
             offset = 0
             for index, parameter in enumerate(parameters):
-                part: Any = parameter
-                size = part.partition_numel()
+                partitioned: Any = parameter
+                size = partitioned.partition_numel()
                 start = self._rank * size
-                length = min(size, part.ds_numel - start)
+                length = min(size, partitioned.ds_numel - start)
                 if length > 0:
-                    weight = part.ds_tensor.detach().view(-1).narrow(0, 0, length)
+                    weight = partitioned.ds_tensor.detach().view(-1).narrow(0, 0, length)
                     sections = self._sections[id(parameter)]
-                    span = Span(sections, part.ds_shape, start, weight, flat_master, offset, owned=True)
+                    span = Span(sections, partitioned.ds_shape, start, weight, flat_master, offset, owned=True)
                     yield subgroup, index, span
                 offset += size
 

@@ -66,7 +66,7 @@ class CapturedPasses:
         self._loss_sum = torch.zeros((), device=self._device)
 
     def run(self, micro_batches: Sequence[Sequence[Tensor | None]], scales: LossScales) -> Tensor | None:
-        """Do what `Engine.forward_backward` does, or return None if this step uses no graphs."""
+        """Run forward and backward of a step, and return its loss, or None if it uses no graphs."""
         if not self._uses_graphs():
             return None
         if not self._graphs and not self._captures(micro_batches):

@@ -1,4 +1,4 @@
-"""Whole optimizer steps with DeepSpeed in every layout, compared with a plain AdamW on a plain model, and resumed."""
+"""Whole optimizer steps in every layout, compared with a plain AdamW on a plain model, and resumed."""
 
 from pathlib import Path
 

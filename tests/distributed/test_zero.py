@@ -1,5 +1,8 @@
 """Precision of the ZeRO stages, and copies to an offloaded optimizer."""
 
+import inspect
+import re
+from importlib.metadata import version
 from typing import Any
 from unittest import mock
 
@@ -8,6 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_ladder.data.batches import MicroBatch
+from megatron_ladder.engine import deepspeed as door
+from megatron_ladder.engine.deepspeed import PRIVATE_PARTS
 from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import train_step
 from tests.helpers.pool import GlooPools
@@ -66,6 +71,32 @@ def test_bf16_gradients_accumulate_in_fp32(gloo_pools: GlooPools, stage: str) ->
     alone = gloo_pools(2).run(norm_with_small_parts, [*argv, "4"], 0)[0]
     together = gloo_pools(2).run(norm_with_small_parts, [*argv, str(4 * 17)], 16)[0]
     assert together / alone == pytest.approx(1 + 16 * SMALL, rel=5e-3)
+
+
+def error_without(argv: list[str], owner: str) -> str:
+    """On each rank: return the error of a trainer if DeepSpeed has no part `gone`."""
+    with (
+        mock.patch.dict(PRIVATE_PARTS[owner], gone="a part of an earlier version"),
+        pytest.raises(RuntimeError) as error,
+    ):
+        build_trainer_here(argv)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("stage", "owner"),
+    [("2", "DeepSpeedZeroOptimizer"), ("3", "DeepSpeedZeroOptimizer_Stage3"), ("3", "Parameter")],
+)
+def test_a_missing_private_part_names_deepspeeds_version(gloo_pools: GlooPools, stage: str, owner: str) -> None:
+    for error in gloo_pools(2).run(error_without, [*RECIPE, "--zero-stage", stage], owner):
+        assert error.startswith(f"DeepSpeed {version('deepspeed')}: {owner} has no gone: install the version of")
+
+
+def test_private_parts_are_those_in_use() -> None:
+    """The list of private parts has all that the file names, and no more."""
+    _, _, code = inspect.getsource(door).partition("def _require_private_parts")
+    listed = {name for parts in PRIVATE_PARTS.values() for name in parts}
+    assert listed == set(re.findall(r"(?:zero|partitioned|ops)\.(_*[a-z]\w*)", code))
 
 
 def train_with_late_copies(argv: list[str], weights: Weights, batches: list[list[Batch]]) -> tuple[History, Pieces]:

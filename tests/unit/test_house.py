@@ -55,7 +55,7 @@ MAY_IMPORT["cli"] = set(MAY_IMPORT)
 MAY_IMPORT["__main__"] = {"cli", "errors"}
 
 HOMES = {
-    "deepspeed": ("engine/",),
+    "deepspeed": ("engine/deepspeed.py",),
     "apex": ("model/operations.py",),
     "ladder_lab": (),
     "tools": (),
