@@ -104,8 +104,9 @@ _RULES = {
         --hierarchical-context-parallel-sizes --hybrid-context-parallel --max-seqlen-per-dp-cp-rank
         --ds-sequence-parallel-fpdt*""",
     "use --tensor-model-parallel-size": "--model-parallel-size --tensor-parallel-num-weight-shards --gtp-*",
-    "use --pipeline-model-parallel-size; the schedule is 1F1B": """
-        --num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank --enable-zbh1-*
+    "use --num-layers-per-virtual-pipeline-stage": "--num-virtual-stages-per-pipeline-rank",
+    "use --pipeline-model-parallel-size; the schedules are 1F1B and interleaved 1F1B": """
+        --enable-zbh1-*
         --microbatch-group-size-per-virtual-pipeline-stage --*overlap-p2p-communication* --use-ring-exchange-p2p
         --no-scatter-gather-tensors-in-pipeline --pipeline-model-parallel-comm-backend
         --defer-embedding-wgrad-compute --wgrad-deferral-limit --*align-grad-reduce --*align-param-gather""",

@@ -83,6 +83,12 @@ class RunConfig(Sections):
         return self.parallel.zero_stage == "2" and self.data_parallel_size > 1
 
     @property
+    def chunks(self) -> int:
+        """Number of ranges of layers that a pipeline stage runs alternately."""
+        stages, most = self.parallel.pipeline_model_parallel_size, self.parallel.num_layers_per_virtual_pipeline_stage
+        return 1 if most is None else -(-self.model.num_layers // (stages * most))
+
+    @property
     def loads_only_weights(self) -> bool:
         """Whether --load provides only weights, so that its schedule and data may differ from this run's."""
         return self.checkpoint.finetune or self.logging.skip_train
@@ -253,6 +259,13 @@ def _layout_problems(flags: RunFlags, model: ModelConfig) -> Iterator[Problem]:
     if stages > layers:
         text = f" {stages} is above --num-layers {layers}: each stage needs at least one layer"
         yield Problem("--pipeline-model-parallel-size", text)
+    virtual = parallel.num_layers_per_virtual_pipeline_stage
+    ranges = 0 if virtual is None else stages * -(-layers // (stages * virtual))
+    if ranges > layers:
+        text = (
+            f" {virtual}: {ranges} ranges on {stages} stages are more than --num-layers {layers}: use a larger number"
+        )
+        yield Problem("--num-layers-per-virtual-pipeline-stage", text)
     if recomputed is not None and recomputed > layers:
         yield Problem("--recompute-num-layers", f" {recomputed} is above --num-layers {layers}")
 

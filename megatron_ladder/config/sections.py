@@ -155,8 +155,13 @@ class ParallelConfig:
     data_parallel_size: int | None = flag(None, aliases=("--dp",), minimum=1)
     """Data-parallel ranks, to check the number of processes: processes / tensor-parallel ranks / stages."""
     pipeline_partition: Literal["uniform", "parameters"] = flag("uniform", requires="--pipeline-model-parallel-size")
-    """How layers are assigned to stages. uniform: equal numbers of layers, if need be one more in the first stages.
-    parameters: minimise the parameters of the largest stage, with embedding and output head."""
+    """How layers are assigned to stages. uniform: equal numbers, or one more in the first stages. parameters: minimise
+    the parameters of the largest stage, with embedding and output head."""
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        None, minimum=1, requires="--pipeline-model-parallel-size", excludes="--pipeline-partition parameters"
+    )
+    """Cut a stage into v ranges of at most this many layers, which run alternately (interleaved 1F1B): a v-th of the
+    idle time, v times the sends."""
     zero_stage: Literal["0", "1", "2", "3"] = "1"
     """State that ZeRO shards over the data-parallel ranks. 0: nothing; 1: optimizer state; 2: also gradients; 3: also
     weights. --bf16 needs at least 1; pipeline parallelism allows at most 1."""

@@ -50,8 +50,8 @@ def build_mesh(run: RunConfig) -> ProcessMesh:
 
 
 def partition(run: RunConfig) -> list[range]:
-    """Return the layers of each pipeline stage."""
-    model, stages = run.model, run.parallel.pipeline_model_parallel_size
+    """Return the layers of each chunk of the pipeline, the first ones on the first stage; by default one per stage."""
+    model, stages = run.model, run.parallel.pipeline_model_parallel_size * run.chunks
     if run.parallel.pipeline_partition == "uniform":
         return uniform_partition(model.num_layers, stages)
     count = parameter_count(model)
@@ -80,15 +80,15 @@ def build_model(
     training, description = run.training, "given"
     if operations is None:
         operations, description = select_operations(training.norm_implementation, training.compile_sub_blocks, device)
-    layers = partition(run)[mesh.pipeline.rank]
-    recompute_layers = min(max(run.recompute_layers - layers.start, 0), len(layers))
+    chunks = partition(run)[mesh.pipeline.rank :: mesh.pipeline.size]
+    recompute_layers = sum(layer < run.recompute_layers for layers in chunks for layer in layers)
     options = StackOptions(run.parallel.tp_overlap, recompute_layers, operations, span=span)
     build = partial(
         LanguageModel,
         run.model,
         mesh,
         options,
-        layers=layers,
+        chunks=chunks,
         z_loss_coeff=training.z_loss_coeff,
         experts=ExpertOptions(
             training.moe_aux_loss_coeff,
@@ -146,16 +146,14 @@ def build_engine(
 
 def _captures(run: RunConfig, model: LanguageModel, mesh: ProcessMesh, device: torch.device) -> bool:
     """Return whether to capture the passes of a step; raises UserError if --cuda-graph true cannot."""
-    graphs = run.training.cuda_graph
-    if graphs == "auto" and (mesh.pipeline.size > 1 or run.data.reset_attention_mask or run.profile.profile):
+    graphs, excluded = run.training.cuda_graph, run.data.reset_attention_mask or run.profile.profile
+    if graphs == "auto" and (mesh.pipeline.size > 1 or run.parallel.zero_stage == "0" or excluded):
         return False
-    if graphs == "false" or device.type != "cuda" or run.parallel.zero_stage == "0":
+    if graphs == "false" or device.type != "cuda":
         return False
-    if not waits_for_choices(model):
-        return True
-    if graphs == "true":
+    if graphs == "true" and waits_for_choices(model):
         raise UserError(
             "--cuda-graph: the host would wait for the choice of experts: leave it out, or use --bf16, widths of "
             "experts and of the model that are multiples of 8 on a rank, and a GPU of capability 9.x or 10.x"
         )
-    return False
+    return not waits_for_choices(model)

@@ -5,6 +5,7 @@ It is called by its public interface, except for the parts in `PRIVATE_PARTS`. `
 """
 
 import warnings
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -57,7 +58,7 @@ PRIVATE_PARTS = {
 
 def _require_private_parts(owner: object, name: str) -> None:
     """Raise RuntimeError if this version of DeepSpeed lacks a private part that is used here."""
-    missing = [part for part in PRIVATE_PARTS[name] if not hasattr(owner, part)]
+    missing = [part for part in PRIVATE_PARTS.get(name, ["known parts"]) if not hasattr(owner, part)]
     if missing:
         raise RuntimeError(
             f"DeepSpeed {version('deepspeed')}: {name} has no {', '.join(missing)}: install the version of "
@@ -117,7 +118,7 @@ class DeepSpeedEngine(Engine):
         self._backward_passes_left = micro_batches
         yield
 
-    def forward(self, batch: ModelInputs, scales: LossScales, entering: Tensor | None) -> Tensor:
+    def forward(self, batch: ModelInputs, scales: LossScales, chunk: int, entering: Tensor | None) -> Tensor:
         # DeepSpeed averages gradients over the data-parallel ranks.
         scales = scales._replace(tokens=scales.tokens * self._mesh.data.size)
         loss: Tensor = self.wrapped(*batch_to_device(batch, self._device), scales=scales)
@@ -146,17 +147,30 @@ class DeepSpeedEngine(Engine):
             del attributes["step"]
 
     def finish_step(self) -> None:
-        return
+        pass
 
 
-class _ZeroState(FlatState):
-    """ZeRO 2, and ZeRO 1 and 2 with the optimizer offloaded (`DeepSpeedZeroOptimizer`)."""
-
+class _DeepSpeedState(EngineState):
     def __init__(self, model: nn.Module, base: torch.optim.Optimizer, zero: Any, rank: int, is_offloaded: bool) -> None:
         """`zero` is DeepSpeed's optimizer; `rank` is the data-parallel one; with `is_offloaded`, it is on the host."""
         super().__init__(model, base, rank == 0)
-        _require_private_parts(zero, "DeepSpeedZeroOptimizer")
+        _require_private_parts(zero, type(zero).__name__)
         self._zero, self._rank, self._is_offloaded = zero, rank, is_offloaded
+
+    def _gradients(self) -> Iterator[Tensor]:
+        if not self._is_offloaded:
+            return self._averaged_gradients()
+        # DeepSpeed does not wait for its copies to page-locked host memory.
+        get_accelerator().synchronize()
+        return super()._gradients()
+
+    @abstractmethod
+    def _averaged_gradients(self) -> Iterator[Tensor]:
+        """Iterate over the gradients of `spans`, which are not those of the masters."""
+
+
+class _ZeroState(_DeepSpeedState, FlatState):
+    """ZeRO 2, and ZeRO 1 and 2 with the optimizer offloaded (`DeepSpeedZeroOptimizer`)."""
 
     def vectors(self) -> Iterator[Vector]:
         masters = self._zero.single_partition_of_fp32_groups
@@ -167,11 +181,7 @@ class _ZeroState(FlatState):
     def copy_masters_to_weights(self) -> None:
         self._zero.update_lp_params()
 
-    def _gradients(self) -> Iterator[Tensor]:
-        if self._is_offloaded:
-            _wait_for_copies()
-            yield from super()._gradients()
-            return
+    def _averaged_gradients(self) -> Iterator[Tensor]:
         parts_at: dict[tuple[int, int], Tensor] = {}
         for index, master in enumerate(self._zero.single_partition_of_fp32_groups):
             parts: Sequence[Tensor] = self._zero.averaged_gradients[index]
@@ -186,43 +196,35 @@ class _ZeroState(FlatState):
             yield gradient
 
 
-class _Zero3State(EngineState):
+class _Zero3State(_DeepSpeedState):
     """ZeRO 3: each parameter is divided into equal parts, the last one padded; a rank's parts are concatenated."""
 
-    def __init__(self, model: nn.Module, base: torch.optim.Optimizer, zero: Any, rank: int, is_offloaded: bool) -> None:
-        super().__init__(model, base, rank == 0)
-        _require_private_parts(zero, "DeepSpeedZeroOptimizer_Stage3")
+    def __init__(self, model: nn.Module, *arguments: Any) -> None:
+        super().__init__(model, *arguments)
         _require_private_parts(next(model.parameters()), "Parameter")
-        self._zero, self._rank, self._is_offloaded = zero, rank, is_offloaded
         # The norm is known, and DeepSpeed neither clips by it nor scales by it.
-        zero._get_norm_groups = lambda: [torch.zeros(())]
+        self._zero._get_norm_groups = lambda: [torch.zeros(())]
 
     def _parts(self) -> Iterator[tuple[int, int, Span]]:
         """Iterate over subgroup, index within it, and this rank's span, leaving out parts that are only padding."""
         groups = zip(self._zero.fp16_groups, self._zero.fp32_partitioned_groups_flat, strict=True)
         for subgroup, (parameters, flat_master) in enumerate(groups):
             offset = 0
-            for index, parameter in enumerate(parameters):
-                partitioned: Any = parameter
+            for index, partitioned in enumerate(parameters):
                 size = partitioned.partition_numel()
                 start = self._rank * size
                 length = min(size, partitioned.ds_numel - start)
                 if length > 0:
                     weight = partitioned.ds_tensor.detach().view(-1).narrow(0, 0, length)
-                    sections = self._sections[id(parameter)]
-                    span = Span(sections, partitioned.ds_shape, start, weight, flat_master, offset, owned=True)
-                    yield subgroup, index, span
+                    sections, shape = self._sections[id(partitioned)], partitioned.ds_shape
+                    yield subgroup, index, Span(sections, shape, start, weight, flat_master, offset, owned=True)
                 offset += size
 
     def spans(self) -> Iterator[Span]:
         for _, _, span in self._parts():
             yield span
 
-    def _gradients(self) -> Iterator[Tensor]:
-        if self._is_offloaded:
-            _wait_for_copies()
-            yield from super()._gradients()
-            return
+    def _averaged_gradients(self) -> Iterator[Tensor]:
         for subgroup, index, span in self._parts():
             yield self._zero.averaged_gradients[subgroup][index].narrow(0, 0, span.length)
 
@@ -231,8 +233,3 @@ class _Zero3State(EngineState):
         self._zero._partition_all_parameters()
         for subgroup in range(len(self._zero.fp16_groups)):
             self._zero._reassign_or_swap_out_partitioned_parameters(subgroup)
-
-
-def _wait_for_copies() -> None:
-    # DeepSpeed does not wait for its copies to page-locked host memory.
-    get_accelerator().synchronize()

@@ -6,7 +6,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,8 +22,6 @@ from megatron_ladder.model.language_model import LanguageModel, LossScales
 ModelInputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """One micro-batch: token ids and labels [b, s]; loss mask, positions, lengths and document bounds or None, as
 `LanguageModel.forward` takes them."""
-
-_schedule_of = lru_cache(maxsize=8)(make_schedule)
 
 
 def batch_to_device(batch: ModelInputs, device: torch.device) -> list[Any]:
@@ -76,17 +73,18 @@ class Engine(ABC):
 
     def run_passes(self, micro_batches: Sequence[ModelInputs], forward: Forward, backward: Backward | None) -> None:
         """Run forward, and with `backward` also backward, of each micro-batch, by the schedule of this rank's stage."""
-        pipeline = self._mesh.pipeline
-        slots = _schedule_of(pipeline.size, 1, len(micro_batches), backward is not None)[pipeline.rank]
+        pipeline, chunks = self._mesh.pipeline, self._model.chunks
+        slots = make_schedule(pipeline.size, chunks, len(micro_batches), backward is not None)[pipeline.rank]
 
         def allocate(work: Pass) -> Tensor:
-            return self._model.allocate_state(micro_batches[work.micro_batch][0])
+            return self._model.allocate_state(micro_batches[work.micro_batch][0], work.chunk)
 
         run_schedule(slots, pipeline, forward, backward, allocate)
 
-    def forward(self, batch: ModelInputs, scales: LossScales, entering: Tensor | None) -> Tensor:
-        """Return what `LanguageModel.forward` returns: a state, or the scaled loss on the last stage."""
-        leaving: Tensor = self._model(*batch_to_device(batch, self._device), scales=scales, entering=entering)
+    def forward(self, batch: ModelInputs, scales: LossScales, chunk: int, entering: Tensor | None) -> Tensor:
+        """Return what `LanguageModel.forward` returns: a state, or the scaled loss."""
+        inputs = batch_to_device(batch, self._device)
+        leaving: Tensor = self._model(*inputs, entering=entering, chunk=chunk, scales=scales)
         return leaving
 
     def backward(self, leaving: Tensor, gradient: Tensor | None) -> None:
@@ -107,9 +105,10 @@ class Engine(ABC):
     def predict(self, micro_batches: Sequence[ModelInputs]) -> Tensor:
         """Return `LanguageModel.predictions` of each micro-batch, [n, 2, s, b]; zeros on stages other than the last."""
         predictions = self._results(micro_batches, predicts=True)
+        if predictions:
+            return torch.stack(predictions)
         rows, length = micro_batches[0][0].shape
-        shape = (len(micro_batches), 2, length, rows)
-        return torch.stack(predictions) if predictions else torch.zeros(shape, dtype=torch.float64, device=self._device)
+        return torch.zeros(len(micro_batches), 2, length, rows, dtype=torch.float64, device=self._device)
 
     def _results(self, micro_batches: Sequence[ModelInputs], predicts: bool = False) -> list[Tensor]:
         """Return what the model returns for each micro-batch; nothing on stages other than the last."""
@@ -117,8 +116,8 @@ class Engine(ABC):
 
         def forward(work: Pass, entering: Tensor | None) -> Tensor:
             inputs = batch_to_device(micro_batches[work.micro_batch], self._device)
-            leaving: Tensor = self._model(*inputs, predicts=predicts, entering=entering)
-            if self._model.is_last:
+            leaving: Tensor = self._model(*inputs, entering=entering, chunk=work.chunk, predicts=predicts)
+            if self._model.ends_in(work.chunk):
                 results.append(leaving)
             return leaving
 
@@ -168,15 +167,14 @@ class ShardedEngine(Engine):
 
     def accumulating(self, micro_batches: int) -> AbstractContextManager[None]:
         if self._mesh.pipeline.size > 1:
-            self._model.stack.partial_sums.expect(micro_batches)
+            self._model.stack.partial_sums.expect(micro_batches * self._model.chunks)
         return self.optimizer.reducing(micro_batches)
 
     def step(self) -> None:
         self.optimizer.step()
 
     def discard_gradients(self) -> None:
-        # The first gradients of the next step replace these.
-        return
+        pass  # The first gradients of the next step replace these.
 
     def finish_step(self) -> None:
         self.optimizer.finish_gather()

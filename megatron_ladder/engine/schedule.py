@@ -20,6 +20,7 @@ after the pass of the next slot, so both run under computation, and at most one 
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -85,6 +86,7 @@ def _transfer(rank: int, work: Pass, stages: int, chunks: int) -> Transfer | Non
     return Transfer(rank, target, work._replace(chunk=chunk))
 
 
+@lru_cache(maxsize=8)
 def make_schedule(stages: int, chunks: int, micro_batches: int, trains: bool = True) -> list[list[Slot]]:
     """Return the slots of every rank: 1F1B, interleaved for several chunks, or forward passes only.
 
@@ -163,5 +165,3 @@ def run_schedule(
             read_by = transfer.read_by
             buffer = allocate(read_by) if read_by.is_forward else torch.empty_like(left[read_by[1:]])
             arriving[read_by] = buffer, pipeline.start_receive(buffer, transfer.source)
-    for _, in_flight in sent:
-        in_flight.wait()

@@ -48,15 +48,12 @@ class _Bucket:
     """
 
     def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        dtype: torch.dtype,
-        reduce_over: CommGroup,
-        divided_over: CommGroup,
-        copies: CommGroup | None,
+        self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, mesh: ProcessMesh, shards: bool, is_copied: bool
     ) -> None:
         self.parameters = parameters
-        self.reduce_over, self.divided_over, self.copies = reduce_over, divided_over, copies
+        self.reduce_over = mesh.data
+        self.divided_over = divided_over = mesh.data if shards else CommGroup.alone()
+        self.copies = mesh.ends if is_copied else None
         *self.offsets, length = accumulate((parameter.numel() for parameter in parameters), initial=0)
         own_length = -(-length // divided_over.size)
         self.weights = torch.zeros(own_length * divided_over.size, dtype=dtype, device=parameters[0].device)
@@ -100,7 +97,6 @@ class ShardedOptimizer:
         `groups` are the parameter groups of the model, the last one of norms and biases.
         """
         self.shards = shards
-        divided_over = mesh.data if shards else CommGroup.alone()
         position = {parameter: index for index, parameter in enumerate(model.parameters())}
         tied = model.tied_weight if mesh.pipeline.size > 1 else None
         placed: list[tuple[tuple[bool, bool, int], _Bucket]] = []
@@ -115,8 +111,7 @@ class ShardedOptimizer:
             for late in dict.fromkeys(is_late.values()):
                 alike = [parameter for parameter in ordered if is_late[parameter] == late]
                 for parameters in _cut(alike, bucket_numbers, tied):
-                    copies = mesh.ends if parameters[0] is tied else None
-                    buckets.append((late, _Bucket(parameters, dtype, mesh.data, divided_over, copies)))
+                    buckets.append((late, _Bucket(parameters, dtype, mesh, shards, parameters[0] is tied)))
             self.groups.append({**group, "params": [bucket.master for _, bucket in buckets]})
             placed += [((one.copies is not None, late, -position[one.parameters[-1]]), one) for late, one in buckets]
         self.buckets = [bucket for _, bucket in sorted(placed, key=lambda entry: entry[0])]

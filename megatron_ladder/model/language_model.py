@@ -4,7 +4,7 @@ Layouts: token ids and labels [b, s]; hidden_states [s, b, h]; state [1 + pendin
 logits_shard_v [s, b, padded V / t].
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -64,7 +64,7 @@ class LanguageModel(nn.Module):
         mesh: ProcessMesh,
         options: StackOptions = _DEFAULT_OPTIONS,
         *,
-        layers: range | None = None,
+        chunks: Sequence[range] | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
         seed: int | None = None,
@@ -72,13 +72,13 @@ class LanguageModel(nn.Module):
         distillation: "Distillation | None" = None,
         experts: ExpertOptions = _NO_LOSSES,
     ) -> None:
-        """Build all layers, or those of a pipeline stage. Without a seed, weights stay uninitialised.
+        """Build all layers, or the chunks of a pipeline stage. Without a seed, weights stay uninitialised.
 
         The initial weights of a seed do not depend on the layout. A teacher never becomes a part of this module.
         """
         super().__init__()
         device = device or torch.device("cpu")
-        layers = range(config.num_layers) if layers is None else layers
+        chunks = [range(config.num_layers)] if chunks is None else chunks
         ops = options.operations
         build = BuildContext(mesh, dtype, device, ops.linear, config=config, operations=ops, experts=experts)
         self.config = config
@@ -86,17 +86,19 @@ class LanguageModel(nn.Module):
         self.distillation = distillation
         self._z_loss_coeff = z_loss_coeff
         self.compute_dtype = dtype
-        self.is_first, self.is_last = layers.start == 0, layers.stop == config.num_layers
+        self.is_first, self.is_last = chunks[0].start == 0, chunks[-1].stop == config.num_layers
+        self.chunks = len(chunks)
         self.copies_embedding = config.tie_embeddings and self.is_last and not self.is_first
         if self.is_first or self.copies_embedding:
             self.embedding = VocabParallelEmbedding(embedding_tensor(config), build, config.logit_soft_cap)
         if self.copies_embedding:
             sections = self.embedding.sections
             sections["weight"] = tuple(replace(section, counted=False) for section in sections["weight"])
-        self.stack = TransformerStack(build, layers, options)
+        self.stack = TransformerStack(build, chunks, options)
         self._head_losses = ("z loss",) * bool(z_loss_coeff) + ("distillation loss",) * (distillation is not None)
         self.routers = [module for module in self.stack.modules() if isinstance(module, Router)]
-        self._first_router = sum(layer < layers.start for layer in config.moe_layers)
+        own_layers = [layer for layers in chunks for layer in layers]
+        self._router_rows = [row for row, layer in enumerate(config.moe_layers) if layer in own_layers]
         self.extra_losses = (*self._head_losses, *self.stack.loss_names)
         """Names of the losses that the model has the gradient of, but its loss does not contain."""
         self._extra_loss_sums = torch.zeros(len(self.extra_losses), dtype=torch.float64)
@@ -137,20 +139,22 @@ class LanguageModel(nn.Module):
         document_bounds: Tensor | None = None,
         *,
         entering: Tensor | None = None,
+        chunk: int = 0,
         scales: LossScales | None = None,
         predicts: bool = False,
     ) -> Tensor:
         """Return the loss summed over the target tokens that count, or the `predictions` if `predicts` is set.
 
-        A pipeline stage other than the last one returns the state that leaves it. With the backward of what is returned
-        also runs that of the extra losses, whose values `take_extra_losses` returns.
+        A chunk of layers other than the last one returns the state that leaves it. Backward from what is returned also
+        runs that of the extra losses, whose values `take_extra_losses` returns.
 
         Args:
             tokens: [b, s] int64.
             labels: [b, s] int64, the token that follows each; -100 has no loss.
             loss_mask: [b, s] float, weight of each target token; None counts all.
             positions, lengths, document_bounds: see `training_context`.
-            entering: the state that leaves the previous stage; None on the first stage.
+            entering: the state that leaves the previous chunk; None for the first chunk of the model.
+            chunk: number of the rank's chunk to run.
             scales: factors of the losses, whose sums over tokens have the factor 1 without them.
 
         The loss is a scalar in fp32 (fp64 for an fp64 model), equal on every tensor-parallel rank. Other ids than those
@@ -164,35 +168,28 @@ class LanguageModel(nn.Module):
             soft = self.distillation.soft_targets(tokens, positions, document_bounds)
         state = self.embedding(tokens).unsqueeze(0) if entering is None else entering
         context = self.training_context(tokens, positions, lengths, document_bounds)
-        leaving = self.stack(state, context)
+        leaving = self.stack(state, context, chunk)
         leaving = self._with_losses_of_bodies(leaving, context, 1.0 if scales is None else scales.tokens)
-        if not self.is_last:
+        if not self.ends_in(chunk):
             return leaving
         if predicts:
             return self.predictions(leaving[0], labels)
-        loss = self._loss_of(leaving[0], labels, loss_mask, soft)
-        return loss if scales is None else loss * scales.targets.to(loss.dtype)
+        # The loss has the gradients of the extra losses, not their values, so that it can be compared with others.
+        trains, weights = torch.is_grad_enabled(), None if loss_mask is None else loss_mask.t()
+        losses = self._loss(leaving[0], Targets(labels.t(), weights, self._z_loss_coeff if trains else 0.0, soft=soft))
+        if trains:
+            self._add_extra_losses(dict(zip(self._head_losses, losses[1:], strict=True)))
+        return losses[0] if scales is None else losses[0] * scales.targets.to(losses.dtype)
 
-    def allocate_state(self, tokens: Tensor) -> Tensor:
-        """Return a buffer for the state that enters this stage with these token ids [b, s]."""
+    def ends_in(self, chunk: int) -> bool:
+        """Return whether a chunk is the model's last one, which returns losses."""
+        return self.is_last and chunk == self.chunks - 1
+
+    def allocate_state(self, tokens: Tensor, chunk: int) -> Tensor:
+        """Return a buffer for the state that enters a chunk with these token ids [b, s]."""
         rows, length = tokens.shape
-        shape = self.stack.slots_in, length // self.stack.layout.shards, rows, self.config.hidden_size
+        shape = self.stack.slots_in(chunk), length // self.stack.layout.shards, rows, self.config.hidden_size
         return next(self.stack.parameters()).new_empty(shape)
-
-    def _loss_of(
-        self, hidden_states: Tensor, labels: Tensor, loss_mask: Tensor | None, soft: SoftTargets | None
-    ) -> Tensor:
-        """The stream after the last layer [s, b, h] -> the loss summed over the target tokens.
-
-        In training it also has the gradient of the extra losses, but not their values, so that losses with and without
-        them are comparable; see `take_extra_losses`. `soft` are the targets of the distillation.
-        """
-        weights = None if loss_mask is None else loss_mask.t()
-        if not torch.is_grad_enabled():
-            return self._loss(hidden_states, Targets(labels.t(), weights))[0]
-        losses = self._loss(hidden_states, Targets(labels.t(), weights, self._z_loss_coeff, soft=soft))
-        self._add_extra_losses(dict(zip(self._head_losses, losses[1:], strict=True)))
-        return losses[0]
 
     def _with_losses_of_bodies(self, x: Tensor, context: SequenceContext, scale: Tensor | float) -> Tensor:
         """Return x; its backward also runs that of the bodies' losses, with the gradient `scale`."""
@@ -243,10 +240,10 @@ class LanguageModel(nn.Module):
         Forget it. [layers with experts, E]; the rows of layers on other pipeline stages are zero.
         """
         loads = torch.zeros(len(self.config.moe_layers), self.config.num_experts, dtype=torch.float64, device=device)
-        if self.routers:
-            own = [router.loads for router in self.routers]
-            loads[self._first_router :][: len(own)] = torch.stack(own)
-            torch._foreach_zero_(own)
+        # One by one, because a list of rows would be sent to the device.
+        for row, router in zip(self._router_rows, self.routers, strict=True):
+            loads[row] = router.loads
+            router.loads.zero_()
         return loads
 
     @torch.no_grad()
@@ -258,7 +255,7 @@ class LanguageModel(nn.Module):
             return
         # Loads are whole numbers, so that every device finds the same sign.
         above = torch.sign(loads * loads.shape[-1] - loads.sum(-1, keepdim=True)).float()
-        above = to_device(above[self._first_router :][: len(biases)], biases[0].device)
+        above = to_device(above[self._router_rows], biases[0].device)
         torch._foreach_sub_(biases, above.unbind(), alpha=rate)
 
     def training_context(

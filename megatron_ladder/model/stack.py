@@ -1,4 +1,4 @@
-"""A range of the decoder's layers as one list of sub-blocks around one residual stream; `sub_block.py` has the rule.
+"""Ranges of the decoder's layers as lists of sub-blocks around one residual stream; `sub_block.py` has the rule.
 
 A pipeline can cut a model of any wiring at any layer. The stream, and the outputs that the first sub-block behind the
 cut misses, cross it as one tensor. These outputs cross unreduced: the next range starts their reduce, which runs under
@@ -48,7 +48,7 @@ class StackOptions:
     tp_overlap: bool = True
     """Leave all-reduces in flight under later sub-blocks where the wiring allows it; False waits at once."""
     recompute_layers: int = 0
-    """Number of layers, from the first of this range, whose sub-blocks keep only their input for backward."""
+    """Number of layers, from the first of this rank, whose sub-blocks keep only their input for backward."""
     operations: Operations = Operations()
     """The operations between the collectives."""
     mirrored_backward: bool = True
@@ -93,14 +93,14 @@ class _TransformerLayer(nn.Module):
 
 
 class TransformerStack(nn.Module):
-    """A contiguous range of layers.
+    """One or more contiguous ranges of layers, the chunks of a pipeline stage.
 
     Attributes:
         partial_sums: gradients whose sum over the ranks may wait for the last of several backward passes.
         loss_names: names of the losses that bodies of the whole model return.
     """
 
-    def __init__(self, build: BuildContext, layers: range, options: StackOptions) -> None:
+    def __init__(self, build: BuildContext, chunks: Sequence[range], options: StackOptions) -> None:
         """Raise ValueError for a desync model of another tensor-parallel size, or other key-value replicas."""
         super().__init__()
         config, mesh = build.config, build.mesh
@@ -123,24 +123,25 @@ class TransformerStack(nn.Module):
         self._parts = local_lanes(config, mesh.tensor.size) * mesh.stream.shards
         self.desync = config.wiring.stream == "per rank"
         self.partial_sums = PartialSums(mesh.tensor)
-        self._first = sum(len(sub_blocks) for sub_blocks in wired[: layers.start])
-        self.layers = nn.ModuleDict({str(layer): _TransformerLayer(build, layer) for layer in layers})
+        self._chunks = chunks
+        self._firsts = [sum(map(len, wired[: layers.start])) for layers in chunks]
+        """The first sub-block of each chunk."""
+        self.layers = nn.ModuleDict({str(n): _TransformerLayer(build, n) for layers in chunks for n in layers})
         self.rewire(wired)
 
     def rewire(self, wired_layers: Sequence[Sequence[WiredSubBlock]]) -> None:
         """Change what the sub-blocks miss and which of their outputs travel together, for all layers of the model."""
         self.plan = plan_reads(wired_layers)
         self._wired = wired_layers
-        self._steps: Sequence[SubBlock] | None = None
+        self._steps: Sequence[Sequence[SubBlock]] = ()
 
-    @property
-    def slots_in(self) -> int:
-        """Number of slots of the state that enters: the stream, and the parts of the missing outputs."""
-        return 1 + len(self.plan.missing(self._first)) * self._parts
+    def slots_in(self, chunk: int) -> int:
+        """Number of slots of the state that enters a chunk: the stream, and the parts of the missing outputs."""
+        return 1 + len(self.plan.missing(self._firsts[chunk])) * self._parts
 
-    def forward(self, state: Tensor, context: SequenceContext) -> Tensor:
-        """Map the state that enters the range to the one that leaves it."""
-        steps, overlap = self.sub_blocks(), self.options.tp_overlap
+    def forward(self, state: Tensor, context: SequenceContext, chunk: int = 0) -> Tensor:
+        """Map the state that enters a chunk to the one that leaves it."""
+        steps, first, overlap = self.sub_blocks(chunk), self._firsts[chunk], self.options.tp_overlap
         if self.side_queue is None and self.layout.shards > 1 and overlap and state.is_cuda:
             # Not earlier: ZeRO-3 builds the stack on another device.
             self.side_queue = CudaSideQueue(state.device)
@@ -149,21 +150,22 @@ class TransformerStack(nn.Module):
         launch, queue = (self.layout.start_write, self.side_queue) if overlap else (self._write_blocking, None)
         mirrored = overlap and self.options.mirrored_backward and self.mesh.tensor.size > 1
         if torch.is_grad_enabled() and (mirrored or self._reads_own):
-            record = ForwardRecord(steps, context, self.plan, self._first, launch, self.partial_sums, queue)
+            record = ForwardRecord(steps, context, self.plan, first, launch, self.partial_sums, queue)
             return walk_mirrored(state, record)
-        return walk(state, AutogradPass(steps, context), self.plan, self._first, launch, queue)
+        return walk(state, AutogradPass(steps, context), self.plan, first, launch, queue)
 
-    def sub_blocks(self) -> Sequence[SubBlock]:
-        """Return the steps of all layers of this range."""
-        if self._steps is None:
-            steps: list[SubBlock] = []
-            for index, (number, layer) in enumerate(self.layers.items()):
-                assert isinstance(layer, _TransformerLayer)
-                recompute = index < self.options.recompute_layers
-                wired, name = self._wired[int(number)], f"layers.{number}"
-                steps += layer.sub_blocks(wired, self.mesh, recompute, name, self.options.span)
-            self._steps = steps
-        return self._steps
+    def sub_blocks(self, chunk: int = 0) -> Sequence[SubBlock]:
+        """Return the steps of all layers of a chunk."""
+        if not self._steps:
+            self._steps = [[*self._steps_of(layers)] for layers in self._chunks]
+        return self._steps[chunk]
+
+    def _steps_of(self, layers: range) -> Iterator[SubBlock]:
+        recomputed = [*self.layers][: self.options.recompute_layers]
+        for number in layers:
+            layer: Any = self.layers[str(number)]
+            wired, recompute = self._wired[number], str(number) in recomputed
+            yield from layer.sub_blocks(wired, self.mesh, recompute, f"layers.{number}", self.options.span)
 
     def _write_blocking(self, partial: Tensor) -> InFlight:
         return InFlight(self.layout.start_write(partial).wait(), None)

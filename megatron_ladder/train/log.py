@@ -89,9 +89,9 @@ def _wiring(model: ModelConfig) -> str:
 
 
 def _stages(run: RunConfig) -> str:
-    """With p stages and m micro-batches, 1F1B is idle in p - 1 of its m + p - 1 slots (arXiv 2104.04473)."""
-    ranges = partition(run)
-    idle = (len(ranges) - 1) / (run.accumulation_steps + len(ranges) - 1)
+    """With p stages of v chunks and m micro-batches, p - 1 of v m + p - 1 slots are idle (arXiv 2104.04473)."""
+    ranges, others = partition(run), run.parallel.pipeline_model_parallel_size - 1
+    idle = others / (run.accumulation_steps * run.chunks + others)
     layers = ", ".join(str(layers.start) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}" for layers in ranges)
     steps = counted(run.accumulation_steps, "accumulation step")
     return f"layers {layers}; the pipeline idles {idle:.0%} of a step with {steps}"

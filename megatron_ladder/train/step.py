@@ -112,8 +112,8 @@ def _forward_backward(trainer: Trainer, micro_batches: Sequence[MicroBatch], sca
     loss_sum = torch.zeros((), device=trainer.device)
 
     def forward(work: Pass, entering: Tensor | None) -> Tensor:
-        leaving = engine.forward(micro_batches[work.micro_batch], scales, entering)
-        if trainer.model.is_last:
+        leaving = engine.forward(micro_batches[work.micro_batch], scales, work.chunk, entering)
+        if trainer.model.ends_in(work.chunk):
             loss_sum.add_(leaving.detach())
         return leaving
 

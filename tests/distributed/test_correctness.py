@@ -194,7 +194,7 @@ def run_case(config: ModelConfig, weights: Weights, experts: ExpertOptions, how:
     options = StackOptions(how.overlap != "blocking", how.recompute, mirrored_backward=how.overlap != "forward-overlap")
     parts = []
     for bound in itertools.pairwise((0, *how.cuts, config.num_layers)):
-        part = LanguageModel(config, mesh, options, layers=range(*bound), dtype=torch.float64, experts=experts)
+        part = LanguageModel(config, mesh, options, chunks=[range(*bound)], dtype=torch.float64, experts=experts)
         fill_slices(part, weights)
         part.stack.side_queue = InlineQueue() if how.sharded_stream == "ahead" else None
         part.stack.partial_sums.expect(how.micro_batches)

@@ -53,12 +53,14 @@ def launches_of_second_step(argv: Sequence[str]) -> list[tuple[Any, ...]]:
     [
         "--tensor-model-parallel-size 2",
         "--pipeline-model-parallel-size 2",
+        "--pipeline-model-parallel-size 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1 "
+        "--micro-batch-size 1 --global-batch-size 3",
         "--zero-stage 3",
         "--tensor-model-parallel-size 2 --num-experts 4 --moe-layers 1-2 --moe-router-enable-expert-bias",
     ],
 )
 def test_collectives_are_those_of_real_ranks(gloo_pools: GlooPools, layout: str, tmp_path: Path) -> None:
-    argv = [*RECIPE, *layout.split(), "--global-batch-size", "2"]
+    argv = [*RECIPE, "--global-batch-size", "2", *layout.split()]
     dry_run(parse_run(argv), 2, tmp_path / "found.json")
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["ranks"]
     for rank, expected in enumerate(gloo_pools(2).run(launches_of_second_step, argv)):
@@ -80,6 +82,14 @@ def test_memory_is_that_of_the_planner_and_the_host_waits_once(capsys: pytest.Ca
     assert report.count("the host waits for the device once in a step, in engine/state.py: gradient_norm") == 2
     assert "built 5 of them, and ran 2 steps of 3 of the 32 micro-batches" in report
     assert "launches of 8 ranks in 13 communicators match" in report
+
+
+def test_memory_of_interleaved_chunks_is_that_of_the_planner(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 16".split()
+    dry_run(parse_run([*LARGER, *layout]), 2)
+    report = capsys.readouterr().out
+    assert "ran 2 steps of 5 of the 16 micro-batches" in report and "*** stage" not in report, report
+    assert "launches of 2 ranks" in report and "match" in report
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

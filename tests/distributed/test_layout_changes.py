@@ -29,6 +29,7 @@ WHOLE, SHARDED, OFFLOADED = (
     "2x1x2 --zero-stage 3",
     "2x1x1 --zero-stage 3 --offload-optimizer cpu",
 )
+INTERLEAVED = "--num-layers-per-virtual-pipeline-stage 1"
 LANES = "--lanes 4 --num-key-value-heads 4"
 """A rank of the first layout computes one lane, and the ranks of the others two or all four."""
 OF_LANES = ["4x1x1 --zero-stage 1", WHOLE, "2x1x2 --zero-stage 1", "4x1x1 --zero-stage 1"]
@@ -65,6 +66,12 @@ def stay(
         pytest.param(BIASES, 1, [SHARDED, WHOLE, SHARDED], id="ZeRO 3 to one rank"),
         pytest.param(BIASES, 1, ["1x1x2 --zero-stage 2", OFFLOADED, "1x1x2 --zero-stage 2"], id="ZeRO 2 to offloading"),
         pytest.param(f"{BIASES} --bf16", 1, [LONG[-1], "2x1x2 --zero-stage 1", LONG[-1]], id="bf16, ZeRO 3 to ZeRO 1"),
+        pytest.param(
+            f"{HYBRID} --num-layers 4",
+            1,
+            [f"1x2x1 {INTERLEAVED}", "1x2x1", f"2x2x1 {INTERLEAVED}", "1x1x2 --zero-stage 3"],
+            id="schedules",
+        ),
         pytest.param(LANES, 1, OF_LANES, id="lanes", marks=pytest.mark.slow),
         pytest.param(f"{LANES} --optimizer muon", 1, OF_LANES, id="lanes, Muon"),
         pytest.param(

@@ -114,7 +114,7 @@ def run_cases(seeds: range, ranks: int) -> list[tuple[float, Pieces]]:
         weights = make_weights(ReferenceConfig.like(case.config), seed, torch.float64)
         parts = []
         for bound in pairwise(case.bounds):
-            part = LanguageModel(case.config, mesh, case.options, layers=range(*bound), dtype=torch.float64)
+            part = LanguageModel(case.config, mesh, case.options, chunks=[range(*bound)], dtype=torch.float64)
             fill_slices(part, weights)
             part.stack.rewire(wired(case))
             part.stack.side_queue = InlineQueue() if case.sequence_parallel and seed % 2 else None

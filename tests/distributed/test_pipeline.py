@@ -12,10 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from megatron_ladder.data.loader import Sources
-from megatron_ladder.train.log import RunLog, banner
+from megatron_ladder.train.log import RunLog, _stages, banner
 from megatron_ladder.train.record import RunRecord
 from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import train_step
+from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.pool import GlooPools
 from tests.helpers.recording import RecordingGroup
 from tests.helpers.steps import Batch, steps_of_batches
@@ -77,6 +78,12 @@ def test_norms_at_a_border_are_summed_once_a_step(gloo_pools: GlooPools) -> None
     _, _, last, _ = gloo_pools(4).run(events_of_a_step, argv, 3)
     assert last.split().count("S") == 1 and last.endswith("S")
     assert last.split().count("B0") == last.split().count("G0") == 3
+
+
+def test_norms_of_all_chunks_are_summed_once_a_step(gloo_pools: GlooPools) -> None:
+    chunks = "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --residual-mode ladder --global-batch-size 6"
+    for events in gloo_pools(4).run(events_of_a_step, [*RECIPE, *STAGES, *chunks.split()], 3):
+        assert events.split().count("S") == 1 and events.endswith("S")
 
 
 class Operations(TorchDispatchMode):
@@ -142,6 +149,36 @@ def test_only_rank_0_logs_the_loss_of_the_last_stage(gloo_pools: GlooPools) -> N
     lines, losses, banners = zip(*results, strict=True)
     assert lines[1:] == ("", "", "") and losses[0] == 0.0 and losses[-1] > 1
     assert lines[0].count("\n") == 1 and f"| lm loss {losses[-1]:.4f} |" in lines[0]
-    # Four micro-batches need five slots to pass two stages, and one slot of each stage is idle.
+    # Four micro-batches need five slots to pass two stages, and one slot of each stage is idle. Two chunks halve that.
     assert " ladder in layer 2 (of 3)\n" in banners[0]
     assert "layers 0-1, 2; the pipeline idles 20% of a step with 4 accumulation steps" in banners[0]
+
+
+def test_the_banner_knows_chunks() -> None:
+    interleaved = "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+    run = run_of([*RECIPE, *interleaved.split(), "--global-batch-size", "8"], 2)
+    assert _stages(run) == "layers 0, 1, 2, 3; the pipeline idles 11% of a step with 4 accumulation steps"
+
+
+def peak_of_a_step(argv: list[str], micro_batches: int) -> int:
+    """On each rank: return the most bytes of tensors that a second step holds in addition to what it began with."""
+    trainer = build_trainer_here([*argv, "--global-batch-size", str(2 * micro_batches)])
+    batches = own_batches(trainer, steps_of_batches(1, micro_batches)[0])
+    train_step(trainer, batches, 1)
+    with LiveBytes() as memory:
+        train_step(trainer, batches, 2)
+    return memory.peak
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (2, "--pipeline-model-parallel-size 2 --residual-mode ladder"),
+        (3, "--pipeline-model-parallel-size 3 --residual-mode ladder --tie-embeddings"),
+        (2, "--pipeline-model-parallel-size 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"),
+    ],
+)
+def test_memory_of_a_stage_does_not_grow_with_micro_batches(gloo_pools: GlooPools, ranks: int, words: str) -> None:
+    few, many = (gloo_pools(ranks).run(peak_of_a_step, [*RECIPE, *words.split()], n * ranks) for n in (2, 8))
+    for before, after in zip(few, many, strict=True):
+        assert 0 < after <= 1.02 * before

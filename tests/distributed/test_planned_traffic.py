@@ -56,6 +56,12 @@ CLUSTERS = {
         "--bf16 --residual-mode ladder --num-layers 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 3 "
         "--tie-embeddings",
     ),
+    "chunks of stages, whose ends are in other boxes": Cluster(
+        12,
+        4,
+        "--bf16 --residual-mode ladder --num-layers 7 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 3 "
+        "--num-layers-per-virtual-pipeline-stage 2",
+    ),
     "tied ends of two stages, ZeRO 0": Cluster(
         8,
         2,

@@ -368,6 +368,15 @@ class PlayedNccl(CommGroup):
             whole.data.unflatten(0, (self.size, -1)).copy_(tensor.data.clone())
         return whole, self._start("all_gather", [tensor], [whole])
 
+    def start_send(self, tensor: Tensor, target: int) -> _Work:
+        return self._start("send", [tensor], [])
+
+    def start_receive(self, into: Tensor, source: int) -> _Work:
+        """Receive small numbers, which another process would have sent."""
+        with _disable_current_modes():
+            into.data.fill_(0.01)
+        return self._start("recv", [], [into])
+
     def all_reduce(self, tensor: Tensor, *_: Any) -> Tensor:
         self.checker.run_kernel("all_reduce", [], [tensor], self.checker.current)
         return tensor

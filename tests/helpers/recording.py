@@ -71,7 +71,8 @@ def recorded_model(
     mesh = mesh_of(2)
     group = RecordingGroup(mesh.tensor)
     mesh = replace(mesh, tensor=group, sequence_parallel=sequence_parallel)
-    return LanguageModel(config, mesh, options, seed=1, layers=layers), group
+    chunks = None if layers is None else [layers]
+    return LanguageModel(config, mesh, options, seed=1, chunks=chunks), group
 
 
 class Calls(TorchDispatchMode):

@@ -64,13 +64,20 @@ LAYOUTS = {
     "pp3": (3, "--pipeline-model-parallel-size 3 --recompute-granularity full"),
     "pp4": (4, "--pipeline-model-parallel-size 4"),
     "pp6": (6, "--pipeline-model-parallel-size 6"),
+    "pp2x2": (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2"),
+    "pp3x2": (3, "--pipeline-model-parallel-size 3 --num-layers-per-virtual-pipeline-stage 2 --zero-stage 0"),
+    "tp2-pp2x2": (
+        4,
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 "
+        "--sequence-parallel --recompute-granularity full --recompute-num-layers 3",
+    ),
     "tp2-pp3": (6, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 3 --recompute-granularity full"),
     "tp2": (2, "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full"),
     "dp2": (2, "--zero-stage 2 --recompute-granularity full"),
     "tp2-dp2": (4, "--tensor-model-parallel-size 2 --zero-stage 3"),
 }
 """Number of processes, and flags. A step has four micro-batches, or two on each of two data-parallel ranks. Seven
-layers do not divide evenly into any number of stages."""
+layers do not divide evenly into any number of stages. 2x2: two stages of two ranges of layers each."""
 EXACT = ("train/learning rate", "train/largest expert load", "train/expert load entropy", "train/dead experts")
 TOLERANCE = 1e-6
 _TEMPLATE = (

@@ -16,7 +16,9 @@ from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.side_queue import CudaSideQueue
 from megatron_ladder.engine import graph, sharded
+from megatron_ladder.engine.engine import ShardedEngine
 from megatron_ladder.engine.graph import CapturedPasses
+from megatron_ladder.engine.schedule import Pass
 from megatron_ladder.engine.sharded import ShardedOptimizer
 from megatron_ladder.model.backward import ForwardRecord
 from megatron_ladder.model.language_model import LanguageModel, LossScales
@@ -117,6 +119,55 @@ def test_steps_neither_race_nor_break_a_capture(
     assert checker.kernels > 1000 and len(checker.streams) == 4 + sequence_parallel
     gc.collect()
     assert not any(type(one) is ForwardRecord for one in gc.get_objects()), "backward is never freed"
+
+
+STAGE, CHUNKS = 1, [range(1, 2), range(3, 4)]
+"""The second of two stages of two chunks."""
+
+
+def faults_of_a_stage(checker: Checker, wiring: str, micro_batches: int) -> list[str]:
+    """Return the faults of two steps of a pipeline stage with tensor parallelism, and of a forward pass."""
+    tensor, pipeline = PlayedNccl(TENSOR, checker), PlayedNccl(2, checker)
+    pipeline.rank = STAGE
+    mesh = replace(ProcessMesh.single(), tensor=tensor, pipeline=pipeline)
+    model = LanguageModel(replace(config_of(wiring), num_layers=4), mesh, chunks=CHUNKS, seed=1)
+    group = {"params": [*model.parameters()]}
+    optimizer = ShardedOptimizer(model, [group, {"params": []}], mesh, torch.float32, BUCKET_NUMBERS)
+    optimizer.optimizer = torch.optim.SGD(optimizer.groups[:1], lr=1e-3, foreach=False)
+    engine = ShardedEngine(model, optimizer, mesh, torch.device("cpu"))
+    ids = torch.randint(0, 101, (2, 13))
+    batches: list[Any] = [(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), None, None, None, None)] * micro_batches
+    scales = LossScales(torch.ones(()), torch.ones(()))
+
+    def forward(work: Pass, entering: torch.Tensor | None) -> torch.Tensor:
+        return engine.forward(batches[work.micro_batch], scales, work.chunk, entering)
+
+    with checker:
+        for _ in range(2):
+            with engine.accumulating(micro_batches):
+                engine.run_passes(batches, forward, engine.backward)
+            engine.step()
+        engine.evaluate(batches)
+    return checker.faults
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 5])
+@pytest.mark.parametrize("wiring", ["standard", "ladder"])
+def test_transfers_between_stages_do_not_race(checker: Checker, wiring: str, micro_batches: int) -> None:
+    assert faults_of_a_stage(checker, wiring, micro_batches) == []
+
+
+def test_a_send_or_receive_that_nobody_waits_for_is_found(checker: Checker, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = PlayedNccl._start
+
+    def start_late(group: PlayedNccl, name: str, *tensors: Any) -> Any:
+        work = start(group, name, *tensors)
+        if name == "recv":
+            work.end.clock.clear()
+        return work
+
+    monkeypatch.setattr(PlayedNccl, "_start", start_late)
+    assert any("before stream" in fault for fault in faults_of_a_stage(checker, "ladder", 2))
 
 
 def without_wait(partial: torch.Tensor, *_: object) -> InFlight:

@@ -93,6 +93,36 @@ def test_micro_batches_in_flight_do_not_grow_with_their_number(stages: int, chun
         assert many == list(range(stages, 0, -1))
 
 
+def played_seconds(schedule: list[list[Slot]], forward: float, backward: float) -> float:
+    """Return the time of a step if passes take these seconds, and a send lasts until its receive has started.
+
+    A rank waits for inputs before it computes, and after it has computed for the sends of the slot before.
+    """
+    clocks, arrivals = [0.0] * len(schedule), dict[tuple[int, Pass], float]()
+    sends: list[list[float]] = [[] for _ in schedule]
+    for slots in zip(*schedule, strict=True):
+        for rank, (work, _) in enumerate(slots):
+            if work is not None:
+                clocks[rank] = max(clocks[rank], arrivals.get((rank, work), 0.0))
+                clocks[rank] += forward if work.is_forward else backward
+            clocks[rank] = max([clocks[rank], *sends[rank]])
+            sends[rank].clear()
+        for transfer in {transfer for slot in slots for transfer in slot.transfers}:
+            end = max(clocks[transfer.source], clocks[transfer.target])
+            arrivals[transfer.target, transfer.read_by] = end
+            sends[transfer.source].append(end)
+    return max(clocks)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_the_bubble_is_that_of_the_formula(stages: int, chunks: int) -> None:
+    for count in (stages, 2 * stages, 4 * stages):
+        # Backward takes longer than forward.
+        taken = played_seconds(make_schedule(stages, chunks, count), 1 / chunks, 2 / chunks)
+        assert taken / (3 * count) - 1 == pytest.approx((stages - 1) / (chunks * count))
+
+
 class QueueGroup(CommGroup):
     """Threads as ranks. Messages of a sender fill the receives from it in the order in which these were started.
 

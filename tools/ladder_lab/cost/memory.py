@@ -70,7 +70,8 @@ class Layout:
     """How a model and its batch are distributed.
 
     `micro_batch` is in samples. With `recompute`, backward keeps only the inputs of sub-blocks. `muon`: the optimizer.
-    `whole_experts`: tensor-parallel ranks hold whole experts instead of a part of the width of each.
+    `whole_experts`: tensor-parallel ranks hold whole experts instead of a part of the width of each. `chunks`: ranges
+    of layers of a stage, which run alternately.
     """
 
     tensor: int = 1
@@ -82,6 +83,7 @@ class Layout:
     sequence_parallel: bool = False
     muon: bool = False
     whole_experts: bool = False
+    chunks: int = 1
 
     @classmethod
     def of(cls, run: RunConfig) -> "Layout":
@@ -97,6 +99,7 @@ class Layout:
             sequence_parallel=parallel.sequence_parallel,
             muon=run.optimizer.optimizer == "muon",
             whole_experts=parallel.expert_sharding == "experts",
+            chunks=run.chunks,
         )
 
     @property
@@ -169,8 +172,8 @@ def _temporary(branch: Branch, ranks: int, whole_experts: bool) -> float:
 
 
 def _numbers_of_stage(model: ModelConfig, layout: Layout, stage: int) -> list[_LayerNumbers]:
-    layers = stage_layers(model, layout.pipeline, stage)
-    return _numbers_of_layers(model, layout.tensor, layout.whole_experts)[layers.start : layers.stop]
+    numbers = _numbers_of_layers(model, layout.tensor, layout.whole_experts)
+    return [numbers[layer] for layers in stage_chunks(model, layout, stage) for layer in layers]
 
 
 def _orthogonal_parameters(model: ModelConfig, layout: Layout, stage: int) -> int:
@@ -179,9 +182,25 @@ def _orthogonal_parameters(model: ModelConfig, layout: Layout, stage: int) -> in
 
 
 @cache
-def stage_layers(model: ModelConfig, pipeline: int, stage: int) -> range:
-    """Return the layers of a pipeline stage; the first stages have one more if the layers do not divide evenly."""
-    return uniform_partition(model.num_layers, pipeline)[stage]
+def pipeline_ranges(layers: int, ranges: int) -> list[range]:
+    """Return the layers of each chunk of a pipeline; the first ones have one more if layers do not divide evenly."""
+    return uniform_partition(layers, ranges)
+
+
+def stage_chunks(model: ModelConfig, layout: Layout, stage: int) -> list[range]:
+    """Return the ranges of layers of a pipeline stage."""
+    return pipeline_ranges(model.num_layers, layout.pipeline * layout.chunks)[stage :: layout.pipeline]
+
+
+def _passes_in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
+    """Return how many micro-batches a stage keeps for backward, as passes over all its chunks; see `make_schedule`."""
+    ahead = layout.pipeline - stage - 1
+    if layout.chunks > 1:
+        first = micro_batches
+        if micro_batches >= layout.pipeline:
+            first = layout.pipeline + micro_batches % layout.pipeline
+        ahead = 2 * ahead + (layout.chunks - 1) * first
+    return min(ahead + 1, layout.chunks * micro_batches) / layout.chunks
 
 
 def stage_parameters(model: ModelConfig, layout: Layout, stage: int) -> int:
@@ -227,12 +246,14 @@ def _layers_activation_bytes(
 
     Norms keep only their input, as that of torch does on CUDA.
     """
-    layers = stage_layers(model, layout.pipeline, stage)
-    _, *further = itertools.chain.from_iterable(_new_streams(model)[layers.start : layers.stop])
-    sub_blocks = 1 + len(further)
+    streams = sub_blocks = 0
+    for layers in stage_chunks(model, layout, stage):
+        _, *further = itertools.chain.from_iterable(_new_streams(model)[layers.start : layers.stop])
+        sub_blocks += 1 + len(further)
+        streams += 1 + sum(further)
     size = NUMBER_BYTES[precision]
     stream = tokens * model.hidden_size / (layout.tensor if layout.sequence_parallel else 1)
-    inputs = (1 + sum(further)) * stream * size
+    inputs = streams * stream * size
     if layout.recompute:
         return inputs
     norms = sub_blocks * stream * size
@@ -264,8 +285,9 @@ def stage_memory(
     parameters = stage_parameters(model, layout, stage)
     orthogonal = _orthogonal_parameters(model, layout, stage)
     weights, gradients, optimizer = _state_bytes(parameters, layout, precision, orthogonal)
-    held = min(layout.pipeline - stage, micro_batches)
-    activations = held * _layers_activation_bytes(model, layout, stage, tokens, precision)
+    activations = _passes_in_flight(layout, stage, micro_batches) * _layers_activation_bytes(
+        model, layout, stage, tokens, precision
+    )
     if layout.recompute:
         activations += tokens * size * max(layer.activations for layer in _numbers_of_stage(model, layout, stage))
     temporary = tokens * size * max(layer.temporary for layer in _numbers_of_stage(model, layout, stage))

@@ -27,7 +27,7 @@ class RankGroups(NamedTuple):
     tensor: range
     data: range
     previous: range
-    """The rank of the previous stage that sends to this one, and this one."""
+    """The rank of the previous stage that sends to this one, and this one. With chunks, the stages form a ring."""
     following: range
     """This rank, and the one of the next stage to which it sends."""
     ends: range
@@ -64,12 +64,14 @@ def rank_groups(layout: Layout, rank: int) -> RankGroups:
     stage_start, tensor_start = rank - rank % of_stage, rank - rank % layout.tensor
     alone = range(rank, rank + 1)
     is_end = first_of_last > 0 and not of_stage <= rank < first_of_last
+    ends = range(rank % of_stage, layout.gpus, first_of_last) if is_end else alone
+    around = ends if layout.chunks > 1 else alone
     return RankGroups(
         tensor=range(tensor_start, tensor_start + layout.tensor),
         data=range(stage_start + rank % layout.tensor, stage_start + of_stage, layout.tensor),
-        previous=range(rank - of_stage, rank + 1, of_stage) if rank >= of_stage else alone,
-        following=range(rank, rank + of_stage + 1, of_stage) if rank < first_of_last else alone,
-        ends=range(rank % of_stage, layout.gpus, first_of_last) if is_end else alone,
+        previous=range(rank - of_stage, rank + 1, of_stage) if rank >= of_stage else around,
+        following=range(rank, rank + of_stage + 1, of_stage) if rank < first_of_last else around,
+        ends=ends,
     )
 
 
@@ -80,12 +82,12 @@ def crosses(group: range, per_box: int) -> bool:
 
 def placement(layout: Layout, per_box: int) -> Placement:
     """Return where the groups of a layout are in boxes of so many GPUs."""
-    return _placement(layout.tensor, layout.pipeline, layout.data, per_box)
+    return _placement(layout.tensor, layout.pipeline, layout.data, layout.chunks, per_box)
 
 
 @lru_cache(maxsize=1024)
-def _placement(tensor: int, pipeline: int, data: int, per_box: int) -> Placement:
-    layout = Layout(tensor, pipeline, data)
+def _placement(tensor: int, pipeline: int, data: int, chunks: int, per_box: int) -> Placement:
+    layout = Layout(tensor, pipeline, data, chunks=chunks)
     groups = [rank_groups(layout, rank) for rank in range(layout.gpus)]
     replicas: list[set[int]] = [set() for _ in range(data)]
     for rank in range(layout.gpus):

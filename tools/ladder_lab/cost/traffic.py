@@ -3,8 +3,8 @@
     tensor     each micro-batch: an all-reduce of the stream for each output in forward and each input in backward, one
                for the embedding, and one for the head. With sequence parallelism, each is a reduce-scatter and an
                all-gather, and backward gathers the inputs again
-    pipeline   each micro-batch, forward to the next stage and backward to the previous one: the stream, and the
-               outputs that the first sub-block behind the cut misses, unreduced
+    pipeline   each micro-batch and chunk, forward to the next stage and backward to the previous one: the stream, and
+               the outputs that the first sub-block behind the cut misses, unreduced
     data       bytes per parameter of a GPU, w in its precision (bf16: 2):
                ZeRO 0    once a step: all-reduce of 4
                ZeRO 1    once a step: reduce-scatter of 4, all-gather of w
@@ -21,7 +21,15 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from ladder_lab.cost.memory import FP32_BYTES, NUMBER_BYTES, Layout, Precision, stage_layers, stage_parameters
+from ladder_lab.cost.memory import (
+    FP32_BYTES,
+    NUMBER_BYTES,
+    Layout,
+    Precision,
+    pipeline_ranges,
+    stage_chunks,
+    stage_parameters,
+)
 from ladder_lab.cost.placement import crosses, rank_groups
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import embedding_tensor
@@ -57,9 +65,13 @@ def _outputs_at_cuts(model: ModelConfig) -> list[int]:
     return [len(plan.missing(read)) for read in accumulate(map(len, wired[:-1]), initial=0)]
 
 
-def state_bytes(model: ModelConfig, layout: Layout, sequence: int, stage: int, precision: Precision = "bf16") -> float:
-    """Return the bytes that cross the cut behind a stage in a micro-batch, from one rank to one, in each direction."""
-    pending = _outputs_at_cuts(model)[stage_layers(model, layout.pipeline, stage + 1).start]
+def state_bytes(model: ModelConfig, layout: Layout, sequence: int, cut: int, precision: Precision = "bf16") -> float:
+    """Return the bytes that cross a cut of the layers in a micro-batch, from one rank to one, in each direction.
+
+    Cut i is behind stage i; with several chunks, the next ones follow.
+    """
+    ranges = pipeline_ranges(model.num_layers, layout.pipeline * layout.chunks)
+    pending = _outputs_at_cuts(model)[ranges[cut + 1].start]
     # The missing outputs cross unreduced, so each rank sends the whole of its partial sums.
     share = 1 / layout.tensor if layout.sequence_parallel else 1.0
     return stream_bytes(model, layout, sequence, precision) * (share + pending)
@@ -80,8 +92,8 @@ def ends_bytes(model: ModelConfig, layout: Layout) -> int:
 
 def _tensor_gathers(model: ModelConfig, layout: Layout, stage: int) -> int:
     """Return how many times a micro-batch gathers or reduce-scatters the stream in a stage."""
-    layers = stage_layers(model, layout.pipeline, stage)
-    sub_blocks = [one for of_layer in model.wired_layers[layers.start : layers.stop] for one in of_layer]
+    wired = model.wired_layers
+    sub_blocks = [one for layers in stage_chunks(model, layout, stage) for layer in layers for one in wired[layer]]
     borders = (stage == 0) + (stage == layout.pipeline - 1)
     if model.desync_interval:
         return 2 * borders + 4 * -(-len(sub_blocks) // model.desync_interval)
@@ -116,13 +128,14 @@ def rank_traffic(
         ),
         "ends": _sent(groups.ends, _share(groups.ends) * 2 * ends_bytes(model, layout), per_box),
     }
-    forward = backward = Sent(0.0, 0.0)
-    if len(groups.following) > 1:
-        state = state_bytes(model, layout, sequence, stage, precision)
-        forward = _sent(groups.following, micro_batches * state, per_box)
-    if len(groups.previous) > 1:
-        state = state_bytes(model, layout, sequence, stage - 1, precision)
-        backward = _sent(groups.previous, micro_batches * state, per_box)
+    forward_state = backward_state = 0.0
+    for place in range(stage, layout.pipeline * layout.chunks, layout.pipeline):
+        if place < layout.pipeline * layout.chunks - 1:
+            forward_state += state_bytes(model, layout, sequence, place, precision)
+        if place > 0:
+            backward_state += state_bytes(model, layout, sequence, place - 1, precision)
+    forward = _sent(groups.following, micro_batches * forward_state, per_box)
+    backward = _sent(groups.previous, micro_batches * backward_state, per_box)
     return sent | {"pipeline": Sent(forward.inside + backward.inside, forward.across + backward.across)}
 
 

@@ -7,7 +7,8 @@ sub-block overlaps with it, and in backward all reduces overlap with the gradien
 v; gate, up), which take as long as their products in forward. The reduces of embedding and head are exposed in every
 wiring.
 
-A pipeline of p stages and m micro-batches takes the sum of all stages once and then m - 1 times the slowest one.
+A pipeline of p stages and m micro-batches takes the sum of all stages once and then m - 1 times the slowest one. With v
+chunks of layers per stage, it fills and empties in a v-th of the time, and sends v times as often.
 
 `traffic.py` lists the bytes that ranks exchange, and `placement.py` the groups that cross from box to box. Of the
 data-parallel gathers and reduce-scatters,
@@ -31,7 +32,7 @@ from itertools import chain
 
 from ladder_lab.cost.links import SubBlockTime, WireModel, backward_seconds, forward_seconds, join_intervals
 from ladder_lab.cost.machines import Machine
-from ladder_lab.cost.memory import FP32_BYTES, Layout, stage_layers, stage_parameters
+from ladder_lab.cost.memory import FP32_BYTES, Layout, stage_chunks, stage_parameters
 from ladder_lab.cost.placement import placement
 from ladder_lab.cost.traffic import ends_bytes, gathered_bytes, state_bytes, stream_bytes
 from megatron_ladder.blueprint.model import ModelConfig
@@ -162,7 +163,7 @@ def step_time(times: LayerTime, layout: Layout, global_batch: int) -> StepTime:
     return StepTime(
         compute=micro_batches * compute + update,
         exposed_tensor=micro_batches * slowest - micro_batches * compute,
-        bubble=sum(total for _, total in stages) - slowest + exchanging,
+        bubble=(sum(total for _, total in stages) - slowest) / layout.chunks + exchanging,
         exposed_data=_exposed_data(times, layout, parameters, micro_batches, slowest),
     )
 
@@ -172,17 +173,20 @@ def _exchange_seconds(times: LayerTime, layout: Layout, micro_batches: int) -> f
     if layout.pipeline == 1:
         return 0.0
     machine, where = times.machine, placement(layout, times.machine.per_box)
-    cuts = range(layout.pipeline - 1)
+    cuts = range(layout.pipeline * layout.chunks - 1)
     state = max(state_bytes(times.model, layout, times.sequence, stage) for stage in cuts)
     # A send takes as long as the all-reduce of two ranks.
-    sending = 2 * (micro_batches + layout.pipeline - 1) * machine.all_reduce_seconds(state, where.following)
+    sending = (
+        2 * (micro_batches * layout.chunks + layout.pipeline - 1) * machine.all_reduce_seconds(state, where.following)
+    )
     shared = ends_bytes(times.model, layout)
     return sending + (machine.all_reduce_seconds(shared, where.ends) if shared else 0.0)
 
 
 def _stage_seconds(times: LayerTime, layout: Layout, stage: int) -> tuple[float, float]:
     """Return the seconds of one micro-batch on one stage as `LayerTime.passes` does, with embedding and head."""
-    compute, total = times.passes(stage_layers(times.model, layout.pipeline, stage))
+    passes = [times.passes(layers) for layers in stage_chunks(times.model, layout, stage)]
+    compute, total = (sum(seconds) for seconds in zip(*passes, strict=True))
     if stage == 0:
         total += times.reduce_seconds
     if stage == layout.pipeline - 1:

@@ -91,9 +91,11 @@ def run_rank(run: RunConfig, deepspeed: dict[str, Any], rank: int) -> RankRecord
         engine, optimizer = build_engine(run, model, deepspeed, mesh, META)
         trainer = Trainer(run, mesh, META, model, engine, {"norm": norm, "optimizer": optimizer})
         if run.needs_deepspeed:
+            from megatron_ladder.engine.deepspeed import DeepSpeedEngine
+
+            assert isinstance(engine, DeepSpeedEngine)
             # Described on the meta device in a real run as well.
-            wrapped = getattr(engine, "wrapped").optimizer  # noqa: B009
-            memory.leave_out(chain(*getattr(wrapped, "round_robin_bit16_meta", ())))
+            memory.leave_out(chain(*getattr(engine.wrapped.optimizer, "round_robin_bit16_meta", ())))
         memory.mark("weights", [*model.parameters(), *(span.weight for span in engine.state.spans())])
 
         def mark_gradients() -> tuple[float, ...]:

@@ -69,7 +69,7 @@ def _shortened(run: RunConfig) -> RunConfig:
 
     The optimizer is torch's, because apex needs a GPU.
     """
-    count = min(run.accumulation_steps, run.parallel.pipeline_model_parallel_size + 1)
+    count = min(run.accumulation_steps, run.parallel.pipeline_model_parallel_size * run.chunks + 1)
     size = count * run.training.micro_batch_size * run.data_parallel_size
     optimizer = replace(run.optimizer, optimizer_implementation="torch")
     return replace(run, accumulation_steps=count, global_batch_size=size, optimizer=optimizer)

@@ -13,7 +13,7 @@ from ladder_lab.cost.memory import (
     Precision,
     _head_activation_bytes,
     _layers_activation_bytes,
-    stage_layers,
+    stage_chunks,
     stage_memory,
     stage_parameters,
 )
@@ -129,7 +129,9 @@ def test_parameters_are_those_of_the_modules(tensor: int, wiring) -> None:
 def test_stages_hold_the_whole_model() -> None:
     model = SIZES["llama-8b"]
     layout = Layout(pipeline=3)
-    assert [len(stage_layers(model, 3, stage)) for stage in range(3)] == [11, 11, 10]
+    for chunks, lengths in ((1, [[11], [11], [10]]), (2, [[6, 5], [6, 5], [5, 5]])):
+        ranges = [stage_chunks(model, Layout(pipeline=3, chunks=chunks), stage) for stage in range(3)]
+        assert [[len(layers) for layers in of_stage] for of_stage in ranges] == lengths
     padding = 2 * (padded_vocab_size(model.vocab_size, 1) - model.vocab_size) * model.hidden_size
     total = sum(stage_parameters(model, layout, stage) for stage in range(3))
     assert total - padding == parameter_count(model).total
