@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.checkpoint.hf_config import end_ids, token_ids
 from megatron_ladder.checkpoint.manifest import KINDS, TensorTable, decode_manifest, manifest_checksum, writer_of
 from megatron_ladder.checkpoint.publish import (
     LATEST_NAME,
@@ -52,6 +51,7 @@ IMPORTED = "hugging_face"
 HF_CONFIG = "config.json"
 """The file that makes a directory one of Hugging Face."""
 GENERATION_CONFIG = "generation_config.json"
+_TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 CARRIED = (
@@ -324,3 +324,31 @@ def _open_complete(directory: Path) -> Checkpoint:
             errors.append(f"{path}: missing, truncated or changed: {expected} bytes expected, {found} found")
     raise_user_errors(limited(errors))
     return checkpoint
+
+
+def token_ids(values: Any, source: Path, vocab_size: int | None = None) -> dict[str, Any]:
+    """Return the ids of special tokens in the JSON object of a file. Null, and -1 except for the end, mean none.
+
+    Raises UserError if an id is not an integer, or not one of the vocabulary, if its size is given.
+    """
+    if not isinstance(values, Mapping):
+        raise UserError(f"{source}: found {values!r:.60}, expected an object with {', '.join(_TOKEN_KEYS)}")
+    ids, errors = {}, []
+    for key in _TOKEN_KEYS:
+        value, is_end = values.get(key), key == "eos_token_id"
+        if value is None or (value == -1 and not is_end):
+            continue
+        listed = value if is_end and isinstance(value, list) else [value]
+        if all(type(one) is int and (vocab_size is None or 0 <= one < vocab_size) for one in listed):
+            ids[key] = value
+        else:
+            bounds = "" if vocab_size is None else f" of 0-{vocab_size - 1}"
+            errors.append(f"{source}: {key}: found {value!r:.60}, expected an id{bounds}, or null")
+    raise_user_errors(errors)
+    return ids
+
+
+def end_ids(ids: Mapping[str, Any]) -> list[int]:
+    """Return the tokens that end texts, of which the result of `token_ids` may have none, one or a list."""
+    found = ids.get("eos_token_id", [])
+    return found if isinstance(found, list) else [found]

@@ -1,8 +1,17 @@
-"""The `config.json` of a Hugging Face directory."""
+"""The `config.json` of a Hugging Face directory, read and written from one table of model types.
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any, Literal
+A model with the ordinary wiring is written as the plain type that expresses it exactly, so that every program that
+reads Llama can open it. Any other model gets the project's own type, whose code is part of the directory: programs that
+do not run that code reject the directory, whereas they would silently compute wrong results for a type such as llama.
+
+`TYPES` lists the keys of each type. Reading copies their values to the fields of `ModelConfig`, and writing copies the
+fields to the keys. What a type cannot express is not written, so the model that is read differs: `hf_type` compares the
+two to find the type of a model.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
 from msgspec import Meta, Struct
@@ -13,20 +22,10 @@ from megatron_ladder.errors import UserError, raise_user_errors
 
 OWN_TYPE = "megatron_ladder"
 """`model_type` of models that no plain type expresses; as in `hf_module/configuration_megatron_ladder.py`."""
-CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "glm4_moe": "Glm4MoeForCausalLM",
-    OWN_TYPE: "MegatronLadderForCausalLM",
-}
-"""`model_type` -> the class of a language model."""
 AUTHORS_TYPE = "llamaLadder"
-"""`model_type` of the paper's authors: Llama, with `ladder_layers`."""
-READABLE_TYPES = (*CLASSES, AUTHORS_TYPE)
+"""`model_type` of the paper's authors: Llama, with `ladder_layers`. It is only read."""
+_TRANSFORMERS = "5.23.0"
+"""The version with which exported directories are tested."""
 _LATENT = "latent attention, whose keys and values are compressed"
 _UNREADABLE = {
     "deepseek_v2": _LATENT,
@@ -38,30 +37,6 @@ _UNREADABLE = {
     "llama4": "chunked attention, and experts whose inputs are weighted instead of their outputs",
 }
 """Other well-known `model_type` with experts -> what they have that this package cannot compute."""
-EXPERT_FIELDS = {
-    "num_experts_per_tok": "moe_router_topk",
-    "moe_intermediate_size": "moe_ffn_hidden_size",
-    "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
-    "scoring_func": "moe_router_score_function",
-    "routed_scaling_factor": "moe_router_topk_scaling_factor",
-    "use_expert_bias": "moe_router_enable_expert_bias",
-    "n_group": "moe_router_num_groups",
-    "topk_group": "moe_router_group_topk",
-}
-"""Key of experts -> field of the model."""
-_QWEN_KEYS = ("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
-_GLM_KEYS = (*_QWEN_KEYS, "routed_scaling_factor", "n_group", "topk_group")
-EXPERT_KEYS: dict[str, tuple[str, ...]] = {
-    "mixtral": ("num_experts_per_tok",),
-    "qwen3_moe": (*_QWEN_KEYS, "mlp_only_layers"),
-    "glm4_moe": (*_GLM_KEYS, "n_shared_experts", "first_k_dense_replace"),
-    OWN_TYPE: (*EXPERT_FIELDS, "norm_topk_prob", "expert_layers"),
-}
-"""`model_type` -> keys of its experts besides their number. They must be present, except for Qwen's dense layers."""
-TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
-ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3"}
-"""`rope_type` -> `--rope-scaling`."""
-
 
 _Size = Annotated[int, Meta(ge=1, lt=2**31)]
 _Count = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -81,25 +56,28 @@ class _Rope(Struct):
 
 
 class _Config(Struct):
-    """The keys that are read. Sizes must be present: the defaults of other programs are not assumed."""
+    """The keys that are read, with the fields of `ModelConfig` that have the same values, if their names differ.
+
+    Sizes must be present: the defaults of other programs are not assumed.
+    """
 
     num_hidden_layers: _Size
     hidden_size: _Size
-    intermediate_size: _Size
+    intermediate_size: Annotated[_Size, "ffn_hidden_size"]
     num_attention_heads: _Size
     vocab_size: _Size
     max_position_embeddings: _Size
-    rms_norm_eps: float
+    rms_norm_eps: Annotated[float, "norm_epsilon"]
     num_key_value_heads: _Size | None = None
     head_dim: _Size | None = None
-    initializer_range: float | None = None
+    initializer_range: Annotated[float | None, "init_method_std"] = None
     hidden_act: Literal["silu", "swish"] = "silu"
-    tie_word_embeddings: bool | None = None
-    attention_bias: bool | None = None
-    attention_output_bias: bool | None = None
-    mlp_bias: bool | None = None
-    qk_norm: bool | None = None
-    final_logit_softcapping: float | None = None
+    tie_word_embeddings: Annotated[bool | None, "tie_embeddings"] = None
+    attention_bias: Annotated[bool | None, "add_qkv_bias"] = None
+    attention_output_bias: Annotated[bool | None, "add_attention_output_bias"] = None
+    mlp_bias: Annotated[bool | None, "add_mlp_bias"] = None
+    qk_norm: Annotated[bool | None, "qk_layernorm"] = None
+    final_logit_softcapping: Annotated[float | None, "logit_soft_cap"] = None
     sliding_window: _Size | None = None
     use_sliding_window: bool | None = None
     layer_types: list[Literal["full_attention"]] | None = None
@@ -109,24 +87,24 @@ class _Config(Struct):
     rope_scaling: _Rope | None = None
     original_max_position_embeddings: _Size | None = None
     num_experts: _Count | None = None
-    num_local_experts: _Size | None = None
-    n_routed_experts: _Size | None = None
-    num_experts_per_tok: _Size | None = None
-    moe_intermediate_size: _Count | None = None
-    shared_expert_intermediate_size: _Count | None = None
+    num_local_experts: Annotated[_Size | None, "num_experts"] = None
+    n_routed_experts: Annotated[_Size | None, "num_experts"] = None
+    num_experts_per_tok: Annotated[_Size | None, "moe_router_topk"] = None
+    moe_intermediate_size: Annotated[_Count | None, "moe_ffn_hidden_size"] = None
+    shared_expert_intermediate_size: Annotated[_Count | None, "moe_shared_expert_intermediate_size"] = None
     n_shared_experts: _Count | None = None
-    scoring_func: Literal["softmax", "sigmoid"] | None = None
+    scoring_func: Annotated[Literal["softmax", "sigmoid"] | None, "moe_router_score_function"] = None
     norm_topk_prob: bool | None = None
-    routed_scaling_factor: float | None = None
-    use_expert_bias: bool | None = None
-    n_group: _Size | None = None
-    topk_group: _Size | None = None
+    routed_scaling_factor: Annotated[float | None, "moe_router_topk_scaling_factor"] = None
+    use_expert_bias: Annotated[bool | None, "moe_router_enable_expert_bias"] = None
+    n_group: Annotated[_Size | None, "moe_router_num_groups"] = None
+    topk_group: Annotated[_Size | None, "moe_router_group_topk"] = None
     expert_layers: list[_Count] | None = None
     decoder_sparse_step: _Size | None = None
     mlp_only_layers: list[_Count] | None = None
     first_k_dense_replace: _Count | None = None
     num_nextn_predict_layers: _Count | None = None
-    use_qk_norm: bool | None = None
+    use_qk_norm: Annotated[bool | None, "qk_layernorm"] = None
     ladder_layers: _Count | list[_Count] | None = None
     residual_mode: str | None = None
     residual_staleness: _Size | None = None
@@ -135,6 +113,118 @@ class _Config(Struct):
     desync_tp: _Count | None = None
 
 
+_FIELDS: dict[str, str] = {}
+"""Key -> field of the model with the same value."""
+for _key, _hint in get_type_hints(_Config, include_extras=True).items():
+    _names = [_key, *(name for name in getattr(_hint, "__metadata__", ()) if isinstance(name, str))]
+    if _names[-1] in {known.name for known in fields(ModelConfig)}:
+        _FIELDS[_key] = _names[-1]
+_ROPE_FIELDS = {
+    "default": {},
+    "linear": {"factor": "rope_scaling_factor"},
+    "llama3": {
+        "factor": "rope_scaling_factor",
+        "low_freq_factor": "rope_low_freq_factor",
+        "high_freq_factor": "rope_high_freq_factor",
+        "original_max_position_embeddings": "rope_original_max_position_embeddings",
+    },
+}
+"""`rope_type` -> its keys, and their fields. It is also the value of `--rope-scaling`, where "default" is "none"."""
+_SIZES: tuple[str, ...] = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_SIZES += ("num_key_value_heads", "head_dim")
+_TRAITS = ("max_position_embeddings", "initializer_range", "rms_norm_eps", "tie_word_embeddings")
+_EXPERTS = ("num_experts_per_tok", "moe_intermediate_size")
+_SCORES = ("shared_expert_intermediate_size", "scoring_func", "routed_scaling_factor", "use_expert_bias")
+_GROUPS = ("n_group", "topk_group")
+_WIRING = ("residual_mode", "residual_staleness", "lanes", "ladder_layers", "desync_interval", "desync_tp")
+_NO_WINDOW = {"sliding_window": None}
+_UNUSED_WINDOW = {"use_sliding_window": False, **_NO_WINDOW}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Type:
+    """What a `model_type` has besides the keys of all types, `_SIZES` and `_TRAITS`."""
+
+    architecture: str = ""
+    """The class of a language model; "" for a type that is only read."""
+    required: tuple[str, ...] = ("num_key_value_heads",)
+    """Keys of all types that must be present, because the type has another default."""
+    experts: tuple[str, ...] = ()
+    """Keys of the experts, beginning with their number. They must be present, except for Qwen's dense layers."""
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    """Keys that are written with the same values for all models."""
+    keys: tuple[str, ...] = ()
+    """Other keys."""
+    has_output_bias: bool = False
+    """Whether `attention_bias` includes the output projection."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Values of fields in all models of the type."""
+    fixed_with_experts: Mapping[str, Any] = field(default_factory=dict)
+    """Values of fields in all models of the type that have experts."""
+    sliding_window: int | None = 4096
+    """The default of the key."""
+    rope_theta: float = 1e4
+    """The default of the key."""
+    partial_rotary_factor: float | None = None
+    """The default of the key; None for a type that rotates whole heads."""
+
+
+_LLAMA = _Type(architecture="LlamaForCausalLM", required=(), keys=("attention_bias", "mlp_bias"), has_output_bias=True)
+_QWEN3 = _Type(
+    architecture="Qwen3ForCausalLM",
+    required=("num_key_value_heads", "head_dim"),
+    constants=_UNUSED_WINDOW,
+    keys=("attention_bias",),
+    has_output_bias=True,
+    fixed={"qk_layernorm": True},
+)
+TYPES = {
+    "llama": _LLAMA,
+    "mistral": _Type(architecture="MistralForCausalLM", constants=_NO_WINDOW),
+    "qwen2": _Type(architecture="Qwen2ForCausalLM", constants=_UNUSED_WINDOW, fixed={"add_qkv_bias": True}),
+    "qwen3": _QWEN3,
+    "mixtral": _Type(
+        architecture="MixtralForCausalLM",
+        experts=("num_local_experts", "num_experts_per_tok"),
+        constants=_NO_WINDOW,
+        sliding_window=None,
+        rope_theta=1e6,
+    ),
+    "qwen3_moe": replace(
+        _QWEN3,
+        architecture="Qwen3MoeForCausalLM",
+        required=("num_key_value_heads",),
+        experts=("num_experts", *_EXPERTS, "norm_topk_prob", "mlp_only_layers"),
+    ),
+    "glm4_moe": _Type(
+        architecture="Glm4MoeForCausalLM",
+        experts=(
+            *("n_routed_experts", *_EXPERTS, "norm_topk_prob", "routed_scaling_factor", *_GROUPS),
+            *("n_shared_experts", "first_k_dense_replace"),
+        ),
+        constants={"num_nextn_predict_layers": 0},
+        keys=("attention_bias", "use_qk_norm"),
+        fixed_with_experts={"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+        partial_rotary_factor=0.5,
+    ),
+    OWN_TYPE: _Type(
+        architecture="MegatronLadderForCausalLM",
+        experts=("num_experts", *_EXPERTS, *_SCORES, *_GROUPS, "norm_topk_prob", "expert_layers"),
+        constants={
+            "auto_map": {
+                "AutoConfig": f"configuration_{OWN_TYPE}.MegatronLadderConfig",
+                "AutoModel": f"modeling_{OWN_TYPE}.MegatronLadderModel",
+                "AutoModelForCausalLM": f"modeling_{OWN_TYPE}.MegatronLadderForCausalLM",
+                "AutoModelForSequenceClassification": f"modeling_{OWN_TYPE}.MegatronLadderForSequenceClassification",
+            }
+        },
+        keys=("attention_bias", "attention_output_bias", "mlp_bias", "qk_norm", "final_logit_softcapping", *_WIRING),
+        partial_rotary_factor=1.0,
+    ),
+    AUTHORS_TYPE: replace(_LLAMA, architecture=""),
+}
+"""`model_type` -> its keys. A model is written as the first type that expresses it."""
+
 _Errors = list[tuple[str, object, str]]
 """Key, what was found (None for a key that is missing or null), and what was expected."""
 
@@ -142,16 +232,16 @@ _Errors = list[tuple[str, object, str]]
 def model_config_from_hf(
     config: Mapping[str, Any], source: str = "config.json", tensors: int | None = None
 ) -> ModelConfig:
-    """Read the `config.json` of a type of `READABLE_TYPES`; raise UserError for other models and contradictions.
+    """Read the `config.json` of one of `TYPES`; raise UserError for other models and contradictions.
 
     `tensors` is the number of stored tensors, if known, which no number of layers can exceed.
     """
-    model_type, errors = config.get("model_type"), _Errors()
-    if model_type not in READABLE_TYPES:
-        lacking = _UNREADABLE.get(str(model_type))
+    model_type, errors = str(config.get("model_type")), _Errors()
+    if model_type not in TYPES:
+        lacking = _UNREADABLE.get(model_type)
         reason = f"has {lacking}: " if lacking else ""
         raise UserError(
-            f"{source}: model_type {model_type!r}: {reason}only {', '.join(READABLE_TYPES)} can be converted"
+            f"{source}: model_type {config.get('model_type')!r}: {reason}only {', '.join(TYPES)} can be converted"
         )
     if config.get("quantization_config") is not None:
         raise UserError(f"{source}: quantization_config: the weights are quantised, expected float32 or bfloat16")
@@ -159,93 +249,78 @@ def model_config_from_hf(
         read = msgspec.convert(config, _Config)
     except msgspec.ValidationError as error:
         raise UserError(f"{source}: {error}") from None
-    heads, found = read.num_attention_heads, read.num_hidden_layers
-    if tensors is not None and found > tensors:
+    row, heads, attentions = TYPES[model_type], read.num_attention_heads, read.num_hidden_layers
+    if tensors is not None and attentions > tensors:
         expected = f"at most {tensors}, the number of stored tensors"
-        raise UserError(f"{source}: num_hidden_layers: found {found}, expected {expected}")
-    is_llama, is_own = model_type in ("llama", AUTHORS_TYPE), model_type == OWN_TYPE
-    layers, rest = divmod(found, attentions_per_layer(read.residual_mode if is_own else None))
+        raise UserError(f"{source}: num_hidden_layers: found {attentions}, expected {expected}")
+    mode = read.residual_mode if model_type == OWN_TYPE else None
+    layers, rest = divmod(attentions, _attentions_per_layer(mode))
     if rest:
-        errors.append(("num_hidden_layers", found, f"two attentions for each layer of {read.residual_mode}"))
-    # Without the key, it is 4096, but for Mixtral. Qwen's does not count without use_sliding_window.
-    window = config.get("sliding_window", None if model_type == "mixtral" else 4096)
+        errors.append(("num_hidden_layers", attentions, f"two attentions for each layer of {mode}"))
+    # Qwen's window does not count without use_sliding_window.
+    window = config.get("sliding_window", row.sliding_window)
     if window is not None and (model_type in ("mistral", "mixtral") or read.use_sliding_window):
         errors.append(("sliding_window", window, "null: sliding-window attention is not supported"))
-    required = (() if is_llama else ("num_key_value_heads",)) + (("head_dim",) if model_type == "qwen3" else ())
-    errors += [(key, None, "a number") for key in required if getattr(read, key) is None]
-    if read.final_logit_softcapping is not None and not is_own:
+    given = {key: value for key, value in msgspec.structs.asdict(read).items() if value is not None}
+    errors += [(key, None, "a number") for key in row.required if key not in given]
+    if "final_logit_softcapping" in given.keys() - {*row.keys}:
         expected = f"null in a {model_type} model, whose logits are not bounded"
         errors.append(("final_logit_softcapping", read.final_logit_softcapping, expected))
-    is_glm = model_type == "glm4_moe"
-    has_bias_key = is_llama or is_own or is_glm or model_type in ("qwen3", "qwen3_moe")
-    attention_bias = bool(read.attention_bias) and has_bias_key
-    qk_norm = {OWN_TYPE: read.qk_norm, "glm4_moe": read.use_qk_norm}.get(model_type, model_type.startswith("qwen3"))
-    values: dict[str, Any] = {
+    values: dict[str, Any] = {"num_key_value_heads": heads, "head_dim": max(read.hidden_size // heads, 1)}
+    values |= _copied(given, (*_SIZES, *_TRAITS, *row.keys))
+    if row.has_output_bias:
+        values["add_attention_output_bias"] = values.get("add_qkv_bias", False)
+    values |= {
+        **row.fixed,
         "num_layers": layers,
-        "hidden_size": read.hidden_size,
-        "ffn_hidden_size": read.intermediate_size,
-        "num_attention_heads": heads,
-        "num_key_value_heads": read.num_key_value_heads or heads,
-        "head_dim": read.head_dim or max(read.hidden_size // heads, 1),
-        "vocab_size": read.vocab_size,
-        "max_position_embeddings": read.max_position_embeddings,
-        "norm_epsilon": read.rms_norm_eps,
-        "tie_embeddings": bool(read.tie_word_embeddings),
-        "init_method_std": 0.02 if read.initializer_range is None else read.initializer_range,
-        "logit_soft_cap": read.final_logit_softcapping,
-        "add_qkv_bias": attention_bias or model_type == "qwen2",
-        "add_attention_output_bias": bool(read.attention_output_bias) if is_own else attention_bias and not is_glm,
-        "add_mlp_bias": bool(read.mlp_bias) and (is_llama or is_own),
-        "qk_layernorm": bool(qk_norm),
         **_rope(config, read, model_type, errors),
-        **_experts(model_type, read, layers, errors),
+        **_experts(model_type, given, layers, errors),
         **_wiring(model_type, read, layers, errors),
     }
     raise_user_errors(
-        f"{source}: {key}: found {'nothing' if found is None else f'{found!r:.500}'}, expected {expected}"
-        for key, found, expected in errors
+        f"{source}: {key}: found {'nothing' if value is None else f'{value!r:.500}'}, expected {expected}"
+        for key, value, expected in errors
     )
     model = ModelConfig(**values)
     raise_user_errors(f"{source}: {error}" for error in model_errors(model))
     return model.canonical()
 
 
-def attentions_per_layer(residual_mode: str | None) -> int:
+def _copied(given: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """Return the fields that have the values of `keys`, without keys that are not given."""
+    return {_FIELDS[key]: given[key] for key in keys if key in given and key in _FIELDS}
+
+
+def _attentions_per_layer(residual_mode: str | None) -> int:
     """Return how many layers of transformers, each of which has keys and values, a layer of a wiring is."""
     kinds = WIRINGS[residual_mode].sub_blocks if residual_mode in WIRINGS else ()
     return max(1, sum(kind.attends for kind in kinds))
 
 
-def _experts(model_type: str, read: _Config, count: int, errors: _Errors) -> dict[str, Any]:
+def _experts(model_type: str, given: Mapping[str, Any], count: int, errors: _Errors) -> dict[str, Any]:
     """Return the fields of the experts; `count` is the number of layers."""
-    numbers = {one for one in (read.num_experts, read.num_local_experts, read.n_routed_experts) if one}
-    if model_type not in EXPERT_KEYS or (model_type == OWN_TYPE and not numbers):
+    row = TYPES[model_type]
+    numbers = {given[key] for key in given if _FIELDS.get(key) == "num_experts"} - {0}
+    if not row.experts or (model_type == OWN_TYPE and not numbers):
         return {}
     if len(numbers) != 1:
         errors.append(("num_experts, num_local_experts or n_routed_experts", sorted(numbers) or None, "one number"))
     # Keys of other types have no meaning in this one.
-    given = {key: getattr(read, key) for key in EXPERT_KEYS[model_type]}
-    absent = [key for key, value in given.items() if value is None and key != "mlp_only_layers"]
-    errors += [(key, None, "a value") for key in absent]
-    given = {key: value for key, value in given.items() if value is not None}
-    step = (read.decoder_sparse_step or 1) if model_type == "qwen3_moe" else 1
-    sparse = [layer for layer in range(step - 1, count, step) if layer not in given.get("mlp_only_layers", ())]
-    layers = given.get("expert_layers", sparse[given.get("first_k_dense_replace", 0) :])
+    known = {key: given[key] for key in row.experts if key in given}
+    errors += [(key, None, "a value") for key in row.experts[1:] if key not in known and key != "mlp_only_layers"]
+    step = given.get("decoder_sparse_step", 1) if "mlp_only_layers" in row.experts else 1
+    sparse = [layer for layer in range(step - 1, count, step) if layer not in known.get("mlp_only_layers", ())]
+    layers = known.get("expert_layers", sparse[known.get("first_k_dense_replace", 0) :])
     if not layers:
         return {}
-    width = given.get("moe_intermediate_size", read.intermediate_size)
-    of_glm = {
-        "moe_shared_expert_intermediate_size": given.get("n_shared_experts", 0) * width,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-    }
-    return {
+    # Mixtral has no dense layers, and another key for the width of its experts.
+    values = {"moe_ffn_hidden_size": given["intermediate_size"], **_copied(known, known), **row.fixed_with_experts}
+    if "n_shared_experts" in known:
+        values["moe_shared_expert_intermediate_size"] = known["n_shared_experts"] * values["moe_ffn_hidden_size"]
+    return values | {
         "num_experts": max(numbers, default=1),
         "moe_layers": tuple(sorted(set(layers))),
-        "moe_ffn_hidden_size": width,
-        "moe_router_unnormalized": not given.get("norm_topk_prob", True),
-        **{EXPERT_FIELDS[key]: value for key, value in given.items() if key in EXPERT_FIELDS},
-        **(of_glm if model_type == "glm4_moe" else {}),
+        "moe_router_unnormalized": not known.get("norm_topk_prob", True),
     }
 
 
@@ -254,9 +329,10 @@ def _rope(config: Mapping[str, Any], read: _Config, model_type: str, errors: _Er
 
     If a file has both spellings, they must agree, since programs differ in which one they read.
     """
-    thetas = {"rope_theta": read.rope_theta} if read.rope_theta is not None else {}
-    found: dict[str, dict[str, Any]] = {}
+    row = TYPES[model_type]
+    thetas = {"rope_theta": read.rope_theta}
     parts = {"partial_rotary_factor": read.partial_rotary_factor}
+    embeddings: dict[str, dict[str, Any]] = {}
     for key, rope in (("rope_parameters", read.rope_parameters), ("rope_scaling", read.rope_scaling)):
         if key not in config:
             continue
@@ -266,41 +342,36 @@ def _rope(config: Mapping[str, Any], read: _Config, model_type: str, errors: _Er
             errors.append((f"{key}.type", rope.type, f"the same as rope_type, {kind!r}"))
         if any(isinstance(value, dict) for value in (config[key] or {}).values()):
             kind = "one for each kind of layer"
-        if kind not in ROPE_TYPES:
-            errors.append((f"{key}.rope_type", kind, " or ".join(ROPE_TYPES)))
+        if kind not in _ROPE_FIELDS:
+            errors.append((f"{key}.rope_type", kind, " or ".join(_ROPE_FIELDS)))
             continue
-        if rope.rope_theta is not None:
-            thetas[f"{key}.rope_theta"] = rope.rope_theta
+        thetas[f"{key}.rope_theta"] = rope.rope_theta
         parts[f"{key}.partial_rotary_factor"] = rope.partial_rotary_factor
         outer, name = read.original_max_position_embeddings, "original_max_position_embeddings"
         original = rope.original_max_position_embeddings or outer or read.max_position_embeddings
-        scaling = {"rope_scaling_factor": rope.factor} if kind != "default" else {}
-        if kind == "llama3":
-            scaling |= {
-                "rope_low_freq_factor": rope.low_freq_factor,
-                "rope_high_freq_factor": rope.high_freq_factor,
-                f"rope_{name}": original,
-            }
-            if outer not in (None, original):
-                errors.append((f"{name} and {key}.{name}", f"{outer} and {original}", "one number"))
-        for field, value in scaling.items():
-            if value is None:
-                errors.append((f"{key}.{field.removeprefix('rope_').removeprefix('scaling_')}", None, "a number"))
-        found[key] = {"rope_scaling": ROPE_TYPES[kind], **scaling}
+        if kind == "llama3" and outer not in (None, original):
+            errors.append((f"{name} and {key}.{name}", f"{outer} and {original}", "one number"))
+        numbers = msgspec.structs.asdict(rope) | {name: original}
+        errors += [(f"{key}.{number}", None, "a number") for number in _ROPE_FIELDS[kind] if numbers[number] is None]
+        scaling = {name: numbers[number] for number, name in _ROPE_FIELDS[kind].items()}
+        embeddings[key] = {"rope_scaling": "none" if kind == "default" else kind, **scaling}
+    thetas = {key: theta for key, theta in thetas.items() if theta is not None}
     parts = {key: part for key, part in parts.items() if part is not None}
-    part = next(iter(parts.values()), 0.5 if model_type == "glm4_moe" else 1.0)
-    if part != 1 and model_type not in ("glm4_moe", OWN_TYPE):
+    part = next(iter(parts.values()), row.partial_rotary_factor or 1.0)
+    if part != 1 and row.partial_rotary_factor is None:
         errors.append((next(iter(parts)), part, f"1 in a {model_type} model, which rotates whole heads"))
-    for what, values in (("rope_theta", thetas), ("rotary embedding", found), ("partial_rotary_factor", parts)):
+    spellings: dict[str, Mapping[str, Any]]
+    spellings = {"rope_theta": thetas, "rotary embedding": embeddings, "partial_rotary_factor": parts}
+    for what, values in spellings.items():
         if len({str(value) for value in values.values()}) > 1:
             both = " and ".join(f"{key} {value}" for key, value in values.items())
             errors.append((" and ".join(values), both, f"one {what}"))
-    base = next(iter(thetas.values()), 1e6 if model_type == "mixtral" else 1e4)
-    return {"rotary_base": base, "rotary_percent": part, **next(iter(found.values()), {})}
+    base = next(iter(thetas.values()), row.rope_theta)
+    return {"rotary_base": base, "rotary_percent": part, **next(iter(embeddings.values()), {})}
 
 
 def _wiring(model_type: str, read: _Config, count: int, errors: _Errors) -> dict[str, Any]:
-    """Return the fields of the wiring. Layers are a list, an integer N (the upper N), or null (none)."""
+    """Return fields of the wiring. Layers are a list, an integer N (the upper N), or null (none)."""
     given, mode = read.ladder_layers, read.residual_mode
     if isinstance(given, int):
         layers = tuple(range(max(count - given, 0), count))
@@ -322,42 +393,105 @@ def _wiring(model_type: str, read: _Config, count: int, errors: _Errors) -> dict
         return {}
     if layers and not WIRINGS[mode].late:
         errors.append(("ladder_layers", list(layers), f"none with residual_mode {mode!r}"))
-    desync = {"desync_interval": read.desync_interval or 0, "desync_tp": read.desync_tp or 0}
-    for key, number in desync.items():
-        if bool(number) != (WIRINGS[mode].stream == "per rank"):
+    is_desync = WIRINGS[mode].stream == "per rank"
+    for key, number in (("desync_interval", read.desync_interval or 0), ("desync_tp", read.desync_tp or 0)):
+        if bool(number) != is_desync:
             errors.append((key, number, f"{'a number' if not number else '0'} with residual_mode {mode!r}"))
+    return {"ladder_layers": layers, **({} if is_desync else {"desync_interval": 0, "desync_tp": None})}
+
+
+def hf_type(model: ModelConfig) -> str:
+    """Return the `model_type` of the Hugging Face model that computes exactly what `model` does.
+
+    Raises:
+        UserError: lanes, or ranks of desync, that read different streams share key and value heads.
+    """
+    lanes = model.lanes or model.desync_tp
+    if lanes and model.num_key_value_heads % lanes:
+        name = f"a model of {lanes} lanes" if model.lanes else f"a {model.residual_mode} model of {lanes} ranks"
+        raise UserError(
+            f"{name} with {model.num_key_value_heads} key-value heads: with a shared head, each lane computes "
+            "different keys and values from it, for which the cache of transformers has no space: generate from the "
+            "checkpoint instead"
+        )
+    divides = model.hidden_size % model.num_attention_heads == 0
+    usual_heads = divides and model.head_dim == model.hidden_size // model.num_attention_heads
+    # transformers rejects a Llama whose heads do not divide the hidden size; Mistral is the same without biases.
+    possible = {"llama": divides, "qwen2": usual_heads}
+    return next((name for name in TYPES if possible.get(name, True) and _expresses(name, model)), OWN_TYPE)
+
+
+def _expresses(model_type: str, model: ModelConfig) -> bool:
+    """Return whether a model that is written as this type is read as the same model."""
+    try:
+        found = model_config_from_hf(hf_config(model, dtype="float32", model_type=model_type))
+    except UserError:
+        return False
+    # Nothing uses the width of dense layers in a model without any.
+    unused = 0 < len(model.moe_layers) == model.num_layers
+    return (replace(found, ffn_hidden_size=model.ffn_hidden_size) if unused else found) == model.canonical()
+
+
+def hf_config(
+    model: ModelConfig,
+    *,
+    dtype: str,
+    bos_token_id: int | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+    model_type: str | None = None,
+) -> dict[str, Any]:
+    """Return the content of `config.json` for weights of a dtype in torch's spelling; raise UserError as `hf_type`."""
+    model_type = model_type or hf_type(model)
+    row, values = TYPES[model_type], _key_values(model)
+    if row.experts and "moe_intermediate_size" not in row.experts:
+        values["intermediate_size"] = model.moe_ffn_hidden_size
     return {
-        "residual_mode": mode,
-        "ladder_layers": layers,
-        "residual_staleness": read.residual_staleness or 1,
-        "lanes": read.lanes or 0,
-        **(desync if WIRINGS[mode].stream == "per rank" else {}),
+        "architectures": [row.architecture],
+        "model_type": model_type,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        "transformers_version": _TRANSFORMERS,
+        **{key: values[key] for key in _SIZES},
+        "hidden_act": "silu",
+        **{key: values[key] for key in _TRAITS},
+        "attention_dropout": 0.0,
+        "use_cache": True,
+        "bos_token_id": bos_token_id,
+        "eos_token_id": eos_token_id if eos_token_id is None or isinstance(eos_token_id, int) else list(eos_token_id),
+        "pad_token_id": pad_token_id,
+        **_rope_keys(model, with_part={model.rotary_percent, row.partial_rotary_factor or 1.0} != {1.0}),
+        **{key: values[key] for key in row.experts if model.moe_layers},
+        **row.constants,
+        **{key: values[key] for key in row.keys},
     }
 
 
-def token_ids(values: Any, source: Path, vocab_size: int | None = None) -> dict[str, Any]:
-    """Return the ids of special tokens in the JSON object of a file. Null, and -1 except for the end, mean none.
+def _key_values(model: ModelConfig) -> dict[str, Any]:
+    """Return the values of the keys of all types."""
+    experts, layers = list(model.moe_layers), model.num_layers
+    return {key: getattr(model, name) for key, name in _FIELDS.items()} | {
+        "num_hidden_layers": layers * _attentions_per_layer(model.residual_mode),
+        "norm_topk_prob": not model.moe_router_unnormalized,
+        "n_shared_experts": model.moe_shared_expert_intermediate_size // max(model.moe_ffn_hidden_size, 1),
+        "first_k_dense_replace": layers - len(experts),
+        "expert_layers": experts,
+        "mlp_only_layers": sorted({*range(layers)} - {*experts}),
+        "ladder_layers": list(model.ladder_layers),
+    }
 
-    Raises UserError if an id is not an integer, or not one of the vocabulary, if its size is given.
+
+def _rope_keys(model: ModelConfig, with_part: bool) -> dict[str, Any]:
+    """Return the rotary embedding in both spellings: transformers 5 reads the first, older versions the others.
+
+    `with_part` adds the rotated part of each head, which is all of it in most types.
     """
-    if not isinstance(values, Mapping):
-        raise UserError(f"{source}: found {values!r:.60}, expected an object with {', '.join(TOKEN_KEYS)}")
-    ids, errors = {}, []
-    for key in TOKEN_KEYS:
-        value, is_end = values.get(key), key == "eos_token_id"
-        if value is None or (value == -1 and not is_end):
-            continue
-        listed = value if is_end and isinstance(value, list) else [value]
-        if all(type(one) is int and (vocab_size is None or 0 <= one < vocab_size) for one in listed):
-            ids[key] = value
-        else:
-            bounds = "" if vocab_size is None else f" of 0-{vocab_size - 1}"
-            errors.append(f"{source}: {key}: found {value!r:.60}, expected an id{bounds}, or null")
-    raise_user_errors(errors)
-    return ids
-
-
-def end_ids(ids: Mapping[str, Any]) -> list[int]:
-    """Return the tokens that end texts, of which the result of `token_ids` may have none, one or a list."""
-    found = ids.get("eos_token_id", [])
-    return found if isinstance(found, list) else [found]
+    kind = "default" if model.rope_scaling == "none" else model.rope_scaling
+    scaling = {"rope_type": kind} | {key: getattr(model, name) for key, name in _ROPE_FIELDS[kind].items()}
+    part = {"partial_rotary_factor": model.rotary_percent} if with_part else {}
+    return {
+        "rope_parameters": {**scaling, **part, "rope_theta": model.rotary_base},
+        **part,
+        "rope_theta": model.rotary_base,
+        "rope_scaling": None if kind == "default" else scaling,
+    }

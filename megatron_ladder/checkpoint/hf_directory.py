@@ -18,8 +18,8 @@ from torch import Tensor
 from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import model_tensors
-from megatron_ladder.checkpoint.format import GENERATION_CONFIG, HF_CONFIG, find_checkpoint, is_hf_directory
-from megatron_ladder.checkpoint.hf_config import AUTHORS_TYPE, OWN_TYPE, READABLE_TYPES, model_config_from_hf, token_ids
+from megatron_ladder.checkpoint.format import GENERATION_CONFIG, HF_CONFIG, find_checkpoint, is_hf_directory, token_ids
+from megatron_ladder.checkpoint.hf_config import AUTHORS_TYPE, OWN_TYPE, TYPES, model_config_from_hf
 from megatron_ladder.checkpoint.tensor_file import element_name, open_safetensors, stored_tensor
 from megatron_ladder.errors import UserError, limited, raise_user_errors
 from megatron_ladder.files import hub_hint, reject_pointer
@@ -168,7 +168,7 @@ def open_hf_directory(path: Path) -> HFDirectory:
     config = _read_json_file(path, HF_CONFIG)
     source = str(path / HF_CONFIG)
     model_type = config.get("model_type")
-    if "auto_map" in config and model_type in READABLE_TYPES and model_type not in (OWN_TYPE, AUTHORS_TYPE):
+    if "auto_map" in config and model_type in TYPES and model_type not in (OWN_TYPE, AUTHORS_TYPE):
         raise UserError(
             f"{source}: auto_map names custom code, which is not run, so the computation of this {model_type} is "
             f"unknown; if it is a plain {model_type}, remove auto_map"

@@ -23,7 +23,7 @@ from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
 from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint.format import HF_CONFIG, IMPORTED, MODEL_CARD, Checkpoint, is_card_or_licence
-from megatron_ladder.checkpoint.hf_config import CLASSES, OWN_TYPE
+from megatron_ladder.checkpoint.hf_config import OWN_TYPE, hf_config, hf_type
 from megatron_ladder.checkpoint.hf_directory import (
     FLOAT_DTYPES,
     INDEX_NAME,
@@ -43,8 +43,6 @@ from megatron_ladder.convert.outputs import check_hf_target, check_save_target, 
 from megatron_ladder.convert.small_files import (
     describe_tokenizer,
     exported_tokenizer,
-    hf_config,
-    hf_type,
     imported_card,
     json_file,
     model_card,
@@ -298,7 +296,7 @@ def _compare_logits(
     Raises:
         RuntimeError: the logits differ.
     """
-    plain = model_type in CLASSES and model_type != OWN_TYPE
+    plain = model_type != OWN_TYPE
     needed = 2 * _FP32_BYTES * sum(tensor.numel for tensor in model_tensors(model))
     available = psutil.virtual_memory().available
     if not plain and not own_code:

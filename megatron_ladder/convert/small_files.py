@@ -1,14 +1,8 @@
-"""The files next to the weights: `config.json`, model card, code, tokenizer, chat template, generation settings.
-
-A model with the ordinary wiring is written as the plain type that expresses it exactly, so that every program that
-reads Llama can open it. Any other model gets the project's own type, whose code is part of the directory: programs that
-do not run that code reject the directory, whereas they would silently compute wrong results for a type such as llama.
-"""
+"""The files next to the weights and `config.json`: model card, code, tokenizer, chat template, generation settings."""
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +14,15 @@ from megatron_ladder.checkpoint.format import (
     CHAT_TEMPLATE,
     GENERATION_CONFIG,
     Checkpoint,
+    end_ids,
     is_card_or_licence,
 )
-from megatron_ladder.checkpoint.hf_config import (
-    CLASSES,
-    EXPERT_FIELDS,
-    EXPERT_KEYS,
-    OWN_TYPE,
-    attentions_per_layer,
-    end_ids,
-    model_config_from_hf,
-)
+from megatron_ladder.checkpoint.hf_config import OWN_TYPE, hf_type
 from megatron_ladder.checkpoint.hf_directory import safe_path
 from megatron_ladder.convert.hf_module import CONFIGURATION, MODELING, exported_module
 from megatron_ladder.errors import UserError
 from megatron_ladder.files import reject_pointer
 
-_TRANSFORMERS = "5.23.0"
-"""The version with which exported directories are tested."""
 _TERMS = ("license", "license_name", "license_link")
 """Keys of a model card that hold for every model made from it."""
 _CONFIG = "tokenizer_config.json"
@@ -50,125 +35,6 @@ def module_files(model: ModelConfig) -> dict[str, bytes]:
     if hf_type(model) != OWN_TYPE:
         return {}
     return {f"{name}.py": exported_module(name) for name in (CONFIGURATION, MODELING)}
-
-
-def hf_type(model: ModelConfig) -> str:
-    """Return the `model_type` of the Hugging Face model that computes exactly what `model` does.
-
-    Raises:
-        UserError: lanes, or ranks of desync, that read different streams share key and value heads.
-    """
-    lanes = model.lanes or model.desync_tp
-    if lanes and model.num_key_value_heads % lanes:
-        name = f"a model of {lanes} lanes" if model.lanes else f"a {model.residual_mode} model of {lanes} ranks"
-        raise UserError(
-            f"{name} with {model.num_key_value_heads} key-value heads: with a shared head, each lane computes "
-            "different keys and values from it, for which the cache of transformers has no space: generate from the "
-            "checkpoint instead"
-        )
-    divides = model.hidden_size % model.num_attention_heads == 0
-    usual_heads = divides and model.head_dim == model.hidden_size // model.num_attention_heads
-    # transformers rejects a Llama whose heads do not divide the hidden size; Mistral is the same without biases.
-    possible = {"llama": divides, "qwen2": usual_heads}
-    return next((name for name in CLASSES if possible.get(name, True) and _expresses(name, model)), OWN_TYPE)
-
-
-def _expresses(model_type: str, model: ModelConfig) -> bool:
-    """Return whether a model that is written as this type is read as the same model."""
-    try:
-        found = model_config_from_hf(hf_config(model, dtype="float32", model_type=model_type))
-    except UserError:
-        return False
-    # Nothing uses the width of dense layers in a model without any.
-    unused = 0 < len(model.moe_layers) == model.num_layers
-    return (replace(found, ffn_hidden_size=model.ffn_hidden_size) if unused else found) == model.canonical()
-
-
-def hf_config(
-    model: ModelConfig,
-    *,
-    dtype: str,
-    bos_token_id: int | None = None,
-    eos_token_id: int | Sequence[int] | None = None,
-    pad_token_id: int | None = None,
-    model_type: str | None = None,
-) -> dict[str, Any]:
-    """Return the content of `config.json` for weights of a dtype in torch's spelling; raise UserError as `hf_type`."""
-    model_type = model_type or hf_type(model)
-    config: dict[str, Any] = {
-        "architectures": [CLASSES[model_type]],
-        "model_type": model_type,
-        "dtype": dtype,
-        "torch_dtype": dtype,
-        "transformers_version": _TRANSFORMERS,
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.ffn_hidden_size,
-        "num_hidden_layers": model.num_layers * attentions_per_layer(model.residual_mode),
-        "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.num_key_value_heads,
-        "head_dim": model.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": model.max_position_embeddings,
-        "initializer_range": model.init_method_std,
-        "rms_norm_eps": model.norm_epsilon,
-        "tie_word_embeddings": model.tie_embeddings,
-        "attention_dropout": 0.0,
-        "use_cache": True,
-        "bos_token_id": bos_token_id,
-        "eos_token_id": eos_token_id if eos_token_id is None or isinstance(eos_token_id, int) else list(eos_token_id),
-        "pad_token_id": pad_token_id,
-        **_rope_keys(model, with_part=model_type == "glm4_moe" or model.rotary_percent != 1),
-        **_expert_keys(model, model_type),
-    }
-    if model_type == "llama":
-        config |= {"attention_bias": model.add_qkv_bias, "mlp_bias": model.add_mlp_bias}
-    elif model_type in ("mistral", "mixtral"):
-        config |= {"sliding_window": None}
-    elif model_type in ("qwen2", "qwen3", "qwen3_moe"):
-        config |= {"use_sliding_window": False, "sliding_window": None}
-        if model_type != "qwen2":
-            config |= {"attention_bias": model.add_qkv_bias}
-    elif model_type == "glm4_moe":
-        config |= {"attention_bias": model.add_qkv_bias, "use_qk_norm": model.qk_layernorm}
-    else:
-        config |= {
-            "auto_map": {
-                "AutoConfig": f"{CONFIGURATION}.MegatronLadderConfig",
-                "AutoModel": f"{MODELING}.MegatronLadderModel",
-                "AutoModelForCausalLM": f"{MODELING}.MegatronLadderForCausalLM",
-                "AutoModelForSequenceClassification": f"{MODELING}.MegatronLadderForSequenceClassification",
-            },
-            "attention_bias": model.add_qkv_bias,
-            "attention_output_bias": model.add_attention_output_bias,
-            "mlp_bias": model.add_mlp_bias,
-            "qk_norm": model.qk_layernorm,
-            "final_logit_softcapping": model.logit_soft_cap,
-            "residual_mode": model.residual_mode,
-            "residual_staleness": model.residual_staleness,
-            "lanes": model.lanes,
-            "ladder_layers": list(model.ladder_layers),
-            "desync_interval": model.desync_interval,
-            "desync_tp": model.desync_tp,
-        }
-    return config
-
-
-def _expert_keys(model: ModelConfig, model_type: str) -> dict[str, Any]:
-    """Return the keys of the experts in the words of the model type; none for a model without."""
-    if not model.moe_layers or model_type not in EXPERT_KEYS:
-        return {}
-    layers, width = list(model.moe_layers), model.moe_ffn_hidden_size
-    values = {key: getattr(model, field) for key, field in EXPERT_FIELDS.items()} | {
-        "norm_topk_prob": not model.moe_router_unnormalized,
-        "n_shared_experts": model.moe_shared_expert_intermediate_size // width,
-        "first_k_dense_replace": layers[0],
-        "expert_layers": layers,
-        "mlp_only_layers": sorted({*range(model.num_layers)} - {*layers}),
-    }
-    count = {"mixtral": "num_local_experts", "glm4_moe": "n_routed_experts"}.get(model_type, "num_experts")
-    more = {"mixtral": {"intermediate_size": width}, "glm4_moe": {"num_nextn_predict_layers": 0}}.get(model_type, {})
-    return {count: model.num_experts, **{key: values[key] for key in EXPERT_KEYS[model_type]}, **more}
 
 
 def imported_card(directory: Path, source: bytes) -> bytes:
@@ -215,29 +81,6 @@ def _metadata(card: bytes) -> dict[str, Any]:
 
 def _card(metadata: dict[str, Any], text: str) -> bytes:
     return f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---\n{text}".encode()
-
-
-def _rope_keys(model: ModelConfig, with_part: bool) -> dict[str, Any]:
-    """Return the rotary embedding in both spellings: transformers 5 reads the first, older versions the others.
-
-    `with_part` adds the rotated part of each head, which is all of it in most types.
-    """
-    scaling: dict[str, Any] = {}
-    if model.rope_scaling != "none":
-        scaling = {"rope_type": model.rope_scaling, "factor": model.rope_scaling_factor}
-    if model.rope_scaling == "llama3":
-        scaling |= {
-            "low_freq_factor": model.rope_low_freq_factor,
-            "high_freq_factor": model.rope_high_freq_factor,
-            "original_max_position_embeddings": model.rope_original_max_position_embeddings,
-        }
-    part = {"partial_rotary_factor": model.rotary_percent} if with_part else {}
-    return {
-        "rope_parameters": {"rope_type": "default", **scaling, **part, "rope_theta": model.rotary_base},
-        **part,
-        "rope_theta": model.rotary_base,
-        "rope_scaling": scaling or None,
-    }
 
 
 def read_carried(directory: Path) -> dict[str, bytes]:

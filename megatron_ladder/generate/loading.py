@@ -22,8 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
-from megatron_ladder.checkpoint.format import TOKENIZERS, Checkpoint, is_hf_directory
-from megatron_ladder.checkpoint.hf_config import end_ids
+from megatron_ladder.checkpoint.format import TOKENIZERS, Checkpoint, end_ids, is_hf_directory
 from megatron_ladder.checkpoint.hf_directory import open_hf_directory
 from megatron_ladder.checkpoint.loading import load_weights
 from megatron_ladder.comm.agreement import raise_on_all_ranks

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from megatron_ladder.checkpoint.format import Checkpoint
-from megatron_ladder.checkpoint.hf_config import model_config_from_hf
+from megatron_ladder.checkpoint.hf_config import hf_config, hf_type, model_config_from_hf
 from megatron_ladder.convert.hf_module.configuration_megatron_ladder import MegatronLadderConfig
 from megatron_ladder.convert.hf_module.modeling_megatron_ladder import MegatronLadderForCausalLM
-from megatron_ladder.convert.small_files import hf_config, hf_type, module_files
+from megatron_ladder.convert.small_files import module_files
 from tests.helpers.commands import REPOSITORY_ROOT
 from tests.reference import ReferenceConfig, reference_logits
 from tests.unit.convert.hf_models import BIASES, EXPERTS, GLM, VOCAB, opened, some_tokens, tiny_config

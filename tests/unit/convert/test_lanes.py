@@ -13,9 +13,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.checkpoint.hf_config import hf_config, hf_type
 from megatron_ladder.convert.hf_module.configuration_megatron_ladder import MegatronLadderConfig
 from megatron_ladder.convert.hf_module.modeling_megatron_ladder import MegatronLadderForCausalLM
-from megatron_ladder.convert.small_files import hf_config, hf_type, module_files
+from megatron_ladder.convert.small_files import module_files
 from tests.helpers.hugging_face import module_tensors
 from tests.helpers.runs import errors_of
 from tests.reference import ReferenceConfig, make_weights, reference_logits

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ladder_lab.bench.sizes import SIZES
-from megatron_ladder.checkpoint.hf_config import model_config_from_hf
+from megatron_ladder.checkpoint.hf_config import hf_config, model_config_from_hf
 from megatron_ladder.convert.small_files import imported_card
 from tests.helpers.commands import run_command
 from tests.helpers.runs import errors_of
@@ -80,6 +80,20 @@ DESYNC = OWN | {"residual_mode": "desync"}
 MIXTRAL = {"model_type": "mixtral", "num_experts_per_tok": 2}
 GLM = {"model_type": "glm4_moe", "num_experts_per_tok": 2, "moe_intermediate_size": 8, "routed_scaling_factor": 1.0}
 GLM |= {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}
+
+
+def test_keys_of_types_with_experts_are_those_of_transformers() -> None:
+    plain = {key: value for key, value in LLAMA31.items() if key not in ("rope_theta", "rope_scaling")}
+    mixtral = model_config_from_hf(plain | MIXTRAL | {"num_local_experts": 4})
+    assert (mixtral.rotary_base, mixtral.rotary_percent, mixtral.moe_ffn_hidden_size) == (1e6, 1.0, 14336)
+    written = hf_config(replace(mixtral, ffn_hidden_size=8), dtype="float32")
+    assert (written["model_type"], written["intermediate_size"]) == ("mixtral", 14336), "no layer is dense"
+    glm = model_config_from_hf(plain | GLM | {"n_routed_experts": 4, "norm_topk_prob": True})
+    assert (glm.rotary_base, glm.rotary_percent, glm.moe_ffn_hidden_size) == (1e4, 0.5, 8)
+    assert glm.moe_layers == tuple(range(1, 32)) and glm.moe_router_score_function == "sigmoid"
+    routers = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True}
+    qwen3 = {"model_type": "qwen3_moe", **routers, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    assert model_config_from_hf(plain | qwen3).moe_layers == (1, *range(5, 32, 2))
 
 
 @pytest.mark.parametrize(

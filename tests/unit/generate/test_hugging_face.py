@@ -13,10 +13,10 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM
 
+from megatron_ladder.checkpoint.hf_config import hf_config
 from megatron_ladder.cli.convert_checkpoint import main as convert
 from megatron_ladder.cli.generate import main
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.convert.small_files import hf_config
 from megatron_ladder.data.tokenizers import load_tokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.engine import GenerationEngine

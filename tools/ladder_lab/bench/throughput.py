@@ -31,10 +31,10 @@ from ladder_lab.cost.machines import GPUS
 from ladder_lab.output import markdown_table, write_json
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import ModelFlops
+from megatron_ladder.checkpoint.hf_config import hf_config
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.launch import read_rank_info
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.convert.small_files import hf_config
 from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.model.operations import Operations, compile_operations, require_compiler
 
