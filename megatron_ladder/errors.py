@@ -165,7 +165,6 @@ def run_program(main: Callable[[Sequence[str]], None], argv: Sequence[str] | Non
     Under a launcher (RANK is set), rank 0 prints a user error, unless only another rank has it. The rank that has any
     other failure prints it with its rank, and ends its process at once, so that no rank hangs in a collective.
     """
-    rank = int(os.environ.get("RANK", "0"))
     # By default, the threads of torch spin while they wait for each other. On a busy machine, this takes the cores from
     # the threads that they wait for, and a program becomes 30 times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -177,19 +176,6 @@ def run_program(main: Callable[[Sequence[str]], None], argv: Sequence[str] | Non
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         main(sys.argv[1:] if argv is None else argv)
-    except UserError as error:
-        _report(rank, error.messages)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] == __package__ or "." in error.name:
-            fail(error)
-        _report(
-            rank,
-            [
-                f"the Python package {error.name} is not installed for {sys.executable}: activate the environment of "
-                "the checkout (source .venv/bin/activate), which `bash examples/quickstart.sh` creates, or install "
-                "this project with pip"
-            ],
-        )
     except KeyboardInterrupt:
         _end(ExitCode.INTERNAL)
     except Exception as error:
@@ -206,22 +192,27 @@ def _reader_is_gone() -> bool:
     return any(event & select.POLLERR for _, event in stdout.poll(0))
 
 
-def _report(rank: int, messages: Sequence[str]) -> NoReturn:
-    if rank != 0:
-        time.sleep(GRACE_SECONDS)
-    for message in messages:
-        print(f"error: {without_passwords(message)}", file=sys.stderr, flush=True)
-    _end(ExitCode.USER_ERROR)
-
-
 def fail(error: Exception) -> NoReturn:
-    """Print an error that no message of the program describes, and end the process; any thread may call this."""
+    """Print an error, with its traceback if it is a bug, and end the process; any thread may call this."""
+    rank = os.environ.get("RANK")
+    # A module of this or of another package that lacks one is a bug.
+    if isinstance(error, ModuleNotFoundError) and error.name and "." not in error.name and error.name != __package__:
+        error = UserError(
+            f"the Python package {error.name} is not installed for {sys.executable}: activate the environment of the "
+            "checkout (source .venv/bin/activate), which `bash examples/quickstart.sh` creates, or install this "
+            "project with pip"
+        )
     code = exit_code_of(error)
-    shown = traceback.format_exception(error) if code is ExitCode.INTERNAL else []
-    where = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-    described = describe_full_disk(error) or f"{type(error).__name__}: {error}"
-    text = "".join([*shown, f"error: {where}{described}"])
-    print(without_passwords(text), file=sys.stderr, flush=True)
+    if isinstance(error, UserError):
+        lines = [f"error: {message}" for message in error.messages]
+        if rank not in (None, "0"):
+            time.sleep(GRACE_SECONDS)
+    else:
+        described = describe_full_disk(error) or f"{type(error).__name__}: {error}"
+        lines = ["error: " + ("" if rank is None else f"rank {rank}: ") + described]
+    if code is ExitCode.INTERNAL:
+        lines = ["".join(traceback.format_exception(error)) + lines[0]]
+    print(without_passwords("\n".join(lines)), file=sys.stderr, flush=True)
     if code is ExitCode.LOST_PEER:
         time.sleep(GRACE_SECONDS)
     _end(code)

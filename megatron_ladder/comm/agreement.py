@@ -1,6 +1,7 @@
 """Checks at start-up, before any collective, that all ranks arrived and have the same settings.
 
-Ranks communicate through one TCP store, which needs no process group and shows which ranks have arrived:
+Ranks communicate through one TCP store per run (`Peers.open`), which needs no process group and shows which ranks have
+arrived:
 
     every rank      writes its report: its host, settings and errors
     rank 0          waits for all reports, and writes the verdict: the hosts of all ranks, or the errors
@@ -14,13 +15,12 @@ import itertools
 import json
 import os
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.errors import ErrorCollector, LostPeerError, UserError, raise_user_errors
@@ -34,8 +34,8 @@ MOST_HOSTS = 8
 REPORT, VERDICT, READ = "start/report", "start/verdict", "start/read"
 """Keys of the store; all except the verdict are followed by a rank."""
 
-_USES: dict[tuple[str, str, int], Iterator[int]] = defaultdict(itertools.count)
-"""Counts the uses of each store by this process: a script may leave a process group and start another in the store."""
+_RUNS: Iterator[int] = itertools.count()
+"""Numbers the runs of this process: a script may leave a process group and start another in the same store."""
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -53,12 +53,71 @@ class Host(NamedTuple):
 class Peers:
     """The hosts of all ranks, and the board: a store to which each rank writes that it is alive, and whether it waits.
 
-    `hosts` are in rank order. They are empty, and `board` is None, until they are known.
+    `hosts` are in rank order, and empty until they are known. `board` is None until `open`.
     """
 
     def __init__(self, hosts: Sequence[Host] = (), board: Store | None = None) -> None:
         self.hosts = hosts
         self.board = board
+
+    def open(self, rank: int, world_size: int, timeout: timedelta) -> Store:
+        """Connect to the store at MASTER_ADDR:MASTER_PORT, which rank 0 or torchrun serves, unless it is connected.
+
+        Raise a UserError if the port is in use, and a DistError if rank 0 cannot be reached within the timeout.
+        """
+        if self.board is not None:
+            return self.board
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        # torchrun may already serve a store at that address; this variable indicates it.
+        serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        try:
+            store = TCPStore(
+                address, port, world_size, is_master=serves, timeout=timeout, wait_for_workers=False, multi_tenant=True
+            )
+        except dist.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            raise UserError(f"MASTER_PORT {port} is already in use: give the launcher another --master_port") from error
+        # The store of torchrun outlives ranks that it restarts.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self.board = PrefixStore(f"attempt_{attempt}_{next(_RUNS)}", store)
+        return self.board
+
+    def agree(self, rank: int, world_size: int, report: "RankReport", timeout: timedelta) -> None:
+        """Learn the hosts of all ranks, and check that all reports have the same settings and no errors.
+
+        Raises:
+            UserError: on every rank, with one message per difference or per error of another rank.
+            LostPeerError: a rank did not arrive within the timeout.
+        """
+        store = self.open(rank, world_size, timeout)
+        if store.add(f"start/arrived/{rank}", 1) > 1:
+            raise UserError(
+                f"rank {rank} was started twice, the second time on {report.host}: give each host a different "
+                "--node_rank, and all hosts the same hostfile"
+            )
+        store.set(f"{REPORT}/{rank}", json.dumps(report))
+        if rank == 0:
+            store.set(VERDICT, json.dumps(_judge(store, world_size, timeout)))
+        # Rank 0 may itself wait until the timeout for another rank before it writes the verdict.
+        store.wait([VERDICT], timeout + timedelta(seconds=LINGER_SECONDS))
+        verdict = json.loads(store.get(VERDICT))
+        store.set(f"{READ}/{rank}", "")
+        if rank == 0 and (verdict["missing"] or verdict["errors"]):
+            present = [f"{READ}/{other}" for other in range(world_size) if other not in verdict["missing"]]
+            with contextlib.suppress(dist.DistError):
+                store.wait(present, timedelta(seconds=LINGER_SECONDS))
+        if verdict["missing"]:
+            raise LostPeerError(
+                f"{name_ranks(verdict['missing'])} of {world_size} did not arrive within {timeout.total_seconds():g} s"
+            )
+        raise_user_errors(verdict["errors"])
+        if len(verdict["hosts"]) != world_size:
+            raise UserError(
+                f"rank {rank} on {report.host} was started as one of {world_size} processes, rank 0 as one of "
+                f"{len(verdict['hosts'])}: give all hosts the same hostfile"
+            )
+        self.hosts = [Host(*host) for host in verdict["hosts"]]
 
     def beat(self, rank: int, iteration: int, waits: bool = False) -> None:
         """Record that a rank is alive after a step, and whether it waits for others."""
@@ -142,65 +201,6 @@ class RankReport(NamedTuple):
     host: Host
     settings: Mapping[str, Any]
     errors: Sequence[str] = ()
-
-
-def open_store(rank: int, world_size: int, timeout: timedelta, use: str = "attempt") -> Store:
-    """Connect to the store at MASTER_ADDR:MASTER_PORT, which rank 0 or torchrun serves.
-
-    Keys of different uses, and of the first, second, ... store that is opened for a use, are separate.
-
-    Raise a UserError if the port is in use, and a DistError if rank 0 cannot be reached within the timeout.
-    """
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    # torchrun may already serve a store at that address; this variable indicates it.
-    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    try:
-        store = TCPStore(
-            address, port, world_size, is_master=serves, timeout=timeout, wait_for_workers=False, multi_tenant=True
-        )
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        raise UserError(f"MASTER_PORT {port} is already in use: give the launcher another --master_port") from error
-    # The store of torchrun outlives ranks that it restarts.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"{use}_{attempt}_{next(_USES[use, address, port])}", store)
-
-
-def agree(store: Store, rank: int, world_size: int, report: RankReport, timeout: timedelta) -> list[Host]:
-    """Return the hosts of all ranks after checking that all reports have the same settings and no errors.
-
-    Raises:
-        UserError: on every rank, with one message per difference or per error of another rank.
-        LostPeerError: a rank did not arrive within the timeout.
-    """
-    if store.add(f"start/arrived/{rank}", 1) > 1:
-        raise UserError(
-            f"rank {rank} was started twice, the second time on {report.host}: give each host a different --node_rank, "
-            "and all hosts the same hostfile"
-        )
-    store.set(f"{REPORT}/{rank}", json.dumps(report))
-    if rank == 0:
-        store.set(VERDICT, json.dumps(_judge(store, world_size, timeout)))
-    # Rank 0 may itself wait until the timeout for another rank before it writes the verdict.
-    store.wait([VERDICT], timeout + timedelta(seconds=LINGER_SECONDS))
-    verdict = json.loads(store.get(VERDICT))
-    store.set(f"{READ}/{rank}", "")
-    if rank == 0 and (verdict["missing"] or verdict["errors"]):
-        present = [f"{READ}/{other}" for other in range(world_size) if other not in verdict["missing"]]
-        with contextlib.suppress(dist.DistError):
-            store.wait(present, timedelta(seconds=LINGER_SECONDS))
-    if verdict["missing"]:
-        raise LostPeerError(
-            f"{name_ranks(verdict['missing'])} of {world_size} did not arrive within {timeout.total_seconds():g} s"
-        )
-    raise_user_errors(verdict["errors"])
-    if len(verdict["hosts"]) != world_size:
-        raise UserError(
-            f"rank {rank} on {report.host} was started as one of {world_size} processes, rank 0 as one of "
-            f"{len(verdict['hosts'])}: give all hosts the same hostfile"
-        )
-    return [Host(*host) for host in verdict["hosts"]]
 
 
 def _judge(store: Store, world_size: int, timeout: timedelta) -> dict[str, Any]:

@@ -16,8 +16,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from megatron_ladder.comm.agreement import Host, Peers, RankReport, agree, open_store
-from megatron_ladder.comm.watch import lost_peers_error
+from megatron_ladder.comm.agreement import Host, Peers, RankReport
 from megatron_ladder.errors import ErrorCollector, LostPeerError, UserError, raise_user_errors
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -25,8 +24,6 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER
 
 ERROR_SECONDS = 30.0
 """Time that a process with an error waits for the others to receive it."""
-GLOO_FAILURES = ("gloo/transport", "Application timeout caused pair closure")
-"""Texts in the errors that gloo raises when a peer is gone or late; they have no separate type."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +112,7 @@ def start_process_group(
     Args:
         timeout_minutes: time to wait for other processes.
         settings: JSON-compatible values by label, which must be the same in all processes.
-        peers: receives the hosts of all ranks.
+        peers: receives the hosts of all ranks, and the store.
         device: `place.device()` by default.
 
     Raises:
@@ -136,16 +133,12 @@ def start_process_group(
         alone = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
         return device
-    host = _find_host()
-    store = open_store(place.rank, place.world_size, timeout)
-    hosts = agree(store, place.rank, place.world_size, RankReport(host, settings or {}), timeout)
-    if peers is not None:
-        peers.hosts = hosts
-        peers.board = store
-        peers.beat(place.rank, 0)
-    _choose_interface(host, hosts)
-    _limit_threads(device, len(os.sched_getaffinity(0)) // hosts.count(host))
-    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+    peers, host = peers or Peers(), _find_host()
+    peers.agree(place.rank, place.world_size, RankReport(host, settings or {}), timeout)
+    peers.beat(place.rank, 0)
+    _choose_interface(host, peers.hosts)
+    _limit_threads(device, len(os.sched_getaffinity(0)) // peers.hosts.count(host))
+    dist.init_process_group(backend, store=peers.board, rank=place.rank, world_size=place.world_size, timeout=timeout)
     return device
 
 
@@ -195,11 +188,11 @@ def _choose_interface(here: Host, hosts: Sequence[Host]) -> None:
             return
 
 
-def from_rank_0(place: RankInfo, keep: contextlib.ExitStack, timeout_minutes: float, look: Callable[[], Any]) -> Any:
+def from_rank_0(place: RankInfo, peers: Peers, timeout_minutes: float, look: Callable[[], Any]) -> Any:
     """Return the JSON-able findings of `look` on rank 0; the other ranks do not call it. Needs no process group.
 
     A thousand ranks that look at the same directories at the same time would overload a file system, or a hub. All
-    ranks must call this. `keep` must not end before the process group has started: rank 0 serves its findings.
+    ranks must call this.
 
     Raises:
         UserError: `look` raised it, the launcher's address cannot be reached, or its port is in use.
@@ -208,12 +201,8 @@ def from_rank_0(place: RankInfo, keep: contextlib.ExitStack, timeout_minutes: fl
     if not place.launched:
         return look()
     _find_host()
-    timeout = timedelta(minutes=timeout_minutes)
     try:
-        # The store ends with the last reference to it.
-        store = keep.enter_context(
-            contextlib.nullcontext(open_store(place.rank, place.world_size, timeout, "findings"))
-        )
+        store = peers.open(place.rank, place.world_size, timedelta(minutes=timeout_minutes))
         if place.rank == 0:
             errors, value = ErrorCollector(), None
             with errors.collect():
@@ -229,33 +218,16 @@ def from_rank_0(place: RankInfo, keep: contextlib.ExitStack, timeout_minutes: fl
 
 
 @contextlib.contextmanager
-def reporting_errors(place: RankInfo) -> Iterator[None]:
+def reporting_errors(place: RankInfo, peers: Peers) -> Iterator[None]:
     """Report a UserError inside the block to the other processes, which otherwise wait for this one at start-up."""
     try:
         yield
     except UserError as error:
         if place.launched:
             with contextlib.suppress(dist.DistError, UserError, LostPeerError, OSError):
-                timeout = timedelta(seconds=ERROR_SECONDS)
                 report = RankReport(_find_host(), {}, error.messages)
-                store = open_store(place.rank, place.world_size, timeout)
-                agree(store, place.rank, place.world_size, report, timeout)
+                peers.agree(place.rank, place.world_size, report, timedelta(seconds=ERROR_SECONDS))
         raise
-
-
-@contextlib.contextmanager
-def naming_lost_peers(peers: Peers | None = None) -> Iterator[None]:
-    """Convert the error of a collective whose peer is gone or does not respond to a LostPeerError.
-
-    Its message lists the unfinished collectives and, from `peers`, the host of the lost process.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        message = str(error)
-        if not isinstance(error, dist.DistError) and not any(words in message for words in GLOO_FAILURES):
-            raise
-        raise lost_peers_error(message, peers or Peers()) from error
 
 
 def stop_process_group() -> None:

@@ -15,7 +15,6 @@ the heartbeats of another rank have stopped, however long its step takes.
 
 import contextlib
 import faulthandler
-import itertools
 import json
 import math
 import re
@@ -45,6 +44,8 @@ MOST_MISSED_BEATS = 12
 """Number of looks without a new heartbeat of a rank after which it counts as gone."""
 _SMALLEST_INCREASE = timedelta(seconds=1)
 """A step changes the timeout only if it takes longer than the longest one by more than this."""
+GLOO_FAILURES = ("gloo/transport", "Application timeout caused pair closure")
+"""Texts in the errors that gloo raises when a peer is gone or late; they have no separate type."""
 MOST_COLLECTIVES = 4
 """Maximum number of unfinished collectives to describe, oldest first: the others wait for the oldest."""
 
@@ -116,17 +117,27 @@ def _describe_unfinished(peers: Peers) -> str:
     return "\n".join(lines or ["no collective is recorded"])
 
 
-def lost_peers_error(message: str, peers: Peers) -> LostPeerError:
-    """Return the error for a failed collective, with the unfinished collectives and the participants that are lost.
+@contextlib.contextmanager
+def naming_lost_peers(peers: Peers | None = None) -> Iterator[None]:
+    """Convert the error of a collective whose peer is gone or does not respond to a LostPeerError.
 
-    Those are at the address in torch's message, or else the ones that did not record that they wait.
+    Its message lists the unfinished collectives, and the participants that are lost: those at the address in torch's
+    message, or else the ones that did not record that they wait.
     """
-    partners = sorted({rank for one in _unfinished_collectives() for rank in one.ranks} - {_this_rank()})
-    at_address = [rank for rank in peers.named_in(message) if rank in partners]
-    lost = at_address or _silent_ranks(partners, peers)
-    # The errors of gloo, of NCCL's watchdog and of the store: "Timed out waiting", "timeout".
-    timed_out = re.search(r"timed out|timeout", message, re.IGNORECASE) is not None
-    return LostPeerError(f"{_describe_lost(lost, peers)}: {message}\n{_describe_unfinished(peers)}", lost, timed_out)
+    peers = peers or Peers()
+    try:
+        yield
+    except RuntimeError as error:
+        message = str(error)
+        if not isinstance(error, dist.DistError) and not any(words in message for words in GLOO_FAILURES):
+            raise
+        partners = sorted({rank for one in _unfinished_collectives() for rank in one.ranks} - {_this_rank()})
+        at_address = [rank for rank in peers.named_in(message) if rank in partners]
+        lost = at_address or _silent_ranks(partners, peers)
+        # The errors of gloo, of NCCL's watchdog and of the store: "Timed out waiting", "timeout".
+        timed_out = re.search(r"timed out|timeout", message, re.IGNORECASE) is not None
+        text = f"{_describe_lost(lost, peers)}: {message}\n{_describe_unfinished(peers)}"
+        raise LostPeerError(text, lost, timed_out) from error
 
 
 def _silent_ranks(partners: list[int], peers: Peers) -> list[int]:
@@ -185,60 +196,27 @@ class _MissedBeats:
         return LostPeerError(f"{_describe_lost(gone, self._peers)}: no heartbeat any more", gone) if gone else None
 
 
-class PeerWatch:
-    """Ends this process if it waits in a captured step for a rank that is gone.
+class Watch:
+    """A thread that reports where the process is when it makes no progress, and ends it if it waits for a lost peer.
 
-    Its own heartbeats last as long as the process, whether it computes or not.
-    """
-
-    def __init__(self, peers: Peers, beat_seconds: float = BEAT_SECONDS) -> None:
-        """Start the heartbeats; every rank has written one to the board before."""
-        self._peers, self._beat_seconds = peers, beat_seconds
-        # Later, the process group may not exist any more.
-        self._rank = _this_rank()
-        self._waits = threading.Event()
-        threading.Thread(target=self._watch, name="peer watch", daemon=True).start()
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Watch the other ranks inside the block."""
-        self._waits.set()
-        try:
-            yield
-        finally:
-            self._waits.clear()
-
-    def _watch(self) -> None:
-        missed = _MissedBeats(self._peers, self._rank)
-        for number in itertools.count(1):
-            time.sleep(self._beat_seconds)
-            self._peers.beat(self._rank, number)
-            if not self._waits.is_set():
-                missed = _MissedBeats(self._peers, self._rank)
-                continue
-            missed.look()
-            if (error := missed.error()) is not None:
-                fail(error)
-
-
-class HangWatch:
-    """Shortens timeouts after the first step, and reports where the process is when it makes no progress.
-
-    Use `with HangWatch(...) as watch:` around the training loop, `watch.step_done()` after each step, and
-    `with watch.patient():` around work that ranks do at different speeds, such as writing files. Progress means that a
-    step finished or a collective was launched.
+    A training loop gives two timeouts and calls `step_done` after each step; `with watch.patient():` is for work that
+    ranks do at different speeds, such as writing files. Progress means that a step finished or a collective was
+    launched. Without timeouts, only peers are watched, inside `with watch.waiting():`.
     """
 
     def __init__(
         self,
         peers: Peers,
-        startup: timedelta,
-        running: timedelta,
+        startup: timedelta = timedelta.max,
+        running: timedelta = timedelta.max,
         on_loss: Callable[[LostPeerError], None] = lambda error: None,
     ) -> None:
-        """Use the timeout `startup` until the first step is done and in `patient`, then `running` plus a step's time.
+        """Start to watch; every rank has written a heartbeat to the board before.
 
-        `on_loss` receives the error with which the watch ends the process, immediately before it does.
+        Args:
+            startup: timeout until the first step is done, and in `patient`.
+            running: timeout of later steps, to which the time of a step is added.
+            on_loss: receives the error with which the watch ends the process, immediately before it does.
         """
         self._peers = peers
         self._on_loss = on_loss
@@ -247,27 +225,35 @@ class HangWatch:
         self._startup = startup
         self._running = min(startup, running)
         self._limit = startup
-        self._rank = dist.get_rank()
+        # Later, the process group may not exist any more.
+        self._rank = _this_rank()
         self._stepped = False
         self._longest_step = timedelta()
         """The time of the longest step after the first one."""
         self._progress = self._step_began = time.monotonic()
         self._reported = self._waits = False
-        self._missed = _MissedBeats(peers, self._rank)
-        self._worker = 0
+        self._in_captured_step = threading.Event()
+        self._worker = threading.get_ident()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="hang watch", daemon=True)
+        if len(peers.hosts) > 1:
+            threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def __enter__(self) -> Self:
-        self._worker = threading.get_ident()
-        if dist.get_world_size() > 1:
-            self._thread.start()
         return self
 
     def __exit__(self, kind: object, *exception: object) -> None:
         self._stop.set()
         if kind is None:
             self._set_limit(self._startup)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """End the process inside the block, in which it waits for a captured step, as soon as a peer is gone."""
+        self._in_captured_step.set()
+        try:
+            yield
+        finally:
+            self._in_captured_step.clear()
 
     def step_done(self, iteration: int = 0) -> None:
         """Record progress; call this after every optimizer step."""
@@ -295,37 +281,38 @@ class HangWatch:
         self._limit = limit
         # All process groups of this rank, including DeepSpeed's.
         for group in list(distributed_c10d._world.pg_map):
-            distributed_c10d._set_pg_timeout(limit, group)
+            group.set_timeout(limit)
 
     def _watch(self) -> None:
-        launches = _launches()
-        while not self._stop.wait(min(1.0, self._running.total_seconds() / 20)):
-            limit, now = self._limit.total_seconds(), time.monotonic()
-            if now - self._last_beat > BEAT_SECONDS:
-                self._beat(now)
-                if self._reported:
-                    self._missed.look()
+        launches, missed = _launches(), _MissedBeats(self._peers, self._rank)
+        while not self._stop.wait(min(1.0, BEAT_SECONDS, self._running.total_seconds() / 20)):
+            now, limit = time.monotonic(), self._limit.total_seconds()
             if (latest := _launches()) != launches:
                 launches, self._progress = latest, now
             silent = now - self._progress
-            if silent < limit * REPORT_AT:
-                if self._reported:
-                    self._reported = self._waits = False
-                    self._beat(now)
-                continue
-            if not self._reported:
-                self._reported = True
-                self._missed = _MissedBeats(self._peers, self._rank)
+            if (silent >= limit * REPORT_AT) != self._reported:
+                self._reported = not self._reported
                 # A rank in no collective is the one that others wait for, so it does not report that it waits.
                 is_in_collective = not all(one.finished for one in _recorded_collectives())
-                self._waits = is_in_collective or _awaited_peer(self._worker) is not None
+                self._waits = self._reported and (is_in_collective or _awaited_peer(self._worker) is not None)
                 self._beat(now)
-                self._report(silent)
-            error = self._missed.error()
-            if (peer := _awaited_peer(self._worker)) is not None:
+                if self._reported:
+                    self._report(silent)
+            is_due = now - self._last_beat > BEAT_SECONDS
+            if is_due:
+                self._beat(now)
+            # Peers are counted as gone only while this rank seems to wait for them.
+            captured = self._in_captured_step.is_set()
+            if not (captured or self._reported):
+                missed = _MissedBeats(self._peers, self._rank)
+                continue
+            if is_due:
+                missed.look()
+            error = missed.error()
+            if self._reported and (peer := _awaited_peer(self._worker)) is not None:
                 lost = _silent_ranks([peer], self._peers)
                 error = LostPeerError(f"{_describe_lost(lost, self._peers)}: no message for {silent:.0f} s", lost, True)
-            if silent >= limit * END_AT and error is not None:
+            if error is not None and (captured or silent >= limit * END_AT):
                 self._on_loss(error)
                 fail(error)
 

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.comm.launch import naming_lost_peers, read_rank_info, stop_process_group
+from megatron_ladder.comm.launch import read_rank_info, stop_process_group
+from megatron_ladder.comm.watch import naming_lost_peers
 from megatron_ladder.command_line import flag_words
 from megatron_ladder.convert.options import MeasuredOptions, ReshapeOptions, SensitivityOptions
 from megatron_ladder.convert.wiring import Price, Sensitivity, rewired, write_sensitivity

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_ladder.comm.group import CommGroup
-from megatron_ladder.comm.launch import RankInfo, naming_lost_peers, read_rank_info, stop_process_group
+from megatron_ladder.comm.launch import RankInfo, read_rank_info, stop_process_group
 from megatron_ladder.comm.ranks import OtherRanks
+from megatron_ladder.comm.watch import naming_lost_peers
 from megatron_ladder.command_line import flag_words, parse_config
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import UserError, run_program

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_ladder.comm.capture import capturing
-from megatron_ladder.comm.watch import PeerWatch
+from megatron_ladder.comm.watch import Watch
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.flash_attention import flash_attention
 
@@ -45,7 +45,7 @@ class StepGraph(Protocol):
 class CudaStepGraph:
     """A `StepGraph` on the current CUDA device."""
 
-    def __init__(self, watch: PeerWatch | None = None) -> None:
+    def __init__(self, watch: Watch | None = None) -> None:
         """`watch` ends the process when a rank is gone that takes part in the step; None for one rank."""
         self._graph = torch.cuda.CUDAGraph()
         self._waiting = nullcontext if watch is None else watch.waiting

@@ -22,14 +22,13 @@ from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.comm.agreement import Peers
 from megatron_ladder.comm.launch import (
     RankInfo,
-    naming_lost_peers,
     read_rank_info,
     start_process_group,
     stop_process_group,
 )
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.symmetric import check_peers, select_all_reduce
-from megatron_ladder.comm.watch import PeerWatch
+from megatron_ladder.comm.watch import Watch, naming_lost_peers
 from megatron_ladder.data.chat_template import Message
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import ErrorCollector, UserError, counted, raise_user_errors
@@ -151,7 +150,7 @@ def build_engine(
         print(f"{stored.directory}: {kind}, {loaded}", file=sys.stderr, flush=True)
     new_graph = None
     if options.cuda_graph and device.type == "cuda" and not waits_for_choices(model):
-        new_graph = partial(CudaStepGraph, PeerWatch(peers) if rank_info.launched else None)
+        new_graph = partial(CudaStepGraph, Watch(peers) if rank_info.launched else None)
     return GenerationEngine(model, mesh, stored.tokenizer, new_graph)
 
 

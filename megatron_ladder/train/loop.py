@@ -14,12 +14,11 @@ from megatron_ladder.comm.agreement import Peers
 from megatron_ladder.comm.launch import (
     check_device,
     from_rank_0,
-    naming_lost_peers,
     read_rank_info,
     reporting_errors,
     stop_process_group,
 )
-from megatron_ladder.comm.watch import HangWatch
+from megatron_ladder.comm.watch import Watch, naming_lost_peers
 from megatron_ladder.command_line import FlagWords
 from megatron_ladder.config.file import CONFIG_NAME, config_file_text
 from megatron_ladder.config.run import to_flags
@@ -71,8 +70,8 @@ def open_run(words: FlagWords) -> Iterator[OpenRun]:
     with ExitStack() as whole_run:
         for warning in words.warnings:
             print_rank_0(f"*** {warning} ***", place.rank)
-        with reporting_errors(place):
-            inputs = read_inputs(to_flags(words, place.world_size), place, partial(from_rank_0, place, whole_run))
+        with reporting_errors(place, peers):
+            inputs = read_inputs(to_flags(words, place.world_size), place, partial(from_rank_0, place, peers))
             check_device(place)
             folder = inputs.run.checkpoint.save
             if folder is not None and place.rank == 0:
@@ -149,7 +148,7 @@ def _train(opened: OpenRun, evaluations: Evaluations, stopper: Stopper) -> str:
     running = timedelta(seconds=run.parallel.distributed_timeout_seconds_after_first_step)
     with (
         RunLog(trainer, first, record) as log,
-        HangWatch(trainer.peers, startup, running, partial(record_lost_peers, record, trainer.peers)) as watch,
+        Watch(trainer.peers, startup, running, partial(record_lost_peers, record, trainer.peers)) as watch,
     ):
 
         @contextmanager

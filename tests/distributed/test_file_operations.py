@@ -43,7 +43,7 @@ def pretrain(argv: list[str], folder: Path, port: int) -> list[str]:
         patch.setenv("LOCAL_RANK", "0")
         patch.setattr(setup, "start_process_group", lambda *of_the_run: CPU)
         patch.setattr(loop, "stop_process_group", dist.barrier)
-        patch.setattr(loop, "HangWatch", mock.MagicMock())
+        patch.setattr(loop, "Watch", mock.MagicMock())
         operations = Operations(folder, patch)
         loop.pretrain(read_run_words(argv))
         return [line for lines in operations.of_thread.values() for line in lines]

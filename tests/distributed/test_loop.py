@@ -68,7 +68,7 @@ def train(
     inputs = RunInputs(run=run, tokenizer=NullTokenizer(100), sources=sources, sample_prompts=tuple(prompts))
     opened = OpenRun(trainer, inputs, sample_batches(trainer, sources.train, 0), checkpoints, record, iteration=0)
     with (
-        mock.patch.object(loop, "HangWatch"),
+        mock.patch.object(loop, "Watch"),
         mock.patch.object(loop, "train_step", step),
         mock.patch.object(trainer.engine, "evaluate", evaluate),
     ):

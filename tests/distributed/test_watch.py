@@ -3,6 +3,7 @@
 import contextlib
 import io
 import itertools
+import re
 import threading
 import time
 from datetime import timedelta
@@ -11,13 +12,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from megatron_ladder.comm import watch
 from megatron_ladder.comm.agreement import Host, Peers
-from megatron_ladder.comm.launch import naming_lost_peers
 from megatron_ladder.comm.mesh import ProcessMesh
-from megatron_ladder.comm.watch import HangWatch, _recorded_collectives
+from megatron_ladder.comm.watch import Watch, _recorded_collectives, naming_lost_peers
 from megatron_ladder.errors import LostPeerError
 from tests.helpers.patience import patient
 from tests.helpers.pool import GlooPools
@@ -32,14 +31,20 @@ def comes_late(seconds: float, mesh: ProcessMesh) -> None:
     mesh.tensor.all_reduce(torch.ones(2, 3))
 
 
-def lives_with_a_late_peer() -> tuple[str, float, str]:
-    """Return per rank the report, the seconds until the last reduce failed, and its error."""
-    mesh, peers = ProcessMesh.build(2), Peers([Host("a", "10.0.0.1"), Host("b", "10.0.0.2")])
+def lives_with_a_late_peer() -> tuple[str, float, str, list[int]]:
+    """Return per rank the report, the seconds until the last reduce failed, its error, and who does not seem to wait.
+
+    Each rank has a board to itself.
+    """
+    board = dist.HashStore()  # type: ignore[attr-defined]
+    mesh, peers = ProcessMesh.build(2), Peers([Host("a", "10.0.0.1"), Host("b", "10.0.0.2")], board)
     began, failure = 0.0, ""
+    for rank in range(2):
+        peers.beat(rank, 0)
     report = io.StringIO()
     with (
         contextlib.redirect_stderr(report),
-        HangWatch(peers, startup=timedelta(seconds=30), running=timedelta(seconds=SHORT)) as watch,
+        Watch(peers, startup=timedelta(seconds=30), running=timedelta(seconds=SHORT)) as watch,
     ):
         comes_late(LATE, mesh)
         watch.step_done()
@@ -53,15 +58,16 @@ def lives_with_a_late_peer() -> tuple[str, float, str]:
                 comes_late(3 * SHORT, mesh)
         except LostPeerError as error:
             failure = str(error)
-        seconds = time.monotonic() - began
-    return report.getvalue(), seconds, failure
+        seconds, silent = time.monotonic() - began, peers.silent([0, 1])
+    return report.getvalue(), seconds, failure, silent
 
 
 def test_timeouts_are_short_after_the_first_step(gloo_pools: GlooPools) -> None:
-    (first, waited, failure), (second, _, _) = gloo_pools(2).run(lives_with_a_late_peer)
+    (first, waited, failure, silent), (second, _, _, all_silent) = gloo_pools(2).run(lives_with_a_late_peer)
     assert 0.9 * SHORT < waited < patient(3 * SHORT)
-    assert failure.startswith("rank 1 on b (10.0.0.2) is gone or does not answer: ")
-    # The one that waits says for whom, and the one that it waits for says where it is instead.
+    assert re.match(r"rank 1 on b \(10.0.0.2\) is gone or does not answer \(last heard of: rank 1: .*\): ", failure)
+    # The one that waits says so, and for whom, and the one that it waits for says where it is instead.
+    assert (silent, all_silent) == ([1], [0, 1])
     assert first.count("no progress for") == 1 and first.startswith("*** rank 0 on a (10.0.0.1): ")
     waits = "all_reduce 4 in group 'tensor' of ranks 0-1, Float[2, 3]; with rank"
     assert f"\nnot finished: {waits} 1 on b (10.0.0.2)\n" in first and "in all_reduce" in first
@@ -76,15 +82,14 @@ def limits_of_steps() -> list[float]:
     limits: list[float] = []
     now = [0.0]
 
-    def set_limit(limit: timedelta, group: object) -> None:
+    def set_limit(group: object, limit: timedelta) -> None:
         limits.append(limit.total_seconds())
 
     ProcessMesh.build(2)
     with (
         mock.patch.object(watch.time, "monotonic", lambda: now[0]),
-        mock.patch.object(distributed_c10d, "_set_pg_timeout", set_limit),
-        mock.patch.object(dist, "get_world_size", lambda: 1),
-        HangWatch(Peers(), timedelta(minutes=10), timedelta(seconds=120)) as hang_watch,
+        mock.patch.object(dist.ProcessGroup, "set_timeout", set_limit),
+        Watch(Peers(), timedelta(minutes=10), timedelta(seconds=120)) as hang_watch,
     ):
         for step in (9, 2, 200, 150):
             now[0] += step
@@ -116,7 +121,7 @@ def waits_for_a_dead_peer() -> str | None:
     with (
         mock.patch.multiple(watch, BEAT_SECONDS=0.01, fail=fail),
         contextlib.redirect_stderr(io.StringIO()),
-        HangWatch(peers, timedelta(seconds=30), timedelta(seconds=SHORT), errors.append) as hang_watch,
+        Watch(peers, timedelta(seconds=30), timedelta(seconds=SHORT), errors.append) as hang_watch,
     ):
         hang_watch.step_done()
         assert ended.wait(patient(60))

@@ -61,6 +61,15 @@ def test_a_bug_shows_its_traceback(body: str, error: str) -> None:
     assert done.stderr.splitlines()[-1].startswith(f"error: rank 3: {error}")
 
 
+@pytest.mark.parametrize(
+    ("rank", "error", "waits"),
+    [(0, "UserError", False), (3, "UserError", True), (0, "LostPeerError", True), (3, "BadNumbersError", False)],
+)
+def test_a_rank_waits_for_one_that_explains_a_failure_better(rank: int, error: str, waits: bool) -> None:
+    done = run(f"errors.time.sleep = lambda seconds: print('waits', seconds); raise errors.{error}('x')", rank)
+    assert done.stdout == ("waits 0.01\n" if waits else "") and done.stderr.startswith("error: ")
+
+
 def test_a_process_that_the_system_ends_shows_its_stack() -> None:
     done = run("import os, signal; os.kill(os.getpid(), signal.SIGBUS)")
     assert done.returncode == -signal.SIGBUS

@@ -11,9 +11,10 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from megatron_ladder.comm import agreement
-from megatron_ladder.comm.agreement import Host, Peers, RankReport, agree, name_ranks
+from megatron_ladder.comm.agreement import Host, Peers, RankReport, name_ranks
 from megatron_ladder.comm.watch import _silent_ranks
 from megatron_ladder.errors import LostPeerError, UserError
+from tests.helpers.commands import free_port
 
 HOSTS = [Host("node-a", "10.0.0.1"), Host("node-a", "10.0.0.1"), Host("node-b", "10.0.0.2"), Host("node-b", "10.0.0.2")]
 SOON = timedelta(seconds=20)
@@ -22,14 +23,16 @@ SOON = timedelta(seconds=20)
 def meet(
     reports: Sequence[RankReport | None], sizes: Sequence[int] | None = None, timeout: timedelta = SOON
 ) -> list[list[Host] | Exception]:
-    """Return the results or exceptions of `agree` on each rank; None is a rank that never arrives."""
+    """Return the results or exceptions of `Peers.agree` on each rank; None is a rank that never arrives."""
     store = HashStore()
 
     def life(rank: int) -> list[Host] | Exception:
         report = reports[rank]
         assert report is not None
         try:
-            return agree(store, rank, sizes[rank] if sizes else len(reports), report, timeout)
+            peers = Peers(board=store)
+            peers.agree(rank, sizes[rank] if sizes else len(reports), report, timeout)
+            return list(peers.hosts)
         except Exception as error:
             return error
 
@@ -73,7 +76,7 @@ def test_rank_0_serves_its_store_until_all_ranks_have_read_the_verdict() -> None
     """Otherwise torch prints the stack of each rank that still reads."""
     store, report = HashStore(), RankReport(HOSTS[0], {}, ["no data"])
     store.set(f"{agreement.REPORT}/1", json.dumps(report))
-    serving = threading.Thread(target=agree, args=(store, 0, 2, report, SOON))
+    serving = threading.Thread(target=Peers(board=store).agree, args=(0, 2, report, SOON))
     serving.start()
     store.wait([f"{agreement.READ}/0"], SOON)
     serving.join(0.2)
@@ -100,7 +103,18 @@ def test_two_hosts_cannot_be_the_same_rank() -> None:
     store = HashStore()
     store.add("start/arrived/1", 1)
     with pytest.raises(UserError, match="rank 1 was started twice, .* on node-b .* a different --node_rank"):
-        agree(store, 1, 2, RankReport(HOSTS[2], {}), SOON)
+        Peers(board=store).agree(1, 2, RankReport(HOSTS[2], {}), SOON)
+
+
+def test_a_run_has_one_store_with_keys_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may leave a process group and start another one at the same address."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    first, second = Peers(), Peers()
+    store = first.open(0, 1, SOON)
+    assert first.open(0, 1, SOON) is store
+    first.beat(0, 3)
+    assert store.check(["beat/0"]) and not second.open(0, 1, SOON).check(["beat/0"])
 
 
 def test_ranks_are_named_by_their_hosts() -> None:

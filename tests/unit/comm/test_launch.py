@@ -2,9 +2,7 @@
 
 import itertools
 import os
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +13,7 @@ import pytest
 import torch
 
 from megatron_ladder.comm import agreement
-from megatron_ladder.comm.agreement import Host
+from megatron_ladder.comm.agreement import Host, Peers
 from megatron_ladder.comm.launch import (
     LAUNCHER_VARIABLES,
     RankInfo,
@@ -24,10 +22,10 @@ from megatron_ladder.comm.launch import (
     _find_host,
     check_device,
     from_rank_0,
-    naming_lost_peers,
     read_rank_info,
 )
 from megatron_ladder.comm.ranks import run_ranks
+from megatron_ladder.comm.watch import naming_lost_peers
 from megatron_ladder.errors import LostPeerError, UserError, raise_user_errors
 from tests.helpers.commands import REPOSITORY_ROOT, free_port, write_nvidia_smi
 
@@ -96,13 +94,15 @@ def test_each_process_needs_a_separate_gpu(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_rank_0_looks_for_all_ranks_before_there_is_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     # The ranks are threads here, which share the counter.
-    monkeypatch.setattr(agreement, "_USES", defaultdict(lambda: itertools.repeat(0)))
+    monkeypatch.setattr(agreement, "_RUNS", itertools.repeat(0))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     looked: list[int] = []
 
     def answers(error: str | None) -> list[Any]:
         monkeypatch.setenv("MASTER_PORT", str(free_port()))
-        with ExitStack() as keep, ThreadPoolExecutor(3) as threads:
+        # Rank 0 serves the store as long as its peers exist.
+        peers = [Peers() for _ in range(3)]
+        with ThreadPoolExecutor(3) as threads:
 
             def ask(rank: int) -> Any:
                 def look() -> dict[str, Any]:
@@ -111,7 +111,7 @@ def test_rank_0_looks_for_all_ranks_before_there_is_a_process_group(monkeypatch:
                     return {"checkpoint": "iter_0000007", "warnings": ["a"]}
 
                 try:
-                    return from_rank_0(RankInfo(rank, 3, rank), keep, 1, look)
+                    return from_rank_0(RankInfo(rank, 3, rank), peers[rank], 1, look)
                 except UserError as raised:
                     return raised.messages
 
@@ -121,10 +121,9 @@ def test_rank_0_looks_for_all_ranks_before_there_is_a_process_group(monkeypatch:
     assert answers("--load x: is a file") == [("--load x: is a file",)] * 3
     assert looked == [0, 0]
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    with ExitStack() as keep, pytest.raises(LostPeerError, match="rank 0 sent no findings"):
-        from_rank_0(RankInfo(1, 2, 1), keep, 0.01, lambda: {})
-    with ExitStack() as keep:
-        assert from_rank_0(RankInfo(0, 1, 0), keep, 1, lambda: 5) == 5
+    with pytest.raises(LostPeerError, match="rank 0 sent no findings"):
+        from_rank_0(RankInfo(1, 2, 1), Peers(), 0.01, lambda: {})
+    assert from_rank_0(RankInfo(0, 1, 0), Peers(), 1, lambda: 5) == 5
 
 
 def test_lost_peers_are_distinguished_from_other_errors() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_ladder.comm import watch
 from megatron_ladder.comm.agreement import Host, Peers
-from megatron_ladder.comm.watch import MOST_MISSED_BEATS, PeerWatch
+from megatron_ladder.comm.watch import MOST_MISSED_BEATS, Watch
 from tests.helpers.patience import patient
 
 
@@ -45,7 +45,8 @@ def test_a_rank_in_a_captured_step_ends_only_when_another_is_gone(monkeypatch: p
 
     monkeypatch.setattr(watch, "fail", fail)
     board = Board(silent=2)
-    peers = PeerWatch(board, beat_seconds=1e-3)
+    monkeypatch.setattr(watch, "BEAT_SECONDS", 1e-3)
+    peers = Watch(board)
     assert board.was_busy.wait(patient(30)) and board.looks == 0, "only a captured step waits for others"
     board.was_busy.clear()
     board.silent_rank, board.written = None, 0
@@ -54,6 +55,9 @@ def test_a_rank_in_a_captured_step_ends_only_when_another_is_gone(monkeypatch: p
         assert not errors, "a long step is no reason"
         board.silent_rank = 2
         assert ended.wait(patient(30))
+    for thread in threading.enumerate():
+        if thread.name == "watch":
+            thread.join()
     assert str(errors[0]) == "rank 2 on node-2 (10.0.0.2) is gone or does not answer: no heartbeat any more"
 
 

@@ -16,7 +16,8 @@ from ladder_lab.bench.sizes import find_size
 from ladder_lab.bench.variants import VARIANTS, bound_of
 from ladder_lab.bench.workloads import Workload
 from ladder_lab.output import write_json
-from megatron_ladder.comm.launch import RankInfo, naming_lost_peers, read_rank_info, stop_process_group
+from megatron_ladder.comm.launch import RankInfo, read_rank_info, stop_process_group
+from megatron_ladder.comm.watch import naming_lost_peers
 from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.model.operations import Operations, compile_operations, require_compiler, select_operations
 
