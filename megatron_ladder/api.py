@@ -32,7 +32,8 @@ from megatron_ladder.generate.program import build_engine, check_hardware, new_r
 from megatron_ladder.generate.prompts import PromptEncoder, prompt_errors, read_prompts
 from megatron_ladder.generate.requests import Generation
 from megatron_ladder.model.language_model import LanguageModel
-from megatron_ladder.train.evaluation import Predictor, Request, Score, cut_requests
+from megatron_ladder.parallel.scoring import Request, Score, cut_requests
+from megatron_ladder.train.evaluation import Predictor
 from megatron_ladder.train.loop import OpenRun, open_run
 from megatron_ladder.train.reading import sample_batches
 from megatron_ladder.train.step import StepResult, evaluate, train_step
@@ -299,11 +300,7 @@ class TextGenerator:
         config = self._stored.config
         encoded = _encode_requests(requests, self._stored.tokenizer, self._stored.prefix)
         pairs = cut_requests(encoded, config.vocab_size, config.max_position_embeddings)
-        scores = self.engine.score_batch(pairs) if pairs else []
-        return [
-            Score(sum(one.logprobs), list(one.most_likely) == list(continuation))
-            for one, (_, continuation) in zip(scores, pairs, strict=True)
-        ]
+        return self.engine.score_batch(pairs) if pairs else []
 
 
 def import_model(hf: str | Path, save: str | Path, **flags: Any) -> None:

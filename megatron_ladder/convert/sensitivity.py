@@ -29,7 +29,6 @@ from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.loading import StoredModel, open_model
 from megatron_ladder.generate.options import ModelOptions
 from megatron_ladder.generate.program import build_engine, check_hardware
-from megatron_ladder.generate.scoring import score_text
 from megatron_ladder.generate.slots import BAD_NUMBERS_CAUSE
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.progress import ProgressBar, print_rank_0
@@ -180,10 +179,10 @@ class _Passes:
         for batch in self._batches:
             hidden_states, counted = run_model(model, batch), _counted(batch)
             hidden_states = hidden_states.transpose(0, 1)[counted.to(hidden_states.device)]
-            scores = score_text(model, self._engine.group, hidden_states.unsqueeze(1), batch.labels[counted].tolist())
+            labels = batch.labels[counted].unsqueeze(0).to(hidden_states.device)
             rows = torch.zeros(counted.shape, dtype=torch.float64)
-            rows[counted] = torch.tensor(scores.logprobs, dtype=torch.float64)
-            found.append(-rows.sum(1).numpy())
+            rows[counted] = model.predictions(hidden_states.unsqueeze(1), labels)[0, :, 0].cpu()
+            found.append(rows.sum(1).numpy())
         losses = np.concatenate(found)
         if not np.isfinite(losses).all():
             raise BadNumbersError(f"the logits are not finite: {BAD_NUMBERS_CAUSE}")

@@ -3,8 +3,6 @@
 All tensor-parallel ranks run the loop in lockstep, and all choose the same tokens.
 """
 
-import itertools
-import math
 import time
 from collections.abc import Callable, Generator, Sequence
 
@@ -15,9 +13,9 @@ from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import BadNumbersError
 from megatron_ladder.generate.graph import StepGraph
 from megatron_ladder.generate.requests import Generation, GenerationRequest, NewToken, Timings
-from megatron_ladder.generate.scoring import TokenScores, score_text
 from megatron_ladder.generate.slots import BAD_NUMBERS_CAUSE, PADDING, SlotBatch, prompt_width
 from megatron_ladder.model.language_model import LanguageModel
+from megatron_ladder.parallel.scoring import Score
 
 _CAPTURED_TOKENS = 4096
 """Smallest cache of a captured batch, in tokens of all slots together, so that few later calls need a larger one."""
@@ -104,7 +102,7 @@ class GenerationEngine:
         return list(self.score_batch([(ids[:1], ids[1:])])[0].logprobs)
 
     @torch.inference_mode()
-    def score_batch(self, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[TokenScores]:
+    def score_batch(self, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
         """Score the ids of continuations after their contexts, in one batch.
 
         A context and a continuation have at least one id each, and together at most one more than the model has
@@ -120,12 +118,9 @@ class GenerationEngine:
             hidden_states[len(context) - 1 : len(ids), row]
             for row, (ids, (context, _)) in enumerate(zip(inputs, texts, strict=True))
         ]
-        following = [token for _, continuation in texts for token in continuation]
-        scores = score_text(self.model, self.group, torch.cat(rows).unsqueeze(1), following)
-        if not all(map(math.isfinite, scores.logprobs)):
+        following = torch.tensor([[token for _, continuation in texts for token in continuation]], device=device)
+        predictions = self.model.predictions(torch.cat(rows).unsqueeze(1), following)[:, :, 0].cpu()
+        if not predictions.isfinite().all():
             raise BadNumbersError(f"the logits of the text are not finite: {BAD_NUMBERS_CAUSE}")
-        ends = list(itertools.accumulate(map(len, rows), initial=0))
-        return [
-            TokenScores(scores.logprobs[first:end], scores.most_likely[first:end])
-            for first, end in itertools.pairwise(ends)
-        ]
+        parts = predictions.split(list(map(len, rows)), 1)
+        return [Score.of(part, continuation) for part, (_, continuation) in zip(parts, texts, strict=True)]

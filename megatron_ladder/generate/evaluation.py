@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -25,19 +25,11 @@ from megatron_ladder.generate.loading import StoredModel, open_model
 from megatron_ladder.generate.options import ModelOptions
 from megatron_ladder.generate.program import build_engine, check_hardware
 from megatron_ladder.generate.requests import Generation, GenerationRequest
-from megatron_ladder.generate.scoring import TokenScores
+from megatron_ladder.parallel.scoring import Request, Score, cut_requests
 from megatron_ladder.progress import ProgressBar
 
 _TIMEOUT = timedelta(days=30)
 """Time that rank 0 can take between two batches. The end of a process is noticed immediately in any case."""
-
-
-class ContinuationScore(NamedTuple):
-    """The log-likelihood of a continuation after its context."""
-
-    logprob: float
-    is_greedy: bool
-    """Whether each token is the most likely one."""
 
 
 class Evaluator:
@@ -85,36 +77,36 @@ class Evaluator:
         self.device: torch.device = self._engine.model.embedding.weight.device
         self._in_step = True
 
-    def score(self, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[ContinuationScore]:
+    def score(self, texts: Sequence[Request]) -> list[Score]:
         """Score the continuation of each (context, continuation); a context that is too long loses its beginning.
 
         A continuation without ids has the log-likelihood 0. Raises UserError if one has more ids than the model has
         positions.
         """
-        cut = []
-        for context, continuation in texts:
-            self._check_ids((*context, *continuation))
-            if len(continuation) > self.max_length:
-                raise UserError(
-                    f"a text to score has {len(continuation)} tokens, but the model has only {self.max_length} "
-                    "positions; leave this task out, or use a model with more positions"
-                )
-            kept = self.max_length + 1 - len(continuation)
-            cut.append((tuple(context[-kept:]), tuple(continuation)))
-        found = [ContinuationScore(0.0, True)] * len(texts)
+        order = [number for number, (_, continuation) in enumerate(texts) if continuation]
+        try:
+            vocab_size = self.stored.config.vocab_size
+            requests = cut_requests([texts[number] for number in order], vocab_size, self.max_length)
+        except ValueError as error:
+            fix = "leave this task out, or use the model's own --tokenizer-model, or a model with more positions"
+            raise UserError(f"{error}; {fix}") from None
+        cut = dict(zip(order, requests, strict=True))
+        scores = [Score((), True)] * len(texts)
         # Long texts first, so that a lack of memory shows early. Texts of similar lengths need little padding.
-        order = [number for number, (_, continuation) in enumerate(cut) if continuation]
         order.sort(key=lambda number: -sum(map(len, cut[number])))
         for numbers in self._batches("scoring", order):
-            scores: list[TokenScores] = self._on_all_ranks("score_batch", [cut[number] for number in numbers])
-            for number, (logprobs, most_likely) in zip(numbers, scores, strict=True):
-                found[number] = ContinuationScore(sum(logprobs), most_likely == cut[number][1])
-        return found
+            batch = self._on_all_ranks("score_batch", [cut[number] for number in numbers])
+            for number, score in zip(numbers, batch, strict=True):
+                scores[number] = score
+        return scores
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
         """Continue prompts; no result depends on the other requests."""
-        for request in requests:
-            self._check_ids(request.prompt_ids)
+        largest = max((token for request in requests for token in request.prompt_ids), default=0)
+        if largest >= (size := self.stored.config.vocab_size):
+            raise UserError(
+                f"a text has the id {largest}, and the model's vocabulary {size}; use the model's own --tokenizer-model"
+            )
         found: dict[int, Generation] = {}
         order = sorted(range(len(requests)), key=lambda number: -len(requests[number].prompt_ids))
         for numbers in self._batches("generating", order):
@@ -132,12 +124,6 @@ class Evaluator:
                 stop_process_group()
         finally:
             self._end_others()
-
-    def _check_ids(self, ids: Sequence[int]) -> None:
-        if (largest := max(ids, default=0)) >= (size := self.stored.config.vocab_size):
-            raise UserError(
-                f"a text has the id {largest}, and the model's vocabulary {size}; use the model's own --tokenizer-model"
-            )
 
     def _batches(self, description: str, order: Sequence[int]) -> Iterator[Sequence[int]]:
         with ProgressBar(description, len(order), "text") as bar:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ladder.comm.group import CommGroup, to_device
-from megatron_ladder.generate.scoring import gather_scores, read_scores, vocabulary_logits
+from megatron_ladder.parallel.scoring import gather_scores, read_scores
 
 NO_TOKEN = -1
 """Chosen where logits are not finite."""
@@ -177,7 +177,7 @@ class Sampler:
         on the device, each row's token and its scores. The host waits for nothing.
         """
         rows = self._rows.first(len(logits_shard_v))
-        model_logits = vocabulary_logits(logits_shard_v, self._start, self._vocab_size)
+        model_logits = _vocabulary_logits(logits_shard_v, self._start, self._vocab_size)
         logits = self._penalized(model_logits, rows)
         if self.plan.drawn:
             exact = self._group.all_gather(logits, dim=1).double()
@@ -202,7 +202,7 @@ class Sampler:
         # Without rows of unused slots.
         chosen = chosen.cpu()[: len(self._parameters)]
         scores = read_scores(chosen[:, 1:].unflatten(1, (-1, 4))) if self.plan.scored else None
-        return Chosen(chosen[:, 0].long().tolist(), None if scores is None else scores.logprobs)
+        return Chosen(chosen[:, 0].long().tolist(), None if scores is None else tuple(scores[0].tolist()))
 
     def _penalized(self, logits: Tensor, rows: _Rows) -> Tensor:
         if self._seen is None:
@@ -246,3 +246,10 @@ def _draw_at(cumulative: Tensor, at: Tensor) -> Tensor:
     """Return the first index [b, 1] whose cumulative weight, [b, n], exceeds `at` [b, 1], or the last with a weight."""
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous()).clamp_(max=cumulative.shape[-1] - 1)
     return torch.searchsorted(cumulative, at, right=True).minimum(last)
+
+
+def _vocabulary_logits(logits_shard_v: Tensor, start: int, vocab_size: int) -> Tensor:
+    """Return logits [n, padded V / t] in fp32 at least, with -inf for padding; `start` is the rank's first token."""
+    logits = logits_shard_v.to(torch.promote_types(logits_shard_v.dtype, torch.float32))
+    valid = max(0, min(logits.shape[1], vocab_size - start))
+    return F.pad(logits[:, :valid], (0, logits.shape[1] - valid), value=-math.inf)

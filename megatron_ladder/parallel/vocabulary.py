@@ -31,6 +31,7 @@ from megatron_ladder.blueprint.tensors import TensorSpec, loss_chunk_tokens
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.parallel.layout import ParallelModule, Placement
 from megatron_ladder.parallel.products import add_product
+from megatron_ladder.parallel.scoring import gather_scores, read_scores
 
 IGNORED = -100
 """Label of a token without a loss, as in `torch.nn.functional.cross_entropy`."""
@@ -96,9 +97,22 @@ class VocabParallelMatrix(ParallelModule):
         logits = self.linear(self.layout.enter(hidden_states), self.weight, None)
         return logits if self.soft_cap is None else torch.tanh(logits / self.soft_cap) * self.soft_cap
 
+    @torch.no_grad()
+    def _predictions(self, x: Tensor, labels: Tensor) -> Tensor:
+        """Return the losses of labels [n] after tokens [n, h], and the most likely words: [2, n] fp64."""
+        predictions = x.new_empty(2, x.shape[0], dtype=torch.float64)
+        for rows in _chunks(x.shape[0]):
+            logits = self._masked(self.linear(x[rows], self.weight, None))
+            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            predictions[:, rows] = read_scores(gather_scores(wide, labels[rows], self.start, self.group))
+        predictions[0].neg_()
+        return predictions
+
     def masked_logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """[n, h] -> [n, padded V / t], outside autograd; padding columns are the lowest number."""
-        logits = x @ weight.t()
+        return self._masked(x @ weight.t())
+
+    def _masked(self, logits: Tensor) -> Tensor:
         if self.soft_cap is not None:
             logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
         logits[:, self.valid :].fill_(torch.finfo(logits.dtype).min)
@@ -114,7 +128,7 @@ class VocabParallelMatrix(ParallelModule):
         """
         x, labels = self.layout.enter(hidden_states), targets.labels
         if targets.predicts:
-            return _predictions(x.flatten(0, 1), self.weight, labels.flatten(), self).view(2, *labels.shape)
+            return self._predictions(x.flatten(0, 1), labels.flatten()).view(2, *labels.shape)
         wanted = (x.requires_grad, self.weight.requires_grad) if torch.is_grad_enabled() else (False, False)
         return _ChunkedLoss.apply(x, self.weight, targets, self, wanted)
 
@@ -255,15 +269,6 @@ def _chunks(tokens: int) -> list[slice]:
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
-def _predictions(x: Tensor, weight: Tensor, labels: Tensor, words: VocabParallelMatrix) -> Tensor:
-    result = x.new_empty(2, x.shape[0], dtype=torch.float64)
-    for rows in _chunks(x.shape[0]):
-        logits = words.masked_logits(x[rows].detach(), weight.detach())
-        result[1, rows] = _argmax(logits, words).double()
-        result[0, rows] = _Chunk(logits, labels[rows], words).finish()[0].double()
-    return result
-
-
 class _ChunkedLoss(Function):
     @staticmethod
     def forward(
@@ -337,11 +342,3 @@ def _slopes(targets: Targets, weights: Tensor, normalizers: Tensor) -> tuple[Ten
         of_loss, of_distance = share * weights, soft.weight * soft.temperature**2 * weights
     of_softmax = weights * (share + 2 * targets.z_loss_coeff * normalizers) if targets.z_loss_coeff else of_loss
     return of_loss, of_softmax, of_distance
-
-
-def _argmax(logits: Tensor, words: VocabParallelMatrix) -> Tensor:
-    """Return the word with the largest logit, the first of equal ones: [n, padded V / t] -> [n], equal on all ranks."""
-    largest, columns = logits.max(-1)
-    best = torch.stack((largest.double(), (columns + words.start).double()))
-    largest_of_ranks, words_of_ranks = words.group.all_gather(best.unsqueeze(0), 0).unbind(1)
-    return words_of_ranks.gather(0, largest_of_ranks.argmax(0, keepdim=True))[0].long()

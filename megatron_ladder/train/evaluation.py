@@ -3,49 +3,20 @@
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from itertools import takewhile
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from megatron_ladder.data.batches import DocumentRules, make_micro_batches
 from megatron_ladder.data.samples import SampleRows
+from megatron_ladder.parallel.scoring import Request, Score, cut_requests
 from megatron_ladder.train.inputs import RunInputs
 from megatron_ladder.train.log import RunLog
 from megatron_ladder.train.reading import sample_batches
 from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import evaluate
-
-Request = tuple[Sequence[int], Sequence[int]]
-"""Ids of a context, and of its continuation."""
-
-
-class Score(NamedTuple):
-    """The log-likelihood of a continuation, and whether each of its tokens is the most likely one."""
-
-    logprob: float
-    is_greedy: bool
-
-
-def cut_requests(requests: Sequence[Request], vocab_size: int, longest: int) -> list[Request]:
-    """Return the requests, of which contexts that are too long lose their beginnings.
-
-    A model that reads `longest` ids at once can then score them. Raises ValueError if a context or a continuation is
-    empty, a continuation is longer than that, or an id is outside of the vocabulary.
-    """
-    cut = []
-    for number, (context, continuation) in enumerate(requests):
-        wrong = [token for token in (*context, *continuation) if not 0 <= token < vocab_size]
-        if wrong:
-            raise ValueError(f"request {number}: id {wrong[0]} is outside of the vocabulary, 0 to {vocab_size - 1}")
-        if not context or not 0 < len(continuation) <= longest:
-            raise ValueError(
-                f"request {number}: the context has {len(context)} ids and the continuation {len(continuation)}: "
-                f"expected 1 or more, and 1 to {longest}, the longest sequence"
-            )
-        cut.append((context[len(continuation) - longest - 1 :], continuation))
-    return cut
 
 
 class Predictor:
@@ -64,11 +35,10 @@ class Predictor:
         requests = self._cut(requests)
         whole = [np.array([*context, *following], np.int64) for context, following in requests]
         predicted = self._predict([ids[:-1] for ids in whole], [ids[1:] for ids in whole])
-        scores = []
-        for ids, (_, following), (losses, likeliest) in zip(whole, requests, predicted, strict=True):
-            last = len(following)
-            scores.append(Score(-float(losses[-last:].sum()), bool((likeliest[-last:] == ids[-last:]).all())))
-        return scores
+        return [
+            Score.of(predictions[:, -len(following) :], following)
+            for predictions, (_, following) in zip(predicted, requests, strict=True)
+        ]
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Collection[int] = ()
@@ -91,10 +61,8 @@ class Predictor:
     def _cut(self, requests: Sequence[Request]) -> list[Request]:
         return cut_requests(requests, self._trainer.run.model.vocab_size, self.max_length)
 
-    def _predict(
-        self, texts: Sequence[NDArray[np.int64]], labels: Sequence[NDArray[np.int64]]
-    ) -> list[NDArray[np.float64]]:
-        """Return, for each text of at most `max_length` ids, the losses of its labels and the likeliest next tokens.
+    def _predict(self, texts: Sequence[NDArray[np.int64]], labels: Sequence[NDArray[np.int64]]) -> list[Tensor]:
+        """Return `LanguageModel.predictions` for the labels of each text of at most `max_length` ids.
 
         Each result is [2, ids]. A text that does not fit into a row begins the next one; the rest of a row is padding.
         """
@@ -126,7 +94,7 @@ class Predictor:
             mesh.pipeline.all_reduce(mesh.data.all_reduce(results))
             found.append(results.flatten(0, 1).cpu())
         # [micro-batches, 2, s, b] -> [rows, 2, s]
-        predictions = torch.cat(found).permute(0, 3, 1, 2).flatten(0, 1).numpy()
+        predictions = torch.cat(found).permute(0, 3, 1, 2).flatten(0, 1)
         return [predictions[row, :, place] for row, place in places]
 
 

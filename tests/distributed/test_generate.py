@@ -19,13 +19,13 @@ from transformers import AutoModelForCausalLM
 from megatron_ladder.blueprint.model import ModelConfig, key_value_replicas
 from megatron_ladder.cli.convert_checkpoint import main as convert
 from megatron_ladder.cli.generate import main
-from megatron_ladder.generate import scoring
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.loading import load_model, open_model
 from megatron_ladder.generate.requests import GenerationRequest
 from megatron_ladder.generate.sampling import SamplingParameters
-from megatron_ladder.generate.scoring import TokenScores
 from megatron_ladder.model.stack import StackOptions
+from megatron_ladder.parallel import vocabulary
+from megatron_ladder.parallel.scoring import Score
 from tests.helpers.commands import REPOSITORY_ROOT, run_command
 from tests.helpers.patience import patient
 from tests.helpers.pool import GlooPools
@@ -154,15 +154,16 @@ def test_a_user_error_ends_all_ranks(model: Path) -> None:
 
 def from_hugging_face(
     folder: Path, prompts: Prompts = PROMPTS, new_tokens: int = NEW_TOKENS
-) -> tuple[Tokens, list[TokenScores]]:
+) -> tuple[Tokens, list[Score]]:
     """Run on each rank: continue the prompts, and score those of `PROMPTS` in several parts."""
     stored = open_model(folder, None, None)
     size = dist.get_world_size()
     mesh = mesh_of(size, key_value_replicas(stored.config, size))
     engine = GenerationEngine(load_model(stored, mesh, torch.float32, torch.device("cpu"), overlap=True), mesh)
     found = engine.generate([GenerationRequest(prompt, new_tokens, GREEDY) for prompt in prompts])
-    with patch.object(scoring, "_LOGITS_AT_ONCE", 5 * stored.config.vocab_size // size):
-        scores = engine.score_batch([(prompt[:1], prompt[1:]) for prompt in LONG_PROMPTS])
+    greedy = [(prompt, generation.ids) for prompt, generation in zip(prompts, found, strict=True)]
+    with patch.object(vocabulary, "loss_chunk_tokens", lambda tokens: 5):
+        scores = engine.score_batch([*((prompt[:1], prompt[1:]) for prompt in LONG_PROMPTS), *greedy])
     return [generation.ids for generation in found], scores
 
 
@@ -173,11 +174,11 @@ def test_a_hugging_face_directory_on_four_ranks(tmp_path: Path, gloo_pools: Gloo
     results = gloo_pools(4).run(from_hugging_face, tmp_path)
     assert [tokens for tokens, _ in results] == [expected] * 4
     assert [scores for _, scores in results] == [results[0][1]] * 4
-    for prompt, scores in zip(LONG_PROMPTS, results[0][1], strict=True):
+    assert [score.is_greedy for score in results[0][1]] == [False] * len(LONG_PROMPTS) + [True] * len(PROMPTS)
+    for prompt, score in zip(LONG_PROMPTS, results[0][1], strict=False):
         logprobs = module(torch.tensor([prompt])).logits[0].log_softmax(-1)
         at_prompt = [logprobs[place, token].item() for place, token in enumerate(prompt[1:])]
-        assert scores.logprobs == pytest.approx(at_prompt, abs=1e-5)
-        assert list(scores.most_likely) == logprobs[:-1].argmax(-1).tolist()
+        assert score.logprobs == pytest.approx(at_prompt, abs=1e-5)
 
 
 ROUTED = {"num_experts": 6, "moe_ffn_hidden_size": 12, "moe_layers": (1, 2)}

@@ -312,5 +312,6 @@ def test_outputs_of_a_model_are_the_documented_ones() -> None:
     torch.testing.assert_close(model(tokens, labels), losses.sum())
     found, likeliest = model(tokens, labels, predicts=True).transpose(1, 2)
     counted = labels >= 0
-    torch.testing.assert_close(found[counted], losses[counted].double())
+    # The reference has the precision of fp32.
+    torch.testing.assert_close(found[counted].float(), losses[counted])
     assert torch.equal(likeliest, logits.argmax(-1).t().double())

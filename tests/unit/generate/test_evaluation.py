@@ -12,6 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from megatron_ladder.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.generate.evaluation import Evaluator
+from megatron_ladder.parallel.scoring import Score
 from tests.reference import ReferenceConfig, Weights, greedy_continuation, reference_logits
 from tests.unit.generate.tiny_model import PROMPTS, reference_of, tiny_config, write_checkpoint
 
@@ -52,7 +53,7 @@ def test_scores_are_those_of_the_reference(evaluator: Evaluator) -> None:
     expected = [reference_score(weights, reference, *text, 12) for text in texts]
     assert [score.logprob for score in found] == pytest.approx([logprob for logprob, _ in expected], abs=1e-4)
     assert [score.is_greedy for score in found] == [is_greedy for _, is_greedy in expected]
-    assert (found[3], found[5].is_greedy, found[6].is_greedy) == ((0.0, True), True, False)
+    assert (found[3], found[5].is_greedy, found[6].is_greedy) == (Score((), True), True, False)
 
 
 def test_invalid_arguments_start_no_rank(tmp_path: Path) -> None:
