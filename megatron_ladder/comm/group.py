@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
+
+from megatron_ladder.torch_private import process_groups
 
 _ASYNCHRONOUS = dist.AllreduceOptions()
 _ASYNCHRONOUS.asyncOp = True
@@ -134,7 +135,7 @@ class CommGroup:
             return self
         # torch names such a group after its ranks and the number of groups that each of them has joined, which differs
         # between pipeline stages.
-        joined = len(distributed_c10d._world.pg_names)
+        joined = len(process_groups())
         for _ in range(self.broadcast_object(max(self.gather_objects(joined), default=0)) - joined):
             dist.new_group([self.ranks[self.rank]], timeout, backend="gloo", use_local_synchronization=True)
         process_group = dist.new_group(list(self.ranks), timeout, backend="gloo", use_local_synchronization=True)

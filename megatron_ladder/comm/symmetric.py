@@ -27,6 +27,7 @@ from megatron_ladder.comm.group import CommGroup, Work
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.side_queue import CudaSideQueue
 from megatron_ladder.errors import UserError
+from megatron_ladder.torch_private import has_nvlink, map_symmetric_memory
 
 AllReduceChoice = Literal["auto", "nccl", "symmetric"]
 MOST_BYTES = 256 * 2**10
@@ -46,14 +47,11 @@ class SymmetricMemoryGroup(CommGroup):
         super().__init__(group.ranks, group.rank, group.process_group)
         assert group.process_group is not None
         try:
-            # Some builds of torch lack it.
-            import torch.distributed._symmetric_memory as symmetric_memory
-
-            self._shared = symmetric_memory.empty(MOST_BYTES // dtype.itemsize, dtype=dtype, device=device)
-            mapped = symmetric_memory.rendezvous(self._shared, group.process_group)
+            elements = MOST_BYTES // dtype.itemsize
+            self._shared, multicast = map_symmetric_memory(elements, dtype, device, group.process_group)
         except (ImportError, RuntimeError) as error:
             raise _impossible(f"an error of torch ({error})") from error
-        self._multicast = mapped.multicast_ptr != 0 and not equal_sums
+        self._multicast = multicast and not equal_sums
         self._name, self._side = group.process_group.group_name, CudaSideQueue(device)
 
     def start_all_reduce(self, tensor: Tensor) -> Work | None:
@@ -96,18 +94,12 @@ def check_peers(size: int, device: torch.device, dtype: torch.dtype) -> None:
     peers = [peer for peer in range(size) if peer != device.index]
     if apart := [peer for peer in peers if not torch.cuda.can_device_access_peer(device, peer)]:
         raise _impossible(f"that GPU {device.index} cannot read the memory of {apart}")
-    if apart := [peer for peer in peers if not _has_nvlink(device.index, peer)]:
-        raise _impossible(f"no NVLink between GPU {device.index} and {apart}")
-
-
-def _has_nvlink(device: int, peer: int) -> bool:
-    """Whether NVLink joins two GPUs, directly or by switches; raises UserError if torch cannot detect that."""
     try:
-        # Private, but torch has no other way to ask. Versions that lack it use NCCL.
-        detect = torch._C._distributed_c10d._detect_dma_connectivity  # type: ignore[attr-defined]
-        return bool(detect(torch._C._autograd.DeviceType.CUDA, "nvlink").matrix[device][peer])
+        apart = [peer for peer in peers if not has_nvlink(device.index, peer)]
     except (AttributeError, RuntimeError) as error:
         raise _impossible(f"an error of torch ({error})") from error
+    if apart:
+        raise _impossible(f"no NVLink between GPU {device.index} and {apart}")
 
 
 def _impossible(found: str) -> UserError:

@@ -15,7 +15,6 @@ the heartbeats of another rank have stopped, however long its step takes.
 
 import contextlib
 import faulthandler
-import json
 import math
 import re
 import sys
@@ -26,12 +25,11 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Self
 
-import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from megatron_ladder.comm.agreement import Peers, name_ranks
 from megatron_ladder.errors import LostPeerError, fail
+from megatron_ladder.torch_private import awaited_peer, process_groups, recorded_collectives
 
 REPORT_AT = 0.8
 """Fraction of the timeout after which a rank without progress reports where it is."""
@@ -61,18 +59,12 @@ class _RecordedCollective(NamedTuple):
     """Whether it has ended; it may have failed."""
 
 
-def _dump_recorder(collectives: bool) -> dict[str, Any]:
-    on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
-    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json" if on_gpu else "_dump_fr_trace_json", None)
-    return {} if dump is None else json.loads(dump(includeCollectives=collectives))
-
-
 def _launches() -> dict[str, Any]:
-    """Return the number of the last collective in each process group; reading it takes less than 0.1 ms.
+    """Return the number of the last collective in each process group.
 
     The recorder's times are those of the wall clock, which may be set, so they measure no duration.
     """
-    groups = _dump_recorder(False).get("pg_status", {})
+    groups = recorded_collectives(details=False).get("pg_status", {})
     return {name: status["last_enqueued_collective"] for name, status in groups.items()}
 
 
@@ -82,9 +74,9 @@ def _recorded_collectives() -> list[_RecordedCollective]:
     The recorder keeps the last TORCH_FR_BUFFER_SIZE collectives. The list is empty if that is 0 or if torch has no
     recorder.
     """
-    groups = {group.group_name: group for group in distributed_c10d._world.pg_map}
+    groups = {group.group_name: group for group in process_groups()}
     found = []
-    for entry in _dump_recorder(True).get("entries", []):
+    for entry in recorded_collectives().get("entries", []):
         name = entry["profiling_name"].partition(":")[2]
         group_name, group = entry["process_group"]
         number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
@@ -151,19 +143,6 @@ def _describe_lost(lost: list[int], peers: Peers) -> str:
     who = ("one of " if len(lost) > 1 else "") + peers.describe(lost) if lost else "another process"
     beats = peers.last_beats(lost)
     return f"{who} is gone or does not answer" + (f" (last heard of: {beats})" if beats else "")
-
-
-def _awaited_peer(thread: int) -> int | None:
-    """Return the rank with which a thread is exchanging a point-to-point message, if any.
-
-    Messages between pipeline stages are not recorded. gloo applies the timeout that their group had when it was
-    created, and ignores later changes.
-    """
-    frame = sys._current_frames().get(thread)
-    if frame is None or frame.f_globals.get("__name__") != distributed_c10d.__name__:
-        return None
-    peer: int | None = frame.f_locals.get({"recv": "src", "send": "dst"}.get(frame.f_code.co_name, ""))
-    return peer
 
 
 def _this_rank() -> int:
@@ -279,8 +258,7 @@ class Watch:
     def _set_limit(self, limit: timedelta) -> None:
         self._progress = time.monotonic()
         self._limit = limit
-        # All process groups of this rank, including DeepSpeed's.
-        for group in list(distributed_c10d._world.pg_map):
+        for group in process_groups():
             group.set_timeout(limit)
 
     def _watch(self) -> None:
@@ -294,7 +272,7 @@ class Watch:
                 self._reported = not self._reported
                 # A rank in no collective is the one that others wait for, so it does not report that it waits.
                 is_in_collective = not all(one.finished for one in _recorded_collectives())
-                self._waits = self._reported and (is_in_collective or _awaited_peer(self._worker) is not None)
+                self._waits = self._reported and (is_in_collective or awaited_peer(self._worker) is not None)
                 self._beat(now)
                 if self._reported:
                     self._report(silent)
@@ -309,7 +287,7 @@ class Watch:
             if is_due:
                 missed.look()
             error = missed.error()
-            if self._reported and (peer := _awaited_peer(self._worker)) is not None:
+            if self._reported and (peer := awaited_peer(self._worker)) is not None:
                 lost = _silent_ranks([peer], self._peers)
                 error = LostPeerError(f"{_describe_lost(lost, self._peers)}: no message for {silent:.0f} s", lost, True)
             if error is not None and (captured or silent >= limit * END_AT):
@@ -325,7 +303,7 @@ class Watch:
             faulthandler.dump_traceback(file=file, all_threads=True)
             file.seek(0)
             stacks = file.read()
-        where, peer = self._peers.describe([self._rank]), _awaited_peer(self._worker)
+        where, peer = self._peers.describe([self._rank]), awaited_peer(self._worker)
         exchange = "" if peer is None else f"exchanges a message with {self._peers.describe([peer])}\n"
         # A single write, because other ranks write to the same stream.
         sys.stderr.write(

@@ -35,6 +35,7 @@ from megatron_ladder.model.operations import Operations, compile_operations
 from megatron_ladder.model.rotary import RotaryTable
 from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.parallel.layout import ParallelModule
+from megatron_ladder.torch_private import can_pack, pack_weight, packed_linear
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ROWS = 32
@@ -211,7 +212,7 @@ def _load_packed(model: LanguageModel, fill: Callable[[nn.Module], None]) -> Non
         for module in modules
         if hasattr(module, "linear")
         and module is not model.embedding
-        and _can_pack(module.get_parameter("weight").dtype)
+        and can_pack(module.get_parameter("weight").dtype)
     }
     largest = max((module.get_parameter("weight").numel() for module in packed), default=0)
     buffer = torch.empty(largest, dtype=model.compute_dtype)
@@ -226,19 +227,8 @@ def _load_packed(model: LanguageModel, fill: Callable[[nn.Module], None]) -> Non
             setattr(module, name, torch.zeros_like(state, device="cpu"))
         fill(module)
         if module in packed:
-            weight = torch.ops.mkldnn._reorder_linear_weight(module.get_parameter("weight").detach(), _ROWS)
+            weight = pack_weight(module.get_parameter("weight").detach(), _ROWS)
             module.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
-
-
-def _can_pack(dtype: torch.dtype) -> bool:
-    """Return whether torch has oneDNN, and this processor its products of this dtype."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    if dtype == torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if dtype == torch.float16:
-        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    return dtype == torch.float32
 
 
 def _split_heads_in_fp32(
@@ -259,8 +249,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`x @ weight^T + bias` for x [..., in] and a weight [out, in], packed or not -> [..., out], in its dtype."""
     x = x.to(weight.dtype)
     if weight.is_mkldnn:
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return product
+        return packed_linear(x, weight, bias)
     return F.linear(x, weight, bias)
 
 

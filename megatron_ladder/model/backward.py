@@ -62,6 +62,7 @@ from megatron_ladder.model.sub_block import (
 )
 from megatron_ladder.parallel.partial_gradients import PartialGradients, PartialSums
 from megatron_ladder.parallel.products import InputGradient, reached_by_backward
+from megatron_ladder.torch_private import run_backward
 
 
 class LocalReading(NamedTuple):
@@ -373,7 +374,7 @@ class _BackwardWalk:
                 graph.reading.input_gradient.launch = end_read
             # Every rank has computed the losses.
             of_losses = [self._losses[name] / step.group.size for name in graph.losses]
-            _run_backward((graph.partial, *graph.losses.values()), (gradient, *of_losses))
+            run_backward((graph.partial, *graph.losses.values()), (gradient, *of_losses))
         last = graphs[-1].reading
         in_flight = last.input_gradient.in_flight
         if in_flight is None:
@@ -416,16 +417,10 @@ class _BackwardWalk:
         return state
 
 
-def _run_backward(edges: tuple[GradientEdge, ...], gradients: tuple[Tensor, ...]) -> None:
-    """Accumulate gradients from edges, without the checks of torch.autograd.backward, which take as long as the run."""
-    engine = torch.autograd.Variable._execution_engine
-    engine.run_backward(edges, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
 def _run_norm_backward(normed_edge: GradientEdge | None, stream: Tensor, gradient: Tensor) -> Tensor:
     """Return the gradient of the stream that a norm has read."""
     assert normed_edge is not None
-    _run_backward((normed_edge,), (gradient,))
+    run_backward((normed_edge,), (gradient,))
     assert stream.grad is not None
     return stream.grad
 

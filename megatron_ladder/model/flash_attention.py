@@ -1,14 +1,10 @@
-"""FlashAttention over packed sequences, by torch's operator for GPUs.
+"""FlashAttention over packed sequences, by torch's operator for GPUs."""
 
-torch.nn.attention.varlen.varlen_attn calls the same operator, but loads torch's compiler, which takes seconds, and
-accepts grouped heads, numbers of used keys and pages only from torch 2.13 on.
-"""
-
-import torch
 from torch import Tensor
 
-_operator = torch.ops.aten._flash_attention_forward
-_HAS_PAGES = "block_table" in str(_operator.default._schema)
+from megatron_ladder.torch_private import flash_attention_forward
+
+_HAS_PAGES = "block_table" in str(flash_attention_forward.default._schema)
 
 
 def flash_attention(
@@ -36,7 +32,7 @@ def flash_attention(
         k, v = (x.unflatten(0, (-1, longest_key)) for x in (k, v))
         paged = {"block_table": pages}
     lengths = (longest_query, longest_key)
-    attended: Tensor = _operator(
+    attended: Tensor = flash_attention_forward(
         q, k, v, query_starts, key_starts, *lengths, 0.0, is_causal, False, seqused_k=used_keys, **paged
     )[0]
     return attended

@@ -3,10 +3,14 @@
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
+import torch
 import torch.distributed as dist
 
+from megatron_ladder import torch_private
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.errors import UserError
+from megatron_ladder.torch_private import process_groups, recorded_collectives
 from megatron_ladder.train.setup import _check_shared
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import mesh_of
@@ -60,3 +64,22 @@ def test_a_directory_that_is_not_shared_is_rejected(gloo_pools: GlooPools, tmp_p
     for (message,) in gloo_pools(2).run(errors_of_save, folders):
         assert message.startswith("--save ") and "do not see the same directory" in message
     assert [list(folder.iterdir()) for folder in folders] == [[], []]
+
+
+def groups_and_records(is_old: bool) -> tuple[int, int]:
+    """Return the numbers of known groups and recorded collectives of a rank that has joined three groups."""
+    first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
+    dist.all_reduce(torch.ones(1), group=first)
+    with pytest.MonkeyPatch.context() as patch:
+        if is_old:
+            patch.setattr(torch_private, "distributed_c10d", object())
+            patch.delattr(torch._C._distributed_c10d, "_dump_fr_trace_json")
+        known, recorded = process_groups(), recorded_collectives().get("entries", [])
+    assert dist.group.WORLD in known and (is_old or {first, second} <= {*known})
+    return len(known), len(recorded)
+
+
+def test_groups_and_collectives_are_optional(gloo_pools: GlooPools) -> None:
+    for known, recorded in gloo_pools(2).run(groups_and_records, False):
+        assert known >= 3 and recorded > 0
+    assert gloo_pools(2).run(groups_and_records, True) == [(1, 0)] * 2

@@ -102,7 +102,7 @@ class Checker(TorchDispatchMode):
         monkeypatch.setattr(torch.cuda, "stream", self.use)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
         monkeypatch.setattr(torch.autograd, "backward", self._backward)
-        monkeypatch.setattr(mirrored, "_run_backward", self._backward)
+        monkeypatch.setattr(mirrored, "run_backward", self._backward)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", partial(Capture, self))
         monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool, stream, **_: graph.capturing(stream))
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)

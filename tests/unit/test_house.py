@@ -28,7 +28,7 @@ def nodes_of(source: str) -> list[ast.AST]:
 
 GROUND = {"command_line", "errors", "files", "flags", "processes", "progress"}
 LOW = GROUND | {"blueprint", "config"}
-PARALLEL = LOW | {"comm", "parallel"}
+PARALLEL = LOW | {"comm", "parallel", "torch_private"}
 MODEL = PARALLEL | {"model"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -39,8 +39,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "command_line": {"errors", "flags"},
     "blueprint": GROUND,
     "config": GROUND | {"blueprint"},
-    "comm": LOW,
-    "parallel": LOW | {"comm"},
+    "torch_private": set(),
+    "comm": LOW | {"torch_private"},
+    "parallel": LOW | {"comm", "torch_private"},
     "model": PARALLEL,
     "data": PARALLEL,
     "checkpoint": PARALLEL,
@@ -136,6 +137,30 @@ def broken(rule: Callable[[str, str], list[str]], files: list[Path], root: Path)
 
 def test_imports_run_one_way() -> None:
     assert broken(import_errors, package_files(), ROOT / PACKAGE) == []
+
+
+def private_parts(source: str, relative: str) -> list[str]:
+    """Find names of torch with an underscore, except for functions of tensors that torch's own optimizers call."""
+    errors = []
+    for node in nodes_of(source):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [f"{getattr(node, 'module', '')}.{alias.name}" for alias in node.names]
+        else:
+            names = [ast.unparse(node)] if isinstance(node, ast.Attribute) else []
+        for name in names:
+            is_private = re.match(r"\.?(torch|dist|distributed_c10d)(\.\w+)*\._(?!_)", name)
+            if is_private and not re.search(r"\._(foreach_\w+|assert_async)$", name):
+                errors.append(f"{relative}:{node.lineno}: {name} belongs in torch_private.py")
+    return errors
+
+
+def test_private_parts_of_torch_are_in_one_file() -> None:
+    planted = (
+        "import torch._C\nfrom torch.distributed import _world\ntorch.ops.aten._copy(dist._x)\ntorch._foreach_add(x)"
+    )
+    assert len(private_parts(planted, "")) == 4
+    files = [path for path in package_files() if path.name != "torch_private.py"]
+    assert broken(private_parts, files, ROOT / PACKAGE) == []
 
 
 def test_importing_the_package_is_light() -> None:

@@ -253,7 +253,7 @@ def test_attention_to_filled_columns_gives_the_same_tokens(
         assert ("block_table" in options) == paged
         return attend_to_sequences(*arguments, **options)
 
-    monkeypatch.setattr(flash_attention, "_operator", counted)
+    monkeypatch.setattr(flash_attention, "flash_attention_forward", counted)
     monkeypatch.setattr(flash_attention, "_HAS_PAGES", paged)
     monkeypatch.setattr(slots, "counts_filled_columns", lambda *arguments: True)
     for module in (slots, engine_module):

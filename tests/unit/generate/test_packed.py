@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from megatron_ladder.generate.loading import PACKED_OPERATIONS, _can_pack
+from megatron_ladder.generate.loading import PACKED_OPERATIONS
+from megatron_ladder.torch_private import can_pack
 from tests.unit.generate.tiny_model import reference_of, tiny_config, tiny_model
 
 DTYPES = [
-    pytest.param(dtype, marks=pytest.mark.skipif(not _can_pack(dtype), reason="oneDNN has no such product here"))
+    pytest.param(dtype, marks=pytest.mark.skipif(not can_pack(dtype), reason="oneDNN has no such product here"))
     for dtype in (torch.float32, torch.bfloat16, torch.float16)
 ]
 

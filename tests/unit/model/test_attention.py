@@ -79,7 +79,7 @@ def as_documented(
 
 @pytest.mark.parametrize("packed", [False, True], ids=["one after the other", "packed"])
 def test_tokens_attend_within_their_document(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash_attention, "_operator", as_documented)
+    monkeypatch.setattr(flash_attention, "flash_attention_forward", as_documented)
     kernel = _flash_attention if packed else None
     results = []
     documents = DocumentBounds.of(BOUNDS, torch.device("cpu"))
