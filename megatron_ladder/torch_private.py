@@ -6,7 +6,6 @@ needed: torch's own optimizers and exported programs consist of them.
 """
 
 import json
-import sys
 from typing import Any
 
 import torch
@@ -50,17 +49,6 @@ def recorded_collectives(details: bool = True) -> dict[str, Any]:
     name = "_dump_nccl_trace_json" if on_gpu else "_dump_fr_trace_json"
     dump = getattr(torch._C._distributed_c10d, name, None)
     return {} if dump is None else json.loads(dump(includeCollectives=details))
-
-
-def awaited_peer(thread: int) -> int | None:
-    """Return the rank with which a thread is exchanging a point-to-point message, if any.
-
-    Messages between pipeline stages are not recorded. Without them, the thread seems to wait for nobody.
-    """
-    frame = sys._current_frames().get(thread)
-    if frame is None or frame.f_globals.get("__name__") != distributed_c10d.__name__:
-        return None
-    return frame.f_locals.get({"recv": "src", "send": "dst"}.get(frame.f_code.co_name, ""))
 
 
 def has_nvlink(device: int, peer: int) -> bool:

@@ -44,7 +44,10 @@ class CommGroup:
         size: number of ranks.
         ranks: global ranks.
         process_group: torch's group; None for one rank without torch.distributed.
+        awaited: global rank of the other end of the transfer that this rank waits for, if any.
     """
+
+    awaited: int | None = None
 
     def __init__(self, ranks: Sequence[int], rank: int, process_group: dist.ProcessGroup | None) -> None:
         self.ranks = tuple(ranks)
@@ -92,15 +95,11 @@ class CommGroup:
 
         All transfers between two ranks must start in the same order on both.
         """
-        work = dist.isend(tensor, group=self.process_group, group_dst=target)
-        assert work is not None
-        return work
+        return _Transfer(self, target, dist.isend(tensor, group=self.process_group, group_dst=target))
 
     def start_receive(self, into: Tensor, source: int) -> Work:
         """Start to receive the tensor that the group's rank `source` sends."""
-        work = dist.irecv(into, group=self.process_group, group_src=source)
-        assert work is not None
-        return work
+        return _Transfer(self, source, dist.irecv(into, group=self.process_group, group_src=source))
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduce `tensor` in place and return it."""
@@ -167,3 +166,16 @@ class CommGroup:
         """Return when every rank of the group has called this."""
         if self.size > 1:
             dist.barrier(group=self.process_group)
+
+
+class _Transfer:
+    """A message in flight. torch records no messages of gloo, so the group records with whom it waits for one."""
+
+    def __init__(self, group: CommGroup, peer: int, work: Work | None) -> None:
+        assert work is not None
+        self._group, self._peer, self._work = group, group.ranks[peer], work
+
+    def wait(self) -> None:
+        self._group.awaited = self._peer
+        self._work.wait()
+        self._group.awaited = None

@@ -28,8 +28,9 @@ from typing import Any, NamedTuple, Self
 import torch.distributed as dist
 
 from megatron_ladder.comm.agreement import Peers, name_ranks
+from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.errors import LostPeerError, fail
-from megatron_ladder.torch_private import awaited_peer, process_groups, recorded_collectives
+from megatron_ladder.torch_private import process_groups, recorded_collectives
 
 REPORT_AT = 0.8
 """Fraction of the timeout after which a rank without progress reports where it is."""
@@ -189,6 +190,7 @@ class Watch:
         startup: timedelta = timedelta.max,
         running: timedelta = timedelta.max,
         on_loss: Callable[[LostPeerError], None] = lambda error: None,
+        pipeline: CommGroup | None = None,
     ) -> None:
         """Start to watch; every rank has written a heartbeat to the board before.
 
@@ -196,6 +198,8 @@ class Watch:
             startup: timeout until the first step is done, and in `patient`.
             running: timeout of later steps, to which the time of a step is added.
             on_loss: receives the error with which the watch ends the process, immediately before it does.
+            pipeline: the ranks that send messages to each other. gloo applies the timeout that their group had when it
+                was created, and ignores later changes.
         """
         self._peers = peers
         self._on_loss = on_loss
@@ -212,7 +216,7 @@ class Watch:
         self._progress = self._step_began = time.monotonic()
         self._reported = self._waits = False
         self._in_captured_step = threading.Event()
-        self._worker = threading.get_ident()
+        self._pipeline = pipeline or CommGroup.alone()
         self._stop = threading.Event()
         if len(peers.hosts) > 1:
             threading.Thread(target=self._watch, name="watch", daemon=True).start()
@@ -272,7 +276,7 @@ class Watch:
                 self._reported = not self._reported
                 # A rank in no collective is the one that others wait for, so it does not report that it waits.
                 is_in_collective = not all(one.finished for one in _recorded_collectives())
-                self._waits = self._reported and (is_in_collective or awaited_peer(self._worker) is not None)
+                self._waits = self._reported and (is_in_collective or self._pipeline.awaited is not None)
                 self._beat(now)
                 if self._reported:
                     self._report(silent)
@@ -287,7 +291,7 @@ class Watch:
             if is_due:
                 missed.look()
             error = missed.error()
-            if self._reported and (peer := awaited_peer(self._worker)) is not None:
+            if self._reported and (peer := self._pipeline.awaited) is not None:
                 lost = _silent_ranks([peer], self._peers)
                 error = LostPeerError(f"{_describe_lost(lost, self._peers)}: no message for {silent:.0f} s", lost, True)
             if error is not None and (captured or silent >= limit * END_AT):
@@ -303,7 +307,7 @@ class Watch:
             faulthandler.dump_traceback(file=file, all_threads=True)
             file.seek(0)
             stacks = file.read()
-        where, peer = self._peers.describe([self._rank]), awaited_peer(self._worker)
+        where, peer = self._peers.describe([self._rank]), self._pipeline.awaited
         exchange = "" if peer is None else f"exchanges a message with {self._peers.describe([peer])}\n"
         # A single write, because other ranks write to the same stream.
         sys.stderr.write(

@@ -146,9 +146,10 @@ def _train(opened: OpenRun, evaluations: Evaluations, stopper: Stopper) -> str:
     losses: list[float] = []
     startup = timedelta(minutes=run.parallel.distributed_timeout_minutes)
     running = timedelta(seconds=run.parallel.distributed_timeout_seconds_after_first_step)
+    on_loss = partial(record_lost_peers, record, trainer.peers)
     with (
         RunLog(trainer, first, record) as log,
-        Watch(trainer.peers, startup, running, partial(record_lost_peers, record, trainer.peers)) as watch,
+        Watch(trainer.peers, startup, running, on_loss, trainer.mesh.pipeline) as watch,
     ):
 
         @contextmanager

@@ -134,6 +134,41 @@ def test_a_captured_step_does_not_wait_for_a_dead_peer(gloo_pools: GlooPools) ->
     assert error.endswith(" UTC after iteration 7): no heartbeat any more")
 
 
+def waits_for_a_message() -> tuple[str, str]:
+    """Return the report of a pipeline stage whose neighbour sends nothing until it is named, and the error."""
+    mesh, message = ProcessMesh.build(1, 2), torch.ones(3)
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        store.wait(["named"])
+        mesh.pipeline.start_send(message, 0).wait()
+        return "", ""
+    peers, report, errors = Peers([Host("a", "10.0.0.1"), Host("b", "10.0.0.2")]), io.StringIO(), list[LostPeerError]()
+
+    def fail(error: LostPeerError) -> NoReturn:
+        store.set("named", "")
+        raise SystemExit
+
+    timeouts = timedelta(seconds=30), timedelta(seconds=SHORT)
+    with (
+        mock.patch.object(watch, "fail", fail),
+        contextlib.redirect_stderr(report),
+        Watch(peers, *timeouts, errors.append, mesh.pipeline) as hang_watch,
+    ):
+        hang_watch.step_done()
+        mesh.pipeline.start_receive(message, 1).wait()
+    store.delete_key("named")
+    assert mesh.pipeline.awaited is None
+    return report.getvalue(), str(errors[0])
+
+
+def test_a_message_that_never_comes_ends_the_run(gloo_pools: GlooPools) -> None:
+    """torch neither records it nor ends it with the timeout of later collectives."""
+    (report, error), _ = gloo_pools(2).run(waits_for_a_message)
+    assert "exchanges a message with rank 1 on b (10.0.0.2)\n" in report
+    named = re.fullmatch(r"rank 1 on b \(10.0.0.2\) is gone or does not answer: no message for (\d+) s", error)
+    assert named is not None and int(named[1]) > SHORT
+
+
 def records() -> list[tuple[str, bool]]:
     mesh = ProcessMesh.build(2, 1)
     mesh.tensor.all_reduce(torch.ones(3))
