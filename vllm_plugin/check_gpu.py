@@ -11,8 +11,13 @@ from vllm import LLM, SamplingParams
 from benchmark import model_config, parse_options
 
 MODEL = "--device cuda --layers 16 --hidden 4096 --intermediate 14336 --heads 32 --kv-heads 8 --steps 256"
-CASES = {"defaults": {}, "eager": {"enforce_eager": True}, "without FlashInfer": {}}
-CASES["without custom all-reduce"] = {"disable_custom_all_reduce": True}
+CASES = {
+    "defaults": {},
+    "eager": {"enforce_eager": True},
+    "without FlashInfer": {},
+    "without custom all-reduce": {"disable_custom_all_reduce": True},
+}
+"""Settings of vLLM by name; those that begin with "without" also turn off FlashInfer's all-reduce."""
 
 
 def measure(options: Namespace, case: str, overlap: bool) -> list[tuple[str, float]]:
@@ -24,7 +29,8 @@ def measure(options: Namespace, case: str, overlap: bool) -> list[tuple[str, flo
         llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, tensor_parallel_size=options.tp, **settings)
     parameters = SamplingParams(temperature=0, max_tokens=options.steps, ignore_eos=True, detokenize=False, logprobs=1)
     measured = []
-    for length in (7, 8, 300, 1500):  # The first warms up.
+    # The first request warms up.
+    for length in (7, 8, 300, 1500):
         began = time.perf_counter()
         (request,) = llm.generate([{"prompt_token_ids": [length % 9] * length}], parameters, use_tqdm=False)
         measured.append((repr(request.outputs[0].logprobs), time.perf_counter() - began))
@@ -32,7 +38,8 @@ def measure(options: Namespace, case: str, overlap: bool) -> list[tuple[str, flo
 
 
 if __name__ == "__main__":
-    flags, equal = parse_options([*MODEL.split(), *sys.argv[1:]]), []
+    flags = parse_options([*MODEL.split(), *sys.argv[1:]])
+    equal = []
     for case in CASES if flags.device == "cuda" else ["defaults", "eager"]:
         pairs = list(zip(*(measure(flags, case, overlap) for overlap in (True, False)), strict=True))
         equal.append(all(overlapped == in_order for (overlapped, _), (in_order, _) in pairs))

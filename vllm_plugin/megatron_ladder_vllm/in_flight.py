@@ -150,7 +150,7 @@ def _wait(buffer: Tensor, partial: Tensor, latest: Tensor, group: str) -> None:
 
 
 def _hold(reading: Tensor, latest: Tensor) -> None:
-    return None
+    pass
 
 
 _library = torch.library.Library("ladder", "DEF")
