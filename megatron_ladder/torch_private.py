@@ -52,7 +52,7 @@ def recorded_collectives(details: bool = True) -> dict[str, Any]:
 
 
 def has_nvlink(device: int, peer: int) -> bool:
-    """Whether NVLink joins two GPUs, directly or by switches, which torch has no other way to ask.
+    """Return whether NVLink joins two GPUs, directly or by switches, which torch has no other way to ask.
 
     Raises AttributeError or RuntimeError if this torch cannot detect it.
     """
@@ -72,7 +72,7 @@ def map_symmetric_memory(elements: int, dtype: torch.dtype, device: torch.device
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether torch has oneDNN's packed products of this dtype for this processor; False without the operators.
+    """Return whether torch has oneDNN's packed products of this dtype for this processor; False without operators.
 
     torch.compile uses them, and `Tensor.to_mkldnn`, which is public, has other and slower products.
     """
@@ -93,5 +93,5 @@ def pack_weight(weight: Tensor, rows: int) -> Tensor:
 
 
 def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`x @ weight^T + bias` for the result of `pack_weight`."""
+    """Return `x @ weight^T + bias` for the result of `pack_weight`."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

@@ -31,9 +31,9 @@ def start_deepspeed(place: RankInfo, device: torch.device) -> None:
     # DeepSpeed reads these variables; without the first it would search for a device.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ.setdefault("LOCAL_RANK", str(place.local_rank))
-    from megatron_ladder.engine import deepspeed
+    from megatron_ladder.engine.deepspeed import adopt_process_group
 
-    deepspeed.start_deepspeed()
+    adopt_process_group()
 
 
 def build_mesh(run: RunConfig) -> ProcessMesh:
@@ -146,14 +146,17 @@ def build_engine(
 
 def _captures(run: RunConfig, model: LanguageModel, mesh: ProcessMesh, device: torch.device) -> bool:
     """Return whether to capture the passes of a step; raises UserError if --cuda-graph true cannot."""
-    graphs, excluded = run.training.cuda_graph, run.data.reset_attention_mask or run.profile.profile
-    if graphs == "auto" and (mesh.pipeline.size > 1 or run.parallel.zero_stage == "0" or excluded):
+    choice = run.training.cuda_graph
+    if choice == "false" or device.type != "cuda":
         return False
-    if graphs == "false" or device.type != "cuda":
+    is_excluded = run.data.reset_attention_mask or run.profile.profile
+    if choice == "auto" and (mesh.pipeline.size > 1 or run.parallel.zero_stage == "0" or is_excluded):
         return False
-    if graphs == "true" and waits_for_choices(model):
-        raise UserError(
-            "--cuda-graph: the host would wait for the choice of experts: leave it out, or use --bf16, widths of "
-            "experts and of the model that are multiples of 8 on a rank, and a GPU of capability 9.x or 10.x"
-        )
-    return not waits_for_choices(model)
+    if not waits_for_choices(model):
+        return True
+    if choice == "auto":
+        return False
+    raise UserError(
+        "--cuda-graph: the host would wait for the choice of experts: leave it out, or use --bf16, widths of experts "
+        "and of the model that are multiples of 8 on a rank, and a GPU of capability 9.x or 10.x"
+    )

@@ -66,7 +66,7 @@ def _require_private_parts(owner: object, name: str) -> None:
         )
 
 
-def start_deepspeed() -> None:
+def adopt_process_group() -> None:
     """Make DeepSpeed use the existing process group."""
     _require_private_parts(deepspeed.ops, "ops")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

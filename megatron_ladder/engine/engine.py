@@ -27,7 +27,7 @@ ModelInputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None,
 def batch_to_device(batch: ModelInputs, device: torch.device) -> list[Any]:
     """Move all tensors except the document bounds, which the model needs on the CPU."""
     *others, document_bounds = batch
-    return [*(None if one is None else to_device(one, device) for one in others), document_bounds]
+    return [*(None if tensor is None else to_device(tensor, device) for tensor in others), document_bounds]
 
 
 class Engine(ABC):
@@ -94,7 +94,7 @@ class Engine(ABC):
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[ModelInputs]) -> Tensor:
         """Return the loss summed over all target tokens; zero on pipeline stages other than the last."""
-        # The sum over stages has the precision of a loss, as it always had.
+        # fp32 over several stages: evaluations must equal those of earlier versions.
         dtype = torch.float64 if self._mesh.pipeline.size == 1 else torch.float32
         loss_sum = torch.zeros((), dtype=dtype, device=self._device)
         for loss in self._results(micro_batches):
@@ -131,15 +131,17 @@ class Engine(ABC):
         Backward computes their gradients all the same: buckets, DeepSpeed and captured passes expect one of each.
         """
         frozen = [parameter for parameter in self._model.parameters() if not parameter.requires_grad]
-        kept, tied = set(frozen), self._model.tied_weight
+        unchanged = set(frozen)
+        tied = self._model.tied_weight
         if tied is not None:
             # The copies of the two stages remain equal if only one of them is frozen.
-            votes = self._mesh.ends.all_reduce(torch.tensor(float(tied in kept), device=self._device))
-            kept.update([tied] if votes else [])
+            votes = self._mesh.ends.all_reduce(torch.tensor(float(tied in unchanged), device=self._device))
+            if votes:
+                unchanged.add(tied)
         for parameter in frozen:
             parameter.requires_grad_(True)
         try:
-            with self.state.keeping(kept) if kept else nullcontext():
+            with self.state.keeping(unchanged) if unchanged else nullcontext():
                 yield
         finally:
             for parameter in frozen:

@@ -1,7 +1,7 @@
 """Pipeline schedules as data, and the executor that runs any of them.
 
 Time is cut into slots. In a slot a rank runs at most one pass (of one chunk of layers, for one micro-batch), and then
-exchanges what the passes of this slot have made. 1F1B of four micro-batches on three ranks, one chunk each (`2` is the
+exchanges the results of the slot's passes. 1F1B of four micro-batches on three ranks, one chunk each (`2` is the
 forward pass of micro-batch 2, `2'` its backward pass):
 
     slot      0    1    2    3    4    5    6    7    8    9   10   11
@@ -47,17 +47,17 @@ class Transfer(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """What a rank does in a slot: a pass, if there is one, and then transfers, in the order of all ranks."""
+    """A rank's pass in a slot, if it has one, and the transfers after it, in the order of all ranks."""
 
     work: Pass | None
     transfers: Sequence[Transfer]
 
 
 def _passes(rank: int, stages: int, chunks: int, micro_batches: int, trains: bool) -> Iterator[Pass]:
-    """Yield the passes of a rank in order: forward passes that fill the pipeline, then backward and forward in turn.
+    """Yield the passes of a rank in order: those that fill the pipeline, then backward and forward alternately.
 
-    Several chunks take turns after as many micro-batches as there are ranks (arXiv 2104.04473, section 2.2), the first
-    time after the rest of the division as well.
+    Several chunks take turns after as many micro-batches as there are ranks (arXiv 2104.04473, section 2.2). The first
+    turn also includes the remainder of the division.
     """
     first = micro_batches if micro_batches < stages else stages + micro_batches % stages
     groups = [range(first), *(range(start, start + stages) for start in range(first, micro_batches, stages))]
@@ -79,10 +79,10 @@ def _passes(rank: int, stages: int, chunks: int, micro_batches: int, trains: boo
 
 def _transfer(rank: int, work: Pass, stages: int, chunks: int) -> Transfer | None:
     """Return where the result of a pass goes; None at the ends of the model."""
-    place = work.chunk * stages + rank + (1 if work.is_forward else -1)
-    if not 0 <= place < chunks * stages:
+    position = work.chunk * stages + rank + (1 if work.is_forward else -1)
+    if not 0 <= position < chunks * stages:
         return None
-    chunk, target = divmod(place, stages)
+    chunk, target = divmod(position, stages)
     return Transfer(rank, target, work._replace(chunk=chunk))
 
 
@@ -110,8 +110,8 @@ def make_schedule(stages: int, chunks: int, micro_batches: int, trains: bool = T
                 arrived.add((rank, work._replace(is_forward=False)))
         transfers.sort()
         for rank, work in enumerate(works):
-            own = tuple(transfer for transfer in transfers if rank in (transfer.source, transfer.target))
-            slots[rank].append(Slot(work, own))
+            rank_transfers = tuple(transfer for transfer in transfers if rank in (transfer.source, transfer.target))
+            slots[rank].append(Slot(work, rank_transfers))
     return slots
 
 
@@ -137,7 +137,7 @@ def run_schedule(
     arriving: dict[Pass, tuple[Tensor, Work]] = {}
     sent: list[tuple[Tensor, Work]] = []
     for work, transfers in slots:
-        made: Tensor | None = None
+        result: Tensor | None = None
         if work is not None:
             received, in_flight = arriving.pop(work, (None, None))
             if in_flight is not None:
@@ -146,21 +146,21 @@ def run_schedule(
             if work.is_forward:
                 if received is not None and backward is not None:
                     received.requires_grad_()
-                made = forward(work, received)
+                result = forward(work, received)
                 if backward is not None:
-                    entered[key], left[key] = received, made
+                    entered[key], left[key] = received, result
             else:
                 assert backward is not None
                 backward(left.pop(key), received)
                 entering = entered.pop(key)
-                made = None if entering is None else entering.grad
+                result = None if entering is None else entering.grad
         for _, in_flight in sent:
             in_flight.wait()
         sent.clear()
         for transfer in transfers:
             if transfer.source == pipeline.rank:
-                assert made is not None
-                sent.append((made, pipeline.start_send(made.detach(), transfer.target)))
+                assert result is not None
+                sent.append((result, pipeline.start_send(result.detach(), transfer.target)))
                 continue
             read_by = transfer.read_by
             buffer = allocate(read_by) if read_by.is_forward else torch.empty_like(left[read_by[1:]])

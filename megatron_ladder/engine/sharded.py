@@ -1,8 +1,8 @@
 """ZeRO stages 0 and 1 with their communication under computation.
 
-Parameters lie in buckets: contiguous vectors of weights and of their fp32 gradients. In stage 1, each data-parallel
-rank owns an equal part of every bucket, whose master weights and moments it holds and updates. In stage 0, an
-all-reduce replaces the two collectives, and every rank updates the whole bucket.
+Parameters are stored in buckets: contiguous vectors of weights and of their fp32 gradients. In stage 1, each
+data-parallel rank owns an equal part of every bucket, whose master weights and moments it holds and updates. In stage
+0, an all-reduce replaces the two collectives, and every rank updates the whole bucket.
 
     compute   [ backward of the last micro-batch ][ norm, clip, step ][ forward of the next step
     wire          [ reduce-scatter ... ]                                [ all-gather ... ]
@@ -106,7 +106,7 @@ class ShardedOptimizer:
             # Norms and biases are the first weights to arrive, because some are read outside of their modules. The
             # gradients of routers, which all tensor-parallel ranks hold, arrive at the end of backward.
             is_last = index == len(groups) - 1
-            is_late = {one: is_last or not getattr(one, SHARDED_MARKS[0]) for one in ordered}
+            is_late = {weight: is_last or not getattr(weight, SHARDED_MARKS[0]) for weight in ordered}
             buckets = []
             for late in dict.fromkeys(is_late.values()):
                 alike = [parameter for parameter in ordered if is_late[parameter] == late]

@@ -48,9 +48,9 @@ class LossScales(NamedTuple):
 class LanguageModel(nn.Module):
     """This rank's slices of a Llama-family decoder of any wiring.
 
-    A range of its layers is a pipeline stage: the first stage also holds the embedding, the last one the final norm and
-    the head. With a tied head the last stage has a copy of the embedding's matrix (`copies_embedding`); the copy is not
-    counted in norms and is not saved.
+    One or more ranges of its layers are a pipeline stage: the first stage also holds the embedding, the last one the
+    final norm and the head. With a tied head the last stage has a copy of the embedding's matrix (`copies_embedding`);
+    the copy is not counted in norms and is not saved.
     """
 
     embedding: VocabParallelEmbedding
@@ -95,10 +95,11 @@ class LanguageModel(nn.Module):
             sections = self.embedding.sections
             sections["weight"] = tuple(replace(section, counted=False) for section in sections["weight"])
         self.stack = TransformerStack(build, chunks, options)
-        self._head_losses = ("z loss",) * bool(z_loss_coeff) + ("distillation loss",) * (distillation is not None)
+        head_losses = {"z loss": z_loss_coeff != 0, "distillation loss": distillation is not None}
+        self._head_losses = tuple(name for name, is_used in head_losses.items() if is_used)
         self.routers = [module for module in self.stack.modules() if isinstance(module, Router)]
-        own_layers = [layer for layers in chunks for layer in layers]
-        self._router_rows = [row for row, layer in enumerate(config.moe_layers) if layer in own_layers]
+        stage_layers = [layer for layers in chunks for layer in layers]
+        self._router_rows = [row for row, layer in enumerate(config.moe_layers) if layer in stage_layers]
         self.extra_losses = (*self._head_losses, *self.stack.loss_names)
         """Names of the losses that the model has the gradient of, but its loss does not contain."""
         self._extra_loss_sums = torch.zeros(len(self.extra_losses), dtype=torch.float64)
@@ -160,9 +161,10 @@ class LanguageModel(nn.Module):
         The loss is a scalar in fp32 (fp64 for an fp64 model), equal on every tensor-parallel rank. Other ids than those
         of the vocabulary raise RuntimeError; on a GPU, a later call raises it.
         """
-        size, soft = self.config.vocab_size, None
+        size = self.config.vocab_size
         known = (tokens >= 0) & (tokens < size) & ((labels == IGNORED) | ((labels >= 0) & (labels < size)))
         torch._assert_async(known.all(), f"tokens and labels: expected 0 to {size - 1}; labels may be {IGNORED}")
+        soft = None
         if self.distillation is not None and torch.is_grad_enabled():
             # First, while the student keeps nothing for backward yet.
             soft = self.distillation.soft_targets(tokens, positions, document_bounds)
@@ -175,7 +177,8 @@ class LanguageModel(nn.Module):
         if predicts:
             return self.predictions(leaving[0], labels)
         # The loss has the gradients of the extra losses, not their values, so that it can be compared with others.
-        trains, weights = torch.is_grad_enabled(), None if loss_mask is None else loss_mask.t()
+        trains = torch.is_grad_enabled()
+        weights = None if loss_mask is None else loss_mask.t()
         losses = self._loss(leaving[0], Targets(labels.t(), weights, self._z_loss_coeff if trains else 0.0, soft=soft))
         if trains:
             self._add_extra_losses(dict(zip(self._head_losses, losses[1:], strict=True)))
@@ -197,7 +200,7 @@ class LanguageModel(nn.Module):
             return x
         self._add_extra_losses(context.losses)
         carrying: Tensor = _Carrying.apply(x, torch.stack([*context.losses.values()]).sum(), scale)
-        # Backward holds the context, and would hold itself through them, for ever.
+        # Backward holds the context. Through these losses it would hold itself, and never be freed.
         context.losses.clear()
         return carrying
 
@@ -216,8 +219,8 @@ class LanguageModel(nn.Module):
 
     def _loss(self, hidden_states: Tensor, targets: Targets) -> Tensor:
         normed = self.final_norm(hidden_states)
-        found: Tensor = self.embedding.loss(normed, targets) if self.lm_head is None else self.lm_head(normed, targets)
-        return found
+        losses: Tensor = self.embedding.loss(normed, targets) if self.lm_head is None else self.lm_head(normed, targets)
+        return losses
 
     def take_extra_losses(self, scales: LossScales | None = None) -> Tensor:
         """Return each of the `extra_losses` since the last call, fp64, and forget them.

@@ -71,12 +71,12 @@ def train_step(
     extra_losses = model.take_extra_losses(scales)
     loads = model.take_loads(trainer.device)
     numbers = to_device(torch.tensor(extra_numbers(), dtype=torch.float64), trainer.device)
-    equal = torch.cat([loss_sum.double().reshape(1), extra_losses, loads.flatten()])
-    packed = torch.cat([equal, counts[:1], numbers])
+    replicated = torch.cat([loss_sum.double().reshape(1), extra_losses, loads.flatten()])
+    packed = torch.cat([replicated, counts[:1], numbers])
     norm, sums = gradient_norm(gradients, mesh.world, trainer.device, packed)
     # Every tensor-parallel rank contributed the same losses and loads.
-    loss, *others = (summed / mesh.tensor.size for summed in sums[: len(equal)])
-    target_count, *extra_sums = sums[len(equal) :]
+    loss, *others = (summed / mesh.tensor.size for summed in sums[: len(replicated)])
+    target_count, *extra_sums = sums[len(replicated) :]
     named_losses = dict(zip(model.extra_losses, others, strict=False))
     loads = torch.tensor(others[len(named_losses) :], dtype=torch.float64).view(loads.shape)
 
@@ -128,11 +128,11 @@ def _count_tokens(trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> Tens
     The result, on the device, is not read by the host, which would have to wait for it.
     """
     data = trainer.mesh.data
-    own = [0.0, 0.0]
+    local_counts = [0.0, 0.0]
     for batch in micro_batches:
-        own[0] += batch.labels.numel() if batch.loss_mask is None else float(batch.loss_mask.sum())
-        own[1] += batch.tokens.numel() if batch.lengths is None else float(batch.lengths.sum())
-    counts = to_device(torch.tensor(own, dtype=torch.float64), trainer.device)
+        local_counts[0] += batch.labels.numel() if batch.loss_mask is None else float(batch.loss_mask.sum())
+        local_counts[1] += batch.tokens.numel() if batch.lengths is None else float(batch.lengths.sum())
+    counts = to_device(torch.tensor(local_counts, dtype=torch.float64), trainer.device)
     is_even = all(batch.loss_mask is None and batch.lengths is None for batch in micro_batches)
     return counts * data.size if is_even else data.all_reduce(counts)
 
