@@ -339,7 +339,7 @@ def token_ids(values: Any, source: Path, vocab_size: int | None = None) -> dict[
         if value is None or (value == -1 and not is_end):
             continue
         listed = value if is_end and isinstance(value, list) else [value]
-        if all(type(one) is int and (vocab_size is None or 0 <= one < vocab_size) for one in listed):
+        if all(type(token) is int and (vocab_size is None or 0 <= token < vocab_size) for token in listed):
             ids[key] = value
         else:
             bounds = "" if vocab_size is None else f" of 0-{vocab_size - 1}"
@@ -350,5 +350,5 @@ def token_ids(values: Any, source: Path, vocab_size: int | None = None) -> dict[
 
 def end_ids(ids: Mapping[str, Any]) -> list[int]:
     """Return the tokens that end texts, of which the result of `token_ids` may have none, one or a list."""
-    found = ids.get("eos_token_id", [])
-    return found if isinstance(found, list) else [found]
+    ends = ids.get("eos_token_id", [])
+    return ends if isinstance(ends, list) else [ends]

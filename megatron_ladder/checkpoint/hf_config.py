@@ -236,7 +236,8 @@ def model_config_from_hf(
 
     `tensors` is the number of stored tensors, if known, which no number of layers can exceed.
     """
-    model_type, errors = str(config.get("model_type")), _Errors()
+    model_type = str(config.get("model_type"))
+    errors = _Errors()
     if model_type not in TYPES:
         lacking = _UNREADABLE.get(model_type)
         reason = f"has {lacking}: " if lacking else ""
@@ -249,7 +250,8 @@ def model_config_from_hf(
         read = msgspec.convert(config, _Config)
     except msgspec.ValidationError as error:
         raise UserError(f"{source}: {error}") from None
-    row, heads, attentions = TYPES[model_type], read.num_attention_heads, read.num_hidden_layers
+    row = TYPES[model_type]
+    attentions = read.num_hidden_layers
     if tensors is not None and attentions > tensors:
         expected = f"at most {tensors}, the number of stored tensors"
         raise UserError(f"{source}: num_hidden_layers: found {attentions}, expected {expected}")
@@ -266,6 +268,7 @@ def model_config_from_hf(
     if "final_logit_softcapping" in given.keys() - {*row.keys}:
         expected = f"null in a {model_type} model, whose logits are not bounded"
         errors.append(("final_logit_softcapping", read.final_logit_softcapping, expected))
+    heads = read.num_attention_heads
     values: dict[str, Any] = {"num_key_value_heads": heads, "head_dim": max(read.hidden_size // heads, 1)}
     values |= _copied(given, (*_SIZES, *_TRAITS, *row.keys))
     if row.has_output_bias:
@@ -362,25 +365,26 @@ def _rope(config: Mapping[str, Any], read: _Config, model_type: str, errors: _Er
         errors.append((next(iter(parts)), part, f"1 in a {model_type} model, which rotates whole heads"))
     spellings: dict[str, Mapping[str, Any]]
     spellings = {"rope_theta": thetas, "rotary embedding": embeddings, "partial_rotary_factor": parts}
-    for what, values in spellings.items():
+    for name, values in spellings.items():
         if len({str(value) for value in values.values()}) > 1:
             both = " and ".join(f"{key} {value}" for key, value in values.items())
-            errors.append((" and ".join(values), both, f"one {what}"))
+            errors.append((" and ".join(values), both, f"one {name}"))
     base = next(iter(thetas.values()), row.rope_theta)
     return {"rotary_base": base, "rotary_percent": part, **next(iter(embeddings.values()), {})}
 
 
 def _wiring(model_type: str, read: _Config, count: int, errors: _Errors) -> dict[str, Any]:
     """Return fields of the wiring. Layers are a list, an integer N (the upper N), or null (none)."""
-    given, mode = read.ladder_layers, read.residual_mode
-    if isinstance(given, int):
-        layers = tuple(range(max(count - given, 0), count))
-        is_valid = given <= count
+    mode = read.residual_mode
+    late = read.ladder_layers
+    if isinstance(late, int):
+        layers = tuple(range(max(count - late, 0), count))
+        is_valid = late <= count
     else:
-        layers = tuple(sorted(given or ()))
+        layers = tuple(sorted(late or ()))
         is_valid = len(set(layers)) == len(layers) and all(layer < count for layer in layers)
     if not is_valid:
-        errors.append(("ladder_layers", given, f"at most the {count} layers, or different indices of them"))
+        errors.append(("ladder_layers", late, f"at most the {count} layers, or different indices of them"))
         return {}
     if model_type == AUTHORS_TYPE:
         return {"residual_mode": "ladder" if layers else "standard", "ladder_layers": layers}
@@ -424,12 +428,12 @@ def hf_type(model: ModelConfig) -> str:
 def _expresses(model_type: str, model: ModelConfig) -> bool:
     """Return whether a model that is written as this type is read as the same model."""
     try:
-        found = model_config_from_hf(hf_config(model, dtype="float32", model_type=model_type))
+        reread = model_config_from_hf(hf_config(model, dtype="float32", model_type=model_type))
     except UserError:
         return False
     # Nothing uses the width of dense layers in a model without any.
     unused = 0 < len(model.moe_layers) == model.num_layers
-    return (replace(found, ffn_hidden_size=model.ffn_hidden_size) if unused else found) == model.canonical()
+    return (replace(reread, ffn_hidden_size=model.ffn_hidden_size) if unused else reread) == model.canonical()
 
 
 def hf_config(

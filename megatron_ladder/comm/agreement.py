@@ -134,9 +134,9 @@ class Peers:
         if self.board is None:
             return list(ranks)
         beats = self.beats(ranks)
-        return (
-            [rank for rank, beat in zip(ranks, beats, strict=True) if beat[0] == "0"] if beats else [0] * (0 in ranks)
-        )
+        if not beats:
+            return [rank for rank in ranks if rank == 0]
+        return [rank for rank, beat in zip(ranks, beats, strict=True) if beat[0] == "0"]
 
     def beats(self, ranks: Sequence[int]) -> list[str]:
         """Return the last heartbeat of each rank, all different over time, or nothing if the board does not answer."""

@@ -141,7 +141,8 @@ def _silent_ranks(partners: list[int], peers: Peers) -> list[int]:
 
 def _describe_lost(lost: list[int], peers: Peers) -> str:
     """Describe lost ranks and their last heartbeats: `rank 3 on node-b (10.0.0.2) is gone or does not answer`."""
-    who = ("one of " if len(lost) > 1 else "") + peers.describe(lost) if lost else "another process"
+    some = "one of " if len(lost) > 1 else ""
+    who = some + (peers.describe(lost) or "another process")
     beats = peers.last_beats(lost)
     return f"{who} is gone or does not answer" + (f" (last heard of: {beats})" if beats else "")
 
