@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Measures on one GPU, in half an hour, what one GPU can show: the checks of tests/gpu.sh, the paper's table, played by one
-# GPU as one of eight, training steps and throughput, and a study. For a machine that is lent for a while:
+# GPU as one of eight, training steps and throughput, and a study. For a machine that is rented for an hour:
 #
 #     bash tests/gpu_day.sh --output FOLDER --wheels WHEELS     repeat it while it exits with 75; each call takes 9 minutes
 #     bash tests/gpu_day.sh --output FOLDER --results EARLIER   on another machine, with the files of earlier calls

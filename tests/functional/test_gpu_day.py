@@ -57,7 +57,7 @@ def errors_of(words: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_every_command_is_accepted_by_its_program(device: day.Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of the lent time is lost to a flag that was renamed."""
+    """A renamed flag must not cost time on a rented GPU."""
     planned = day.commands(device, day.PARTS, Path("FOLDER"))
     assert [step.part for step, _ in planned] == sorted([step.part for step, _ in planned], key=day.PARTS.index)
     errors = [error for _, words in planned for error in errors_of(words, monkeypatch)]

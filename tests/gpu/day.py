@@ -231,7 +231,7 @@ class Results:
 
 
 def versions() -> dict[str, str]:
-    """Return what the results depend on, beside the device."""
+    """Return the versions of Python and of the packages on which the results depend."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:

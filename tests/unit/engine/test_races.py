@@ -157,7 +157,7 @@ def test_transfers_between_stages_do_not_race(checker: Checker, wiring: str, mic
     assert faults_of_a_stage(checker, wiring, micro_batches) == []
 
 
-def test_a_send_or_receive_that_nobody_waits_for_is_found(checker: Checker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_receive_that_nobody_waits_for_is_found(checker: Checker, monkeypatch: pytest.MonkeyPatch) -> None:
     start = PlayedNccl._start
 
     def start_late(group: PlayedNccl, name: str, *tensors: Any) -> Any:

@@ -132,10 +132,10 @@ def _rows(
 def _heading(comparison: WiringComparison, workload: Workload, size: str, prediction: Prediction) -> str:
     calibration, over = prediction.by_bound["no-comm"], comparison.interconnect
     ranks = f"rank 0 of {over.wire.size}" if over.emulated else f"{over.wire.size} processes"
-    first = "--device cpu: a rehearsal of --emulate, whose times mean nothing\n" * comparison.is_rehearsal
+    warning = "--device cpu: a rehearsal of --emulate, whose times mean nothing\n" if comparison.is_rehearsal else ""
     parts = ", ".join(f"{kind.value} {1e3 * one.forward:.3f}" for kind, one in calibration.kinds.items())
     return (
-        f"{first}{workload.case}, {size}, batch {workload.batch}, {ranks}, "
+        f"{warning}{workload.case}, {size}, batch {workload.batch}, {ranks}, "
         f"{str(over.dtype).removeprefix('torch.')} on {over.device.type}, {over.name}\n"
         f"{parts} ms forward, the rest of a pass {1e3 * calibration.head:.3f} ms, "
         f"a collective costs its processor {2e3 * prediction.wire.launch_seconds:.3f} ms"
