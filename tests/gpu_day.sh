@@ -35,7 +35,7 @@ done
 
 # install WHEELS: makes .venv-day, which finds the packages of python3 after its own.
 install() {
-    local environment=$REPOSITORY/.venv-day packages own
+    local environment=$REPOSITORY/.venv-day packages site_packages
     compgen -G "$1/*.whl" >/dev/null || fail "--wheels $1: no wheels there: see the head of tests/gpu_day.sh"
     [ ! -e "$ENVIRONMENT" ] || fail "--wheels: $ENVIRONMENT exists, and has all packages: leave --wheels out"
     # A virtual environment made from another one would find the packages of neither.
@@ -43,9 +43,9 @@ install() {
     if [ "$(cat "$environment/made-of" 2>/dev/null)" != "$packages $(ls "$1")" ]; then
         rm -rf "$environment"
         "$python" -m venv --without-pip "$environment"
-        own=$("$environment/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-        printf '%s\n' "$REPOSITORY" "$REPOSITORY/tools" >"$own/day.pth"
-        printf "import site; site.addsitedir('%s')\n" $packages >>"$own/day.pth"
+        site_packages=$("$environment/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+        printf '%s\n' "$REPOSITORY" "$REPOSITORY/tools" >"$site_packages/day.pth"
+        printf "import site; site.addsitedir('%s')\n" $packages >>"$site_packages/day.pth"
         "$python" -m pip --python "$environment/bin/python" install --quiet --no-index --no-deps "$1"/*.whl
         printf '%s\n' "$packages $(ls "$1")" >"$environment/made-of"
     fi

@@ -68,7 +68,7 @@ def table_row(
     """
 
     def ratios(other: str) -> list[float]:
-        return [one / own for one, own in zip(times[other], times[wiring], strict=True)]
+        return [baseline / seconds for baseline, seconds in zip(times[other], times[wiring], strict=True)]
 
     forward = statistics.median(times[wiring])
     compared = ratios("standard")

@@ -82,16 +82,17 @@ def read_one_gpu(folder: Path, alpha: str) -> dict[Setting, tuple[Rows, Rows]]:
 
     Long messages are NCCL's in any case, so there is one prefill for all.
     """
-    found = {}
+    measured = {}
     paths = {match[1]: path for path in folder.glob("*.json") if (match := ONE_GPU_FILE.fullmatch(path.name))}
     for batch, path in sorted(paths.items(), key=lambda item: int(item[0])):
         prefill_path = path.with_name(path.name.replace("decode", "prefill"))
         if not prefill_path.exists():
             continue
-        prefill, decode = _read(prefill_path), _read(path)
+        prefill = _read(prefill_path)
+        decode = _read(path)
         for size in dict.fromkeys(row.size for row in decode):
-            found[size, "on", batch] = _by_wiring(prefill, size, FIXED_ALPHA), _by_wiring(decode, size, alpha)
-    return found
+            measured[size, "on", batch] = _by_wiring(prefill, size, FIXED_ALPHA), _by_wiring(decode, size, alpha)
+    return measured
 
 
 def request_seconds(prefill: float, step: float) -> float:
@@ -166,11 +167,15 @@ def one_gpu_report(folder: Path, published: Published) -> list[str]:
     if not measured:
         return []
     is_accepted, table = acceptance(measured, published)
-    verdict = f"""**{"Accepted" if is_accepted else "Not accepted"}.** Standard must be {ACCEPTED[0]:.0%} to
-        {ACCEPTED[1]:.0%} faster than the paper's {FIXED_SIZE} at every batch size."""
+    verdict = (
+        f"**{'Accepted' if is_accepted else 'Not accepted'}.** Standard must be {ACCEPTED[0]:.0%} to "
+        f"{ACCEPTED[1]:.0%} faster than the paper's {FIXED_SIZE} at every batch size."
+    )
     if not is_accepted:
-        verdict += """ Otherwise, the time of an all-reduce does not explain the paper's standard, and a comparison of
-            speed-ups would show nothing, so the paper's are left out."""
+        verdict += (
+            " Otherwise, the time of an all-reduce does not explain the paper's standard, and a comparison of "
+            "speed-ups would show nothing, so the paper's are left out."
+        )
     controls = [row for path in sorted(folder.glob("one-gpu-*-controls.json")) for row in _read(path)]
     decode_rows = [row for path in sorted(folder.glob("one-gpu-*-decode.json")) for row in _read(path)]
     controls += [row for row in decode_rows if row.alpha == "0"]
@@ -179,7 +184,7 @@ def one_gpu_report(folder: Path, published: Published) -> list[str]:
         "An all-reduce is a kernel that takes multiprocessors for as long as others measured, and nobody is late.",
         "## Acceptance",
         table,
-        " ".join(verdict.split()),
+        verdict,
         "## All-reduces of NCCL",
         requests_table(measured, published if is_accepted else {}),
         "## All-reduces in one shot while decoding",

@@ -159,6 +159,7 @@ class FlatState(EngineState):
 
     def spans(self) -> Iterator[Span]:
         for group, parameters, offsets, master, part, owned in self.vectors():
+            moments = (MOMENTUM,) if group.get(ORTHOGONAL) else MOMENTS
             low = part * master.numel()
             high = low + master.numel()
             for parameter, offset in zip(parameters, offsets, strict=True):
@@ -166,7 +167,7 @@ class FlatState(EngineState):
                 if first < last:
                     weight = parameter.detach().view(-1).narrow(0, first - offset, last - first)
                     sections, start = self._sections[id(parameter)], first - offset
-                    yield Span(sections, parameter.shape, start, weight, master, first - low, owned, _moments(group))
+                    yield Span(sections, parameter.shape, start, weight, master, first - low, owned, moments)
 
 
 class ShardedState(FlatState):
@@ -185,10 +186,6 @@ class ShardedState(FlatState):
 
     def copy_masters_to_weights(self) -> None:
         self._optimizer.start_gather()
-
-
-def _moments(group: Mapping[str, Any]) -> tuple[str, ...]:
-    return (MOMENTUM,) if group.get(ORTHOGONAL) else MOMENTS
 
 
 def _parts(gradients: Gradients) -> Iterator[tuple[Span, Section, Tensor]]:

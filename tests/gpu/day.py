@@ -232,13 +232,13 @@ class Results:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages on which the results depend."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            installed[name] = "not installed"
+    return installed
 
 
 def describe_device(device: Device) -> str:
@@ -247,10 +247,10 @@ def describe_device(device: Device) -> str:
         return f"CPU, {platform.processor() or platform.machine()}"
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        gpus = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise UserError(f"--device cuda: nvidia-smi lists no GPU ({error}): use --device cpu for a rehearsal") from None
-    return found.splitlines()[0]
+    return gpus.splitlines()[0]
 
 
 def environment() -> dict[str, str]:

@@ -107,8 +107,7 @@ class WiringComparison:
         calibrations: dict[str, Calibration] = {}
         for bound in self._bounds:
             calibrations[bound.name] = self._calibration(workload, bound, finish[bound.name](), times)
-        # Including those of embedding, head and loss.
-        # A replay does not pass through the counter.
+        # Count the collectives of a pass, with those of embedding, head and loss; a replay would pass the counter by.
         eager = replace(workload, cuda_graph=False)
         with eager.prepare(self.models["no-comm"], self.mesh, 1) as run:
             self.interconnect.no_comm.messages.clear()
