@@ -23,6 +23,7 @@ from megatron_ladder.config.run import RunConfig
 from megatron_ladder.data.loader import Sources
 from megatron_ladder.data.packing import PackedSource
 from megatron_ladder.engine.build import partition
+from megatron_ladder.engine.schedule import make_schedule
 from megatron_ladder.errors import BadNumbersError, LostPeerError, counted, exit_code_of, without_passwords
 from megatron_ladder.progress import print_if_possible, print_rank_0
 from megatron_ladder.train.curves import Curves
@@ -89,9 +90,9 @@ def _wiring(model: ModelConfig) -> str:
 
 
 def _stages(run: RunConfig) -> str:
-    """With p stages of v chunks and m micro-batches, p - 1 of v m + p - 1 slots are idle (arXiv 2104.04473)."""
-    ranges, others = partition(run), run.parallel.pipeline_model_parallel_size - 1
-    idle = others / (run.accumulation_steps * run.chunks + others)
+    ranges = partition(run)
+    slots = make_schedule(run.parallel.pipeline_model_parallel_size, run.chunks, run.accumulation_steps, True)[0]
+    idle = sum(slot.work is None for slot in slots) / len(slots)
     layers = ", ".join(str(layers.start) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}" for layers in ranges)
     steps = counted(run.accumulation_steps, "accumulation step")
     return f"layers {layers}; the pipeline idles {idle:.0%} of a step with {steps}"

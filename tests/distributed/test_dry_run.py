@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ladder_lab.dry_run.program import dry_run
+from ladder_lab.dry_run.program import _shortened, dry_run
 from ladder_lab.dry_run.recorder import Recorder
 from megatron_ladder.comm.group import CommGroup, Work
-from megatron_ladder.config.run import parse_run
+from megatron_ladder.config.run import parse_run, resolve_run
 from megatron_ladder.data.batches import MicroBatch
+from megatron_ladder.engine.schedule import make_schedule
 from megatron_ladder.errors import UserError
 from megatron_ladder.train.step import train_step
 from tests.helpers.pool import GlooPools
@@ -88,8 +90,27 @@ def test_memory_of_interleaved_chunks_is_that_of_the_planner(capsys: pytest.Capt
     layout = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 16".split()
     dry_run(parse_run([*LARGER, *layout]), 2)
     report = capsys.readouterr().out
-    assert "ran 2 steps of 5 of the 16 micro-batches" in report and "*** stage" not in report, report
+    assert "ran 2 steps of 6 of the 16 micro-batches" in report and "*** stage" not in report, report
     assert "launches of 2 ranks" in report and "match" in report
+
+
+@pytest.mark.parametrize("micro_batches", range(1, 40))
+def test_a_shortened_interleaved_run_holds_as_many_micro_batches(micro_batches: int) -> None:
+    stages, chunks = 4, 2
+    layout = f"--pipeline-model-parallel-size {stages} --num-layers-per-virtual-pipeline-stage 1"
+    sizes = f"--num-layers {stages * chunks} --micro-batch-size 1 --global-batch-size {micro_batches}"
+    run = resolve_run(parse_run([*RECIPE, *layout.split(), *sizes.split()], world_size=stages), 101, stages)
+    shortened = _shortened(run)
+
+    def most_in_flight(count: int) -> list[int]:
+        steps = [
+            [1 if slot.work.is_forward else -1 for slot in slots if slot.work]
+            for slots in make_schedule(stages, chunks, count)
+        ]
+        return [max(accumulate(of_rank)) for of_rank in steps]
+
+    assert most_in_flight(shortened.accumulation_steps) == most_in_flight(micro_batches)
+    assert shortened.accumulation_steps <= min(micro_batches, stages * chunks + stages)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -158,6 +158,9 @@ def test_the_banner_knows_chunks() -> None:
     interleaved = "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
     run = run_of([*RECIPE, *interleaved.split(), "--global-batch-size", "8"], 2)
     assert _stages(run) == "layers 0, 1, 2, 3; the pipeline idles 11% of a step with 4 accumulation steps"
+    # The only micro-batch passes four ranges one after the other, so that each stage works half of the time.
+    run = run_of([*RECIPE, *interleaved.split(), "--global-batch-size", "2"], 2)
+    assert _stages(run) == "layers 0, 1, 2, 3; the pipeline idles 50% of a step with 1 accumulation step"
 
 
 def peak_of_a_step(argv: list[str], micro_batches: int) -> int:

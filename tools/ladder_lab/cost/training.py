@@ -157,13 +157,15 @@ def step_time(times: LayerTime, layout: Layout, global_batch: int) -> StepTime:
     stages = [_stage_seconds(times, layout, stage) for stage in range(layout.pipeline)]
     compute, slowest = max(stages, key=lambda stage: stage[1])
     exchanging = _exchange_seconds(times, layout, micro_batches)
+    # Too few micro-batches do not keep all stages busy until the next chunk begins.
+    missing = (layout.chunks - 1) * max(0, layout.pipeline - micro_batches)
     # The GPU that holds most.
     parameters = max(stage_parameters(times.model, layout, stage) for stage in range(layout.pipeline))
     update = UPDATE_BYTES * parameters / layout.data / times.machine.gpu.memory_bytes_per_second
     return StepTime(
         compute=micro_batches * compute + update,
         exposed_tensor=micro_batches * slowest - micro_batches * compute,
-        bubble=(sum(total for _, total in stages) - slowest) / layout.chunks + exchanging,
+        bubble=(sum(total for _, total in stages) + (missing - 1) * slowest) / layout.chunks + exchanging,
         exposed_data=_exposed_data(times, layout, parameters, micro_batches, slowest),
     )
 
@@ -175,10 +177,9 @@ def _exchange_seconds(times: LayerTime, layout: Layout, micro_batches: int) -> f
     machine, where = times.machine, placement(layout, times.machine.per_box)
     cuts = range(layout.pipeline * layout.chunks - 1)
     state = max(state_bytes(times.model, layout, times.sequence, stage) for stage in cuts)
+    slots = micro_batches + layout.pipeline - 1 + (layout.chunks - 1) * max(micro_batches, layout.pipeline)
     # A send takes as long as the all-reduce of two ranks.
-    sending = (
-        2 * (micro_batches * layout.chunks + layout.pipeline - 1) * machine.all_reduce_seconds(state, where.following)
-    )
+    sending = 2 * slots * machine.all_reduce_seconds(state, where.following)
     shared = ends_bytes(times.model, layout)
     return sending + (machine.all_reduce_seconds(shared, where.ends) if shared else 0.0)
 

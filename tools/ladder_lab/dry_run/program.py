@@ -67,9 +67,14 @@ def _unsupported(run: RunConfig) -> Iterator[str]:
 def _shortened(run: RunConfig) -> RunConfig:
     """Return the run with no more micro-batches than the first stage needs to hold most of them and release one.
 
-    The optimizer is torch's, because apex needs a GPU.
+    Interleaved stages hold the more, the larger the rest of their number divided by that of the stages, which is
+    preserved. The optimizer is torch's, because apex needs a GPU.
     """
-    count = min(run.accumulation_steps, run.parallel.pipeline_model_parallel_size * run.chunks + 1)
+    stages = run.parallel.pipeline_model_parallel_size
+    count = stages * run.chunks + 1
+    if run.chunks > 1:
+        count += (run.accumulation_steps - count) % stages
+    count = min(run.accumulation_steps, count)
     size = count * run.training.micro_batch_size * run.data_parallel_size
     optimizer = replace(run.optimizer, optimizer_implementation="torch")
     return replace(run, accumulation_steps=count, global_batch_size=size, optimizer=optimizer)

@@ -11,6 +11,7 @@ from ladder_lab.cost.traffic import _outputs_at_cuts
 from ladder_lab.cost.training import LayerTime, step_time
 from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.tensors import ModelFlops, padded_vocab_size, parameter_count
+from megatron_ladder.engine.schedule import make_schedule
 
 LLAMA = SIZES["llama-8b"]
 H100 = Machine.usual("h100")
@@ -78,6 +79,20 @@ def test_a_pipeline_waits_for_its_other_stages() -> None:
     # A late wiring hands on one more tensor.
     late = step_time(times_of("ladder", tensor=1), Layout(pipeline=4), 8)
     assert late.bubble - four.bubble == pytest.approx(2 * 11 * (254.57e-6 - 143.55e-6))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_a_pipeline_of_chunks_waits_as_long_as_its_schedule(chunks: int, micro_batches: int) -> None:
+    times, layout = times_of(tensor=1), Layout(pipeline=4, chunks=chunks)
+    step = step_time(times, layout, micro_batches)
+    # Forward and backward of a chunk, also of one that has no head, and the sends after them.
+    slots = make_schedule(4, chunks, micro_batches)[0]
+    idle = sum(slot.work is None for slot in slots) / 2
+    stage = times.passes(range(8))[1]
+    waiting = (idle * stage + (idle - 3) * head_seconds(1)) / chunks
+    sending = len(slots) * PRESETS["nvlink"].seconds(2 * 4096 * 4096, 2)
+    assert step.bubble == pytest.approx(waiting + sending, rel=1e-6)
 
 
 def test_tensor_parallel_groups_that_straddle_boxes_use_the_network() -> None:
