@@ -53,12 +53,14 @@ class Host(NamedTuple):
 class Peers:
     """The hosts of all ranks, and the board: a store to which each rank writes that it is alive, and whether it waits.
 
-    `hosts` are in rank order, and empty until they are known. `board` is None until `open`.
+    `hosts` are in rank order, and empty until they are known. `board` is None until `open`. `pipeline` are the ranks
+    that send messages to each other.
     """
 
     def __init__(self, hosts: Sequence[Host] = (), board: Store | None = None) -> None:
         self.hosts = hosts
         self.board = board
+        self.pipeline = CommGroup.alone()
 
     def open(self, rank: int, world_size: int, timeout: timedelta) -> Store:
         """Connect to the store at MASTER_ADDR:MASTER_PORT, which rank 0 or torchrun serves, unless it is connected.

@@ -45,9 +45,11 @@ class CommGroup:
         ranks: global ranks.
         process_group: torch's group; None for one rank without torch.distributed.
         awaited: global rank of the other end of the transfer that this rank waits for, if any.
+        transferred: number of transfers that this rank has waited for.
     """
 
     awaited: int | None = None
+    transferred = 0
 
     def __init__(self, ranks: Sequence[int], rank: int, process_group: dist.ProcessGroup | None) -> None:
         self.ranks = tuple(ranks)
@@ -179,3 +181,4 @@ class _Transfer:
         self._group.awaited = self._peer
         self._work.wait()
         self._group.awaited = None
+        self._group.transferred += 1

@@ -28,7 +28,6 @@ from typing import Any, NamedTuple, Self
 import torch.distributed as dist
 
 from megatron_ladder.comm.agreement import Peers, name_ranks
-from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.errors import LostPeerError, fail
 from megatron_ladder.torch_private import process_groups, recorded_collectives
 
@@ -101,6 +100,8 @@ def _describe_unfinished(peers: Peers) -> str:
     """Describe the collectives that this rank waits for, or the last one, with the other participants; one per line."""
     collectives = _unfinished_collectives()
     lines = []
+    if peers.pipeline.awaited is not None:
+        lines.append(f"exchanges a message with {peers.describe([peers.pipeline.awaited])}")
     for collective in collectives[:MOST_COLLECTIVES]:
         others = sorted({*collective.ranks} - {_this_rank()})
         state = "started last" if collective.finished else "not finished"
@@ -125,6 +126,8 @@ def naming_lost_peers(peers: Peers | None = None) -> Iterator[None]:
         if not isinstance(error, dist.DistError) and not any(words in message for words in GLOO_FAILURES):
             raise
         partners = sorted({rank for one in _unfinished_collectives() for rank in one.ranks} - {_this_rank()})
+        if peers.pipeline.awaited is not None:
+            partners = [peers.pipeline.awaited]
         at_address = [rank for rank in peers.named_in(message) if rank in partners]
         lost = at_address or _silent_ranks(partners, peers)
         # The errors of gloo, of NCCL's watchdog and of the store: "Timed out waiting", "timeout".
@@ -181,8 +184,9 @@ class Watch:
     """A thread that reports where the process is when it makes no progress, and ends it if it waits for a lost peer.
 
     A training loop gives two timeouts and calls `step_done` after each step; `with watch.patient():` is for work that
-    ranks do at different speeds, such as writing files. Progress means that a step finished or a collective was
-    launched. Without timeouts, only peers are watched, inside `with watch.waiting():`.
+    ranks do at different speeds, such as writing files. Progress means that a step finished, a collective was
+    launched, or a message between pipeline stages arrived. Without timeouts, only peers are watched, inside
+    `with watch.waiting():`.
     """
 
     def __init__(
@@ -191,16 +195,16 @@ class Watch:
         startup: timedelta = timedelta.max,
         running: timedelta = timedelta.max,
         on_loss: Callable[[LostPeerError], None] = lambda error: None,
-        pipeline: CommGroup | None = None,
     ) -> None:
         """Start to watch; every rank has written a heartbeat to the board before.
+
+        gloo applies to messages between pipeline stages the timeout that their group had when it was created, and
+        ignores later changes, so the watch ends a rank that waits too long for one.
 
         Args:
             startup: timeout until the first step is done, and in `patient`.
             running: timeout of later steps, to which the time of a step is added.
             on_loss: receives the error with which the watch ends the process, immediately before it does.
-            pipeline: the ranks that send messages to each other. gloo applies the timeout that their group had when it
-                was created, and ignores later changes.
         """
         self._peers = peers
         self._on_loss = on_loss
@@ -217,7 +221,7 @@ class Watch:
         self._progress = self._step_began = time.monotonic()
         self._reported = self._waits = False
         self._in_captured_step = threading.Event()
-        self._pipeline = pipeline or CommGroup.alone()
+        self._pipeline = peers.pipeline
         self._stop = threading.Event()
         if len(peers.hosts) > 1:
             threading.Thread(target=self._watch, name="watch", daemon=True).start()
@@ -267,11 +271,13 @@ class Watch:
             group.set_timeout(limit)
 
     def _watch(self) -> None:
-        launches, missed = _launches(), _MissedBeats(self._peers, self._rank)
+        progress = _launches(), self._pipeline.transferred
+        missed = _MissedBeats(self._peers, self._rank)
         while not self._stop.wait(min(1.0, BEAT_SECONDS, self._running.total_seconds() / 20)):
             now, limit = time.monotonic(), self._limit.total_seconds()
-            if (latest := _launches()) != launches:
-                launches, self._progress = latest, now
+            latest = _launches(), self._pipeline.transferred
+            if latest != progress:
+                progress, self._progress = latest, now
             silent = now - self._progress
             if (silent >= limit * REPORT_AT) != self._reported:
                 self._reported = not self._reported
@@ -308,12 +314,11 @@ class Watch:
             faulthandler.dump_traceback(file=file, all_threads=True)
             file.seek(0)
             stacks = file.read()
-        where, peer = self._peers.describe([self._rank]), self._pipeline.awaited
-        exchange = "" if peer is None else f"exchanges a message with {self._peers.describe([peer])}\n"
+        where = self._peers.describe([self._rank])
         # A single write, because other ranks write to the same stream.
         sys.stderr.write(
             f"*** {where}: no progress for {seconds:.0f} s; in {self._limit.total_seconds() * (1 - REPORT_AT):.0f} s a "
-            f"collective that still waits ends the run\n{exchange}{_describe_unfinished(self._peers)}\n{stacks}"
+            f"collective that still waits ends the run\n{_describe_unfinished(self._peers)}\n{stacks}"
             f"*** end of the stacks of rank {self._rank}\n"
         )
         sys.stderr.flush()

@@ -149,7 +149,7 @@ def _train(opened: OpenRun, evaluations: Evaluations, stopper: Stopper) -> str:
     on_loss = partial(record_lost_peers, record, trainer.peers)
     with (
         RunLog(trainer, first, record) as log,
-        Watch(trainer.peers, startup, running, on_loss, trainer.mesh.pipeline) as watch,
+        Watch(trainer.peers, startup, running, on_loss) as watch,
     ):
 
         @contextmanager

@@ -84,6 +84,7 @@ def build_trainer(inputs: RunInputs, place: RankInfo, peers: Peers) -> Trainer:
     model, norm = build_model(run, mesh, device, span, distillation=distillation)
     engine, adamw = build_engine(run, model, inputs.deepspeed, mesh, device)
     implementations, guard = {"norm": norm, "optimizer": adamw}, Guard(run.reliability)
+    peers.pipeline = mesh.pipeline
     return Trainer(run, mesh, device, model, engine, implementations, peers, inputs.eod_id, guard)
 
 

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import NoReturn
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -143,6 +144,7 @@ def waits_for_a_message() -> tuple[str, str]:
         mesh.pipeline.start_send(message, 0).wait()
         return "", ""
     peers, report, errors = Peers([Host("a", "10.0.0.1"), Host("b", "10.0.0.2")]), io.StringIO(), list[LostPeerError]()
+    peers.pipeline = mesh.pipeline
 
     def fail(error: LostPeerError) -> NoReturn:
         store.set("named", "")
@@ -152,7 +154,7 @@ def waits_for_a_message() -> tuple[str, str]:
     with (
         mock.patch.object(watch, "fail", fail),
         contextlib.redirect_stderr(report),
-        Watch(peers, *timeouts, errors.append, mesh.pipeline) as hang_watch,
+        Watch(peers, *timeouts, errors.append) as hang_watch,
     ):
         hang_watch.step_done()
         mesh.pipeline.start_receive(message, 1).wait()
@@ -167,6 +169,50 @@ def test_a_message_that_never_comes_ends_the_run(gloo_pools: GlooPools) -> None:
     assert "exchanges a message with rank 1 on b (10.0.0.2)\n" in report
     named = re.fullmatch(r"rank 1 on b \(10.0.0.2\) is gone or does not answer: no message for (\d+) s", error)
     assert named is not None and int(named[1]) > SHORT
+
+
+def receives_nothing() -> tuple[str, list[int]]:
+    """Return the error of a stage whose neighbour sends nothing, after a sum with a rank that is not to blame."""
+    mesh = ProcessMesh.build(2, 2, timeout=timedelta(seconds=SHORT))
+    mesh.tensor.all_reduce(torch.ones(2))
+    if mesh.pipeline.rank == 1:
+        return "", []
+    peers = Peers([Host(name, "10.0.0.1") for name in "abcd"])
+    peers.pipeline = mesh.pipeline
+    with pytest.raises(LostPeerError) as caught, naming_lost_peers(peers):
+        mesh.pipeline.start_receive(torch.ones(3), 1).wait()
+    return str(caught.value), list(caught.value.lost)
+
+
+def test_a_lost_message_names_its_sender(gloo_pools: GlooPools) -> None:
+    for rank, (error, lost) in enumerate(gloo_pools(4).run(receives_nothing)[:2]):
+        assert lost == [rank + 2]
+        assert f"exchanges a message with rank {rank + 2} on {'cd'[rank]} (10.0.0.1)\n" in error
+
+
+def exchanges_messages_slowly() -> tuple[str, list[LostPeerError]]:
+    """Receive messages for longer than the timeout, each of them in time; return the report and the errors."""
+    mesh, message = ProcessMesh.build(1, 2), torch.ones(3)
+    peers, report, errors = Peers([Host("a", "10.0.0.1"), Host("b", "10.0.0.2")]), io.StringIO(), list[LostPeerError]()
+    peers.pipeline = mesh.pipeline
+    timeouts = timedelta(seconds=30), timedelta(seconds=SHORT)
+    with (
+        mock.patch.object(watch, "fail", side_effect=SystemExit),
+        contextlib.redirect_stderr(report),
+        Watch(peers, *timeouts, errors.append) as hang_watch,
+    ):
+        hang_watch.step_done()
+        for _ in range(6):
+            if mesh.pipeline.rank == 1:
+                time.sleep(SHORT / 3)
+                mesh.pipeline.start_send(message, 0).wait()
+            else:
+                mesh.pipeline.start_receive(message, 1).wait()
+    return report.getvalue(), errors
+
+
+def test_messages_are_progress(gloo_pools: GlooPools) -> None:
+    assert gloo_pools(2).run(exchanges_messages_slowly) == [("", [])] * 2
 
 
 def records() -> list[tuple[str, bool]]:
