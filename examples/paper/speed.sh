@@ -37,7 +37,9 @@ while [ $# -gt 0 ]; do
             shift
             continue
             ;;
-        --*) [ $# -gt 1 ] || fail "$1: a value is missing" ;;&
+        --hosts | --node-rank | --only | --rounds | --master-port)
+            [ $# -gt 1 ] || fail "$1: a value is missing"
+            ;;&
         --hosts) hosts=$2 ;;
         --node-rank) node_rank=$2 ;;
         --only) only=$2 ;;
@@ -54,6 +56,8 @@ while [ $# -gt 0 ]; do
     shift 2
 done
 [ -n "$folder" ] || fail "a folder for the results is missing: see --help"
+[[ $rounds =~ ^[0-9]+$ && $rounds -ge 4 ]] || fail "--rounds $rounds: expected 4 or more"
+[ -z "$node_rank" ] || [ -n "$hosts" ] || fail "--node-rank $node_rank: give --hosts as well, or leave it out"
 ! "$one_gpu" || sizes=(llama-8b llama-70b)
 ! "$one_gpu" || [ -z "$hosts" ] || fail "--one-gpu: leave --hosts out"
 for size in $only; do
@@ -165,7 +169,7 @@ run_once() {
     fi
 }
 
-"$dry_run" || mkdir -p "$folder"
+"$dry_run" || mkdir -p "$folder" || fail "$folder: cannot be made: give another folder"
 if [ ${#host_names[@]} -gt 0 ]; then
     "$dry_run" || require_launcher
     build_launcher

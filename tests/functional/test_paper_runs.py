@@ -116,6 +116,21 @@ def test_the_script_launches_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
 SPEED = EXAMPLE / "speed.sh"
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--onegpu"], "--onegpu: unknown flag"),
+        (["--rounds"], "--rounds: a value is missing"),
+        (["--rounds", "3"], "--rounds 3: expected 4 or more"),
+        (["--rounds", "x"], "--rounds x: expected 4 or more"),
+        (["--node-rank", "1"], "--node-rank 1: give --hosts"),
+    ],
+)
+def test_wrong_flags_of_a_speed_measurement_are_rejected(flags: list[str], message: str) -> None:
+    done = run_command(["bash", SPEED, "results", "--dry-run", *flags], timeout=30)
+    assert (done.returncode, done.stdout) == (2, "") and message in done.stderr
+
+
 def test_every_published_speed_has_a_command() -> None:
     found, commands = set(), list[list[str]]()
     for flags in ([], ["--hosts", "a b"]):

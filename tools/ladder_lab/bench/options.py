@@ -27,6 +27,7 @@ OWN = "own"
 """Interconnect time that stands for the GPUs' own interconnect."""
 FEWEST_ROUNDS = 4
 """With fewer rounds, quartiles are meaningless."""
+DEFAULT_SMS = (16,)
 MOST_SMS = 32
 """Thread blocks of NCCL's largest collectives."""
 
@@ -57,7 +58,7 @@ class BenchmarkOptions:
     """Whether the emulated wire carries collectives one after another, as NCCL does, or concurrently."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device: cpu computes in fp32 over an emulated wire; cuda computes in bf16 over the GPUs' interconnect."""
-    comm_sms: tuple[int, ...] = flag((16,), minimum=1, maximum=MOST_SMS)
+    comm_sms: tuple[int, ...] = flag(DEFAULT_SMS, minimum=1, maximum=MOST_SMS)
     """Multiprocessors that a collective of NCCL occupies on a GPU at most; with --emulate, those that it takes, and
     several values are measured one after the other."""
     tp_all_reduce: Literal["auto", "nccl", "symmetric"] = flag("nccl", requires="--device cuda")
@@ -87,12 +88,12 @@ def parse_options(argv: Sequence[str]) -> tuple[Case, BenchmarkOptions]:
     subcommand, words = take_subcommand(argv, CASES, "benchmark.py", "Times wirings in alternation.")
     case = cast(Case, subcommand)
     (options,) = parse_command_line([BenchmarkOptions], words, f"benchmark.py {case}", CASES[case])
+    options = replace(options, sizes=options.sizes or ("small-train" if case == "train" else "small",))
     raise_user_errors(_find_errors(case, options))
     return case, replace(
         options,
         alpha=(OWN,) if options.device == "cuda" and not options.emulate else options.alpha,
         cuda_graph=options.cuda_graph and options.device == "cuda",
-        sizes=options.sizes or ("small-train" if case == "train" else "small",),
     )
 
 
@@ -101,6 +102,8 @@ def _find_errors(case: Case, options: BenchmarkOptions) -> Iterator[str]:
         yield "--alpha requires --device cpu or --emulate: GPUs have their own interconnect"
     if not options.emulate and len(options.comm_sms) > 1:
         yield f"--comm-sms {' '.join(map(str, options.comm_sms))}: several values require --emulate"
+    if not options.emulate and options.device == "cpu" and options.comm_sms != DEFAULT_SMS:
+        yield "--comm-sms requires --device cuda or --emulate: a wire on CPUs takes no multiprocessors"
     for text in options.skew:
         parsed = parse_alpha(text)
         if parsed is None or parsed[1] != "s":
@@ -114,7 +117,8 @@ def _find_errors(case: Case, options: BenchmarkOptions) -> Iterator[str]:
     for size in options.sizes:
         try:
             shape = find_size(size)
-            yield from tensor_parallel_errors(shape, options.tp)
+            errors = tensor_parallel_errors(shape, options.tp)
+            yield from (f"--tp {options.tp} does not divide --sizes {size}: {error}" for error in errors)
             if options.emulate and key_value_replicas(shape, options.tp) > 1:
                 ranks.add(key_value_replicas(shape, options.tp))
             for wiring in [VARIANTS[name].wiring for name in options.wirings]:

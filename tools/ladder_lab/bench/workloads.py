@@ -13,6 +13,7 @@ from ladder_lab.bench.variants import Variant
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.errors import UserError
 from megatron_ladder.generate.engine import GenerationEngine
 from megatron_ladder.generate.graph import CudaStepGraph
 from megatron_ladder.generate.requests import GenerationRequest
@@ -122,6 +123,9 @@ def build_models(
     """Build a model of each variant, with timed reduces or with none.
 
     All models share the memory of one: their matrices are views of the same random numbers.
+
+    Raises:
+        UserError: the device has too little memory.
     """
     models: dict[str, LanguageModel] = {}
     for variant in variants:
@@ -139,7 +143,16 @@ def build_models(
         sum(_room(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
         for model in models.values()
     )
-    numbers = torch.empty(room, dtype=dtype, device=device)
+    try:
+        numbers = torch.empty(room, dtype=dtype, device=device)
+    except RuntimeError as error:
+        # torch has a separate class only for GPUs.
+        if "memory" not in str(error):
+            raise
+        size = f"{room * dtype.itemsize / 1e9:,.0f} GB"
+        raise UserError(
+            f"--size: a rank's weights take {size}, more than {device} has free: give fewer layers, or more ranks"
+        ) from error
     numbers.normal_(std=INITIAL_STD, generator=torch.Generator(device).manual_seed(1))
     for model in models.values():
         begin = 0

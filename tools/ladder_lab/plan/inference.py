@@ -121,7 +121,7 @@ def _answer(request: InferenceRequest, predictions: Mapping[str, _Prediction], o
     if not _fits(request):
         more = (ranks for ranks in range(request.ranks, 65) if not tensor_parallel_errors(request.model, ranks))
         enough = next((ranks for ranks in more if _fits(replace(request, ranks=ranks))), None)
-        fix = "lower --batch or --weight-bits" if enough is None else f"--tp {enough} is enough"
+        fix = "lower --batch, --prompt or --weight-bits" if enough is None else f"--tp {enough} is enough"
         return f"Answer: no. The model does not fit the {usable:.0f} usable GB of a GPU; {fix}."
     if request.ranks == 1:
         return "Answer: no. A single GPU has no all-reduce to hide."

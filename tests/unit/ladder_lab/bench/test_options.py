@@ -40,6 +40,11 @@ def test_all_errors_are_reported_together() -> None:
             ["--alpha requires --device cpu or --emulate", "--sizes huge", "--alpha fast", "--alpha dgx-spark"],
         ),
         ("decode --skew 3us", ["--skew requires --emulate"]),
+        ("decode --comm-sms 4", ["--comm-sms requires --device cuda or --emulate"]),
+        (
+            "decode --emulate --tp 3",
+            ["--tp 3 does not divide --sizes small: --num-attention-heads", "--tp 3 does not divide --sizes small"],
+        ),
         ("decode --device cuda --comm-sms 1 16", ["--comm-sms 1 16: several values require --emulate"]),
         (
             "train --emulate --tp-all-reduce symmetric --device cuda --alpha 1c",

@@ -11,11 +11,13 @@ from torch import Tensor
 from ladder_lab.bench import throughput, workloads
 from ladder_lab.bench.options import Case, ThroughputOptions
 from ladder_lab.bench.program import select_case_operations
+from ladder_lab.bench.sizes import find_size
 from ladder_lab.bench.throughput import _ways
 from ladder_lab.bench.variants import VARIANTS
 from ladder_lab.bench.workloads import Workload, build_models, training_pass
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.errors import UserError
 from megatron_ladder.model import operations
 from megatron_ladder.model.operations import Operations
 from tests.unit.ladder_lab.bench.test_throughput import SMALL
@@ -107,3 +109,9 @@ def test_throughput_captures_our_models(monkeypatch: pytest.MonkeyPatch, graphs:
             run()
         assert [one.replays for one in graphs] == [1, 1] * cuda_graph
     assert all(one.closed for one in graphs)
+
+
+def test_a_model_that_does_not_fit_names_its_flag() -> None:
+    alone, shape = CommGroup.alone(), find_size("1x1024x1024x8x8x1000000000000")
+    with pytest.raises(UserError, match=r"--size: a rank's weights take 8,192,000 GB, .*: give fewer layers"):
+        build_models([VARIANTS["standard"]], shape, ProcessMesh.single(), alone, alone, torch.float32, CPU)
