@@ -152,6 +152,12 @@ def test_checks_that_passed_are_not_run_again(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["checks"][1]["details"] == "why"
 
 
+def test_a_missing_folder_of_results_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--results .*/gone: no such folder: give the --output of earlier calls"):
+        day.main(["--device", "cpu", "--output", str(tmp_path / "new"), "--results", str(tmp_path / "gone")])
+    assert not (tmp_path / "new").exists()
+
+
 def test_missing_wheels_are_named(tmp_path: Path) -> None:
     done = run_command(["bash", SCRIPT, "--output", tmp_path, "--wheels", tmp_path], timeout=60)
     assert done.returncode == 2 and f"--wheels {tmp_path}: no wheels there" in done.stderr

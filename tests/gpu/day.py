@@ -46,7 +46,7 @@ POLL_SECONDS, GRACE_SECONDS = 0.5, 10.0
 
 @dataclass(frozen=True)
 class DayOptions:
-    """Parts, files and time."""
+    """Parts, files and time. The script itself takes --wheels WHEELS: see its head."""
 
     output: Path = flag(output="directory")
     """Folder of the results."""
@@ -285,6 +285,10 @@ def main(argv: Sequence[str]) -> None:
     """Run what is not done; exit with OPEN if another call has to continue, and with 1 if only failed steps remain."""
     options = parse_config(DayOptions, argv, "gpu_day.sh", __doc__)
     ends = time.monotonic() + 60 * options.minutes
+    if options.results is not None and not options.results.is_dir():
+        raise UserError(
+            f"--results {options.results}: no such folder: give the --output of earlier calls, or no --results"
+        )
     if options.dry_run:
         for _, words in commands(options.device, options.only, Path("FOLDER")):
             print(shlex.join(words))
