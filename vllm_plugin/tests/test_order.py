@@ -142,6 +142,7 @@ def test_reduces_have_a_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
 
     priorities: list[int] = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda device=None, priority=0: priorities.append(priority))
+    monkeypatch.setattr(torch.cuda, "Event", object)
     group: Any = None
     on_side_stream(group)
     assert priorities == [-1]
