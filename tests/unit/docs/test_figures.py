@@ -172,7 +172,7 @@ def test_pages_state_what_a_ladder_gains_on_the_kernels_of_today(tmp_path: Path)
     )
     of_one_shot, of_nccl = (1e6 * PRESETS[name].seconds(64 * 2**10, 8) for name in ("nvlink-one-shot", "nvlink"))
     assert (
-        f"({of_one_shot:.0f} us at 70B on eight H100, NCCL: {of_nccl:.0f}), ladder gains {ladder[0]} % instead of "
+        f"({of_one_shot:.0f} us at 70B over `nvlink`; NCCL: {of_nccl:.0f}), ladder gains {ladder[0]} % instead of "
         f"{ladder[1]} %, and no wiring more than {bound[0]} %" in pages["docs/plan.md"]
     )
     assert f"ladder gains {ladder[0]} % at 70B and batch 4" in pages["docs/paper.md"]
