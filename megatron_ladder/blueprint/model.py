@@ -48,6 +48,18 @@ class ModelTraits:
     """Biases on the three projections of the MLP."""
     qk_layernorm: bool = False
     """RMSNorm over each query and key head before the rotary embedding."""
+    attention_output_gate: bool = False
+    """Multiply the attention's output, before its projection, by the sigmoid of another projection of its input."""
+    kv_lora_rank: int = flag(0, minimum=0)
+    """Width of the latent from which keys and values are computed (multi-head latent attention); 0: there is none."""
+    q_lora_rank: int = flag(0, minimum=0, requires="--kv-lora-rank")
+    """Width of the latent from which queries are computed; 0: they are projected from the hidden size."""
+    qk_nope_head_dim: int = flag(128, aliases=("--qk-head-dim",), minimum=1, requires="--kv-lora-rank")
+    """Latent attention: width of the part of each query and key that is not rotated."""
+    qk_rope_head_dim: int = flag(64, aliases=("--qk-pos-emb-head-dim",), minimum=2, requires="--kv-lora-rank")
+    """Latent attention: width of the rotated part, whose key all heads share."""
+    v_head_dim: int = flag(128, minimum=1, requires="--kv-lora-rank")
+    """Latent attention: width of each value."""
     logit_soft_cap: float | None = flag(None, above=0)
     """Bound of the logits: cap x tanh(logits / cap), as in Gemma 2, where it is 30. No bound by default."""
     rotary_percent: float = flag(1.0, above=0, maximum=1)
@@ -129,7 +141,9 @@ class ModelConfig(ModelTraits):
     ffn_hidden_size: int = flag(minimum=1)
     num_attention_heads: int = flag(minimum=1)
     num_key_value_heads: int = flag(minimum=1)
+    """1 with latent attention, whose latent and rotated key all heads share."""
     head_dim: int = flag(minimum=1)
+    """Width of a query."""
     vocab_size: int = flag(minimum=1)
     """Number of token ids, without padding."""
     max_position_embeddings: int = flag(minimum=1)
@@ -149,6 +163,21 @@ class ModelConfig(ModelTraits):
     def shares_stream(self) -> bool:
         """Whether all tensor-parallel ranks read the same stream: not with desync, nor with own partials."""
         return self.wiring.stream == "shared" and not self.lanes
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether keys and values are computed from a latent."""
+        return self.kv_lora_rank > 0
+
+    @property
+    def rotary_dim(self) -> int:
+        """Width of the rotated part of a query."""
+        return self.qk_rope_head_dim if self.is_latent else int(self.head_dim * self.rotary_percent)
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's value."""
+        return self.v_head_dim if self.is_latent else self.head_dim
 
     @property
     def layer_kinds(self) -> Sequence[tuple[SubBlockKind, ...]]:
@@ -253,8 +282,8 @@ def resolve_model(
     A harmless value replaces one that cannot be derived.
     """
     hidden, heads = flags.hidden_size, max(flags.num_attention_heads, 1)
-    head_dim = hidden // heads
-    if flags.head_dim is None and hidden % heads:
+    head_dim = flags.qk_nope_head_dim + flags.qk_rope_head_dim if flags.kv_lora_rank else hidden // heads
+    if flags.head_dim is None and not flags.kv_lora_rank and hidden % heads:
         head_dim = 2
         errors.append(
             Problem(
@@ -286,7 +315,7 @@ def resolve_model(
     desync = wiring.stream == "per rank"
     derived = {
         "ffn_hidden_size": -(-8 * hidden // 3 // FFN_MULTIPLE) * FFN_MULTIPLE,
-        "num_key_value_heads": heads,
+        "num_key_value_heads": 1 if flags.kv_lora_rank else heads,
         "head_dim": head_dim,
         "max_position_embeddings": seq_length,
     }
@@ -318,7 +347,9 @@ def model_errors(config: ModelConfig) -> Iterator[Problem]:
             f" {config.num_attention_heads} is not divisible by "
             f"--num-key-value-heads {config.num_key_value_heads}: every key head serves as many query heads",
         )
-    if int(config.head_dim * config.rotary_percent) % 2 or config.head_dim * config.rotary_percent < 2:
+    if config.is_latent:
+        yield from _latent_errors(config)
+    elif config.rotary_dim % 2 or config.rotary_dim < 2:
         part = f" x --rotary-percent {config.rotary_percent}" if config.rotary_percent < 1 else ""
         yield Problem("--head-dim", f" {config.head_dim}{part} is odd or below 2: the rotary embedding needs pairs")
     if config.rope_scaling == "llama3" and config.rope_high_freq_factor <= config.rope_low_freq_factor:
@@ -345,6 +376,27 @@ def model_errors(config: ModelConfig) -> Iterator[Problem]:
         yield Problem("--lanes", f" {config.lanes} has no meaning with --residual-mode {config.residual_mode}")
     elif config.lanes:
         yield from _division_errors(config, "lanes", config.lanes)
+
+
+def _latent_errors(config: ModelConfig) -> Iterator[Problem]:
+    """Yield one line for each value that no model with latent attention can have."""
+    width = config.qk_nope_head_dim + config.qk_rope_head_dim
+    if config.qk_rope_head_dim % 2:
+        yield Problem("--qk-rope-head-dim", f" {config.qk_rope_head_dim} is odd: the rotary embedding needs pairs")
+    expected = {
+        "num_key_value_heads": (1, "all heads share one latent"),
+        "head_dim": (width, "the sum of --qk-nope-head-dim and --qk-rope-head-dim"),
+        "rotary_percent": (1, "--qk-rope-head-dim is the rotated part"),
+        "qk_layernorm": (False, "the latents are normed"),
+        "lanes": (0, "lanes would share the latent"),
+    }
+    for name, (value, reason) in expected.items():
+        if getattr(config, name) != value:
+            found = f"{flag_name(name)} {getattr(config, name)}"
+            yield Problem("--kv-lora-rank", f" {config.kv_lora_rank} with {found}: {reason}: leave it out")
+    if config.wiring.stream == "per rank":
+        mode = f"--residual-mode {config.residual_mode}"
+        yield Problem("--kv-lora-rank", f" {config.kv_lora_rank} with {mode}: the ranks would share the latent")
 
 
 def _expert_errors(config: ModelConfig) -> Iterator[Problem]:

@@ -7,6 +7,9 @@ A layer is a list of sub-blocks. A sub-block is a norm and some branches (attent
 
     inputs (column-parallel matrices of the normed stream)  ->  elementwise or attention  ->  output (row-parallel)
 
+In latent attention, some inputs make latents, whole on every rank like a key head that all ranks share; a norm and a
+column-parallel matrix follow each.
+
 Matrices are [out, in]; those of the experts of a layer are stacked, [E, out, in]. h hidden size, f MLP width, d head
 width, Hq and Hkv query and key-value heads, V vocabulary size, s sequence length, t tensor-parallel ranks.
 """
@@ -124,13 +127,18 @@ class Branch:
     """The attention, the MLP or the experts of one layer."""
 
     inputs: tuple[Matrix, ...]
-    """Column-parallel: q, k, v; or gate, up, of all experts."""
+    """Column-parallel: q, k, v; or q or its latent, the latent of k and v; in both cases the gate, if there is one; or
+    gate, up, of all experts."""
     output: Matrix
     """Row-parallel: o; or down, of all experts."""
     head_norms: tuple[TensorSpec, ...] = ()
     """Norms of queries and keys."""
+    latent_norms: tuple[TensorSpec, ...] = ()
+    """Norms of the latents: that of queries, if they have one, and that of keys and values."""
+    expansions: tuple[Matrix, ...] = ()
+    """Column-parallel matrices of the normed latents."""
     score_width: int = 0
-    """Hq d, the width of the attention scores' products; 0 for an MLP."""
+    """Hq (d + width of a value), the widths of the scores' product and the values' together; 0 for an MLP."""
     router: tuple[TensorSpec, ...] = ()
     """The router's matrix [E, h] and, if it has one, the bias of its choice [E], which no gradient trains."""
     experts: int = 1
@@ -141,12 +149,14 @@ class Branch:
     def tensors(self) -> tuple[TensorSpec, ...]:
         """All tensors, in the order in which the model computes with them."""
         inputs = (tensor for matrix in self.inputs for tensor in matrix.tensors)
-        return (*self.router, *inputs, *self.head_norms, *self.output.tensors)
+        expansions = (tensor for matrix in self.expansions for tensor in matrix.tensors)
+        norms = (*self.head_norms, *self.latent_norms)
+        return (*self.router, *inputs, *norms, *expansions, *self.output.tensors)
 
     @cached_property
     def weights_per_token(self) -> int:
         """Numbers that one token multiplies with."""
-        of_experts = sum(matrix.weight.numel for matrix in (*self.inputs, self.output))
+        of_experts = sum(matrix.weight.numel for matrix in (*self.inputs, *self.expansions, self.output))
         return of_experts // self.experts * self.experts_per_token + sum(tensor.numel for tensor in self.router[:1])
 
 
@@ -171,11 +181,12 @@ class SubBlockTensors:
         return sum(tensor.numel if ranks is None else tensor.local_numel(ranks) for tensor in self.tensors)
 
 
-def _column(name: str, rows: int, config: ModelConfig, bias: bool, heads: int | None = None) -> Matrix:
-    block = ROWS_PER_BLOCK if heads is None else config.head_dim
-    weight = TensorSpec(
-        f"{name}.weight", (rows, config.hidden_size), 0, block=block, heads=heads, std=config.init_method_std
-    )
+def _column(
+    name: str, rows: int, config: ModelConfig, bias: bool, heads: int | None = None, columns: int | None = None
+) -> Matrix:
+    block = ROWS_PER_BLOCK if heads is None else rows // heads
+    shape = (rows, columns or config.hidden_size)
+    weight = TensorSpec(f"{name}.weight", shape, 0, block=block, heads=heads, std=config.init_method_std)
     return Matrix(weight, TensorSpec(f"{name}.bias", (rows,), 0, block=block, heads=heads) if bias else None)
 
 
@@ -196,13 +207,51 @@ def _attention(config: ModelConfig, name: str) -> Branch:
         _column(f"{name}.{which}_proj", count * config.head_dim, config, config.add_qkv_bias, count)
         for which, count in (("q", heads), ("k", kv_heads), ("v", kv_heads))
     )
-    width = heads * config.head_dim
     norms = tuple(_whole(f"{name}.{which}_norm.weight", config.head_dim, mean=1.0) for which in "qk")
     return Branch(
-        (q, k, v),
-        _row(f"{name}.o_proj", width, config, config.add_attention_output_bias, block=config.head_dim),
+        (q, k, v, *_output_gate(config, name)),
+        _attention_output(config, name),
         head_norms=norms if config.qk_layernorm else (),
-        score_width=width,
+        score_width=2 * heads * config.head_dim,
+    )
+
+
+def _output_gate(config: ModelConfig, name: str) -> tuple[Matrix, ...]:
+    if not config.attention_output_gate:
+        return ()
+    heads = config.num_attention_heads
+    return (_column(f"{name}.gate_proj", heads * config.value_dim, config, False, heads),)
+
+
+def _attention_output(config: ModelConfig, name: str) -> Matrix:
+    width = config.num_attention_heads * config.value_dim
+    return _row(f"{name}.o_proj", width, config, config.add_attention_output_bias, block=config.value_dim)
+
+
+def _latent_attention(config: ModelConfig, name: str) -> Branch:
+    """DeepSeek-V2 (arXiv 2405.04434), section 2.1; published models have no biases where these have none."""
+    heads = config.num_attention_heads
+    inputs: list[Matrix] = []
+    norms: list[TensorSpec] = []
+    expansions: list[Matrix] = []
+
+    def add_latent(which: str, rank: int, rotated: int, head_width: int) -> None:
+        # A latent is one head, which all ranks hold.
+        inputs.append(_column(f"{name}.{which}_a_proj", rank + rotated, config, config.add_qkv_bias, 1))
+        norms.append(_whole(f"{name}.{which}_a_norm.weight", rank, mean=1.0))
+        expansions.append(_column(f"{name}.{which}_b_proj", heads * head_width, config, False, heads, columns=rank))
+
+    if config.q_lora_rank:
+        add_latent("q", config.q_lora_rank, 0, config.head_dim)
+    else:
+        inputs.append(_column(f"{name}.q_proj", heads * config.head_dim, config, False, heads))
+    add_latent("kv", config.kv_lora_rank, config.qk_rope_head_dim, config.qk_nope_head_dim + config.v_head_dim)
+    return Branch(
+        (*inputs, *_output_gate(config, name)),
+        _attention_output(config, name),
+        latent_norms=tuple(norms),
+        expansions=tuple(expansions),
+        score_width=heads * (config.head_dim + config.v_head_dim),
     )
 
 
@@ -221,7 +270,7 @@ def _experts(config: ModelConfig, name: str) -> Branch:
     router = name.removesuffix("experts") + "router"
     choice = (_whole(f"{router}.expert_bias", count),) if config.moe_router_enable_expert_bias else ()
     weight = TensorSpec(f"{router}.weight", (count, hidden), block=count, std=config.init_method_std)
-    return Branch((gate, up), down, (), 0, (weight, *choice), count, config.moe_router_topk)
+    return Branch((gate, up), down, router=(weight, *choice), experts=count, experts_per_token=config.moe_router_topk)
 
 
 def _branch(config: ModelConfig, layer: int, which: str) -> Branch:
@@ -233,7 +282,7 @@ def _branch(config: ModelConfig, layer: int, which: str) -> Branch:
     if which in ("mlp", "mlp_2"):
         return _mlp(config, name, config.ffn_hidden_size)
     if which in ("attention", "attention_2"):
-        return _attention(config, name)
+        return _latent_attention(config, name) if config.is_latent else _attention(config, name)
     raise KeyError(which)
 
 
@@ -391,7 +440,7 @@ class ModelFlops:
         flops: list[int] = []
         for layer in layer_tensors(self.model):
             branches = itertools.chain.from_iterable(sub_block.branches for sub_block in layer)
-            flops.append(sum(2 * s * (branch.weights_per_token + 2 * s * branch.score_width) for branch in branches))
+            flops.append(sum(2 * s * (branch.weights_per_token + s * branch.score_width) for branch in branches))
         return tuple(flops)
 
     @property

@@ -26,7 +26,7 @@ def _rotary_frequencies(config: ModelConfig, dtype: torch.dtype, device: torch.d
     `linear` divides all frequencies by the factor. `llama3` (Llama 3.1) divides those whose wavelength exceeds
     original/low, keeps those below original/high, and interpolates linearly in original/wavelength between.
     """
-    width = int(config.head_dim * config.rotary_percent)
+    width = config.rotary_dim
     exponents = torch.arange(0, width, 2, dtype=torch.int64, device=device).to(dtype) / width
     frequencies = 1.0 / (config.rotary_base**exponents)
     if config.rope_scaling == "linear":

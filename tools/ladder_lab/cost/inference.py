@@ -204,7 +204,7 @@ def _prefill_seconds(request: InferenceRequest, sub_block: SubBlockTensors) -> f
     seconds = 0.0
     for branch in sub_block.branches:
         # A flash kernel skips the masked half of the scores.
-        flops = tokens * 2 * (branch.weights_per_token + request.prompt * branch.score_width) / request.ranks
+        flops = tokens * 2 * (branch.weights_per_token + request.prompt * branch.score_width / 2) / request.ranks
         seconds += flops / (FLOPS_SHARE * request.machine.gpu.peak_flops)
         seconds += _share_of_floor(branch) * PREFILL_FLOOR * MICROSECOND
     return seconds + streams

@@ -104,7 +104,9 @@ class LayerTime:
 
         def time_of(sub_block: SubBlockTensors) -> SubBlockTime:
             # A flash kernel skips the masked half of the scores.
-            products = (branch.weights_per_token + self.sequence * branch.score_width for branch in sub_block.branches)
+            products = (
+                branch.weights_per_token + self.sequence * branch.score_width / 2 for branch in sub_block.branches
+            )
             flops = 2 * sum(products)
             inputs = sum(
                 matrix.weight.numel * branch.experts_per_token / branch.experts
