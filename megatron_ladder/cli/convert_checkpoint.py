@@ -10,6 +10,7 @@ from megatron_ladder.convert.options import (
     ArrangeOptions,
     ExportOptions,
     ImportOptions,
+    MergeOptions,
     SensitivityOptions,
     parse_options,
 )
@@ -28,7 +29,7 @@ def main(argv: Sequence[str]) -> None:
 
         measure_sensitivity(options)
         return
-    from megatron_ladder.convert.conversions import plan_export, plan_import, plan_reshape
+    from megatron_ladder.convert.conversions import plan_export, plan_import, plan_merge, plan_reshape
     from megatron_ladder.convert.copying import carry_out
     from megatron_ladder.convert.inspection import inspect_directory
 
@@ -40,6 +41,8 @@ def main(argv: Sequence[str]) -> None:
         conversion = plan_import(options)
     elif isinstance(options, ExportOptions):
         conversion = plan_export(options)
+    elif isinstance(options, MergeOptions):
+        conversion = plan_merge(options)
     else:
         conversion = plan_reshape(options)
     if isinstance(options, ArrangeOptions):

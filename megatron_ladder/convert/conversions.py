@@ -1,4 +1,4 @@
-"""The conversions of `convert_checkpoint.py`: import and export of Hugging Face directories, and reshape.
+"""The conversions of `convert_checkpoint.py`: import and export of Hugging Face directories, reshape, and merge.
 
 Each function reads headers and manifests only, and returns a checked `Conversion`. The comparison of logits before and
 after is the one check that knows the meaning of the numbers.
@@ -7,7 +7,7 @@ after is the one check that knows the meaning of the numbers.
 import hashlib
 import importlib.util
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,11 +34,23 @@ from megatron_ladder.checkpoint.hf_directory import (
 )
 from megatron_ladder.checkpoint.loading import load_weights
 from megatron_ladder.checkpoint.manifest import KINDS
-from megatron_ladder.checkpoint.publish import MANIFEST_NAME, temporary_directory
+from megatron_ladder.checkpoint.publish import (
+    MANIFEST_NAME,
+    published_checkpoints,
+    publishing_order,
+    temporary_directory,
+)
 from megatron_ladder.checkpoint.tensor_file import box_key
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.convert.copying import Conversion, CopiedTensor, Files, Permutation, divide, total_bytes
-from megatron_ladder.convert.options import CheckpointOptions, ExportOptions, ImportOptions, ReshapeOptions, shard_bytes
+from megatron_ladder.convert.options import (
+    CheckpointOptions,
+    ExportOptions,
+    ImportOptions,
+    MergeOptions,
+    ReshapeOptions,
+    shard_bytes,
+)
 from megatron_ladder.convert.outputs import check_hf_target, check_save_target, publish_hf, publish_save, size_text
 from megatron_ladder.convert.small_files import (
     describe_tokenizer,
@@ -56,7 +68,7 @@ from megatron_ladder.convert.training_checkpoint import (
     open_training_checkpoint,
 )
 from megatron_ladder.convert.wiring import rewired, wiring_text
-from megatron_ladder.errors import raise_user_errors
+from megatron_ladder.errors import UserError, raise_user_errors
 from megatron_ladder.model.language_model import LanguageModel
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -106,7 +118,7 @@ def plan_import(options: ImportOptions) -> Conversion:
         )
     return _checkpoint_conversion(
         options,
-        options.hf,
+        [options.hf],
         checkpoint_files(tensors),
         header,
         {**carried, **description},
@@ -147,7 +159,7 @@ def plan_reshape(options: ReshapeOptions, orders: Mapping[str, Permutation] = Ma
     kinds = [kind for kind in KINDS if checkpoint.stored(kind)]
     return _checkpoint_conversion(
         options,
-        checkpoint.directory,
+        [checkpoint.directory],
         checkpoint_files(tensors),
         header,
         source.other_files,
@@ -157,9 +169,85 @@ def plan_reshape(options: ReshapeOptions, orders: Mapping[str, Permutation] = Ma
     )
 
 
+def plan_merge(options: MergeOptions) -> Conversion:
+    """Plan a training checkpoint, weights only, whose weights are weighted means of those of several checkpoints.
+
+    Raises:
+        UserError: a checkpoint is incomplete or of another model, or the target must not be written to.
+    """
+    names = _merged_names(options)
+    sources = [open_training_checkpoint(options.load / name) for name in names]
+    newest = sources[-1]
+    directory, iteration = newest.checkpoint.directory, newest.checkpoint.iteration
+    check_save_target(options.save, iteration, options.overwrite)
+    raise_user_errors(
+        f"--load {source.checkpoint.directory}: is of another model than {directory}: merge checkpoints of one run"
+        for source in sources
+        if source.model != newest.model
+    )
+    weights = _merging_weights(options.weights, len(sources))
+    tensors = [
+        replace(tensor, read=partial(_weighted_mean, sources, weights, tensor.name))
+        for tensor in newest.tensors()
+        if tensor.kind == "weight"
+    ]
+    header = {key: value for key, value in newest.checkpoint.manifest.items() if key not in _DERIVED_KEYS}
+    header["merged"] = {"checkpoints": names, "weights": weights}
+
+    def verify_sources() -> None:
+        for source in sources:
+            source.verify(only_weights=True)
+
+    shares = (f"{name} {weight / sum(weights):.3f}" for name, weight in zip(names, weights, strict=True))
+    return _checkpoint_conversion(
+        options,
+        [source.checkpoint.directory for source in sources],
+        checkpoint_files(tensors),
+        header,
+        newest.other_files,
+        facts=(f"{options.load}: {', '.join(shares)}, wiring: {wiring_text(newest.model)}",),
+        verify_source=verify_sources,
+    )
+
+
+def _merged_names(options: MergeOptions) -> list[str]:
+    """Return the names of the checkpoints to merge, the oldest first; raise UserError if they do not exist."""
+    # Of an iteration that was saved several times, the newest.
+    names = {publishing_order(name)[0]: name for name in published_checkpoints(options.load)}
+    iterations = sorted({*options.iterations} if options.last is None else {*sorted(names)[-options.last :]})
+    flag = (
+        f"--iterations {' '.join(map(str, options.iterations))}" if options.last is None else f"--last {options.last}"
+    )
+    found = f"found iterations {', '.join(map(str, sorted(names))) or 'none'} in {options.load}"
+    if not {*iterations} <= names.keys() or len(iterations) < (options.last or 2):
+        raise UserError(f"{flag}: expected two or more of the checkpoints there are: {found}")
+    return [names[iteration] for iteration in iterations]
+
+
+def _merging_weights(kind: str, count: int) -> list[float]:
+    """Return a weight for each of so many checkpoints, the oldest first; the mean divides by their sum.
+
+    The weights c_0 .. c_(n-1) have the effect of a factor c_i + .. + c_(n-1) on the updates between checkpoints i - 1
+    and i (arXiv 2507.17634, section 3). `minus-sqrt` makes that 1 - sqrt(i / n).
+    """
+    if kind == "minus-sqrt":
+        return [math.sqrt((index + 1) / count) - math.sqrt(index / count) for index in range(count)]
+    return [index + 1.0 if kind == "linear" else 1.0 for index in range(count)]
+
+
+def _weighted_mean(sources: Sequence[TrainingCheckpoint], weights: Sequence[float], name: str) -> Tensor:
+    """Return the mean of a weight over checkpoints in float64, added up in their order."""
+    total: Tensor | None = None
+    for source, weight in zip(sources, weights, strict=True):
+        part = source.read(name, "weight").to(torch.float64).mul_(weight)
+        total = part if total is None else total.add_(part)
+    assert total is not None
+    return total.div_(sum(weights))
+
+
 def _checkpoint_conversion(
-    options: CheckpointOptions,
-    source: Path,
+    options: CheckpointOptions | MergeOptions,
+    sources: Sequence[Path],
     files: Files,
     header: Mapping[str, Any],
     other_files: Mapping[str, bytes],
@@ -167,7 +255,7 @@ def _checkpoint_conversion(
 ) -> Conversion:
     """Return a conversion to a training checkpoint; `more` are other fields of `Conversion`."""
     iteration = header["iteration"]
-    token = _fingerprint(source, files, header, sorted(other_files.items()))
+    token = _fingerprint(sources, files, header, sorted(other_files.items()))
     return Conversion(
         files=files,
         work=temporary_directory(options.save, iteration, token),
@@ -178,10 +266,10 @@ def _checkpoint_conversion(
     )
 
 
-def _fingerprint(source: Path, files: Files, *more: object) -> str:
-    """Return sixteen hexadecimal digits that identify a conversion: its source, its files, and other values."""
+def _fingerprint(sources: Sequence[Path], files: Files, *more: object) -> str:
+    """Return sixteen hexadecimal digits that identify a conversion: its sources, its files, and other values."""
     digest = hashlib.sha256(repr(more).encode())
-    for path in sorted(path for path in source.iterdir() if path.is_file()):
+    for path in sorted(path for source in sources for path in source.iterdir() if path.is_file()):
         state = path.stat()
         digest.update(f"{path}\0{state.st_size}\0{state.st_mtime_ns}\0".encode())
     for file, tensors in files.items():
@@ -233,7 +321,7 @@ def plan_export(options: ExportOptions) -> Conversion:
     compared = "of the checkpoint and of the exported model in transformers"
     cast_to = new_dtype if any(tensor.dtype != new_dtype for tensor in weights) else None
     compared += f", both with weights in {cast_to}" if cast_to else ""
-    target, token = options.hf.resolve(), _fingerprint(checkpoint.directory, files, sorted(other_files.items()))
+    target, token = options.hf.resolve(), _fingerprint([checkpoint.directory], files, sorted(other_files.items()))
     return Conversion(
         files=files,
         work=target.with_name(f"{target.name}.tmp-{token}"),

@@ -76,6 +76,24 @@ class ReshapeOptions(CheckpointOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MergeOptions(ConversionOptions):
+    """Merge. The weighted mean of checkpoints of one run, without optimizer state."""
+
+    load: Path
+    """Directory of checkpoints."""
+    save: Path = flag(output="directory")
+    """Directory of checkpoints to write to; the result has the number of the last merged iteration."""
+    iterations: tuple[int, ...] = flag((), minimum=0, excludes=("--last",))
+    """Iterations of the checkpoints."""
+    last: int | None = flag(None, minimum=2)
+    """Number of checkpoints, the newest of the directory."""
+    weights: Literal["mean", "linear", "minus-sqrt"] = "mean"
+    """Weights of n checkpoints at equal distances. mean: equal ones, which emulate a linear decay of the learning rate
+    (arXiv 2507.17634; Megatron's `linear`); linear: 1 to n, the newest most; minus-sqrt: those that emulate a decay by
+    1 - sqrt(x)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class MeasuredOptions:
     """Options of commands that run a model over text."""
 
@@ -124,11 +142,12 @@ class SensitivityOptions(MeasuredOptions):
     """Number of processes that share the model, which are started on this machine; under a launcher, their number."""
 
 
-Options = ImportOptions | ExportOptions | ReshapeOptions | ArrangeOptions | SensitivityOptions
+Options = ImportOptions | ExportOptions | ReshapeOptions | MergeOptions | ArrangeOptions | SensitivityOptions
 VERBS: dict[str, tuple[type, str]] = {
     "import": (ImportOptions, "Converts a Hugging Face directory to a training checkpoint."),
     "export": (ExportOptions, "Converts a training checkpoint to a Hugging Face directory."),
     "reshape": (ReshapeOptions, "Writes a training checkpoint of whole tensors, or with another wiring."),
+    "merge": (MergeOptions, "Writes the weighted mean of several checkpoints of a run."),
     "arrange": (ArrangeOptions, "Chooses which heads and neurons share a lane with own partials; needs scipy."),
     "sensitivity": (SensitivityOptions, "Measures which layers cost the least when they read late."),
 }

@@ -107,11 +107,16 @@ def small_config(**changes: Any) -> ModelConfig:
 
 
 def write_cut_checkpoint(
-    save: Path, config: ModelConfig, run: dict[str, Any], optimizer: str | None = None
+    save: Path,
+    config: ModelConfig,
+    run: dict[str, Any],
+    optimizer: str | None = None,
+    iteration: int = 30,
+    seed: int = 5,
 ) -> dict[str, torch.Tensor]:
     """Write a checkpoint as ZeRO does: each of 3 ranks has an interval of every flattened tensor and its moments."""
     ranks = 3
-    weights = make_weights(ReferenceConfig.like(config), seed=5)
+    weights = make_weights(ReferenceConfig.like(config), seed=seed)
     pieces: list[list[Piece]] = [[] for _ in range(ranks)]
     for name, weight in weights.items():
         flat = weight.reshape(-1)
@@ -130,11 +135,11 @@ def write_cut_checkpoint(
     pieces[1].append(Piece("rng.rank_00001.cpu", "rng", (9,), Box.whole((9,)), torch.arange(9, dtype=torch.uint8)))
     flags = {"training": run} if optimizer is None else {"training": run, "optimizer": {"optimizer": optimizer}}
     header = {
-        "iteration": 30,
-        "consumed_samples": 240,
+        "iteration": iteration,
+        "consumed_samples": 8 * iteration,
         "model": config.to_dict(),
         "run": flags,
-        "optimizer": {"steps_taken": 30},
+        "optimizer": {"steps_taken": iteration},
         "tokenizer": None,
     }
     (publish_pieces(save, header, pieces) / "merges.txt").write_text("{}")
