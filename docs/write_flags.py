@@ -21,7 +21,7 @@ def row(one: Flag) -> str:
     value = (
         f" {one.value_type.placeholder}{' ...' if one.value_type.many else ''}" if one.value_type.placeholder else ""
     )
-    also = f" (also {', '.join(f'`{other}`' for other in others)})" if others else ""
+    also = "".join(f", `{other}`" for other in others)
     default = "required" if one.is_required else f"`{one.shown_default}`" if one.shown_default else ""
     cells = (f"`{first}{value}`{also}", default, one.limits, one.documentation)
     return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"

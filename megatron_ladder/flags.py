@@ -147,8 +147,8 @@ class Flag:
     above: float | None = None
     below: float | None = None
     requires: tuple[str, ...] = ()
-    """Flags without which this one has no effect. A flag with a value (`"--optimizer adam"`) must have that value;
-    without one it must have any value but its default."""
+    """Flags without which this one has no effect. A flag with a value (`"--optimizer adam"`, or several joined by
+    ` or `) must have that value; without one it must have any value but its default."""
     excludes: tuple[str, ...] = ()
     """Flags that contradict this one, in the same notation."""
     output: OutputKind | None = None
@@ -268,7 +268,7 @@ def limit_problems(flags: Iterable[Flag], values: Mapping[str, Any], together: b
         default = known[name].default
         if name not in values:
             return unknown
-        return str(values[name]) == wanted if wanted else values[name] != default
+        return str(values[name]) in wanted.split(" or ") if wanted else values[name] != default
 
     for name, value in values.items():
         declared, before = known[name], len(problems)

@@ -1,5 +1,6 @@
 """A model: the sizes, rotary embedding, biases, experts and wiring of a Llama-family decoder, and its flags."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -28,16 +29,29 @@ class ModelTraits:
     """Term added to the mean square in RMSNorm."""
     rotary_base: float = flag(10000.0, aliases=("--rope-theta",), above=0)
     """Base of the rotary embedding's wavelengths."""
-    rope_scaling: Literal["none", "linear", "llama3"] = "none"
+    rope_scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
     """Method that scales rotary frequencies for longer contexts."""
-    rope_scaling_factor: float = flag(1.0, above=0, requires="--rope-scaling")
-    """Factor by which the context grows (linear and llama3)."""
+    rope_scaling_factor: float = flag(1.0, aliases=("--rotary-scaling-factor",), above=0, requires="--rope-scaling")
+    """Factor by which the context grows."""
     rope_low_freq_factor: float = flag(1.0, above=0, requires="--rope-scaling llama3")
-    """Llama 3 scaling: wavelengths above original positions / this factor are scaled in full."""
+    """Wavelengths above original positions / this factor are scaled in full."""
     rope_high_freq_factor: float = flag(4.0, above=0, requires="--rope-scaling llama3")
-    """Llama 3 scaling: wavelengths below original positions / this factor are not scaled."""
-    rope_original_max_position_embeddings: int = flag(8192, minimum=1, requires="--rope-scaling llama3")
-    """Llama 3 scaling: maximum positions of the model before scaling."""
+    """Wavelengths below original positions / this factor are not scaled."""
+    rope_original_max_position_embeddings: int = flag(
+        8192,
+        aliases=("--yarn-original-max-position-embeddings",),
+        minimum=1,
+        requires="--rope-scaling llama3 or yarn",
+    )
+    """Maximum positions of the model before scaling."""
+    rope_beta_fast: float = flag(32.0, aliases=("--yarn-beta-fast",), above=0, requires="--rope-scaling yarn")
+    """Frequencies of more turns in the original positions are not scaled."""
+    rope_beta_slow: float = flag(1.0, aliases=("--yarn-beta-slow",), above=0, requires="--rope-scaling yarn")
+    """Frequencies of fewer turns are scaled in full."""
+    rope_mscale: float = flag(1.0, aliases=("--mscale",), minimum=0, requires="--rope-scaling yarn")
+    """Cosines and sines are multiplied by m(this) / m(--rope-mscale-all-dim), where m(s) = 0.1 s ln(factor) + 1."""
+    rope_mscale_all_dim: float = flag(0.0, aliases=("--mscale-all-dim",), minimum=0, requires="--rope-scaling yarn")
+    """See --rope-mscale; latent attention multiplies its scores by m(this)^2."""
     tie_embeddings: bool = False
     """Use the embedding matrix as the output head."""
     add_qkv_bias: bool = False
@@ -180,6 +194,19 @@ class ModelConfig(ModelTraits):
         return self.v_head_dim if self.is_latent else self.head_dim
 
     @property
+    def rotary_magnitude(self) -> float:
+        """The factor on cosines and sines: 1 except with YaRN (arXiv 2309.00071)."""
+        if self.rope_scaling != "yarn":
+            return 1.0
+        return yarn_magnitude(self.rope_scaling_factor, self.rope_mscale, self.rope_mscale_all_dim)
+
+    @property
+    def softmax_scale(self) -> float:
+        """The factor on the scores of attention, in which YaRN has a part if attention is latent."""
+        magnitude = yarn_magnitude(self.rope_scaling_factor, self.rope_mscale_all_dim) if self.is_latent else 1.0
+        return self.head_dim**-0.5 * magnitude**2
+
+    @property
     def layer_kinds(self) -> Sequence[tuple[SubBlockKind, ...]]:
         """The kinds of the sub-blocks of every layer."""
         has_shared = self.moe_shared_expert_intermediate_size > 0
@@ -244,6 +271,12 @@ class ModelConfig(ModelTraits):
             raise UserError(f"{source}: the model's description cannot be read: {error}") from None
         raise_user_errors(f"{source}: {error}" for error in model_errors(config))
         return config.canonical()
+
+
+def yarn_magnitude(factor: float, mscale: float, mscale_all_dim: float = 0.0) -> float:
+    """Return m(mscale) / m(mscale_all_dim) with m(s) = 0.1 s ln(factor) + 1, where the context grows by a factor."""
+    log = math.log(max(factor, 1.0))
+    return (0.1 * mscale * log + 1.0) / (0.1 * mscale_all_dim * log + 1.0)
 
 
 _LISTS_OF_LAYERS = ("ladder_layers", "moe_layers")
@@ -357,6 +390,12 @@ def model_errors(config: ModelConfig) -> Iterator[Problem]:
             "--rope-high-freq-factor",
             f" {config.rope_high_freq_factor} must be above --rope-low-freq-factor {config.rope_low_freq_factor}",
         )
+    if config.rope_scaling == "yarn" and config.rope_beta_fast <= config.rope_beta_slow:
+        yield Problem(
+            "--rope-beta-fast", f" {config.rope_beta_fast} must be above --rope-beta-slow {config.rope_beta_slow}"
+        )
+    if config.rope_scaling == "yarn" and config.rotary_base <= 1:
+        yield Problem("--rotary-base", f" {config.rotary_base} with --rope-scaling yarn: expected more than 1")
     for name in _LISTS_OF_LAYERS:
         layers: tuple[int, ...] = getattr(config, name)
         if list(layers) != sorted({*layers} & {*range(config.num_layers)}):

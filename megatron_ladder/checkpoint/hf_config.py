@@ -9,6 +9,7 @@ fields to the keys. What a type cannot express is not written, so the model that
 two to find the type of a model.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, get_type_hints
@@ -16,7 +17,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import msgspec
 from msgspec import Meta, Struct
 
-from megatron_ladder.blueprint.model import ModelConfig, model_errors
+from megatron_ladder.blueprint.model import ModelConfig, model_errors, yarn_magnitude
 from megatron_ladder.blueprint.wiring import WIRINGS
 from megatron_ladder.errors import UserError, raise_user_errors
 
@@ -52,6 +53,12 @@ class _Rope(Struct):
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
     original_max_position_embeddings: _Size | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None
+    truncate: bool | None = None
     partial_rotary_factor: float | None = None
 
 
@@ -128,8 +135,17 @@ _ROPE_FIELDS = {
         "high_freq_factor": "rope_high_freq_factor",
         "original_max_position_embeddings": "rope_original_max_position_embeddings",
     },
+    "yarn": {
+        "factor": "rope_scaling_factor",
+        "original_max_position_embeddings": "rope_original_max_position_embeddings",
+        "beta_fast": "rope_beta_fast",
+        "beta_slow": "rope_beta_slow",
+        "mscale": "rope_mscale",
+        "mscale_all_dim": "rope_mscale_all_dim",
+    },
 }
 """`rope_type` -> its keys, and their fields. It is also the value of `--rope-scaling`, where "default" is "none"."""
+_OPTIONAL_ROPE_KEYS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 _SIZES: tuple[str, ...] = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _SIZES += ("num_key_value_heads", "head_dim")
 _TRAITS = ("max_position_embeddings", "initializer_range", "rms_norm_eps", "tie_word_embeddings")
@@ -352,11 +368,17 @@ def _rope(config: Mapping[str, Any], read: _Config, model_type: str, errors: _Er
         parts[f"{key}.partial_rotary_factor"] = rope.partial_rotary_factor
         outer, name = read.original_max_position_embeddings, "original_max_position_embeddings"
         original = rope.original_max_position_embeddings or outer or read.max_position_embeddings
-        if kind == "llama3" and outer not in (None, original):
+        if kind in ("llama3", "yarn") and outer not in (None, original):
             errors.append((f"{name} and {key}.{name}", f"{outer} and {original}", "one number"))
         numbers = msgspec.structs.asdict(rope) | {name: original}
-        errors += [(f"{key}.{number}", None, "a number") for number in _ROPE_FIELDS[kind] if numbers[number] is None]
-        scaling = {name: numbers[number] for number, name in _ROPE_FIELDS[kind].items()}
+        required = _ROPE_FIELDS[kind].keys() - _OPTIONAL_ROPE_KEYS
+        errors += [(f"{key}.{number}", None, "a number") for number in sorted(required) if numbers[number] is None]
+        scaling = {
+            name: getattr(ModelConfig, name) if numbers[number] is None else numbers[number]
+            for number, name in _ROPE_FIELDS[kind].items()
+        }
+        if kind == "yarn" and rope.factor is not None:
+            errors += _yarn_errors(key, rope, rope.factor)
         embeddings[key] = {"rope_scaling": "none" if kind == "default" else kind, **scaling}
     thetas = {key: theta for key, theta in thetas.items() if theta is not None}
     parts = {key: part for key, part in parts.items() if part is not None}
@@ -371,6 +393,22 @@ def _rope(config: Mapping[str, Any], read: _Config, model_type: str, errors: _Er
             errors.append((" and ".join(values), both, f"one {name}"))
     base = next(iter(thetas.values()), row.rope_theta)
     return {"rotary_base": base, "rotary_percent": part, **next(iter(embeddings.values()), {})}
+
+
+def _yarn_errors(key: str, rope: _Rope, factor: float) -> _Errors:
+    """Return what our YaRN would compute differently from transformers'."""
+    errors = _Errors()
+    if rope.truncate is False:
+        errors.append((f"{key}.truncate", False, "true: the scaled frequencies begin and end at whole indices"))
+    computed = yarn_magnitude(factor, 1.0 if rope.mscale is None else rope.mscale, rope.mscale_all_dim or 0.0)
+    theirs = rope.attention_factor
+    if theirs is None:
+        # Neither scale has an effect without the other.
+        theirs = computed if rope.mscale and rope.mscale_all_dim else yarn_magnitude(factor, 1.0)
+    if not math.isclose(theirs, computed, rel_tol=1e-6):
+        expected = f"{computed:.9g}, which follows from factor, mscale and mscale_all_dim"
+        errors.append((f"{key}.attention_factor", rope.attention_factor, expected))
+    return errors
 
 
 def _wiring(model_type: str, read: _Config, count: int, errors: _Errors) -> dict[str, Any]:
@@ -492,6 +530,8 @@ def _rope_keys(model: ModelConfig, with_part: bool) -> dict[str, Any]:
     """
     kind = "default" if model.rope_scaling == "none" else model.rope_scaling
     scaling = {"rope_type": kind} | {key: getattr(model, name) for key, name in _ROPE_FIELDS[kind].items()}
+    if kind == "yarn":
+        scaling["attention_factor"] = model.rotary_magnitude
     part = {"partial_rotary_factor": model.rotary_percent} if with_part else {}
     return {
         "rope_parameters": {**scaling, **part, "rope_theta": model.rotary_base},

@@ -37,9 +37,9 @@ _RULES = {
     "positions are rotary: use --rotary-base and --rope-scaling": """
         --add-position-embedding --relative-attention-* --rotary-interleaved --mrope-section --no-rope-freq""",
     "use --rotary-base": "--rotary-position-embeddings-theta",
-    "use --rope-scaling llama3 or linear": """
-        --rope-type=rope --use-rope-scaling --rope-scaling-type --rotary-scaling-factor --*yarn-* --mscale
-        --mscale-all-dim""",
+    "use --rope-scaling": "--rope-type=rope --use-rope-scaling --rope-scaling-type",
+    "YaRN scales whole indices: leave it out": """
+        --yarn-correction-range-round-to-int! --no-yarn-correction-range-round-to-int""",
     "use --rope-scaling linear --rope-scaling-factor": "--rotary-seq-len-interpolation-factor",
     "the activation is SwiGLU: leave it out": """
         --openai-gelu --squared-relu --quick-geglu --activation-func-clamp-value --glu-linear-offset

@@ -24,19 +24,38 @@ def _rotary_frequencies(config: ModelConfig, dtype: torch.dtype, device: torch.d
     """Return f_j for j in 0 .. d/2-1, in radians per position.
 
     `linear` divides all frequencies by the factor. `llama3` (Llama 3.1) divides those whose wavelength exceeds
-    original/low, keeps those below original/high, and interpolates linearly in original/wavelength between.
+    original/low, keeps those below original/high, and interpolates linearly in original/wavelength between. `yarn`
+    (arXiv 2309.00071) keeps those of at least beta_fast turns in the original positions, divides those of at most
+    beta_slow turns, and interpolates linearly in j between.
     """
     width = config.rotary_dim
     exponents = torch.arange(0, width, 2, dtype=torch.int64, device=device).to(dtype) / width
     frequencies = 1.0 / (config.rotary_base**exponents)
     if config.rope_scaling == "linear":
         return frequencies / config.rope_scaling_factor
+    if config.rope_scaling == "none":
+        return frequencies
     if config.rope_scaling == "llama3":
         turns = config.rope_original_max_position_embeddings * frequencies / (2 * math.pi)
         low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
         unscaled_part = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-        return (1 - unscaled_part) * frequencies / config.rope_scaling_factor + unscaled_part * frequencies
-    return frequencies
+    else:
+        first, last = _yarn_range(config)
+        indices = torch.arange(width // 2, dtype=dtype, device=device)
+        unscaled_part = 1 - ((indices - first) / (last - first)).clamp(0.0, 1.0)
+    return (1 - unscaled_part) * frequencies / config.rope_scaling_factor + unscaled_part * frequencies
+
+
+def _yarn_range(config: ModelConfig) -> tuple[int, float]:
+    """Return the indices j of the last frequency that YaRN keeps, and of the first one that it scales in full."""
+
+    def index_of(turns: float) -> float:
+        length = config.rope_original_max_position_embeddings / (2 * math.pi)
+        return config.rotary_dim * math.log(length / turns) / (2 * math.log(config.rotary_base))
+
+    first = max(math.floor(index_of(config.rope_beta_fast)), 0)
+    last = min(math.ceil(index_of(config.rope_beta_slow)), config.rotary_dim - 1)
+    return first, last + 0.001 if first == last else last
 
 
 def rotary_table(config: ModelConfig, positions: Tensor, compute_dtype: torch.dtype) -> RotaryTable:
@@ -46,7 +65,7 @@ def rotary_table(config: ModelConfig, positions: Tensor, compute_dtype: torch.dt
     """
     dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
     angles = positions.to(dtype).unsqueeze(-1) * _rotary_frequencies(config, dtype, positions.device)
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = config.rotary_magnitude * angles.cos(), config.rotary_magnitude * angles.sin()
     return RotaryTable(torch.cat((cos, cos), dim=-1).unsqueeze(2), torch.cat((-sin, sin), dim=-1).unsqueeze(2))
 
 

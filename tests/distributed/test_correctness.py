@@ -94,7 +94,17 @@ WIRINGS: dict[str, dict[str, Any]] = {
 FEATURES: dict[str, dict[str, Any]] = {
     "tied": {"tie_embeddings": True, "rope_scaling": "linear", "rope_scaling_factor": 2.0, "logit_soft_cap": 1.5},
     "biases": {"add_qkv_bias": True, "add_attention_output_bias": True, "add_mlp_bias": True},
-    "qwen": {"add_qkv_bias": True, "qk_layernorm": True, "num_key_value_heads": 1},
+    "qwen": {
+        "add_qkv_bias": True,
+        "qk_layernorm": True,
+        "num_key_value_heads": 1,
+        "rope_scaling": "yarn",
+        "rope_scaling_factor": 8.0,
+        "rope_original_max_position_embeddings": 16,
+        "rope_beta_fast": 2.0,
+        "rope_mscale": 0.7,
+        "rope_mscale_all_dim": 1.2,
+    },
     "multi-head": {
         "num_key_value_heads": 4,
         "head_dim": 12,

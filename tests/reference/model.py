@@ -38,6 +38,10 @@ class ReferenceConfig:
     rope_low_freq_factor: float = 1.0
     rope_high_freq_factor: float = 4.0
     rope_original_max_position_embeddings: int = 8192
+    rope_beta_fast: float = 32.0
+    rope_beta_slow: float = 1.0
+    rope_mscale: float = 1.0
+    rope_mscale_all_dim: float = 0.0
     tie_embeddings: bool = False
     add_qkv_bias: bool = False
     add_attention_output_bias: bool = False
@@ -330,7 +334,9 @@ def inverse_frequencies(config: ReferenceConfig) -> list[float]:
 
     none: base^(-2i/d) (Su et al., arXiv 2104.09864). linear: positions divided by the factor (Chen et al., arXiv
     2306.15595). llama3: as published with Llama 3.1: wavelengths above L/low are stretched by the factor, those
-    below L/high are kept, and between the two the frequency is interpolated linearly in L/wavelength.
+    below L/high are kept, and between the two the frequency is interpolated linearly in L/wavelength. yarn (Peng et
+    al., arXiv 2309.00071): as in DeepSeek's code, linearly in i between the indices, rounded outwards, that turn
+    beta_fast and beta_slow times in L positions.
     """
     rotated = int(config.head_dim * config.rotary_percent)
     plain = [config.rotary_base ** (-2 * i / rotated) for i in range(rotated // 2)]
@@ -339,14 +345,39 @@ def inverse_frequencies(config: ReferenceConfig) -> list[float]:
         return plain
     if config.rope_scaling == "linear":
         return [frequency / factor for frequency in plain]
+    if config.rope_scaling == "yarn":
+        ramp = _yarn_ramp(config, rotated)
+        return [(1 - part) * plain[i] + part * plain[i] / factor for i, part in enumerate(ramp)]
     if config.rope_scaling != "llama3":
-        raise ValueError(f"rope_scaling {config.rope_scaling!r} is none of none, linear, llama3")
+        raise ValueError(f"rope_scaling {config.rope_scaling!r} is none of none, linear, llama3, yarn")
     scaled = []
     for frequency in plain:
         periods = config.rope_original_max_position_embeddings * frequency / (2 * math.pi)
         kept = min(1.0, max(0.0, (periods - low) / (high - low)))
         scaled.append(kept * frequency + (1 - kept) * frequency / factor)
     return scaled
+
+
+def _yarn_ramp(config: ReferenceConfig, rotated: int) -> list[float]:
+    """Return how far each frequency of YaRN is scaled, 0 to 1."""
+    length, base = config.rope_original_max_position_embeddings, config.rotary_base
+    # base^(-2i/d) L = 2 pi beta, solved for i.
+    fast, slow = (
+        rotated / 2 * math.log(length / (2 * math.pi * beta), base)
+        for beta in (config.rope_beta_fast, config.rope_beta_slow)
+    )
+    low, high = max(0.0, math.floor(fast)), min(rotated - 1.0, math.ceil(slow))
+    if low == high:
+        high += 0.001
+    return [min(1.0, max(0.0, (i - low) / (high - low))) for i in range(rotated // 2)]
+
+
+def rotary_magnitude(config: ReferenceConfig) -> float:
+    """Return the factor on cosines and sines: 0.1 mscale ln(factor) + 1 of YaRN, over that of the other mscale."""
+    if config.rope_scaling != "yarn" or config.rope_scaling_factor <= 1:
+        return 1.0
+    log = math.log(config.rope_scaling_factor)
+    return (0.1 * config.rope_mscale * log + 1) / (0.1 * config.rope_mscale_all_dim * log + 1)
 
 
 def _sub_blocks(
@@ -431,7 +462,8 @@ def _rotate(x: Tensor, config: ReferenceConfig, position: Tensor) -> Tensor:
     d is the rotated part of a head.
     """
     angle = position.double()[..., None] * torch.tensor(inverse_frequencies(config), dtype=torch.float64)
-    cos, sin = (table[..., None, :].to(x.dtype) for table in (torch.cos(angle), torch.sin(angle)))
+    tables = (rotary_magnitude(config) * table for table in (torch.cos(angle), torch.sin(angle)))
+    cos, sin = (table[..., None, :].to(x.dtype) for table in tables)
     rotated = 2 * cos.shape[-1]
     first, second = x[..., :rotated].chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin, x[..., rotated:]], dim=-1)

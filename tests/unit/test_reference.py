@@ -64,12 +64,17 @@ def largest_error(found: Tensor, expected: Tensor) -> float:
 
 
 ROPE = {"rope_scaling": "llama3", "rope_scaling_factor": 8.0, "rope_original_max_position_embeddings": 64}
+YARN = ROPE | {"rope_scaling": "yarn", "rope_original_max_position_embeddings": 32, "rotary_base": 100.0}
+SCALES = {"rope_beta_fast": 4.0, "rope_beta_slow": 0.5, "rope_mscale": 0.7, "rope_mscale_all_dim": 1.2}
 BIASES = {"add_qkv_bias": True, "add_attention_output_bias": True, "add_mlp_bias": True}
 CASES: dict[str, tuple[Family, ReferenceConfig, dict[str, Any]]] = {
     "plain": (LlamaForCausalLM, BASE, {}),
     "base and epsilon": (LlamaForCausalLM, BASE, {"rotary_base": 500.0, "norm_epsilon": 0.05}),
     "linear": (LlamaForCausalLM, BASE, {"rope_scaling": "linear", "rope_scaling_factor": 3.0}),
     "llama3": (LlamaForCausalLM, BASE, {**ROPE, "rotary_base": 100.0, "rope_high_freq_factor": 3.0}),
+    "yarn": (LlamaForCausalLM, BASE, YARN),
+    "yarn, magnitudes": (Qwen3ForCausalLM, QWEN3, YARN | SCALES),
+    "yarn, partial": (Glm4MoeForCausalLM, GLM, YARN | SCALES),
     "grouped queries": (LlamaForCausalLM, BASE, {"num_key_value_heads": 2}),
     "one key head, wide heads": (LlamaForCausalLM, BASE, {"num_key_value_heads": 1, "head_dim": 10}),
     "tied": (LlamaForCausalLM, BASE, {"tie_embeddings": True}),

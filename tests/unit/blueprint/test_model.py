@@ -85,6 +85,7 @@ def test_lanes() -> None:
         {"residual_mode": "ladder", "ladder_layers": "[7]", "residual_staleness": 2, "lanes": 2},
         {"residual_mode": "ladder", "ladder_layers": "none"},
         {"residual_mode": "ladder-parallel", "tie_embeddings": True, "rope_scaling": "llama3"},
+        {"rope_scaling": "yarn", "rope_original_max_position_embeddings": 512, "rope_mscale": 0.7},
         {"residual_mode": "desync", "desync_interval": 4, "num_key_value_heads": 4, "norm_epsilon": 1e-6},
     ],
 )
@@ -109,6 +110,13 @@ def test_a_late_wiring_without_a_plain_one_remains_if_no_layer_reads_late(monkey
         ("standard", {"head_dim": 63}, "--head-dim 63 is odd"),
         ("standard", {"rope_scaling_factor": 8.0}, "--rope-scaling-factor 8.0 requires --rope-scaling"),
         ("standard", {"rope_scaling": "llama3", "rope_high_freq_factor": 1.0}, "--rope-high-freq-factor 1.0 must be"),
+        ("standard", {"rope_scaling": "yarn", "rope_beta_slow": 32.0}, "--rope-beta-fast 32.0 must be above"),
+        ("standard", {"rope_mscale": 0.5}, "--rope-mscale 0.5 requires --rope-scaling yarn"),
+        (
+            "standard",
+            {"rope_scaling": "linear", "rope_original_max_position_embeddings": 512},
+            "--rope-original-max-position-embeddings 512 requires --rope-scaling llama3 or yarn",
+        ),
         ("standard", {"ladder_layers": "all"}, "--ladder-layers all has no meaning"),
         ("parallel", {"ladder_layers": "4"}, "--ladder-layers 4 has no meaning"),
         ("standard", {"residual_staleness": 2}, "--residual-staleness 2 has no meaning"),

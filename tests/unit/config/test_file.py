@@ -129,7 +129,7 @@ def test_a_file_that_can_be_read_once_is_read_once(tmp_path: Path) -> None:
         ("micro_batch_size:", "--micro-batch-size: expected a whole number, found no value (run.yaml:3)"),
         ("micro_batch_size: 0", "--micro-batch-size 0: expected 1 or more (run.yaml:3)"),
         ('bf16: "yes"', "--bf16: expected true or false, found 'yes' (run.yaml:3)"),
-        ("rope_scaling: no", "--rope-scaling: 'no' is not one of none, linear, llama3 (run.yaml:3)"),
+        ("rope_scaling: no", "--rope-scaling: 'no' is not one of none, linear, llama3, yarn (run.yaml:3)"),
         ("data_path: [[a]]", "--data-path: expected a path, found a list (run.yaml:3)"),
         ("save: ''", "--save: the path is empty (run.yaml:3)"),
         ("learning_rate: 1", "--learning-rate is not supported: use --lr (run.yaml:3)"),

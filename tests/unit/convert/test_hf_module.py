@@ -24,6 +24,9 @@ from tests.unit.convert.saved_models import assert_equal_bits, convert, export, 
 from tests.unit.convert.test_remote_code import LLAMA3
 
 ROPE = LLAMA3 | {"rope_original_max_position_embeddings": 16}
+YARN = ROPE | {"rope_scaling": "yarn", "rope_beta_fast": 4.0, "rotary_base": 100.0}
+del YARN["rope_low_freq_factor"], YARN["rope_high_freq_factor"]
+SCALES = {"rope_mscale": 0.7, "rope_mscale_all_dim": 1.2}
 HYBRID = {"residual_mode": "ladder", "ladder_layers": (1, 2, 4)}
 UPPER = {"moe_layers": (1, 2, 3, 4, 5)}
 
@@ -38,12 +41,14 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
     [
         ("llama", {"rope_scaling": "linear", "rope_scaling_factor": 2.0, "rotary_base": 5e5, "head_dim": 12}),
         ("llama", BIASES | ROPE | {"tie_embeddings": True, "init_method_std": 0.01}),
+        ("llama", YARN),
         ("mistral", {"hidden_size": 34}),
         ("qwen2", {"add_qkv_bias": True, "tie_embeddings": True, "norm_epsilon": 1e-6}),
         ("qwen3", {"qk_layernorm": True, "head_dim": 12}),
+        ("qwen3", YARN | {"qk_layernorm": True, "rope_mscale": 0.5}),
         ("qwen3_moe", EXPERTS | {"qk_layernorm": True, "moe_layers": (0, 3), "moe_router_unnormalized": True}),
         ("glm4_moe", GLM | UPPER),
-        ("megatron_ladder", GLM | HYBRID),
+        ("megatron_ladder", GLM | HYBRID | YARN | SCALES),
         ("megatron_ladder", GLM | HYBRID | {"residual_mode": "farskip"}),
         ("megatron_ladder", HYBRID | {"logit_soft_cap": 0.5, "tie_embeddings": True}),
         ("megatron_ladder", {"add_qkv_bias": True, "head_dim": 12}),
@@ -53,6 +58,7 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
         ("megatron_ladder", {"residual_mode": "desync", "desync_interval": 4, "desync_tp": 2, "add_mlp_bias": True}),
         ("megatron_ladder", HYBRID | {"residual_mode": "ladder-attention", "residual_staleness": 3}),
         ("megatron_ladder", HYBRID | BIASES | ROPE),
+        ("megatron_ladder", HYBRID | YARN),
     ],
 )
 def test_exported_directories_match_the_reference_and_can_be_imported(

@@ -1,5 +1,6 @@
 """`config.json` of published models, values that are rejected, model cards, and the build of the plugin."""
 
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -75,6 +76,29 @@ def test_configs_of_published_models() -> None:
     assert model_config_from_hf(old) == replace(OURS, **plain)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+def test_yarn_of_published_models() -> None:
+    """Qwen3 by transformers 4, Yarn-Llama-2, OLMo-3, and the scales of DeepSeek, in one of the spellings or both."""
+    plain = {key: value for key, value in LLAMA31.items() if key != "rope_scaling"}
+    fields = {"rope_scaling": "yarn", "rope_scaling_factor": 4.0, "rope_original_max_position_embeddings": 32768}
+    expected = replace(OURS, **fields, rope_low_freq_factor=1.0, rope_high_freq_factor=4.0)
+    assert model_config_from_hf(plain | {"rope_scaling": YARN}) == expected
+    assert expected.rotary_magnitude == 0.1 * math.log(4) + 1
+    both = {"rope_parameters": YARN | {"rope_theta": 5e5, "beta_fast": 32}, "rope_scaling": YARN}
+    assert model_config_from_hf(plain | both) == expected
+    old = {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096, "finetuned": True}
+    assert model_config_from_hf(plain | {"rope_scaling": old}).rotary_magnitude == 0.1 * math.log(16) + 1
+    factor = {"attention_factor": 1.138629436111989, "truncate": True}
+    assert model_config_from_hf(plain | {"rope_scaling": YARN | factor}) == expected
+    implied = {"rope_type": "yarn", "factor": 4.0}
+    assert model_config_from_hf(plain | {"rope_scaling": implied}).rope_original_max_position_embeddings == 131072
+    deepseek = {"factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}
+    read = model_config_from_hf(plain | {"rope_scaling": YARN | deepseek})
+    assert (read.rotary_magnitude, read.rope_mscale_all_dim) == (1.0, 1.0)
+
+
 OWN = {"model_type": "megatron_ladder", "residual_mode": "ladder"}
 DESYNC = OWN | {"residual_mode": "desync"}
 MIXTRAL = {"model_type": "mixtral", "num_experts_per_tok": 2}
@@ -106,7 +130,18 @@ def test_keys_of_types_with_experts_are_those_of_transformers() -> None:
         ({"num_key_value_heads": 5}, "--num-key-value-heads 5"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping: found 30.0, expected null"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: found 0.5, expected 1 in a llama model"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type: found 'yarn', expected"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling.rope_type: found 'longrope', expected"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling.factor: found nothing"),
+        ({"rope_scaling": YARN | {"truncate": False}}, "rope_scaling.truncate: found False, expected true"),
+        ({"rope_scaling": YARN | {"attention_factor": 1.0}}, "attention_factor: found 1.0, expected 1.13862944"),
+        ({"rope_scaling": YARN | {"mscale": 0.5}}, "attention_factor: found nothing, expected 1.06931472"),
+        ({"rope_scaling": YARN | {"mscale_all_dim": 1.0}}, "attention_factor: found nothing, expected 1, which"),
+        ({"rope_scaling": YARN | {"beta_fast": 1}}, "--rope-beta-fast 1.0 must be above --rope-beta-slow 1.0"),
+        ({"rope_scaling": YARN, "rope_theta": 1.0}, "--rotary-base 1.0 with --rope-scaling yarn"),
+        (
+            {"rope_scaling": YARN, "original_max_position_embeddings": 4096},
+            "found '4096 and 32768', expected one number",
+        ),
         ({"rope_parameters": LLAMA31["rope_scaling"] | {"rope_theta": 1e4}}, "expected one rope_theta"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "one for each kind of layer"),
         (
