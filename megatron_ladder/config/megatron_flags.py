@@ -48,12 +48,10 @@ _RULES = {
         --apply-layernorm-1p --apply-residual-connection-post-layernorm --fp32-residual-connection
         --disable-mem-efficient-ln --fused-residual-rmsnorm --embedding-weights-in-fp32""",
     "attention is plain and causal: leave it out, or separate documents with --reset-attention-mask": """
-        --window-size --window-attn-skip-freq --attention-output-gate --qk-l2-norm --qk-clip*
+        --window-size --window-attn-skip-freq --qk-l2-norm --qk-clip*
         --log-max-attention-logit --apply-query-key-layer-scaling --linear-* --experimental-attention-variant
         --*dsa-* --gdp-* --batch-invariant-* --dataloader-inter-document-masking""",
-    "latent attention is not implemented: leave it out": """
-        --multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim
-        --mla-down-proj-fusion --cache-mla-latents""",
+    "use --kv-lora-rank": "--multi-latent-attention --mla-down-proj-fusion --cache-mla-latents",
     "layers are attention and MLP or experts: leave it out": """
         --hybrid-* --is-hybrid-model --*mamba-* --heterogeneous-* --spec --enable-mhc-connections --mhc-* --onnx-safe
         --use-legacy-models""",
