@@ -3,9 +3,9 @@
 Ranks communicate through one TCP store per run (`Peers.open`), which needs no process group and shows which ranks have
 arrived:
 
-    every rank      writes its report: its host, settings and errors
-    rank 0          waits for all reports, and writes the verdict: the hosts of all ranks, or the errors
-    every rank      reads the verdict
+    rank 0          writes its settings
+    every rank      writes its report: its host, and its errors or the settings that differ from those of rank 0
+    every rank      reads all reports
 
 So every rank ends with the same error messages.
 """
@@ -26,13 +26,15 @@ from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.errors import ErrorCollector, LostPeerError, UserError, raise_user_errors
 
 LINGER_SECONDS = 5.0
-"""Time for which rank 0 keeps serving the store to ranks that have not read a verdict with errors."""
+"""Time for which rank 0 keeps serving the store to ranks that have not read reports with errors; torch prints the stack
+of a rank whose store ends."""
 BOARD_SECONDS = 2.0
 """Time limit for a request to the board."""
 MOST_HOSTS = 8
 """Maximum number of hosts in a message."""
-REPORT, VERDICT, READ = "start/report", "start/verdict", "start/read"
-"""Keys of the store; all except the verdict are followed by a rank."""
+SETTINGS = "start/settings"
+ARRIVED, REPORT, READ = "start/arrived", "start/report", "start/read"
+"""Keys of the store that are followed by a rank."""
 
 _RUNS: Iterator[int] = itertools.count()
 """Numbers the runs of this process: a script may leave a process group and start another in the same store."""
@@ -85,41 +87,56 @@ class Peers:
         self.board = PrefixStore(f"attempt_{attempt}_{next(_RUNS)}", store)
         return self.board
 
-    def agree(self, rank: int, world_size: int, report: "RankReport", timeout: timedelta) -> None:
-        """Learn the hosts of all ranks, and check that all reports have the same settings and no errors.
+    def agree(
+        self,
+        rank: int,
+        world_size: int,
+        host: Host,
+        settings: Mapping[str, Any],
+        errors: Sequence[str],
+        timeout: timedelta,
+    ) -> None:
+        """Learn the hosts of all ranks, and check that none has errors, or other settings than rank 0.
+
+        Args:
+            settings: JSON-compatible values by label, such as a flag.
+            errors: reasons why this rank cannot start.
 
         Raises:
-            UserError: on every rank, with one message per difference or per error of another rank.
+            UserError: on every rank, with one message per difference or error.
             LostPeerError: a rank did not arrive within the timeout.
         """
         store = self.open(rank, world_size, timeout)
-        if store.add(f"start/arrived/{rank}", 1) > 1:
+        if store.add(f"{ARRIVED}/{rank}", 1) > 1:
             raise UserError(
-                f"rank {rank} was started twice, the second time on {report.host}: give each host a different "
-                "--node_rank, and all hosts the same hostfile"
+                f"rank {rank} was started twice, the second time on {host}: give each host a different --node_rank, "
+                "and all hosts the same hostfile"
             )
-        store.set(f"{REPORT}/{rank}", json.dumps(report))
+        settings = {"number of processes": world_size, **settings}
         if rank == 0:
-            store.set(VERDICT, json.dumps(_judge(store, world_size, timeout)))
-        # Rank 0 may itself wait until the timeout for another rank before it writes the verdict.
-        store.wait([VERDICT], timeout + timedelta(seconds=LINGER_SECONDS))
-        verdict = json.loads(store.get(VERDICT))
+            store.set(SETTINGS, json.dumps({} if errors else settings))
+        keys = [f"{REPORT}/{number}" for number in range(world_size)]
+        try:
+            if not errors:
+                store.wait([SETTINGS], timeout)
+                errors = list(_differences(settings, json.loads(store.get(SETTINGS))))
+            store.set(keys[rank], json.dumps([host, errors]))
+            store.wait(keys, timeout)
+        except dist.DistStoreError as error:
+            missing = [number for number in range(world_size) if not store.check([f"{ARRIVED}/{number}"])]
+            text = f"{name_ranks(missing)} of {world_size} did not arrive within {timeout.total_seconds():g} s"
+            raise LostPeerError(text, missing) from error
+        reports = [json.loads(text) for text in store.multi_get(keys)]
         store.set(f"{READ}/{rank}", "")
-        if rank == 0 and (verdict["missing"] or verdict["errors"]):
-            present = [f"{READ}/{other}" for other in range(world_size) if other not in verdict["missing"]]
+        self.hosts = [Host(*host) for host, _ in reports]
+        by_error = _group_ranks((error, number) for number, (_, errors) in enumerate(reports) for error in errors)
+        if rank == 0 and by_error:
             with contextlib.suppress(dist.DistError):
-                store.wait(present, timedelta(seconds=LINGER_SECONDS))
-        if verdict["missing"]:
-            raise LostPeerError(
-                f"{name_ranks(verdict['missing'])} of {world_size} did not arrive within {timeout.total_seconds():g} s"
-            )
-        raise_user_errors(verdict["errors"])
-        if len(verdict["hosts"]) != world_size:
-            raise UserError(
-                f"rank {rank} on {report.host} was started as one of {world_size} processes, rank 0 as one of "
-                f"{len(verdict['hosts'])}: give all hosts the same hostfile"
-            )
-        self.hosts = [Host(*host) for host in verdict["hosts"]]
+                store.wait([f"{READ}/{number}" for number in range(world_size)], timedelta(seconds=LINGER_SECONDS))
+        raise_user_errors(
+            error if len(ranks) == world_size else f"{self.describe(ranks)}: {error}"
+            for error, ranks in by_error.items()
+        )
 
     def beat(self, rank: int, iteration: int, waits: bool = False) -> None:
         """Record that a rank is alive after a step, and whether it waits for others."""
@@ -194,47 +211,12 @@ def _group_ranks(items: Iterable[tuple[Key, int]]) -> dict[Key, list[int]]:
     return grouped
 
 
-class RankReport(NamedTuple):
-    """The host and settings of a rank, and the reasons why it cannot start.
-
-    Settings are JSON-compatible values by label, such as a flag; all ranks must have the same.
-    """
-
-    host: Host
-    settings: Mapping[str, Any]
-    errors: Sequence[str] = ()
-
-
-def _judge(store: Store, world_size: int, timeout: timedelta) -> dict[str, Any]:
-    """Return the verdict of rank 0: the ranks that did not arrive, the errors, or the hosts of all ranks."""
-    keys = [f"{REPORT}/{rank}" for rank in range(world_size)]
-    missing = []
-    try:
-        store.wait(keys, timeout)
-    except dist.DistStoreError:
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-    found = [] if missing else [json.loads(text) for text in store.multi_get(keys)]
-    reports = [RankReport(Host(*host), settings, errors) for host, settings, errors in found]
-    return {"missing": missing, "hosts": [report.host for report in reports], "errors": _find_errors(reports)}
-
-
-def _find_errors(reports: Sequence[RankReport]) -> list[str]:
-    """Return one line per error of a rank, or else per setting that differs; `reports` are in rank order."""
-    peers = Peers([report.host for report in reports])
-    reported = _group_ranks((error, rank) for rank, report in enumerate(reports) for error in report.errors)
-    if reported:
-        return [
-            error if len(ranks) == len(reports) else f"{peers.describe(ranks)}: {error}"
-            for error, ranks in reported.items()
-        ]
-    lines = []
-    for label in dict.fromkeys(label for report in reports for label in report.settings):
-        texts = (json.dumps(report.settings.get(label), sort_keys=True) for report in reports)
-        values = _group_ranks((text, rank) for rank, text in enumerate(texts))
-        if len(values) > 1:
-            shown = " but ".join(f"{value} for {peers.describe(ranks)}" for value, ranks in values.items())
-            lines.append(f"{label} differs: {shown}: start all processes with the same settings")
-    return lines
+def _differences(settings: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[str]:
+    """Yield one line per setting that differs from that of rank 0; nothing if rank 0 has errors, and so no settings."""
+    for label in dict.fromkeys([*expected, *settings]) if expected else ():
+        ours, theirs = (json.dumps(values.get(label), sort_keys=True) for values in (settings, expected))
+        if ours != theirs:
+            yield f"{label} differs: {ours}, and {theirs} on rank 0: start all processes with the same settings"
 
 
 def raise_on_all_ranks(group: CommGroup, messages: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from megatron_ladder.comm.agreement import Host, Peers, RankReport
+from megatron_ladder.comm.agreement import Host, Peers
 from megatron_ladder.errors import ErrorCollector, LostPeerError, UserError, raise_user_errors
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -134,7 +134,7 @@ def start_process_group(
         dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
         return device
     peers, host = peers or Peers(), _find_host()
-    peers.agree(place.rank, place.world_size, RankReport(host, settings or {}), timeout)
+    peers.agree(place.rank, place.world_size, host, settings or {}, (), timeout)
     peers.beat(place.rank, 0)
     _choose_interface(host, peers.hosts)
     _limit_threads(device, len(os.sched_getaffinity(0)) // peers.hosts.count(host))
@@ -225,8 +225,8 @@ def reporting_errors(place: RankInfo, peers: Peers) -> Iterator[None]:
     except UserError as error:
         if place.launched:
             with contextlib.suppress(dist.DistError, UserError, LostPeerError, OSError):
-                report = RankReport(_find_host(), {}, error.messages)
-                peers.agree(place.rank, place.world_size, report, timedelta(seconds=ERROR_SECONDS))
+                timeout = timedelta(seconds=ERROR_SECONDS)
+                peers.agree(place.rank, place.world_size, _find_host(), {}, error.messages, timeout)
         raise
 
 

@@ -126,7 +126,6 @@ def _shared_settings(inputs: RunInputs, place: RankInfo) -> dict[str, Any]:
         # Ranks with other kernels round differently, so their copies of replicated weights would drift apart.
         "implementation of the norm": norm.partition(" (")[0],
         "--load: newest checkpoint": None if inputs.checkpoint is None else inputs.checkpoint.directory.name,
-        "number of processes": place.world_size,
         "device": device.type,
         "version of Python": ".".join(platform.python_version_tuple()[:2]),
         "version of torch": torch.__version__,

@@ -77,7 +77,7 @@ def test_ranks_with_different_settings_do_not_start(data: list[str], tmp_path: P
     others = ["--lr", "2e-2", "--seed", "7", "--tensor-model-parallel-size", "2"]
     for found in refusals(tmp_path, common, [*common, *others]):
         assert [line.split()[1] for line in found] == ["--seed", "--lr", "--tensor-model-parallel-size"], found
-        assert re.search(r"--lr differs: 0.01 for rank 0 on \S+ \(127.0.0.1\) but 0.02 for rank 1 on", found[1])
+        assert re.search(r"rank 1 on \S+ \(127.0.0.1\): --lr differs: 0.02, and 0.01 on rank 0", found[1])
 
 
 def test_an_error_on_one_host_ends_the_others_immediately(data: list[str], tmp_path: Path) -> None:

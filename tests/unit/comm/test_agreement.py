@@ -3,15 +3,16 @@
 import json
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import NamedTuple
 
 import pytest
 from torch._C._distributed_c10d import HashStore
 
 from megatron_ladder.comm import agreement
-from megatron_ladder.comm.agreement import Host, Peers, RankReport, name_ranks
+from megatron_ladder.comm.agreement import Host, Peers, name_ranks
 from megatron_ladder.comm.watch import _silent_ranks
 from megatron_ladder.errors import LostPeerError, UserError
 from tests.helpers.commands import free_port
@@ -20,23 +21,29 @@ HOSTS = [Host("node-a", "10.0.0.1"), Host("node-a", "10.0.0.1"), Host("node-b", 
 SOON = timedelta(seconds=20)
 
 
+class Rank(NamedTuple):
+    host: Host
+    settings: Mapping[str, object] = {}
+    errors: Sequence[str] = ()
+
+
 def meet(
-    reports: Sequence[RankReport | None], sizes: Sequence[int] | None = None, timeout: timedelta = SOON
+    ranks: Sequence[Rank | None], sizes: Sequence[int] | None = None, timeout: timedelta = SOON
 ) -> list[list[Host] | Exception]:
     """Return the results or exceptions of `Peers.agree` on each rank; None is a rank that never arrives."""
     store = HashStore()
 
     def life(rank: int) -> list[Host] | Exception:
-        report = reports[rank]
-        assert report is not None
+        arrived = ranks[rank]
+        assert arrived is not None
         try:
             peers = Peers(board=store)
-            peers.agree(rank, sizes[rank] if sizes else len(reports), report, timeout)
+            peers.agree(rank, sizes[rank] if sizes else len(ranks), *arrived, timeout)
             return list(peers.hosts)
         except Exception as error:
             return error
 
-    present = [rank for rank, report in enumerate(reports) if report]
+    present = [rank for rank, arrived in enumerate(ranks) if arrived]
     with ThreadPoolExecutor(len(present)) as threads:
         return list(threads.map(life, present))
 
@@ -48,35 +55,39 @@ def messages(result: list[Host] | Exception) -> tuple[str, ...]:
 
 def test_ranks_with_equal_settings_know_all_hosts() -> None:
     equal: list[dict[str, object]] = [{"--lr": 0.1, "x": {"a": 1, "b": 2}}, {"x": {"b": 2, "a": 1}, "--lr": 0.1}] * 2
-    assert meet([RankReport(host, settings) for host, settings in zip(HOSTS, equal, strict=True)]) == [HOSTS] * 4
+    assert meet([Rank(host, settings) for host, settings in zip(HOSTS, equal, strict=True)]) == [HOSTS] * 4
 
 
-def test_every_difference_is_named_with_all_values_on_every_rank() -> None:
-    values = [{"--lr": 0.1}, {"--lr": 0.1}, {"--lr": 0.2}, {"--lr": 0.1, "device": "cuda"}]
-    results = meet([RankReport(host, settings) for host, settings in zip(HOSTS, values, strict=True)])
-    a, b = "node-a (10.0.0.1)", "node-b (10.0.0.2)"
+def test_every_difference_is_named_on_every_rank() -> None:
+    values = [{"--lr": 0.1}, {"--lr": 0.1}, {"--lr": 0.2}, {"--lr": 0.2, "device": "cuda"}]
+    results = meet([Rank(host, settings) for host, settings in zip(HOSTS, values, strict=True)])
+    same = "on rank 0: start all processes with the same settings"
     assert [messages(result) for result in results] == [
         (
-            f"--lr differs: 0.1 for ranks 0-1 on {a}, rank 3 on {b} but 0.2 for rank 2 on {b}: start all processes "
-            "with the same settings",
-            f'device differs: null for ranks 0-1 on {a}, rank 2 on {b} but "cuda" for rank 3 on {b}: start all '
-            "processes with the same settings",
+            f"ranks 2-3 on node-b (10.0.0.2): --lr differs: 0.2, and 0.1 {same}",
+            f'rank 3 on node-b (10.0.0.2): device differs: "cuda", and null {same}',
         )
     ] * 4
 
 
-def test_all_ranks_raise_the_errors_of_one() -> None:
-    reports = [RankReport(host, {"--lr": 0.1}) for host in HOSTS[:3]]
-    reports.append(RankReport(HOSTS[3], {}, ["no data", "no folder"]))
-    expected = tuple(f"rank 3 on node-b (10.0.0.2): {text}" for text in ("no data", "no folder"))
-    assert [messages(result) for result in meet(reports)] == [expected] * 4
+@pytest.mark.parametrize("failing", [0, 3])
+def test_all_ranks_raise_the_errors_of_one(failing: int) -> None:
+    ranks = [Rank(host, {"--lr": 0.1}) for host in HOSTS]
+    ranks[failing] = Rank(HOSTS[failing], {}, ["no data", "no folder"])
+    where = f"rank {failing} on {HOSTS[failing]}"
+    assert [messages(result) for result in meet(ranks)] == [(f"{where}: no data", f"{where}: no folder")] * 4
 
 
-def test_rank_0_serves_its_store_until_all_ranks_have_read_the_verdict() -> None:
+def test_rank_0_serves_its_store_until_all_ranks_have_read_the_reports() -> None:
     """Otherwise torch prints the stack of each rank that still reads."""
-    store, report = HashStore(), RankReport(HOSTS[0], {}, ["no data"])
-    store.set(f"{agreement.REPORT}/1", json.dumps(report))
-    serving = threading.Thread(target=Peers(board=store).agree, args=(0, 2, report, SOON))
+    store = HashStore()
+    store.set(f"{agreement.REPORT}/1", json.dumps([HOSTS[1], []]))
+
+    def fail() -> None:
+        with pytest.raises(UserError, match="no data"):
+            Peers(board=store).agree(0, 2, HOSTS[0], {}, ["no data"], SOON)
+
+    serving = threading.Thread(target=fail)
     serving.start()
     store.wait([f"{agreement.READ}/0"], SOON)
     serving.join(0.2)
@@ -86,24 +97,26 @@ def test_rank_0_serves_its_store_until_all_ranks_have_read_the_verdict() -> None
     assert not serving.is_alive()
 
 
-def test_a_missing_rank_is_named() -> None:
-    results = meet([RankReport(HOSTS[0], {}), None, RankReport(HOSTS[2], {}), None], timeout=timedelta(seconds=0.3))
-    for result in results:
-        assert isinstance(result, LostPeerError) and "ranks 1, 3 of 4 did not arrive within 0.3 s" in str(result)
+@pytest.mark.parametrize("missing", ["1, 3", "0, 2"])
+def test_a_missing_rank_is_named(missing: str) -> None:
+    ranks = [None if str(rank) in missing else Rank(host) for rank, host in enumerate(HOSTS)]
+    for result in meet(ranks, timeout=timedelta(seconds=0.3)):
+        assert isinstance(result, LostPeerError)
+        assert str(result) == f"ranks {missing} of 4 did not arrive within 0.3 s"
 
 
 def test_hostfiles_of_different_lengths_are_found() -> None:
     """Rank 0 expects two ranks and ignores the third."""
-    results = meet([RankReport(host, {}) for host in HOSTS[:3]], sizes=[2, 2, 3])
+    results = meet([Rank(host) for host in HOSTS[:3]], sizes=[2, 2, 3])
     assert results[:2] == [HOSTS[:2]] * 2
-    assert "rank 2 on node-b (10.0.0.2) was started as one of 3 processes, rank 0 as one of 2" in str(results[2])
+    assert "rank 2 on node-b (10.0.0.2): number of processes differs: 3, and 2 on rank 0" in str(results[2])
 
 
 def test_two_hosts_cannot_be_the_same_rank() -> None:
     store = HashStore()
-    store.add("start/arrived/1", 1)
+    store.add(f"{agreement.ARRIVED}/1", 1)
     with pytest.raises(UserError, match="rank 1 was started twice, .* on node-b .* a different --node_rank"):
-        Peers(board=store).agree(1, 2, RankReport(HOSTS[2], {}), SOON)
+        Peers(board=store).agree(1, 2, HOSTS[2], {}, (), SOON)
 
 
 def test_a_run_has_one_store_with_keys_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
