@@ -182,7 +182,6 @@ def training(**flags: Any) -> Iterator[TrainingRun]:
     try:
         with open_run(words) as opened:
             # The caller may read the weights of `model`.
-            opened.trainer.engine.gather_in_steps()
             opened.trainer.engine.finish_step()
             run = TrainingRun(opened)
             try:

@@ -3,7 +3,13 @@
 Until the first step is done, processes start up and compile at different speeds, and a collective may wait long. After
 it, a peer that is late by more than a short timeout counts as lost. Shortly before the timeout, every rank without
 progress prints the stacks of its threads and its unfinished collectives. So both the waiting ranks and the rank that
-they wait for, which may be in no collective at all, show where they are.
+they wait for, which may be in no collective at all, show where they are. A rank without progress:
+
+    last progress         0.8 timeout          timeout             1.25 timeout
+    |---------------------|--------------------|-------------------|
+                          stacks; writes to    torch raises an     the watch ends a process that still waits
+                          the board whether    error in the        for a message, or in a captured step for
+                          it waits             collective          a rank without heartbeats
 
 The collectives come from torch's flight recorder, which records all collectives of the process, including DeepSpeed's.
 
@@ -23,7 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch.distributed as dist
 
@@ -59,15 +65,6 @@ class _RecordedCollective(NamedTuple):
     """Whether it has ended; it may have failed."""
 
 
-def _launches() -> dict[str, Any]:
-    """Return the number of the last collective in each process group.
-
-    The recorder's times are those of the wall clock, which may be set, so they measure no duration.
-    """
-    groups = recorded_collectives(details=False).get("pg_status", {})
-    return {name: status["last_enqueued_collective"] for name, status in groups.items()}
-
-
 def _recorded_collectives() -> list[_RecordedCollective]:
     """Return the collectives in torch's flight recorder, in launch order.
 
@@ -75,7 +72,7 @@ def _recorded_collectives() -> list[_RecordedCollective]:
     recorder.
     """
     groups = {group.group_name: group for group in process_groups()}
-    found = []
+    collectives = []
     for entry in recorded_collectives().get("entries", []):
         name = entry["profiling_name"].partition(":")[2]
         group_name, group = entry["process_group"]
@@ -86,14 +83,14 @@ def _recorded_collectives() -> list[_RecordedCollective]:
         inputs = zip(entry["input_dtypes"], entry["input_sizes"], strict=True)
         shapes = ", ".join(f"{dtype}{size}" for dtype, size in inputs) or "no data"
         text = f"{name} {number} in group {'world' if group == 'default_pg' else group!r}{members}, {shapes}"
-        found.append(_RecordedCollective(text, ranks, entry["retired"]))
-    return found
+        collectives.append(_RecordedCollective(text, ranks, entry["retired"]))
+    return collectives
 
 
 def _unfinished_collectives() -> list[_RecordedCollective]:
     """Return the unfinished collectives; the last one if none is, since it may have failed and count as finished."""
     collectives = _recorded_collectives()
-    return [one for one in collectives if not one.finished] or collectives[-1:]
+    return [collective for collective in collectives if not collective.finished] or collectives[-1:]
 
 
 def _describe_unfinished(peers: Peers) -> str:
@@ -125,7 +122,8 @@ def naming_lost_peers(peers: Peers | None = None) -> Iterator[None]:
         message = str(error)
         if not isinstance(error, dist.DistError) and not any(words in message for words in GLOO_FAILURES):
             raise
-        partners = sorted({rank for one in _unfinished_collectives() for rank in one.ranks} - {_this_rank()})
+        members = {rank for collective in _unfinished_collectives() for rank in collective.ranks}
+        partners = sorted(members - {_this_rank()})
         if peers.pipeline.awaited is not None:
             partners = [peers.pipeline.awaited]
         at_address = [rank for rank in peers.named_in(message) if rank in partners]
@@ -208,20 +206,24 @@ class Watch:
         """
         self._peers = peers
         self._on_loss = on_loss
-        self._iteration = 0
-        self._last_beat = -math.inf
+        # Later, the process group may not exist any more.
+        self._rank = _this_rank()
         self._startup = startup
         self._running = min(startup, running)
         self._limit = startup
-        # Later, the process group may not exist any more.
-        self._rank = _this_rank()
+        self._iteration = 0
         self._stepped = False
         self._longest_step = timedelta()
         """The time of the longest step after the first one."""
-        self._progress = self._step_began = time.monotonic()
-        self._reported = self._waits = False
+        self._progress = time.monotonic()
+        """When there was progress."""
+        self._step_began = self._progress
+        self._last_beat = -math.inf
+        self._reported = False
+        """Whether this rank has reported where it is since the last progress."""
+        self._waits = False
+        """Whether it waited for others then."""
         self._in_captured_step = threading.Event()
-        self._pipeline = peers.pipeline
         self._stop = threading.Event()
         if len(peers.hosts) > 1:
             threading.Thread(target=self._watch, name="watch", daemon=True).start()
@@ -271,22 +273,17 @@ class Watch:
             group.set_timeout(limit)
 
     def _watch(self) -> None:
-        progress = _launches(), self._pipeline.transferred
+        launched = self._launched()
         missed = _MissedBeats(self._peers, self._rank)
         while not self._stop.wait(min(1.0, BEAT_SECONDS, self._running.total_seconds() / 20)):
-            now, limit = time.monotonic(), self._limit.total_seconds()
-            latest = _launches(), self._pipeline.transferred
-            if latest != progress:
-                progress, self._progress = latest, now
-            silent = now - self._progress
-            if (silent >= limit * REPORT_AT) != self._reported:
-                self._reported = not self._reported
-                # A rank in no collective is the one that others wait for, so it does not report that it waits.
-                is_in_collective = not all(one.finished for one in _recorded_collectives())
-                self._waits = self._reported and (is_in_collective or self._pipeline.awaited is not None)
-                self._beat(now)
-                if self._reported:
-                    self._report(silent)
+            now = time.monotonic()
+            before, launched = launched, self._launched()
+            if launched != before:
+                self._progress = now
+            seconds = now - self._progress
+            limit = self._limit.total_seconds()
+            if (seconds >= limit * REPORT_AT) != self._reported:
+                self._change_report(now)
             is_due = now - self._last_beat > BEAT_SECONDS
             if is_due:
                 self._beat(now)
@@ -297,13 +294,37 @@ class Watch:
                 continue
             if is_due:
                 missed.look()
-            error = missed.error()
-            if self._reported and (peer := self._pipeline.awaited) is not None:
-                lost = _silent_ranks([peer], self._peers)
-                error = LostPeerError(f"{_describe_lost(lost, self._peers)}: no message for {silent:.0f} s", lost, True)
-            if error is not None and (captured or silent >= limit * END_AT):
+            error = self._no_message(seconds) or missed.error()
+            if error is not None and (captured or seconds >= limit * END_AT):
                 self._on_loss(error)
                 fail(error)
+
+    def _launched(self) -> tuple[dict[str, int], int]:
+        """Return the number of the last collective in each process group, and that of messages.
+
+        The recorder's times are those of the wall clock, which may be set, so they measure no duration.
+        """
+        groups = recorded_collectives(details=False).get("pg_status", {})
+        collectives = {name: status["last_enqueued_collective"] for name, status in groups.items()}
+        return collectives, self._peers.pipeline.transferred
+
+    def _change_report(self, now: float) -> None:
+        """Report that there is no progress, or write to the board that there is some again."""
+        self._reported = not self._reported
+        # A rank in no collective is the one that others wait for, so it does not report that it waits.
+        is_in_collective = not all(collective.finished for collective in _recorded_collectives())
+        self._waits = self._reported and (is_in_collective or self._peers.pipeline.awaited is not None)
+        self._beat(now)
+        if self._reported:
+            self._report(now - self._progress)
+
+    def _no_message(self, seconds: float) -> LostPeerError | None:
+        """Return the error about the rank whose message does not arrive, if a report has said so."""
+        sender = self._peers.pipeline.awaited
+        if not self._reported or sender is None:
+            return None
+        lost = _silent_ranks([sender], self._peers)
+        return LostPeerError(f"{_describe_lost(lost, self._peers)}: no message for {seconds:.0f} s", lost, True)
 
     def _beat(self, now: float) -> None:
         self._last_beat = now

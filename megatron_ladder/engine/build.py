@@ -2,7 +2,6 @@
 
 import os
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +50,8 @@ def build_mesh(run: RunConfig) -> ProcessMesh:
 
 def partition(run: RunConfig) -> list[range]:
     """Return the layers of each chunk of the pipeline, the first ones on the first stage; by default one per stage."""
-    model, stages = run.model, run.parallel.pipeline_model_parallel_size * run.chunks
+    model = run.model
+    stages = run.parallel.pipeline_model_parallel_size * run.chunks
     if run.parallel.pipeline_partition == "uniform":
         return uniform_partition(model.num_layers, stages)
     count = parameter_count(model)
@@ -77,18 +77,21 @@ def build_model(
 
     `operations` replace those of the flags. On the meta device, weights are not initialised.
     """
-    training, description = run.training, "given"
+    training = run.training
+    description = "given"
     if operations is None:
         operations, description = select_operations(training.norm_implementation, training.compile_sub_blocks, device)
     chunks = partition(run)[mesh.pipeline.rank :: mesh.pipeline.size]
     recompute_layers = sum(layer < run.recompute_layers for layers in chunks for layer in layers)
     options = StackOptions(run.parallel.tp_overlap, recompute_layers, operations, span=span)
-    build = partial(
-        LanguageModel,
+    is_partitioned = run.parallel.zero_stage == "3"
+    model = LanguageModel(
         run.model,
         mesh,
         options,
         chunks=chunks,
+        device=torch.device("meta") if is_partitioned else device,
+        seed=None if is_partitioned or device.type == "meta" else training.seed,
         z_loss_coeff=training.z_loss_coeff,
         experts=ExpertOptions(
             training.moe_aux_loss_coeff,
@@ -98,13 +101,12 @@ def build_model(
         ),
         distillation=distillation,
     )
-    if run.parallel.zero_stage != "3":
-        seed = None if device.type == "meta" else training.seed
-        return build(device=device, seed=seed), description
+    if not is_partitioned:
+        return model, description
 
     from megatron_ladder.engine.deepspeed import partition_parameters
 
-    model, dtype = build(device=torch.device("meta")), compute_dtype(run)
+    dtype = compute_dtype(run)
     # One module after another, so that no rank ever holds more than its partition and one module.
     for module in model.modules():
         if isinstance(module, ParallelModule):
@@ -120,21 +122,20 @@ def build_engine(
     run: RunConfig, model: LanguageModel, config: dict[str, Any], mesh: ProcessMesh, device: torch.device
 ) -> tuple[Engine, str]:
     """Return the engine and a description of its optimizer; raises UserError for missing apex."""
-    groups, dtype = parameter_groups(model, run.optimizer), compute_dtype(run)
-    sharded = None
-    if not run.needs_deepspeed:
-        bucket_numbers = config["zero_optimization"]["reduce_bucket_size"]
-        sharded = ShardedOptimizer(model, groups, mesh, dtype, bucket_numbers, run.parallel.zero_stage != "0")
-        groups = sharded.groups
-    offloads = run.parallel.offload_optimizer == "cpu"
-    apex_counts_steps = run.parallel.zero_stage != "3"
-    optimizer, description = build_optimizer(groups, run.optimizer, device, offloads, apex_counts_steps, dtype)
+    groups = parameter_groups(model, run.optimizer)
+    dtype = compute_dtype(run)
     engine: Engine
-    if sharded is None:
+    if run.needs_deepspeed:
         from megatron_ladder.engine.deepspeed import DeepSpeedEngine
 
+        offloads = run.parallel.offload_optimizer == "cpu"
+        apex_counts_steps = run.parallel.zero_stage != "3"
+        optimizer, description = build_optimizer(groups, run.optimizer, device, offloads, apex_counts_steps, dtype)
         engine = DeepSpeedEngine(model, optimizer, config, mesh, device)
     else:
+        bucket_numbers = config["zero_optimization"]["reduce_bucket_size"]
+        sharded = ShardedOptimizer(model, groups, mesh, dtype, bucket_numbers, run.parallel.zero_stage != "0")
+        optimizer, description = build_optimizer(sharded.groups, run.optimizer, device, muon_dtype=dtype)
         sharded.optimizer = optimizer
         engine = ShardedEngine(model, sharded, mesh, device)
         if _captures(run, model, mesh, device):

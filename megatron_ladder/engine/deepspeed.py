@@ -22,7 +22,7 @@ from megatron_ladder.checkpoint.optimizer_state import Span
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.engine.engine import Engine, ModelInputs, batch_to_device
-from megatron_ladder.engine.state import EngineState, FlatState, Vector
+from megatron_ladder.engine.state import EngineState
 from megatron_ladder.model.language_model import LanguageModel, LossScales
 
 PRIVATE_PARTS = {
@@ -169,14 +169,15 @@ class _DeepSpeedState(EngineState):
         """Iterate over the gradients of `spans`, which are not those of the masters."""
 
 
-class _ZeroState(_DeepSpeedState, FlatState):
+class _ZeroState(_DeepSpeedState):
     """ZeRO 2, and ZeRO 1 and 2 with the optimizer offloaded (`DeepSpeedZeroOptimizer`)."""
 
-    def vectors(self) -> Iterator[Vector]:
+    def spans(self) -> Iterator[Span]:
         masters = self._zero.single_partition_of_fp32_groups
-        parameters, offsets = self._zero.round_robin_bit16_groups, self._zero.round_robin_bit16_offsets
+        parameters = self._zero.round_robin_bit16_groups
+        offsets = self._zero.round_robin_bit16_offsets
         for vector in zip(self.base.param_groups, parameters, offsets, masters, strict=True):
-            yield Vector(*vector, self._rank, True)
+            yield from self._spans_in(*vector, self._rank, True)
 
     def copy_masters_to_weights(self) -> None:
         self._zero.update_lp_params()

@@ -92,37 +92,22 @@ class Engine(ABC):
         leaving.backward(gradient)
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: Sequence[ModelInputs]) -> Tensor:
-        """Return the loss summed over all target tokens; zero on pipeline stages other than the last."""
-        # fp32 over several stages: evaluations must equal those of earlier versions.
-        dtype = torch.float64 if self._mesh.pipeline.size == 1 else torch.float32
-        loss_sum = torch.zeros((), dtype=dtype, device=self._device)
-        for loss in self._results(micro_batches):
-            loss_sum += loss
-        return loss_sum
+    def infer(self, micro_batches: Sequence[ModelInputs], predicts: bool = False) -> list[Tensor]:
+        """Return the summed loss of each micro-batch, or its `LanguageModel.predictions`.
 
-    @torch.no_grad()
-    def predict(self, micro_batches: Sequence[ModelInputs]) -> Tensor:
-        """Return `LanguageModel.predictions` of each micro-batch, [n, 2, s, b]; zeros on stages other than the last."""
-        predictions = self._results(micro_batches, predicts=True)
-        if predictions:
-            return torch.stack(predictions)
-        rows, length = micro_batches[0][0].shape
-        return torch.zeros(len(micro_batches), 2, length, rows, dtype=torch.float64, device=self._device)
-
-    def _results(self, micro_batches: Sequence[ModelInputs], predicts: bool = False) -> list[Tensor]:
-        """Return what the model returns for each micro-batch; nothing on stages other than the last."""
-        results: list[Tensor] = []
+        The list is empty on pipeline stages other than the last.
+        """
+        outputs: list[Tensor] = []
 
         def forward(work: Pass, entering: Tensor | None) -> Tensor:
             inputs = batch_to_device(micro_batches[work.micro_batch], self._device)
             leaving: Tensor = self._model(*inputs, entering=entering, chunk=work.chunk, predicts=predicts)
             if self._model.ends_in(work.chunk):
-                results.append(leaving)
+                outputs.append(leaving)
             return leaving
 
         self.run_passes(micro_batches, forward, None)
-        return results
+        return outputs
 
     @contextmanager
     def keeping_frozen(self) -> Iterator[None]:
@@ -151,11 +136,6 @@ class Engine(ABC):
         """Free what was captured, while its process groups exist."""
         if self.passes is not None:
             self.passes.close()
-
-    def gather_in_steps(self) -> None:
-        """Gather the weights in `step`, also with captured passes, for a caller that reads them after every step."""
-        if self.passes is not None:
-            self.passes.gathers = False
 
 
 class ShardedEngine(Engine):

@@ -4,7 +4,7 @@ Below some thousand tokens, the host needs longer to launch the kernels of a mic
 graph launches all at once: it replays captured kernels on captured addresses, and runs no Python. A step has up to
 three graphs:
 
-    first     gathers of weights under forward, unless `step` does it; backward writes the sums of gradients
+    first     gathers of weights under forward; backward writes the sums of gradients
     middle    forward; backward adds to the sums; replayed for all micro-batches between the other two
     last      forward; backward adds to the sums, with their reduces under it
 
@@ -40,11 +40,7 @@ _MEASURED_STEPS = 5
 
 
 class CapturedPasses:
-    """Replays the passes of a step, after some steps without graphs.
-
-    Attributes:
-        gathers: whether the first pass gathers the weights; to be set before the capture. Otherwise `step` does.
-    """
+    """Replays the passes of a step, after some steps without graphs."""
 
     def __init__(self, module: LanguageModel, sharded: ShardedOptimizer, world: CommGroup, measures: bool) -> None:
         """With `measures`, graphs are kept only if all ranks can capture, and the slowest rank's fastest step gets
@@ -52,7 +48,6 @@ class CapturedPasses:
         self._module, self._sharded, self._world, self._measures = module, sharded, world, measures
         self._first = _WARM_UP_STEPS + _MEASURED_STEPS * measures
         """Number of steps before the capture."""
-        self.gathers = True
         self._closed = False
         self._starts: list[float] = []
         """When the steps up to the end of the measurement started."""
@@ -124,10 +119,7 @@ class CapturedPasses:
         self._inputs = [None if one is None else one.to(self._device, copy=True) for one in micro_batches[0]]
         passes = min(len(micro_batches), 3)
         stream, pool = torch.cuda.Stream(self._device), torch.cuda.graph_pool_handle()
-        if self.gathers:
-            self._sharded.gather_late()
-        else:
-            self._sharded.finish_gather()
+        self._sharded.gather_late()
         with ExitStack() as step:
             step.enter_context(self._sharded.reducing(passes))
             for _ in range(passes):

@@ -136,11 +136,6 @@ class ShardedOptimizer:
             if needed:
                 module.register_forward_pre_hook(lambda *_, needed=needed: self._wait_for(needed))
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of torch's optimizer."""
-        return self.optimizer.param_groups
-
     @contextmanager
     def reducing(self, micro_batches: int) -> Iterator[None]:
         """Sum the gradients of this many backward passes inside the block; at its end, they are reduced."""

@@ -7,11 +7,11 @@ rounded master (`checkpoint/saving.py`).
 """
 
 import math
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +74,30 @@ class EngineState(OptimizerState, ABC):
             for hook in hooks:
                 hook.remove()
 
+    def _spans_in(
+        self,
+        group: Mapping[str, Any],
+        parameters: Sequence[nn.Parameter],
+        offsets: Sequence[int],
+        master: Tensor,
+        part: int,
+        owned: bool,
+    ) -> Iterator[Span]:
+        """Yield the spans in part number `part` of a flat vector, whose fp32 values are `master`; parts are equal.
+
+        The parameters of the vector begin at `offsets` and belong to the parameter group `group`.
+        """
+        moments = (MOMENTUM,) if group.get(ORTHOGONAL) else MOMENTS
+        low = part * master.numel()
+        high = low + master.numel()
+        for parameter, offset in zip(parameters, offsets, strict=True):
+            first = max(offset, low)
+            last = min(offset + parameter.numel(), high)
+            if first < last:
+                weight = parameter.detach().view(-1).narrow(0, first - offset, last - first)
+                sections = self._sections[id(parameter)]
+                yield Span(sections, parameter.shape, first - offset, weight, master, first - low, owned, moments)
+
     def states(self) -> Iterator[Span]:
         for state, sections in state_sections(self._model):
             yield Span(sections, state.shape, 0, state.view(-1), state, 0, self._is_first_copy, ())
@@ -135,54 +159,21 @@ class EngineState(OptimizerState, ABC):
             group["lr"] = learning_rate
 
 
-class Vector(NamedTuple):
-    """A flat vector of parameters, of which the optimizer of this rank updates one of several equal parts."""
-
-    group: Mapping[str, Any]
-    """The parameter group."""
-    parameters: Sequence[nn.Parameter]
-    offsets: Sequence[int]
-    """Index of the first element of each parameter."""
-    master: Tensor
-    """The part, fp32."""
-    part: int
-    """Its number."""
-    owned: bool
-
-
-class FlatState(EngineState):
-    """An optimizer that flattens parameters, and updates a part of each flat vector."""
-
-    @abstractmethod
-    def vectors(self) -> Iterator[Vector]:
-        """Yield all flat vectors."""
-
-    def spans(self) -> Iterator[Span]:
-        for group, parameters, offsets, master, part, owned in self.vectors():
-            moments = (MOMENTUM,) if group.get(ORTHOGONAL) else MOMENTS
-            low = part * master.numel()
-            high = low + master.numel()
-            for parameter, offset in zip(parameters, offsets, strict=True):
-                first, last = max(offset, low), min(offset + parameter.numel(), high)
-                if first < last:
-                    weight = parameter.detach().view(-1).narrow(0, first - offset, last - first)
-                    sections, start = self._sections[id(parameter)], first - offset
-                    yield Span(sections, parameter.shape, start, weight, master, first - low, owned, moments)
-
-
-class ShardedState(FlatState):
+class ShardedState(EngineState):
     """ZeRO 0 and 1 (`ShardedOptimizer`)."""
 
     def __init__(self, model: nn.Module, optimizer: ShardedOptimizer, is_first_copy: bool) -> None:
         super().__init__(model, optimizer.optimizer, is_first_copy)
         self._optimizer = optimizer
 
-    def vectors(self) -> Iterator[Vector]:
+    def spans(self) -> Iterator[Span]:
         groups = {id(master): group for group in self.base.param_groups for master in group["params"]}
         owned = self._optimizer.shards or self._is_first_copy
         for bucket in self._optimizer.buckets:
-            group, part = groups[id(bucket.master)], bucket.divided_over.rank
-            yield Vector(group, bucket.parameters, bucket.offsets, bucket.master, part, owned)
+            layout = bucket.parameters, bucket.offsets
+            yield from self._spans_in(
+                groups[id(bucket.master)], *layout, bucket.master, bucket.divided_over.rank, owned
+            )
 
     def copy_masters_to_weights(self) -> None:
         self._optimizer.start_gather()

@@ -88,9 +88,11 @@ class Predictor:
         for first in range(0, len(batches), at_once):
             step = list(zip(batches, of_batches, strict=True))[first : first + at_once]
             own = step[len(step) // mesh.data.size * mesh.data.rank :][: len(step) // mesh.data.size]
-            part = self._trainer.engine.predict([batch._replace(labels=of_batch) for batch, of_batch in own])
-            results = part.new_zeros(mesh.data.size, *part.shape)
-            results[mesh.data.rank] = part
+            outputs = self._trainer.engine.infer([batch._replace(labels=of_batch) for batch, of_batch in own], True)
+            shape = mesh.data.size, len(own), 2, self.max_length, size
+            results = torch.zeros(shape, dtype=torch.float64, device=self._trainer.device)
+            if outputs:
+                results[mesh.data.rank] = torch.stack(outputs)
             mesh.pipeline.all_reduce(mesh.data.all_reduce(results))
             found.append(results.flatten(0, 1).cpu())
         # [micro-batches, 2, s, b] -> [rows, 2, s]

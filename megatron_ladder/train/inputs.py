@@ -1,8 +1,7 @@
 """From a command line to everything that a run is made of; all errors are found before a process group exists."""
 
-import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -29,6 +28,7 @@ from megatron_ladder.data.tokenizers import (
 from megatron_ladder.engine.deepspeed_json import deepspeed_json
 from megatron_ladder.engine.optimizer import find_fused_adam
 from megatron_ladder.errors import ErrorCollector, Problem, UserError, raise_user_errors
+from megatron_ladder.files import output_problem
 from megatron_ladder.flags import flag_name, value_errors
 from megatron_ladder.model.operations import require_compiler, select_operations
 from megatron_ladder.progress import print_rank_0
@@ -45,9 +45,6 @@ from megatron_ladder.train.resume import (
     resume_problems,
 )
 
-Ask = Callable[[float, Callable[[], Any]], Any]
-"""Receives a time limit in minutes, and a function that rank 0 calls; returns the function's JSON-able value on every
-rank."""
 SamplePrompt = tuple[str, tuple[int, ...]]
 """The text and the ids of one of --sample-prompts."""
 
@@ -62,8 +59,8 @@ class Findings(msgspec.Struct):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResolvedRun:
-    """A run whose values are all known, before its data is opened."""
+class RunInputs:
+    """A run whose values are all known, and everything that it reads, opened."""
 
     run: RunConfig
     deepspeed: dict[str, Any] = field(default_factory=dict)
@@ -71,13 +68,7 @@ class ResolvedRun:
     checkpoint: Checkpoint | None = None
     values: dict[str, Any] = field(default_factory=dict)
     """The values of all flags, by key of a configuration file."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunInputs(ResolvedRun):
-    """Everything that a run reads, opened."""
-
-    sources: Sources
+    sources: Sources = Sources(None, {})
     data: dict[str, Any] = field(default_factory=dict)
     """The description of the data that a resumed run compares; only the tokenizer if the run does not train."""
     eod_id: int | None = None
@@ -95,11 +86,13 @@ class RunInputs(ResolvedRun):
     """The model of --distill-from, if the run trains."""
 
 
-def read_inputs(flags: RunFlags, place: RankInfo, ask: Ask = lambda minutes, look: look()) -> RunInputs:
+def read_inputs(
+    flags: RunFlags, place: RankInfo, ask: Callable[[float, Callable[[], Any]], Any] = lambda minutes, look: look()
+) -> RunInputs:
     """Look at files, resolve the flags, and open what they name; raises UserError with the errors of the first stage
     that has any, one line per error.
 
-    `ask` returns the findings of rank 0, see `launch.from_rank_0`; by default, this rank looks.
+    `ask` returns what rank 0 finds within so many minutes, see `launch.from_rank_0`; by default, this rank looks.
     """
     own_shards: list[Shard] = []
 
@@ -109,8 +102,7 @@ def read_inputs(flags: RunFlags, place: RankInfo, ask: Ask = lambda minutes, loo
 
     findings = msgspec.convert(ask(flags.parallel.distributed_timeout_minutes, look), Findings)
     with flags.written.in_messages():
-        resolved = _resolve(flags, findings, place)
-        return _open(resolved, findings, own_shards, place)
+        return _open(_resolve(flags, findings, place), findings, own_shards, place)
 
 
 def read_dry_run(flags: RunFlags, world_size: int) -> RunConfig:
@@ -161,15 +153,19 @@ def _complete(
     return flags, tokenizer, runs[0]
 
 
-def _resolve(flags: RunFlags, findings: Findings, place: RankInfo) -> ResolvedRun:
-    """Complete the flags from the checkpoint, and compare them with it, with this machine and with DeepSpeed's JSON."""
-    errors, deepspeed = ErrorCollector(), dict[str, Any]()
+def _resolve(flags: RunFlags, findings: Findings, place: RankInfo) -> RunInputs:
+    """Complete the flags from the checkpoint, and compare them with it, with this machine and with DeepSpeed's JSON.
+
+    Nothing of the data is opened yet.
+    """
+    errors = ErrorCollector()
     checkpoint = None
     with errors.collect("--load"):
         checkpoint = None if findings.checkpoint is None else findings.checkpoint.open()
     errors.raise_if_any()
     flags, tokenizer, run = _complete(flags, checkpoint, place.world_size)
     _check_machine(run, place, errors)
+    deepspeed: dict[str, Any] = {}
     with errors.collect():
         deepspeed = deepspeed_json(run)
     if checkpoint is not None:
@@ -177,14 +173,18 @@ def _resolve(flags: RunFlags, findings: Findings, place: RankInfo) -> ResolvedRu
         errors.add(*resume_problems(flags, run, checkpoint))
     errors.raise_if_any()
     values = flags.describe(run, None if checkpoint is None else checkpoint.directory)
-    return ResolvedRun(run=run, deepspeed=deepspeed, tokenizer=tokenizer, checkpoint=checkpoint, values=values)
+    return RunInputs(run=run, deepspeed=deepspeed, tokenizer=tokenizer, checkpoint=checkpoint, values=values)
 
 
-def _open(resolved: ResolvedRun, findings: Findings, own_shards: Sequence[Shard], place: RankInfo) -> RunInputs:
+def _open(resolved: RunInputs, findings: Findings, own_shards: Sequence[Shard], place: RankInfo) -> RunInputs:
     """Open data, prompts and teacher, and compare the data with the checkpoint's."""
-    run, tokenizer, checkpoint, errors = resolved.run, resolved.tokenizer, resolved.checkpoint, ErrorCollector()
-    teacher, stream, sources, eod_id = None, None, Sources(None, {}), None
+    run, tokenizer, checkpoint = resolved.run, resolved.tokenizer, resolved.checkpoint
+    teacher: StoredTeacher | None = None
+    sources = resolved.sources
+    eod_id: int | None = None
+    stream: StreamPlan | None = None
     prompts: tuple[SamplePrompt, ...] = ()
+    errors = ErrorCollector()
     if findings.teacher is not None:
         with errors.collect("--distill-from"):
             teacher = open_teacher(findings.teacher)
@@ -208,10 +208,18 @@ def _open(resolved: ResolvedRun, findings: Findings, own_shards: Sequence[Shard]
         data["train"] = sources.train.describe()
     if checkpoint is not None and (sources.train or stream) and not run.loads_only_weights:
         check_same_data(checkpoint, data, run.data.allow_data_change, place.rank)
-    opened: dict[str, Any] = {"eod_id": eod_id, "stream": stream, "sample_prompts": prompts, "teacher": teacher}
-    opened |= {"end_ids": _find_ends(sources, eod_id, tokenizer, checkpoint), "shards": tuple(own_shards)}
-    opened["answers_end"] = _answers_end(sources, tokenizer, checkpoint)
-    return RunInputs(**vars(resolved), sources=sources, data=data, **opened)
+    return replace(
+        resolved,
+        sources=sources,
+        data=data,
+        eod_id=eod_id,
+        end_ids=_find_ends(sources, eod_id, tokenizer, checkpoint),
+        answers_end=_answers_end(sources, tokenizer, checkpoint),
+        stream=stream,
+        shards=tuple(own_shards),
+        sample_prompts=prompts,
+        teacher=teacher,
+    )
 
 
 def _load_vocabulary(flags: RunFlags, checkpoint: Checkpoint | None) -> tuple[Tokenizer | None, int | None]:
@@ -272,14 +280,11 @@ def _check_machine(run: RunConfig, place: RankInfo, errors: ErrorCollector) -> N
     for flag, folder in folders.items():
         if folder is None or place.local_rank > 0:
             continue
-        try:
-            try:
-                tempfile.TemporaryFile(dir=folder).close()
-            except FileNotFoundError:
-                folder.mkdir(parents=True, exist_ok=True)
-                tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            errors.add(f"{flag} {folder}: cannot be written to: {error.strerror}: give another directory")
+        problem = output_problem(folder, "directory")
+        if problem is None:
+            folder.mkdir(parents=True, exist_ok=True)
+        else:
+            errors.add(f"{flag} {folder}: cannot be written to: {problem}: give another directory")
 
 
 def _open_sources(run: RunConfig, tokenizer: Tokenizer | None) -> Sources:

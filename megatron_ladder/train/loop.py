@@ -11,13 +11,7 @@ from pathlib import Path
 import torch
 
 from megatron_ladder.comm.agreement import Peers
-from megatron_ladder.comm.launch import (
-    check_device,
-    from_rank_0,
-    read_rank_info,
-    reporting_errors,
-    stop_process_group,
-)
+from megatron_ladder.comm.launch import check_device, from_rank_0, read_rank_info, reporting_errors, stop_process_group
 from megatron_ladder.comm.watch import Watch, naming_lost_peers
 from megatron_ladder.command_line import FlagWords
 from megatron_ladder.config.file import CONFIG_NAME, config_file_text
@@ -147,10 +141,7 @@ def _train(opened: OpenRun, evaluations: Evaluations, stopper: Stopper) -> str:
     startup = timedelta(minutes=run.parallel.distributed_timeout_minutes)
     running = timedelta(seconds=run.parallel.distributed_timeout_seconds_after_first_step)
     on_loss = partial(record_lost_peers, record, trainer.peers)
-    with (
-        RunLog(trainer, first, record) as log,
-        Watch(trainer.peers, startup, running, on_loss) as watch,
-    ):
+    with RunLog(trainer, first, record) as log, Watch(trainer.peers, startup, running, on_loss) as watch:
 
         @contextmanager
         def not_training() -> Iterator[None]:

@@ -21,12 +21,7 @@ from megatron_ladder.checkpoint.format import (
     is_hf_directory,
     reporting_os_errors,
 )
-from megatron_ladder.checkpoint.publish import (
-    REPLACED_FILES,
-    is_published_name,
-    published_checkpoints,
-    read_latest,
-)
+from megatron_ladder.checkpoint.publish import REPLACED_FILES, is_published_name, published_checkpoints, read_latest
 from megatron_ladder.checkpoint.tensor_file import checksum_of
 from megatron_ladder.config.file import CONFIG_NAME
 from megatron_ladder.config.run import SECTION_TYPES, SECTIONS, RunConfig, RunFlags

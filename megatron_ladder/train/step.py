@@ -24,8 +24,6 @@ from megatron_ladder.train.setup import Trainer
 class StepResult(NamedTuple):
     """The outcome of a step."""
 
-    loss_sum: Tensor
-    """This rank's part of `loss` in fp32; zero on pipeline stages other than the last."""
     gradient_norm: float
     """Norm before clipping; may be infinite or NaN in a skipped step."""
     learning_rate: float
@@ -93,7 +91,7 @@ def train_step(
     elif kind == "loss spike":
         finding = Finding(kind, guard.skips_spikes, f"{text}, which is a spike")
 
-    result = StepResult(loss_sum, norm, rate, loss, named_losses, loads, finding, extra_sums)
+    result = StepResult(norm, rate, loss, named_losses, loads, finding, extra_sums)
     if result.skipped:
         engine.discard_gradients()
     else:
@@ -144,7 +142,8 @@ def evaluate(trainer: Trainer, batches: Iterator[list[MicroBatch]], global_batch
     sums = torch.zeros(2, dtype=torch.float64, device=trainer.device)
     for _ in range(global_batches):
         micro_batches = next(batches)
-        sums[0] += trainer.engine.evaluate(micro_batches)
+        for loss in trainer.engine.infer(micro_batches):
+            sums[0] += loss
         sums[1] += _count_tokens(trainer, micro_batches)[0] / data.size
     # Only the last stage has the loss.
     loss, tokens = pipeline.all_reduce(data.all_reduce(sums) * (pipeline.rank == pipeline.size - 1))

@@ -115,7 +115,7 @@ def histories(argv: list[str], batches: list[list[Batch]]) -> list[tuple[list[An
                 with trainer.engine.keeping_frozen():
                     result = train_step(trainer, own, iteration)
                 history.append((result.loss, result.gradient_norm, dict(result.extra_losses)))
-                history.append(trainer.engine.evaluate(own[:1]).item())
+                history.append(trainer.engine.infer(own[:1])[0].item())
         if trainer.engine.passes is not None:
             graphs: list[Any] = trainer.engine.passes._graphs
             replays = sum(one.replays for one in graphs if isinstance(one, RecordedGraph))
@@ -153,28 +153,24 @@ def test_captured_steps_are_bitwise_those_without_graphs(gloo_pools: GlooPools, 
     check_captured(gloo_pools(4).run(histories, argv, batches_of_steps(data_parallel * micro_batches)))
 
 
-def gathers_of_steps(argv: list[str], batches: list[list[Batch]], reads: bool) -> tuple[list[int], Any]:
-    """On each rank: the gathers in each captured pass, and the outcome, for a caller that reads weights or does not."""
+def gathers_of_steps(argv: list[str], batches: list[list[Batch]]) -> tuple[list[int], Any]:
+    """On each rank: the gathers in each captured pass, and the outcome."""
     trainer = build_trainer_here(argv)
     sharded = trainer.engine.optimizer
     trainer.engine.passes = CapturedPasses(trainer.model, sharded, trainer.mesh.world, measures=False)
     with played_graphs(), mock.patch.object(graph, "_WARM_UP_STEPS", WARM_UP):
-        if reads:
-            trainer.engine.gather_in_steps()
         history = take_steps(trainer, batches)
     graphs: list[Any] = trainer.engine.passes._graphs
     found = [sum("allgather" in str(func) for func, *_ in one._operators) for one in graphs]
     return found, (history, weight_pieces(trainer))
 
 
-def test_weights_are_gathered_once_in_a_step(gloo_pools: GlooPools) -> None:
-    """A caller of the Python API reads them after a step, so that no pass needs to gather them again."""
+def test_the_first_pass_gathers_the_weights(gloo_pools: GlooPools) -> None:
     argv = [*RECIPE, *"--residual-mode ladder --global-batch-size 8 --cuda-graph false".split()]
     expected = gloo_pools(2).run(train, argv, None, batches_of_steps(4))
-    for reads in (False, True):
-        gathers, outcomes = zip(*gloo_pools(2).run(gathers_of_steps, argv, batches_of_steps(4), reads), strict=True)
-        check_same(outcomes, expected)
-        assert all((first == 0) is reads and rest == 0 for first, rest in gathers)
+    gathers, outcomes = zip(*gloo_pools(2).run(gathers_of_steps, argv, batches_of_steps(4)), strict=True)
+    check_same(outcomes, expected)
+    assert all(first > 0 and rest == 0 for first, rest in gathers)
 
 
 class FailingGraph(RecordedGraph):

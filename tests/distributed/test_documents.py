@@ -13,7 +13,7 @@ from megatron_ladder.train.reading import sample_batches
 from megatron_ladder.train.step import evaluate, train_step
 from tests.helpers.pool import GlooPools
 from tests.helpers.sharded import Pieces
-from tests.helpers.steps import check_outcome, launch_of, loss_of, plain_steps
+from tests.helpers.steps import check_outcome, launch_of, plain_steps
 from tests.helpers.training import build_trainer_here, weight_pieces
 from tests.reference import MicroBatch, Sight, Weights
 from tests.reference.documents import begins_after, loss_mask_of, sight_of
@@ -50,7 +50,7 @@ def train(argv: list[str], weights: Weights) -> tuple[list[tuple[float, float]],
     batches = sample_batches(trainer, source, consumed_samples=0)
     for iteration in range(1, STEPS + 1):
         result = train_step(trainer, next(batches), iteration)
-        history.append((loss_of(trainer, result.loss_sum), result.gradient_norm))
+        history.append((result.loss, result.gradient_norm))
     batches.close()
     assert batches.consumed_samples == STEPS * BATCH
     pieces = weight_pieces(trainer)

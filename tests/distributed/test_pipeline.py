@@ -132,13 +132,13 @@ def test_stages_need_no_additional_computation(gloo_pools: GlooPools, tensor_par
 
 
 def logged(argv: list[str], weights: Weights, batch: list[Batch]) -> tuple[str, float, str]:
-    """On each rank: return a step's log line, this rank's part of the loss, and the banner."""
+    """On each rank: return a step's log line, its loss, and the banner."""
     trainer = build_trainer_here(argv, weights)
     printing = contextlib.redirect_stdout(io.StringIO())
     with printing as printed, RunLog(trainer, 1, RunRecord(None)) as log:
         result = train_step(trainer, own_batches(trainer, batch), 1)
         log.training(1, result.loss, result)
-    return printed.getvalue(), result.loss_sum.item(), banner(trainer, Sources(None, {}))
+    return printed.getvalue(), result.loss, banner(trainer, Sources(None, {}))
 
 
 def test_only_rank_0_logs_the_loss_of_the_last_stage(gloo_pools: GlooPools) -> None:
@@ -147,8 +147,8 @@ def test_only_rank_0_logs_the_loss_of_the_last_stage(gloo_pools: GlooPools) -> N
     weights = make_weights(ReferenceConfig.like(run_of(argv, 4).model), seed=1, dtype=torch.float32)
     results = gloo_pools(4).run(logged, argv, weights, steps_of_batches(1, 4)[0])
     lines, losses, banners = zip(*results, strict=True)
-    assert lines[1:] == ("", "", "") and losses[0] == 0.0 and losses[-1] > 1
-    assert lines[0].count("\n") == 1 and f"| lm loss {losses[-1]:.4f} |" in lines[0]
+    assert lines[1:] == ("", "", "") and len({*losses}) == 1
+    assert lines[0].count("\n") == 1 and f"| lm loss {losses[0]:.4f} |" in lines[0]
     # Four micro-batches need five slots to pass two stages, and one slot of each stage is idle. Two chunks halve that.
     assert " ladder in layer 2 (of 3)\n" in banners[0]
     assert "layers 0-1, 2; the pipeline idles 20% of a step with 4 accumulation steps" in banners[0]

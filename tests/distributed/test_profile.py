@@ -29,7 +29,7 @@ def profiled_steps(argv: list[str], first_iteration: int = 1) -> list[float]:
     losses = []
     for iteration in range(first_iteration, 6):
         with around(iteration):
-            losses.append(train_step(trainer, own_batches(trainer, [batch, batch]), iteration).loss_sum.item())
+            losses.append(train_step(trainer, own_batches(trainer, [batch, batch]), iteration).loss)
     return losses
 
 

@@ -19,7 +19,6 @@ from tests.helpers.steps import (
     check_outcome,
     check_resume,
     launch_of,
-    loss_of,
     plain_steps,
     steps_of_batches,
     torch_steps,
@@ -170,7 +169,7 @@ def evaluated(argv: list[str], weights: Weights, batches: list[list[Batch]]) -> 
     before = evaluate(trainer, iter(own), len(own))
     losses = []
     for iteration, batch in enumerate(own, start=1):
-        losses.append(loss_of(trainer, train_step(trainer, batch, iteration).loss_sum))
+        losses.append(train_step(trainer, batch, iteration).loss)
         evaluate(trainer, iter(own), 1)
     return before, losses, evaluate(trainer, iter(own), len(own))
 

@@ -71,7 +71,7 @@ def measure(rounds: int = ROUNDS) -> Overlap:
         train_step(trainer, batches, 1)
         backward = backwards[-1]
         with torch.no_grad():
-            trainer.engine.evaluate(batches[:1])
+            trainer.engine.infer(batches[:1])
         return backward, link.waited_seconds
 
     for _ in range(3):

@@ -68,17 +68,12 @@ def steps_of_batches(steps: int, micro_batches: int, samples: int = 2, tokens: i
     return made
 
 
-def loss_of(trainer: Trainer, share: Tensor) -> float:
-    """Return the loss of the global batch on every rank."""
-    return trainer.mesh.pipeline.all_reduce(trainer.mesh.data.all_reduce(share.clone())).item()
-
-
 def take_steps(trainer: Trainer, batches: list[list[Batch]], first: int = 1) -> History:
     """On each rank: take a step with each batch, from iteration `first` on."""
     history = []
     for iteration, batch in enumerate(batches, start=first):
         result = train_step(trainer, own_batches(trainer, batch), iteration)
-        history.append((loss_of(trainer, result.loss_sum), result.gradient_norm, *result.extra_losses.values()))
+        history.append((result.loss, result.gradient_norm, *result.extra_losses.values()))
     return history
 
 

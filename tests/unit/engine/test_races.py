@@ -147,7 +147,7 @@ def faults_of_a_stage(checker: Checker, wiring: str, micro_batches: int) -> list
             with engine.accumulating(micro_batches):
                 engine.run_passes(batches, forward, engine.backward)
             engine.step()
-        engine.evaluate(batches)
+        engine.infer(batches)
     return checker.faults
 
 
