@@ -190,13 +190,17 @@ def waits_for_choices(model: nn.Module) -> bool:
 
 
 def _choose(config: ModelConfig, scores: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the experts of each token: scores [s, b, E] -> [s, b, k] int64."""
+    """Return the experts of each token: scores [s, b, E] -> [s, b, k] int64.
+
+    Groups are ranked as in DeepSeek-V3, or without a bias as in DeepSeek-V2.
+    """
     if bias is not None:
         scores = scores + bias
     groups = config.moe_router_num_groups
     if groups > 1:
         grouped = scores.unflatten(-1, (groups, -1))
-        best = grouped.topk(2, dim=-1).values.sum(-1).topk(config.moe_router_group_topk, dim=-1).indices
+        ranks = grouped.amax(-1) if bias is None else grouped.topk(2, dim=-1).values.sum(-1)
+        best = ranks.topk(config.moe_router_group_topk, dim=-1).indices
         outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)
         scores = grouped.masked_fill(outside.unsqueeze(-1), -torch.inf).flatten(-2)
     return scores.topk(config.moe_router_topk, dim=-1).indices

@@ -47,6 +47,8 @@ QWEN: dict[str, Any] = {
     "moe_ffn_hidden_size": 8,
     "moe_layers": ALL,
     "qk_layernorm": True,
+    "moe_router_num_groups": 4,
+    "moe_router_group_topk": 2,
 }
 GLM: dict[str, Any] = {
     "num_experts": 8,

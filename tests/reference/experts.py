@@ -135,9 +135,10 @@ def choice(biased: Tensor, config: Any) -> Tensor:
     """Return whether each token chooses each expert: those of highest score inside the groups of highest score."""
     if config.moe_router_num_groups > 1:
         groups = biased.unflatten(-1, (config.moe_router_num_groups, -1))
-        two_best = groups.topk(min(2, groups.shape[-1]), -1).values.sum(-1)
-        best = torch.zeros_like(two_best, dtype=torch.bool)
-        best.scatter_(-1, two_best.topk(config.moe_router_group_topk, -1).indices, True)
+        # arXiv 2405.04434 ranks groups by their best score, arXiv 2412.19437 by the sum of two.
+        ranks = groups.topk(2, -1).values.sum(-1) if config.moe_router_enable_expert_bias else groups.amax(-1)
+        best = torch.zeros_like(ranks, dtype=torch.bool)
+        best.scatter_(-1, ranks.topk(config.moe_router_group_topk, -1).indices, True)
         biased = groups.masked_fill(~best[..., None], -torch.inf).flatten(-2)
     chosen = torch.zeros_like(biased, dtype=torch.bool)
     return chosen.scatter_(-1, biased.topk(config.moe_router_topk, -1).indices, True)

@@ -136,15 +136,16 @@ def add_experts(config: MegatronLadderConfig, vllm_config: VllmConfig, module: n
         gate.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
     else:
         gate.register_buffer("e_score_correction_bias", bias, persistent=False)
-    # Only with a bias, vLLM's choice of groups is that of the training.
-    with_bias = config.scoring_func != "softmax" or config.use_expert_bias or config.n_group > 1
+    with_groups = config.scoring_func != "softmax" or config.use_expert_bias or config.n_group > 1
+    # With a bias, vLLM ranks groups by two scores, as the training does.
+    with_bias = config.use_expert_bias or (with_groups and config.n_group == 1)
     module.experts = experts = FusedMoEFactory(
         num_experts=config.num_experts,
         top_k=config.num_experts_per_tok,
         hidden_size=config.hidden_size,
         intermediate_size=config.moe_intermediate_size,
         renormalize=config.norm_topk_prob,
-        use_grouped_topk=with_bias,
+        use_grouped_topk=with_groups,
         num_expert_group=config.n_group,
         topk_group=config.topk_group,
         scoring_func=config.scoring_func,

@@ -122,7 +122,8 @@ class MegatronLadderRouter(nn.Module):
         choice = scores + self.e_score_correction_bias if config.use_expert_bias else scores
         if config.n_group > 1:
             groups = choice.unflatten(-1, (config.n_group, -1))
-            best = groups.topk(2, dim=-1).values.sum(-1).topk(config.topk_group, dim=-1).indices
+            ranks = groups.topk(2, dim=-1).values.sum(-1) if config.use_expert_bias else groups.amax(-1)
+            best = ranks.topk(config.topk_group, dim=-1).indices
             outside = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, False)
             choice = groups.masked_fill(outside.unsqueeze(-1), float("-inf")).flatten(-2)
         chosen = choice.topk(config.num_experts_per_tok, dim=-1).indices
