@@ -260,12 +260,14 @@ def _layout_problems(flags: RunFlags, model: ModelConfig) -> Iterator[Problem]:
         text = f" {stages} is above --num-layers {layers}: each stage needs at least one layer"
         yield Problem("--pipeline-model-parallel-size", text)
     virtual = parallel.num_layers_per_virtual_pipeline_stage
-    ranges = 0 if virtual is None else stages * -(-layers // (stages * virtual))
-    if ranges > layers:
-        text = (
-            f" {virtual}: {ranges} ranges on {stages} stages are more than --num-layers {layers}: use a larger number"
-        )
-        yield Problem("--num-layers-per-virtual-pipeline-stage", text)
+    if virtual is not None and stages <= layers:
+        ranges = -(-layers // (stages * virtual))
+        lowest = -(-layers // (stages * (layers // stages)))
+        highest = (layers - 1) // stages
+        if not lowest <= virtual <= highest:
+            fix = f"use a number from {lowest} to {highest}" if lowest <= highest else "leave it out"
+            text = f" {virtual} cuts each of {stages} stages into {ranges} ranges of --num-layers {layers}, not two or"
+            yield Problem("--num-layers-per-virtual-pipeline-stage", f"{text} more with a layer each: {fix}")
     if recomputed is not None and recomputed > layers:
         yield Problem("--recompute-num-layers", f" {recomputed} is above --num-layers {layers}")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_ladder.comm.group import to_device
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.engine.graph import CapturedPasses
-from megatron_ladder.engine.schedule import Backward, Forward, Pass, make_schedule, run_schedule
+from megatron_ladder.engine.schedule import Backward, Forward, Pass, PassClock, make_schedule, run_schedule
 from megatron_ladder.engine.sharded import ShardedOptimizer
 from megatron_ladder.engine.state import EngineState, ShardedState
 from megatron_ladder.model.language_model import LanguageModel, LossScales
@@ -39,9 +39,11 @@ class Engine(ABC):
     Attributes:
         state: masters, moments and gradients.
         passes: the captured forward and backward passes; None for none.
+        clock: that of the last training step's passes.
     """
 
     passes: CapturedPasses | None = None
+    clock = PassClock(is_cuda=False)
 
     def __init__(self, model: LanguageModel, state: EngineState, mesh: ProcessMesh, device: torch.device) -> None:
         self.state = state
@@ -79,7 +81,10 @@ class Engine(ABC):
         def allocate(work: Pass) -> Tensor:
             return self._model.allocate_state(micro_batches[work.micro_batch][0], work.chunk)
 
-        run_schedule(slots, pipeline, forward, backward, allocate)
+        clock = PassClock(self._device.type == "cuda")
+        run_schedule(slots, pipeline, forward, backward, allocate, clock)
+        if backward is not None:
+            self.clock = clock
 
     def forward(self, batch: ModelInputs, scales: LossScales, chunk: int, entering: Tensor | None) -> Tensor:
         """Return what `LanguageModel.forward` returns: a state, or the scaled loss."""

@@ -18,10 +18,11 @@ other, and all ranks of the group enter the first one. A receive is waited for b
 after the pass of the next slot, so both run under computation, and at most one slot's sends are in flight.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -115,6 +116,42 @@ def make_schedule(stages: int, chunks: int, micro_batches: int, trains: bool = T
     return slots
 
 
+class PassClock:
+    """Measures how long a rank's passes take, with and without its waits for messages of other ranks.
+
+    On CUDA, events of the stream that computes mark the waits, so the host waits for nothing.
+    """
+
+    def __init__(self, is_cuda: bool) -> None:
+        self._is_cuda = is_cuda
+        self._marks: list[Any] = []
+        """Begin of the passes, begin and end of each wait, and end of the passes."""
+
+    def mark(self) -> None:
+        """Record the current time, on CUDA that of the current stream."""
+        if self._is_cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def wait(self, work: Work) -> None:
+        """Wait for a message."""
+        self.mark()
+        work.wait()
+        self.mark()
+
+    def seconds(self) -> tuple[float, float]:
+        """Return the seconds without and with waits; zeros without marks. The device must have run them all."""
+        marks = self._marks
+        pairs = zip(marks[::2], marks[1::2], strict=True)
+        return sum(self._between(*pair) for pair in pairs), self._between(marks[0], marks[-1]) if marks else 0.0
+
+    def _between(self, begin: Any, end: Any) -> float:
+        return 1e-3 * begin.elapsed_time(end) if self._is_cuda else end - begin
+
+
 Forward = Callable[[Pass, Tensor | None], Tensor]
 """Maps the state that enters a chunk, None for the token ids, to the one that leaves it, or to the loss."""
 Backward = Callable[[Tensor, Tensor | None], None]
@@ -127,11 +164,13 @@ def run_schedule(
     forward: Forward,
     backward: Backward | None,
     allocate: Callable[[Pass], Tensor],
+    clock: PassClock,
 ) -> None:
     """Run this rank's slots; `allocate` returns a buffer for the state that enters a forward pass.
 
-    Without `backward`, all passes of the slots are forward passes.
+    Without `backward`, all passes of the slots are forward passes. The clock must be new.
     """
+    clock.mark()
     entered: dict[tuple[int, int], Tensor | None] = {}
     left: dict[tuple[int, int], Tensor] = {}
     arriving: dict[Pass, tuple[Tensor, Work]] = {}
@@ -141,7 +180,7 @@ def run_schedule(
         if work is not None:
             received, in_flight = arriving.pop(work, (None, None))
             if in_flight is not None:
-                in_flight.wait()
+                clock.wait(in_flight)
             key = work.chunk, work.micro_batch
             if work.is_forward:
                 if received is not None and backward is not None:
@@ -155,7 +194,7 @@ def run_schedule(
                 entering = entered.pop(key)
                 result = None if entering is None else entering.grad
         for _, in_flight in sent:
-            in_flight.wait()
+            clock.wait(in_flight)
         sent.clear()
         for transfer in transfers:
             if transfer.source == pipeline.rank:
@@ -165,3 +204,4 @@ def run_schedule(
             read_by = transfer.read_by
             buffer = allocate(read_by) if read_by.is_forward else torch.empty_like(left[read_by[1:]])
             arriving[read_by] = buffer, pipeline.start_receive(buffer, transfer.source)
+    clock.mark()

@@ -89,13 +89,17 @@ def _wiring(model: ModelConfig) -> str:
     return f"{model.residual_mode} in {layers_text(model.ladder_layers, model.num_layers)}"
 
 
+def _planned_idle(run: RunConfig) -> float:
+    """Return the share of its slots in which a pipeline stage runs no pass; `StepResult.pipeline_idle` is measured."""
+    slots = make_schedule(run.parallel.pipeline_model_parallel_size, run.chunks, run.accumulation_steps)[0]
+    return sum(slot.work is None for slot in slots) / len(slots)
+
+
 def _stages(run: RunConfig) -> str:
     ranges = partition(run)
-    slots = make_schedule(run.parallel.pipeline_model_parallel_size, run.chunks, run.accumulation_steps, True)[0]
-    idle = sum(slot.work is None for slot in slots) / len(slots)
     layers = ", ".join(str(layers.start) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}" for layers in ranges)
     steps = counted(run.accumulation_steps, "accumulation step")
-    return f"layers {layers}; the pipeline idles {idle:.0%} of a step with {steps}"
+    return f"layers {layers}; the pipeline idles {_planned_idle(run):.0%} of a step with {steps}"
 
 
 def _overlap(run: RunConfig) -> str:
@@ -144,11 +148,13 @@ class RunLog:
         eta = f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
         others = {**last.extra_losses, **_describe_loads(last.loads)}
         shown = "".join(f"| {name} {value:.4g} " for name, value in others.items())
+        idle = {} if last.pipeline_idle is None else {"pipeline idle": last.pipeline_idle}
+        shown_idle = "".join(f"| {name} {value:.1%} " for name, value in idle.items())
         print_rank_0(
             f"iteration {iteration:>{len(str(total))}}/{total} | lm loss {loss:.4f} {shown}"
             f"| learning rate {last.learning_rate:.3e} | grad norm {last.gradient_norm:.3f} "
             f"| {tokens_per_second:,.0f} tokens/s | {_engineering(flops)}FLOP/s | {step_seconds:.3f} s/step "
-            f"| ETA {eta}",
+            f"{shown_idle}| ETA {eta}",
             self._rank,
         )
         self._record.write(
@@ -158,7 +164,7 @@ class RunLog:
             seconds=round(seconds, 6),
             loss=loss,
             tokens_per_second=round(tokens_per_second, 1),
-            **{name.replace(" ", "_"): value for name, value in others.items()},
+            **{name.replace(" ", "_"): value for name, value in (others | idle).items()},
         )
         if self._device.type == "cuda":
             peak_memory = torch.cuda.max_memory_allocated(self._device)
@@ -172,6 +178,7 @@ class RunLog:
             "speed/tokens per second": tokens_per_second,
             "speed/model TFLOP per second": flops / 1e12,
             "speed/seconds per step": step_seconds,
+            **{f"speed/{name}": value for name, value in idle.items()},
             "memory/peak GB": peak_memory / 1e9,
         }
         self._curves.metrics(iteration, values)
@@ -238,6 +245,7 @@ def describe_start(trainer: Trainer, iteration: int) -> dict[str, Any]:
         "reason": EVALUATES if run.logging.skip_train else "goes on" if iteration else "begins",
         "train_iters": run.training.train_iters,
         "layout": f"{trainer.mesh.describe()}, ZeRO {run.parallel.zero_stage}",
+        **({"planned_pipeline_idle": _planned_idle(run)} if trainer.mesh.pipeline.size > 1 else {}),
         "configuration": hashlib.sha256(configuration.encode()).hexdigest()[:16],
         "versions": {"megatron_ladder": __version__, "torch": torch.__version__},
         "host": socket.gethostname(),

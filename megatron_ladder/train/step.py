@@ -35,6 +35,8 @@ class StepResult(NamedTuple):
     """How many tokens of the global batch chose each expert, [layers with experts, E], on the host of every rank."""
     finding: Finding | None = None
     extra_sums: Sequence[float] = ()
+    pipeline_idle: float | None = None
+    """Mean share of the passes of the step before in which a stage waited for others; None if it is not known."""
 
     @property
     def skipped(self) -> bool:
@@ -59,22 +61,28 @@ def train_step(
     counts = _count_tokens(trainer, micro_batches)
     scales = LossScales(*counts.clamp(min=1.0).reciprocal())
 
+    # The device has run the passes of the step before, whose result the host has read.
+    busy_seconds, whole_seconds = engine.clock.seconds()
+    pass_seconds = busy_seconds, whole_seconds * (mesh.pipeline.rank == 0)
+
     # Forward and backward of all micro-batches. Gradients are reduced under the last backward pass.
     model.take_extra_losses()
     model.take_loads(trainer.device)
     loss_sum = _forward_backward(trainer, micro_batches, scales)
 
-    # One collective sums the gradient's norm, losses, loads of experts and counts over all ranks.
+    # One collective sums the gradient's norm, losses, loads of experts, counts and times over all ranks.
     gradients = engine.state.gradients()
     extra_losses = model.take_extra_losses(scales)
     loads = model.take_loads(trainer.device)
-    numbers = to_device(torch.tensor(extra_numbers(), dtype=torch.float64), trainer.device)
+    numbers = to_device(torch.tensor([*pass_seconds, *extra_numbers()], dtype=torch.float64), trainer.device)
     replicated = torch.cat([loss_sum.double().reshape(1), extra_losses, loads.flatten()])
     packed = torch.cat([replicated, counts[:1], numbers])
     norm, sums = gradient_norm(gradients, mesh.world, trainer.device, packed)
     # Every tensor-parallel rank contributed the same losses and loads.
     loss, *others = (summed / mesh.tensor.size for summed in sums[: len(replicated)])
-    target_count, *extra_sums = sums[len(replicated) :]
+    target_count, busy_seconds, whole_seconds, *extra_sums = sums[len(replicated) :]
+    # All ranks but those of the first stage, where a step begins and ends, contributed no whole seconds.
+    idle = 1 - busy_seconds / (whole_seconds * mesh.pipeline.size) if whole_seconds and mesh.pipeline.size > 1 else None
     named_losses = dict(zip(model.extra_losses, others, strict=False))
     loads = torch.tensor(others[len(named_losses) :], dtype=torch.float64).view(loads.shape)
 
@@ -91,7 +99,7 @@ def train_step(
     elif kind == "loss spike":
         finding = Finding(kind, guard.skips_spikes, f"{text}, which is a spike")
 
-    result = StepResult(norm, rate, loss, named_losses, loads, finding, extra_sums)
+    result = StepResult(norm, rate, loss, named_losses, loads, finding, extra_sums, idle)
     if result.skipped:
         engine.discard_gradients()
     else:

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from megatron_ladder.data.loader import Sources
+from megatron_ladder.engine.schedule import PassClock
 from megatron_ladder.train.log import RunLog, _stages, banner
 from megatron_ladder.train.record import RunRecord
 from megatron_ladder.train.setup import Trainer
@@ -152,6 +153,43 @@ def test_only_rank_0_logs_the_loss_of_the_last_stage(gloo_pools: GlooPools) -> N
     # Four micro-batches need five slots to pass two stages, and one slot of each stage is idle. Two chunks halve that.
     assert " ladder in layer 2 (of 3)\n" in banners[0]
     assert "layers 0-1, 2; the pipeline idles 20% of a step with 4 accumulation steps" in banners[0]
+
+
+class StoppedClock(PassClock):
+    """Shows fixed times: those without and with waits."""
+
+    def __init__(self, busy: float, whole: float) -> None:
+        super().__init__(is_cuda=False)
+        self._seconds = busy, whole
+
+    def seconds(self) -> tuple[float, float]:
+        return self._seconds
+
+
+def idle_shares(argv: list[str]) -> tuple[list[float | None], str]:
+    """On each rank: return the idle shares of three steps, and log the last one; replace the clock after the second."""
+    trainer = build_trainer_here(argv)
+    batches = own_batches(trainer, steps_of_batches(1, 4)[0])
+    rank = trainer.mesh.world.rank
+    results = [train_step(trainer, batches, 1), train_step(trainer, batches, 2)]
+    trainer.engine.evaluate(batches)
+    trainer.engine.clock = StoppedClock(busy=5.0 - rank, whole=10.0 + rank)
+    results.append(train_step(trainer, batches, 3))
+    with contextlib.redirect_stdout(io.StringIO()) as printed, RunLog(trainer, 1, RunRecord(None)) as log:
+        log.training(3, results[-1].loss, results[-1])
+    return [result.pipeline_idle for result in results], printed.getvalue()
+
+
+def test_the_idle_time_is_that_of_all_ranks_in_the_step_before(gloo_pools: GlooPools) -> None:
+    """A step takes as long as on the first stage, whose two ranks are those of a tensor-parallel group."""
+    results = gloo_pools(4).run(idle_shares, [*RECIPE, *STAGES, "--global-batch-size", "8"])
+    (first, second, third), line = results[0]
+    assert all(shares == [first, second, third] for shares, _ in results)
+    assert first is None and 0 < second < 1
+    assert third == pytest.approx(1 - (5 + 4 + 3 + 2) / 4 / 10.5)
+    assert "s/step | pipeline idle 66.7% | ETA" in line
+    shares, line = gloo_pools(2).run(idle_shares, [*RECIPE, "--global-batch-size", "8"])[0]
+    assert shares == [None] * 3 and "idle" not in line
 
 
 def test_the_banner_knows_chunks() -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tests.helpers.whole_runs import (
     assert_equal_curves,
     command_line,
     curves_in,
+    scalars_in,
     write_corpus,
 )
 
@@ -122,7 +124,16 @@ def test_a_launched_command_logs_the_same(
     assert done.returncode == 0, done.stdout + done.stderr
     curves = curves_in(tmp_path / "curves")
     assert_equal_curves(curves, in_one_process("sigmoid", "answers"))
+    assert "the pipeline idles 33% of a step with 4 accumulation steps" in done.stdout
+    printed = dict(re.findall(r"iteration (\d+)/.* \| pipeline idle (\S+)% \|", done.stdout))
+    idle = scalars_in(tmp_path / "curves", "speed/pipeline idle")
+    assert {int(step): float(share) / 100 for step, share in printed.items()} == pytest.approx(idle, abs=5e-4)
+    # The first step has no step before it.
+    assert [*idle] == [2] and 0 < idle[2] < 1
     for event in read_record(tmp_path / "save"):
+        if event["event"] == "start":
+            assert event["planned_pipeline_idle"] == pytest.approx(1 / 3)
         if event["event"] == "progress":
             logged = {name: values[event["iteration"]] for name, values in curves.items() if name in RECORDED}
             assert logged == pytest.approx({name: event[field] for name, field in RECORDED.items()}, rel=1e-7)
+            assert event.get("pipeline_idle", 0.0) == pytest.approx(idle.get(event["iteration"], 0.0), rel=1e-6)

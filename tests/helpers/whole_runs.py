@@ -127,6 +127,13 @@ def curves_in(folder: Path) -> Curves:
     return {name: {event.step: event.value for event in events.Scalars(name)} for name in names}
 
 
+def scalars_in(folder: Path, name: str) -> dict[int, float]:
+    """Return one curve of --tensorboard-dir by step."""
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {event.step: event.value for event in events.Scalars(name)}
+
+
 def assert_equal_curves(
     found: Curves, expected: Mapping[str, Mapping[int, float]], tolerance: float = TOLERANCE
 ) -> None:

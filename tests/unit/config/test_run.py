@@ -32,6 +32,24 @@ def test_batches_follow_from_the_layout() -> None:
     assert not errors and (staged.data_parallel_size, staged.accumulation_steps) == (2, 4)
 
 
+@pytest.mark.parametrize("stages", range(2, 6))
+def test_every_layer_count_can_be_interleaved_as_the_error_says(stages: int) -> None:
+    """A value is accepted if each stage gets several ranges with a layer each; the others name those values."""
+    flag = "--num-layers-per-virtual-pipeline-stage"
+    for layers in range(stages, 4 * stages + 2):
+        ranges = {most: -(-layers // (stages * most)) for most in range(1, layers + 2)}
+        possible = [most for most, count in ranges.items() if count > 1 and stages * count <= layers]
+        fix = f"use a number from {possible[0]} to {possible[-1]}" if possible else "leave it out"
+        for most in ranges:
+            words = f"--num-layers {layers} --pipeline-model-parallel-size {stages} {flag} {most}"
+            run, errors = read(words, stages)
+            if most in possible:
+                assert not errors and run.chunks == ranges[most]
+            else:
+                assert len(errors) == 1 and errors[0].startswith(f"{flag} {most} cuts each of {stages} stages"), errors
+                assert errors[0].endswith(f": {fix}")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_ladder.comm.group import CommGroup, Work
-from megatron_ladder.engine.schedule import Pass, Slot, Transfer, make_schedule, run_schedule
+from megatron_ladder.engine.schedule import Pass, PassClock, Slot, Transfer, make_schedule, run_schedule
 
 SHAPES = [(stages, chunks) for stages in range(1, 7) for chunks in (1, 2, 3) if stages > 1 or chunks == 1]
 COUNTS = range(1, 14)
@@ -192,7 +192,8 @@ def run_threads(stages: int, chunks: int, count: int, trains: bool = True) -> tu
         try:
             with torch.set_grad_enabled(trains):
                 backward = (lambda leaving, gradient: leaving.backward(gradient)) if trains else None
-                run_schedule(schedule[rank], group, forward, backward, lambda work: tracked(torch.empty(3)))
+                clock = PassClock(is_cuda=False)
+                run_schedule(schedule[rank], group, forward, backward, lambda work: tracked(torch.empty(3)), clock)
             assert group.unwaited == 0
         except BaseException as error:
             errors.append(error)
@@ -241,3 +242,62 @@ def test_states_in_memory_do_not_grow_with_the_number_of_micro_batches(stages: i
     if chunks == 1:
         # A state that enters and one that leaves per micro-batch in flight, and one under way.
         assert all(most <= 2 * (stages - rank) + 1 for rank, most in enumerate(many))
+
+
+FORWARD, BACKWARD, SEND, RECEIVE = 3.0, 5.0, 0.25, 2.0
+"""Seconds of passes, and of the waits for sends and receives."""
+
+
+class SlowGroup(CommGroup):
+    """The first of two ranks, on a clock that only passes and waits move."""
+
+    now = 100.0
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+    def start_send(self, tensor: Tensor, target: int) -> Work:
+        return _Wait(lambda: self.advance(SEND))
+
+    def start_receive(self, into: Tensor, source: int) -> Work:
+        return _Wait(lambda: self.advance(RECEIVE))
+
+
+class Event:
+    """Stands for `torch.cuda.Event` on that clock."""
+
+    def __init__(self, group: SlowGroup) -> None:
+        self._group = group
+        self.at = float("nan")
+
+    def record(self) -> None:
+        self.at = self._group.now
+
+    def elapsed_time(self, end: "Event") -> float:
+        return 1e3 * (end.at - self.at)
+
+
+@pytest.mark.parametrize("is_cuda", [False, True])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_the_clock_tells_passes_from_waits(monkeypatch: pytest.MonkeyPatch, is_cuda: bool, chunks: int) -> None:
+    group, count = SlowGroup(range(2), 0, None), 3
+    monkeypatch.setattr("time.perf_counter", lambda: group.now)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(group))
+    if is_cuda:
+        monkeypatch.delattr("time.perf_counter")
+
+    def forward(work: Pass, entering: Tensor | None) -> Tensor:
+        group.advance(FORWARD)
+        return torch.ones(3, requires_grad=True) if entering is None else 2 * entering
+
+    def backward(leaving: Tensor, gradient: Tensor | None) -> None:
+        group.advance(BACKWARD)
+        leaving.backward(gradient)
+
+    clock = PassClock(is_cuda)
+    assert clock.seconds() == (0.0, 0.0)
+    run_schedule(make_schedule(2, chunks, count)[0], group, forward, backward, lambda work: torch.ones(3), clock)
+    busy = chunks * count * (FORWARD + BACKWARD)
+    # The first chunk sends and receives no gradient of its input, and the second one receives its state as well.
+    transfers = count * (2 * chunks - 1)
+    assert clock.seconds() == pytest.approx((busy, busy + transfers * (SEND + RECEIVE)))
