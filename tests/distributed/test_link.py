@@ -4,19 +4,22 @@ Ends are compared with the rule and never with the speed of this machine: a rank
 launch, and the link's launch stamp must be between the two.
 """
 
+import itertools
 import random
 import time
 from contextlib import closing
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ladder_lab.link.link import EmulatedLink, LinkWork
+from ladder_lab.link.link import EmulatedLink, LinkWork, MessageWork
 from megatron_ladder.comm.group import CommGroup
+from megatron_ladder.engine.schedule import Pass, PassClock, make_schedule, run_schedule
 from tests.helpers.pool import GlooPools
+from tests.helpers.schedules import played_seconds
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
@@ -36,7 +39,7 @@ class Timing(NamedTuple):
 
 
 class Launched(NamedTuple):
-    work: LinkWork
+    work: LinkWork | MessageWork
     before: int
     after: int
 
@@ -129,3 +132,99 @@ def test_the_halves_of_an_all_reduce(gloo_pools: GlooPools) -> None:
         # 4 x 3 numbers of 4 bytes: half of 4 ms + 48 us.
         assert scatter_ns == gather_ns == 2_024_000
         assert apart == gather_ns, "a serial wire carries one after the other"
+
+
+def random_messages(seed: int, count: int, serial: bool) -> tuple[list[bool], list[tuple[int, int, Timing]]]:
+    """Return whether each message that this rank received was the sent one, and the pairs and timings of all messages.
+
+    Ranks wait in different random orders, and sums run in between.
+    """
+    common, own, rank = random.Random(seed), random.Random(1000 * seed + dist.get_rank()), dist.get_rank()
+    flying: dict[int, tuple[int, int, Launched]] = {}
+    timings: dict[int, tuple[int, int, Timing]] = {}
+    buffers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def end(number: int) -> None:
+        source, target, launched = flying.pop(number)
+        timings[number] = source, target, finish(launched)
+
+    with closing(EmulatedLink(everyone(), 20e-6, 1e-9, serial=serial)) as link:
+        for number in range(count):
+            source, target = common.sample(range(dist.get_world_size()), 2)
+            sent = torch.randn(common.choice([1, 1000, 40_000]), generator=torch.Generator().manual_seed(number))
+            if common.random() < 0.2:
+                link.all_reduce(torch.ones(3))
+            if rank in (source, target):
+                buffer = sent.clone() if rank == source else torch.zeros_like(sent)
+                before = time.monotonic_ns()
+                work = link.start_send(buffer, target) if rank == source else link.start_receive(buffer, source)
+                after = time.monotonic_ns()
+                assert isinstance(work, MessageWork)
+                flying[number] = source, target, Launched(work, before, after)
+                buffers[number] = buffer, sent
+            while flying and own.random() < 0.45:
+                end(own.choice(sorted(flying)))
+        for number in own.sample(sorted(flying), len(flying)):
+            end(number)
+    return [buffer.equal(sent) for buffer, sent in buffers.values()], [timings[number] for number in sorted(timings)]
+
+
+@pytest.mark.parametrize(("world", "serial"), [(2, True), (3, False), (3, True)])
+def test_messages_arrive_and_their_ends_follow_the_rule(gloo_pools: GlooPools, world: int, serial: bool) -> None:
+    results = gloo_pools(world).run(random_messages, seed=world + serial, count=90, serial=serial)
+    assert all(all(arrived) for arrived, _ in results)
+    for pair in itertools.combinations(range(world), 2):
+        ends = [[timing for *ranks, timing in results[rank][1] if {*ranks} == {*pair}] for rank in pair]
+        assert len(ends[0]) == len(ends[1]) > 10
+        assert_rule(ends, serial)
+
+
+FORWARD, BACKWARD = 0.04, 0.08
+"""Seconds that a stage with all its chunks sleeps instead of computing."""
+
+
+def step_of_sleepers(chunks: int, count: int, latency: float) -> list[tuple[float, float]]:
+    """Return for some steps of a pipeline over the link the seconds of this rank's passes without and with waits."""
+
+    def sleep(seconds: float) -> None:
+        time.sleep(seconds / chunks)
+
+    def forward(work: Pass, entering: Tensor | None) -> Tensor:
+        sleep(FORWARD)
+        return torch.ones(3, requires_grad=True) if entering is None else 2 * entering
+
+    def backward(leaving: Tensor, gradient: Tensor | None) -> None:
+        sleep(BACKWARD)
+        (leaving.sum() if gradient is None else leaving).backward(gradient)
+
+    results = []
+    with closing(EmulatedLink(everyone(), latency)) as link:
+        slots = make_schedule(link.size, chunks, count)[link.rank]
+        for _ in range(4):
+            clock = PassClock(is_cuda=False)
+            link.barrier()
+            run_schedule(slots, link, forward, backward, lambda work: torch.empty(3), clock)
+            results.append(clock.seconds())
+    return results
+
+
+def sleepers() -> list[Any]:
+    """Return chunks, micro-batches and latencies; all but two of them are slow."""
+    cases = itertools.product((1, 2), (4, 8, 16), (0.0, 0.01))
+    return [pytest.param(*case, marks=() if case[1:] == (4, 0.01) else pytest.mark.slow) for case in cases]
+
+
+@pytest.mark.parametrize(("chunks", "count", "latency"), sleepers())
+def test_the_bubble_of_a_pipeline_is_the_planned_one(
+    gloo_pools: GlooPools, chunks: int, count: int, latency: float
+) -> None:
+    """In the best of some steps, because other processes delay most of them; computed as the log of a run does."""
+    stages = 4
+    schedule = make_schedule(stages, chunks, count)
+    busy = count * (FORWARD + BACKWARD)
+    planned = played_seconds(schedule, FORWARD / chunks, BACKWARD / chunks, latency) / busy - 1
+    if not latency:
+        assert planned == pytest.approx((stages - 1) / (chunks * count))
+    steps = zip(*gloo_pools(stages).run(step_of_sleepers, chunks, count, latency), strict=True)
+    measured = min(stages * ranks[0][1] / sum(passes for passes, _ in ranks) - 1 for ranks in steps)
+    assert measured == pytest.approx(planned, rel=0.1)

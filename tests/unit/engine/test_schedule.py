@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_ladder.comm.group import CommGroup, Work
 from megatron_ladder.engine.schedule import Pass, PassClock, Slot, Transfer, make_schedule, run_schedule
+from tests.helpers.schedules import played_seconds
 
 SHAPES = [(stages, chunks) for stages in range(1, 7) for chunks in (1, 2, 3) if stages > 1 or chunks == 1]
 COUNTS = range(1, 14)
@@ -91,27 +92,6 @@ def test_micro_batches_in_flight_do_not_grow_with_their_number(stages: int, chun
     assert few == many
     if chunks == 1:
         assert many == list(range(stages, 0, -1))
-
-
-def played_seconds(schedule: list[list[Slot]], forward: float, backward: float) -> float:
-    """Return the time of a step if passes take these seconds, and a send lasts until its receive has started.
-
-    A rank waits for inputs before it computes, and after it has computed for the sends of the slot before.
-    """
-    clocks, arrivals = [0.0] * len(schedule), dict[tuple[int, Pass], float]()
-    sends: list[list[float]] = [[] for _ in schedule]
-    for slots in zip(*schedule, strict=True):
-        for rank, (work, _) in enumerate(slots):
-            if work is not None:
-                clocks[rank] = max(clocks[rank], arrivals.get((rank, work), 0.0))
-                clocks[rank] += forward if work.is_forward else backward
-            clocks[rank] = max([clocks[rank], *sends[rank]])
-            sends[rank].clear()
-        for transfer in {transfer for slot in slots for transfer in slot.transfers}:
-            end = max(clocks[transfer.source], clocks[transfer.target])
-            arrivals[transfer.target, transfer.read_by] = end
-            sends[transfer.source].append(end)
-    return max(clocks)
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 4])

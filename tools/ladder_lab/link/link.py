@@ -17,6 +17,10 @@ end(k), asleep except for the last moment:
     wire                     ~~~~~~~~~~ alpha + bytes * beta ~~~~~~~~~~~~~~~~^ end
 
 The copy and the sum cost processor time and no wire time; the hold hides the sum.
+
+A message between two ranks takes as long as an all-reduce of its tensor, from the later one of both launches on. On a
+serial wire, those of a pair follow each other, in both directions, as in NCCL, which gives each pair a communicator;
+other pairs and the collectives do not wait for them. gloo's threads carry the tensor, with the times of the launches.
 """
 
 import time
@@ -62,8 +66,25 @@ class LinkWork:
         self.link.complete(self)
 
 
+@dataclass(slots=True, eq=False)
+class MessageWork:
+    """The handle of a message from or to a peer, whose end is known after both ranks have launched it."""
+
+    link: "EmulatedLink"
+    peer: int
+    parts: tuple[Work, ...]
+    """The transfers of the tensor and of both times of launch."""
+    launched_ns: tuple[Tensor, Tensor]
+    wire_ns: int
+    end_ns: int = 0
+
+    def wait(self) -> None:
+        """Block until the tensor has been transferred and the wire is done."""
+        self.link.complete_message(self)
+
+
 class EmulatedLink(CommGroup):
-    """A group whose sums go over an emulated wire; other operations, and other reduce operators, use the real group.
+    """A group whose sums and messages go over an emulated wire; other operations use the real group.
 
     One thread of a process uses it. Every rank makes the same calls in the same order, except for `wait`. Tensors are
     on the CPU, contiguous, of any dtype, shape and size. A larger tensor than before enlarges the shared memory, which
@@ -102,6 +123,8 @@ class EmulatedLink(CommGroup):
         self._wire_free_ns = 0
         self._unsummed: deque[LinkWork] = deque()
         self._slots = SharedSlots(group, FIRST_TENSOR_BYTES) if self.size > 1 else None
+        self._messages: list[deque[MessageWork]] = [deque() for _ in self.ranks]
+        self._pair_free_ns = [0] * self.size
 
     def set_wire(self, alpha_seconds: float, seconds_per_byte: float) -> None:
         """Change the wire for collectives launched from now on; every rank must do so at the same point."""
@@ -140,6 +163,14 @@ class EmulatedLink(CommGroup):
 
         return whole, self._launch(tensor, join, whole.nbytes, share=0.5)
 
+    def start_send(self, tensor: Tensor, target: int) -> Work:
+        """Start to send `tensor`."""
+        return self._launch_message(super().start_send(tensor, target), target, tensor.nbytes)
+
+    def start_receive(self, into: Tensor, source: int) -> Work:
+        """Start to receive a tensor."""
+        return self._launch_message(super().start_receive(into, source), source, into.nbytes)
+
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Sum `tensor` in place over the wire and return it; other operators use the real group."""
         if op != dist.ReduceOp.SUM:
@@ -153,16 +184,35 @@ class EmulatedLink(CommGroup):
         """Wait for `work`; the implementation of `LinkWork.wait`."""
         began = time.monotonic_ns()
         self._sum_up_to(work.number)
-        left = work.end_ns - time.monotonic_ns()
+        self._hold(work.end_ns, began)
+
+    def complete_message(self, work: MessageWork) -> None:
+        """Wait for `work`; the implementation of `MessageWork.wait`."""
+        began = time.monotonic_ns()
+        while not work.end_ns:
+            # The wire carries this pair's earlier messages first.
+            message = self._messages[work.peer].popleft()
+            for part in message.parts:
+                part.wait()
+            begin = max(int(launched_ns) for launched_ns in message.launched_ns)
+            if self._serial:
+                begin = max(begin, self._pair_free_ns[work.peer])
+            message.end_ns = self._pair_free_ns[work.peer] = begin + message.wire_ns
+        self._hold(work.end_ns, began)
+
+    def _hold(self, end_ns: int, began_ns: int) -> None:
+        """Block until a time, and count what has passed since the other."""
+        left = end_ns - time.monotonic_ns()
         if left > self._spin_ns:
             time.sleep((left - self._spin_ns) * 1e-9)
-        while time.monotonic_ns() < work.end_ns:
+        while time.monotonic_ns() < end_ns:
             pass
-        self.waited_seconds += (time.monotonic_ns() - began) * 1e-9
+        self.waited_seconds += (time.monotonic_ns() - began_ns) * 1e-9
 
     def close(self) -> None:
         """Release the shared memory. Not collective; collectives in flight can no longer be waited for."""
         self._unsummed.clear()
+        self._messages.clear()
         self._slots = None
 
     def _launch(self, tensor: Tensor, combine: _Combine, num_bytes: int, share: float = 1.0) -> LinkWork:
@@ -181,10 +231,20 @@ class EmulatedLink(CommGroup):
         parts[self.rank].copy_(tensor.data.view(-1))
         slots.publish(number, time.monotonic_ns())
         self._last_number = number
-        seconds = share * (self._alpha_seconds + num_bytes * self._seconds_per_byte)
-        work = LinkWork(self, number, combine, parts, round(seconds * 1e9))
+        work = LinkWork(self, number, combine, parts, self._wire_ns(num_bytes, share))
         self._unsummed.append(work)
         return work
+
+    def _launch_message(self, transfer: Work, peer: int, num_bytes: int) -> MessageWork:
+        """Exchange the times of launch with the peer; on both ranks, messages of the pair start in the same order."""
+        own, other = torch.tensor([time.monotonic_ns()]), torch.zeros(1, dtype=torch.int64)
+        parts = transfer, super().start_send(own, peer), super().start_receive(other, peer)
+        work = MessageWork(self, peer, parts, (own, other), self._wire_ns(num_bytes))
+        self._messages[peer].append(work)
+        return work
+
+    def _wire_ns(self, num_bytes: int, share: float = 1.0) -> int:
+        return round(1e9 * share * (self._alpha_seconds + num_bytes * self._seconds_per_byte))
 
     @property
     def _open_slots(self) -> SharedSlots:
