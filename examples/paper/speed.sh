@@ -169,6 +169,8 @@ run_once() {
     fi
 }
 
+"$tiny" || "$dry_run" || python3 -c 'import torch; raise SystemExit(not torch.cuda.is_available())' 2>/dev/null ||
+    fail "python3 has no torch that finds a GPU: give --tiny for a rehearsal on a CPU"
 "$dry_run" || mkdir -p "$folder" || fail "$folder: cannot be made: give another folder"
 if [ ${#host_names[@]} -gt 0 ]; then
     "$dry_run" || require_launcher

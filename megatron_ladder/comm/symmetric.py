@@ -50,7 +50,7 @@ class SymmetricMemoryGroup(CommGroup):
             elements = MOST_BYTES // dtype.itemsize
             self._shared, multicast = map_symmetric_memory(elements, dtype, device, group.process_group)
         except (ImportError, RuntimeError) as error:
-            raise _impossible(f"an error of torch ({error})") from error
+            raise _impossible(f"an error of torch: {error}") from error
         self._multicast = multicast and not equal_sums
         self._name, self._side = group.process_group.group_name, CudaSideQueue(device)
 
@@ -97,14 +97,15 @@ def check_peers(size: int, device: torch.device, dtype: torch.dtype) -> None:
     try:
         apart = [peer for peer in peers if not has_nvlink(device.index, peer)]
     except (AttributeError, RuntimeError) as error:
-        raise _impossible(f"an error of torch ({error})") from error
+        raise _impossible(f"an error of torch: {error}") from error
     if apart:
         raise _impossible(f"no NVLink between GPU {device.index} and {apart}")
 
 
 def _impossible(found: str) -> UserError:
     needs = "--tp-all-reduce symmetric needs all ranks on GPUs of one machine that are joined by NVLink"
-    return UserError(f"{needs}, found {found}: use --tp-all-reduce nccl")
+    # Errors of CUDA have several lines.
+    return UserError(f"{needs}, found {found.splitlines()[0]}: use --tp-all-reduce nccl")
 
 
 def select_all_reduce(

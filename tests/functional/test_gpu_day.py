@@ -64,6 +64,14 @@ def test_every_command_is_accepted_by_its_program(device: day.Device, monkeypatc
     assert errors == []
 
 
+def test_commands_are_printed_without_a_folder_for_results(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--dry-run", "--only", "paper", "study") == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == [shlex.join(words) for _, words in day.commands("cuda", ["paper", "study"], Path("FOLDER"))]
+    with pytest.raises(UserError, match="--output is required, except for --dry-run"):
+        call("--only", "paper")
+
+
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Replaces the steps: name -> shell code, in the part `training`."""

@@ -198,8 +198,19 @@ def test_one_gpu_measures_what_fits_it(tmp_path: Path) -> None:
     done = run_command(["bash", SPEED, tmp_path, "--one-gpu"], timeout=30, env={"BASH_FUNC_python3%%": program})
     assert done.returncode == 1
     lines = calls.read_text().splitlines()
-    assert len(lines) == 10 and lines[-1] == f"examples/paper/speed_report.py {tmp_path}"
+    assert len(lines) == 11 and lines[-1] == f"examples/paper/speed_report.py {tmp_path}"
     assert run_command(["bash", SPEED, tmp_path, "--one-gpu", "--hosts", "a b"], timeout=30).returncode == 2
+
+
+@pytest.mark.parametrize("flags", [[], ["--one-gpu"]])
+def test_speeds_without_a_gpu_are_one_error(tmp_path: Path, flags: list[str]) -> None:
+    played = {"BASH_FUNC_python3%%": "() { return 1; }"}
+    done = run_command(["bash", SPEED, tmp_path / "results", *flags], timeout=30, env=played)
+    assert (done.returncode, done.stdout) == (2, "") and not (tmp_path / "results").exists()
+    (line,) = done.stderr.splitlines()
+    assert line == "error: python3 has no torch that finds a GPU: give --tiny for a rehearsal on a CPU"
+    done = run_command(["bash", SPEED, tmp_path / "results", *flags, "--tiny"], timeout=30, env=played)
+    assert done.returncode == 1 and (tmp_path / "results").exists()
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,8 @@ POLL_SECONDS, GRACE_SECONDS = 0.5, 10.0
 class DayOptions:
     """Parts, files and time. The script itself takes --wheels WHEELS: see its head."""
 
-    output: Path = flag(output="directory")
-    """Folder of the results."""
+    output: Path | None = flag(None, output="directory")
+    """Folder of the results; required without --dry-run."""
     results: Path | None = None
     """Folder with the results of earlier calls, if it is not --output."""
     device: Device = "cuda"
@@ -179,10 +179,10 @@ def commands(device: Device, parts: Sequence[str], folder: Path) -> list[tuple[S
 class Results:
     """The results of a part: their file, and the folder in which its steps write."""
 
-    def __init__(self, part: str, options: DayOptions, folder: Path, device: str) -> None:
+    def __init__(self, part: str, output: Path, earlier_output: Path, folder: Path, device: str) -> None:
         """Read the results of earlier calls, and restore their files."""
-        self.folder, self._part, self._path = folder, part, options.output / f"{part}.json"
-        earlier = (options.results or options.output) / f"{part}.json"
+        self.folder, self._part, self._path = folder, part, output / f"{part}.json"
+        earlier = earlier_output / f"{part}.json"
         content = read_if_exists(earlier)
         here = {"device": device, "versions": versions()}
         self._content: dict[str, Any] = here | {"steps": {}, "files": {}} | json.loads(content or b"{}")
@@ -293,11 +293,15 @@ def main(argv: Sequence[str]) -> None:
         for _, words in commands(options.device, options.only, Path("FOLDER")):
             print(shlex.join(words))
         return
+    if options.output is None:
+        raise UserError("--output is required, except for --dry-run: give a folder for the results")
+    output, earlier = options.output, options.results or options.output
     device = describe_device(options.device)
     print(device, flush=True)
     with tempfile.TemporaryDirectory(prefix="gpu_day_") as scratch, received_signals() as received:
         folder = Path(scratch)
-        results = {part: Results(part, options, folder / part, device) for part in PARTS if part in options.only}
+        parts = [part for part in PARTS if part in options.only]
+        results = {part: Results(part, output, earlier, folder / part, device) for part in parts}
 
         def code(step: Step) -> int | None:
             return results[step.part].step(step).get("exit_code")

@@ -176,7 +176,12 @@ def test_one_shot_sums_need_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="found 4 GPUs for 8 ranks"):
         check_peers(8, GPU, torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: peer != 3)
-    with pytest.raises(UserError, match="found an error of torch .*not available"):
+    # This build of torch has no CUDA, or finds no driver.
+    with pytest.raises(UserError, match="found an error of torch: .*(not available|driver)"):
+        check_peers(3, GPU, torch.bfloat16)
+    lines = "CUDA error: no driver\nSearch for it."
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="torch: CUDA error: no driver: use --tp-all"):
+        patch.setattr("megatron_ladder.comm.symmetric.has_nvlink", Mock(side_effect=RuntimeError(lines)))
         check_peers(3, GPU, torch.bfloat16)
     join_by_nvlink(monkeypatch, {0, 1})
     check_peers(2, GPU, torch.bfloat16)
