@@ -183,13 +183,14 @@ def test_a_hugging_face_directory_on_four_ranks(tmp_path: Path, gloo_pools: Gloo
 
 ROUTED = {"num_experts": 6, "moe_ffn_hidden_size": 12, "moe_layers": (1, 2)}
 SHARED = ROUTED | {"moe_shared_expert_intermediate_size": 8}
+SHORT = {"rope_original_max_position_embeddings": 8, "rope_beta_fast": 2.0}
 WITH_EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
     "mixtral": {},
     "glm4_moe": {},
     "ladder": ROUTED | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
     "farskip": SHARED,
-    "shortcut": SHARED,
+    "shortcut": SHARED | {"rope_scaling": "yarn", "rope_scaling_factor": 8.0, "rope_mscale_all_dim": 0.5} | SHORT,
     "longcat": ROUTED | {"rotary_percent": 0.5},
 }
 
