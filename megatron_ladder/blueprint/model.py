@@ -204,7 +204,7 @@ class ModelConfig(ModelTraits):
     def softmax_scale(self) -> float:
         """The factor on the scores of attention, in which YaRN has a part if attention is latent."""
         magnitude = yarn_magnitude(self.rope_scaling_factor, self.rope_mscale_all_dim) if self.is_latent else 1.0
-        return self.head_dim**-0.5 * magnitude**2
+        return magnitude**2 / math.sqrt(self.head_dim)
 
     @property
     def layer_kinds(self) -> Sequence[tuple[SubBlockKind, ...]]:

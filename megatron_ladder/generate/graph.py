@@ -101,7 +101,7 @@ class FilledColumns(NamedTuple):
     filled: Tensor
     """[b kv_heads/t] int32, the number of filled columns."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
         """See `Operations.attend`; there is no mask."""
         kv_heads, positions, head_dim = k.shape[1:]
         attended = flash_attention(
@@ -114,5 +114,6 @@ class FilledColumns(NamedTuple):
             positions,
             used_keys=self.filled,
             pages=self.pages,
+            scale=scale,
         )
         return attended.view(q.shape)

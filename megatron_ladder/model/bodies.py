@@ -6,7 +6,6 @@ Layouts: hidden_states [s, b, h]; queries [s, b, heads/t, d]; MLP inner [s, b, f
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from megatron_ladder.blueprint.tensors import Branch, SubBlockTensors
@@ -15,7 +14,11 @@ from megatron_ladder.model.norm import RMSNorm
 from megatron_ladder.model.operations import BuildContext
 from megatron_ladder.model.sub_block import Body, BodyOutput, SequenceContext
 from megatron_ladder.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_ladder.parallel.partial_gradients import PartialGradients
 from megatron_ladder.parallel.products import InputGradient
+
+_LATENT_EPSILON = 1e-6
+"""The published models of latent attention have this term in the norms of latents, whatever that of other norms is."""
 
 
 def _input_projection(build: BuildContext, tensors: SubBlockTensors) -> ColumnParallelLinear:
@@ -29,16 +32,18 @@ def _output_projection(build: BuildContext, tensors: SubBlockTensors, branch: Br
 
 
 class _AttentionHeads(nn.Module):
-    """Maps projections [s, b, sum of widths] of queries, keys and values to the heads' outputs [s, b, heads/t * d]."""
+    """Maps projections [s, b, sum of widths] of a branch's inputs to the heads' outputs [s, b, heads/t * d], gated."""
 
     def __init__(self, build: BuildContext, number: int, branch: Branch, widths: Sequence[int]) -> None:
         super().__init__()
         config = build.config
         self.operations = build.operations
-        self.widths = tuple(widths)
+        self.gate_width = widths[-1] if config.attention_output_gate else 0
+        self.widths = tuple(widths[:-1] if config.attention_output_gate else widths)
         self.epsilon = config.norm_epsilon
         self.number = number
         self.head_dim = config.head_dim
+        self.scale = config.softmax_scale
         self.q_norm, self.k_norm = None, None
         if branch.head_norms:
             self.q_norm, self.k_norm = (RMSNorm(build, tensor, own_input=True) for tensor in branch.head_norms)
@@ -46,29 +51,77 @@ class _AttentionHeads(nn.Module):
     def forward(
         self, projected: Tensor, context: SequenceContext, input_gradient: InputGradient | None = None
     ) -> Tensor:
+        gate = None
+        if self.gate_width:
+            projected, gate = projected.split((sum(self.widths), self.gate_width), dim=-1)
+        deferred = None if input_gradient is None else input_gradient.partial_gradients
+        attended = self.attend(projected, context, deferred).permute(2, 0, 1, 3).flatten(2)
+        return attended if gate is None else self.operations.gate(attended, gate)
+
+    def attend(self, projected: Tensor, context: SequenceContext, deferred: PartialGradients | None) -> Tensor:
+        """[s, b, sum of widths], without the gate -> [b, heads/t, s, d]."""
         norm_weights = None
         if self.q_norm is not None and self.k_norm is not None:
-            deferred = None if input_gradient is None else input_gradient.partial_gradients
             norm_weights = self.q_norm.weight_in_use(deferred), self.k_norm.weight_in_use(deferred)
         q, k, v = self.operations.split_heads(
             projected, self.widths, self.head_dim, context.rotary, norm_weights, self.epsilon
         )
-        if context.documents is not None:
-            return document_attention(q, k, v, context.documents).permute(2, 0, 1, 3).flatten(2)
         if context.cache is not None:
             k, v = context.cache.update(self.number, k, v)
-        attended = (context.attend or self.operations.attend)(q, k, v, context.mask)
-        return attended.permute(2, 0, 1, 3).flatten(2)
+        return self.attend_to(q, k, v, context)
+
+    def attend_to(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
+        """Attend to the keys that `context` lets each query see."""
+        if context.documents is not None:
+            return document_attention(q, k, v, context.documents, self.scale)
+        return (context.attend or self.operations.attend)(q, k, v, context.mask, self.scale)
+
+
+class _LatentHeads(_AttentionHeads):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
+
+    The inputs are the queries or their latent, and the latent of keys and values with the rotated key, which all heads
+    share. Every rank computes whole latents and norms them. It multiplies them with its rows of the matrices that make
+    queries, keys and values of its heads, and so has partial sums of their gradients.
+    """
+
+    def __init__(self, build: BuildContext, number: int, branch: Branch, widths: Sequence[int]) -> None:
+        super().__init__(build, number, branch, widths)
+        config = build.config
+        self.nope, self.value_dim = config.qk_nope_head_dim, config.value_dim
+        self.latent_widths = (config.kv_lora_rank, config.qk_rope_head_dim)
+        norms = [RMSNorm(build, tensor, own_input=True, epsilon=_LATENT_EPSILON) for tensor in branch.latent_norms]
+        products = [ColumnParallelLinear([matrix], build, sum_input_gradient=False) for matrix in branch.expansions]
+        self.q_a_norm = norms[0] if config.q_lora_rank else None
+        self.q_b_proj = products[0] if config.q_lora_rank else None
+        self.kv_a_norm, self.kv_b_proj = norms[-1], products[-1]
+
+    def attend(self, projected: Tensor, context: SequenceContext, deferred: PartialGradients | None) -> Tensor:
+        """See `_AttentionHeads.attend`."""
+        queries, latent_and_key = projected.split(self.widths, dim=-1)
+        if self.q_a_norm is not None and self.q_b_proj is not None:
+            queries = self.q_b_proj(self.q_a_norm(queries, None, deferred))
+        latent, key = latent_and_key.split(self.latent_widths, dim=-1)
+        latent = self.kv_a_norm(latent, None, deferred)
+        q, key = self.operations.rotate_latent(queries, key, self.nope, context.rotary)
+        k, v = self.operations.expand_latent(self.kv_b_proj(latent), key, q.shape[1], self.nope)
+        if context.cache is not None:
+            k, v = context.cache.update(self.number, k, v)
+        return self.attend_to(q, k, v, context)[..., : self.value_dim]
+
+
+def _heads(build: BuildContext, number: int, branch: Branch, widths: Sequence[int]) -> _AttentionHeads:
+    return (_LatentHeads if build.config.is_latent else _AttentionHeads)(build, number, branch, widths)
 
 
 class Attention(Body):
-    """Causal grouped-query attention over this rank's heads: fused q, k, v projection, heads, output projection."""
+    """Causal attention over this rank's heads: one product of all inputs, heads, output projection."""
 
     def __init__(self, build: BuildContext, number: int, tensors: SubBlockTensors) -> None:
         super().__init__()
         (branch,) = tensors.branches
         self.qkv_proj = _input_projection(build, tensors)
-        self.heads = _AttentionHeads(build, number, branch, self.qkv_proj.widths)
+        self.heads = _heads(build, number, branch, self.qkv_proj.widths)
         self.o_proj = _output_projection(build, tensors, branch)
 
     def forward(
@@ -105,7 +158,9 @@ class AttentionMLP(Body):
         self.operations = build.operations
         attention, mlp = tensors.branches
         self.in_proj = _input_projection(build, tensors)
-        self.heads = _AttentionHeads(build, number, attention, self.in_proj.widths[:3])
+        inputs = len(attention.inputs)
+        self.attention_width = sum(self.in_proj.widths[:inputs])
+        self.heads = _heads(build, number, attention, self.in_proj.widths[:inputs])
         self.o_proj = _output_projection(build, tensors, attention)
         self.down_proj = _output_projection(build, tensors, mlp)
 
@@ -113,8 +168,7 @@ class AttentionMLP(Body):
         self, normed: Tensor, context: SequenceContext, input_gradient: InputGradient | None = None
     ) -> BodyOutput:
         """See `Body`."""
-        widths = self.in_proj.widths
         projected = self.in_proj(normed, input_gradient)
-        heads, gate_up = torch.split(projected, [sum(widths[:3]), sum(widths[3:])], dim=-1)
+        heads, gate_up = projected.tensor_split((self.attention_width,), dim=-1)
         of_attention = self.o_proj(self.heads(heads, context, input_gradient))
         return BodyOutput(of_attention + self.down_proj(self.operations.swiglu(gate_up)))

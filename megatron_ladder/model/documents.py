@@ -8,6 +8,7 @@ Layouts: queries, keys and values [b, heads, s, d]; packed ones [b * s, heads, d
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -35,24 +36,32 @@ class DocumentBounds(NamedTuple):
         return DocumentBounds(lengths, to_device(bounds, device))
 
 
-PackedAttention = Callable[[Tensor, Tensor, Tensor, DocumentBounds], Tensor]
-"""(packed queries, keys, values, documents) -> packed outputs."""
+PackedAttention = Callable[[Tensor, Tensor, Tensor, DocumentBounds, float | None], Tensor]
+"""(packed queries, keys, values, documents, scale) -> packed outputs."""
 
 
 def document_attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: DocumentBounds, packed: PackedAttention | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: DocumentBounds,
+    scale: float | None = None,
+    packed: PackedAttention | None = None,
 ) -> Tensor:
     """Attend within documents: q [b, heads, s, d], k and v [b, kv_heads, s, d] -> [b, heads, s, d].
 
-    `packed` computes all documents at once; by default torch's kernel on CUDA in half precision, and none elsewhere.
+    `scale` multiplies the scores, by default 1 / sqrt(d). `packed` computes all documents at once; by default torch's
+    kernel on CUDA in half precision, which needs values as wide as keys, and none elsewhere.
     """
-    if packed is None and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+    if packed is None and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] == v.shape[3]:
         packed = _flash_attention
     if packed is None:
-        return torch.cat(list(map(_attend_row, q, k, v, _lengths_of_rows(documents.lengths, q.shape[2]))))
+        attend = partial(_attend_row, scale)
+        return torch.cat(list(map(attend, q, k, v, _lengths_of_rows(documents.lengths, q.shape[2]))))
     batch, _, length, _ = q.shape
     flat_q, flat_k, flat_v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    return packed(flat_q, flat_k, flat_v, documents).view(batch, length, q.shape[1], q.shape[3]).transpose(1, 2)
+    attended = packed(flat_q, flat_k, flat_v, documents, scale)
+    return attended.view(batch, length, q.shape[1], q.shape[3]).transpose(1, 2)
 
 
 def _lengths_of_rows(lengths: Sequence[int], row: int) -> list[list[int]]:
@@ -65,17 +74,17 @@ def _lengths_of_rows(lengths: Sequence[int], row: int) -> list[list[int]]:
     return rows
 
 
-def _attend_row(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
+def _attend_row(scale: float | None, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
     """Attend within the documents of one row: [heads, s, d] each -> [1, heads, s, d]."""
     pieces = zip(*(x.unsqueeze(0).split(list(lengths), dim=2) for x in (q, k, v)), strict=True)
     is_grouped = q.shape[0] != k.shape[0]
     attended = [
-        F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=is_grouped)
+        F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=is_grouped)
         for query, key, value in pieces
     ]
     return torch.cat(attended, dim=2)
 
 
-def _flash_attention(q: Tensor, k: Tensor, v: Tensor, documents: DocumentBounds) -> Tensor:
+def _flash_attention(q: Tensor, k: Tensor, v: Tensor, documents: DocumentBounds, scale: float | None) -> Tensor:
     longest = max(documents.lengths)
-    return flash_attention(q, k, v, documents.bounds, documents.bounds, longest, longest, is_causal=True)
+    return flash_attention(q, k, v, documents.bounds, documents.bounds, longest, longest, is_causal=True, scale=scale)

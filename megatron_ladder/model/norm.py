@@ -21,14 +21,16 @@ class RMSNorm(ParallelModule):
 
     weight: nn.Parameter
 
-    def __init__(self, build: BuildContext, tensor: TensorSpec, *, own_input: bool = False) -> None:
-        """`tensor` is one weight or has a row per rank.
+    def __init__(
+        self, build: BuildContext, tensor: TensorSpec, *, own_input: bool = False, epsilon: float | None = None
+    ) -> None:
+        """`tensor` is one weight or has a row per rank. `epsilon` is by default that of the model.
 
         With `own_input` each rank normalises its own heads, or its own stream with a weight that all ranks share.
         """
         super().__init__(build)
         self.operations = build.operations
-        self.epsilon = build.config.norm_epsilon
+        self.epsilon = build.config.norm_epsilon if epsilon is None else epsilon
         self.partial_over = self.group if own_input or build.mesh.stream.shards > 1 else None
         self.add_parameter("weight", [tensor], build)
 

@@ -66,31 +66,66 @@ def _split_heads(
     return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
 
 
+def _rotate_latent(queries: Tensor, key: Tensor, nope: int, table: RotaryTable) -> tuple[Tensor, Tensor]:
+    """Rotate what latent attention rotates, the pairs of elements 2j and 2j + 1.
+
+    Queries [s, b, heads/t * (nope + rope)] -> [b, heads/t, s, nope + rope], of which `nope` elements of each head are
+    left as they are; the key that all heads share, [s, b, rope] -> [b, 1, s, rope]. The first elements of all pairs
+    then precede the second ones, in queries and key alike.
+    """
+
+    def rotate(x: Tensor) -> Tensor:
+        return apply_rotary(x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), table)
+
+    heads = queries.unflatten(-1, (-1, nope + key.shape[-1]))
+    q = torch.cat((heads[..., :nope], rotate(heads[..., nope:])), dim=-1)
+    return q.permute(1, 2, 0, 3), rotate(key.unsqueeze(2)).permute(1, 2, 0, 3)
+
+
+def _expand_latent(expanded: Tensor, key: Tensor, heads: int, nope: int) -> tuple[Tensor, Tensor]:
+    """Return keys [b, heads/t, s, nope + rope] and values [b, heads/t, s, width of a value] of latent attention.
+
+    `expanded` [s, b, heads/t * (nope + value)] is computed from the latents, `key` [b, 1, s, rope] is the shared
+    rotated part. Values narrower than keys are padded with zeros: torch's fastest kernels need equal widths.
+    """
+    k, v = expanded.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3).tensor_split((nope,), dim=-1)
+    k = torch.cat((k, key.expand(-1, heads, -1, -1)), dim=-1)
+    missing = k.shape[-1] - v.shape[-1]
+    return k, F.pad(v, (0, missing)) if missing > 0 else v
+
+
+def _gate(attended: Tensor, gate: Tensor) -> Tensor:
+    return attended * torch.sigmoid(gate)
+
+
 _WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """cuDNN builds a plan for every shape, and the number of keys grows by one with each decoded token."""
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Apply attention: q [b, heads/t, s, d], k and v [b, kv_heads/t, positions, d] -> [b, heads/t, s, d].
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
+    """Apply attention: q [b, heads/t, s, d], k [b, kv_heads/t, positions, d], v [b, kv_heads/t, positions, width of a
+    value] -> [b, heads/t, s, width of a value].
 
-    `mask` is that of `SequenceContext`; for a single query it is the same for all heads, [b, 1, 1, positions].
+    `mask` is that of `SequenceContext`; for a single query it is the same for all heads, [b, 1, 1, positions]. Scores
+    are multiplied by `scale`, by default 1 / sqrt(d).
     """
     if q.shape[2] == 1 and q.is_cuda:
         with sdpa_kernel(_WITHOUT_PLANS):
-            return _attend_once(q, k, v, mask)
-    return _attend_once(q, k, v, mask)
+            return _attend_once(q, k, v, mask, scale)
+    return _attend_once(q, k, v, mask, scale)
 
 
-def _attend_once(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def _attend_once(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     # torch aligns a causal mask with the first key, which would hide the cache from a single query.
     causal = mask is None and q.shape[2] > 1
     if mask is not None and q.shape[2] == 1 and q.shape[1] != k.shape[1]:
         # CUDA's fused kernels accept a mask or grouped queries, but not both. Therefore the query of each head becomes
         # a row of the key-value head that it shares.
         grouped = q.reshape(*k.shape[:2], -1, q.shape[3])
-        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).reshape(q.shape)
+        attended = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
+        return attended.reshape(*q.shape[:3], v.shape[3])
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
 
 
@@ -109,7 +144,11 @@ class Operations:
     split_heads: Callable[
         [Tensor, Sequence[int], int, RotaryTable, tuple[Tensor, Tensor] | None, float], tuple[Tensor, Tensor, Tensor]
     ] = _split_heads
-    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = _attend
+    rotate_latent: Callable[[Tensor, Tensor, int, RotaryTable], tuple[Tensor, Tensor]] = _rotate_latent
+    expand_latent: Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]] = _expand_latent
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None, float | None], Tensor] = _attend
+    gate: Callable[[Tensor, Tensor], Tensor] = _gate
+    """(attended [..., n], gate [..., n]) -> [..., n], the output gate."""
     swiglu: Callable[[Tensor], Tensor] = _swiglu
     linear: LinearFunction = linear
     """(x [..., in], weight, bias) -> [..., out]."""
@@ -153,7 +192,7 @@ def with_norm(norm: NormFunction) -> Operations:
 
 
 def compile_operations(operations: Operations, backend: str = "inductor") -> Operations:
-    """Compile the norms, the splitting of heads and SwiGLU with torch.compile.
+    """Compile the norms, the splitting and joining of heads, and the gates with torch.compile.
 
     Each becomes one kernel forward and one backward, compiled once per shape for all layers. The addition before a norm
     is part of its kernel, except where `backward.py` keeps a separate graph of the norm. Matrix products stay as they
@@ -169,6 +208,9 @@ def compile_operations(operations: Operations, backend: str = "inductor") -> Ope
         norm=compiled(operations.norm),
         add_norm=compiled(operations.add_norm),
         split_heads=compiled(operations.split_heads),
+        rotate_latent=compiled(operations.rotate_latent),
+        expand_latent=compiled(operations.expand_latent),
+        gate=compiled(operations.gate),
         swiglu=compiled(operations.swiglu),
     )
 

@@ -116,6 +116,26 @@ FEATURES: dict[str, dict[str, Any]] = {
         "rope_original_max_position_embeddings": 16,
     },
 }
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 7,
+    "num_key_value_heads": 1,
+    "head_dim": 10,
+    "qk_layernorm": False,
+    "rotary_percent": 1.0,
+}
+ATTENTIONS: dict[str, dict[str, Any]] = {
+    "grouped": {},
+    "gated": {"attention_output_gate": True},
+    "latent": LATENT | {"norm_epsilon": 0.05},
+    "latent-queries": LATENT
+    | {"q_lora_rank": 9, "v_head_dim": 13, "attention_output_gate": True, "add_qkv_bias": True}
+    | {"rope_scaling": "yarn", "rope_scaling_factor": 8.0, "rope_original_max_position_embeddings": 16}
+    | {"rope_mscale": 0.7, "rope_mscale_all_dim": 1.2},
+}
+"""Kinds of attention. Values of latent ones are narrower or wider than their keys."""
 LAYOUTS = {"tp1": (1, ""), "tp2": (2, ""), "tp2-ahead": (2, "ahead"), "tp4-sharded": (4, "sharded")}
 """Tensor-parallel size, and how the stream is sharded; `ahead` of the computation, as on a second stream of CUDA."""
 
@@ -258,13 +278,14 @@ def check(gloo_pools: GlooPools, config: ModelConfig, how: How, batch: Batch, **
 
 
 @pytest.mark.parametrize(
-    ("wiring", "layout", "recompute", "cuts", "micro_batches", "variant"),
-    pairwise(list(WIRINGS), LAYOUTS, RECOMPUTED, CUTS, {"one": 1, "accumulated": 2}, list(VARIANTS)),
+    ("wiring", "layout", "attention", "recompute", "cuts", "micro_batches", "variant"),
+    pairwise(list(WIRINGS), LAYOUTS, ATTENTIONS, RECOMPUTED, CUTS, {"one": 1, "accumulated": 2}, list(VARIANTS)),
 )
 def test_every_wiring_and_layout(
     gloo_pools: GlooPools,
     wiring: str,
     layout: tuple[int, str],
+    attention: dict[str, Any],
     recompute: int,
     cuts: tuple[int, ...],
     micro_batches: int,
@@ -272,7 +293,7 @@ def test_every_wiring_and_layout(
 ) -> None:
     overlap, sharding, losses = VARIANTS[variant]
     how = How(*layout, sharding, overlap, recompute, cuts, micro_batches)
-    config = small_model(**WIRINGS[wiring])
+    config = small_model(**WIRINGS[wiring] | attention)
     check(gloo_pools, config, how, make_batch(config), **losses)
 
 

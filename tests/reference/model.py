@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tests.reference.desync import desync_stream, is_reduced, rank_weights
 from tests.reference.experts import RECURRENCES, Layer, Routed, SubBlock, layer_kinds, routed_experts
+from tests.reference.latent import latent_attention, latent_shapes
 
 Weights = Mapping[str, Tensor]
 
@@ -47,6 +48,13 @@ class ReferenceConfig:
     add_attention_output_bias: bool = False
     add_mlp_bias: bool = False
     qk_layernorm: bool = False
+    attention_output_gate: bool = False
+    kv_lora_rank: int = 0
+    """Width of the latent of keys and values; 0 without latent attention."""
+    q_lora_rank: int = 0
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
     logit_soft_cap: float | None = None
     residual_mode: str = "standard"
     ladder_layers: tuple[int, ...] = ()
@@ -98,6 +106,16 @@ class ReferenceConfig:
             return 0
         return self.residual_staleness
 
+    @property
+    def rotary_width(self) -> int:
+        """The width of a query's rotated part."""
+        return self.qk_rope_head_dim if self.kv_lora_rank else int(self.head_dim * self.rotary_percent)
+
+    @property
+    def value_width(self) -> int:
+        """The width of a head's value."""
+        return self.v_head_dim if self.kv_lora_rank else self.head_dim
+
     def norm_shape(self, sub_block: int) -> tuple[int, ...]:
         """Return the shape of a norm's weight: one row per rank where the ranks have separate streams."""
         if self.residual_mode != "desync" or is_reduced(self, sub_block - 1):
@@ -118,12 +136,18 @@ def weight_shapes(config: ReferenceConfig) -> dict[str, tuple[int, ...]]:
             shapes[f"{name}.bias"] = (out_features,)
 
     def add_attention(name: str) -> None:
-        for projection, size in (("q", query), ("k", key_value), ("v", key_value)):
-            add_linear(f"{name}.{projection}_proj", size, h, config.add_qkv_bias)
+        values = config.num_attention_heads * config.value_width
+        if config.kv_lora_rank:
+            shapes.update(latent_shapes(config, name))
+        else:
+            for projection, size in (("q", query), ("k", key_value), ("v", key_value)):
+                add_linear(f"{name}.{projection}_proj", size, h, config.add_qkv_bias)
+        if config.attention_output_gate:
+            add_linear(f"{name}.gate_proj", values, h, False)
         if config.qk_layernorm:
             shapes[f"{name}.q_norm.weight"] = (d,)
             shapes[f"{name}.k_norm.weight"] = (d,)
-        add_linear(f"{name}.o_proj", h, query, config.add_attention_output_bias)
+        add_linear(f"{name}.o_proj", h, values, config.add_attention_output_bias)
 
     def add_mlp(name: str, width: int) -> None:
         add_linear(f"{name}.gate_proj", width, h, config.add_mlp_bias)
@@ -338,7 +362,7 @@ def inverse_frequencies(config: ReferenceConfig) -> list[float]:
     al., arXiv 2309.00071): as in DeepSeek's code, linearly in i between the indices, rounded outwards, that turn
     beta_fast and beta_slow times in L positions.
     """
-    rotated = int(config.head_dim * config.rotary_percent)
+    rotated = config.rotary_width
     plain = [config.rotary_base ** (-2 * i / rotated) for i in range(rotated // 2)]
     factor, low, high = config.rope_scaling_factor, config.rope_low_freq_factor, config.rope_high_freq_factor
     if config.rope_scaling == "none":
@@ -434,6 +458,25 @@ def _mlp(weights: Weights, prefix: str, x: Tensor) -> Tensor:
 
 
 def _attention(weights: Weights, prefix: str, config: ReferenceConfig, x: Tensor, sight: Sight | None) -> Tensor:
+    position = torch.arange(x.shape[1])
+    rotary_positions = position if sight is None else sight.positions
+    visible = position[None, :] <= position[:, None] if sight is None else sight.visible[:, None]
+    if config.kv_lora_rank:
+        frequencies = torch.tensor(inverse_frequencies(config), dtype=torch.float64)
+        angles = rotary_positions.double()[..., None] * frequencies
+        turns = torch.polar(torch.full_like(angles, rotary_magnitude(config)), angles)
+        mixed = latent_attention(weights, prefix, config, x, turns, visible)
+    else:
+        mixed = _grouped_attention(weights, prefix, config, x, rotary_positions, visible)
+    mixed = mixed.flatten(2)
+    if config.attention_output_gate:
+        mixed = mixed * torch.sigmoid(_linear(weights, f"{prefix}.gate_proj", x))
+    return _linear(weights, f"{prefix}.o_proj", mixed)
+
+
+def _grouped_attention(
+    weights: Weights, prefix: str, config: ReferenceConfig, x: Tensor, rotary_positions: Tensor, visible: Tensor
+) -> Tensor:
     batch, length, _ = x.shape
     heads, kv_heads, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     query = _linear(weights, f"{prefix}.q_proj", x).reshape(batch, length, heads, d)
@@ -442,18 +485,14 @@ def _attention(weights: Weights, prefix: str, config: ReferenceConfig, x: Tensor
     if config.qk_layernorm:
         query = _rms_norm(query, weights[f"{prefix}.q_norm.weight"], config.norm_epsilon)
         key = _rms_norm(key, weights[f"{prefix}.k_norm.weight"], config.norm_epsilon)
-    position = torch.arange(length)
-    rotary_positions = position if sight is None else sight.positions
     query, key = _rotate(query, config, rotary_positions), _rotate(key, config, rotary_positions)
 
     kv_head_of_query_head = [head // (heads // kv_heads) for head in range(heads)]
     key, value = key[:, :, kv_head_of_query_head], value[:, :, kv_head_of_query_head]
 
     scores = torch.einsum("bqnd,bknd->bnqk", query, key) / math.sqrt(d)
-    visible = position[None, :] <= position[:, None] if sight is None else sight.visible[:, None]
     probabilities = torch.softmax(scores.masked_fill(~visible, -math.inf), dim=-1)
-    mixed = torch.einsum("bnqk,bknd->bqnd", probabilities, value)
-    return _linear(weights, f"{prefix}.o_proj", mixed.reshape(batch, length, heads * d))
+    return torch.einsum("bnqk,bknd->bqnd", probabilities, value)
 
 
 def _rotate(x: Tensor, config: ReferenceConfig, position: Tensor) -> Tensor:

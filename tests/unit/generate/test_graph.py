@@ -205,6 +205,7 @@ def attend_to_sequences(
     max_q: int,
     max_k: int,
     *options: Any,
+    scale: float | None,
     seqused_k: Tensor,
     block_table: Tensor | None = None,
 ) -> tuple[Tensor]:
@@ -217,7 +218,7 @@ def attend_to_sequences(
     torch.testing.assert_close(query_starts, torch.arange(sequences + 1, dtype=torch.int32))
     torch.testing.assert_close(key_starts, torch.arange(sequences + 1, dtype=torch.int32) * max_k)
     assert (max_q, seqused_k.shape, options) == (1, (sequences,), (0, False, False)) and max_k % 256 == 0
-    on_meta = {"seqused_k": seqused_k.to("meta")}
+    on_meta: dict[str, Any] = {"scale": scale, "seqused_k": seqused_k.to("meta")}
     if block_table is None:
         assert k.shape[:2] == (sequences * max_k, 1)
     else:
@@ -230,7 +231,8 @@ def attend_to_sequences(
     # What is not in use may be anything, so it must not be multiplied by zero either.
     unused = torch.arange(max_k) >= seqused_k.view(-1, 1, 1, 1)
     values = values.masked_fill(unused.transpose(2, 3), 0)
-    result = F.scaled_dot_product_attention(q.unsqueeze(2), keys, values, attn_mask=~unused, enable_gqa=True)
+    queries = q.unsqueeze(2)
+    result = F.scaled_dot_product_attention(queries, keys, values, attn_mask=~unused, scale=scale, enable_gqa=True)
     assert result.squeeze(2).shape == shape
     return (result.squeeze(2),)
 

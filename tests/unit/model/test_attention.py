@@ -23,7 +23,7 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def plain(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     """Attend with an explicit mask [b, s, s]."""
     k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
     number = [sum(place >= bound for bound in BOUNDS.tolist()) for place in range(BATCH * LENGTH)]
@@ -36,7 +36,8 @@ def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             for row in range(BATCH)
         ]
     )
-    scores = (q @ k.transpose(2, 3) / math.sqrt(WIDTH)).masked_fill(hidden[:, None], -math.inf)
+    scale = 1 / math.sqrt(WIDTH) if scale is None else scale
+    scores = (q @ k.transpose(2, 3) * scale).masked_fill(hidden[:, None], -math.inf)
     return torch.softmax(scores, dim=-1) @ v
 
 
@@ -52,6 +53,7 @@ def as_documented(
     is_causal: bool,
     debug: bool,
     *,
+    scale: float | None,
     seqused_k: None,
 ) -> tuple[Tensor]:
     """aten._flash_attention_forward, which CPUs lack, from the documentation of torch.nn.attention.varlen.varlen_attn.
@@ -66,11 +68,11 @@ def as_documented(
     for begin, end in zip(cu_seq_q.tolist(), cu_seq_q.tolist()[1:], strict=False):
         q, k, v = (x[begin:end].transpose(0, 1) for x in (query, key, value))
         k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=0) for x in (k, v))
-        scores = q @ k.transpose(1, 2) / math.sqrt(WIDTH)
+        scores = q @ k.transpose(1, 2) * (1 / math.sqrt(WIDTH) if scale is None else scale)
         later = torch.ones(end - begin, end - begin).triu(1).bool()
         found.append((torch.softmax(scores.masked_fill(later, -math.inf), dim=-1) @ v).transpose(0, 1))
     meta = (x.detach().to("meta") for x in (query, key, value, cu_seq_q, cu_seq_k))
-    options = {"seqused_k": seqused_k}
+    options = {"scale": scale, "seqused_k": seqused_k}
     on_meta = torch.ops.aten._flash_attention_forward(*meta, max_q, max_k, dropout, is_causal, debug, **options)
     result = torch.cat(found)
     assert on_meta[0].shape == result.shape
@@ -78,14 +80,17 @@ def as_documented(
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["one after the other", "packed"])
-def test_tokens_attend_within_their_document(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scale", [None, 0.7])
+def test_tokens_attend_within_their_document(
+    packed: bool, scale: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(flash_attention, "flash_attention_forward", as_documented)
     kernel = _flash_attention if packed else None
     results = []
     documents = DocumentBounds.of(BOUNDS, torch.device("cpu"))
-    for attention in (plain, lambda *qkv: document_attention(*qkv, documents, kernel)):
+    for attention in (plain, lambda q, k, v, scale: document_attention(q, k, v, documents, scale, kernel)):
         q, k, v = inputs()
-        found = attention(q, k, v)
+        found = attention(q, k, v, scale)
         weights = torch.arange(found.numel(), dtype=torch.float64).view(found.shape).cos()
         (found * weights).sum().backward()
         results.append((found.detach(), q.grad, k.grad, v.grad))
@@ -102,7 +107,7 @@ def test_half_precision_on_cuda_uses_the_packed_kernel(monkeypatch: pytest.Monke
 
     taken: list[torch.dtype] = []
 
-    def kernel(q: Tensor, k: Tensor, v: Tensor, documents: DocumentBounds) -> Tensor:
+    def kernel(q: Tensor, k: Tensor, v: Tensor, documents: DocumentBounds, scale: float | None) -> Tensor:
         taken.append(q.dtype)
         return q
 
@@ -116,15 +121,17 @@ def test_half_precision_on_cuda_uses_the_packed_kernel(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 1), (3, 3)])
 @pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize(("value_width", "scale"), [(8, None), (5, 0.7)])
 def test_one_query_or_several_over_grouped_heads_of_a_cache(
-    heads: int, kv_heads: int, queries: int, masked: bool
+    heads: int, kv_heads: int, queries: int, masked: bool, value_width: int, scale: float | None
 ) -> None:
     torch.manual_seed(0)
     q = torch.randn(2, queries, heads, 8).transpose(1, 2)
     # The beginning of a longer cache, as a batch of slots passes it.
-    k, v = (torch.randn(2, kv_heads, 9, 8)[:, :, :5] for _ in "kv")
+    k, v = (torch.randn(2, kv_heads, 9, width)[:, :, :5] for width in (8, value_width))
     seen = torch.arange(5) <= torch.tensor([[2], [4]])
     mask = seen[:, None, None, :] if masked else None
     repeated = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
-    expected = F.scaled_dot_product_attention(q, *repeated, attn_mask=mask, is_causal=mask is None and queries > 1)
-    torch.testing.assert_close(Operations().attend(q, k, v, mask), expected)
+    is_causal = mask is None and queries > 1
+    expected = F.scaled_dot_product_attention(q, *repeated, attn_mask=mask, is_causal=is_causal, scale=scale)
+    torch.testing.assert_close(Operations().attend(q, k, v, mask, scale), expected)
