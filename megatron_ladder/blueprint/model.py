@@ -427,15 +427,11 @@ def _latent_errors(config: ModelConfig) -> Iterator[Problem]:
         "head_dim": (width, "the sum of --qk-nope-head-dim and --qk-rope-head-dim"),
         "rotary_percent": (1, "--qk-rope-head-dim is the rotated part"),
         "qk_layernorm": (False, "the latents are normed"),
-        "lanes": (0, "lanes would share the latent"),
     }
     for name, (value, reason) in expected.items():
         if getattr(config, name) != value:
             found = f"{flag_name(name)} {getattr(config, name)}"
             yield Problem("--kv-lora-rank", f" {config.kv_lora_rank} with {found}: {reason}: leave it out")
-    if config.wiring.stream == "per rank":
-        mode = f"--residual-mode {config.residual_mode}"
-        yield Problem("--kv-lora-rank", f" {config.kv_lora_rank} with {mode}: the ranks would share the latent")
 
 
 def _expert_errors(config: ModelConfig) -> Iterator[Problem]:
@@ -509,11 +505,12 @@ def _lane_errors(config: ModelConfig, tensor_parallel: int) -> list[str]:
     """Return one line for each weight for which a rank cannot compute several lanes, because they share it."""
     if config.lanes <= tensor_parallel:
         return []
+    key_heads = "kv_lora_rank" if config.is_latent else "num_key_value_heads"
     shared = {
         "--add-attention-output-bias": config.add_attention_output_bias,
         "--add-mlp-bias": config.add_mlp_bias,
         "--qk-layernorm": config.qk_layernorm,
-        f"--num-key-value-heads {config.num_key_value_heads}": config.num_key_value_heads % config.lanes != 0,
+        f"{flag_name(key_heads)} {getattr(config, key_heads)}": config.num_key_value_heads % config.lanes != 0,
     }
     return [
         f"{name} with --lanes {config.lanes} on --tensor-model-parallel-size {tensor_parallel}: the lanes share these "

@@ -324,6 +324,22 @@ def test_streams_of_their_own(
 
 
 @pytest.mark.parametrize(
+    ("name", "attention", "recompute"),
+    pairwise(
+        [name for name, (ranks, changes) in OWN_STREAMS.items() if changes.get("lanes", ranks) == ranks],
+        {name: attention for name, attention in ATTENTIONS.items() if name != "grouped"},
+        RECOMPUTED,
+    ),
+)
+def test_attentions_of_streams_of_their_own(
+    gloo_pools: GlooPools, name: str, attention: dict[str, Any], recompute: int
+) -> None:
+    ranks, changes = OWN_STREAMS[name]
+    config = small_model(**changes | attention)
+    check(gloo_pools, config, How(ranks, "", "width", "overlap", recompute, (1, 3), 2), make_batch(config))
+
+
+@pytest.mark.parametrize(
     ("feature", "layout", "wiring", "overlap"),
     pairwise(list(FEATURES), LAYOUTS | {"tp4": (4, "")}, ["ladder", "parallel", "hybrid"], ["overlap", "blocking"]),
 )

@@ -17,18 +17,24 @@ def is_reduced(config: Any, sub_block: int) -> bool:
 
 def rank_weights(weights: Mapping[str, Tensor], config: Any, rank: int) -> dict[str, Tensor]:
     """Return this rank's slices of the layers' weights, for sub-blocks with its heads only."""
-    d, ranks = config.head_dim, config.desync_tp
+    d, ranks, value = config.head_dim, config.desync_tp, config.value_width
     heads = range(rank * config.num_attention_heads // ranks, (rank + 1) * config.num_attention_heads // ranks)
     group = config.num_attention_heads // config.num_key_value_heads
     kv_heads = sorted({head // group for head in heads})
-    of_query = torch.tensor([head * d + i for head in heads for i in range(d)])
-    of_kv = torch.tensor([head * d + i for head in kv_heads for i in range(d)])
+
+    def of_heads(numbers: Sequence[int], width: int) -> Tensor:
+        return torch.tensor([head * width + i for head in numbers for i in range(width)])
+
+    of_query, of_kv, of_value = of_heads(heads, d), of_heads(kv_heads, d), of_heads(heads, value)
+    of_expanded = of_heads(heads, config.qk_nope_head_dim + value)
     of_ffn = torch.arange(config.ffn_hidden_size).chunk(ranks)[rank]
-    rows = {"q_proj": of_query, "k_proj": of_kv, "v_proj": of_kv, "gate_proj": of_ffn, "up_proj": of_ffn}
-    columns = {"o_proj": of_query, "down_proj": of_ffn}
+    rows = {"q_proj": of_query, "k_proj": of_kv, "v_proj": of_kv, "q_b_proj": of_query, "kv_b_proj": of_expanded}
+    rows |= {"attention.gate_proj": of_value, "mlp.gate_proj": of_ffn, "up_proj": of_ffn}
+    columns = {"o_proj": of_value, "down_proj": of_ffn}
     sliced = {}
     for name, weight in weights.items():
-        *_, module, kind = name.split(".")
+        *_, parent, module, kind = ("", *name.split("."))
+        module = f"{parent}.{module}" if module == "gate_proj" else module
         if module in rows:
             weight = weight[rows[module]]
         elif module in columns and kind == "weight":

@@ -1,5 +1,6 @@
 """The rotary embedding compared with transformers'."""
 
+import math
 from typing import Any
 
 import pytest
