@@ -25,13 +25,13 @@ OWN_TYPE = "megatron_ladder"
 """`model_type` of models that no plain type expresses; as in `hf_module/configuration_megatron_ladder.py`."""
 AUTHORS_TYPE = "llamaLadder"
 """`model_type` of the paper's authors: Llama, with `ladder_layers`. It is only read."""
+_INSTELLA_TYPE = "instella_moe"
+"""AMD's Instella-MoE: DeepSeek-V3, whose `model_type` it has, with gated attention in farskip. It is only read."""
+_INSTELLA_ARCHITECTURES = ["InstellaMoEForCausalLM"]
 _TRANSFORMERS = "5.23.0"
 """The version with which exported directories are tested."""
-_LATENT = "latent attention, whose keys and values are compressed"
 _UNREADABLE = {
-    "deepseek_v2": _LATENT,
-    "deepseek_v3": _LATENT,
-    "longcat_flash": f"{_LATENT}, and experts that compute nothing",
+    "longcat_flash": "experts that compute nothing",
     "gpt_oss": "attention with sinks and sliding windows, and experts with biases and clamped activations",
     "qwen2_moe": "a shared expert behind a gate",
     "qwen3_next": "linear attention, and a shared expert behind a gate",
@@ -110,8 +110,23 @@ class _Config(Struct):
     decoder_sparse_step: _Size | None = None
     mlp_only_layers: list[_Count] | None = None
     first_k_dense_replace: _Count | None = None
+    moe_layer_freq: Any = None
+    mlp_layer_types: list[Literal["dense", "sparse"]] | None = None
+    topk_method: str | None = None
     num_nextn_predict_layers: _Count | None = None
     use_qk_norm: Annotated[bool | None, "qk_layernorm"] = None
+    kv_lora_rank: _Size | None = None
+    q_lora_rank: _Size | None = None
+    qk_nope_head_dim: _Size | None = None
+    qk_rope_head_dim: _Size | None = None
+    v_head_dim: _Size | None = None
+    rope_interleave: bool | None = None
+    gated_attention: Annotated[bool | None, "attention_output_gate"] = None
+    farskip: bool | None = None
+    farskip_start_idx: _Count | None = None
+    farskip_end_idx: float | None = None
+    attn_only_farskip: bool | None = None
+    mlp_only_farskip: bool | None = None
     ladder_layers: _Count | list[_Count] | None = None
     residual_mode: str | None = None
     residual_staleness: _Size | None = None
@@ -120,12 +135,20 @@ class _Config(Struct):
     desync_tp: _Count | None = None
 
 
-_FIELDS: dict[str, str] = {}
+def _fields_of_keys() -> dict[str, str]:
+    """Return the field of the model for each key of `_Config` that has its value: the annotated name, or the key's."""
+    model_fields = {known.name for known in fields(ModelConfig)}
+    found: dict[str, str] = {}
+    for key, hint in get_type_hints(_Config, include_extras=True).items():
+        annotated = [name for name in getattr(hint, "__metadata__", ()) if isinstance(name, str)]
+        name = annotated[0] if annotated else key
+        if name in model_fields:
+            found[key] = name
+    return found
+
+
+_FIELDS = _fields_of_keys()
 """Key -> field of the model with the same value."""
-for _key, _hint in get_type_hints(_Config, include_extras=True).items():
-    _names = [_key, *(name for name in getattr(_hint, "__metadata__", ()) if isinstance(name, str))]
-    if _names[-1] in {known.name for known in fields(ModelConfig)}:
-        _FIELDS[_key] = _names[-1]
 _ROPE_FIELDS = {
     "default": {},
     "linear": {"factor": "rope_scaling_factor"},
@@ -152,6 +175,7 @@ _TRAITS = ("max_position_embeddings", "initializer_range", "rms_norm_eps", "tie_
 _EXPERTS = ("num_experts_per_tok", "moe_intermediate_size")
 _SCORES = ("shared_expert_intermediate_size", "scoring_func", "routed_scaling_factor", "use_expert_bias")
 _GROUPS = ("n_group", "topk_group")
+_LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _WIRING = ("residual_mode", "residual_staleness", "lanes", "ladder_layers", "desync_interval", "desync_tp")
 _NO_WINDOW = {"sliding_window": None}
 _UNUSED_WINDOW = {"use_sliding_window": False, **_NO_WINDOW}
@@ -169,8 +193,10 @@ class _Type:
     """Keys of the experts, beginning with their number. They must be present, except for Qwen's dense layers."""
     constants: Mapping[str, Any] = field(default_factory=dict)
     """Keys that are written with the same values for all models."""
+    same: Mapping[str, Any] = field(default_factory=dict)
+    """Keys that are written with the same values for all models, and cannot have others."""
     keys: tuple[str, ...] = ()
-    """Other keys."""
+    """Other keys. Those of latent attention and of gates are written only for models that have them."""
     has_output_bias: bool = False
     """Whether `attention_bias` includes the output projection."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -194,6 +220,18 @@ _QWEN3 = _Type(
     has_output_bias=True,
     fixed={"qk_layernorm": True},
 )
+_GLM_EXPERTS: tuple[str, ...] = ("n_routed_experts", *_EXPERTS, "norm_topk_prob", "routed_scaling_factor", *_GROUPS)
+_GLM_EXPERTS += ("n_shared_experts", "first_k_dense_replace")
+_DEEPSEEK_V3 = _Type(
+    architecture="DeepseekV3ForCausalLM",
+    required=_LATENT,
+    experts=_GLM_EXPERTS,
+    constants={"num_nextn_predict_layers": 0},
+    same={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "rope_interleave": True},
+    keys=(*_LATENT, "q_lora_rank", "attention_bias"),
+    has_output_bias=True,
+    fixed_with_experts={"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+)
 TYPES = {
     "llama": _LLAMA,
     "mistral": _Type(architecture="MistralForCausalLM", constants=_NO_WINDOW),
@@ -214,14 +252,25 @@ TYPES = {
     ),
     "glm4_moe": _Type(
         architecture="Glm4MoeForCausalLM",
-        experts=(
-            *("n_routed_experts", *_EXPERTS, "norm_topk_prob", "routed_scaling_factor", *_GROUPS),
-            *("n_shared_experts", "first_k_dense_replace"),
-        ),
+        experts=_GLM_EXPERTS,
         constants={"num_nextn_predict_layers": 0},
         keys=("attention_bias", "use_qk_norm"),
         fixed_with_experts={"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
         partial_rotary_factor=0.5,
+    ),
+    "deepseek_v2": replace(
+        _DEEPSEEK_V3,
+        architecture="DeepseekV2ForCausalLM",
+        experts=(*_GLM_EXPERTS, "topk_method"),
+        constants={},
+        # transformers ignores norm_topk_prob.
+        same={"scoring_func": "softmax", "norm_topk_prob": False, "moe_layer_freq": 1, "rope_interleave": True},
+        keys=(*_DEEPSEEK_V3.keys, "mlp_bias"),
+        fixed_with_experts={},
+    ),
+    "deepseek_v3": _DEEPSEEK_V3,
+    "glm4_moe_lite": replace(
+        _DEEPSEEK_V3, architecture="Glm4MoeLiteForCausalLM", experts=(*_GLM_EXPERTS, "mlp_layer_types")
     ),
     OWN_TYPE: _Type(
         architecture="MegatronLadderForCausalLM",
@@ -234,15 +283,30 @@ TYPES = {
                 "AutoModelForSequenceClassification": f"modeling_{OWN_TYPE}.MegatronLadderForSequenceClassification",
             }
         },
-        keys=("attention_bias", "attention_output_bias", "mlp_bias", "qk_norm", "final_logit_softcapping", *_WIRING),
+        keys=(
+            *("attention_bias", "attention_output_bias", "mlp_bias", "qk_norm", "final_logit_softcapping", *_WIRING),
+            *(*_LATENT, "q_lora_rank", "gated_attention"),
+        ),
         partial_rotary_factor=1.0,
     ),
     AUTHORS_TYPE: replace(_LLAMA, architecture=""),
+    _INSTELLA_TYPE: replace(
+        _DEEPSEEK_V3,
+        architecture="",
+        required=(*_LATENT, "farskip"),
+        keys=(*_DEEPSEEK_V3.keys, "gated_attention", "farskip"),
+    ),
 }
 """`model_type` -> its keys. A model is written as the first type that expresses it."""
 
 _Errors = list[tuple[str, object, str]]
 """Key, what was found (None for a key that is missing or null), and what was expected."""
+
+
+def type_of(config: Mapping[str, Any]) -> str:
+    """Return the key of `TYPES`: the `model_type`, unless the class is that of Instella, which has DeepSeek-V3's."""
+    is_instella = config.get("architectures") == _INSTELLA_ARCHITECTURES
+    return _INSTELLA_TYPE if is_instella else str(config.get("model_type"))
 
 
 def model_config_from_hf(
@@ -252,7 +316,7 @@ def model_config_from_hf(
 
     `tensors` is the number of stored tensors, if known, which no number of layers can exceed.
     """
-    model_type = str(config.get("model_type"))
+    model_type = type_of(config)
     errors = _Errors()
     if model_type not in TYPES:
         lacking = _UNREADABLE.get(model_type)
@@ -280,13 +344,15 @@ def model_config_from_hf(
     if window is not None and (model_type in ("mistral", "mixtral") or read.use_sliding_window):
         errors.append(("sliding_window", window, "null: sliding-window attention is not supported"))
     given = {key: value for key, value in msgspec.structs.asdict(read).items() if value is not None}
-    errors += [(key, None, "a number") for key in row.required if key not in given]
-    if "final_logit_softcapping" in given.keys() - {*row.keys}:
-        expected = f"null in a {model_type} model, whose logits are not bounded"
-        errors.append(("final_logit_softcapping", read.final_logit_softcapping, expected))
+    errors += [(key, None, "a value") for key in row.required if key not in given]
+    errors += _unsupported(model_type, given)
     heads = read.num_attention_heads
     values: dict[str, Any] = {"num_key_value_heads": heads, "head_dim": max(read.hidden_size // heads, 1)}
     values |= _copied(given, (*_SIZES, *_TRAITS, *row.keys))
+    if "kv_lora_rank" in values:
+        # Programs differ in the meaning of these keys.
+        width = given.get("qk_nope_head_dim", 0) + given.get("qk_rope_head_dim", 0)
+        values |= {"num_key_value_heads": 1, "head_dim": width}
     if row.has_output_bias:
         values["add_attention_output_bias"] = values.get("add_qkv_bias", False)
     values |= {
@@ -303,6 +369,19 @@ def model_config_from_hf(
     model = ModelConfig(**values)
     raise_user_errors(f"{source}: {error}" for error in model_errors(model))
     return model.canonical()
+
+
+def _unsupported(model_type: str, given: Mapping[str, Any]) -> _Errors:
+    """Return the keys with values that no model of the type has, or that mean a computation that the type lacks."""
+    row = TYPES[model_type]
+    errors = _Errors()
+    for key, value in row.same.items():
+        if given.get(key, value) != value:
+            errors.append((key, given[key], f"{value!r}: other {model_type} models are not supported"))
+    for key in ("final_logit_softcapping", "gated_attention", "farskip"):
+        if given.get(key, False) is not False and key not in row.keys:
+            errors.append((key, given[key], f"null in a {model_type} model, which has none"))
+    return errors
 
 
 def _copied(given: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
@@ -326,10 +405,15 @@ def _experts(model_type: str, given: Mapping[str, Any], count: int, errors: _Err
         errors.append(("num_experts, num_local_experts or n_routed_experts", sorted(numbers) or None, "one number"))
     # Keys of other types have no meaning in this one.
     known = {key: given[key] for key in row.experts if key in given}
-    errors += [(key, None, "a value") for key in row.experts[1:] if key not in known and key != "mlp_only_layers"]
-    step = given.get("decoder_sparse_step", 1) if "mlp_only_layers" in row.experts else 1
-    sparse = [layer for layer in range(step - 1, count, step) if layer not in known.get("mlp_only_layers", ())]
-    layers = known.get("expert_layers", sparse[known.get("first_k_dense_replace", 0) :])
+    if known.get("topk_method") == "greedy":
+        known |= dict.fromkeys(_GROUPS, 1)
+    elif "topk_method" in known:
+        errors.append(("topk_method", known["topk_method"], "'greedy'"))
+    optional = {"mlp_only_layers", "mlp_layer_types"}
+    if "mlp_layer_types" in known:
+        optional.add("first_k_dense_replace")
+    errors += [(key, None, "a value") for key in row.experts[1:] if key not in {*known, *optional}]
+    layers = _expert_layers(model_type, given, count, errors)
     if not layers:
         return {}
     # Mixtral has no dense layers, and another key for the width of its experts.
@@ -341,6 +425,23 @@ def _experts(model_type: str, given: Mapping[str, Any], count: int, errors: _Err
         "moe_layers": tuple(sorted(set(layers))),
         "moe_router_unnormalized": not known.get("norm_topk_prob", True),
     }
+
+
+def _expert_layers(model_type: str, given: Mapping[str, Any], count: int, errors: _Errors) -> Sequence[int]:
+    """Return the layers with experts, of `count`, by the keys of the type."""
+    keys = TYPES[model_type].experts
+    if "mlp_only_layers" in keys:
+        step, dense = given.get("decoder_sparse_step", 1), given.get("mlp_only_layers", ())
+        return [layer for layer in range(step - 1, count, step) if layer not in dense]
+    upper = range(given.get("first_k_dense_replace", 0) if "first_k_dense_replace" in keys else 0, count)
+    kinds = given.get("mlp_layer_types") if "mlp_layer_types" in keys else None
+    if kinds is None:
+        layers: Sequence[int] = given.get("expert_layers", upper) if "expert_layers" in keys else upper
+        return layers
+    sparse = [layer for layer, kind in enumerate(kinds) if kind == "sparse"]
+    if len(kinds) != count or ("first_k_dense_replace" in given and sparse != [*upper]):
+        errors.append(("mlp_layer_types", kinds, f"one for each of {count} layers, as in first_k_dense_replace"))
+    return sparse
 
 
 def _rope(config: Mapping[str, Any], read: _Config, model_type: str, errors: _Errors) -> dict[str, Any]:
@@ -426,6 +527,9 @@ def _wiring(model_type: str, read: _Config, count: int, errors: _Errors) -> dict
         return {}
     if model_type == AUTHORS_TYPE:
         return {"residual_mode": "ladder" if layers else "standard", "ladder_layers": layers}
+    if model_type == _INSTELLA_TYPE:
+        layers = _instella_layers(read, count, errors)
+        return {"residual_mode": "farskip" if layers else "standard", "ladder_layers": layers}
     if model_type != OWN_TYPE:
         if layers:
             errors.append(("ladder_layers", list(layers), f"none in a {model_type} model, which has no ladder layers"))
@@ -440,6 +544,25 @@ def _wiring(model_type: str, read: _Config, count: int, errors: _Errors) -> dict
         if bool(number) != is_desync:
             errors.append((key, number, f"{'a number' if not number else '0'} with residual_mode {mode!r}"))
     return {"ladder_layers": layers, **({} if is_desync else {"desync_interval": 0, "desync_tp": None})}
+
+
+def _instella_layers(read: _Config, count: int, errors: _Errors) -> tuple[int, ...]:
+    """Return the late layers of Instella, if they are those of our farskip.
+
+    Behind a standard layer with experts, the first late attention of Instella misses these, and ours does not.
+    """
+    start, dense = read.farskip_start_idx or 0, read.first_k_dense_replace or 0
+    end = count - 1 if read.farskip_end_idx is None else min(int(read.farskip_end_idx), count - 1)
+    if not read.farskip or start > end:
+        return ()
+    for key in ("attn_only_farskip", "mlp_only_farskip"):
+        if getattr(read, key):
+            errors.append((key, True, "false: a part of farskip is not supported"))
+    if start > dense:
+        errors.append(
+            ("farskip_start_idx", start, f"at most first_k_dense_replace, {dense}: no layer of experts before")
+        )
+    return tuple(range(start, end + 1))
 
 
 def hf_type(model: ModelConfig) -> str:
@@ -458,8 +581,9 @@ def hf_type(model: ModelConfig) -> str:
         )
     divides = model.hidden_size % model.num_attention_heads == 0
     usual_heads = divides and model.head_dim == model.hidden_size // model.num_attention_heads
-    # transformers rejects a Llama whose heads do not divide the hidden size; Mistral is the same without biases.
-    possible = {"llama": divides, "qwen2": usual_heads}
+    # transformers rejects a Llama or DeepSeek-V2 whose heads do not divide the hidden size; Mistral is the same without
+    # biases.
+    possible = {"llama": divides, "qwen2": usual_heads, "deepseek_v2": divides}
     return next((name for name in TYPES if possible.get(name, True) and _expresses(name, model)), OWN_TYPE)
 
 
@@ -486,6 +610,11 @@ def hf_config(
     """Return the content of `config.json` for weights of a dtype in torch's spelling; raise UserError as `hf_type`."""
     model_type = model_type or hf_type(model)
     row, values = TYPES[model_type], _key_values(model)
+    absent = set[str]()
+    if not model.is_latent:
+        absent |= {*_LATENT, "q_lora_rank"}
+    if not model.attention_output_gate:
+        absent.add("gated_attention")
     if row.experts and "moe_intermediate_size" not in row.experts:
         values["intermediate_size"] = model.moe_ffn_hidden_size
     return {
@@ -503,20 +632,28 @@ def hf_config(
         "eos_token_id": eos_token_id if eos_token_id is None or isinstance(eos_token_id, int) else list(eos_token_id),
         "pad_token_id": pad_token_id,
         **_rope_keys(model, with_part={model.rotary_percent, row.partial_rotary_factor or 1.0} != {1.0}),
+        **row.same,
         **{key: values[key] for key in row.experts if model.moe_layers},
         **row.constants,
-        **{key: values[key] for key in row.keys},
+        **{key: values[key] for key in row.keys if key not in absent},
     }
 
 
 def _key_values(model: ModelConfig) -> dict[str, Any]:
     """Return the values of the keys of all types."""
     experts, layers = list(model.moe_layers), model.num_layers
-    return {key: getattr(model, name) for key, name in _FIELDS.items()} | {
+    values = {key: getattr(model, name) for key, name in _FIELDS.items()}
+    if model.is_latent:
+        # As in transformers, whose rotary embedding and cache read them.
+        values |= {"num_key_value_heads": model.num_attention_heads, "head_dim": model.qk_rope_head_dim}
+    return values | {
+        "q_lora_rank": model.q_lora_rank or None,
         "num_hidden_layers": layers * _attentions_per_layer(model.residual_mode),
         "norm_topk_prob": not model.moe_router_unnormalized,
         "n_shared_experts": model.moe_shared_expert_intermediate_size // max(model.moe_ffn_hidden_size, 1),
         "first_k_dense_replace": layers - len(experts),
+        "topk_method": "greedy",
+        "mlp_layer_types": ["sparse" if layer in experts else "dense" for layer in range(layers)],
         "expert_layers": experts,
         "mlp_only_layers": sorted({*range(layers)} - {*experts}),
         "ladder_layers": list(model.ladder_layers),

@@ -19,7 +19,7 @@ from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint.format import GENERATION_CONFIG, HF_CONFIG, find_checkpoint, is_hf_directory, token_ids
-from megatron_ladder.checkpoint.hf_config import AUTHORS_TYPE, OWN_TYPE, TYPES, model_config_from_hf
+from megatron_ladder.checkpoint.hf_config import OWN_TYPE, TYPES, model_config_from_hf, type_of
 from megatron_ladder.checkpoint.tensor_file import element_name, open_safetensors, stored_tensor
 from megatron_ladder.errors import UserError, limited, raise_user_errors
 from megatron_ladder.files import hub_hint, reject_pointer
@@ -39,12 +39,14 @@ _PARTS = (
     (".attention_norm", ".input_layernorm"),
     (".mlp_norm", ".post_attention_layernorm"),
     (".attention", ".self_attn"),
+    (".kv_a_proj.", ".kv_a_proj_with_mqa."),
+    ("_a_norm.", "_a_layernorm."),
     (".router.weight", ".mlp.gate.weight"),
     (".router.expert_bias", ".mlp.gate.e_score_correction_bias"),
     (".experts.", ".mlp.experts."),
     (".shared_expert.", ".mlp.shared_experts."),
 )
-"""Canonical part of a name, and the part in transformers' Llama, Qwen, GLM and ours; the rest is the same."""
+"""Canonical part of a name, and the part in transformers' Llama, Qwen, GLM, DeepSeek and ours; the rest is the same."""
 _MIXTRAL_PARTS = (
     (".mlp.", ".block_sparse_moe."),
     (".gate_proj.", ".w1."),
@@ -107,6 +109,24 @@ class HFDirectory:
     dropped: int
 
     @property
+    def model_type(self) -> str:
+        """Return the key of `TYPES`."""
+        return type_of(self.config)
+
+    @property
+    def notes(self) -> list[str]:
+        """Return one line for each part of the directory that is ignored."""
+        notes: list[str] = []
+        if self.dropped:
+            notes.append(
+                f"{self.dropped} tensors of layers that predict further tokens (num_nextn_predict_layers), "
+                f"model.layers.{self.model.num_layers} and beyond, are dropped"
+            )
+        if "auto_map" in self.config and self.model_type != OWN_TYPE:
+            notes.append(f"remote code (auto_map) is ignored: the model is read as {self.model_type}")
+        return notes
+
+    @property
     def dtype(self) -> str:
         """Return the element type of the embedding."""
         return self.tensors["embedding.weight"].dtype
@@ -167,11 +187,12 @@ def open_hf_directory(path: Path) -> HFDirectory:
         raise UserError(f"--hf {path}: holds training checkpoints, which need no import: give it to --load")
     config = _read_json_file(path, HF_CONFIG)
     source = str(path / HF_CONFIG)
-    model_type = config.get("model_type")
-    if "auto_map" in config and model_type in TYPES and model_type not in (OWN_TYPE, AUTHORS_TYPE):
+    model_type = type_of(config)
+    plain = TYPES[model_type].architecture if model_type in TYPES and model_type != OWN_TYPE else ""
+    if plain and "auto_map" in config and config.get("architectures") != [plain]:
         raise UserError(
-            f"{source}: auto_map names custom code, which is not run, so the computation of this {model_type} is "
-            f"unknown; if it is a plain {model_type}, remove auto_map"
+            f"{source}: auto_map names custom code, which is not run, for architectures {config.get('architectures')}, "
+            f"so the computation of this {model_type} is unknown; if it is a {plain}, list that"
         )
     found = _read_tensors(path)
     model = model_config_from_hf(config, source, len(found))
@@ -220,8 +241,9 @@ def _read_file(directory: Path, name: str) -> dict[str, Tensor]:
 
 
 def _drop_predicting_layers(config: Mapping[str, Any], model: ModelConfig, found: dict[str, Tensor]) -> int:
-    """Remove the tensors of GLM's layers that predict further tokens from `found`; return their number."""
-    last = model.num_layers + (config.get("num_nextn_predict_layers") or 0) * (config["model_type"] == "glm4_moe")
+    """Remove the tensors of layers that predict further tokens from `found`; return their number."""
+    key = "num_nextn_predict_layers"
+    last = model.num_layers + (config.get(key) or 0) * (key in TYPES[type_of(config)].constants)
     layers = {name: re.match(r"model\.layers\.(\d{1,9})\.", name) for name in found}
     names = [name for name, match in layers.items() if match and model.num_layers <= int(match[1]) < last]
     for name in names:

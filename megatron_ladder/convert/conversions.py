@@ -23,7 +23,7 @@ from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
 from megatron_ladder.blueprint.tensors import model_tensors
 from megatron_ladder.checkpoint.format import HF_CONFIG, IMPORTED, MODEL_CARD, Checkpoint, is_card_or_licence
-from megatron_ladder.checkpoint.hf_config import OWN_TYPE, hf_config, hf_type
+from megatron_ladder.checkpoint.hf_config import OWN_TYPE, TYPES, hf_config, hf_type
 from megatron_ladder.checkpoint.hf_directory import (
     FLOAT_DTYPES,
     INDEX_NAME,
@@ -89,7 +89,7 @@ def plan_import(options: ImportOptions) -> Conversion:
     """
     check_save_target(options.save, 0, options.overwrite)
     directory = open_hf_directory(options.hf)
-    model_type = directory.config["model_type"]
+    model_type = directory.model_type
     model, notes = rewired(directory.model, options)
     directory.check_tied_head()
     carried = read_carried(options.hf)
@@ -111,11 +111,6 @@ def plan_import(options: ImportOptions) -> Conversion:
         compared += f", in the wiring of the source, {before} (those of {after} were not compared)"
     tensors = [_imported(directory, name) for name in directory.tensors]
     parameters = sum(math.prod(tensor.shape) for tensor in directory.tensors.values())
-    if directory.dropped:
-        notes.append(
-            f"{directory.dropped} tensors of layers that predict further tokens (num_nextn_predict_layers), "
-            f"model.layers.{model.num_layers} and beyond, are dropped"
-        )
     return _checkpoint_conversion(
         options,
         [options.hf],
@@ -126,7 +121,7 @@ def plan_import(options: ImportOptions) -> Conversion:
             f"{options.hf}: {model_type}, {parameters:,} parameters, {directory.dtype}",
             f"wiring: {after}",
         ),
-        notes=notes,
+        notes=[*notes, *directory.notes],
         check_logits=lambda work: _compare_logits(
             options.hf, directory.model, work, model_type, None, own_code=False, compared=compared
         ),
@@ -384,7 +379,7 @@ def _compare_logits(
     Raises:
         RuntimeError: the logits differ.
     """
-    plain = model_type != OWN_TYPE
+    plain = model_type != OWN_TYPE and TYPES[model_type].architecture != ""
     needed = 2 * _FP32_BYTES * sum(tensor.numel for tensor in model_tensors(model))
     available = psutil.virtual_memory().available
     if not plain and not own_code:

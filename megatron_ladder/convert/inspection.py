@@ -59,7 +59,7 @@ def _training(path: Path) -> Iterator[str]:
 
 def _hugging_face(path: Path) -> Iterator[str]:
     directory = open_hf_directory(path)
-    yield f"{path}: a Hugging Face directory, model_type {directory.config['model_type']}"
+    yield f"{path}: a Hugging Face directory, model_type {directory.model_type}"
     yield from _model(directory.model)
     size = size_text(sum(part.nbytes for tensor in directory.tensors.values() for part in tensor.parts))
     dropped = f", {directory.dropped} of them in layers that an import drops" if directory.dropped else ""

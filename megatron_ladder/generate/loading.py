@@ -148,7 +148,7 @@ def _open_hf(directory: Path, tokenizer: Tokenizer | None) -> StoredModel:
     eos_ids = _eos_ids(end_ids(found.token_ids()), used)
     added = () if used is None else used.added_around()[0]
     prefix, fill = added if tokenizer is None else (), partial(load_weights, source=found)
-    return StoredModel(directory, found.model, used, eos_ids, prefix, added, fill)
+    return StoredModel(directory, found.model, used, eos_ids, prefix, added, fill, warnings=tuple(found.notes))
 
 
 def _eos_ids(listed: Iterable[int], tokenizer: Tokenizer | None) -> frozenset[int]:

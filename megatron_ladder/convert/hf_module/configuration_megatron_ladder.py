@@ -4,6 +4,7 @@ import itertools
 from typing import Any
 
 from transformers import PreTrainedConfig
+from transformers.models.deepseek_v2.configuration_deepseek_v2 import DeepseekV2Config
 from transformers.models.glm4_moe.configuration_glm4_moe import Glm4MoeConfig
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
@@ -13,14 +14,17 @@ from megatron_ladder.blueprint.wiring import WIRINGS, SubBlockKind, WiredSubBloc
 
 
 class MegatronLadderConfig(PreTrainedConfig):
-    """Llama's keys, and the keys of biases, norms, experts and the wiring.
+    """Llama's keys, and the keys of biases, norms, latent attention, experts and the wiring.
 
-    `attention_bias` applies only to queries, keys and values, unlike in Llama. Other keys of experts are as in GLM-4.5.
-    `num_hidden_layers` counts a layer with two attentions twice, as in LongCat-Flash.
+    `attention_bias` applies only to queries, keys and values, or to their latents, unlike in Llama. Other keys of
+    experts are as in GLM-4.5, and those of latent attention as in DeepSeek-V3. `num_hidden_layers` counts a layer with
+    two attentions twice, as in LongCat-Flash.
 
     Attributes:
         attention_output_bias: whether the attention's output projection has a bias.
         qk_norm: whether each head's queries and keys are normed before the rotary embedding.
+        kv_lora_rank: width of the latent of keys and values; 0: attention is not latent.
+        gated_attention: whether the sigmoid of a projection of its input multiplies the attention's output.
         final_logit_softcapping: bound of the logits, as in Gemma 2; None for no bound.
         num_experts: routed experts of a layer; 0: all layers are dense.
         expert_layers: indices of the layers with experts.
@@ -44,6 +48,7 @@ class MegatronLadderConfig(PreTrainedConfig):
     # A pipeline stage would have to pass on several tensors.
     base_model_pp_plan = None
     attribute_map = {"use_qk_norm": "qk_norm"}
+    rope_interleave = True
 
     vocab_size: int = 32000
     hidden_size: int = 4096
@@ -64,6 +69,12 @@ class MegatronLadderConfig(PreTrainedConfig):
     attention_dropout: float = 0.0
     mlp_bias: bool = False
     qk_norm: bool = False
+    kv_lora_rank: int = 0
+    q_lora_rank: int | None = None
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    gated_attention: bool = False
     final_logit_softcapping: float | None = None
     num_experts: int = 0
     num_experts_per_tok: int = 2
@@ -100,6 +111,13 @@ class MegatronLadderConfig(PreTrainedConfig):
         if self.qk_norm:
             # The same matrices plus the norms of queries and keys.
             self.base_model_tp_plan = Qwen3Config.base_model_tp_plan
+        if self.kv_lora_rank:
+            self.base_model_tp_plan = DeepseekV2Config.base_model_tp_plan
+            # The rotary embedding of transformers is as wide as a head.
+            self.head_dim = self.qk_rope_head_dim
+            self.qk_head_dim = self.qk_nope_head_dim + self.qk_rope_head_dim
+        if self.gated_attention:
+            self.base_model_tp_plan = {**self.base_model_tp_plan, "layers.*.self_attn.gate_proj": "colwise"}
         if self.num_experts:
             experts = {key: how for key, how in Glm4MoeConfig.base_model_tp_plan.items() if "expert" in key}
             self.base_model_tp_plan = {**self.base_model_tp_plan, **experts}

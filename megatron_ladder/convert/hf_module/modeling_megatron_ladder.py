@@ -4,7 +4,7 @@ A sub-block (attention, MLP or experts with their norm, or several of them side 
 [b, s, h] from which some outputs of earlier sub-blocks are missing: none in the ordinary transformer, its predecessor's
 in the ladder. An output that a sub-block has seen stays in the stream. A layer therefore passes on the complete stream,
 and if the next layer misses something, also the stream that it reads and the missing outputs, oldest first. Everything
-else is the Llama, Qwen3 and GLM of transformers.
+else is the Llama, Qwen3, GLM and DeepSeek-V3 of transformers.
 
 With T lanes (own partials), heads and neurons form T groups. With y_j^k the partial sum of output j over group k, lane
 k reads
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import conversion_mapping
 from transformers import initialization as init
 from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeAttention, Glm4MoeRotaryEmbedding
 from transformers.models.llama.modeling_llama import (
@@ -91,14 +92,61 @@ def _see(
     return stream, [one for one in pending if one[0] in missing]
 
 
+class _WithGate:
+    """An attention, in the eyes of its `forward`, whose output projection first multiplies its input by a gate."""
+
+    def __init__(self, attention: nn.Module, gate: Tensor) -> None:
+        self._attention: Any = attention
+        self._gate = gate
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._attention, name)
+
+    def o_proj(self, x: Tensor) -> Any:
+        return self._attention.o_proj(x * self._gate)
+
+
+class _Gated(nn.Module):
+    """The first base class of attentions whose output the sigmoid of a projection of their input multiplies."""
+
+    without_gate: Any
+    o_proj: Any
+
+    def __init__(self, config: MegatronLadderConfig, layer_idx: int) -> None:
+        super().__init__(config=config, layer_idx=layer_idx)
+        self.gate_proj = nn.Linear(config.hidden_size, self.o_proj.in_features, bias=False)
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        attention = _WithGate(self, self.gate_proj(hidden_states).sigmoid())
+        return self.without_gate.forward(attention, hidden_states=hidden_states, **kwargs)
+
+
+class GatedLlamaAttention(_Gated, LlamaAttention):
+    without_gate = LlamaAttention
+
+
+class GatedQwen3Attention(_Gated, Qwen3Attention):
+    without_gate = Qwen3Attention
+
+
+class GatedGlm4MoeAttention(_Gated, Glm4MoeAttention):
+    without_gate = Glm4MoeAttention
+
+
+class GatedDeepseekV3Attention(_Gated, DeepseekV3Attention):
+    without_gate = DeepseekV3Attention
+
+
 def _attention(config: MegatronLadderConfig, index: int) -> nn.Module:
     """Return an attention whose keys and values have a place in the cache."""
-    kind = Qwen3Attention if config.qk_norm else LlamaAttention
+    plain, gated = (Qwen3Attention, GatedQwen3Attention) if config.qk_norm else (LlamaAttention, GatedLlamaAttention)
     if (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1:
-        kind = Glm4MoeAttention
-    attention = kind(config=config, layer_idx=index)
+        plain, gated = Glm4MoeAttention, GatedGlm4MoeAttention
+    if config.kv_lora_rank:
+        plain, gated = DeepseekV3Attention, GatedDeepseekV3Attention
+    attention: Any = (gated if config.gated_attention else plain)(config=config, layer_idx=index)
     if config.attention_output_bias != (attention.o_proj.bias is not None):
-        width = config.num_attention_heads * config.head_dim
+        width = attention.o_proj.in_features
         attention.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_output_bias)
     return attention
 
@@ -237,7 +285,7 @@ class MegatronLadderPreTrainedModel(LlamaPreTrainedModel):
     _no_split_modules = ["MegatronLadderDecoderLayer"]
     _can_record_outputs = {
         "hidden_states": MegatronLadderDecoderLayer,
-        "attentions": [LlamaAttention, Qwen3Attention, Glm4MoeAttention],
+        "attentions": [LlamaAttention, Qwen3Attention, Glm4MoeAttention, DeepseekV3Attention],
     }
 
     @torch.no_grad()

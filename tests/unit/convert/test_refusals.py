@@ -95,7 +95,8 @@ WRONG, STACKED = (zeros(SHAPES | {f"model.layers.0.{name}": of[name] for name in
     ("changes", "weights", "words"),
     [
         ({"auto_map": {"AutoModel": "evil.Model"}}, zeros(), ["config.json", "not run"]),
-        ({"model_type": "deepseek_v3", "auto_map": {}}, zeros(), ["config.json: ", "'deepseek_v3': has latent"]),
+        ({"auto_map": {}, "architectures": ["OddForCausalLM"]}, zeros(), ["['OddForCausalLM']", "LlamaForCausalLM"]),
+        ({"model_type": "longcat_flash", "auto_map": {}}, zeros(), ["'longcat_flash': has experts that compute"]),
         # Memory for a thousand million layers would not be available.
         ({"num_hidden_layers": 10**9}, zeros(), ["found 1000000000, expected at most 21, the number of stored"]),
         # No import of a model drops its experts without a word.
