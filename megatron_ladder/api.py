@@ -105,11 +105,11 @@ class TrainingRun:
         opened = self._require_open("step")
         trainer = opened.trainer
         self.iteration += 1
-        trainer.engine.state.adopt_weights()
+        trainer.engine.optimizer.adopt_weights()
         with trainer.engine.keeping_frozen():
             result = train_step(trainer, next(opened.batches), self.iteration)
         # The caller may read the weights of `model`.
-        trainer.engine.finish_step()
+        trainer.engine.optimizer.finish_step()
         opened.checkpoints.poll()
         trainer.guard.stop_if_hopeless(result.finding)
         return result
@@ -164,7 +164,7 @@ class TrainingRun:
         config = opened.trainer.run.checkpoint
         if config.save is None:
             raise UserError("save: the run has no directory; give save")
-        opened.trainer.engine.state.adopt_weights()
+        opened.trainer.engine.optimizer.adopt_weights()
         opened.checkpoints.save(self.iteration, opened.batches, "call", final=not config.async_save)
 
 
@@ -182,7 +182,7 @@ def training(**flags: Any) -> Iterator[TrainingRun]:
     try:
         with open_run(words) as opened:
             # The caller may read the weights of `model`.
-            opened.trainer.engine.finish_step()
+            opened.trainer.engine.optimizer.finish_step()
             run = TrainingRun(opened)
             try:
                 yield run

@@ -87,19 +87,20 @@ def _check_gpus_are_usable() -> None:
         ) from None
 
 
-def check_device(place: RankInfo) -> None:
+def check_device(rank_info: RankInfo) -> None:
     """Raise a UserError if this process has no separate GPU on its host, or torch cannot use it."""
-    if place.device().type == "cpu":
+    if rank_info.device().type == "cpu":
         return
-    if place.local_rank >= torch.cuda.device_count():
+    if rank_info.local_rank >= torch.cuda.device_count():
         raise UserError(
-            f"rank {place.rank} is process {place.local_rank + 1} of its host, which has {torch.cuda.device_count()} "
-            "GPUs: launch one process per GPU (--num_gpus, or slots in the hostfile), or check which GPU is missing"
+            f"rank {rank_info.rank} is process {rank_info.local_rank + 1} of its host, which has "
+            f"{torch.cuda.device_count()} GPUs: launch one process per GPU (--num_gpus, or slots in the hostfile), or "
+            "check which GPU is missing"
         )
 
 
 def start_process_group(
-    place: RankInfo,
+    rank_info: RankInfo,
     timeout_minutes: float,
     settings: Mapping[str, Any] | None = None,
     peers: Peers | None = None,
@@ -113,14 +114,14 @@ def start_process_group(
         timeout_minutes: time to wait for other processes.
         settings: JSON-compatible values by label, which must be the same in all processes.
         peers: receives the hosts of all ranks, and the store.
-        device: `place.device()` by default.
+        device: `rank_info.device()` by default.
 
     Raises:
         UserError: the launcher's address cannot be reached, its port is in use, or the settings of processes
             differ; then every process raises it.
         LostPeerError: a process did not arrive.
     """
-    device = device or place.device()
+    device = device or rank_info.device()
     backend = "nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -128,17 +129,19 @@ def start_process_group(
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
         os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "2000")
     timeout = timedelta(minutes=timeout_minutes)
-    if not place.launched:
+    if not rank_info.launched:
         _limit_threads(device, 1)
         alone = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
         return device
     peers, host = peers or Peers(), _find_host()
-    peers.agree(place.rank, place.world_size, host, settings or {}, (), timeout)
-    peers.beat(place.rank, 0)
+    peers.agree(rank_info.rank, rank_info.world_size, host, settings or {}, (), timeout)
+    peers.beat(rank_info.rank, 0)
     _choose_interface(host, peers.hosts)
     _limit_threads(device, len(os.sched_getaffinity(0)) // peers.hosts.count(host))
-    dist.init_process_group(backend, store=peers.board, rank=place.rank, world_size=place.world_size, timeout=timeout)
+    dist.init_process_group(
+        backend, store=peers.board, rank=rank_info.rank, world_size=rank_info.world_size, timeout=timeout
+    )
     return device
 
 
@@ -188,7 +191,7 @@ def _choose_interface(here: Host, hosts: Sequence[Host]) -> None:
             return
 
 
-def from_rank_0(place: RankInfo, peers: Peers, timeout_minutes: float, look: Callable[[], Any]) -> Any:
+def from_rank_0(rank_info: RankInfo, peers: Peers, timeout_minutes: float, look: Callable[[], Any]) -> Any:
     """Return the JSON-able findings of `look` on rank 0; the other ranks do not call it. Needs no process group.
 
     A thousand ranks that look at the same directories at the same time would overload a file system, or a hub. All
@@ -198,12 +201,12 @@ def from_rank_0(place: RankInfo, peers: Peers, timeout_minutes: float, look: Cal
         UserError: `look` raised it, the launcher's address cannot be reached, or its port is in use.
         LostPeerError: rank 0 did not answer in time.
     """
-    if not place.launched:
+    if not rank_info.launched:
         return look()
     _find_host()
     try:
-        store = peers.open(place.rank, place.world_size, timedelta(minutes=timeout_minutes))
-        if place.rank == 0:
+        store = peers.open(rank_info.rank, rank_info.world_size, timedelta(minutes=timeout_minutes))
+        if rank_info.rank == 0:
             errors, value = ErrorCollector(), None
             with errors.collect():
                 value = look()
@@ -218,15 +221,15 @@ def from_rank_0(place: RankInfo, peers: Peers, timeout_minutes: float, look: Cal
 
 
 @contextlib.contextmanager
-def reporting_errors(place: RankInfo, peers: Peers) -> Iterator[None]:
+def reporting_errors(rank_info: RankInfo, peers: Peers) -> Iterator[None]:
     """Report a UserError inside the block to the other processes, which otherwise wait for this one at start-up."""
     try:
         yield
     except UserError as error:
-        if place.launched:
+        if rank_info.launched:
             with contextlib.suppress(dist.DistError, UserError, LostPeerError, OSError):
                 timeout = timedelta(seconds=ERROR_SECONDS)
-                peers.agree(place.rank, place.world_size, _find_host(), {}, error.messages, timeout)
+                peers.agree(rank_info.rank, rank_info.world_size, _find_host(), {}, error.messages, timeout)
         raise
 
 

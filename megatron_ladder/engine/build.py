@@ -12,7 +12,7 @@ from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.spans import Span, no_span
 from megatron_ladder.config.run import RunConfig
-from megatron_ladder.engine.engine import Engine, ShardedEngine
+from megatron_ladder.engine.engine import Engine
 from megatron_ladder.engine.graph import CapturedPasses
 from megatron_ladder.engine.muon import MuonWithAdamW
 from megatron_ladder.engine.optimizer import build_optimizer, parameter_groups
@@ -25,11 +25,11 @@ from megatron_ladder.model.stack import StackOptions
 from megatron_ladder.parallel.layout import ParallelModule, initialize
 
 
-def start_deepspeed(place: RankInfo, device: torch.device) -> None:
+def start_deepspeed(rank_info: RankInfo, device: torch.device) -> None:
     """Make DeepSpeed use the existing process group; nothing may have imported DeepSpeed before."""
     # DeepSpeed reads these variables; without the first it would search for a device.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
-    os.environ.setdefault("LOCAL_RANK", str(place.local_rank))
+    os.environ.setdefault("LOCAL_RANK", str(rank_info.local_rank))
     from megatron_ladder.engine.deepspeed import adopt_process_group
 
     adopt_process_group()
@@ -136,12 +136,12 @@ def build_engine(
         bucket_numbers = config["zero_optimization"]["reduce_bucket_size"]
         sharded = ShardedOptimizer(model, groups, mesh, dtype, bucket_numbers, run.parallel.zero_stage != "0")
         optimizer, description = build_optimizer(sharded.groups, run.optimizer, device, muon_dtype=dtype)
-        sharded.optimizer = optimizer
-        engine = ShardedEngine(model, sharded, mesh, device)
+        sharded.base = optimizer
+        engine = Engine(model, sharded, mesh, device)
         if _captures(run, model, mesh, device):
             engine.passes = CapturedPasses(model, sharded, mesh.world, measures=run.training.cuda_graph == "auto")
     if isinstance(optimizer, MuonWithAdamW):
-        optimizer.distribute(engine.state.spans(), mesh.world)
+        optimizer.distribute(engine.optimizer.spans(), mesh.world)
     return engine, description
 
 

@@ -22,7 +22,7 @@ from megatron_ladder.checkpoint.optimizer_state import Span
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.engine.engine import Engine, ModelInputs, batch_to_device
-from megatron_ladder.engine.state import EngineState
+from megatron_ladder.engine.state import ZeroOptimizer
 from megatron_ladder.model.language_model import LanguageModel, LossScales
 
 PRIVATE_PARTS = {
@@ -92,7 +92,9 @@ def _mpu(mesh: ProcessMesh) -> SimpleNamespace:
 
 
 class DeepSpeedEngine(Engine):
-    """Runs the passes and updates of DeepSpeed's engine, which is `wrapped`."""
+    """Runs the passes of DeepSpeed's engine, which is `wrapped`."""
+
+    optimizer: "_DeepSpeedOptimizer"
 
     def __init__(
         self,
@@ -103,20 +105,15 @@ class DeepSpeedEngine(Engine):
         device: torch.device,
     ) -> None:
         """`config` is DeepSpeed's."""
-        self.wrapped, zero, *_ = deepspeed.initialize(
+        self.wrapped, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=config, mpu=_mpu(mesh), dist_init_required=False
         )
         stage = config["zero_optimization"]["stage"]
         is_offloaded = "offload_optimizer" in config["zero_optimization"]
-        state = (_Zero3State if stage == 3 else _ZeroState)(model, optimizer, zero, mesh.data.rank, is_offloaded)
-        super().__init__(model, state, mesh, device)
-        self._optimizer = optimizer
-        self._backward_passes_left = 0
-
-    @contextmanager
-    def accumulating(self, micro_batches: int) -> Iterator[None]:
-        self._backward_passes_left = micro_batches
-        yield
+        zero_optimizer = _Zero3Optimizer if stage == 3 else _Zero2Optimizer
+        super().__init__(
+            model, zero_optimizer(model, optimizer, self.wrapped, mesh.data.rank, is_offloaded), mesh, device
+        )
 
     def forward(self, batch: ModelInputs, scales: LossScales, chunk: int, entering: Tensor | None) -> Tensor:
         # DeepSpeed averages gradients over the data-parallel ranks.
@@ -126,20 +123,42 @@ class DeepSpeedEngine(Engine):
 
     def backward(self, leaving: Tensor, gradient: Tensor | None) -> None:
         self.wrapped.backward(leaving * self._mesh.data.size, scale_wrt_gas=False)
+        self.optimizer.count_pass()
+
+
+class _DeepSpeedOptimizer(ZeroOptimizer):
+    def __init__(
+        self, model: nn.Module, base: torch.optim.Optimizer, wrapped: Any, rank: int, is_offloaded: bool
+    ) -> None:
+        """`wrapped` is DeepSpeed's engine; `rank` is the data-parallel one; with `is_offloaded`, it is on the host."""
+        super().__init__(model, rank == 0)
+        self.base = base
+        self._wrapped, self._zero = wrapped, wrapped.optimizer
+        _require_private_parts(self._zero, type(self._zero).__name__)
+        self._rank, self._is_offloaded = rank, is_offloaded
+        self._backward_passes_left = 0
+
+    @contextmanager
+    def reducing(self, micro_batches: int) -> Iterator[None]:
+        self._backward_passes_left = micro_batches
+        yield
+
+    def count_pass(self) -> None:
+        """Count a backward pass of the step."""
         self._backward_passes_left -= 1
         if self._backward_passes_left > 0:
             # Counts the micro-batch.
-            self.wrapped.step()
+            self._wrapped.step()
 
     def step(self) -> None:
-        self.wrapped.step()
+        self._wrapped.step()
 
     def discard_gradients(self) -> None:
-        for _, gradient in self.state.gradients():
+        for _, gradient in self.gradients():
             # DeepSpeed must not find an invalid gradient.
             gradient.zero_()
         # DeepSpeed clears its gradients in a step. An attribute of the instance overrides the method of the class.
-        attributes = vars(self._optimizer)
+        attributes = vars(self.base)
         attributes["step"] = lambda closure=None: None
         try:
             self.step()
@@ -148,14 +167,6 @@ class DeepSpeedEngine(Engine):
 
     def finish_step(self) -> None:
         pass
-
-
-class _DeepSpeedState(EngineState):
-    def __init__(self, model: nn.Module, base: torch.optim.Optimizer, zero: Any, rank: int, is_offloaded: bool) -> None:
-        """`zero` is DeepSpeed's optimizer; `rank` is the data-parallel one; with `is_offloaded`, it is on the host."""
-        super().__init__(model, base, rank == 0)
-        _require_private_parts(zero, type(zero).__name__)
-        self._zero, self._rank, self._is_offloaded = zero, rank, is_offloaded
 
     def _gradients(self) -> Iterator[Tensor]:
         if not self._is_offloaded:
@@ -169,7 +180,7 @@ class _DeepSpeedState(EngineState):
         """Iterate over the gradients of `spans`, which are not those of the masters."""
 
 
-class _ZeroState(_DeepSpeedState):
+class _Zero2Optimizer(_DeepSpeedOptimizer):
     """ZeRO 2, and ZeRO 1 and 2 with the optimizer offloaded (`DeepSpeedZeroOptimizer`)."""
 
     def spans(self) -> Iterator[Span]:
@@ -197,7 +208,7 @@ class _ZeroState(_DeepSpeedState):
             yield gradient
 
 
-class _Zero3State(_DeepSpeedState):
+class _Zero3Optimizer(_DeepSpeedOptimizer):
     """ZeRO 3: each parameter is divided into equal parts, the last one padded; a rank's parts are concatenated."""
 
     def __init__(self, model: nn.Module, *arguments: Any) -> None:

@@ -1,11 +1,7 @@
-"""What a training step calls: passes over this rank's layers, their reduction, and updates.
+"""Passes over this rank's layers, in the order of its schedule."""
 
-`ShardedEngine` implements ZeRO 0 and 1, and `engine/deepspeed.py` the other stages.
-"""
-
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,8 +11,7 @@ from megatron_ladder.comm.group import to_device
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.engine.graph import CapturedPasses
 from megatron_ladder.engine.schedule import Backward, Forward, Pass, PassClock, make_schedule, run_schedule
-from megatron_ladder.engine.sharded import ShardedOptimizer
-from megatron_ladder.engine.state import EngineState, ShardedState
+from megatron_ladder.engine.state import ZeroOptimizer
 from megatron_ladder.model.language_model import LanguageModel, LossScales
 
 ModelInputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -30,14 +25,10 @@ def batch_to_device(batch: ModelInputs, device: torch.device) -> list[Any]:
     return [*(None if tensor is None else to_device(tensor, device) for tensor in others), document_bounds]
 
 
-class Engine(ABC):
-    """This rank's part of the model, in training. All ranks call its methods alike.
-
-    A training step runs passes inside `accumulating`, may change the gradients in `state.gradients()`, and ends with
-    `step` or `discard_gradients`.
+class Engine:
+    """Runs passes over this rank's part of the model, in training. All ranks call its methods alike.
 
     Attributes:
-        state: masters, moments and gradients.
         passes: the captured forward and backward passes; None for none.
         clock: that of the last training step's passes.
     """
@@ -45,37 +36,17 @@ class Engine(ABC):
     passes: CapturedPasses | None = None
     clock = PassClock(is_cuda=False)
 
-    def __init__(self, model: LanguageModel, state: EngineState, mesh: ProcessMesh, device: torch.device) -> None:
-        self.state = state
+    def __init__(self, model: LanguageModel, optimizer: ZeroOptimizer, mesh: ProcessMesh, device: torch.device) -> None:
+        self.optimizer = optimizer
         self._model = model
         self._mesh = mesh
         self._device = device
 
-    @abstractmethod
-    def accumulating(self, micro_batches: int) -> AbstractContextManager[None]:
-        """Return the context of this many forward and backward passes, at whose end gradients are reduced.
-
-        Gradients are those of the scaled losses, summed over all tokens of all data-parallel ranks.
-        """
-
-    @abstractmethod
-    def step(self) -> None:
-        """Update the weights with the reduced gradients.
-
-        Other ranks' parts of the weights may arrive later, at the latest under the next forward pass.
-        """
-
-    @abstractmethod
-    def discard_gradients(self) -> None:
-        """End a step that updates nothing: neither weights, moments nor the optimizer's step count change."""
-
-    @abstractmethod
-    def finish_step(self) -> None:
-        """Wait for the weights of the last step, for readers other than the model's forward pass."""
-
     def run_passes(self, micro_batches: Sequence[ModelInputs], forward: Forward, backward: Backward | None) -> None:
         """Run forward, and with `backward` also backward, of each micro-batch, by the schedule of this rank's stage."""
         pipeline, chunks = self._mesh.pipeline, self._model.chunks
+        if backward is not None and pipeline.size > 1:
+            self._model.stack.partial_sums.expect(len(micro_batches) * chunks)
         slots = make_schedule(pipeline.size, chunks, len(micro_batches), backward is not None)[pipeline.rank]
 
         def allocate(work: Pass) -> Tensor:
@@ -131,7 +102,7 @@ class Engine(ABC):
         for parameter in frozen:
             parameter.requires_grad_(True)
         try:
-            with self.state.keeping(unchanged) if unchanged else nullcontext():
+            with self.optimizer.keeping(unchanged) if unchanged else nullcontext():
                 yield
         finally:
             for parameter in frozen:
@@ -141,27 +112,3 @@ class Engine(ABC):
         """Free what was captured, while its process groups exist."""
         if self.passes is not None:
             self.passes.close()
-
-
-class ShardedEngine(Engine):
-    """ZeRO 0 and 1, also on the stages of a pipeline."""
-
-    def __init__(
-        self, model: LanguageModel, optimizer: ShardedOptimizer, mesh: ProcessMesh, device: torch.device
-    ) -> None:
-        super().__init__(model, ShardedState(model, optimizer, mesh.data.rank == 0), mesh, device)
-        self.optimizer = optimizer
-
-    def accumulating(self, micro_batches: int) -> AbstractContextManager[None]:
-        if self._mesh.pipeline.size > 1:
-            self._model.stack.partial_sums.expect(micro_batches * self._model.chunks)
-        return self.optimizer.reducing(micro_batches)
-
-    def step(self) -> None:
-        self.optimizer.step()
-
-    def discard_gradients(self) -> None:
-        pass  # The first gradients of the next step replace these.
-
-    def finish_step(self) -> None:
-        self.optimizer.finish_gather()

@@ -66,8 +66,8 @@ class CapturedPasses:
             return None
         if not self._graphs and not self._captures(micro_batches):
             return None
-        for held, given in zip(self._scales, scales, strict=True):
-            held.copy_(given)
+        for captured_scale, scale in zip(self._scales, scales, strict=True):
+            captured_scale.copy_(scale)
         self._loss_sum.zero_()
         for index, batch in enumerate(micro_batches):
             for captured, part in zip(self._inputs, batch, strict=True):
@@ -116,7 +116,7 @@ class CapturedPasses:
         return next((f"on rank {rank}: {text}" for rank, text in enumerate(problems) if text), None)
 
     def _capture(self, micro_batches: Sequence[Sequence[Tensor | None]]) -> None:
-        self._inputs = [None if one is None else one.to(self._device, copy=True) for one in micro_batches[0]]
+        self._inputs = [None if part is None else part.to(self._device, copy=True) for part in micro_batches[0]]
         passes = min(len(micro_batches), 3)
         stream, pool = torch.cuda.Stream(self._device), torch.cuda.graph_pool_handle()
         self._sharded.gather_late()

@@ -78,7 +78,8 @@ class _Piece(NamedTuple):
 def _pieces(span: Span, ranks: int) -> Iterator[tuple[_Piece, int]]:
     """Yield the pieces of a span, each with its first element, in the span; so many ranks divide a stack."""
     for section, start, begin, length in split_interval(span.sections, span.shape, span.start, span.length):
-        offset, extent, count = section.box.offset, section.box.extent, section.tensor.shape[0]
+        offset, extent = section.box.offset, section.box.extent
+        count = section.tensor.shape[0]
         size = count if section.tensor.expert_dim is None else -(-count // ranks)
         numbers = math.prod(extent[1:])
         for first in range(0, count, size):
@@ -100,14 +101,12 @@ def _regions(matrix: Tensor, pieces: Sequence[_Piece], elements: Tensor) -> Iter
             yield matrix[box.slices()], values.narrow(0, begin, box.numel).view(box.extent)
 
 
-class _OwnPiece(NamedTuple):
+class _HeldPiece(NamedTuple):
     """A piece that this rank holds, in the optimizer's tensors."""
 
     piece: _Piece
     flat_master: Tensor
     offset: int
-    round: int
-    owner: int
 
     def of(self, values: Tensor) -> Tensor:
         """Return the piece's elements of a tensor with the layout of `flat_master`, flat."""
@@ -117,10 +116,10 @@ class _OwnPiece(NamedTuple):
 class _Round(NamedTuple):
     """At most one matrix per rank."""
 
-    own: Sequence[_OwnPiece]
-    """This rank's pieces of all these matrices, ordered by owner."""
+    held: Sequence[Sequence[_HeldPiece]]
+    """This rank's pieces of each rank's matrix."""
     assembled: Sequence[Sequence[_Piece]]
-    """All pieces of the matrix that this rank owns, by rank; empty lists if it owns none."""
+    """Each rank's pieces of the matrix that this rank owns; empty lists if it owns none."""
 
 
 class MuonWithAdamW(torch.optim.AdamW):
@@ -146,24 +145,24 @@ class MuonWithAdamW(torch.optim.AdamW):
         `spans` are all that this rank's optimizer updates.
         """
         updated = {id(tensor) for group in self.param_groups if group[ORTHOGONAL] for tensor in group["params"]}
-        own: list[tuple[_Piece, Tensor, int]] = []
-        for span in spans:
-            if id(span.flat_master) not in updated:
-                continue
-            own += [(piece, span.flat_master, span.offset + begin) for piece, begin in _pieces(span, world.size)]
-        everyone: list[list[_Piece]] = world.broadcast_object(world.gather_objects([piece for piece, *_ in own]))
+        held = [
+            _HeldPiece(piece, span.flat_master, span.offset + begin)
+            for span in spans
+            if id(span.flat_master) in updated
+            for piece, begin in _pieces(span, world.size)
+        ]
+        # The pieces of every rank.
+        everyone: list[list[_Piece]] = world.broadcast_object(world.gather_objects([piece for piece, *_ in held]))
         shapes = {piece.name: piece.shape for pieces in everyone for piece in pieces}
         by_cost = sorted(shapes, key=lambda name: (-math.prod(shapes[name]) * min(shapes[name][-2:]), name))
-        place = {name: divmod(index, world.size) for index, name in enumerate(by_cost)}
-        held = [_OwnPiece(piece, master, offset, *place[piece.name]) for piece, master, offset in own]
         self._world = world
-        self._rounds = [
-            _Round(
-                sorted((one for one in held if one.round == number), key=lambda one: one.owner),
-                [[one for one in pieces if place[one.name] == (number, world.rank)] for pieces in everyone],
-            )
-            for number in range(-(-len(by_cost) // world.size))
-        ]
+        self._rounds = []
+        for first in range(0, len(by_cost), world.size):
+            # The matrix of each rank, in rank order.
+            names = [*by_cost[first : first + world.size], *[""] * world.size][: world.size]
+            held_of_round = [[part for part in held if part.piece.name == name] for name in names]
+            assembled = [[piece for piece in pieces if piece.name == names[world.rank]] for pieces in everyone]
+            self._rounds.append(_Round(held_of_round, assembled))
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -187,33 +186,32 @@ class MuonWithAdamW(torch.optim.AdamW):
             state["step"] += 1
             state[MOMENTUM].lerp_(flat_master.grad, 1 - self._config.muon_momentum)
             flat_master.mul_(1 - group["lr"] * group["weight_decay"])
-        for one in self._rounds:
-            self._run(one, group["lr"])
+        for matrices in self._rounds:
+            self._update(matrices, group["lr"])
 
-    def _run(self, one: _Round, learning_rate: float) -> None:
-        ranks = range(self._world.size)
-        outgoing: list[list[Tensor]] = [[] for _ in ranks]
-        for own in one.own:
-            if own.piece.sent:
-                outgoing[own.owner].append(self._direction(own).to(self._dtype))
-        sizes = [sum(piece.length for piece in pieces if piece.sent) for pieces in one.assembled]
-        received = self._world.all_to_all([torch.cat([self._nothing, *parts]) for parts in outgoing], sizes)
-        returned = self._orthogonalized(one.assembled, received)
-        sizes = [sum(own.piece.length for own in one.own if own.owner == owner) for owner in ranks]
-        elements = torch.cat(self._world.all_to_all(returned, sizes))
-        position = 0
-        for own in one.own:
-            scale = _update_scale(own.piece.shape, self._config.muon_scale_mode)
-            update = elements.narrow(0, position, own.piece.length)
-            own.of(own.flat_master).add_(update, alpha=-learning_rate * scale)
-            position += own.piece.length
+    def _update(self, matrices: _Round, learning_rate: float) -> None:
+        # To the owners.
+        outgoing = []
+        for parts in matrices.held:
+            directions = [self._direction(part).to(self._dtype) for part in parts if part.piece.sent]
+            outgoing.append(torch.cat([self._nothing, *directions]))
+        sizes = [sum(piece.length for piece in pieces if piece.sent) for pieces in matrices.assembled]
+        received = self._world.all_to_all(outgoing, sizes)
+        # And back.
+        returned = self._orthogonalized(matrices.assembled, received)
+        sizes = [sum(part.piece.length for part in parts) for parts in matrices.held]
+        for parts, elements in zip(matrices.held, self._world.all_to_all(returned, sizes), strict=True):
+            updates = elements.split([part.piece.length for part in parts])
+            for part, update in zip(parts, updates, strict=True):
+                scale = _update_scale(part.piece.shape, self._config.muon_scale_mode)
+                part.of(part.flat_master).add_(update, alpha=-learning_rate * scale)
 
-    def _direction(self, own: _OwnPiece) -> Tensor:
-        momentum = own.of(self.state[own.flat_master][MOMENTUM])
+    def _direction(self, part: _HeldPiece) -> Tensor:
+        momentum = part.of(self.state[part.flat_master][MOMENTUM])
         if not self._config.muon_nesterov:
             return momentum
-        assert own.flat_master.grad is not None
-        return own.of(own.flat_master.grad).lerp(momentum, self._config.muon_momentum)
+        assert part.flat_master.grad is not None
+        return part.of(part.flat_master.grad).lerp(momentum, self._config.muon_momentum)
 
     def _orthogonalized(self, assembled: Sequence[Sequence[_Piece]], received: Sequence[Tensor]) -> list[Tensor]:
         """Return what each rank gets back of this rank's matrix, from what each rank has sent of it."""

@@ -23,16 +23,16 @@ def parameter_groups(model: LanguageModel, config: OptimizerConfig) -> list[dict
     shapes = [(parameter, whole_shape(parameter)) for parameter in model.parameters()]
     matrices = [parameter for parameter, shape in shapes if math.prod(shape) > shape[-1]]
     vectors = [parameter for parameter, shape in shapes if math.prod(shape) == shape[-1]]
-    decaying: list[dict[str, Any]] = [{"params": matrices}]
-    if config.optimizer == "muon":
-        of_layers = {id(parameter) for parameter in model.stack.parameters()}
-        parts = [[one for one in matrices if (id(one) in of_layers) is orthogonal] for orthogonal in (True, False)]
-        decaying = [{"params": parts[0], ORTHOGONAL: True}, {"params": parts[1], ORTHOGONAL: False}]
+    decay = {"weight_decay": config.weight_decay}
+    no_decay = {"params": vectors, "weight_decay": 0.0}
+    if config.optimizer != "muon":
+        return [{"params": matrices, **decay}, no_decay]
+    of_layers = set(model.stack.parameters())
     groups = [
-        *(group | {"weight_decay": config.weight_decay} for group in decaying if group["params"]),
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [matrix for matrix in matrices if matrix in of_layers], ORTHOGONAL: True, **decay},
+        {"params": [matrix for matrix in matrices if matrix not in of_layers], ORTHOGONAL: False, **decay},
     ]
-    return groups if config.optimizer != "muon" else [{ORTHOGONAL: False, **group} for group in groups]
+    return [*(group for group in groups if group["params"]), {ORTHOGONAL: False, **no_decay}]
 
 
 def build_optimizer(
@@ -68,10 +68,10 @@ def build_optimizer(
 
 def find_fused_adam(config: OptimizerConfig, device: torch.device) -> tuple[Any | None, str]:
     """Return apex's AdamW, or None and the reason; raises UserError if --optimizer-implementation apex requires it."""
-    found, reason = find_in_apex("apex.optimizers", "FusedAdam", "amp_C", device)
-    if found is None and config.optimizer_implementation == "apex":
+    fused_adam, reason = find_in_apex("apex.optimizers", "FusedAdam", "amp_C", device)
+    if fused_adam is None and config.optimizer_implementation == "apex":
         raise UserError(f"--optimizer-implementation apex: {reason}; use --optimizer-implementation torch")
-    return found, reason
+    return fused_adam, reason
 
 
 def learning_rate(config: OptimizerConfig, train_iters: int, iteration: int) -> float:

@@ -22,9 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_ladder.checkpoint.optimizer_state import Span
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.engine.state import ZeroOptimizer
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.parallel.layout import SHARDED_MARKS
 from megatron_ladder.parallel.products import SUM, add_product
@@ -70,18 +72,15 @@ class _Bucket:
         self.streams: set[Any] = set()
 
 
-class ShardedOptimizer:
+class ShardedOptimizer(ZeroOptimizer):
     """Reduces gradients into this rank's parts of the buckets, which torch's optimizer updates, and gathers weights.
 
     Attributes:
         shards: whether ranks divide the buckets (stage 1).
         buckets: in the order in which their gradients are reduced.
-        groups: the parameter groups of this rank's parts.
-        optimizer: torch's, of these groups; to be set before the first step.
+        groups: the parameter groups of this rank's parts, for `base`.
         gathers_late: whether the next forward pass starts the gathers instead of `step`.
     """
-
-    optimizer: torch.optim.Optimizer
 
     def __init__(
         self,
@@ -96,10 +95,11 @@ class ShardedOptimizer:
 
         `groups` are the parameter groups of the model, the last one of norms and biases.
         """
+        super().__init__(model, mesh.data.rank == 0)
         self.shards = shards
         position = {parameter: index for index, parameter in enumerate(model.parameters())}
         tied = model.tied_weight if mesh.pipeline.size > 1 else None
-        placed: list[tuple[tuple[bool, bool, int], _Bucket]] = []
+        order: dict[_Bucket, tuple[bool, bool, int]] = {}
         self.groups: list[dict[str, Any]] = []
         for index, group in enumerate(groups):
             ordered = sorted(group["params"], key=position.__getitem__, reverse=True)
@@ -111,10 +111,11 @@ class ShardedOptimizer:
             for late in dict.fromkeys(is_late.values()):
                 alike = [parameter for parameter in ordered if is_late[parameter] == late]
                 for parameters in _cut(alike, bucket_numbers, tied):
-                    buckets.append((late, _Bucket(parameters, dtype, mesh, shards, parameters[0] is tied)))
-            self.groups.append({**group, "params": [bucket.master for _, bucket in buckets]})
-            placed += [((one.copies is not None, late, -position[one.parameters[-1]]), one) for late, one in buckets]
-        self.buckets = [bucket for _, bucket in sorted(placed, key=lambda entry: entry[0])]
+                    bucket = _Bucket(parameters, dtype, mesh, shards, parameters[0] is tied)
+                    buckets.append(bucket)
+                    order[bucket] = bucket.copies is not None, late, -position[parameters[-1]]
+            self.groups.append({**group, "params": [bucket.master for bucket in buckets]})
+        self.buckets = sorted(order, key=order.__getitem__)
         self._sums = {
             parameter: (bucket, bucket.gradients.narrow(0, offset, parameter.numel()).view(parameter.shape))
             for bucket in self.buckets
@@ -138,7 +139,6 @@ class ShardedOptimizer:
 
     @contextmanager
     def reducing(self, micro_batches: int) -> Iterator[None]:
-        """Sum the gradients of this many backward passes inside the block; at its end, they are reduced."""
         self._micro_batches = micro_batches
         self._added.clear()
         for bucket in self.buckets:
@@ -151,15 +151,29 @@ class ShardedOptimizer:
         self._reduces.clear()
 
     def step(self) -> None:
-        """Update this rank's masters, and start to gather all weights."""
-        self.optimizer.step()
+        self.base.step()
         self._is_due = True
         if not self.gathers_late:
-            self.start_gather()
+            self._start_gather()
+
+    def discard_gradients(self) -> None:
+        pass  # The first gradients of the next step replace these.
+
+    def spans(self) -> Iterator[Span]:
+        groups = {id(master): group for group in self.base.param_groups for master in group["params"]}
+        owned = self.shards or self._is_first_copy
+        for bucket in self.buckets:
+            layout = bucket.parameters, bucket.offsets
+            yield from self._spans_in(
+                groups[id(bucket.master)], *layout, bucket.master, bucket.divided_over.rank, owned
+            )
+
+    def copy_masters_to_weights(self) -> None:
+        self._start_gather()
 
     def gather_late(self) -> None:
         """Leave the gathers to the next forward pass, which is about to be captured with them, and to later ones."""
-        self.finish_gather()
+        self.finish_step()
         self.gathers_late = self._is_due = True
 
     def forget_capture(self) -> None:
@@ -171,7 +185,7 @@ class ShardedOptimizer:
         self.gathers_late, self._is_due = False, True
 
     @torch.no_grad()
-    def start_gather(self) -> None:
+    def _start_gather(self) -> None:
         """Start to give every rank the weights of all masters."""
         self._is_due = False
         for bucket in reversed(self.buckets):
@@ -180,8 +194,7 @@ class ShardedOptimizer:
             in_flight = InFlight(*bucket.divided_over.start_all_gather(bucket.own_weights, into=bucket.weights))
             self._gathers.append((bucket, in_flight))
 
-    def finish_gather(self) -> None:
-        """Return when all weights are valid."""
+    def finish_step(self) -> None:
         self._wait_for(self.buckets)
 
     def _add_gradient(self, parameter: nn.Parameter) -> None:
@@ -228,7 +241,7 @@ class ShardedOptimizer:
 
     def _wait_for(self, buckets: Iterable[_Bucket]) -> None:
         if self._is_due:
-            self.start_gather()
+            self._start_gather()
         while self._gathers and any(bucket is waiting for bucket in buckets for waiting, _ in self._gathers):
             _, in_flight = self._gathers.popleft()
             in_flight.wait()
@@ -240,7 +253,7 @@ def _cut(
     """Yield successive parameters of together at most `bucket_numbers` elements; `alone` shares with no other."""
     part: list[nn.Parameter] = []
     for parameter in parameters:
-        numbers = sum(one.numel() for one in (*part, parameter))
+        numbers = sum(weight.numel() for weight in (*part, parameter))
         if part and (numbers > bucket_numbers or parameter is alone or part[0] is alone):
             yield part
             part = []

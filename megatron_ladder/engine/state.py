@@ -1,16 +1,15 @@
 """The optimizer's state: fp32 masters, moments and gradients, by parameter and element; norm and clipping of gradients.
 
 Every class of optimizer that shards its state over data-parallel ranks flattens and divides the parameters in another
-way. One adapter per class maps the parts of local parameters (`Span`) to the optimizer's tensors; this needs no
-communication. Those of DeepSpeed's classes are in `engine/deepspeed.py`. Every save checks that each weight is its
-rounded master (`checkpoint/saving.py`).
+way. Each class maps the parts of local parameters (`Span`) to its tensors; this needs no communication.
+`ShardedOptimizer` implements ZeRO 0 and 1, and `engine/deepspeed.py` the other stages. Every save checks that each
+weight is its rounded master (`checkpoint/saving.py`).
 """
 
 import math
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -19,28 +18,53 @@ from torch import Tensor, nn
 from megatron_ladder.checkpoint.optimizer_state import MOMENTS, OptimizerState, Span
 from megatron_ladder.comm.group import CommGroup, to_device
 from megatron_ladder.engine.muon import MOMENTUM, ORTHOGONAL
-from megatron_ladder.engine.sharded import ShardedOptimizer
 from megatron_ladder.parallel.layout import Section, parameter_sections, split_interval, state_sections
 
 Gradients = Iterable[tuple[Span, Tensor]]
 """Spans with their elements of the gradient, in the storage that the optimizer reads; any shape."""
 
 
-class EngineState(OptimizerState, ABC):
-    """The state of an engine's optimizer.
+class ZeroOptimizer(OptimizerState, ABC):
+    """A rank's optimizer, which updates this rank's part of the parameters. All ranks call its methods alike.
+
+    A training step runs its passes inside `reducing`, may change the gradients in `gradients()`, and ends with `step`
+    or `discard_gradients`.
 
     Attributes:
-        base: torch's optimizer.
+        base: torch's optimizer; to be set before the first step.
     """
 
-    def __init__(self, model: nn.Module, base: torch.optim.Optimizer, is_first_copy: bool) -> None:
+    base: torch.optim.Optimizer
+
+    def __init__(self, model: nn.Module, is_first_copy: bool) -> None:
         """`is_first_copy`: whether this is the first of the data-parallel ranks."""
-        self.base = base
         self._model = model
         self._is_first_copy = is_first_copy
         self._sections = {id(parameter): sections for parameter, sections in parameter_sections(model)}
         self._frozen: Collection[Sequence[Section]] = ()
         """The sections of the parameters that no step changes."""
+
+    @abstractmethod
+    def reducing(self, micro_batches: int) -> AbstractContextManager[None]:
+        """Return the context of this many forward and backward passes, at whose end gradients are reduced.
+
+        Gradients are those of the scaled losses, summed over all tokens of all data-parallel ranks.
+        """
+
+    @abstractmethod
+    def step(self) -> None:
+        """Update the weights with the reduced gradients.
+
+        Other ranks' parts of the weights may arrive later, at the latest under the next forward pass.
+        """
+
+    @abstractmethod
+    def discard_gradients(self) -> None:
+        """End a step that updates nothing: neither weights, moments nor the optimizer's step count change."""
+
+    @abstractmethod
+    def finish_step(self) -> None:
+        """Wait for the weights of the last step, for readers other than the model's forward pass."""
 
     @contextmanager
     def keeping(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
@@ -56,10 +80,10 @@ class EngineState(OptimizerState, ABC):
         def copy(*_: object) -> None:
             # ZeRO-3 updates one tensor after another.
             updated = {id(tensor) for group in self.base.param_groups for tensor in group["params"]}
-            frozen = [span for span in spans if id(span.flat_master) in updated]
-            values = [
-                value for span in frozen for value in (span.master, *map(partial(self.moment, span), span.moments))
-            ]
+            values = []
+            for span in spans:
+                if id(span.flat_master) in updated:
+                    values += [span.master, *(self.moment(span, which) for which in span.moments)]
             copies.append([(value, value.clone()) for value in values])
 
         def copy_back(*_: object) -> None:
@@ -159,26 +183,6 @@ class EngineState(OptimizerState, ABC):
             group["lr"] = learning_rate
 
 
-class ShardedState(EngineState):
-    """ZeRO 0 and 1 (`ShardedOptimizer`)."""
-
-    def __init__(self, model: nn.Module, optimizer: ShardedOptimizer, is_first_copy: bool) -> None:
-        super().__init__(model, optimizer.optimizer, is_first_copy)
-        self._optimizer = optimizer
-
-    def spans(self) -> Iterator[Span]:
-        groups = {id(master): group for group in self.base.param_groups for master in group["params"]}
-        owned = self._optimizer.shards or self._is_first_copy
-        for bucket in self._optimizer.buckets:
-            layout = bucket.parameters, bucket.offsets
-            yield from self._spans_in(
-                groups[id(bucket.master)], *layout, bucket.master, bucket.divided_over.rank, owned
-            )
-
-    def copy_masters_to_weights(self) -> None:
-        self._optimizer.start_gather()
-
-
 def _parts(gradients: Gradients) -> Iterator[tuple[Span, Section, Tensor]]:
     """Iterate over spans, the sections in them, and the sections' elements, flat."""
     for span, gradient in gradients:
@@ -215,9 +219,9 @@ def locate_bad_gradient(gradients: Gradients, model: nn.Module, world: CommGroup
     bad = {section.name for _, section, elements in _parts(gradients) if not elements.isfinite().all()}
     order = (section.name for _, sections in parameter_sections(model) for section in sections)
     names = world.gather_objects(next((name for name in order if name in bad), None))
-    found = ({"rank": rank, "parameter": name} for rank, name in enumerate(names) if name is not None)
-    located: dict[str, Any] = world.broadcast_object(next(found, {}))
-    return located
+    locations = ({"rank": rank, "parameter": name} for rank, name in enumerate(names) if name is not None)
+    lowest: dict[str, Any] = world.broadcast_object(next(locations, {}))
+    return lowest
 
 
 def clip_gradients(gradients: Gradients, norm: float, highest: float) -> None:

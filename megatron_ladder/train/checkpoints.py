@@ -118,7 +118,9 @@ class CheckpointSaver:
         return checkpoint.iteration, checkpoint.consumed_samples, checkpoint.manifest
 
     def _load(self, load: Path, opened: Checkpoint) -> Checkpoint:
-        config, only_weights, start = self._config, self._trainer.run.loads_only_weights, time.perf_counter()
+        config = self._config
+        only_weights = self._trainer.run.loads_only_weights
+        start = time.perf_counter()
         model = opened.model()
 
         def refuse(checkpoint: Checkpoint) -> list[str]:
@@ -128,7 +130,7 @@ class CheckpointSaver:
 
         checkpoint, faults = load_newest(
             load,
-            self._trainer.engine.state,
+            self._trainer.engine.optimizer,
             self._world,
             refuse,
             opened=opened,
@@ -165,13 +167,15 @@ class CheckpointSaver:
         self.wait()
         if iteration == self._saved:
             return
-        asynchronous, start = config.async_save and not final, time.perf_counter()
+        asynchronous = config.async_save and not final
+        start = time.perf_counter()
         self._event("save begin", iteration=iteration, reason=reason, asynchronous=asynchronous)
         retention = Retention(config.keep_last_n_checkpoints, config.save_retain_interval, self._loaded)
-        header, host = self._header(iteration, batches), self._host if asynchronous else None
-        state, add_files = self._trainer.engine.state, self._small_files.write
+        header = self._header(iteration, batches)
+        host = self._host if asynchronous else None
+        optimizer = self._trainer.engine.optimizer
         try:
-            saving = TrainingSave(config.save, header, state, world, add_files, retention, host)
+            saving = TrainingSave(config.save, header, optimizer, world, self._small_files.write, retention, host)
             if asynchronous:
                 seconds = 60 * self._trainer.run.parallel.distributed_timeout_minutes
                 gather = partial(gather_through_files, saving.directory, world.rank, world.size, seconds)
@@ -277,18 +281,20 @@ class _SmallFiles:
         The run's own tokenizer wins if both have a file. Only card and licences are taken over from a model with
         another tokenizer, whose ids and chat template have another meaning.
         """
-        notes, found = [], dict[str, bytes]()
+        notes: list[str] = []
+        of_tokenizer: dict[str, bytes] = {}
         for name in sorted(checkpoint.file_names):
-            path, always = checkpoint.directory / name, is_card_or_licence(name)
-            if not always and name not in CARRIED:
-                continue
+            path = checkpoint.directory / name
             try:
-                (self._files if always else found)[name] = path.read_bytes()
+                if is_card_or_licence(name):
+                    self._files[name] = path.read_bytes()
+                elif name in CARRIED:
+                    of_tokenizer[name] = path.read_bytes()
             except OSError as error:
                 notes.append(f"{path}: cannot be read: {error.strerror}: checkpoints of this run do not include it")
         imported = checkpoint.manifest.get(IMPORTED)
         if has_another_tokenizer(checkpoint, self._tokenizer):
-            lost = [name for name in (CHAT_TEMPLATE, GENERATION_CONFIG) if name in found]
+            lost = [name for name in (CHAT_TEMPLATE, GENERATION_CONFIG) if name in of_tokenizer]
             lost += ["the ids of special tokens"] if imported is not None else []
             if lost:
                 why = "has another tokenizer than this run, so these are not taken over"
@@ -298,8 +304,8 @@ class _SmallFiles:
             settings = json.loads(self._files.get("tokenizer_config.json", b""))
             if isinstance(settings, dict) and "chat_template" in settings:
                 # The inherited file would override the run's own template.
-                found.pop(CHAT_TEMPLATE, None)
-        self._files = found | self._files
+                of_tokenizer.pop(CHAT_TEMPLATE, None)
+        self._files = of_tokenizer | self._files
         self._imported = imported
         return notes
 

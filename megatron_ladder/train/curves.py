@@ -3,13 +3,14 @@
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.errors import UserError
+from megatron_ladder.progress import print_if_possible
 
 _FLUSH_SECONDS, _MOST_QUEUED = 10, 1000
 """TensorBoard's thread writes to the disk, so that a slow one delays no step."""
@@ -40,11 +41,8 @@ def check_wandb(run: RunConfig) -> None:
 class Curves:
     """Writes to --tensorboard-dir on rank 0, if it is given."""
 
-    def __init__(
-        self, run: RunConfig, iteration: int, hide_later: bool, warn: Callable[[str], None], rank: int = 0
-    ) -> None:
+    def __init__(self, run: RunConfig, iteration: int, hide_later: bool, rank: int = 0) -> None:
         """`iteration` steps were done before; `hide_later` hides points after them, which an interrupted run wrote."""
-        self._warn = warn
         self._folder = run.logging.tensorboard_dir if rank == 0 else None
         self._writer: Any = None
         self._wandb: Any = None
@@ -99,7 +97,9 @@ class Curves:
             finish.start()
             finish.join(_FINISH_SECONDS)
             if finish.is_alive():
-                self._warn(f"*** wandb did not finish within {_FINISH_SECONDS:g} s; `wandb sync` uploads the rest ***")
+                print_if_possible(
+                    f"*** wandb did not finish within {_FINISH_SECONDS:g} s; `wandb sync` uploads the rest ***"
+                )
 
     def _finish_wandb(self, failed: bool) -> None:
         import wandb
@@ -117,4 +117,5 @@ class Curves:
             # The text of wandb's errors may hold a key.
             reason = getattr(error, "strerror", None) or type(error).__name__
             where = f"--tensorboard-dir {self._folder}: cannot be written ({reason})"
-            self._warn(f"*** {where}: no more curves from iteration {iteration} on ***")
+            # Stdout may be on the same full disk.
+            print_if_possible(f"*** {where}: no more curves from iteration {iteration} on ***")

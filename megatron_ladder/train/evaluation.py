@@ -66,38 +66,39 @@ class Predictor:
 
         Each result is [2, ids]. A text that does not fit into a row begins the next one; the rest of a row is padding.
         """
-        mesh, size, row, end = self._trainer.mesh, self._trainer.run.training.micro_batch_size, 0, 0
-        places: list[tuple[int, slice]] = []
+        mesh, size = self._trainer.mesh, self._trainer.run.training.micro_batch_size
+        row = end = 0
+        positions: list[tuple[int, slice]] = []
         for text in texts:
             if end + len(text) > self.max_length:
                 row, end = row + 1, 0
-            places.append((row, slice(end, end + len(text))))
+            positions.append((row, slice(end, end + len(text))))
             end += len(text)
         # All data-parallel ranks process equally many: with ZeRO-3, they gather the weights together.
         rows = -(-(row + 1) // (size * mesh.data.size)) * size * mesh.data.size
         tokens, targets = np.zeros((2, rows, self.max_length + 1), np.int64)
         begins = np.zeros(tokens.shape, bool)
-        for (row, place), text, of_text in zip(places, texts, labels, strict=True):
-            tokens[row, place], targets[row, place] = text, of_text
-            begins[row, [place.start, place.stop]] = True
+        for (row, columns), text, of_text in zip(positions, texts, labels, strict=True):
+            tokens[row, columns] = text
+            targets[row, columns] = of_text
+            begins[row, [columns.start, columns.stop]] = True
         batches = make_micro_batches(SampleRows(tokens, None, begins), DocumentRules(None, True, True), size)
         of_batches = torch.from_numpy(targets[:, :-1].copy()).split(size)
-        found = []
+        labelled = [batch._replace(labels=part) for batch, part in zip(batches, of_batches, strict=True)]
+        predictions = []
         # A pass takes at most as many micro-batches as a training step.
         at_once = mesh.data.size * self._trainer.run.accumulation_steps
-        for first in range(0, len(batches), at_once):
-            step = list(zip(batches, of_batches, strict=True))[first : first + at_once]
-            own = step[len(step) // mesh.data.size * mesh.data.rank :][: len(step) // mesh.data.size]
-            outputs = self._trainer.engine.infer([batch._replace(labels=of_batch) for batch, of_batch in own], True)
-            shape = mesh.data.size, len(own), 2, self.max_length, size
-            results = torch.zeros(shape, dtype=torch.float64, device=self._trainer.device)
+        for first in range(0, len(labelled), at_once):
+            step = labelled[first : first + at_once]
+            outputs = self._trainer.engine.infer(step[mesh.data.rank :: mesh.data.size], predicts=True)
+            results = torch.zeros(len(step), 2, self.max_length, size, dtype=torch.float64, device=self._trainer.device)
             if outputs:
-                results[mesh.data.rank] = torch.stack(outputs)
+                results[mesh.data.rank :: mesh.data.size] = torch.stack(outputs)
             mesh.pipeline.all_reduce(mesh.data.all_reduce(results))
-            found.append(results.flatten(0, 1).cpu())
+            predictions.append(results.cpu())
         # [micro-batches, 2, s, b] -> [rows, 2, s]
-        predictions = torch.cat(found).permute(0, 3, 1, 2).flatten(0, 1)
-        return [predictions[row, :, place] for row, place in places]
+        of_rows = torch.cat(predictions).permute(0, 3, 1, 2).flatten(0, 1)
+        return [of_rows[row, :, columns] for row, columns in positions]
 
 
 class Evaluations:

@@ -87,7 +87,7 @@ class RunInputs:
 
 
 def read_inputs(
-    flags: RunFlags, place: RankInfo, ask: Callable[[float, Callable[[], Any]], Any] = lambda minutes, look: look()
+    flags: RunFlags, rank_info: RankInfo, ask: Callable[[float, Callable[[], Any]], Any] = lambda minutes, look: look()
 ) -> RunInputs:
     """Look at files, resolve the flags, and open what they name; raises UserError with the errors of the first stage
     that has any, one line per error.
@@ -102,7 +102,7 @@ def read_inputs(
 
     findings = msgspec.convert(ask(flags.parallel.distributed_timeout_minutes, look), Findings)
     with flags.written.in_messages():
-        return _open(_resolve(flags, findings, place), findings, own_shards, place)
+        return _open(_resolve(flags, findings, rank_info), findings, own_shards, rank_info)
 
 
 def read_dry_run(flags: RunFlags, world_size: int) -> RunConfig:
@@ -153,7 +153,7 @@ def _complete(
     return flags, tokenizer, runs[0]
 
 
-def _resolve(flags: RunFlags, findings: Findings, place: RankInfo) -> RunInputs:
+def _resolve(flags: RunFlags, findings: Findings, rank_info: RankInfo) -> RunInputs:
     """Complete the flags from the checkpoint, and compare them with it, with this machine and with DeepSpeed's JSON.
 
     Nothing of the data is opened yet.
@@ -163,8 +163,8 @@ def _resolve(flags: RunFlags, findings: Findings, place: RankInfo) -> RunInputs:
     with errors.collect("--load"):
         checkpoint = None if findings.checkpoint is None else findings.checkpoint.open()
     errors.raise_if_any()
-    flags, tokenizer, run = _complete(flags, checkpoint, place.world_size)
-    _check_machine(run, place, errors)
+    flags, tokenizer, run = _complete(flags, checkpoint, rank_info.world_size)
+    _check_machine(run, rank_info, errors)
     deepspeed: dict[str, Any] = {}
     with errors.collect():
         deepspeed = deepspeed_json(run)
@@ -176,7 +176,7 @@ def _resolve(flags: RunFlags, findings: Findings, place: RankInfo) -> RunInputs:
     return RunInputs(run=run, deepspeed=deepspeed, tokenizer=tokenizer, checkpoint=checkpoint, values=values)
 
 
-def _open(resolved: RunInputs, findings: Findings, own_shards: Sequence[Shard], place: RankInfo) -> RunInputs:
+def _open(resolved: RunInputs, findings: Findings, own_shards: Sequence[Shard], rank_info: RankInfo) -> RunInputs:
     """Open data, prompts and teacher, and compare the data with the checkpoint's."""
     run, tokenizer, checkpoint = resolved.run, resolved.tokenizer, resolved.checkpoint
     teacher: StoredTeacher | None = None
@@ -191,7 +191,7 @@ def _open(resolved: RunInputs, findings: Findings, own_shards: Sequence[Shard], 
             errors.add(*teacher_errors(run, teacher, tokenizer))
     with errors.collect():
         sources = _open_sources(run, tokenizer)
-        eod_id = _find_eod(run.data, sources, tokenizer, place.rank)
+        eod_id = _find_eod(run.data, sources, tokenizer, rank_info.rank)
         if run.logging.skip_train and run.logging.sample_prompts is None and not sources.valid:
             fix = "--valid-data-path, or a --split with a share of it, and --eval-iters of 1 or more"
             errors.add(Problem("--skip-train", f" needs validation data: give {fix}"))
@@ -207,7 +207,7 @@ def _open(resolved: RunInputs, findings: Findings, own_shards: Sequence[Shard], 
     elif sources.train is not None:
         data["train"] = sources.train.describe()
     if checkpoint is not None and (sources.train or stream) and not run.loads_only_weights:
-        check_same_data(checkpoint, data, run.data.allow_data_change, place.rank)
+        check_same_data(checkpoint, data, run.data.allow_data_change, rank_info.rank)
     return replace(
         resolved,
         sources=sources,
@@ -255,20 +255,20 @@ def _load_vocabulary(flags: RunFlags, checkpoint: Checkpoint | None) -> tuple[To
     return tokenizer, vocab_size or stored or known
 
 
-def _check_machine(run: RunConfig, place: RankInfo, errors: ErrorCollector) -> None:
+def _check_machine(run: RunConfig, rank_info: RankInfo, errors: ErrorCollector) -> None:
     """Check what the run needs of this machine, and create its output directories: now rather than after hours."""
     if run.training.norm_implementation == "apex":
         with errors.collect():
-            select_operations("apex", "false", place.device())
+            select_operations("apex", "false", rank_info.device())
     if run.optimizer.optimizer_implementation == "apex":
         with errors.collect():
-            find_fused_adam(run.optimizer, place.device())
+            find_fused_adam(run.optimizer, rank_info.device())
     if run.training.compile_sub_blocks == "true":
         with errors.collect():
-            require_compiler("--compile-sub-blocks", place.device())
-    if run.training.cuda_graph == "true" and place.device().type != "cuda":
+            require_compiler("--compile-sub-blocks", rank_info.device())
+    if run.training.cuda_graph == "true" and rank_info.device().type != "cuda":
         errors.messages.append("--cuda-graph: this machine has no GPU: leave it out")
-    if place.rank == 0:
+    if rank_info.rank == 0:
         with errors.collect():
             check_wandb(run)
     folders = {
@@ -278,7 +278,7 @@ def _check_machine(run: RunConfig, place: RankInfo, errors: ErrorCollector) -> N
         "--profile-dir": run.profile.profile_dir if run.profile.profile else None,
     }
     for flag, folder in folders.items():
-        if folder is None or place.local_rank > 0:
+        if folder is None or rank_info.local_rank > 0:
             continue
         problem = output_problem(folder, "directory")
         if problem is None:

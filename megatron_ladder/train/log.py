@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, Self
 
 import torch
@@ -25,7 +26,7 @@ from megatron_ladder.data.packing import PackedSource
 from megatron_ladder.engine.build import partition
 from megatron_ladder.engine.schedule import make_schedule
 from megatron_ladder.errors import BadNumbersError, LostPeerError, counted, exit_code_of, without_passwords
-from megatron_ladder.progress import print_if_possible, print_rank_0
+from megatron_ladder.progress import print_rank_0
 from megatron_ladder.train.curves import Curves
 from megatron_ladder.train.record import EVALUATES, RunRecord
 from megatron_ladder.train.setup import Trainer
@@ -71,15 +72,15 @@ def banner(trainer: Trainer, sources: Sources) -> str:
 def _data_notes(run: RunConfig, sources: Sources) -> Iterator[str]:
     """Yield one line per data set: its tokens, how often the run reads them, and how conversations are packed."""
     for part, source in sources.labeled.items():
-        for one, weight in zip(source.sources, source.weights, strict=True):
-            note = f"{part}: {one.name}: {one.tokens:,} tokens in {counted(len(one.documents), 'document')}"
+        for data, weight in zip(source.sources, source.weights, strict=True):
+            note = f"{part}: {data.name}: {data.tokens:,} tokens in {counted(len(data.documents), 'document')}"
             if part == "train":
                 samples = run.training.train_iters * run.global_batch_size * weight / sum(source.weights)
-                note += f", {samples * run.training.seq_length / one.tokens:.3g} epochs"
-            if isinstance(one, PackedSource):
-                note += f"; {counted(one.conversations, 'conversation')} in {counted(len(one), 'row')}"
-                note += f", {one.filled:.1%} full; "
-                note += f"{one.cut:,} are longer than a row and cut; in {one.without_targets:,} no token counts"
+                note += f", {samples * run.training.seq_length / data.tokens:.3g} epochs"
+            if isinstance(data, PackedSource):
+                note += f"; {counted(data.conversations, 'conversation')} in {counted(len(data), 'row')}"
+                note += f", {data.filled:.1%} full; "
+                note += f"{data.cut:,} are longer than a row and cut; in {data.without_targets:,} no token counts"
             yield note
 
 
@@ -123,8 +124,7 @@ class RunLog:
         self._rank = trainer.mesh.world.rank
         self._device = trainer.device
         self._flops_per_step = ModelFlops(run.model, run.training.seq_length).training * run.global_batch_size
-        # Stdout may be on the same full disk as the curves.
-        self._curves = Curves(run, first_iteration - 1, trains, print_if_possible, self._rank)
+        self._curves = Curves(run, first_iteration - 1, trains, self._rank)
         self._interval_start = time.perf_counter()
         self._last = first_iteration - 1
 
@@ -141,11 +141,11 @@ class RunLog:
         self._interval_start, self._last = now, iteration
         if self._rank != 0:
             return
-        total, step_seconds = self._run.training.train_iters, seconds / steps
-        tokens_per_second, flops = self._run.tokens_per_step / step_seconds, self._flops_per_step / step_seconds
-        minutes, left = divmod(round((total - iteration) * step_seconds), 60)
-        hours, minutes = divmod(minutes, 60)
-        eta = f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
+        total = self._run.training.train_iters
+        step_seconds = seconds / steps
+        tokens_per_second = self._run.tokens_per_step / step_seconds
+        flops = self._flops_per_step / step_seconds
+        eta = timedelta(seconds=round((total - iteration) * step_seconds))
         others = {**last.extra_losses, **_describe_loads(last.loads)}
         shown = "".join(f"| {name} {value:.4g} " for name, value in others.items())
         idle = {} if last.pipeline_idle is None else {"pipeline idle": last.pipeline_idle}

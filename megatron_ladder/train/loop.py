@@ -60,25 +60,27 @@ def open_run(words: FlagWords) -> Iterator[OpenRun]:
 
     Raises UserError before anything starts; LostPeerError if another rank ended, or a collective timed out.
     """
-    place, peers = read_rank_info(), Peers()
+    rank_info, peers = read_rank_info(), Peers()
     with ExitStack() as whole_run:
         for warning in words.warnings:
-            print_rank_0(f"*** {warning} ***", place.rank)
-        with reporting_errors(place, peers):
-            inputs = read_inputs(to_flags(words, place.world_size), place, partial(from_rank_0, place, peers))
-            check_device(place)
+            print_rank_0(f"*** {warning} ***", rank_info.rank)
+        with reporting_errors(rank_info, peers):
+            inputs = read_inputs(
+                to_flags(words, rank_info.world_size), rank_info, partial(from_rank_0, rank_info, peers)
+            )
+            check_device(rank_info)
             folder = inputs.run.checkpoint.save
-            if folder is not None and place.rank == 0:
+            if folder is not None and rank_info.rank == 0:
                 whole_run.enter_context(save_lock(folder))
-        record = RunRecord(folder, place.rank)
+        record = RunRecord(folder, rank_info.rank)
         record.write_first("launch")
         with recording_failures(record, peers), naming_lost_peers(peers):
-            trainer = build_trainer(inputs, place, peers)
-            print_rank_0(banner(trainer, inputs.sources), place.rank)
+            trainer = build_trainer(inputs, rank_info, peers)
+            print_rank_0(banner(trainer, inputs.sources), rank_info.rank)
             with closing(trainer.engine), CheckpointSaver(trainer, inputs, record) as checkpoints:
                 iteration, consumed_samples, manifest = checkpoints.resume()
                 record.write_first("start", **describe_start(trainer, iteration))
-                if folder is not None and place.rank == 0 and not inputs.run.logging.skip_train:
+                if folder is not None and rank_info.rank == 0 and not inputs.run.logging.skip_train:
                     _write_config(folder, inputs)
                 with closing(training_batches(trainer, inputs, consumed_samples, manifest)) as batches:
                     run = OpenRun(trainer, inputs, batches, checkpoints, record, iteration)
@@ -146,7 +148,7 @@ def _train(opened: OpenRun, evaluations: Evaluations, stopper: Stopper) -> str:
         @contextmanager
         def not_training() -> Iterator[None]:
             # A profiler must not start or stop while torch communicates, and no rank may leave.
-            trainer.engine.finish_step()
+            trainer.engine.optimizer.finish_step()
             with log.paused(), watch.patient():
                 yield
 

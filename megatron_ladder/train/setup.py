@@ -59,7 +59,7 @@ class Trainer:
         return self._host_groups[group.ranks]
 
 
-def build_trainer(inputs: RunInputs, place: RankInfo, peers: Peers) -> Trainer:
+def build_trainer(inputs: RunInputs, rank_info: RankInfo, peers: Peers) -> Trainer:
     """Join the other processes and build this rank's part; every rank must call it. `peers` receives all ranks' hosts.
 
     Raises UserError if another rank has other settings, another --save or an error, the teacher's weights cannot be
@@ -73,9 +73,9 @@ def build_trainer(inputs: RunInputs, place: RankInfo, peers: Peers) -> Trainer:
         os.environ.setdefault("NCCL_ALGO", "^NVLS,NVLSTree")
         torch.use_deterministic_algorithms(True)
     timeout_minutes = run.parallel.distributed_timeout_minutes
-    device = start_process_group(place, timeout_minutes, _shared_settings(inputs, place), peers)
+    device = start_process_group(rank_info, timeout_minutes, _shared_settings(inputs, rank_info), peers)
     if run.needs_deepspeed:
-        start_deepspeed(place, device)
+        start_deepspeed(rank_info, device)
     mesh, span = named_for_profiler(run, build_mesh(run))
     if run.checkpoint.save is not None:
         _check_shared(run.checkpoint.save, mesh.world)
@@ -105,7 +105,7 @@ def _check_shared(save: Path, world: CommGroup) -> None:
         )
 
 
-def _shared_settings(inputs: RunInputs, place: RankInfo) -> dict[str, Any]:
+def _shared_settings(inputs: RunInputs, rank_info: RankInfo) -> dict[str, Any]:
     """Return all settings that must be equal on every process, JSON-able, by the names that users know."""
     run = inputs.run
     settings = {flag_name(name): value for name, value in inputs.values.items()}
@@ -120,7 +120,7 @@ def _shared_settings(inputs: RunInputs, place: RankInfo) -> dict[str, Any]:
     settings |= {f"data: {name}": value for name, value in data.items()}
     if inputs.teacher is not None:
         settings |= {f"--distill-from: {key}": value for key, value in inputs.teacher.config.to_dict().items()}
-    training, device = run.training, place.device()
+    training, device = run.training, rank_info.device()
     _, norm = select_operations(training.norm_implementation, training.compile_sub_blocks, device)
     return settings | {
         # Ranks with other kernels round differently, so their copies of replicated weights would drift apart.

@@ -57,7 +57,7 @@ def train_step(
     """
     engine, model, mesh, guard = trainer.engine, trainer.model, trainer.mesh, trainer.guard
     rate = learning_rate(trainer.run.optimizer, trainer.run.training.train_iters, iteration)
-    engine.state.set_learning_rate(rate)
+    engine.optimizer.set_learning_rate(rate)
     counts = _count_tokens(trainer, micro_batches)
     scales = LossScales(*counts.clamp(min=1.0).reciprocal())
 
@@ -71,7 +71,7 @@ def train_step(
     loss_sum = _forward_backward(trainer, micro_batches, scales)
 
     # One collective sums the gradient's norm, losses, loads of experts, counts and times over all ranks.
-    gradients = engine.state.gradients()
+    gradients = engine.optimizer.gradients()
     extra_losses = model.take_extra_losses(scales)
     loads = model.take_loads(trainer.device)
     numbers = to_device(torch.tensor([*pass_seconds, *extra_numbers()], dtype=torch.float64), trainer.device)
@@ -101,10 +101,10 @@ def train_step(
 
     result = StepResult(norm, rate, loss, named_losses, loads, finding, extra_sums, idle)
     if result.skipped:
-        engine.discard_gradients()
+        engine.optimizer.discard_gradients()
     else:
         clip_gradients(gradients, norm, trainer.run.optimizer.clip_grad)
-        engine.step()
+        engine.optimizer.step()
         model.follow_loads(loads, trainer.run.training.moe_router_bias_update_rate)
     return result
 
@@ -123,7 +123,7 @@ def _forward_backward(trainer: Trainer, micro_batches: Sequence[MicroBatch], sca
             loss_sum.add_(leaving.detach())
         return leaving
 
-    with engine.accumulating(len(micro_batches)):
+    with engine.optimizer.reducing(len(micro_batches)):
         engine.run_passes(micro_batches, forward, engine.backward)
     return loss_sum
 

@@ -105,8 +105,8 @@ def failing_saves(argv: list[str], failing: int, rank: int) -> tuple[Events, str
             with saver:
                 train(trainer, saver, 4)
         except UserError as error:
-            return events, str(error), trainer.engine.state.steps_taken()
-    return events, "", trainer.engine.state.steps_taken()
+            return events, str(error), trainer.engine.optimizer.steps_taken()
+    return events, "", trainer.engine.optimizer.steps_taken()
 
 
 @pytest.mark.parametrize("words", ["", "--async-save"], ids=["synchronous", "background"])
@@ -131,7 +131,7 @@ def resumed(argv: list[str], load: Path) -> tuple[list[int], Events, list[Any], 
     trainer, saver, events = saver_of([*argv, "--load", str(load)], Checkpoint.open(load))
     *place, manifest = saver.resume()
     guarded = len(trainer.guard.state()["losses"])
-    return place, events, manifest.get("data_streams", []), trainer.engine.state.steps_taken(), guarded
+    return place, events, manifest.get("data_streams", []), trainer.engine.optimizer.steps_taken(), guarded
 
 
 def test_a_damaged_checkpoint_is_skipped_by_all_ranks(gloo_pools: GlooPools, tmp_path: Path) -> None:
@@ -161,8 +161,8 @@ def saves_a_nan(argv: list[str], rank: int) -> str:
     """On each rank: return the error of a save while one of the weights of `rank` is not a number."""
     trainer, saver, _ = saver_of(argv)
     if trainer.mesh.world.rank == rank:
-        next(span for span in trainer.engine.state.spans() if span.owned).master[0] = float("nan")
-    trainer.engine.state.copy_masters_to_weights()
+        next(span for span in trainer.engine.optimizer.spans() if span.owned).master[0] = float("nan")
+    trainer.engine.optimizer.copy_masters_to_weights()
     with pytest.raises(BadNumbersError) as raised, saver:
         saver.save(1, batches_at(4))
     return str(raised.value)

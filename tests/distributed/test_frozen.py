@@ -49,7 +49,7 @@ def train_frozen(argv: list[str], weights: Weights, batches: list[list[Batch]], 
         with trainer.engine.keeping_frozen():
             history += take_steps(trainer, [batch], step)
         if step in (1, len(batches)):
-            trainer.engine.finish_step()
+            trainer.engine.optimizer.finish_step()
             save_trainer(trainer, save / (AFTER_ONE if step == 1 else AFTER_ALL), step)
     return history, weight_pieces(trainer)
 

@@ -37,7 +37,7 @@ SPOILED, SPOILED_RANK = "layers.2.mlp.down_proj.weight", 1
 
 def spoiled_step(trainer: Trainer, batch: list[MicroBatch], iteration: int) -> StepResult:
     """Take a step in which one element of a parameter's gradient is NaN on one rank."""
-    state, taken = trainer.engine.state, trainer.engine.state.gradients
+    state, taken = trainer.engine.optimizer, trainer.engine.optimizer.gradients
 
     def take() -> list[Any]:
         gradients = taken()
@@ -71,7 +71,7 @@ def steps_around(
             result = train_step(trainer, own, iteration)
             losses.append(result.loss)
         findings.append(result.finding)
-    return findings, ((losses, trainer.engine.state.steps_taken()), weight_pieces(trainer))
+    return findings, ((losses, trainer.engine.optimizer.steps_taken()), weight_pieces(trainer))
 
 
 @pytest.mark.parametrize(("layout", "bad", "kind"), CASES)

@@ -47,7 +47,7 @@ def stay(
     if load is not None:
         load_trainer(trainer, load)
         save_trainer(trainer, saves[0], first - 1)
-    losses, steps = [], trainer.engine.state.steps_taken()
+    losses, steps = [], trainer.engine.optimizer.steps_taken()
     for iteration, batch in enumerate(batches, start=first):
         if iteration == first + len(batches) - 1:
             save_trainer(trainer, saves[1], iteration - 1)

@@ -43,7 +43,7 @@ def state_of_a_step(argv: list[str]) -> tuple[int, int, int]:
         trainer = build_trainer_here([*SHAPE, *argv])
         first, second = (own_batches(trainer, batch) for batch in batches)
         train_step(trainer, first, 1)
-        with trainer.engine.accumulating(len(second)):
+        with trainer.engine.optimizer.reducing(len(second)):
             loss = trainer.model(*second[0]) / 100
             trainer.engine.backward(loss, None)
             del loss

@@ -20,7 +20,7 @@ def profiled_steps(argv: list[str], first_iteration: int = 1) -> list[float]:
     trainer = build_trainer_here([*RECIPE, *argv])
 
     def pause() -> contextlib.AbstractContextManager[None]:
-        trainer.engine.finish_step()
+        trainer.engine.optimizer.finish_step()
         return contextlib.nullcontext()
 
     around = step_contexts(trainer.run, trainer.mesh.world, CPU, first_iteration, pause)

@@ -119,7 +119,7 @@ def unusual_steps(batches: list[list[Batch]]) -> None:
     optimizer = trainer.engine.optimizer
     with optimizer.reducing(1):
         weight.sum().backward()
-    for span, gradient in trainer.engine.state.gradients():
+    for span, gradient in trainer.engine.optimizer.gradients():
         is_embedding = span.sections[0].name == "embedding.weight"
         assert gradient.eq(2.0 if is_embedding else 0.0).all()
     with optimizer.reducing(1):

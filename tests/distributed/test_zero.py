@@ -109,7 +109,7 @@ def train_with_late_copies(argv: list[str], weights: Weights, batches: list[list
 
     def build_here(*arguments: Any, **options: Any) -> Trainer:
         trainer = build(*arguments, **options)
-        gradients = (span.flat_master.grad for span in trainer.engine.state.spans())
+        gradients = (span.flat_master.grad for span in trainer.engine.optimizer.spans())
         hosts.update(gradient.untyped_storage().data_ptr() for gradient in gradients if gradient is not None)
         return trainer
 

@@ -211,7 +211,7 @@ def pass_on(argv: list[str], load: str | None, save: str, steps: int) -> int:
     training = trainer.run.training
     take_steps(trainer, steps_of_batches(steps, 4, training.micro_batch_size, training.seq_length))
     save_trainer(trainer, Path(save), 1)
-    return trainer.engine.state.steps_taken()
+    return trainer.engine.optimizer.steps_taken()
 
 
 def everything(save: Path) -> dict[tuple[str, str], Tensor]:

@@ -131,7 +131,7 @@ class _Rows(Samples):
 
 def weight_pieces(trainer: Trainer) -> Pieces:
     """Return every weight of this rank's part of the model, gathered if ZeRO-3 partitions it."""
-    trainer.engine.finish_step()
+    trainer.engine.optimizer.finish_step()
     with gathered(trainer.model.parameters()):
         return weight_pieces_of(trainer.model)
 
@@ -151,12 +151,12 @@ def save_trainer(trainer: Trainer, save: Path, iteration: int) -> None:
     """On each rank: publish a checkpoint of the trainer's state."""
     header = {"iteration": iteration, "consumed_samples": 0, "model": trainer.run.model.to_dict()}
     world = trainer.mesh.world
-    saving = TrainingSave(save, header, trainer.engine.state, world, lambda directory: None)
+    saving = TrainingSave(save, header, trainer.engine.optimizer, world, lambda directory: None)
     outcome = world.broadcast_object(saving.write(world.gather_objects))
     assert outcome.error is None, outcome.error
 
 
 def load_trainer(trainer: Trainer, load: Path) -> None:
     """On each rank: load the newest checkpoint, which must be undamaged."""
-    _, errors = load_newest(load, trainer.engine.state, trainer.mesh.world, lambda checkpoint: [])
+    _, errors = load_newest(load, trainer.engine.optimizer, trainer.mesh.world, lambda checkpoint: [])
     assert errors == []

@@ -16,7 +16,7 @@ from megatron_ladder.comm.inflight import InFlight
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.comm.side_queue import CudaSideQueue
 from megatron_ladder.engine import graph, sharded
-from megatron_ladder.engine.engine import ShardedEngine
+from megatron_ladder.engine.engine import Engine
 from megatron_ladder.engine.graph import CapturedPasses
 from megatron_ladder.engine.schedule import Pass
 from megatron_ladder.engine.sharded import ShardedOptimizer
@@ -52,7 +52,7 @@ class Rank:
         weights = [*self.model.parameters()]
         groups = [{"params": [one for one in weights if (one.dim() > 1) is is_matrix]} for is_matrix in (True, False)]
         self.optimizer = ShardedOptimizer(self.model, groups, mesh, torch.float32, BUCKET_NUMBERS)
-        self.optimizer.optimizer = torch.optim.SGD(self.optimizer.groups, lr=1e-3, foreach=False)
+        self.optimizer.base = torch.optim.SGD(self.optimizer.groups, lr=1e-3, foreach=False)
         ids = torch.randint(0, config.vocab_size, (2, 13))
         self.batch = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
@@ -133,8 +133,8 @@ def faults_of_a_stage(checker: Checker, wiring: str, micro_batches: int) -> list
     model = LanguageModel(replace(config_of(wiring), num_layers=4), mesh, chunks=CHUNKS, seed=1)
     group = {"params": [*model.parameters()]}
     optimizer = ShardedOptimizer(model, [group, {"params": []}], mesh, torch.float32, BUCKET_NUMBERS)
-    optimizer.optimizer = torch.optim.SGD(optimizer.groups[:1], lr=1e-3, foreach=False)
-    engine = ShardedEngine(model, optimizer, mesh, torch.device("cpu"))
+    optimizer.base = torch.optim.SGD(optimizer.groups[:1], lr=1e-3, foreach=False)
+    engine = Engine(model, optimizer, mesh, torch.device("cpu"))
     ids = torch.randint(0, 101, (2, 13))
     batches: list[Any] = [(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), None, None, None, None)] * micro_batches
     scales = LossScales(torch.ones(()), torch.ones(()))
@@ -144,9 +144,9 @@ def faults_of_a_stage(checker: Checker, wiring: str, micro_batches: int) -> list
 
     with checker:
         for _ in range(2):
-            with engine.accumulating(micro_batches):
+            with engine.optimizer.reducing(micro_batches):
                 engine.run_passes(batches, forward, engine.backward)
-            engine.step()
+            engine.optimizer.step()
         engine.infer(batches)
     return checker.faults
 

@@ -1,15 +1,16 @@
 """NVIDIA's apex is recognised by its contents, not by its name."""
 
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.config.sections import OptimizerConfig
 from megatron_ladder.engine.optimizer import build_optimizer
-from megatron_ladder.engine.state import ShardedState
+from megatron_ladder.engine.sharded import ShardedOptimizer
 from megatron_ladder.errors import UserError
 from megatron_ladder.model.operations import Operations, find_in_apex, select_operations
 
@@ -43,7 +44,8 @@ def test_apex_is_never_used_on_a_cpu(unrelated_apex: None) -> None:
 
 def test_a_resumed_apex_continues_the_step_count_of_its_groups() -> None:
     apex = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
-    optimizer: Any = SimpleNamespace(optimizer=apex, buckets=[], shards=True)
-    state = ShardedState(torch.nn.Module(), optimizer, is_first_copy=True)
-    state.set_steps_taken(7)
-    assert apex.param_groups[0]["step"] == state.steps_taken() == 7
+    model: Any = torch.nn.Module()
+    optimizer = ShardedOptimizer(model, [{"params": []}], ProcessMesh.single(), torch.float32, bucket_numbers=1)
+    optimizer.base = apex
+    optimizer.set_steps_taken(7)
+    assert apex.param_groups[0]["step"] == optimizer.steps_taken() == 7

@@ -20,15 +20,13 @@ def run_with(*flags: object) -> RunConfig:
     return run_of(["--train-iters", "4", "--lr", "1e-3", *map(str, flags)], 1)
 
 
-def log(run: RunConfig, losses: Mapping[int, float], before: int = 0, hide_later: bool = True) -> list[str]:
-    """Log losses in a process that starts after some iterations; return the messages."""
-    said: list[str] = []
-    curves = Curves(run, before, hide_later, said.append)
+def log(run: RunConfig, losses: Mapping[int, float], before: int = 0, hide_later: bool = True) -> None:
+    """Log losses in a process that starts after some iterations."""
+    curves = Curves(run, before, hide_later)
     for iteration, loss in losses.items():
         curves.metrics(iteration, {"train/lm loss": loss})
     curves.samples(max(losses), [("Once\nupon", " a time")])
     curves.close(max(losses), failed=False)
-    return said
 
 
 def steps(folder: Path) -> list[int]:
@@ -44,11 +42,12 @@ def fail(*_: object) -> NoReturn:
 
 @pytest.mark.parametrize(("method", "kept"), [("write", False), ("close", True)])
 def test_a_full_disk_ends_only_the_curves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, kept: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], method: str, kept: bool
 ) -> None:
     log(run_with("--tensorboard-dir", tmp_path), {1: 2.0})
     monkeypatch.setattr(RecordWriter, method, fail)
-    (said,) = log(run_with("--tensorboard-dir", tmp_path), {2: 2.0, 3: 2.0}, before=1)
+    log(run_with("--tensorboard-dir", tmp_path), {2: 2.0, 3: 2.0}, before=1)
+    (said,) = capsys.readouterr().out.splitlines()
     assert said.startswith(f"*** --tensorboard-dir {tmp_path}: cannot be written (No space left on device)")
     assert "no more curves from iteration" in said
     assert steps(tmp_path) == ([1, 2, 3] if kept else [1])
@@ -75,11 +74,14 @@ def test_a_missing_package_and_a_missing_key_are_errors(tmp_path: Path, monkeypa
     assert error.startswith("--wandb-project p: no usable API key ") and "WANDB_MODE=offline" in error
 
 
-def test_wandb_follows_the_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_follows_the_curves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     wandb = mock.MagicMock()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     flags = ["--wandb-project", "ladders", "--wandb-exp-name", "first", "--tensorboard-dir", tmp_path / "curves"]
     run = run_with("--save", tmp_path, *flags)
-    assert log(run, {1: 2.5}) == [] and steps(tmp_path / "curves") == [1]
+    log(run, {1: 2.5})
+    assert capsys.readouterr().out == "" and steps(tmp_path / "curves") == [1]
     given = {"project": "ladders", "name": "first", "dir": tmp_path, "config": run.to_dict(), "sync_tensorboard": True}
     assert wandb.mock_calls == [mock.call.init(**given), mock.call.init().finish(exit_code=0), mock.call.teardown()]

@@ -71,7 +71,7 @@ def train(
         run=run,
         mesh=SimpleNamespace(world=CommGroup.alone(), data=None),
         model=SimpleNamespace(stack=SimpleNamespace()),
-        engine=SimpleNamespace(state=tiny_training.TinyState(1)),
+        engine=SimpleNamespace(optimizer=tiny_training.TinyState(1)),
         guard=SimpleNamespace(set_state=lambda stored: None, state=dict),
     )
     inputs: Any = SimpleNamespace(

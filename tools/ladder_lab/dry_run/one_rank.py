@@ -21,7 +21,7 @@ from megatron_ladder.comm.launch import RankInfo
 from megatron_ladder.config.run import RunConfig
 from megatron_ladder.data.batches import MicroBatch
 from megatron_ladder.engine.build import build_engine, build_mesh, build_model, start_deepspeed
-from megatron_ladder.engine.state import EngineState
+from megatron_ladder.engine.state import ZeroOptimizer
 from megatron_ladder.model.operations import with_norm
 from megatron_ladder.train.setup import Trainer
 from megatron_ladder.train.step import train_step
@@ -96,11 +96,11 @@ def run_rank(run: RunConfig, deepspeed: dict[str, Any], rank: int) -> RankRecord
             assert isinstance(engine, DeepSpeedEngine)
             # Described on the meta device in a real run as well.
             memory.leave_out(chain(*getattr(engine.wrapped.optimizer, "round_robin_bit16_meta", ())))
-        memory.mark("weights", [*model.parameters(), *(span.weight for span in engine.state.spans())])
+        memory.mark("weights", [*model.parameters(), *(span.weight for span in engine.optimizer.spans())])
 
         def mark_gradients() -> tuple[float, ...]:
             memory.mark("gradients", [parameter.grad for parameter in model.parameters()])
-            memory.mark("gradients", [gradient for _, gradient in engine.state.gradients()])
+            memory.mark("gradients", [gradient for _, gradient in engine.optimizer.gradients()])
             return ()
 
         start = last_step = 0
@@ -109,14 +109,14 @@ def run_rank(run: RunConfig, deepspeed: dict[str, Any], rank: int) -> RankRecord
             start, last_step = memory.position(), len(recorder.program.collectives)
             train_step(trainer, _micro_batches(run), iteration, mark_gradients)
             if iteration == 1:
-                memory.mark("optimizer", _optimizer_tensors(engine.state))
+                memory.mark("optimizer", _optimizer_tensors(engine.optimizer))
                 memory.mark_others("buffers")
     return RankRecord(recorder.program, last_step, memory.peak(start, "activations"), recorder.waits)
 
 
-def _optimizer_tensors(state: EngineState) -> Iterator[Tensor]:
-    yield from (span.flat_master for span in state.spans())
-    for values in state.base.state.values():
+def _optimizer_tensors(optimizer: ZeroOptimizer) -> Iterator[Tensor]:
+    yield from (span.flat_master for span in optimizer.spans())
+    for values in optimizer.base.state.values():
         yield from (value for value in values.values() if isinstance(value, Tensor))
 
 

@@ -229,7 +229,7 @@ def test_captured_steps_exchange_gradients_and_weights(wiring: str, monkeypatch:
     model = LanguageModel(VARIANTS[wiring].wiring.of(find_size(SIZE), RANKS), mesh, StackOptions(), seed=1)
     settings = OptimizerConfig(lr=1e-3, min_lr=0.0)
     sharded = ShardedOptimizer(model, parameter_groups(model, settings), mesh, torch.float32, 20_000)
-    sharded.optimizer, _ = build_optimizer(sharded.groups, settings, CPU)
+    sharded.base, _ = build_optimizer(sharded.groups, settings, CPU)
     passes = CapturedPasses(model, sharded, CommGroup.alone(), measures=False)
     ids = torch.arange(BATCH * (SEQUENCE + 1)).view(BATCH, -1)
     batch = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
