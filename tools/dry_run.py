@@ -35,10 +35,11 @@ def parse_options(argv: Sequence[str]) -> tuple[DryRunOptions, RunFlags, list[st
         words.extend([f"{name}={values[0]}"] if len(values) == 1 else [name, *values])
         return True
 
-    found, errors = read_words([DryRunOptions], argv, "dry_run.py", __doc__ or "", keep), ErrorCollector()
+    line = read_words([DryRunOptions], argv, "dry_run.py", __doc__ or "", keep)
+    errors = ErrorCollector()
     options = DryRunOptions()
     with errors.collect():
-        (options,) = build_sections([DryRunOptions], found)
+        (options,) = build_sections([DryRunOptions], line)
     return options, parse_run(words, errors.messages, options.ranks), words
 
 

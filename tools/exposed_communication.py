@@ -36,33 +36,35 @@ COUNTED = {
 }
 
 
-def _totals(found: "Communication", *keys: str) -> "pd.DataFrame":
+def _totals(communication: "Communication", *keys: str) -> "pd.DataFrame":
     """Return number and times of the collectives of each combination of keys."""
     times = {name: (name, "sum") for name in ("in_flight_seconds", "exposed_seconds")}
-    return found.collectives.groupby([*keys]).agg(collectives=("iteration", "size"), **times)
+    return communication.collectives.groupby([*keys]).agg(collectives=("iteration", "size"), **times)
 
 
-def _step_rows(found: "Communication") -> "pd.DataFrame":
+def _step_rows(communication: "Communication") -> "pd.DataFrame":
     """Return the totals of every step, by iteration."""
-    table = _totals(found, "iteration").reindex(sorted(found.step_seconds), fill_value=0)
-    table.insert(0, "seconds", [found.step_seconds[iteration] for iteration in table.index])
+    table = _totals(communication, "iteration").reindex(sorted(communication.step_seconds), fill_value=0)
+    table.insert(0, "seconds", [communication.step_seconds[iteration] for iteration in table.index])
     return table.rename_axis("iteration").reset_index()
 
 
-def _sub_block_rows(found: "Communication") -> "pd.DataFrame":
+def _sub_block_rows(communication: "Communication") -> "pd.DataFrame":
     """Return the means of all sub-blocks, by layer, forward before backward; code outside sub-blocks comes last."""
-    table = (_totals(found, "name", "direction") / len(found.step_seconds)).reset_index()
+    table = (_totals(communication, "name", "direction") / len(communication.step_seconds)).reset_index()
     # `attention` precedes `mlp` within a layer alphabetically.
     number = table.name.str.extract(r"(\d+)", expand=False).astype(float)
     order = table.assign(number=number, backward=table.direction == "backward")
     return table.loc[order.sort_values(["number", "name", "backward"], na_position="last").index]
 
 
-def _table(found: "Communication") -> str:
-    steps = _step_rows(found)
+def _table(communication: "Communication") -> str:
+    steps = _step_rows(communication)
     steps["exposed_share"] = steps.exposed_seconds / steps.seconds
-    tables = (table.to_string(index=False, float_format="{:.6f}".format) for table in (steps, _sub_block_rows(found)))
-    return "\n\n".join([COUNTED[found.device], *tables])
+    tables = (
+        table.to_string(index=False, float_format="{:.6f}".format) for table in (steps, _sub_block_rows(communication))
+    )
+    return "\n\n".join([COUNTED[communication.device], *tables])
 
 
 parse_options = functools.partial(
@@ -76,12 +78,14 @@ def main(argv: Sequence[str]) -> None:
     from ladder_lab.bench import exposed
 
     try:
-        found = exposed.communication(exposed.read_events(config.trace))
+        communication = exposed.communication(exposed.read_events(config.trace))
     except ValueError as error:
         raise UserError(f"--trace {config.trace}: {error}: give a file that --profile wrote") from None
-    print(_table(found))
-    rows = {"steps": _step_rows(found), "sub_blocks": _sub_block_rows(found)}
-    write_json(config.json, {"device": found.device} | {name: table.to_dict("records") for name, table in rows.items()})
+    print(_table(communication))
+    rows = {"steps": _step_rows(communication), "sub_blocks": _sub_block_rows(communication)}
+    write_json(
+        config.json, {"device": communication.device} | {name: table.to_dict("records") for name, table in rows.items()}
+    )
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ from megatron_ladder.flags import flag  # noqa: E402
 if TYPE_CHECKING:
     from torch import Tensor
 
-REST, LAYERS = "between sub-blocks", (2, 6)
+REST = "between sub-blocks"
+LAYERS = (2, 6)
 KINDS = ("kernels", "views", "collectives", "host")
 SHAPE = find_size("2x64x128x8x8x1024")
 """Operators of tensors that are so small take the time of their launch."""
@@ -116,21 +117,25 @@ def measure(steps: Sequence[Callable[[], object]], spans: Spans, rounds: int) ->
     """Return for each step the counts of each span, and the fastest time of all rounds as `host`."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    found: list[dict[str, Counter[str]]] = []
+    counts: list[dict[str, Counter[str]]] = []
 
     class Operators(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kind = "collectives" if func.namespace == "c10d" else "views" if func.is_view else "kernels"
-            found[-1][spans.current][kind] += 1
+            kind = "views" if func.is_view else "kernels"
+            if func.namespace == "c10d":
+                kind = "collectives"
+            counts[-1][spans.current][kind] += 1
             return func(*args, **(kwargs or {}))
 
     for step in steps:
-        step(), step()
-        found.append(defaultdict(Counter))
+        # Warm-up.
+        step()
+        step()
+        counts.append(defaultdict(Counter))
         with Operators():
             step()
     for _ in range(rounds):
-        for step, numbers in zip(steps, found, strict=True):
+        for step, numbers in zip(steps, counts, strict=True):
             spans.nanoseconds.clear()
             # The time of this thread, in which other processes do not count.
             began = time.thread_time_ns()
@@ -138,7 +143,7 @@ def measure(steps: Sequence[Callable[[], object]], spans: Spans, rounds: int) ->
             spans.nanoseconds[REST] = time.thread_time_ns() - began - sum(spans.nanoseconds.values())
             for name, taken in spans.nanoseconds.items():
                 numbers[name]["host"] = min(taken, numbers[name]["host"] or taken)
-    return found
+    return counts
 
 
 def main(argv: Sequence[str]) -> None:
@@ -148,17 +153,17 @@ def main(argv: Sequence[str]) -> None:
 
     torch.set_num_threads(1)
     spans = Spans()
-    found = measure([step_of(options, layers, spans) for layers in LAYERS], spans, options.rounds)
-    rows = {
-        name: {kind: (found[1][name][kind] - numbers[kind]) / (LAYERS[1] - LAYERS[0]) for kind in KINDS}
-        for name, numbers in sorted(found[0].items())
-    }
-    once = {kind: found[0][REST][kind] - LAYERS[0] * rows[REST][kind] for kind in KINDS}
-    rows |= {"one layer": {kind: sum(row[kind] for row in rows.values()) for kind in KINDS}, "once per step": once}
+    few, many = measure([step_of(options, layers, spans) for layers in LAYERS], spans, options.rounds)
+    rows = {}
+    for name, numbers in sorted(few.items()):
+        rows[name] = {kind: (many[name][kind] - numbers[kind]) / (LAYERS[1] - LAYERS[0]) for kind in KINDS}
+    once = {kind: few[REST][kind] - LAYERS[0] * rows[REST][kind] for kind in KINDS}
+    rows["one layer"] = {kind: sum(row[kind] for row in rows.values()) for kind in KINDS}
+    rows["once per step"] = once
     cells = []
     for name, row in rows.items():
-        numbers = {kind: f"{row[kind]:.0f}" for kind in KINDS[:-1]}
-        cells.append({"": name, **numbers, "host, us": f"{row['host'] / 1000:.0f}"})
+        shown = {kind: f"{row[kind]:.0f}" for kind in KINDS[:-1]}
+        cells.append({"": name, **shown, "host, us": f"{row['host'] / 1000:.0f}"})
     print(f"{options.case}, {options.wiring}, {options.tp} tensor-parallel ranks\n\n{markdown_table(cells)}")
 
 

@@ -11,8 +11,10 @@ def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
     """Return a table of rows that map heads to cells, the first column aligned left; empty without rows."""
     if not rows:
         return ""
-    lines = [[*rows[0]], ["---", *["---:"] * (len(rows[0]) - 1)], *(row.values() for row in rows)]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    heads = list(rows[0])
+    rule = ["---"] + ["---:"] * (len(heads) - 1)
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in (heads, rule, *(row.values() for row in rows))]
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
 
 
 def write_json(path: Path | None, results: object) -> None:

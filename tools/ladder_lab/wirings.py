@@ -50,7 +50,8 @@ class NamedWiring:
 
     def of(self, model: ModelConfig, ranks: int) -> ModelConfig:
         """Return the model in this wiring, on so many tensor-parallel ranks."""
-        wiring, layers = WIRINGS[self.mode], model.num_layers
+        wiring = WIRINGS[self.mode]
+        layers = model.num_layers
         first = layers - layers // 2 if self.upper_half else 0
         return replace(
             model,

@@ -49,7 +49,8 @@ def check_attention(vllm_config: VllmConfig, attention: Any) -> None:
     Raises:
         ValueError: it cannot, but the mode of CUDA graphs requires it.
     """
-    backend, cache = attention.attn_backend, attention.get_kv_cache_spec(vllm_config)
+    backend = attention.attn_backend
+    cache = attention.get_kv_cache_spec(vllm_config)
     support = backend.get_builder_cls().get_cudagraph_support(vllm_config, cache)
     if support == AttentionCGSupport.NEVER and vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
         raise ValueError(
@@ -60,7 +61,8 @@ def check_attention(vllm_config: VllmConfig, attention: Any) -> None:
 
 
 def _conflicts_of_ranks(vllm_config: VllmConfig) -> Iterator[str]:
-    config, parallel = vllm_config.model_config.hf_config, vllm_config.parallel_config
+    config = vllm_config.model_config.hf_config
+    parallel = vllm_config.parallel_config
     if config.num_experts and parallel.data_parallel_size > 1:
         yield (
             f"--data-parallel-size {parallel.data_parallel_size}: vLLM would exchange tokens between replicas of the "
@@ -89,8 +91,11 @@ def _conflicts_of_ranks(vllm_config: VllmConfig) -> Iterator[str]:
 
 
 def _conflicts_of_features(vllm_config: VllmConfig) -> Iterator[str]:
-    config, lora, transfer = vllm_config.model_config.hf_config, vllm_config.lora_config, vllm_config.kv_transfer_config
-    compilation, speculative = vllm_config.compilation_config, vllm_config.speculative_config
+    config = vllm_config.model_config.hf_config
+    lora = vllm_config.lora_config
+    transfer = vllm_config.kv_transfer_config
+    compilation = vllm_config.compilation_config
+    speculative = vllm_config.speculative_config
     overlap = getattr(config, "overlap_all_reduces", True)
     if not isinstance(overlap, bool):
         yield f"--hf-overrides overlap_all_reduces {overlap!r}: expected true or false"

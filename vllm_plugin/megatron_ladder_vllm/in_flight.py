@@ -211,10 +211,12 @@ class PendingOutputs:
 
     def pop(self, number: int) -> Tensor:
         """Wait for an output and remove it."""
-        buffer, partial = self._sums.pop(number), self._parts.pop(number, None)
+        buffer = self._sums.pop(number)
+        partial = self._parts.pop(number, None)
         if partial is not None:
             torch.ops.ladder.wait(buffer, partial, self._latest, self._all_reduces.name)
-            self._latest, self._launched_last = buffer, False
+            self._latest = buffer
+            self._launched_last = False
         return buffer
 
     def add_and_norm(self, number: int, norm: RMSNorm, stream: Tensor) -> tuple[Tensor, Tensor]:

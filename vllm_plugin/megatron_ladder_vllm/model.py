@@ -87,7 +87,8 @@ def leave_unreduced(linear: RowParallelLinear) -> None:
 
 def unreduced_mlp(config: MegatronLadderConfig, vllm_config: VllmConfig, width: int, prefix: str) -> LlamaMLP:
     """Return a SwiGLU MLP whose outputs are this rank's parts of sums."""
-    quant_config, bias = vllm_config.quant_config, config.mlp_bias
+    quant_config = vllm_config.quant_config
+    bias = config.mlp_bias
     mlp = LlamaMLP(config.hidden_size, width, config.hidden_act, quant_config, bias, prefix)
     leave_unreduced(mlp.down_proj)
     return mlp
@@ -191,7 +192,8 @@ class LadderDecoderLayer(nn.Module):
         self.absent = () if config.shared_expert_intermediate_size else ("shared_expert",)
         branches = {name for one in sub_blocks for name in self.branches(one)}
         self.self_attn = LadderAttention(config, vllm_config, f"{prefix}.self_attn")
-        dense, shared = config.intermediate_size, config.shared_expert_intermediate_size
+        dense = config.intermediate_size
+        shared = config.shared_expert_intermediate_size
         # The MLP of a layer, its experts, or both, under the names of an exported directory.
         self.mlp = unreduced_mlp(config, vllm_config, dense, f"{prefix}.mlp") if "mlp" in branches else nn.Module()
         if "experts" in branches:

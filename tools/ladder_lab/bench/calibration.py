@@ -10,6 +10,7 @@ import functools
 import itertools
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -103,9 +104,17 @@ class Calibration:
         for sub_block in itertools.chain(*variant.wiring.of(self.shape, ranks=2).wired_layers):
             forward, backward, weight_gradient = self.kinds[sub_block.kind]
             missing = sub_block.missing if variant.tp_overlap else ()
-            times = forward, reduce_seconds, missing, backward - weight_gradient, weight_gradient
-            shared = sub_block.joins_next and variant.tp_overlap, sub_block.shares_reading and variant.tp_overlap
-            blocks.append(SubBlockTime(*times, *shared))
+            blocks.append(
+                SubBlockTime(
+                    forward,
+                    reduce_seconds,
+                    missing,
+                    backward - weight_gradient,
+                    weight_gradient,
+                    sub_block.joins_next and variant.tp_overlap,
+                    sub_block.shares_reading and variant.tp_overlap,
+                )
+            )
         steps = join_intervals(blocks, variant.wiring.desync_interval)
         total = forward_seconds(steps, wire, head_seconds=self.head)
         if any(layer.backward for layer in self._layers):
@@ -180,14 +189,14 @@ def time_backward(
     `hidden_states` are any values of shape [s, b, h].
     """
     sequence, batch, width = hidden_states.shape
-    columns = {
-        sub_block.wired.kind: sum(
-            matrix.weight.local_numel(model.group.size) // width * branch.experts_per_token // branch.experts
-            for branch in sub_block.branches
-            for matrix in branch.inputs
-        )
-        for sub_block in itertools.chain(*layer_tensors(model.config))
-    }
+    columns = Counter[SubBlockKind]()
+    for sub_block in {
+        tensors.wired.kind: tensors for tensors in itertools.chain(*layer_tensors(model.config))
+    }.values():
+        for branch in sub_block.branches:
+            for matrix in branch.inputs:
+                numbers = matrix.weight.local_numel(model.group.size) // width
+                columns[sub_block.wired.kind] += numbers * branch.experts_per_token // branch.experts
     context = model.training_context(hidden_states.new_zeros(batch, sequence, dtype=torch.int64))
     rows = hidden_states.flatten(0, 1)
     backward: dict[SubBlockKind, list[float]] = {}

@@ -53,7 +53,9 @@ class WiringComparison:
         operations: Operations | None = None,
     ) -> None:
         """Build interconnect and models, with these operations; a collective call of all ranks."""
-        self.options, self.shape, self.place = options, shape, rank_info
+        self.options = options
+        self.shape = shape
+        self.rank = rank_info.rank
         self.interconnect = make_interconnect(options, shape, device)
         self.mesh = self.interconnect.mesh
         self._wire = self.interconnect.wire
@@ -64,8 +66,9 @@ class WiringComparison:
         needed = {bound_of(variant).name for variant in variants}
         self._bounds = [variant for name, variant in VARIANTS.items() if name in needed]
         self.compared = [variant for variant in variants if variant not in self._bounds] + self._bounds
-        groups, dtype = (self._wire, self.interconnect.no_comm), self.interconnect.dtype
-        self.models = build_models(self.compared, shape, self.mesh, *groups, dtype, device, operations)
+        no_comm = self.interconnect.no_comm
+        dtype = self.interconnect.dtype
+        self.models = build_models(self.compared, shape, self.mesh, self._wire, no_comm, dtype, device, operations)
         self.waited: dict[str, list[float]] = {}
         self.is_rehearsal = options.emulate and device.type == "cpu"
 
@@ -95,7 +98,7 @@ class WiringComparison:
     def time(self, passes: Passes, what: str) -> PairedTimes:
         """Time passes in alternation; `what` labels the progress bar of rank 0."""
         self.waited = {name: [] for name in passes}
-        label = what if self.place.rank == 0 else None
+        label = what if self.rank == 0 else None
         return measure(passes, self.options.rounds, before_each=lambda _: self.mesh.world.barrier(), label=label)
 
     def calibrate(self, workload: Workload) -> Prediction:
@@ -118,6 +121,7 @@ class WiringComparison:
         reduces = sum(always_waiting.values())
         directions = 2 if workload.case == "train" else 1
         always_waiting[message] -= directions * len(self.models["standard"].stack.sub_blocks())
+        # What a collective costs the processor, or takes from the computation it overlaps with.
         cost = contention = 0.0
         if self.options.device == "cpu":
             pairs = zip(times.seconds["no-comm"], times.seconds["standard"], strict=True)

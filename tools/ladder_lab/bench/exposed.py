@@ -76,11 +76,11 @@ def communication(events: Sequence[Event]) -> Communication:
         raise ValueError("it contains no training step")
     on_device = [event for event in events if event.get("cat") in _DEVICE_WORK]
     spans = _of_kernels(events, on_device) if on_device else _of_waits(events)
-    rows = [
-        (*names.owner_at(moment, thread), iteration, in_flight * 1e-6, exposed * 1e-6)
-        for moment, thread, at, in_flight, exposed in spans
-        if (iteration := names.step_at(at)) is not None
-    ]
+    rows = []
+    for moment, thread, at, in_flight, exposed in spans:
+        iteration = names.step_at(at)
+        if iteration is not None:
+            rows.append((*names.owner_at(moment, thread), iteration, in_flight * 1e-6, exposed * 1e-6))
     columns = ["name", "direction", "iteration", "in_flight_seconds", "exposed_seconds"]
     seconds = {number: (stop - start) * 1e-6 for start, stop, number in names.steps}
     return Communication("cuda" if on_device else "cpu", seconds, pd.DataFrame(rows, columns=columns))
@@ -93,15 +93,17 @@ class _Names:
         self.steps: list[tuple[float, float, int]] = []
         self._sub_blocks: dict[Any, list[tuple[float, float, tuple[str, str]]]] = defaultdict(list)
         for event in events:
-            name, thread, span = event["name"], event["tid"], _span(event)
-            if event.get("cat") == "user_annotation":
-                if step := _STEP.fullmatch(name):
-                    self.steps.append((*span, int(step[1])))
-                elif sub_block := _SUB_BLOCK.fullmatch(name):
-                    direction = "forward" if sub_block[2].endswith("forward") else "backward"
-                    self._sub_blocks[thread].append((*span, (sub_block[1], direction)))
-                elif name.startswith("data "):
-                    self._sub_blocks[thread].append((*span, _NOWHERE))
+            if event.get("cat") != "user_annotation":
+                continue
+            name = event["name"]
+            span = _span(event)
+            if step := _STEP.fullmatch(name):
+                self.steps.append((*span, int(step[1])))
+            elif sub_block := _SUB_BLOCK.fullmatch(name):
+                direction = "forward" if sub_block[2].endswith("forward") else "backward"
+                self._sub_blocks[event["tid"]].append((*span, (sub_block[1], direction)))
+            elif name.startswith("data "):
+                self._sub_blocks[event["tid"]].append((*span, _NOWHERE))
         for entries in (self.steps, *self._sub_blocks.values()):
             entries.sort()  # type: ignore[attr-defined]
 
@@ -112,11 +114,11 @@ class _Names:
         return _around(moment, self._sub_blocks.get(thread, []), _NESTING) or _NOWHERE
 
 
-_Found = Iterator[tuple[float, Any, float, float, float]]
+_Collectives = Iterator[tuple[float, Any, float, float, float]]
 """Time and thread of a launch, the time that belongs to its step, and microseconds in flight and exposed."""
 
 
-def _of_waits(events: Sequence[Event]) -> _Found:
+def _of_waits(events: Sequence[Event]) -> _Collectives:
     """Find collectives on a CPU. Collectives of a kind are waited for in the order of their starts."""
     started: dict[str, deque[Event]] = defaultdict(deque)
     for event in sorted(events, key=lambda event: event["ts"]):
@@ -124,12 +126,13 @@ def _of_waits(events: Sequence[Event]) -> _Found:
         if match is not None and match[2] == "start":
             started[match[1]].append(event)
         elif match is not None:
+            # A blocking collective is its own launch.
             launch = started[match[1]].popleft() if match[2] and started[match[1]] else event
             start, stop = _span(event)
             yield launch["ts"], launch["tid"], start, stop - launch["ts"], stop - start
 
 
-def _of_kernels(events: Sequence[Event], on_device: Sequence[Event]) -> _Found:
+def _of_kernels(events: Sequence[Event], on_device: Sequence[Event]) -> _Collectives:
     """Find collectives on CUDA. A kernel belongs to the step and the sub-block that launched it."""
     launches = {
         event["args"]["correlation"]: event
@@ -148,7 +151,8 @@ def _of_kernels(events: Sequence[Event], on_device: Sequence[Event]) -> _Found:
     ends = np.maximum.accumulate(computing[:, 1])
     starts = np.maximum(computing[:, 0], np.concatenate([[-np.inf], ends[:-1]]))
     covered = np.cumsum(np.maximum(0.0, ends - starts))
-    times, totals = np.stack([starts, np.maximum(starts, ends)], 1).ravel(), np.repeat(covered, 2)
+    times = np.stack([starts, np.maximum(starts, ends)], 1).ravel()
+    totals = np.repeat(covered, 2)
     totals[0::2] -= np.maximum(0.0, ends - starts)
     counted_until = 0.0
     for event in sorted(communicating, key=lambda event: event["ts"]):

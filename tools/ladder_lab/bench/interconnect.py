@@ -68,7 +68,8 @@ def start_ranks(options: BenchmarkOptions, rank_info: RankInfo) -> torch.device:
     Raises:
         UserError: the machine lacks what the flags need, or the launcher started another number of processes.
     """
-    flag, processes = ("--emulate", 1) if options.emulate else (f"--tp {options.tp}", options.tp)
+    flag = "--emulate" if options.emulate else f"--tp {options.tp}"
+    processes = 1 if options.emulate else options.tp
     if rank_info.world_size != processes:
         raise UserError(f"{flag} needs processes: {processes}, but the launcher started {rank_info.world_size}")
     if options.device == "cpu" and options.emulate:

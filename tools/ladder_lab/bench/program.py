@@ -38,24 +38,24 @@ class Wire(NamedTuple):
 
 def run_rank(case: Case, options: BenchmarkOptions) -> None:
     """Run as one of the ranks; raise BadNumbersError if a ratio exceeds its maximum or is too noisy to judge."""
-    place = read_rank_info()
+    rank_info = read_rank_info()
     with naming_lost_peers():
-        rows = _measure(case, options, place)
+        rows = _measure(case, options, rank_info)
     doubtful = [row for row in rows if row.verdict not in JUDGED]
-    if doubtful and place.rank == 0:
+    if doubtful and rank_info.rank == 0:
         verdicts = (f"{row.wiring} of {row.size} at {row.alpha}: {row.verdict}" for row in doubtful)
         raise BadNumbersError("; ".join(verdicts))
 
 
-def _measure(case: Case, options: BenchmarkOptions, place: RankInfo) -> list[BenchmarkRow]:
-    device = start_ranks(options, place)
+def _measure(case: Case, options: BenchmarkOptions, rank_info: RankInfo) -> list[BenchmarkRow]:
+    device = start_ranks(options, rank_info)
     workload = Workload(case, options.batch, options.sequence, options.tokens, options.cuda_graph)
     operations = select_case_operations(case, options.compile_sub_blocks, device)
     rows: list[BenchmarkRow] = []
     for size in options.sizes:
-        comparison = WiringComparison(options, find_size(size), place, device, operations)
+        comparison = WiringComparison(options, find_size(size), rank_info, device, operations)
         prediction = comparison.calibrate(workload)
-        if place.rank == 0:
+        if rank_info.rank == 0:
             print(_heading(comparison, workload, size, prediction), flush=True)
         for wires in _wires(options):
             for group in comparison.interconnect.emulated:
@@ -64,10 +64,10 @@ def _measure(case: Case, options: BenchmarkOptions, place: RankInfo) -> list[Ben
                 for wire in wires:
                     new = _rows(comparison, passes, workload, size, prediction, wire)
                     rows += new
-                    if place.rank == 0:
+                    if rank_info.rank == 0:
                         print(f"\n{results_table(new)}", flush=True)
         comparison.interconnect.close()
-    if place.rank == 0:
+    if rank_info.rank == 0:
         write_json(options.json, [vars(row) for row in rows])
     stop_process_group()
     return rows
@@ -77,7 +77,7 @@ def _wires(options: BenchmarkOptions) -> list[list[Wire]]:
     """Return the interconnects to measure; those of a list share captured passes."""
     if not options.emulate:
         return [[Wire(alpha)] for alpha in options.alpha]
-    skews = [parsed[0] for text in options.skew if (parsed := parse_alpha(text)) is not None]
+    skews = [parsed[0] for parsed in map(parse_alpha, options.skew) if parsed is not None]
     settings = [*itertools.product(options.alpha, skews)]
     return [[Wire(alpha, count, skew) for alpha, skew in settings] for count in options.comm_sms]
 
@@ -98,7 +98,8 @@ def _rows(
     wire_times = comparison.wire_times(wire.alpha, prediction, wire.skew_seconds)
     comparison.interconnect.set_wire(wire_times)
     times = comparison.time(passes, f"alpha {wire.alpha}")
-    standard, layers = prediction.seconds(VARIANTS["standard"], wire_times), comparison.shape.num_layers
+    standard = prediction.seconds(VARIANTS["standard"], wire_times)
+    layers = comparison.shape.num_layers
     rows = []
     for variant in comparison.compared:
         ratio = times.ratio("standard", variant.name)
@@ -130,13 +131,16 @@ def _rows(
 
 
 def _heading(comparison: WiringComparison, workload: Workload, size: str, prediction: Prediction) -> str:
-    calibration, over = prediction.by_bound["no-comm"], comparison.interconnect
-    ranks = f"rank 0 of {over.wire.size}" if over.emulated else f"{over.wire.size} processes"
+    calibration = prediction.by_bound["no-comm"]
+    interconnect = comparison.interconnect
+    ranks = f"{interconnect.wire.size} processes"
+    if interconnect.emulated:
+        ranks = f"rank 0 of {interconnect.wire.size}"
     warning = "--device cpu: a rehearsal of --emulate, whose times mean nothing\n" if comparison.is_rehearsal else ""
-    parts = ", ".join(f"{kind.value} {1e3 * one.forward:.3f}" for kind, one in calibration.kinds.items())
+    parts = ", ".join(f"{kind.value} {1e3 * seconds.forward:.3f}" for kind, seconds in calibration.kinds.items())
     return (
         f"{warning}{workload.case}, {size}, batch {workload.batch}, {ranks}, "
-        f"{str(over.dtype).removeprefix('torch.')} on {over.device.type}, {over.name}\n"
+        f"{str(interconnect.dtype).removeprefix('torch.')} on {interconnect.device.type}, {interconnect.name}\n"
         f"{parts} ms forward, the rest of a pass {1e3 * calibration.head:.3f} ms, "
         f"a collective costs its processor {2e3 * prediction.wire.launch_seconds:.3f} ms"
     )

@@ -60,10 +60,10 @@ def _ways(
 
     The end of `graphs` frees what was captured.
     """
-    alone, dtype = CommGroup.alone(), torch.bfloat16 if device.type == "cuda" else torch.float32
-    operations, compiles = Operations(), options.backend != "none"
-    if compiles:
-        operations = compile_operations(operations, options.backend)
+    alone = CommGroup.alone()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    compiles = options.backend != "none"
+    operations = compile_operations(Operations(), options.backend) if compiles else Operations()
     variants = [VARIANTS[wiring] for wiring in options.wirings]
     models = build_models(variants, config, ProcessMesh.single(), alone, alone, dtype, device, operations)
     generator = torch.Generator().manual_seed(0)
@@ -152,8 +152,8 @@ def _rows(
     return rows
 
 
-def _table(found: Sequence[Row]) -> str:
-    rows = [
+def _table(rows: Sequence[Row]) -> str:
+    cells = [
         {
             "": row["way"],
             "sequence": str(row["sequence"]),
@@ -167,9 +167,9 @@ def _table(found: Sequence[Row]) -> str:
             "spread": f"{row['spread']:.3f}",
             "verdict": row["verdict"],
         }
-        for row in found
+        for row in rows
     ]
-    return markdown_table(rows)
+    return markdown_table(cells)
 
 
 def run(options: ThroughputOptions) -> None:
@@ -179,7 +179,8 @@ def run(options: ThroughputOptions) -> None:
         require_compiler("--backend inductor", device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"{options.size}, torch.compile {options.backend}, on {name}, torch {torch.__version__}\n", flush=True)
-    shape, found = find_size(options.size), list[Row]()
+    rows = list[Row]()
+    shape = find_size(options.size)
     config = replace(shape, max_position_embeddings=max(shape.max_position_embeddings, *options.sequence))
     for sequence in options.sequence:
         # Otherwise the second length is compiled for dynamic lengths, which is slower.
@@ -187,12 +188,12 @@ def run(options: ThroughputOptions) -> None:
         with ExitStack() as graphs:
             timed = _ways(options, config, sequence, device, graphs)
             times = measure(timed, options.rounds, warm_up_rounds=2, label=f"{sequence} tokens")
-        new = _rows(options, config, sequence, times, peak_flops(name))
-        found += new
-        print(_table(new), flush=True)
+        of_length = _rows(options, config, sequence, times, peak_flops(name))
+        rows += of_length
+        print(_table(of_length), flush=True)
         # Frees the models before those of the next length are built.
         timed.clear()
-    write_json(options.json, found)
-    doubtful = [row for row in found if row["verdict"] != RatioVerdict.SOUND.value]
+    write_json(options.json, rows)
+    doubtful = [row for row in rows if row["verdict"] != RatioVerdict.SOUND.value]
     if doubtful:
         raise BadNumbersError("; ".join(f"{row['way']} at {row['sequence']}: {row['verdict']}" for row in doubtful))

@@ -46,8 +46,10 @@ ATTENTION_FLOOR = 0.625
 EXPERTS_FLOOR = 65.0
 """Kernels that routed experts have beyond those of an MLP, us: scores, choice, permutation, grouped products, sum. It
 is fitted to public measurements of SGLang on eight B200, with one-shot all-reduces (docs/plan_measurements.csv)."""
-TOKEN, SAMPLE = 146.0, 4.0
-"""A token beyond layers and head, us, and its growth per sample of the batch."""
+TOKEN = 146.0
+"""A token beyond layers and head, us."""
+SAMPLE = 4.0
+"""Its growth per sample of the batch, us."""
 FLOPS_SHARE = 0.62
 """Share of the peak that products reach."""
 STREAM_PASSES = 5.9

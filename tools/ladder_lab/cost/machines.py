@@ -49,8 +49,8 @@ class Gpu:
     @property
     def figures(self) -> str:
         """Memory, its rate and the peak."""
-        memory, rate, peak = self.memory_bytes / 1e9, self.memory_bytes_per_second / 1e9, self.peak_flops / 1e12
-        return f"{memory:g} GB, {rate:,g} GB/s, {peak:,g} TFLOP/s ({self.source})"
+        memory = f"{self.memory_bytes / 1e9:g} GB, {self.memory_bytes_per_second / 1e9:,g} GB/s"
+        return f"{memory}, {self.peak_flops / 1e12:,g} TFLOP/s ({self.source})"
 
 
 def _gpu(
@@ -172,7 +172,8 @@ def _measured(name: str, machine: str, libraries: Sequence[str]) -> LinkPreset:
     return LinkPreset(name, range(min(curves), most + 1), None, source, None, curves=curves)
 
 
-_BOX, _BOXES = range(2, 9), range(2, 4097)
+_BOX = range(2, 9)
+_BOXES = range(2, 4097)
 _FIT = "fit to 170 runs published by the authors of arXiv 2501.06589"
 _STAGED = (
     f"without P2P: latency 8 us for 2 ranks ({_FIT}, NCCL_P2P_DISABLE=1) to 42.6 us for 8 RTX 4090 (NVIDIA/nccl#1530; "

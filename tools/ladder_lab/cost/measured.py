@@ -69,7 +69,8 @@ def curve_parts(
 
     Latency and time per byte of another machine, in us, shift the curve along both logarithmic axes; None are its own.
     """
-    (_, first), (largest, last) = curve[0], curve[-1]
+    first = curve[0][1]
+    largest, last = curve[-1]
     # A latency of 0 has no logarithm.
     latency = first if latency is None else latency or 1e-3
     per_byte = last / largest if per_byte is None else per_byte

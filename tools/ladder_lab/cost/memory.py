@@ -156,8 +156,9 @@ def _kept_inside(branch: Branch, ranks: int, whole_experts: bool) -> float:
     """Return the numbers per token that a rank keeps for backward inside a branch; queries, keys and gates twice,
     before and after rotary embedding or SiLU, except the gates of routed experts."""
     if branch.router:
-        width, rows = (1, kept_expert_rows(ranks)) if whole_experts else (ranks, 1.0)
-        return sum(matrix.weight.width(width) for matrix in branch.inputs) * branch.experts_per_token * rows
+        parts = 1 if whole_experts else ranks
+        rows = kept_expert_rows(ranks) if whole_experts else 1.0
+        return sum(matrix.weight.width(parts) for matrix in branch.inputs) * branch.experts_per_token * rows
     twice = branch.inputs[: 2 if branch.score_width else 1]
     return sum(matrix.weight.width(ranks) for matrix in (*branch.inputs, *twice, branch.output))
 
@@ -302,10 +303,8 @@ def stage_memory(
     return Memory(weights, gradients, optimizer, activations)
 
 
-def worst_memory(
-    model: ModelConfig, layout: Layout, sequence: int, micro_batches: int, precision: Precision = "bf16"
-) -> Memory:
-    """Return the memory of the fullest GPU."""
+def worst_memory(model: ModelConfig, layout: Layout, sequence: int, micro_batches: int) -> Memory:
+    """Return the memory of the fullest GPU, in bf16."""
     stages = range(layout.pipeline)
-    memories = [stage_memory(model, layout, stage, sequence, micro_batches, precision) for stage in stages]
+    memories = [stage_memory(model, layout, stage, sequence, micro_batches) for stage in stages]
     return max(memories, key=lambda memory: memory.total)

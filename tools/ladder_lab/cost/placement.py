@@ -61,7 +61,8 @@ def rank_groups(layout: Layout, rank: int) -> RankGroups:
     """Return the groups of a rank by the order of ranks at the top of this file."""
     of_stage = layout.tensor * layout.data
     first_of_last = layout.gpus - of_stage
-    stage_start, tensor_start = rank - rank % of_stage, rank - rank % layout.tensor
+    stage_start = rank - rank % of_stage
+    tensor_start = rank - rank % layout.tensor
     alone = range(rank, rank + 1)
     is_end = first_of_last > 0 and not of_stage <= rank < first_of_last
     ends = range(rank % of_stage, layout.gpus, first_of_last) if is_end else alone

@@ -18,7 +18,7 @@ that several ranks hold.
 """
 
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 from ladder_lab.cost.memory import (
@@ -93,12 +93,14 @@ def ends_bytes(model: ModelConfig, layout: Layout) -> int:
 def _tensor_gathers(model: ModelConfig, layout: Layout, stage: int) -> int:
     """Return how many times a micro-batch gathers or reduce-scatters the stream in a stage."""
     wired = model.wired_layers
-    sub_blocks = [one for layers in stage_chunks(model, layout, stage) for layer in layers for one in wired[layer]]
-    borders = (stage == 0) + (stage == layout.pipeline - 1)
+    layers = chain.from_iterable(stage_chunks(model, layout, stage))
+    sub_blocks = [sub_block for layer in layers for sub_block in wired[layer]]
+    # The embedding and the head.
+    borders = (0, layout.pipeline - 1).count(stage)
     if model.desync_interval:
         return 2 * borders + 4 * -(-len(sub_blocks) // model.desync_interval)
-    outputs = sum(not one.joins_next for one in sub_blocks)
-    inputs = sum(layout.recompute or not one.shares_reading for one in sub_blocks)
+    outputs = sum(not sub_block.joins_next for sub_block in sub_blocks)
+    inputs = sum(layout.recompute or not sub_block.shares_reading for sub_block in sub_blocks)
     if layout.sequence_parallel:
         # The gradients of outputs that were reduced together are gathered one by one.
         return 2 * borders + outputs + len(sub_blocks) + 3 * inputs
@@ -115,7 +117,8 @@ def rank_traffic(
     precision: Precision = "bf16",
 ) -> dict[str, Sent]:
     """Return the bytes that a rank sends in a step, by the kinds above, in boxes of `per_box` ranks."""
-    stage, groups = rank // (layout.tensor * layout.data), rank_groups(layout, rank)
+    stage = rank // (layout.tensor * layout.data)
+    groups = rank_groups(layout, rank)
     stream = stream_bytes(model, layout, sequence, precision)
     of_tensor = micro_batches * stream * _tensor_gathers(model, layout, stage)
     gathered = gathered_bytes(layout, precision)

@@ -117,8 +117,10 @@ class LayerTime:
             wgrad = tokens * 2 * inputs / rate
             dgrad = forward * (3 if layout.recompute else 2) - wgrad
             wired = sub_block.wired
-            shared = wired.joins_next, wired.shares_reading and not layout.recompute
-            return SubBlockTime(forward, self.reduce_seconds, wired.missing, dgrad, wgrad, *shared)
+            shares_reading = wired.shares_reading and not layout.recompute
+            return SubBlockTime(
+                forward, self.reduce_seconds, wired.missing, dgrad, wgrad, wired.joins_next, shares_reading
+            )
 
         return [tuple(map(time_of, layer)) for layer in layer_tensors(self.model)]
 
@@ -176,14 +178,15 @@ def _exchange_seconds(times: LayerTime, layout: Layout, micro_batches: int) -> f
     """Return the seconds of sends between stages, and of the sum of a tied embedding's gradient over the ends."""
     if layout.pipeline == 1:
         return 0.0
-    machine, where = times.machine, placement(layout, times.machine.per_box)
+    machine = times.machine
+    groups = placement(layout, machine.per_box)
     cuts = range(layout.pipeline * layout.chunks - 1)
     state = max(state_bytes(times.model, layout, times.sequence, stage) for stage in cuts)
     slots = micro_batches + layout.pipeline - 1 + (layout.chunks - 1) * max(micro_batches, layout.pipeline)
     # A send takes as long as the all-reduce of two ranks.
-    sending = 2 * slots * machine.all_reduce_seconds(state, where.following)
+    sending = 2 * slots * machine.all_reduce_seconds(state, groups.following)
     shared = ends_bytes(times.model, layout)
-    return sending + (machine.all_reduce_seconds(shared, where.ends) if shared else 0.0)
+    return sending + (machine.all_reduce_seconds(shared, groups.ends) if shared else 0.0)
 
 
 def _stage_seconds(times: LayerTime, layout: Layout, stage: int) -> tuple[float, float]:
@@ -199,7 +202,8 @@ def _stage_seconds(times: LayerTime, layout: Layout, stage: int) -> tuple[float,
         logits = times.sequence * layout.micro_batch * rows
         # Logits, exponentials and their gradient in fp32, each written and read.
         head += 6 * FP32_BYTES * logits / times.machine.gpu.memory_bytes_per_second
-        compute, total = compute + head, total + head + times.reduce_seconds
+        compute += head
+        total += head + times.reduce_seconds
     return compute, total
 
 
@@ -207,7 +211,8 @@ def _exposed_data(times: LayerTime, layout: Layout, parameters: int, micro_batch
     """Return the exposed data-parallel time as described at the top of this file."""
     if layout.data == 1:
         return 0.0
-    machine, gathered = times.machine, gathered_bytes(layout)
+    machine = times.machine
+    gathered = gathered_bytes(layout)
     spreads = placement(layout, machine.per_box).data
 
     def around(bytes_per_parameter: float, collectives: int = 1) -> float:

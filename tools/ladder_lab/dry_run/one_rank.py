@@ -58,13 +58,11 @@ class _FusedNorm(Function):
 
 
 def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    normed: Tensor = _FusedNorm.apply(x, weight)
-    return normed
+    return _FusedNorm.apply(x, weight)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    result: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scale)[0]
-    return result
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scale)[0]
 
 
 OPERATIONS = replace(with_norm(_norm), attend=_attend)
@@ -75,17 +73,18 @@ def run_rank(run: RunConfig, deepspeed: dict[str, Any], rank: int) -> RankRecord
     """Build a rank, run two steps, and return what it did. The process cannot run anything else afterwards."""
     # DeepSpeed prints its memory, of this host.
     sys.stdout = io.StringIO()
-    place, recorder = RankInfo(rank, run.world_size, 0), Recorder(rank)
+    recorder = Recorder(rank)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=run.world_size)
     # Only a GPU's driver can lock memory.
     torch.Tensor.pin_memory = lambda tensor: tensor  # type: ignore[method-assign, assignment, misc]
     if run.needs_deepspeed:
-        start_deepspeed(place, META)
+        start_deepspeed(RankInfo(rank, run.world_size, 0), META)
         from ladder_lab.dry_run.meta_device import use_meta_device
 
         use_meta_device(recorder.host_waits)
     memory = recorder.memory
     with recorder, memory.ignoring_temporaries_of(torch.optim.AdamW):
+        # The run, as on its devices.
         mesh = build_mesh(run)
         model, norm = build_model(run, mesh, META, recorder.span, OPERATIONS)
         engine, optimizer = build_engine(run, model, deepspeed, mesh, META)
@@ -103,10 +102,12 @@ def run_rank(run: RunConfig, deepspeed: dict[str, Any], rank: int) -> RankRecord
             memory.mark("gradients", [gradient for _, gradient in engine.optimizer.gradients()])
             return ()
 
+        # Its steps.
         start = last_step = 0
         for iteration in range(1, STEPS + 1):
             recorder.waits.clear()
-            start, last_step = memory.position(), len(recorder.program.collectives)
+            start = memory.position()
+            last_step = len(recorder.program.collectives)
             train_step(trainer, _micro_batches(run), iteration, mark_gradients)
             if iteration == 1:
                 memory.mark("optimizer", _optimizer_tensors(engine.optimizer))

@@ -99,20 +99,22 @@ def _run_ranks(run: RunConfig) -> dict[int, RankRecord]:
 
 def _distinct_ranks(run: RunConfig) -> list[int]:
     """Return the first data-parallel rank of each stage and tensor-parallel rank, and the last rank of the run."""
-    tensor, stages = run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size
+    tensor = run.parallel.tensor_model_parallel_size
+    stages = run.parallel.pipeline_model_parallel_size
     firsts = (stage * run.data_parallel_size * tensor + rank for stage in range(stages) for rank in range(tensor))
     return sorted({*firsts, run.world_size - 1})
 
 
 def _all_programs(run: RunConfig, recorded: Mapping[int, RankProgram]) -> dict[int, RankProgram]:
     """Return the programs of all ranks; those that were not recorded are as the first data-parallel rank's."""
-    tensor, data = run.parallel.tensor_model_parallel_size, run.data_parallel_size
+    tensor = run.parallel.tensor_model_parallel_size
+    data = run.data_parallel_size
     programs = dict(recorded)
     for rank in range(run.world_size):
-        stage, replica, of_tensor = rank // (data * tensor), rank // tensor % data, rank % tensor
-        first = recorded[stage * data * tensor + of_tensor]
         if rank not in programs:
-            moved = [_moved(one, tensor, data, replica) for one in first.communicators]
+            replica = rank // tensor % data
+            first = recorded[rank - replica * tensor]
+            moved = [_moved(communicator, tensor, data, replica) for communicator in first.communicators]
             programs[rank] = RankProgram(moved, first.collectives)
     return programs
 
@@ -128,7 +130,8 @@ def _moved(communicator: Communicator, tensor: int, data: int, replica: int) -> 
 
 
 def _describe(planned: RunConfig, run: RunConfig, records: Mapping[int, RankRecord]) -> Iterator[str]:
-    tensor, stages = run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size
+    tensor = run.parallel.tensor_model_parallel_size
+    stages = run.parallel.pipeline_model_parallel_size
     yield (
         f"dry run of {run.world_size:,} ranks (tensor {tensor} x pipeline {stages} x data {run.data_parallel_size}): "
         f"built {len(records)} of them, and ran {STEPS} steps of {run.accumulation_steps} of the "
@@ -139,19 +142,22 @@ def _describe(planned: RunConfig, run: RunConfig, records: Mapping[int, RankReco
     firsts = [rank for rank in records if rank % tensor == 0 and rank // tensor % run.data_parallel_size == 0]
     for stage, rank in enumerate(firsts):
         memory = records[rank].memory
-        total, plan = sum(memory.values()), _planned_bytes(run, stage)
+        total = sum(memory.values())
+        plan = _planned_bytes(run, stage)
         # Buffers are in the planner's reserve.
         comparable = total - memory.get("buffers", 0)
-        row = f"{stage:>5} {rank:>6} " + "".join(f"{memory.get(kind, 0) / 1e9:>12.3f}" for kind in KINDS)
-        yield row + f"{total / 1e9:>9.3f}" + (f"{plan / 1e9:>9.3f}" if plan else f"{'-':>9}")
+        parts = "".join(f"{memory.get(kind, 0) / 1e9:>12.3f}" for kind in KINDS)
+        planned_text = f"{plan / 1e9:.3f}" if plan else "-"
+        yield f"{stage:>5} {rank:>6} {parts}{total / 1e9:>9.3f}{planned_text:>9}"
         if plan and abs(plan - comparable) > TOLERANCE * comparable:
             yield f"*** stage {stage}: the planner's estimate is off by {plan / comparable - 1:+.0%} ***"
     for stage, rank in enumerate(firsts):
         record = records[rank]
         collectives = record.program.collectives[record.last_step :]
         yield f"stage {stage}, rank {rank}, {len(collectives):,} collectives in a step, by first launch:"
-        names = ((record.program.communicators[one.slot], one.kind, one.dtype, one.size) for one in collectives)
-        for (communicator, kind, dtype, size), count in Counter(names).items():
+        counts = Counter((launch.slot, launch.kind, launch.dtype, launch.size) for launch in collectives)
+        for (slot, kind, dtype, size), count in counts.items():
+            communicator = record.program.communicators[slot]
             yield f"  {count:>6} x {kind:<14} {size:>16,} bytes  {dtype:<9} {communicator}"
         for place, count in Counter(record.waits).items():
             often = "once" if count == 1 else f"{count} times"
@@ -160,7 +166,8 @@ def _describe(planned: RunConfig, run: RunConfig, records: Mapping[int, RankReco
 
 def _planned_bytes(run: RunConfig, stage: int) -> float:
     """Return the planner's memory of a stage; 0 if it does not know the run's layout."""
-    parallel, training = run.parallel, run.training
+    parallel = run.parallel
+    training = run.training
     if parallel.pipeline_partition != "uniform" or run.recompute_layers not in (0, run.model.num_layers):
         return 0.0
     precision: Precision = "bf16" if training.bf16 else "fp32"
@@ -170,7 +177,7 @@ def _planned_bytes(run: RunConfig, stage: int) -> float:
 def _to_json(records: Mapping[int, RankRecord]) -> dict[str, Any]:
     ranks = {}
     for rank, record in records.items():
-        groups = [{"name": one.name, "ranks": one.ranks} for one in record.program.communicators]
-        last = [one._asdict() for one in record.program.collectives[record.last_step :]]
+        groups = [communicator._asdict() for communicator in record.program.communicators]
+        last = [collective._asdict() for collective in record.program.collectives[record.last_step :]]
         ranks[str(rank)] = {"memory": record.memory, "waits": record.waits, "groups": groups, "last_step": last}
     return {"ranks": ranks}

@@ -81,7 +81,8 @@ class Recorder(TorchDispatchMode):
         elif func is torch.ops.aten.copy_.default and args[0].is_cpu and args[1].is_meta:
             self.host_waits()
             return args[0]
-        elif func is torch.ops.aten._to_copy.default and (device := kwargs.get("device")) is not None:
+        elif func is torch.ops.aten._to_copy.default and kwargs.get("device") is not None:
+            device = kwargs["device"]
             leaves = args[0].is_meta and device.type == "cpu"
             crosses = leaves or (args[0].is_cpu and device.type == "meta")
             if crosses and args[0].numel() > 0 and not kwargs.get("non_blocking", False):
@@ -208,8 +209,11 @@ class _MemoryLog:
     def peak(self, start: int, other: str) -> dict[str, int]:
         """Return the bytes of each kind when most are allocated, after `start` events; `other` is without a kind."""
         live: Counter[str] = Counter()
-        best, most, total = dict(live), -1, 0
+        total = 0
+        most = -1
+        at_peak = dict(live)
         for index, event in enumerate(self._events):
+            # A release is the complement of its allocation.
             number = max(event, ~event)
             if number in self._ignored:
                 continue
@@ -217,5 +221,6 @@ class _MemoryLog:
             live[self._kinds.get(number, other)] += size
             total += size
             if index >= start and total > most:
-                best, most = dict(live), total
-        return best
+                most = total
+                at_peak = dict(live)
+        return at_peak

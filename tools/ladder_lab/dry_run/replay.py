@@ -107,9 +107,9 @@ def _describe_difference(communicator: Communicator, launches: Mapping[int, Sequ
     usual = Counter(kinds.values()).most_common(1)[0][0]
     others = [rank for rank, kind in kinds.items() if kind != usual]
     same = [rank for rank in kinds if kinds[rank] == usual]
-    first, second = at[others[0]], at[same[0]]
     odd = [rank for rank in others if kinds[rank] == kinds[others[0]]]
-    return f"{communicator}, collective {number + 1}: {_launches(odd, first)}, but {_launches(same, second)}"
+    differing = f"{_launches(odd, at[odd[0]])}, but {_launches(same, at[same[0]])}"
+    return f"{communicator}, collective {number + 1}: {differing}"
 
 
 def _short(ranks: Sequence[int]) -> str:
@@ -131,7 +131,8 @@ def _run_to_the_end(programs: Mapping[int, RankProgram]) -> list[str]:
     arrived: Counter[Communicator] = Counter()
     ready = deque(programs)
     while ready:
-        communicators, collectives = programs[rank := ready.popleft()]
+        rank = ready.popleft()
+        communicators, collectives = programs[rank]
         if done[rank] == len(collectives):
             continue
         communicator = communicators[collectives[done[rank]].slot]

@@ -115,7 +115,8 @@ class EmulatedLink(CommGroup):
                 Linux), and be short if ranks share a core.
         """
         super().__init__(group.ranks, group.rank, group.process_group)
-        self._alpha_seconds, self._seconds_per_byte = alpha_seconds, seconds_per_byte
+        self._alpha_seconds = alpha_seconds
+        self._seconds_per_byte = seconds_per_byte
         self._serial = serial
         self.waited_seconds = 0.0
         self._spin_ns = round(spin_seconds * 1e9)
@@ -128,7 +129,8 @@ class EmulatedLink(CommGroup):
 
     def set_wire(self, alpha_seconds: float, seconds_per_byte: float) -> None:
         """Change the wire for collectives launched from now on; every rank must do so at the same point."""
-        self._alpha_seconds, self._seconds_per_byte = alpha_seconds, seconds_per_byte
+        self._alpha_seconds = alpha_seconds
+        self._seconds_per_byte = seconds_per_byte
 
     def start_all_reduce(self, tensor: Tensor) -> Work | None:
         """Start summing `tensor` in place, in its dtype and in rank order; None when this rank is alone.
@@ -254,7 +256,8 @@ class EmulatedLink(CommGroup):
     def _sum_up_to(self, number: int) -> None:
         """Compute the results of the oldest collectives, when all ranks have launched them, and find their ends."""
         while self._unsummed and self._unsummed[0].number <= number:
-            work, slots = self._unsummed.popleft(), self._open_slots
+            work = self._unsummed.popleft()
+            slots = self._open_slots
             self._await_peers(slots.launched, work.number, "launched")
             begin = slots.last_launch_ns(work.number)
             if self._serial:

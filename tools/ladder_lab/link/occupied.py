@@ -29,8 +29,10 @@ SIZES = 256
 """Most sizes of messages."""
 BLOCK_NUMBERS = 32768
 """Numbers that a block of the kernel moves at once, 32 for each of its threads."""
-ALIGNMENT, PIECE = 16, 64
-"""Bytes of which the kernel needs multiples: addresses, and what it moves."""
+ALIGNMENT = 16
+"""Bytes of which the kernel needs a multiple as the address of a message."""
+PIECE = 64
+"""Bytes of which the kernel moves multiples."""
 
 Occupy = Callable[[Tensor, Tensor, Tensor, Tensor, int], None]
 """Launches the kernel: message, scratch memory [blocks, numbers], and in a slot of each the duration and a counter."""

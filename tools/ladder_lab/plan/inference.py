@@ -33,20 +33,21 @@ class _Prediction:
 
 def print_inference(machine_options: MachineOptions, options: InferenceOptions) -> None:
     """Print the predictions and write the file that the options name; raise UserError for an impossible layout."""
-    model, tp = find_size(options.model), options.tp
+    tp = options.tp
+    model = find_size(options.model)
     errors = tensor_parallel_errors(model, tp)
     raise_user_errors(f"--tp {tp} does not divide --model {options.model}: {error}" for error in errors)
     sizes = options.batch, options.prompt, options.generate, options.weight_bits
     request = InferenceRequest(model, machine_options.machine(tp), tp, *sizes)
+    # Predictions, also with the all-reduces of servers, which use NCCL between boxes.
     models = _wirings(request.model, options)
     predictions = _predict_wirings(request, models)
     machine = request.machine
-    memory = inference_memory(request)
-    link = request.reduce_seconds(request.batch)
-    # Between boxes, servers use NCCL.
     servers = machine.with_one_shot() if 1 < tp <= machine.per_box else None
     fast = None if servers is None else replace(request, machine=servers)
     with_one_shot = {} if fast is None else _predict_wirings(fast, models)
+    # The report.
+    memory = inference_memory(request)
     print(
         f"{options.model} on {machine_options.place(request.ranks)}, batch {request.batch}, "
         f"{request.prompt} prompt tokens, "
@@ -66,11 +67,13 @@ def print_inference(machine_options: MachineOptions, options: InferenceOptions) 
                 "speed-up": f"{prediction.speed_up:.2f}",
                 "range": "{:.2f} to {:.2f}".format(*prediction.speed_up_range),
             }
-            | ({"one-shot": f"{with_one_shot[prediction.wiring].speed_up:.2f}"} if with_one_shot else {})
             for prediction in predictions.values()
         ]
+        if with_one_shot:
+            for row in rows:
+                row["one-shot"] = f"{with_one_shot[row['wiring']].speed_up:.2f}"
         print(
-            f"one all-reduce: {1e6 * link:.0f} us in a decode step, "
+            f"one all-reduce: {1e6 * request.reduce_seconds(request.batch):.0f} us in a decode step, "
             f"{1e6 * request.reduce_seconds(request.batch * request.prompt):.0f} us in prefill\n\n"
             f"{markdown_table(rows)}\n\n{sentence} {QUALITY}\n\n"
             f"The range of a speed-up is for all-reduces {LINK_ERROR:g} times faster to slower. no-comm is the "

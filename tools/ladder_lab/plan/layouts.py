@@ -59,7 +59,9 @@ def _layouts(request: PlanRequest, leanest: bool = False) -> Iterator[Layout]:
         for pipeline in _divisors(request.gpus // tensor, request.model.num_layers):
             data = request.gpus // (tensor * pipeline)
             sequence_parallel = (False, True) if tensor > 1 and request.sequence % tensor == 0 else (False,)
-            zeros = [1, 2, 3][: 2 if request.muon else 3] if pipeline == 1 and data > 1 else [1]
+            zeros = [1]
+            if pipeline == 1 and data > 1:
+                zeros = [1, 2] if request.muon else [1, 2, 3]
             choices = (MICRO_BATCHES[:1], zeros, (True,)) if leanest else (MICRO_BATCHES, zeros, (False, True))
             for micro_batch, zero, recompute, cut in product(*choices, sequence_parallel):
                 if request.global_batch % (data * micro_batch) == 0:
@@ -122,8 +124,9 @@ def least_memory(request: PlanRequest) -> float | None:
 
 def nearest_gpus(request: PlanRequest) -> int | None:
     """Return the number of GPUs nearest to the request's, in full boxes, for which a layout fits; None if none does."""
-    per_box, boxes = request.machine.per_box, request.machine.network.known_ranks
-    numbers = [*range(1, per_box), *range(per_box, per_box * boxes[-1] + 1, per_box)]
+    per_box = request.machine.per_box
+    most_boxes = request.machine.network.known_ranks[-1]
+    numbers = [*range(1, per_box), *range(per_box, per_box * most_boxes + 1, per_box)]
     fewest = _LEAST_STATE_BYTES * parameter_count(request.model).total / request.machine.gpu.memory_bytes
     possible = [number for number in numbers if number > fewest]
     for gpus in sorted(possible, key=lambda number: abs(number - request.gpus)):

@@ -87,16 +87,16 @@ class MachineOptions:
         if self.gpu not in GPUS:
             return Gpu(self.gpu, **figures, box=OTHER_BOX, source="command line")
         known = GPUS[self.gpu]
-        whole = len(figures) == len(flags)
         source = f"command line; otherwise {known.source}" if figures else known.source
-        if whole:
+        if len(figures) == len(flags):
             source = "command line"
         return replace(known, **figures, source=source)
 
     def place(self, gpus: int) -> str:
         """Return where so many GPUs are, and the flags of that which are assumed."""
         machine = self.machine(gpus)
-        where, used = "", dict[str, Any]()
+        where = ""
+        used = dict[str, Any]()
         if gpus > machine.per_box:
             adapters = f"{machine.adapters} adapter{'s' if machine.adapters > 1 else ''} a box"
             inside = f"{machine.link.name} and " if machine.per_box > 1 else ""
@@ -107,7 +107,8 @@ class MachineOptions:
             where = f" in one box over {machine.link.name}"
             used = {"gpus_per_node": machine.per_box, "link": machine.link.name}
         assumed = flag_words({name: value for name, value in used.items() if getattr(self, name) is None})
-        return f"{gpus} x {self.gpu}{where}" + (f" (assumed: {' '.join(assumed)})" if assumed else "")
+        note = f" (assumed: {' '.join(assumed)})" if assumed else ""
+        return f"{gpus} x {self.gpu}{where}{note}"
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,8 @@ def parse_options(argv: Sequence[str]) -> tuple[MachineOptions, LayoutOptions | 
 
 def _unknown_names(flag_words: FlagWords) -> Iterator[Problem]:
     """Find a model without a shape, and a GPU without figures."""
-    gpu, model = (str(flag_words.words.get(name, known)) for name, known in (("gpu", "h100"), ("model", "8b")))
+    gpu = str(flag_words.words.get("gpu", "h100"))
+    model = str(flag_words.words.get("model", "8b"))
     missing = [flag_name(name) for name in _GPU_FLAGS if name not in flag_words.words]
     if gpu not in GPUS and missing:
         yield Problem(

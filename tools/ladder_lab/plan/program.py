@@ -46,7 +46,8 @@ class _Advice:
 
 def print_layouts(machine_options: MachineOptions, options: LayoutOptions) -> None:
     """Print the plan and write the file that the options name; raise UserError if nothing fits."""
-    model, machine = find_size(options.model), machine_options.machine(options.gpus)
+    model = find_size(options.model)
+    machine = machine_options.machine(options.gpus)
     if options.gpus > machine.per_box and options.gpus % machine.per_box:
         raise UserError(
             f"--gpus {options.gpus}: boxes of {machine.per_box} GPUs would not be full: give a multiple of "
@@ -73,22 +74,22 @@ def print_layouts(machine_options: MachineOptions, options: LayoutOptions) -> No
 
 def _nothing_fits(request: PlanRequest, model: str) -> str:
     """Say why no layout fits, and how many GPUs would do."""
-    needed, enough, gpu = least_memory(request), nearest_gpus(request), request.machine.gpu
+    needed = least_memory(request)
     if needed is None:
         cause = (
             f"not a product of tensor-, pipeline- and data-parallel sizes that suit {model}, its wirings and "
             f"--global-batch-size {request.global_batch}"
         )
     else:
+        gpu = request.machine.gpu
         cause = (
             f"in every layout of {model} a GPU needs {needed / GIGABYTE:.0f} GB or more, but {gpu.name} has "
             f"{gpu.memory_bytes / GIGABYTE:.0f} GB"
         )
-    fix = (
-        f"the nearest number of GPUs that is enough is {enough}"
-        if enough
-        else "no number is enough; lower --seq-length"
-    )
+    enough = nearest_gpus(request)
+    fix = "no number is enough; lower --seq-length"
+    if enough is not None:
+        fix = f"the nearest number of GPUs that is enough is {enough}"
     return f"--gpus {request.gpus}: {cause}: {fix}"
 
 
@@ -121,7 +122,7 @@ def _advise(request: PlanRequest, plans: Sequence[LayoutPlan]) -> _Advice:
     replica = advised.layout.tensor * advised.layout.pipeline
     per_box = request.machine.per_box
     seconds = 1e9 / speed
-    unit, size = next(((unit, size) for unit, size in _UNITS if seconds >= 2 * size), _UNITS[-1])
+    unit, size = next((row for row in _UNITS if seconds >= 2 * row[1]), _UNITS[-1])
     spanned = placement(advised.layout, per_box).boxes_of_replica
     places = f"each replica spans up to {spanned} boxes"
     if spanned == 1:
@@ -176,7 +177,9 @@ def _describe_plan(plan: LayoutPlan) -> str:
 
 
 def _plan_cells(plan: LayoutPlan) -> dict[str, str]:
-    layout, memory, time = plan.layout, plan.memory, plan.time
+    layout = plan.layout
+    memory = plan.memory
+    time = plan.time
     parts = [memory.weights, memory.gradients, memory.optimizer, memory.activations]
     gigabytes = " + ".join(f"{part / GIGABYTE:.1f}" for part in parts)
     seconds = " + ".join(f"{part:.2f}" for part in (time.compute, time.exposed_tensor, time.bubble, time.exposed_data))
@@ -245,7 +248,8 @@ def _command(request: PlanRequest, plan: LayoutPlan) -> str:
     words = [*NAMED_WIRINGS[plan.wiring].of(request.model, layout.tensor).to_words(), *flag_words(flags)]
     per_node = request.machine.per_box
     launcher = f"--num_gpus {request.gpus}" if request.gpus <= per_node else "--hostfile HOSTS"
-    lines, line = [], f"deepspeed --quiet {launcher} pretrain_ladder.py"
+    lines = []
+    line = f"deepspeed --quiet {launcher} pretrain_ladder.py"
     for word in map(shlex.quote, words):
         if word.startswith("--") and len(line) + len(word) > 90:
             lines.append(line + " \\")

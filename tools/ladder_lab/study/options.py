@@ -142,7 +142,7 @@ def parse_options(argv: Sequence[str]) -> Parsed | ReportOptions:
 
 
 def _find_errors(parsed: Parsed) -> Iterator[str]:
-    grid, timed = parsed.grid, parsed.timed_wirings
+    grid = parsed.grid
     yield from _repeated(parsed.training, "seeds", "learning_rates")
     if TUNING_SEED in parsed.training.seeds:
         yield f"--seeds {TUNING_SEED}: is the seed of the trials that choose a learning rate: give another one"
@@ -152,11 +152,11 @@ def _find_errors(parsed: Parsed) -> Iterator[str]:
         if shutil.which(program) is None:
             yield f"--launcher {launcher}: {program} is not an executable program"
     yield from _repeated(grid, "wirings", "timed_wirings", "sizes")
-    if invalid := [name for name in timed if name not in grid.wirings]:
+    if invalid := [name for name in parsed.timed_wirings if name not in grid.wirings]:
         yield f"--timed-wirings {' '.join(invalid)}: expected some of --wirings, or {NONE}"
     if STANDARD not in grid.wirings:
         yield f"--wirings {' '.join(grid.wirings)}: add {STANDARD}, with which all others are compared"
-    is_emulated = timed and grid.link != OWN_LINK
+    is_emulated = parsed.timed_wirings and grid.link != OWN_LINK
     alpha = parse_alpha(grid.link)
     if is_emulated and (alpha is None or alpha[0] == 0):
         yield f"--link {grid.link}: expected a time such as 1.2c or 2ms, or {OWN_LINK}"

@@ -44,8 +44,10 @@ from megatron_ladder.train.record import save_lock
 
 MOST_FURTHER = 3
 """Most learning rates that are tried beyond the grid."""
-TIMING_ROUNDS, TIMING_ATTEMPTS = 15, 3
-"""Rounds of a measurement of step times, and most measurements until the benchmark finds one sound."""
+TIMING_ROUNDS = 15
+"""Rounds of a measurement of step times."""
+TIMING_ATTEMPTS = 3
+"""Most measurements until the benchmark finds one sound."""
 _EXTENSIBLE = ("wirings", "timed_wirings", "seeds")
 """Settings to which a later start can add values, because a trial depends on none but its own."""
 
@@ -95,7 +97,9 @@ class _Study:
 
     def settings(self) -> dict[str, Any]:
         """Return everything on which results depend."""
-        training, grid, request = self.parsed.training, self.parsed.grid, self.parsed.request
+        grid = self.parsed.grid
+        training = self.parsed.training
+        request = self.parsed.request
         settings: dict[str, Any] = {name: getattr(grid, name) for name in ("sizes", "wirings", "link")}
         settings |= {name: getattr(training, name) for name in ("seeds", "iterations", "learning_rates", "evaluations")}
         settings |= {"timed_wirings": self.parsed.timed_wirings, "training_flags": common_flags(request)}
@@ -146,14 +150,14 @@ class _Study:
             while not self.runner.failures:
                 self.runner.run(self._tuning(model, rate) for model, values in tried.items() for rate in values)
                 losses = {model: self._losses(model, values) for model, values in tried.items()}
-                further = {
-                    model: value
-                    for model, rate_losses in losses.items()
-                    if len(rate_losses) < len(rates) + MOST_FURTHER and (value := value_beyond(rate_losses)) is not None
-                }
-                if not further or self.runner.failures:
+                extended = False
+                for model, rate_losses in losses.items():
+                    value = value_beyond(rate_losses)
+                    if value is not None and len(rate_losses) < len(rates) + MOST_FURTHER:
+                        tried[model] = sorted([*tried[model], value])
+                        extended = True
+                if not extended or self.runner.failures:
                     break
-                tried |= {model: sorted([*tried[model], value]) for model, value in further.items()}
             if self.runner.failures:
                 # Otherwise some wirings would have tried fewer rates than others.
                 return
@@ -272,7 +276,8 @@ def _measured_times(study: _Study, size: str, wirings: Sequence[str]) -> dict[st
     folder = study.parsed.request.output_dir / "timing" / size
     rows = folder / "rows.json"
     output = folder / "output.txt"
-    training, grid = study.parsed.training, study.parsed.grid
+    grid = study.parsed.grid
+    training = study.parsed.training
     values = {
         "tp": grid.timing_ranks,
         "sizes": size,

@@ -20,7 +20,8 @@ from ladder_lab.study.trials import STANDARD, read_results
 from megatron_ladder.errors import UserError
 from megatron_ladder.files import write_atomically
 
-REPORT_NAME, STUDY_NAME = "report.md", "study.json"
+REPORT_NAME = "report.md"
+STUDY_NAME = "study.json"
 CONFIDENCE = 0.95
 SHOWN_FROM = 0.3
 """Share of the run that is not drawn, because its losses fall too fast to show differences."""

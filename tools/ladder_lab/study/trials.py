@@ -36,7 +36,10 @@ STANDARD = "standard"
 """The wiring that all others are compared with."""
 TUNING_SEED = 100
 """Seed of the trials that choose a learning rate."""
-TRIALS_NAME, RESULT_NAME, CHECKPOINTS, OUTPUT_NAME = "trials", "result.json", "checkpoints", "output.txt"
+TRIALS_NAME = "trials"
+RESULT_NAME = "result.json"
+CHECKPOINTS = "checkpoints"
+OUTPUT_NAME = "output.txt"
 WARM_UP_SHARE = LAST_RATE_SHARE = 0.1
 """Share of a trial's steps in which its learning rate rises; lowest rate at the end, as a share of the highest."""
 SAVES = 4
@@ -44,8 +47,10 @@ SAVES = 4
 LOG_LINES = 100
 LAST_LINES = 12
 POLL_SECONDS = 0.2
-STOP_SECONDS, GRACE_SECONDS = 60.0, 120.0
-"""Time in which the ranks of a trial save when they are stopped, and the whole trial, before they are killed."""
+STOP_SECONDS = 60.0
+"""Time in which the ranks of a trial save when they are stopped, before they are killed."""
+GRACE_SECONDS = 120.0
+"""The same for the whole trial."""
 SHAPE_FIELDS = (
     *"num_layers hidden_size ffn_hidden_size num_attention_heads num_key_value_heads vocab_size num_experts".split(),
     *(field.name for field in fields(ModelFlags) if field.name.startswith("moe_")),
@@ -126,8 +131,9 @@ def common_flags(request: Request) -> tuple[str, ...]:
 
 def trial_flags(request: Request, trial: Trial) -> list[str]:
     """Return the trainer's flags of a trial that starts from scratch, or resumes."""
-    shape, rate, save = find_size(trial.size), trial.learning_rate, request.checkpoints(trial)
+    rate = trial.learning_rate
     iterations = trial.iterations
+    checkpoints = request.checkpoints(trial)
     schedule = {
         "seed": trial.seed,
         "train_iters": iterations,
@@ -138,15 +144,17 @@ def trial_flags(request: Request, trial: Trial) -> list[str]:
         "log_interval": max(1, iterations // LOG_LINES),
         "save_interval": math.ceil(iterations / SAVES),
         "keep_last_n_checkpoints": 2,
-        "save": save,
-        "load": save,
+        "save": checkpoints,
+        "load": checkpoints,
     }
-    wiring, given_shape = NAMED_WIRINGS[trial.wiring], vars(shape.to_flags())
-    unusual = [name for name in SHAPE_FIELDS if given_shape[name] != getattr(ModelFlags, name)]
+    shape = find_size(trial.size)
+    shape_flags = vars(shape.to_flags())
+    unusual = {name: shape_flags[name] for name in SHAPE_FIELDS if shape_flags[name] != getattr(ModelFlags, name)}
+    wiring = NAMED_WIRINGS[trial.wiring]
     tensor_parallel = read_training_flags(request.training_flags).parallel.tensor_model_parallel_size
     ranks = max(tensor_parallel, wiring.fewest_ranks)
     return [
-        *flag_words({name: given_shape[name] for name in unusual}),
+        *flag_words(unusual),
         *(["--tie-embeddings"] if shape.tie_embeddings else []),
         *wiring.flags(shape.num_layers, ranks),
         *flag_words(schedule),
