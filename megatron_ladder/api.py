@@ -57,9 +57,9 @@ def build_model(vocab_size: int, seed: int = 1234, **flags: Any) -> LanguageMode
 @contextmanager
 def _read_keywords(function: str, sections: Sequence[type], keywords: Mapping[str, Any]) -> Iterator[list[Any]]:
     """Enter the block with one instance of each dataclass; user errors of the block name keywords of the function."""
-    found = read_words(sections, flag_words(keywords), function, "", are_keywords=True)
-    with found.written.in_messages():
-        yield build_sections(sections, found)
+    words = read_words(sections, flag_words(keywords), function, "", are_keywords=True)
+    with words.written.in_messages():
+        yield build_sections(sections, words)
 
 
 class TrainingRun:
@@ -242,20 +242,20 @@ class TextGenerator:
 
     def __init__(self, model: str | Path, **flags: Any) -> None:
         """`flags` are those of generate.py that concern the model, such as `dtype`."""
-        place = read_rank_info()
+        rank_info = read_rank_info()
         with _read_keywords("TextGenerator()", [ModelOptions], {"model": model, **flags}) as (options,):
             self._stored = open_model(options.model, options.tokenizer_type, options.tokenizer_model)
-            check_hardware(place, options, self._stored.config)
-        if place.launched:
+            check_hardware(rank_info, options, self._stored.config)
+        if rank_info.launched:
             _check_no_process_groups("TextGenerator")
         try:
-            self.engine = build_engine(place, options, self._stored)
+            self.engine = build_engine(rank_info, options, self._stored)
             """The engine, for requests of token ids."""
         except BaseException:
-            if place.launched:
+            if rank_info.launched:
                 _leave_process_groups()
             raise
-        self._world = dist.group.WORLD if place.launched else None
+        self._world = dist.group.WORLD if rank_info.launched else None
 
     def close(self) -> None:
         """Free captured graphs, and end the process groups; all processes must call it."""
@@ -273,21 +273,21 @@ class TextGenerator:
         if flags.get("score"):
             raise UserError("generate: score=True: this call only continues texts; call score")
         # A Generation contains all that --json prints.
-        given = {"prompt": [prompts] if isinstance(prompts, str) else list(prompts), "json": True, **flags}
+        keywords = {"prompt": [prompts] if isinstance(prompts, str) else list(prompts), "json": True, **flags}
         sections = [PromptOptions, SamplingOptions, OutputOptions]
-        with _read_keywords("generate()", sections, given) as (chosen, sampling, output):
+        with _read_keywords("generate()", sections, keywords) as (chosen, sampling, output):
             tokenizer = self._stored.tokenizer
             if tokenizer is None:
                 raise UserError("generate: the model has no tokenizer; give tokenizer_type and tokenizer_model")
             encoder = PromptEncoder(tokenizer, self._stored.prefix, chosen.chat, chosen.system)
-            found = read_prompts(chosen, encoder, None)
-            if not found:
+            encoded = read_prompts(chosen, encoder, None)
+            if not encoded:
                 return []
-            raise_user_errors(prompt_errors(found, self._stored.config, sampling.max_new_tokens))
+            raise_user_errors(prompt_errors(encoded, self._stored.config, sampling.max_new_tokens))
         samples = range(sampling.num_samples)
         stored = replace(self._stored, eos_ids=self._stored.eos_ids | encoder.turn_ends)
         return self.engine.generate(
-            [new_request(sampling, output, stored, prompt, sample) for prompt in found for sample in samples]
+            [new_request(sampling, output, stored, prompt, sample) for prompt in encoded for sample in samples]
         )
 
     def score(self, requests: Iterable[tuple[TextOrIds, TextOrIds]]) -> list[Score]:

@@ -54,16 +54,18 @@ def _help_parser(config_classes: Sequence[type], program: str, description: str)
     for config_class in config_classes:
         title = inspect.cleandoc(config_class.__doc__ or config_class.__name__).split("\n")[0]
         group = parser.add_argument_group(title.rstrip("."))
-        for one in section_flags(config_class):
-            default = f"default: {one.shown_default}" if one.shown_default else "required" * one.is_required
-            facts = "; ".join(part for part in (one.limits, default) if part)
-            text = (one.documentation + (f" ({facts})" if facts else "")).replace("%", "%%")
-            placeholder = one.value_type.placeholder
+        for flag in section_flags(config_class):
+            default = "required" if flag.is_required else ""
+            if flag.shown_default:
+                default = f"default: {flag.shown_default}"
+            facts = "; ".join(part for part in (flag.limits, default) if part)
+            text = (flag.documentation + (f" ({facts})" if facts else "")).replace("%", "%%")
+            placeholder = flag.value_type.placeholder
             options: dict[str, Any] = {"action": "store_true"}
             if placeholder:
-                nargs = "+" if one.value_type.many else "?" if one.switches_to else None
-                options = {"nargs": nargs, "metavar": placeholder.strip("[]")}
-            group.add_argument(*one.spellings, help=text, **options)
+                nargs = "?" if flag.switches_to else None
+                options = {"nargs": "+" if flag.value_type.many else nargs, "metavar": placeholder.strip("[]")}
+            group.add_argument(*flag.spellings, help=text, **options)
     return parser
 
 
@@ -72,16 +74,17 @@ def parse_command_line(
     argv: Sequence[str],
     program: str,
     description: str,
-    find_problems: Callable[[FlagWords], Iterable[str]] = lambda found: (),
+    find_problems: Callable[[FlagWords], Iterable[str]] = lambda line: (),
 ) -> list[Any]:
     """Read `argv` into one instance of each dataclass, in order.
 
     Raise a UserError with one message per invalid word or value; `find_problems` checks what `flag` cannot declare.
     `--help` and `--version` end the program.
     """
-    found = _read_words_and_warn(config_classes, argv, program, description)
-    found.problems += find_problems(found)
-    return build_sections(config_classes, found)
+    line = read_words(config_classes, argv, program, description)
+    _print_warnings(line)
+    line.problems += find_problems(line)
+    return build_sections(config_classes, line)
 
 
 def parse_config(
@@ -90,7 +93,7 @@ def parse_config(
     program: str,
     description: str | None,
     find_errors: Callable[[Config], Iterable[str]] = lambda config: (),
-    read_other: ReadOther = lambda name, values, found: False,
+    read_other: ReadOther = lambda name, values, line: False,
 ) -> Config:
     """Read `argv` into one dataclass, as `parse_command_line`; `find_errors` checks what `flag` cannot declare.
 
@@ -98,26 +101,19 @@ def parse_config(
     """
     summary = " ".join((description or "").split("\n\n")[0].split())
     errors = ErrorCollector()
-    found = _read_words_and_warn([config_class], argv, program, summary, read_other)
+    line = read_words([config_class], argv, program, summary, read_other)
+    _print_warnings(line)
     config: Config
-    (config,) = build_sections([config_class], found, errors=errors)
+    (config,) = build_sections([config_class], line, errors=errors)
     errors.add(*find_errors(config))
-    with found.written.in_messages():
+    with line.written.in_messages():
         errors.raise_if_any()
     return config
 
 
-def _read_words_and_warn(
-    config_classes: Sequence[type],
-    argv: Sequence[str],
-    program: str,
-    description: str,
-    read_other: ReadOther = lambda name, values, found: False,
-) -> FlagWords:
-    found = read_words(config_classes, argv, program, description, read_other)
-    for warning in found.warnings:
+def _print_warnings(line: FlagWords) -> None:
+    for warning in line.warnings:
         print(f"*** {warning} ***", file=sys.stderr)
-    return found
 
 
 def read_words(
@@ -125,7 +121,7 @@ def read_words(
     argv: Sequence[str],
     program: str,
     description: str,
-    read_other: ReadOther = lambda name, values, found: False,
+    read_other: ReadOther = lambda name, values, line: False,
     are_keywords: bool = False,
 ) -> FlagWords:
     """Return the words of a command line by flag; `--help` and `--version` end the program.
@@ -135,29 +131,32 @@ def read_words(
     if {"-h", "--help", "--version"} & set(argv):
         _help_parser(config_classes, program, description).parse_args(["--version" if "--version" in argv else "-h"])
     flags = section_flags(*config_classes)
-    known = {spelling: one for one in flags for spelling in one.spellings}
-    known |= {one.opposite: one for one in flags if one.switches_to is not None}
-    found = FlagWords()
-    groups = _groups(argv, found)
-    kind, otherwise = "a flag of this program", "see --help"
+    known = {spelling: flag for flag in flags for spelling in flag.spellings}
+    known |= {flag.opposite: flag for flag in flags if flag.switches_to is not None}
+    line = FlagWords()
+    groups = _groups(argv, line)
+    problem = " is not a flag of this program"
+    fix = "see --help"
     if are_keywords:
-        kind, otherwise = f"a keyword of {program}", "docs/api.md names the flags that are"
+        problem = f" is not a keyword of {program}"
+        fix = "docs/api.md names the flags that are"
     for name, attached, following in groups:
         if name in known:
-            _read_flag(known[name], name, attached, following, found)
-        elif not read_other(name, attached or following, found):
-            others = [one for names in _SAME if name in names for one in names if one in known]
-            near = others[:1] or difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-            found.faulty |= {known[one].field_name for one in near}
-            hint = f"did you mean {near[0]}?" if near else otherwise
-            found.problems.append(Problem(name, f" is not {kind}: {hint}"))
+            _read_flag(known[name], name, attached, following, line)
+        elif not read_other(name, attached or following, line):
+            synonyms = [other for names in _SAME if name in names for other in names if other in known]
+            near = synonyms[:1] or difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+            line.faulty |= {known[spelling].field_name for spelling in near}
+            hint = f"did you mean {near[0]}?" if near else fix
+            line.problems.append(Problem(name, f"{problem}: {hint}"))
     if are_keywords:
-        spellings = {one: one for one in (*known, *(name for name, _, _ in groups))} | found.written.spellings
-        found.written.spellings = {one: keyword_name(spelling) for one, spelling in spellings.items()}
-    return found
+        names = (*known, *(name for name, _, _ in groups))
+        spellings = dict(zip(names, names, strict=True)) | line.written.spellings
+        line.written.spellings = {name: keyword_name(spelling) for name, spelling in spellings.items()}
+    return line
 
 
-def _groups(argv: Sequence[str], found: FlagWords) -> list[tuple[str, list[str], list[str]]]:
+def _groups(argv: Sequence[str], line: FlagWords) -> list[tuple[str, list[str], list[str]]]:
     """Return each flag with the word after its equals sign, and the words up to the next flag."""
     groups: list[tuple[str, list[str], list[str]]] = []
     for word in argv:
@@ -167,36 +166,40 @@ def _groups(argv: Sequence[str], found: FlagWords) -> list[tuple[str, list[str],
         elif groups:
             groups[-1][2].append(word)
         else:
-            found.problems.append(f"{word}: expected a flag")
+            line.problems.append(f"{word}: expected a flag")
     return groups
 
 
-def _read_flag(one: Flag, name: str, attached: list[str], following: list[str], found: FlagWords) -> None:
+def _read_flag(flag: Flag, name: str, attached: list[str], following: list[str], line: FlagWords) -> None:
     """Add the words of a flag, and a problem if there are too few or too many."""
-    alone = {one.opposite: "false" if one.switches_to == "true" else "true"}.get(name)
-    takes_word = bool(one.value_type.placeholder) and alone is None
-    if name in one.spellings:
-        found.written.spellings[one.name] = name
+    alone = {flag.opposite: "false" if flag.switches_to == "true" else "true"}.get(name)
+    takes_word = bool(flag.value_type.placeholder) and alone is None
+    if name in flag.spellings:
+        line.written.spellings[flag.name] = name
     if attached and not takes_word:
-        found.problems.append(Problem(name, f" takes no value, found {attached[0]}"))
-    own = (attached or (following if one.value_type.many else following[:1])) if takes_word else []
-    rest = following if attached or not takes_word else following[len(own) :]
-    found.problems += [f"{word}: expected a flag, after the value of {name}" for word in rest]
-    if one.value_type.many and own:
-        before = list(found.words.get(one.field_name) or ())
-        if before and not one.repeats:
-            found.warnings.append(f"{name} is given twice: {' '.join(own)} replaces {' '.join(before)}")
-        found.words[one.field_name] = [*before, *own] if one.repeats else own
-    elif own or (alone or one.switches_to) is not None:
-        found.words[one.field_name] = own[0] if own else alone or one.switches_to
+        line.problems.append(Problem(name, f" takes no value, found {attached[0]}"))
+    value = following if flag.value_type.many else following[:1]
+    if attached or not takes_word:
+        value = []
+    line.problems += [f"{word}: expected a flag, after the value of {name}" for word in following[len(value) :]]
+    if attached and takes_word:
+        value = attached
+    switched = alone or flag.switches_to
+    if flag.value_type.many and value:
+        before = list(line.words.get(flag.field_name) or ())
+        if before and not flag.repeats:
+            line.warnings.append(f"{name} is given twice: {' '.join(value)} replaces {' '.join(before)}")
+        line.words[flag.field_name] = [*before, *value] if flag.repeats else value
+    elif value or switched is not None:
+        line.words[flag.field_name] = value[0] if value else switched
     else:
-        found.problems.append(Problem(name, ": expected a value"))
-        found.faulty.add(one.field_name)
+        line.problems.append(Problem(name, ": expected a value"))
+        line.faulty.add(flag.field_name)
 
 
 def build_sections(
     config_classes: Sequence[type],
-    found: FlagWords,
+    line: FlagWords,
     may_lack_values: bool = False,
     errors: ErrorCollector | None = None,
 ) -> list[Any]:
@@ -207,39 +210,43 @@ def build_sections(
     If flags are missing and there is no other problem, `errors` receives that, so that the caller can add errors of
     combinations. A missing flag then has a value that makes no combination invalid.
     """
-    missing = list(found.missing)
+    missing = list(line.missing)
     problems: list[str] = []
     values: dict[str, Any] = {}
     flags = section_flags(*config_classes)
-    for one in (one for one in flags if one.field_name not in found.faulty):
-        words = found.words.get(one.field_name, one.default)
-        if one.field_name in found.words and words is not None:
+    for flag in flags:
+        if flag.field_name in line.faulty:
+            continue
+        words = line.words.get(flag.field_name, flag.default)
+        if flag.field_name in line.words and words is not None:
             try:
-                values[one.name] = one.value_type.read(words)
+                values[flag.name] = flag.value_type.read(words)
             except ValueError as error:
-                problems.append(Problem(flag_name(one.field_name), f": {error}"))
-        elif one.is_required and not may_lack_values:
-            missing.append(Problem(one.name, " is required"))
+                problems.append(Problem(flag_name(flag.field_name), f": {error}"))
+        elif flag.is_required and not may_lack_values:
+            missing.append(Problem(flag.name, " is required"))
         else:
-            values[one.name] = None if one.is_required else words
+            values[flag.name] = None if flag.is_required else words
     problems += limit_problems(flags, values, not may_lack_values)
-    with found.written.in_messages():
-        if found.problems or problems or errors is None:
-            raise_user_errors([*found.problems, *missing, *problems])
+    with line.written.in_messages():
+        if line.problems or problems or errors is None:
+            raise_user_errors([*line.problems, *missing, *problems])
     if errors is not None:
         errors.add(*missing)
     return [
-        config_class(**{one.field_name: values.get(one.name, _stand_in(one)) for one in section_flags(config_class)})
+        config_class(
+            **{flag.field_name: values.get(flag.name, _stand_in(flag)) for flag in section_flags(config_class)}
+        )
         for config_class in config_classes
     ]
 
 
-def _stand_in(one: Flag) -> Any:
+def _stand_in(flag: Flag) -> Any:
     """Return a value for a flag that is missing: the largest number, an empty text, or an empty file."""
-    scalar = one.value_type.scalar
+    scalar = flag.value_type.scalar
     stand_ins: dict[Any, Any] = {int: sys.maxsize, float: sys.maxsize, Path: os.devnull}
     value = scalar(stand_ins.get(scalar, ""))
-    return (value,) if one.value_type.many else value
+    return (value,) if flag.value_type.many else value
 
 
 def flag_words(flags: Mapping[str, Any]) -> list[str]:
@@ -249,17 +256,18 @@ def flag_words(flags: Mapping[str, Any]) -> list[str]:
         if isinstance(value, bool):
             words.append(flag_name(name if value else f"no_{name}"))
         elif value is not None:
-            values = [str(one) for one in (value if isinstance(value, list | tuple) else [value])]
+            values = list(map(str, value if isinstance(value, list | tuple) else [value]))
             if len(values) < 2 or any(map(_is_flag, values)):
-                words += [f"{flag_name(name)}={one}" for one in values]
+                words += [f"{flag_name(name)}={word}" for word in values]
             else:
                 words += [flag_name(name), *values]
     return words
 
 
 def _parser(**options: Any) -> argparse.ArgumentParser:
-    parser, version = argparse.ArgumentParser(**options), f"megatron_ladder {__version__}"
-    parser.add_argument("--version", action="version", version=version, help="show the version and exit")
+    parser = argparse.ArgumentParser(**options)
+    text = f"megatron_ladder {__version__}"
+    parser.add_argument("--version", action="version", version=text, help="show the version and exit")
     return parser
 
 
@@ -271,9 +279,9 @@ def take_subcommand(
     Instead of a subcommand, `--help` lists `descriptions`, a sentence for each subcommand, and ends the program.
     Raise a UserError if there is no subcommand.
     """
-    first, words = argv[0] if argv else "", list(argv[1:])
+    first = argv[0] if argv else ""
     if first in descriptions:
-        return first, words
+        return first, list(argv[1:])
     if first in ("-h", "--help", "--version"):
         parser = _parser(prog=program, usage="%(prog)s SUBCOMMAND [flags]", description=description)
         listed = parser.add_subparsers(title="subcommands", description="Each has its --help.", metavar="SUBCOMMAND")
@@ -282,8 +290,8 @@ def take_subcommand(
         parser.parse_args([first])
     near = difflib.get_close_matches(first, descriptions, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    found = f"{first}: " if first and not _is_flag(first) else ""
-    raise UserError(f"{found}expected one of {', '.join(descriptions)} first{hint}")
+    unknown = f"{first}: " if first and not _is_flag(first) else ""
+    raise UserError(f"{unknown}expected one of {', '.join(descriptions)} first{hint}")
 
 
 def _is_flag(word: str) -> bool:

@@ -35,10 +35,7 @@ class ExitCode(IntEnum):
 
 
 class UserError(Exception):
-    """One or more errors that the user can fix. Each message names the flag or file, the problem and the fix.
-
-    Repeated messages are dropped.
-    """
+    """Errors that the user can fix. Each message, kept once, names the flag or file, the problem and the fix."""
 
     def __init__(self, *messages: str) -> None:
         self.messages = tuple(dict.fromkeys(messages))
@@ -55,7 +52,9 @@ class Problem(str):
     def __new__(cls, flag: str, text: str, place: str = "") -> Self:
         """`text` follows the flag: a space and its value, or a colon."""
         self = super().__new__(cls, f"{flag}{text}" + (f" ({place})" if place else ""))
-        self.flag, self.text, self.place = flag, text, place
+        self.flag = flag
+        self.text = text
+        self.place = place
         return self
 
     def __reduce__(self) -> tuple[type["Problem"], tuple[str, str, str]]:
@@ -135,19 +134,20 @@ class ErrorCollector:
 
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun: `1 file`, `1,234 files`, `2 boxes`."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith("x") else "s")
+    plural = "es" if noun.endswith("x") else "s"
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
-def limited(messages: Sequence[str], limit: int = 20) -> list[str]:
-    """Return the first messages, and the number of others."""
-    others = len(messages) - limit
-    return [*messages[:limit], *([f"and {others} more errors"] if others > 0 else [])]
+def limited(messages: Sequence[str]) -> list[str]:
+    """Return the first twenty messages, and the number of others."""
+    others = len(messages) - 20
+    return [*messages[:20], f"and {others} more errors"] if others > 0 else list(messages)
 
 
 def raise_user_errors(messages: Iterable[str]) -> None:
     """Raise a UserError with the messages if there are any."""
-    if found := list(messages):
-        raise UserError(*found)
+    if listed := list(messages):
+        raise UserError(*listed)
 
 
 GRACE_SECONDS = 5.0

@@ -46,10 +46,7 @@ def reject_pointer(path: Path, beginning: bytes | None = None) -> None:
 
 
 def read_if_exists(path: Path) -> bytes | None:
-    """Return the content of a file, or None if there is no such file, in one operation on its path.
-
-    Raise a UserError for a pointer of Git LFS.
-    """
+    """Return the content of a file, or None without one, in one operation; raise UserError for a Git LFS pointer."""
     try:
         content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -74,7 +71,9 @@ def output_problem(path: Path, kind: OutputKind) -> str | None:
     if kind == "prefix" and not path.name:
         return "expected the beginning of a file name"
     if kind == "file" and path.exists():
-        return "is a directory" if path.is_dir() else None if os.access(path, os.W_OK) else "is not writable"
+        if path.is_dir():
+            return "is a directory"
+        return None if os.access(path, os.W_OK) else "is not writable"
     folder = path if kind == "directory" else path.parent
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent

@@ -86,7 +86,8 @@ class ValueType:
             scalar = typing.get_args(scalar)[0]
         choices: tuple[str, ...] = ()
         if typing.get_origin(scalar) is Literal:
-            scalar, choices = str, typing.get_args(scalar)
+            choices = typing.get_args(scalar)
+            scalar = str
         if others or scalar not in (int, float, str, bool, Path):
             raise TypeError(f"a field cannot be {annotation} on a command line")
         return ValueType(scalar, choices, many, optional=len(members) > 1)
@@ -233,9 +234,10 @@ class Flag:
 def section_flags(*config_classes: type) -> tuple[Flag, ...]:
     """Return all flags of dataclasses, inherited ones last."""
     if len(config_classes) != 1:
-        return tuple(one for config_class in config_classes for one in section_flags(config_class))
+        return tuple(itertools.chain.from_iterable(map(section_flags, config_classes)))
     (config_class,) = config_classes
-    documented, hints = _field_docstrings(config_class), typing.get_type_hints(config_class)
+    documented = _field_docstrings(config_class)
+    hints = typing.get_type_hints(config_class)
     return tuple(
         Flag(
             field_name=field.name,
@@ -250,8 +252,9 @@ def section_flags(*config_classes: type) -> tuple[Flag, ...]:
 
 def value_errors(configs: Sequence[Any]) -> list[Problem]:
     """Check the sections of one command line against what their flags allow; return one line per error."""
-    pairs = [(one, getattr(config, one.field_name)) for config in configs for one in section_flags(config.__class__)]
-    return limit_problems([one for one, _ in pairs], {one.name: value for one, value in pairs})
+    flags = section_flags(*(config.__class__ for config in configs))
+    fields = {name: value for config in configs for name, value in vars(config).items()}
+    return limit_problems(flags, {declared.name: fields[declared.field_name] for declared in flags})
 
 
 def limit_problems(flags: Iterable[Flag], values: Mapping[str, Any], together: bool = True) -> list[Problem]:
@@ -259,7 +262,7 @@ def limit_problems(flags: Iterable[Flag], values: Mapping[str, Any], together: b
 
     `requires` and `excludes`, which are checked `together`, refer to any of these flags.
     """
-    known = {one.name: one for one in flags}
+    known = {declared.name: declared for declared in flags}
     problems: list[Problem] = []
 
     def holds(condition: str, unknown: bool) -> bool:
@@ -271,15 +274,15 @@ def limit_problems(flags: Iterable[Flag], values: Mapping[str, Any], together: b
         return str(values[name]) in wanted.split(" or ") if wanted else values[name] != default
 
     for name, value in values.items():
-        declared, before = known[name], len(problems)
-        for one in value if isinstance(value, tuple) else (value,):
-            if isinstance(one, int | float) and not declared.allows(one):
-                problems.append(Problem(name, f" {one}: expected {declared.bounds}"))
-            if isinstance(one, str) and declared.choices and one not in declared.choices:
-                problems.append(Problem(name, f" {one}: expected one of {', '.join(declared.choices)}"))
-            problem = output_problem(one, declared.output) if declared.output and isinstance(one, Path) else None
-            if problem:
-                problems.append(Problem(name, f" {one}: cannot be written: {problem}: give another path"))
+        declared = known[name]
+        before = len(problems)
+        for item in value if isinstance(value, tuple) else (value,):
+            if isinstance(item, int | float) and not declared.allows(item):
+                problems.append(Problem(name, f" {item}: expected {declared.bounds}"))
+            if isinstance(item, str) and declared.choices and item not in declared.choices:
+                problems.append(Problem(name, f" {item}: expected one of {', '.join(declared.choices)}"))
+            if declared.output and isinstance(item, Path) and (problem := output_problem(item, declared.output)):
+                problems.append(Problem(name, f" {item}: cannot be written: {problem}: give another path"))
         if not together or value in (declared.default, "false") or len(problems) > before:
             continue
         shown = "" if isinstance(value, bool | tuple) else f" {value}"

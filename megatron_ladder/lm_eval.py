@@ -5,6 +5,7 @@ generate.py that concern the model, as in `model=checkpoints,tp=2`.
 """
 
 import atexit
+import functools
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -59,7 +60,6 @@ class LadderLM(TemplateLM):
         atexit.register(self._evaluator.close)
         self._device = self._evaluator.device
         self._prefix = list(self._evaluator.stored.export_prefix)
-        self._template: ChatTemplate | None = None
 
     @property
     def eot_token_id(self) -> int:
@@ -94,15 +94,15 @@ class LadderLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each text; a long one is scored in windows of the model's positions."""
-        windows, texts = list[tuple[list[int], list[int]]](), list[int]()
+        windows = list[tuple[list[int], list[int]]]()
+        text_numbers = list[int]()
         for number, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
-            pairs = get_rolling_token_windows(ids, self.prefix_token_id, self._evaluator.max_length, 1)
-            own = [make_disjoint_window(pair) for pair in pairs]
-            windows += own
-            texts += [number] * len(own)
+            for pair in get_rolling_token_windows(ids, self.prefix_token_id, self._evaluator.max_length, 1):
+                windows.append(make_disjoint_window(pair))
+                text_numbers.append(number)
         totals = [0.0] * len(requests)
-        for number, score in zip(texts, self._evaluator.score(windows), strict=True):
+        for number, score in zip(text_numbers, self._evaluator.score(windows), strict=True):
             totals[number] += score.logprob
         return totals
 
@@ -118,28 +118,29 @@ class LadderLM(TemplateLM):
 
     def _answer(self, generation: Generation) -> str:
         """Return the text as the model `hf` does: without the first blank if the tokenizer drops that of a text."""
-        text, tokenizer = generation.text or "", self._evaluator.tokenizer
+        text = generation.text or ""
+        tokenizer = self._evaluator.tokenizer
         alone = tokenizer.decode([number for number in generation.ids if number < tokenizer.vocab_size])
         return text[1:] if text.startswith(" ") and not alone.startswith(" ") else text
 
     def _request(self, context: str, settings: Mapping[str, Any], sample: int) -> GenerationRequest:
         max_length = self._evaluator.max_length
-        given = dict(normalize_gen_kwargs(dict(settings), min(_MAX_GEN_TOKS, max_length // 2)))
+        gen_kwargs = dict(normalize_gen_kwargs(dict(settings), min(_MAX_GEN_TOKS, max_length // 2)))
         # The model `hf` ends at the text of the end-of-text token, too.
         end = self._evaluator.tokenizer.named_tokens().get("eos_token", "")
-        stop = tuple(dict.fromkeys(text for text in (*given.pop("until"), end) if text))
-        new_tokens = int(given.pop("max_gen_toks"))
+        stop = tuple(dict.fromkeys(text for text in (*gen_kwargs.pop("until"), end) if text))
+        new_tokens = int(gen_kwargs.pop("max_gen_toks"))
         if not 0 < new_tokens < max_length:
             raise UserError(
                 f"max_gen_toks={new_tokens}: expected 1 to {max_length - 1}, because the model has {max_length} "
                 "positions; set it in --gen_kwargs"
             )
-        if not given.pop("do_sample"):
-            given["temperature"] = 0.0
-        unknown = sorted(given.keys() - {entry.name for entry in fields(SamplingParameters)})
+        if not gen_kwargs.pop("do_sample"):
+            gen_kwargs["temperature"] = 0.0
+        unknown = sorted(gen_kwargs.keys() - {entry.name for entry in fields(SamplingParameters)})
         errors = ErrorCollector()
         errors.add(*(f"{name} is not supported; remove it" for name in unknown))
-        known = {name: value for name, value in given.items() if name not in unknown}
+        known = {name: value for name, value in gen_kwargs.items() if name not in unknown}
         with errors.collect():
             (sampling,) = parse_command_line([SamplingOptions], flag_words(known), "generation", "")
         raise_user_errors(f"generation_kwargs of the task, or --gen_kwargs: {error}" for error in errors.messages)
@@ -154,26 +155,24 @@ class LadderLM(TemplateLM):
             return ""
         if isinstance(chat_template, str):
             raise UserError(f"--apply_chat_template {chat_template}: expected no name, for the default template")
-        return self._chat_template().source
+        return self._template.source
 
     def apply_chat_template(self, chat_history: Sequence[Message], add_generation_prompt: bool = True) -> str:
         """Return a conversation as text: up to the assistant's answer, or up to the end of the last message."""
-        template = self._chat_template()
         try:
             if add_generation_prompt:
-                return template.prompt(chat_history)
-            text, last = template.render(chat_history).text, str(chat_history[-1]["content"]).strip()
+                return self._template.prompt(chat_history)
+            text = self._template.render(chat_history).text
+            last = str(chat_history[-1]["content"]).strip()
         except ChatTemplateError as error:
-            raise UserError(f"{template.name}: the template rejects this conversation: {error}") from None
+            raise UserError(f"{self._template.name}: the template rejects this conversation: {error}") from None
         return text[: text.rindex(last) + len(last)]
 
-    def _chat_template(self) -> ChatTemplate:
-        if self._template is None:
-            tokenizer = self._evaluator.tokenizer
-            fix = "use a tokenizer_model with a chat_template.jinja next to it, or leave out the flag"
-            source = read_chat_template(tokenizer, None, "--apply_chat_template: ", fix)
-            self._template = ChatTemplate(*source)
-        return self._template
+    @functools.cached_property
+    def _template(self) -> ChatTemplate:
+        fix = "use a tokenizer_model with a chat_template.jinja next to it, or leave out the flag"
+        source = read_chat_template(self._evaluator.tokenizer, None, "--apply_chat_template: ", fix)
+        return ChatTemplate(*source)
 
 
 def _main() -> None:

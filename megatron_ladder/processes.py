@@ -52,9 +52,8 @@ def end_children(
 ) -> None:
     """Send SIGTERM to all children that still run, wait, and send SIGKILL to those that remain.
 
-    Args:
-        kill_groups: send SIGKILL to the whole process group of each child, which must lead one.
-        is_impatient: ends the grace period early when it returns True, for example after a second signal.
+    `kill_groups` sends SIGKILL to the whole process group of each child, which must lead one. `is_impatient` ends the
+    grace period early when it returns True, for example after a second signal.
     """
     running = [child for child in children if child.poll() is None]
     for child in running:

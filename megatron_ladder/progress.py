@@ -67,10 +67,6 @@ class ProgressBar:
             self._bar.set_postfix(notes, refresh=False)
         self._bar.update(amount)
 
-    def set_total(self, total: float) -> None:
-        """Change the amount of work, if it was unknown or wrong."""
-        self._bar.total = total
-
     def print(self, text: str) -> None:
         """Print a line of text above the bar, on the same stream."""
         if self._is_terminal:

@@ -32,10 +32,7 @@ def run_backward(edges: tuple[GradientEdge, ...], gradients: tuple[Tensor, ...])
 
 
 def process_groups() -> list[dist.ProcessGroup]:
-    """Return all process groups of this rank, including DeepSpeed's, of which torch has no list.
-
-    Without it, only the default one is returned.
-    """
+    """Return all process groups of this rank, of which torch has no list. Without it, only the default is returned."""
     world = getattr(distributed_c10d, "_world", None)
     return list(filter(None, [dist.group.WORLD])) if world is None else list(world.pg_map)
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.model import ModelConfig
+from megatron_ladder.checkpoint import tensor_file
 from megatron_ladder.checkpoint.manifest import KINDS, TensorTable, decode_manifest, manifest_checksum, writer_of
 from megatron_ladder.checkpoint.publish import (
     LATEST_NAME,
@@ -30,13 +31,6 @@ from megatron_ladder.checkpoint.publish import (
     published_checkpoints,
     publishing_order,
     read_latest,
-)
-from megatron_ladder.checkpoint.tensor_file import (
-    StoredTensor,
-    element_name,
-    file_checksum,
-    open_safetensors,
-    stored_tensor,
 )
 from megatron_ladder.errors import UserError, limited, raise_user_errors
 from megatron_ladder.files import hub_hint
@@ -70,7 +64,6 @@ MODEL_CARD = "README.md"
 _LICENCE = re.compile(
     r"(licen[cs]e|notice|copying|use_policy)([-_][\w-]+(\.\d+)*)?(\.(txt|md|rst|pdf))?", re.IGNORECASE
 )
-
 _VERIFYING_THREADS = 8
 
 
@@ -93,9 +86,10 @@ class Checkpoint:
         """Open a checkpoint, or the current one of a directory; raise UserError if none is complete."""
         if not path.exists():
             raise UserError(f"{path}: no such directory{hub_hint(path)}")
-        if (found := find_checkpoint(path)) is None:
+        checkpoint = find_checkpoint(path)
+        if checkpoint is None:
             raise UserError(f"{path}: no checkpoint found")
-        return found
+        return checkpoint
 
     @staticmethod
     def open_unchecked(directory: Path) -> Checkpoint:
@@ -158,7 +152,7 @@ class Checkpoint:
         """Return sizes and wiring of the stored model; raise UserError if they are invalid."""
         return ModelConfig.from_dict(self.manifest["model"], str(self.directory / MANIFEST_NAME))
 
-    def stored(self, kind: str) -> Mapping[str, StoredTensor]:
+    def stored(self, kind: str) -> Mapping[str, tensor_file.StoredTensor]:
         """Return all stored tensors of a kind by name."""
         return self._table[kind]
 
@@ -180,7 +174,7 @@ class Checkpoint:
         if not wanted.fits(stored.shape) or (shape is not None and stored.shape != tuple(shape)):
             expected = str(wanted) if shape is None else str(list(shape))
             raise self._another_model(f"{kind} of {name} has the shape {list(stored.shape)}", expected)
-        dtype = element_name(out.dtype)
+        dtype = tensor_file.element_name(out.dtype)
         if dtype != stored.dtype and kind != "weight":
             raise UserError(f"{self.directory}: {kind} of {name} is stored as {stored.dtype}, expected {dtype}")
         copied = 0
@@ -209,35 +203,38 @@ class Checkpoint:
         ]
 
         def check(record: dict[str, Any]) -> str | None:
-            path, expected = self.directory / record["name"], record["checksum"]
+            path = self.directory / record["name"]
             try:
-                found = file_checksum(path)
+                checksum = tensor_file.file_checksum(path)
             except OSError as error:
                 return f"{path}: cannot be read: {error.strerror}"
-            damaged = f"{path}: damaged: the manifest records {expected}, the contents have {found}"
-            return None if found == expected else damaged
+            if checksum == record["checksum"]:
+                return None
+            return f"{path}: damaged: the manifest records {record['checksum']}, the contents have {checksum}"
 
-        size, errors = sum(record["size"] for record in records), list[str]()
+        errors = list[str]()
+        size = sum(record["size"] for record in records)
         with (
             contextlib.nullcontext() if progress is None else ProgressBar(progress, size) as bar,
             ThreadPoolExecutor(_VERIFYING_THREADS) as threads,
         ):
             for record, error in zip(records, threads.map(check, records), strict=True):
-                errors += [] if error is None else [error]
+                if error is not None:
+                    errors.append(error)
                 if bar is not None:
                     bar.advance(record["size"])
         raise_user_errors(limited(errors))
 
-    def _part(self, stored: StoredTensor, index: int) -> torch.Tensor:
+    def _part(self, stored: tensor_file.StoredTensor, index: int) -> torch.Tensor:
         """Return a box in its mapped file."""
         file = stored.file(index)
         path = self.directory / file
         if file not in self._files:
-            self._files[file] = open_safetensors(path)
-        return stored_tensor(path, self._files[file], stored.key(index))
+            self._files[file] = tensor_file.open_safetensors(path)
+        return tensor_file.stored_tensor(path, self._files[file], stored.key(index))
 
-    def _another_model(self, found: str, expected: str) -> UserError:
-        return UserError(f"{self.directory}: {found}, expected {expected}: the checkpoint belongs to another model")
+    def _another_model(self, content: str, expected: str) -> UserError:
+        return UserError(f"{self.directory}: {content}, expected {expected}: the checkpoint belongs to another model")
 
 
 @contextlib.contextmanager
@@ -259,7 +256,10 @@ def is_hf_directory(path: Path) -> bool:
     """Return whether a directory is one of Hugging Face; raise UserError if it holds training checkpoints as well."""
     if not (path / HF_CONFIG).exists():
         return False
-    if names := published_checkpoints(path) or [MANIFEST_NAME] * is_published_name(path.name):
+    names = published_checkpoints(path)
+    if not names and is_published_name(path.name):
+        names = [MANIFEST_NAME]
+    if names:
         raise UserError(
             f"{path}: holds {HF_CONFIG} of a Hugging Face model and {names[-1]} of a training, so it is unclear which "
             "of them is meant: move one to another directory"
@@ -288,15 +288,16 @@ def find_checkpoint(save: Path) -> Checkpoint | None:
         return None
     for name in candidates:
         try:
-            found = _open_complete(save / name)
+            checkpoint = _open_complete(save / name)
         except UserError as error:
             errors += error.messages
             continue
         if errors:
-            found.warnings = (*errors, f"{save / name}: is used instead")
-        return found
-    first = [f"{save}: none of its {len(candidates)} checkpoints is complete"] if candidates else []
-    raise UserError(*first, *errors)
+            checkpoint.warnings = (*errors, f"{save / name}: is used instead")
+        return checkpoint
+    if candidates:
+        errors.insert(0, f"{save}: none of its {len(candidates)} checkpoints is complete")
+    raise UserError(*errors)
 
 
 def checkpoint_candidates(save: Path) -> tuple[list[str], list[str]]:
@@ -304,11 +305,12 @@ def checkpoint_candidates(save: Path) -> tuple[list[str], list[str]]:
 
     The one that `latest` names comes first, then older ones, the newest first, then newer ones.
     """
-    latest, names = read_latest(save), published_checkpoints(save)
-    candidates, errors = names[::-1], list[str]()
-    if latest is None:
-        errors += [f"{save / LATEST_NAME}: is missing"] if names else []
-    elif latest not in names:
+    latest = read_latest(save)
+    candidates = published_checkpoints(save)[::-1]
+    errors = list[str]()
+    if latest is None and candidates:
+        errors.append(f"{save / LATEST_NAME}: is missing")
+    elif latest is not None and latest not in candidates:
         errors.append(f"{save / LATEST_NAME}: names {latest or 'no checkpoint'!r}, which does not exist")
     if latest:
         candidates.sort(key=lambda name: publishing_order(name) > publishing_order(latest))
@@ -316,12 +318,13 @@ def checkpoint_candidates(save: Path) -> tuple[list[str], list[str]]:
 
 
 def _open_complete(directory: Path) -> Checkpoint:
-    checkpoint, errors = Checkpoint.open_unchecked(directory), []
+    checkpoint = Checkpoint.open_unchecked(directory)
+    errors = []
     for record in checkpoint.manifest["files"]:
-        path, expected = directory / record["name"], record["size"]
-        found = path.stat().st_size if path.is_file() else "no"
-        if found != expected:
-            errors.append(f"{path}: missing, truncated or changed: {expected} bytes expected, {found} found")
+        path = directory / record["name"]
+        size = path.stat().st_size if path.is_file() else "no"
+        if size != record["size"]:
+            errors.append(f"{path}: missing, truncated or changed: {record['size']} bytes expected, {size} found")
     raise_user_errors(limited(errors))
     return checkpoint
 
@@ -333,9 +336,11 @@ def token_ids(values: Any, source: Path, vocab_size: int | None = None) -> dict[
     """
     if not isinstance(values, Mapping):
         raise UserError(f"{source}: found {values!r:.60}, expected an object with {', '.join(_TOKEN_KEYS)}")
-    ids, errors = {}, []
+    ids = {}
+    errors = []
     for key in _TOKEN_KEYS:
-        value, is_end = values.get(key), key == "eos_token_id"
+        value = values.get(key)
+        is_end = key == "eos_token_id"
         if value is None or (value == -1 and not is_end):
             continue
         listed = value if is_end and isinstance(value, list) else [value]

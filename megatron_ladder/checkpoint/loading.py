@@ -61,7 +61,8 @@ def load_newest(
     `progress` describes the progress bar. Returns the checkpoint, and the errors of the candidates tried before it;
     raises UserError if none can be loaded, and the engine may be partly overwritten.
     """
-    candidates, errors = [load], list[str]()
+    candidates = [load]
+    errors = list[str]()
     if world.rank == 0 and not ((load / MANIFEST_NAME).is_file() or is_published_name(load.name)):
         names, errors = checkpoint_candidates(load)
         candidates = [load / name for name in names]
@@ -85,7 +86,8 @@ def _open_on_all(
     Rank 0 looks at all files before the others read the manifest: thousands of ranks would overload a file system.
     `opened` is used instead if it has the same manifest.
     """
-    checkpoint, errors = None, ErrorCollector()
+    checkpoint = None
+    errors = ErrorCollector()
     with errors.collect(), reporting_os_errors(directory):
         if world.rank == 0:
             checkpoint = Checkpoint.open(directory)

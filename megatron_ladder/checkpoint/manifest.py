@@ -138,22 +138,26 @@ def merge_manifest(header: Mapping[str, Any], indices: Sequence[Index]) -> dict[
 
 
 def _merged_tensors(indices: Sequence[Index]) -> dict[tuple[str, str], tuple[str, Tiling]]:
-    parts: dict[Tiling, int] = {}
-    found: dict[tuple[str, str], list[tuple[str, int]]] = {}
+    # The numbers of different parts of tilings, and for each tensor the dtype and the part of each rank.
+    numbers: dict[Tiling, int] = {}
+    parts: dict[tuple[str, str], list[tuple[str, int]]] = {}
     for index in indices:
-        numbers = [parts.setdefault(tiling, len(parts)) for tiling in index.tilings]
+        of_index = [numbers.setdefault(tiling, len(numbers)) for tiling in index.tilings]
         for record in index.tensors:
-            found.setdefault((record.kind, record.name), []).append((record.dtype, numbers[record.tiling]))
-    distinct, merged = list(parts), dict[tuple[tuple[str, int], ...], tuple[str, Tiling]]()
-    for (kind, name), of_ranks in found.items():
-        chosen = tuple(of_ranks)
-        if chosen not in merged:
-            tilings = [distinct[number] for _, number in chosen]
-            if len({dtype for dtype, _ in chosen}) > 1 or len({tiling.shape for tiling in tilings}) > 1:
-                raise ValueError(f"{kind} of {name}: ranks wrote it with several shapes or dtypes")
-            boxes = sorted((box for tiling in tilings for box in tiling.boxes), key=attrgetter("offset", "writer"))
-            merged[chosen] = chosen[0][0], Tiling(tilings[0].shape, tuple(boxes))
-    return {key: merged[tuple(found[key])] for key in sorted(found)}
+            parts.setdefault((record.kind, record.name), []).append((record.dtype, of_index[record.tiling]))
+    # Tensors with the same parts share their tiling.
+    distinct = list(numbers)
+    merged = dict[tuple[tuple[str, int], ...], tuple[str, Tiling]]()
+    for (kind, name), of_ranks in parts.items():
+        key = tuple(of_ranks)
+        if key in merged:
+            continue
+        tilings = [distinct[number] for _, number in of_ranks]
+        if len({dtype for dtype, _ in of_ranks}) > 1 or len({tiling.shape for tiling in tilings}) > 1:
+            raise ValueError(f"{kind} of {name}: ranks wrote it with several shapes or dtypes")
+        boxes = sorted((box for tiling in tilings for box in tiling.boxes), key=attrgetter("offset", "writer"))
+        merged[key] = of_ranks[0][0], Tiling(tilings[0].shape, tuple(boxes))
+    return {key: merged[tuple(parts[key])] for key in sorted(parts)}
 
 
 def encode_manifest(manifest: Mapping[str, Any]) -> bytes:
@@ -188,9 +192,9 @@ def manifest_checksum(data: bytes) -> str:
     if line is None:
         raise ValueError("does not end with its checksum: it is truncated, or not the manifest of a checkpoint")
     expected = line[1].decode()
-    found = checksum_of(data[: line.start()])
-    if found != expected:
-        raise ValueError(f"damaged: its last line records {expected}, its contents have {found}")
+    checksum = checksum_of(data[: line.start()])
+    if checksum != expected:
+        raise ValueError(f"damaged: its last line records {expected}, its contents have {checksum}")
     return expected
 
 
@@ -211,7 +215,7 @@ def _check_manifest(values: Any) -> TensorTable:
     if strange := [name for name in names if re.fullmatch(r"[^./\\\0][^/\\\0]*", name) is None]:
         raise ValueError(f"the file name {strange[0]!r} is not a plain file name")
     ranks = set(map(writer_of, names))
-    files = {kind: {rank: name for rank in ranks if (name := file_name(kind, rank)) in names} for kind in KINDS}
+    files = {kind: {rank: file_name(kind, rank) for rank in ranks if file_name(kind, rank) in names} for kind in KINDS}
     table: TensorTable = {kind: {} for kind in KINDS}
     arrays: dict[int, _Boxes] = {}
     for tensor in manifest.tensors:
@@ -231,7 +235,8 @@ def _checked_boxes(what: str, tiling: Tiling) -> _Boxes:
     extents = np.array([box.extent for box in tiling.boxes], np.int64).reshape(shape)
     if np.any(offsets + extents > tiling.shape):
         raise ValueError(f"{what}: a box is not inside the tensor of shape {list(tiling.shape)}")
-    held, elements = int(extents.prod(axis=1).sum()), math.prod(tiling.shape)
+    held = int(extents.prod(axis=1).sum())
+    elements = math.prod(tiling.shape)
     if held != elements or len(np.unique(offsets, axis=0)) != len(offsets):
         raise ValueError(f"{what} of shape {list(tiling.shape)}: its boxes hold {held} elements, expected {elements}")
     return offsets, extents, np.array([box.writer for box in tiling.boxes], np.int64)

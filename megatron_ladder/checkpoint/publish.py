@@ -27,7 +27,6 @@ MANIFEST_NAME = "manifest.json"
 LATEST_NAME = "latest"
 REPLACED_FILES = (LATEST_NAME, LATEST_NAME + TEMPORARY_SUFFIX)
 """Files that publishing a checkpoint replaces."""
-
 _PUBLISHED = re.compile(r"iter_\d{7,15}(\.[1-9]\d{0,5})?")
 _TEMPORARY = re.compile(r"iter_\d{7,15}\.tmp-[0-9A-Za-z]+")
 
@@ -75,8 +74,9 @@ def publish(temporary: Path, save: Path, iteration: int) -> Path:
     """
     sync_directory(temporary)
     taken = [publishing_order(name) for name in published_checkpoints(save)]
-    again = [repetition for saved, repetition in taken if saved == iteration]
-    published = save / (f"iter_{iteration:07d}.{max(again) + 1}" if again else f"iter_{iteration:07d}")
+    repetitions = [repetition for saved, repetition in taken if saved == iteration]
+    suffix = f".{max(repetitions) + 1}" if repetitions else ""
+    published = save / f"iter_{iteration:07d}{suffix}"
     # Before the rename: if the disk is full, no checkpoint is left that `latest` does not name.
     current, latest = (save / name for name in REPLACED_FILES)
     write_synced(latest, f"{published.name}\n".encode())
@@ -148,10 +148,7 @@ class Retention:
 
 
 def remove_old_checkpoints(save: Path, retention: Retention) -> tuple[str, ...]:
-    """Remove old checkpoints and return their names; a warning names those that cannot be removed.
-
-    One rank calls it after publishing.
-    """
+    """Remove old checkpoints, on one rank, and return their names; a warning names those that cannot be removed."""
     names = []
     for name in retention.to_remove(save):
         doomed = temporary_directory(save, publishing_order(name)[0], secrets.token_hex(8))

@@ -52,14 +52,12 @@ from megatron_ladder.files import temporary_path
 
 _OTHER_BYTES = 1 << 20
 """Room that a save needs besides its tensors: manifest, headers, tokenizer, overhead of the file system."""
-
 _ALIGNMENT = 256
 """Bytes; every copy begins at a multiple, so that any element type can be viewed there."""
 _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every CUDA context."""
 _POLL_SECONDS = 0.05
 T = TypeVar("T")
-
 Gather = Callable[[bytes], list[bytes]]
 """Receives the bytes of a rank, and returns those of all ranks on rank 0."""
 
@@ -77,10 +75,11 @@ def _write_pieces(directory: Path, rank: int, pieces: Sequence[Piece]) -> Index:
         files.setdefault(file_name(kind, rank), []).append((box_key(kind, name, box), tensor))
         boxes.setdefault((kind, name), []).append(BoxRecord(box.offset, box.extent, rank))
     records = [FileRecord(name, *write_tensor_file(directory / name, tensors)) for name, tensors in files.items()]
-    described = {(piece.kind, piece.name): (element_name(piece.tensor.dtype), tuple(piece.shape)) for piece in pieces}
-    return make_index(
-        records, {key: (dtype, Tiling(shape, tuple(boxes[key]))) for key, (dtype, shape) in described.items()}
-    )
+    tensors_of_rank = {}
+    for piece in pieces:
+        tiling = Tiling(tuple(piece.shape), tuple(boxes[piece.kind, piece.name]))
+        tensors_of_rank[piece.kind, piece.name] = (element_name(piece.tensor.dtype), tiling)
+    return make_index(records, tensors_of_rank)
 
 
 class SaveOutcome(NamedTuple):
@@ -136,7 +135,8 @@ class HostMemory:
         """Release the memory."""
         if self._buffer is not None and self._pinned:
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr())))
-        self._buffer, self._pinned = None, False
+        self._buffer = None
+        self._pinned = False
 
 
 def _pin(buffer: Tensor, device: torch.device) -> bool:
@@ -176,7 +176,9 @@ class TrainingSave:
         spans = (span for span in (*state.spans(), *state.states()) if span.owned)
         pieces = [piece for span in spans for piece in span.pieces(state, only_counted=True)]
         self.iteration = int(header["iteration"])
-        self._save, self._add_files, self._retention = save, add_files, retention or Retention()
+        self._save = save
+        self._add_files = add_files
+        self._retention = retention or Retention()
         sizes = world.gather_objects(sum(piece.tensor.nbytes for piece in pieces))
         room = (*_make_room(save, self.iteration, sum(sizes)), sum(sizes)) if world.rank == 0 else None
         token, error, self.total_bytes = world.broadcast_object(room)
@@ -186,9 +188,10 @@ class TrainingSave:
         if host is not None:
             copies = host.copies([piece.tensor for piece in pieces])
             pieces = [piece._replace(tensor=copy) for piece, copy in zip(pieces, copies, strict=True)]
-        generators = generator_states(world.rank).items()
+        for name, generator in generator_states(world.rank).items():
+            pieces.append(Piece(name, "rng", generator.shape, Box.whole(generator.shape), generator))
         self._rank = world.rank
-        self._pieces = pieces + [Piece(name, "rng", one.shape, Box.whole(one.shape), one) for name, one in generators]
+        self._pieces = pieces
         self._header = {**header, "optimizer": {"steps_taken": state.steps_taken()}}
 
     def write(self, gather: Gather) -> SaveOutcome | None:
@@ -243,13 +246,14 @@ class TrainingSave:
 
 def _make_room(save: Path, iteration: int, total_bytes: int) -> tuple[str, str | None]:
     """Create the directory of a save if the file system has room; return its token, and why there is no directory."""
-    token, needed = secrets.token_hex(8), total_bytes + _OTHER_BYTES
+    token = secrets.token_hex(8)
+    needed = total_bytes + _OTHER_BYTES
     try:
         directory = create_temporary_directory(save, iteration, token)
-        found = os.statvfs(save)
-        free = found.f_bavail * found.f_frsize
+        system = os.statvfs(save)
+        free = system.f_bavail * system.f_frsize
         # Some network file systems do not report their size.
-        if found.f_blocks and free < needed:
+        if system.f_blocks and free < needed:
             directory.rmdir()
             return token, f"a checkpoint needs {_size(needed)}, and {_size(free)} are free in {save}"
     except OSError as error:

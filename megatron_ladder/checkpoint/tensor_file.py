@@ -115,10 +115,9 @@ def open_safetensors(path: Path) -> Any:
 def stored_tensor(path: Path, file: Any, key: str) -> torch.Tensor:
     """Return a tensor of an open file, whose data stay in the mapped file; raise UserError if there is none."""
     try:
-        found: torch.Tensor = file.get_tensor(key)
+        return file.get_tensor(key)
     except (KeyError, ValueError, SafetensorError):
         raise UserError(f"{path}: has no usable tensor {key!r}") from None
-    return found
 
 
 def write_tensor_file(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[int, str]:
@@ -132,9 +131,10 @@ def write_tensor_file(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     size = 0
     for key, tensor in ordered:
-        offsets = [size, size := size + tensor.nbytes]
         stored_name = STORED_NAMES[element_name(tensor.dtype)]
+        offsets = [size, size + tensor.nbytes]
         entries[key] = {"dtype": stored_name, "shape": list(tensor.shape), "data_offsets": offsets}
+        size += tensor.nbytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text

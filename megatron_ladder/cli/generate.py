@@ -3,7 +3,7 @@
 import functools
 import os
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 from megatron_ladder.comm.ranks import run_ranks
 from megatron_ladder.errors import run_program
@@ -15,7 +15,7 @@ def main(argv: Sequence[str]) -> None:
     options = parse_options(argv)
     ranks = options.model.tp or 1
     # Ctrl-C is how a conversation ends.
-    with suppress(*[KeyboardInterrupt] * options.prompts.interactive):
+    with suppress(KeyboardInterrupt) if options.prompts.interactive else nullcontext():
         if ranks > 1 and "WORLD_SIZE" not in os.environ:
             run_ranks(__name__, argv, ranks)
             return

@@ -6,21 +6,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megatron_ladder.config.run import RunFlags, parse_run, read_run_words, to_flags
+from megatron_ladder.config.run import parse_run, read_run_words, to_flags
 from megatron_ladder.config.sections import DataConfig
 from megatron_ladder.errors import Problem, UserError, exit_code_of, run_program
 from megatron_ladder.flags import section_flags
 from megatron_ladder.train.record import RunRecord, read_record
 from megatron_ladder.train.stop import StopSignals
 
-_DATA = [one.field_name for one in section_flags(DataConfig) if one.on_resume == "data"]
+_DATA = [flag.field_name for flag in section_flags(DataConfig) if flag.on_resume == "data"]
 _NEEDED = {"--data-path": _DATA, "--tokenizer-type": ("tokenizer_type", "vocab_size")}
 """Flags whose absence is reported with that of required flags, and the names of those that replace them."""
 
 
-def parse_options(argv: Sequence[str]) -> RunFlags:
-    """Read the command line; raise a UserError with one line per value that is not valid by itself."""
-    return parse_run(argv)
+parse_options = parse_run
 
 
 def main(argv: Sequence[str]) -> None:

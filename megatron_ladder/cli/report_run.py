@@ -5,13 +5,13 @@ With `--status`, the exit code reports how the last attempt ended: 0 it finished
 """
 
 import functools
+import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ladder.cli.images import image_errors
 from megatron_ladder.command_line import parse_config
 from megatron_ladder.errors import ErrorCollector, ExitCode, run_program
 from megatron_ladder.files import atomic_writer, output_problem
@@ -85,7 +85,8 @@ class _Attempt:
         self.last = event["time"]
         if event["event"] == "progress":
             self.progress.append(event)
-            self.unlogged, self.blocked_seconds = None, 0.0
+            self.unlogged = None
+            self.blocked_seconds = 0.0
         elif event["event"] == "save begin":
             logged = self.progress[-1] if self.progress else {"time": self.start, "iteration": self.first}
             seconds = (event["time"] - logged["time"]).total_seconds() - self.blocked_seconds
@@ -120,13 +121,6 @@ class _Summary:
     attempts: list[_Attempt]
 
     @property
-    def killed(self) -> int:
-        """Number of interruptions by ranks that did not record their end."""
-        return self.interruptions - sum(
-            one.hung or (one.end is not None and not one.ended_well) for one in self.attempts
-        )
-
-    @property
     def goodput(self) -> float:
         """Fraction of the time from the first start to the last event that was spent in steps that were kept."""
         return self.kept_seconds / self.wall_seconds if self.wall_seconds > 0 else 0.0
@@ -143,7 +137,8 @@ def _summarize(events: Sequence[dict[str, Any]]) -> _Summary:
     is_starting = True
     for event in events:
         if event["event"] == "start":
-            trains, is_starting = event.get("reason") != EVALUATES, False
+            is_starting = False
+            trains = event.get("reason") != EVALUATES
             attempts.append(_Attempt(event["time"], event["iteration"], trains, event["time"]))
         elif event["event"] in ("launch", "load", "fallback"):
             # These precede the start to which they belong, possibly by hours.
@@ -151,22 +146,24 @@ def _summarize(events: Sequence[dict[str, Any]]) -> _Summary:
         elif not is_starting and attempts[-1].end is None:
             # Events after an end are those of a later start that failed early.
             attempts[-1].add(event)
-    kept_seconds, done, kept = 0.0, 0.0, 0.0
+    kept_seconds = done = kept = 0.0
     for number, attempt in enumerate(attempts):
         horizon = min([later.first for later in attempts[number + 1 :] if later.trains], default=attempt.reached)
         for event in attempt.step_events:
-            steps, begin = event["steps"], event["iteration"] - event["steps"]
+            steps = event["steps"]
+            begin = event["iteration"] - steps
             kept_here = min(max(horizon - begin, 0), steps)
             kept_seconds += event["seconds"] * kept_here / steps
             done += steps
             kept += kept_here
     is_running = attempts[-1].end is None and attempts[-1].peer_loss is None
+    ended = attempts[:-1] if is_running else attempts
     return _Summary(
         wall_seconds=(events[-1]["time"] - attempts[0].start).total_seconds(),
         kept_seconds=kept_seconds,
         steps=round(kept),
         lost_steps=round(done - kept),
-        interruptions=sum(not attempt.ended_well for attempt in attempts) - is_running,
+        interruptions=sum(not attempt.ended_well for attempt in ended),
         attempts=attempts,
     )
 
@@ -175,6 +172,8 @@ def _describe(events: Sequence[dict[str, Any]], summary: _Summary) -> str:
     counts = {kind: sum(event["event"] == kind for event in events) for kind in ("skip", "spike")}
     saves = [event for event in events if event["event"] == "save end"]
     blocked = sum(event["blocked_seconds"] for event in saves)
+    hangs = sum(attempt.hung for attempt in summary.attempts)
+    failed = sum(attempt.end is not None and not attempt.ended_well for attempt in summary.attempts)
     lines = [
         f"time from the first start to the last event: {summary.wall_seconds:,.1f} s",
         f"goodput: {summary.goodput:.1%}: {summary.kept_seconds:,.1f} s in {summary.steps} steps that were kept",
@@ -182,7 +181,7 @@ def _describe(events: Sequence[dict[str, Any]], summary: _Summary) -> str:
         f"lost steps: {summary.lost_steps}",
         f"saves: {len(saves)}, which blocked training for {blocked:,.1f} s",
         f"skipped steps: {counts['skip']}; loss spikes kept: {counts['spike']}",
-        f"hangs: {sum(one.hung for one in summary.attempts)}; killed or crashed: {summary.killed}",
+        f"hangs: {hangs}; killed or crashed: {summary.interruptions - failed - hangs}",
     ]
     last = summary.attempts[-1]
     for number, attempt in enumerate(summary.attempts, start=1):
@@ -215,7 +214,8 @@ def _draw(events: Sequence[dict[str, Any]], summary: _Summary) -> "Figure":
         curve = [(hours(event["time"]), float(event["loss"])) for event in validations if event.get("name", "") == name]
         style = {"linestyle": "--", "marker": "o", "markersize": 4, "color": f"C{5 + number}"}
         loss_axis.plot(*zip(*curve, strict=True), label=f"validation {name}".rstrip(), **style)
-    finished = [one for one in summary.attempts if one.end is not None or one is not summary.attempts[-1]]
+    *earlier, last = summary.attempts
+    finished = earlier if last.end is None else summary.attempts
     lost = [attempt.peer_loss["time"] for attempt in summary.attempts if attempt.peer_loss is not None]
     marks = [
         ("skipped step, or spike", "C4", [event["time"] for event in events if event["event"] in ("skip", "spike")]),
@@ -247,16 +247,20 @@ _OUTCOMES = {
 
 
 def _find_errors(config: ReportRunConfig) -> Iterator[str]:
-    if not config.status:
-        yield from image_errors("--output", config.output)
+    if config.status:
+        return
+    if config.output is not None and config.output.suffix not in (".png", ".pdf", ".svg"):
+        yield f"--output {config.output}: expected a name that ends in .png, .pdf or .svg"
+    if importlib.util.find_spec("matplotlib") is None:
+        yield "matplotlib is not installed: pip install matplotlib"
 
 
 def parse_options(argv: Sequence[str]) -> ReportRunConfig:
     """Read the command line."""
     words = list(argv)
-    first = int(words[:1] == ["--status"])
-    if words[first:] and not words[first].startswith("-"):
-        words[first:first] = ["--run"]
+    place = 1 if words[:1] == ["--status"] else 0
+    if words[place:] and not words[place].startswith("-"):
+        words.insert(place, "--run")
     return parse_config(ReportRunConfig, words, "report_run.py", __doc__, _find_errors)
 
 

@@ -51,8 +51,9 @@ def main(argv: Sequence[str]) -> None:
     if problem := output_problem(path, "file"):
         raise UserError(f"--model-prefix {config.model_prefix}: cannot write {path}: {problem}: give another")
     sample = TextSample(sources, config.max_megabytes * 1_000_000, in_lines=is_sentencepiece)
-    amount, whole = size_text(sample.used_bytes), sample.input_bytes
-    amount = f"at most {amount}" if whole is None else f"{amount} of {size_text(whole)}"
+    amount = f"at most {size_text(sample.used_bytes)}"
+    if sample.input_bytes is not None:
+        amount = f"{size_text(sample.used_bytes)} of {size_text(sample.input_bytes)}"
     print(f"training {config.vocab_size} pieces on {amount}", flush=True)
     begun = time.monotonic()
     # Libraries would ignore Ctrl-C for minutes or call it an error; here it ends the process.

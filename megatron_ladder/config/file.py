@@ -101,7 +101,8 @@ def _megatron_words(node: Any) -> list[str]:
 
 def _words(node: Any, value_type: ValueType) -> str | list[str] | None:
     """Return the words of a value as on a command line, or None for null; raise ValueError if its kind is wrong."""
-    is_null, is_switch = node.tag == f"{_TAG}null", value_type.scalar is bool
+    is_null = node.tag == f"{_TAG}null"
+    is_switch = value_type.scalar is bool
     if is_null and value_type.optional:
         return None
     if node.id == "sequence" and value_type.many:

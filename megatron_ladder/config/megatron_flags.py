@@ -15,14 +15,13 @@ _RULES = {
     "leave it out": """
         --swiglu! --use-rotary-position-embeddings! --untie-embeddings-and-output-weights! --disable-bias-linear!
         --use-flash-attn! --use-flash-attn-v2! --group-query-attention! --no-query-key-layer-scaling!
-        --no-gradient-accumulation-fusion! --no-masked-softmax-fusion! --no-bias-gelu-fusion!
-        --no-bias-dropout-fusion! --no-bias-swiglu-fusion! --no-rope-fusion! --no-persist-layer-norm!
-        --use-mcore-models! --no-position-embedding! --accumulate-allreduce-grads-in-fp32! --fp32-allreduce!
-        --attention-softmax-in-fp32! --calculate-per-token-loss! --cross-entropy-loss-fusion!
-        --no-create-attention-mask-in-dataloader! --use-checkpoint-args! --load-main-params-from-ckpt!
-        --exit-signal-handler! --exit-signal-handler-for-training! --check-for-nan-in-loss-and-grad!
-        --no-pipeline-parallel! --log-throughput! --use-pytorch-profiler! --log-memory-to-tensorboard!
-        --log-validation-ppl-to-tensorboard! --no-log-loss-scale-to-tensorboard!
+        --no-gradient-accumulation-fusion! --no-masked-softmax-fusion! --no-bias-gelu-fusion! --no-bias-dropout-fusion!
+        --no-bias-swiglu-fusion! --no-rope-fusion! --no-persist-layer-norm! --use-mcore-models!
+        --no-position-embedding! --accumulate-allreduce-grads-in-fp32! --fp32-allreduce! --attention-softmax-in-fp32!
+        --calculate-per-token-loss! --cross-entropy-loss-fusion! --no-create-attention-mask-in-dataloader!
+        --use-checkpoint-args! --load-main-params-from-ckpt! --exit-signal-handler! --exit-signal-handler-for-training!
+        --check-for-nan-in-loss-and-grad! --no-pipeline-parallel! --log-throughput! --use-pytorch-profiler!
+        --log-memory-to-tensorboard! --log-validation-ppl-to-tensorboard! --no-log-loss-scale-to-tensorboard!
         --disable-log-loss-scale-to-tensorboard! --no-one-logger! --tokenizer-hf-use-fast! --moe-grouped-gemm!
         --disable-moe-token-dropping! --disable-moe-top2-2nd-expert-sampling! --no-create-moe-param-group!
         --normalization=rmsnorm --position-embedding-type=rope --attention-dropout=0 --hidden-dropout=0
@@ -104,9 +103,8 @@ _RULES = {
     "use --tensor-model-parallel-size": "--model-parallel-size --tensor-parallel-num-weight-shards --gtp-*",
     "use --num-layers-per-virtual-pipeline-stage": "--num-virtual-stages-per-pipeline-rank",
     "use --pipeline-model-parallel-size; the schedules are 1F1B and interleaved 1F1B": """
-        --enable-zbh1-*
-        --microbatch-group-size-per-virtual-pipeline-stage --*overlap-p2p-communication* --use-ring-exchange-p2p
-        --no-scatter-gather-tensors-in-pipeline --pipeline-model-parallel-comm-backend
+        --enable-zbh1-* --microbatch-group-size-per-virtual-pipeline-stage --*overlap-p2p-communication*
+        --use-ring-exchange-p2p --no-scatter-gather-tensors-in-pipeline --pipeline-model-parallel-comm-backend
         --defer-embedding-wgrad-compute --wgrad-deferral-limit --*align-grad-reduce --*align-param-gather""",
     "use --pipeline-partition": """
         --pipeline-model-parallel-layout --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers
@@ -141,7 +139,8 @@ _RULES = {
         --use-tp-pp-dp-mapping --lazy-mpu-init --disable-gloo-process-groups --fake-process-group
         --initialize-socket-comms""",
     "it is a flag of the launcher: give it before pretrain_ladder.py": """
-        --nproc-per-node --nnodes --node-rank --num-gpus --num-nodes --hostfile --master-addr --master-port --rdzv-*""",
+        --nproc-per-node --nnodes --node-rank --num-gpus --num-nodes --hostfile --master-addr --master-port
+        --rdzv-*""",
     # Batches, steps and the optimizer.
     "lengths are counted in steps: use --train-iters, --lr-decay-iters and --lr-warmup-iters": """
         --train-samples --train-tokens --lr-decay-samples --lr-warmup-samples --lr-decay-tokens --lr-warmup-tokens
@@ -174,13 +173,12 @@ _RULES = {
         --no-check-for-nan-in-loss-and-grad --rerun-mode --result-rejected-tracker-filename""",
     # Memory and kernels.
     "use --recompute-granularity full": """
-        --checkpoint-activations --deepspeed-activation-checkpointing --recompute-activations
-        --*-activation-offloading --distribute-saved-activations --distribute-checkpointed-activations
-        --contigious-checkpointing --partition-activations --checkpoint-in-cpu --synchronize-each-layer
-        --moe-layer-recompute --recompute-modules --cpu-offloading-* --fine-grained-* --offload-modules
-        --activation-offload-fraction --min-offloaded-tensor-size --delta-offload-bytes-across-pp-ranks
-        --delay-offload-until-cuda-graph --memory-centric-tiled-linear --tile-factor --split-transformers
-        --scattered-embeddings --mlp-chunks-for-*""",
+        --checkpoint-activations --deepspeed-activation-checkpointing --recompute-activations --*-activation-offloading
+        --distribute-saved-activations --distribute-checkpointed-activations --contigious-checkpointing
+        --partition-activations --checkpoint-in-cpu --synchronize-each-layer --moe-layer-recompute --recompute-modules
+        --cpu-offloading-* --fine-grained-* --offload-modules --activation-offload-fraction --min-offloaded-tensor-size
+        --delta-offload-bytes-across-pp-ranks --delay-offload-until-cuda-graph --memory-centric-tiled-linear
+        --tile-factor --split-transformers --scattered-embeddings --mlp-chunks-for-*""",
     "use --recompute-num-layers, or leave both out to recompute all layers": """
         --checkpoint-num-layers --recompute-method --activations-checkpoint-method
         --activations-checkpoint-num-layers""",
@@ -264,9 +262,9 @@ _RULES = {
         --use-legacy-static-engine --nccl-all-reduce-for-prefill""",
     "only decoders of text are trained: leave it out": """
         --vision-* --dino-* --swin-* --img-* --patch-dim --num-channels --num-classes --classes-fraction --mask-*
-        --data-per-class-fraction --head-lr-mult --iter-per-epoch --bert-* --output-bert-embeddings --short-seq-prob
-        --retro-* --biencoder-* --ict-* --block-data-path --embedding-path --evidence-data-path --titles-data-path
-        --indexer-* --query-in-block-prob --retriever-* --use-one-sent-docs
+        --data-per-class-fraction --head-lr-mult --iter-per-epoch --bert-* --output-bert-embeddings
+        --short-seq-prob --retro-* --biencoder-* --ict-* --block-data-path --embedding-path --evidence-data-path
+        --titles-data-path --indexer-* --query-in-block-prob --retriever-* --use-one-sent-docs
         --*report-topk-accuracies --faiss-use-gpu""",
     "reinforcement learning is not implemented: leave it out": """
         --rl-* --no-rl-* --perform-rl-step --grpo-* --langrl-* --refit-method""",

@@ -15,7 +15,7 @@ from megatron_ladder.blueprint.model import (
 from megatron_ladder.command_line import FlagWords, build_sections, read_words
 from megatron_ladder.config.file import NOT_IN_FILES, read_config_file
 from megatron_ladder.config.megatron_flags import read_megatron_flag
-from megatron_ladder.config.sections import Sections
+from megatron_ladder.config.sections import OptimizerConfig, ParallelConfig, Sections, TrainingConfig
 from megatron_ladder.errors import ErrorCollector, Problem, UserError, Written, raise_user_errors
 from megatron_ladder.flags import flag_name, section_flags, to_plain
 
@@ -51,7 +51,7 @@ class RunFlags(Sections):
         values |= {"global_batch_size": run.global_batch_size, "load": None if checkpoint is None else str(checkpoint)}
         if checkpoint is None:
             # These flags had no effect.
-            values |= {one.field_name: one.default for one in section_flags(*SECTIONS) if "--load" in one.requires}
+            values |= {flag.field_name: flag.default for flag in section_flags(*SECTIONS) if "--load" in flag.requires}
         return {name: value for name, value in values.items() if name not in NOT_IN_FILES}
 
 
@@ -85,7 +85,8 @@ class RunConfig(Sections):
     @property
     def chunks(self) -> int:
         """Number of ranges of layers that a pipeline stage runs alternately."""
-        stages, most = self.parallel.pipeline_model_parallel_size, self.parallel.num_layers_per_virtual_pipeline_stage
+        stages = self.parallel.pipeline_model_parallel_size
+        most = self.parallel.num_layers_per_virtual_pipeline_stage
         return 1 if most is None else -(-self.model.num_layers // (stages * most))
 
     @property
@@ -113,28 +114,28 @@ def read_run_words(argv: Sequence[str], function: str | None = None) -> FlagWord
 
     The words may be those of a Python function, see `read_words`. Problems are kept for `to_flags`.
     """
-    given = read_words(SECTIONS, argv, function or PROGRAM, DESCRIPTION, read_megatron_flag, function is not None)
-    found = FlagWords()
-    for path in given.words.get("config") or ():
+    typed = read_words(SECTIONS, argv, function or PROGRAM, DESCRIPTION, read_megatron_flag, function is not None)
+    in_files = FlagWords()
+    for path in typed.words.get("config") or ():
         try:
-            read_config_file(Path(path), SECTIONS, found)
+            read_config_file(Path(path), SECTIONS, in_files)
         except UserError as error:
-            found.problems += error.messages
+            in_files.problems += error.messages
             # The flags that the file would set are unknown.
-            found.faulty |= {one.field_name for one in section_flags(*SECTIONS)} - given.words.keys()
-    overridden = {flag_name(spelling) for name in given.words for spelling in (name, f"no_{name}")}
-    places = {flag: place for flag, place in found.written.places.items() if flag not in overridden}
+            in_files.faulty |= {flag.field_name for flag in section_flags(*SECTIONS)} - typed.words.keys()
+    overridden = {flag_name(spelling) for name in typed.words for spelling in (name, f"no_{name}")}
+    places = {flag: place for flag, place in in_files.written.places.items() if flag not in overridden}
     return replace(
-        given,
-        words=found.words | given.words,
-        problems=found.problems + given.problems,
-        faulty=found.faulty | given.faulty,
-        accepted=found.accepted | given.accepted,
-        written=Written(found.written.spellings | given.written.spellings, places),
+        typed,
+        words=in_files.words | typed.words,
+        problems=in_files.problems + typed.problems,
+        faulty=in_files.faulty | typed.faulty,
+        accepted=in_files.accepted | typed.accepted,
+        written=Written(in_files.written.spellings | typed.written.spellings, places),
     )
 
 
-def to_flags(found: FlagWords, world_size: int = 1) -> RunFlags:
+def to_flags(flag_words: FlagWords, world_size: int = 1) -> RunFlags:
     """Convert the words of a run of `world_size` processes to values.
 
     Raises UserError with one line per word and value that is not valid. If only required flags are missing, the errors
@@ -142,12 +143,12 @@ def to_flags(found: FlagWords, world_size: int = 1) -> RunFlags:
     """
     errors = ErrorCollector()
     # A checkpoint may provide values.
-    has_load = "load" in found.words
-    sections = build_sections(SECTIONS, found, may_lack_values=has_load, errors=errors)
-    given = frozenset(name for name, words in found.words.items() if words is not None)
-    flags = RunFlags(**dict(zip(SECTION_TYPES, sections, strict=True)), given=given, written=found.written)
-    with found.written.in_messages():
-        errors.add(*(problem for problem in _megatron_problems(flags) if problem.flag in found.accepted))
+    has_load = "load" in flag_words.words
+    sections = build_sections(SECTIONS, flag_words, may_lack_values=has_load, errors=errors)
+    given = frozenset(name for name, words in flag_words.words.items() if words is not None)
+    flags = RunFlags(**dict(zip(SECTION_TYPES, sections, strict=True)), given=given, written=flag_words.written)
+    with flag_words.written.in_messages():
+        errors.add(*(problem for problem in _megatron_problems(flags) if problem.flag in flag_words.accepted))
         if errors.messages and not has_load:
             with errors.collect():
                 resolve_run(flags, flags.model.vocab_size or 1, world_size)
@@ -163,16 +164,19 @@ def parse_run(argv: Sequence[str], known: Sequence[str] = (), world_size: int = 
 
 def _megatron_problems(flags: RunFlags) -> Iterator[Problem]:
     """Yield one line for each accepted flag of Megatron that these flags contradict."""
-    model, load = flags.model, flags.checkpoint.load
-    stages, stage = flags.parallel.pipeline_model_parallel_size, flags.parallel.zero_stage
-    by_deepspeed = f"--zero-stage {stage}" if stage != "1" else ""
+    model = flags.model
+    stages = flags.parallel.pipeline_model_parallel_size
+    zero_stage = flags.parallel.zero_stage
+    bias = "--add-attention-output-bias" if model.add_attention_output_bias else ""
+    if model.add_mlp_bias:
+        bias = "--add-mlp-bias"
+    by_deepspeed = f"--zero-stage {zero_stage}" if zero_stage != "1" else ""
     if flags.parallel.offload_optimizer != "none":
         by_deepspeed = f"--offload-optimizer {flags.parallel.offload_optimizer}"
     contradictions = {
         "--untie-embeddings-and-output-weights": "--tie-embeddings" if model.tie_embeddings else "",
-        "--disable-bias-linear": "--add-mlp-bias" * model.add_mlp_bias
-        or "--add-attention-output-bias" * model.add_attention_output_bias,
-        "--use-distributed-optimizer": "--zero-stage 0" if stage == "0" else "",
+        "--disable-bias-linear": bias,
+        "--use-distributed-optimizer": "--zero-stage 0" if zero_stage == "0" else "",
         "--overlap-grad-reduce": by_deepspeed,
         "--overlap-param-gather": by_deepspeed,
         "--no-pipeline-parallel": f"--pipeline-model-parallel-size {stages}" if stages > 1 else "",
@@ -180,24 +184,28 @@ def _megatron_problems(flags: RunFlags) -> Iterator[Problem]:
     for flag, other in contradictions.items():
         if other:
             yield Problem(flag, f" and {other} exclude each other: give one of them")
-    if model.num_key_value_heads is None and load is None:
+    if flags.checkpoint.load is not None:
+        return
+    if model.num_key_value_heads is None:
         yield Problem("--group-query-attention", " requires --num-query-groups")
-    if load is None:
-        yield Problem("--use-checkpoint-args", " requires --load")
+    yield Problem("--use-checkpoint-args", " requires --load")
 
 
 def resolve_run(flags: RunFlags, vocab_size: int, world_size: int) -> RunConfig:
     """Derive the values that the flags leave open; raises UserError with one line per invalid combination."""
     errors: list[str] = []
-    training, parallel = flags.training, flags.parallel
-    tensor_parallel, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    training = flags.training
+    parallel = flags.parallel
+    tensor_parallel = parallel.tensor_model_parallel_size
+    stages = parallel.pipeline_model_parallel_size
     model = resolve_model(flags.model, vocab_size, training.seq_length, tensor_parallel, errors)
     if not flags.logging.skip_train:
         errors += learning_errors(model)
-    errors += _schedule_problems(flags)
-    errors += _layout_problems(flags, model)
-    errors += _implementation_problems(flags)
+    errors += _schedule_problems(flags.optimizer, training.train_iters)
+    errors += _layout_problems(training, parallel, model)
+    errors += _implementation_problems(training, flags.optimizer, parallel)
     errors += _profile_problems(flags, world_size)
+    # What each rank processes: the layout divides the processes, and the batch the samples.
     data_parallel = 1
     if world_size % (tensor_parallel * stages):
         sizes = f" {tensor_parallel}" + (f" x --pipeline-model-parallel-size {stages}" if stages != 1 else "")
@@ -229,26 +237,30 @@ def resolve_run(flags: RunFlags, vocab_size: int, world_size: int) -> RunConfig:
     )
 
 
-def _schedule_problems(flags: RunFlags) -> Iterator[Problem]:
-    training, optimizer = flags.training, flags.optimizer
-    warmup, last = optimizer.lr_warmup_iters, optimizer.lr_wsd_decay_iters
+def _schedule_problems(optimizer: OptimizerConfig, train_iters: int) -> Iterator[Problem]:
+    warmup = optimizer.lr_warmup_iters
     if optimizer.min_lr > optimizer.lr:
         yield Problem("--min-lr", f" {optimizer.min_lr} is above --lr {optimizer.lr}")
-    decay_iters, end = optimizer.lr_decay_iters, f"--lr-decay-iters {optimizer.lr_decay_iters}"
+    decay_iters = optimizer.lr_decay_iters
+    end = f"--lr-decay-iters {decay_iters}"
     if decay_iters is None:
-        decay_iters, end = training.train_iters, f"--train-iters {training.train_iters}"
-    if (last or 0) > max(0, decay_iters - warmup):
-        yield Problem("--lr-wsd-decay-iters", f" {last} is more than {end} leaves after --lr-warmup-iters {warmup}")
+        decay_iters = train_iters
+        end = f"--train-iters {train_iters}"
+    wsd_iters = optimizer.lr_wsd_decay_iters
+    if wsd_iters is not None and wsd_iters > max(0, decay_iters - warmup):
+        text = f" {wsd_iters} is more than {end} leaves after --lr-warmup-iters {warmup}"
+        yield Problem("--lr-wsd-decay-iters", text)
     if optimizer.lr_decay_style != "constant" and warmup and warmup >= decay_iters:
         yield Problem("--lr-warmup-iters", f" {warmup} leaves no step of {end} for the decay")
 
 
-def _layout_problems(flags: RunFlags, model: ModelConfig) -> Iterator[Problem]:
-    training, parallel = flags.training, flags.parallel
-    length, longest, layers = training.seq_length, model.max_position_embeddings, model.num_layers
-    recomputed, stages = training.recompute_num_layers, parallel.pipeline_model_parallel_size
-    if length > longest:
-        yield Problem("--seq-length", f" {length} is longer than --max-position-embeddings {longest}")
+def _layout_problems(training: TrainingConfig, parallel: ParallelConfig, model: ModelConfig) -> Iterator[Problem]:
+    length = training.seq_length
+    layers = model.num_layers
+    stages = parallel.pipeline_model_parallel_size
+    if length > model.max_position_embeddings:
+        text = f" {length} is longer than --max-position-embeddings {model.max_position_embeddings}"
+        yield Problem("--seq-length", text)
     if parallel.sequence_parallel and not model.shares_stream:
         other = f"--lanes {model.lanes}" if model.lanes else f"--residual-mode {model.residual_mode}"
         text = f" shards one stream that all ranks read, but with {other} each rank reads another one: leave one out"
@@ -268,21 +280,25 @@ def _layout_problems(flags: RunFlags, model: ModelConfig) -> Iterator[Problem]:
             fix = f"use a number from {lowest} to {highest}" if lowest <= highest else "leave it out"
             text = f" {virtual} cuts each of {stages} stages into {ranges} ranges of --num-layers {layers}, not two or"
             yield Problem("--num-layers-per-virtual-pipeline-stage", f"{text} more with a layer each: {fix}")
+    recomputed = training.recompute_num_layers
     if recomputed is not None and recomputed > layers:
         yield Problem("--recompute-num-layers", f" {recomputed} is above --num-layers {layers}")
 
 
-def _implementation_problems(flags: RunFlags) -> Iterator[Problem]:
+def _implementation_problems(
+    training: TrainingConfig, optimizer: OptimizerConfig, parallel: ParallelConfig
+) -> Iterator[Problem]:
     """Reject combinations that DeepSpeed, apex or Muon does not support."""
-    training, optimizer, parallel = flags.training, flags.optimizer, flags.parallel
-    stage, stages = parallel.zero_stage, parallel.pipeline_model_parallel_size
-    offloads, has_apex = parallel.offload_optimizer != "none", optimizer.optimizer_implementation == "apex"
-    if stage in ("2", "3") and stages > 1:
+    zero_stage = parallel.zero_stage
+    stages = parallel.pipeline_model_parallel_size
+    offloads = parallel.offload_optimizer != "none"
+    has_apex = optimizer.optimizer_implementation == "apex"
+    if zero_stage in ("2", "3") and stages > 1:
         why = "a stage needs whole gradients over all its micro-batches, so use --zero-stage 0 or 1"
-        yield Problem("--zero-stage", f" {stage} with --pipeline-model-parallel-size {stages}: {why}")
-    if optimizer.optimizer == "muon" and (stage == "3" or offloads):
-        given = "--offload-optimizer cpu" if offloads else "--zero-stage 3"
-        text = f" muon needs whole gradients on the device, not {given}: use --zero-stage 0, 1 or 2"
+        yield Problem("--zero-stage", f" {zero_stage} with --pipeline-model-parallel-size {stages}: {why}")
+    if optimizer.optimizer == "muon" and (zero_stage == "3" or offloads):
+        other = "--offload-optimizer cpu" if offloads else "--zero-stage 3"
+        text = f" muon needs whole gradients on the device, not {other}: use --zero-stage 0, 1 or 2"
         yield Problem("--optimizer", text)
     if training.compile_sub_blocks == "true" and training.norm_implementation == "apex":
         text = " compiles torch's norm: leave out --norm-implementation apex or --compile-sub-blocks"
@@ -291,15 +307,16 @@ def _implementation_problems(flags: RunFlags) -> Iterator[Problem]:
         yield Problem("--optimizer", " muon has no --optimizer-implementation apex: leave it out")
     elif has_apex and offloads:
         yield Problem("--optimizer-implementation", " apex needs a GPU, not --offload-optimizer cpu: use torch")
-    elif has_apex and stage == "3":
+    elif has_apex and zero_stage == "3":
         # ZeRO-3 updates its sub-groups one by one, and apex counts each update of a group as a step.
         yield Problem("--optimizer-implementation", " apex miscounts steps with --zero-stage 3: use torch")
 
 
 def _profile_problems(flags: RunFlags, world_size: int) -> Iterator[Problem]:
-    profile, train_iters = flags.profile, flags.training.train_iters
+    profile = flags.profile
     if not profile.profile:
         return
+    train_iters = flags.training.train_iters
     start, end = profile.profile_step_start, profile.profile_step_end
     if start >= end:
         text = f" {start} and --profile-step-end {end} select no step: make the end larger than the start"

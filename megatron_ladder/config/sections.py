@@ -35,8 +35,7 @@ class TrainingConfig:
     """Samples per optimizer step: a multiple of micro-batch size x data-parallel size, which is the default. The
     quotient is the number of accumulation steps."""
     bf16: bool = flag(False, excludes="--zero-stage 0", on_resume="report")
-    """Compute in bfloat16, with fp32 master weights and fp32 gradient accumulation. Without it,
-    everything is fp32."""
+    """Compute in bfloat16, with fp32 master weights and fp32 gradient accumulation. Without it, everything is fp32."""
     z_loss_coeff: float = flag(0.0, minimum=0, on_resume="report")
     """Coefficient of the z-loss, the squared log of the softmax's normaliser, which keeps logits from drifting; PaLM
     uses 1e-4. It is reported separately."""
@@ -135,7 +134,8 @@ class OptimizerConfig:
 
     def completed(self, train_iters: int) -> "OptimizerConfig":
         """Return the same schedule with all parts that its style uses."""
-        decay_iters, wsd_decay_iters = self.lr_decay_iters, self.lr_wsd_decay_iters
+        decay_iters = self.lr_decay_iters
+        wsd_decay_iters = self.lr_wsd_decay_iters
         if decay_iters is None and self.lr_decay_style != "constant":
             decay_iters = train_iters
         if wsd_decay_iters is None and decay_iters is not None and self.lr_decay_style == "WSD":
@@ -228,9 +228,7 @@ class DataConfig:
     """Tokens of conversations that are labels: all, or those of the assistant, which is the default if the data marks
     them."""
     streaming: tuple[str, ...] = flag(
-        (),
-        excludes=("--data-path", "--train-data-path", "--loss-on assistant"),
-        on_resume="data",
+        (), excludes=("--data-path", "--train-data-path", "--loss-on assistant"), on_resume="data"
     )
     """Text that is tokenized during training, instead of --data-path: JSON lines (also .gz and .zst), Parquet or plain
     text files, glob patterns, or hf://NAME[:CONFIG][@SPLIT]."""

@@ -96,14 +96,14 @@ class _Units:
         """Return the effect of each unit on later units, by the lane of those, [units, lanes]."""
         outputs = self.outputs()
         consumed = (self._sum(units.consumed(lane) for units in self.read_by) for lane in range(lanes))
-        effects = [(outputs @ one @ outputs.transpose(1, 2) * self.moments).sum((1, 2)) for one in consumed]
+        effects = [(outputs @ matrix @ outputs.transpose(1, 2) * self.moments).sum((1, 2)) for matrix in consumed]
         return torch.stack(effects, 1)
 
     def effects_of(self, lanes: int) -> Tensor:
         """Return the effects of earlier units on each unit, by the lane of those, [units, lanes]."""
         inputs = self.inputs()
         produced = (self._sum(units.produced(lane) for units in self.reads) for lane in range(lanes))
-        return torch.stack([(inputs @ one * inputs).sum((1, 2)) * self.inverse_square for one in produced], 1)
+        return torch.stack([(inputs @ matrix * inputs).sum((1, 2)) * self.inverse_square for matrix in produced], 1)
 
     def _sum(self, matrices: Iterable[Tensor]) -> Tensor:
         """Return the sum of matrices [h, h], of which there may be none."""
@@ -138,8 +138,7 @@ class _Units:
 def arrange(options: ArrangeOptions) -> Mapping[str, Permutation]:
     """Return the new order of the rows or columns of each tensor, by canonical name; none in a dry run.
 
-    Raises:
-        UserError: the model or the data cannot be used, or the flags request no lanes.
+    Raises UserError if the model or the data cannot be used, or the flags request no lanes.
     """
     if importlib.util.find_spec("scipy") is None:
         raise UserError("arrange assigns units to lanes with scipy: pip install 'megatron-ladder[lab]'")
@@ -152,11 +151,11 @@ def arrange(options: ArrangeOptions) -> Mapping[str, Permutation]:
     dtype = DTYPES[options.dtype or ("bf16" if device.type == "cuda" else "fp32")]
     model = LanguageModel(stored.config, ProcessMesh.single(), dtype=dtype, device=device)
     stored.fill(model)
-    found = _measure(model, target, batches)
-    before = _share_inside(found, target.lanes)
-    after = _improve(found, target.lanes, before)
+    all_units = _measure(model, target, batches)
+    before = _share_inside(all_units, target.lanes)
+    after = _improve(all_units, target.lanes, before)
     print(f"effects of outputs in flight that are inside a lane: {before:.1%} before, {after:.1%} after", flush=True)
-    return dict(order for units in found for order in units.orders())
+    return dict(order for units in all_units for order in units.orders())
 
 
 def _arranged_model(model: ModelConfig, options: ArrangeOptions) -> ModelConfig:
@@ -168,8 +167,8 @@ def _arranged_model(model: ModelConfig, options: ArrangeOptions) -> ModelConfig:
         )
     target = rewired(model, options)[0]
     if options.lanes is None or options.lanes < 2:
-        given = "" if options.lanes is None else f" {options.lanes}"
-        raise UserError(f"--lanes{given}: give the number of lanes to arrange, at least 2")
+        value = "" if options.lanes is None else f" {options.lanes}"
+        raise UserError(f"--lanes{value}: give the number of lanes to arrange, at least 2")
     if not target.lanes:
         raise UserError(_NOTHING_IN_FLIGHT)
     if target.num_key_value_heads % target.lanes:
@@ -191,21 +190,22 @@ def _measure(model: LanguageModel, target: ModelConfig, batches: Sequence[MicroB
     outputs = {
         module.sections["weight"][0].name: module for module in model.modules() if isinstance(module, RowParallelLinear)
     }
-    found, hooks, made = list[_Units](), list[Any](), list[list[_Units]]()
+    hooks = list[Any]()
+    by_sub_block = list[list[_Units]]()
     for step, tensors in zip(model.stack.sub_blocks(), described, strict=True):
         norm = weights[tensors.norm.name]
-        branches = [_Units(one, norm, target.norm_epsilon, weights, target.lanes) for one in tensors.branches]
+        branches = [_Units(branch, norm, target.norm_epsilon, weights, target.lanes) for branch in tensors.branches]
         for units in branches:
             output = outputs[units.branch.output.weight.name]
             hooks.append(output.register_forward_pre_hook(units.record_activations))
             hooks.append(step.norm.register_forward_hook(units.record_read))
-            missing = (made[-back] for back in reversed(tensors.wired.missing) if back <= len(made))
-            units.reads = [earlier for held in missing for earlier in held]
+            missing = [back for back in reversed(tensors.wired.missing) if back <= len(by_sub_block)]
+            units.reads = [earlier for back in missing for earlier in by_sub_block[-back]]
             for earlier in units.reads:
                 earlier.read_by.append(units)
-        made.append(branches)
-        found += branches
-    if not any(units.reads for units in found):
+        by_sub_block.append(branches)
+    all_units = [units for branches in by_sub_block for units in branches]
+    if not any(units.reads for units in all_units):
         raise UserError(_NOTHING_IN_FLIGHT)
     with ProgressBar("measuring activations", len(batches), "batch") as bar:
         for batch in batches:
@@ -213,13 +213,13 @@ def _measure(model: LanguageModel, target: ModelConfig, batches: Sequence[MicroB
             bar.advance(1)
     for hook in hooks:
         hook.remove()
-    return found
+    return all_units
 
 
-def _share_inside(found: Sequence[_Units], lanes: int) -> float:
+def _share_inside(all_units: Sequence[_Units], lanes: int) -> float:
     """Return the share of all effects on later sub-blocks that is inside a lane."""
     inside = total = 0.0
-    for units in found:
+    for units in all_units:
         effects = units.effects_on(lanes)
         inside += float(effects.gather(1, torch.from_numpy(units.lanes).to(effects.device).unsqueeze(1)).sum())
         total += float(effects.sum())
@@ -229,14 +229,15 @@ def _share_inside(found: Sequence[_Units], lanes: int) -> float:
     return inside / total
 
 
-def _improve(found: Sequence[_Units], lanes: int, share: float) -> float:
+def _improve(all_units: Sequence[_Units], lanes: int, share: float) -> float:
     """Move units to other lanes until the gain of a sweep is small; return the share inside lanes."""
-    with ProgressBar("arranging", _MOST_SWEEPS * len(found), "branch") as bar:
+    with ProgressBar("arranging", _MOST_SWEEPS * len(all_units), "branch") as bar:
         for _ in range(_MOST_SWEEPS):
-            for units in found:
+            for units in all_units:
                 units.lanes = _assign((units.effects_on(lanes) + units.effects_of(lanes)).cpu().numpy())
                 bar.advance(1)
-            before, share = share, _share_inside(found, lanes)
+            before = share
+            share = _share_inside(all_units, lanes)
             if share - before < _LEAST_GAIN:
                 break
     return share
@@ -248,11 +249,12 @@ def _assign(gains: NDArray[np.float32]) -> NDArray[np.int64]:
     from scipy.optimize import linear_sum_assignment
 
     units, lanes = gains.shape
-    found = np.empty(units, np.int64)
+    lane_of = np.empty(units, np.int64)
     problems = -(-units // _UNITS_AT_ONCE)
     # Every problem has a multiple of `lanes` units, from everywhere in the branch.
-    for members in (np.arange(units).reshape(-1, lanes)[first::problems].reshape(-1) for first in range(problems)):
-        places = np.repeat(gains[members], len(members) // lanes, axis=1)
-        rows, columns = linear_sum_assignment(places, maximize=True)
-        found[members[rows]] = columns // (len(members) // lanes)
-    return found
+    for first in range(problems):
+        members = np.arange(units).reshape(-1, lanes)[first::problems].reshape(-1)
+        per_lane = len(members) // lanes
+        rows, columns = linear_sum_assignment(np.repeat(gains[members], per_lane, axis=1), maximize=True)
+        lane_of[members[rows]] = columns // per_lane
+    return lane_of

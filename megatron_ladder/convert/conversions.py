@@ -6,6 +6,7 @@ after is the one check that knows the meaning of the numbers.
 
 import hashlib
 import importlib.util
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -42,6 +43,7 @@ from megatron_ladder.checkpoint.publish import (
 )
 from megatron_ladder.checkpoint.tensor_file import box_key
 from megatron_ladder.comm.mesh import ProcessMesh
+from megatron_ladder.convert import small_files
 from megatron_ladder.convert.copying import Conversion, CopiedTensor, Files, Permutation, divide, total_bytes
 from megatron_ladder.convert.options import (
     CheckpointOptions,
@@ -52,15 +54,6 @@ from megatron_ladder.convert.options import (
     shard_bytes,
 )
 from megatron_ladder.convert.outputs import check_hf_target, check_save_target, publish_hf, publish_save, size_text
-from megatron_ladder.convert.small_files import (
-    describe_tokenizer,
-    exported_tokenizer,
-    imported_card,
-    json_file,
-    model_card,
-    module_files,
-    read_carried,
-)
 from megatron_ladder.convert.training_checkpoint import (
     TrainingCheckpoint,
     checkpoint_files,
@@ -84,17 +77,16 @@ _DERIVED_KEYS = ("format", "schema_version", "files")
 def plan_import(options: ImportOptions) -> Conversion:
     """Plan a training checkpoint, weights only, from a Hugging Face directory.
 
-    Raises:
-        UserError: the source is inconsistent or not supported, or the target must not be written to.
+    Raises UserError if the source is inconsistent or not supported, or the target must not be written to.
     """
     check_save_target(options.save, 0, options.overwrite)
     directory = open_hf_directory(options.hf)
     model_type = directory.model_type
     model, notes = rewired(directory.model, options)
     directory.check_tied_head()
-    carried = read_carried(options.hf)
-    carried[MODEL_CARD] = imported_card(options.hf, carried.get(MODEL_CARD, b""))
-    description, tokenizer, token_count = describe_tokenizer(options.hf)
+    carried = small_files.read_carried(options.hf)
+    carried[MODEL_CARD] = small_files.imported_card(options.hf, carried.get(MODEL_CARD, b""))
+    description, tokenizer, token_count = small_files.describe_tokenizer(options.hf)
     if token_count > model.vocab_size:
         notes.append(f"the tokenizer has {token_count} ids, the model {model.vocab_size}: larger ids must not occur")
     header = {
@@ -117,10 +109,7 @@ def plan_import(options: ImportOptions) -> Conversion:
         checkpoint_files(tensors),
         header,
         {**carried, **description},
-        facts=(
-            f"{options.hf}: {model_type}, {parameters:,} parameters, {directory.dtype}",
-            f"wiring: {after}",
-        ),
+        facts=(f"{options.hf}: {model_type}, {parameters:,} parameters, {directory.dtype}", f"wiring: {after}"),
         notes=[*notes, *directory.notes],
         check_logits=lambda work: _compare_logits(
             options.hf, directory.model, work, model_type, None, own_code=False, compared=compared
@@ -129,21 +118,21 @@ def plan_import(options: ImportOptions) -> Conversion:
 
 
 def _imported(directory: HFDirectory, name: str) -> CopiedTensor:
-    found = directory.tensors[name]
-    key, source = box_key("weight", name, Box.whole(found.shape)), f"{directory.path}: {found.source}"
-    return CopiedTensor(key, name, "weight", found.shape, found.dtype, source, found.whole)
+    tensor = directory.tensors[name]
+    key = box_key("weight", name, Box.whole(tensor.shape))
+    source = f"{directory.path}: {tensor.source}"
+    return CopiedTensor(key, name, "weight", tensor.shape, tensor.dtype, source, tensor.whole)
 
 
 def plan_reshape(options: ReshapeOptions, orders: Mapping[str, Permutation] = MappingProxyType({})) -> Conversion:
     """Plan a training checkpoint of whole tensors, possibly with another wiring, optimizer state included.
 
     `orders` are new orders of rows or columns, by the canonical name of a tensor; they also apply to its moments.
-
-    Raises:
-        UserError: the checkpoint is incomplete, or the target must not be written to.
+    Raises UserError if the checkpoint is incomplete, or the target must not be written to.
     """
     source = open_training_checkpoint(options.load)
-    checkpoint, iteration = source.checkpoint, source.checkpoint.iteration
+    checkpoint = source.checkpoint
+    iteration = checkpoint.iteration
     check_save_target(options.save, iteration, options.overwrite)
     model, notes = rewired(source.model, options)
     tensors = [replace(tensor, order=orders.get(tensor.name)) for tensor in source.tensors()]
@@ -277,13 +266,13 @@ def _fingerprint(sources: Sequence[Path], files: Files, *more: object) -> str:
 def plan_export(options: ExportOptions) -> Conversion:
     """Plan a Hugging Face directory from a training checkpoint of any layout.
 
-    Raises:
-        UserError: the checkpoint is incomplete or not supported, or the target must not be written to.
+    Raises UserError if the checkpoint is incomplete or not supported, or the target must not be written to.
     """
     most_bytes = shard_bytes(options.max_shard_size)
     check_hf_target(options.hf, options.overwrite)
     source = open_training_checkpoint(options.load)
     checkpoint = source.checkpoint
+    wiring = wiring_text(source.model)
     model_type = hf_type(source.model)
     dtype = source.trained_dtype if options.dtype is None else _DTYPES[options.dtype]
     weights = [tensor for tensor in source.tensors() if tensor.kind == "weight"]
@@ -292,19 +281,20 @@ def plan_export(options: ExportOptions) -> Conversion:
         for tensor in weights
         if tensor.dtype not in FLOAT_DTYPES
     )
+    # The files of tensors.
     new_dtype = dtype if options.dtype or len({tensor.dtype for tensor in weights}) == 1 else None
-    shards = divide(
-        (exported for tensor in weights for exported in _exported(source, tensor, model_type, new_dtype)), most_bytes
-    )
+    exported = itertools.chain.from_iterable(_exported(source, tensor, model_type, new_dtype) for tensor in weights)
+    shards = divide(exported, most_bytes)
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     files = dict(zip([WEIGHTS_NAME] if len(shards) == 1 else names, shards, strict=True))
-    other_files, ids, notes = exported_tokenizer(checkpoint, source.other_files)
-    code = module_files(source.model)
-    other_files |= {**code, HF_CONFIG: json_file(hf_config(source.model, dtype=dtype, **ids))}
+    # The other files: tokenizer, code, licence, card and index.
+    other_files, ids, notes = small_files.exported_tokenizer(checkpoint, source.other_files)
+    code = small_files.module_files(source.model)
+    other_files |= {**code, HF_CONFIG: small_files.json_file(hf_config(source.model, dtype=dtype, **ids))}
     other_files |= {name: content for name, content in source.other_files.items() if is_card_or_licence(name)}
-    other_files[MODEL_CARD] = model_card(
+    other_files[MODEL_CARD] = small_files.model_card(
         source.model,
-        wiring_text(source.model),
+        wiring,
         options.hf.name,
         other_files.get(MODEL_CARD, b""),
         has_tokenizer="tokenizer.json" in other_files,
@@ -312,22 +302,24 @@ def plan_export(options: ExportOptions) -> Conversion:
     if len(files) > 1:
         weight_map = {tensor.key: file for file, tensors in files.items() for tensor in tensors}
         index = {"metadata": {"total_size": total_bytes(files)}, "weight_map": dict(sorted(weight_map.items()))}
-        other_files[INDEX_NAME] = json_file(index)
+        other_files[INDEX_NAME] = small_files.json_file(index)
+    # What is reported.
+    written = f"written as {model_type} in {dtype}"
+    if code:
+        written += f", with {', '.join(code)}: load it with trust_remote_code=True"
     compared = "of the checkpoint and of the exported model in transformers"
     cast_to = new_dtype if any(tensor.dtype != new_dtype for tensor in weights) else None
-    compared += f", both with weights in {cast_to}" if cast_to else ""
-    target, token = options.hf.resolve(), _fingerprint([checkpoint.directory], files, sorted(other_files.items()))
+    if cast_to:
+        compared += f", both with weights in {cast_to}"
+    target = options.hf.resolve()
+    token = _fingerprint([checkpoint.directory], files, sorted(other_files.items()))
     return Conversion(
         files=files,
         work=target.with_name(f"{target.name}.tmp-{token}"),
         target=options.hf,
         small_files=lambda work: other_files,
         publish=lambda work: publish_hf(work, target, options.overwrite),
-        facts=(
-            f"{checkpoint.directory}: iteration {checkpoint.iteration}, wiring: {wiring_text(source.model)}",
-            f"written as {model_type} in {dtype}"
-            + (f", with {', '.join(code)}: load it with trust_remote_code=True" if code else ""),
-        ),
+        facts=(f"{checkpoint.directory}: iteration {checkpoint.iteration}, wiring: {wiring}", written),
         notes=[*notes, *checkpoint.warnings],
         cast_to=cast_to,
         verify_source=lambda: source.verify(only_weights=True),
@@ -343,12 +335,14 @@ def _exported(
     """Yield the tensors of a Hugging Face directory that hold a weight: of a stack of experts, one for each."""
     # The bias of the router's choice is never rounded.
     new_dtype = tensor.dtype if dtype is None or tensor.name.endswith(".expert_bias") else dtype
-    cast, mixtral = replace(tensor, dtype=new_dtype), model_type == "mixtral"
+    cast = replace(tensor, dtype=new_dtype)
+    mixtral = model_type == "mixtral"
     if ".experts." not in tensor.name:
         yield replace(cast, key=hf_name(tensor.name, mixtral=mixtral))
         return
     for expert in range(tensor.shape[0]):
-        key, read = hf_name(tensor.name, expert, mixtral), partial(source.read, tensor.name, "weight", expert)
+        key = hf_name(tensor.name, expert, mixtral)
+        read = partial(source.read, tensor.name, "weight", expert)
         yield replace(cast, key=key, shape=tensor.shape[1:], read=read)
 
 
@@ -363,7 +357,8 @@ def _compare_logits(
 ) -> str:
     """Compare transformers' model of a Hugging Face directory with ours of a training checkpoint, both in fp32.
 
-    Both models are in memory as a whole.
+    Both models are in memory as a whole. Return a line with the difference, or the reason why logits were not compared;
+    raise RuntimeError if they differ.
 
     Args:
         model: sizes and wiring of the directory; the weights of the checkpoint are used in that wiring.
@@ -372,12 +367,6 @@ def _compare_logits(
             comparison; None if the directory has the exact weights.
         own_code: whether this process wrote the code in the directory, so that it may run.
         compared: describes whose logits these are.
-
-    Returns:
-        A line with the difference, or the reason why logits were not compared.
-
-    Raises:
-        RuntimeError: the logits differ.
     """
     plain = model_type != OWN_TYPE and TYPES[model_type].architecture != ""
     needed = 2 * _FP32_BYTES * sum(tensor.numel for tensor in model_tensors(model))

@@ -55,21 +55,19 @@ class CopiedTensor:
     @property
     def num_bytes(self) -> int:
         """Return the bytes of the tensor in the file."""
-        return int(np.prod(self.shape)) * _dtype(self.dtype).itemsize
+        return int(np.prod(self.shape)) * getattr(torch, self.dtype).itemsize
 
     def load(self) -> Tensor:
         """Return the tensor as it is written.
 
-        Raises:
-            UserError: the source cannot be read, or has a number that is not finite or does not fit in the new element
-                type.
+        Raises UserError if the source cannot be read, or has a number that is not finite or does not fit in the type.
         """
         stored = self.read()
         if self.order is not None:
             stored = stored.index_select(self.order.dim, torch.from_numpy(self.order.source))
         if self.kind == "weight" and not stored.isfinite().all():
             raise UserError(f"{self.source}: contains NaN or infinity")
-        cast = stored.to(_dtype(self.dtype))
+        cast = stored.to(getattr(torch, self.dtype))
         if cast.dtype != stored.dtype and cast.isinf().any():
             largest = f"the value {float(stored.abs().max()):.3g} does not fit in {self.dtype}"
             raise UserError(f"{self.source}: {largest}; choose another --dtype")
@@ -125,12 +123,12 @@ class Conversion:
 def carry_out(conversion: Conversion, options: ConversionOptions, report: Callable[[str], None]) -> None:
     """Execute a conversion, or with --dry-run only report it.
 
-    Raises:
-        UserError: a source is damaged, has a weight that cannot be converted, or can no longer be read, or there is no
-            space.
-        RuntimeError: verification failed.
+    Raises UserError if a source is damaged, can no longer be read, or has a weight that cannot be converted, or if
+    there is no space; RuntimeError if verification failed.
     """
-    began, files, work = time.monotonic(), conversion.files, conversion.work
+    began = time.monotonic()
+    files = conversion.files
+    work = conversion.work
     for line in (*conversion.facts, *(f"*** {note} ***" for note in conversion.notes)):
         report(line)
     for name, tensors in files.items():
@@ -184,10 +182,9 @@ def _write_files(files: Files, directory: Path) -> None:
 
 
 def _verify_files(files: Files, directory: Path) -> None:
-    """Read source and target again, and compare them bit by bit.
+    """Read source and target again, and compare them bit by bit; raise RuntimeError if a file is wrong.
 
-    Raises:
-        RuntimeError: a file is wrong. It is removed: otherwise it would count as complete in the next attempt.
+    It is removed: otherwise it would count as complete in the next attempt.
     """
     with ProgressBar("verifying", total_bytes(files)) as progress:
         for name, tensors in files.items():
@@ -203,8 +200,3 @@ def _verify_files(files: Files, directory: Path) -> None:
 def _equal_bits(one: Tensor, other: Tensor) -> bool:
     is_alike = one.dtype == other.dtype and one.shape == other.shape
     return is_alike and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-
-
-def _dtype(name: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, name)
-    return found

@@ -18,12 +18,12 @@ from megatron_ladder.files import hub_hint
 def inspect_directory(path: Path) -> Iterator[str]:
     """Yield a description of a directory, line by line; of several checkpoints, the current one is described.
 
-    Raises:
-        UserError: the directory holds no supported checkpoint, or a damaged one.
+    Raises UserError if the directory holds no supported checkpoint, or a damaged one.
     """
     if not path.is_dir():
         raise UserError(f"{path}: no such directory{hub_hint(path)}")
-    names, is_hf = published_checkpoints(path), is_hf_directory(path)
+    names = published_checkpoints(path)
+    is_hf = is_hf_directory(path)
     if not (names or is_hf or read_latest(path) is not None or (path / MANIFEST_NAME).is_file()):
         raise UserError(
             f"{path}: no checkpoint of a supported kind: expected iter_*/{MANIFEST_NAME}, or {HF_CONFIG} and weights"
@@ -76,8 +76,9 @@ def _model(model: ModelConfig) -> Iterator[str]:
         f"{model.vocab_size}{', tied head' if model.tie_embeddings else ''}, positions {model.max_position_embeddings}"
     )
     if model.moe_layers:
-        shared, layers = model.moe_shared_expert_intermediate_size, len(model.moe_layers)
+        width = model.moe_shared_expert_intermediate_size
+        shared = f", with a shared expert of width {width}" if width else ""
         yield (
             f"experts: {model.num_experts} of width {model.moe_ffn_hidden_size}, {model.moe_router_topk} a token, "
-            f"in {counted(layers, 'layer')}{f', with a shared expert of width {shared}' if shared else ''}"
+            f"in {counted(len(model.moe_layers), 'layer')}{shared}"
         )

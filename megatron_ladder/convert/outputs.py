@@ -61,11 +61,7 @@ def publish_hf(work: Path, target: Path, overwrite: bool) -> Path:
 
 
 def check_save_target(save: Path, iteration: int, overwrite: bool) -> None:
-    """Check that a checkpoint of that iteration may be written into a directory of checkpoints.
-
-    Raises:
-        UserError: the directory holds other checkpoints, or --overwrite is needed.
-    """
+    """Raise UserError if a checkpoint of that iteration must not be written into a directory of checkpoints."""
     if is_published_name(save.name):
         raise UserError(f"--save {save}: is the name of a single checkpoint; choose the directory above it")
     if is_hf_directory(save):

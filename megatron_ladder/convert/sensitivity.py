@@ -42,20 +42,20 @@ Losses = NDArray[np.float64]
 
 def measure_sensitivity(options: SensitivityOptions) -> None:
     """Measure, as one rank or alone, and write the result. Raises UserError before any process group exists."""
-    place = read_rank_info()
+    rank_info = read_rank_info()
     model = ModelOptions(options.load, options.tensor_model_parallel_size, options.dtype)
     stored = open_model(options.load, None, None, flag="--load")
     target = _late_model(stored.config, options)
-    check_hardware(place, model, stored.config)
+    check_hardware(rank_info, model, stored.config)
     batches = read_batches(options, stored)
     with naming_lost_peers():
         # Some wirings have other sub-blocks of experts, with the same tensors.
-        with closing(build_engine(place, model, stored, target)) as engine:
-            found = _measure(engine, target, batches, options)
+        with closing(build_engine(rank_info, model, stored, target)) as engine:
+            sensitivity = _measure(engine, target, batches, options)
         stop_process_group()
-    if place.rank == 0:
-        write_sensitivity(options.output, found)
-        print(_report(found), flush=True)
+    if rank_info.rank == 0:
+        write_sensitivity(options.output, sensitivity)
+        print(_report(sensitivity), flush=True)
 
 
 def _late_model(model: ModelConfig, options: SensitivityOptions) -> ModelConfig:
@@ -70,12 +70,13 @@ def _late_model(model: ModelConfig, options: SensitivityOptions) -> ModelConfig:
             f"--load {options.load}: a {model.residual_mode} model, whose norms differ from rank to rank, so its "
             "wiring cannot change: measure another model"
         )
-    late = "ladder-parallel" if len(model.wiring.sub_blocks) == 1 else "ladder"
-    mode = options.residual_mode or (model.residual_mode if model.wiring.late else late)
+    default = "ladder-parallel" if len(model.wiring.sub_blocks) == 1 else "ladder"
+    if model.wiring.late:
+        default = model.residual_mode
     every = ReshapeOptions(
         load=options.load,
         save=options.output,
-        residual_mode=mode,
+        residual_mode=options.residual_mode or default,
         ladder_layers="all",
         residual_staleness=options.residual_staleness or model.residual_staleness,
     )
@@ -88,7 +89,8 @@ def read_batches(options: MeasuredOptions, stored: StoredModel) -> list[MicroBat
     Raises UserError if the data is too short, has no labels, or belongs to another model.
     """
     options = _with_flags_of_the_run(options, stored)
-    model, tokenizer = stored.config, stored.tokenizer
+    model = stored.config
+    tokenizer = stored.tokenizer
     length = options.seq_length or min(_LONGEST_ROW, model.max_position_embeddings)
     if length > model.max_position_embeddings:
         raise UserError(f"--seq-length {length}: the model has only {model.max_position_embeddings} positions")
@@ -102,8 +104,9 @@ def read_batches(options: MeasuredOptions, stored: StoredModel) -> list[MicroBat
     errors.raise_if_any()
     describes = dataset.sidecar if tokenizer is None else tokenizer
     eod_id = None if describes is None else describes.eod_id
-    switches = map(bool, (options.reset_position_ids, options.reset_attention_mask, options.eod_mask_loss))
-    rules = DocumentRules(eod_id, *switches)
+    rules = DocumentRules(
+        eod_id, bool(options.reset_position_ids), bool(options.reset_attention_mask), bool(options.eod_mask_loss)
+    )
     if eod_id is None and (rules.eod_mask_loss or (rules.cuts_rows and not source.has_begins)):
         raise UserError(f"--load {stored.directory}: has no tokenizer, whose end-of-document token these flags need")
     count = min(options.tokens // length, len(source))
@@ -127,11 +130,8 @@ def read_batches(options: MeasuredOptions, stored: StoredModel) -> list[MicroBat
 
 def _with_flags_of_the_run(options: MeasuredOptions, stored: StoredModel) -> MeasuredOptions:
     """Return the options, with the values of the run that trained the model for flags that are not given."""
-    taken = {
-        name: value
-        for name in (*_CUTS, "eod_mask_loss", "loss_on")
-        if (value := stored.data_flags.get(name)) and getattr(options, name) is None
-    }
+    names = [name for name in (*_CUTS, "eod_mask_loss", "loss_on") if getattr(options, name) is None]
+    taken = {name: stored.data_flags[name] for name in names if stored.data_flags.get(name)}
     if taken:
         flags = " ".join(flag_words(taken))
         print_rank_0(f"reads the data as the checkpoint's run did: {flags}", read_rank_info().rank)
@@ -159,13 +159,16 @@ def _counted(batch: MicroBatch) -> Tensor:
 def run_model(model: LanguageModel, batch: MicroBatch) -> Tensor:
     """Return the stream after the last layer, [s, b, h]."""
     device = model.embedding.weight.device
-    tokens, positions = batch.tokens.to(device), None if batch.positions is None else batch.positions.to(device)
+    tokens = batch.tokens.to(device)
+    positions = None if batch.positions is None else batch.positions.to(device)
     return model.hidden_states(tokens, model.training_context(tokens, positions, document_bounds=batch.document_bounds))
 
 
 class _Passes:
     def __init__(self, engine: GenerationEngine, target: ModelConfig, batches: Sequence[MicroBatch]) -> None:
-        self._engine, self._target, self._batches = engine, target, batches
+        self._engine = engine
+        self._target = target
+        self._batches = batches
         self.bar: ProgressBar | None = None
         self.counts = np.concatenate([_counted(batch).sum(1).numpy() for batch in batches])
         """Labels of each row."""
@@ -175,15 +178,16 @@ class _Passes:
         """Return the losses of the model when only these layers read late; a collective."""
         model = self._engine.model
         model.stack.rewire(replace(self._target, ladder_layers=tuple(sorted(late))).wired_layers)
-        found = []
+        of_batches = []
         for batch in self._batches:
-            hidden_states, counted = run_model(model, batch), _counted(batch)
+            hidden_states = run_model(model, batch)
+            counted = _counted(batch)
             hidden_states = hidden_states.transpose(0, 1)[counted.to(hidden_states.device)]
             labels = batch.labels[counted].unsqueeze(0).to(hidden_states.device)
             rows = torch.zeros(counted.shape, dtype=torch.float64)
             rows[counted] = model.predictions(hidden_states.unsqueeze(1), labels)[0, :, 0].cpu()
-            found.append(rows.sum(1).numpy())
-        losses = np.concatenate(found)
+            of_batches.append(rows.sum(1).numpy())
+        losses = np.concatenate(of_batches)
         if not np.isfinite(losses).all():
             raise BadNumbersError(f"the logits are not finite: {BAD_NUMBERS_CAUSE}")
         if self.bar is not None:
@@ -196,7 +200,8 @@ class _Passes:
 
     def price(self, losses: Losses, base: Losses) -> Price:
         """Return the difference of two losses per label, and its standard error over rows."""
-        differences, count = losses - base, len(self.counts)
+        count = len(self.counts)
+        differences = losses - base
         increase = self.mean(differences)
         deviations = differences - increase * self.counts
         error = np.sqrt((deviations**2).sum() * count / (count - 1)) / self.counts.sum()
@@ -214,17 +219,22 @@ def _measure(
     is_first = engine.group.rank == 0
     with ProgressBar("sensitivity", total, "pass") if is_first else nullcontext() as passes.bar:
         base = passes.losses(())
+        # The greedy order: each time the layer that costs least with those before it.
         alone: Mapping[int, Losses] = {}
-        chosen, cheapest, last, unclear = list[int](), list[Price](), dict[int, float](), 0
+        chosen = list[int]()
+        cheapest = list[Price]()
+        last = dict[int, float]()
+        unclear = 0
         while len(chosen) < greedy:
             tried = {layer: passes.losses([*chosen, layer]) for layer in range(layers) if layer not in chosen}
             alone = alone or tried
             last = {layer: passes.mean(losses) for layer, losses in tried.items()}
             best, *others = sorted(last, key=lambda layer: last[layer])
             chosen.append(best)
-            lead = passes.price(tried[others[0]], tried[best]) if others else None
-            unclear += lead is not None and lead.increase < lead.standard_error
-            cheapest.append(passes.price(tried[chosen[-1]], base))
+            cheapest.append(passes.price(tried[best], base))
+            if others:
+                lead = passes.price(tried[others[0]], tried[best])
+                unclear += int(lead.increase < lead.standard_error)
         upper = [passes.price(passes.losses(range(layers - count, layers)), base) for count in range(1, greedy + 1)]
     if unclear and is_first:
         print(
@@ -249,22 +259,22 @@ def _measure(
     )
 
 
-def _report(found: Sensitivity) -> str:
+def _report(sensitivity: Sensitivity) -> str:
     """Return a table of the layers in their order."""
 
     def cell(prices: Sequence[Price], index: int) -> str:
         return f"{prices[index].increase:+.4f} ± {prices[index].standard_error:.4f}" if index < len(prices) else ""
 
-    staleness = f", {found.residual_staleness} sub-blocks late" if found.residual_staleness != 1 else ""
+    staleness = f", {sensitivity.residual_staleness} sub-blocks late" if sensitivity.residual_staleness != 1 else ""
     lines = [
-        f"Increase of the loss in nats per token, without training, when layers read late (wiring: "
-        f"{found.residual_mode}{staleness}), with standard errors over rows: of each layer alone, of the cheapest N "
-        f"layers, and of the upper N. Loss without a late layer: {found.loss:.4f}, over {found.tokens:,} tokens of "
-        f"{found.data}.\n",
+        "Increase of the loss in nats per token, without training, when layers read late (wiring: "
+        f"{sensitivity.residual_mode}{staleness}), with standard errors over rows: of each layer alone, of the "
+        f"cheapest N layers, and of the upper N. Loss without a late layer: {sensitivity.loss:.4f}, over "
+        f"{sensitivity.tokens:,} tokens of {sensitivity.data}.\n",
         "| N | layer | alone | cheapest N | upper N |",
         "| ---: | ---: | ---: | ---: | ---: |",
     ]
-    for index, layer in enumerate(found.order):
-        together = f"{cell(found.cheapest, index)} | {cell(found.upper, index)}"
-        lines.append(f"| {index + 1} | {layer} | {cell(found.layers, layer)} | {together} |")
+    for index, layer in enumerate(sensitivity.order):
+        together = f"{cell(sensitivity.cheapest, index)} | {cell(sensitivity.upper, index)}"
+        lines.append(f"| {index + 1} | {layer} | {cell(sensitivity.layers, layer)} | {together} |")
     return "\n".join(lines)

@@ -39,26 +39,32 @@ def module_files(model: ModelConfig) -> dict[str, bytes]:
 
 def imported_card(directory: Path, source: bytes) -> bytes:
     """Return the card that a checkpoint keeps of a Hugging Face directory: its name, and the terms of its own card."""
-    real, terms = directory.resolve(), _metadata(source)
+    real = directory.resolve()
     # The cache's directories are models--OWNER--NAME/snapshots/REVISION.
     cached = real.parent.parent.name if real.parent.name == "snapshots" else real.name
     name = cached.removeprefix("models--").replace("--", "/")
-    return _card({"base_model": name, **{key: terms[key] for key in _TERMS if isinstance(terms.get(key), str)}}, "")
+    metadata = _metadata(source)
+    terms = {key: metadata[key] for key in _TERMS if isinstance(metadata.get(key), str)}
+    return _card({"base_model": name, **terms}, "")
 
 
 def model_card(model: ModelConfig, wiring: str, name: str, imported: bytes, has_tokenizer: bool) -> bytes:
     """Return the card of an exported model, given that of `imported_card`, which is empty without an import."""
-    own, first = hf_type(model) == OWN_TYPE, {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    trust, terms = ", trust_remote_code=True" * own, _metadata(imported)
-    classes = "AutoModelForCausalLM" + ", AutoTokenizer" * has_tokenizer
-    tokenizer = f'    tokenizer = AutoTokenizer.from_pretrained("{name}"{trust})\n' * has_tokenizer
+    needs_code = hf_type(model) == OWN_TYPE
+    trust = ", trust_remote_code=True" if needs_code else ""
+    classes = "AutoModelForCausalLM"
+    tokenizer = ""
+    if has_tokenizer:
+        classes += ", AutoTokenizer"
+        tokenizer = f'    tokenizer = AutoTokenizer.from_pretrained("{name}"{trust})\n'
+    terms = _metadata(imported)
     steps = f"{'check' if 'license' in terms else 'set'} `license`"
     if "base_model" in terms and "/" not in str(terms["base_model"]):
         steps += ", and replace `base_model` by its full name on the Hub"
     text = f"""
 # {name}
 
-{model.num_layers} layers of hidden size {model.hidden_size}; wiring: {wiring}.{own * _OWN_CODE}
+{model.num_layers} layers of hidden size {model.hidden_size}; wiring: {wiring}.{_OWN_CODE if needs_code else ""}
 
     from transformers import {classes}
 
@@ -66,7 +72,8 @@ def model_card(model: ModelConfig, wiring: str, name: str, imported: bytes, has_
 
 Before you publish the model, {steps}.
 """
-    return _card({**first, "license": "unknown", **terms}, text)
+    metadata = {"library_name": "transformers", "pipeline_tag": "text-generation", "license": "unknown"}
+    return _card(metadata | terms, text)
 
 
 def _metadata(card: bytes) -> dict[str, Any]:
@@ -86,34 +93,31 @@ def _card(metadata: dict[str, Any], text: str) -> bytes:
 def read_carried(directory: Path) -> dict[str, bytes]:
     """Return the contents, by name, of the files of a directory that travel with its model.
 
-    Additional chat templates become a list in tokenizer_config.json, as transformers wrote them before.
-
-    Raises:
-        UserError: a file is a link out of the directory, or has templates that cannot be read.
+    Additional chat templates become a list in tokenizer_config.json, as transformers wrote them before. Raises
+    UserError if a file is a link out of the directory, or has templates that cannot be read.
     """
-    found, more = {}, sorted(f"{path.parent.name}/{path.name}" for path in directory.glob(f"{_MORE_TEMPLATES}/*.jinja"))
+    carried = {}
+    more = sorted(f"{path.parent.name}/{path.name}" for path in directory.glob(f"{_MORE_TEMPLATES}/*.jinja"))
     for name in [*sorted(entry.name for entry in directory.iterdir()), *more]:
         if name in (*CARRIED, *more) or (is_card_or_licence(name) and (directory / name).is_file()):
-            found[name] = safe_path(directory, name).read_bytes()
-            reject_pointer(directory / name, found[name])
+            carried[name] = safe_path(directory, name).read_bytes()
+            reject_pointer(directory / name, carried[name])
     if more:
-        templates = {"default": found.pop(CHAT_TEMPLATE, None)} | {Path(name).stem: found.pop(name) for name in more}
+        templates = {} if CHAT_TEMPLATE not in carried else {"default": carried.pop(CHAT_TEMPLATE)}
+        templates |= {Path(name).stem: carried.pop(name) for name in more}
         try:
-            named = [{"name": name, "template": text.decode()} for name, text in templates.items() if text is not None]
-            found[_CONFIG] = json_file({**json.loads(found.get(_CONFIG, b"{}")), "chat_template": named})
+            named = [{"name": name, "template": text.decode()} for name, text in templates.items()]
+            carried[_CONFIG] = json_file({**json.loads(carried.get(_CONFIG, b"{}")), "chat_template": named})
         except (ValueError, TypeError, RecursionError) as error:
             raise UserError(f"{directory}: {_CONFIG} or {_MORE_TEMPLATES} cannot be read: {error}") from None
-    return found
+    return carried
 
 
 def describe_tokenizer(directory: Path) -> tuple[dict[str, bytes], dict[str, Any] | None, int]:
     """Return what a training checkpoint records about the tokenizer of a directory, besides what `read_carried` found.
 
-    Returns:
-        Files by name, the entry of the manifest, and one more than the largest id; {}, None and 0 without a tokenizer.
-
-    Raises:
-        UserError: the tokenizer's file cannot be read, or has no end-of-text token.
+    These are files by name, the entry of the manifest, and one more than the largest id; {}, None and 0 without a
+    tokenizer. Raises UserError if the tokenizer's file cannot be read, or has no end-of-text token.
     """
     # Imports the tokenizer libraries, which nothing else here needs.
     from megatron_ladder.data.tokenizers import find_tokenizer, tokenizer_files
@@ -135,22 +139,21 @@ def exported_tokenizer(
 ) -> tuple[dict[str, bytes], dict[str, Any], list[str]]:
     """Return the tokenizer's files of a training checkpoint in the form that transformers expects.
 
-    `other_files` are the files of the checkpoint besides manifest and tensors.
-
-    Returns:
-        Files by name, the ids of special tokens by their keys in `config.json`, and notes for the user.
-
-    Raises:
-        UserError: the tokenizer cannot be read, or is not the one that was saved.
+    `other_files` are the files of the checkpoint besides manifest and tensors. Also return the ids of special tokens by
+    their keys in `config.json`, and notes for the user. Raises UserError if the tokenizer cannot be read, or is not the
+    one that was saved.
     """
-    directory, files = checkpoint.directory, {name: other_files[name] for name in other_files if name in CARRIED}
+    directory = checkpoint.directory
+    files = {name: other_files[name] for name in other_files if name in CARRIED}
     # Imports the tokenizer libraries, which nothing else here needs.
     from megatron_ladder.data import tokenizers as kinds
 
     source = kinds.parse_json_object(directory / _CONFIG, files[_CONFIG]) if _CONFIG in files else {}
     # It names code of the model's source, which the directory does not have.
     settings = {key: value for key, value in source.items() if key != "auto_map"}
-    tokenizer, notes = kinds.find_tokenizer(directory), list[str]()
+    tokenizer = kinds.find_tokenizer(directory)
+    notes = list[str]()
+    # The vocabulary.
     if isinstance(tokenizer, kinds.SentencePieceTokenizer):
         described = kinds.parse_json_object(directory / kinds.DESCRIPTION_FILE, other_files[kinds.DESCRIPTION_FILE])
         files[kinds.DESCRIPTION_FILE] = json_file({**described, "file": "tokenizer.model"})
@@ -160,8 +163,8 @@ def exported_tokenizer(
             settings.setdefault("split_special_tokens", True)
     elif isinstance(tokenizer, kinds.HuggingFaceTokenizer):
         files["tokenizer.json"] = tokenizer.contents[0]
-        around = [number for part in tokenizer.added_around() for number in part]
-        added = " ".join(tokenizer.control_tokens.get(number, str(number)) for number in around)
+        before, after = tokenizer.added_around()
+        added = " ".join(tokenizer.control_tokens.get(number, str(number)) for number in (*before, *after))
         if added and not checkpoint.is_imported:
             files["tokenizer.json"] = tokenizer.without_added()
             notes.append(f"training did not add {added} to a text, so the exported tokenizer.json does not, either")
@@ -173,14 +176,16 @@ def exported_tokenizer(
 
         if not PromptEncoder(tokenizer, (), True, None).turn_ends:
             notes.append(OPEN_ANSWERS)
+    # The settings, unless transformers has no such tokenizer: of bytes or numbers.
     if tokenizer is not None and tokenizer.files:
         # Other classes of transformers rebuild a tokenizer from parts of its file, without the normalizer.
-        defaults = tokenizer.named_tokens() | ({} if source else {"clean_up_tokenization_spaces": False})
-        settings = {**defaults, **settings, "tokenizer_class": "PreTrainedTokenizerFast"}
+        defaults = {} if source else {"clean_up_tokenization_spaces": False}
+        settings = {**tokenizer.named_tokens(), **defaults, **settings, "tokenizer_class": "PreTrainedTokenizerFast"}
     if settings != source:
         files[_CONFIG] = json_file(settings)
-    # transformers has no tokenizer of bytes or numbers.
-    ids = ({} if tokenizer is None else {"eos_token_id": tokenizer.eod_id}) | checkpoint.imported_ids
+    # The tokens that end a text.
+    ids: dict[str, Any] = {} if tokenizer is None else {"eos_token_id": tokenizer.eod_id}
+    ids |= checkpoint.imported_ids
     listed = end_ids(ids)
     if learned := [number for number in checkpoint.end_ids if number not in listed]:
         ids["eos_token_id"] = [*listed, *learned]

@@ -16,18 +16,8 @@ from torch import Tensor
 from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.model import ModelConfig
 from megatron_ladder.blueprint.tensors import model_tensors
+from megatron_ladder.checkpoint import manifest
 from megatron_ladder.checkpoint.format import Checkpoint
-from megatron_ladder.checkpoint.manifest import (
-    KINDS,
-    BoxRecord,
-    FileRecord,
-    Tiling,
-    encode_manifest,
-    file_name,
-    make_index,
-    merge_manifest,
-    writer_of,
-)
 from megatron_ladder.checkpoint.publish import MANIFEST_NAME
 from megatron_ladder.checkpoint.tensor_file import box_key, checksum_of, file_checksum
 from megatron_ladder.convert.copying import CopiedTensor, Files, divide
@@ -35,7 +25,8 @@ from megatron_ladder.errors import UserError, limited, raise_user_errors
 
 _MOST_BYTES = 2 * 10**9
 """Size of the files, of which one is in memory at a time; a larger tensor has a separate file."""
-_MATRIX, _NOT_TRAINED = r"layers\..*(_proj|\.router)\.weight$", r"layers\..*\.router\.expert_bias$"
+_MATRIX = r"layers\..*(_proj|\.router)\.weight$"
+_NOT_TRAINED = r"layers\..*\.router\.expert_bias$"
 
 
 @dataclass(frozen=True)
@@ -50,11 +41,12 @@ class TrainingCheckpoint:
     def tensors(self) -> Iterator[CopiedTensor]:
         """Yield all tensors, kind by kind, weights and moments in the model's order, as in another checkpoint."""
         order = {tensor.name: index for index, tensor in enumerate(model_tensors(self.model))}
-        for kind in KINDS:
+        for kind in manifest.KINDS:
             for name, stored in sorted(self.checkpoint.stored(kind).items(), key=lambda item: order.get(item[0], 0)):
-                shape, dtype = stored.shape, stored.dtype
-                key, source = box_key(kind, name, Box.whole(shape)), f"{self.checkpoint.directory}: {name}"
-                yield CopiedTensor(key, name, kind, shape, dtype, source, partial(self.read, name, kind))
+                key = box_key(kind, name, Box.whole(stored.shape))
+                source = f"{self.checkpoint.directory}: {name}"
+                read = partial(self.read, name, kind)
+                yield CopiedTensor(key, name, kind, stored.shape, stored.dtype, source, read)
 
     def read(self, name: str, kind: str, expert: int | None = None) -> Tensor:
         """Return a whole tensor, or an expert's matrix of a stack; raise UserError if it cannot be read."""
@@ -62,9 +54,9 @@ class TrainingCheckpoint:
         box = Box.whole(stored.shape)
         if expert is not None:
             box = Box((expert, *box.offset[1:]), (1, *box.extent[1:]))
-        found = torch.empty(box.extent, dtype=getattr(torch, stored.dtype))
-        self.checkpoint.read(name, kind, box, found)
-        return found if expert is None else found[0]
+        tensor = torch.empty(box.extent, dtype=getattr(torch, stored.dtype))
+        self.checkpoint.read(name, kind, box, tensor)
+        return tensor if expert is None else tensor[0]
 
     @property
     def trained_dtype(self) -> str:
@@ -82,10 +74,9 @@ class TrainingCheckpoint:
 
 
 def open_training_checkpoint(load: Path) -> TrainingCheckpoint:
-    """Open the current checkpoint of a directory, and check that its tensors are those of its model.
+    """Open the current checkpoint of a directory; its tensors are those of its model.
 
-    Raises:
-        UserError: no checkpoint is complete, or tensors are missing, unexpected or have other shapes.
+    Raises UserError if no checkpoint is complete, or tensors are missing, unexpected or have other shapes.
     """
     try:
         checkpoint = Checkpoint.open(load)
@@ -96,20 +87,24 @@ def open_training_checkpoint(load: Path) -> TrainingCheckpoint:
     model = checkpoint.model()
     expected = {tensor.name: tensor.shape for tensor in model_tensors(model)}
     errors = []
-    for kind in KINDS:
+    for kind in manifest.KINDS:
         stored = checkpoint.stored(kind)
         if kind == "rng" or (not stored and kind != "weight"):
             continue
         # No optimizer has moments of a bias without a gradient, and Muon keeps one of the matrices of the layers.
-        of_muon = kind == "exp_avg_sq" and checkpoint.optimizer == "muon"
-        lacking = [] if kind == "weight" else [_NOT_TRAINED, _MATRIX] if of_muon else [_NOT_TRAINED]
+        may_lack = [] if kind == "weight" else [_NOT_TRAINED]
+        if kind == "exp_avg_sq" and checkpoint.optimizer == "muon":
+            may_lack.append(_MATRIX)
         for name in {**expected, **stored}:
-            found = stored[name].shape if name in stored else None
-            may_lack = found is None and any(re.match(pattern, name) for pattern in lacking)
-            if found != (shape := expected.get(name)) and not may_lack:
-                errors.append(f"{path}: {kind} of {name}: found {_text(found)}, expected {_text(shape)}")
+            shape = stored[name].shape if name in stored else None
+            if shape is None and any(re.match(pattern, name) for pattern in may_lack):
+                continue
+            if shape != expected.get(name):
+                errors.append(f"{path}: {kind} of {name}: found {_text(shape)}, expected {_text(expected.get(name))}")
     raise_user_errors(limited(errors))
-    of_tensors = {file for kind in KINDS for stored in checkpoint.stored(kind).values() for file in stored.files()}
+    of_tensors = set[str]()
+    for kind in manifest.KINDS:
+        of_tensors.update(*(stored.files() for stored in checkpoint.stored(kind).values()))
     others = {
         path.name: path.read_bytes()
         for path in sorted(checkpoint.directory.iterdir())
@@ -125,10 +120,10 @@ def _text(shape: tuple[int, ...] | None) -> str:
 def checkpoint_files(tensors: list[CopiedTensor]) -> Files:
     """Return the files of a checkpoint with these tensors."""
     files = {}
-    for group in dict.fromkeys(KINDS.values()):
-        of_group = [tensor for tensor in tensors if KINDS[tensor.kind] == group]
+    for group in dict.fromkeys(manifest.KINDS.values()):
+        of_group = [tensor for tensor in tensors if manifest.KINDS[tensor.kind] == group]
         for number, held in enumerate(divide(of_group, _MOST_BYTES)):
-            files[file_name(held[0].kind, number)] = held
+            files[manifest.file_name(held[0].kind, number)] = held
     return files
 
 
@@ -137,11 +132,13 @@ def manifest_bytes(files: Files, header: Mapping[str, Any], directory: Path, oth
 
     `header` has the keys besides files and tensors.
     """
-    records = [FileRecord(name, (directory / name).stat().st_size, file_checksum(directory / name)) for name in files]
-    records += [FileRecord(name, len(content), checksum_of(content)) for name, content in other_files.items()]
+    records = [
+        manifest.FileRecord(name, (directory / name).stat().st_size, file_checksum(directory / name)) for name in files
+    ]
+    records += [manifest.FileRecord(name, len(content), checksum_of(content)) for name, content in other_files.items()]
     written = {}
     for file, tensors in files.items():
         for tensor in tensors:
-            whole = BoxRecord((0,) * len(tensor.shape), tensor.shape, writer_of(file))
-            written[tensor.kind, tensor.name] = (tensor.dtype, Tiling(tensor.shape, (whole,)))
-    return encode_manifest(merge_manifest(header, [make_index(records, written)]))
+            whole = manifest.BoxRecord((0,) * len(tensor.shape), tensor.shape, manifest.writer_of(file))
+            written[tensor.kind, tensor.name] = (tensor.dtype, manifest.Tiling(tensor.shape, (whole,)))
+    return manifest.encode_manifest(manifest.merge_manifest(header, [manifest.make_index(records, written)]))

@@ -14,13 +14,13 @@ import msgspec
 from megatron_ladder.blueprint.model import ModelConfig, model_errors, parse_layers
 from megatron_ladder.blueprint.wiring import EXPERT_MODES, LATE_MODES, SHARED_STREAM_MODES, WIRINGS, layers_text
 from megatron_ladder.convert.options import CheckpointOptions
-from megatron_ladder.errors import Problem, UserError, raise_user_errors
+from megatron_ladder.errors import Problem, UserError, counted, raise_user_errors
 from megatron_ladder.files import write_atomically
 from megatron_ladder.flags import flag_name, section_flags
 
 _BEST = "best:"
 """How a value of --ladder-layers begins that refers to such a file."""
-_OWN_FLAGS = {one.name for one in section_flags(CheckpointOptions)}
+_FLAGS = {flag.name for flag in section_flags(CheckpointOptions)}
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 _LateMode = Literal[LATE_MODES]  # type: ignore[valid-type]
 
@@ -64,24 +64,24 @@ class Sensitivity(msgspec.Struct, frozen=True):
     upper: tuple[Price, ...]
 
 
-def write_sensitivity(path: Path, found: Sensitivity) -> None:
+def write_sensitivity(path: Path, sensitivity: Sensitivity) -> None:
     """Replace the file."""
-    write_atomically(path, msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+    write_atomically(path, msgspec.json.format(msgspec.json.encode(sensitivity), indent=1) + b"\n")
 
 
 def _read_sensitivity(path: Path) -> Sensitivity:
     """Read a file that `write_sensitivity` wrote. Raises UserError."""
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Sensitivity)
-        if sorted(found.order) != list(range(found.num_layers)):
-            raise ValueError(f"order {found.order} does not contain each of {found.num_layers} layers once")
+        sensitivity = msgspec.json.decode(path.read_bytes(), type=Sensitivity)
+        if sorted(sensitivity.order) != list(range(sensitivity.num_layers)):
+            raise ValueError(f"order {sensitivity.order} does not contain each of {sensitivity.num_layers} layers once")
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}: give the --output of convert_checkpoint.py sensitivity") from None
     except ValueError as error:
         raise UserError(
             f"{path}: not a file of convert_checkpoint.py sensitivity: {error}: run it again, or give another file"
         ) from None
-    return found
+    return sensitivity
 
 
 def wiring_text(model: ModelConfig) -> str:
@@ -101,10 +101,11 @@ def wiring_text(model: ModelConfig) -> str:
 def rewired(model: ModelConfig, options: CheckpointOptions) -> tuple[ModelConfig, list[str]]:
     """Return the model with the requested wiring, and a line if that overrides its own.
 
-    Raises:
-        UserError: the wiring needs other weights than the model has, or its flags contradict each other.
+    Raises UserError if the wiring needs other weights than the model has, or its flags contradict each other.
     """
-    mode, layers, staleness = options.residual_mode, options.ladder_layers, options.residual_staleness
+    mode = options.residual_mode
+    layers = options.ladder_layers
+    staleness = options.residual_staleness
     # No lanes is what a model without late layers has.
     lanes = options.lanes if options.lanes or model.lanes else None
     if layers is not None and layers.startswith(_BEST):
@@ -127,14 +128,13 @@ def rewired(model: ModelConfig, options: CheckpointOptions) -> tuple[ModelConfig
             "such a model can only be trained from the start"
         )
     if new.sub_blocks != old.sub_blocks:
-        has, needs = (len(wiring.sub_blocks) for wiring in (old, new))
         usable = (*SHARED_STREAM_MODES, *(EXPERT_MODES if model.moe_layers else ()))
         # Without late layers, --ladder-layers has no meaning.
         usable = tuple(name for name in usable if WIRINGS[name].late or layers is None)
         possible = [name for name in usable if WIRINGS[name].sub_blocks == old.sub_blocks]
         errors.append(
-            f"--residual-mode {mode}: every layer of the source has {has} norm{'s' * (has > 1)}, and this wiring needs "
-            f"{needs}: give --residual-mode {' or '.join(possible)}, or leave it out"
+            f"--residual-mode {mode}: every layer of the source has {counted(len(old.sub_blocks), 'norm')}, and this "
+            f"wiring needs {len(new.sub_blocks)}: give --residual-mode {' or '.join(possible)}, or leave it out"
         )
     # One sub-block late and no lanes are what every wiring has.
     late_by = None if staleness == 1 else staleness
@@ -151,7 +151,8 @@ def rewired(model: ModelConfig, options: CheckpointOptions) -> tuple[ModelConfig
             errors.append(f"--ladder-layers {layers}: {error}")
     raise_user_errors(errors)
     if keeps_mode:
-        staleness, lanes = staleness or model.residual_staleness, model.lanes if lanes is None else lanes
+        staleness = staleness or model.residual_staleness
+        lanes = model.lanes if lanes is None else lanes
     changed = replace(
         model, residual_mode=mode, ladder_layers=late_layers, residual_staleness=staleness or 1, lanes=lanes or 0
     )
@@ -165,7 +166,7 @@ def rewired(model: ModelConfig, options: CheckpointOptions) -> tuple[ModelConfig
 def _about_source(problem: Problem) -> str:
     """Return an error of the rewired model without the names of flags that a conversion does not have."""
     text = re.sub(r": (give|use) --.*", "", problem)
-    for name in sorted({*re.findall(r"--[a-z-]+", text)} - _OWN_FLAGS):
+    for name in sorted({*re.findall(r"--[a-z-]+", text)} - _FLAGS):
         text = re.sub(rf"{name}\b", name.removeprefix("--").replace("-", "_"), text)
     return f"{text}; a conversion changes only the wiring: give another one, or none"
 
@@ -180,19 +181,20 @@ def _cheapest_layers(
     match = re.fullmatch(rf"{_BEST}(\d+)@(.+)", text)
     if match is None:
         raise UserError(f"--ladder-layers {text}: expected {_BEST}N@FILE, such as {_BEST}16@sensitivity.json")
-    count, path = int(match[1]), Path(match[2])
-    found = _read_sensitivity(path)
+    count = int(match[1])
+    path = Path(match[2])
+    sensitivity = _read_sensitivity(path)
     measured = {
-        "layers": (found.num_layers, model.num_layers),
-        "--residual-mode": (found.residual_mode, mode or found.residual_mode),
-        "--residual-staleness": (found.residual_staleness, staleness or found.residual_staleness),
+        "layers": (sensitivity.num_layers, model.num_layers),
+        "--residual-mode": (sensitivity.residual_mode, mode or sensitivity.residual_mode),
+        "--residual-staleness": (sensitivity.residual_staleness, staleness or sensitivity.residual_staleness),
     }
     errors = [
         f"--ladder-layers {text}: {path} was measured with {name} {before}, not {now}: measure this model and wiring"
         for name, (before, now) in measured.items()
         if before != now
     ]
-    if not errors and count > found.num_layers:
-        errors.append(f"--ladder-layers {text}: the model has only {found.num_layers} layers")
+    if not errors and count > sensitivity.num_layers:
+        errors.append(f"--ladder-layers {text}: the model has only {sensitivity.num_layers} layers")
     raise_user_errors(errors)
-    return sorted(found.order[:count]), found.residual_mode, found.residual_staleness
+    return sorted(sensitivity.order[:count]), sensitivity.residual_mode, sensitivity.residual_staleness

@@ -8,7 +8,7 @@ in one optimizer step; a micro-batch is [b, s] with b = micro_batch_size.
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -86,7 +86,8 @@ class SampleReader:
         self, source: Samples, shape: BatchShape, data_parallel_rank: int, consumed_samples: int, vocab_size: int
     ) -> None:
         """`consumed_samples` were read by all ranks together; `vocab_size` is the model's, without padding."""
-        self.source, self.vocab_size = source, vocab_size
+        self.source = source
+        self.vocab_size = vocab_size
         self._step = shape.global_batch_size
         samples = np.arange(self._step).reshape(-1, shape.data_parallel_size, shape.micro_batch_size)
         self._next = consumed_samples + samples[:, data_parallel_rank].reshape(-1)
@@ -108,6 +109,7 @@ class SampleReader:
         return {}
 
 
+@dataclass(eq=False)
 class GlobalBatchLoader(Iterator[list[MicroBatch]]):
     """An infinite iterator; each item is the list of this rank's micro-batches in one optimizer step.
 
@@ -115,33 +117,31 @@ class GlobalBatchLoader(Iterator[list[MicroBatch]]):
     after these samples, on the rank that reads.
     """
 
-    def __init__(
-        self,
-        reader: RowReader | None,
-        shape: BatchShape,
-        rules: DocumentRules,
-        consumed_samples: int = 0,
-        group: CommGroup | None = None,
-    ) -> None:
-        """`reader` is None except on rank 0 of `group`: the ranks that exchange the batches, in host memory."""
-        self.shape, self.rules, self.consumed_samples = shape, rules, consumed_samples
-        self.reader_state = {} if reader is None else reader.state()
-        self._group = group or CommGroup.alone()
-        self._reader, self._thread = reader, ThreadPoolExecutor(1, "reader")
+    reader: RowReader | None
+    """None except on rank 0 of `group`."""
+    shape: BatchShape
+    rules: DocumentRules
+    consumed_samples: int = 0
+    group: CommGroup = field(default_factory=CommGroup.alone)
+    """The ranks that exchange the batches, in host memory."""
+
+    def __post_init__(self) -> None:
+        self.reader_state = {} if self.reader is None else self.reader.state()
+        self._thread = ThreadPoolExecutor(1, "reader")
         self._ahead: Future[tuple[SampleRows, dict[str, Any]]] | None = None
 
     def __next__(self) -> list[MicroBatch]:
         """Raises the reader's UserError on every rank of the group."""
         shape = self.shape
         rows: Any = None
-        if self._reader is not None:
+        if self.reader is not None:
             try:
                 ahead = self._ahead or self._thread.submit(self._read_one)
                 rows, self.reader_state = ahead.result()
                 self._ahead = self._thread.submit(self._read_one)
             except UserError as error:
                 rows = error
-        rows = self._group.broadcast_object(rows)
+        rows = self.group.broadcast_object(rows)
         if isinstance(rows, UserError):
             raise rows
         self.consumed_samples += shape.global_batch_size
@@ -152,8 +152,8 @@ class GlobalBatchLoader(Iterator[list[MicroBatch]]):
         self._thread.shutdown(cancel_futures=True)
 
     def _read_one(self) -> tuple[SampleRows, dict[str, Any]]:
-        assert self._reader is not None
-        return self._reader.read(), self._reader.state()
+        assert self.reader is not None
+        return self.reader.read(), self.reader.state()
 
 
 def make_micro_batches(rows: SampleRows, rules: DocumentRules, micro_batch_size: int) -> list[MicroBatch]:

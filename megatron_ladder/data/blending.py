@@ -87,7 +87,8 @@ def _turns_of(weights: Sequence[int]) -> NDArray[np.int32]:
     and must be taken by its deadline, the last n with w n - c <= 1 - 1 / (2k - 2). Among the released data sets, the
     one with the earliest deadline is taken.
     """
-    period, count = sum(weights), len(weights)
+    period = sum(weights)
+    count = len(weights)
     turns = np.zeros(period, np.int32)
     if count == 1:
         return turns
@@ -115,24 +116,19 @@ def _turns_of(weights: Sequence[int]) -> NDArray[np.int32]:
     return turns
 
 
-def _places_among_equals(turns: NDArray[np.int32], count: int) -> NDArray[np.int64]:
-    """Return how often the value of each entry occurs before it: [0, 1, 0, 0] -> [0, 0, 1, 2]."""
-    places = np.empty(len(turns), np.int64)
-    for i in range(count):
-        mine = turns == i
-        places[mine] = np.arange(np.count_nonzero(mine))
-    return places
-
-
 class BlendedSource(Samples):
     """Samples of several sources alternately. If any of them has a loss mask, all tokens of the others count."""
 
     def __init__(self, sources: Sequence[DatasetSamples], weights: Sequence[Fraction]) -> None:
         """The sources alternate by the rule at the top of this file; the weights are above 0, of any sum."""
-        self.sources, self.weights = tuple(sources), _whole_weights(weights)
-        # The source of each sample of a period, and its number in that source.
+        self.sources = tuple(sources)
+        self.weights = _whole_weights(weights)
+        # The source of each sample of a period, and its number in that source: [0, 1, 0, 0] and [0, 0, 1, 2].
         self.turns = _turns_of(self.weights)
-        self.places = _places_among_equals(self.turns, len(sources))
+        self.places = np.empty(len(self.turns), np.int64)
+        for number in range(len(sources)):
+            of_source = self.turns == number
+            self.places[of_source] = np.arange(np.count_nonzero(of_source))
         self.seq_length = sources[0].seq_length
         self.name = " + ".join(source.name for source in sources)
         self.token_dtype = np.result_type(*(source.token_dtype for source in sources))
@@ -150,7 +146,7 @@ class BlendedSource(Samples):
     def fill(self, numbers: NDArray[np.int64], rows: NDArray[np.int64], out: SampleRows) -> None:
         periods, positions = np.divmod(numbers, len(self.turns))
         origins = self.turns[positions]
-        own_numbers = periods * np.array(self.weights)[origins] + self.places[positions]
+        source_numbers = periods * np.array(self.weights)[origins] + self.places[positions]
         for i in np.unique(origins):
             chosen = np.flatnonzero(origins == i)
-            self.sources[i].fill(own_numbers[chosen], rows[chosen], out)
+            self.sources[i].fill(source_numbers[chosen], rows[chosen], out)

@@ -45,11 +45,13 @@ def read_messages(keys: Sequence[str], values: Sequence[Any], system: object = N
     """
     if len(keys) > 1:
         for key, value in zip(keys, values, strict=True):
+            # Of three texts, the second one may be absent.
             if not isinstance(value, str) and (value is not None or len(keys) == 2 or key != keys[1]):
                 raise ChatTemplateError(f"expected a text under {key!r}, found {type(value).__name__}")
         question = "\n\n".join(text for text in values[:-1] if text)
         return [{"role": "user", "content": question}, {"role": "assistant", "content": values[-1]}]
-    key, messages = keys[0], values[0]
+    (key,) = keys
+    (messages,) = values
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ChatTemplateError(f"expected a list of messages under {key!r}")
     parsed: list[Message] = []
@@ -141,12 +143,12 @@ class ConversationEncoder:
 
     def count_spelled(self, rendered: Sequence[RenderedConversation]) -> Counter[str]:
         """Return how often messages spell each special token, and it was encoded as text."""
-        return Counter(
-            spelling[0]
-            for conversation in rendered
-            for position in conversation.spelled
-            if self._spelling is not None and (spelling := self._spelling.match(conversation.text, position))
-        )
+        counts = Counter[str]()
+        if self._spelling is not None:
+            for conversation in rendered:
+                matches = (self._spelling.match(conversation.text, position) for position in conversation.spelled)
+                counts.update(match[0] for match in matches if match is not None)
+        return counts
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,8 @@ class ChatTask(Task):
 
     def answer_ends(self, dataset: IndexedDataset) -> set[int]:
         assert dataset.loss_mask is not None
-        tokens, counts = dataset.tokens, dataset.loss_mask.view(np.bool_)
+        tokens = dataset.tokens
+        counts = dataset.loss_mask.view(np.bool_)
         last = np.flatnonzero(counts & ~np.append(counts[1:], False))
         end_ids = set[int]()
         # A generation block of a template may include white space after the end token.

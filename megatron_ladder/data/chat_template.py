@@ -20,11 +20,12 @@ from megatron_ladder.data.tokenizers import HuggingFaceTokenizer, Tokenizer, par
 from megatron_ladder.errors import UserError
 from megatron_ladder.files import reject_pointer
 
-_CONFIG_FILE, _MAP_FILE, _TEMPLATE_FILE = "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
+_CONFIG_FILE = "tokenizer_config.json"
+_MAP_FILE = "special_tokens_map.json"
+_TEMPLATE_FILE = "chat_template.jinja"
 Message = dict[str, Any]
 """`role`, `content`, and anything else that the template may read."""
 Tools = list[dict[str, Any]] | None
-
 _REASON_CHARACTERS = 1000
 """Characters of a template's error to keep, because a template can raise errors of any length."""
 _ANSWER = "An answer"
@@ -67,7 +68,8 @@ class ChatTemplate:
             from transformers.utils.chat_template_utils import render_jinja_template
         except ImportError:
             raise UserError('--chat: needs transformers, which the extra hf installs: pip install -e ".[hf]"') from None
-        self.source, self.name = source, name
+        self.source = source
+        self.name = name
         self._tokens = tokens
         self._library = render_jinja_template
         # Random, so that no conversation can contain them.
@@ -78,7 +80,7 @@ class ChatTemplate:
         self._marked = (
             f"{{% macro strftime_now(format) %}}{{{{ raise_exception({_NO_TIME!r}) }}}}{{% endmacro %}}"
             f"{{% macro marked_{key}() %}}{self._begin}{{{{ caller() }}}}{self._end}{{% endmacro %}}\n"
-        ) + _BLOCK.sub(lambda tag: f"{tag[1]}{'endcall' if tag[2] else f'call marked_{key}()'}{tag[3]}", source)
+        ) + _BLOCK.sub(lambda tag: tag[1] + ("endcall" if tag[2] else f"call marked_{key}()") + tag[3], source)
         try:
             for template in (source, self._marked):
                 render_jinja_template([], chat_template=template)
@@ -95,12 +97,12 @@ class ChatTemplate:
         `weight` 0 does not count.
         """
         of_assistant = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
-        rendered = RenderedConversation(self._render(self._marked, messages, tools), ())
+        text = self._render(self._marked, messages, tools)
         if self._has_generation_blocks:
-            rendered = _without_marks(rendered.text, self._begin, self._end)
+            rendered = _without_marks(text, self._begin, self._end)
         else:
-            spans = tuple(self._find_answer(rendered.text, messages, index, turn_ends, tools) for index in of_assistant)
-            rendered = RenderedConversation(rendered.text, spans)
+            spans = tuple(self._find_answer(text, messages, index, turn_ends, tools) for index in of_assistant)
+            rendered = RenderedConversation(text, spans)
         weights = [messages[index].get("weight", 1) for index in of_assistant]
         if all(weights):
             return rendered
@@ -144,10 +146,10 @@ class ChatTemplate:
         marked = []
         for message in messages:
             pattern = pattern_of(message.get("role"))
+            marked.append({key: mark_spelled(value, pattern, mark) for key, value in message.items()})
             # Templates compare the role, so it must not contain a mark.
-            marked.append(
-                {key: value if key == "role" else mark_spelled(value, pattern, mark) for key, value in message.items()}
-            )
+            if "role" in message:
+                marked[-1]["role"] = message["role"]
         marked_tools = mark_spelled(tools, pattern_of("tool"), mark)
         if (marked, marked_tools) == (list(messages), tools):
             return ()
@@ -186,7 +188,8 @@ class ChatTemplate:
 def _without_marks(text: str, begin: str, end: str) -> RenderedConversation:
     """Remove the marks, and return the ranges between them as positions in the text without marks."""
     first, *pieces = text.split(begin)
-    plain, answers = first, []
+    plain = first
+    answers = []
     for piece in pieces:
         answer, _, rest = piece.partition(end)
         answers.append((len(plain), len(plain) + len(answer)))

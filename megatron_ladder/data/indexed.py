@@ -31,25 +31,18 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from megatron_ladder import files
 from megatron_ladder.errors import UserError, counted
-from megatron_ladder.files import (
-    naming,
-    publish,
-    read_if_exists,
-    reject_pointer,
-    sync_directory,
-    temporary_path,
-    write_atomically,
-)
 
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
 # Code in the file -> NumPy type.
 _TOKEN_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-
-SAMPLED_BLOCKS, _SAMPLED_BYTES = 64, 4096
-"""Number and size of the blocks of .bin that distinguish data sets with equal indices without reading all tokens."""
+SAMPLED_BLOCKS = 64
+"""Blocks of .bin that distinguish data sets with equal indices without reading all tokens."""
+_SAMPLED_BYTES = 4096
+"""Size of such a block."""
 _SAMPLED_DOCUMENTS = 1000
 """Number of documents from all over a data set whose last tokens are read."""
 
@@ -88,20 +81,21 @@ class _HashedFile:
     """A file that is written under a temporary name, from its beginning to its end, and computes its checksum."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._temporary = path, temporary_path(path)
+        self._path = path
+        self._temporary = files.temporary_path(path)
         self._hasher = xxhash.xxh3_128()
         self._file: IO[bytes] = open(self._temporary, "xb")  # noqa: SIM115 - closed by finish() or remove()
 
     def append(self, content: "bytes | NDArray[Any]") -> None:
         """Write bytes, or those of a contiguous array."""
         view = content.view(np.uint8).data if isinstance(content, np.ndarray) else memoryview(content)
-        with naming(self._path):
+        with files.naming(self._path):
             self._file.write(view)
         self._hasher.update(view)
 
     def finish(self) -> str:
         """Make all content durable, close the file, and return the checksum."""
-        with naming(self._path):
+        with files.naming(self._path):
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
@@ -109,7 +103,7 @@ class _HashedFile:
 
     def publish(self) -> None:
         """Move the finished file to its final name."""
-        publish(self._temporary, self._path)
+        files.publish(self._temporary, self._path)
 
     def remove(self) -> None:
         """Close and delete the file, unless it was published."""
@@ -123,9 +117,11 @@ class IndexedDatasetWriter:
     """Writes a data set under temporary names, which `publish` replaces: .bin first, .idx last."""
 
     def __init__(self, prefix: Path, dtype: "np.dtype[Any]", has_loss_mask: bool = False) -> None:
-        self.prefix, self.dtype = prefix, dtype
+        self.prefix = prefix
+        self.dtype = dtype
         self._lengths: list[NDArray[np.int32]] = []
-        self._bin, self._idx = _HashedFile(bin_path(prefix)), _HashedFile(idx_path(prefix))
+        self._bin = _HashedFile(bin_path(prefix))
+        self._idx = _HashedFile(idx_path(prefix))
         self._mask = _HashedFile(loss_mask_path(prefix)) if has_loss_mask else None
         self._files = [file for file in (self._bin, self._mask, self._idx) if file is not None]
 
@@ -135,10 +131,6 @@ class IndexedDatasetWriter:
     def __exit__(self, *exception: object) -> None:
         for file in self._files:
             file.remove()
-
-    def add_document(self, token_ids: NDArray[Any]) -> None:
-        """Append one document of any number of tokens."""
-        self.add_documents(token_ids, np.array([len(token_ids)], np.int32))
 
     def add_documents(
         self, token_ids: NDArray[Any], lengths: NDArray[np.integer], loss_mask: NDArray[np.uint8] | None = None
@@ -168,7 +160,7 @@ class IndexedDatasetWriter:
         checksums = {name: None if file is None else file.finish() for name, file in named.items()}
         for stale in (sidecar_path(self.prefix), idx_path(self.prefix), loss_mask_path(self.prefix)):
             stale.unlink(missing_ok=True)
-        sync_directory(self.prefix.parent)
+        files.sync_directory(self.prefix.parent)
         for file in self._files:
             file.publish()
         return checksums
@@ -214,14 +206,14 @@ def write_sidecar(prefix: Path, sidecar: Sidecar) -> None:
         del values["chat_template"], values["answer_ends"]
     if not sidecar.parse_special_tokens:
         del values["parse_special_tokens"]
-    write_atomically(sidecar_path(prefix), json.dumps(values, indent=2) + "\n")
+    files.write_atomically(sidecar_path(prefix), json.dumps(values, indent=2) + "\n")
 
 
 def read_sidecar(prefix: Path) -> Sidecar | None:
     """Return the sidecar of a data set, or None if there is none; raises UserError if it cannot be read."""
     path = sidecar_path(prefix)
     try:
-        content = read_if_exists(path)
+        content = files.read_if_exists(path)
         return None if content is None else msgspec.json.decode(content, type=Sidecar)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
@@ -318,11 +310,13 @@ class IndexedDataset:
         documents = np.frombuffer(content, "<i8", bounds, _HEADER.size + 12 * sequences)
         starts = np.zeros(sequences + 1, np.int64)
         np.cumsum(lengths, dtype=np.int64, out=starts[1:])
-        of_sequences = not np.any(lengths < 0) and np.array_equal(offsets, starts[:-1] * dtype.itemsize)
-        of_documents = bounds and documents[0] == 0 and documents[-1] == sequences and np.all(np.diff(documents) >= 0)
-        if not (of_sequences and of_documents):
-            what = "offsets of sequences do not follow from their lengths" if not of_sequences else "documents overlap"
-            raise UserError(f"{path}: damaged: {what}: preprocess or copy the data again")
+        damage = ""
+        if not bounds or documents[0] != 0 or documents[-1] != sequences or np.any(np.diff(documents) < 0):
+            damage = "documents overlap"
+        if np.any(lengths < 0) or not np.array_equal(offsets, starts[:-1] * dtype.itemsize):
+            damage = "offsets of sequences do not follow from their lengths"
+        if damage:
+            raise UserError(f"{path}: damaged: {damage}: preprocess or copy the data again")
         one_sequence_each = bounds == sequences + 1 and bool(np.all(np.diff(documents) > 0))
         self.sequence_bounds = starts
         self.document_bounds = starts if one_sequence_each else starts[documents]
@@ -331,7 +325,8 @@ class IndexedDataset:
 
     def _map(self, path: Path, dtype: "np.dtype[Any]", entries: int) -> NDArray[Any]:
         with _open(path) as file:
-            size, expected = os.fstat(file.fileno()).st_size, entries * dtype.itemsize
+            size = os.fstat(file.fileno()).st_size
+            expected = entries * dtype.itemsize
             if size != expected:
                 raise UserError(
                     f"{file.name}: {size} bytes found, {expected} expected by {idx_path(self.prefix)} ({entries} "
@@ -366,7 +361,7 @@ def _open(path: Path) -> BinaryIO:
         raise
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    reject_pointer(path, file.peek())
+    files.reject_pointer(path, file.peek())
     return file
 
 
@@ -406,8 +401,7 @@ def sampled_checksum(array: NDArray[Any], blocks: int = SAMPLED_BLOCKS) -> str:
 
 
 def _sampled_begins(length: int, blocks: int) -> list[int]:
-    begins: list[int] = np.unique(np.linspace(0, max(length - _SAMPLED_BYTES, 0), blocks).astype(np.int64)).tolist()
-    return begins
+    return np.unique(np.linspace(0, max(length - _SAMPLED_BYTES, 0), blocks).astype(np.int64)).tolist()
 
 
 def _prefixes_nearby(prefix: Path) -> str:

@@ -15,7 +15,8 @@ _SHOWN_IDS = 16
 
 def summary(dataset: IndexedDataset) -> Iterator[str]:
     """Yield lines about a data set: files, counts, lengths."""
-    tokens, documents = len(dataset.tokens), len(dataset)
+    tokens = len(dataset.tokens)
+    documents = len(dataset)
     sequences = len(dataset.sequence_bounds) - 1
     parts = "" if sequences == documents else f" in {counted(sequences, 'sequence')}"
     yield f"{dataset.prefix}: {counted(documents, 'document')}{parts}, {tokens:,} tokens of {dataset.tokens.dtype}"

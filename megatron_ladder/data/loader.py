@@ -81,19 +81,23 @@ def open_sources(data: DataConfig, order: OrderOptions, parts: Collection[str] =
         errors.add("--data-path (divided by --split) excludes --train-data-path and --valid-data-path")
     if not data_path and "train" in parts and not part_paths["train"]:
         errors.add("--data-path is required: the path of a data set without .bin and .idx")
+    # Paths and weights.
     blends: dict[tuple[str, str], Blend] = {}
     for part in (part for part in _PARTS if part in parts):
         with errors.collect():
-            is_named = part == "valid" and not data_path
-            named = _named_sets(flags[part], part_paths[part]) if is_named else {"": data_path or part_paths[part]}
-            for name, words in named.items():
+            sets = {"": data_path or part_paths[part]}
+            if part == "valid" and not data_path:
+                sets = _named_sets(flags[part], part_paths[part])
+            for name, words in sets.items():
                 blends[part, name] = parse_blend(flags[part], words)
+    # Files, each opened once.
     datasets: dict[Path, IndexedDataset] = {}
     flag_of = {prefix: flags[part] for (part, _), blend in blends.items() for prefix in blend.prefixes}
     for prefix, flag in flag_of.items():
         with errors.collect(flag):
             datasets[prefix] = IndexedDataset(prefix)
     errors.raise_if_any()
+    # Samples.
     shares = _parse_split(data.split) if data_path else None
     opened: dict[tuple[str, str], BlendedSource] = {}
     for (part, name), (prefixes, weights) in blends.items():
@@ -117,7 +121,8 @@ def _open_part(
 ) -> BlendedSource | None:
     """Return a part's share of some data sets, all of them without `shares`; None if they have no document for it."""
     errors = ErrorCollector()
-    sources, own_weights = [], []
+    sources = []
+    source_weights = []
     for position, dataset in enumerate(datasets):
         everything = range(len(dataset))
         documents = everything if shares is None else _split_documents(shares, len(dataset))[_PARTS.index(part)]
@@ -125,7 +130,7 @@ def _open_part(
             with errors.collect():
                 source = open_source(part, dataset, documents, order)
                 sources.append(source)
-                own_weights.append(Fraction(len(source)) if weights is None else weights[position])
+                source_weights.append(Fraction(len(source)) if weights is None else weights[position])
     texts = [source.name for source in sources if not isinstance(source, PackedSource)]
     if 0 < len(texts) < len(sources):
         errors.add(
@@ -133,7 +138,7 @@ def _open_part(
             "which are packed whole: blend only one kind"
         )
     errors.raise_if_any()
-    return BlendedSource(sources, own_weights) if sources else None
+    return BlendedSource(sources, source_weights) if sources else None
 
 
 def _choose_labels(dataset: IndexedDataset, loss_on: LossOn | None) -> LossOn:
@@ -185,13 +190,14 @@ def _split_documents(shares: Sequence[float], documents: int) -> list[range]:
 
 def check_tokenizer(datasets: Iterable[IndexedDataset], tokenizer: Tokenizer) -> None:
     """Raise UserError if the sidecar of a data set names another tokenizer."""
+    sidecars = {dataset.prefix: dataset.sidecar for dataset in datasets if dataset.sidecar is not None}
+    expected = (tokenizer.vocab_size, tokenizer.sha256)
     raise_user_errors(
         f"{tokenizer.flag} ({tokenizer.vocab_size} ids, sha256 {tokenizer.sha256[:12]}) is not the tokenizer of "
-        f"{dataset.prefix} ({sidecar.tokenizer_type}, {sidecar.vocab_size} ids, sha256 "
-        f"{sidecar.tokenizer_sha256[:12]}): give that one, or preprocess the data with this one"
-        for dataset in datasets
-        if (sidecar := dataset.sidecar) is not None
-        and (sidecar.vocab_size, sidecar.tokenizer_sha256) != (tokenizer.vocab_size, tokenizer.sha256)
+        f"{prefix} ({sidecar.tokenizer_type}, {sidecar.vocab_size} ids, sha256 {sidecar.tokenizer_sha256[:12]}): "
+        "give that one, or preprocess the data with this one"
+        for prefix, sidecar in sidecars.items()
+        if (sidecar.vocab_size, sidecar.tokenizer_sha256) != expected
     )
 
 

@@ -29,7 +29,7 @@ def _pack(lengths: NDArray[np.int64], room: int) -> NDArray[np.int64]:
     row_of = np.empty(len(lengths), np.int64)
     rows_with_room: list[list[NDArray[np.int64]]] = [[] for _ in range(room + 1)]
     # Bit r is set if some row has room for r tokens, so a shift finds the least sufficient room.
-    rooms, rows, begin = 0, 0, 0
+    rooms = rows = begin = 0
     for negative, count in zip(present.tolist(), counts.tolist(), strict=True):
         length = -negative
         waiting = by_length[begin : begin + count]
@@ -39,7 +39,8 @@ def _pack(lengths: NDArray[np.int64], room: int) -> NDArray[np.int64]:
             if not sufficient:
                 opened = -(-len(waiting) // (room // length))
                 rows_with_room[room].append(np.arange(rows, rows + opened))
-                rows, rooms = rows + opened, rooms | 1 << room
+                rows += opened
+                rooms |= 1 << room
                 continue
             least = length + (sufficient & -sufficient).bit_length() - 1
             taken = rows_with_room[least].pop()
@@ -83,7 +84,8 @@ class PackedSource(DatasetSamples):
         a conversation and padding never count.
         """
         super().__init__(dataset, documents, seq_length, seed, shuffle)
-        self.loss_on, self.pad_id = loss_on, pad_id
+        self.loss_on = loss_on
+        self.pad_id = pad_id
         bounds = dataset.document_bounds[documents.start : documents.stop + 1]
         lengths = np.diff(bounds)
         present = np.flatnonzero(lengths)
@@ -122,11 +124,14 @@ class PackedSource(DatasetSamples):
         bounds = self.dataset.document_bounds
         counts = None if self.loss_on == "all" else self.dataset.loss_mask
         for packed, row in zip(self._order_of(epoch)[places].tolist(), rows.tolist(), strict=True):
-            tokens, mask, begins = out.tokens[row], out.loss_mask[row], out.begins[row]
+            tokens = out.tokens[row]
+            mask = out.loss_mask[row]
+            begins = out.begins[row]
             begins[:] = False
             end = 0
             for conversation in self._conversations[self._firsts[packed] : self._firsts[packed + 1]].tolist():
-                begin, first = end, int(bounds[conversation])
+                begin = end
+                first = int(bounds[conversation])
                 end = begin + min(int(bounds[conversation + 1]) - first, len(tokens))
                 copied = slice(first, first + end - begin)
                 tokens[begin:end] = self.dataset.tokens[copied]

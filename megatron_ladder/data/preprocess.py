@@ -81,7 +81,8 @@ class Partial:
     def __init__(self, output_prefix: Path, task: Task, report: Callable[[str], None]) -> None:
         """Lock the directory, or raise UserError if another process uses it."""
         self.folder = output_prefix.with_name(f".{output_prefix.name}.partial")
-        self._output_prefix, self._task = output_prefix, task
+        self._output_prefix = output_prefix
+        self._task = task
         self._report = report
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -136,7 +137,8 @@ class Partial:
         content = read_if_exists(self._record(number))
         if content is None or None in made_of["input"]:
             return None
-        finished, expected = json.loads(content), json.loads(json.dumps(made_of))
+        finished = json.loads(content)
+        expected = json.loads(json.dumps(made_of))
         changed = [name for name in expected if finished["made_of"].get(name) != expected[name]]
         if changed:
             self._report(f"shard {number} of an earlier run has other {', '.join(changed)}: starting it from scratch")
@@ -216,9 +218,8 @@ def preprocess(
 ) -> dict[str, Sidecar]:
     """Write or replace `<output_prefix>_<key>_document.{bin,idx,json}` for each key, and return the sidecars.
 
-    Raises:
-        UserError: an input is missing, malformed (`file:line`) or without text, or the output cannot be written.
-        OSError: a file or the network failed during the run.
+    Raises UserError if an input is missing, malformed (`file:line`) or without text, or the output cannot be written;
+    OSError if a file or the network failed during the run.
     """
     sources = find_sources(inputs, task.reading)
     shards = list(_joined_shards(sources, options.shard_bytes))
@@ -233,12 +234,13 @@ def preprocess(
             documents = sum(map(len, datasets))
             without_targets = documents - sum(map(_with_targets, datasets))
             if without_targets == documents:
-                shown = " ".join(source.name for source in sources[:3]) + (" ..." if len(sources) > 3 else "")
-                problem = (
+                inputs_text = " ".join(source.name for source in sources[:3])
+                others = " ..." if len(sources) > 3 else ""
+                missing = (
                     "conversation with a text of the assistant" if documents else f"document with a non-empty {name!r}"
                 )
                 partial.discard()
-                raise UserError(f"--input {shown}: no {problem}: nothing is written")
+                raise UserError(f"--input {inputs_text}{others}: no {missing}: nothing is written")
             if without_targets:
                 options.report(f"{without_targets:,} of {documents:,} conversations have no text of the assistant")
         sidecars = {name: partial.join(name, datasets, len(report.skipped)) for name, datasets in parts.items()}
@@ -264,8 +266,10 @@ def _describe_special_tokens(counts: DocumentCounts, parsed: bool) -> Iterator[s
 
 def _with_targets(dataset: IndexedDataset) -> int:
     """Return the number of documents with a token, but the first, that counts in the loss."""
-    bounds, mask = dataset.document_bounds, dataset.loss_mask
-    return len(dataset) if mask is None else int(documents_with_targets(mask, bounds[:-1], bounds[1:]).sum())
+    if dataset.loss_mask is None:
+        return len(dataset)
+    bounds = dataset.document_bounds
+    return int(documents_with_targets(dataset.loss_mask, bounds[:-1], bounds[1:]).sum())
 
 
 def _joined_shards(sources: Sequence[Source], most_bytes: int) -> Iterator[tuple[Shard, ...]]:
@@ -276,7 +280,8 @@ def _joined_shards(sources: Sequence[Source], most_bytes: int) -> Iterator[tuple
         shard_bytes = most_bytes if shard.total_bytes is None else shard.total_bytes
         if joined and size + shard_bytes > most_bytes:
             yield tuple(joined)
-            joined, size = [], 0
+            joined = []
+            size = 0
         joined.append(shard)
         size += shard_bytes
     yield tuple(joined)
@@ -322,7 +327,8 @@ def _make_missing(
                     documents += group.documents
                     if documents - shown_documents >= options.log_interval:
                         bar.advance(read_bytes, documents=documents)
-                        read_bytes, shown_documents = 0, documents
+                        read_bytes = 0
+                        shown_documents = documents
                     if is_last:
                         break
         bar.advance(read_bytes, documents=documents)
@@ -332,8 +338,8 @@ def _make_missing(
 def _check_skipped(before: int, lines: Sequence[str], max_bad: int) -> None:
     """Raise UserError if there are more than `max_bad` skipped records with these."""
     if before + len(lines) > max_bad:
-        first = lines[max_bad - before]
-        raise UserError(first + (f" ({max_bad} before it were skipped: --skip-bad-lines {max_bad})" if max_bad else ""))
+        already = f" ({max_bad} before it were skipped: --skip-bad-lines {max_bad})" if max_bad else ""
+        raise UserError(f"{lines[max_bad - before]}{already}")
 
 
 def _groups(shards: Sequence[tuple[Shard, ...]]) -> Iterator[tuple[tuple[Block, ...], bool]]:
@@ -344,7 +350,8 @@ def _groups(shards: Sequence[tuple[Shard, ...]]) -> Iterator[tuple[tuple[Block, 
         for block in (block for shard in members for block in shard.blocks()):
             if size >= GROUP_BYTES:
                 yield tuple(group), False
-                group, size = [], 0
+                group = []
+                size = 0
             group.append(block)
             size += block.text_bytes
         yield tuple(group), True

@@ -83,8 +83,11 @@ class DatasetSamples(Samples):
     tokens: int
 
     def __init__(self, dataset: IndexedDataset, documents: range, seq_length: int, seed: int, shuffle: bool) -> None:
-        self.dataset, self.documents, self.seq_length = dataset, documents, seq_length
-        self.seed, self.shuffle = seed, shuffle
+        self.dataset = dataset
+        self.documents = documents
+        self.seq_length = seq_length
+        self.seed = seed
+        self.shuffle = shuffle
         self.name = str(dataset.prefix)
         self.token_dtype = dataset.tokens.dtype
         self._orders: dict[int, Any] = {}
@@ -148,10 +151,7 @@ class SampleSource(DatasetSamples):
     def __init__(
         self, dataset: IndexedDataset, documents: range, seq_length: int, seed: int, shuffle: bool, part: str = "train"
     ) -> None:
-        """Raises UserError if the documents have fewer than seq_length + 1 tokens, or none that counts.
-
-        `part` is for messages.
-        """
+        """Raises UserError for fewer than seq_length + 1 tokens, or none that counts; `part` is for messages."""
         super().__init__(dataset, documents, seq_length, seed, shuffle)
         self.has_loss_mask = dataset.loss_mask is not None
         first, last = dataset.document_bounds[documents.start], dataset.document_bounds[documents.stop]

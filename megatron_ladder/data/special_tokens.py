@@ -39,7 +39,8 @@ def rename_tokens(library: tokenizers.Tokenizer, names: Collection[str]) -> Rena
     # Characters for private use, which normalizers leave as they are.
     aliases = {name: f"\ue000{key}.{number}\ue001" for number, name in enumerate(names)}
     settings = json.loads(library.to_str())
-    model, vocabulary = settings["model"], settings["model"]["vocab"]
+    model = settings["model"]
+    vocabulary = model["vocab"]
     for token in settings["added_tokens"]:
         if token["content"] in aliases:
             # An alias is this token even inside a word: no text contains it by chance.

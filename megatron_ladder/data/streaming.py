@@ -21,7 +21,7 @@ skipped records.
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,7 +43,6 @@ _ENOUGH_SHARDS = 256
 """Files are divided if there are fewer files than this."""
 _MIN_BYTES = 1 << 12
 """Approximate minimum size of a part of a file of lines."""
-
 Encode = Callable[[Sequence[str], bool], Sequence[list[int]]]
 """Texts, and whether the spelling of a special token becomes that token -> ids without an end-of-document token."""
 
@@ -96,23 +95,21 @@ class StreamPlan:
         }
 
 
+@dataclass(eq=False)
 class _ShardStream:
-    def __init__(
-        self,
-        plan: StreamPlan,
-        shards: Sequence[Shard],
-        number: int,
-        encode: Encode,
-        position: StreamPosition,
-        skip: Callable[[int, int, Sequence[BadRecord]], None],
-    ) -> None:
-        self._plan, self._shards, self._number = plan, shards, number
-        self._encode, self._skip = encode, skip
-        self._next = position._replace(used=0)
-        self._used = position.used
+    plan: StreamPlan
+    shards: Sequence[Shard]
+    number: int
+    encode: Encode
+    skip: Callable[[int, int, Sequence[BadRecord]], None]
+    start: InitVar[StreamPosition]
+
+    def __post_init__(self, start: StreamPosition) -> None:
+        self._next = start._replace(used=0)
+        self._used = start.used
         # Each window begins at a position with 0 used tokens.
-        self._windows: deque[tuple[StreamPosition, NDArray[np.int32]]] = deque()
-        self._blocks = self._blocks_from(position)
+        self._windows = deque[tuple[StreamPosition, NDArray[np.int32]]]()
+        self._blocks = self._blocks_from(start)
 
     @property
     def position(self) -> StreamPosition:
@@ -122,7 +119,7 @@ class _ShardStream:
 
     def next_row(self) -> NDArray[np.int64]:
         """Return the next sample [seq_length + 1]."""
-        length = self._plan.seq_length + 1
+        length = self.plan.seq_length + 1
         while sum(len(tokens) for _, tokens in self._windows) - self._used < length:
             self._windows.append(self._read_window())
         row = np.empty(length, np.int64)
@@ -140,7 +137,7 @@ class _ShardStream:
 
     def _read_window(self) -> tuple[StreamPosition, NDArray[np.int32]]:
         """Return the next window that contains a token; windows without documents are not counted."""
-        plan = self._plan
+        plan = self.plan
         entered = self._next
         without_token = set[int]()
         while True:
@@ -151,38 +148,42 @@ class _ShardStream:
                 self._next = after._replace(window=begins.window + 1 if texts else begins.window)
                 if len(texts) >= plan.window_documents or after.epoch > begins.epoch:
                     break
-            order = permutation(len(texts), plan.seed, begins.window, _WINDOWS + self._number).tolist()
+            order = permutation(len(texts), plan.seed, begins.window, _WINDOWS + self.number).tolist()
             shuffled = [texts[index] for index in order]
-            documents = self._encode(shuffled, plan.parse_special_tokens) if texts else []
+            documents = self.encode(shuffled, plan.parse_special_tokens) if texts else []
             tokens, _ = join_documents(documents, plan.eod_id)
             if len(tokens):
                 return begins, tokens
             read_whole = begins.epoch > entered.epoch or (entered.shard, entered.block) == (0, 0)
             if self._next.epoch > begins.epoch and read_whole:
                 # One epoch is not the whole input: the stream has other shards in each epoch.
-                without_token.update(self._own_shards(begins.epoch))
+                without_token.update(self._shards_of(begins.epoch))
             if len(without_token) == len(plan.shards):
                 raise UserError("--streaming: the input has no text")
 
-    def _own_shards(self, epoch: int) -> list[int]:
-        order: list[int] = permutation(len(self._plan.shards), self._plan.seed, epoch, _SHARDS).tolist()
-        return order[self._number :: self._plan.streams]
+    def _shards_of(self, epoch: int) -> list[int]:
+        order: list[int] = permutation(len(self.plan.shards), self.plan.seed, epoch, _SHARDS).tolist()
+        return order[self.number :: self.plan.streams]
 
     def _blocks_from(self, position: StreamPosition) -> Iterator[tuple[list[str], StreamPosition]]:
         """Yield documents from a position on, each time with the position after them; none at the end of an epoch."""
-        epoch, shard, first = position.epoch, position.shard, position.block
+        epoch = position.epoch
+        shard = position.shard
+        first = position.block
         while True:
-            own_shards = self._own_shards(epoch)
-            for index in range(shard, len(own_shards)):
-                for number, block in enumerate(self._shards[own_shards[index]].blocks(first), start=first):
+            stream_shards = self._shards_of(epoch)
+            for index in range(shard, len(stream_shards)):
+                for number, block in enumerate(self.shards[stream_shards[index]].blocks(first), start=first):
                     records, bad = block.read()
-                    self._skip(own_shards[index], number, bad)
+                    self.skip(stream_shards[index], number, bad)
                     yield [text for (text,) in records], StreamPosition(epoch, index, number + 1)
                 first = 0
-            epoch, shard = epoch + 1, 0
+            epoch += 1
+            shard = 0
             yield [], StreamPosition(epoch)
 
 
+@dataclass(eq=False)
 class StreamReader:
     """Reads the samples of one data-parallel rank from its streams alternately. Every rank has as many streams.
 
@@ -190,36 +191,37 @@ class StreamReader:
     input with at most `max_bad` of them any number of times.
     """
 
-    def __init__(
-        self,
-        plan: StreamPlan,
-        shards: Sequence[Shard],
-        encode: Encode,
-        shape: BatchShape,
-        data_parallel_rank: int,
-        consumed_samples: int,
-        states: Sequence[Mapping[str, Any]],
-        vocab_size: int,
-        report: Callable[[str], None] = print,
-    ) -> None:
-        """`consumed_samples` were read by all ranks together, which had these `states` then; other streams are new.
+    plan: StreamPlan
+    shards: InitVar[Sequence[Shard]]
+    encode: InitVar[Encode]
+    shape: BatchShape
+    data_parallel_rank: int
+    consumed_samples: InitVar[int]
+    """Samples that all ranks together have read."""
+    states: InitVar[Sequence[Mapping[str, Any]]]
+    """Those of all ranks at that time; other streams are new."""
+    vocab_size: int
+    report: Callable[[str], None] = print
+    """Receives a line about each record that is skipped for the first time."""
 
-        `report` receives a line about each record that is skipped for the first time.
-        """
-        items = (item for state in states for item in state["positions"].items())
-        positions = {int(number): StreamPosition(*map(int, position)) for number, position in items}
-        self._skipped = {(shard, block, record) for state in states for shard, block, record in state["skipped"]}
+    def __post_init__(
+        self, shards: Sequence[Shard], encode: Encode, consumed_samples: int, states: Sequence[Mapping[str, Any]]
+    ) -> None:
+        positions: dict[int, StreamPosition] = {}
+        self._skipped = set[tuple[int, int, int]]()
+        for state in states:
+            for number, position in state["positions"].items():
+                positions[int(number)] = StreamPosition(*map(int, position))
+            self._skipped.update((shard, block, record) for shard, block, record in state["skipped"])
         self._streams = {
-            number: _ShardStream(plan, shards, number, encode, positions.get(number, StreamPosition()), self._skip)
-            for number in range(data_parallel_rank, plan.streams, shape.data_parallel_size)
+            number: _ShardStream(self.plan, shards, number, encode, self._skip, positions.get(number, StreamPosition()))
+            for number in range(self.data_parallel_rank, self.plan.streams, self.shape.data_parallel_size)
         }
-        self._plan, self._shape, self._rank = plan, shape, data_parallel_rank
-        self._vocab_size, self._report = vocab_size, report
         self._next = consumed_samples
 
     def _skip(self, shard: int, block: int, bad: Sequence[BadRecord]) -> None:
         """Count the bad records of a block; raises UserError for too many."""
-        limit = self._plan.max_bad
+        limit = self.plan.max_bad
         for record in bad:
             record_id = (shard, block, record.number)
             # A block with too many bad records was not read to its end.
@@ -228,19 +230,19 @@ class StreamReader:
             where = f"--streaming {record.reason}"
             if len(self._skipped) >= limit:
                 already = f" ({len(self._skipped)} before it were skipped: --streaming-skip-bad-lines {limit})"
-                raise UserError(where + (already if limit else ""))
+                raise UserError(where + already if limit else where)
             self._skipped.add(record_id)
-            self._report(f"skipped: {where}")
+            self.report(f"skipped: {where}")
 
     def read(self) -> SampleRows:
         """Return the next rows [n, s + 1]; raises UserError for an input without text or with too many bad records."""
-        numbers = np.arange(self._next, self._next + self._shape.global_batch_size)
-        rank_samples = numbers[numbers % self._shape.data_parallel_size == self._rank]
-        rows = np.stack([self._streams[number].next_row() for number in (rank_samples % self._plan.streams).tolist()])
-        self._next += self._shape.global_batch_size
-        if int(rows.max()) >= self._vocab_size:
+        numbers = np.arange(self._next, self._next + self.shape.global_batch_size)
+        rank_samples = numbers[numbers % self.shape.data_parallel_size == self.data_parallel_rank]
+        rows = np.stack([self._streams[number].next_row() for number in (rank_samples % self.plan.streams).tolist()])
+        self._next += self.shape.global_batch_size
+        if int(rows.max()) >= self.vocab_size:
             raise UserError(
-                f"--tokenizer-model: gives token id {rows.max()}, the model has ids 0 to {self._vocab_size - 1}: leave "
+                f"--tokenizer-model: gives token id {rows.max()}, the model has ids 0 to {self.vocab_size - 1}: leave "
                 "--vocab-size out"
             )
         return SampleRows(rows, None)

@@ -13,10 +13,8 @@ from megatron_ladder.errors import UserError
 
 MAX_LINE_BYTES = 1 << 16
 """SentencePiece ignores longer lines in training."""
-
 _PIECE_CHARACTERS = 1 << 14
 """Approximate size of the pieces of text for the bpe trainer, which also learns line feeds."""
-
 _END_OF_TEXT = "<|endoftext|>"
 """The end-of-document token of a tokenizer.json that is trained here."""
 
@@ -37,7 +35,8 @@ class TextSample:
         self.too_long = 0
         self._share = self.used_bytes / (self.input_bytes or self.used_bytes)
         self._most_bytes = math.inf if self.input_bytes else most_bytes
-        self._sources, self._in_lines = sources, in_lines
+        self._sources = sources
+        self._in_lines = in_lines
 
     def __iter__(self) -> Iterator[str]:
         """Yield lines or larger pieces, evenly spaced; raises UserError if a record cannot be read."""

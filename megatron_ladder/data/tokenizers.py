@@ -25,7 +25,6 @@ from megatron_ladder.errors import UserError
 from megatron_ladder.files import hub_hint, read_if_exists
 
 DESCRIPTION_FILE = "megatron_ladder_tokenizer.json"
-
 _COMMON_END_TOKENS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|im_end|>")
 """Searched in this order if no companion file names the end-of-document token."""
 
@@ -123,7 +122,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def __init__(self, model: Path) -> None:
         """Raises UserError if the file is missing, is not a SentencePiece model or has no end-of-sequence piece."""
-        content = _read_model_file("--tokenizer-model", model, "a SentencePiece .model file")
+        content = _read_model_file(model, "a SentencePiece .model file")
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=content)
         except RuntimeError as error:
@@ -146,11 +145,8 @@ class SentencePieceTokenizer(Tokenizer):
         return str(self._processor.decode([int(number) for number in ids]))
 
     def named_tokens(self) -> dict[str, str]:
-        return {
-            f"{name}_token": self._processor.id_to_piece(number)
-            for name in ("bos", "eos", "unk")
-            if (number := getattr(self._processor, f"{name}_id")()) >= 0
-        }
+        ids = {"bos": self._processor.bos_id(), "eos": self.eod_id, "unk": self._processor.unk_id()}
+        return {f"{name}_token": self._processor.id_to_piece(number) for name, number in ids.items() if number >= 0}
 
     def as_json(self) -> str:
         """Return the content of a tokenizer.json that gives the same ids if it does not recognise special tokens.
@@ -163,6 +159,7 @@ class SentencePieceTokenizer(Tokenizer):
         if model.trainer_spec.model_type not in (model.trainer_spec.UNIGRAM, model.trainer_spec.BPE):
             raise UserError(f"{problem} reads only unigram and BPE models: {fix}")
         library = tokenizers.Tokenizer(_library_model(model))
+        # Normalization, which the decoder reverts.
         written = model.normalizer_spec
         space = "\u2581"
         steps: list[Any] = [normalizers.Replace(" ", space)]
@@ -171,11 +168,13 @@ class SentencePieceTokenizer(Tokenizer):
             steps.insert(0, normalizers.Prepend(space))
             decoded.append(decoders.Strip(" ", 1, 0))
         if written.remove_extra_whitespaces:
-            ends, several = tokenizers.Regex(r"\A +| +\z"), tokenizers.Regex(" +")
-            steps[:0] = [normalizers.Replace(ends, ""), normalizers.Replace(several, " ")]
+            trim = normalizers.Replace(tokenizers.Regex(r"\A +| +\z"), "")
+            steps[:0] = [trim, normalizers.Replace(tokenizers.Regex(" +"), " ")]
         if written.precompiled_charsmap:
             steps.insert(0, normalizers.Precompiled(written.precompiled_charsmap))
-        library.normalizer, library.decoder = normalizers.Sequence(steps), decoders.Sequence(decoded)
+        library.normalizer = normalizers.Sequence(steps)
+        library.decoder = decoders.Sequence(decoded)
+        # Pieces that are found in a text before it is encoded.
         symbols = sorted((piece.piece for piece in model.pieces if piece.type == piece.USER_DEFINED), key=len)
         if symbols and model.trainer_spec.model_type == model.trainer_spec.BPE:
             pattern = tokenizers.Regex("|".join(map(re.escape, reversed(symbols))))
@@ -183,6 +182,7 @@ class SentencePieceTokenizer(Tokenizer):
             library.model.ignore_merges = True
         library.add_special_tokens([piece.piece for piece in model.pieces if piece.type == piece.CONTROL])
         library.encode_special_tokens = True
+        # Both libraries must agree.
         probes = _probes(model)
         encodings = library.encode_batch(probes, add_special_tokens=False)
         for text, ours, theirs in zip(probes, self._processor.encode(probes), encodings, strict=True):
@@ -216,12 +216,12 @@ def _library_model(model: sentencepiece_model_pb2.ModelProto) -> Any:
 
     Only normal pieces are merged or found in a text; user-defined symbols always are.
     """
-    trained, pieces = model.trainer_spec, model.pieces
+    trained = model.trainer_spec
+    pieces = model.pieces
     scores = {piece.piece: piece.score for piece in pieces if piece.type == piece.NORMAL}
     if trained.model_type == trained.UNIGRAM:
         best = max(scores.values())
-        others = {piece.piece: len(piece.piece) * best - 0.1 for piece in pieces if piece.type == piece.USER_DEFINED}
-        scores |= others
+        scores |= {piece.piece: len(piece.piece) * best - 0.1 for piece in pieces if piece.type == piece.USER_DEFINED}
         scored = [(piece.piece, scores.get(piece.piece, _NEVER)) for piece in pieces]
         return tokenizers.models.Unigram(scored, trained.unk_id, trained.byte_fallback)
     merges = [
@@ -254,7 +254,7 @@ class HuggingFaceTokenizer(Tokenizer):
             content = read_if_exists(path)
         if content is None:
             path = model
-            content = _read_model_file("--tokenizer-model", path, "a tokenizer.json, or a directory that contains one")
+            content = _read_model_file(path, "a tokenizer.json, or a directory that contains one")
         try:
             library = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # The library raises nothing narrower.
@@ -263,11 +263,11 @@ class HuggingFaceTokenizer(Tokenizer):
         companion_contents = {file: read_if_exists(file) for file in companions}
         if eod_token is not None:
             settings = parse_json_object(companions[0], companion_contents[companions[0]] or b"{}")
-            companion_contents[companions[0]] = (
-                json.dumps(settings | {"eos_token": eod_token}, indent=2) + "\n"
-            ).encode()
+            settings["eos_token"] = eod_token
+            companion_contents[companions[0]] = (json.dumps(settings, indent=2) + "\n").encode()
         contents = {path: content} | {file: text for file, text in companion_contents.items() if text is not None}
-        self.files, self.contents = tuple(contents), tuple(contents.values())
+        self.files = tuple(contents)
+        self.contents = tuple(contents.values())
         self.sha256 = hashlib.sha256(content).hexdigest()
         # Padding and truncation are settings for batches of a fixed length; here they would change documents.
         library.no_padding()
@@ -368,7 +368,6 @@ _SYNONYMS = {
     "GPTSentencePieceTokenizer": SentencePieceTokenizer.kind,
     "HFTokenizer": HuggingFaceTokenizer.kind,
 }
-
 _WITHOUT_FILES = (ByteTokenizer.kind, NullTokenizer.kind)
 
 
@@ -458,11 +457,11 @@ def load_tokenizer_from_directory(directory: Path) -> Tokenizer:
     return tokenizer
 
 
-def _read_model_file(flag: str, model: Path, expected: str) -> bytes:
+def _read_model_file(model: Path, expected: str) -> bytes:
     content = read_if_exists(model)
     if content is None:
         problem = "is a directory" if model.is_dir() else "no such file"
-        raise UserError(f"{flag} {model}: {problem}, expected {expected}{hub_hint(model)}")
+        raise UserError(f"--tokenizer-model {model}: {problem}, expected {expected}{hub_hint(model)}")
     return content
 
 

@@ -17,8 +17,8 @@ MakeDataset = Callable[..., IndexedDataset]
 def write_documents(prefix: Path, *documents: ArrayLike, dtype: DTypeLike = np.uint16) -> Path:
     """Write a data set of these documents; return its prefix."""
     with IndexedDatasetWriter(prefix, np.dtype(dtype)) as writer:
-        for document in documents:
-            writer.add_document(np.asarray(document))
+        for tokens in map(np.asarray, documents):
+            writer.add_documents(tokens, np.array([len(tokens)], np.int32))
         writer.publish()
     return prefix
 

@@ -6,15 +6,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_ladder.data.reading import lines
 from megatron_ladder.data.reading.hub import PREFIX, HubSource
-from megatron_ladder.data.reading.lines import (
-    COMPRESSIONS,
-    CompressedLines,
-    JsonLinesFile,
-    PlainFile,
-    StandardInput,
-    zstd_module,
-)
 from megatron_ladder.data.reading.parquet import ParquetFile
 from megatron_ladder.data.reading.protocol import JSON_SUFFIXES, Reading, Source, is_json_lines
 from megatron_ladder.errors import ErrorCollector, UserError
@@ -30,7 +23,7 @@ def find_sources(inputs: Sequence[str | Path], reading: Reading) -> list[Source]
     for word in map(str, inputs):
         with errors.collect():
             sources += _sources_of(word, reading)
-    if sum(isinstance(source, StandardInput) for source in sources) > 1:
+    if sum(isinstance(source, lines.StandardInput) for source in sources) > 1:
         errors.add(f"{reading.input_flag} -: standard input can be read only once")
     errors.raise_if_any()
     return sources
@@ -38,7 +31,7 @@ def find_sources(inputs: Sequence[str | Path], reading: Reading) -> list[Source]
 
 def _sources_of(word: str, reading: Reading) -> list[Source]:
     if word == "-":
-        return [StandardInput(reading)]
+        return [lines.StandardInput(reading)]
     if word.startswith(PREFIX):
         return [HubSource.parse(word, reading)]
     if not os.path.lexists(word) and glob.has_magic(word):
@@ -59,17 +52,17 @@ def _source_of(path: Path, reading: Reading) -> Source:
     reject_pointer(path)
     suffix = path.suffix.lower()
     if is_json_lines(path):
-        return JsonLinesFile(path, reading)
-    if suffix in COMPRESSIONS:
+        return lines.JsonLinesFile(path, reading)
+    if suffix in lines.COMPRESSIONS:
         if not is_json_lines(path.with_suffix("")):
             known = ", ".join(name + suffix for name in JSON_SUFFIXES)
             raise UserError(f"{shown}: only JSON lines can be read compressed ({known}): decompress it")
         if suffix == ".zst":
             try:
-                zstd_module()
+                lines.zstd_module()
             except ImportError:
                 raise UserError(f"{shown}: Zstandard needs a library: pip install backports.zstd") from None
-        return CompressedLines(path, reading)
+        return lines.CompressedLines(path, reading)
     if suffix == ".parquet":
         source = ParquetFile(path, reading)
         source.check()
@@ -78,10 +71,10 @@ def _source_of(path: Path, reading: Reading) -> Source:
         raise UserError(f"{shown}: tables of text cannot be read: convert it to Parquet or JSON lines")
     with open(path, "rb") as file:
         if _BEGINS_WITH_OBJECT.match(file.read(64)):
-            return JsonLinesFile(path, reading)
+            return lines.JsonLinesFile(path, reading)
     if reading.keys != ("text",) or not reading.texts_only:
         raise UserError(
             f"{shown}: plain text has no keys {' '.join(reading.keys)}: leave out {reading.keys_flag}, or give JSON "
             f"lines ({', '.join(JSON_SUFFIXES)})"
         )
-    return PlainFile(path, reading)
+    return lines.PlainFile(path, reading)

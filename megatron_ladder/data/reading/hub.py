@@ -69,8 +69,9 @@ class HubSource:
             )
             is_remote = type(error).__module__.startswith(_NETWORK_MODULES) and not isinstance(error, ValueError)
             if is_remote or isinstance(error, ConnectionError | TimeoutError):
-                raise ConnectionError(f"{problem}: run the same command again to resume{fix and '; ' + fix}") from error
-            raise UserError(f"{problem}{fix and ': ' + fix}") from None
+                fixes = ["run the same command again to resume", fix]
+                raise ConnectionError(f"{problem}: {'; '.join(filter(None, fixes))}") from error
+            raise UserError(f"{problem}: {fix}" if fix else problem) from None
 
     @functools.cached_property
     def dataset(self) -> Any:
@@ -124,7 +125,8 @@ class _HubShard:
 
     def blocks(self, first: int = 0) -> Iterator[Block]:
         """Stream rows without the first blocks, of which no more is read than the library requires."""
-        source, reading = self.source, self.source.reading
+        source = self.source
+        reading = self.source.reading
         with source.translated_errors("read"):
             dataset = source.dataset.shard(num_shards=self.count, index=self.number)
         if dataset.column_names:

@@ -13,17 +13,9 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
-from megatron_ladder.data.reading.protocol import (
-    BYTE_ORDER_MARK,
-    SPAN_BYTES,
-    Block,
-    LocalFile,
-    Reading,
-    Shard,
-    too_large,
-)
+from megatron_ladder.data.reading.protocol import BYTE_ORDER_MARK, SPAN_BYTES, Block, LocalFile, Reading, too_large
 from megatron_ladder.errors import UserError
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "Zstandard"}
@@ -124,7 +116,7 @@ class JsonLinesFile(LocalFile):
     def label(self) -> str:
         return super().label if self.end is None else f"{self.path.name} {self.begin}-{self.end}"
 
-    def shards(self, part_bytes: int | None) -> Iterator[Shard]:
+    def shards(self, part_bytes: int | None) -> Iterator[Self]:
         size = self.total_bytes
         for begin in range(0, size, part_bytes or max(size, 1)):
             yield self if part_bytes is None else replace(self, begin=begin, end=min(begin + part_bytes, size))
@@ -218,7 +210,7 @@ class StandardInput:
     def identity(self) -> None:
         return None
 
-    def shards(self, part_bytes: int | None) -> Iterator[Shard]:
+    def shards(self, part_bytes: int | None) -> Iterator[Self]:
         yield self
 
     def blocks(self, first: int = 0) -> Iterator[Block]:

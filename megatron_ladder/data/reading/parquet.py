@@ -80,7 +80,8 @@ class ParquetFile(LocalFile):
                 parts = len(self._begins(group))
                 if self.row_group in (None, number):
                     try:
-                        yield from self._parts(file, number, first, rows_before) if first < parts else ()
+                        if first < parts:
+                            yield from self._parts(file, number, first, rows_before)
                     except (pyarrow.ArrowException, OSError) as error:
                         if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno):
                             raise
@@ -92,8 +93,9 @@ class ParquetFile(LocalFile):
     def _parts(self, file: Any, number: int, first: int, rows_before: int) -> Iterator[Rows]:
         """Yield the parts of a row group, which can only be decoded from its beginning."""
         group = file.metadata.row_group(number)
+        count = group.num_rows
+        size = _file_bytes(group)
         keys = self.reading.all_keys
-        count, size = group.num_rows, _file_bytes(group)
         begins = self._begins(group)
         batches = file.iter_batches(begins.step, row_groups=[number], columns=list(keys))
         rows = itertools.chain.from_iterable(_rows_of(batch, keys) for batch in batches)

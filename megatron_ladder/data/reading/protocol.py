@@ -15,10 +15,8 @@ from megatron_ladder.errors import raise_user_errors
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson", ".jsonlines", ".jl")
-
 SPAN_BYTES = 1 << 20
 """Approximate size of one read. The order of streamed samples depends on it."""
-
 GROUP_BYTES = 4 << 20
 """Approximate amount of text that is tokenized at once, and of a part of a large Parquet row group. The order of
 streamed samples depends on it."""
@@ -99,9 +97,12 @@ class Block(ABC):
 
     def read(self, prepare: Callable[[Sequence[Any]], Any] = list) -> Parsed:
         """Decode all records; `prepare` converts the values of each, or returns a text with the reason against it."""
-        records, bad = list[Any](), list[BadRecord]()
+        records = list[Any]()
+        bad = list[BadRecord]()
         for number, row in self.rows():
-            record = row if isinstance(row, str) else _reason_against(row, self.reading) or prepare(row)
+            record: Any = row
+            if not isinstance(row, str):
+                record = _reason_against(row, self.reading) or prepare(row)
             if not isinstance(record, str):
                 records.append(record)
                 continue
