@@ -41,11 +41,9 @@ class _PlainBar(_Bar):
 class ProgressBar:
     """Shows how much of a long operation is done; use as a context manager.
 
-    Args:
-        total: amount of work in `unit`; None if it is unknown.
-        unit: "B" for bytes, which are shown in powers of 1000; otherwise a word such as "trial", as in "2.00s/trial".
-        done: amount that an earlier run did; it does not count for the rate.
-        stream: stderr if not given.
+    `total` is the amount of work in `unit`, or None if it is unknown. An earlier run did `done` of it, which does not
+    count for the rate. `unit` is "B" for bytes, which are shown in powers of 1000, or a word such as "trial", as in
+    "2.00s/trial". The `stream` is stderr if it is not given.
     """
 
     def __init__(

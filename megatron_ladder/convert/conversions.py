@@ -23,24 +23,11 @@ from megatron_ladder import __version__
 from megatron_ladder.blueprint.boxes import Box
 from megatron_ladder.blueprint.model import ModelConfig, tensor_parallel_errors
 from megatron_ladder.blueprint.tensors import model_tensors
+from megatron_ladder.checkpoint import hf_directory, publish
 from megatron_ladder.checkpoint.format import HF_CONFIG, IMPORTED, MODEL_CARD, Checkpoint, is_card_or_licence
 from megatron_ladder.checkpoint.hf_config import OWN_TYPE, TYPES, hf_config, hf_type
-from megatron_ladder.checkpoint.hf_directory import (
-    FLOAT_DTYPES,
-    INDEX_NAME,
-    WEIGHTS_NAME,
-    HFDirectory,
-    hf_name,
-    open_hf_directory,
-)
 from megatron_ladder.checkpoint.loading import load_weights
 from megatron_ladder.checkpoint.manifest import KINDS
-from megatron_ladder.checkpoint.publish import (
-    MANIFEST_NAME,
-    published_checkpoints,
-    publishing_order,
-    temporary_directory,
-)
 from megatron_ladder.checkpoint.tensor_file import box_key
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.convert import small_files
@@ -80,7 +67,7 @@ def plan_import(options: ImportOptions) -> Conversion:
     Raises UserError if the source is inconsistent or not supported, or the target must not be written to.
     """
     check_save_target(options.save, 0, options.overwrite)
-    directory = open_hf_directory(options.hf)
+    directory = hf_directory.open_hf_directory(options.hf)
     model_type = directory.model_type
     model, notes = rewired(directory.model, options)
     directory.check_tied_head()
@@ -117,7 +104,7 @@ def plan_import(options: ImportOptions) -> Conversion:
     )
 
 
-def _imported(directory: HFDirectory, name: str) -> CopiedTensor:
+def _imported(directory: hf_directory.HFDirectory, name: str) -> CopiedTensor:
     tensor = directory.tensors[name]
     key = box_key("weight", name, Box.whole(tensor.shape))
     source = f"{directory.path}: {tensor.source}"
@@ -156,16 +143,15 @@ def plan_reshape(options: ReshapeOptions, orders: Mapping[str, Permutation] = Ma
 def plan_merge(options: MergeOptions) -> Conversion:
     """Plan a training checkpoint, weights only, whose weights are weighted means of those of several checkpoints.
 
-    Raises:
-        UserError: a checkpoint is incomplete or of another model, or the target must not be written to.
+    Raises UserError if a checkpoint is incomplete or of another model, or the target must not be written to.
     """
     names = _merged_names(options)
     sources = [open_training_checkpoint(options.load / name) for name in names]
     newest = sources[-1]
-    directory, iteration = newest.checkpoint.directory, newest.checkpoint.iteration
-    check_save_target(options.save, iteration, options.overwrite)
+    check_save_target(options.save, newest.checkpoint.iteration, options.overwrite)
     raise_user_errors(
-        f"--load {source.checkpoint.directory}: is of another model than {directory}: merge checkpoints of one run"
+        f"--load {source.checkpoint.directory}: is of another model than {newest.checkpoint.directory}: merge "
+        "checkpoints of one run"
         for source in sources
         if source.model != newest.model
     )
@@ -197,14 +183,15 @@ def plan_merge(options: MergeOptions) -> Conversion:
 def _merged_names(options: MergeOptions) -> list[str]:
     """Return the names of the checkpoints to merge, the oldest first; raise UserError if they do not exist."""
     # Of an iteration that was saved several times, the newest.
-    names = {publishing_order(name)[0]: name for name in published_checkpoints(options.load)}
-    iterations = sorted({*options.iterations} if options.last is None else {*sorted(names)[-options.last :]})
-    flag = (
-        f"--iterations {' '.join(map(str, options.iterations))}" if options.last is None else f"--last {options.last}"
-    )
-    found = f"found iterations {', '.join(map(str, sorted(names))) or 'none'} in {options.load}"
+    names = {publish.publishing_order(name)[0]: name for name in publish.published_checkpoints(options.load)}
+    iterations = sorted({*options.iterations})
+    flag = f"--iterations {' '.join(map(str, options.iterations))}"
+    if options.last is not None:
+        iterations = sorted(names)[-options.last :]
+        flag = f"--last {options.last}"
     if not {*iterations} <= names.keys() or len(iterations) < (options.last or 2):
-        raise UserError(f"{flag}: expected two or more of the checkpoints there are: {found}")
+        existing = f"found iterations {', '.join(map(str, sorted(names))) or 'none'} in {options.load}"
+        raise UserError(f"{flag}: expected two or more of the checkpoints there are: {existing}")
     return [names[iteration] for iteration in iterations]
 
 
@@ -242,9 +229,12 @@ def _checkpoint_conversion(
     token = _fingerprint(sources, files, header, sorted(other_files.items()))
     return Conversion(
         files=files,
-        work=temporary_directory(options.save, iteration, token),
+        work=publish.temporary_directory(options.save, iteration, token),
         target=options.save,
-        small_files=lambda work: {**other_files, MANIFEST_NAME: manifest_bytes(files, header, work, other_files)},
+        small_files=lambda work: {
+            **other_files,
+            publish.MANIFEST_NAME: manifest_bytes(files, header, work, other_files),
+        },
         publish=lambda work: publish_save(work, options.save, iteration, options.overwrite),
         **more,
     )
@@ -277,16 +267,16 @@ def plan_export(options: ExportOptions) -> Conversion:
     dtype = source.trained_dtype if options.dtype is None else _DTYPES[options.dtype]
     weights = [tensor for tensor in source.tensors() if tensor.kind == "weight"]
     raise_user_errors(
-        f"{tensor.source}: found {tensor.dtype}, expected {', '.join(FLOAT_DTYPES)}"
+        f"{tensor.source}: found {tensor.dtype}, expected {', '.join(hf_directory.FLOAT_DTYPES)}"
         for tensor in weights
-        if tensor.dtype not in FLOAT_DTYPES
+        if tensor.dtype not in hf_directory.FLOAT_DTYPES
     )
     # The files of tensors.
     new_dtype = dtype if options.dtype or len({tensor.dtype for tensor in weights}) == 1 else None
     exported = itertools.chain.from_iterable(_exported(source, tensor, model_type, new_dtype) for tensor in weights)
     shards = divide(exported, most_bytes)
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    files = dict(zip([WEIGHTS_NAME] if len(shards) == 1 else names, shards, strict=True))
+    files = dict(zip([hf_directory.WEIGHTS_NAME] if len(shards) == 1 else names, shards, strict=True))
     # The other files: tokenizer, code, licence, card and index.
     other_files, ids, notes = small_files.exported_tokenizer(checkpoint, source.other_files)
     code = small_files.module_files(source.model)
@@ -302,7 +292,7 @@ def plan_export(options: ExportOptions) -> Conversion:
     if len(files) > 1:
         weight_map = {tensor.key: file for file, tensors in files.items() for tensor in tensors}
         index = {"metadata": {"total_size": total_bytes(files)}, "weight_map": dict(sorted(weight_map.items()))}
-        other_files[INDEX_NAME] = small_files.json_file(index)
+        other_files[hf_directory.INDEX_NAME] = small_files.json_file(index)
     # What is reported.
     written = f"written as {model_type} in {dtype}"
     if code:
@@ -338,22 +328,16 @@ def _exported(
     cast = replace(tensor, dtype=new_dtype)
     mixtral = model_type == "mixtral"
     if ".experts." not in tensor.name:
-        yield replace(cast, key=hf_name(tensor.name, mixtral=mixtral))
+        yield replace(cast, key=hf_directory.hf_name(tensor.name, mixtral=mixtral))
         return
     for expert in range(tensor.shape[0]):
-        key = hf_name(tensor.name, expert, mixtral)
+        key = hf_directory.hf_name(tensor.name, expert, mixtral)
         read = partial(source.read, tensor.name, "weight", expert)
         yield replace(cast, key=key, shape=tensor.shape[1:], read=read)
 
 
 def _compare_logits(
-    hf: Path,
-    model: ModelConfig,
-    checkpoint: Path,
-    model_type: str,
-    dtype: str | None,
-    own_code: bool,
-    compared: str,
+    hf: Path, model: ModelConfig, checkpoint: Path, model_type: str, dtype: str | None, own_code: bool, compared: str
 ) -> str:
     """Compare transformers' model of a Hugging Face directory with ours of a training checkpoint, both in fp32.
 

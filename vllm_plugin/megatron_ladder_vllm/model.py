@@ -190,7 +190,7 @@ class LadderDecoderLayer(nn.Module):
         self.sub_blocks = sub_blocks
         self.reads_own_parts = config.lanes > 0
         self.absent = () if config.shared_expert_intermediate_size else ("shared_expert",)
-        branches = {name for one in sub_blocks for name in self.branches(one)}
+        branches = {name for sub_block in sub_blocks for name in self.branches(sub_block)}
         self.self_attn = LadderAttention(config, vllm_config, f"{prefix}.self_attn")
         dense = config.intermediate_size
         shared = config.shared_expert_intermediate_size
@@ -203,7 +203,7 @@ class LadderDecoderLayer(nn.Module):
         if "attention_2" in branches:
             self.self_attn_2 = LadderAttention(config, vllm_config, f"{prefix}.self_attn_2")
             self.mlp_2 = unreduced_mlp(config, vllm_config, dense, f"{prefix}.mlp_2")
-        for name in {norm_name(one.kind) for one in sub_blocks}:
+        for name in {norm_name(sub_block.kind) for sub_block in sub_blocks}:
             setattr(self, name, RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
 
     def branches(self, sub_block: WiredSubBlock) -> list[str]:

@@ -132,11 +132,11 @@ def rank_traffic(
         "ends": _sent(groups.ends, _share(groups.ends) * 2 * ends_bytes(model, layout), per_box),
     }
     forward_state = backward_state = 0.0
-    for place in range(stage, layout.pipeline * layout.chunks, layout.pipeline):
-        if place < layout.pipeline * layout.chunks - 1:
-            forward_state += state_bytes(model, layout, sequence, place, precision)
-        if place > 0:
-            backward_state += state_bytes(model, layout, sequence, place - 1, precision)
+    for chunk in range(stage, layout.pipeline * layout.chunks, layout.pipeline):
+        if chunk < layout.pipeline * layout.chunks - 1:
+            forward_state += state_bytes(model, layout, sequence, chunk, precision)
+        if chunk > 0:
+            backward_state += state_bytes(model, layout, sequence, chunk - 1, precision)
     forward = _sent(groups.following, micro_batches * forward_state, per_box)
     backward = _sent(groups.previous, micro_batches * backward_state, per_box)
     return sent | {"pipeline": Sent(forward.inside + backward.inside, forward.across + backward.across)}

@@ -239,9 +239,10 @@ class EmulatedLink(CommGroup):
 
     def _launch_message(self, transfer: Work, peer: int, num_bytes: int) -> MessageWork:
         """Exchange the times of launch with the peer; on both ranks, messages of the pair start in the same order."""
-        own, other = torch.tensor([time.monotonic_ns()]), torch.zeros(1, dtype=torch.int64)
-        parts = transfer, super().start_send(own, peer), super().start_receive(other, peer)
-        work = MessageWork(self, peer, parts, (own, other), self._wire_ns(num_bytes))
+        own_launch = torch.tensor([time.monotonic_ns()])
+        peer_launch = torch.zeros(1, dtype=torch.int64)
+        parts = transfer, super().start_send(own_launch, peer), super().start_receive(peer_launch, peer)
+        work = MessageWork(self, peer, parts, (own_launch, peer_launch), self._wire_ns(num_bytes))
         self._messages[peer].append(work)
         return work
 
