@@ -43,6 +43,10 @@ GLM = (
     "--moe-router-group-topk 2 --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05 "
     "--moe-aux-loss-coeff 0.05 --moe-z-loss-coeff 0.01"
 )
+LATENT = (
+    "--num-key-value-heads 1 --kv-lora-rank 16 --qk-nope-head-dim 8 --qk-rope-head-dim 4 --v-head-dim 6 "
+    "--norm-epsilon 1e-3"
+)
 SPARSE = "--num-experts 64 --moe-router-topk 1 --moe-router-unnormalized --moe-ffn-hidden-size 8"
 """More experts than tokens of a micro-batch."""
 
@@ -109,6 +113,12 @@ def test_steps_equal_a_plain_model(gloo_pools: GlooPools, layout: str, wiring: s
             f"{QWEN} --zero-stage 3 --residual-mode longcat --expert-sharding experts "
             "--recompute-granularity full --sequence-parallel",
         ),
+        ("4x1x1", f"{LATENT} --sequence-parallel --residual-mode ladder --recompute-granularity full"),
+        ("2x1x2", f"{LATENT} --zero-stage 2 --residual-mode ladder-parallel --q-lora-rank 12"),
+        ("2x1x2", f"{LATENT} {GLM} --zero-stage 3 --residual-mode farskip --q-lora-rank 12 --attention-output-gate"),
+        ("1x3x1", f"{LATENT} --residual-mode standard --tie-embeddings --add-qkv-bias"),
+        ("2x2x2", f"{LATENT} --zero-stage 1 --residual-mode ladder --lanes 2 --attention-output-gate"),
+        ("2x1x2", f"{LATENT} {DESYNC} 4 --zero-stage 0 --q-lora-rank 12"),
     ],
 )
 def test_more_wirings_and_features_equal_a_plain_model(gloo_pools: GlooPools, layout: str, words: str) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM, MixtralForCausalLM
+from transformers import DeepseekV2ForCausalLM, LlamaForCausalLM, MixtralForCausalLM
 
 from tests.reference import ReferenceConfig
 
@@ -22,6 +22,9 @@ def hf_name(name: str) -> str:
         (".attention_norm.", ".input_layernorm."),
         (".mlp_norm.", ".post_attention_layernorm."),
         (".attention.", ".self_attn."),
+        (".kv_a_proj.", ".kv_a_proj_with_mqa."),
+        (".q_a_norm.", ".q_a_layernorm."),
+        (".kv_a_norm.", ".kv_a_layernorm."),
         (".attention_norm_2.", ".input_layernorm_2."),
         (".mlp_norm_2.", ".post_attention_layernorm_2."),
         (".attention_2.", ".self_attn_2."),
@@ -92,6 +95,22 @@ def transformers_model(
         "attn_implementation": "eager",
         "experts_implementation": "eager",
     }
+    if config.kv_lora_rank:
+        values |= {
+            "num_key_value_heads": config.num_attention_heads,
+            "head_dim": config.qk_rope_head_dim,
+            "kv_lora_rank": config.kv_lora_rank,
+            "q_lora_rank": config.q_lora_rank or None,
+            "qk_nope_head_dim": config.qk_nope_head_dim,
+            "qk_rope_head_dim": config.qk_rope_head_dim,
+            "v_head_dim": config.v_head_dim,
+            "topk_method": "group_limited_greedy" if config.moe_router_num_groups > 1 else "greedy",
+            "mlp_layer_types": [
+                "sparse" if layer in config.moe_layers else "dense" for layer in range(config.num_layers)
+            ],
+        }
+    if family is DeepseekV2ForCausalLM:
+        values["num_experts"] = values.pop("num_local_experts")
     built = family(family.config_class(**values)).eval()
     if weights is not None:
         tied = {"lm_head.weight": weights["embedding.weight"]} if config.tie_embeddings else {}

@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    DeepseekV2ForCausalLM,
+    DeepseekV3ForCausalLM,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteForCausalLM,
     LlamaForCausalLM,
     MixtralForCausalLM,
     Qwen2ForCausalLM,
@@ -53,6 +56,25 @@ GLM = replace(
     moe_router_num_groups=4,
     moe_router_group_topk=2,
 )
+DEEPSEEK = replace(
+    GLM,
+    num_key_value_heads=1,
+    head_dim=14,
+    rotary_percent=1.0,
+    kv_lora_rank=12,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=6,
+    v_head_dim=10,
+    norm_epsilon=0.05,
+    add_qkv_bias=False,
+)
+DEEPSEEK_V2 = replace(
+    DEEPSEEK,
+    moe_router_score_function="softmax",
+    moe_router_enable_expert_bias=False,
+    moe_router_unnormalized=True,
+)
+ONE_GROUP = {"moe_router_num_groups": 1, "moe_router_group_topk": 1}
 
 
 def random_ids(config: ReferenceConfig, *shape: int, seed: int = 5) -> Tensor:
@@ -92,8 +114,13 @@ CASES: dict[str, tuple[Family, ReferenceConfig, dict[str, Any]]] = {
     "glm, one group": (
         Glm4MoeForCausalLM,
         GLM,
-        {"moe_router_num_groups": 1, "moe_router_group_topk": 1, "qk_layernorm": True},
+        ONE_GROUP | {"qk_layernorm": True},
     ),
+    "deepseek-v2": (DeepseekV2ForCausalLM, DEEPSEEK_V2, {"q_lora_rank": 9}),
+    "deepseek-v2, lite": (DeepseekV2ForCausalLM, DEEPSEEK_V2, ONE_GROUP | YARN | SCALES),
+    "deepseek-v3": (DeepseekV3ForCausalLM, DEEPSEEK, YARN | SCALES | {"q_lora_rank": 9}),
+    "deepseek-v3, queries without a latent": (DeepseekV3ForCausalLM, DEEPSEEK, ONE_GROUP),
+    "glm-lite": (Glm4MoeLiteForCausalLM, DEEPSEEK, {"q_lora_rank": 9, "v_head_dim": 16, "moe_layers": (0, 2)}),
 }
 
 
