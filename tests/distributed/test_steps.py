@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import Qwen3MoeForCausalLM
+from transformers import DeepseekV3ForCausalLM, Qwen3MoeForCausalLM
 
 from megatron_ladder.train.step import evaluate, train_step
-from tests.helpers.hugging_face import transformers_model
+from tests.helpers.hugging_face import Family, transformers_model
 from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.pairwise import pairwise
 from tests.helpers.pool import GlooPools
@@ -125,19 +125,27 @@ def test_more_wirings_and_features_equal_a_plain_model(gloo_pools: GlooPools, la
     check_steps(gloo_pools, layout, words, 1e-6)
 
 
-QWEN3_MOE = (
-    "--train-iters 20 --lr 1e-3 --clip-grad 0.5 --weight-decay 0.1 --micro-batch-size 2 --global-batch-size 4 "
-    "--qk-layernorm --num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 16 --moe-layers 1-2"
-).split()
+TWENTY_STEPS = (
+    "--train-iters 20 --lr 1e-3 --clip-grad 0.5 --weight-decay 0.1 --micro-batch-size 2 --global-batch-size 4"
+)
+FAMILIES = {
+    Qwen3MoeForCausalLM: "--qk-layernorm --num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 16 --moe-layers 1-2",
+    DeepseekV3ForCausalLM: f"{LATENT} --q-lora-rank 12 --num-experts 8 --moe-ffn-hidden-size 16 --moe-layers 1-2 "
+    "--moe-shared-expert-intermediate-size 16 --moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5 "
+    "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-enable-expert-bias "
+    "--moe-router-bias-update-rate 0 --rope-scaling yarn --rope-scaling-factor 4 --rope-mscale 0.7 "
+    "--rope-mscale-all-dim 1.2 --rope-original-max-position-embeddings 6",
+}
 
 
 @pytest.mark.parametrize("words", ["--zero-stage 1", "--zero-stage 0 --tensor-model-parallel-size 2"])
-def test_twenty_steps_equal_transformers(gloo_pools: GlooPools, words: str) -> None:
-    argv = [*QWEN3_MOE, *words.split()]
+@pytest.mark.parametrize("family", FAMILIES)
+def test_twenty_steps_equal_transformers(gloo_pools: GlooPools, family: Family, words: str) -> None:
+    argv = f"{TWENTY_STEPS} {FAMILIES[family]} {words}".split()
     run = run_of(argv, 2)
     config = ReferenceConfig.like(run.model)
     weights, batches = make_weights(config, seed=1), steps_of_batches(20, 2)
-    model = transformers_model(config, weights, Qwen3MoeForCausalLM)
+    model = transformers_model(config, weights, family)
     vectors = [weight for weight in model.parameters() if weight.dim() == 1]
     others = [weight for weight in model.parameters() if weight.dim() > 1]
     groups = [{"params": others, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
