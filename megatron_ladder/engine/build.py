@@ -72,15 +72,14 @@ def build_model(
     span: Span = no_span,
     operations: Operations | None = None,
     distillation: Distillation | None = None,
-) -> tuple[LanguageModel, str]:
-    """Return this rank's initial model, fp32 (ZeRO-3: partitioned, in the run's precision), and its kind of norm.
+) -> LanguageModel:
+    """Return this rank's initial model, fp32 (ZeRO-3: partitioned, in the run's precision).
 
     `operations` replace those of the flags. On the meta device, weights are not initialised.
     """
     training = run.training
-    description = "given"
     if operations is None:
-        operations, description = select_operations(training.norm_implementation, training.compile_sub_blocks, device)
+        operations, _ = select_operations(training.norm_implementation, training.compile_sub_blocks, device)
     chunks = partition(run)[mesh.pipeline.rank :: mesh.pipeline.size]
     recompute_layers = sum(layer < run.recompute_layers for layers in chunks for layer in layers)
     options = StackOptions(run.parallel.tp_overlap, recompute_layers, operations, span=span)
@@ -102,7 +101,7 @@ def build_model(
         distillation=distillation,
     )
     if not is_partitioned:
-        return model, description
+        return model
 
     from megatron_ladder.engine.deepspeed import partition_parameters
 
@@ -115,7 +114,7 @@ def build_model(
                 initialize(module, training.seed)
             module.to(dtype)
             partition_parameters(module, mesh.data, dtype)
-    return model, description
+    return model
 
 
 def build_engine(

@@ -111,8 +111,8 @@ def read_dry_run(flags: RunFlags, world_size: int) -> RunConfig:
     Raises UserError with one line per error.
     """
     with flags.written.in_messages():
-        found = look_for_checkpoint(flags)
-        _, _, run = _complete(flags, None if found is None else found.open(), world_size)
+        checkpoint = look_for_checkpoint(flags)
+        _, _, run = _complete(flags, None if checkpoint is None else checkpoint.open(), world_size)
     return run
 
 
@@ -131,8 +131,8 @@ def _look(flags: RunFlags, own_shards: list[Shard]) -> Findings:
             findings.teacher = find_teacher(flags)
         if data.streaming:
             with errors.collect("--streaming"):
-                found, findings.stream = find_input(data.streaming, data.streaming_key, data.streaming_skip_bad_lines)
-                own_shards.extend(found)
+                shards, findings.stream = find_input(data.streaming, data.streaming_key, data.streaming_skip_bad_lines)
+                own_shards.extend(shards)
     errors.raise_if_any()
     return findings
 
@@ -141,16 +141,18 @@ def _complete(
     flags: RunFlags, checkpoint: Checkpoint | None, world_size: int
 ) -> tuple[RunFlags, Tokenizer | None, RunConfig]:
     """Return the flags with the values of a checkpoint, the tokenizer, and the run of so many processes."""
-    errors, tokenizer, vocab_size, runs = ErrorCollector(), None, None, list[RunConfig]()
     if checkpoint is not None:
         flags = complete_flags(flags, checkpoint)
+    tokenizer: Tokenizer | None = None
+    vocab_size: int | None = None
+    errors = ErrorCollector()
     errors.add(*value_errors([getattr(flags, name) for name in SECTION_TYPES]))
     with errors.collect():
         tokenizer, vocab_size = _load_vocabulary(flags, checkpoint)
     with errors.collect():
-        runs.append(resolve_run(flags, vocab_size or 1, world_size))
+        run = resolve_run(flags, vocab_size or 1, world_size)
     errors.raise_if_any()
-    return flags, tokenizer, runs[0]
+    return flags, tokenizer, run
 
 
 def _resolve(flags: RunFlags, findings: Findings, rank_info: RankInfo) -> RunInputs:
@@ -313,11 +315,13 @@ def _find_eod(data: DataConfig, sources: Sources, tokenizer: Tokenizer | None, r
     datasets = sorted(sources.datasets, key=attrgetter("prefix"))
     known = {dataset.prefix: dataset.sidecar for dataset in datasets if dataset.sidecar is not None}
     # Elsewhere no document ends with the token, and no flag looks for it.
-    relevant = {prefix: one.eod_id for prefix, one in known.items() if one.append_eod or data.eod_mask_loss}
-    candidates = [*relevant.items(), *((prefix, one.eod_id) for prefix, one in known.items()), ("", None)]
-    name, eod_id = str(candidates[0][0]), candidates[0][1]
+    relevant = {prefix: sidecar.eod_id for prefix, sidecar in known.items() if sidecar.append_eod or data.eod_mask_loss}
+    name, eod_id = "", None
     if tokenizer is not None:
         name, eod_id = tokenizer.flag, tokenizer.eod_id
+    elif known:
+        prefix = next(iter(relevant or known))
+        name, eod_id = str(prefix), known[prefix].eod_id
     errors = [
         f"{prefix}: the end-of-document token is {other} by {sidecar_path(prefix)}, and {eod_id} by {name}: give the "
         "tokenizer as it was when the data was made (tokenizer_config.json next to it may name the token), or "

@@ -42,8 +42,8 @@ class Trainer:
     device: torch.device
     model: LanguageModel
     engine: Engine
-    implementations: dict[str, str]
-    """Which implementations of the norm and the optimizer are used."""
+    optimizer_description: str = ""
+    """Which implementation updates the weights."""
     peers: Peers = field(default_factory=Peers)
     eod_id: int | None = None
     guard: Guard = field(default_factory=Guard)
@@ -81,11 +81,11 @@ def build_trainer(inputs: RunInputs, rank_info: RankInfo, peers: Peers) -> Train
         _check_shared(run.checkpoint.save, mesh.world)
     teacher = inputs.teacher
     distillation = None if teacher is None else build_distillation(run, teacher, mesh, device)
-    model, norm = build_model(run, mesh, device, span, distillation=distillation)
-    engine, adamw = build_engine(run, model, inputs.deepspeed, mesh, device)
-    implementations, guard = {"norm": norm, "optimizer": adamw}, Guard(run.reliability)
+    model = build_model(run, mesh, device, span, distillation=distillation)
+    engine, optimizer_description = build_engine(run, model, inputs.deepspeed, mesh, device)
     peers.pipeline = mesh.pipeline
-    return Trainer(run, mesh, device, model, engine, implementations, peers, inputs.eod_id, guard)
+    guard = Guard(run.reliability)
+    return Trainer(run, mesh, device, model, engine, optimizer_description, peers, inputs.eod_id, guard)
 
 
 def _check_shared(save: Path, world: CommGroup) -> None:

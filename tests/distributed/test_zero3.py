@@ -148,7 +148,7 @@ def parts_and_weights(argv: list[str]) -> tuple[list[tuple[int, int, int]], list
     assert deepspeed_is_started()
     run = run_of(argv, torch.distributed.get_world_size())
     tensor_parallel = run.parallel.tensor_model_parallel_size
-    model, _ = build_model(run, mesh_of(tensor_parallel, key_value_replicas(run.model, tensor_parallel)), CPU)
+    model = build_model(run, mesh_of(tensor_parallel, key_value_replicas(run.model, tensor_parallel)), CPU)
     parameters: list[Any] = list(model.parameters())
     if run.parallel.zero_stage == "3":
         sizes = [(p.numel(), p.ds_tensor.numel(), p.ds_numel) for p in parameters]

@@ -90,13 +90,12 @@ def build_trainer_here(
     distillation = None
     if teacher is not None:
         distillation = build_distillation(run, StoredTeacher(Path(), teacher.config, teacher), mesh, device)
-    model, norm = build_model(run, mesh, device, span, distillation=distillation)
+    model = build_model(run, mesh, device, span, distillation=distillation)
     if weights is not None:
         with gathered(model.parameters(), written=True):
             fill_slices(model, weights)
     engine, adamw = build_engine(run, model, deepspeed_json(run), mesh, device)
-    implementations = {"norm": norm, "optimizer": adamw}
-    return Trainer(run, mesh, device, model, engine, implementations, guard=Guard(run.reliability))
+    return Trainer(run, mesh, device, model, engine, adamw, guard=Guard(run.reliability))
 
 
 def own_batches(trainer: Trainer, micro_batches: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[MicroBatch]:

@@ -86,9 +86,9 @@ def run_rank(run: RunConfig, deepspeed: dict[str, Any], rank: int) -> RankRecord
     with recorder, memory.ignoring_temporaries_of(torch.optim.AdamW):
         # The run, as on its devices.
         mesh = build_mesh(run)
-        model, norm = build_model(run, mesh, META, recorder.span, OPERATIONS)
-        engine, optimizer = build_engine(run, model, deepspeed, mesh, META)
-        trainer = Trainer(run, mesh, META, model, engine, {"norm": norm, "optimizer": optimizer})
+        model = build_model(run, mesh, META, recorder.span, OPERATIONS)
+        engine, _ = build_engine(run, model, deepspeed, mesh, META)
+        trainer = Trainer(run, mesh, META, model, engine)
         if run.needs_deepspeed:
             from megatron_ladder.engine.deepspeed import DeepSpeedEngine
 
