@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_ladder.checkpoint.format import Checkpoint
 from megatron_ladder.comm.launch import RankInfo
-from megatron_ladder.config.run import SECTION_TYPES, RunConfig, RunFlags, resolve_run
+from megatron_ladder.config.run import RunConfig, RunFlags, resolve_run
 from megatron_ladder.config.sections import DataConfig
 from megatron_ladder.data.indexed import IndexedDataset, occurs_in_sample, sampled_ends, sidecar_path
 from megatron_ladder.data.loader import OrderOptions, Sources, check_tokenizer, open_sources
@@ -29,7 +29,7 @@ from megatron_ladder.engine.deepspeed_json import deepspeed_json
 from megatron_ladder.engine.optimizer import find_fused_adam
 from megatron_ladder.errors import ErrorCollector, Problem, UserError, raise_user_errors
 from megatron_ladder.files import output_problem
-from megatron_ladder.flags import flag_name, value_errors
+from megatron_ladder.flags import flag_name
 from megatron_ladder.model.operations import require_compiler, select_operations
 from megatron_ladder.progress import print_rank_0
 from megatron_ladder.train.curves import check_wandb
@@ -38,6 +38,7 @@ from megatron_ladder.train.resume import (
     FoundModel,
     check_same_data,
     complete_flags,
+    flag_errors,
     has_another_tokenizer,
     look_for_checkpoint,
     look_into_save,
@@ -146,7 +147,7 @@ def _complete(
     tokenizer: Tokenizer | None = None
     vocab_size: int | None = None
     errors = ErrorCollector()
-    errors.add(*value_errors([getattr(flags, name) for name in SECTION_TYPES]))
+    errors.add(*flag_errors(flags))
     with errors.collect():
         tokenizer, vocab_size = _load_vocabulary(flags, checkpoint)
     with errors.collect():

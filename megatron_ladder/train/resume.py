@@ -29,7 +29,7 @@ from megatron_ladder.config.sections import CheckpointConfig, OptimizerConfig
 from megatron_ladder.data.identity import data_changes
 from megatron_ladder.data.tokenizers import Tokenizer
 from megatron_ladder.errors import ErrorCollector, Problem, UserError, raise_user_errors
-from megatron_ladder.flags import flag_name, limit_problems, section_flags, to_plain
+from megatron_ladder.flags import flag_name, section_flags, to_plain, value_errors
 from megatron_ladder.progress import print_rank_0
 from megatron_ladder.train.record import RECORD_NAME
 
@@ -42,7 +42,7 @@ _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "train_iters", 
 _TAKEN = ("training", "data", "checkpoint", "logging", "reliability", "optimizer")
 """Sections whose values a resumed run takes, unless a flag declares otherwise."""
 _IGNORED, _REPORTED, _DATA = (
-    {one.field_name for one in section_flags(*SECTIONS) if one.on_resume == rule}
+    {flag.field_name for flag in section_flags(*SECTIONS) if flag.on_resume == rule}
     for rule in ("ignore", "report", "data")
 )
 """Names of flags by their `on_resume`."""
@@ -156,7 +156,7 @@ def complete_flags(flags: RunFlags, checkpoint: Checkpoint) -> RunFlags:
         length = _values(checkpoint.manifest.get("run", {})).get("seq_length", flags.training.seq_length)
         flags = replace(flags, training=replace(flags.training, seq_length=length))
     required = {"--train-iters": flags.training.train_iters, "--lr": flags.optimizer.lr}
-    raise_user_errors(Problem(name, " is required: --load lacks it") for name, one in required.items() if one is None)
+    raise_user_errors(Problem(name, " is required: --load lacks it") for name in required if required[name] is None)
     positions = flags.model.max_position_embeddings
     if "max_position_embeddings" in values:
         positions = max(stored.max_position_embeddings, flags.training.seq_length)
@@ -165,36 +165,39 @@ def complete_flags(flags: RunFlags, checkpoint: Checkpoint) -> RunFlags:
 
 def _with_values_of_the_run(flags: RunFlags, checkpoint: Checkpoint) -> RunFlags:
     """Return flags with the values of the checkpoint's run, unless given ones replace or exclude them."""
-    stored, given = _values(checkpoint.manifest.get("run", {})), flags.given
-    load, save = flags.checkpoint.load, flags.checkpoint.save
-    kept, data = {*given, *_IGNORED}, given & _DATA
-    if data:
-        kept |= _DATA - ({"train_data_path", "streaming"} if data == {"valid_data_path"} else set())
+    stored = _values(checkpoint.manifest.get("run", {}))
+    unchanged = {*flags.given, *_IGNORED}
+    given_data = flags.given & _DATA
+    if given_data:
+        unchanged |= _DATA - ({"train_data_path", "streaming"} if given_data == {"valid_data_path"} else set())
     if flags.checkpoint.override_opt_param_scheduler:
         # By default, the decay that replaces the stored one is as long as the run.
-        kept |= {"lr_decay_iters", "lr_wsd_decay_iters"}
+        unchanged |= {"lr_decay_iters", "lr_wsd_decay_iters"}
     if flags.checkpoint.use_checkpoint_opt_param_scheduler:
-        kept -= {one.field_name for one in section_flags(OptimizerConfig) if "optimizer" not in one.field_name}
+        unchanged -= {flag.field_name for flag in section_flags(OptimizerConfig) if "optimizer" not in flag.field_name}
+    load, save = flags.checkpoint.load, flags.checkpoint.save
     if load is None or save is None or not _is_within(load, save):
-        kept |= {"tensorboard_dir", "wandb_project", "wandb_exp_name", "wandb_save_dir"}
-    every = [(name, one) for name, section in SECTION_TYPES.items() for one in section_flags(section)]
-    known = [one for _, one in every]
-    values = {one.name: getattr(getattr(flags, name), one.field_name) for name, one in every}
-    problems = limit_problems(known, values)
-    for name, one in every:
-        if one.field_name not in stored or one.field_name in kept:
-            continue
-        kind = get_type_hints(SECTION_TYPES[name])[one.field_name]
-        try:
-            value = msgspec.convert(stored[one.field_name], kind, dec_hook=lambda kind, text: kind(text))
-        except msgspec.ValidationError as error:
-            raise UserError(f"--load {checkpoint.directory}: {one.name}: {error}: give the flag") from None
-        found = limit_problems(known, values | {one.name: value})
-        # A value that a given one excludes has no effect any more.
-        if len(found) <= len(problems):
-            values, problems = values | {one.name: value}, found
-    sections = {name: {one.field_name: values[one.name] for of, one in every if of == name} for name in SECTION_TYPES}
-    return replace(flags, **{name: replace(getattr(flags, name), **fields) for name, fields in sections.items()})
+        unchanged |= {"tensorboard_dir", "wandb_project", "wandb_exp_name", "wandb_save_dir"}
+    for section_name, section_type in SECTION_TYPES.items():
+        types = get_type_hints(section_type)
+        for name in (flag.field_name for flag in section_flags(section_type)):
+            if name not in stored or name in unchanged:
+                continue
+            try:
+                value = msgspec.convert(stored[name], types[name], dec_hook=lambda kind, text: kind(text))
+            except msgspec.ValidationError as error:
+                raise UserError(f"--load {checkpoint.directory}: {flag_name(name)}: {error}: give the flag") from None
+            section = replace(getattr(flags, section_name), **{name: value})
+            completed = replace(flags, **{section_name: section})
+            # A value that a given one excludes has no effect any more.
+            if len(flag_errors(completed)) <= len(flag_errors(flags)):
+                flags = completed
+    return flags
+
+
+def flag_errors(flags: RunFlags) -> list[Problem]:
+    """Check all values against what their flags allow; return one line per error."""
+    return value_errors([getattr(flags, name) for name in SECTION_TYPES])
 
 
 def _values(run: dict[str, Any]) -> dict[str, Any]:
