@@ -123,7 +123,7 @@ def test_the_answer_of_inference_is_a_sentence(words: str, expected: str, capsys
     [
         ("--model 8b --batch 64", ["Answer: yes. ladder-parallel trains", "tokens/s, a billion tokens in"]),
         (
-            "--model 8b --gpus 16 --gpus-per-node 2 --batch 64",
+            "--model 8b --gpus 16 --gpus-per-node 2 --batch 64 --seq-length 16384",
             ["Answer: yes.", "with wiring ladder", "; one replica per box."],
         ),
         ("--model 13b --gpus 16 --network 10gbe --batch 64", ["pipeline 0.0 + ", "each replica spans up to 2 boxes"]),
@@ -158,7 +158,7 @@ def test_every_pipeline_over_two_boxes_is_slower_on_a_slow_network(tmp_path: Pat
         {
             (
                 row["wiring"],
-                *(row[key] for key in ("tensor", "pipeline", "data", "micro_batch", "recompute", "zero")),
+                *(row[key] for key in ("tensor", "pipeline", "chunks", "data", "micro_batch", "recompute", "zero")),
             ): row
             for row in plan(f"{TWO_BOXES} {more}", tmp_path)["layouts"]
         }

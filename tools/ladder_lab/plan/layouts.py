@@ -15,6 +15,8 @@ from megatron_ladder.blueprint.tensors import parameter_count
 MOST_NODES_OF_TENSOR = 2
 """Nodes that a tensor-parallel group spans at most."""
 MICRO_BATCHES = (1, 2, 4, 8)
+CHUNKS = (2, 4, 8)
+"""Numbers of ranges of layers of a stage whose schedule is interleaved."""
 PLANNED_WIRINGS = tuple(name for name, wiring in NAMED_WIRINGS.items() if wiring.is_planned)
 """Those that `NamedWiring.is_planned` allows: the step time is that of identical layers."""
 _LEAST_STATE_BYTES = 14
@@ -62,10 +64,23 @@ def _layouts(request: PlanRequest, leanest: bool = False) -> Iterator[Layout]:
             zeros = [1]
             if pipeline == 1 and data > 1:
                 zeros = [1, 2] if request.muon else [1, 2, 3]
-            choices = (MICRO_BATCHES[:1], zeros, (True,)) if leanest else (MICRO_BATCHES, zeros, (False, True))
-            for micro_batch, zero, recompute, cut in product(*choices, sequence_parallel):
+            chunks = _chunk_counts(request.model.num_layers, pipeline)
+            least = MICRO_BATCHES[:1], (True,), chunks[:1]
+            choices = least if leanest else (MICRO_BATCHES, (False, True), chunks)
+            for micro_batch, recompute, count, zero, cut in product(*choices, zeros, sequence_parallel):
                 if request.global_batch % (data * micro_batch) == 0:
-                    yield Layout(tensor, pipeline, data, zero, micro_batch, recompute, cut, muon=request.muon)
+                    yield Layout(tensor, pipeline, data, zero, micro_batch, recompute, cut, request.muon, chunks=count)
+
+
+def _chunk_counts(layers: int, stages: int) -> list[int]:
+    """Return the numbers of ranges of a stage that --num-layers-per-virtual-pipeline-stage can describe, and one."""
+    counts = [1]
+    for count in CHUNKS:
+        ranges = stages * count
+        longest = -(-layers // ranges)
+        if stages > 1 and ranges <= layers and -(-layers // (stages * longest)) == count:
+            counts.append(count)
+    return counts
 
 
 def _divisors(number: int, most: int) -> list[int]:
@@ -100,13 +115,13 @@ def _fits(request: PlanRequest, memory: Memory) -> bool:
 
 def fitting_plans(request: PlanRequest) -> list[LayoutPlan]:
     """Return every layout that fits, fastest first, in every wiring."""
-    # The same for every pipeline, number of data-parallel ranks and ZeRO stage.
+    # The same for every pipeline, schedule, number of data-parallel ranks and ZeRO stage.
     layer_times: dict[tuple[Layout, str], LayerTime] = {}
     plans = []
     for layout, wiring, memory in _pairs(request):
         if not _fits(request, memory):
             continue
-        key = replace(layout, pipeline=1, data=layout.pipeline * layout.data, zero=1), wiring
+        key = replace(layout, pipeline=1, chunks=1, data=layout.pipeline * layout.data, zero=1), wiring
         if key not in layer_times:
             layer_times[key] = _layer_time(request, *key)
         times = layer_times[key]

@@ -7,7 +7,7 @@ from typing import Any
 
 from ladder_lab.bench.sizes import find_size
 from ladder_lab.cost.machines import TIME_RANGE
-from ladder_lab.cost.memory import Layout
+from ladder_lab.cost.memory import Layout, stage_chunks
 from ladder_lab.cost.placement import placement
 from ladder_lab.cost.traffic import Sent, rank_traffic, state_bytes
 from ladder_lab.output import markdown_table, write_json
@@ -161,8 +161,12 @@ def _describe_traffic(traffic: Mapping[str, Sent]) -> str:
     return f"GB that a GPU sends in a step, {where}: {', '.join(parts) or 'none'}."
 
 
+def _describe_stages(layout: Layout) -> str:
+    return f"{layout.pipeline} x {layout.chunks}" if layout.chunks > 1 else str(layout.pipeline)
+
+
 def _describe_layout(layout: Layout) -> str:
-    ranks = f"TP {layout.tensor} PP {layout.pipeline} DP {layout.data} ZeRO {layout.zero}"
+    ranks = f"TP {layout.tensor} PP {_describe_stages(layout)} DP {layout.data} ZeRO {layout.zero}"
     parts = [ranks, f"micro-batch {layout.micro_batch}"]
     if layout.recompute:
         parts.append("recompute")
@@ -183,7 +187,7 @@ def _plan_cells(plan: LayoutPlan) -> dict[str, str]:
     parts = [memory.weights, memory.gradients, memory.optimizer, memory.activations]
     gigabytes = " + ".join(f"{part / GIGABYTE:.1f}" for part in parts)
     seconds = " + ".join(f"{part:.2f}" for part in (time.compute, time.exposed_tensor, time.bubble, time.exposed_data))
-    sizes = {"TP": layout.tensor, "PP": layout.pipeline, "DP": layout.data, "ZeRO": layout.zero}
+    sizes = {"TP": layout.tensor, "PP": _describe_stages(layout), "DP": layout.data, "ZeRO": layout.zero}
     return {name: str(size) for name, size in sizes.items()} | {
         "micro-batch": str(layout.micro_batch),
         "recompute": "yes" if layout.recompute else "no",
@@ -233,9 +237,11 @@ def _pending_note(request: PlanRequest, layout: Layout, rows: Sequence[dict[str,
 def _command(request: PlanRequest, plan: LayoutPlan) -> str:
     """Return the command of a plan, without data and schedule."""
     layout = plan.layout
+    chunks = stage_chunks(request.model, layout, 0)
     flags = {
         "tensor_model_parallel_size": layout.tensor,
         "pipeline_model_parallel_size": layout.pipeline,
+        "num_layers_per_virtual_pipeline_stage": max(map(len, chunks)) if len(chunks) > 1 else None,
         "zero_stage": layout.zero,
         "seq_length": request.sequence,
         "micro_batch_size": layout.micro_batch,

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from ladder_lab.bench.sizes import SIZES
-from ladder_lab.cost.machines import Machine
-from ladder_lab.plan.layouts import PlanRequest, _layouts, best_of_each_grid, fitting_plans, verdict
+from ladder_lab.cost.machines import PRESETS, Machine
+from ladder_lab.cost.memory import RESERVED_BYTES
+from ladder_lab.plan.layouts import LayoutPlan, PlanRequest, _layouts, best_of_each_grid, fitting_plans, verdict
 from ladder_lab.plan.program import _command
 from ladder_lab.wirings import NAMED_WIRINGS
 from megatron_ladder.blueprint.wiring import SHARED_STREAM_MODES
@@ -33,6 +34,32 @@ def test_layouts_share_out_everything() -> None:
         assert not (layout.sequence_parallel and layout.tensor == 1)
     assert {layout.pipeline for layout in found if layout.tensor == 1} == {1, 2, 3, 4, 6, 8, 12, 24}
     assert max(layout.tensor for layout in _layouts(request_of(gpus=64, batch=64))) == 16, "two nodes at most"
+    # 32 layers in 3 x 8 ranges of at most two would be 3 x 6.
+    chunks = {stages: {layout.chunks for layout in found if layout.pipeline == stages} for stages in (1, 2, 3, 6, 24)}
+    assert chunks == {1: {1}, 2: {1, 2, 4, 8}, 3: {1, 2, 4}, 6: {1, 2}, 24: {1}}
+
+
+def grid(request: PlanRequest) -> dict[int, LayoutPlan]:
+    """Return the fastest plans of two stages without tensor parallelism by their ranges of layers per stage."""
+    best: dict[int, LayoutPlan] = {}
+    for plan in fitting_plans(request):
+        if (plan.layout.tensor, plan.layout.pipeline) == (1, 2):
+            best.setdefault(plan.layout.chunks, plan)
+    return best
+
+
+def test_stages_are_interleaved_where_it_pays() -> None:
+    """A slow network takes longer for the additional sends than the bubble lasts, and memory may be too small."""
+    asked = request_of("llama-1b", gpus=2, batch=4, wirings=("standard",))
+    usual = grid(asked)
+    assert [*usual][-1] == 1 and {*usual} == {1, 2, 4, 8}
+    assert usual[4].time.bubble < usual[2].time.bubble < 0.6 * usual[1].time.bubble
+    assert usual[1].memory.activations < 0.9 * min(plan.memory.activations for plan in [*usual.values()][:-1])
+    slow = replace(H100, per_box=1, network=PRESETS["10gbe"], adapters=1)
+    assert [*grid(replace(asked, machine=slow))][0] == 1
+    memory_bytes = usual[1].memory.total + RESERVED_BYTES
+    small = replace(H100, gpu=replace(H100.gpu, memory_bytes=memory_bytes))
+    assert [*grid(replace(asked, machine=small))][0] == 1
 
 
 def test_a_winner_needs_more_than_three_per_cent() -> None:
@@ -48,6 +75,7 @@ def test_the_trainer_reads_the_command_of_a_plan(model: str) -> None:
     named = fitting_plans(replace(asked, wirings=("staleness-2", "desync-2x", "desync-4x")))
     assert {plan.wiring for plan in named} == {"staleness-2", "desync-2x", "desync-4x"}
     plans += [next(plan for plan in named if plan.wiring == name) for name in ("staleness-2", "desync-2x", "desync-4x")]
+    assert {plan.layout.chunks for plan in plans} > {1, 2}
     for plan in plans:
         _, _, command = _command(asked, plan).partition(" pretrain_ladder.py ")
         words = [*shlex.split(command.replace("\\\n", "")), "--train-iters", "10", "--lr", "1e-3"]
@@ -55,7 +83,7 @@ def test_the_trainer_reads_the_command_of_a_plan(model: str) -> None:
         layout, parallel = plan.layout, run.parallel
         assert run.model == NAMED_WIRINGS[plan.wiring].of(asked.model, plan.layout.tensor)
         assert parallel.tensor_model_parallel_size == layout.tensor
-        assert parallel.pipeline_model_parallel_size == layout.pipeline
+        assert (parallel.pipeline_model_parallel_size, run.chunks) == (layout.pipeline, layout.chunks)
         assert (run.data_parallel_size, int(parallel.zero_stage)) == (layout.data, layout.zero)
         assert run.optimizer.optimizer == ("muon" if asked.muon else "adamw")
         assert (run.training.micro_batch_size, run.global_batch_size) == (layout.micro_batch, 128)
