@@ -112,7 +112,7 @@ class _Config(Struct):
     first_k_dense_replace: _Count | None = None
     moe_layer_freq: Any = None
     mlp_layer_types: list[Literal["dense", "sparse"]] | None = None
-    topk_method: str | None = None
+    topk_method: Literal["greedy", "group_limited_greedy", "noaux_tc"] | None = None
     num_nextn_predict_layers: _Count | None = None
     use_qk_norm: Annotated[bool | None, "qk_layernorm"] = None
     kv_lora_rank: _Size | None = None
@@ -175,7 +175,8 @@ _TRAITS = ("max_position_embeddings", "initializer_range", "rms_norm_eps", "tie_
 _EXPERTS = ("num_experts_per_tok", "moe_intermediate_size")
 _SCORES = ("shared_expert_intermediate_size", "scoring_func", "routed_scaling_factor", "use_expert_bias")
 _GROUPS = ("n_group", "topk_group")
-_LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_LATENT = (*_LATENT_SIZES, "q_lora_rank")
 _WIRING = ("residual_mode", "residual_staleness", "lanes", "ladder_layers", "desync_interval", "desync_tp")
 _NO_WINDOW = {"sliding_window": None}
 _UNUSED_WINDOW = {"use_sliding_window": False, **_NO_WINDOW}
@@ -224,11 +225,11 @@ _GLM_EXPERTS: tuple[str, ...] = ("n_routed_experts", *_EXPERTS, "norm_topk_prob"
 _GLM_EXPERTS += ("n_shared_experts", "first_k_dense_replace")
 _DEEPSEEK_V3 = _Type(
     architecture="DeepseekV3ForCausalLM",
-    required=_LATENT,
+    required=_LATENT_SIZES,
     experts=_GLM_EXPERTS,
     constants={"num_nextn_predict_layers": 0},
     same={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "rope_interleave": True},
-    keys=(*_LATENT, "q_lora_rank", "attention_bias"),
+    keys=(*_LATENT, "attention_bias"),
     has_output_bias=True,
     fixed_with_experts={"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
 )
@@ -285,7 +286,7 @@ TYPES = {
         },
         keys=(
             *("attention_bias", "attention_output_bias", "mlp_bias", "qk_norm", "final_logit_softcapping", *_WIRING),
-            *(*_LATENT, "q_lora_rank", "gated_attention"),
+            *(*_LATENT, "gated_attention"),
         ),
         partial_rotary_factor=1.0,
     ),
@@ -293,7 +294,7 @@ TYPES = {
     _INSTELLA_TYPE: replace(
         _DEEPSEEK_V3,
         architecture="",
-        required=(*_LATENT, "farskip"),
+        required=(*_LATENT_SIZES, "farskip"),
         keys=(*_DEEPSEEK_V3.keys, "gated_attention", "farskip"),
     ),
 }
@@ -350,7 +351,7 @@ def model_config_from_hf(
     values: dict[str, Any] = {"num_key_value_heads": heads, "head_dim": max(read.hidden_size // heads, 1)}
     values |= _copied(given, (*_SIZES, *_TRAITS, *row.keys))
     if "kv_lora_rank" in values:
-        # Programs differ in the meaning of these keys.
+        # Programs write different numbers.
         width = given.get("qk_nope_head_dim", 0) + given.get("qk_rope_head_dim", 0)
         values |= {"num_key_value_heads": 1, "head_dim": width}
     if row.has_output_bias:
@@ -407,8 +408,8 @@ def _experts(model_type: str, given: Mapping[str, Any], count: int, errors: _Err
     known = {key: given[key] for key in row.experts if key in given}
     if known.get("topk_method") == "greedy":
         known |= dict.fromkeys(_GROUPS, 1)
-    elif "topk_method" in known:
-        errors.append(("topk_method", known["topk_method"], "'greedy'"))
+    elif known.get("topk_method") == "noaux_tc":
+        errors.append(("topk_method", "noaux_tc", f"greedy or group_limited_greedy in a {model_type} model"))
     optional = {"mlp_only_layers", "mlp_layer_types"}
     if "mlp_layer_types" in known:
         optional.add("first_k_dense_replace")
@@ -610,9 +611,7 @@ def hf_config(
     """Return the content of `config.json` for weights of a dtype in torch's spelling; raise UserError as `hf_type`."""
     model_type = model_type or hf_type(model)
     row, values = TYPES[model_type], _key_values(model)
-    absent = set[str]()
-    if not model.is_latent:
-        absent |= {*_LATENT, "q_lora_rank"}
+    absent = set() if model.is_latent else {*_LATENT}
     if not model.attention_output_gate:
         absent.add("gated_attention")
     if row.experts and "moe_intermediate_size" not in row.experts:
@@ -652,7 +651,7 @@ def _key_values(model: ModelConfig) -> dict[str, Any]:
         "norm_topk_prob": not model.moe_router_unnormalized,
         "n_shared_experts": model.moe_shared_expert_intermediate_size // max(model.moe_ffn_hidden_size, 1),
         "first_k_dense_replace": layers - len(experts),
-        "topk_method": "greedy",
+        "topk_method": "greedy" if model.moe_router_num_groups == 1 else "group_limited_greedy",
         "mlp_layer_types": ["sparse" if layer in experts else "dense" for layer in range(layers)],
         "expert_layers": experts,
         "mlp_only_layers": sorted({*range(layers)} - {*experts}),

@@ -192,7 +192,7 @@ def open_hf_directory(path: Path) -> HFDirectory:
     if plain and "auto_map" in config and config.get("architectures") != [plain]:
         raise UserError(
             f"{source}: auto_map names custom code, which is not run, for architectures {config.get('architectures')}, "
-            f"so the computation of this {model_type} is unknown; if it is a {plain}, list that"
+            f"so the computation of this {model_type} is unknown; if it is plain, list {plain}"
         )
     found = _read_tensors(path)
     model = model_config_from_hf(config, source, len(found))

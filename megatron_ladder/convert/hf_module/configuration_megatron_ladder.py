@@ -23,7 +23,7 @@ class MegatronLadderConfig(PreTrainedConfig):
     Attributes:
         attention_output_bias: whether the attention's output projection has a bias.
         qk_norm: whether each head's queries and keys are normed before the rotary embedding.
-        kv_lora_rank: width of the latent of keys and values; 0: attention is not latent.
+        kv_lora_rank: width of the latent of keys and values; None: attention is not latent.
         gated_attention: whether the sigmoid of a projection of its input multiplies the attention's output.
         final_logit_softcapping: bound of the logits, as in Gemma 2; None for no bound.
         num_experts: routed experts of a layer; 0: all layers are dense.
@@ -69,7 +69,7 @@ class MegatronLadderConfig(PreTrainedConfig):
     attention_dropout: float = 0.0
     mlp_bias: bool = False
     qk_norm: bool = False
-    kv_lora_rank: int = 0
+    kv_lora_rank: int | None = None
     q_lora_rank: int | None = None
     qk_nope_head_dim: int = 128
     qk_rope_head_dim: int = 64

@@ -6,7 +6,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from transformers import (
+    DeepseekV2ForCausalLM,
+    DeepseekV3ForCausalLM,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
     MixtralForCausalLM,
@@ -24,6 +27,7 @@ from megatron_ladder.checkpoint.optimizer_state import Piece
 from megatron_ladder.cli.convert_checkpoint import main
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.model.language_model import LanguageModel
+from tests.helpers.instella import InstellaMoEForCausalLM
 from tests.helpers.sharded import small_model
 from tests.reference import ReferenceConfig, make_weights
 from tests.unit.checkpoint.tiny_training import publish_pieces
@@ -49,6 +53,32 @@ GLM = {
     "use_qk_norm": True,
     "attention_bias": True,
 }
+LATENT = {
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "q_lora_rank": None,
+    "kv_lora_rank": 14,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 9,
+    "n_routed_experts": 6,
+    "n_shared_experts": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "first_k_dense_replace": 1,
+    "rms_norm_eps": 0.01,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 100.0,
+    "beta_fast": 4.0,
+}
+MSCALES = {"mscale": 1.0, "mscale_all_dim": 1.0}
+INSTELLA = {"farskip": True, "gated_attention": True, "qk_layernorm": True, "rope_parameters": YARN | MSCALES}
 MODELS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "llama": (LlamaForCausalLM, {}),
     "mistral": (MistralForCausalLM, {"sliding_window": None}),
@@ -57,6 +87,10 @@ MODELS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "mixtral": (MixtralForCausalLM, {"num_local_experts": 5}),
     "qwen3_moe": (Qwen3MoeForCausalLM, EXPERTS | {"num_experts": 5, "mlp_only_layers": [0]}),
     "glm4_moe": (Glm4MoeForCausalLM, EXPERTS | GLM),
+    "deepseek_v2": (DeepseekV2ForCausalLM, LATENT),
+    "deepseek_v3": (DeepseekV3ForCausalLM, LATENT),
+    "glm4_moe_lite": (Glm4MoeLiteForCausalLM, LATENT | {"q_lora_rank": 22}),
+    "instella_moe": (InstellaMoEForCausalLM, LATENT | INSTELLA),
 }
 """Rows of experts are no multiple of 16 bytes."""
 

@@ -1,0 +1,78 @@
+"""Logits and gradients of imported models with latent attention, compared with transformers' on one process."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ladder.blueprint.model import key_value_replicas
+from megatron_ladder.blueprint.tensors import model_tensors
+from megatron_ladder.checkpoint.hf_directory import open_hf_directory
+from megatron_ladder.checkpoint.loading import load_weights
+from megatron_ladder.model.language_model import LanguageModel
+from tests.helpers.hugging_face import hf_name
+from tests.helpers.pool import GlooPools
+from tests.helpers.sharded import Pieces, assert_pieces, gradient_pieces, mesh_of, run_chain
+from tests.unit.convert.saved_models import save_model
+from tests.unit.convert.test_latent_types import CASES
+
+TOLERANCE = 1e-5
+
+
+def on_ranks(hf: str, ranks: int, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Pieces]:
+    """Return this rank's columns of the logits [s, b, V/t], and its gradients of the mean loss."""
+    directory = open_hf_directory(Path(hf))
+    model = LanguageModel(directory.model, mesh_of(ranks, key_value_replicas(directory.model, ranks)))
+    load_weights(model, directory)
+    with torch.no_grad():
+        logits = model.logits_shard(model.hidden_states(tokens, model.training_context(tokens)))
+    model.stack.partial_sums.expect(1)
+    run_chain([model], tokens, labels, targets=labels.numel())
+    return logits, gradient_pieces(model)
+
+
+def gradient(module: Any, name: str) -> Tensor:
+    """Return the gradient of a canonical weight in a model of transformers, which stacks gates on ups of experts."""
+    stack, _, part = hf_name(name).partition(".mlp.experts.")
+    if not part:
+        return module.get_parameter(hf_name(name)).grad
+    if part == "down_proj.weight":
+        return module.get_parameter(f"{stack}.mlp.experts.down_proj").grad
+    gates, ups = module.get_parameter(f"{stack}.mlp.experts.gate_up_proj").grad.chunk(2, dim=1)
+    return gates if part == "gate_proj.weight" else ups
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("moonlight", "glm")])
+def test_logits_and_gradients_are_those_of_transformers(
+    gloo_pools: GlooPools, tmp_path: Path, name: str, ranks: int
+) -> None:
+    check(gloo_pools, tmp_path, name, ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("name", ["moonlight", "glm"])
+def test_three_heads(gloo_pools: GlooPools, tmp_path: Path, name: str, ranks: int) -> None:
+    check(gloo_pools, tmp_path, name, ranks)
+
+
+def check(gloo_pools: GlooPools, folder: Path, name: str, ranks: int) -> None:
+    kind, changes = CASES[name]
+    theirs = save_model(folder / "hf", kind, **changes)
+    with torch.no_grad():
+        # Scores near zero would leave the gradients of queries to rounding.
+        for part, weight in theirs.named_parameters():
+            weight *= 3 if ".self_attn." in part and weight.dim() == 2 else 1
+    theirs.save_pretrained(folder / "hf")
+    # Longer than the original positions of YaRN.
+    tokens, labels = torch.randint(0, 301, (2, 2, 48), generator=torch.Generator().manual_seed(3))
+    expected = theirs(tokens).logits
+    torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten()).backward()
+    outcomes = gloo_pools(ranks).run(on_ranks, str(folder / "hf"), ranks, tokens, labels)
+    found = torch.cat([logits for logits, _ in outcomes], dim=-1)[..., :301].transpose(0, 1)
+    assert (found - expected).abs().max() <= TOLERANCE * expected.abs().max()
+    model = open_hf_directory(folder / "hf").model
+    names = [spec.name for spec in model_tensors(model) if not spec.name.endswith("expert_bias")]
+    assert_pieces([pieces for _, pieces in outcomes], {name: gradient(theirs, name) for name in names}, TOLERANCE)
