@@ -207,6 +207,13 @@ class ModelConfig(ModelTraits):
         return magnitude**2 / math.sqrt(self.head_dim)
 
     @property
+    def cached_widths(self) -> tuple[int, ...]:
+        """Widths of what generation keeps of a token, per key-value head: key and value; or latent and rotated key."""
+        if self.is_latent:
+            return (self.kv_lora_rank + self.qk_rope_head_dim,)
+        return self.head_dim, self.head_dim
+
+    @property
     def layer_kinds(self) -> Sequence[tuple[SubBlockKind, ...]]:
         """The kinds of the sub-blocks of every layer."""
         has_shared = self.moe_shared_expert_intermediate_size > 0

@@ -53,7 +53,7 @@ BAD_NUMBERS_CAUSE = "the weights are damaged, or too large for --dtype"
 
 
 class _StaticCache:
-    """Keys and values of this rank's heads, for all layers."""
+    """Keys and values of this rank's heads, for all layers; or latents and rotated keys, which every rank keeps."""
 
     def __init__(
         self, config: ModelConfig, ranks: int, slots: int, positions: int, dtype: torch.dtype, device: torch.device
@@ -61,10 +61,9 @@ class _StaticCache:
         # Each lane of a rank is a layer of the cache, as `TransformerStack` numbers them.
         lanes = local_lanes(config, ranks)
         kv_heads = config.num_key_value_heads * key_value_replicas(config, ranks) // (ranks * lanes)
-        shape = (config.attention_sub_blocks * lanes, 2, slots, kv_heads, positions, config.head_dim)
+        shape = (config.attention_sub_blocks * lanes, slots, kv_heads, positions)
         # Zeros, because masked values are multiplied by 0, and 0 times NaN is NaN.
-        stored = torch.zeros(shape, dtype=dtype, device=device)
-        self.keys, self.values = ([layer[part] for layer in stored] for part in range(2))
+        self.parts = [torch.zeros(*shape, width, dtype=dtype, device=device) for width in config.cached_widths]
         # The first row of each head of each sample among the columns of all heads, one after another.
         self.first_rows = torch.arange(0, slots * kv_heads * positions, positions, device=device).view(slots, kv_heads)
         # For attention to filled columns, in which each key-value head of each sample is a sequence of one page.
@@ -79,8 +78,8 @@ class _PromptColumns(NamedTuple):
 
     def update(self, number: int, *new: Tensor) -> tuple[Tensor, ...]:
         """Store keys and values [n, kv_heads/t, s, d] in the first s columns, and return them."""
-        for stored, part in zip((self.cache.keys[number], self.cache.values[number]), new, strict=True):
-            stored[: len(part), :, : part.shape[2]] = part.to(stored.dtype)
+        for stored, part in zip(self.cache.parts, new, strict=True):
+            stored[number, : len(part), :, : part.shape[2]] = part.to(stored.dtype)
         return new
 
 
@@ -95,9 +94,9 @@ class _TokenColumns(NamedTuple):
     def update(self, number: int, *new: Tensor) -> tuple[Tensor, ...]:
         """Store keys and values [b, kv_heads/t, 1, d]; return those of the first `extent` columns."""
         filled = []
-        for stored, part in zip((self.cache.keys[number], self.cache.values[number]), new, strict=True):
-            stored.flatten(0, 2).index_copy_(0, self.rows, part.flatten(0, 2).to(stored.dtype))
-            filled.append(stored[: len(part), :, : self.extent])
+        for stored, part in zip(self.cache.parts, new, strict=True):
+            stored[number].flatten(0, 2).index_copy_(0, self.rows, part.flatten(0, 2).to(stored.dtype))
+            filled.append(stored[number, : len(part), :, : self.extent])
         return tuple(filled)
 
 
@@ -246,17 +245,19 @@ class SlotBatch:
         """
         self._model, self._tokenizer, self._device = model, tokenizer, model.embedding.weight.device
         self._group, self._new_graph, self._slots = group, new_graph, slots
-        self._counts_filled = counts_filled_columns(model.compute_dtype, model.config.head_dim, self._device)
+        config, dtype = model.config, model.compute_dtype
+        # Latents are values, too, and usually wider than heads of FlashAttention.
+        self._counts_filled = not config.is_latent and counts_filled_columns(dtype, config.head_dim, self._device)
         if self._counts_filled:
             positions = math.ceil(positions / PAGE) * PAGE
         self._positions = positions
         self._samples: list[_ActiveSample] = []
         # As `PACKED_OPERATIONS` compute the heads.
         on_cpu = self._device.type == "cpu"
-        cache_dtype = torch.promote_types(model.compute_dtype, torch.float32) if on_cpu else model.compute_dtype
-        self._cache = _StaticCache(model.config, group.size, slots, positions, cache_dtype, self._device)
+        cache_dtype = torch.promote_types(dtype, torch.float32) if on_cpu else dtype
+        self._cache = _StaticCache(config, group.size, slots, positions, cache_dtype, self._device)
         all_positions = torch.arange(positions, device=self._device).unsqueeze(1)
-        self._rotary = rotary_table(model.config, all_positions, model.compute_dtype)
+        self._rotary = rotary_table(config, all_positions, dtype)
         self._sampler = self._new_sampler(SamplingPlan.of([]))
         self._inputs = torch.zeros(slots, 3, dtype=torch.float64, device=self._device)
         self._captured: tuple[StepGraph, Tensor] | None = None

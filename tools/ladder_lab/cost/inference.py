@@ -165,9 +165,9 @@ def _read_rate(request: InferenceRequest) -> float:
 
 
 def _cache_bytes(request: InferenceRequest) -> float:
-    """Return the bytes of keys and values of one token and layer on one rank."""
+    """Return the bytes of keys and values, or of the latent, of one token and layer on one rank."""
     heads = max(request.model.num_key_value_heads / request.ranks, 1)
-    return 2 * BYTES * heads * request.model.head_dim
+    return BYTES * heads * sum(request.model.cached_widths)
 
 
 def _decode_seconds(request: InferenceRequest, sub_block: SubBlockTensors, sub_blocks: int, positions: float) -> float:
