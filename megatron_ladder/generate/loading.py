@@ -30,6 +30,7 @@ from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.data.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
 from megatron_ladder.errors import ErrorCollector, UserError
 from megatron_ladder.files import read_if_exists
+from megatron_ladder.model.bodies import LatentHeads
 from megatron_ladder.model.language_model import LanguageModel
 from megatron_ladder.model.operations import Operations, compile_operations
 from megatron_ladder.model.rotary import RotaryTable
@@ -203,15 +204,16 @@ def _load_packed(model: LanguageModel, fill: Callable[[nn.Module], None]) -> Non
 
     The model can only generate afterwards: its parameters no longer correspond to their sections. Each matrix is packed
     as soon as it is read, and the next one is read into the same buffer, because fresh memory costs more time than
-    reading a cached file. The embedding is looked up by rows, so it is not packed, even if it is also the head. Routers
-    compute in another element type, and experts are stacks.
+    reading a cached file. The embedding is looked up by rows, so it is not packed, even if it is also the head; nor are
+    the matrices that decoding takes apart by heads. Routers compute in another element type, and experts are stacks.
     """
     modules = [module for module in model.modules() if isinstance(module, ParallelModule)]
+    by_heads = [module.kv_b_proj for module in model.modules() if isinstance(module, LatentHeads)]
     packed = {
         module
         for module in modules
         if hasattr(module, "linear")
-        and module is not model.embedding
+        and module not in (model.embedding, *by_heads)
         and can_pack(module.get_parameter("weight").dtype)
     }
     largest = max((module.get_parameter("weight").numel() for module in packed), default=0)
@@ -240,9 +242,21 @@ def _split_heads_in_fp32(
     epsilon: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `Operations.split_heads`; the result is in fp32, in which attention on CPUs is several times as fast."""
-    wide = projected.to(torch.promote_types(projected.dtype, torch.float32))
+    wide = _wide(projected)
     weights = None if norm_weights is None else (norm_weights[0].to(wide.dtype), norm_weights[1].to(wide.dtype))
     return Operations.split_heads(wide, widths, head_dim, table, weights, epsilon)
+
+
+def _rotate_latent_in_fp32(queries: Tensor, key: Tensor, nope: int, table: RotaryTable) -> tuple[Tensor, Tensor]:
+    return Operations.rotate_latent(_wide(queries), _wide(key), nope, table)
+
+
+def _expand_latent_in_fp32(expanded: Tensor, key: Tensor, heads: int, nope: int) -> tuple[Tensor, Tensor]:
+    return Operations.expand_latent(_wide(expanded), key, heads, nope)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -253,5 +267,10 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-PACKED_OPERATIONS = Operations(split_heads=_split_heads_in_fp32, linear=_linear)
+PACKED_OPERATIONS = Operations(
+    split_heads=_split_heads_in_fp32,
+    rotate_latent=_rotate_latent_in_fp32,
+    expand_latent=_expand_latent_in_fp32,
+    linear=_linear,
+)
 """For models that generate on a CPU."""

@@ -4,8 +4,10 @@ Layouts: hidden_states [s, b, h]; queries [s, b, heads/t, d]; MLP inner [s, b, f
 [b, heads/t, s, d].
 """
 
+import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from megatron_ladder.blueprint.tensors import Branch, SubBlockTensors
@@ -77,7 +79,7 @@ class _AttentionHeads(nn.Module):
         return (context.attend or self.operations.attend)(q, k, v, context.mask, self.scale)
 
 
-class _LatentHeads(_AttentionHeads):
+class LatentHeads(_AttentionHeads):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
 
     The inputs are the queries or their latent, and the latent of keys and values with the rotated key, which all heads
@@ -104,14 +106,45 @@ class _LatentHeads(_AttentionHeads):
         latent, key = latent_and_key.split(self.latent_widths, dim=-1)
         latent = self.kv_a_norm(latent, None, deferred)
         q, key = self.operations.rotate_latent(queries, key, self.nope, context.rotary)
-        k, v = self.operations.expand_latent(self.kv_b_proj(latent), key, q.shape[1], self.nope)
         if context.cache is not None:
-            k, v = context.cache.update(self.number, k, v)
+            new = torch.cat((latent.unsqueeze(2).permute(1, 2, 0, 3), key), dim=-1)
+            (latents,) = context.cache.update(self.number, new)
+            if q.shape[2] == 1:
+                return self._attend_to_latents(q, latents, context.mask)
+        # Several queries are those of prompts, whose tokens attend to no others.
+        k, v = self.operations.expand_latent(self.kv_b_proj(latent), key, q.shape[1], self.nope)
         return self.attend_to(q, k, v, context)[..., : self.value_dim]
+
+    def _attend_to_latents(self, q: Tensor, latents: Tensor, mask: Tensor | None) -> Tensor:
+        """Attend with single queries: q [b, heads/t, 1, d], latents and rotated keys [b, 1, positions, c] ->
+        [b, heads/t, 1, width of a value].
+
+        A head's rows of `kv_b_proj` multiply its query instead of every latent, which gives the same scores, and then
+        the weighted sum of the latents. All heads share the latents, so both products are matrix products. The kernels
+        of `Operations.attend` would process a sample on one multiprocessor, or are for smaller widths.
+        """
+        rank, rotated = self.latent_widths
+        weight = self.kv_b_proj.weight.unflatten(0, (q.shape[1], -1))
+        to_key, to_value = weight.split((self.nope, self.value_dim), dim=1)
+        q_nope, q_rotated = q.squeeze(2).split((self.nope, rotated), dim=-1)
+        absorbed = torch.bmm(q_nope.transpose(0, 1).to(weight.dtype), to_key).transpose(0, 1)
+        columns = latents.squeeze(1)
+        scores = _scores(torch.cat((absorbed, q_rotated), dim=-1), columns) * self.scale
+        if mask is not None:
+            scores = scores.masked_fill(~mask.squeeze(1), -math.inf)
+        attended = torch.bmm(scores.softmax(dim=-1).to(columns.dtype), columns[..., :rank])
+        return torch.bmm(attended.transpose(0, 1).to(weight.dtype), to_value.mT).transpose(0, 1).unsqueeze(2)
+
+
+def _scores(rows: Tensor, columns: Tensor) -> Tensor:
+    """[b, heads, c] x [b, positions, c] -> [b, heads, positions], in fp32 or a wider type."""
+    if rows.is_cuda and rows.dtype in (torch.bfloat16, torch.float16):
+        return torch.bmm(rows, columns.mT, out_dtype=torch.float32)
+    return torch.bmm(rows, columns.mT)
 
 
 def _heads(build: BuildContext, number: int, branch: Branch, widths: Sequence[int]) -> _AttentionHeads:
-    return (_LatentHeads if build.config.is_latent else _AttentionHeads)(build, number, branch, widths)
+    return (LatentHeads if build.config.is_latent else _AttentionHeads)(build, number, branch, widths)
 
 
 class Attention(Body):

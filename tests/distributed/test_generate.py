@@ -34,6 +34,8 @@ from tests.helpers.sharded import build, mesh_of
 from tests.reference import greedy_continuation
 from tests.unit.convert.saved_models import MODELS as KINDS
 from tests.unit.convert.saved_models import save_model
+from tests.unit.generate.latent_models import KINDS as LATENT_KINDS
+from tests.unit.generate.latent_models import random_latent_model
 from tests.unit.generate.tiny_model import (
     MODELS,
     PROMPTS,
@@ -218,6 +220,37 @@ def test_500_tokens_of_experts_are_those_of_transformers(name: str, tmp_path: Pa
     for ranks in (1, 2):
         for tokens, _ in gloo_pools(ranks).run(from_hugging_face, tmp_path / "hf", prompts, 20):
             assert tokens == expected
+
+
+def latents_here(
+    config: ModelConfig, weights: Mapping[str, Tensor], prompts: Prompts, new_tokens: int
+) -> tuple[Tokens, float]:
+    """Run on each rank: continue the prompts; return the tokens, and how much their scores without a cache differ."""
+    size = dist.get_world_size()
+    model = build(config, weights, size, StackOptions(), packed=True)
+    engine = GenerationEngine(model, mesh_of(size, size))
+    sampling = replace(GREEDY, logprobs=True)
+    generations = engine.generate([GenerationRequest(prompt, new_tokens, sampling) for prompt in prompts])
+    scores = engine.score_batch([(generation.prompt_ids, generation.ids) for generation in generations])
+    worst = 0.0
+    for generation, score in zip(generations, scores, strict=True):
+        assert generation.logprobs is not None
+        worst = max([worst, *(abs(a - b) for a, b in zip(generation.logprobs, score.logprobs, strict=True))])
+    return [generation.ids for generation in generations], worst
+
+
+@pytest.mark.parametrize("kind", LATENT_KINDS)
+def test_500_tokens_from_latents_are_those_of_transformers(kind: str, gloo_pools: GlooPools) -> None:
+    """Keys and values of all tokens but the prompt's are never computed, except for the scores."""
+    module, config, weights = random_latent_model(kind)
+    dice = random.Random(1)
+    prompts = [tuple(dice.choices(range(1, 67), k=1 + number % 11)) for number in range(25)]
+    expected = greedy_by_transformers(module, prompts, 20)
+    assert sum(map(len, expected)) == 500 and len({token for tokens in expected for token in tokens}) > 30
+    for ranks, dtype, limit in ((1, torch.float32, 1e-4), (2, torch.float32, 1e-4), (4, torch.float64, 1e-11)):
+        as_loaded = {name: weight.to(dtype) for name, weight in weights.items()}
+        for tokens, worst in gloo_pools(ranks).run(latents_here, config, as_loaded, prompts, 20):
+            assert tokens == expected and worst < limit
 
 
 WITHOUT_OPTIONAL_PACKAGES = """

@@ -329,6 +329,14 @@ DECODED = {
         "moe_shared_expert_intermediate_size": 64,
         "moe_layers": (1, 2),
     },
+    "latent": {
+        "residual_mode": "ladder",
+        "num_key_value_heads": 1,
+        "head_dim": 192,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+    },
 }
 
 
@@ -337,7 +345,7 @@ def decoding_model(machine: Machine, wiring: str = "ladder") -> Path:
     folder = machine.folder / wiring
     if not folder.exists():
         sizes = {"num_attention_heads": 8, "head_dim": 128, "max_position_embeddings": 2048}
-        config = tiny_config(ladder_layers=(1, 2), **sizes, **DECODED[wiring])
+        config = tiny_config(ladder_layers=(1, 2), **(sizes | DECODED[wiring]))
         write_checkpoint(folder, config)
     return folder
 

@@ -128,7 +128,7 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.mark.parametrize("name", ["hybrid", "ladder-parallel", "lanes"])
+@pytest.mark.parametrize("name", ["hybrid", "ladder-parallel", "lanes", "latent-ladder"])
 def test_captured_decoding_gives_the_same_tokens_with_one_read_for_each(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,3 +267,13 @@ def test_attention_to_filled_columns_gives_the_same_tokens(
     assert engine.score(PROMPTS[3]) == pytest.approx(expected[1], rel=1e-5)
     steps = 2 if captured else 6
     assert calls == [len(requests) * config.num_key_value_heads] * (config.num_layers * steps)
+
+
+def test_latents_are_attended_to_without_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs where it is available for heads of other models."""
+    config = tiny_config(**MODELS["latent"])
+    requests = [GenerationRequest(prompt, 4 + row, GREEDY) for row, prompt in enumerate(PROMPTS)]
+    expected = [generation.ids for generation in tiny_engine(config).generate(requests)]
+    monkeypatch.setattr(flash_attention, "flash_attention_forward", Mock(side_effect=AssertionError))
+    monkeypatch.setattr(slots, "counts_filled_columns", lambda *arguments: True)
+    assert [generation.ids for generation in tiny_engine(config).generate(requests)] == expected

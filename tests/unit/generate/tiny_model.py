@@ -26,11 +26,25 @@ PROMPTS = ((5, 9, 3), (17,), (1, 2, 3, 4, 5, 6, 7, 8, 40), (60, 60, 2, 11, 9))
 """Prompts of unequal lengths."""
 
 EXPERTS = {"num_experts": 6, "moe_ffn_hidden_size": 12, "ladder_layers": (0, 2)}
+SHARED_EXPERT = EXPERTS | {"moe_layers": (1, 2), "moe_shared_expert_intermediate_size": 8}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 1,
+    "head_dim": 18,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 10,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "standard": {"residual_mode": "standard", "add_qkv_bias": True},
     "ladder": {"residual_mode": "ladder", "ladder_layers": (0, 1, 2), "num_key_value_heads": 1},
     "hybrid": {"residual_mode": "ladder", "ladder_layers": (1,), "qk_layernorm": True, "tie_embeddings": True},
-    "parallel": {"residual_mode": "parallel", "add_mlp_bias": True, "num_key_value_heads": 1},
+    "parallel": {
+        "residual_mode": "parallel",
+        "add_mlp_bias": True,
+        "num_key_value_heads": 1,
+        "attention_output_gate": True,
+    },
     "ladder-parallel": {
         "residual_mode": "ladder-parallel",
         "ladder_layers": (0, 1, 2),
@@ -46,8 +60,24 @@ MODELS: dict[str, dict[str, Any]] = {
         "lanes": 4,
         "num_key_value_heads": 4,
     },
-    "farskip": EXPERTS | {"residual_mode": "farskip", "moe_layers": (1, 2), "moe_shared_expert_intermediate_size": 8},
+    "farskip": SHARED_EXPERT | {"residual_mode": "farskip"},
     "longcat": EXPERTS | {"residual_mode": "longcat", "moe_layers": (0, 1, 2), "rotary_percent": 0.5},
+    "latent": LATENT | {"residual_mode": "standard", "add_qkv_bias": True},
+    "latent-ladder": LATENT
+    | {"residual_mode": "ladder", "ladder_layers": (1, 2), "residual_staleness": 2, "q_lora_rank": 14},
+    "latent-parallel": LATENT | {"residual_mode": "ladder-parallel", "ladder_layers": (0, 1, 2), "q_lora_rank": 14},
+    "latent-shortcut": LATENT | SHARED_EXPERT | {"residual_mode": "shortcut", "v_head_dim": 24},
+    "latent-longcat": LATENT | EXPERTS | {"residual_mode": "longcat", "moe_layers": (0, 1, 2)},
+    "instella": LATENT
+    | SHARED_EXPERT
+    | {
+        "residual_mode": "farskip",
+        "attention_output_gate": True,
+        "rope_scaling": "yarn",
+        "rope_scaling_factor": 8.0,
+        "rope_original_max_position_embeddings": 8,
+        "rope_mscale_all_dim": 1.0,
+    },
 }
 
 
