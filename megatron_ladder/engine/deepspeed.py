@@ -115,10 +115,12 @@ class DeepSpeedEngine(Engine):
             model, zero_optimizer(model, optimizer, self.wrapped, mesh.data.rank, is_offloaded), mesh, device
         )
 
-    def forward(self, batch: ModelInputs, scales: LossScales, chunk: int, entering: Tensor | None) -> Tensor:
+    def forward(self, batch: ModelInputs, *, scales: LossScales | None = None, **options: Any) -> Tensor:
+        if scales is None:
+            return super().forward(batch, **options)
         # DeepSpeed averages gradients over the data-parallel ranks.
         scales = scales._replace(tokens=scales.tokens * self._mesh.data.size)
-        loss: Tensor = self.wrapped(*batch_to_device(batch, self._device), scales=scales)
+        loss: Tensor = self.wrapped(*batch_to_device(batch, self._device), scales=scales, **options)
         return loss
 
     def backward(self, leaving: Tensor, gradient: Tensor | None) -> None:

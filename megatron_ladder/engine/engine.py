@@ -1,7 +1,7 @@
 """Passes over this rank's layers, in the order of its schedule."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,9 +10,9 @@ from torch import Tensor
 from megatron_ladder.comm.group import to_device
 from megatron_ladder.comm.mesh import ProcessMesh
 from megatron_ladder.engine.graph import CapturedPasses
-from megatron_ladder.engine.schedule import Backward, Forward, Pass, PassClock, make_schedule, run_schedule
+from megatron_ladder.engine.schedule import Pass, PassClock, make_schedule, run_schedule
 from megatron_ladder.engine.state import ZeroOptimizer
-from megatron_ladder.model.language_model import LanguageModel, LossScales
+from megatron_ladder.model.language_model import LanguageModel
 
 ModelInputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """One micro-batch: token ids and labels [b, s]; loss mask, positions, lengths and document bounds or None, as
@@ -42,48 +42,43 @@ class Engine:
         self._mesh = mesh
         self._device = device
 
-    def run_passes(self, micro_batches: Sequence[ModelInputs], forward: Forward, backward: Backward | None) -> None:
-        """Run forward, and with `backward` also backward, of each micro-batch, by the schedule of this rank's stage."""
+    def run_passes(self, micro_batches: Sequence[ModelInputs], trains: bool, **options: Any) -> list[Tensor]:
+        """Run the passes of this rank's stage over each micro-batch, in the order of its schedule.
+
+        Return what the model returns for each micro-batch, without its graph; an empty list on stages other than the
+        last. `options` are keyword arguments of `LanguageModel.forward`. If `trains` is set, backward runs too.
+        """
         pipeline, chunks = self._mesh.pipeline, self._model.chunks
-        if backward is not None and pipeline.size > 1:
+        if trains and pipeline.size > 1:
             self._model.stack.partial_sums.expect(len(micro_batches) * chunks)
-        slots = make_schedule(pipeline.size, chunks, len(micro_batches), backward is not None)[pipeline.rank]
+        slots = make_schedule(pipeline.size, chunks, len(micro_batches), trains)[pipeline.rank]
+        outputs: list[Tensor] = []
+
+        def forward(work: Pass, entering: Tensor | None) -> Tensor:
+            batch = micro_batches[work.micro_batch]
+            leaving = self.forward(batch, entering=entering, chunk=work.chunk, **options)
+            if self._model.ends_in(work.chunk):
+                outputs.append(leaving.detach())
+            return leaving
 
         def allocate(work: Pass) -> Tensor:
             return self._model.allocate_state(micro_batches[work.micro_batch][0], work.chunk)
 
         clock = PassClock(self._device.type == "cuda")
-        run_schedule(slots, pipeline, forward, backward, allocate, clock)
-        if backward is not None:
+        with torch.set_grad_enabled(trains):
+            run_schedule(slots, pipeline, forward, self.backward if trains else None, allocate, clock)
+        if trains:
             self.clock = clock
+        return outputs
 
-    def forward(self, batch: ModelInputs, scales: LossScales, chunk: int, entering: Tensor | None) -> Tensor:
-        """Return what `LanguageModel.forward` returns: a state, or the scaled loss."""
-        inputs = batch_to_device(batch, self._device)
-        leaving: Tensor = self._model(*inputs, entering=entering, chunk=chunk, scales=scales)
+    def forward(self, batch: ModelInputs, **options: Any) -> Tensor:
+        """Return what `LanguageModel.forward` returns: a state, a loss or predictions."""
+        leaving: Tensor = self._model(*batch_to_device(batch, self._device), **options)
         return leaving
 
     def backward(self, leaving: Tensor, gradient: Tensor | None) -> None:
         """Run backward from what `forward` returned, with its gradient, or None for the loss."""
         leaving.backward(gradient)
-
-    @torch.no_grad()
-    def infer(self, micro_batches: Sequence[ModelInputs], predicts: bool = False) -> list[Tensor]:
-        """Return the summed loss of each micro-batch, or its `LanguageModel.predictions`.
-
-        The list is empty on pipeline stages other than the last.
-        """
-        outputs: list[Tensor] = []
-
-        def forward(work: Pass, entering: Tensor | None) -> Tensor:
-            inputs = batch_to_device(micro_batches[work.micro_batch], self._device)
-            leaving: Tensor = self._model(*inputs, entering=entering, chunk=work.chunk, predicts=predicts)
-            if self._model.ends_in(work.chunk):
-                outputs.append(leaving)
-            return leaving
-
-        self.run_passes(micro_batches, forward, None)
-        return outputs
 
     @contextmanager
     def keeping_frozen(self) -> Iterator[None]:
@@ -102,7 +97,7 @@ class Engine:
         for parameter in frozen:
             parameter.requires_grad_(True)
         try:
-            with self.optimizer.keeping(unchanged) if unchanged else nullcontext():
+            with self.optimizer.keeping(unchanged):
                 yield
         finally:
             for parameter in frozen:

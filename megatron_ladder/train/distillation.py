@@ -22,8 +22,7 @@ from megatron_ladder.files import hub_hint
 from megatron_ladder.model.language_model import Distillation, LanguageModel
 from megatron_ladder.model.operations import select_operations
 from megatron_ladder.model.stack import StackOptions
-from megatron_ladder.progress import print_rank_0
-from megatron_ladder.train.resume import FoundModel
+from megatron_ladder.progress import print_if_possible
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,8 @@ class StoredTeacher:
     """The tokenizer in its directory, if there is one that training could use."""
 
 
-def find_teacher(flags: RunFlags) -> FoundModel | None:
-    """Look for the model of --distill-from, if it is given; raises UserError if there is none."""
+def find_teacher(flags: RunFlags) -> Path | None:
+    """Return the directory of the model of --distill-from, if it is given; raises UserError if there is none."""
     path = flags.training.distill_from
     if path is None or flags.training.distill_weight == 0:
         return None
@@ -46,21 +45,22 @@ def find_teacher(flags: RunFlags) -> FoundModel | None:
         if not path.is_dir():
             raise UserError(f"{path}: no such directory{hub_hint(path)}")
         if is_hf_directory(path):
-            return FoundModel(str(path))
+            return path
         checkpoint = Checkpoint.open(path)
-        return FoundModel(str(checkpoint.directory), tuple(checkpoint.warnings))
+        for warning in checkpoint.warnings:
+            print_if_possible(f"*** --distill-from {warning} ***")
+        return checkpoint.directory
 
 
-def open_teacher(found: FoundModel) -> StoredTeacher:
+def open_teacher(directory: Path) -> StoredTeacher:
     """Open the model that rank 0 found; raise UserError if it cannot be read."""
-    directory = Path(found.directory)
     tokenizer = None
     with suppress(UserError):
         tokenizer = find_tokenizer(directory)
     if is_hf_directory(directory):
         opened = open_hf_directory(directory)
         return StoredTeacher(directory, opened.model, opened, tokenizer)
-    checkpoint = found.open()
+    checkpoint = Checkpoint.open_unchecked(directory)
     return StoredTeacher(directory, checkpoint.model(), checkpoint, tokenizer)
 
 
@@ -119,6 +119,4 @@ def build_distillation(run: RunConfig, teacher: StoredTeacher, mesh: ProcessMesh
         # The files of Hugging Face have no checksums.
         if isinstance(teacher.weights, Checkpoint):
             teacher.weights.verify(None, mesh.world.rank, mesh.world.size, only_weights=True)
-            for warning in teacher.weights.warnings:
-                print_rank_0(f"*** --distill-from {warning} ***", mesh.world.rank)
     return Distillation(model, training.distill_weight, training.distill_temperature)

@@ -90,7 +90,8 @@ class Predictor:
         at_once = mesh.data.size * self._trainer.run.accumulation_steps
         for first in range(0, len(labelled), at_once):
             step = labelled[first : first + at_once]
-            outputs = self._trainer.engine.infer(step[mesh.data.rank :: mesh.data.size], predicts=True)
+            of_rank = step[mesh.data.rank :: mesh.data.size]
+            outputs = self._trainer.engine.run_passes(of_rank, trains=False, predicts=True)
             results = torch.zeros(len(step), 2, self.max_length, size, dtype=torch.float64, device=self._trainer.device)
             if outputs:
                 results[mesh.data.rank :: mesh.data.size] = torch.stack(outputs)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -35,7 +36,6 @@ from megatron_ladder.progress import print_rank_0
 from megatron_ladder.train.curves import check_wandb
 from megatron_ladder.train.distillation import StoredTeacher, find_teacher, open_teacher, teacher_errors
 from megatron_ladder.train.resume import (
-    FoundModel,
     check_same_data,
     complete_flags,
     flag_errors,
@@ -53,9 +53,10 @@ SamplePrompt = tuple[str, tuple[int, ...]]
 class Findings(msgspec.Struct):
     """Findings of rank 0 for all ranks, so that a thousand of them do not look at the same directories."""
 
-    checkpoint: FoundModel | None = None
-    """In --load."""
-    teacher: FoundModel | None = None
+    checkpoint: str | None = None
+    """Directory, in --load."""
+    teacher: str | None = None
+    """Directory."""
     stream: StreamInput | None = None
 
 
@@ -112,8 +113,7 @@ def read_dry_run(flags: RunFlags, world_size: int) -> RunConfig:
     Raises UserError with one line per error.
     """
     with flags.written.in_messages():
-        checkpoint = look_for_checkpoint(flags)
-        _, _, run = _complete(flags, None if checkpoint is None else checkpoint.open(), world_size)
+        _, _, run = _complete(flags, look_for_checkpoint(flags), world_size)
     return run
 
 
@@ -121,15 +121,17 @@ def _look(flags: RunFlags, own_shards: list[Shard]) -> Findings:
     """Look for checkpoints, teacher and input of --streaming, whose shards `own_shards` receives; create --save."""
     findings, errors = Findings(), ErrorCollector()
     with errors.collect("--load"):
-        findings.checkpoint = look_for_checkpoint(flags)
-        if findings.checkpoint is not None:
-            flags = complete_flags(flags, findings.checkpoint.open())
+        checkpoint = look_for_checkpoint(flags)
+        if checkpoint is not None:
+            findings.checkpoint = str(checkpoint.directory)
+            flags = complete_flags(flags, checkpoint)
     data = flags.data
     with errors.collect("--save"):
         look_into_save(flags)
     if not flags.logging.skip_train:
         with errors.collect("--distill-from"):
-            findings.teacher = find_teacher(flags)
+            teacher = find_teacher(flags)
+            findings.teacher = None if teacher is None else str(teacher)
         if data.streaming:
             with errors.collect("--streaming"):
                 shards, findings.stream = find_input(data.streaming, data.streaming_key, data.streaming_skip_bad_lines)
@@ -163,9 +165,10 @@ def _resolve(flags: RunFlags, findings: Findings, rank_info: RankInfo) -> RunInp
     """
     errors = ErrorCollector()
     checkpoint = None
-    with errors.collect("--load"):
-        checkpoint = None if findings.checkpoint is None else findings.checkpoint.open()
-    errors.raise_if_any()
+    if findings.checkpoint is not None:
+        with errors.collect("--load"):
+            checkpoint = Checkpoint.open_unchecked(Path(findings.checkpoint))
+        errors.raise_if_any()
     flags, tokenizer, run = _complete(flags, checkpoint, rank_info.world_size)
     _check_machine(run, rank_info, errors)
     deepspeed: dict[str, Any] = {}
@@ -190,7 +193,7 @@ def _open(resolved: RunInputs, findings: Findings, own_shards: Sequence[Shard], 
     errors = ErrorCollector()
     if findings.teacher is not None:
         with errors.collect("--distill-from"):
-            teacher = open_teacher(findings.teacher)
+            teacher = open_teacher(Path(findings.teacher))
             errors.add(*teacher_errors(run, teacher, tokenizer))
     with errors.collect():
         sources = _open_sources(run, tokenizer)

@@ -50,20 +50,7 @@ _WIRING = ("ladder_layers", "residual_staleness", "lanes", "desync_interval")
 """Fields of the model whose meaning depends on --residual-mode."""
 
 
-class FoundModel(msgspec.Struct):
-    """A model that rank 0 has found for all ranks: a checkpoint, or a directory of Hugging Face."""
-
-    directory: str
-    warnings: tuple[str, ...] = ()
-
-    def open(self) -> Checkpoint:
-        """Open the checkpoint; raises UserError if it cannot be read."""
-        checkpoint = Checkpoint.open_unchecked(Path(self.directory))
-        checkpoint.warnings = self.warnings
-        return checkpoint
-
-
-def look_for_checkpoint(flags: RunFlags) -> FoundModel | None:
+def look_for_checkpoint(flags: RunFlags) -> Checkpoint | None:
     """Return the checkpoint that --load names, if any; raise UserError if it is damaged, or the run requires one."""
     load = flags.checkpoint.load
     if load is None:
@@ -72,7 +59,7 @@ def look_for_checkpoint(flags: RunFlags) -> FoundModel | None:
         if is_published_name(load.name) and not load.exists():
             raise UserError(f"--load {load}: there is no such checkpoint: give {load.parent} to load the newest one")
         if (checkpoint := find_checkpoint(load)) is not None:
-            return FoundModel(str(checkpoint.directory), tuple(checkpoint.warnings))
+            return checkpoint
     for flag, required in (
         ("--finetune", flags.checkpoint.finetune),
         ("--exit-on-missing-checkpoint", flags.checkpoint.exit_on_missing_checkpoint),

@@ -14,7 +14,6 @@ from torch import Tensor
 from megatron_ladder.comm.group import to_device
 from megatron_ladder.data.batches import MicroBatch
 from megatron_ladder.engine.optimizer import learning_rate
-from megatron_ladder.engine.schedule import Pass
 from megatron_ladder.engine.state import clip_gradients, gradient_norm, locate_bad_gradient
 from megatron_ladder.model.language_model import LossScales
 from megatron_ladder.train.guards import Finding
@@ -115,17 +114,9 @@ def _forward_backward(trainer: Trainer, micro_batches: Sequence[MicroBatch], sca
     captured = None if engine.passes is None else engine.passes.run(micro_batches, scales)
     if captured is not None:
         return captured
-    loss_sum = torch.zeros((), device=trainer.device)
-
-    def forward(work: Pass, entering: Tensor | None) -> Tensor:
-        leaving = engine.forward(micro_batches[work.micro_batch], scales, work.chunk, entering)
-        if trainer.model.ends_in(work.chunk):
-            loss_sum.add_(leaving.detach())
-        return leaving
-
     with engine.optimizer.reducing(len(micro_batches)):
-        engine.run_passes(micro_batches, forward, engine.backward)
-    return loss_sum
+        losses = engine.run_passes(micro_batches, trains=True, scales=scales)
+    return sum(losses, torch.zeros((), device=trainer.device))
 
 
 def _count_tokens(trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> Tensor:
@@ -150,7 +141,7 @@ def evaluate(trainer: Trainer, batches: Iterator[list[MicroBatch]], global_batch
     sums = torch.zeros(2, dtype=torch.float64, device=trainer.device)
     for _ in range(global_batches):
         micro_batches = next(batches)
-        for loss in trainer.engine.infer(micro_batches):
+        for loss in trainer.engine.run_passes(micro_batches, trains=False):
             sums[0] += loss
         sums[1] += _count_tokens(trainer, micro_batches)[0] / data.size
     # Only the last stage has the loss.

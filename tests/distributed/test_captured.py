@@ -115,7 +115,7 @@ def histories(argv: list[str], batches: list[list[Batch]]) -> list[tuple[list[An
                 with trainer.engine.keeping_frozen():
                     result = train_step(trainer, own, iteration)
                 history.append((result.loss, result.gradient_norm, dict(result.extra_losses)))
-                history.append(trainer.engine.infer(own[:1])[0].item())
+                history.append(trainer.engine.run_passes(own[:1], trains=False)[0].item())
         if trainer.engine.passes is not None:
             graphs: list[Any] = trainer.engine.passes._graphs
             replays = sum(one.replays for one in graphs if isinstance(one, RecordedGraph))

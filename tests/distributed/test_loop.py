@@ -52,12 +52,12 @@ def train(
         if iteration == signal_at and rank == 1:
             signals.received.append(15)
 
-    real, real_step = trainer.engine.infer, loop.train_step
+    real, real_step = trainer.engine.run_passes, loop.train_step
 
-    def infer(micro_batches: Any, predicts: bool = False) -> Any:
-        if in_evaluation and rank == 1:
+    def run_passes(micro_batches: Any, trains: bool, **options: Any) -> Any:
+        if in_evaluation and rank == 1 and not trains:
             signals.received.append(15)
-        return real(micro_batches, predicts)
+        return real(micro_batches, trains, **options)
 
     def step(trainer: Any, micro_batches: Any, iteration: int, votes: Any) -> Any:
         result = real_step(trainer, micro_batches, iteration, votes)
@@ -70,7 +70,7 @@ def train(
     with (
         mock.patch.object(loop, "Watch"),
         mock.patch.object(loop, "train_step", step),
-        mock.patch.object(trainer.engine, "infer", infer),
+        mock.patch.object(trainer.engine, "run_passes", run_passes),
     ):
         run_opened = loop._evaluate_loaded if loaded else loop._train
         reason = run_opened(opened, Evaluations(trainer, inputs), stopper)

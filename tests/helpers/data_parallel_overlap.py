@@ -70,8 +70,7 @@ def measure(rounds: int = ROUNDS) -> Overlap:
         link.waited_seconds = 0.0
         train_step(trainer, batches, 1)
         backward = backwards[-1]
-        with torch.no_grad():
-            trainer.engine.infer(batches[:1])
+        trainer.engine.run_passes(batches[:1], trains=False)
         return backward, link.waited_seconds
 
     for _ in range(3):

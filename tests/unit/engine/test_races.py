@@ -18,7 +18,6 @@ from megatron_ladder.comm.side_queue import CudaSideQueue
 from megatron_ladder.engine import graph, sharded
 from megatron_ladder.engine.engine import Engine
 from megatron_ladder.engine.graph import CapturedPasses
-from megatron_ladder.engine.schedule import Pass
 from megatron_ladder.engine.sharded import ShardedOptimizer
 from megatron_ladder.model.backward import ForwardRecord
 from megatron_ladder.model.language_model import LanguageModel, LossScales
@@ -139,15 +138,12 @@ def faults_of_a_stage(checker: Checker, wiring: str, micro_batches: int) -> list
     batches: list[Any] = [(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), None, None, None, None)] * micro_batches
     scales = LossScales(torch.ones(()), torch.ones(()))
 
-    def forward(work: Pass, entering: torch.Tensor | None) -> torch.Tensor:
-        return engine.forward(batches[work.micro_batch], scales, work.chunk, entering)
-
     with checker:
         for _ in range(2):
             with engine.optimizer.reducing(micro_batches):
-                engine.run_passes(batches, forward, engine.backward)
+                engine.run_passes(batches, trains=True, scales=scales)
             engine.optimizer.step()
-        engine.infer(batches)
+        engine.run_passes(batches, trains=False)
     return checker.faults
 
 
