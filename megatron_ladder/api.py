@@ -226,7 +226,8 @@ def _encode_requests(
             continue
         if tokenizer is None:
             raise UserError("score: there is no tokenizer for texts; give tokenizer_type and tokenizer_model, or ids")
-        alone, whole = ([*prefix, *tokenizer.encode(text)] for text in (context, context + continuation))
+        alone = [*prefix, *tokenizer.encode(context)]
+        whole = [*prefix, *tokenizer.encode(context + continuation)]
         # A token may hold the end of the context and the beginning of the continuation.
         shared = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(alone, whole, strict=False))
         cut = len(list(shared))

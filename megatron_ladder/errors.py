@@ -110,7 +110,6 @@ class ErrorCollector:
         self.messages: list[str] = []
 
     def add(self, *messages: str) -> None:
-        """Add messages."""
         self.messages += messages
 
     @contextlib.contextmanager

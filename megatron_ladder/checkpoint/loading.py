@@ -92,7 +92,8 @@ def _open_on_all(
         if world.rank == 0:
             checkpoint = Checkpoint.open(directory)
             errors.add(*refuse(checkpoint))
-    messages, checksum = world.broadcast_object((errors.messages, checkpoint and checkpoint.manifest_checksum))
+    checksum = None if checkpoint is None else checkpoint.manifest_checksum
+    messages, checksum = world.broadcast_object((errors.messages, checksum))
     raise_user_errors(messages)
     with errors.collect(), reporting_os_errors(directory):
         if world.rank != 0:

@@ -132,7 +132,6 @@ class HostMemory:
         return copied
 
     def free(self) -> None:
-        """Release the memory."""
         if self._buffer is not None and self._pinned:
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr())))
         self._buffer = None

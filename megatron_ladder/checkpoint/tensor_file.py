@@ -74,7 +74,6 @@ class StoredTensor:
     """Writer -> name of its file."""
 
     def box(self, index: int) -> Box:
-        """Return one of the boxes."""
         return Box(tuple(self.offsets[index].tolist()), tuple(self.extents[index].tolist()))
 
     def file(self, index: int) -> str:

@@ -31,7 +31,6 @@ class InspectConfig:
 
 
 def parse_options(argv: Sequence[str]) -> InspectConfig:
-    """Read the command line."""
     words = ["--data-path", *argv] if argv and not argv[0].startswith("-") else list(argv)
     return parse_config(InspectConfig, words, "inspect_data.py", __doc__)
 

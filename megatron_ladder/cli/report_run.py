@@ -256,7 +256,6 @@ def _find_errors(config: ReportRunConfig) -> Iterator[str]:
 
 
 def parse_options(argv: Sequence[str]) -> ReportRunConfig:
-    """Read the command line."""
     words = list(argv)
     place = 1 if words[:1] == ["--status"] else 0
     if words[place:] and not words[place].startswith("-"):

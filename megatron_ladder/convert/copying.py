@@ -92,7 +92,6 @@ def divide(tensors: Iterable[CopiedTensor], most_bytes: int) -> list[list[Copied
 
 
 def total_bytes(files: Files) -> int:
-    """Return the bytes of all tensors."""
     return sum(tensor.num_bytes for tensors in files.values() for tensor in tensors)
 
 
@@ -129,6 +128,7 @@ def carry_out(conversion: Conversion, options: ConversionOptions, report: Callab
     began = time.monotonic()
     files = conversion.files
     work = conversion.work
+    # The plan.
     for line in (*conversion.facts, *(f"*** {note} ***" for note in conversion.notes)):
         report(line)
     for name, tensors in files.items():
@@ -138,6 +138,7 @@ def carry_out(conversion: Conversion, options: ConversionOptions, report: Callab
     if options.dry_run:
         report("nothing was written (--dry-run)")
         return
+    # Its execution.
     continued = work.exists()
     if not continued:
         check_space(conversion.target, total_bytes(files))

@@ -130,7 +130,6 @@ def describe_tokenizer(directory: Path) -> tuple[dict[str, bytes], dict[str, Any
 
 
 def json_file(values: Mapping[str, Any]) -> bytes:
-    """Return the content of a JSON file."""
     return (json.dumps(values, indent=2) + "\n").encode()
 
 

@@ -65,7 +65,6 @@ class Sensitivity(msgspec.Struct, frozen=True):
 
 
 def write_sensitivity(path: Path, sensitivity: Sensitivity) -> None:
-    """Replace the file."""
     write_atomically(path, msgspec.json.format(msgspec.json.encode(sensitivity), indent=1) + b"\n")
 
 
@@ -115,6 +114,7 @@ def rewired(model: ModelConfig, options: CheckpointOptions) -> tuple[ModelConfig
         return model, []
     if mode is None:
         mode = model.residual_mode if model.wiring.late else "ladder"
+    # Weights that do not suit the wiring, and flags without a meaning.
     old, new = model.wiring, WIRINGS[mode]
     errors = []
     if old.stream == "per rank":
@@ -150,6 +150,7 @@ def rewired(model: ModelConfig, options: CheckpointOptions) -> tuple[ModelConfig
         except ValueError as error:
             errors.append(f"--ladder-layers {layers}: {error}")
     raise_user_errors(errors)
+    # The wiring, in which the source's values hold where its mode stays.
     if keeps_mode:
         staleness = staleness or model.residual_staleness
         lanes = model.lanes if lanes is None else lanes

@@ -127,7 +127,6 @@ class ConversationEncoder:
         return rendered._replace(spelled=spelled)
 
     def encode(self, rendered: Sequence[RenderedConversation]) -> list[Conversation]:
-        """Return the tokens of rendered conversations."""
         encodings = self._tokenizer.encode_with_offsets(
             [conversation.text for conversation in rendered], [conversation.spelled for conversation in rendered]
         )

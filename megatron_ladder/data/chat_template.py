@@ -215,10 +215,8 @@ def read_chat_template(
         )
     folder = tokenizer.files[0].parent
     tokenizer_files = dict(zip(tokenizer.files, tokenizer.contents, strict=True))
-    config, mapped = (
-        parse_json_object(file, tokenizer_files[file]) if file in tokenizer_files else {}
-        for file in (folder / _CONFIG_FILE, folder / _MAP_FILE)
-    )
+    config = parse_json_object(folder / _CONFIG_FILE, tokenizer_files.get(folder / _CONFIG_FILE, b"{}"))
+    mapped = parse_json_object(folder / _MAP_FILE, tokenizer_files.get(folder / _MAP_FILE, b"{}"))
     texts = {
         name: value.get("content") if isinstance(value, dict) else value
         for name, value in (mapped | config).items()

@@ -24,7 +24,6 @@ class DocumentCounts:
     """End-of-document tokens that do not end a document; 0 for conversations, whose template may write them."""
 
     def add(self, other: "DocumentCounts") -> None:
-        """Add the counts of other documents."""
         for token, number in other.spelled.items():
             self.spelled[token] = self.spelled.get(token, 0) + number
         self.inner_ends += other.inner_ends

@@ -71,7 +71,9 @@ def verify(dataset: IndexedDataset) -> list[str]:
     sidecar = dataset.sidecar
     smallest, largest = int(dataset.tokens.min()), int(dataset.tokens.max())
     problems = []
-    known = {".idx": sidecar and sidecar.idx_checksum, ".bin": sidecar and sidecar.bin_checksum}
+    known: dict[str, str | None] = {".idx": None, ".bin": None}
+    if sidecar is not None:
+        known = {".idx": sidecar.idx_checksum, ".bin": sidecar.bin_checksum}
     arrays = {".bin": (bin_path(dataset.prefix), dataset.tokens)}
     if smallest < 0:
         problems.append(f"{bin_path(dataset.prefix)}: has token id {smallest}, expected 0 or more")
@@ -84,7 +86,7 @@ def verify(dataset: IndexedDataset) -> list[str]:
         problems.append(f"{missing}: copy it as well, or preprocess the data again")
     if (mask := dataset.loss_mask) is not None:
         arrays["the loss mask"] = loss_mask_path(dataset.prefix), mask
-        known["the loss mask"] = sidecar and sidecar.loss_mask_checksum
+        known["the loss mask"] = None if sidecar is None else sidecar.loss_mask_checksum
         if int(mask.max()) > 1:
             problems.append(f"{loss_mask_path(dataset.prefix)}: has value {int(mask.max())}, expected 0 and 1")
     for name, (path, array) in arrays.items():

@@ -86,6 +86,7 @@ class PackedSource(DatasetSamples):
         super().__init__(dataset, documents, seq_length, seed, shuffle)
         self.loss_on = loss_on
         self.pad_id = pad_id
+        # Conversations, which are not empty, cut to a row.
         bounds = dataset.document_bounds[documents.start : documents.stop + 1]
         lengths = np.diff(bounds)
         present = np.flatnonzero(lengths)
@@ -93,6 +94,7 @@ class PackedSource(DatasetSamples):
             raise UserError(f"{dataset.prefix}: the {part} part has no conversation: give more, or another --split")
         cut_lengths = np.minimum(lengths[present], seq_length + 1)
         begins = bounds[:-1][present]
+        # Those with a label.
         mask = dataset.loss_mask
         if loss_on == "all" or mask is None:
             counts = cut_lengths > 1
@@ -107,6 +109,7 @@ class PackedSource(DatasetSamples):
         self.tokens = int(bounds[-1] - bounds[0])
         self.cut = int((lengths > seq_length + 1).sum())
         self.conversations = len(present)
+        # Their rows.
         row_of = _pack(cut_lengths, seq_length + 1)
         by_row = np.argsort(row_of, kind="stable")
         self._conversations = present[by_row] + documents.start

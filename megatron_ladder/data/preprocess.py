@@ -69,7 +69,6 @@ class _ShardReport:
     """By output."""
 
     def add(self, skipped: Sequence[str], counts: Mapping[str, DocumentCounts]) -> None:
-        """Add the reports of more input."""
         self.skipped += skipped
         for output, more in counts.items():
             self.counts.setdefault(output, DocumentCounts()).add(more)
@@ -115,7 +114,6 @@ class Partial:
         self._lock.close()
 
     def discard(self) -> None:
-        """Delete all finished shards."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def made_of(self, shards: Sequence[Shard]) -> dict[str, Any]:
@@ -296,17 +294,20 @@ def _make_missing(
     options: PreprocessOptions,
 ) -> _ShardReport:
     """Tokenize the shards without a report, and return the report of all shards."""
+    # The amount of work.
     sizes = [[shard.total_bytes for shard in members] for members in shards]
     known = [sum(size or 0 for size in members) for members in sizes]
     total = None if any(None in members for members in sizes) else sum(known)
     missing = [number for number, earlier in enumerate(reports) if earlier is None]
     expected = sum(size or options.shard_bytes for number in missing for size in sizes[number])
     workers = min(options.workers, math.ceil(expected / GROUP_BYTES))
+    # What earlier runs did.
     of_all = _ShardReport()
     for earlier in reports:
         if earlier is not None:
             _check_skipped(len(of_all.skipped), earlier.skipped, task.reading.max_bad)
             of_all.add(earlier.skipped, earlier.counts)
+    # The rest, shard by shard; groups are tokenized ahead, across shards.
     read_bytes = documents = shown_documents = 0
     with (
         ProgressBar("tokenized", total, done=sum(known) - sum(known[number] for number in missing)) as bar,

@@ -294,7 +294,8 @@ class HuggingFaceTokenizer(Tokenizer):
         return {"eos_token": str(self._tokenizer.id_to_token(self.eod_id))}
 
     def added_around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        plain, whole = (self._tokenizer.encode("a", add_special_tokens=added).ids for added in (False, True))
+        plain = self._tokenizer.encode("a", add_special_tokens=False).ids
+        whole = self._tokenizer.encode("a", add_special_tokens=True).ids
         begins = (begin for begin in range(len(whole)) if whole[begin : begin + len(plain)] == plain)
         begin = next(begins, 0)
         return tuple(whole[:begin]), tuple(whole[begin + len(plain) :])

@@ -60,6 +60,7 @@ def _ways(
 
     The end of `graphs` frees what was captured.
     """
+    # Our models, and a batch.
     alone = CommGroup.alone()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     compiles = options.backend != "none"
@@ -83,16 +84,19 @@ def _ways(
         return finished
 
     captures = options.cuda_graph and device.type == "cuda"
-    made = {
+    passes = {
         name: training(model, functools.partial(model, ids[:, :-1], ids[:, 1:]), captures)
         for name, model in models.items()
     }
+    # Transformers' model.
     if config.num_experts == 0 and importlib.util.find_spec(TRANSFORMERS) is not None:
         llama = _transformers_llama(config, dtype, device)
         compiled: Any = torch.compile(llama, backend=options.backend) if compiles else llama
         tokens = ids[:, :-1].contiguous()
-        made[TRANSFORMERS] = training(llama, lambda: compiled(input_ids=tokens, labels=tokens).loss, cuda_graph=False)
-    left, right = (torch.randn(options.matrix, options.matrix, dtype=dtype, device=device) for _ in range(2))
+        passes[TRANSFORMERS] = training(llama, lambda: compiled(input_ids=tokens, labels=tokens).loss, cuda_graph=False)
+    # The floor.
+    left = torch.randn(options.matrix, options.matrix, dtype=dtype, device=device)
+    right = torch.randn_like(left)
     result = torch.empty_like(left)
 
     def products() -> None:
@@ -100,7 +104,7 @@ def _ways(
             torch.mm(left, right, out=result)
         finish()
 
-    return {**made, PRODUCT: products}
+    return {**passes, PRODUCT: products}
 
 
 def _transformers_llama(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:

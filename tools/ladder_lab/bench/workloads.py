@@ -139,10 +139,12 @@ def build_models(
         models[variant.name] = LanguageModel(
             config, replace(mesh, tensor=group), options, dtype=dtype, device=torch.device("meta")
         )
-    room = max(
-        sum(_room(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
-        for model in models.values()
-    )
+
+    def reserved(model: LanguageModel) -> int:
+        return sum(_room(matrix) for module in model.modules() for matrix in module.parameters(recurse=False))
+
+    # One memory for all of them.
+    room = max(map(reserved, models.values()))
     try:
         numbers = torch.empty(room, dtype=dtype, device=device)
     except RuntimeError as error:
@@ -154,6 +156,7 @@ def build_models(
             f"--size: a rank's weights take {size}, more than {device} has free: give fewer layers, or more ranks"
         ) from error
     numbers.normal_(std=INITIAL_STD, generator=torch.Generator(device).manual_seed(1))
+    # Views of it, in the order of the modules.
     for model in models.values():
         begin = 0
         for module in model.modules():

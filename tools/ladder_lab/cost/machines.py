@@ -297,8 +297,9 @@ class Machine:
     def _gather_seconds(self, num_bytes: float, spread: Spread) -> float:
         if spread.boxes == 1:
             return self._all_reduce_seconds(num_bytes, spread) / 2
-        doublings, once = (self.network.parts(0, count)[0] for count in (spread.boxes, 2))
-        return (self._all_reduce_seconds(num_bytes, spread) - doublings) / 2 + HOP * once * (spread.boxes - 1)
+        doublings = self.network.parts(0, spread.boxes)[0]
+        hops = HOP * self.network.parts(0, 2)[0] * (spread.boxes - 1)
+        return (self._all_reduce_seconds(num_bytes, spread) - doublings) / 2 + hops
 
     def contention_of(self, num_bytes: float) -> float:
         """Return the share of the overlap with a collective of this size that is given back."""

@@ -71,8 +71,10 @@ def curve_parts(
     """
     first = curve[0][1]
     largest, last = curve[-1]
+    if latency is None:
+        latency = first
     # A latency of 0 has no logarithm.
-    latency = first if latency is None else latency or 1e-3
+    latency = latency or 1e-3
     per_byte = last / largest if per_byte is None else per_byte
     scale = latency / first
     total = scale * interpolate(curve, num_bytes * per_byte * largest / (last * scale))

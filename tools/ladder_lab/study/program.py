@@ -291,6 +291,7 @@ def _measured_times(study: _Study, size: str, wirings: Sequence[str]) -> dict[st
     command = [sys.executable, str(ROOT / "tools" / "benchmark.py"), "train", *flag_words(values)]
     times: dict[str, Any] = {}
     for _ in range(TIMING_ATTEMPTS):
+        # Run the benchmark.
         rows.unlink(missing_ok=True)
         print(f"step times of {size}: measuring with {grid.link}", flush=True)
         code = study.runner.execute(command, output)
@@ -300,6 +301,7 @@ def _measured_times(study: _Study, size: str, wirings: Sequence[str]) -> dict[st
             study.runner.failures.append(f"step times of {size}: exit code {code}: see {output}")
             print(last_lines(output), flush=True)
             return {}
+        # Read its rows.
         table = json.loads(rows.read_text(encoding="utf-8"))
         times = {}
         for row in table:
