@@ -43,6 +43,21 @@ _GLM: dict[str, Any] = {
     "moe_router_score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
 }
+_DEEPSEEK: dict[str, Any] = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+
+
+def _latent(nope: int, rope: int, value: int, of_queries: int = 0, **more: Any) -> dict[str, Any]:
+    return {
+        "kv_lora_rank": 512,
+        "q_lora_rank": of_queries,
+        "qk_nope_head_dim": nope,
+        "qk_rope_head_dim": rope,
+        "v_head_dim": value,
+        "head_dim": nope + rope,
+        **more,
+    }
+
+
 SIZES: dict[str, ModelConfig] = {
     "small": _shape("8x1024x1408x16x16x4096"),
     "small-llama": _shape("8x1024x2816x16x4x4096"),
@@ -78,6 +93,29 @@ SIZES: dict[str, ModelConfig] = {
     "glm-4.6": _shape(
         "92x5120x12288x96x8x151552", qk_layernorm=True, **_GLM, **_experts(160, 8, 1536, range(3, 92), 1536)
     ),
+    "instella-moe": _shape(
+        "27x2048x10944x16x1x128896",
+        **_latent(96, 32, 128, attention_output_gate=True),
+        **_DEEPSEEK,
+        **_experts(64, 6, 1408, range(1, 27), 2816),
+    ),
+    "deepseek-v2-lite": _shape(
+        "27x2048x10944x16x1x102400",
+        **_latent(128, 64, 128),
+        **_experts(64, 6, 1408, range(1, 27), 2816, moe_router_unnormalized=True),
+    ),
+    "glm-4.7-flash": _shape(
+        "47x2048x10240x20x1x154880",
+        **_latent(192, 64, 256, 768),
+        **_DEEPSEEK,
+        **_experts(64, 4, 1536, range(1, 47), 1536),
+    ),
+    "deepseek-v3": _shape(
+        "61x7168x18432x128x1x129280",
+        **_latent(128, 64, 128, 1536),
+        **_DEEPSEEK,
+        **_experts(256, 8, 2048, range(3, 61), 2048, moe_router_num_groups=8, moe_router_group_topk=4),
+    ),
     "bloom-176b": _shape("70x14336x50176x112x112x250880"),
     "llama-405b": _shape("126x16384x53248x128x8x128256"),
 }
@@ -88,7 +126,9 @@ the 52 layers of 1.55b and 3.9bh in the authors' inference program (github.com/m
 gpt_fast/gpt_ladder_TP.py). paper-*-tp8: as in that program, with 32 heads of 72 instead of the 36 of 64 that the
 authors trained, so that 8 ranks divide them; parameters and matrices have the same sizes.
 bloom-176b: BLOOM's layers and widths with a gated MLP, as in the authors' source. llama-*: Llama 3, except 34b, which
-is CodeLlama, and those with a 2."""
+is CodeLlama, and those with a 2. instella-moe, deepseek-*, glm-*: `config.json` of amd/Instella-MoE-16B-A3B-Think,
+deepseek-ai/DeepSeek-V2-Lite, deepseek-ai/DeepSeek-V3, zai-org/GLM-4.5-Air, GLM-4.6 and GLM-4.7-Flash, without the layer
+that predicts a further token."""
 
 
 def find_size(text: str) -> ModelConfig:

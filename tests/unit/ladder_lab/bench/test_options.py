@@ -4,7 +4,7 @@ import pytest
 
 from ladder_lab.bench.options import parse_alpha, parse_options
 from ladder_lab.bench.sizes import SIZES, find_size
-from megatron_ladder.blueprint.tensors import parameter_count
+from megatron_ladder.blueprint.tensors import active_parameters, parameter_count
 from tests.helpers.runs import errors_of
 
 
@@ -72,3 +72,29 @@ def test_a_shape_is_given_by_name_or_in_numbers() -> None:
     # A layer: q and o 24 x 24, k and v 24 x 12, three matrices 24 x 40, two norms; then embedding, head, last norm.
     layer = 2 * 24 * 24 + 2 * 24 * 12 + 3 * 24 * 40 + 2 * 24
     assert parameter_count(shape).total == 2 * layer + 2 * 100 * 24 + 24
+
+
+EXPERT_BIASES = 58 * 256
+PREDICTING_LAYER = 635_311_424 + 2 * 154880 * 2048 + 2 * 2048**2 + 3 * 2048
+"""A further layer with its own embedding and head, the projection of two streams, and three norms."""
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [
+        # The bytes of all tensors, of which the biases of experts are in fp32.
+        ("instella-moe", (31_725_581_824 - 4 * 26 * 64) / 2 + 26 * 64, 2.8),
+        ("deepseek-v2-lite", 15_706_484_224, 2.4),
+        ("glm-4.7-flash", 31_221_488_576 - PREDICTING_LAYER, 3),
+        ("deepseek-v3", 671_026_404_352 + EXPERT_BIASES, 37),
+    ],
+)
+def test_models_with_latent_attention_have_the_published_parameters(name: str, total: float, active: float) -> None:
+    """`total` is from the published files. Those who publish active parameters leave out embedding, head, or neither,
+    and round to the last digit."""
+    model = find_size(name)
+    count = parameter_count(model)
+    assert count.total == total
+    most = active_parameters(model) / 1e9
+    unit = 1 if active == int(active) else 0.1
+    assert most - (count.embedding + count.lm_head) / 1e9 - unit / 2 < active < most + unit / 2
