@@ -457,3 +457,32 @@ class ModelFlops:
     def training(self) -> int:
         """Model FLOPs of a training step's share of one sequence: forward and backward."""
         return 3 * self.forward
+
+
+PEAK_TFLOPS = {
+    "h100": 989.0,
+    "h100-pcie": 756.0,
+    "h100-nvl": 835.0,
+    "gh200": 989.0,
+    "h200": 989.0,
+    "h20": 148.0,
+    "b200": 2250.0,
+    "gb200": 2500.0,
+    "a100": 312.0,
+    "l40s": 362.0,
+    "a6000": 154.8,
+    "rtx-6000-ada": 364.0,
+    "rtx-pro-6000": 503.8,
+    "rtx-3090": 71.0,
+    "rtx-4090": 165.2,
+    "rtx-5090": 209.5,
+    "gb10": 125.0,
+}
+"""Dense bf16 TFLOP/s with sums in fp32, from NVIDIA's data sheets; gb10: an eighth of its sparse FP4 rate (assumed)."""
+
+
+def peak_flops(device: str) -> float | None:
+    """Return the bf16 FLOP/s of a GPU that CUDA names so; None if it is unknown."""
+    # The name of one may begin with that of another, as H200 with H20.
+    names = sorted((name for name in PEAK_TFLOPS if name in device.lower().replace(" ", "-")), key=len)
+    return PEAK_TFLOPS[names[-1]] * 1e12 if names else None

@@ -17,7 +17,13 @@ from torch import Tensor
 
 from megatron_ladder import __version__
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.blueprint.tensors import ModelFlops, active_parameters, padded_vocab_size, parameter_count
+from megatron_ladder.blueprint.tensors import (
+    ModelFlops,
+    active_parameters,
+    padded_vocab_size,
+    parameter_count,
+    peak_flops,
+)
 from megatron_ladder.blueprint.wiring import layers_text, plan_reads
 from megatron_ladder.comm.agreement import Peers
 from megatron_ladder.config.run import RunConfig
@@ -125,6 +131,9 @@ class RunLog:
         self._rank = trainer.mesh.world.rank
         self._device = trainer.device
         self._flops_per_step = ModelFlops(run.model, run.training.seq_length).training * run.global_batch_size
+        name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else ""
+        peak = peak_flops(name) if run.training.bf16 else None
+        self._peak_flops = None if peak is None else peak * trainer.mesh.world.size
         self._curves = Curves(run, first_iteration - 1, trains, self._rank)
         self._interval_start = time.perf_counter()
         self._last = first_iteration - 1
@@ -149,13 +158,15 @@ class RunLog:
         eta = timedelta(seconds=round((total - iteration) * step_seconds))
         others = {**last.extra_losses, **_describe_loads(last.loads)}
         shown = "".join(f"| {name} {value:.4g} " for name, value in others.items())
-        idle = {} if last.pipeline_idle is None else {"pipeline idle": last.pipeline_idle}
-        shown_idle = "".join(f"| {name} {value:.1%} " for name, value in idle.items())
+        shares = {} if self._peak_flops is None else {"MFU": flops / self._peak_flops}
+        if last.pipeline_idle is not None:
+            shares["pipeline idle"] = last.pipeline_idle
+        shown_shares = "".join(f"| {name} {value:.1%} " for name, value in shares.items())
         print_rank_0(
             f"iteration {iteration:>{len(str(total))}}/{total} | lm loss {loss:.4f} {shown}"
             f"| learning rate {last.learning_rate:.3e} | grad norm {last.gradient_norm:.3f} "
             f"| {tokens_per_second:,.0f} tokens/s | {_engineering(flops)}FLOP/s | {step_seconds:.3f} s/step "
-            f"{shown_idle}| ETA {eta}",
+            f"{shown_shares}| ETA {eta}",
             self._rank,
         )
         self._record.write(
@@ -165,7 +176,7 @@ class RunLog:
             seconds=round(seconds, 6),
             loss=loss,
             tokens_per_second=round(tokens_per_second, 1),
-            **{name.replace(" ", "_"): value for name, value in (others | idle).items()},
+            **{name.replace(" ", "_"): value for name, value in (others | shares).items()},
         )
         if self._device.type == "cuda":
             peak_memory = torch.cuda.max_memory_allocated(self._device)
@@ -179,7 +190,7 @@ class RunLog:
             "speed/tokens per second": tokens_per_second,
             "speed/model TFLOP per second": flops / 1e12,
             "speed/seconds per step": step_seconds,
-            **{f"speed/{name}": value for name, value in idle.items()},
+            **{f"speed/{name}": value for name, value in shares.items()},
             "memory/peak GB": peak_memory / 1e9,
         }
         self._curves.metrics(iteration, values)

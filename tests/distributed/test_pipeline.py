@@ -2,8 +2,10 @@
 
 import contextlib
 import io
+import re
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -178,6 +180,26 @@ def idle_shares(argv: list[str]) -> tuple[list[float | None], str]:
     with contextlib.redirect_stdout(io.StringIO()) as printed, RunLog(trainer, 1, RunRecord(None)) as log:
         log.training(3, results[-1].loss, results[-1])
     return [result.pipeline_idle for result in results], printed.getvalue()
+
+
+def logged_with_peak(argv: list[str], peak: float | None) -> str:
+    """On each rank: return the log line of a step on devices of so many FLOP/s."""
+    with patch("megatron_ladder.train.log.peak_flops", lambda name: peak):
+        trainer = build_trainer_here(argv)
+        with contextlib.redirect_stdout(io.StringIO()) as printed, RunLog(trainer, 1, RunRecord(None)) as log:
+            result = train_step(trainer, own_batches(trainer, steps_of_batches(1, 4)[0]), 1)
+            log.training(1, result.loss, result)
+    return printed.getvalue()
+
+
+def test_the_log_has_the_utilisation_of_all_devices(gloo_pools: GlooPools) -> None:
+    argv = [*RECIPE, *STAGES, "--global-batch-size", "8"]
+    line = gloo_pools(4).run(logged_with_peak, [*argv, "--bf16"], 1e9)[0]
+    number, prefix, share = re.search(r"\| ([\d.]+) ([GM])FLOP/s .*\| MFU ([\d.]+)%", line).groups()
+    rate = float(number) * {"G": 1e9, "M": 1e6}[prefix]
+    assert float(share) == pytest.approx(100 * rate / 4e9, rel=0.01, abs=0.06)
+    for flags, peak in ((["--bf16"], None), ([], 1e9)):
+        assert "MFU" not in gloo_pools(4).run(logged_with_peak, [*argv, *flags], peak)[0]
 
 
 def test_the_idle_time_is_that_of_all_ranks_in_the_step_before(gloo_pools: GlooPools) -> None:

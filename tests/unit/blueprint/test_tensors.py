@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.blueprint.tensors import ModelFlops, _branch, balanced_partition, parameter_count
+from megatron_ladder.blueprint.tensors import ModelFlops, _branch, balanced_partition, parameter_count, peak_flops
 from megatron_ladder.config.run import parse_run, resolve_run
 from megatron_ladder.engine.build import partition
 from tests.helpers.hugging_face import Family, transformers_model
@@ -127,3 +127,24 @@ def test_a_runs_partition(words: str, expected: list[int]) -> None:
 def test_a_branch_without_tensors_of_its_own_is_not_taken_for_an_mlp() -> None:
     with pytest.raises(KeyError, match="convolution"):
         _branch(small_model(), 0, "convolution")
+
+
+@pytest.mark.parametrize(
+    ("device", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H20", 148),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA RTX A6000", 154.8),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 503.8),
+        ("NVIDIA RTX 6000 Ada Generation", 364),
+        ("Quadro RTX 6000", None),
+        ("", None),
+    ],
+)
+def test_the_peak_of_a_device_follows_from_its_name(device: str, teraflops: float | None) -> None:
+    assert peak_flops(device) == (None if teraflops is None else teraflops * 1e12)

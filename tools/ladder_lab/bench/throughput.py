@@ -27,10 +27,9 @@ from ladder_lab.bench.paired import PairedTimes, RatioVerdict, measure
 from ladder_lab.bench.sizes import find_size
 from ladder_lab.bench.variants import VARIANTS
 from ladder_lab.bench.workloads import build_models, training_pass
-from ladder_lab.cost.machines import GPUS
 from ladder_lab.output import markdown_table, write_json
 from megatron_ladder.blueprint.model import ModelConfig
-from megatron_ladder.blueprint.tensors import ModelFlops
+from megatron_ladder.blueprint.tensors import ModelFlops, peak_flops
 from megatron_ladder.checkpoint.hf_config import hf_config
 from megatron_ladder.comm.group import CommGroup
 from megatron_ladder.comm.launch import read_rank_info
@@ -114,13 +113,6 @@ def _transformers_llama(config: ModelConfig, dtype: torch.dtype, device: torch.d
     with device:
         model = transformers.AutoModelForCausalLM.from_config(theirs, dtype=dtype, attn_implementation="sdpa")
     return model.to(device)
-
-
-def peak_flops(device: str) -> float | None:
-    """Return the bf16 FLOP/s in the data sheet of a GPU with this name; None if the planner does not know it."""
-    # The name of one may begin with that of another, as H200 with H20.
-    names = sorted((name for name in GPUS if name in device.lower()), key=len)
-    return GPUS[names[-1]].peak_flops if names else None
 
 
 def _rows(

@@ -22,6 +22,7 @@ from ladder_lab.cost.links import (
 )
 from ladder_lab.cost.measured import Curve, curve_parts, interpolate, measured_curves, read_table
 from ladder_lab.cost.placement import Spread
+from megatron_ladder.blueprint.tensors import PEAK_TFLOPS
 
 LINK_ERROR = 1.33
 """All-reduces so many times faster or slower give the range of a predicted speed-up."""
@@ -53,10 +54,8 @@ class Gpu:
         return f"{memory}, {self.peak_flops / 1e12:,g} TFLOP/s ({self.source})"
 
 
-def _gpu(
-    name: str, gigabytes: float, gigabytes_s: float, teraflops: float, box: tuple[int, str, str, int], source: str
-) -> Gpu:
-    return Gpu(name, gigabytes * 1e9, gigabytes_s * 1e9, teraflops * 1e12, box, source)
+def _gpu(name: str, gigabytes: float, gigabytes_s: float, box: tuple[int, str, str, int], source: str) -> Gpu:
+    return Gpu(name, gigabytes * 1e9, gigabytes_s * 1e9, PEAK_TFLOPS[name] * 1e12, box, source)
 
 
 _HGX = (8, "nvlink", "ib-400", 8)
@@ -68,19 +67,19 @@ _SPARK = "NVIDIA data sheet; FLOP/s an eighth of the sparse FP4 rate (assumed)"
 GPUS: Mapping[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
-        _gpu("h100", 80, 3350, 989, _HGX, "NVIDIA H100 data sheet, SXM"),
-        _gpu("h200", 141, 4800, 989, (8, "nvlink-h200", "ib-400", 8), "NVIDIA H200 data sheet, SXM"),
-        _gpu("h20", 96, 4000, 148, _HGX, "NVIDIA H20 data sheet"),
-        _gpu("b200", 180, 8000, 2250, (8, "nvlink-5", "ib-400", 8), "NVIDIA HGX B200 data sheet"),
-        _gpu("a100", 80, 2039, 312, (8, "nvlink-3", "ib-200", 8), "NVIDIA A100 data sheet, SXM 80 GB"),
-        _gpu("l40s", 48, 864, 362, (8, "pcie-4", "ib-200", 1), "NVIDIA data sheet"),
-        _gpu("a6000", 48, 768, 154.8, _WORKSTATION, "NVIDIA GA102 whitepaper"),
-        _gpu("rtx-6000-ada", 48, 960, 364, _WORKSTATION, "NVIDIA data sheet"),
-        _gpu("rtx-pro-6000", 96, 1792, 503.8, (4, "pcie-5-p2p", "10gbe", 1), "NVIDIA data sheet"),
-        _gpu("rtx-3090", 24, 936, 71, _CONSUMER, "NVIDIA GA102 whitepaper"),
-        _gpu("rtx-4090", 24, 1008, 165.2, _CONSUMER, "NVIDIA Ada whitepaper"),
-        _gpu("rtx-5090", 32, 1792, 209.5, (4, "pcie-5", "10gbe", 1), "NVIDIA Blackwell whitepaper"),
-        _gpu("gb10", 128, 273, 125, (1, "dgx-spark", "dgx-spark", 1), _SPARK),
+        _gpu("h100", 80, 3350, _HGX, "NVIDIA H100 data sheet, SXM"),
+        _gpu("h200", 141, 4800, (8, "nvlink-h200", "ib-400", 8), "NVIDIA H200 data sheet, SXM"),
+        _gpu("h20", 96, 4000, _HGX, "NVIDIA H20 data sheet"),
+        _gpu("b200", 180, 8000, (8, "nvlink-5", "ib-400", 8), "NVIDIA HGX B200 data sheet"),
+        _gpu("a100", 80, 2039, (8, "nvlink-3", "ib-200", 8), "NVIDIA A100 data sheet, SXM 80 GB"),
+        _gpu("l40s", 48, 864, (8, "pcie-4", "ib-200", 1), "NVIDIA data sheet"),
+        _gpu("a6000", 48, 768, _WORKSTATION, "NVIDIA GA102 whitepaper"),
+        _gpu("rtx-6000-ada", 48, 960, _WORKSTATION, "NVIDIA data sheet"),
+        _gpu("rtx-pro-6000", 96, 1792, (4, "pcie-5-p2p", "10gbe", 1), "NVIDIA data sheet"),
+        _gpu("rtx-3090", 24, 936, _CONSUMER, "NVIDIA GA102 whitepaper"),
+        _gpu("rtx-4090", 24, 1008, _CONSUMER, "NVIDIA Ada whitepaper"),
+        _gpu("rtx-5090", 32, 1792, (4, "pcie-5", "10gbe", 1), "NVIDIA Blackwell whitepaper"),
+        _gpu("gb10", 128, 273, (1, "dgx-spark", "dgx-spark", 1), _SPARK),
     )
 }
 """The boxes are assumptions: those of servers are NVIDIA's baseboards."""

@@ -9,7 +9,7 @@ import torch
 from ladder_lab.bench.options import ThroughputOptions
 from ladder_lab.bench.paired import PairedTimes
 from ladder_lab.bench.sizes import SIZES
-from ladder_lab.bench.throughput import PRODUCTS_AT_ONCE, _rows, _ways, peak_flops
+from ladder_lab.bench.throughput import PRODUCTS_AT_ONCE, _rows, _ways
 
 SMALL = replace(SIZES["small-train"], num_layers=1, hidden_size=64, ffn_hidden_size=96, vocab_size=128, head_dim=8)
 
@@ -21,8 +21,7 @@ def test_utilisation_and_ratios() -> None:
     flops = 3 * 3 * 2 * 16 * (64 * 8 * 32 + 2 * 16 * 64 + 3 * 64 * 96 + 64 * 128)
     seconds = {"ladder": flops / 1000, "transformers": flops / 500, "product": float(PRODUCTS_AT_ONCE)}
     times = PairedTimes({way: tuple(second * drift for drift in (1, 2, 1, 3)) for way, second in seconds.items()})
-    peak = peak_flops("NVIDIA H200")
-    assert peak == 989e12 and peak_flops("CPU, 1 threads") is None
+    peak = 989e12
     ladder, transformers = _rows(options, SMALL, 16, times, peak)
     assert ladder["mfu"] == pytest.approx(1000 / 1.5 / peak)
     assert ladder["utilisation"] == pytest.approx(0.5) and transformers["utilisation"] == pytest.approx(0.25)
