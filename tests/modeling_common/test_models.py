@@ -53,6 +53,11 @@ WIRINGS: dict[str, dict[str, Any]] = {
 }
 WIRINGS["hybrid"] = {"ladder_layers": [0], "final_logit_softcapping": 5.0, "qk_norm": True, "attention_bias": True}
 WIRINGS["staleness 2"] = {"ladder_layers": 2, "residual_staleness": 2}
+WIRINGS["gated"] = {"ladder_layers": [0], "gated_attention": True, "qk_norm": True}
+WIRINGS["latent"] = WIRINGS["farskip"] | {
+    **{"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6},
+    **{"num_key_value_heads": 4, "gated_attention": True},
+}
 WIRINGS["lanes"] = {"ladder_layers": 2, "lanes": 2}
 
 AutoConfig.register("megatron_ladder", MegatronLadderConfig)
@@ -72,7 +77,7 @@ class Tester:
         self._wiring = wiring
 
     def get_config(self) -> MegatronLadderConfig:
-        return MegatronLadderConfig(**SIZES, **self._wiring)
+        return MegatronLadderConfig(**(SIZES | self._wiring))
 
     def prepare_config_and_inputs_for_common(self) -> tuple[MegatronLadderConfig, dict[str, torch.Tensor]]:
         ids = ids_tensor([self.batch_size, self.seq_length], SIZES["vocab_size"]).clamp(min=3)

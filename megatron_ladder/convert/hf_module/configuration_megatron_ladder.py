@@ -112,7 +112,9 @@ class MegatronLadderConfig(PreTrainedConfig):
             # The same matrices plus the norms of queries and keys.
             self.base_model_tp_plan = Qwen3Config.base_model_tp_plan
         if self.kv_lora_rank:
-            self.base_model_tp_plan = DeepseekV2Config.base_model_tp_plan
+            absent = "expert", "q_proj" if self.q_lora_rank else "q_b_proj"
+            plan = DeepseekV2Config.base_model_tp_plan.items()
+            self.base_model_tp_plan = {key: how for key, how in plan if not any(part in key for part in absent)}
             # The rotary embedding of transformers is as wide as a head.
             self.head_dim = self.qk_rope_head_dim
             self.qk_head_dim = self.qk_nope_head_dim + self.qk_rope_head_dim

@@ -25,6 +25,16 @@ GLM = EXPERTS | {
     "rotary_percent": 0.5,
     "qk_layernorm": True,
 }
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 14,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 9,
+    "num_key_value_heads": 1,
+    "head_dim": 10,
+    "norm_epsilon": 0.01,
+}
+GATED = {"attention_output_gate": True}
 
 
 def tiny_config(**changes: Any) -> ModelConfig:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -20,7 +21,7 @@ from megatron_ladder.convert.small_files import module_files
 from tests.helpers.hugging_face import module_tensors
 from tests.helpers.runs import errors_of
 from tests.reference import ReferenceConfig, make_weights, reference_logits
-from tests.unit.convert.hf_models import BIASES, EXPERTS, GLM, some_tokens, tiny_config
+from tests.unit.convert.hf_models import BIASES, EXPERTS, GATED, GLM, LATENT, some_tokens, tiny_config
 
 ALL = tuple(range(6))
 FOUR = {"lanes": 4, "num_key_value_heads": 4}
@@ -75,6 +76,14 @@ MIXTURES = [
     with_experts("shortcut", **SHARED),
     with_experts("longcat", (1, 2, 4)),
 ]
+ATTENTIONS = [
+    laned("ladder", 2, **GATED),
+    laned("ladder", 1, (1, 2, 4), lanes=0, **GATED, qk_layernorm=True),
+    with_experts("farskip", **GLM, **GATED),
+    with_experts("farskip", **SHARED, **LATENT, **GATED, add_attention_output_bias=True),
+    laned("ladder-parallel", 1, (1, 2, 4), lanes=0, **LATENT, q_lora_rank=11, **BIASES),
+    with_experts("longcat", (1, 2, 4), **LATENT),
+]
 
 
 def text_of(config: ModelConfig) -> str:
@@ -106,7 +115,7 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> Build:
     def norm(self: Any, x: Tensor) -> Tensor:
         return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
 
-    for norms in (LlamaRMSNorm, Qwen3RMSNorm, Glm4MoeRMSNorm):
+    for norms in (LlamaRMSNorm, Qwen3RMSNorm, Glm4MoeRMSNorm, DeepseekV3RMSNorm):
         monkeypatch.setattr(norms, "forward", norm)
 
     def build(config: ModelConfig) -> tuple[MegatronLadderForCausalLM, dict[str, Tensor]]:
@@ -115,7 +124,7 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> Build:
         module = MegatronLadderForCausalLM(MegatronLadderConfig(**written)).double().eval()
         tied = {"lm_head.weight": weights["embedding.weight"]} if config.tie_embeddings else {}
         module.load_state_dict(module_tensors(weights) | tied)
-        module.model.rotary_emb = ExactRotary(int(config.head_dim * config.rotary_percent))
+        module.model.rotary_emb = ExactRotary(config.rotary_dim)
         return module, weights
 
     return build
@@ -137,7 +146,7 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], toleranc
         assert error < tolerance, f"{name}: {error}"
 
 
-@pytest.mark.parametrize("config", LADDERS + LANED + DESYNCED + MIXTURES, ids=text_of)
+@pytest.mark.parametrize("config", LADDERS + LANED + DESYNCED + MIXTURES + ATTENTIONS, ids=text_of)
 def test_logits_and_gradients_are_those_of_the_reference(config: ModelConfig, exact: Build) -> None:
     module, weights = exact(config)
     tokens = some_tokens(2, 10)
@@ -149,7 +158,9 @@ def test_logits_and_gradients_are_those_of_the_reference(config: ModelConfig, ex
     assert hf_type(config) == "megatron_ladder"
 
 
-@pytest.mark.parametrize("config", [LADDERS[1], LANED[3], LANED[5], DESYNCED[2], MIXTURES[3]], ids=text_of)
+@pytest.mark.parametrize(
+    "config", [LADDERS[1], LANED[3], LANED[5], DESYNCED[2], MIXTURES[3], ATTENTIONS[3]], ids=text_of
+)
 def test_recomputation_gives_the_same_gradients(config: ModelConfig, exact: Build) -> None:
     module, _ = exact(config)
     tokens = some_tokens(2, 10)
@@ -159,7 +170,9 @@ def test_recomputation_gives_the_same_gradients(config: ModelConfig, exact: Buil
         assert_close(gradients_of(module, tokens), expected, 1e-13)
 
 
-@pytest.mark.parametrize("config", [LADDERS[1], LANED[6], DESYNCED[1], MIXTURES[3], MIXTURES[6]], ids=text_of)
+@pytest.mark.parametrize(
+    "config", [LADDERS[1], LANED[6], DESYNCED[1], MIXTURES[3], MIXTURES[6], *ATTENTIONS[2:4]], ids=text_of
+)
 def test_greedy_tokens_are_the_same_with_every_cache_and_padding(config: ModelConfig, exact: Build) -> None:
     module, weights = exact(config)
     prompts = [some_tokens(1, length) for length in (3, 9, 6)]
