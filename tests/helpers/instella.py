@@ -25,11 +25,13 @@ class InstellaMoEForCausalLM(DeepseekV3ForCausalLM):  # type: ignore[misc]
         for layer in self.model.layers:
             attention = layer.self_attn
             attention.gate_proj = nn.Linear(config.hidden_size, attention.o_proj.in_features, bias=False)
+        # `generate` then passes all tokens for each new one.
+        self.generation_config.use_cache = False
 
-    def forward(self, tokens: Tensor, **_: Any) -> CausalLMOutputWithPast:
+    def forward(self, input_ids: Tensor, **_: Any) -> CausalLMOutputWithPast:
         """Map tokens [b, s] to logits [b, s, V]."""
-        stream = self.model.embed_tokens(tokens)
-        angles = self.model.rotary_emb(stream, torch.arange(tokens.shape[1])[None])
+        stream = self.model.embed_tokens(input_ids)
+        angles = self.model.rotary_emb(stream, torch.arange(input_ids.shape[1])[None])
         without_routed = stream
         for layer in self.model.layers:
             entering = stream
