@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -14,11 +15,10 @@ from ladder_lab.cost.inference import InferenceRequest, predict_inference
 from ladder_lab.cost.machines import PRESETS
 from ladder_lab.plan.options import MachineOptions
 from ladder_lab.wirings import NAMED_WIRINGS
-from megatron_ladder.blueprint.model import ModelFlags, resolve_model
+from megatron_ladder.blueprint.model import ModelConfig, ModelFlags, resolve_model
 from megatron_ladder.blueprint.wiring import WIRINGS, SubBlockKind, WiredSubBlock
 from megatron_ladder.generate.slots import _StaticCache
 from tests.docs.pages import ROOT, page_paths, read_page
-from tests.unit.generate.tiny_model import tiny_config
 from tools.plan import main as plan
 
 PICTURES = ROOT / "docs" / "pictures"
@@ -80,36 +80,25 @@ def row_of_wiring(sub_blocks: Sequence[tuple[int, WiredSubBlock]], before: Seque
     ]
 
 
-LATENT_SIZES = {
-    "Instella-MoE": (27, 16, 96, 32, 128),
-    "DeepSeek-V2-Lite": (27, 16, 128, 64, 128),
-    "GLM-4.7-Flash": (47, 20, 192, 64, 256),
-    "DeepSeek-V3": (61, 128, 128, 64, 128),
-}
-"""Layers, heads, and the widths of a head's unrotated part, rotated part and value; all latents have 512 elements."""
-
-
-def cache_bytes(ranks: int, **sizes: int) -> str:
+def cache_bytes(config: ModelConfig, ranks: int) -> str:
     """Return the bytes per token of the cache that a rank allocates."""
-    cache = _StaticCache(tiny_config(**sizes), ranks, 1, 10, torch.bfloat16, torch.device("meta"))
+    cache = _StaticCache(config, ranks, 1, 10, torch.bfloat16, torch.device("meta"))
     return f"{sum(part.nbytes for part in cache.parts) // 10:,}"
 
 
 def test_the_table_of_latent_caches_is_what_generation_allocates() -> None:
     """A head of another model that is as wide as key and value together has their cache."""
     rows = table("docs/moe.md", "## Latent attention")
-    assert [name for name, *_ in rows] == [*LATENT_SIZES]
-    for name, of_latent, *of_heads in rows:
-        layers, heads, nope, rope, value = LATENT_SIZES[name]
-        sizes = {"num_layers": layers, "num_attention_heads": heads}
-        widths = {"qk_nope_head_dim": nope, "qk_rope_head_dim": rope, "v_head_dim": value}
-        latent = sizes | widths | {"num_key_value_heads": 1, "head_dim": nope + rope, "kv_lora_rank": 512}
-        plain = sizes | {"num_key_value_heads": heads, "head_dim": (nope + rope + value) // 2}
+    assert len(rows) == 4
+    for name, of_latents, *of_heads in rows:
+        config = find_size(name.lower())
+        heads, width = config.num_attention_heads, config.head_dim + config.value_dim
+        plain = replace(config, kv_lora_rank=0, num_key_value_heads=heads, head_dim=width // 2)
         for ranks, cell in zip((1, 2, 8), of_heads, strict=True):
             if heads % ranks:
                 assert cell == f"({heads} heads)"
             else:
-                assert (cache_bytes(ranks, **latent), cache_bytes(ranks, **plain)) == (of_latent, cell), name
+                assert (cache_bytes(config, ranks), cache_bytes(plain, ranks)) == (of_latents, cell), name
 
 
 def test_the_table_of_expert_wirings_is_that_of_the_blueprint() -> None:
